@@ -1,0 +1,122 @@
+"""Drives our router for a proxy: picks endpoints for prompts, and keeps the bookings true."""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from mallee.actors.epp.messages import Destination, Refusal
+from mallee.actors.epp.prompts import Prompt
+from mallee.protocol.errors import KVMemoryExceeded, NoWorker, Saturated
+from mallee.protocol.ids import RequestId, WorkerId
+from mallee.router.router import Router
+
+RETRY_AFTER_S: Final = 1
+
+
+class Picked(NamedTuple):
+    """A request's endpoints, and the blocks of its prompt that the first one has."""
+
+    destination: Destination
+    overlap_blocks: int
+
+
+class Placement:
+    """Endpoints for requests, by one router.
+
+    `objectives`: priorities by name; a request of one below 0 may be refused, others only without any pod.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        *,
+        block_size: int,
+        default_max_tokens: int,
+        fallbacks: int,
+        objectives: dict[str, int],
+    ) -> None:
+        self._router = router
+        self._block_size = block_size
+        self._default_max_tokens = default_max_tokens
+        self._fallbacks = fallbacks
+        self._objectives = objectives
+
+    @property
+    def has_pods(self) -> bool:
+        """Whether any endpoint takes requests."""
+        return self._router.has_workers
+
+    def pick(
+        self, request: RequestId, prompt: Prompt, subset: Sequence[str] | None
+    ) -> Picked | Refusal:
+        """Endpoints for `request`, which is booked on the first of them until `free`."""
+        among = None if subset is None else [WorkerId(address) for address in subset]
+        may_shed = self._objectives.get(prompt.objective, 0) < 0
+        try:
+            return self._route(request, prompt, among, may_shed=may_shed)
+        except Saturated:
+            message = f"every endpoint is busy, and objective {prompt.objective} can be dropped"
+            return Refusal(429, "saturated", message, RETRY_AFTER_S)
+        except NoWorker:
+            which = "" if subset is None else f" of the {len(subset)} that the proxy allows"
+            message = f"no endpoint{which} is ready"
+            return Refusal(503, "no_endpoint", message, RETRY_AFTER_S)
+
+    def served(self, request: RequestId, prompt: Prompt, endpoint: str) -> None:
+        """The proxy went elsewhere; the booking follows it. To an unknown one it does not."""
+        self._router.free(request)
+        if self._router.worker(WorkerId(endpoint)) is not None:
+            self.pick(request, prompt._replace(objective=""), [endpoint])
+
+    def first_token(self, request: RequestId) -> None:
+        """The prompt is computed."""
+        self._router.first_token(request)
+
+    def free(self, request: RequestId) -> None:
+        """End the booking, if there is one."""
+        self._router.free(request)
+
+    def observe_hit(self, request: RequestId, cached_tokens: int) -> None:
+        """Compare what was known of the endpoint with what it had."""
+        self._router.observe_hit(request, cached_tokens)
+
+    def _route(
+        self,
+        request: RequestId,
+        prompt: Prompt,
+        among: Sequence[WorkerId] | None,
+        *,
+        may_shed: bool,
+    ) -> Picked:
+        """Raises NoWorker, Saturated."""
+        hashes, num_tokens = prompt.hashes, prompt.num_tokens
+        max_tokens = prompt.max_tokens or self._default_max_tokens
+        while True:
+            try:
+                placement = self._router.route(
+                    request,
+                    hashes,
+                    prompt_tokens=num_tokens,
+                    max_tokens=max_tokens,
+                    may_wait=may_shed,
+                    affinity=prompt.affinity,
+                    among=among,
+                )
+                break
+            except KVMemoryExceeded as error:
+                # Its pod knows better how long it may get, and what to answer if that is too long.
+                room = int(error.fields["largest"]) * self._block_size
+                num_tokens = max(0, min(num_tokens, room - 1))
+                hashes = hashes[: num_tokens // self._block_size]
+                max_tokens = max(1, min(max_tokens, room - num_tokens))
+        return Picked(
+            Destination((placement.address, *self._next_best(placement.address))),
+            placement.overlap_blocks,
+        )
+
+    def _next_best(self, first: str) -> list[str]:
+        """The cheapest of the other endpoints that the last decision could have chosen."""
+        if not self._fallbacks:
+            return []
+        decision = self._router.decisions(1, candidates=self._fallbacks + 1)[0]
+        others = [c for c in decision.candidates if c.worker != first and c.total < float("inf")]
+        return [str(candidate.worker) for candidate in others[: self._fallbacks]]

@@ -1,0 +1,312 @@
+"""A stand-in for a vLLM pod: its completions API, a prefix cache, `vllm:` metrics and ZeroMQ KV events.
+
+It computes nothing and takes time: a while for each token of a prompt that is not cached, and for each token
+of the answer. Prompts are token ids, or texts for which `encode` gives them.
+"""
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+REPLAYED = 10_000  # batches
+
+
+@dataclass(frozen=True, slots=True)
+class PodTiming:
+    """Seconds that a pod takes."""
+
+    prompt_token_s: float = 0.0
+    output_token_s: float = 0.0
+
+
+@dataclass(slots=True)
+class PodCounts:
+    """Counts since its start."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class KVPublisher:
+    """vLLM's KV events: published, and the last ones repeated when asked. Positional ones as SGLang sends."""
+
+    def __init__(self, *, is_positional: bool = False) -> None:
+        import zmq
+        import zmq.asyncio
+
+        self._is_positional = is_positional
+        self._context = zmq.asyncio.Context()
+        self._live = self._context.socket(zmq.PUB)
+        self._replay = self._context.socket(zmq.ROUTER)
+        self.port = self._live.bind_to_random_port("tcp://127.0.0.1")
+        self.replay_port = self._replay.bind_to_random_port("tcp://127.0.0.1")
+        self._batches: deque[tuple[int, bytes]] = deque(maxlen=REPLAYED)
+        self._seq = 0
+
+    async def publish(self, events: Sequence[dict[str, Any]], *, is_lost: bool = False) -> None:
+        """Send a batch; `is_lost`: only a replay brings it."""
+        payload = encode_batch(events, is_positional=self._is_positional)
+        self._batches.append((self._seq, payload))
+        if not is_lost:
+            await self._live.send_multipart([b"", self._seq.to_bytes(8, "big"), payload])
+        self._seq += 1
+
+    async def answer_replays(self) -> None:
+        """Until cancelled."""
+        while True:
+            who, _, start = await self._replay.recv_multipart()
+            for seq, payload in list(self._batches):
+                if seq >= int.from_bytes(start, "big"):
+                    await self._replay.send_multipart([who, b"", seq.to_bytes(8, "big"), payload])
+            end = (-1).to_bytes(8, "big", signed=True)
+            await self._replay.send_multipart([who, b"", end, b""])
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def encode_batch(events: Sequence[dict[str, Any]], *, is_positional: bool) -> bytes:
+    """A batch as maps, or as arrays."""
+    if not is_positional:
+        return msgspec.msgpack.encode({"ts": 0.0, "events": events, "data_parallel_rank": 0})
+    arrays = [list(event.values()) for event in events]
+    return msgspec.msgpack.encode([0.0, arrays, 0])
+
+
+class PrefixCache:
+    """Blocks by what is in them and before them, those used longest ago first to go."""
+
+    def __init__(self, block_size: int, num_blocks: int) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def take(self, tokens: Sequence[int]) -> tuple[int, list[dict[str, Any]]]:
+        """The cached tokens of a prompt, which is cached from now on; and the events of that."""
+        size = self.block_size
+        names: list[bytes] = []
+        parent = b""
+        for start in range(0, len(tokens) // size * size, size):
+            parent = _name(parent, tokens[start : start + size])
+            names.append(parent)
+        held = 0
+        while held < len(names) and names[held] in self._blocks:
+            held += 1
+        for name in reversed(names):  # the end of a prompt goes first
+            self._blocks[name] = None
+            self._blocks.move_to_end(name)
+        events: list[dict[str, Any]] = []
+        if held < len(names):
+            before = names[held - 1] if held else None
+            events.append(
+                stored(names[held:], before, tokens[held * size : len(names) * size], size)
+            )
+        gone = []
+        while len(self._blocks) > self.num_blocks:
+            gone.append(self._blocks.popitem(last=False)[0])
+        if gone:
+            events.append({"type": "BlockRemoved", "block_hashes": gone, "medium": "GPU"})
+        return min(held * size, max(0, len(tokens) - 1)), events
+
+
+def stored(
+    names: Sequence[bytes | int],
+    parent: bytes | int | None,
+    tokens: Sequence[int],
+    block_size: int,
+    **more: Any,
+) -> dict[str, Any]:
+    """A BlockStored, its fields in vLLM's order."""
+    fields = {
+        "type": "BlockStored",
+        "block_hashes": list(names),
+        "parent_block_hash": parent,
+        "token_ids": list(tokens),
+        "block_size": block_size,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    }
+    return fields | more
+
+
+def _name(parent: bytes, tokens: Sequence[int]) -> bytes:
+    return hashlib.sha256(parent + repr(list(tokens)).encode()).digest()
+
+
+class VllmPod:
+    """One pod. Belongs to one event loop; use as an asynchronous context manager."""
+
+    def __init__(
+        self,
+        *,
+        block_size: int = 16,
+        num_blocks: int = 4096,
+        timing: PodTiming | None = None,
+        publisher: KVPublisher | None = None,
+        encode: Callable[[str], list[int]] | None = None,
+        model: str = "m",
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        self.cache = PrefixCache(block_size, num_blocks)
+        self.counts = PodCounts()
+        self.publisher = publisher
+        self.started_at = time.time()
+        self.running = self.waiting = 0
+        self._timing = timing or PodTiming()
+        self._encode = encode
+        self._model = model
+        self._where = (host, port)
+        self._server: asyncio.Server | None = None
+        self._replays: asyncio.Task[None] | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._handlers: set[asyncio.Task[Any]] = set()
+
+    @property
+    def port(self) -> int:
+        assert self._server is not None
+        return int(self._server.sockets[0].getsockname()[1])
+
+    @property
+    def address(self) -> str:
+        return f"{self._where[0]}:{self.port}"
+
+    async def __aenter__(self) -> "VllmPod":
+        self._server = await asyncio.start_server(self._serve, *self._where)
+        if self.publisher is not None:
+            self._replays = asyncio.create_task(self.publisher.answer_replays())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        for writer in list(self._writers):
+            writer.close()
+        await asyncio.gather(*self._handlers, return_exceptions=True)
+        if self._replays is not None:
+            self._replays.cancel()
+            await asyncio.gather(self._replays, return_exceptions=True)
+        if self.publisher is not None:
+            self.publisher.close()
+
+    def metrics(self) -> str:
+        """The page of metrics."""
+        label = f'{{engine="0",model_name="{self._model}"}}'
+        size, num = self.cache.block_size, self.cache.num_blocks
+        counts = self.counts
+        return "\n".join(
+            (
+                "# TYPE vllm:num_requests_running gauge",
+                f"vllm:num_requests_running{label} {float(self.running)}",
+                f"vllm:num_requests_waiting{label} {float(self.waiting)}",
+                f"vllm:kv_cache_usage_perc{label} 0.0",
+                f'vllm:cache_config_info{{block_size="{size}",engine="0",num_gpu_blocks="{num}"}} 1.0',
+                f"vllm:request_prompt_tokens_sum{label} {float(counts.prompt_tokens)}",
+                f"vllm:request_prompt_tokens_count{label} {float(counts.requests)}",
+                f"process_start_time_seconds {self.started_at}",
+                "",
+            )
+        )
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handler = asyncio.current_task()
+        assert handler is not None
+        self._writers.add(writer)
+        self._handlers.add(handler)
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                lines = head.decode("latin-1").split("\r\n")
+                headers = dict(line.lower().split(": ", 1) for line in lines[1:] if ": " in line)
+                body = await _read_body(reader, headers)
+                path = lines[0].split(" ")[1]
+                await self._answer(path, body, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            self._handlers.discard(handler)
+            writer.close()
+
+    async def _answer(self, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
+        if path == "/metrics":
+            _write(writer, self.metrics().encode(), "text/plain")
+        elif path.endswith("/completions"):
+            await self._complete(json.loads(body), writer)
+        else:
+            _write(writer, b'{"object": "list"}', "application/json")
+        await writer.drain()
+
+    async def _complete(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        tokens = self._tokens(body)
+        self.running += 1
+        try:
+            cached, events = self.cache.take(tokens)
+            self.counts.requests += 1
+            self.counts.prompt_tokens += len(tokens)
+            self.counts.cached_tokens += cached
+            prefill_s = (len(tokens) - cached) * self._timing.prompt_token_s
+            if prefill_s:
+                await asyncio.sleep(prefill_s)
+            if self.publisher is not None and events:
+                await self.publisher.publish(events)
+            usage = {
+                "prompt_tokens": len(tokens),
+                "prompt_tokens_details": {"cached_tokens": cached},
+            }
+            num = int(body.get("max_tokens") or 1)
+            if body.get("stream"):
+                await self._stream(num, usage, writer)
+                return
+            if self._timing.output_token_s:
+                await asyncio.sleep(num * self._timing.output_token_s)
+            answer = {"object": "text_completion", "pod": self.address, "usage": usage}
+            _write(writer, json.dumps(answer).encode(), "application/json")
+        finally:
+            self.running -= 1
+
+    async def _stream(self, num: int, usage: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked"
+        writer.write(f"{head}\r\nx-pod: {self.address}\r\n\r\n".encode())
+        events = [{"choices": [{"text": " x"}]}] * num + [{"choices": [], "usage": usage}]
+        for event in events:
+            await asyncio.sleep(self._timing.output_token_s)
+            part = b"data: " + json.dumps(event).encode() + b"\n\n"
+            writer.write(b"%x\r\n%s\r\n" % (len(part), part))
+            await writer.drain()
+        part = b"data: [DONE]\n\n"
+        writer.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(part), part))
+
+    def _tokens(self, body: dict[str, Any]) -> list[int]:
+        prompt = body.get("prompt", body.get("messages"))
+        if isinstance(prompt, list) and all(isinstance(each, int) for each in prompt):
+            return list(prompt)
+        text = prompt if isinstance(prompt, str) else json.dumps(prompt)
+        return self._encode(text) if self._encode is not None else list(text.encode())
+
+
+async def _read_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> bytes:
+    if headers.get("transfer-encoding") != "chunked":
+        return await reader.readexactly(int(headers.get("content-length", 0)))
+    body = b""
+    while size := int(await reader.readline(), 16):
+        body += (await reader.readexactly(size + 2))[:-2]
+    await reader.readline()
+    return body
+
+
+def _write(writer: asyncio.StreamWriter, body: bytes, kind: str) -> None:
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)

@@ -1,0 +1,215 @@
+"""The conversation about one HTTP request, message by message, and its protobuf."""
+
+from typing import Any
+
+import pytest
+
+from mallee.actors.epp import wire
+from mallee.actors.epp.conversation import (
+    PIECE_NBYTES,
+    Conversation,
+    Finished,
+    FirstPiece,
+    Served,
+    Wanted,
+)
+from mallee.actors.epp.messages import (
+    Body,
+    BodyMode,
+    Destination,
+    Headers,
+    Incoming,
+    Modes,
+    Passed,
+    Piece,
+    Refusal,
+    Trailers,
+)
+from mallee.protocol.errors import CodecError
+
+POST = {":path": "/v1/completions", ":method": "POST"}
+GOAL = Destination(("10.0.0.1:8000", "10.0.0.2:8000"))
+
+
+def modes(request: BodyMode, response: BodyMode = BodyMode.NONE) -> Modes:
+    return Modes(request, response)
+
+
+def heads(mode: Modes | None = None, *, ends: bool = False, **more: Any) -> Incoming:
+    return Incoming(Headers("request", POST, ends), modes=mode, **more)
+
+
+def body(data: bytes, *, ends: bool = True) -> Incoming:
+    return Incoming(Body("request", data, ends))
+
+
+def test_a_duplex_request_is_answered_whole_at_its_end() -> None:
+    """Headers with the destination first, then the body in pieces that Envoy takes."""
+    talk = Conversation(max_body_nbytes=1 << 20)
+    assert talk.on_message(heads()) == []  # no protocol_config: as the proposal demands
+    assert talk.on_message(body(b"a" * 100_000, ends=False)) == []
+    assert not talk.is_answered
+    whole = b"a" * 100_000 + b"b"
+    assert talk.on_message(body(b"b")) == [Wanted(POST, whole, None)]
+    first, *pieces = talk.picked(GOAL)
+    assert first == Passed("headers", "request", GOAL)
+    assert [type(each) for each in pieces] == [Piece, Piece]
+    assert b"".join(each.data for each in pieces if isinstance(each, Piece)) == whole
+    assert [each.ends for each in pieces if isinstance(each, Piece)] == [False, True]
+    assert all(len(e.data) <= PIECE_NBYTES for e in pieces if isinstance(e, Piece))
+    assert talk.is_answered
+
+
+def test_trailers_end_a_duplex_request() -> None:
+    talk = Conversation(max_body_nbytes=1 << 20)
+    talk.on_message(heads())
+    talk.on_message(body(b"x", ends=False))
+    assert talk.on_message(Incoming(Trailers("request"))) == [Wanted(POST, b"x", None)]
+    assert talk.picked(GOAL) == [
+        Passed("headers", "request", GOAL),
+        Piece("request", b"x", False),
+        Passed("trailers", "request"),
+    ]
+
+
+def test_the_end_of_a_body_may_come_twice() -> None:
+    """As Envoy sends it at times (envoyproxy/envoy#46237)."""
+    talk = Conversation(max_body_nbytes=1 << 20)
+    talk.on_message(heads())
+    talk.on_message(body(b"x"))
+    talk.picked(GOAL)
+    assert talk.on_message(body(b"x")) == []
+
+
+def test_a_buffered_request_is_picked_for_at_its_body() -> None:
+    talk = Conversation(max_body_nbytes=1 << 20)
+    mode = modes(BodyMode.BUFFERED)
+    assert talk.on_message(heads(mode)) == [Passed("headers", "request")]
+    assert talk.on_message(body(b"x")) == [Wanted(POST, b"x", None)]
+    assert talk.picked(GOAL) == [Passed("body", "request", GOAL)]
+
+
+@pytest.mark.parametrize("mode", [BodyMode.NONE, BodyMode.STREAMED])
+def test_without_the_body_the_headers_are_picked_for(mode: BodyMode) -> None:
+    talk = Conversation(max_body_nbytes=1 << 20)
+    assert talk.on_message(heads(modes(mode))) == [Wanted(POST, b"", None)]
+    assert talk.picked(GOAL) == [Passed("headers", "request", GOAL)]
+    assert talk.on_message(body(b"x")) == [Passed("body", "request")]
+
+
+def test_a_request_without_a_body_is_picked_for_at_once() -> None:
+    talk = Conversation(max_body_nbytes=1 << 20)
+    subset = ("10.0.0.1:8000",)
+    assert talk.on_message(heads(ends=True, subset=subset)) == [Wanted(POST, b"", subset)]
+    assert talk.picked(GOAL) == [Passed("headers", "request", GOAL)]
+
+
+def test_nothing_follows_a_refusal() -> None:
+    talk = Conversation(max_body_nbytes=1 << 20)
+    talk.on_message(heads())
+    talk.on_message(body(b"x"))
+    refusal = Refusal(503, "no_endpoint", "none")
+    assert talk.refused(refusal) == [refusal]
+    assert talk.on_message(body(b"x")) == []
+
+
+def test_a_body_beyond_the_limit_is_refused_before_it_ends() -> None:
+    talk = Conversation(max_body_nbytes=1 << 20)
+    talk.on_message(heads())
+    (refusal,) = talk.on_message(body(b"x" * ((1 << 20) + 1), ends=False))
+    assert isinstance(refusal, Refusal)
+    assert refusal.status == 413
+    assert "1 MiB" in refusal.message
+
+
+def test_an_answer_is_passed_on_and_reported() -> None:
+    talk = Conversation(max_body_nbytes=1 << 20)
+    talk.on_message(heads())
+    talk.on_message(body(b"x"))
+    talk.picked(GOAL)
+    reply = Headers("response", {":status": "200"}, False)
+    assert talk.on_message(Incoming(reply, served="10.0.0.2:8000")) == [
+        Served("10.0.0.2:8000", 200),
+        Passed("headers", "response"),
+    ]
+    assert talk.on_message(Incoming(Body("response", b"ab", False))) == [
+        FirstPiece(),
+        Piece("response", b"ab", False),
+    ]
+    assert talk.on_message(Incoming(Body("response", b"cd", True))) == [
+        Piece("response", b"cd", True),
+        Finished(b"abcd"),
+    ]
+
+
+def test_an_observer_gets_no_replies() -> None:
+    talk = Conversation(max_body_nbytes=1 << 20)
+    assert talk.on_message(heads(is_observed=True)) == []
+    (wanted,) = talk.on_message(body(b"x")._replace(is_observed=True))
+    assert isinstance(wanted, Wanted)
+
+
+def test_a_body_without_headers_is_an_error() -> None:
+    with pytest.raises(CodecError, match="before its headers"):
+        Conversation(max_body_nbytes=1).on_message(body(b"x"))
+
+
+def test_messages_are_read_as_envoy_writes_them() -> None:
+    """Headers by their raw values; hints of both namespaces; fields that are not ours are skipped."""
+    message = wire.ProcessingRequest()
+    header = message.request_headers.headers.headers.add(key=":path")
+    header.raw_value = b"/v1/models"
+    message.request_headers.headers.headers.add(key="old", value="way")
+    message.request_headers.end_of_stream = True
+    entry = message.metadata_context.filter_metadata.add(key="envoy.lb.subset_hint")
+    entry.value.update({"x-gateway-destination-endpoint-subset": ["1.1.1.1:1", "1.1.1.2:1"]})
+    entry = message.metadata_context.filter_metadata.add(key="envoy.lb")
+    entry.value.update({"x-gateway-destination-endpoint-served": "1.1.1.1:1"})
+    message.protocol_config.request_body_mode = 4
+    unknown = b"\x4a\x03\x0a\x01a"  # field 9, attributes
+    assert wire.read(message.SerializeToString() + unknown) == Incoming(
+        Headers("request", {":path": "/v1/models", "old": "way"}, True),
+        subset=("1.1.1.1:1", "1.1.1.2:1"),
+        served="1.1.1.1:1",
+        modes=Modes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE),
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [([], ()), ("1.1.1.1:1, 1.1.1.2:1", ("1.1.1.1:1", "1.1.1.2:1")), ("", ())],
+)
+def test_an_empty_subset_is_not_none(value: Any, expected: tuple[str, ...]) -> None:
+    """An empty list allows nothing (the proposal demands 503); a text with commas is a list, too."""
+    message = wire.ProcessingRequest()
+    message.request_headers.SetInParent()
+    entry = message.metadata_context.filter_metadata.add(key="envoy.lb.subset_hint")
+    entry.value.update({"x-gateway-destination-endpoint-subset": value})
+    assert wire.read(message.SerializeToString()).subset == expected
+
+
+@pytest.mark.parametrize("raw", [b"\xff\xff", b"", b"\x12"])
+def test_what_is_no_message_is_refused(raw: bytes) -> None:
+    with pytest.raises(CodecError):
+        wire.read(raw)
+
+
+def test_replies_carry_the_destination_twice_and_alike() -> None:
+    """In the header and in the dynamic metadata, as the protocol demands."""
+    found = wire.ProcessingResponse.FromString(wire.write(Passed("headers", "request", GOAL)))
+    common = found.request_headers.response
+    (option,) = common.header_mutation.set_headers
+    assert option.header.key == "x-gateway-destination-endpoint"
+    assert option.header.raw_value == b"10.0.0.1:8000,10.0.0.2:8000"
+    inner = found.dynamic_metadata["envoy.lb"]
+    assert inner["x-gateway-destination-endpoint"] == option.header.raw_value.decode()
+    assert common.clear_route_cache
+
+
+def test_refusals_are_openais_errors() -> None:
+    found = wire.ProcessingResponse.FromString(wire.write(Refusal(429, "saturated", "busy", 1)))
+    reply = found.immediate_response
+    assert reply.status.code == 429
+    assert b'"code":"saturated"' in reply.body
+    headers = {each.header.key: each.header.raw_value for each in reply.headers.set_headers}
+    assert headers == {"content-type": b"application/json", "retry-after": b"1"}

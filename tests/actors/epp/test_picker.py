@@ -1,0 +1,373 @@
+"""A picker over gRPC, as a proxy that keeps to the endpoint picker protocol sees it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from mallee.actors.epp.picker import Picker
+from mallee.actors.tasks import Tasks
+from mallee.actors.telemetry.catalog import exposed_by
+from mallee.protocol.errors import ConfigError
+from mallee.testing.envoy import free_ports
+from mallee.testing.vllm_pod import KVPublisher, VllmPod
+from support.brokers import OpenBroker
+from support.expositions import check_against_catalog
+from support.pickers import Proxy, picker_config, running
+from support.tokenizers_made import byte_level
+from support.waiting import until
+
+SERVING, NOT_SERVING = 1, 2
+
+
+def prompt(number: int, num_tokens: int = 200) -> dict[str, Any]:
+    return {"model": "m", "prompt": [number * 1000 + i for i in range(num_tokens)], "max_tokens": 4}
+
+
+@asynccontextmanager
+async def pods(num: int, **options: Any) -> AsyncIterator[list[VllmPod]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(VllmPod(**options)) for _ in range(num)]
+
+
+@asynccontextmanager
+async def scene(
+    num_pods: int = 3, **more: Any
+) -> AsyncIterator[tuple[list[VllmPod], Picker, Proxy]]:
+    async with (
+        pods(num_pods) as found,
+        running(picker_config([pod.address for pod in found], **more)) as picker,
+        Proxy(picker.server.port) as proxy,
+    ):
+        yield found, picker, proxy
+
+
+async def test_a_prompt_goes_where_its_beginning_is_and_others_elsewhere() -> None:
+    async with scene() as (found, picker, proxy):
+        first = [(await proxy.ask(prompt(n))).endpoints for n in range(3)]
+        again = [(await proxy.ask(prompt(n, 400))).endpoints for n in range(3)]
+        assert [a[0] for a in first] == [b[0] for b in again]
+        assert len({a[0] for a in first}) == 3
+        assert all(set(a) == {pod.address for pod in found} for a in first), "two to fall back on"
+        await until(lambda: picker.router.stats().booked_requests == 0)
+
+
+async def test_only_the_subset_is_picked_from() -> None:
+    """X21, part."""
+    async with scene() as (found, _, proxy):
+        allowed = [found[1].address, found[2].address]
+        for number in range(6):
+            answer = await proxy.ask(prompt(number), subset=allowed)
+            assert set(answer.endpoints) == set(allowed)
+        warm = (await proxy.ask(prompt(9))).endpoints[0]
+        others = [pod.address for pod in found if pod.address != warm]
+        assert (await proxy.ask(prompt(9), subset=others)).endpoints[0] in others
+
+
+@pytest.mark.parametrize("subset", [[], ["10.9.9.9:1"]])
+async def test_a_subset_without_ready_endpoints_is_503(subset: list[str]) -> None:
+    async with scene() as (_, picker, proxy):
+        answer = await proxy.ask(prompt(0), subset=subset)
+        assert answer.status == 503
+        assert json.loads(answer.body)["error"]["code"] == "no_endpoint"
+        assert (await proxy.ask(prompt(0))).status == 0
+        assert picker.router.stats().refused == 1
+
+
+async def test_without_any_pod_requests_are_503_and_it_is_ready_still() -> None:
+    """Pods that don't answer are no reason to take the picker away."""
+    config = picker_config(["127.0.0.1:1"])
+    async with running(config, 0) as picker, Proxy(picker.server.port) as proxy:
+        assert (await proxy.ask(prompt(0))).status == 503
+        assert await proxy.health("readiness") == SERVING
+
+
+async def test_a_request_that_may_be_dropped_is_429_while_all_are_busy() -> None:
+    objectives = {"batch": -1, "chat": 5}
+    async with scene(2, max_rows=1, objectives=objectives) as (_, _, proxy):
+        batch = {"headers": {"x-gateway-inference-objective": "batch"}}
+        chat = {"headers": {"x-gateway-inference-objective": "chat"}}
+        open_ones = [proxy.stream() for _ in range(2)]
+        for number, exchange in enumerate(open_ones):
+            assert (await exchange.request(prompt(number), **batch)).status == 0
+        refused = await proxy.ask(prompt(5), **batch)
+        assert refused.status == 429
+        assert json.loads(refused.body)["error"]["code"] == "saturated"
+        assert (await proxy.ask(prompt(6), **chat)).status == 0
+        for exchange in open_ones:
+            await exchange.respond(b"{}")
+            await exchange.end()
+        assert (await proxy.ask(prompt(5), **batch)).status == 0
+
+
+async def test_a_booking_follows_the_endpoint_that_served() -> None:
+    async with scene(2) as (_, picker, proxy):
+        exchange = proxy.stream()
+        answer = await exchange.request(prompt(0))
+        first, second = answer.endpoints
+        rows = {view.worker: view.rows for view in picker.router.workers()}
+        assert rows == {first: 1, second: 0}
+        await exchange.respond(b"x", b"y", served=second)
+        assert picker.router.stats().booked_requests == 0  # the answer is whole
+        await exchange.end()
+        exchange = proxy.stream()
+        answer = await exchange.request(prompt(1))
+        first, second = answer.endpoints
+        await exchange.respond(served=second)
+        rows = {view.worker: view.rows for view in picker.router.workers()}
+        assert rows == {first: 0, second: 1}
+        exchange.call.cancel()
+        await until(lambda: picker.router.stats().booked_requests == 0)
+
+
+async def test_an_answer_comes_back_piece_by_piece_as_it_was() -> None:
+    async with scene(1) as (_, _, proxy):
+        exchange = proxy.stream()
+        await exchange.request(prompt(0))
+        _, *bodies = await exchange.respond(b"data: a\n\n", b"data: [DONE]\n\n")
+        pieces = [each.response_body.response.body_mutation.streamed_response for each in bodies]
+        assert [(p.body, p.end_of_stream) for p in pieces] == [
+            (b"data: a\n\n", False),
+            (b"data: [DONE]\n\n", True),
+        ]
+        await exchange.end()
+
+
+async def test_bodies_that_are_no_prompts_go_somewhere_too() -> None:
+    """A pod knows better what it takes, and refuses in its own words."""
+    async with scene(2) as (found, _, proxy):
+        addresses = {pod.address for pod in found}
+        for path, body in (
+            ("/v1/models", None),
+            ("/v1/completions", b"\xff no json"),
+            ("/v1/completions", b"[1, 2]"),
+            ("/v1/chat/completions", b'{"messages": 7}'),
+            ("/v1/completions", json.dumps({"prompt": list(range(500_000))}).encode()),
+        ):
+            exchange = proxy.stream()
+            answer = await exchange.request(body, path=path)
+            assert set(answer.endpoints) == addresses, (path, body)
+            await exchange.end()
+
+
+async def test_health_tells_liveness_and_readiness_apart() -> None:
+    """X21, part."""
+    async with pods(1) as found:
+        picker = Picker(picker_config([found[0].address]))
+        async with picker, Proxy(picker.server.port) as proxy:
+            assert await proxy.health("liveness") == SERVING
+            await until(lambda: picker.is_ready)
+            for name in ("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"):
+                assert await proxy.health(name) == SERVING
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await proxy.health("another")
+            assert error.value.code() is grpc.StatusCode.NOT_FOUND
+            picker.server._is_draining = True
+            assert await proxy.health("readiness") == NOT_SERVING
+            assert await proxy.health("liveness") == SERVING
+
+
+async def test_a_fault_of_ours_ends_the_stream_and_makes_no_answer_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Then the proxy's failure mode decides. The next request is served."""
+    async with scene(1) as (_, picker, proxy):
+
+        def fail(*_: object, **__: object) -> None:
+            raise RuntimeError("a bug")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(picker.placement, "pick", fail)
+            exchange = proxy.stream()
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await exchange.request(prompt(0))
+            assert error.value.code() is grpc.StatusCode.INTERNAL
+            assert "bug" not in str(error.value.details())
+        assert (await proxy.ask(prompt(0))).status == 0
+        assert picker.router.stats().booked_requests == 0
+
+
+async def test_a_stream_that_is_no_conversation_is_refused() -> None:
+    async with scene(1) as (_, _, proxy):
+        exchange = proxy.stream()
+        await exchange.call.write(b"\xff\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await exchange.receive()
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_streams_are_bounded() -> None:
+    async with scene(1, max_streams=2) as (_, _, proxy):
+        open_ones = [proxy.stream() for _ in range(2)]
+        for exchange in open_ones:
+            await exchange.request(prompt(0))
+        assert await proxy.stream().call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for exchange in open_ones:
+            await exchange.end()
+
+
+async def test_a_decision_that_takes_too_long_is_left_to_the_proxy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with scene(1, decide_s=0.05) as (_, picker, proxy):
+        slow = asyncio.Event()
+
+        async def wait(*_: object) -> None:
+            await slow.wait()
+
+        monkeypatch.setattr("mallee.actors.epp.server.asyncio.to_thread", wait)
+        exchange = proxy.stream()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await exchange.request(prompt(0, 5000))
+        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert picker.failure is None
+
+
+async def test_a_pod_that_falls_silent_gets_nothing_until_it_speaks_again() -> None:
+    async with pods(2) as found, VllmPod() as third:
+        config = picker_config([*(p.address for p in found), third.address])
+        async with running(config) as picker, Proxy(picker.server.port) as proxy:
+            silent, port = third.address, third.port
+            await third.__aexit__()
+            picker.router._fleet._lease_s = picker.router._fleet.members._lease_s = 0.3
+            await until(lambda: len(picker.router.workers()) == 2)
+            for number in range(4):
+                assert silent not in (await proxy.ask(prompt(number))).endpoints
+            async with VllmPod(port=port):
+                await until(lambda: len(picker.router.workers()) == 3)
+
+
+@pytest.mark.parametrize("has_replay", [False, True])
+@pytest.mark.parametrize("is_positional", [False, True])
+async def test_caches_are_known_by_their_events(
+    tmp_path: Path, has_replay: bool, is_positional: bool
+) -> None:
+    """Also what a pod had stored before the picker came, where it repeats it; what it evicts is forgotten."""
+    publisher = KVPublisher(is_positional=is_positional)
+    model = model_folder(tmp_path)
+    ports = {"events_port": publisher.port}
+    if has_replay:
+        ports["replay_port"] = publisher.replay_port
+    async with VllmPod(publisher=publisher, num_blocks=32) as warm:
+        early = prompt(0)["prompt"]
+        await publisher.publish(warm.cache.take(early)[1])
+        async with running(picker_config([warm.address], model=model, **ports)) as picker:
+            reader, router = picker._reader, picker.router
+
+            def overlap(number: int) -> int:
+                body = json.dumps(prompt(number)).encode()
+                found = reader.read({":path": "/v1/completions"}, body, adapters=())
+                offers = router._placer.match(found.hashes)
+                slot = router._placer.slot_of(router.workers()[0].worker)
+                return int(offers.held[0, slot])
+
+            async def store(number: int) -> None:
+                await publisher.publish(warm.cache.take(prompt(number)["prompt"])[1])
+
+            if has_replay:
+                await until(lambda: overlap(0) == 12)
+            else:
+                (pod,) = picker.pods._pods.values()
+                while pod.contents.order._next is None:  # ZeroMQ takes a while to subscribe
+                    await publisher.publish([])
+                    await asyncio.sleep(0.01)
+                assert overlap(0) == 0
+            await store(1)
+            await until(lambda: overlap(1) == 12)
+            await store(2)
+            await store(3)
+            await until(lambda: overlap(3) == 12)
+            assert overlap(0) == 0, "32 blocks: the first prompt had to go"
+            assert router.worker(router.workers()[0].worker).indexed_blocks <= 32  # type: ignore[union-attr]
+            if has_replay:
+                await publisher.publish(warm.cache.take(prompt(4)["prompt"])[1], is_lost=True)
+                await store(5)
+                await until(lambda: overlap(5) == 12)
+                assert overlap(4) == 12, "the replay brought what was lost"
+                assert picker.pods.num_gaps >= 1
+
+
+def model_folder(folder: Path) -> str:
+    byte_level().save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text("{}")
+    return str(folder)
+
+
+@pytest.mark.nats
+async def test_pickers_count_each_others_requests_and_agree() -> None:
+    """X21: active and active: what one sends is load and prefix to the other, and ends with it."""
+    broker = OpenBroker()
+    await broker.start()
+    try:
+        async with pods(2) as found:
+            addresses = [pod.address for pod in found]
+            config = picker_config(addresses, nats_url=broker.url, fleet="test")
+            async with (
+                running(config) as one,
+                running(config) as two,
+                Proxy(one.server.port) as first,
+                Proxy(two.server.port) as second,
+            ):
+                await until(lambda: one._bus.is_up and two._bus.is_up)  # type: ignore[union-attr]
+                exchange = first.stream()
+                chosen = (await exchange.request(prompt(0))).endpoints[0]
+                await until(lambda: two.router.stats().remote_requests == 1)
+                (rows,) = [v.rows for v in two.router.workers() if v.worker == chosen]
+                assert rows == 1
+                assert (await second.ask(prompt(7))).endpoints[0] != chosen, "the other is idle"
+                await exchange.respond(b"{}")
+                await exchange.end()
+                await until(lambda: two.router.stats().remote_requests == 0)
+                # The prompt is predicted there, too, though its events come from nowhere.
+                assert (await second.ask(prompt(0, 400))).endpoints[0] == chosen
+    finally:
+        await broker.stop()
+
+
+async def test_a_picker_whose_task_broke_is_not_ready_and_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with pods(1) as found:
+        picker = Picker(picker_config([found[0].address]))
+        async with picker:
+            await until(lambda: picker.is_ready)
+            made: Tasks = picker.pods.tasks
+            next(iter(made._tasks)).cancel()
+            await until(lambda: picker.failure is not None)
+            assert not picker.is_ready
+            with pytest.raises(Exception, match="task of the picker failed"):
+                await picker.wait()
+
+
+async def test_a_picker_exposes_its_part_of_the_catalog_and_nothing_else() -> None:
+    """At the address that is set; counts follow what happens."""
+    (port,) = free_ports(1)
+    async with scene(2, metrics_listen=f"127.0.0.1:{port}") as (_, picker, proxy):
+        await until(lambda: picker._shown["mallee_picker_ready_endpoints"] == 2)
+        for _ in range(2):
+            await proxy.ask(prompt(1))
+        await proxy.ask(prompt(1), subset=[])
+        async with httpx.AsyncClient() as client:
+            text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+        assert check_against_catalog(text, "picker") == {each.name for each in exposed_by("picker")}
+        lines = text.splitlines()
+        assert 'mallee_picker_decisions_total{outcome="picked"} 2.0' in lines
+        assert 'mallee_picker_decisions_total{outcome="503"} 1.0' in lines
+        assert "mallee_picker_overlap_blocks_total 12.0" in lines
+        assert "mallee_picker_ready_endpoints 2.0" in lines
+
+
+async def test_an_address_that_is_taken_is_named() -> None:
+    async with scene(1) as (found, picker, _):
+        taken = f"127.0.0.1:{picker.server.port}"
+        for more in ({"metrics_listen": taken}, {"listen": taken}):
+            config = picker_config([found[0].address]).model_copy(update=more)
+            with pytest.raises(ConfigError, match=f"{taken}"):
+                async with Picker(config):
+                    pass

@@ -1,0 +1,96 @@
+"""Settings of a picker, its command, and the manifest in the documentation."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from mallee.actors.epp.config import PickerConfig
+from mallee.actors.epp.pods.kubernetes import PoolSpec
+from mallee.cli.main import cli
+from mallee.cli.picker import make_picker_config
+from mallee.protocol.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "picker.md").read_text()
+
+
+def manifest() -> list[dict[str, Any]]:
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    return list(yaml.safe_load_all(block))
+
+
+@pytest.mark.parametrize("version", ["1.28", "1.37"])
+def test_the_manifest_is_one_that_kubernetes_takes(version: str) -> None:
+    """And its names agree: the pool's picker, its port, the account, the settings."""
+    found = {each["kind"]: each for each in manifest()}
+    for kind, each in found.items():
+        if kind != "InferencePool":
+            kubernetes_validate.validate(each, version, strict=True)
+    config = PickerConfig(**yaml.safe_load(found["ConfigMap"]["data"]["picker.yaml"]))
+    pool = found["InferencePool"]
+    assert config.pool == pool["metadata"]["name"]
+    assert PoolSpec.of(pool).ports == (8000,)
+    picker = pool["spec"]["endpointPickerRef"]
+    assert picker["name"] == found["Service"]["metadata"]["name"]
+    assert picker["port"]["number"] == found["Service"]["spec"]["ports"][0]["port"]
+    assert config.listen.endswith(f":{picker['port']['number']}")
+    pod = found["Deployment"]["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == found["ServiceAccount"]["metadata"]["name"]
+    assert found["RoleBinding"]["subjects"][0]["name"] == pod["serviceAccountName"]
+    (resources,) = [{r for rule in found["Role"]["rules"] for r in rule["resources"]}]
+    assert resources == {"pods", "inferencepools"}
+
+
+def test_the_page_names_every_setting_with_its_default() -> None:
+    shown = PAGE.partition("## Settings")[2].partition("## The proxy")[0]
+    listed = set(re.findall(r"^    ([a-z_]+):", shown, re.MULTILINE))
+    described = {name for name in PickerConfig.model_fields if f"`{name}`" in PAGE}
+    assert PickerConfig.model_fields.keys() == listed | described
+    for name in ("block_size", "kv_tokens", "max_rows", "fallbacks", "max_body_mb", "max_streams"):
+        assert re.search(rf"^    {name}: {PickerConfig.model_fields[name].default} ", shown, re.M)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, "give one of endpoints, endpoints_file and pool"),
+        ({"endpoints": ["a"], "pool": "b"}, "give one of endpoints"),
+        ({"pool": "b", "events_port": 5557}, "events_port needs model"),
+        ({"pool": "b", "replay_port": 5557}, "replay_port needs events_port"),
+        ({"pool": "b", "tls_cert": "c"}, "give tls_cert and tls_key"),
+        ({"pool": "b", "listen": "nowhere"}, "listen='nowhere': give host:port"),
+        ({"pool": "b", "nats_credentials": "c"}, "nats_credentials needs nats_url"),
+        ({"pool": "b", "nats_url": "nats://u:p@h"}, "nats_url holds credentials"),
+        ({"pool": "b", "blocksize": 3}, "blocksize"),
+        ({"pool": "b", "scrape_s": 0}, "scrape_s"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(
+    tmp_path: Path, values: dict[str, Any], said: str
+) -> None:
+    file = tmp_path / "picker.yaml"
+    file.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=re.escape(said)) as error:
+        make_picker_config(file, None, {})
+    assert "u:p" not in str(error.value)
+
+
+def test_options_win_over_assignments_and_those_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "picker.yaml"
+    file.write_text("{pool: one, fallbacks: 5, routing: {policy: cost}, scrape_s: 3}")
+    options = {"pool": "three", "namespace": None}
+    found = make_picker_config(file, ["pool=two", "routing.policy=random", "scrape_s=2"], options)
+    assert (found.pool, found.fallbacks, found.scrape_s) == ("three", 5, 2)
+    assert found.routing.policy == "random"
+
+
+def test_the_command_says_what_is_wrong_in_a_line() -> None:
+    outcome = CliRunner().invoke(cli, ["picker", "--endpoint", "pod:80"])
+    assert isinstance(outcome.exception, ConfigError)
+    assert "give ip:port" in str(outcome.exception)
