@@ -1,0 +1,106 @@
+{{/* What `serve deploy` gets: Mallee's settings, made from the values and `settings`. */}}
+
+{{- define "mallee.model" -}}
+{{- if include "mallee.isDownloaded" . }}/models/model{{ else }}{{ .Values.model }}{{ end }}
+{{- end }}
+
+{{/* GiB of each worker on the pod's volume. */}}
+{{- define "mallee.diskGib" -}}
+{{- $size := .Values.workers.disk.size }}
+{{- $gib := regexFind "^[0-9]+" $size | float64 }}
+{{- if hasSuffix "Ti" $size }}{{ $gib = mulf $gib 1024 }}{{ end }}
+{{- divf (mulf $gib 0.9) .Values.workers.perPod | floor }}
+{{- end }}
+
+{{- define "mallee.madeSettings" -}}
+{{- $v := .Values }}
+model: {{ include "mallee.model" . | quote }}
+{{- with $v.servedModelName | default (ternary $v.model "" (eq (include "mallee.isDownloaded" .) "true")) }}
+served_model_name: {{ . | quote }}
+{{- end }}
+workers: {{ int $v.workers.replicas }}
+gateways: {{ int $v.gateways.replicas }}
+nats_url: {{ include "mallee.natsUrl" . | quote }}
+{{- if include "mallee.hasNatsLogins" . }}
+nats_credentials: /etc/mallee/nats/gateways
+nats_worker_credentials: /etc/mallee/nats/workers
+{{- end }}
+{{- if include "mallee.natsCaSecret" . }}
+nats_ca: /etc/mallee/nats/ca.crt
+{{- end }}
+engine:
+  {{- if not (include "mallee.isMocked" .) }}
+  device: {{ ternary "cuda" "cpu" (eq (include "mallee.hasGpus" .) "true") }}
+  {{- end }}
+  {{- if eq $v.workers.disk.kind "url" }}
+  disk_path: {{ $v.workers.disk.url | quote }}
+  {{- else if ne $v.workers.disk.kind "none" }}
+  disk_path: /capsules
+  {{- end }}
+  {{- if eq $v.workers.disk.kind "ephemeral" }}
+  disk_gib: {{ include "mallee.diskGib" . }}
+  {{- end }}
+{{- if $v.autoscaling.enabled }}
+autoscaling:
+  max_workers: {{ int $v.autoscaling.maxWorkers }}
+  min_workers: {{ int $v.autoscaling.minWorkers }}
+  target_rows: {{ $v.autoscaling.targetRows }}
+  lower_after_s: {{ $v.autoscaling.lowerAfterS }}
+{{- end }}
+http:
+  {{- if $v.keys.secret }}
+  keys_file: /etc/mallee/keys/keys.yaml
+  {{- end }}
+  max_connections: {{ int $v.haproxy.maxConnections }}
+  max_connections_per_client: {{ int $v.haproxy.connectionsPerClient }}
+# Within the folder for temporary files, whose size the pod must not exceed.
+imports:
+  max_gib: 2
+  spool_gib: 4
+links:
+  tcp: always
+  secret_file: /etc/mallee/link/secret
+  {{- if $v.links.tlsSecret }}
+  tls_cert: /etc/mallee/link-tls/tls.crt
+  tls_key: /etc/mallee/link-tls/tls.key
+  tls_ca: /etc/mallee/link-tls/ca.crt
+  {{- end }}
+ray:
+  worker_cpus: {{ $v.workers.cpus }}
+  {{- if include "mallee.hasGpus" . }}
+  worker_gpus: {{ $v.workers.gpus }}
+  {{- end }}
+  worker_resources: {mallee_worker: 1}
+  gateway_resources: {mallee_gateway: 1}
+{{- if $v.monitoring.metrics }}
+telemetry:
+  metrics_host: 0.0.0.0
+  metrics_port: {{ int $v.monitoring.port }}
+{{- end }}
+{{- end }}
+
+{{/* serveConfigV2: (dict "root" $ "fleet" name). */}}
+{{- define "mallee.serveConfig" -}}
+{{- $v := .root.Values }}
+proxy_location: EveryNode
+http_options:
+  host: 0.0.0.0
+  port: 8000
+  keep_alive_timeout_s: 90
+applications:
+  - name: mallee
+    route_prefix: /
+    import_path: mallee.actors.app:app
+    args:
+      {{- $made := include "mallee.madeSettings" .root | fromYaml }}
+      {{- $args := mustMergeOverwrite (dict "fleet" .fleet) $made (deepCopy $v.settings) }}
+      {{- toYaml $args | nindent 6 }}
+    deployments:
+      - name: Worker
+        {{- if not $v.autoscaling.enabled }}
+        num_replicas: {{ int $v.workers.replicas }}
+        {{- end }}
+        max_surge_percent: {{ ternary 25 0 $v.workers.surge }}
+      - name: Gateway
+        num_replicas: {{ int $v.gateways.replicas }}
+{{- end }}

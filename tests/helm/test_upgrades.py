@@ -1,0 +1,101 @@
+"""Installs and upgrades by Helm's engine, against a server that stores what it is given."""
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from support.chart import CHART, MINIMAL, NAMESPACE, Object, merged
+from support.fake_kubernetes import Kubernetes, kubernetes
+
+MADE = {
+    "mallee-ray-token": {"auth_token"},
+    "mallee-link": {"secret"},
+    "mallee-operator": {"key"},
+    "mallee-nats": {
+        *("gateways", "workers"),
+        *("gateways-password", "workers-password", "routes-password"),
+    },
+}
+
+
+@pytest.fixture
+def cluster() -> Iterator[Kubernetes]:
+    with kubernetes() as made:
+        yield made
+
+
+class Release:
+    """A release called mallee, and what `helm` does with it."""
+
+    def __init__(self, cluster: Kubernetes) -> None:
+        from helm_python import Config
+
+        self.helm = Config(
+            kube_apiserver=cluster.url,
+            kubeconfig_content="apiVersion: v1\nkind: Config\n",
+            namespace=NAMESPACE,
+            storage_driver="memory",
+        )
+
+    def install(self, values: dict[str, Any]) -> Object:
+        return self.helm.install(CHART, "mallee", merged(MINIMAL, values), namespace=NAMESPACE)
+
+    def upgrade(self, values: dict[str, Any]) -> Object:
+        return self.helm.upgrade(CHART, "mallee", merged(MINIMAL, values), namespace=NAMESPACE)
+
+
+def secrets_of(cluster: Kubernetes) -> dict[str, dict[str, str]]:
+    return {name: cluster.secret(NAMESPACE, name) for name in MADE}
+
+
+def test_secrets_are_made_once_and_kept_over_upgrades(cluster: Kubernetes) -> None:
+    release = Release(cluster)
+    release.install({})
+    first = secrets_of(cluster)
+    assert {name: set(data) for name, data in first.items()} == MADE
+    plain = {k: base64.b64decode(v).decode() for data in first.values() for k, v in data.items()}
+    assert all(len(secret) > 40 for secret in plain.values())
+    assert plain["gateways"] == f"gateways:{plain['gateways-password']}"
+    release.upgrade({"workers": {"replicas": 3}})
+    release.upgrade({"image": {"tag": "0.2.0"}})
+    assert secrets_of(cluster) == first
+    path = f"/apis/ray.io/v1/namespaces/{NAMESPACE}/rayservices/mallee"
+    head = cluster.objects[path]["spec"]["rayClusterConfig"]["headGroupSpec"]
+    assert head["template"]["spec"]["containers"][0]["image"].endswith(":0.2.0")
+
+
+def test_a_password_that_was_changed_is_kept_and_its_login_follows(cluster: Kubernetes) -> None:
+    """And a key that is missing, as after an upgrade of the chart, is made."""
+    release = Release(cluster)
+    release.install({})
+    stored = cluster.secret(NAMESPACE, "mallee-nats")
+    gateways = stored["gateways"]
+    stored["workers-password"] = base64.b64encode(b"pchanged").decode()
+    del stored["routes-password"]
+    release.upgrade({})
+    now = secrets_of(cluster)["mallee-nats"]
+    assert base64.b64decode(now["workers"]) == b"workers:pchanged"
+    assert now["gateways"] == gateways
+    assert len(base64.b64decode(now["routes-password"])) > 40
+
+
+def test_secrets_of_the_user_are_not_made(cluster: Kubernetes) -> None:
+    Release(cluster).install(
+        {
+            "ray": {"tokenSecret": "a"},
+            "links": {"secret": "b"},
+            "keys": {"operatorSecret": "c"},
+            "nats": {"secret": "d"},
+        }
+    )
+    assert not [path for path in cluster.objects if "/secrets/" in path]
+
+
+def test_a_release_that_is_taken_away_leaves_nothing(cluster: Kubernetes) -> None:
+    release = Release(cluster)
+    release.install({"timeSlicing": {"replicas": 2}, "ingress": {"enabled": True, "host": "x"}})
+    assert len(cluster.objects) > 15
+    release.helm.uninstall("mallee")
+    assert cluster.objects == {}

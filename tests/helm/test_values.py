@@ -1,0 +1,252 @@
+"""Values that can't serve are refused with the value and the remedy, and all others are told of."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from support.chart import (
+    CHART,
+    MINIMAL,
+    README,
+    Object,
+    Refused,
+    containers,
+    objects,
+    one,
+    pods,
+    rendered,
+    settings,
+    values_of,
+    with_table,
+)
+
+REFUSED: list[tuple[Mapping[str, Any], str]] = [
+    ({"model": ""}, "model is not set: --set model=Qwen/"),
+    ({"model": "/models/mine"}, 'model="/models/mine" needs modelVolume.claim'),
+    ({"modelVolume": {"claim": "c"}}, 'model="Qwen/Qwen3-0.6B" is not below /models'),
+    ({"workers": {"gpus": -1}}, "at '/workers/gpus': minimum: got -1, want 0"),
+    ({"workers": {"gpus": 1.5}}, "workers.gpus=1.5: Ray gives whole GPUs from 1 on"),
+    ({"workers": {"memory": "8GB"}}, "at '/workers/memory': '8GB' does not match"),
+    ({"workers": {"replicas": 0}}, "at '/workers/replicas': minimum: got 0, want 1"),
+    ({"worker": {"gpus": 1}}, "additional properties 'worker' not allowed"),
+    (
+        {"workers": {"replicas": 65}},
+        "65 workers, 1 in a pod, need 65 pods: raise workers.maxPods=64",
+    ),
+    ({"workers": {"surge": True}, "autoscaling": {"pods": False}}, "workers.surge=true needs"),
+    ({"workers": {"disk": {"kind": "claim"}}}, "needs workers.disk.claim"),
+    ({"workers": {"disk": {"kind": "url", "url": "bucket"}}}, 'workers.disk.url="bucket"'),
+    ({"workers": {"disk": {"kind": "pvc"}}}, "at '/workers/disk/kind': value must be one of"),
+    (
+        {"settings": {"workers": 3}},
+        "settings.workers is made by the chart: give the value workers.repl",
+    ),
+    ({"settings": {"links": {"tls_ca": "x"}}}, "settings.links.tls_ca is made by the chart"),
+    ({"settings": {"engine": "mock"}}, "settings.engine=mock: give a mapping"),
+    ({"settings": {"engine": {"device": "cuda"}}}, 'settings.engine.device="cuda" needs a GPU'),
+    (
+        {"settings": {"engine": {"device": "cpu"}}, "workers": {"gpus": 1}},
+        'workers.gpus=1 with settings.engine.device="cpu"',
+    ),
+    (
+        {"settings": {"engine": {"kind": "mock"}}, "workers": {"gpus": 1}},
+        "workers.gpus=1 with settings.engine.kind=mock",
+    ),
+    (
+        {"settings": {"engine": {"kind": "mock"}}, "workers": {"disk": {"kind": "ephemeral"}}},
+        'workers.disk.kind="ephemeral" with settings.engine.kind=mock',
+    ),
+    (
+        {"autoscaling": {"enabled": True, "maxWorkers": 1}},
+        "workers.replicas=2, the number at the start",
+    ),
+    ({"autoscaling": {"enabled": True, "pods": False}}, "needs autoscaling.pods=true"),
+    ({"gcs": {"backend": "redis"}}, "gcs.backend=redis needs gcs.redisAddress"),
+    ({"nats": {"enabled": False}}, "nats.enabled=false needs nats.url"),
+    ({"nats": {"url": "nats://x"}}, "nats.url is given and nats.enabled=true"),
+    ({"nats": {"replicas": 2}}, "nats.replicas=2: give an odd number"),
+    ({"nats": {"enabled": False, "url": "http://x"}}, "at '/nats/url': 'http://x' does not match"),
+    ({"ray": {"auth": "none"}}, "at '/ray/auth': value must be one of 'token', 'disabled'"),
+    ({"ray": {"version": "2.55.0"}}, "at '/ray/version': '2.55.0' does not match"),
+    (
+        {"ray": {"auth": "disabled"}, "networkPolicy": {"enabled": False}},
+        "ray.auth=disabled with networkPolicy.enabled=false",
+    ),
+    ({"ingress": {"enabled": True}}, "ingress.enabled=true needs ingress.host"),
+    ({"monitoring": {"enabled": True, "metrics": False}}, "needs monitoring.metrics=true"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED)
+def test_a_wrong_value_is_refused_by_name(values: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(Refused) as refused:
+        rendered(MINIMAL, values)
+    assert message in str(refused.value)
+
+
+def test_credentials_in_an_address_are_refused_without_being_shown() -> None:
+    with pytest.raises(Refused, match=r"nats\.url holds credentials") as refused:
+        rendered(MINIMAL, {"nats": {"enabled": False, "url": "nats://me:hushhush@nats"}})
+    assert "hushhush" not in str(refused.value)
+
+
+def test_a_release_whose_name_is_too_long_for_kuberay_is_refused() -> None:
+    with pytest.raises(Refused, match="KubeRay has room for 40"):
+        rendered(MINIMAL, name="a-release-with-quite-a-long-name-of")
+
+
+def test_the_readme_has_every_value() -> None:
+    """`python tests/support/chart.py` writes its table."""
+    text = README.read_text()
+    assert text == with_table(text)
+
+
+def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}"
+
+
+def test_every_value_has_a_comment_and_a_type() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    readme = README.read_text()
+    for leaf in leaves(values_of("values.yaml")):
+        name = leaf
+        while f"| `{name}` |" not in readme:  # of a mapping that stands in one row
+            assert "." in name, leaf
+            name = name.rpartition(".")[0]
+        section = schema
+        for key in name.split("."):
+            section = section["properties"][key]
+        assert section.keys() & {"type", "enum", "$ref"}, name
+
+
+def test_every_value_is_read_by_a_template() -> None:
+    """Nothing stands in values.yaml that changes nothing."""
+    import re
+
+    text = "".join(path.read_text() for path in (CHART / "templates").rglob("*.*"))
+    words = set(re.findall(r"\.([A-Za-z]+)", text))
+    unused = {
+        leaf for leaf in leaves(values_of("values.yaml")) if not {*leaf.split(".")[-2:]} & words
+    }
+    assert unused == set()
+
+
+# What single values change: the value, the component whose container it is, and a piece of it.
+@pytest.mark.parametrize(
+    ("values", "component", "piece"),
+    [
+        ({"modelDownload": {"tokenSecret": "hub"}}, "worker", {"name": "hub", "key": "token"}),
+        ({"modelDownload": {"endpoint": "https://hub"}}, "gateway", "https://hub"),
+        (
+            {"workers": {"env": [{"name": "X", "value": "y"}]}},
+            "worker",
+            {"name": "X", "value": "y"},
+        ),
+        (
+            {"haproxy": {"enabled": False}},
+            "gateway",
+            {"name": "RAY_SERVE_ENABLE_HA_PROXY", "value": "0"},
+        ),
+        ({"haproxy": {"longestStreamS": 7}}, "head", "7"),
+        ({"ray": {"auth": "disabled"}}, "head", {"name": "RAY_AUTH_MODE", "value": "disabled"}),
+        ({"keys": {"operatorSecret": "mine"}}, "gateway", {"name": "mine", "key": "key"}),
+    ],
+)
+def test_a_value_reaches_its_containers(values: Object, component: str, piece: Any) -> None:
+    def contains(tree: object) -> bool:
+        if tree == piece:
+            return True
+        children = (
+            tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+        )
+        return any(contains(child) for child in children)
+
+    before = [each for name, each in containers(objects(MINIMAL)) if name == component]
+    after = [each for name, each in containers(objects(MINIMAL, values)) if name == component]
+    assert not contains(before)
+    assert contains(after)
+
+
+def test_the_hubs_token_is_given_to_the_download_alone() -> None:
+    found = objects(MINIMAL, {"modelDownload": {"tokenSecret": "hub"}})
+    holders = {
+        (component, each["name"])
+        for component, each in containers(found)
+        if any(variable["name"] == "HF_TOKEN" for variable in each.get("env", ()))
+    }
+    assert holders == {("worker", "download-model"), ("gateway", "download-model")}
+
+
+def test_gateways_and_mocked_engines_fetch_no_weights() -> None:
+    def fetching(values: Mapping[str, Any]) -> set[str]:
+        return {
+            component
+            for component, each in containers(objects(MINIMAL, values))
+            if each["name"] == "download-model" and "*.safetensors" in each["command"]
+        }
+
+    assert fetching({}) == {"worker"}
+    assert fetching({"settings": {"engine": {"kind": "mock"}}}) == set()
+
+
+def test_the_hubs_command_line_knows_the_options_of_the_download() -> None:
+    command = next(
+        each["command"]
+        for _, each in containers(objects(MINIMAL))
+        if each["name"] == "download-model"
+    )
+    program = str(Path(sys.executable).parent / "hf")
+    done = subprocess.run([program, *command[1:], "--help"], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_models_volume_is_read_only_and_nothing_is_downloaded() -> None:
+    found = objects({"model": "/models/mine", "modelVolume": {"claim": "models"}})
+    for component in ("gateway", "worker"):
+        spec = pods(found)[component]["spec"]
+        assert "initContainers" not in spec
+        volume = next(each for each in spec["volumes"] if each["name"] == "models")
+        assert volume["persistentVolumeClaim"] == {"claimName": "models", "readOnly": True}
+    assert settings(found)["model"] == "/models/mine"
+
+
+def test_a_changed_pod_is_a_new_fleet_and_changed_settings_or_numbers_are_not() -> None:
+    """KubeRay runs the old cluster and the new one side by side, each counting its workers from w0."""
+
+    def fleet(values: Mapping[str, Any]) -> str:
+        return str(settings(objects(MINIMAL, values))["fleet"])
+
+    first = fleet({})
+    assert fleet({"image": {"tag": "0.2.0"}}) != first
+    assert fleet({"workers": {"memory": "9Gi"}}) != first
+    assert fleet({"workers": {"replicas": 3}}) == first
+    assert fleet({"workers": {"tolerations": [{"operator": "Exists"}]}}) == first
+    assert fleet({"settings": {"routing": {"policy": "dynamo"}}}) == first
+    assert fleet({"autoscaling": {"pods": False}, "workers": {"replicas": 3}}) != fleet(
+        {"autoscaling": {"pods": False}}
+    )
+    assert fleet({"ray": {"upgrade": "None"}}) == "mallee"
+
+
+def test_time_slices_are_what_the_device_plugin_reads() -> None:
+    """S18, part: two pods of one GPU, and two workers in each by halves of what Ray sees."""
+    values = values_of("values-timeslice.yaml")
+    found = objects(values)
+    plugin = yaml.safe_load(one(found, "ConfigMap", "mallee-time-slicing")["data"]["any"])
+    sharing = plugin["sharing"]["timeSlicing"]
+    assert sharing["resources"] == [{"name": "nvidia.com/gpu", "replicas": 2}]
+    assert sharing["failRequestsGreaterThanOne"]
+    worker = pods(found)["worker"]["spec"]["containers"][0]
+    assert worker["resources"]["limits"]["nvidia.com/gpu"] == 1  # one slice a pod
+    assert settings(found)["ray"]["worker_gpus"] == 0.5
+    assert not [each for each in objects(MINIMAL) if "time-slicing" in each["metadata"]["name"]]

@@ -1,0 +1,173 @@
+"""The Helm chart: rendered by Helm's own engine, and the table of its values in its README.
+
+python tests/support/chart.py    writes the table from the comments of values.yaml
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+CHART: Final = Path(__file__).resolve().parents[2] / "helm" / "mallee"
+README: Final = CHART / "README.md"
+NAMESPACE: Final = "llm"
+MINIMAL: Final[Mapping[str, Any]] = {"model": "Qwen/Qwen3-0.6B"}
+ACCOUNTS: Final = CHART / "files" / "nats-accounts.conf"
+_BEGIN, _END = "<!-- values -->\n", "<!-- end of values -->\n"
+
+Object = dict[str, Any]
+
+
+class Refused(Exception):
+    """Helm does not render these values; the message is what `helm install` prints."""
+
+
+def merged(*all_values: Mapping[str, Any]) -> Object:
+    """Values over those before, as of several `-f`."""
+    result: Object = {}
+    for values in all_values:
+        for key, value in values.items():
+            old = result.get(key)
+            is_both = isinstance(value, Mapping) and isinstance(old, Mapping)
+            result[key] = merged(old or {}, value) if is_both else value
+    return result
+
+
+def values_of(file: str) -> Object:
+    """The values of a file of the chart, such as `values-cpu.yaml`."""
+    found: Object = yaml.safe_load((CHART / file).read_text())
+    return found
+
+
+def rendered(*values: Mapping[str, Any], name: str = "mallee") -> dict[str, str]:
+    """Manifests by their template. Raises Refused."""
+    from helm_python import Chart, HelmError  # not on every platform
+
+    with Chart.load(CHART) as chart:
+        try:
+            return chart.render(merged(*values), name=name, namespace=NAMESPACE)
+        except HelmError as error:
+            raise Refused(str(error)) from error
+
+
+def faults(values: Mapping[str, Any]) -> list[str]:
+    """Faults that `helm lint --strict` finds."""
+    from helm_python.chart import lint  # not on every platform
+
+    report = lint(CHART, dict(values), strict=True, namespace=NAMESPACE)
+    severe = [each["error"] for each in report["messages"] if each["severity"] > 1]
+    return [*severe, *report["errors"]]
+
+
+def objects(*values: Mapping[str, Any], name: str = "mallee") -> list[Object]:
+    """All objects of a release."""
+    found = []
+    for template, manifest in rendered(*values, name=name).items():
+        if template.endswith(".yaml"):
+            found += [each for each in yaml.safe_load_all(manifest) if each]
+    return found
+
+
+def one(found: list[Object], kind: str, name: str | None = None) -> Object:
+    """The object of that kind, and name if there are several. Fails if there is none."""
+    (match,) = (
+        each for each in found if each["kind"] == kind and name in (None, each["metadata"]["name"])
+    )
+    return match
+
+
+def serve_config(found: list[Object]) -> Object:
+    """The config that KubeRay deploys."""
+    config: Object = yaml.safe_load(one(found, "RayService")["spec"]["serveConfigV2"])
+    return config
+
+
+def settings(found: list[Object]) -> Object:
+    """Mallee's settings in it."""
+    made: Object = serve_config(found)["applications"][0]["args"]
+    return made
+
+
+def groups(found: list[Object]) -> dict[str, Object]:
+    """The head and the worker groups of the cluster by their name."""
+    cluster = one(found, "RayService")["spec"]["rayClusterConfig"]
+    return {
+        "head": cluster["headGroupSpec"],
+        **{each["groupName"]: each for each in cluster["workerGroupSpecs"]},
+    }
+
+
+def pods(found: list[Object]) -> dict[str, Object]:
+    """Each kind of pod, as `{metadata, spec}`, by its component."""
+    templates = [group["template"] for group in groups(found).values()]
+    templates += [each["spec"]["template"] for each in found if each["kind"] == "StatefulSet"]
+    templates += [each for each in found if each["kind"] == "Pod"]
+    return {
+        each["metadata"]["labels"]["app.kubernetes.io/component"]: {
+            "metadata": each["metadata"],
+            "spec": each["spec"],
+        }
+        for each in templates
+    }
+
+
+def containers(found: list[Object]) -> Iterator[tuple[str, Object]]:
+    """All containers with their pod's component, also those that run first."""
+    for component, pod in pods(found).items():
+        for each in (*pod["spec"]["containers"], *pod["spec"].get("initContainers", ())):
+            yield component, each
+
+
+def table() -> str:
+    """The rows of README.md: each value of values.yaml with the comment above it and its default."""
+    rows = ["| value | default | |", "|---|---|---|"]
+    path: list[str] = []
+    text = ""
+    defaults = values_of("values.yaml")
+    for line in (CHART / "values.yaml").read_text().splitlines():
+        stripped = line.strip()
+        if stripped.startswith("#"):
+            text = stripped.removeprefix("# ")
+            continue
+        key, colon, _ = stripped.partition(":")
+        if not colon or stripped.startswith("-"):
+            text = ""
+            continue
+        depth = (len(line) - len(line.lstrip())) // 2
+        path[depth:] = [key]
+        if text:
+            default = _at(defaults, path)
+            rows.append(f"| `{'.'.join(path)}` | `{json.dumps(default)}` | {text} |")
+        text = ""
+    return "\n".join(rows) + "\n"
+
+
+def _at(values: Any, path: list[str]) -> object:
+    for key in path:
+        values = values[key]
+    return values
+
+
+def with_table(readme: str) -> str:
+    """`readme` with the table as it should be."""
+    head, _, rest = readme.partition(_BEGIN)
+    _, _, tail = rest.partition(_END)
+    return f"{head}{_BEGIN}{table()}{_END}{tail}"
+
+
+def accounts() -> str:
+    """The accounts of NATS as `mallee settings` prints them, for any fleet."""
+    from mallee.actors.bus.accounts import authorization
+
+    printed = authorization("FLEET", gateway="$GATEWAYS_PASSWORD", worker="$WORKERS_PASSWORD")
+    return (
+        "# `mallee settings --nats-permissions FLEET`, for all fleets: an upgrade has two.\n"
+        + printed.replace("mallee.FLEET.", "mallee.*.")
+    )
+
+
+if __name__ == "__main__":
+    ACCOUNTS.write_text(accounts())
+    README.write_text(with_table(README.read_text()))
