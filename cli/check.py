@@ -1,0 +1,343 @@
+"""`mallee check`: the faults of a file of settings, or of a whole serve.yaml, a line each.
+
+Ray Serve drops keys that it doesn't know without a word, and tells other faults after the deploy, in a
+replica's traceback. Here they are found before.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, get_args
+
+import typer
+
+from mallee.cli.options import require_serve_extra
+from mallee.cli.settings import APP_PATH, parse_yaml, read_settings
+from mallee.protocol.errors import ConfigError, MalleeError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from mallee.actors.config import AppConfig
+
+_HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_EVERYWHERE: Final = "0.0.0.0"  # noqa: S104 # Serve's default
+_OF_SERVE: Final = ("applications", "proxy_location", "http_options", "import_path")
+_KEY_VARIABLE: Final = "MALLEE_API_KEY"
+
+
+class Application(NamedTuple):
+    """One of Mallee's applications in a serve.yaml, or the one that a file of settings describes."""
+
+    name: str  # "" of a file of settings
+    config: "AppConfig"
+    options: dict[str, Any]  # of Serve
+    host: str  # that Serve listens on; "" of a file of settings
+
+    def line(self, sentence: str) -> str:
+        return f"{self.name}: {sentence}" if self.name else sentence
+
+
+def add_to(cli: typer.Typer) -> None:
+    cli.command()(check)
+
+
+def check(
+    file: Annotated[
+        Path,
+        typer.Argument(help="serve.yaml, a RayService manifest, or a file for --config."),
+    ],
+    files: Annotated[
+        bool,
+        typer.Option("--files", help="Look on this machine for every file and folder it names."),
+    ] = False,
+    broker: Annotated[
+        bool, typer.Option("--broker", help="Log in at the broker of nats_url, as each role.")
+    ] = False,
+) -> None:
+    """Check serve.yaml or a file of settings before it is deployed; exit 1 with a line for each fault."""
+    require_serve_extra(is_mocked=True)
+    faults, applications = find_faults(read_settings(file))
+    for each in applications:
+        if files:
+            faults += map(each.line, missing_files(each.config))
+        if broker:
+            faults += map(each.line, broker_faults(each.config))
+    for fault in dict.fromkeys(faults):  # each once
+        sys.stderr.write(f"{file}: {fault}\n")
+    if faults:
+        raise typer.Exit(1)
+    sys.stdout.write(f"{file}: right\n")
+    for note in [each.line(note) for each in applications for note in notes(each)]:
+        sys.stdout.write(f"note: {note}\n")
+
+
+def find_faults(values: dict[str, Any]) -> tuple[list[str], list[Application]]:
+    """The faults of a file's content, and the applications whose settings are right."""
+    if values.get("kind") == "RayService":
+        text = (values.get("spec") or {}).get("serveConfigV2")
+        if not isinstance(text, str):
+            return ["a RayService needs spec.serveConfigV2, the text of a serve.yaml"], []
+        values = parse_yaml(text, "spec.serveConfigV2")
+    if any(key in values for key in _OF_SERVE):
+        return _serve_faults(values)
+    faults = list[str]()
+    config = _config(values, "", faults)
+    return faults, [Application("", config, {}, "")] if config else []
+
+
+def _config(values: object, name: str, faults: list[str]) -> "AppConfig | None":
+    """The settings, or None after adding what is wrong with them to `faults`."""
+    from pydantic import ValidationError
+
+    from mallee.actors.config import AppConfig, problems
+
+    try:
+        return AppConfig.model_validate(values)
+    except ValidationError as error:
+        faults += [f"{name}{key}{sentence}" for key, sentence in problems(error)]
+        return None
+
+
+# serve.yaml
+
+
+def _serve_faults(values: dict[str, Any]) -> tuple[list[str], list[Application]]:
+    require_serve_extra()
+    from ray.serve.schema import ServeDeploySchema  # seconds
+
+    if "applications" not in values:
+        return ["`applications` is missing: give a list with one entry of import_path and args"], []
+    faults = list(_unknown_keys(ServeDeploySchema, values))
+    faults += _schema_faults(ServeDeploySchema, values)
+    found = values["applications"] if isinstance(values["applications"], list) else []
+    given = [each for each in found if isinstance(each, dict)]
+    http = values.get("http_options")
+    host = str(http.get("host", _EVERYWHERE)) if isinstance(http, dict) else _EVERYWHERE
+    ours = list[Application]()
+    for options in given:
+        path, name = str(options.get("import_path")), str(options.get("name", "default"))
+        if path == APP_PATH:
+            if (config := _config(options.get("args") or {}, f"{name}: ", faults)) is not None:
+                ours.append(Application(name, config, options, host))
+        elif path.startswith("mallee"):
+            faults.append(f"{name}: import_path={path!r}: give {APP_PATH}")
+    paths = [str(each.get("import_path")) for each in given]
+    if given and not any(path.startswith("mallee") for path in paths):
+        faults.append(f"no application has import_path: {APP_PATH}; there are {', '.join(paths)}")
+    for each in ours:
+        faults += map(each.line, _deployment_faults(each))
+    faults += _shared_fleets(ours)
+    return faults, ours
+
+
+def _schema_faults(schema: "type[BaseModel]", values: dict[str, Any]) -> Iterator[str]:
+    """The faults that Ray Serve's own schema names."""
+    from pydantic import ValidationError
+
+    try:
+        schema.model_validate(values)
+    except ValidationError as error:
+        for each in error.errors(include_url=False):
+            message = " ".join(each["msg"].removeprefix("Value error, ").split())
+            given = each["input"]
+            value = f"={given!r}" if isinstance(given, str | int | float | None) else ""
+            place = _place(values, each["loc"])
+            yield f"{place}{value}: {message}" if place else message
+
+
+def _place(values: Any, path: Sequence[int | str]) -> str:
+    """The dotted key, with the name of each entry of a list in place of its number."""
+    parts = list[str]()
+    for part in path:
+        try:
+            values = values[part]
+        except (KeyError, IndexError, TypeError):
+            values = None  # a key that is missing, or a kind that pydantic tried
+        is_named = isinstance(part, int) and isinstance(values, dict) and "name" in values
+        parts.append(str(values["name"] if is_named else part))
+    return ".".join(parts)
+
+
+def _unknown_keys(schema: "type[BaseModel]", values: Any, prefix: str = "") -> Iterator[str]:
+    """A sentence for each key that Serve would drop."""
+    if not isinstance(values, dict):
+        return
+    for key, value in values.items():
+        field = schema.model_fields.get(key)
+        if field is None:
+            near = get_close_matches(str(key), schema.model_fields, 1)
+            hint = f"the nearest is `{near[0]}`" if near else "Ray Serve would drop it"
+            yield f"`{prefix}{key}` is no option of Ray Serve; {hint}"
+            continue
+        for inner in _models(field.annotation):
+            entries = value if isinstance(value, list) else [value]
+            for number, each in enumerate(entries):
+                name = each.get("name", number) if isinstance(each, dict) else number
+                step = f"{prefix}{key}.{name}." if isinstance(value, list) else f"{prefix}{key}."
+                yield from _unknown_keys(inner, each, step)
+
+
+def _models(annotation: Any) -> Iterator["type[BaseModel]"]:
+    """The schemas that a field's value may have."""
+    from pydantic import BaseModel
+
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)
+
+
+def _deployment_faults(application: Application) -> Iterator[str]:
+    """The faults of `deployments` that Serve, or a replica, would find."""
+    config = application.config
+    known = ["Gateway", "Worker"] + ["Broker"] * (config.nats_url is None)
+    if _KEY_VARIABLE in _variables(application.options):
+        yield _shown_key("runtime_env")
+    for each in application.options.get("deployments") or ():
+        name = str(each.get("name")) if isinstance(each, dict) else ""
+        if name == "Broker" and name not in known:
+            yield "deployment `Broker`: with nats_url there is none"
+        elif name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"the nearest is `{near[0]}`" if near else f"there are {', '.join(known)}"
+            yield f"deployment `{name}` is none of Mallee's; {hint}"
+        else:
+            yield from (f"{name}: {fault}" for fault in _option_faults(name, each, config))
+
+
+def _option_faults(name: str, options: dict[str, Any], config: "AppConfig") -> Iterator[str]:
+    replicas = options.get("num_replicas")
+    if "user_config" in options:
+        yield "user_config: no deployment of Mallee takes it; its settings stand in `args`"
+    if name == "Broker" and replicas not in (None, 1):
+        yield f"num_replicas={replicas!r}: a fleet has one broker; for several give nats_url"
+    if replicas == "auto" or options.get("autoscaling_config"):
+        remedy = "give autoscaling.max_workers in `args`" if name == "Worker" else "give a number"
+        yield f"{'num_replicas' if replicas == 'auto' else 'autoscaling_config'}: {remedy}"
+    elif name == "Worker" and replicas is not None and config.autoscaling.max_workers is not None:
+        yield f"num_replicas={replicas!r} beside autoscaling.max_workers: leave one of them out"
+    actor = options.get("ray_actor_options")
+    if isinstance(actor, dict):
+        yield from _actor_faults(name, actor, config)
+
+
+def _actor_faults(name: str, actor: dict[str, Any], config: "AppConfig") -> Iterator[str]:
+    """The loss where `ray_actor_options` takes the place of Mallee's own."""
+    from mallee.actors.proxy.direct import ENVIRONMENT
+
+    variables = _variables(actor)
+    if _KEY_VARIABLE in variables:
+        yield _shown_key("ray_actor_options.runtime_env")
+    if name == "Gateway":
+        lacking = [key for key, value in ENVIRONMENT.items() if variables.get(key) != value]
+        if lacking:
+            pairs = ", ".join(f"{key}: {ENVIRONMENT[key]!r}" for key in lacking)
+            yield (
+                "ray_actor_options take the place of Mallee's, without which requests go the slow way:"
+                f" add runtime_env.env_vars {pairs}"
+            )
+    if name == "Worker" and config.worker_gpus and not actor.get("num_gpus"):
+        yield (
+            f"ray_actor_options without num_gpus take the place of Mallee's, and engine.device is"
+            f" {config.engine.device!r}: add num_gpus: {config.worker_gpus:g}"
+        )
+
+
+def _variables(options: dict[str, Any]) -> dict[str, Any]:
+    environment = options.get("runtime_env")
+    found = environment.get("env_vars") if isinstance(environment, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _shown_key(place: str) -> str:
+    return f"{place}: Ray Serve shows and logs {_KEY_VARIABLE}: give http.keys_file, and change that key"
+
+
+def _shared_fleets(applications: list[Application]) -> Iterator[str]:
+    """Applications whose gateways would take each other's workers for their own."""
+    seen = dict[tuple[str | None, str], str]()
+    for each in applications:
+        if (url := each.config.nats_url) is None:
+            continue  # each has a broker of its own
+        other = seen.setdefault((url, each.config.fleet), each.name)
+        if other != each.name:
+            yield f"{each.name}: fleet={each.config.fleet!r} at one broker is {other}'s too"
+
+
+# What the file can't tell
+
+
+def notes(application: Application) -> Iterator[str]:
+    """Remarks on what only the machines can tell."""
+    from mallee.actors.access.access import LOOPBACK
+
+    host = application.host
+    if host and host not in LOOPBACK and application.config.http.keys_file is None:
+        yield (
+            f"http_options.host={host!r} listens beyond this machine, and without http.keys_file the"
+            f" gateways start only where {_KEY_VARIABLE} is in the environment of Ray's nodes"
+        )
+    if _is_of_hub(application.config.model):
+        yield f"model={application.config.model!r} is no folder here: each node fetches it from the hub"
+
+
+def missing_files(config: "AppConfig") -> Iterator[str]:
+    """Files and folders that are not here, or can't be used."""
+    from mallee.actors.build import check_links, check_model, open_access
+    from mallee.actors.bus.access import operators_broker
+    from mallee.protocol.subjects import BusRole
+
+    looks: list[Callable[[], object]] = [lambda: open_access(config), lambda: check_links(config)]
+    if not _is_of_hub(config.model):
+        looks.append(lambda: check_model(config))
+    if config.nats_url is not None:
+        looks += [
+            lambda role=role: operators_broker(config, role).options()  # type: ignore[misc]
+            for role in get_args(BusRole)
+        ]
+    if config.is_mocked:
+        from mallee.actors.mock.fleet import timing_of
+
+        looks.append(lambda: timing_of(config))
+    for look in looks:
+        try:
+            look()
+        except MalleeError as error:
+            yield str(error)
+    for key, folder in (
+        ("engine.disk_path", config.engine.disk_path),
+        ("recording.folder", config.recording.folder),
+        ("imports.folder", config.imports.folder),
+    ):
+        if folder is not None and "://" not in folder:
+            yield from _unwritable(key, folder)
+
+
+def _is_of_hub(model: str) -> bool:
+    return not Path(model).expanduser().exists() and _HUB_ID.fullmatch(model) is not None
+
+
+def _unwritable(key: str, folder: str) -> Iterator[str]:
+    """A fault if the folder is not there and can't be made, or can't be written."""
+    path = Path(folder).expanduser()
+    nearest = next(each for each in (path, *path.parents) if each.exists())
+    if not nearest.is_dir():
+        yield f"{key}={folder!r}: {nearest} is no folder"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        yield f"{key}={folder!r}: {nearest} can't be written by this user"
+
+
+def broker_faults(config: "AppConfig") -> Iterator[str]:
+    """The reason if the broker doesn't take gateways and workers."""
+    from mallee.actors.bus.broker import check_operators_broker
+
+    if config.nats_url is None:
+        return
+    try:
+        check_operators_broker(config)
+    except ConfigError as error:
+        yield str(error)

@@ -1,0 +1,266 @@
+"""`mallee check`: every fault of a serve.yaml in a line of its own, before anything is deployed."""
+
+import asyncio
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from mallee.actors.addresses import free_port
+from mallee.actors.proxy.direct import ENVIRONMENT
+from mallee.cli.main import cli
+from support.brokers import OpenBroker
+from support.mock_scene import make_folder
+
+ROOT = Path(__file__).parents[2]
+APP = "mallee.actors.app:app"
+
+# Ray's own, at its import.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+class Answer(NamedTuple):
+    status: int
+    faults: list[str]
+    output: str
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Any:
+    """Calls `mallee check` on a file with that content; faults come without the file's name."""
+
+    def call(content: Any, *options: str) -> Answer:
+        path = tmp_path / "serve.yaml"
+        path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+        answer = CliRunner().invoke(cli, ["check", str(path), *options])
+        assert answer.exception is None or isinstance(answer.exception, SystemExit), repr(
+            answer.exception
+        )
+        faults = [line.removeprefix(f"{path}: ") for line in answer.stderr.splitlines()]
+        return Answer(answer.exit_code, faults, answer.stdout)
+
+    return call
+
+
+def serve_yaml(
+    *, args: dict[str, Any] | None = None, deployments: list[Any] | None = None, **options: Any
+) -> dict[str, Any]:
+    return {
+        "http_options": {"host": "127.0.0.1"},
+        "applications": [
+            {
+                "name": "llm",
+                "import_path": APP,
+                "args": {"model": "m", **(args or {})},
+                "deployments": deployments or [],
+                **options,
+            }
+        ],
+    }
+
+
+def test_serve_yaml_is_right() -> None:
+    answer = CliRunner().invoke(cli, ["check", str(ROOT / "serve.yaml")])
+    assert (answer.exit_code, answer.stderr) == (0, "")
+
+
+def test_every_fault_of_an_application_is_named_in_a_line_each(check: Any) -> None:
+    answer = check(
+        "applications:\n"
+        "- {name: other, import_path: elsewhere:app, args: {x: 1}, route_prefix: /other}\n"
+        "- {name: llm, import_path: mallee.actors.app:app,\n"
+        "   args: {model: m, workers: 0, engine: {kind: vllm}}}\n"
+    )
+    assert (answer.status, answer.faults) == (
+        1,
+        [
+            "llm: workers=0: Input should be greater than or equal to 1",
+            "llm: engine.kind='vllm': Input should be 'model' or 'mock'",
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("deployments", "fault"),
+    [
+        (
+            [{"name": "Workers"}],
+            "deployment `Workers` is none of Mallee's; the nearest is `Worker`",
+        ),
+        ([{"name": "Worker", "user_config": {}}], "Worker: user_config: no deployment of Mallee"),
+        ([{"name": "Worker", "num_replicas": "auto"}], "Worker: num_replicas: give autoscaling."),
+        ([{"name": "Gateway", "num_replicas": "auto"}], "Gateway: num_replicas: give a number"),
+        (
+            [{"name": "Worker", "autoscaling_config": {"max_replicas": 3}}],
+            "Worker: autoscaling_config: give autoscaling.max_workers",
+        ),
+        ([{"name": "Broker", "num_replicas": 3}], "Broker: num_replicas=3: a fleet has one broker"),
+        (
+            [{"name": "Gateway", "ray_actor_options": {"num_cpus": 1}}],
+            "Gateway: ray_actor_options take the place of Mallee's, without which",
+        ),
+        (
+            [{"name": "Gateway", "max_surge_percents": 2}],
+            "`applications.llm.deployments.Gateway.max_surge_percents` is no option of Ray Serve; the"
+            " nearest is `max_surge_percent`",
+        ),
+        (
+            [{"name": "Worker", "ray_actor_options": {"num_gpu": 1}}],
+            "`applications.llm.deployments.Worker.ray_actor_options.num_gpu` is no option",
+        ),
+        (
+            [{"name": "Gateway", "num_replicas": -1}],
+            "applications.llm.deployments.Gateway.num_replicas",
+        ),
+    ],
+)
+def test_a_deployment_that_serve_or_a_replica_would_refuse_is_a_fault(
+    check: Any, deployments: list[Any], fault: str
+) -> None:
+    answer = check(serve_yaml(deployments=deployments))
+    assert answer.status == 1
+    assert any(fault in each for each in answer.faults), answer.faults
+
+
+def test_options_that_keep_what_mallee_needs_are_right(check: Any) -> None:
+    actor = {"num_cpus": 1, "runtime_env": {"env_vars": {**ENVIRONMENT, "X": "1"}}}
+    gateway = {"name": "Gateway", "num_replicas": 2, "ray_actor_options": actor}
+    worker = {"name": "Worker", "num_replicas": 8, "ray_actor_options": {"num_gpus": 1}}
+    answer = check(serve_yaml(args={"engine": {"device": "cuda"}}, deployments=[gateway, worker]))
+    assert (answer.status, answer.faults) == (0, [])
+
+
+def test_settings_and_deployments_must_not_contradict_each_other(check: Any) -> None:
+    worker = {"name": "Worker", "num_replicas": 2, "ray_actor_options": {"num_cpus": 1}}
+    answer = check(
+        serve_yaml(
+            args={
+                "nats_url": "nats://nats:4222",
+                "engine": {"device": "cuda"},
+                "autoscaling": {"max_workers": 4},
+            },
+            deployments=[worker, {"name": "Broker"}],
+        )
+    )
+    assert answer.faults == [
+        "llm: Worker: num_replicas=2 beside autoscaling.max_workers: leave one of them out",
+        "llm: Worker: ray_actor_options without num_gpus take the place of Mallee's, and engine.device is"
+        " 'cuda': add num_gpus: 1",
+        "llm: deployment `Broker`: with nats_url there is none",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ({"http_options": {}}, "`applications` is missing"),
+        ({"import_path": APP, "args": {}}, "`applications` is missing"),
+        (serve_yaml(import_path="mallee.actors.app"), "give mallee.actors.app:app"),
+        (serve_yaml(import_path="mallee.app:app"), "import_path='mallee.app:app': give mallee.act"),
+        (
+            serve_yaml(import_path="my.service:app"),
+            "no application has import_path: mallee.actors.app:app; there are my.service:app",
+        ),
+        (serve_yaml(import_path=3), "applications.llm.import_path=3"),
+        ({**serve_yaml(), "http": {}}, "`http` is no option of Ray Serve"),
+        ({**serve_yaml(), "http_options": {"port": "x"}}, "http_options.port='x'"),
+        ({**serve_yaml(), "applications": None}, "applications"),
+        (
+            serve_yaml(route_prefx="/"),
+            "`applications.llm.route_prefx` is no option of Ray Serve; the",
+        ),
+        (
+            serve_yaml(runtime_env={"env_vars": {"MALLEE_API_KEY": "s3cret"}}),
+            "llm: runtime_env: Ray Serve shows and logs MALLEE_API_KEY: give http.keys_file",
+        ),
+    ],
+)
+def test_a_serve_yaml_that_serve_would_misread_is_a_fault(
+    check: Any, content: Any, fault: str
+) -> None:
+    answer = check(content)
+    assert answer.status == 1
+    assert any(fault in each for each in answer.faults), answer.faults
+    assert "s3cret" not in " ".join(answer.faults)
+
+
+def test_two_applications_must_not_take_each_others_workers(check: Any) -> None:
+    content = serve_yaml(args={"nats_url": "nats://nats:4222"})
+    content["applications"].append(
+        {**content["applications"][0], "name": "b", "route_prefix": "/b"}
+    )
+    assert check(content).faults == ["b: fleet='default' at one broker is llm's too"]
+    content["applications"][1]["args"] = {**content["applications"][0]["args"], "fleet": "b"}
+    assert check(content).status == 0
+
+
+def test_what_the_file_cannot_tell_is_a_note(check: Any) -> None:
+    content = serve_yaml(args={"model": "org/some-model"})
+    del content["http_options"]  # Serve then listens everywhere
+    answer = check(content, "--files")
+    assert answer.status == 0
+    assert "note: llm: http_options.host='0.0.0.0' listens beyond this machine" in answer.output
+    assert "note: llm: model='org/some-model' is no folder here" in answer.output
+
+
+def test_a_manifest_of_kuberay_is_checked_by_its_serve_config(check: Any) -> None:
+    text = yaml.safe_dump(serve_yaml(deployments=[{"name": "Workers"}]))
+    manifest = {"kind": "RayService", "spec": {"serveConfigV2": text}}
+    assert check(manifest).faults == [
+        "llm: deployment `Workers` is none of Mallee's; the nearest is `Worker`"
+    ]
+    assert check({"kind": "RayService", "spec": {}}).status == 1
+
+
+def test_files_that_are_missing_are_named_where_that_is_asked_for(
+    check: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "a-file"
+    file.write_text("x")
+    args = {
+        "model": "/nowhere/model",
+        "http": {"keys_file": "/nowhere/keys"},
+        "links": {"secret_file": "/nowhere/secret"},
+        "nats_url": "nats://nats:4222",
+        "nats_credentials": "/nowhere/nats",
+        "nats_ca": "/nowhere/ca.pem",
+        "engine": {"disk_path": str(file / "kv")},
+        "recording": {"folder": str(file)},
+    }
+    assert check(serve_yaml(args=args)).status == 0
+    faults = check(serve_yaml(args=args), "--files").faults
+    named = (
+        "/nowhere/model",
+        "keys",
+        "secret",
+        "nats_credentials",
+        "engine.disk_path=",
+        "record",
+    )
+    for part in named:
+        assert sum(part in fault for fault in faults) == 1, (part, faults)
+    (model := tmp_path / "model").mkdir()
+    args = {"model": str(make_folder(model)), "engine": {"kind": "mock"}}
+    assert check(serve_yaml(args=args), "--files").status == 0
+    wrong = {**args, "mock": {"timing": "h2000"}}
+    (fault,) = check(wrong, "--files").faults
+    assert "timing='h2000' is no file" in fault
+
+
+@pytest.mark.nats
+async def test_a_broker_that_refuses_is_a_fault_where_that_is_asked_for(
+    check: Any, tmp_path: Path
+) -> None:
+    broker = OpenBroker()
+    await broker.start()
+    try:
+        right = serve_yaml(args={"nats_url": broker.url})
+        assert (await asyncio.to_thread(check, right, "--broker")).status == 0
+    finally:
+        await broker.stop()
+    wrong = serve_yaml(args={"nats_url": f"nats://127.0.0.1:{free_port()}"})
+    answer = await asyncio.to_thread(check, wrong, "--broker")
+    assert answer.status == 1
+    assert "llm: no broker at 127.0.0.1:" in answer.faults[0]
