@@ -112,6 +112,37 @@ def router(data: Json) -> Iterator[str]:
     )
 
 
+def picker(data: Json) -> Iterator[str]:
+    ways = {
+        "direct": "no proxy",
+        "round_robin": "Envoy, round robin",
+        "picker": "Envoy with a picker",
+    }
+    columns: dict[str, Column] = {}
+    for size in data["latency"]:
+        columns[f"{int(size):,} tokens, p50, ms"] = f"{size}/p50_ms"
+        columns[f"p99, ms ({int(size):,})"] = f"{size}/p99_ms"
+    runs = [
+        (text, {size: each[way] for size, each in data["latency"].items()})
+        for way, text in ways.items()
+    ]
+    yield grid("one client", runs, columns)
+    sides = {
+        "round_robin": "Envoy, round robin",
+        "picker": "one picker",
+        "two_pickers": "two pickers that share bookings",
+        "two_pickers_apart": "two pickers without a broker",
+    }
+    yield grid(
+        f"{data['pods']} pods",
+        [
+            (text, {key: data[key].get(side) for key in ("rps", "hits")})
+            for side, text in sides.items()
+        ],
+        {"requests/s, 32 clients": "rps", "hits": "hits"},
+    )
+
+
 def gateway(data: Json) -> Iterator[str]:
     rows = [("added latency p50, 1 client, ms", "added_ms/c1", True)]
     rows += [(f"requests/s, {n} clients", f"rps/c{n}", False) for n in (1, 16, 64)]
@@ -453,15 +484,80 @@ def synth_gates(data: Json) -> Iterator[str]:
         )
 
 
-def idle_memory(data: Json) -> Iterator[str]:
-    kinds = sorted(data["by_kind_mb"].items(), key=lambda item: -item[1])
+def idle(data: Json) -> Iterator[str]:
+    titles = {
+        "mocked_1": "1 mocked engine",
+        "mocked_10": "10 in a process",
+        "mocked_100": "100 in a process",
+        "processes_10": "10 processes of 1",
+        "smollm2_2": "2 of SmolLM2",
+    }
+    cases = {name: data["cases"][name] for name in titles if name in data["cases"]}
+    first = next(iter(cases.values()))
+    roles = sorted(first, key=lambda role: -first[role]["cores"])
+
+    def cell(part: Json) -> str:
+        if part is None:
+            return "-"
+        times = f"{part['count']:.0f}: " if part["count"] > 1 else ""
+        return f"{times}{number(1000 * part['cores'])} / {number(round(part['mb']))}"
+
     yield table(
-        [
-            f"PSS of {data['processes']} processes, {data['workers']} workers of {data['model']}",
-            "MB",
-        ],
-        [("all", number(data["total_mb"])), *((kind, number(mb)) for kind, mb in kinds[:6])],
+        ["ms of a core a second / MB of PSS", *(titles[name] for name in cases)],
+        ([role, *(cell(case.get(role)) for case in cases.values())] for role in roles),
     )
+
+
+def ready(data: Json) -> Iterator[str]:
+    names = {
+        "serve": "`mallee serve`, mocked engine",
+        "serve_model": "`mallee serve`, SmolLM2",
+        "deploy": "`serve deploy` on a running head",
+        "up": f"`mallee up --nodes {data['nodes']}`",
+    }
+    columns: dict[str, Column] = {
+        "first answer, s": "ready_s",
+        "slowest, s": "slowest_s",
+        "head before, s": "head_s",
+        "command returns, s": "accepted_s",
+        "stop, s": "stop_s",
+    }
+    yield grid("", ((names[name], run) for name, run in data["ways"].items()), columns)
+
+
+def contention(data: Json) -> Iterator[str]:
+    columns: dict[str, Column] = {
+        "tokens/s": "tokens_per_s",
+        "TTFT p50, ms": "ttft_p50_ms",
+        "p99, ms": "ttft_p99_ms",
+        "ITL p50, ms": "itl_p50_ms",
+        " p99, ms": "itl_p99_ms",
+        "share of changes": "switching",
+    }
+    rows, middle = data["scale"]["rows"], data["middle"]
+    heads = {
+        "busy": f"{rows} clients in a closed loop; engines",
+        "quiet": f"{number(data['scale']['quiet_per_s'])} arrivals a second; engines",
+        "slices": f"{middle} engines, busy; slice",
+        "switches": f"{middle} engines, busy; a change takes",
+    }
+    for scene, head in heads.items():
+        yield grid(head, data[scene].items(), columns)
+    one, most = data["busy"]["1"], max(data["busy"], key=int)
+    times = one["tokens_per_s"] / data["busy"][most]["tokens_per_s"]
+    yield (
+        "For one model one engine with all the rows is better in all of it: beside"
+        f" {most} engines {times:.2f} times in tokens/s. Slices are for several models, or for tenants that"
+        " need processes of their own.\n"
+    )
+    if "processes" in data:
+        share = data["scale"]["share"]
+        columns = {k: v for k, v in columns.items() if v != "switching"}
+        yield grid(
+            f"SmolLM2 on 2 cores, {share[0]} clients; engines",
+            data["processes"].items(),
+            {**columns, "MB at most": "peak_mb"},
+        )
 
 
 SEEN_BY_CLIENTS = {
@@ -491,6 +587,27 @@ def failover(data: Json) -> Iterator[str]:
             for name, seen in SEEN_BY_CLIENTS.items()
         ),
     )
+
+
+def nodes(data: Json) -> Iterator[str]:
+    faults = {name: each for name, each in data.items() if at(each, "requests") is not None}
+    columns: dict[str, Column] = {
+        "answers": "requests",
+        "failed": "failed",
+        "other text": "wrong",
+        "longest pause of a stream, s": "stall_s_max",
+        "kept capsules answer": lambda run: f"{run['equal_capsules']} of {run['capsules']}",
+        "whole again, s": "back_s",
+    }
+    yield grid("fault", ((name, each) for name, each in faults.items() if name != "burst"), columns)
+    if (burst := data.get("burst")) is not None:
+        yield (
+            f"\nA burst of 32 streams after one: {burst['workers_max']} workers after"
+            f" {burst['up_s']:.0f} s, one again {burst['down_s']:.0f} s after its end;"
+            f" {burst['failed']} of {burst['requests']} answers failed, {burst['wrong']} differ; forks of"
+            f" kept capsules with the same text: {burst['equal_capsules_up']} of {burst['capsules']} at"
+            f" the top, {burst['equal_capsules']} at the end.\n"
+        )
 
 
 def peer_faults(data: Json) -> Iterator[str]:
@@ -706,6 +823,19 @@ SECTIONS = {
         " computed is computed again on the other one while the new one loads.",
         failover,
     ),
+    "nodes": Section(
+        "Faults of nodes and of the network",
+        "python -m bench.nodes",
+        "`mallee up --nodes 3`: Ray nodes and a NATS cluster in network namespaces, three mocked workers of"
+        " SmolLM2's tokenizer, 16 clients that stream all the time. A fault hits a node with a worker and"
+        " without gateway. Cut: its link is down for 8 s. Deaf: nothing reaches it; mute: nothing that it"
+        " sends arrives. Slow: 2 Mbit/s. Killed: all its processes at once. The rolling upgrade replaces"
+        " every worker and the gateway, by two; then the node of one gateway dies: the streams through it"
+        " are cut without an end mark, and these are the failed ones. Nothing is sent again by anybody else."
+        " A mute node is a loss: while nothing that it sends arrived, a gateway believed that no worker was"
+        " alive, and refused with 503 at once; why is not known yet.",
+        nodes,
+    ),
     "soak": Section(
         "Faults by a seed",
         "python -m bench.soak",
@@ -852,11 +982,42 @@ SECTIONS = {
         " 0.12 (azure code).",
         synth_gates,
     ),
-    "idle_memory": Section(
-        "Memory of an idle service",
-        "python -m bench.gateway.idle_memory",
-        "Started as by `mallee serve`: Ray, broker, gateway, workers; float32.",
-        idle_memory,
+    "picker": Section(
+        "Picker behind Envoy",
+        "python -m bench.picker",
+        "Stub vLLM pods, Envoy with one thread, pickers and clients, all on the same 2 cores; pickers predict"
+        " caches. Hits are the cached tokens of growing conversations, as a share of those that could be.",
+        picker,
+    ),
+    "contention": Section(
+        "Several engines on one device",
+        "python -m bench.contention",
+        "k engines share a device by turns, as processes on a time-sliced GPU without MPS do, beside one"
+        " engine (1) with all their rows. In virtual time: an 8B model in FP8 on an H200, prompts of 1,024"
+        " tokens with nothing in common, answers of 128 on average, a slice of 2 ms, 0.2 ms for each change"
+        " of engine (assumed, not measured: the last two tables say how much hangs on them); each engine"
+        " holds the weights, so there is less KV. Medians of three seeds; the loop begins with all clients at"
+        " once, which is its TTFT p99. Then real engines as processes of two threads each, which Linux"
+        " slices: medians of rounds, at raised priority while other work filled the cores (load 10 to 27).",
+        contention,
+    ),
+    "idle": Section(
+        "An idle service",
+        "python -m bench.idle",
+        "`mallee serve` as users start it, answered once and left alone for a minute: processor time of its"
+        " processes by role, and proportional set size (PSS). A round of each, while other work filled the"
+        " machine (load 14 to 20). A hundred engines cost what one does. A worker with nothing to do"
+        " costs what Ray's part of it does: the broker's supervisor, which does next to nothing, costs nearly"
+        " as much.",
+        idle,
+    ),
+    "ready": Section(
+        "Time until a service answers",
+        "python -m bench.ready",
+        "From the command to the first completion over HTTP, each from nothing, by turns; files in the page"
+        " cache; with HAProxy and the broker of our own. Other work filled the two cores meanwhile (load 16"
+        " to 35): these are upper bounds, to be read beside one another.",
+        ready,
     ),
 }
 

@@ -35,7 +35,7 @@ PREFIX = "Rivers of Europe: the Danube, the Rhine, the Loire. " * 6
 START_S = 180.0
 BACK_S = 120.0  # in which a process must be back
 GONE_S = 1.0  # after which a worker that was killed is known to be gone
-_KEPT = re.compile(r"^mallee_worker_kept_capsules\{(.*)\} (\S+)$", re.MULTILINE)
+_KEPT = re.compile(r"^mallee_worker_capsules\{(.*)\} (\S+)$", re.MULTILINE)
 NUM_ASKED = 8  # times; each gateway answers some of them
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from bench.failover import __main__ as failover
 
-KEPT = 'mallee_worker_kept_capsules{{worker="w0"}} {}\n'
+KEPT = 'mallee_worker_capsules{{worker="w0"}} {}\n'
 
 
 async def left(kept: float, rows: int = 0) -> str:
