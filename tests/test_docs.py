@@ -1,23 +1,45 @@
 """README and docs: links resolve, paths and commands in them exist, the README keeps its size."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
+from mallee.actors.config import AppConfig, sections
+from mallee.actors.http import errors as http_errors
 from mallee.cli.main import cli
+from mallee.protocol.errors import MalleeError, type_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".")}
 
+COMMANDS = sorted(typer.main.get_command(cli).commands)  # type: ignore[attr-defined]
+SECTIONS = {name: set(section.model_fields) for name, section in sections().items()}
+
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 FENCE = re.compile(r"^```(?:sh)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# `docker run ... IMAGE mallee serve ...`, but not `helm install mallee ...`.
+INSIDE = re.compile(rf"^\w.* mallee ((?:{'|'.join(COMMANDS)}) .*)$")
+# A line of a page that is as well run as read.
+CHEAP = (
+    "version",
+    "settings",
+    "check serve.yaml",
+    "settings --nats-permissions default",
+    "profile --fits",
+)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
@@ -29,7 +51,8 @@ def anchors(page: Path) -> set[str]:
 
 def commands(text: str) -> Iterator[list[str]]:
     """Words of each `mallee ...` in fences, and in code that names options."""
-    lines = [line for fence in FENCE.findall(text) for line in fence.splitlines()]
+    fences = [fence.replace("\\\n", " ") for fence in FENCE.findall(text)]
+    lines = [line for fence in fences for line in fence.splitlines()]
     lines += [code for code in CODE.findall(text) if code.startswith("mallee ")]
     lines += [line.strip() for line in text.splitlines() if line.startswith("    mallee ")]
     for line in lines:
@@ -37,6 +60,8 @@ def commands(text: str) -> Iterator[list[str]]:
         if re.match(r"(\w+=\S+ )*(\.venv/bin/)?mallee ", line):
             words = shlex.split(line, comments=True)
             yield words[next(i for i, word in enumerate(words) if word.endswith("mallee")) + 1 :]
+        elif found := INSIDE.search(line):
+            yield shlex.split(found[1], comments=True)
 
 
 def problem(words: list[str]) -> str | None:
@@ -76,6 +101,82 @@ def test_paths_in_code_exist(page: Path) -> None:
 def test_commands_in_the_docs_are_commands_of_mallee(page: Path) -> None:
     for words in commands(page.read_text()):
         assert problem(words) is None, words
+
+
+def settings(text: str) -> Iterator[tuple[str, str]]:
+    """Section ("" for none) and name of each setting in code, as `routing.policy`, and in commands."""
+    for code in CODE.findall(text):
+        found = re.match(r"([a-z]+)\.(\w+)(?:[:=. ]|$)", code)
+        if found and found[1] in SECTIONS and code not in FILES:
+            yield found[1], found[2]
+    for words in commands(text):
+        for word in (after for option, after in pairwise(words) if option == "--set"):
+            section, _, name = word.partition("=")[0].rpartition(".")
+            yield section.partition(".")[0], name
+
+
+# Fields of the API, and files, that look like settings.
+FILES = {"engine.py", "mock.md", "http.py"}
+
+
+@pytest.mark.parametrize("page", PAGES[:1] + PAGES[2:], ids=lambda p: str(p.relative_to(ROOT)))
+def test_settings_in_the_docs_are_settings_of_mallee(page: Path) -> None:
+    for section, name in settings(page.read_text()):
+        known = SECTIONS[section] if section else set(AppConfig.model_fields)
+        assert name in known, f"{section}.{name}"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, at its import
+def test_commands_that_are_cheap_run_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    written = {" ".join(words) for page in PAGES[2:] for words in commands(page.read_text())}
+    for line in CHEAP:
+        assert line in written, line
+        answer = CliRunner().invoke(cli, line.split())
+        assert answer.exit_code == 0, (line, answer.output)
+
+
+def test_errors_in_the_table_of_troubles_are_codes_of_the_api() -> None:
+    """And with the status that they have."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    of_http = {
+        each.code: each
+        for each in vars(http_errors).values()
+        if isinstance(each, type) and issubclass(each, MalleeError)
+    }
+    rows = re.findall(r"^\| (\d{3}) (`.*?`) \|", text, re.MULTILINE)
+    assert len(rows) > 10
+    for status, codes in rows:
+        for code in CODE.findall(codes):
+            kind = type_of(code) or of_http.get(code)
+            assert kind is not None, code
+            assert str(kind.status) == status, code
+
+
+def test_the_site_is_built_without_a_broken_link_or_anchor(tmp_path: Path) -> None:
+    if find_spec("mkdocs") is None or find_spec("material") is None:
+        pytest.skip("needs the extra docs: pip install '.[docs]'")
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "--quiet",
+        "build",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for page in PAGES[2:]:
+        made = (tmp_path / "site" / page.relative_to(ROOT / "docs")).with_suffix(".html")
+        assert made.exists(), made
 
 
 def test_every_page_is_in_the_index() -> None:
