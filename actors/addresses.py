@@ -1,5 +1,6 @@
 """Addresses of this machine to listen on."""
 
+import errno
 import os
 import secrets
 import socket
@@ -8,8 +9,12 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from mallee.protocol.errors import ConfigError
+
+PRIVATE: Final = "MALLEE_PRIVATE_NETWORK"
+"""Variable that is 1 where `mallee up` has given the nodes a network that nobody else can reach."""
 
 _PORTS = range(20_000, 32_000)
 _MAX_PATH_NBYTES = 107  # of a Unix socket, on Linux
@@ -24,15 +29,41 @@ def base_url(host: str, port: int) -> str:
 
 def listener(host: str, port: int) -> socket.socket:
     """A bound socket. Raises ConfigError if that address can't be listened at."""
+    try:
+        return _bound(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"can't listen on {host}:{port} ({error.strerror}); give another --port"
+        ) from error
+
+
+def first_free_listener(host: str, first_port: int, num_ports: int) -> socket.socket:
+    """A socket that listens at the first of so many ports that is free. Raises ConfigError."""
+    for port in range(first_port, min(first_port + num_ports, 1 << 16)):
+        try:
+            found = _bound(host, port)
+            try:
+                found.listen()  # only now others can't
+            except OSError:
+                found.close()
+                raise
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise ConfigError(f"can't listen on {host}:{port} ({error.strerror})") from error
+        else:
+            return found
+    raise ConfigError(f"no port of {host} is free from {first_port} on, of {num_ports}")
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Raises OSError."""
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((host, port))
-    except OSError as error:
+    except OSError:
         found.close()
-        raise ConfigError(
-            f"can't listen on {host}:{port} ({error.strerror}); give another --port"
-        ) from error
+        raise
     return found
 
 

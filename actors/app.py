@@ -44,9 +44,10 @@ from mallee.actors.bus.access import BrokerAccess, FindBroker, operators_broker
 from mallee.actors.bus.accounts import Passwords
 from mallee.actors.bus.broker import check_broker, check_operators_broker
 from mallee.actors.bus.queues import QueueDepths, tell_depth
-from mallee.actors.config import AppConfig, problems
+from mallee.actors.config import AppConfig, TelemetrySettings, problems
 from mallee.actors.http.gate import Gate
 from mallee.actors.proxy import choice, direct
+from mallee.actors.telemetry import logs
 from mallee.actors.transport.greeting import Secret, new_secret, read_secret
 from mallee.protocol.errors import ConfigError, InternalError, MalleeError, NoWorker
 from mallee.protocol.ids import Incarnation, WorkerId
@@ -63,6 +64,10 @@ log = logging.getLogger(__name__)
 _GATEWAY_ONGOING = 100_000
 _STOP_S = 10.0  # after the drain
 _SMALL_CPUS = 0.05
+_GATEWAY_ACTOR: dict[str, Any] = {
+    "num_cpus": _SMALL_CPUS,
+    "runtime_env": {"env_vars": direct.ENVIRONMENT},
+}
 # Serve replaces a replica after three checks in a row that fail: here 2 s after a task has, and half a minute
 # after its event loop has stopped.
 _HEALTH: dict[str, Any] = {"health_check_period_s": 0.5, "health_check_timeout_s": 10.0}
@@ -98,7 +103,7 @@ def check_deployable(config: AppConfig) -> None:
     if not ray.is_initialized():
         return
     cluster.check_one_node(config.nats_url)
-    if cluster.num_nodes() == 1:  # of several, this one need not have the model, or the keys
+    if cluster.is_only_node():  # else this one need not have the model, or the keys
         check_files(config)
         _check_listening(open_access(config))
 
@@ -111,16 +116,21 @@ def _check_listening(access: Access) -> None:
 
 def build_application(config: AppConfig) -> Application:
     """The application that `config` describes."""
-    broker = Broker.bind(config.fleet) if config.nats_url is None else None
+    broker = Broker.bind(config.fleet, config.telemetry) if config.nats_url is None else None
     workers = Worker.options(
         **_number_of_workers(config),
-        ray_actor_options={"num_cpus": config.ray.worker_cpus, "num_gpus": config.worker_gpus},
+        ray_actor_options={
+            "num_cpus": config.ray.worker_cpus,
+            "num_gpus": config.worker_gpus,
+            "resources": dict(config.ray.worker_resources),
+        },
         # New workers start before old ones stop, but GPUs are seldom spare.
         max_surge_percent=0 if config.worker_gpus else _SURGE_PERCENT,
         graceful_shutdown_timeout_s=config.drain_s + _STOP_S,
     ).bind(config, broker)
     gateway: Application = Gateway.options(
         num_replicas=config.gateways,
+        ray_actor_options={**_GATEWAY_ACTOR, "resources": dict(config.ray.gateway_resources)},
         graceful_shutdown_timeout_s=config.drain_s + _STOP_S,
     ).bind(config, workers, broker)
     return gateway
@@ -152,9 +162,12 @@ def _number_of_workers(config: AppConfig) -> dict[str, Any]:
 class BrokerReplica:
     """Owns the nats-server child. Its clients must run on the same node."""
 
-    async def __init__(self, fleet: str) -> None:  # type: ignore[misc] # Serve awaits it
+    async def __init__(  # type: ignore[misc] # Serve awaits it
+        self, fleet: str, telemetry: TelemetrySettings
+    ) -> None:
         from mallee.actors.bus.broker import start_broker
 
+        _set_up_logs(telemetry, "broker", fleet)
         store, key = cluster.RayStore(), f"broker:{_app_name()}"
         # Port and passwords of the one before, if that port is free: its clients just reconnect.
         kept = await asyncio.to_thread(store.get, key)
@@ -190,6 +203,7 @@ class WorkerReplica:
         secret = await _secret(config)
         found = await _find_broker(config, broker, "worker")
         claim = await asyncio.to_thread(cluster.claim_worker, _app_name())
+        _set_up_logs(config.telemetry, "worker", f"w{claim.number}")
         self._process = await _build_workers(config, claim, found, secret)
         await self._process.listen(path=socket_path(f"w{claim.number}"))
         if config.links.tcp == "always":
@@ -245,6 +259,7 @@ class GatewayReplica:
         broker: DeploymentHandle[Any] | None,
     ) -> None:
         name = f"g-{serve.get_replica_context().replica_id.unique_id}"
+        _set_up_logs(config.telemetry, "gateway", name)
         if (advice := choice.advice()) is not None:
             log.warning(advice)
         if (exposure := await asyncio.to_thread(cluster.exposure)) is not None:
@@ -300,11 +315,13 @@ Gateway: Deployment = serve.deployment(
     max_ongoing_requests=_GATEWAY_ONGOING,
     max_surge_percent=100,
     **_HEALTH,
-    ray_actor_options={
-        "num_cpus": _SMALL_CPUS,
-        "runtime_env": {"env_vars": direct.ENVIRONMENT},
-    },
+    ray_actor_options=_GATEWAY_ACTOR,
 )(GatewayReplica)
+
+
+def _set_up_logs(telemetry: TelemetrySettings, process: str, name: str) -> None:
+    """Have this replica log as the settings say, beside Serve's own records."""
+    logs.set_up_replica(telemetry.log_level, telemetry.log_format, process=process, name=name)
 
 
 def _app_name() -> str:
@@ -326,6 +343,7 @@ async def _build_workers(
             broker=broker,
             secret=secret,
             node=node,
+            own_ip=_own_ip(),
             past=Incarnation(claim.life * _LIVES_OF_PROCESS),
         )
     return await build_worker(
@@ -335,6 +353,7 @@ async def _build_workers(
         broker=broker,
         secret=secret,
         node=node,
+        own_ip=_own_ip(),
         threads=threads_of(config, await asyncio.to_thread(_workers_here, config, _app_name())),
     )
 
@@ -389,6 +408,7 @@ async def _build_gateway(
         model=await _model(config, workers),
         secret=secret,
         node=cluster.own_node(),
+        own_ip=_own_ip(),
         tcp_host=lambda: _lending_host(config),
     )
 

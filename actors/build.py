@@ -28,15 +28,18 @@ from mallee.actors.config import AppConfig
 from mallee.actors.hosting.engine import add_engine, make_worker
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.lending import HostLender, Lending
+from mallee.actors.hosting.memory import memory_use
 from mallee.actors.hosting.worker import Capacity, Worker
 from mallee.actors.lending.borrower import Borrower
 from mallee.actors.lending.server import LendingServer
+from mallee.actors.telemetry.tracing.provider import Tracing, check_exporters, open_tracing
 from mallee.actors.transport.greeting import Secret, read_secret
 from mallee.actors.transport.link import Transport
 from mallee.actors.transport.server import SocketServer
 from mallee.actors.transport.sockets import SocketTransport
 from mallee.actors.transport.tls import TlsFiles, client_tls, server_tls
 from mallee.protocol.errors import ConfigError, StorageError
+from mallee.protocol.events import MemoryUse
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.worker.kv.watch import KVChecks
@@ -51,7 +54,9 @@ if TYPE_CHECKING:
     from mallee.actors.gateway.service import Service
     from mallee.actors.http.middleware import CountAnswer
     from mallee.actors.recording.recorder import Recorder
+    from mallee.actors.telemetry.listener import MetricsListener
     from mallee.actors.telemetry.metrics import GatewayMetrics
+    from mallee.actors.telemetry.tracing.requests import RequestSpans
     from mallee.router.dispatch.queue import AdmissionConfig
     from mallee.router.router import Router
     from mallee.worker.engine import Engine, MakeTiers
@@ -91,10 +96,24 @@ def resolve(model: str) -> Path:
 
 
 def check_files(config: AppConfig) -> None:
-    """Raises MalleeError if the model, or a file that the links need, is not there or can't be read."""
+    """Raises MalleeError if the model, or a file that the links need, is not there or can't be read.
+
+    Also if the environment wants spans, and the packages for them are not here.
+    """
+    check_model(config)
+    check_links(config)
+    check_exporters()
+
+
+def check_model(config: AppConfig) -> None:
+    """Raises MalleeError if the model's files are not there or can't be read."""
     from mallee.worker.model.loading.config_json import read_config
 
     read_config(resolve(config.model))
+
+
+def check_links(config: AppConfig) -> None:
+    """Raises ConfigError if a file that the links need is not there or can't be read."""
     if config.links.secret_file is not None:
         read_secret(Path(config.links.secret_file))
     if (files := tls_files(config)) is not None:
@@ -158,9 +177,14 @@ class Gateway:
     access: "Access"
     prompts: Executor  # reads large requests
     files: "FileDesk"
+    tracing: Tracing | None = None
+    listener: "MetricsListener | None" = None
 
     async def start(self) -> None:
-        """Listen to the fleet; doesn't wait for it."""
+        """Listen to the fleet; doesn't wait for it. Raises ConfigError."""
+        if self.listener is not None:
+            self.service.metrics_at = self.listener.start_up()
+            self.service.tasks.include(self.listener.tasks)
         self.service.tasks.include(self.access.tasks)
         self.service.tasks.watch_callbacks()
         self.service.tasks.spawn(self.files.server.supervise(), name="the loans of imports")
@@ -173,9 +197,29 @@ class Gateway:
         """End every answer, and with them every stream of the API."""
         await self.service.close()
         await self.bus.close()
+        if self.listener is not None:
+            await self.listener.close()
         await self.access.close()
         self.prompts.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.files.close)
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
+
+
+def build_listener(
+    config: AppConfig,
+    render: Callable[[str], Awaitable[bytes]],
+    *,
+    is_ready: Callable[[], bool],
+    access: "Access",
+    own_ip: str,
+) -> "MetricsListener | None":
+    """The listener of a process for the metrics that `render` gives, if the settings want one."""
+    if config.telemetry.metrics_port is None:
+        return None
+    from mallee.actors.telemetry.listener import MetricsListener  # a server: see above
+
+    return MetricsListener(*(render, is_ready, access), settings=config.telemetry, own_ip=own_ip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +282,13 @@ async def build_gateway(
     model: ModelSpec,
     secret: Secret,
     node: str = "",
+    own_ip: str = "127.0.0.1",
     tcp_host: Callable[[], str | None] = lambda: None,
 ) -> Gateway:
     """A gateway called `name` on machine `node`, not yet started. Raises MalleeError if files don't serve.
 
-    Gateways with one `secret` know each other's capsules. `tcp_host()`: where to lend to workers of other
-    machines, if there are any.
+    Gateways with one `secret` know each other's capsules. `own_ip`: of the machine, for scrapers.
+    `tcp_host()`: where to lend to workers of other machines, if there are any.
     """
     # Lazily: numba and a tokenizer library, which workers don't need.
     from mallee.actors.gateway.gateway import GatewayService
@@ -254,7 +299,7 @@ async def build_gateway(
         Scopes(secret.derived(b"scopes"), draw=secrets.token_bytes),
     )
 
-    metrics = GatewayMetrics(name)
+    metrics, tracing = GatewayMetrics(name), open_tracing("gateway", name)
     recorder = None
     if config.recording.folder is not None:
         recorder = build_recorder(config, config.recording.folder, name, model, metrics)
@@ -274,12 +319,30 @@ async def build_gateway(
         admission=admission_config(config, access),
         recorder=recorder,
         files=files.files,
+        spans=None if tracing is None else build_spans(tracing, config),
     )
     prompts = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix=f"prompts of {name}")
     api = await asyncio.to_thread(
         build_api, config, service, access, scopes, metrics.answered, prompts
     )
-    return Gateway(service, api, bus, access, prompts, files)
+    if tracing is not None:
+        from mallee.actors.telemetry.tracing.http import HttpSpans  # OpenTelemetry
+
+        api.add_middleware(HttpSpans, tracing=tracing)
+
+    async def render(accept: str) -> bytes:
+        return service.metrics(accept)
+
+    listener = build_listener(
+        config, render, is_ready=lambda: service.is_serving, access=access, own_ip=own_ip
+    )
+    return Gateway(service, api, bus, access, prompts, files, tracing, listener)
+
+
+def build_spans(tracing: Tracing, config: AppConfig) -> "RequestSpans":
+    from mallee.actors.telemetry.tracing.requests import RequestSpans  # OpenTelemetry
+
+    return RequestSpans(tracing, served_name(config))
 
 
 def build_recorder(
@@ -385,6 +448,37 @@ def build_api(
 
 
 @dataclass(frozen=True, slots=True)
+class Scraped:
+    """The metrics of a process of workers, and the keys of those that may read them."""
+
+    listener: "MetricsListener"
+    access: "Access"
+
+    def start_up(self) -> str:
+        """Listen; the address for scrapers. Raises ConfigError."""
+        self.access.start_up()
+        return self.listener.start_up()
+
+    async def close(self) -> None:
+        """Stop listening."""
+        await self.listener.close()
+        await self.access.close()
+
+
+def build_scraped(config: AppConfig, host: Host, own_ip: str) -> Scraped | None:
+    """The metrics of the workers of `host`, if the settings want a listener. Raises ConfigError."""
+    if config.telemetry.metrics_port is None:
+        return None
+    from mallee.actors.hosting.meters import HostMetrics  # Prometheus: see above
+
+    access = open_access(config)
+    render = HostMetrics(host).render
+    listener = build_listener(config, render, is_ready=host.healthy, access=access, own_ip=own_ip)
+    assert listener is not None, "there is a port"
+    return Scraped(listener, access)
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerProcess:
     """The workers of one process behind their host, with their bus and the sockets for gateways.
 
@@ -398,6 +492,7 @@ class WorkerProcess:
     start_engines: Callable[[], Awaitable[None]]
     close_engines: Callable[[], Awaitable[None]]
     lending: Lending | None = None
+    scraped: "Scraped | None" = None
 
     async def listen(self, *, path: str | None = None, tcp_host: str | None = None) -> None:
         """Listen there too, for loans beside it; leases from now on say so."""
@@ -415,8 +510,12 @@ class WorkerProcess:
             self.host.lends_at = str(loans.address)
 
     async def start(self) -> None:
-        """Register the workers; `listen` comes first."""
+        """Register the workers; `listen` comes first. Raises ConfigError."""
         self.host.tasks.watch_callbacks()
+        if self.scraped is not None:
+            self.host.metrics_at = self.scraped.start_up()
+            self.host.tasks.include(self.scraped.listener.tasks)
+            self.host.tasks.include(self.scraped.access.tasks)
         share_interpreter()
         if self.lending is not None:
             self.host.tasks.spawn(self.lending.server.supervise())
@@ -433,10 +532,14 @@ class WorkerProcess:
         if self.lending is not None:
             self.lending.borrower.close()  # the engine's end waits for what it borrows
         await self.close_engines()
+        if self.scraped is not None:
+            await self.scraped.close()
         if self.lending is not None:
             await asyncio.to_thread(self.lending.server.close)
         await self.server.close()
         await self.bus.close()
+        if self.host.tracing is not None:
+            await asyncio.to_thread(self.host.tracing.close)
 
 
 def build_server(config: AppConfig, host: Host, secret: Secret, node: str) -> SocketServer:
@@ -488,8 +591,12 @@ async def build_worker(
     secret: Secret,
     node: str,
     threads: int,
+    own_ip: str = "127.0.0.1",
 ) -> WorkerProcess:
-    """The one worker of a process: loads the model. Raises MalleeError."""
+    """The one worker of a process: loads the model. Raises MalleeError.
+
+    `own_ip`: of the machine, for scrapers.
+    """
     forward = await asyncio.to_thread(load_forward, config, threads)
     peers = build_borrower(config, worker, secret, node) if config.links.lends else None
     engine = await asyncio.to_thread(make_engine, config, forward, worker, incarnation, peers)
@@ -503,13 +610,18 @@ async def build_worker(
         lease_period_s=config.lease_interval_s,
         max_step_s=config.engine.max_step_s,
         drain_s=config.drain_s,
+        tracing=open_tracing("worker", worker),
     )
     capacity = Capacity(forward.block_size, num_blocks, config.scheduler.max_rows)
     source = _ModelSource(config, host, forward, engine.incarnation, capacity, peers)
     add_engine(host, engine, capacity, source)
     server = build_server(config, host, secret, node)
     lending = None if peers is None else build_lending(config, host, peers, secret, node)
-    return WorkerProcess(host, engine.spec, bus, server, host.start, host.close, lending)
+    host.memory = source.memory
+    return WorkerProcess(
+        *(host, engine.spec, bus, server, host.start, host.close, lending),
+        scraped=build_scraped(config, host, own_ip),
+    )
 
 
 class _ModelSource:
@@ -530,6 +642,11 @@ class _ModelSource:
         self._incarnation = incarnation
         self._capacity = capacity
         self._peers = peers
+
+    def memory(self) -> MemoryUse | None:
+        """The memory of the process, for metrics."""
+        worker = self._host.workers.get(WorkerId(self._host.name))
+        return memory_use(self._forward.memory_stats(), None if worker is None else worker.load)
 
     def load(self, weights: WeightVersion) -> Callable[[], Worker]:
         own = self._forward.spec.weights

@@ -4,6 +4,7 @@ Names and lives come from Ray's key-value store, not from Serve's ranks or a clo
 another replica during an update, and a node's clock may be behind.
 """
 
+import os
 from collections.abc import Callable
 from itertools import count
 from typing import Any, NamedTuple, Protocol
@@ -13,6 +14,7 @@ from ray._private import state
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray.experimental import internal_kv
 
+from mallee.actors.addresses import PRIVATE
 from mallee.protocol.errors import ConfigError
 
 LOOPBACK = ("127.0.0.1", "::1")
@@ -109,8 +111,24 @@ def _is_alive(actor: str) -> bool:
 
 def num_nodes() -> int:
     """Nodes that can run replicas."""
+    return len(_nodes())
+
+
+def is_only_node() -> bool:
+    """Whether replicas can run on this node, and on no other.
+
+    False on a head without CPUs, even while a cluster that starts has but one other node.
+    """
+    return _nodes() == {own_node()}
+
+
+def _nodes() -> set[str]:
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    return sum(bool(node["Alive"]) and node["Resources"].get("CPU", 0) > 0 for node in nodes)
+    return {
+        str(node["NodeID"])
+        for node in nodes
+        if node["Alive"] and node["Resources"].get("CPU", 0) > 0
+    }
 
 
 def own_node() -> str:
@@ -153,8 +171,10 @@ def http_host() -> str | None:
 
     Serve's own word, the same in a builder and in a replica: `http_options.host` of the first deploy
     holds, and without one the default, which is every interface in HAProxy mode. None if there is no
-    Serve, or it doesn't listen.
+    Serve, or it doesn't listen to anybody outside (`PRIVATE`).
     """
+    if os.environ.get(PRIVATE) == "1":
+        return None
     client = _serve()
     return None if client is None else client.http_config.host
 

@@ -6,6 +6,7 @@ One model, in sections. `docs/configure.md` is written from it (`mallee settings
 from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self, TypeAlias
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -267,6 +268,14 @@ class MockSettings(Settings):
         description="Seconds until an engine is there; by default the timing's own.",
     )
     seed: int = Field(default=0, ge=0, description="Seed of the jitter.")
+    engines_per_device: int = Field(
+        default=1,
+        ge=1,
+        description="So many engines of a process share a device by turns, as on a time-sliced GPU.",
+    )
+    device_slice_ms: float = Field(
+        default=2.0, gt=0, le=1e6, description="Slice of a shared device while other engines wait."
+    )
     host_kv_tokens: int = Field(
         default=0,
         ge=0,
@@ -397,6 +406,41 @@ class RaySettings(Settings):
         ge=0,
         description="GPUs of a worker; by default 1 with a CUDA `engine.device`.",
     )
+    worker_resources: dict[str, Positive] = Field(
+        default={},
+        description="Custom resources of a worker, as `{mallee_worker: 1}`: it starts only on nodes whose"
+        " `ray start --resources` has them.",
+    )
+    gateway_resources: dict[str, Positive] = Field(default={}, description="The same of a gateway.")
+
+
+class TelemetrySettings(Settings):
+    """Metrics and logs of each process."""
+
+    metrics_host: str | None = Field(
+        default=None,
+        description="Address on which each gateway and worker process serves `/metrics`; by default"
+        " loopback. Beyond it an API key must be set.",
+    )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65_535,
+        description="First port for it: each process takes the first of 32 that is free on its node. By"
+        " default only the API has `/metrics`, of gateways.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least level of Mallee's own log records (docs/operate.md)."
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="`json`: an object a line, with ids of its own."
+    )
+
+    @model_validator(mode="after")
+    def _check_port(self) -> Self:
+        if self.metrics_host is not None and self.metrics_port is None:
+            raise ValueError(f"metrics_host={self.metrics_host!r} needs metrics_port")
+        return self
 
 
 class ExperimentalSettings(Settings):
@@ -453,8 +497,8 @@ class AppConfig(Settings):
     )
     nats_url: str | None = Field(
         default=None,
-        description="NATS broker, `nats://` or `tls://`, without credentials; by default one is started on"
-        " loopback: then all run on one node.",
+        description="NATS broker, `nats://` or `tls://`, without credentials; several servers of a cluster"
+        " with commas between them. By default one is started on loopback: then all run on one node.",
     )
     nats_credentials: str | None = Field(
         default=None,
@@ -492,6 +536,7 @@ class AppConfig(Settings):
     imports: ImportSettings = ImportSettings()
     links: LinkSettings = LinkSettings()
     ray: RaySettings = RaySettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
     experimental: ExperimentalSettings = ExperimentalSettings()
 
     @property
@@ -593,10 +638,19 @@ class AppConfig(Settings):
                 "nats_url holds credentials, which Ray Serve shows and logs: write user:password into a"
                 " file, give its path as nats_credentials, and change what was given"
             )
-        scheme, separator, _ = self.nats_url.partition("://")
-        if separator and scheme not in ("nats", "tls"):
+        schemes = set[str]()
+        for url in servers(self.nats_url):
+            scheme, _, place = url.partition("://")
+            schemes.add(scheme)
+            if scheme not in ("nats", "tls") or not _is_address(place):
+                raise ValueError(
+                    f"nats_url={self.nats_url!r}: give nats://host:port or tls://host:port, several with"
+                    f" commas between them; {url!r} is neither"
+                )
+        if len(schemes) > 1:
             raise ValueError(
-                f"nats_url={self.nats_url!r}: give nats://host:port or tls://host:port"
+                f"nats_url={self.nats_url!r}: give tls:// for every server or for none, or the"
+                " credentials may go to one of them in the clear"
             )
         if self.nats_worker_credentials is not None and self.nats_credentials is None:
             raise ValueError("nats_worker_credentials needs nats_credentials, for the gateways")
@@ -670,6 +724,21 @@ def _unknown(prefix: str, key: object, known: dict[str, Any]) -> str:
     near = get_close_matches(str(key), known, 1)
     hint = f"the nearest is `{prefix}{near[0]}`" if near else f"there are {', '.join(known)}"
     return f"`{prefix}{key}` is no setting; {hint}"
+
+
+def servers(nats_url: str) -> list[str]:
+    """The servers of `nats_url`, each with its scheme."""
+    found = (each.strip() for each in nats_url.split(","))
+    return [each if "://" in each else f"nats://{each}" for each in found]
+
+
+def _is_address(place: str) -> bool:
+    """Whether `place` is a host, or a host and a port."""
+    try:
+        parts = urlsplit(f"//{place}")
+        return bool(parts.hostname) and parts.netloc == place and parts.port != 0
+    except ValueError:  # a port that is no number
+        return False
 
 
 def put(values: dict[str, Any], path: str, value: object) -> None:

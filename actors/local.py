@@ -22,7 +22,7 @@ from mallee.actors.addresses import base_url, listener
 from mallee.actors.build import check_files, open_access
 from mallee.actors.bus.broker import check_operators_broker
 from mallee.actors.config import AppConfig
-from mallee.actors.proxy.choice import KEEP_ALIVE_S, is_haproxy_on, serving_environment
+from mallee.actors.proxy.choice import KEEP_ALIVE_S, SWITCH, is_haproxy_on, serving_environment
 from mallee.protocol.errors import ConfigError, NoWorker
 
 APP_NAME = "mallee"
@@ -72,9 +72,9 @@ class LocalStack:
             max_connections=http.max_connections,
             max_per_client=http.max_connections_per_client,
         )
-        self._environment.set(_ray_environment() | proxy)
-        import ray  # heavy, and needs the environment above
-        from ray import serve
+        self._environment.set(loopback_environment() | proxy)
+        from ray import serve  # heavy, and needs the environment above
+        from ray.exceptions import RayError
 
         from mallee.actors.app import build_application
 
@@ -88,21 +88,25 @@ class LocalStack:
         }
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         with _own_signal_handlers():
-            ray.init(**options)
+            _start_ray(options)
         self._is_up = True
-        serve.start(
-            # Gateways listen on the same address as the proxy: with HAProxy on every one by default.
-            http_options={
-                "host": self._host,
-                "port": self._port,
-                "keep_alive_timeout_s": KEEP_ALIVE_S,
-            },
-            logging_config={"log_level": "ERROR"},
-        )
+        # Gateways listen on the same address as the proxy: with HAProxy on every one by default.
+        listen = {
+            "host": self._host,
+            "port": self._port,
+            "keep_alive_timeout_s": KEEP_ALIVE_S,
+        }
+        try:
+            serve.start(http_options=listen, logging_config={"log_level": "ERROR"})
+        except RayError as error:
+            raise ConfigError(
+                f"{self.proxy} did not start at {self.base_url}: set {SWITCH}={int(not is_haproxy_on())}"
+                " for the other one"
+            ) from error
         try:
             serve.run(build_application(self.config), name=APP_NAME, route_prefix="/")
         except RuntimeError as error:
-            raise ConfigError(f"the service did not start: {_cause(error)}") from error
+            raise ConfigError(f"the service did not start: {cause(error)}") from error
         self._wait()
         self._serves = True
 
@@ -125,25 +129,14 @@ class LocalStack:
         import ray
 
         # In a thread: with Ray itself gone (killed, say) the calls would never come back.
-        stopping = threading.Thread(target=self._drain_and_delete, daemon=True)
+        stopping = threading.Thread(target=self._end_service, daemon=True)
         stopping.start()
         with suppress(KeyboardInterrupt):  # a second Ctrl-C: requests that run are given up
             stopping.join(self.config.drain_s + CLOSE_TIMEOUT_S)
         ray.shutdown()
 
-    def _drain_and_delete(self) -> None:
-        from ray import serve
-        from ray.exceptions import RayError
-        from ray.serve.exceptions import RayServeException
-
-        if self._serves:
-            gateways = serve.get_deployment_handle("Gateway", APP_NAME)
-            drain_s = self.config.drain_s
-            # A gateway that dies meanwhile has nothing left to drain.
-            with suppress(RayError, RayServeException, TimeoutError):
-                gateways.broadcast("drain", drain_s).results(timeout_s=drain_s + DRAIN_MARGIN_S)
-        # Not serve.shutdown: it kills the controller and Ray then prints that a task of it failed.
-        serve.delete(APP_NAME)
+    def _end_service(self) -> None:
+        drain_and_delete(self.config.drain_s if self._serves else None)
 
     def __enter__(self) -> "LocalStack":
         self.start()
@@ -206,18 +199,10 @@ class _Environment:
         self._before = {}
 
 
-def _ray_environment() -> dict[str, str]:
-    """Variables that Ray reads when it is imported: only this process tree may talk to this cluster.
-
-    Ray's servers listen on every interface unless the node's own address is the loopback one, and on
-    Linux only the second variable makes it that (its name says where it is the default). The token
-    keeps other users of this machine out.
-    """
+def cluster_environment() -> dict[str, str]:
+    """Variables for a Ray of our own, whose new token keeps other users of this machine out."""
     return {
         "RAY_USAGE_STATS_ENABLED": os.environ.get("RAY_USAGE_STATS_ENABLED", "0"),
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": os.environ.get(
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0"
-        ),
         # Ray runs its workers at niceness 15: gateways, engines and HAProxy would wait for everything else.
         NICENESS: os.environ.get(NICENESS, "0"),
         "RAY_AUTH_MODE": "token",
@@ -225,7 +210,51 @@ def _ray_environment() -> dict[str, str]:
     }
 
 
-def _cause(error: Exception) -> str:
+def loopback_environment() -> dict[str, str]:
+    """The same, for a Ray that other machines don't reach; Ray reads it when it is imported.
+
+    Ray's servers listen on every interface unless the node's own address is the loopback one, and on
+    Linux only this variable makes it that (its name says where it is the default).
+    """
+    return {
+        **cluster_environment(),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": os.environ.get(
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0"
+        ),
+    }
+
+
+def drain_and_delete(drain_s: float | None) -> None:
+    """End the service of this process's Ray, after requests that run had `drain_s` to end, if given."""
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    if drain_s is not None:
+        gateways = serve.get_deployment_handle("Gateway", APP_NAME)
+        # A gateway that dies meanwhile has nothing left to drain.
+        with suppress(RayError, RayServeException, TimeoutError):
+            gateways.broadcast("drain", drain_s).results(timeout_s=drain_s + DRAIN_MARGIN_S)
+    # Not serve.shutdown: it kills the controller and Ray then prints that a task of it failed.
+    serve.delete(APP_NAME)
+
+
+def _start_ray(options: dict[str, Any]) -> None:
+    """Raises ConfigError if Ray's own processes are late."""
+    import ray
+
+    try:
+        ray.init(**options)
+    except Exception as error:
+        if type(error) is not Exception:  # Ray has no class of its own for a node that is late
+            raise
+        ray.shutdown()
+        raise ConfigError(
+            f"Ray did not start: {error} It waits 30 s for its processes: free a core or memory, try again"
+        ) from error
+
+
+def cause(error: Exception) -> str:
     """Serve's message about the first deployment that failed, or the error itself."""
     from ray import serve
 

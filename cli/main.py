@@ -9,8 +9,21 @@ from typing import Annotated
 import typer
 
 from mallee import __version__
-from mallee.cli import capsules, doctor, keys, serve, sessions, settings, tree, workers
+from mallee.cli import (
+    capsules,
+    check,
+    doctor,
+    keys,
+    picker,
+    serve,
+    sessions,
+    settings,
+    tree,
+    up,
+    workers,
+)
 from mallee.cli.demo import command as demo
+from mallee.cli.metrics import command as metrics
 from mallee.cli.mocker import fleet, profile, replay, sweep
 from mallee.cli.options import print_error
 from mallee.cli.synth import group
@@ -24,8 +37,8 @@ cli = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for _module in (
-    *(serve, workers, keys, fleet, demo, settings, tree, doctor, profile, replay, sweep),
-    *(sessions, capsules, group),
+    *(serve, up, workers, keys, fleet, demo, settings, metrics, check, tree, doctor, profile),
+    *(replay, sweep, sessions, capsules, picker, group),
 ):
     _module.add_to(cli)
 

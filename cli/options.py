@@ -1,5 +1,6 @@
 """Options that several commands have, and checks and errors of options."""
 
+import shlex
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +27,11 @@ PortOption: TypeAlias = Annotated[
 ]
 NatsOption: TypeAlias = Annotated[
     str | None,
-    typer.Option("--nats-url", help="A broker to use; by default one is started on loopback."),
+    typer.Option(
+        "--nats-url",
+        help="A broker to use, several servers with commas between them; by default one is started on"
+        " loopback.",
+    ),
 ]
 TimingOption: TypeAlias = Annotated[
     str,
@@ -77,6 +82,13 @@ FaultsOption: TypeAlias = Annotated[
 GatewaysOption: TypeAlias = Annotated[int, typer.Option("--gateways", help="Router replicas.")]
 MaxRowsOption: TypeAlias = Annotated[
     int, typer.Option("--max-rows", help="Branches that a worker runs at once.")
+]
+EnginesPerDeviceOption: TypeAlias = Annotated[
+    int,
+    typer.Option("--engines-per-device", help="So many engines share each device by turns."),
+]
+SliceOption: TypeAlias = Annotated[
+    float, typer.Option("--slice-ms", help="Slice of a shared device while other engines wait.")
 ]
 SloTtftOption: TypeAlias = Annotated[
     float, typer.Option("--slo-ttft-ms", help="Longest time to first token that is in time.")
@@ -133,6 +145,20 @@ def check_file(file: Path) -> None:
             file.unlink()
     except OSError as error:
         raise ConfigError(f"{file}: can't be written ({error.strerror})") from error
+
+
+def command_of(ctx: typer.Context) -> str:
+    """The command line that does the same as the one being run: options that differ from their defaults."""
+    words = ["mallee", str(ctx.command.name)]
+    for param in ctx.command.params:
+        value = ctx.params.get(str(param.name))
+        if param.param_type_name == "argument":
+            words.append(str(value))
+        elif value is not None and value != param.default:
+            is_flag = isinstance(value, bool)
+            names = param.opts if value or not is_flag else param.secondary_opts
+            words += [names[0]] if is_flag else [names[0], str(value)]
+    return shlex.join(words)
 
 
 def say_written(paths: Iterable[Path]) -> None:

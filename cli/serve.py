@@ -57,6 +57,7 @@ def serve(
     """
     require_serve_extra()
     from mallee.actors.local import LocalStack
+    from mallee.actors.telemetry import logs
 
     settings = make_config(
         config,
@@ -72,8 +73,10 @@ def serve(
             "--nats-url": ("nats_url", nats_url),
         },
     )
+    telemetry = settings.telemetry
+    logs.set_up(telemetry.log_level, telemetry.log_format, process="serve", name="local")
     console = Console(stderr=True)
-    _catch_signals()
+    catch_signals()
     name = escape(settings.model)
     with console.status(f"starting {settings.workers} worker(s) of {name} ..."):
         stack = LocalStack(settings, host=host, port=port)
@@ -92,7 +95,7 @@ def serve(
         stack.close()
 
 
-def _catch_signals() -> None:
+def catch_signals() -> None:
     """SIGINT and SIGTERM end start-up and service alike, also where SIGINT was ignored (nohup, &)."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)

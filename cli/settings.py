@@ -1,8 +1,8 @@
-"""Settings of a service from a file, from `--set` and from options; `mallee settings` and `check`."""
+"""Settings of a service from a file, from `--set` and from options; `mallee settings`."""
 
 import json
 import sys
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,7 +49,7 @@ def make_config(
         put(values, key, value)
     _update(values, read_settings(file) if file else {})
     for assignment in assignments or ():
-        put(values, *_parsed(assignment))
+        put(values, *parsed_assignment(assignment))
     given = {name: option for name, option in options.items() if option[1] is not None}
     for key, value in given.values():
         put(values, key, value)
@@ -63,16 +63,36 @@ def make_config(
 
 def read_settings(file: Path) -> dict[str, Any]:
     """The file's settings, not yet checked. Raises ConfigError."""
-    import yaml
-
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{file}: can't be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: no YAML: {' '.join(str(error).split())}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: no YAML: {error}") from error
+    return parse_yaml(text, str(file))
+
+
+def parse_yaml(text: str, source: str) -> dict[str, Any]:
+    """The mapping that `text` is. Raises ConfigError, also for a key that is given twice."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """YAML's own takes the last of equal keys without a word."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+            for number, key in enumerate(keys):
+                if key in keys[:number]:
+                    line = node.value[number][0].start_mark.line + 1
+                    raise ConfigError(f"{source}: line {line}: `{key}` is given twice")
+            return super().construct_mapping(node, deep)
+
+    try:
+        values = yaml.load(text, Loader)  # noqa: S506 # a SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{file}: give settings as `key: value`")
+        raise ConfigError(f"{source}: give settings as `key: value`")
     return values
 
 
@@ -85,7 +105,8 @@ def _update(values: dict[str, Any], more: Mapping[str, Any]) -> None:
             values[key] = value
 
 
-def _parsed(assignment: str) -> tuple[str, object]:
+def parsed_assignment(assignment: str) -> tuple[str, object]:
+    """Key and value of a `--set`. Raises ConfigError."""
     import yaml
 
     key, equals, text = assignment.partition("=")
@@ -99,7 +120,6 @@ def _parsed(assignment: str) -> tuple[str, object]:
 
 def add_to(cli: typer.Typer) -> None:
     cli.command("settings")(print_settings)
-    cli.command()(check)
 
 
 def print_settings(
@@ -120,43 +140,6 @@ def print_settings(
     sys.stdout.write(
         authorization(nats_permissions, gateway="$GATEWAYS_PASSWORD", worker="$WORKERS_PASSWORD")
     )
-
-
-def check(
-    file: Annotated[Path, typer.Argument(help="serve.yaml, or a file for --config.")],
-) -> None:
-    """Check a file of settings; exit 1 with a line for each fault."""
-    from pydantic import ValidationError
-
-    from mallee.actors.config import AppConfig, problems
-
-    is_right = True
-    for name, values in _applications(read_settings(file)):
-        try:
-            AppConfig.model_validate(values)
-        except ValidationError as error:
-            is_right = False
-            for key, sentence in problems(error):
-                sys.stderr.write(f"{file}: {name}{key}{sentence}\n")
-    if not is_right:
-        raise typer.Exit(1)
-    sys.stdout.write(f"{file}: right\n")
-
-
-def _applications(values: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    """Prefix for messages, and settings, of Mallee's applications in serve.yaml; or the file's own."""
-    if "applications" not in values:
-        yield "", values
-        return
-    found = [
-        each
-        for each in values["applications"] or ()
-        if isinstance(each, dict) and each.get("import_path") == APP_PATH
-    ]
-    if not found:
-        raise ConfigError(f"no application here has import_path: {APP_PATH}")
-    for each in found:
-        yield f"{each.get('name', 'application')}: ", each.get("args") or {}
 
 
 _HEAD = """\

@@ -47,9 +47,10 @@ FLOORS = (
     ("hosting", "gateway"),
     ("http",),
     ("build",),
-    ("mock", "cluster"),
+    ("mock", "cluster", "epp"),
     ("app",),
     ("local",),
+    ("nodes",),
 )
 # Though on a floor below, these are not for that room: it is given what it counts with.
 CUT = {("http", "telemetry")}

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 RELOAD_S: Final = 1.0
 TENANT_HEADER: Final = "x-tenant-id"
 MAX_TENANT: Final = 128  # characters
-_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
 
 class Caller(NamedTuple):
@@ -68,7 +68,7 @@ class Access:
 
     def check_listening(self, host: str) -> None:
         """Raises ConfigError if other machines could reach the service without a key."""
-        if host not in _LOOPBACK and not self.has_keys:
+        if host not in LOOPBACK and not self.has_keys:
             raise ConfigError(
                 f"{host} listens beyond this machine, and no API key is set: give MALLEE_API_KEY in the"
                 " environment, or http.keys_file (`mallee keys new` makes keys)"
@@ -105,6 +105,13 @@ class Access:
         if use is None:
             use = self._uses[key.name] = Use(key, self._clock)
         return Caller(owner, key.is_operator, key.weight, Visit(use))
+
+    def is_operator(self, token: str | None) -> bool:
+        """Whether the bearer of that key is an operator."""
+        try:
+            return self.caller(token, None).is_operator
+        except Unauthorized:
+            return False
 
     async def reload(self) -> None:
         """Read the file again, if it has changed, or could not be read when it had."""

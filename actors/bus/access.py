@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
-from mallee.actors.config import AppConfig
+from mallee.actors.config import AppConfig, servers
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.subjects import BusRole
 
@@ -20,6 +20,7 @@ class BrokerAccess:
     """A broker's URL, without credentials, and the account to use. Secrets show in no repr."""
 
     url: str
+    """Of one server, or of several of a cluster with commas between them."""
     login: str | None = field(default=None, repr=False)
     """`user:password`, or a token."""
     creds_file: str | None = None
@@ -31,12 +32,12 @@ class BrokerAccess:
 
     @property
     def place(self) -> str:
-        """Host and port, for messages."""
-        return urlsplit(self.url if "//" in self.url else f"nats://{self.url}").netloc
+        """Hosts and ports, for messages."""
+        return ", ".join(urlsplit(url).netloc for url in servers(self.url))
 
     def options(self) -> dict[str, Any]:
         """Arguments of nats-py's `connect`. Raises ConfigError if the CA file can't be used."""
-        options: dict[str, Any] = {"servers": self.url}
+        options: dict[str, Any] = {"servers": servers(self.url)}
         if self.creds_file is not None:
             options["user_credentials"] = self.creds_file
         elif self.login is not None:

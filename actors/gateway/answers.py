@@ -3,13 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from mallee.actors.gateway.judge import Judge
-from mallee.actors.gateway.lives import RequestLife
+from mallee.actors.gateway.lives import BranchLife, RequestLife
 from mallee.actors.gateway.service import Delta, DeltaQueue
 from mallee.actors.recording.recorder import RequestTape
-from mallee.actors.telemetry.metrics import GatewayMetrics
+from mallee.actors.telemetry.logs import ids
+from mallee.actors.telemetry.metrics import GatewayMetrics, Tenant
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
@@ -17,6 +18,10 @@ from mallee.protocol.messages import Retained
 from mallee.router.dispatch.effects import Deliver
 from mallee.router.dispatch.shards import Shard
 from mallee.router.dispatch.verdicts import Verdict
+from mallee.router.placement.placer import Placement
+
+if TYPE_CHECKING:
+    from mallee.actors.telemetry.tracing.requests import RequestTrace
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +57,11 @@ class Answer:
         shorten: CutCapsule,
         started: float,
         metrics: GatewayMetrics,
+        tenant: Tenant,
+        is_fork: bool,
         clock: Callable[[], float],
         judge: Judge,
+        trace: "RequestTrace | None" = None,
     ) -> None:
         self.request = request
         self.placed: asyncio.Future[WorkerId] = asyncio.get_running_loop().create_future()
@@ -65,9 +73,13 @@ class Answer:
         self._left: dict[int, CapsuleId] = {}  # by branches that have ended
         self._started = started
         self._metrics = metrics
+        self.tenant = tenant
+        self._hows: dict[int, str] | None = {} if is_fork else None  # of branches of a capsule
+        self._paused: set[int] = set()  # branches that moved since their last token
         self._clock = clock
         self._deltas = DeltaQueue()
         self.judge = judge
+        self.trace = trace
         self.tape: RequestTape | None = None  # of its session's record
         self._verdict: Verdict | None = None
         self._weights: dict[int, str] = {}  # that branches began with
@@ -134,7 +146,19 @@ class Answer:
         self._metrics.branches_cancelled(len(branches))
         at_s = self._clock() - self._started
         for branch in branches:
-            self._life.branches[branch].finish("cancelled", at_s)
+            life = self._life.branches[branch]
+            life.finish("cancelled", at_s)
+            self._count_tokens(life)
+            if self.trace is not None:
+                self.trace.branch_ended(branch, life)
+
+    def _count_tokens(self, life: BranchLife) -> None:
+        """Count the tokens of a branch that is over."""
+        self.tenant.branch_ended(
+            cached_tokens=life.cached_tokens,
+            prefill_tokens=life.prefill_tokens,
+            output_tokens=life.num_tokens,
+        )
 
     # What the dispatcher says
 
@@ -142,15 +166,28 @@ class Answer:
         """Nothing of it was sent to a worker."""
         for life in self._life.branches:
             life.finish("refused", now - self._started)
+        if self.trace is not None:
+            self.trace.end(self._life.branches, error)
+            self.trace = None
         self.placed.set_exception(error)
 
-    def place(self, shard: Shard, now: float) -> None:
+    def place(self, shard: Shard, placement: Placement, now: float) -> None:
         """Branches are on a worker, for the first time or once more."""
+        if self.trace is not None:
+            self.trace.place(shard, placement, now - self._started)
         for branch in shard.branches:
             life = self._life.branches[branch]
             if life.last_token_s is None:
                 self._weights[branch] = shard.weights.label
+            elif shard.dispatch.is_moved:
+                self._paused.add(branch)
             life.place(shard.worker, now - self._started, is_moved=shard.dispatch.is_moved)
+        if self._hows is not None:
+            # One that could keep its capsule nowhere goes with its whole text.
+            how = "recompute" if shard.job.capsule is None else shard.how
+            self._hows.update(dict.fromkeys(shard.branches, how))
+            if not shard.dispatch.is_moved:
+                self._metrics.forked(how, len(shard.branches))
         if self.tape is not None:
             self.tape.placed(shard)
 
@@ -160,7 +197,10 @@ class Answer:
         if effect.branch == 0 and self._verdict is None:
             self._verdict = self._life.verdict = verdict = self.judge.verdict(effect)
             self._metrics.prompt_served(verdict.verb, verdict.reason)
-            log.debug("%s: %s (%s)", self.request, verdict.verb, verdict.reason)
+            log.debug(
+                *("%s: %s (%s)", self.request, verdict.verb, verdict.reason),
+                extra=ids(request=self.request, worker=effect.shard.worker),
+            )
         worker, serving = effect.shard.worker, effect.shard.weights.label
         if update.capsule is not None:
             self._left[effect.branch] = CapsuleId(update.capsule)
@@ -192,12 +232,26 @@ class Answer:
     def end(self) -> None:
         """End the iteration: nothing follows."""
         self._deltas.end()
+        if self.trace is not None:
+            self.trace.end(self._life.branches)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                *("%s ended: %s", self.request, self._life.summary),
+                extra=ids(
+                    request=self.request,
+                    worker=self._life.branches[0].worker,
+                    trace_id=None if self.trace is None else self.trace.trace_id,
+                ),
+            )
 
     def _put(self, delta: Delta, now: float) -> None:
         if delta.branch not in self._open:
             return
         if not self._deltas.put(delta, now):
-            log.warning("%s: its client does not read, it is given up", self.request)
+            log.warning(
+                *("%s: its client does not read, it is given up", self.request),
+                extra=ids(request=self.request),
+            )
             asyncio.get_running_loop().call_soon(self._give_up)
         self._measure(delta, now)
         if self.tape is not None:
@@ -212,6 +266,9 @@ class Answer:
             )
         if delta.finish is not None:
             self._open.discard(delta.branch)
+            if self.trace is not None:
+                life = self._life.branches[delta.branch]
+                self.trace.branch_ended(delta.branch, life, delta.error)
 
     def _measure(self, delta: Delta, now: float) -> None:
         """Count the delta; one token's latency is measured from the branch's token before it."""
@@ -221,9 +278,12 @@ class Answer:
         life.take(delta, at_s)
         if delta.tokens:
             if last_s is None:
-                metrics.first_token_s.observe(at_s)
+                self._measure_first(delta.branch, at_s)
             else:
                 metrics.token_gap_s.observe(at_s - last_s)
+                if self._paused and delta.branch in self._paused:
+                    self._paused.discard(delta.branch)
+                    metrics.stall_s.observe(at_s - last_s)
             metrics.output_tokens.inc(len(delta.tokens))
         if delta.retained is not None:
             metrics.retained(outcome_of(delta.retained))
@@ -234,3 +294,14 @@ class Answer:
                 prefill_tokens=delta.prefill_tokens,
                 seconds=at_s,
             )
+            if life.placed_s is not None and life.first_token_s is not None:
+                metrics.phases(life.placed_s, life.first_token_s, at_s)
+            self._count_tokens(life)
+
+    def _measure_first(self, branch: int, at_s: float) -> None:
+        """Count the first token of a branch."""
+        exemplar = None if self.trace is None else self.trace.exemplar
+        self._metrics.first_token_s.observe(at_s, exemplar)
+        self.tenant.first_token_s.observe(at_s)
+        if self._hows is not None:
+            self._metrics.fork_answers(self._hows[branch], at_s)

@@ -4,6 +4,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+import msgspec
+
 from mallee.actors.bus.bus import Bus
 from mallee.actors.bus.inbox import Pump
 from mallee.actors.bus.snapshots import Fetcher
@@ -62,6 +64,8 @@ class BookingFeed:
             clock=clock,
         )
         self._subject = self._subjects.bookings(outbox.gateway)
+        self.metrics_at = ""  # where this gateway serves its metrics
+        self.others_metrics: dict[str, str] = {}  # where the others do
         self._next_flush: asyncio.TimerHandle | None = None
 
     async def start_up(self) -> None:
@@ -107,10 +111,12 @@ class BookingFeed:
 
     async def _beat(self) -> None:
         while True:
-            self._bus.publish(self._subject, encode(self._outbox.heartbeat()))
+            beat = msgspec.structs.replace(self._outbox.heartbeat(), metrics_at=self.metrics_at)
+            self._bus.publish(self._subject, encode(beat))
             await asyncio.sleep(self._heartbeat_s)
             for gateway in self.replicas.expire():
                 log.warning("gateway %s is silent: its bookings count no more", gateway)
+                self.others_metrics.pop(gateway, None)
 
     def _on_bookings(self, raw: bytes) -> None:
         try:
@@ -118,6 +124,8 @@ class BookingFeed:
         except CodecError:
             log.exception("a batch of bookings was refused")
             return
+        if batch.metrics_at and batch.gateway != self._outbox.gateway:
+            self.others_metrics[batch.gateway] = batch.metrics_at
         if self.replicas.on_batch(batch):
             self._fetcher.want(batch.gateway)
 

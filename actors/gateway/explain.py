@@ -1,7 +1,7 @@
 """The router's state and decisions as JSON bodies: `GET /v1/router/...` and `GET /health`."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mallee.actors.gateway.lives import RequestLife
@@ -77,6 +77,21 @@ def health_body(
             for view in router.workers()
         ],
     }
+
+
+def targets_body(
+    fleet: str, gateways: Iterable[str], workers: Iterable[str]
+) -> list[dict[str, Any]]:
+    """Addresses at which processes serve their metrics, as Prometheus' HTTP service discovery reads them.
+
+    Source: Prometheus, http_sd_config.
+    """
+    processes = {"gateway": gateways, "worker": workers}
+    return [
+        {"targets": found, "labels": {"process": process, "fleet": fleet}}
+        for process, addresses in processes.items()
+        if (found := sorted(filter(None, addresses)))
+    ]
 
 
 def decisions_body(

@@ -12,6 +12,7 @@ from mallee.actors.bus.bus import Bus
 from mallee.actors.bus.inbox import WORK_BLOCKS, Pump
 from mallee.actors.bus.snapshots import Fetcher
 from mallee.actors.tasks import Tasks
+from mallee.actors.telemetry.logs import ids
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import CodecError
 from mallee.protocol.events import Lease, decode_batch, decode_leases, decode_snapshot
@@ -153,10 +154,7 @@ class FleetFeed:
         if lease.is_draining and known == incarnation and not is_told:
             self._draining[worker] = incarnation
             self._on_drain(worker, incarnation)
-        if lease.load is not None and lease.load.use is not None:
-            self._metrics.workers.reported(worker, lease.load.use)
-        if lease.lending is not None:
-            self._metrics.workers.lends(worker, lease.lending)
+        self._metrics.workers.heard(lease)
         if known is None or known < incarnation:
             if not self._router.is_routable(worker, incarnation):
                 return  # a life that the router knows to be over, or has no room for
@@ -204,5 +202,6 @@ class FleetFeed:
         while True:
             await asyncio.sleep(SWEEP_PERIOD_S)
             for worker in self._router.expire_leases():
-                log.warning("the lease of worker %s ran out: it gets no new requests", worker)
+                text = "the lease of worker %s ran out: it gets no new requests"
+                log.warning(text, worker, extra=ids(worker=worker))
             self.pump.poke()

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from msgspec import structs
 
@@ -18,7 +18,7 @@ from mallee.actors.capsule_files.exports import Export, Exports
 from mallee.actors.capsule_files.imports import Import, Imports
 from mallee.actors.gateway.answers import Answer
 from mallee.actors.gateway.capsules import MOVE_S, CapsuleDesk
-from mallee.actors.gateway.explain import decisions_body, health_body, workers_body
+from mallee.actors.gateway.explain import decisions_body, health_body, targets_body, workers_body
 from mallee.actors.gateway.judge import Judge
 from mallee.actors.gateway.lives import Lives
 from mallee.actors.gateway.peers import Peers
@@ -27,7 +27,8 @@ from mallee.actors.gateway.service import BranchStream, CapsuleInfo, CapsulePage
 from mallee.actors.gateway.shared_texts import SharedTexts
 from mallee.actors.recording.recorder import Recorder, SessionTape
 from mallee.actors.tasks import Tasks
-from mallee.actors.telemetry.metrics import GatewayMetrics
+from mallee.actors.telemetry.logs import ids, session_digest, told
+from mallee.actors.telemetry.metrics import GatewayMetrics, Tenant
 from mallee.actors.transport.link import Transport
 from mallee.protocol.errors import (
     BadRequest,
@@ -53,6 +54,7 @@ from mallee.protocol.messages import (
     Promote,
     Rewind,
     Share,
+    traced,
 )
 from mallee.protocol.model import ModelSpec
 from mallee.protocol.parcels import is_death
@@ -74,6 +76,9 @@ from mallee.router.dispatch.verdicts import RecentPrompts
 from mallee.router.index.capsules import CapsuleEntry
 from mallee.router.index.hashing import compile_hashing
 from mallee.router.router import Router
+
+if TYPE_CHECKING:
+    from mallee.actors.telemetry.tracing.requests import RequestSpans
 
 log = logging.getLogger(__name__)
 
@@ -125,20 +130,24 @@ class GatewayService:
         clock: Callable[[], float] = time.monotonic,
         recorder: Recorder | None = None,
         files: CapsuleFiles | None = None,
+        spans: "RequestSpans | None" = None,
     ) -> None:
         """`clock` must be the router's. Without a `recorder` no session is recorded, without `files` no
-        capsule is exported or imported.
+        capsule is exported or imported, without `spans` no request is traced.
 
         With fewer than `expected_workers` routable, `health` is degraded. Capsules whose tokens fit into
         `token_memory_nbytes` can be computed on other workers.
         """
         compile_hashing()
-        self._expected_workers = expected_workers
         self.gateway_id = gateway_id
+        self.metrics_at = ""  # host and port of its own listener, until `start_up`
         self.tasks = Tasks(f"gateway {gateway_id}")
         self._router = router
         self._model = model
+        self._fleet = fleet
         self._metrics = metrics
+        self._expected_workers = expected_workers
+        metrics.workers_expected.set(expected_workers)
         self._ids = ids
         self._clock = clock
         self._memory = TokenMemory(token_memory_nbytes)
@@ -157,6 +166,7 @@ class GatewayService:
         self._lives = Lives()
         self._recent = RecentPrompts(router.config.block_size)
         self._files = files
+        self._spans = spans
         self._recorder = recorder
         if recorder is not None:
             self.tasks.include(recorder.tasks)
@@ -186,7 +196,9 @@ class GatewayService:
             num_others=self._num_others,
             on_forgotten=self._on_forgotten,
         )
-        metrics.registry.register(RouterCollector(router.stats, self._peers.replica_stats))
+        metrics.registry.register(
+            RouterCollector(router.stats, self._dispatcher.stats, self._peers.replica_stats)
+        )
 
     # Life
 
@@ -194,6 +206,7 @@ class GatewayService:
         """Listen to the fleet and to other gateways. Workers join as their leases arrive."""
         if self._recorder is not None:
             await self._recorder.start_up()
+        self._peers.tell_metrics(self.metrics_at)
         await self._peers.start_up()
         await self._texts.start_up()
 
@@ -204,6 +217,8 @@ class GatewayService:
     async def close(self) -> None:
         """End every answer, every link and every task."""
         self._is_closed = True
+        if (heir := self._peers.newest_gateway) is not None:
+            self._texts.leave_to(heir)
         await self._peers.stop_listening()
         self._dispatcher.close(_closed())
         self._carry_out()
@@ -218,6 +233,7 @@ class GatewayService:
     def expect(self, num_workers: int) -> None:
         """With fewer routable workers than this, `health` is degraded."""
         self._expected_workers = num_workers
+        self._metrics.workers_expected.set(num_workers)
 
     @property
     def num_waiting(self) -> int:
@@ -248,6 +264,8 @@ class GatewayService:
         session = await self._record_of(job) if job.terms.is_recorded else None
         request = self._ids.new(job.scope)
         self._metrics.prepare_s.observe(prepare_s)
+        tenant = self._metrics.tenants.of(job.terms.owner)
+        tenant.asked()
         judge = Judge(job, self._router.config.block_size, self._router.weights.label)
         answer = Answer(
             request,
@@ -258,16 +276,24 @@ class GatewayService:
             shorten=self._shorten,
             started=self._clock(),
             metrics=self._metrics,
+            tenant=tenant,
+            is_fork=job.capsule is not None,
             clock=self._clock,
+            trace=None if self._spans is None else self._spans.begin(request, job, prepare_s),
         )
         self._answers[request] = answer
         try:
             self._dispatcher.submit(request, job)
         except MalleeError as error:
-            del self._answers[request]
-            self._count_refusal(error)
+            self._answers.pop(request).refuse(error, self._clock())
+            answer.placed.exception()  # it is raised here
+            self._count_refusal(error, tenant)
             raise
         judge.remember(request, self._recent)
+        if log.isEnabledFor(logging.DEBUG):
+            named = session_digest(job.terms.tenant, job.terms.session)
+            extra = ids(request=request, session=named)
+            log.debug("%s begins with %d branches", request, job.num_branches, extra=extra)
         if session is not None:
             text = None if job.capsule is None else self._memory.get(job.capsule)
             answer.tape = session.begin(request, job, self._router.weights, text)
@@ -507,16 +533,17 @@ class GatewayService:
             match effect:
                 case Deliver(request=request):
                     self._answers[request].deliver(effect, now)
-                case Send(worker=worker, command=command):
-                    self._peers.send(worker, command)
+                case Send():
+                    self._send(effect)
                 case Placed():
                     self._on_placed(effect, now)
                 case Failed(request=request, branch=branch, error=error):
-                    log.warning("%s, branch %d: %s", request, branch, error)
+                    self._log_failure(request, branch, error)
                     self._answers[request].fail(branch, error, now, self._router.weights.label)
                 case Refused(request=request, error=error):
-                    self._count_refusal(error)
-                    self._answers[request].refuse(error, now)
+                    answer = self._answers[request]
+                    self._count_refusal(error, answer.tenant)
+                    answer.refuse(error, now)
                 case Ended(request=request):
                     self._answers.pop(request).end()
                 case LetGo(worker=worker):
@@ -525,10 +552,19 @@ class GatewayService:
         self._metrics.waiting.set(self._dispatcher.num_waiting)
         self._set_timer()
 
+    def _send(self, effect: Send) -> None:
+        """Queue a command, by which its worker learns of the trace that it is part of."""
+        command, shard = effect.command, effect.shard
+        if self._spans is not None and shard is not None:
+            answer = self._answers.get(shard.state.id)
+            if answer is not None and answer.trace is not None:
+                command = traced(command, answer.trace.parent_of(shard.name))
+        self._peers.send(effect.worker, command)
+
     def _on_placed(self, effect: Placed, now: float) -> None:
         shard, placement = effect.shard, effect.placement
         answer = self._answers[effect.request]
-        answer.place(shard, now)
+        answer.place(shard, placement, now)
         if not shard.branches.start:
             elsewhere = placement.best_overlap_blocks > placement.overlap_blocks
             answer.judge.is_held_elsewhere = elsewhere
@@ -536,7 +572,10 @@ class GatewayService:
             placement.worker, placement.overlap_blocks, placement.best_overlap_blocks
         )
         if shard.dispatch.is_moved:
-            log.info("%s goes on as %s on %s", effect.request, shard.name, placement.worker)
+            log.info(
+                *("%s goes on as %s on %s", effect.request, shard.name, placement.worker),
+                extra=ids(request=effect.request, worker=placement.worker),
+            )
         elif not shard.branches.start and shard.dispatch.queued_at is not None:
             self._metrics.admission_wait_s.observe(now - shard.dispatch.queued_at)
         if shard.how != "stay":
@@ -544,13 +583,18 @@ class GatewayService:
             log.info(
                 "%s: %d rows %s on %s; %s",
                 *(shard.name, len(shard.branches), shard.how, placement.worker, prices),
+                extra=ids(request=effect.request, worker=placement.worker),
             )
         if not answer.placed.done():
             answer.placed.set_result(placement.worker)
 
-    def _count_refusal(self, error: MalleeError) -> None:
+    def _log_failure(self, request: RequestId, branch: int, error: MalleeError) -> None:
+        extra = ids(request=request, branch=branch, worker=error.fields.get("worker"))
+        log.warning("%s, branch %d: %s", request, branch, told(error), extra=extra)
+
+    def _count_refusal(self, error: MalleeError, tenant: Tenant) -> None:
         if isinstance(error, Unavailable):
-            self._metrics.refused(error.code)
+            self._metrics.refused(error.code, tenant)
 
     def _set_timer(self) -> None:
         """Call the dispatcher when it wants to be called."""
@@ -595,11 +639,25 @@ class GatewayService:
         is_sound = self.failure is None
         return health_body(self._router, self.gateway_id, self._expected_workers, is_sound=is_sound)
 
-    def metrics(self) -> bytes:
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests can be served."""
+        return self.health()["status"] in ("ok", "degraded")
+
+    def metrics_targets(self) -> list[dict[str, Any]]:
+        gateways = {self.gateway_id: self.metrics_at, **self._peers.others_metrics}
+        self._forget_gone()
+        workers = self._metrics.workers.addresses()
+        return targets_body(self._fleet, gateways.values(), workers)
+
+    def _forget_gone(self) -> None:
         self._metrics.workers.keep({worker.worker for worker in self._router.workers()})
+
+    def metrics(self, accept: str = "") -> bytes:
+        self._forget_gone()
         placed = (answer for answer in self._answers.values() if answer.placed.done())
         self._metrics.in_flight.set(sum(answer.num_open for answer in placed))
-        return self._metrics.render()
+        return self._metrics.render(accept)
 
     def check(self) -> None:
         """Raises AssertionError on a broken invariant of requests, answers or remembered prompts."""

@@ -1,6 +1,6 @@
 """The lives of requests: each branch's states with their times, kept for `GET /v1/router/explain`."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any, Final
 
 from mallee.actors.gateway.service import Delta
@@ -121,6 +121,16 @@ class RequestLife:
         self.branches = [BranchLife() for _ in range(num_branches)]
         self.prepare_s = prepare_s
         self.verdict: Verdict | None = None
+
+    @property
+    def summary(self) -> str:
+        """Its branches by state, their tokens, and the time to the first one, for logs."""
+        states = Counter(branch.state for branch in self.branches)
+        first = [b.first_token_s for b in self.branches if b.first_token_s is not None]
+        counted = ", ".join(f"{num} {state}" for state, num in states.items())
+        tokens = sum(branch.num_tokens for branch in self.branches)
+        begun = f", the first after {min(first):.3f} s" if first else ""
+        return f"{counted}; {tokens} tokens{begun}"
 
     def body(self) -> dict[str, Any]:
         return {

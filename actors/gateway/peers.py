@@ -11,6 +11,7 @@ from mallee.actors.gateway.bookings import BookingFeed
 from mallee.actors.gateway.feed import FleetFeed
 from mallee.actors.gateway.weights import FleetWeights
 from mallee.actors.tasks import Tasks
+from mallee.actors.telemetry.logs import ids
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.transport.link import Link, Transport
 from mallee.protocol.errors import NotFound, Unavailable, shown
@@ -141,6 +142,21 @@ class Peers:
         """Counts of other gateways' bookings; None if they are not shared."""
         return None if self._bookings is None else self._bookings.replicas.stats
 
+    @property
+    def newest_gateway(self) -> str | None:
+        """The other gateway that came last, if there is one."""
+        return None if self._bookings is None else self._bookings.replicas.newest
+
+    def tell_metrics(self, address: str) -> None:
+        """Other gateways are to know where this one serves its metrics. Before `start_up`."""
+        if self._bookings is not None:
+            self._bookings.metrics_at = address
+
+    @property
+    def others_metrics(self) -> dict[str, str]:
+        """Addresses of other gateways' metrics, as far as bookings are shared."""
+        return {} if self._bookings is None else self._bookings.others_metrics
+
     def _join(self, lease: Lease) -> None:
         worker, incarnation = lease.worker, lease.incarnation
         if (last := self._peers.get(worker)) is not None:
@@ -159,7 +175,7 @@ class Peers:
             self._bookings.replicas.worker_joined(worker, incarnation)
         self._has_joined.set()
         self._on_join(worker, incarnation)
-        log.info("worker %s joined at %s", worker, lease.address)
+        log.info("worker %s joined at %s", worker, lease.address, extra=ids(worker=worker))
 
     async def ask_drain(self, worker: WorkerId) -> None:
         """Have `worker` drain. Raises NotFound, and Unavailable if its host can't be asked now."""
@@ -183,7 +199,7 @@ class Peers:
     def _drain(self, worker: WorkerId, incarnation: Incarnation) -> None:
         peer = self._peers.get(worker)
         if peer is not None and peer.incarnation == incarnation:
-            log.info("worker %s drains: it gets no new requests", worker)
+            log.info("worker %s drains: it gets no new requests", worker, extra=ids(worker=worker))
             self._on_drain(worker)
 
     def _leave(self, worker: WorkerId, incarnation: Incarnation) -> None:
@@ -207,6 +223,7 @@ class Peers:
         log.log(
             logging.INFO if reason in (LEAVING, CHANGED) else logging.WARNING,
             *("worker %s lost: %s", worker, reason),
+            extra=ids(worker=worker),
         )
         self._closing.spawn(link.close())
         self._on_loss(worker, reason)

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from mallee.actors.capsule_files.exports import Export
 from mallee.actors.capsule_files.imports import Import
+from mallee.actors.telemetry.metrics import content_type
 from mallee.protocol.errors import MalleeError, SlowReader
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId
@@ -25,7 +26,8 @@ from mallee.protocol.model import BASE_WEIGHTS, ModelSpec
 from mallee.router.dispatch.jobs import Job
 from mallee.router.dispatch.verdicts import Verdict
 
-METRICS_CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+metrics_type: Final = content_type
+"""The type of `Service.metrics`, for the header `accept`."""
 
 
 class Delta(NamedTuple):
@@ -329,6 +331,10 @@ class Service(Protocol):
         """`status` ok | degraded | unavailable, workers, broker state; JSON-able."""
         ...
 
-    def metrics(self) -> bytes:
-        """Prometheus text exposition, of type `METRICS_CONTENT_TYPE`."""
+    def metrics_targets(self) -> list[dict[str, Any]]:
+        """The body of `GET /v1/router/metrics-targets`: `gateway.explain`."""
+        ...
+
+    def metrics(self, accept: str = "") -> bytes:
+        """Prometheus's exposition for the header `accept`."""
         ...

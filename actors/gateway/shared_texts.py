@@ -5,6 +5,8 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
+from msgspec import structs
+
 from mallee.actors.bus.bus import Bus
 from mallee.actors.tasks import Tasks
 from mallee.protocol.capsule_texts import (
@@ -100,31 +102,34 @@ class SharedTexts:
         self._on_forgotten(capsule)
         self._bus.publish(self._subjects.texts_forgotten(), encode(TextForgotten(capsule)))
 
+    def leave_to(self, heir: str) -> None:
+        """Have the gateway `heir` know the kept capsules that were made here, and answer for them."""
+        for capsule, entry in self._memory.own_kept():
+            told = structs.replace(_told(capsule, entry), is_left=True)
+            self._bus.publish(self._subjects.text_told(heir), encode(told))
+
     def _on_ask(self, raw: bytes) -> None:
         ask = decode_ask(raw)
         if ask.gateway == self._gateway:
             return
-        told, entry = TextTold(ask.capsule), self._memory.get(CapsuleId(ask.capsule))
-        if entry is not None:
-            path = entry.path
-            tokens = pack_tokens(path.tokens())
-            known = (path.scope, entry.grammar, entry.ttl_s, entry.weights, entry.continuation)
-            told = TextTold(ask.capsule, tokens, *known)
+        capsule = CapsuleId(ask.capsule)
+        entry = self._memory.get(capsule)
+        told = TextTold(capsule) if entry is None else _told(capsule, entry)
         self._bus.publish(self._subjects.text_told(ask.gateway), encode(told))
 
     def _on_told(self, raw: bytes) -> None:
         told = decode_told(raw)
         capsule = CapsuleId(told.capsule)
         asked = self._asked.get(capsule)
-        if asked is None:
+        if asked is None and not told.is_left:
             return  # too late, or deleted meanwhile
-        asked.num_left -= 1
         if told.tokens is not None:
             path = TokenPath(None, unpack_tokens(told.tokens), told.scope)
-            entry = CapsuleTokens(
-                path, told.grammar, told.ttl_s, told.weights, False, told.continuation
-            )
-            self._memory.keep(capsule, entry)
+            known = (told.grammar, told.ttl_s, told.weights, told.is_left, told.continuation)
+            self._memory.keep(capsule, CapsuleTokens(path, *known))
+        if asked is None:
+            return
+        asked.num_left -= 1
         if (told.tokens is not None or asked.num_left <= 0) and not asked.answer.done():
             asked.answer.set_result(True)
 
@@ -134,3 +139,9 @@ class SharedTexts:
         self._on_forgotten(capsule)
         if (asked := self._asked.pop(capsule, None)) is not None and not asked.answer.done():
             asked.answer.set_result(False)
+
+
+def _told(capsule: CapsuleId, entry: CapsuleTokens) -> TextTold:
+    path = entry.path
+    known = (path.scope, entry.grammar, entry.ttl_s, entry.weights, entry.continuation)
+    return TextTold(capsule, pack_tokens(path.tokens()), *known)

@@ -46,6 +46,11 @@ class Compiler:
         work = self._compile(tenant, prepare, done, limit_s)
         self._tasks.spawn(work, name="a grammar's compilation")
 
+    @property
+    def num_open(self) -> int:
+        """Grammars that are compiled, or wait for their turn."""
+        return sum(self._num_open.values())
+
     def close(self) -> None:
         """Begin nothing any more; the tasks are to be closed before."""
         self._thread.shutdown(wait=False, cancel_futures=True)

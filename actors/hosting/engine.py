@@ -12,6 +12,7 @@ from typing import NamedTuple
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.weights import WeightSource
 from mallee.actors.hosting.worker import STOP_S, Capacity, Results, Worker
+from mallee.actors.telemetry.logs import ids, told
 from mallee.protocol.errors import MalleeError, WorkerLost
 from mallee.protocol.events import Load, Snapshot
 from mallee.protocol.messages import Command
@@ -55,6 +56,7 @@ class EngineThread:
         self._must_stop = False
         self._clock = clock
         self._turn_began: float | None = None
+        self.on_step: Callable[[float], None] | None = None
         name = f"engine of worker {engine.worker}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -88,7 +90,8 @@ class EngineThread:
         def take() -> None:
             for command in commands:
                 if (refusal := self.engine.submit(command, gateway)) is not None:
-                    log.warning("a command of gateway %s was refused: %s", gateway, refusal)
+                    text = "a command of gateway %s was refused: %s"
+                    log.warning(text, gateway, told(refusal), extra=ids(gateway=gateway))
             self._post(_resolve, accepted, None)
 
         self._put(_Item(before_step=take, refuse=partial(_reject, accepted)))
@@ -219,6 +222,8 @@ class EngineThread:
             item.before_step()
         if self.engine.has_work:
             result = self.engine.step()
+            if self.on_step is not None and self._turn_began is not None:
+                self.on_step(self._clock() - self._turn_began)
             self._post(self._results.deliver, result, self.engine.next_seq)
         for item in taken:
             item.after_step()
@@ -251,7 +256,7 @@ def _reject(future: asyncio.Future[None] | asyncio.Future[Snapshot], error: Exce
 
 def make_worker(host: Host, engine: Engine, capacity: Capacity) -> Worker:
     """`engine` as a worker of `host`, which computes in a thread of its own once it is started."""
-    worker = Worker(engine, host, capacity)
+    worker = Worker(engine, host, capacity, host.spans_of(engine.worker))
     worker.runner = EngineThread(engine, worker, clock=host.clock)
     return worker
 

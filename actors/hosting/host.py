@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mallee.actors.bus.bus import Bus
 from mallee.actors.hosting.compiler import MAX_WAIT_S, Compiler, Done
@@ -19,11 +19,21 @@ from mallee.actors.tasks import Tasks
 from mallee.actors.transport.server import Sink
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import WorkerLost
-from mallee.protocol.events import EventBatch, LendingUse, decode_weights_ask, encode_leases
+from mallee.protocol.events import (
+    EventBatch,
+    LendingUse,
+    MemoryUse,
+    decode_weights_ask,
+    encode_leases,
+)
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.messages import Frame
 from mallee.protocol.parcels import CHANGED, LEAVING, Parcel, Report, decode_parcels
 from mallee.protocol.subjects import Subjects, check_token
+
+if TYPE_CHECKING:
+    from mallee.actors.telemetry.tracing.provider import Tracing
+    from mallee.actors.telemetry.tracing.workers import WorkerSpans
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +55,7 @@ class HostStats(NamedTuple):
     slow_streams: int
     silent_gateways: int
     is_failed: bool  # every engine has
+    compiling: int  # grammars, those that wait for their turn included
 
 
 class Host:
@@ -69,16 +80,23 @@ class Host:
         max_step_s: float = MAX_STEP_S,
         drain_s: float = DRAIN_S,
         max_grammar_wait_s: float = MAX_WAIT_S,
+        tracing: "Tracing | None" = None,
     ) -> None:
-        """`address`, and then `lends_at`, go into leases; they may be set until `start`, or change later.
+        """Without `tracing` there are no spans.
+
+        `address`, then `lends_at` and `metrics_at` go into leases; they may be set later.
 
         Raises ConfigError if `name` or `fleet` can't be part of a subject.
         """
         self.name = check_token(name, "host")
         self.address = address
         self.lends_at = ""
+        self.metrics_at = ""
         self.lending: Callable[[], LendingUse] | None = None  # for metrics
+        self.memory: Callable[[], MemoryUse | None] | None = None  # for metrics
+        self.on_add: Callable[[Worker], None] = lambda worker: None
         self.workers: dict[WorkerId, Worker] = {}
+        self.tracing = tracing
         self._bus = bus
         self._subjects = Subjects.of(fleet)
         self.clock = clock
@@ -144,6 +162,14 @@ class Host:
 
     # Workers
 
+    def spans_of(self, worker: str) -> "WorkerSpans | None":
+        """For the spans of a worker of this host, if there are any."""
+        if self.tracing is None:
+            return None
+        from mallee.actors.telemetry.tracing.workers import WorkerSpans  # OpenTelemetry
+
+        return WorkerSpans(self.tracing, worker)
+
     def add(self, worker: Worker, source: WeightSource | None = None) -> None:
         """One more worker; after `start` it runs at once, and its first lease is out.
 
@@ -151,6 +177,7 @@ class Host:
         """
         assert worker.worker not in self.workers, f"{worker.worker} is here already"
         self.workers[worker.worker] = worker
+        self.on_add(worker)
         if source is not None:
             self._sources[worker.worker] = source
         if self._is_started:
@@ -366,6 +393,7 @@ class Host:
     def _publish_leases(self, workers: Sequence[Worker], *, is_leaving: bool = False) -> None:
         subject = self._subjects.lease(self.name)
         use = None if self.lending is None else self.lending()
+        memory = None if self.memory is None else self.memory()
         for i in range(0, len(workers), LEASES_PER_MESSAGE):
             leases = [
                 w.lease(
@@ -373,6 +401,8 @@ class Host:
                     is_leaving=is_leaving,
                     lends_at=self.lends_at,
                     lending=use,
+                    memory=memory,
+                    metrics_at=self.metrics_at,
                 )
                 for w in workers[i : i + LEASES_PER_MESSAGE]
             ]
@@ -400,6 +430,7 @@ class Host:
             self._streams.num_slow,
             self._streams.num_silent,
             self._failure() is not None,
+            self._compiler.num_open,
         )
 
     def demand(self) -> Demand:

@@ -5,12 +5,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from mallee.actors.hosting.compiler import Done
 from mallee.actors.hosting.waits import Answered, Waits
+from mallee.actors.telemetry.logs import ids, stack_of
 from mallee.protocol.errors import InvalidParameter, MalleeError, Unavailable, WorkerLost
-from mallee.protocol.events import EventBatch, Lease, LendingUse, Load, Snapshot
+from mallee.protocol.events import EventBatch, Lease, LendingUse, Load, MemoryUse, Snapshot
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.messages import (
     ALL_BRANCHES,
@@ -27,6 +28,10 @@ from mallee.protocol.subjects import check_token
 from mallee.worker.engine import Engine
 from mallee.worker.kv.tiers.peers import Ask, Loan
 from mallee.worker.records import StepResult
+
+if TYPE_CHECKING:
+    from mallee.actors.telemetry.engines import EngineMeter
+    from mallee.actors.telemetry.tracing.workers import WorkerSpans
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +110,9 @@ class Runner(Protocol):
         """End after the turn under way: no result of it counts, and every caller that waits gets `error`."""
         ...
 
+    on_step: Callable[[float], None] | None
+    """Called with the seconds of each step, from any thread, if it is set."""
+
     async def stop(self, error: Exception, *, within_s: float = STOP_S) -> bool:
         """Abort, and return when all that it does has ended, files too; False: not within that time."""
         ...
@@ -128,6 +136,8 @@ class Results(Protocol):
 
 class Outlet(Protocol):
     """The worker's way to the bus and to its gateways: its host."""
+
+    clock: Callable[[], float]
 
     @property
     def gateways(self) -> Sequence[str]:
@@ -156,14 +166,24 @@ class Worker:
 
     runner: Runner
 
-    def __init__(self, engine: Engine, outlet: Outlet, capacity: Capacity) -> None:
-        """Raises ConfigError if the worker's name can't be part of a subject."""
+    def __init__(
+        self,
+        engine: Engine,
+        outlet: Outlet,
+        capacity: Capacity,
+        spans: "WorkerSpans | None" = None,
+    ) -> None:
+        """Without `spans` nothing is traced.
+
+        Raises ConfigError if the worker's name can't be part of a subject."""
         self.worker = WorkerId(check_token(engine.worker, "worker"))
         self.incarnation = engine.incarnation
         self._outlet = outlet
+        self._spans = spans
         self.model = engine.spec
         self._has_tiers = engine.has_tiers
-        self._capacity = capacity
+        self.capacity = capacity
+        self.meter: EngineMeter | None = None  # None: nothing reads it
         self._open: dict[str, dict[str, int]] = {}  # gateway -> request: branches not ended
         self._waits: dict[str, Waits] = {}  # by gateway: commands that the runner has not got yet
         # Drops that the runner has not done: until then, frames for the gateway are of its past.
@@ -210,6 +230,8 @@ class Worker:
 
     def submit(self, gateway: str, commands: Sequence[Command]) -> asyncio.Future[None] | None:
         """See `Runner.submit`; commands whose grammar has to be compiled follow later, by themselves."""
+        if self._spans is not None:
+            self._trace(self._spans, gateway, commands)
         waits = self._waits.get(gateway)
         if waits is None and all(map(self.runner.is_prepared, commands)):
             return self._hand_over(gateway, commands)
@@ -231,6 +253,20 @@ class Worker:
         self._forget_empty(gateway, waits)
         return self._hand_over(gateway, admitted.free) if admitted.free else None
 
+    def _trace(self, spans: "WorkerSpans", gateway: str, commands: Sequence[Command]) -> None:
+        """Begin the spans of commands that are part of a trace."""
+        for command in commands:
+            match command:
+                case Generate(request=request, trace=trace, n=n) if trace:
+                    kind = "generate"
+                case Fork(request=request, trace=trace, suffixes=suffixes) if trace:
+                    kind, n = "fork", len(suffixes)
+                case Prefill(request=request, trace=trace) if trace:
+                    kind, n = "prefill", 1
+                case _:
+                    continue
+            spans.begin(gateway, request, kind, branches=n, trace=trace, step=self.step)
+
     def _is_waiting(self, gateway: str, waits: Waits, command: Answered) -> bool:
         """Whether `command` is still wanted."""
         return self._waits.get(gateway) is waits and waits.is_compiling(command)
@@ -247,11 +283,14 @@ class Worker:
         if not self._is_waiting(gateway, waits, command):
             return
         if error is None:
+            if self._spans:
+                self._spans.note(gateway, command.request, "grammar compiled")
             free = waits.compiled(command)
         else:
             if not isinstance(error, Unavailable):
                 request = command.request
-                log.error("the grammar of request %s broke its compiler", request, exc_info=error)
+                text = "the grammar of request %s broke its compiler"
+                log.error(text, request, extra=ids(request=request) | stack_of(error))
                 error = _broken(command, error)
             free = waits.refuse(command)
             self._refuse(gateway, command, error)
@@ -267,6 +306,8 @@ class Worker:
     def _refuse(self, gateway: str, command: Answered, error: MalleeError) -> None:
         wire = error.to_wire()
         update = Update(command.request, ALL_BRANCHES, finish="error", error=wire)
+        if self._spans:
+            self._spans.take(gateway, (update,), self.step)
         self._outlet.send(gateway, self._report((update,)))
 
     def _hand_over(self, gateway: str, commands: Sequence[Command]) -> asyncio.Future[None] | None:
@@ -286,6 +327,10 @@ class Worker:
             self._let_go.add(gateway)
         self._changed.set()
         self._waits.pop(gateway, None)
+        if self._spans:
+            self._spans.drop(gateway)
+        if self.meter is not None:
+            self.meter.dropped(gateway)
         if not self._open.pop(gateway, None):
             return
         if self.failure is None:
@@ -296,7 +341,11 @@ class Worker:
         """Forget all that is open: this life is over."""
         self._open.clear()
         self._waits.clear()
+        if self.meter is not None:
+            self.meter.dropped()
         self._changed.set()
+        if self._spans:
+            self._spans.end_all("worker_lost")
 
     async def wait_released(self) -> None:
         """Returns when every gateway that reads has given this worker up, or it has failed."""
@@ -320,6 +369,8 @@ class Worker:
     def _count(self, gateway: str, request: str, num_branches: int) -> None:
         # A second command with an id in use is refused without a word, and leaves the first alone.
         self._open.setdefault(gateway, {}).setdefault(request, num_branches)
+        if self.meter is not None:
+            self.meter.asked(gateway, request, self._outlet.clock())
 
     # Results of the runner
 
@@ -332,9 +383,14 @@ class Worker:
         if result.events is not None:
             self._outlet.publish(result.events)
         self._published_seq = next_seq
+        now = self._outlet.clock() if self.meter is not None else 0.0
         for gateway, frame in result.frames.items():
             if gateway in self._dropping:
                 continue
+            if self._spans:
+                self._spans.take(gateway, frame.updates, result.step)
+            if self.meter is not None:
+                self.meter.took(gateway, frame.updates, now)
             if self._outlet.send(gateway, Report(self.worker, self.incarnation, frame)):
                 self._count_ends(gateway, frame)
 
@@ -364,11 +420,20 @@ class Worker:
             mine[update.request] -= 1
             if mine[update.request] <= 0 or update.branch == ALL_BRANCHES:
                 del mine[update.request]
+                if self.meter is not None:
+                    self.meter.over(gateway, update.request)
         if not mine:
             del self._open[gateway]
             self._changed.set()
 
     # The lease
+
+    def renew_load(self) -> asyncio.Future[Load]:
+        """Ask for a load now, for a reader that can't wait for the next lease."""
+        self._take_load()
+        if self._asked_load is None:
+            self._asked_load = self.runner.load()
+        return self._asked_load
 
     def ask_load(self) -> asyncio.Future[Load] | None:
         """The load for the next lease, to be waited for a moment. None: it is known already."""
@@ -377,9 +442,22 @@ class Worker:
         return None if self._asked_load.done() else self._asked_load
 
     @property
+    def load(self) -> Load | None:
+        """The last load that the engine told; fresh, unless it computes."""
+        self._take_load()
+        return self._load
+
+    def _take_load(self) -> None:
+        asked = self._asked_load
+        if asked is not None and asked.done():
+            if not asked.cancelled():
+                self._load = asked.result()
+            self._asked_load = None
+
+    @property
     def demand(self) -> Demand:
-        """Use and size, by the load of the last lease."""
-        load, size = self._load or Load(0, 0, 0, 0), self._capacity
+        """Use and size, by the last load."""
+        load, size = self.load or Load(0, 0, 0, 0), self.capacity
         return Demand(load.rows, load.waiting, size.max_rows, _needed(load), size.num_blocks)
 
     def lease(
@@ -390,26 +468,23 @@ class Worker:
         is_leaving: bool = False,
         lends_at: str = "",
         lending: LendingUse | None = None,
+        memory: MemoryUse | None = None,
+        metrics_at: str = "",
     ) -> Lease:
-        """A lease; its load is fresh, unless the engine computes: then it is the last one known."""
-        asked = self._asked_load
-        if asked is not None and asked.done():
-            if not asked.cancelled():
-                self._load = asked.result()
-            self._asked_load = None
+        """A lease, with the last load."""
         return Lease(
             worker=self.worker,
             incarnation=self.incarnation,
             address=address,
             model=self.model.name,
             fingerprint=self.model.fingerprint,
-            block_size=self._capacity.block_size,
-            num_blocks=self._capacity.num_blocks,
-            max_rows=self._capacity.max_rows,
+            block_size=self.capacity.block_size,
+            num_blocks=self.capacity.num_blocks,
+            max_rows=self.capacity.max_rows,
             max_model_len=self.model.max_model_len,
             next_seq=self._published_seq,
             is_leaving=is_leaving,
-            load=self._load,
+            load=self.load,
             is_prefix_closed=not self._has_tiers,  # the tree evicts from its leaves
             host="" if host == self.worker else host,
             is_draining=self.is_draining,
@@ -418,6 +493,8 @@ class Worker:
             windows=tuple(group.window or 0 for group in self.model.windows),
             lends_at=lends_at,
             lending=lending,
+            memory=memory,
+            metrics_at=metrics_at,
         )
 
     def check(self) -> None:

@@ -15,7 +15,7 @@ from starlette.types import Scope as AsgiScope
 from mallee.actors.access.access import Access
 from mallee.actors.access.scopes import Scopes
 from mallee.actors.config import HttpSettings
-from mallee.actors.gateway.service import METRICS_CONTENT_TYPE, CapsuleInfo, Service
+from mallee.actors.gateway.service import CapsuleInfo, Service, metrics_type
 from mallee.actors.http.answers import (
     CHAT,
     COMPLETION,
@@ -61,6 +61,7 @@ MAX_CANDIDATES: Final = 4096
 MAX_LABEL_CHARS: Final = 128
 MAX_CHANGE_S: Final = 3600
 MAX_LISTED: Final = 100  # capsules of one page
+_SERVING: Final = ("ok", "degraded")  # of the service's health
 
 R = TypeVar("R", bound=AnyRequest)
 J = TypeVar("J")
@@ -259,6 +260,10 @@ class Api:
         _check_operator(request)
         return json_response(self._service.workers())
 
+    async def metrics_targets(self, request: Request) -> Response:
+        _check_operator(request)
+        return json_response(self._service.metrics_targets())
+
     async def drain_worker(self, request: Request) -> Response:
         _check_operator(request)
         worker = WorkerId(request.path_params["worker"])
@@ -288,15 +293,26 @@ class Api:
 
     async def health(self, request: Request) -> Response:
         health = self._service.health()
-        if not caller_of(request).is_operator:
-            health = {"status": health["status"]}
-        if health.get("status") in ("ok", "degraded"):
-            return json_response(health)
-        return json_response(health, 503, {"retry-after": str(RETRY_AFTER_S)})
+        shown = health if caller_of(request).is_operator else {"status": health["status"]}
+        if health["status"] in _SERVING:
+            return json_response(shown)
+        return json_response(shown, 503, {"retry-after": str(RETRY_AFTER_S)})
+
+    async def live(self, _: Request) -> Response:
+        """The process's loop turns: this was answered."""
+        return json_response({"status": "live"})
+
+    async def ready(self, _: Request) -> Response:
+        """Whether requests can be served; the gate answers once it is closed."""
+        if self._service.health()["status"] in _SERVING:
+            return json_response({"status": "ready"})
+        return json_response({"status": "unavailable"}, 503, {"retry-after": str(RETRY_AFTER_S)})
 
     async def metrics(self, request: Request) -> Response:
         _check_operator(request)
-        return Response(self._service.metrics(), headers={"content-type": METRICS_CONTENT_TYPE})
+        accept = request.headers.get("accept", "")
+        headers = {"content-type": metrics_type(accept)}
+        return Response(self._service.metrics(accept), headers=headers)
 
     async def _asked(self, request: Request, kind: type[R]) -> "Asked[R]":
         raw = await read_body(request, self._limits.max_body_bytes)
@@ -449,8 +465,11 @@ def _routes(api: Api) -> list[Route]:
         ("DELETE", "/v1/sessions/{session:path}/record", api.delete_record),
         ("GET", "/v1/router/explain", api.explain),
         ("GET", "/v1/router/workers", api.workers),
+        ("GET", "/v1/router/metrics-targets", api.metrics_targets),
         ("POST", "/v1/router/workers/{worker}/drain", api.drain_worker),
         ("GET", "/health", api.health),
+        ("GET", "/health/live", api.live),
+        ("GET", "/health/ready", api.ready),
         ("GET", "/metrics", api.metrics),
     )
     return [_Named(path, _Endpoint(handler), methods=[method]) for method, path, handler in routes]

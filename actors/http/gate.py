@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mallee.actors.http.errors import error_response
 from mallee.protocol.errors import Unavailable
 
-_ALWAYS_OPEN = frozenset(("/health", "/metrics"))
+_ALWAYS_OPEN = frozenset(("/health", "/health/live", "/metrics"))
 PER_TURN: Final = 8  # requests that begin in one turn of the loop: some 5 ms
 
 
@@ -50,7 +50,7 @@ class Turns:
 
 
 class Gate:
-    """ASGI middleware. Once closed, requests are refused with 503; those inside go on.
+    """ASGI middleware. Once closed, requests are refused with 503, readiness too; those inside go on.
 
     Belongs to one event loop.
     """

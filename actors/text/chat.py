@@ -1,9 +1,10 @@
 """Messages to text, with the checkpoint's own chat template, as transformers renders it."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NoReturn, Self
 
 import jinja2
@@ -61,6 +62,19 @@ class ChatTemplate:
         """The conversation as text. Raises InvalidParameter: no template, or it refuses messages."""
         return self._render(checked(messages), messages, add_generation_prompt)
 
+    def render_unchecked(
+        self,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool,
+    ) -> str:
+        """A conversation that another server takes: with tools, tool calls and what else its template reads.
+
+        Raises as `render`.
+        """
+        return self._render(messages, messages, add_generation_prompt, variables)
+
     def render_continuation(self, messages: Any) -> str:
         """The text that `messages` add after an earlier conversation, generation prompt included.
 
@@ -87,15 +101,20 @@ class ChatTemplate:
         assert refusal is not None
         raise refusal
 
-    def _render(self, messages: list[dict[str, str]], shown: Any, add_prompt: bool) -> str:
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        shown: Any,
+        add_prompt: bool,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         if self._template is None:
             raise InvalidParameter(
                 "messages", shown, "this model has no chat template; use /v1/completions"
             )
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_prompt, **self._variables
-            )
+            own = {"messages": messages, "add_generation_prompt": add_prompt, **self._variables}
+            return self._template.render({**variables, **own})
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise InvalidParameter(
                 "messages",

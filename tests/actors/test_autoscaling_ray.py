@@ -1,4 +1,4 @@
-"""Ray Serve's autoscaler over mocked workers: more under load, fewer after it, no request lost."""
+"""Ray Serve's autoscaler over mocked workers: one to four under a burst and back, nothing is lost."""
 
 import threading
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from mallee.client import Mallee
 from support.mock_scene import make_folder, mock_config
 from support.serving import serving
 from support.waiting import wait_until
@@ -20,7 +21,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-ENGINES = 2  # of a replica
+MOST = 4
 
 
 @contextmanager
@@ -49,25 +50,40 @@ def clients(url: str, n: int, failures: list[str]) -> Iterator[None]:
             stop.set()
 
 
-def test_a_second_worker_comes_with_the_load_and_goes_after_it(tmp_path: Path) -> None:
+def test_workers_come_with_a_burst_and_go_after_it_and_capsules_stay(tmp_path: Path) -> None:
+    """Forks of kept capsules are the same with one worker, with four, and with one again."""
     config = mock_config(
         make_folder(tmp_path),
-        mock__engines_per_worker=ENGINES,
+        mock__engines_per_worker=1,
         mock__speedup=1.0,
         scheduler__max_rows=4,
-        autoscaling__max_workers=2,
+        autoscaling__max_workers=MOST,
         autoscaling__lower_after_s=1.0,
     )
     failures: list[str] = []
-    with serving(config) as url, httpx.Client(base_url=url, timeout=30) as reader:
+    with (
+        serving(config) as url,
+        httpx.Client(base_url=url, timeout=30) as reader,
+        Mallee(url) as sdk,
+    ):
+        capsules = [sdk.prefill(f"{n} trunks of a tree from one root" * 4) for n in range(4)]
 
         def workers() -> int:
             return len(reader.get("/health").json()["workers"])
 
-        assert workers() == ENGINES
+        def forks() -> list[list[str]]:
+            return [
+                [branch.text for branch in each.fork([" a", " b"], max_tokens=20, seed=3).wait()]
+                for each in capsules
+            ]
+
+        texts = forks()
+        assert workers() == 1
         with clients(url, 1, failures):
-            with clients(url, 15, failures):
-                wait_until(lambda: workers() == 2 * ENGINES, timeout_s=60)
-            wait_until(lambda: workers() == ENGINES, timeout_s=90)
+            with clients(url, 23, failures):
+                wait_until(lambda: workers() == MOST, timeout_s=120)
+                assert forks() == texts
+            wait_until(lambda: workers() == 1, timeout_s=120)
+            assert forks() == texts
             wait_until(lambda: reader.get("/health").json()["status"] == "ok", timeout_s=20)
     assert failures == []

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from mallee.actors.config import AppConfig, problems, put
+from mallee.actors.config import AppConfig, problems, put, servers
 from mallee.protocol.errors import ConfigError
 
 
@@ -45,7 +45,10 @@ def test_unknown_keys_are_refused_all_at_once_each_with_the_nearest() -> None:
     assert refused(wrokers=2, routing__polciy="cost", ray__x=1) == [
         ("", "`wrokers` is no setting; the nearest is `workers`"),
         ("", "`routing.polciy` is no setting; the nearest is `routing.policy`"),
-        ("", "`ray.x` is no setting; there are worker_cpus, worker_gpus"),
+        (
+            "",
+            "`ray.x` is no setting; there are worker_cpus, worker_gpus, worker_resources, gateway_resources",
+        ),
     ]
 
 
@@ -88,6 +91,11 @@ def test_a_value_out_of_range_is_refused_by_its_dotted_key(path: str, value: obj
         {"nats_credentials": "/file"},
         {"nats_ca": "/file"},
         {"nats_url": "ws://host"},
+        {"nats_url": "nats://a,"},
+        {"nats_url": "nats://a:4222/x, nats://b"},
+        {"nats_url": "nats://a:port"},
+        {"nats_url": "tls://a, nats://b"},
+        {"nats_url": "tls://a, b"},
         {"nats_url": "nats://host", "nats_worker_credentials": "/file"},
     ],
 )
@@ -132,9 +140,14 @@ def test_a_value_can_not_be_set_inside_another_value() -> None:
         put({"model": "m"}, "model.name", 1)
 
 
+def test_several_servers_of_the_broker_stand_between_commas() -> None:
+    config = make(nats_url="nats://a:4222, b , nats://[::1]:4223")
+    assert servers(config.nats_url or "") == ["nats://a:4222", "nats://b", "nats://[::1]:4223"]
+
+
 def test_credentials_in_the_brokers_url_are_refused_and_not_shown() -> None:
     """Ray Serve shows `args` in its configuration, its REST API and its logs."""
-    for url in ("nats://user:hush@host:4222", "hush@host", "tls://hush@host"):
+    for url in ("nats://user:hush@host:4222", "hush@host", "tls://hush@host", "a,u:hush@b"):
         ((key, sentence),) = refused(nats_url=url)
         assert key == ""
         assert "give its path as nats_credentials" in sentence

@@ -159,6 +159,12 @@ def test_health_and_metrics_name_the_gateway_that_answers(front: Front) -> None:
     assert set(metrics(front)) == seen
 
 
+def test_probes_are_answered_through_the_proxy(front: Front) -> None:
+    for path, status in (("live", "live"), ("ready", "ready")):
+        answer = httpx.get(f"{front.url}/health/{path}")
+        assert (answer.status_code, answer.json()) == (200, {"status": status})
+
+
 def test_a_capsule_of_one_gateway_is_forked_by_the_other(front: Front) -> None:
     made = httpx.post(f"{front.url}/v1/capsules", json={"prompt": "many trunks " * 8}).json()
     choices = []

@@ -12,6 +12,8 @@ from mallee.actors import build
 from mallee.actors.build import WorkerProcess, build_worker
 from mallee.actors.config import AppConfig
 from mallee.actors.hosting.lending import Lending
+from mallee.actors.hosting.meters import HostMetrics
+from mallee.actors.telemetry.catalog import exposed_by
 from mallee.actors.transport.address import parse_address
 from mallee.actors.transport.greeting import Secret
 from mallee.protocol.codec import encode
@@ -34,6 +36,7 @@ from mallee.testing.bus import LocalBus, LocalHub
 from mallee.testing.random_model import random_model
 from mallee.worker.kv.tiers.peers import Ask
 from mallee.worker.kv.tiers.prices import MeasuredPrices
+from support.expositions import check_against_catalog
 from support.reading import Reader
 from support.tokenizers_made import byte_level
 from support.waiting import until
@@ -125,6 +128,43 @@ async def fleet(
         for process in found.processes:
             await process.close()
         await listener.close()
+
+
+def _labelled(text: str, name: str) -> float:
+    """The one sample of that name."""
+    (line,) = [line for line in text.splitlines() if line.startswith(name + "{")]
+    return float(line.split()[-1])
+
+
+async def test_a_worker_tells_its_memory_in_leases_and_its_latencies_to_scrapers(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I23, part, D22, part: weights, KV that was used, and the rest; steps, first tokens and gaps."""
+    async with fleet(model, tmp_path, monkeypatch) as found:
+        await until(lambda: all(lease.memory is not None for lease in found.leases.values()))
+        memory = found.leases["w0"].memory
+        assert memory is not None
+        assert memory.weights > 0
+        assert memory.kv == 0
+        await found.ask(0, Prefill("p", pack_tokens(PROMPT)))
+
+        def kv() -> int:
+            memory = found.leases["w0"].memory
+            return 0 if memory is None else memory.kv
+
+        await until(lambda: kv() > 0)
+        load = found.leases["w0"].load
+        assert load is not None
+        assert load.use is not None
+        assert kv() == load.use.used_blocks * load.use.block_nbytes
+        metrics = HostMetrics(found.processes[0].host)
+        await found.ask(0, Fork("f", "p.0", (b"", b""), Limits(8, ignore_eos=True)))
+        text = (await metrics.render()).decode()
+        assert check_against_catalog(text, "worker") == {each.name for each in exposed_by("worker")}
+        for name, count in (("time_to_first_token", 2), ("inter_token_latency", 14)):
+            assert _labelled(text, f"vllm:{name}_seconds_count") == count
+        assert _labelled(text, "mallee_engine_step_seconds_count") >= 8
+        assert _labelled(text, "vllm:generation_tokens_total") == 16
 
 
 async def test_a_worker_lends_another_what_it_computed(

@@ -24,12 +24,15 @@ from mallee.actors.bus.broker import find_binary
 from mallee.actors.config import AppConfig
 from support.certificates import certificate
 from support.mock_scene import make_folder
+from support.otlp import Receiver, receiving
 from support.waiting import wait_until
 
 pytestmark = [pytest.mark.alone, pytest.mark.ray, pytest.mark.nats, pytest.mark.slow]
 
-until = partial(wait_until, timeout_s=60.0)
+until = partial(wait_until, timeout_s=120.0)
 OPERATOR = "MALLEE_API_KEY"
+CLIENTS = ("prompt", "system prompt", "session", "user", "schema", "stop string", "cache key")
+"""What clients send, none of which may be logged."""
 
 
 class Head:
@@ -42,6 +45,7 @@ class Head:
         self.rest = f"http://127.0.0.1:{self.ports['dashboard']}"
         self.url = f"http://127.0.0.1:{self.ports['http']}"
         self.said = ""
+        self.spans: Receiver | None = None
         self.environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("RAY_")},
             "HOME": str(folder),
@@ -49,6 +53,7 @@ class Head:
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_SERVE_ENABLE_HA_PROXY": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_raylet_start_wait_time_s": "150",
             "RAY_DASHBOARD_ADDRESS": self.rest,
             OPERATOR: self.secrets[OPERATOR],
         }
@@ -162,20 +167,37 @@ class Head:
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     """A service with a secret in every place that takes one, after requests and deploys that failed."""
     files = tmp_path_factory.mktemp("files")
-    with tempfile.TemporaryDirectory(prefix="mallee-") as folder:  # Ray's sockets: a short path
+    # Ray's sockets want a short path.
+    with tempfile.TemporaryDirectory(prefix="mallee-") as folder, receiving() as receiver:
         head = Head(Path(folder))
         head.secrets |= {
             name: secrets.token_hex(24)
-            for name in ("nats", "nats of workers", "nats, wrong", "links", "key, wrong")
+            for name in (
+                *(
+                    "nats",
+                    "nats of workers",
+                    "nats, wrong",
+                    "links",
+                    "key, wrong",
+                    "backend of spans",
+                ),
+                *CLIENTS,
+            )
         }
         for name in ("nats", "nats of workers", "nats, wrong"):
             (files / name).write_text(f"{name.replace(' ', '')}:{head.secrets[name]}")
+        head.spans = receiver
+        head.environment |= {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url,
+            "OTEL_EXPORTER_OTLP_HEADERS": f"api-key={head.secrets['backend of spans']}",
+            "OTEL_BSP_SCHEDULE_DELAY": "200",
+        }
         (files / "links").write_text(head.secrets["links"])
         tls = certificate(files, "links")
         head.secrets["TLS key"] = Path(tls.key).read_text().splitlines()[1]
         with nats_server(head, files) as url, head.running():
             args: dict[str, Any] = {
-                "model": str(make_folder(files)),
+                "model": str(make_chat_folder(files)),
                 "served_model_name": "m",
                 "engine": {"kind": "mock"},
                 "mock": {"speedup": 0},
@@ -189,6 +211,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
                     "tls_key": tls.key,
                 },
                 "drain_s": 1,
+                "telemetry": {"log_level": "debug", "log_format": "json"},
             }
             assert repr(AppConfig.model_validate(args))
             head.deploy(args, "RUNNING")
@@ -196,6 +219,14 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
             told = head.deploy(wrong, "DEPLOY_FAILED")
             assert "refuses the credentials of nats_worker_credentials" in told
             yield head
+
+
+def make_chat_folder(folder: Path) -> Path:
+    """A model's folder with a chat template."""
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    made = make_folder(folder)
+    (made / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return made
 
 
 @contextmanager
@@ -240,12 +271,83 @@ def test_ray_and_mallee_listen_on_loopback_but_for_the_replicas_ports(head: Head
     assert set(names) <= {"ray::ServeReplica"}, names
 
 
+def ask_with_secrets(client: httpx.Client, secret: dict[str, str]) -> None:
+    """Requests with a secret in each field that takes text, those that are refused too."""
+    chat = {
+        "model": "m",
+        "messages": [
+            {"role": "system", "content": secret["system prompt"]},
+            {"role": "user", "content": secret["prompt"]},
+        ],
+        "max_tokens": 8,
+        "user": secret["user"],
+        "mallee": {"session": secret["session"]},
+        "prompt_cache_key": secret["cache key"],
+        "stop": [secret["stop string"]],
+    }
+    schema = {"name": "s", "schema": {"const": secret["schema"]}}
+    constrained = {"type": "json_schema", "json_schema": schema}
+    broken = {
+        "type": "json_schema",
+        "json_schema": {"name": "s", "schema": {"type": secret["schema"]}},
+    }
+    for more, status in (
+        ({}, 200),
+        ({"n": 3, "stream": True}, 200),
+        ({"response_format": constrained, "max_tokens": 90}, 400),
+        ({"response_format": broken}, 400),
+        ({"user": [secret["user"]]}, 400),
+        ({"model": secret["prompt"]}, 404),
+        ({"stop": [secret["stop string"]] * 40}, 400),
+    ):
+        answer = client.post("/v1/chat/completions", json=chat | more)
+        assert answer.status_code == status, answer.text
+    session = client.get(f"/v1/sessions/{secret['session']}/record")
+    assert session.status_code == 400, session.text
+    with client.stream("POST", "/v1/chat/completions", json=chat | {"stream": True}) as answer:
+        next(answer.iter_lines())  # and hangs up
+
+
+def check_logs(files: dict[str, str]) -> None:
+    """Records of each replica, once it has read its settings, are objects; probes left none."""
+    for deployment in ("Gateway", "Worker"):
+        lines = [
+            line for name, text in files.items() if deployment in name for line in text.splitlines()
+        ]
+        found = [json.loads(line) for line in lines if line.startswith("{")]
+        assert any(each["process"] == deployment.lower() for each in found), files
+        assert not any("/health" in each["message"] for each in found)
+
+
+def test_a_trace_goes_from_the_client_to_a_worker_of_the_deployment(head: Head) -> None:
+    """By the environment of `ray start` alone."""
+    assert head.spans is not None
+    trace = secrets.token_hex(16)
+    answer = httpx.post(
+        f"{head.url}/v1/completions",
+        json={"model": "m", "prompt": "a tree", "max_tokens": 4},
+        headers={
+            "authorization": f"Bearer {head.secrets[OPERATOR]}",
+            "traceparent": f"00-{trace}-b7ad6b7169203331-01",
+        },
+    )
+    assert answer.headers["traceresponse"].split("-")[1] == trace
+    spans = head.spans
+    until(lambda: {"POST /v1/completions", "engine"} <= {span.name for span in spans.of(trace)})
+    by_name = {span.name: span for span in spans.of(trace)}
+    assert by_name["POST /v1/completions"].parent == "b7ad6b7169203331"
+    assert by_name["engine"].parent == by_name["shard"].span
+    assert by_name["engine"].resource["mallee.process"] == "worker"
+
+
 def test_planted_secrets_are_found_nowhere(head: Head) -> None:
-    """In no log of Ray's session, process list, `serve config`, REST answer, metric, error or output."""
+    """In no log of the session, process list, `serve config`, REST answer, metric, span, error or output."""
     texts: dict[str, str] = {}
     operator = {"authorization": f"Bearer {head.secrets[OPERATOR]}"}
     stranger = {"authorization": f"Bearer {head.secrets['key, wrong']}"}
     body = {"model": "m", "prompt": "a tree", "max_tokens": 4}
+    with httpx.Client(base_url=head.url, timeout=30, headers=operator) as client:
+        ask_with_secrets(client, head.secrets)
     with httpx.Client(base_url=head.url, timeout=30) as client:
         answer = client.post("/v1/completions", json=body, headers=operator)
         assert answer.status_code == 200, answer.text
@@ -267,7 +369,10 @@ def test_planted_secrets_are_found_nowhere(head: Head) -> None:
             texts[f"process {process.pid}"] = " ".join(process.cmdline())
     session = [each for each in (head.folder / "r").rglob("*") if each.is_file()]
     logs = [each for each in (*session, head.folder / "head.txt") if not each.is_symlink()]
-    assert any("Gateway" in each.name for each in logs)
+    check_logs({each.name: each.read_text() for each in logs if each.name.startswith("replica_")})
+    assert head.spans is not None
+    until(lambda: head.spans is not None and bool(head.spans.named("engine")))
+    texts["spans"] = head.spans.raw.decode(errors="replace")
     texts |= {str(each): each.read_bytes().decode(errors="replace") for each in logs}
     for name, secret in head.secrets.items():
         encoded = base64.b64encode(secret.encode()).decode().rstrip("=")

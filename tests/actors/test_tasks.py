@@ -39,6 +39,15 @@ BARE = {
     ("actors/recording/recorder.py", "to_thread"): "files; its task is the recorder's",
     ("actors/hosting/compiler.py", "ThreadPoolExecutor"): "the host closes it",
     ("actors/bus/broker.py", "ThreadPoolExecutor"): "for the length of a call, which has a limit",
+    (
+        "actors/epp/server.py",
+        "to_thread",
+    ): "its request waits for it, and no longer than a decision takes",
+    (
+        "actors/epp/pods/kubernetes.py",
+        "TaskGroup",
+    ): "it ends with its owner's task, which is supervised",
+    ("actors/epp/pods/kubernetes.py", "create_task"): "in that group",
     ("actors/local.py", "Thread"): "at the end, which waits for it",
 }
 SPAWNING = {

@@ -216,6 +216,9 @@ async def test_what_tells_of_the_service_wants_the_operator_s_key(tmp_path: Path
         assert mine["choices"][0]["mallee"]["worker"].startswith("w")
 
 
+HEALTH = {"/health": "ok", "/health/live": "live", "/health/ready": "ready"}
+
+
 async def test_every_route_but_health_refuses_strangers(tmp_path: Path) -> None:
     """Also paths that don't exist: without a key nobody learns which ones do."""
     async with scene(tmp_path) as s, httpx.AsyncClient(base_url=s.stack.base_url) as nobody:
@@ -227,8 +230,8 @@ async def test_every_route_but_health_refuses_strangers(tmp_path: Path) -> None:
             answer = await nobody.request(method, path.replace("{", "").replace("}", ""))
             if method == "HEAD":
                 continue
-            if path == "/health":
-                assert answer.json() == {"status": "ok"}
+            if path in HEALTH:
+                assert answer.json() == {"status": HEALTH[path]}
             else:
                 assert (answer.status_code, answer.json()["error"]["code"]) == (
                     401,

@@ -81,7 +81,15 @@ def test_an_option_is_refused_by_its_own_name() -> None:
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("- a\n", "give settings as"), ("a: [\n", "no YAML"), (None, "can't be read")],
+    [
+        ("- a\n", "give settings as"),
+        ("a: [\n", "no YAML"),
+        (None, "can't be read"),
+        (
+            "model: a\nhttp: {max_branches: 1,\n  max_branches: 2}\n",
+            "line 3: `max_branches` is given",
+        ),
+    ],
 )
 def test_a_file_without_settings_is_refused(tmp_path: Path, text: str | None, says: str) -> None:
     path = tmp_path / "x.yaml"
@@ -89,27 +97,6 @@ def test_a_file_without_settings_is_refused(tmp_path: Path, text: str | None, sa
         path.write_text(text)
     with pytest.raises(ConfigError, match=f"x.yaml: .*{says}"):
         make_config(path, None, {})
-
-
-def test_serve_yaml_is_right() -> None:
-    answer = CliRunner().invoke(cli, ["check", str(ROOT / "serve.yaml")])
-    assert (answer.exit_code, answer.stderr) == (0, "")
-
-
-def test_check_names_every_fault_of_an_application_in_a_line_each(tmp_path: Path) -> None:
-    path = tmp_path / "serve.yaml"
-    path.write_text(
-        "applications:\n"
-        "- {name: other, import_path: elsewhere, args: {x: 1}}\n"
-        "- {name: llm, import_path: mallee.actors.app:app,\n"
-        "   args: {model: m, workers: 0, engine: {kind: vllm}}}\n"
-    )
-    answer = CliRunner().invoke(cli, ["check", str(path)])
-    assert answer.exit_code == 1
-    assert answer.stderr.splitlines() == [
-        f"{path}: llm: workers=0: Input should be greater than or equal to 1",
-        f"{path}: llm: engine.kind='vllm': Input should be 'model' or 'mock'",
-    ]
 
 
 def test_the_page_of_settings_is_what_mallee_settings_prints() -> None:

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 from mallee.actors.hosting.engine import EngineThread, _Item
@@ -34,6 +33,7 @@ from mallee.worker.records import EngineConfig
 from support.crashing_engine import SAMPLED, SPEC, Answers
 from support.lent_blocks import nothing_left
 from support.live_fleet import make_engine
+from support.run_out import run_out
 from support.volumes import volume_tiers
 from support.waiting import until
 
@@ -169,15 +169,15 @@ def borrow(path: str, seed: int) -> dict[str, int]:
         packed, name = pack_tokens(tokens), f"r{number}"
         if held.capsule:
             made.submit(Prefill(name, packed, holders=(held,)), "g")
-            run(made)
+            run_out(made, WAIT_S)
             made.submit(Fork(f"f{number}", f"{name}.0", (b"",), Limits(6), SAMPLED), "g")
         else:
             made.submit(Generate(name, packed, Limits(6), SAMPLED, holders=(held,)), "g")
-        got = run(made)
+        got = run_out(made, WAIT_S)
         assert got == want, (seed, number, got, want)
         if held.capsule:
             made.submit(Release(f"{name}.0"), "g")
-            run(made)
+            run_out(made, WAIT_S)
         made.check()
     assert made.usage().live_blocks == 0
     tiers = made.stats().tiers
@@ -186,22 +186,6 @@ def borrow(path: str, seed: int) -> dict[str, int]:
     assert peers.counts.use.num_open == 0
     peers.close()
     return {"moved": peers.counts.use.nbytes, "failed": peers.counts.use.num_failed}
-
-
-def run(engine: Engine) -> list[int]:
-    """Step until nothing runs and nothing moves; the tokens that were drawn."""
-    tokens: list[int] = []
-    moved = Event()
-    engine.notify(moved.set)
-    while True:
-        moved.clear()
-        while engine.has_work:
-            for frame in engine.step().frames.values():
-                tokens += [token for update in frame.updates for token in update.tokens]
-        assert engine._lower is not None
-        if not engine._lower.num_moving:
-            return tokens
-        assert engine.has_work or moved.wait(WAIT_S)
 
 
 async def lend_until_killed(path: str, seed: int) -> None:

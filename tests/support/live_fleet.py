@@ -14,6 +14,8 @@ from mallee.actors.hosting.weights import WeightSource
 from mallee.actors.hosting.worker import Capacity
 from mallee.actors.recording.recorder import Recorder
 from mallee.actors.telemetry.metrics import GatewayMetrics
+from mallee.actors.telemetry.tracing.provider import Tracing
+from mallee.actors.telemetry.tracing.requests import RequestSpans
 from mallee.actors.transport.link import Transport
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec
@@ -81,6 +83,7 @@ class LiveFleet:
         make_recorder: Callable[[str], Recorder] | None = None,
         below: Callable[[str], MakeTiers | None] = lambda worker: None,
         files: CapsuleFiles | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """With `syncs`, gateways tell each other what they book; with a `source` weights can change.
 
@@ -92,6 +95,7 @@ class LiveFleet:
         self.make_recorder = make_recorder
         self.below = below
         self.files = files
+        self.tracing = tracing
         self.model = model
         self.routing = routing
         self.make_forward = forward
@@ -123,6 +127,7 @@ class LiveFleet:
             fleet="test",
             clock=time.monotonic,
             lease_period_s=0.05,
+            tracing=self.tracing,
         )
         capacity = Capacity(block_size, self.num_blocks, self.rows)
         source = None if self.source is None else self.source(host, forward, capacity)
@@ -139,7 +144,8 @@ class LiveFleet:
         router = Router(self.routing, clock=time.monotonic, outbox=outbox)
         transport = LocalTransport(name, self.hosts)
         bus, recorder = await self.bus("gateway"), self.make_recorder and self.make_recorder(name)
-        given = {"recorder": recorder, "files": self.files}
+        spans = None if self.tracing is None else RequestSpans(self.tracing, "m")
+        given = {"recorder": recorder, "files": self.files, "spans": spans}
         gateway = make_gateway(name, bus, transport, router, self.model, **given)
         await gateway.start_up()
         self.gateways.append(gateway)

@@ -8,7 +8,7 @@ from mallee.protocol.errors import MalleeError
 from mallee.worker.engine import MakeTiers
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import Copier, DiskStore, Move, Moved
+from mallee.worker.kv.tiers.moves import Copier, DiskStore, InlineMover, Move
 from mallee.worker.kv.tiers.peers import Lender
 from mallee.worker.kv.tiers.prices import MeasuredPrices, Prices
 from mallee.worker.kv.watch import KVMemory
@@ -27,6 +27,10 @@ class DictDisk:
         self.max_blocks = max_blocks
         self.broken: set[int] = set()
         self.gone: list[int] = []
+
+    @property
+    def budget_nbytes(self) -> int:
+        return self.max_blocks << 10
 
     def put(self, keys: Sequence[int], rows: Sequence[memoryview]) -> int:
         for key, row in zip(keys, rows, strict=True):
@@ -77,13 +81,12 @@ class DictDisk:
         pass
 
 
-class LateMover:
+class LateMover(InlineMover):
     """A mover whose moves begin and end when a test says so: `advance`. In order."""
 
     def __init__(self, copier: Copier) -> None:
-        self._copier = copier
+        super().__init__(copier)
         self._begun: list[Move] = []
-        self._done: list[Moved] = []
 
     def start(self, move: Move) -> None:
         self._begun.append(move)
@@ -91,15 +94,8 @@ class LateMover:
     def advance(self, n: int = 1) -> None:
         """The next n moves are carried out."""
         now, self._begun = self._begun[:n], self._begun[n:]
-        self._done += [self._copier.carry_out(move) for move in now]
-
-    def done(self) -> Sequence[Moved]:
-        done, self._done = self._done, []
-        return done
-
-    @property
-    def has_done(self) -> bool:
-        return bool(self._done)
+        for move in now:
+            super().start(move)
 
     @property
     def num_under_way(self) -> int:

@@ -271,6 +271,48 @@ async def test_an_operators_server_takes_the_accounts_that_are_printed(files: Pa
             await until(lambda: len(worker.refusals) == 1)
 
 
+async def test_of_several_servers_one_that_dies_is_left_for_another(files: Path) -> None:
+    """K7, part: the servers are a cluster, whose clients hear each other wherever they are connected."""
+    routes = [free_port(), free_port()]
+    login = 'authorization: {user: "u", password: "right"}\n'
+    clusters = [
+        f"cluster {{name: c, listen: 127.0.0.1:{own}, routes: [nats://127.0.0.1:{other}]}}\n"
+        for own, other in (routes, routes[::-1])
+    ]
+    heard: list[bytes] = []
+    async with server(files, login + clusters[0]) as first:
+        async with server(files, login + clusters[1]) as second:
+            config = make(
+                first,
+                nats_url=f"nats://127.0.0.1:{first},127.0.0.1:{second}",
+                nats_credentials=str(files / "right"),
+            )
+            buses = [
+                NatsBus(operators_broker(config, "gateway"), fleet="f", name=str(i))
+                for i in range(4)
+            ]
+            await buses[0].subscribe(SUBJECTS.bookings(), heard.append)
+            for bus in buses:
+                await bus.connect()
+            await until(lambda: all(bus.is_up for bus in buses))
+            await asyncio.to_thread(check_operators_broker, config)
+        await asyncio.to_thread(check_operators_broker, config)  # one server is enough
+        await until(lambda: all(bus.is_up for bus in buses))
+        try:
+            for number, bus in enumerate(buses[1:], 1):
+                wanted = [b"%d" % each for each in range(1, number + 1)]
+
+                def is_heard(bus: NatsBus = bus, wanted: list[bytes] = wanted) -> bool:
+                    if wanted[-1] not in heard:
+                        bus.publish(SUBJECTS.bookings("g"), wanted[-1])
+                    return set(wanted) <= set(heard)
+
+                await until(is_heard)
+        finally:
+            for bus in buses:
+                await bus.close()
+
+
 @pytest.mark.parametrize("text", [None, "", "one\ntwo", b"\xff\xfe"])
 def test_a_file_without_credentials_is_one_error_that_does_not_show_it(
     tmp_path: Path, text: str | bytes | None

@@ -3,23 +3,21 @@
 import json
 import secrets
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from mallee.actors.capsule_files.exports import Exports
 from mallee.actors.capsule_files.imports import Imports, SpoolLender
 from mallee.actors.capsule_files.spool import Spools
-from mallee.protocol import model as spec_module
 from mallee.protocol.ids import Incarnation, Scope, WorkerId, private_part
 from mallee.protocol.messages import (
     Capture,
     Command,
+    Fork,
     Generate,
     Grammar,
     Holder,
@@ -41,10 +39,10 @@ from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from support.capturing import Course, course, resume
+from support.exact_capsules import LIMITS, MODELS, NUM, PROMPT
 from support.lending import Neighbours, holder
 
-NUM, CUT = 64, 19
-PROMPT = [3 + i * 7 % 100 for i in range(77)]
+CUT = 19
 BLOCK_SIZE = 4
 PATHS = [[10 + (i * j) % 50 for j in range(1, 100)] for i in range(1, 4)]
 CHOICE = Grammar("choice", json.dumps(PATHS))
@@ -55,18 +53,7 @@ WAYS: dict[str, tuple[Sampling, Grammar | None]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def _small_window_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spec_module, "MIN_WINDOW_BLOCKS", 1)
-    monkeypatch.setattr(spec_module, "WINDOW_SHARE", 1000)
+pytestmark = pytest.mark.usefixtures("one_thread", "small_window_pools")
 
 
 def engine_over(forward: TorchForward, peers: Lender, life: int = 1) -> Engine:
@@ -154,18 +141,7 @@ class Side:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("kind", "dtype", "kv_dtype"),
-    [
-        ("llama", "float32", "auto"),
-        ("llama", "bfloat16", "auto"),
-        ("llama", "float32", "fp8"),
-        ("qwen3", "float32", "auto"),
-        ("qwen3", "bfloat16", "fp8"),
-        ("gemma3_text", "float32", "auto"),
-        ("gemma3_text", "bfloat16", "fp8"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "dtype", "kv_dtype"), MODELS)
 async def test_a_file_goes_on_elsewhere_as_the_very_branch_bit_by_bit(
     kind: str, dtype: str, kv_dtype: str, way: str, tmp_path: Path
 ) -> None:
@@ -179,9 +155,7 @@ async def test_a_file_goes_on_elsewhere_as_the_very_branch_bit_by_bit(
 
     sampling, grammar = WAYS[way]
     here, there = Side(forward(), tmp_path), Side(forward(), tmp_path)
-    command = Generate(
-        "r", pack_tokens(PROMPT), Limits(NUM, ignore_eos=True), sampling, grammar=grammar
-    )
+    command = Generate("r", pack_tokens(PROMPT), LIMITS, sampling, grammar=grammar)
     first = -(-len(PROMPT) // 16)  # steps until it draws
     whole = run(here.engine, command, later={first + CUT - 1: [Capture("c", "r")]})
     tokens = whole.tokens["r", 0]
@@ -235,6 +209,4 @@ async def test_a_file_whose_lender_is_gone_is_computed_from_its_text(tmp_path: P
 
 
 def resume_free(limits: Limits) -> Command:
-    from mallee.protocol.messages import Fork
-
     return Fork("f", "p.0", (b"",), limits)

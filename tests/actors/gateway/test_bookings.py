@@ -113,6 +113,20 @@ async def test_loads_agree_within_one_message() -> None:
             gateway.feed.replicas.check()
 
 
+async def test_gateways_know_where_others_serve_their_metrics() -> None:
+    """By their heartbeats; those of one that is gone are forgotten."""
+    hub = LocalHub()
+    async with Gateway(hub, "g0") as one:
+        other = Gateway(hub, "g1")
+        other.feed.metrics_at = "10.0.0.1:9400"
+        one.feed.metrics_at = "10.0.0.2:9400"
+        await other.__aenter__()
+        await until(lambda: one.feed.others_metrics == {"g1": "10.0.0.1:9400"})
+        await until(lambda: other.feed.others_metrics == {"g0": "10.0.0.2:9400"})
+        await other.die()
+        await until(lambda: not one.feed.others_metrics)
+
+
 async def test_a_dead_gateways_load_expires() -> None:
     """K10, X7: a replica's crash expires its load."""
     hub = LocalHub()

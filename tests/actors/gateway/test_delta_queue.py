@@ -146,7 +146,9 @@ async def test_an_answer_that_is_not_read_is_cancelled_on_its_worker(
         cut=lambda *_: None,
         shorten=lambda *_: None,
         started=0.0,
-        metrics=GatewayMetrics(),
+        metrics=(metrics := GatewayMetrics()),
+        tenant=metrics.tenants.of(""),
+        is_fork=False,
         clock=lambda: 0.0,
         judge=Judge(GenerateJob(as_tokens([1]), Limits(1)), 4, "base"),
     )

@@ -19,6 +19,7 @@ from mallee.protocol.events import EventBatch, Lease, Snapshot, Stored, pack_has
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
+from mallee.router.dispatch.dispatcher import DispatchStats
 from mallee.router.router import Router
 from mallee.testing.bus import LocalBus, LocalHub
 from support.brokers import OpenBroker
@@ -128,7 +129,9 @@ async def test_what_an_overflow_dropped_comes_back_by_snapshot() -> None:
         await until(lambda: place.sizes() == {"w0": 20})
         assert place.feed.pump.num_dropped > 0
         assert place.router.stats().gaps == 1
-        place.metrics.registry.register(RouterCollector(place.router.stats))
+        place.metrics.registry.register(
+            RouterCollector(place.router.stats, lambda: DispatchStats({}, 0))
+        )
         shown = place.metrics.registry.get_sample_value
         dropped = place.feed.pump.num_dropped
         assert shown("mallee_event_messages_dropped_total") == dropped

@@ -263,3 +263,14 @@ async def test_a_fork_that_finds_its_capsule_gone_repairs_the_directory() -> Non
         with pytest.raises(UnknownCapsule):
             await gateway.capsule(made.capsule, COMMON)
         assert other.health()["status"] == "unavailable"
+
+
+async def test_fewer_workers_than_expected_show_in_health_and_in_metrics() -> None:
+    async with fleet(workers=1) as f:
+        gateway = f.gateways[0]
+        assert gateway.health()["status"] == "ok"
+        gateway.expect(3)
+        assert gateway.health()["status"] == "degraded"
+        lines = gateway._metrics.render().decode().splitlines()
+        assert "mallee_workers_expected 3.0" in lines
+        assert "mallee_workers_alive 1.0" in lines

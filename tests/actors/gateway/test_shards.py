@@ -223,7 +223,7 @@ async def test_branches_are_cancelled_one_by_one_wherever_they_are() -> None:
 
 
 async def test_the_parts_of_a_lost_worker_go_on_elsewhere() -> None:
-    """X4, part: each branch after its own last token, with what it had drawn."""
+    """X4, part, D22, part: each branch after its own last token, with what it had drawn; counted so."""
     async with fleet() as f:
         made = await make_capsule(f)
         fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(400), HOT))
@@ -238,6 +238,10 @@ async def test_the_parts_of_a_lost_worker_go_on_elsewhere() -> None:
             assert tokens == expect(PROMPT.tolist() + suffix.tolist(), 400, i)
             assert last.worker != "w2"
         assert f.gateways[0]._dispatcher.num_moved == 1
+        lines = f.gateways[0].metrics().decode().splitlines()
+        assert f'mallee_branches_moved_total{{reason="death"}} {len(shard.branches)}.0' in lines
+        assert f"mallee_branch_stall_seconds_count {len(shard.branches)}.0" in lines
+        assert 'mallee_branch_latency_seconds_count{how="recompute"} 0.0' not in lines
         await host.close()
         del f.engines["w2"]
         await until(f.is_clean)
@@ -261,6 +265,7 @@ async def test_a_capsule_whose_worker_died_answers_again_under_its_own_id() -> N
         again = await gateway.capsule(made.capsule, COMMON)
         assert (again.boundary, again.worker != owner) == (len(PROMPT), True)
         assert gateway._dispatcher.num_rebuilt == 1
+        assert b"mallee_capsules_rebuilt_total 1.0" in gateway.metrics()
         await host.close()
         del f.engines[owner]
         await until(f.is_clean)
@@ -276,6 +281,26 @@ async def test_gateways_tell_each_other_the_texts_of_lost_capsules() -> None:
         host = await lose(f, (await one.capsule(made.capsule, COMMON)).worker)
         info = await two.capsule(made.capsule, COMMON)
         assert (info.worker, info.boundary) == (None, len(PROMPT))
+        answers = await collect(await two.start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT)))
+        for k, suffix in enumerate(SUFFIXES):
+            assert answers[k][0] == expect(PROMPT.tolist() + suffix.tolist(), 8, k)
+        await host.close()
+
+
+async def test_a_gateway_that_ends_leaves_the_texts_of_kept_capsules_to_another() -> None:
+    """X4, part: which makes them again from now on, also when their worker drains."""
+    async with fleet(gateways=2) as f:
+        made = await make_capsule(f)
+        one, two = f.gateways
+        await until(lambda: f.routers[1].stats().num_capsules == 1)
+        await until(lambda: one._num_others() == two._num_others() == 1)
+        worker = (await one.capsule(made.capsule, COMMON)).worker
+        await one.close()
+        f.gateways.remove(one)
+        f.routers.pop(0)
+        await until(lambda: made.capsule in two._memory)
+        assert [capsule for capsule, _ in two._memory.own_kept()] == [made.capsule]
+        host = await lose(f, worker)
         answers = await collect(await two.start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT)))
         for k, suffix in enumerate(SUFFIXES):
             assert answers[k][0] == expect(PROMPT.tolist() + suffix.tolist(), 8, k)

@@ -4,15 +4,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from threading import Event
 
 from mallee.protocol.messages import Fork, Limits, Release
 from mallee.testing.forward import linear_tokens
-from mallee.worker.engine import Engine
 from mallee.worker.storage.files import Directory
 from mallee.worker.storage.volume import Volume
 from support import crashing_engine
 from support.crashing_engine import ROOMY, SAMPLED, SPEC, prompt
+from support.run_out import run_out
 
 KILLS = 40
 TESTS = Path(crashing_engine.__file__).parents[1]
@@ -46,7 +45,7 @@ def survived(folder: Path, seed: int) -> tuple[int, int]:
         elif verb == "deleted":
             gone.add(int(number))
     engine = crashing_engine.engine(folder, 2)
-    run(engine)
+    run_out(engine, 5.0)
     capsules = engine.snapshot().capsules
     found = {int(each.capsule[1:].partition(".")[0]) for each in capsules}
     assert must <= found
@@ -55,11 +54,11 @@ def survived(folder: Path, seed: int) -> tuple[int, int]:
         name = f"f{number}"
         engine.submit(Fork(name, f"p{number}.0", (b"",), Limits(4), SAMPLED), "g")
         text = prompt(seed, number)
-        assert run(engine) == linear_tokens(SPEC, text, 4, sampling=SAMPLED, seed=7)
+        assert run_out(engine, 5.0) == linear_tokens(SPEC, text, 4, sampling=SAMPLED, seed=7)
         engine.check()
     for number in found:
         engine.submit(Release(f"p{number}.0"), "g")
-    run(engine)
+    run_out(engine, 5.0)
     engine.check()
     stats = engine.stats()
     assert stats.tiers is not None
@@ -72,19 +71,3 @@ def survived(folder: Path, seed: int) -> tuple[int, int]:
     volume.check()
     volume.close()
     return len(must), len(gone)
-
-
-def run(engine: Engine) -> list[int]:
-    """Step until nothing runs and nothing moves; the tokens that were drawn."""
-    tokens: list[int] = []
-    moved = Event()
-    engine.notify(moved.set)
-    while True:
-        moved.clear()
-        while engine.has_work:
-            for frame in engine.step().frames.values():
-                tokens += [token for update in frame.updates for token in update.tokens]
-        assert engine._lower is not None
-        if not engine._lower.num_moving:
-            return tokens
-        assert engine.has_work or moved.wait(5)

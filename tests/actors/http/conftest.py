@@ -229,7 +229,7 @@ class FakeService:
     def health(self) -> dict[str, object]:
         return {"status": self.status, "workers": []}
 
-    def metrics(self) -> bytes:
+    def metrics(self, accept: str = "") -> bytes:
         return self.gateway_metrics.render()
 
 

