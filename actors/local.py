@@ -31,6 +31,7 @@ CLOSE_TIMEOUT_S = 20.0
 DRAIN_MARGIN_S = 5.0
 REMOVE_TIMEOUT_S = 2.0
 NICENESS = "RAY_worker_niceness"
+RAY_IS_LATE = "timed out during startup"
 OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours lives there
 
 
@@ -246,7 +247,8 @@ def _start_ray(options: dict[str, Any]) -> None:
     try:
         ray.init(**options)
     except Exception as error:
-        if type(error) is not Exception:  # Ray has no class of its own for a node that is late
+        # Ray has no class of its own for a node that is late; by its text no other fault is taken for one.
+        if type(error) is not Exception or RAY_IS_LATE not in str(error):
             raise
         ray.shutdown()
         raise ConfigError(

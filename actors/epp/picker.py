@@ -2,11 +2,12 @@
 
 import asyncio
 import itertools
-import logging
+import os
 import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Final, Self
 
 import httpx
@@ -37,8 +38,6 @@ from mallee.protocol.ids import Incarnation, WorkerId
 
 if TYPE_CHECKING:
     import zmq.asyncio
-
-log = logging.getLogger(__name__)
 
 DRAIN_S: Final = 30.0
 WATCH_S: Final = 0.5  # between two looks at what may have failed
@@ -126,11 +125,10 @@ class Picker:
         return self.tasks.failure or (None if self._bus is None else self._bus.failure)
 
     async def __aenter__(self) -> Self:
-        try:
+        async with AsyncExitStack() as unless_started:
+            unless_started.push_async_callback(self.close, 0.0)
             await self._start()
-        except BaseException:
-            await self.close(0.0)
-            raise
+            unless_started.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -216,8 +214,6 @@ def _reader(config: PickerConfig) -> PromptReader:
 
 def _source(config: PickerConfig) -> EndpointSource:
     if config.pool is not None:
-        import os
-
         namespace = config.namespace or account_namespace(os.environ)
         return PoolEndpoints(
             server_of(config.kubernetes_url), namespace=namespace, pool=config.pool

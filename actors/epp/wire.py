@@ -8,7 +8,7 @@ extensions/filters/http/ext_proc/v3/processing_mode), grpc/grpc-proto grpc/healt
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, struct_pb2
@@ -48,8 +48,18 @@ _KINDS: Final = {
     "string": _Field.TYPE_STRING,
     "uint32": _Field.TYPE_UINT32,
 }
-# Message: field: (number, type). `*` repeats it; of fields with the same `|name` one is set.
-_MESSAGES: Final[Mapping[str, Mapping[str, tuple[int, str]]]] = {
+_Fields = Mapping[str, tuple[int, str]]  # field: (number, type)
+
+
+def _exchange(first: int, union: str, *, headers: str, body: str, trailers: str) -> _Fields:
+    """One field for each part of the request and of the response, by turns, of which one is set."""
+    parts = {"headers": headers, "body": body, "trailers": trailers}
+    names = [(f"{side}_{part}", kind) for part, kind in parts.items() for side in get_args(Side)]
+    return {name: (first + i, f"{kind}|{union}") for i, (name, kind) in enumerate(names)}
+
+
+# `*` repeats a field; of fields with the same `|name` one is set.
+_MESSAGES: Final[Mapping[str, _Fields]] = {
     "HeaderValue": {"key": (1, "string"), "value": (2, "string"), "raw_value": (3, "bytes")},
     "HeaderValueOption": {"header": (1, "HeaderValue"), "append_action": (3, "int32")},
     "HeaderMap": {"headers": (1, "*HeaderValue")},
@@ -64,25 +74,18 @@ _MESSAGES: Final[Mapping[str, Mapping[str, tuple[int, str]]]] = {
         "response_body_mode": (2, "int32"),
     },
     "ProcessingRequest": {
-        "request_headers": (2, "HttpHeaders|request"),
-        "response_headers": (3, "HttpHeaders|request"),
-        "request_body": (4, "HttpBody|request"),
-        "response_body": (5, "HttpBody|request"),
-        "request_trailers": (6, "HttpTrailers|request"),
-        "response_trailers": (7, "HttpTrailers|request"),
+        **_exchange(2, "request", headers="HttpHeaders", body="HttpBody", trailers="HttpTrailers"),
         "metadata_context": (8, "Metadata"),
         "observability_mode": (10, "bool"),
         "protocol_config": (11, "ProtocolConfiguration"),
     },
-    "StreamedBodyResponse": {"body": (1, "bytes"), "end_of_stream": (2, "bool")},
-    "BodyMutation": {"streamed_response": (3, "StreamedBodyResponse")},
+    "BodyMutation": {"streamed_response": (3, "HttpBody")},  # StreamedBodyResponse has its fields
     "CommonResponse": {
         "header_mutation": (2, "HeaderMutation"),
         "body_mutation": (3, "BodyMutation"),
         "clear_route_cache": (5, "bool"),
     },
-    "HeadersResponse": {"response": (1, "CommonResponse")},
-    "BodyResponse": {"response": (1, "CommonResponse")},
+    "Response": {"response": (1, "CommonResponse")},  # of headers and of a body
     "TrailersResponse": {"header_mutation": (1, "HeaderMutation")},
     "HttpStatus": {"code": (1, "int32")},
     "ImmediateResponse": {
@@ -92,12 +95,9 @@ _MESSAGES: Final[Mapping[str, Mapping[str, tuple[int, str]]]] = {
         "details": (5, "string"),
     },
     "ProcessingResponse": {
-        "request_headers": (1, "HeadersResponse|response"),
-        "response_headers": (2, "HeadersResponse|response"),
-        "request_body": (3, "BodyResponse|response"),
-        "response_body": (4, "BodyResponse|response"),
-        "request_trailers": (5, "TrailersResponse|response"),
-        "response_trailers": (6, "TrailersResponse|response"),
+        **_exchange(
+            *(1, "response"), headers="Response", body="Response", trailers="TrailersResponse"
+        ),
         "immediate_response": (7, "ImmediateResponse|response"),
         "dynamic_metadata": (8, "Struct"),
     },
@@ -123,7 +123,7 @@ def _made() -> dict[str, Any]:
     return {name: message_factory.GetMessageClass(find(f"{_PACKAGE}.{name}")) for name in _MESSAGES}
 
 
-def _describe(message: Any, fields: Mapping[str, tuple[int, str]]) -> None:
+def _describe(message: Any, fields: _Fields) -> None:
     unions: list[str] = []
     for name, (number, written) in fields.items():
         kind, _, union = written.removeprefix("*").partition("|")

@@ -24,7 +24,7 @@ _ROUTER: Final[dict[str, Callable[[RouterStats], float]]] = {
     "mallee_index_entries": attrgetter("index.num_entries"),
     "mallee_index_worker_sets": attrgetter("index.num_sets"),
     "mallee_index_bytes": attrgetter("index.nbytes"),
-    "mallee_index_open_workers": attrgetter("index.num_not_prefix_closed"),
+    "mallee_index_open_workers": attrgetter("index.num_walked"),
     "mallee_index_backlog_blocks": attrgetter("backlog_blocks"),
     "mallee_index_evictions_total": attrgetter("index.evicted"),
     "mallee_index_lookups_total": attrgetter("index.probes"),

@@ -355,7 +355,11 @@ _INDEX: Final = _area(
     _gauge("mallee_index_entries", "pairs", "(worker, block) pairs."),
     _gauge("mallee_index_worker_sets", "sets", "Distinct sets of workers that share blocks."),
     _gauge("mallee_index_bytes", "bytes", "Memory of the prefix index."),
-    _gauge("mallee_index_open_workers", "workers", "Workers whose paths are walked."),
+    _gauge(
+        "mallee_index_open_workers",
+        "workers",
+        "Workers with blocks whose paths may have holes: matches look every block up.",
+    ),
     _gauge("mallee_index_backlog_blocks", "blocks", "Blocks of snapshots not taken in yet."),
     _counter("mallee_index_evictions", "blocks", "Blocks dropped for the byte limit."),
     _counter("mallee_index_lookups", "blocks", "Blocks looked up by matches."),

@@ -74,14 +74,16 @@ class Columns:
         held = self._control[first : first + tiers * self._num]
         return int(held.reshape(tiers, self._num)[:, self.of].sum())
 
-    def num_not_prefix_closed(self) -> int:
-        """Live columns that may have holes; the control block counts dead ones, too."""
+    def num_walked(self) -> int:
+        """Live columns with blocks that may have holes; the control block counts empty and dead ones, too."""
         words = self._num // 64
         live, holes = (
             self._control[self._region(region) :][:words]
             for region in (layout.REGION_LIVE, layout.REGION_MAY_HAVE_HOLES)
         )
-        return sum(int(word).bit_count() for word in (live & holes).view(np.uint64))
+        may_have_holes = np.unpackbits((live & holes).view(np.uint8), bitorder="little")
+        held = self._control[self._region(layout.REGION_HELD) :][: self._num]
+        return int(np.count_nonzero(may_have_holes * held))
 
     def check(self, in_use: set[int]) -> None:
         """Raises AssertionError unless every column is of a worker, free or dead; `in_use` by blocks."""

@@ -47,7 +47,7 @@ class IndexStats:
     nbytes: int
     evicted: int  # blocks dropped for the byte cap
     probes: int  # blocks looked up by matches
-    num_not_prefix_closed: int  # workers whose paths are walked
+    num_walked: int  # workers with blocks that may have holes: their paths are walked
 
     @property
     def num_copies(self) -> float:
@@ -213,7 +213,7 @@ class PrefixIndex:
             nbytes=self.nbytes,
             evicted=int(control[layout.AT_EVICTED]),
             probes=int(control[layout.AT_PROBES]),
-            num_not_prefix_closed=self._columns.num_not_prefix_closed(),
+            num_walked=self._columns.num_walked(),
         )
 
     def check(self) -> None:

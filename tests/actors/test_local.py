@@ -15,9 +15,10 @@ from support.mock_scene import make_folder
 def test_a_ray_that_is_late_is_one_error_with_its_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray raises a bare exception then; whatever else it raises keeps its class."""
+    """Ray raises a bare exception then; all others go on as they are, bare ones too."""
     raised: list[Exception] = [
         Exception("The current node timed out during startup."),
+        Exception("Head node session dir not found in NodeInfo."),
         OSError("no file"),
     ]
 
@@ -30,5 +31,8 @@ def test_a_ray_that_is_late_is_one_error_with_its_remedy(
     )
     with pytest.raises(ConfigError, match=r"Ray did not start: .*timed out.*try again"):
         LocalStack(config, port=0).start()
+    with pytest.raises(Exception, match="session dir") as found:
+        LocalStack(config, port=0).start()
+    assert type(found.value) is Exception
     with pytest.raises(OSError, match="no file"):
         LocalStack(config, port=0).start()

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.ray, pytest.mark.nats, pytest.mark.
 until = partial(wait_until, timeout_s=120.0)
 OPERATOR = "MALLEE_API_KEY"
 CLIENTS = ("prompt", "system prompt", "session", "user", "schema", "stop string", "cache key")
-"""What clients send, none of which may be logged."""
+"""Kinds of texts in a request of a client's, none of which may be logged."""
 
 
 class Head:

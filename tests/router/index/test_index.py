@@ -254,16 +254,30 @@ def test_a_repaired_path_is_walked_until_its_events_settle_it() -> None:
     index = PrefixIndex(2, is_prefix_closed=True)
     index.store(0, run(1, 2, 3, 4))
     assert index.repair(0, run(2, 9)) == 1
-    assert index.stats().num_not_prefix_closed == 1
+    assert index.stats().num_walked == 1
     assert index.match(run(1, 2, 3, 4)).tolist() == [1, 0]
     index.remove(0, run(2), tier=1)  # says nothing of the device
     index.remove(0, run(9))
     assert index.match(run(1, 2, 3, 4)).tolist() == [1, 0]
     index.store(0, run(2))
-    assert index.stats().num_not_prefix_closed == 0
+    assert index.stats().num_walked == 0
     assert index.match(run(1, 2, 3, 4)).tolist() == [4, 0]
     assert index.repair(0, run(7)) == 0
-    assert index.stats().num_not_prefix_closed == 0
+    assert index.stats().num_walked == 0
+
+
+def test_workers_that_are_walked_are_counted_and_empty_slots_are_not() -> None:
+    index = PrefixIndex(200)
+    assert index.stats().num_walked == 0
+    for worker in (3, 70, 199):
+        index.store(worker, run(1, 2))
+    assert index.stats().num_walked == 3
+    index.set_prefix_closed(70, True)
+    assert index.stats().num_walked == 2
+    index.clear(199)
+    assert index.stats().num_walked == 1
+    index.remove(3, run(1, 2))
+    assert index.stats().num_walked == 0
 
 
 def test_the_hash_zero_is_never_held() -> None:

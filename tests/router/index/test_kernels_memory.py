@@ -108,7 +108,7 @@ def test_the_byte_cap_forgets_blocks_but_never_invents_them() -> None:
         elif step % 97 == 96:
             index.clear(worker)
             truth[worker].clear()
-            assert index.stats().num_not_prefix_closed <= 6
+            assert index.stats().num_walked <= 6
         else:
             index.store(worker, path)
             truth[worker] |= set(path.tolist())
