@@ -19,6 +19,11 @@ class PickerConfig(Settings):
         default=None, description="PEM certificate for it; by default there is no TLS."
     )
     tls_key: str | None = Field(default=None, description="Its key.")
+    health_listen: str | None = Field(
+        default=None,
+        description="Address of the gRPC health checks alone, without TLS, as Kubernetes' probes need them;"
+        " `listen` answers them too.",
+    )
     endpoints: tuple[str, ...] = Field(
         default=(), description="Pods, each as ip:port, if they never change."
     )
@@ -116,9 +121,10 @@ class PickerConfig(Settings):
             raise ValueError("events_port needs model: KV events name blocks by their tokens")
         if self.replay_port is not None and self.events_port is None:
             raise ValueError("replay_port needs events_port")
-        for name in ("listen", "metrics_listen"):
+        for name in ("listen", "health_listen", "metrics_listen"):
             value = getattr(self, name)
-            if value is not None and not value.rpartition(":")[2].isdigit():
+            host, _, port = (value or "").rpartition(":")
+            if value is not None and not (host and port.isdigit()):
                 raise ValueError(f"{name}={value!r}: give host:port")
         _ = self.app  # its own checks
         return self

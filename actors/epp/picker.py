@@ -169,7 +169,7 @@ class Picker:
         if config.metrics_listen is not None:
             self.tasks.spawn(self._recount())
             self._end_metrics = self.counts.serve(config.metrics_listen)
-        await self.server.start_up(config.listen, config.tls_paths)
+        await self.server.start_up(config.listen, config.tls_paths, config.health_listen)
 
     def _changed(self, endpoints: Sequence[Endpoint]) -> None:
         self.pods.update(endpoints)

@@ -36,6 +36,7 @@ BODY_S: Final = 30.0  # for all of a request, from its headers on
 STREAM_S: Final = 3600.0  # for all of an answer
 AT_ONCE_NBYTES: Final = 16 << 10  # a body that is read without leaving the loop
 MAX_MESSAGE_NBYTES: Final = 4 << 20
+MAX_HEALTH_CHECKS: Final = 64  # at once, at the port that is for them alone
 WATCH_S: Final = 0.5  # between two looks for a watcher of the health
 SERVING, NOT_SERVING = 1, 2
 LIVENESS: Final = "liveness"
@@ -98,18 +99,37 @@ class PickerServer:
         self._is_ready = is_ready
         self._is_draining = False
         self._server: grpc.aio.Server | None = None
+        self._health_server: grpc.aio.Server | None = None
         self.port = 0
+        self.health_port = 0
 
-    async def start_up(self, listen: str, tls: tuple[Path, Path] | None) -> None:
-        """Listen at `listen`. Raises ConfigError."""
-        server = grpc.aio.server(
-            maximum_concurrent_rpcs=self._limits.max_streams,
-            options=(
-                ("grpc.max_receive_message_length", MAX_MESSAGE_NBYTES),
-                ("grpc.so_reuseport", 0),
-            ),
-        )
+    async def start_up(
+        self, listen: str, tls: tuple[Path, Path] | None, health_listen: str | None = None
+    ) -> None:
+        """Listen at `listen`, and for health checks without TLS at `health_listen`. Raises ConfigError."""
         stream = grpc.stream_stream_rpc_method_handler(self._process)
+        process = grpc.method_handlers_generic_handler(PROCESS, {"Process": stream})
+        health = self._health_handler()
+        server = _server(self._limits.max_streams, process, health)
+        try:
+            if tls is None:
+                self.port = server.add_insecure_port(listen)
+            else:
+                self.port = server.add_secure_port(listen, _credentials(*tls))
+        except RuntimeError as error:
+            raise ConfigError(f"listen={listen!r}: {error}") from error
+        self._server = server
+        if health_listen is not None:
+            checks = _server(MAX_HEALTH_CHECKS, health)
+            try:
+                self.health_port = checks.add_insecure_port(health_listen)
+            except RuntimeError as error:
+                raise ConfigError(f"health_listen={health_listen!r}: {error}") from error
+            self._health_server = checks
+            await checks.start()
+        await server.start()
+
+    def _health_handler(self) -> grpc.GenericRpcHandler:
         check = grpc.unary_unary_rpc_method_handler(
             self._check,
             request_deserializer=HealthCheckRequest.FromString,
@@ -120,27 +140,15 @@ class PickerServer:
             request_deserializer=HealthCheckRequest.FromString,
             response_serializer=HealthCheckResponse.SerializeToString,
         )
-        server.add_generic_rpc_handlers(
-            (
-                grpc.method_handlers_generic_handler(PROCESS, {"Process": stream}),
-                grpc.method_handlers_generic_handler(HEALTH, {"Check": check, "Watch": watch}),
-            )
-        )
-        try:
-            if tls is None:
-                self.port = server.add_insecure_port(listen)
-            else:
-                self.port = server.add_secure_port(listen, _credentials(*tls))
-        except RuntimeError as error:
-            raise ConfigError(f"listen={listen!r}: {error}") from error
-        self._server = server
-        await server.start()
+        return grpc.method_handlers_generic_handler(HEALTH, {"Check": check, "Watch": watch})
 
     async def close(self, drain_s: float) -> None:
         """Say that it is not ready, give streams so long to end, then end them."""
         self._is_draining = True
         if self._server is not None:
             await self._server.stop(drain_s)
+        if self._health_server is not None:
+            await self._health_server.stop(None)
 
     async def _process(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         talk = _Talk(self, RequestId(self._new_id()))
@@ -254,6 +262,18 @@ class _Talk:
         if endpoint != self._took.endpoints[0]:
             self._server._observer.served_elsewhere()
             self._server._placement.served(self.request, self._prompt, endpoint)
+
+
+def _server(max_rpcs: int, *handlers: grpc.GenericRpcHandler) -> grpc.aio.Server:
+    server = grpc.aio.server(
+        maximum_concurrent_rpcs=max_rpcs,
+        options=(
+            ("grpc.max_receive_message_length", MAX_MESSAGE_NBYTES),
+            ("grpc.so_reuseport", 0),
+        ),
+    )
+    server.add_generic_rpc_handlers(handlers)
+    return server
 
 
 def _credentials(cert: Path, key: Path) -> Any:

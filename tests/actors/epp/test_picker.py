@@ -18,6 +18,7 @@ from mallee.protocol.errors import ConfigError
 from mallee.testing.envoy import free_ports
 from mallee.testing.vllm_pod import KVPublisher, VllmPod
 from support.brokers import OpenBroker
+from support.certificates import certificate
 from support.expositions import check_against_catalog
 from support.pickers import Proxy, picker_config, running
 from support.tokenizers_made import byte_level
@@ -171,6 +172,25 @@ async def test_health_tells_liveness_and_readiness_apart() -> None:
             picker.server._is_draining = True
             assert await proxy.health("readiness") == NOT_SERVING
             assert await proxy.health("liveness") == SERVING
+
+
+async def test_requests_come_by_tls_and_health_checks_of_kubernetes_without(tmp_path: Path) -> None:
+    """At the port of the health checks there is nothing else."""
+    made = certificate(tmp_path, "picker")
+    more = {"tls_cert": made.cert, "tls_key": made.key, "health_listen": "127.0.0.1:0"}
+    async with pods(1) as found, running(picker_config([found[0].address], **more)) as picker:
+        server = picker.server
+        async with Proxy(server.port, Path(made.ca)) as proxy:
+            assert (await proxy.ask(prompt(0))).endpoints == (found[0].address,)
+            assert await proxy.health("readiness") == SERVING
+        async with Proxy(server.health_port) as plain:
+            assert await plain.health("liveness") == SERVING
+            assert await plain.health("readiness") == SERVING
+            assert await plain.stream().call.code() is grpc.StatusCode.UNIMPLEMENTED
+        async with Proxy(server.port) as plain:
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await plain.health("liveness")
+            assert error.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_fault_of_ours_ends_the_stream_and_makes_no_answer_up(
@@ -366,7 +386,11 @@ async def test_a_picker_exposes_its_part_of_the_catalog_and_nothing_else() -> No
 async def test_an_address_that_is_taken_is_named() -> None:
     async with scene(1) as (found, picker, _):
         taken = f"127.0.0.1:{picker.server.port}"
-        for more in ({"metrics_listen": taken}, {"listen": taken}):
+        for more in (
+            {"metrics_listen": taken},
+            {"listen": taken},
+            {"health_listen": taken},
+        ):
             config = picker_config([found[0].address]).model_copy(update=more)
             failed = Picker(config)
             with pytest.raises(ConfigError, match=f"{taken}"):

@@ -65,6 +65,7 @@ def test_the_page_names_every_setting_with_its_default() -> None:
         ({"pool": "b", "replay_port": 5557}, "replay_port needs events_port"),
         ({"pool": "b", "tls_cert": "c"}, "give tls_cert and tls_key"),
         ({"pool": "b", "listen": "nowhere"}, "listen='nowhere': give host:port"),
+        ({"pool": "b", "health_listen": "9003"}, "health_listen='9003': give host:port"),
         ({"pool": "b", "nats_credentials": "c"}, "nats_credentials needs nats_url"),
         ({"pool": "b", "nats_url": "nats://u:p@h"}, "nats_url holds credentials"),
         ({"pool": "b", "blocksize": 3}, "blocksize"),
