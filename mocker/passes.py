@@ -9,7 +9,7 @@ from mallee.mocker.run_length import RunLengthNotation, RunLengthTokens, answer_
 from mallee.mocker.timing import Timing
 from mallee.protocol.messages import TokenLogprobs
 from mallee.protocol.model import ModelSpec
-from mallee.worker.forward import Draw, ForwardBatch, Logits
+from mallee.worker.forward import Draw, ForwardBatch, Logits, LogprobQuery
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text, TokenNotation
 from mallee.worker.kv.watch import Row, Rows
@@ -169,8 +169,8 @@ class TimedForward:
     def undump(self, raw: bytes) -> Logits:
         return True
 
-    def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:
-        return made_up_logprobs(self.spec.vocab_size, token, num_top)
+    def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
+        return [made_up_logprobs(self.spec.vocab_size, q.token, q.num_top) for q in queries]
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:
         return [self._token(d.seed, d.sampling.temperature, d.position) for d in draws]

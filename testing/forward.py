@@ -17,7 +17,7 @@ from mallee.protocol.errors import CodecError
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.messages import Sampling, TokenLogprobs
 from mallee.protocol.model import ModelSpec
-from mallee.worker.forward import Draw, ForwardBatch, Logits, flags
+from mallee.worker.forward import Draw, ForwardBatch, Logits, LogprobQuery, flags
 from mallee.worker.kv.watch import Row, Rows
 
 _POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
@@ -95,8 +95,8 @@ class MockForward:
             raise CodecError(f"logits of {len(raw)} bytes; 8 are a row", nbytes=len(raw))
         return int.from_bytes(raw, "little")
 
-    def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:
-        return made_up_logprobs(self.spec.vocab_size, token, num_top)
+    def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
+        return [made_up_logprobs(self.spec.vocab_size, q.token, q.num_top) for q in queries]
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:
         return [draw_token(self.spec.vocab_size, draw) for draw in draws]

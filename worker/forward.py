@@ -213,6 +213,14 @@ class Draw(NamedTuple):
     banned: tuple[int, ...] = ()
 
 
+class LogprobQuery(NamedTuple):
+    """One token to report on, with the `num_top` likeliest beside it."""
+
+    logits: Logits
+    token: int
+    num_top: int
+
+
 class Forward(Protocol):
     """Owns the KV memory of `num_blocks` blocks and computes over it. Called from one thread."""
 
@@ -258,8 +266,8 @@ class Forward(Protocol):
         """One token id per draw."""
         ...
 
-    def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:
-        """Log-probabilities of `token` and of the `num_top` likeliest, of the model's own distribution.
+    def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
+        """Log-probabilities of each query's token and likeliest, of the model's own distribution.
 
         That is before penalties, masks, temperature and filters. Equals by rising id.
         """

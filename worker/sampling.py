@@ -4,7 +4,7 @@ Grammar masks of a step's branches depend on tokens drawn before it: they are co
 their own while the model runs (`expect`), and looked at when there are logits to draw from (`draw`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from mallee.worker.forward import (
     Forward,
     Ids,
     Logits,
+    LogprobQuery,
     Matcher,
     Structures,
     TokenHistory,
@@ -236,15 +237,20 @@ class StepSampler:
                 for branch, logits in scored
             ]
         )
-        logprobs = [
-            (self._forward.logprobs(logits, token, branch.job.sampling.logprobs),)
-            if branch.job.sampling.logprobs >= 0
-            else ()
-            for (branch, logits), token in zip(scored, tokens, strict=True)
-        ]
-        for (branch, logits), token, each in zip(scored, tokens, logprobs, strict=True):
+        reports = self._logprobs(scored, tokens)
+        for (branch, logits), token in zip(scored, tokens, strict=True):
+            each = (next(reports),) if branch.job.sampling.logprobs >= 0 else ()
             taken.append(self._take(branch, logits, token, each))
         return taken
+
+    def _logprobs(self, scored: Sequence[Scored], tokens: Sequence[int]) -> Iterator[TokenLogprobs]:
+        """Those of the branches that want some."""
+        queries = [
+            LogprobQuery(logits, token, branch.job.sampling.logprobs)
+            for (branch, logits), token in zip(scored, tokens, strict=True)
+            if branch.job.sampling.logprobs >= 0
+        ]
+        return iter(self._forward.logprobs(queries) if queries else ())
 
     def _filled(self) -> _Masks | None:
         masks, self._masks = self._masks, None

@@ -14,7 +14,7 @@ from mallee.protocol.errors import ConfigError
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import TokenLogprobs
 from mallee.worker.engine import Engine
-from mallee.worker.forward import Draw, ForwardBatch, Logits
+from mallee.worker.forward import Draw, ForwardBatch, Logits, LogprobQuery
 from mallee.worker.records import EngineConfig
 
 BLOCK_SIZE = 16
@@ -68,8 +68,8 @@ class HiddenForward:
     def sample(self, draws: Sequence[Draw]) -> list[int]:
         return [7] * len(draws)
 
-    def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:
-        return 0.0, ()
+    def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
+        return [(0.0, ())] * len(queries)
 
     def are_numbers(self, rows: Sequence[object]) -> bool:
         return True

@@ -18,7 +18,7 @@ import torch
 from mallee.protocol.errors import CodecError, ConfigError, WeightsMismatch
 from mallee.protocol.messages import TokenLogprobs
 from mallee.protocol.model import ModelSpec, WeightVersion
-from mallee.worker.forward import Draw, ForwardBatch, Logits
+from mallee.worker.forward import Draw, ForwardBatch, Logits, LogprobQuery
 from mallee.worker.kv.node import BlockCopy
 from mallee.worker.kv.tiers.window_rows import row_spans
 from mallee.worker.model.backend import check_device, choose_backend
@@ -36,7 +36,7 @@ from mallee.worker.model.loading.config_json import read_config
 from mallee.worker.model.loading.weights import ModelWeights, load_weights, weights_digest
 from mallee.worker.model.ops import movable
 from mallee.worker.model.plan import make_plan
-from mallee.worker.model.sampling.logits import logprobs
+from mallee.worker.model.sampling.logprobs import logprobs
 from mallee.worker.model.sampling.sampler import sample
 
 log = logging.getLogger(__name__)
@@ -229,9 +229,9 @@ class TorchForward:
         with torch.inference_mode():
             return sample(draws)
 
-    def logprobs(self, logits: Logits, token: int, num_top: int) -> TokenLogprobs:
+    def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
         with torch.inference_mode():
-            return logprobs(logits, token, num_top)
+            return logprobs(queries)
 
     def check(self) -> None:
         """Raises AssertionError if the memory is not what the spec and the counts say."""

@@ -19,7 +19,7 @@ from transformers import (
 
 from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw, TokenHistory, Words, distinct, flags, num_words
-from mallee.worker.model.sampling.logits import _bits, edited, filtered, logprobs
+from mallee.worker.model.sampling.logits import _bits, edited, filtered
 from mallee.worker.model.sampling.sampler import sample
 from support.examples import examples
 
@@ -254,23 +254,6 @@ def test_frequencies_under_options_pass_a_chi_square_test() -> None:
     live = wanted > 0
     assert live.sum() == 6
     assert float(((counts - wanted)[live] ** 2 / wanted[live]).sum()) < 20.5  # 5 degrees, p = 0.001
-
-
-@pytest.mark.parametrize("num_top", [0, 1, 5, 20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_are_of_the_untouched_logits(num_top: int, dtype: torch.dtype) -> None:
-    """I5: the model's own distribution, the likeliest first, equals by rising id."""
-    logits = (vocabulary(3) * 2).round().to(dtype)
-    wanted = logits.float().log_softmax(0)
-    chosen, top = logprobs(logits, 17, num_top)
-    assert chosen == pytest.approx(float(wanted[17]), abs=1e-6)
-    order = sorted(range(VOCAB), key=lambda i: (-float(wanted[i]), i))[:num_top]
-    assert [i for i, _ in top] == order
-    assert [p for _, p in top] == pytest.approx([float(wanted[i]) for i in order], abs=1e-6)
-
-
-def test_more_logprobs_than_tokens_are_all_tokens() -> None:
-    assert len(logprobs(torch.zeros(5), 1, 20)[1]) == 5
 
 
 @given(st.sets(st.integers(0, VOCAB - 1)))

@@ -1,4 +1,4 @@
-"""Logits of one draw on their way through the steps of `sampler`'s scheme, and reports about them."""
+"""Logits of one draw on their way through the steps of `sampler`'s scheme."""
 
 import math
 from functools import lru_cache
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mallee.protocol.messages import Sampling, TokenLogprobs
+from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw, Words, flags
 
 _NUM_BANDS = 1024
@@ -153,20 +153,3 @@ def _nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     kept = before[crossing] + inside.cumsum(0) - inside < top_p
     inner = places_of(bands < crossing)
     return places[torch.cat((inner, band[order[kept]])).sort().values]
-
-
-# Reports
-
-
-def logprobs(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:
-    """See `Forward.logprobs`."""
-    values = logits.float().log_softmax(0)
-    if not num_top:
-        return float(values[token]), ()
-    # Rising ids among equals, as draws have it: topk promises no order.
-    bound = values.topk(min(num_top, len(values)), sorted=False).values.min()
-    near = places_of(values >= bound)
-    order = values[near].argsort(descending=True, stable=True)[:num_top]
-    top = near[order]
-    pairs = zip(top.tolist(), values[top].tolist(), strict=True)
-    return float(values[token]), tuple((int(i), float(p)) for i, p in pairs)

@@ -37,11 +37,11 @@ import torch
 from mallee.worker.forward import Draw
 from mallee.worker.model.kernels.race import GAP, RACE, race
 from mallee.worker.model.sampling.logits import Field, all_ids, edited, filtered, unpacked
+from mallee.worker.model.sampling.rows import slabs, stacked
 
 _MASK64 = (1 << 64) - 1
 MIN_BOUNDED = 2048
 """From so many tokens on the noise is computed only for those that can win, where the kernel is there."""
-_SLAB = 1 << 21  # logits looked at in one go: 8 MB as float32
 
 
 def splitmix64(x: int) -> int:
@@ -116,10 +116,8 @@ def best(rows: Sequence[torch.Tensor]) -> list[int]:
     distinct = {id(row): row for row in rows}
     todo = list(distinct.values())
     found: list[int] = []
-    slab = max(1, _SLAB // len(rows[0])) if rows else 1
-    for start in range(0, len(todo), slab):
-        part = _stacked(todo[start : start + slab])
-        found += _highest(part.float())
+    for part in slabs(len(todo), len(rows[0]) if rows else 1):
+        found += _highest(stacked(todo[part]).float())
     places = dict(zip(distinct, found, strict=True))
     return [places[id(row)] for row in rows]
 
@@ -128,10 +126,9 @@ def best_allowed(draws: Sequence[Draw]) -> list[int]:
     """As `best`, of the tokens that each draw allows."""
     found: list[int] = []
     size = len(draws[0].logits) if draws else 1
-    slab = max(1, _SLAB // size)
-    for start in range(0, len(draws), slab):
-        part = draws[start : start + slab]
-        scores = _stacked([draw.logits for draw in part]).to(torch.float32, copy=True)
+    for each in slabs(len(draws), size):
+        part = draws[each]
+        scores = stacked([draw.logits for draw in part]).to(torch.float32, copy=True)
         sets = np.stack([draw.allowed for draw in part if draw.allowed is not None])
         allowed = unpacked(sets, size, scores.device)
         found += _highest(scores.masked_fill_(~allowed, -torch.inf))
@@ -144,25 +141,6 @@ def _highest(scores: torch.Tensor) -> list[int]:
         found: list[int] = scores.numpy().argmax(1).tolist()
         return found
     return scores.max(1).indices.tolist()
-
-
-def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[len(rows), vocab]: a view if the rows follow one another in one batch, else a copy."""
-    first = rows[0]
-    if len(rows) == 1:
-        return first[None]
-    start = first.storage_offset()
-    step = rows[1].storage_offset() - start
-    base = first.untyped_storage().data_ptr()
-    is_batch = step >= len(first) and all(
-        row.storage_offset() == start + i * step
-        and row.stride() == first.stride()
-        and row.untyped_storage().data_ptr() == base
-        for i, row in enumerate(rows)
-    )
-    if not is_batch:
-        return torch.stack(list(rows))
-    return first.as_strided((len(rows), len(first)), (step, first.stride(0)))
 
 
 def _field(draw: Draw, seen: dict[tuple[int, int], Field]) -> Field:
