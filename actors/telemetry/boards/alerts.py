@@ -5,8 +5,10 @@ short and of a long window would both spend the month's budget too soon.
 Source: Site Reliability Workbook, chapter 5, Multiwindow, Multi-Burn-Rate Alerts.
 """
 
+from collections.abc import Callable
 from typing import Final, Literal, NamedTuple, TypeAlias
 
+from mallee.actors.telemetry.boards import measures
 from mallee.actors.telemetry.boards.goals import (
     ANSWERED,
     FIRST_TOKEN_S,
@@ -71,30 +73,22 @@ def _over(span: str) -> Scope:
 _FEW: Final = _over("5m")
 _MORE: Final = _over("10m")
 _FIRST: Final = "mallee_time_to_first_token_seconds"
-_ANSWERS: Final = "mallee_http_answers_total"
 _MOVED: Final = "mallee_branches_moved_total"
 _DEMOTED: Final = 'endpoint=~".*/demote"'
 _REFUSED: Final = f'{_DEMOTED},status=~"5.."'
-_ANY_DEMOTIONS: Final = _MORE.growth(_ANSWERS, where=_DEMOTED)
+_ANY_DEMOTIONS: Final = _MORE.growth(measures.ANSWERS, where=_DEMOTED)
 # How many times faster than the budget of 30 days allows, and the windows in which that shows.
 _FAST: Final = (14.4, "1h", "5m")  # 2 % of the budget in an hour
 _SLOW: Final = (6.0, "6h", "30m")  # 5 % of it in six
 
 
-def _failing(span: str) -> str:
-    """Share of clients' requests that are answered with a server's error."""
-    of = _over(span)
-    failed = of.rate(_ANSWERS, where=f'{SERVED},status=~"5.."')
-    return share(failed, of.rate(_ANSWERS, where=SERVED))
-
-
-def _late(span: str) -> str:
+def _late(scope: Scope) -> str:
     """Share of first tokens that came too late."""
-    return _over(span).slower(FIRST_TOKEN_S, _FIRST)
+    return scope.slower(FIRST_TOKEN_S, _FIRST)
 
 
-def _more_than(bound: float, measure: str) -> tuple[Condition, ...]:
-    return (Condition(measure, ">", bound),)
+def _more_than(bound: float, *expressions: str) -> tuple[Condition, ...]:
+    return tuple(Condition(each, ">", bound) for each in expressions)
 
 
 def _fewer_than(bound: float, measure: str) -> tuple[Condition, ...]:
@@ -102,10 +96,15 @@ def _fewer_than(bound: float, measure: str) -> tuple[Condition, ...]:
 
 
 def _burns(
-    budget: float, rate: tuple[float, str, str], long: str, short: str
+    budget: float, rate: tuple[float, str, str], errors: Callable[[Scope], str]
 ) -> tuple[Condition, ...]:
-    bound = rate[0] * budget
-    return (Condition(long, ">", bound), Condition(short, ">", bound))
+    times, *windows = rate
+    return _more_than(times * budget, *(errors(_over(window)) for window in windows))
+
+
+def _crowded(bound: float, kept: str, used: str) -> tuple[Condition, ...]:
+    """Capsules that would take too much if they shared nothing, and share little."""
+    return (*_more_than(bound, kept), *_more_than(IN_USE, used))
 
 
 _AVAILABILITY: Final = Group(
@@ -124,23 +123,19 @@ _AVAILABILITY: Final = Group(
         Alert(
             *("MalleeWorkersMissing", "warning", "10m", "fleet"),
             "{number} workers of those that should run have no lease.",
-            _more_than(
-                0,
-                f"{_FEW.now('mallee_workers_expected', how='max')}"
-                f" - {_FEW.now('mallee_workers_alive', how='min')}",
-            ),
+            _more_than(0, measures.missing(_FEW)),
         ),
         Alert(
             *("MalleeAnswersFailFast", "critical", "2m", "fleet"),
             f"{{share}} of answers are server errors: a goal of"
             f" {ANSWERED:.1%} loses its month within two days.",
-            _burns(1 - ANSWERED, _FAST, _failing(_FAST[1]), _failing(_FAST[2])),
+            _burns(1 - ANSWERED, _FAST, measures.failing),
         ),
         Alert(
             *("MalleeAnswersFailSlow", "warning", "15m", "fleet"),
             f"{{share}} of answers are server errors: a goal of"
             f" {ANSWERED:.1%} loses its month within five days.",
-            _burns(1 - ANSWERED, _SLOW, _failing(_SLOW[1]), _failing(_SLOW[2])),
+            _burns(1 - ANSWERED, _SLOW, measures.failing),
         ),
         Alert(
             *("MalleeBranchesFail", "warning", "10m", "fleet"),
@@ -162,12 +157,12 @@ _LATENCY: Final = Group(
         Alert(
             *("MalleeFirstTokensLateFast", "critical", "2m", "fleet"),
             f"{{share}} of first tokens take more than {FIRST_TOKEN_S:g} s.",
-            _burns(1 - FIRST_TOKEN_SHARE, _FAST, _late(_FAST[1]), _late(_FAST[2])),
+            _burns(1 - FIRST_TOKEN_SHARE, _FAST, _late),
         ),
         Alert(
             *("MalleeFirstTokensLateSlow", "warning", "15m", "fleet"),
             f"{{share}} of first tokens take more than {FIRST_TOKEN_S:g} s.",
-            _burns(1 - FIRST_TOKEN_SHARE, _SLOW, _late(_SLOW[1]), _late(_SLOW[2])),
+            _burns(1 - FIRST_TOKEN_SHARE, _SLOW, _late),
         ),
         Alert(
             *("MalleeTokensSlow", "warning", "15m", "fleet"),
@@ -194,7 +189,8 @@ _QUEUES: Final = Group(
             _more_than(
                 0.01,
                 share(
-                    _FEW.rate("mallee_admission_refusals_total"), _FEW.rate(_ANSWERS, where=SERVED)
+                    _FEW.rate("mallee_admission_refusals_total"),
+                    _FEW.rate(measures.ANSWERS, where=SERVED),
                 ),
             ),
         ),
@@ -249,13 +245,7 @@ _ROUTING: Final = Group(
         Alert(
             *("MalleeRegretHigh", "warning", "30m", "router"),
             "{share} of the prompt blocks that some worker has are computed again.",
-            _more_than(
-                REGRET,
-                share(
-                    _MORE.rate("mallee_route_regret_blocks_total"),
-                    _MORE.rate("mallee_route_best_overlap_blocks_total"),
-                ),
-            ),
+            _more_than(REGRET, measures.regret(_MORE)),
         ),
         Alert(
             *("MalleeIndexFull", "warning", "30m", "router"),
@@ -276,20 +266,7 @@ _MEMORY: Final = Group(
         Alert(
             *("MalleeCapsulesNearLimit", "warning", "10m", "worker"),
             "Capsules take {share} of their room on {worker}, if they share nothing.",
-            (
-                Condition(
-                    f"""{_FEW.now("mallee_worker_capsule_bytes", "worker", where='tier="0"')}"""
-                    f" / {_FEW.now('mallee_worker_capsule_limit_bytes', 'worker')}",
-                    ">",
-                    KEPT,
-                ),
-                Condition(
-                    f"{_FEW.now('mallee_worker_live_blocks', 'worker')}"
-                    f" / {_FEW.now('mallee_worker_total_blocks', 'worker')}",
-                    ">",
-                    IN_USE,
-                ),
-            ),
+            _crowded(KEPT, measures.kept_on_device(_FEW), measures.in_use(_FEW)),
         ),
         Alert(
             *("MalleeCapsulesRefused", "warning", "0m", "worker"),
@@ -309,35 +286,19 @@ _MEMORY: Final = Group(
         Alert(
             *("MalleeHostTierFull", "warning", "10m", "worker"),
             "Capsules hold {share} of the host memory of {worker}.",
-            _more_than(
-                FULL,
-                f"{_FEW.now('mallee_worker_host_held_blocks', 'worker')}"
-                f" / ({_FEW.now('mallee_worker_host_held_blocks', 'worker')}"
-                f" + {_FEW.now('mallee_worker_host_room_blocks', 'worker')})",
-            ),
+            _more_than(FULL, measures.kept_in_host(_FEW)),
         ),
         Alert(
             *("MalleeDiskTierFull", "warning", "10m", "worker"),
             "Capsules take {share} of the disk of {worker}, if they share nothing.",
-            (
-                Condition(
-                    f"""{_FEW.now("mallee_worker_capsule_bytes", "worker", where='tier="2"')}"""
-                    f" / ({_FEW.now('mallee_worker_disk_limit_bytes', 'worker')} > 0)",
-                    ">",
-                    FULL,
-                ),
-                Condition(
-                    f"""{_FEW.now("mallee_worker_tier_bytes", "worker", where='tier="disk"')}"""
-                    f" / ({_FEW.now('mallee_worker_disk_limit_bytes', 'worker')} > 0)",
-                    ">",
-                    IN_USE,
-                ),
-            ),
+            _crowded(FULL, measures.kept_on_disk(_FEW), measures.used_of_disk(_FEW)),
         ),
         Alert(
             *("MalleeDemotionsRefused", "warning", "0m", "fleet"),
             "{number} capsules could not be moved to host memory or disk.",
-            _more_than(0, f"{_MORE.growth(_ANSWERS, where=_REFUSED)} or 0 * {_ANY_DEMOTIONS}"),
+            _more_than(
+                0, f"{_MORE.growth(measures.ANSWERS, where=_REFUSED)} or 0 * {_ANY_DEMOTIONS}"
+            ),
         ),
         Alert(
             *("MalleeMovesFail", "warning", "0m", "worker"),
@@ -390,11 +351,7 @@ _FAULTS: Final = Group(
         Alert(
             *("MalleeFilesNearLimit", "warning", "10m", "fleet"),
             "{instance} has {share} of its files open.",
-            _more_than(
-                0.9,
-                f"{_FEW.now('process_open_fds', 'instance')}"
-                f" / {_FEW.now('process_max_fds', 'instance')}",
-            ),
+            _more_than(0.9, measures.open_files(_FEW)),
         ),
     ),
 )

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from mallee.actors.telemetry.boards import measures
 from mallee.actors.telemetry.boards.goals import (
     ANSWERED,
     FIRST_TOKEN_S,
@@ -18,15 +19,16 @@ from mallee.actors.telemetry.boards.panels import (
     Panel,
     Query,
     Row,
+    blocks,
+    each,
     quantiles,
 )
-from mallee.actors.telemetry.boards.queries import Scope, share
+from mallee.actors.telemetry.boards.queries import Scope
 
 _IN: Final = Scope("$__rate_interval", ("job", "gateway"))
 _FIRST: Final = "mallee_time_to_first_token_seconds"
 _NEXT: Final = "mallee_inter_token_latency_seconds"
 _BRANCH: Final = "mallee_branch_latency_seconds"
-_ANSWERS: Final = "mallee_http_answers_total"
 _ENDED: Final = "mallee_branches_ended_total"
 
 _NOW: Final = Row(
@@ -51,13 +53,7 @@ _NOW: Final = Row(
         Panel(
             "Workers missing",
             "none",
-            (
-                Query(
-                    f"{_IN.now('mallee_workers_expected', how='max')}"
-                    f" - {_IN.now('mallee_workers_alive', how='min')}",
-                    "",
-                ),
-            ),
+            (Query(measures.missing(_IN), ""),),
             "stat",
             limits=Limits(1, 2),
             width=3,
@@ -74,16 +70,7 @@ _NOW: Final = Row(
         Panel(
             "Availability",
             "percentunit",
-            (
-                Query(
-                    "1 - "
-                    + share(
-                        _IN.rate(_ANSWERS, where=f'{SERVED},status=~"5.."'),
-                        _IN.rate(_ANSWERS, where=SERVED),
-                    ),
-                    "",
-                ),
-            ),
+            (Query(f"1 - {measures.failing(_IN)}", ""),),
             "stat",
             text="Share of clients' requests that are answered without a server's error.",
             limits=Limits(ANSWERED, 0.99, below=True),
@@ -120,48 +107,32 @@ _REQUESTS: Final = Row(
     "Requests",
     (
         Panel(
-            "Answers by endpoint",
-            "reqps",
-            (Query(_IN.rate(_ANSWERS, "endpoint"), "{{endpoint}}"),),
-            "areas",
+            "Answers by endpoint", "reqps", each(_IN.rate, measures.ANSWERS, "endpoint"), "areas"
         ),
         Panel(
             "Answers by status",
             "reqps",
-            (Query(_IN.rate(_ANSWERS, "status", where=SERVED), "{{status}}"),),
+            each(_IN.rate, measures.ANSWERS, "status", where=SERVED),
             "areas",
             text="Of clients' requests; probes, scrapes and the operator's own are left out.",
         ),
         Panel(
             "Share of answers with a server's error",
             "percentunit",
-            (
-                Query(
-                    share(
-                        _IN.rate(_ANSWERS, "gateway", where=f'{SERVED},status=~"5.."'),
-                        _IN.rate(_ANSWERS, "gateway", where=SERVED),
-                    ),
-                    "{{gateway}}",
-                ),
-            ),
+            (Query(measures.failing(_IN, "gateway"), "{{gateway}}"),),
             limits=Limits(1 - ANSWERED, 0.01),
         ),
         Panel(
             "Branches in flight",
             "short",
-            (Query(_IN.now("mallee_branches_in_flight", "gateway"), "{{gateway}}"),),
+            each(_IN.now, "mallee_branches_in_flight", "gateway"),
             "areas",
         ),
-        Panel(
-            "Ends of branches",
-            "ops",
-            (Query(_IN.rate(_ENDED, "reason"), "{{reason}}"),),
-            "areas",
-        ),
+        Panel("Ends of branches", "ops", each(_IN.rate, _ENDED, "reason"), "areas"),
         Panel(
             "Refused for lack of room",
             "reqps",
-            (Query(_IN.rate("mallee_admission_refusals_total", "reason"), "{{reason}}"),),
+            each(_IN.rate, "mallee_admission_refusals_total", "reason"),
             "areas",
         ),
     ),
@@ -186,7 +157,7 @@ _LATENCY: Final = Row(
         Panel(
             "Phases of a branch, on average",
             "s",
-            (Query(_IN.mean("mallee_branch_phase_seconds", "phase"), "{{phase}}"),),
+            each(_IN.mean, "mallee_branch_phase_seconds", "phase"),
             "areas",
             text="The phase that grows says where to look: queue, more workers; prefill, long prompts or"
             " lost caches; decode, full batches.",
@@ -208,10 +179,7 @@ _TOKENS: Final = Row(
     "Tokens",
     (
         Panel(
-            "Generated",
-            TOKENS_S,
-            (Query(_IN.rate("mallee_output_tokens_total", "gateway"), "{{gateway}}"),),
-            "areas",
+            "Generated", TOKENS_S, each(_IN.rate, "mallee_output_tokens_total", "gateway"), "areas"
         ),
         Panel(
             "Prompts: found and computed",
@@ -243,7 +211,7 @@ _WAITING: Final = Row(
         Panel(
             "Requests that wait in gateways",
             "short",
-            (Query(_IN.now("mallee_requests_waiting", "gateway"), "{{gateway}}"),),
+            each(_IN.now, "mallee_requests_waiting", "gateway"),
             "areas",
             limits=Limits(WAITING, 10 * WAITING),
         ),
@@ -263,28 +231,13 @@ _WAITING: Final = Row(
 _MEMORY: Final = Row(
     "KV memory",
     (
-        Panel(
-            "Blocks of all workers",
-            "short",
-            (
-                Query(_IN.now("mallee_worker_live_blocks"), "in use"),
-                Query(_IN.now("mallee_worker_cached_blocks"), "cached"),
-                Query(
-                    f"{_IN.now('mallee_worker_total_blocks')}"
-                    f" - {_IN.now('mallee_worker_live_blocks')}"
-                    f" - {_IN.now('mallee_worker_cached_blocks')}",
-                    "free",
-                ),
-            ),
-            "areas",
-        ),
+        Panel("Blocks of all workers", "short", blocks(_IN), "areas"),
         Panel(
             "Blocks saved by sharing",
             "short",
             (
                 Query(
-                    f"{_IN.now('mallee_worker_block_references')}"
-                    f" / {_IN.now('mallee_worker_live_blocks')}",
+                    _IN.ratio("mallee_worker_block_references", "mallee_worker_live_blocks"),
                     "references a block",
                 ),
             ),
@@ -293,7 +246,7 @@ _MEMORY: Final = Row(
         Panel(
             "Capsules by tier",
             "short",
-            (Query(_IN.now("mallee_worker_capsules", "tier"), "tier {{tier}}"),),
+            each(_IN.now, "mallee_worker_capsules", "tier", legend="tier {{tier}}"),
             "areas",
         ),
     ),
@@ -305,7 +258,7 @@ _FORKS: Final = Row(
         Panel(
             "Branches of capsules",
             "ops",
-            (Query(_IN.rate("mallee_forked_branches_total", "how"), "{{how}}"),),
+            each(_IN.rate, "mallee_forked_branches_total", "how"),
             "areas",
         ),
         Panel(
@@ -327,13 +280,9 @@ _FAULTS: Final = Row(
         Panel(
             "Branches that went on elsewhere",
             "ops",
-            (Query(_IN.rate("mallee_branches_moved_total", "reason"), "{{reason}}"),),
+            each(_IN.rate, "mallee_branches_moved_total", "reason"),
         ),
-        Panel(
-            "Pauses of those that had begun",
-            "s",
-            quantiles(_IN, "mallee_branch_stall_seconds"),
-        ),
+        Panel("Pauses of those that had begun", "s", quantiles(_IN, "mallee_branch_stall_seconds")),
         Panel(
             "Gaps in events, capsules computed again",
             "ops",
@@ -346,7 +295,7 @@ _FAULTS: Final = Row(
         Panel(
             "Records of sessions that ended early",
             "ops",
-            (Query(_IN.rate("mallee_session_records_stopped_total", "reason"), "{{reason}}"),),
+            each(_IN.rate, "mallee_session_records_stopped_total", "reason"),
         ),
     ),
 )
@@ -357,24 +306,14 @@ _PROCESSES: Final = Row(
         Panel(
             "CPU",
             "percentunit",
-            (Query(_IN.rate("process_cpu_seconds_total", "instance"), "{{instance}}"),),
+            each(_IN.rate, "process_cpu_seconds_total", "instance"),
             text="1 is a whole core.",
         ),
-        Panel(
-            "Memory",
-            "bytes",
-            (Query(_IN.now("process_resident_memory_bytes", "instance"), "{{instance}}"),),
-        ),
+        Panel("Memory", "bytes", each(_IN.now, "process_resident_memory_bytes", "instance")),
         Panel(
             "Open files, of those allowed",
             "percentunit",
-            (
-                Query(
-                    f"{_IN.now('process_open_fds', 'instance')}"
-                    f" / {_IN.now('process_max_fds', 'instance')}",
-                    "{{instance}}",
-                ),
-            ),
+            (Query(measures.open_files(_IN), "{{instance}}"),),
             limits=Limits(0.7, 0.9),
         ),
     ),

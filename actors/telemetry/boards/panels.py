@@ -1,6 +1,6 @@
 """Values of a dashboard: its rows, their panels, and the queries of each."""
 
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
 from mallee.actors.telemetry.boards.queries import Scope
 
@@ -18,6 +18,12 @@ class Query(NamedTuple):
 
     expression: str
     legend: str
+
+
+class Measure(Protocol):
+    """PromQL of a family by labels, as `now`, `rate`, `growth` and `mean` of a scope make it."""
+
+    def __call__(self, name: str, *by: str, where: str = "") -> str: ...
 
 
 class Limits(NamedTuple):
@@ -74,6 +80,24 @@ JOB: Final = Variable("job", "mallee_build_info", "Job")
 GATEWAY: Final = Variable("gateway", "mallee_broker_up", "Gateway")
 WORKER: Final = Variable("worker", "mallee_worker_total_blocks", "Worker")
 TENANT: Final = Variable("tenant", "mallee_tenant_requests_total", "Tenant")
+
+
+def each(
+    measure: Measure, name: str, label: str, *, where: str = "", legend: str = ""
+) -> tuple[Query, ...]:
+    """A family by the values of `label`, which are the legend if none is given."""
+    return (Query(measure(name, label, where=where), legend or f"{{{{{label}}}}}"),)
+
+
+def blocks(scope: Scope) -> tuple[Query, ...]:
+    """The KV blocks of workers by their use."""
+    live, cached = "mallee_worker_live_blocks", "mallee_worker_cached_blocks"
+    free = f"{scope.now('mallee_worker_total_blocks')} - {scope.now(live)} - {scope.now(cached)}"
+    return (
+        Query(scope.now(live), "in use"),
+        Query(scope.now(cached), "cached"),
+        Query(free, "free"),
+    )
 
 
 def quantiles(scope: Scope, name: str) -> tuple[Query, ...]:

@@ -24,6 +24,10 @@ class Scope(NamedTuple):
         """A gauge; `how` joins its series."""
         return self._joined(self._select(name, ("gauge",), where), name, by, how)
 
+    def ratio(self, part: str, whole: str, *by: str, where: str = "") -> str:
+        """One gauge by another; `where` is about the first."""
+        return f"{self.now(part, *by, where=where)} / {self.now(whole, *by)}"
+
     def rate(self, name: str, *by: str, where: str = "", how: str = "sum") -> str:
         """A counter's growth in a second."""
         selected = self._select(name, ("counter",), where)

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from mallee.actors.telemetry.boards import measures
 from mallee.actors.telemetry.boards.goals import LAG_S, REGRET
 from mallee.actors.telemetry.boards.panels import (
     BLOCKS_S,
@@ -12,27 +13,16 @@ from mallee.actors.telemetry.boards.panels import (
     Panel,
     Query,
     Row,
+    each,
     quantiles,
 )
-from mallee.actors.telemetry.boards.queries import Scope, share
+from mallee.actors.telemetry.boards.queries import Scope
 
 _IN: Final = Scope("$__rate_interval", ("job", "gateway"))
 _FOUND: Final = "mallee_route_overlap_blocks_total"
 _BEST: Final = "mallee_route_best_overlap_blocks_total"
-_REGRET: Final = "mallee_route_regret_blocks_total"
 _DECIDED: Final = "mallee_route_decisions_total"
 _LAG: Final = "mallee_event_lag_seconds"
-
-
-def _each(title: str, name: str, unit: str = "short", limits: Limits | None = None) -> Panel:
-    """A gauge of each gateway."""
-    return Panel(title, unit, (Query(_IN.now(name, "gateway"), "{{gateway}}"),), limits=limits)
-
-
-def _each_s(title: str, name: str, unit: str = "ops", limits: Limits | None = None) -> Panel:
-    """A counter of each gateway, in a second."""
-    return Panel(title, unit, (Query(_IN.rate(name, "gateway"), "{{gateway}}"),), limits=limits)
-
 
 _DECISIONS: Final = Row(
     "Decisions",
@@ -40,7 +30,7 @@ _DECISIONS: Final = Row(
         Panel(
             "Requests by worker",
             "reqps",
-            (Query(_IN.rate(_DECIDED, "worker"), "{{worker}}"),),
+            each(_IN.rate, _DECIDED, "worker"),
             "areas",
             text="Even under even load; one worker alone on top is a hot prefix.",
         ),
@@ -54,42 +44,37 @@ _DECISIONS: Final = Row(
         Panel(
             "Regret",
             "percentunit",
-            (
-                Query(
-                    share(_IN.rate(_REGRET, "gateway"), _IN.rate(_BEST, "gateway")), "{{gateway}}"
-                ),
-            ),
+            (Query(measures.regret(_IN, "gateway"), "{{gateway}}"),),
             text="Share of the blocks that some worker had and the chosen one lacked.",
             limits=Limits(REGRET, 2 * REGRET),
         ),
         Panel(
             "Prompts by how they were served",
             "reqps",
-            (Query(_IN.rate("mallee_prompts_served_total", "served"), "{{served}}"),),
+            each(_IN.rate, "mallee_prompts_served_total", "served"),
             "areas",
         ),
         Panel(
             "Why less was found than could have been",
             "reqps",
-            (
-                Query(
-                    _IN.rate("mallee_prompts_served_total", "reason", where='reason!=""'),
-                    "{{reason}}",
-                ),
-            ),
+            each(_IN.rate, "mallee_prompts_served_total", "reason", where='reason!=""'),
             "areas",
         ),
-        _each_s("Placements that no worker could take", "mallee_route_refusals_total"),
-        _each_s("Requests to the worker of their capsule", "mallee_routed_to_capsule_total"),
         Panel(
-            "Pulls",
+            "Placements that no worker could take",
             "ops",
-            (Query(_IN.rate("mallee_pulls_total", "reason"), "{{reason}}"),),
+            each(_IN.rate, "mallee_route_refusals_total", "gateway"),
         ),
+        Panel(
+            "Requests to the worker of their capsule",
+            "ops",
+            each(_IN.rate, "mallee_routed_to_capsule_total", "gateway"),
+        ),
+        Panel("Pulls", "ops", each(_IN.rate, "mallee_pulls_total", "reason")),
         Panel(
             "Bytes that those lack",
             "Bps",
-            (Query(_IN.rate("mallee_pull_predicted_bytes_total", "reason"), "{{reason}}"),),
+            each(_IN.rate, "mallee_pull_predicted_bytes_total", "reason"),
         ),
     ),
 )
@@ -97,17 +82,15 @@ _DECISIONS: Final = Row(
 _EVENTS: Final = Row(
     "Events",
     (
+        Panel("Lag", "s", quantiles(_IN, _LAG), limits=Limits(LAG_S, 2 * LAG_S)),
+        Panel("Events applied", "ops", each(_IN.rate, "mallee_events_applied_total", "gateway")),
         Panel(
-            "Lag",
-            "s",
-            quantiles(_IN, _LAG),
-            limits=Limits(LAG_S, 2 * LAG_S),
+            "Messages that wait", "short", each(_IN.now, "mallee_event_queue_messages", "gateway")
         ),
-        _each_s("Events applied", "mallee_events_applied_total"),
-        _each("Messages that wait", "mallee_event_queue_messages"),
-        _each(
+        Panel(
             "Workers with events missing",
-            "mallee_workers_with_event_gaps",
+            "short",
+            each(_IN.now, "mallee_workers_with_event_gaps", "gateway"),
             limits=Limits(1, 2),
         ),
         Panel(
@@ -121,7 +104,7 @@ _EVENTS: Final = Row(
                 Query(_IN.rate("mallee_refused_leases_total"), "refused leases"),
             ),
         ),
-        _each("Broker reached", "mallee_broker_up", "bool_on_off"),
+        Panel("Broker reached", "bool_on_off", each(_IN.now, "mallee_broker_up", "gateway")),
     ),
 )
 
@@ -137,8 +120,8 @@ _INDEX: Final = Row(
             ),
             text="All gateways should show the same; one that stays apart has missed events.",
         ),
-        _each("Memory", "mallee_index_bytes", "bytes"),
-        _each("Copies of a block", "mallee_prefix_copies"),
+        Panel("Memory", "bytes", each(_IN.now, "mallee_index_bytes", "gateway")),
+        Panel("Copies of a block", "short", each(_IN.now, "mallee_prefix_copies", "gateway")),
         Panel(
             "Blocks dropped and repaired",
             BLOCKS_S,
@@ -147,7 +130,9 @@ _INDEX: Final = Row(
                 Query(_IN.rate("mallee_repaired_blocks_total"), "stale"),
             ),
         ),
-        _each_s("Blocks looked up", "mallee_index_lookups_total", BLOCKS_S),
+        Panel(
+            "Blocks looked up", BLOCKS_S, each(_IN.rate, "mallee_index_lookups_total", "gateway")
+        ),
         Panel(
             "Snapshots to take in, sets of workers",
             "short",
@@ -165,10 +150,14 @@ _BOOKINGS: Final = Row(
         Panel(
             "Booked rows",
             "short",
-            (Query(_IN.now("mallee_booked_rows", "gateway"), "{{gateway}}"),),
+            each(_IN.now, "mallee_booked_rows", "gateway"),
             text="By all gateways, as each of them sees it: the lines lie on each other.",
         ),
-        _each("Rows that workers tell and a gateway does not know", "mallee_replica_skew_rows"),
+        Panel(
+            "Rows that workers tell and a gateway does not know",
+            "short",
+            each(_IN.now, "mallee_replica_skew_rows", "gateway"),
+        ),
         Panel(
             "Requests booked",
             "short",
@@ -208,13 +197,13 @@ _BOOKINGS: Final = Row(
                 Query(_IN.rate("mallee_other_gateways_gaps_total"), "gaps"),
             ),
         ),
-        _each("Capsules in the directory", "mallee_capsules"),
-        _each("Prompts held by prediction", "mallee_predicted_prompts"),
+        Panel("Capsules in the directory", "short", each(_IN.now, "mallee_capsules", "gateway")),
         Panel(
-            "Retention",
-            "ops",
-            (Query(_IN.rate("mallee_retentions_total", "outcome"), "{{outcome}}"),),
+            "Prompts held by prediction",
+            "short",
+            each(_IN.now, "mallee_predicted_prompts", "gateway"),
         ),
+        Panel("Retention", "ops", each(_IN.rate, "mallee_retentions_total", "outcome")),
     ),
 )
 

@@ -12,6 +12,7 @@ from mallee.actors.telemetry.boards.panels import (
     Panel,
     Query,
     Row,
+    each,
 )
 from mallee.actors.telemetry.boards.queries import Scope, share
 
@@ -28,16 +29,11 @@ _COMPUTED: Final = 'kind=~"prefill|output"'
 _TOTALS: Final = Row(
     "Over the chosen time",
     (
-        Panel(
-            "Requests",
-            "short",
-            (Query(_OVER.growth(_REQUESTS, "tenant"), "{{tenant}}"),),
-            "bars",
-        ),
+        Panel("Requests", "short", each(_OVER.growth, _REQUESTS, "tenant"), "bars"),
         Panel(
             "Tokens computed",
             "short",
-            (Query(_OVER.growth(_TOKENS, "tenant", where=_COMPUTED), "{{tenant}}"),),
+            each(_OVER.growth, _TOKENS, "tenant", where=_COMPUTED),
             "bars",
             text="Prompt tokens that were in no cache, and tokens generated: the measure of fair shares.",
         ),
@@ -59,30 +55,17 @@ _TOTALS: Final = Row(
 _RATES: Final = Row(
     "By time",
     (
+        Panel("Requests by time", "reqps", each(_IN.rate, _REQUESTS, "tenant"), "areas"),
         Panel(
-            "Requests by time",
-            "reqps",
-            (Query(_IN.rate(_REQUESTS, "tenant"), "{{tenant}}"),),
-            "areas",
-        ),
-        Panel(
-            "Generated",
-            TOKENS_S,
-            (Query(_IN.rate(_TOKENS, "tenant", where='kind="output"'), "{{tenant}}"),),
-            "areas",
+            "Generated", TOKENS_S, each(_IN.rate, _TOKENS, "tenant", where='kind="output"'), "areas"
         ),
         Panel(
             "Prompt tokens computed",
             TOKENS_S,
-            (Query(_IN.rate(_TOKENS, "tenant", where='kind="prefill"'), "{{tenant}}"),),
+            each(_IN.rate, _TOKENS, "tenant", where='kind="prefill"'),
             "areas",
         ),
-        Panel(
-            "Refused for lack of room",
-            "reqps",
-            (Query(_IN.rate(_REFUSALS, "tenant"), "{{tenant}}"),),
-            "areas",
-        ),
+        Panel("Refused for lack of room", "reqps", each(_IN.rate, _REFUSALS, "tenant"), "areas"),
         Panel(
             "Share of prompt tokens found",
             "percentunit",
@@ -100,7 +83,7 @@ _RATES: Final = Row(
         Panel(
             "Time to first token, on average",
             "s",
-            (Query(_IN.mean(_FIRST, "tenant"), "{{tenant}}"),),
+            each(_IN.mean, _FIRST, "tenant"),
             limits=Limits(FIRST_TOKEN_S, 2 * FIRST_TOKEN_S),
         ),
     ),

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from mallee.actors.telemetry.boards import measures
 from mallee.actors.telemetry.boards.goals import FULL, KEPT
 from mallee.actors.telemetry.boards.panels import (
     BLOCKS_S,
@@ -9,43 +10,37 @@ from mallee.actors.telemetry.boards.panels import (
     TOKENS_S,
     WORKER,
     Board,
-    Kind,
     Limits,
     Panel,
     Query,
     Row,
+    blocks,
+    each,
 )
 from mallee.actors.telemetry.boards.queries import Scope, share
 
 _IN: Final = Scope("$__rate_interval", ("job", "worker"))
 _STEP: Final = "mallee_engine_step_seconds"
 
-
-def _each(title: str, name: str, unit: str = "short", kind: Kind = "lines") -> Panel:
-    """A gauge of each worker."""
-    return Panel(title, unit, (Query(_IN.now(name, "worker"), "{{worker}}"),), kind)
-
-
-def _each_s(title: str, name: str, unit: str = "ops", kind: Kind = "lines") -> Panel:
-    """A counter of each worker, in a second."""
-    return Panel(title, unit, (Query(_IN.rate(name, "worker"), "{{worker}}"),), kind)
-
-
 _LOAD: Final = Row(
     "Load",
     (
-        _each("Branches that run", "mallee_worker_running_branches", kind="areas"),
-        _each("Branches that wait in it", "mallee_worker_waiting_branches", kind="areas"),
+        Panel(
+            "Branches that run",
+            "short",
+            each(_IN.now, "mallee_worker_running_branches", "worker"),
+            "areas",
+        ),
+        Panel(
+            "Branches that wait in it",
+            "short",
+            each(_IN.now, "mallee_worker_waiting_branches", "worker"),
+            "areas",
+        ),
         Panel(
             "KV blocks in use",
             "percentunit",
-            (
-                Query(
-                    f"{_IN.now('mallee_worker_live_blocks', 'worker')}"
-                    f" / {_IN.now('mallee_worker_total_blocks', 'worker')}",
-                    "{{worker}}",
-                ),
-            ),
+            (Query(measures.in_use(_IN), "{{worker}}"),),
             limits=Limits(0.9, 0.98),
             most=1,
         ),
@@ -81,8 +76,18 @@ _LOAD: Final = Row(
 _WORK: Final = Row(
     "Work",
     (
-        _each_s("Tokens drawn", "mallee_worker_output_tokens_total", TOKENS_S, "areas"),
-        _each_s("Prompt tokens computed", "mallee_worker_prefill_tokens_total", TOKENS_S, "areas"),
+        Panel(
+            "Tokens drawn",
+            TOKENS_S,
+            each(_IN.rate, "mallee_worker_output_tokens_total", "worker"),
+            "areas",
+        ),
+        Panel(
+            "Prompt tokens computed",
+            TOKENS_S,
+            each(_IN.rate, "mallee_worker_prefill_tokens_total", "worker"),
+            "areas",
+        ),
         Panel(
             "Share of prompt tokens found",
             "percentunit",
@@ -97,37 +102,24 @@ _WORK: Final = Row(
             ),
             most=1,
         ),
-        _each_s("Forks", "mallee_worker_forks_total"),
-        _each_s("Preemptions", "mallee_worker_preemptions_total"),
-        _each("Grammar states", "mallee_worker_constraint_states"),
+        Panel("Forks", "ops", each(_IN.rate, "mallee_worker_forks_total", "worker")),
+        Panel("Preemptions", "ops", each(_IN.rate, "mallee_worker_preemptions_total", "worker")),
+        Panel(
+            "Grammar states", "short", each(_IN.now, "mallee_worker_constraint_states", "worker")
+        ),
     ),
 )
 
 _MEMORY: Final = Row(
     "KV memory",
     (
-        Panel(
-            "Blocks",
-            "short",
-            (
-                Query(_IN.now("mallee_worker_live_blocks"), "in use"),
-                Query(_IN.now("mallee_worker_cached_blocks"), "cached"),
-                Query(
-                    f"{_IN.now('mallee_worker_total_blocks')}"
-                    f" - {_IN.now('mallee_worker_live_blocks')}"
-                    f" - {_IN.now('mallee_worker_cached_blocks')}",
-                    "free",
-                ),
-            ),
-            "areas",
-        ),
+        Panel("Blocks", "short", blocks(_IN), "areas"),
         Panel(
             "Share of used blocks that several use",
             "percentunit",
             (
                 Query(
-                    f"{_IN.now('mallee_worker_shared_blocks', 'worker')}"
-                    f" / {_IN.now('mallee_worker_live_blocks', 'worker')}",
+                    _IN.ratio("mallee_worker_shared_blocks", "mallee_worker_live_blocks", "worker"),
                     "{{worker}}",
                 ),
             ),
@@ -141,12 +133,12 @@ _MEMORY: Final = Row(
                 Query(_IN.rate("mallee_worker_evicted_blocks_total"), "evicted"),
             ),
         ),
-        _each("Memory of a branch", "mallee_worker_branch_bytes", "bytes"),
-        _each("Pages of a branch", "mallee_worker_branch_blocks"),
+        Panel("Memory of a branch", "bytes", each(_IN.now, "mallee_worker_branch_bytes", "worker")),
+        Panel("Pages of a branch", "short", each(_IN.now, "mallee_worker_branch_blocks", "worker")),
         Panel(
             "Memory of the processes",
             "bytes",
-            (Query(_IN.now("mallee_worker_memory_bytes", "part"), "{{part}}"),),
+            each(_IN.now, "mallee_worker_memory_bytes", "part"),
             "areas",
         ),
     ),
@@ -158,31 +150,37 @@ _CAPSULES: Final = Row(
         Panel(
             "Capsules",
             "short",
-            (Query(_IN.now("mallee_worker_capsules", "tier"), "tier {{tier}}"),),
+            each(_IN.now, "mallee_worker_capsules", "tier", legend="tier {{tier}}"),
             "areas",
         ),
         Panel(
             "Their KV",
             "bytes",
-            (Query(_IN.now("mallee_worker_capsule_bytes", "tier"), "tier {{tier}}"),),
+            each(_IN.now, "mallee_worker_capsule_bytes", "tier", legend="tier {{tier}}"),
             "areas",
         ),
         Panel(
             "Room of capsules on the device",
             "percentunit",
-            (
-                Query(
-                    f"""{_IN.now("mallee_worker_capsule_bytes", "worker", where='tier="0"')}"""
-                    f" / {_IN.now('mallee_worker_capsule_limit_bytes', 'worker')}",
-                    "{{worker}}",
-                ),
-            ),
+            (Query(measures.kept_on_device(_IN), "{{worker}}"),),
             text="Of those that were asked for, as if they shared nothing: above 1 they do share.",
             limits=Limits(KEPT, 1),
         ),
-        _each_s("Refused capsules", "mallee_worker_refused_capsules_total"),
-        _each("Branches and capsules with blocks", "mallee_worker_readers"),
-        _each("Texts and state below the device", "mallee_worker_kept_below_bytes", "bytes"),
+        Panel(
+            "Refused capsules",
+            "ops",
+            each(_IN.rate, "mallee_worker_refused_capsules_total", "worker"),
+        ),
+        Panel(
+            "Branches and capsules with blocks",
+            "short",
+            each(_IN.now, "mallee_worker_readers", "worker"),
+        ),
+        Panel(
+            "Texts and state below the device",
+            "bytes",
+            each(_IN.now, "mallee_worker_kept_below_bytes", "worker"),
+        ),
     ),
 )
 
@@ -192,43 +190,26 @@ _BELOW: Final = Row(
         Panel(
             "KV below the device",
             "bytes",
-            (Query(_IN.now("mallee_worker_tier_bytes", "tier"), "{{tier}}"),),
+            each(_IN.now, "mallee_worker_tier_bytes", "tier"),
             "areas",
         ),
         Panel(
             "Blocks below the device",
             "short",
-            (Query(_IN.now("mallee_worker_tier_blocks", "tier"), "{{tier}}"),),
+            each(_IN.now, "mallee_worker_tier_blocks", "tier"),
             "areas",
         ),
         Panel(
             "Room that capsules take below the device",
             "percentunit",
             (
-                Query(
-                    f"{_IN.now('mallee_worker_host_held_blocks', 'worker')}"
-                    f" / ({_IN.now('mallee_worker_host_held_blocks', 'worker')}"
-                    f" + {_IN.now('mallee_worker_host_room_blocks', 'worker')})",
-                    "host, {{worker}}",
-                ),
-                Query(
-                    f"""{_IN.now("mallee_worker_capsule_bytes", "worker", where='tier="2"')}"""
-                    f" / ({_IN.now('mallee_worker_disk_limit_bytes', 'worker')} > 0)",
-                    "disk, {{worker}}",
-                ),
+                Query(measures.kept_in_host(_IN), "host, {{worker}}"),
+                Query(measures.kept_on_disk(_IN), "disk, {{worker}}"),
             ),
             limits=Limits(FULL, 1),
         ),
-        Panel(
-            "Moves",
-            BLOCKS_S,
-            (Query(_IN.rate("mallee_worker_moved_blocks_total", "move"), "{{move}}"),),
-        ),
-        Panel(
-            "Bytes moved",
-            "Bps",
-            (Query(_IN.rate("mallee_worker_moved_bytes_total", "move"), "{{move}}"),),
-        ),
+        Panel("Moves", BLOCKS_S, each(_IN.rate, "mallee_worker_moved_blocks_total", "move")),
+        Panel("Bytes moved", "Bps", each(_IN.rate, "mallee_worker_moved_bytes_total", "move")),
         Panel(
             "Moves that failed, blocks that were not kept or fetched",
             "ops",
@@ -244,20 +225,11 @@ _BELOW: Final = Row(
 _LOANS: Final = Row(
     "Loans between workers",
     (
-        Panel(
-            "Loans",
-            "ops",
-            (Query(_IN.rate("mallee_worker_loans_total", "direction"), "{{direction}}"),),
-        ),
+        Panel("Loans", "ops", each(_IN.rate, "mallee_worker_loans_total", "direction")),
         Panel(
             "Bytes lent",
             "Bps",
-            (
-                Query(
-                    _IN.rate("mallee_worker_loan_bytes_total", "worker", where='direction="lent"'),
-                    "{{worker}}",
-                ),
-            ),
+            each(_IN.rate, "mallee_worker_loan_bytes_total", "worker", where='direction="lent"'),
         ),
         Panel(
             "Refused and failed loans, open ones",
@@ -277,7 +249,7 @@ _HOSTS: Final = Row(
         Panel(
             "Open requests",
             "short",
-            (Query(_IN.now("mallee_engine_open_requests", "engine"), "{{engine}}"),),
+            each(_IN.now, "mallee_engine_open_requests", "engine"),
             "areas",
         ),
         Panel(
@@ -311,13 +283,13 @@ _HOSTS: Final = Row(
         Panel(
             "KV use, as those read it",
             "percentunit",
-            (Query(_IN.now("vllm:kv_cache_usage_perc", "engine"), "{{engine}}"),),
+            each(_IN.now, "vllm:kv_cache_usage_perc", "engine"),
             most=1,
         ),
         Panel(
             "Faults of the KV memory",
             "short",
-            (Query(_IN.growth("mallee_worker_kv_faults_total", "worker"), "{{worker}}"),),
+            each(_IN.growth, "mallee_worker_kv_faults_total", "worker"),
             text="`experimental.kv_checks` looks for them.",
             limits=Limits(1, 1),
         ),
