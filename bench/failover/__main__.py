@@ -28,7 +28,8 @@ import httpx
 from bench import measure
 from bench.failover.faults import Fault, faults, hang_environment, processes
 from bench.failover.streams import MODEL, Ask, Round, Seen, asks, client_of, stream
-from bench.gateway.__main__ import free_ports, running, wait_for
+from bench.processes import running, wait_for
+from mallee.actors.addresses import free_port
 
 UNDISTURBED = "none"
 PREFIX = "Rivers of Europe: the Danube, the Rhine, the Loire. " * 6
@@ -222,7 +223,7 @@ def measured(scale: Scale, wanted: list[str], extra: Sequence[str] = ()) -> dict
     """The figures of a service of its own."""
     with tempfile.TemporaryDirectory() as folder:
         order, log = Path(folder) / "hang", Path(folder) / "log"
-        (port,) = free_ports(1)
+        port = free_port()
         url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "mallee.cli", "serve", "--model", "smollm2"]
         command += ["--dtype", "float32", "--workers", "2", "--threads", "1", "--port", str(port)]

@@ -16,25 +16,20 @@ that take 20 ms. The table goes to stderr, the last line of stdout is one JSON o
 
 import argparse
 import json
-import os
 import shutil
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import measure
+from bench.processes import running, wait_for
+from mallee.testing.ports import free_ports
 
 NUM_BACKENDS = 4
 FORK_DELAY_MS = 20.0
-START_TIMEOUT_S = 60.0
 PROMPT_CHARS = 4096
 
 
@@ -48,56 +43,6 @@ class Scale(NamedTuple):
 
 
 QUICK = Scale(0.2, 1, (1, 4), (2, 4), 1, 2)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that are free now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
-@contextmanager
-def running(
-    command: list[str], log: Path, env: Mapping[str, str] | None = None, *, stop_s: float = 10
-) -> Iterator[subprocess.Popen[bytes]]:
-    """`command`, until the end of the block; what it says goes to `log`.
-
-    `env` is added to this process's. After `stop_s` it is killed.
-    """
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}
-        )
-        try:
-            yield process
-        finally:
-            process.terminate()
-            try:
-                process.wait(stop_s)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def wait_for(
-    url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = START_TIMEOUT_S
-) -> None:
-    """Returns once a completion is answered. Raises RuntimeError with what the process said."""
-    body = json.dumps({"model": "m", "prompt": "Are you there yet?", "max_tokens": 8}).encode()
-    request = urllib.request.Request(
-        f"{url}/v1/completions", body, {"content-type": "application/json"}
-    )
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(request, timeout=5):
-                return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.1)
-    raise RuntimeError(f"nothing answers at {url}: {log.read_text()[-2000:]}")
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import httpx
 
-from bench.gateway.__main__ import free_ports
 from bench.serve.sides import MODEL, answering
+from mallee.actors.addresses import free_port
 from mallee.actors.build import load_forward, make_engine
 from mallee.actors.config import AppConfig, EngineSettings
 from mallee.actors.text.tokenizer import Tokenizer
@@ -76,7 +76,7 @@ def _events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
 def bench(rounds: int, max_tokens: int) -> dict[str, float]:
     """Medians of the rounds' medians, milliseconds."""
     config = AppConfig(model=WEIGHTS, engine=EngineSettings(kv_tokens=16384, threads=THREADS))
-    (port,) = free_ports(1)
+    port = free_port()
     command = [sys.executable, "-m", "mallee.cli", "serve", "--model", WEIGHTS, "--port", str(port)]
     for setting in (f"served_model_name={MODEL}", "engine.kv_tokens=16384"):
         command += ["--set", setting]

@@ -8,7 +8,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from bench.gateway.__main__ import free_ports, running, wait_for
+from bench.processes import running, wait_for
+from mallee.actors.addresses import free_port
+from mallee.testing.ports import free_ports
 from mallee.worker.model.loading.source import resolve_model
 
 MODEL = "m"
@@ -60,7 +62,7 @@ def serve(
 
     Its proxy can be forced: "haproxy" or "python".
     """
-    (port,) = free_ports(1)
+    port = free_port()
     command = [sys.executable, "-m", "mallee.cli", "serve", *FLEET, "--port", str(port)]
     command += ["--set", "engine.kind=mock", "--set", f"mock.engines_per_worker={engines}"]
     command += ["--set", f"gateways={gateways}"]
@@ -72,7 +74,7 @@ def serve(
 @contextmanager
 def one_process(folder: Path, engines: int) -> Iterator[str]:
     """`mallee mock`: HTTP and gateway in one process, the engines in another; no Ray."""
-    (port,) = free_ports(1)
+    port = free_port()
     command = [sys.executable, "-m", "mallee.cli", "mock", *FLEET, "--port", str(port)]
     with answering([*command, "--engines", str(engines)], port, folder) as url:
         yield url
@@ -94,7 +96,7 @@ def smg(folder: Path, program: str) -> Iterator[str]:
 @contextmanager
 def dynamo(folder: Path, python: str, engines: int) -> Iterator[str]:
     """Dynamo's frontend, KV-routed, over as many of its mockers in one process that take no time."""
-    (port,) = free_ports(1)
+    port = free_port()
     env = {
         "DYN_FILE_KV": str(folder / "dynamo"),
         "DYN_DISCOVERY_BACKEND": "file",

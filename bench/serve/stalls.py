@@ -30,8 +30,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from bench.gateway.__main__ import free_ports
 from bench.serve.sides import MODEL, answering
+from mallee.actors.addresses import free_port
 from mallee.actors.bus.bus import Bus
 from mallee.actors.hosting.engine import EngineThread
 from mallee.actors.hosting.host import Host
@@ -95,7 +95,7 @@ def service(folder: Path) -> Iterator[str]:
     timing = folder / "timing.json"
     decode = Plane(TOKEN_S, 0.0, 0.0)
     TimingFile(model=ClosedForm(0.0, NEW_S, 0.0, 0.0, (decode,))).save(timing)
-    (port,) = free_ports(1)
+    port = free_port()
     command = [sys.executable, "-m", "mallee.cli", "mock", "--model", str(long_model(model))]
     command += ["--set", f"served_model_name={MODEL}", "--port", str(port), "--engines", "2"]
     command += ["--timing", str(timing), "--kv-tokens", str(4 * WINDOW)]

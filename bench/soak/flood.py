@@ -26,9 +26,10 @@ import psutil
 
 from bench import measure
 from bench.failover.streams import MODEL, WORDS
-from bench.gateway.__main__ import free_ports, running
+from bench.processes import running
 from bench.soak import hostile
 from bench.soak.raw import exchange, leave, trickle
+from mallee.actors.addresses import free_port
 
 AT_ONCE: Final = 16
 ANSWER_S: Final = 30.0
@@ -182,7 +183,7 @@ def grown(levels: dict[str, tuple[float, float]]) -> list[tuple[str, tuple[float
 def measured(args: argparse.Namespace) -> dict[str, Any]:
     """The figures of a service of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        (port,) = free_ports(1)
+        port = free_port()
         log, url = Path(folder) / "log", f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "mallee.cli", "mock", "--engines", str(ENGINES)]
         command += ["--model", args.model, "--port", str(port), "--speedup", "20"]

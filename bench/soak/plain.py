@@ -22,7 +22,6 @@ import msgspec
 import psutil
 
 from bench.failover.faults import clock_environment, set_clock
-from bench.gateway.__main__ import free_ports
 from bench.soak.process import EnginesSpec, GatewaySpec, Report
 from bench.soak.proxy import Proxy
 from mallee.actors.bus.access import BrokerAccess
@@ -32,6 +31,7 @@ from mallee.actors.config import AppConfig
 from mallee.actors.tasks import Tasks
 from mallee.actors.transport.greeting import new_secret
 from mallee.protocol.subjects import BusRole
+from mallee.testing.ports import free_ports
 
 log = logging.getLogger(__name__)
 

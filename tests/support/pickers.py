@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import grpc
 import grpc.aio
 
+from mallee.actors.addresses import free_port
 from mallee.actors.epp import wire
 from mallee.actors.epp.config import PickerConfig
 from mallee.actors.epp.picker import Picker
-from mallee.testing.envoy import free_ports
 from support.waiting import until
 
 START_S = 60.0
@@ -25,7 +25,7 @@ DESTINATION = "x-gateway-destination-endpoint"
 @asynccontextmanager
 async def picker_process(folder: Path, **settings: Any) -> AsyncIterator["PickerProcess"]:
     """`mallee picker` in a process of its own, ready."""
-    (port,) = free_ports(1)
+    port = free_port()
     file = folder / f"picker-{port}.yaml"
     file.write_text(json.dumps({"listen": f"127.0.0.1:{port}", "scrape_s": 0.2, **settings}))
     with (folder / f"picker-{port}.log").open("wb") as log:

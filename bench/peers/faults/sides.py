@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
@@ -19,7 +18,9 @@ import psutil
 
 from bench.failover.faults import PARTS, processes
 from bench.failover.streams import MODEL
-from bench.gateway.__main__ import free_ports, running
+from bench.processes import running, wait_for
+from mallee.actors.addresses import free_port
+from mallee.testing.ports import free_ports
 from mallee.worker.model.loading.source import resolve_model
 
 START_S: Final = 300.0
@@ -73,18 +74,9 @@ def send(pids: list[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def _wait(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    """Returns once a completion is answered. Raises RuntimeError with what the process said."""
-    body = {"model": MODEL, "prompt": "Are you there?", "max_tokens": 2}
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.post(f"{url}/v1/completions", json=body, headers=bearer(KEYS[0])).is_success:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.5)
-    raise RuntimeError(f"nothing answers at {url}: {log.read_text()[-3000:]}")
+def _wait(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    url = f"http://127.0.0.1:{port}"
+    wait_for(url, process, log, START_S, model=MODEL, headers=bearer(KEYS[0]))
 
 
 def bearer(key: str | None) -> dict[str, str]:
@@ -115,7 +107,7 @@ def _started(
     """The process of `command` once it answers."""
     log = folder / f"{port}.log"
     with _begun(command, log, env) as process:
-        _wait(f"http://127.0.0.1:{port}", process, log)
+        _wait(port, process, log)
         yield process.pid
 
 
@@ -128,7 +120,7 @@ def _below(pid: int) -> list[int]:
 @contextmanager
 def mallee(folder: Path) -> Iterator[Service]:
     """`mallee serve`: Ray, HAProxy, one gateway, two workers of a core each."""
-    (port,) = free_ports(1)
+    port = free_port()
     entries = [
         ("a", KEYS[0], "client"),
         ("b", KEYS[1], "client"),
@@ -178,7 +170,7 @@ def _vllm_running(port: int) -> float:
 @contextmanager
 def vllm(folder: Path, python: str) -> Iterator[Service]:
     """One server of vLLM for CPUs, and its engine, which is a process of its own."""
-    (port,) = free_ports(1)
+    port = free_port()
     with _started(_vllm(python, port, KEYS), folder, port, VLLM_ENV) as pid:
 
         def engines() -> list[list[int]]:
@@ -197,7 +189,7 @@ def smg(folder: Path, program: str, python: str) -> Iterator[Service]:
             for each in ports
         ]
         for process, each in zip(behind, ports, strict=True):
-            _wait(f"http://127.0.0.1:{each}", process, folder / f"{each}.log")
+            _wait(each, process, folder / f"{each}.log")
         trees = [[each.pid, *_below(each.pid)] for each in behind]
         command = [program, "launch", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)]

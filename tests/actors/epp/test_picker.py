@@ -11,11 +11,11 @@ import grpc
 import httpx
 import pytest
 
+from mallee.actors.addresses import free_port
 from mallee.actors.epp.picker import Picker
 from mallee.actors.tasks import Tasks
 from mallee.actors.telemetry.catalog import exposed_by
 from mallee.protocol.errors import ConfigError
-from mallee.testing.envoy import free_ports
 from mallee.testing.vllm_pod import KVPublisher, VllmPod
 from support.brokers import OpenBroker
 from support.certificates import certificate
@@ -367,7 +367,7 @@ async def test_a_picker_whose_task_broke_is_not_ready_and_ends(
 
 async def test_a_picker_exposes_its_part_of_the_catalog_and_nothing_else() -> None:
     """At the address that is set; counts follow what happens."""
-    (port,) = free_ports(1)
+    port = free_port()
     async with scene(2, metrics_listen=f"127.0.0.1:{port}") as (_, picker, proxy):
         await until(lambda: picker._shown["mallee_picker_ready_endpoints"] == 2)
         for _ in range(2):

@@ -1,1 +1,0 @@
-"""`mallee metrics`: what is made from the catalog of metrics."""
