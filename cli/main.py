@@ -14,18 +14,16 @@ from mallee.cli import (
     check,
     doctor,
     keys,
-    picker,
-    serve,
+    metrics,
     sessions,
     settings,
     tree,
-    up,
     workers,
 )
 from mallee.cli.demo import command as demo
-from mallee.cli.metrics import command as metrics
-from mallee.cli.mocker import fleet, profile, replay, sweep
+from mallee.cli.mocker import profile, replay, sweep
 from mallee.cli.options import print_error
+from mallee.cli.serving import mock, picker, serve, up
 from mallee.cli.synth import group
 from mallee.protocol.errors import MalleeError
 
@@ -37,7 +35,7 @@ cli = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for _module in (
-    *(serve, up, workers, keys, fleet, demo, settings, metrics, check, tree, doctor, profile),
+    *(serve, up, workers, keys, mock, demo, settings, metrics, check, tree, doctor, profile),
     *(replay, sweep, sessions, capsules, picker, group),
 ):
     _module.add_to(cli)

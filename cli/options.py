@@ -117,13 +117,14 @@ def require_serve_extra(*, is_mocked: bool = False) -> None:
     A mocked service needs neither torch nor Ray.
     """
     needed = _SERVING if is_mocked else (*_COMPUTING, *_SERVING)
-    missing = [name for name in needed if find_spec(name) is None]
+    require_packages(needed, "`pip install torch 'mallee[serve]'` to serve models")
+
+
+def require_packages(needed: Iterable[str], remedy: str) -> None:
+    """Raises ConfigError that names the command of `remedy` if packages are missing."""
+    missing = [name for name in needed if find_spec(name.partition(".")[0]) is None]
     if missing:
-        raise ConfigError(
-            f"{', '.join(missing)} not installed: run `pip install torch 'mallee[serve]'` to serve"
-            " models",
-            missing=missing,
-        )
+        raise ConfigError(f"{', '.join(missing)} not installed: run {remedy}", missing=missing)
 
 
 def check_out(out: Path | None) -> None:

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -25,6 +25,7 @@ SetOptions = Annotated[
         help="One setting by its dotted key, as routing.policy=dynamo; may be repeated.",
     ),
 ]
+S = TypeVar("S", bound="Settings")
 DEFAULT_MODEL = "smollm2"
 APP_PATH = "mallee.actors.app:app"
 
@@ -35,18 +36,31 @@ def make_config(
     options: Mapping[str, tuple[str, object]],
     base: Mapping[str, object] | None = None,
 ) -> "AppConfig":
-    """Settings of `base`, then `file`, then `--set`, then options, each over the ones before.
+    """The service's settings: as `layered`, on `base` by dotted keys. Raises ConfigError."""
+    from mallee.actors.config import AppConfig, put
+
+    values: dict[str, Any] = {"model": DEFAULT_MODEL}
+    for key, value in (base or {}).items():
+        put(values, key, value)
+    return layered(AppConfig, values, file, assignments, options)
+
+
+def layered(
+    schema: type[S],
+    values: dict[str, Any],
+    file: Path | None,
+    assignments: Sequence[str] | None,
+    options: Mapping[str, tuple[str, object]],
+) -> S:
+    """Settings of `values`, then `file`, then `--set`, then options, each over the ones before.
 
     `options` maps names of options to the setting's dotted key and the value, None if not given.
     Raises ConfigError naming the option or the key, and what it takes.
     """
     from pydantic import ValidationError
 
-    from mallee.actors.config import AppConfig, problems, put
+    from mallee.actors.config import problems, put
 
-    values: dict[str, Any] = {"model": DEFAULT_MODEL}
-    for key, value in (base or {}).items():
-        put(values, key, value)
     _update(values, read_settings(file) if file else {})
     for assignment in assignments or ():
         put(values, *parsed_assignment(assignment))
@@ -54,7 +68,7 @@ def make_config(
     for key, value in given.values():
         put(values, key, value)
     try:
-        return AppConfig.model_validate(values)
+        return schema.model_validate(values)
     except ValidationError as error:
         names = {key: name for name, (key, _) in given.items()}
         lines = [names.get(key, key) + sentence for key, sentence in problems(error)]

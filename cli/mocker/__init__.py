@@ -1,4 +1,4 @@
-"""The commands about mocked engines: `mock`, `replay`, `sweep`, `figures`, and `profile`, which times models.
+"""The commands about mocked engines: `replay`, `sweep`, `figures`, and `profile`, which times models.
 
-Knows the mocker and, for `mock`, the stack around it. Must not load a model but to time one.
+Knows the mocker. Must not load a model but to time one.
 """

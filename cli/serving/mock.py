@@ -1,21 +1,13 @@
 """The command `mallee mock`: a fleet of mocked engines behind an OpenAI endpoint, in one command."""
 
-import asyncio
-import signal
-from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mallee.cli.options import (
-    POLICIES,
-    HostOption,
-    NatsOption,
-    PortOption,
-    require_serve_extra,
-)
+from mallee.cli.options import POLICIES, HostOption, NatsOption, PortOption, require_serve_extra
+from mallee.cli.serving.signals import until_signal
 from mallee.cli.settings import ConfigFile, SetOptions, make_config
 from mallee.protocol.errors import ConfigError
 
@@ -114,23 +106,15 @@ def mock(
     logs.set_up(
         settings.telemetry.log_level, settings.telemetry.log_format, process="gateway", name="g0"
     )
-    run(_serve(settings, host, port))
+    run(until_signal(_serve(settings, host, port)))
 
 
 async def _serve(config: "AppConfig", host: str, port: int) -> None:
-    """Serve until SIGINT or SIGTERM, which also end the start-up; later ones change nothing."""
     from mallee.actors.mock.stack import MockStack
 
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(
-            number, lambda: task.cancelling() or task.cancel()
+    async with MockStack(config, host=host, port=port) as stack:
+        Console(stderr=True).print(
+            f"[bold]mallee[/] mocks {config.num_workers} engines of {escape(config.model)} at"
+            f" [bold]{stack.base_url}/v1[/], broker {stack.nats_url}  (Ctrl-C ends)"
         )
-    with suppress(asyncio.CancelledError):
-        async with MockStack(config, host=host, port=port) as stack:
-            Console(stderr=True).print(
-                f"[bold]mallee[/] mocks {config.num_workers} engines of {escape(config.model)} at"
-                f" [bold]{stack.base_url}/v1[/], broker {stack.nats_url}  (Ctrl-C ends)"
-            )
-            await stack.wait()
+        await stack.wait()

@@ -1,18 +1,17 @@
 """The command `mallee picker`: the endpoint picker of a pool of vLLM pods, behind Envoy."""
 
 import asyncio
-import signal
-from contextlib import suppress
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mallee.cli.settings import parsed_assignment, read_settings
-from mallee.protocol.errors import ConfigError
+from mallee.cli.options import require_packages
+from mallee.cli.serving.signals import until_signal
+from mallee.cli.settings import SetOptions, layered
 
 if TYPE_CHECKING:
     from mallee.actors.epp.config import PickerConfig
@@ -28,12 +27,7 @@ def picker(
     config: Annotated[
         Path | None, typer.Option("--config", help="YAML file of settings: docs/picker.md.")
     ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="One setting by its dotted key; may be repeated."
-        ),
-    ] = None,
+    set_: SetOptions = None,
     listen: Annotated[str | None, typer.Option(help="Address of the gRPC service.")] = None,
     model: Annotated[
         str | None, typer.Option(help="Folder or hub id with the pods' tokenizer.")
@@ -52,35 +46,27 @@ def picker(
 ) -> None:
     """Pick vLLM pods for Envoy: the endpoint picker of the Gateway API inference extension."""
     _require_extra(wants_events=events_port is not None)
-    options: dict[str, Any] = {
-        "listen": listen,
-        "model": model,
-        "endpoints": tuple(endpoint) if endpoint else None,
-        "pool": pool,
-        "namespace": namespace,
-        "events_port": events_port,
-        "nats_url": nats_url,
+    options = {
+        "--listen": ("listen", listen),
+        "--model": ("model", model),
+        "--endpoint": ("endpoints", tuple(endpoint) if endpoint else None),
+        "--pool": ("pool", pool),
+        "--namespace": ("namespace", namespace),
+        "--events-port": ("events_port", events_port),
+        "--nats-url": ("nats_url", nats_url),
     }
-    asyncio.run(_serve(make_picker_config(config, set_, options)))
+    asyncio.run(until_signal(_serve(make_picker_config(config, set_, options))))
 
 
 def make_picker_config(
-    file: Path | None, assignments: list[str] | None, options: dict[str, Any]
+    file: Path | None,
+    assignments: Sequence[str] | None,
+    options: Mapping[str, tuple[str, object]],
 ) -> "PickerConfig":
-    """Settings of `file`, then `--set`, then options that are given. Raises ConfigError."""
-    from pydantic import ValidationError
-
-    from mallee.actors.config import problems, put
+    """As `layered`, and what the settings need is installed. Raises ConfigError."""
     from mallee.actors.epp.config import PickerConfig
 
-    values: dict[str, Any] = dict(read_settings(file)) if file else {}
-    for assignment in assignments or ():
-        put(values, *parsed_assignment(assignment))
-    values |= {name: value for name, value in options.items() if value is not None}
-    try:
-        made = PickerConfig.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError("\n".join(f"{key}{text}" for key, text in problems(error))) from None
+    made = layered(PickerConfig, {}, file, assignments, options)
     if made.events_port is not None:
         _require_extra(wants_events=True)
     return made
@@ -89,29 +75,16 @@ def make_picker_config(
 def _require_extra(*, wants_events: bool) -> None:
     """Raises ConfigError that names the remedy if packages are missing."""
     needed = (*_NEEDED, "zmq") if wants_events else _NEEDED
-    missing = [name for name in needed if find_spec(name.partition(".")[0]) is None]
-    if missing:
-        raise ConfigError(
-            f"{', '.join(missing)} not installed: run `pip install 'mallee[epp]'` for the picker",
-            missing=missing,
-        )
+    require_packages(needed, "`pip install 'mallee[epp]'` for the picker")
 
 
 async def _serve(config: "PickerConfig") -> None:
-    """Serve until SIGINT or SIGTERM."""
     from mallee.actors.epp.picker import Picker
 
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(
-            number, lambda: task.cancelling() or task.cancel()
+    async with Picker(config) as picker:
+        host = config.listen.rpartition(":")[0]
+        Console(stderr=True).print(
+            f"[bold]mallee[/] picks endpoints at [bold]{escape(host)}:{picker.server.port}[/]"
+            "  (Ctrl-C ends)"
         )
-    with suppress(asyncio.CancelledError):
-        async with Picker(config) as picker:
-            host = config.listen.rpartition(":")[0]
-            Console(stderr=True).print(
-                f"[bold]mallee[/] picks endpoints at [bold]{escape(host)}:{picker.server.port}[/]"
-                "  (Ctrl-C ends)"
-            )
-            await picker.wait()
+        await picker.wait()

@@ -1,6 +1,5 @@
 """`mallee serve`: the whole service on this machine."""
 
-import signal
 import threading
 from typing import Annotated
 
@@ -8,12 +7,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from mallee.cli.options import (
-    HostOption,
-    NatsOption,
-    PortOption,
-    require_serve_extra,
-)
+from mallee.cli.options import HostOption, NatsOption, PortOption, require_serve_extra
+from mallee.cli.serving.signals import catch_signals, until_interrupted
 from mallee.cli.settings import ConfigFile, SetOptions, make_config
 
 
@@ -82,20 +77,11 @@ def serve(
         stack = LocalStack(settings, host=host, port=port)
         stack.start()
     try:
-        console.print(
-            f"[bold]mallee[/] serves {name} at [bold]{stack.base_url}/v1[/] behind {stack.proxy}"
-            "  (Ctrl-C ends)"
-        )
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        console.print(
-            f"stopping, {settings.drain_s:g} s at most for requests that run (Ctrl-C: at once) ..."
-        )
+        with until_interrupted(console, settings.drain_s):
+            console.print(
+                f"[bold]mallee[/] serves {name} at [bold]{stack.base_url}/v1[/] behind {stack.proxy}"
+                "  (Ctrl-C ends)"
+            )
+            threading.Event().wait()
     finally:
         stack.close()
-
-
-def catch_signals() -> None:
-    """SIGINT and SIGTERM end start-up and service alike, also where SIGINT was ignored (nohup, &)."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)

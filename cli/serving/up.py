@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from mallee.cli.options import HostOption, PortOption, print_error, require_serve_extra
-from mallee.cli.serve import catch_signals
+from mallee.cli.serving.signals import catch_signals, until_interrupted
 from mallee.cli.settings import ConfigFile, SetOptions, make_config
 from mallee.protocol.errors import ConfigError, MalleeError
 
@@ -77,11 +77,8 @@ def up(
         stack.start()
     _print_places(console, made, stack)
     try:
-        _serve(stack, settings, reload, console)
-    except KeyboardInterrupt:
-        console.print(
-            f"stopping, {made.drain_s:g} s at most for requests that run (Ctrl-C: at once) ..."
-        )
+        with until_interrupted(console, made.drain_s):
+            _serve(stack, settings, reload, console)
     finally:
         stack.close()
 

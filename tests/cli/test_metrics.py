@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from mallee.actors.telemetry.boards.files import files
 from mallee.actors.telemetry.catalog import FAMILIES
 from mallee.cli.main import cli
-from mallee.cli.metrics.command import document
+from mallee.cli.metrics import document
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from mallee.actors.epp.config import PickerConfig
 from mallee.actors.epp.pods.kubernetes import PoolSpec
 from mallee.cli.main import cli
-from mallee.cli.picker import make_picker_config
+from mallee.cli.serving.picker import make_picker_config
 from mallee.protocol.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -85,7 +85,7 @@ def test_wrong_settings_are_refused_by_name(
 def test_options_win_over_assignments_and_those_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "picker.yaml"
     file.write_text("{pool: one, fallbacks: 5, routing: {policy: cost}, scrape_s: 3}")
-    options = {"pool": "three", "namespace": None}
+    options = {"--pool": ("pool", "three"), "--namespace": ("namespace", None)}
     found = make_picker_config(file, ["pool=two", "routing.policy=random", "scrape_s=2"], options)
     assert (found.pool, found.fallbacks, found.scrape_s) == ("three", 5, 2)
     assert found.routing.policy == "random"
