@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from mallee.worker.kv.journal import Journal
     from mallee.worker.kv.tiers.lower import LowerTiers
     from mallee.worker.kv.watch import KVMemory
+    from mallee.worker.memory.budget import Room
     from mallee.worker.model.runner import TorchForward
     from mallee.worker.storage.files import Files
     from mallee.worker.storage.volume import Volume
@@ -677,7 +678,7 @@ def load_forward(config: AppConfig, threads: int) -> "TorchForward":
     return load(
         resolve(config.model),
         num_blocks=config.num_blocks,
-        kv_budget_bytes=int(engine.kv_gib * 2**30),
+        kv_budget_bytes=config.kv_nbytes,
         block_size=engine.block_size,
         dtype=engine.dtype,
         kv_dtype=engine.kv_dtype,
@@ -685,6 +686,24 @@ def load_forward(config: AppConfig, threads: int) -> "TorchForward":
         threads=threads,
         name=served_name(config),
         max_model_len=engine.max_model_len,
+        room=room_on_device(config) if config.has_cuda else None,
+    )
+
+
+def room_on_device(config: AppConfig) -> "Room":
+    """A worker's part of its CUDA device."""
+    from mallee.worker.memory.budget import Room
+    from mallee.worker.memory.device import probe
+
+    engine, scheduler = config.engine, config.scheduler
+    return Room(
+        probe,
+        engine.device_share,
+        config.worker_gpus or 1.0,
+        max_rows=scheduler.max_rows,
+        max_step_tokens=scheduler.max_step_tokens,
+        kept_rows=engine.max_answer_capsules,
+        host_tier=int(engine.host_gib * 2**30),
     )
 
 

@@ -105,9 +105,18 @@ class EngineSettings(Settings):
         description="CPU threads of a worker; by default `ray.worker_cpus` if that is 1 or more, else"
         " the node's cores shared by its workers.",
     )
-    kv_gib: Positive = Field(
-        default=DEFAULT_KV_GIB,
-        description="KV memory of a worker in GiB, unless `kv_tokens` is given.",
+    kv_gib: Positive | None = Field(
+        default=None,
+        description="KV memory of a worker in GiB, unless `kv_tokens` is given. By default 1 on a CPU, and"
+        " with CUDA what the device has left (`device_share`).",
+    )
+    device_share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of a CUDA device's memory that a worker takes for weights, KV and all else, where"
+        " KV is sized by the device. By default 0.9, and 0.8 where the memory is the host's too (GB10); a"
+        " fraction of that if workers share a device (`ray.worker_gpus`).",
     )
     kv_tokens: int | None = Field(
         default=None,
@@ -548,7 +557,7 @@ class AppConfig(Settings):
         """GPUs that a worker asks of Ray."""
         if self.ray.worker_gpus is not None:
             return self.ray.worker_gpus
-        return float(self.engine.device.startswith("cuda") and not self.is_mocked)
+        return float(self.has_cuda)
 
     @property
     def num_workers(self) -> int:
@@ -575,8 +584,20 @@ class AppConfig(Settings):
         return self.most_workers * self.mock.engines_per_worker
 
     @property
+    def has_cuda(self) -> bool:
+        """Whether workers compute on CUDA devices."""
+        return self.engine.device.startswith("cuda") and not self.is_mocked
+
+    @property
+    def kv_nbytes(self) -> int | None:
+        """KV memory of a worker unless `num_blocks` says it; None if the device's decides."""
+        if self.engine.kv_gib is None and self.has_cuda:
+            return None
+        return int((self.engine.kv_gib or DEFAULT_KV_GIB) * 2**30)
+
+    @property
     def num_blocks(self) -> int | None:
-        """KV blocks of a worker; None if `engine.kv_gib` sets them."""
+        """KV blocks of a worker; None if memory sets them."""
         tokens = self.engine.kv_tokens or (DEFAULT_MOCK_KV_TOKENS if self.is_mocked else None)
         return tokens and tokens // self.engine.block_size
 
@@ -600,6 +621,7 @@ class AppConfig(Settings):
                 f"routing.max_workers={self.worker_room} < {self._most_engines} workers: give as many at"
                 " least"
             )
+        self._check_memory()
         self._check_autoscaling()
         self._check_nats()
         tokens, block_size = self.engine.kv_tokens, self.engine.block_size
@@ -608,6 +630,19 @@ class AppConfig(Settings):
                 f"engine.kv_tokens={tokens} < engine.block_size={block_size}: give a block at least"
             )
         return self
+
+    def _check_memory(self) -> None:
+        """Refuse a share of a device where nothing is sized by it."""
+        if self.engine.device_share is None:
+            return
+        if not self.has_cuda:
+            raise ValueError(
+                f"engine.device_share={self.engine.device_share:g} needs a CUDA engine.device, not"
+                f" {self.engine.device!r}"
+            )
+        for name in ("kv_gib", "kv_tokens"):
+            if getattr(self.engine, name) is not None:
+                raise ValueError(f"engine.device_share beside engine.{name}: leave one of them out")
 
     def _check_autoscaling(self) -> None:
         """Refuse bounds that contradict each other or `workers`, and settings that are off."""
@@ -670,6 +705,7 @@ class AppConfig(Settings):
 
 _OF_MODELS = (
     *("engine.dtype", "engine.kv_dtype", "engine.device", "engine.threads", "engine.kv_gib"),
+    *("engine.device_share",),
     *("engine.host_gib", "engine.disk_path", "engine.disk_gib", "engine.disk_tenant_gib"),
     *("engine.disk_fsync", "engine.tier_gib_s", "ray.worker_gpus", "experimental.kv_checks"),
 )

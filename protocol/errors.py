@@ -24,6 +24,7 @@
     |  |- CorruptLoan            KV that another worker lent is not what was sent
     |  |- PoisonRequest           workers died of the request, it seems
     |  |- PoolExhausted           no KV blocks left, and nothing may be evicted
+    |  |- DeviceMemoryExhausted   a step needs more of the device's memory than there is
     |  |- CapsulesFull            as many blocks are kept in capsules as may be kept
     |  |- TierFull                host memory or disk has no room that may be given up
     |  |- LoansFull               a worker lends to as many others as it may
@@ -396,6 +397,23 @@ class PoolExhausted(Unavailable):
             free=free,
             total=total,
         )
+
+
+class DeviceMemoryExhausted(Unavailable):
+    """An allocation during a step failed; `reason` is the device's own sentence."""
+
+    code = "device_memory_exhausted"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"the device ran out of memory in a step ({reason}); send the request again, and if this goes on"
+            " lower scheduler.max_step_tokens, scheduler.max_rows or engine.device_share",
+            reason=reason,
+        )
+
+    @property
+    def client_message(self) -> str:
+        return "a worker ran out of memory with this request; send it again"
 
 
 class CapsulesFull(Unavailable):

@@ -21,7 +21,8 @@ ARROWS: dict[str, set[str]] = {
     "worker.storage": {"protocol", "worker.storage"},
     "worker.sched": {"protocol", "worker.kv", "worker.forward", "worker.sched"},
     "worker.forward": {"protocol", "worker.kv", "worker.forward"},
-    "worker.model": {"protocol", "worker.kv", "worker.forward", "worker.model"},
+    "worker.memory": {"protocol", "worker.memory"},
+    "worker.model": {"protocol", "worker.kv", "worker.memory", "worker.forward", "worker.model"},
     "worker": {"protocol", "worker"},  # engine and what belongs to it: never worker.model (below)
     "sessions": {"protocol", "worker", "sessions"},
     "mocker": {"protocol", "traces", "figures", "worker", "router", "mocker"},
@@ -69,6 +70,7 @@ TORCH_FREE = (
     "worker.engine",
     "worker.forward",
     "worker.sampling",
+    "worker.memory.budget",
     "worker.admission",
     "worker.records",
     "worker.requests",

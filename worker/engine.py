@@ -13,7 +13,13 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from mallee.protocol.errors import CodecError, CorruptKV, MalleeError, UnknownCapsule
+from mallee.protocol.errors import (
+    CodecError,
+    CorruptKV,
+    DeviceMemoryExhausted,
+    MalleeError,
+    UnknownCapsule,
+)
 from mallee.protocol.events import EventBatch, Load, Snapshot, pack_hashes, unpack_hashes
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, WorkerId
@@ -414,7 +420,8 @@ class Engine:
         """Plan, compute, draw, commit: every planned branch moves on by one chunk or one token.
 
         If the forward raises, so does this, and the engine is as if the step had not begun, but for what
-        sessions are charged: the caller gives it up or calls again. CorruptKV is final.
+        sessions are charged: the caller gives it up or calls again. CorruptKV is final. Where the device had
+        too little memory for the step, its newest branch ends with that error, and the others go on.
         """
         watch = self._watch
         if watch is not None:
@@ -437,6 +444,12 @@ class Engine:
         began = 0.0 if self._lower is None else self._clock()
         try:
             done, drawn = self._compute(plan)
+        except DeviceMemoryExhausted as error:
+            self._scheduler.undo(plan)
+            if (newest := plan.newest) is None:
+                raise
+            self._requests.end(newest, "error", error=error)
+            return self._end_step()
         except BaseException:  # whatever it is, nothing is committed yet
             self._scheduler.undo(plan)
             raise
@@ -453,6 +466,12 @@ class Engine:
         self._scheduler.follow(plan)
         if self._lower is not None:
             self._lower.give_way(bool(self._scheduler.decodes))
+        result = self._end_step()
+        if watch is not None:
+            watch.ended()
+        return result
+
+    def _end_step(self) -> StepResult:
         if self._requests.owes_replies:
             self._reply_late()
         if self._fetches is not None:
@@ -460,10 +479,7 @@ class Engine:
         self._num_steps += 1
         if self._tree.pool.watch is not None:
             self._tree.pool.watch.end_step()
-        result = self._collect()
-        if watch is not None:
-            watch.ended()
-        return result
+        return self._collect()
 
     def _reply_late(self) -> None:
         """Answer commands about capsules that had to wait for a step."""

@@ -36,7 +36,7 @@ class Passes(Protocol):
 
 
 class StepWatch(Protocol):
-    """Is told of the phases of each step, in this order; of a step that raises, of the first ones only."""
+    """Is told of the phases of each step, in this order; of a step that fails, of the first ones only."""
 
     def begun(self) -> None: ...
 

@@ -88,6 +88,7 @@ def test_a_value_out_of_range_is_refused_by_its_dotted_key(path: str, value: obj
         {"autoscaling__max_workers": 3, "autoscaling__min_workers": 2, "workers": 1},
         {"autoscaling__max_workers": 3, "workers": 4},
         {"autoscaling__max_workers": 2000, "routing__max_workers": 1999},
+        {"engine__device_share": 0.5},
         {"nats_credentials": "/file"},
         {"nats_ca": "/file"},
         {"nats_url": "ws://host"},
@@ -119,6 +120,18 @@ def test_kv_memory_in_tokens_is_whole_blocks() -> None:
     assert make().num_blocks is None
     assert make(engine__kv_tokens=100, engine__block_size=16).num_blocks == 6
     assert make(engine__kind="mock").num_blocks == 16_384
+
+
+def test_kv_memory_is_sized_by_the_device_where_nothing_else_says_it() -> None:
+    """D25, part: on a CPU it stays 1 GiB."""
+    cuda: dict[str, Any] = {"engine__device": "cuda"}
+    assert make().kv_nbytes == 1 << 30
+    assert make(**cuda).kv_nbytes is None
+    assert make(**cuda, engine__kv_gib=2).kv_nbytes == 2 << 30
+    assert make(**cuda, engine__device_share=0.5).kv_nbytes is None
+    for given in ({"engine__kv_gib": 2}, {"engine__kv_tokens": 4096}):
+        ((_, sentence),) = refused(**cuda, engine__device_share=0.5, **given)
+        assert sentence.startswith("engine.device_share beside engine.kv_")
 
 
 def test_an_api_key_is_no_setting_and_its_refusal_does_not_show_it() -> None:

@@ -6,7 +6,8 @@ Doesn't know which sequence a row belongs to, which rows share blocks, or when a
 import logging
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
@@ -15,12 +16,14 @@ import msgspec
 import numpy as np
 import torch
 
-from mallee.protocol.errors import CodecError, ConfigError, WeightsMismatch
+from mallee.protocol.errors import CodecError, ConfigError, DeviceMemoryExhausted, WeightsMismatch
 from mallee.protocol.messages import TokenLogprobs
 from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.worker.forward import Draw, ForwardBatch, Logits, LogprobQuery
 from mallee.worker.kv.node import BlockCopy
+from mallee.worker.kv.tiers.moves import STAGED_BLOCKS
 from mallee.worker.kv.tiers.window_rows import row_spans
+from mallee.worker.memory.budget import Budget, Room, Work, check_context, out_of_memory
 from mallee.worker.model.backend import check_device, choose_backend
 from mallee.worker.model.config import (
     DTYPE_NBYTES,
@@ -76,6 +79,7 @@ class TorchForward:
             "_tokens",
             "_windows",
             "block_size",
+            "budget",
             "decoder",
             "memory",
             "num_blocks",
@@ -144,12 +148,14 @@ class TorchForward:
             spans = row_spans(spec.groups, num_blocks, block_size)
             self.memory = GroupedKV(self._memories, block_size, spans)
         self._reads = self._flat_reads = self._copied = 0
+        self.budget: Budget | None = None  # of the device, where KV was sized by it
 
     def with_weights(self, folder: Path, version: WeightVersion) -> "TorchForward":
         """The same model over the same KV memory, with the weights in `folder`; may run beside this one.
 
         Its spec has `version`, with the digest that was found. To be used after this one, of which no
-        block counts any more. Raises ModelNotFound, UnsupportedModel, WeightsMismatch.
+        block counts any more. Raises ModelNotFound, UnsupportedModel, WeightsMismatch, and ConfigError
+        if the device has no room for them.
         """
         config, own = read_config(folder), self.decoder.config
         differing = [f.name for f in fields(own) if getattr(config, f.name) != getattr(own, f.name)]
@@ -162,7 +168,8 @@ class TorchForward:
             )
         before = weights_digest(folder)
         table = self.decoder.weights.embedding
-        weights = load_weights(folder, own, dtype=table.dtype, device=self._device)
+        with _told("loading other weights beside those that serve"):
+            weights = load_weights(folder, own, dtype=table.dtype, device=self._device)
         digest = weights_digest(folder)
         if digest != before or version.digest not in ("", digest):
             why = "changed while it was read" if digest != before else f"is not {version.digest}"
@@ -185,7 +192,8 @@ class TorchForward:
         return self
 
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
-        with torch.inference_mode():
+        """Raises DeviceMemoryExhausted, as do `keep`, `sample` and `logprobs`."""
+        with torch.inference_mode(), _shed(self._device):
             self._copy(batch.copies)
             if not batch.rows:
                 return []
@@ -209,7 +217,8 @@ class TorchForward:
         return self.spec.vocab_size * self.decoder.weights.embedding.dtype.itemsize
 
     def keep(self, logits: Logits) -> Logits:
-        return logits.clone()
+        with _shed(self._device):
+            return logits.clone()
 
     def dump(self, logits: Logits) -> bytes:
         raw: bytes = logits.contiguous().cpu().view(torch.uint8).numpy().tobytes()
@@ -226,11 +235,11 @@ class TorchForward:
         return row.to(self._device)
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:
-        with torch.inference_mode():
+        with torch.inference_mode(), _shed(self._device):
             return sample(draws)
 
     def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
-        with torch.inference_mode():
+        with torch.inference_mode(), _shed(self._device):
             return logprobs(queries)
 
     def check(self) -> None:
@@ -286,10 +295,12 @@ def load(
     threads: int | None = None,
     name: str | None = None,
     max_model_len: int | None = None,
+    room: Room | None = None,
 ) -> TorchForward:
     """The model in the Hugging Face directory `path`, ready to run.
 
-    Give `num_blocks`, or `kv_budget_bytes` to have as many as fit. `threads` sets torch's, for the
+    Give `num_blocks`, or `kv_budget_bytes` to have as many as fit, or `room` on the device: then KV gets
+    what it leaves, and a `max_model_len` that is given must fit. `threads` sets torch's, for the
     whole process. device: "cpu", or "cuda" or "cuda:1" where there is one. dtype: "float32",
     "bfloat16", or "auto": the checkpoint's own, but float32 on a CPU without bfloat16 arithmetic,
     where bfloat16 is several times slower. kv_dtype: "auto" (as dtype) or "fp8", which halves KV and
@@ -303,7 +314,9 @@ def load(
     config = read_config(path)
     dtype = resolve_dtype(dtype, config, device)
     kept = resolve_kv_dtype(kv_dtype, config, dtype)
-    weights = load_weights(path, config, dtype=_DTYPES[dtype], device=device)
+    before = None if room is None else room.probe(device)
+    with _told("loading the weights"):
+        weights = load_weights(path, config, dtype=_DTYPES[dtype], device=device)
     spec = model_spec(
         config,
         name=name or path.name,
@@ -314,20 +327,83 @@ def load(
     )
     identity = {**kv_identity(path, config, spec, kv_dtype), "dtype": dtype}
     spec = msgspec.structs.replace(spec, kv_fields=tuple(sorted(identity.items())))
+    budget = None
+    if room is not None and before is not None:
+        if num_blocks is None and kv_budget_bytes is None:
+            budget = room.split(before, work_of(config, weights, spec, block_size, room))
+            if max_model_len is not None:
+                needed = -(-spec.max_model_len // block_size)
+                check_context(budget, spec.max_model_len, spec.kv_nbytes(needed, block_size))
+            kv_budget_bytes = budget.kv
+        else:
+            wanted = spec.kv_nbytes(num_blocks, block_size) if num_blocks else kv_budget_bytes
+            room.check_given(room.probe(device), wanted or 0)
     if num_blocks is None:
         num_blocks = _affordable(kv_budget_bytes, spec, block_size)
-    room = num_blocks * block_size
-    if spec.max_model_len > room:
-        log.warning("context cut from %d to the %d tokens the KV holds", spec.max_model_len, room)
-        spec = msgspec.structs.replace(spec, max_model_len=room)
-    return TorchForward(
-        config,
-        weights,
-        spec,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        kv_dtype=_DTYPES[kept],
+    num_tokens = num_blocks * block_size
+    if budget is not None:
+        log.info("%s, for %d tokens", budget, num_tokens)
+    if spec.max_model_len > num_tokens:
+        cut = "context cut from %d to the %d tokens the KV holds"
+        log.warning(cut, spec.max_model_len, num_tokens)
+        spec = msgspec.structs.replace(spec, max_model_len=num_tokens)
+    with _told("taking the memory of KV", budget):
+        forward = TorchForward(
+            config,
+            weights,
+            spec,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            kv_dtype=_DTYPES[kept],
+        )
+    forward.budget = budget
+    return forward
+
+
+def work_of(
+    config: ModelConfig, weights: ModelWeights, spec: ModelSpec, block_size: int, room: Room
+) -> Work:
+    """The sizes by which a device's memory is split."""
+    item = weights.embedding.dtype.itemsize
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    # The stream before and after, a norm, a layer's heads twice, and its MLP: gate, up, their product.
+    values = 3 * config.hidden_size + 2 * heads + 3 * config.intermediate_size
+    return Work(
+        weights=weights.nbytes,
+        token_nbytes=values * item,
+        row_nbytes=config.vocab_size * item,
+        vocab_size=config.vocab_size,
+        block_nbytes=spec.block_nbytes(block_size),
+        max_rows=room.max_rows,
+        max_step_tokens=room.max_step_tokens,
+        kept_rows=room.kept_rows,
+        staged_blocks=2 * STAGED_BLOCKS,  # one way and the other
     )
+
+
+@contextmanager
+def _told(doing: str, budget: Budget | None = None) -> Iterator[None]:
+    """Raises ConfigError if the device has no memory for what is done inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(doing, budget) from error
+
+
+@contextmanager
+def _shed(device: str) -> Iterator[None]:
+    """Raises DeviceMemoryExhausted in place of torch's error, once what torch keeps is given back."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(" GPU ")[0].rstrip(". ")
+        refusal = DeviceMemoryExhausted(reason or "no reason told")
+    else:
+        return
+    # Outside of the handler: the traceback held the step's tensors.
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
+    raise refusal
 
 
 def _affordable(budget_bytes: int | None, spec: ModelSpec, block_size: int) -> int:

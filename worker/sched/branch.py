@@ -11,6 +11,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -624,6 +625,12 @@ class Plan:
     failed: list[tuple[Branch, PoolExhausted]]
     fetches: Sequence[Fetch] = ()
     queries: Sequence[Query] = ()
+
+    @property
+    def newest(self) -> Branch | None:
+        """The branch that came last, of those with a chunk if there are any; None if nothing is computed."""
+        branches = [chunk.branch for chunk in self.chunks] or self.decodes or self.ready
+        return max(branches, key=attrgetter("ticket"), default=None)
 
     @property
     def is_empty(self) -> bool:

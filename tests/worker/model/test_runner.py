@@ -2,18 +2,27 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from msgspec import structs
 
-from mallee.protocol.errors import ConfigError, ModelNotFound, WeightsMismatch
+from mallee.protocol.errors import (
+    ConfigError,
+    DeviceMemoryExhausted,
+    ModelNotFound,
+    WeightsMismatch,
+    from_wire,
+)
 from mallee.protocol.messages import Generate, Limits, Sampling, pack_tokens
 from mallee.protocol.model import WeightVersion
 from mallee.testing.random_model import random_model
 from mallee.worker.forward import Draw, Forward, ForwardBatch
 from mallee.worker.kv.node import BlockCopy
+from mallee.worker.memory.budget import GIB, MIB, DeviceMemory, Room
+from mallee.worker.model import runner
 from mallee.worker.model.runner import TorchForward, load, resolve_dtype
 from support.live_fleet import make_engine
 
@@ -39,6 +48,100 @@ def test_a_budget_in_bytes_becomes_blocks(tmp_path: Path) -> None:
         load(tmp_path)
     with pytest.raises(ConfigError, match="num_blocks=0"):
         load(tmp_path, num_blocks=0)
+
+
+def room(free: int, **options: Any) -> Room:
+    """On a device of 2 GiB."""
+    found = DeviceMemory("tiny", 2 * GIB, free)
+    return Room(lambda device: found, max_rows=4, max_step_tokens=64, **options)
+
+
+def test_kv_gets_what_a_device_has_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """I23, part: the log has the one sum, and it is what was taken."""
+    random_model().save(tmp_path)
+    with caplog.at_level("INFO"):
+        forward = load(tmp_path, room=room(2 * GIB))
+    budget = forward.budget
+    assert budget is not None
+    per_block = 16 * 2 * 2 * 2 * 16 * 4
+    assert forward.num_blocks == budget.kv // per_block
+    assert budget.weights == forward.decoder.weights.nbytes
+    assert sum(nbytes for _, nbytes in budget.lines()) == 2 * GIB
+    (told,) = [r.getMessage() for r in caplog.records if r.name == runner.__name__]
+    assert told == f"{budget}, for {16 * forward.num_blocks} tokens"
+    assert load(tmp_path, num_blocks=8, room=room(GIB)).budget is None, "the caller decided"
+
+
+def test_a_device_without_room_is_refused_with_the_sum(tmp_path: Path) -> None:
+    random_model(max_position_embeddings=1 << 20).save(tmp_path)
+    with pytest.raises(ConfigError, match=r"no room for a block of KV.*in use before 1.00 GiB"):
+        load(tmp_path, room=room(GIB))
+    share = (GIB + 11 * MIB) / (2 * GIB)
+    with pytest.raises(ConfigError, match=r"a sequence of engine.max_model_len=100000, 0.05 GiB"):
+        load(tmp_path, room=room(2 * GIB, share=share), max_model_len=100_000)
+    cut = load(tmp_path, room=room(2 * GIB, share=share))  # the model's own length is cut
+    assert cut.spec.max_model_len == 16 * cut.num_blocks < 1 << 20
+    with pytest.raises(ConfigError, match=r"KV of 0.50 GiB .* has 0.25 GiB of 2.00 GiB free"):
+        load(tmp_path, kv_budget_bytes=GIB // 2, room=room(GIB // 4))
+
+
+def test_memory_that_ends_at_the_start_names_the_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_model().save(tmp_path)
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "_lazy_zeros", refuse)
+        with pytest.raises(
+            ConfigError, match=r"while taking the memory of KV \(2.00 GiB of memory"
+        ):
+            load(tmp_path, room=room(2 * GIB))
+    forward = load(tmp_path, num_blocks=4)
+    monkeypatch.setattr(runner, "load_weights", refuse)
+    with pytest.raises(ConfigError, match="while loading the weights; lower"):
+        load(tmp_path, num_blocks=4)
+    version = WeightVersion(1, "v1", str(tmp_path))
+    with pytest.raises(ConfigError, match="while loading other weights beside those that serve"):
+        forward.with_weights(tmp_path, version)
+
+
+def test_memory_that_ends_in_a_step_costs_a_request_and_not_the_engine() -> None:
+    """I26, part: torch's error in the pass, and in the draw."""
+    forward = random_model().forward(num_blocks=64)
+    engine = make_engine(forward, "w")
+    for name, prompt in (("short", [1, 2]), ("long", list(range(1, 40)))):
+        engine.submit(Generate(name, pack_tokens(prompt), Limits(6, ignore_eos=True)), "g")
+    logits = forward.decoder.logits
+
+    def tight(plan: Any, layers: Any) -> torch.Tensor:
+        if plan.tokens.shape[0] > 20:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has a total capacity of 1"
+            )
+        return logits(plan, layers)
+
+    forward.decoder = cast(Any, SimpleNamespace(logits=tight, config=forward.decoder.config))
+    tokens: dict[str, list[int]] = {"short": [], "long": []}
+    errors = {}
+    while engine.has_work:
+        for frame in engine.step().frames.values():
+            for update in frame.updates:
+                tokens[update.request] += update.tokens
+                if update.error is not None:
+                    errors[update.request] = from_wire(update.error)
+        engine.check()
+    assert tokens == {"short": _answer_of([1, 2], 6), "long": []}
+    (error,) = errors.values()
+    assert isinstance(errors["long"], DeviceMemoryExhausted)
+    assert error.fields["reason"] == "CUDA out of memory. Tried to allocate 9.00 GiB"
+
+
+def _answer_of(prompt: list[int], num_tokens: int) -> list[int]:
+    """The tokens of an engine that has nothing else to do."""
+    return _answer(random_model().forward(num_blocks=64), prompt)[:num_tokens]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

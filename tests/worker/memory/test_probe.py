@@ -1,0 +1,68 @@
+"""The look at a device, with fakes for CUDA and for the host."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mallee.protocol.errors import ConfigError
+from mallee.worker.memory.budget import GIB, DeviceMemory
+from mallee.worker.memory.device import host_memory, probe
+
+
+class FakeCuda:
+    """Answers as torch.cuda does, for one device."""
+
+    def __init__(self, name: str, free: int, total: int, **properties: Any) -> None:
+        self._answer = free, total
+        self._properties = SimpleNamespace(name=name, **properties)
+        self.asked: list[str] = []
+
+    def mem_get_info(self, device: str) -> tuple[int, int]:
+        self.asked.append(device)
+        return self._answer
+
+    def get_device_properties(self, device: str) -> Any:
+        return self._properties
+
+
+def meminfo(folder: Path, total: int, available: int) -> Path:
+    path = folder / "meminfo"
+    path.write_text(
+        f"MemTotal:       {total >> 10} kB\nMemFree:         1000 kB\n"
+        f"MemAvailable:   {available >> 10} kB\nHugePages_Total:       0\n"
+    )
+    return path
+
+
+def test_a_device_with_memory_of_its_own_tells_it(tmp_path: Path) -> None:
+    """The host's has nothing to do with it."""
+    cuda = FakeCuda("NVIDIA H200", 139 * GIB, 140 * GIB, is_integrated=0)
+    found = probe("cuda:0", cuda=cuda, meminfo=tmp_path / "absent")
+    assert found == DeviceMemory("NVIDIA H200", 140 * GIB, 139 * GIB)
+    assert cuda.asked == ["cuda:0"]
+
+
+def test_unified_memory_is_what_the_host_has_available(tmp_path: Path) -> None:
+    """D25, part: CUDA counts the page cache of a GB10 as used, and NVML is never asked."""
+    cuda = FakeCuda("NVIDIA GB10", 20 * GIB, 119 * GIB, is_integrated=1)
+    path = meminfo(tmp_path, 120 * GIB, 100 * GIB)
+    assert probe("cuda", cuda=cuda, meminfo=path) == DeviceMemory(
+        "NVIDIA GB10", 119 * GIB, 100 * GIB, is_unified=True
+    )
+
+
+def test_a_host_that_does_not_tell_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+    cuda = FakeCuda("NVIDIA GB10", 1, 2, is_integrated=1)
+    with pytest.raises(ConfigError, match=r"can't be read .*give engine.kv_gib"):
+        probe("cuda", cuda=cuda, meminfo=tmp_path / "absent")
+    path = tmp_path / "old"
+    path.write_text("MemTotal: 5 kB\n")
+    with pytest.raises(ConfigError, match="has no MemAvailable; give"):
+        probe("cuda", cuda=cuda, meminfo=path)
+
+
+def test_this_machine_tells_its_memory() -> None:
+    found = host_memory()
+    assert 0 < found["MemAvailable"] <= found["MemTotal"]

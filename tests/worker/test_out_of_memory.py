@@ -1,0 +1,132 @@
+"""Steps that the device has too little memory for: the newest branch ends, the others go on."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mallee.protocol.errors import DeviceMemoryExhausted, from_wire
+from mallee.protocol.ids import branch_seed
+from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling
+from mallee.protocol.messages import pack_tokens as pack
+from mallee.testing.forward import linear_tokens
+from mallee.worker.forward import Draw, ForwardBatch, Logits
+
+SAMPLED = Sampling(temperature=1.0, seed=5)
+
+
+def tighten(
+    bench: Any, *, tokens: int = 1 << 30, rows: int = 1 << 30, draws: int = 1 << 30
+) -> None:
+    """Have the forward of `bench` refuse larger steps, before or after it wrote some of their KV."""
+    forward, sample = bench.forward.forward, bench.forward.sample
+
+    def tight(batch: ForwardBatch) -> Sequence[Logits]:
+        num = sum(len(row.tokens) for row in batch.rows)
+        if num > tokens or len(batch.rows) > rows:
+            forward(batch._replace(rows=batch.rows[:1]))  # a part of it was computed
+            raise DeviceMemoryExhausted(f"Tried to allocate {num} GiB")
+        return forward(batch)
+
+    def tight_sample(given: Sequence[Draw]) -> list[int]:
+        if len(given) > draws:
+            raise DeviceMemoryExhausted("Tried to allocate")
+        return sample(given)
+
+    bench.forward.forward, bench.forward.sample = tight, tight_sample
+
+
+def expect(bench: Any, prompt: list[int], n: int, branch: int = 0) -> list[int]:
+    seed = branch_seed(SAMPLED.seed, branch)
+    return linear_tokens(bench.forward.spec, prompt, n, sampling=SAMPLED, seed=seed)
+
+
+def test_the_newest_prompt_ends_with_the_error_and_all_others_go_on(
+    make_bench: Callable[..., Any],
+) -> None:
+    """I26, part: three answers that run and a long prompt that came last."""
+    bench = make_bench(max_step_tokens=64)
+    prompts = [[i, 7, 9] for i in range(3)]
+    for i, prompt in enumerate(prompts):
+        bench.submit(Generate(f"r{i}", pack(prompt), Limits(12), SAMPLED))
+    bench.step()
+    bench.step()
+    tighten(bench, tokens=16)
+    bench.run(Generate("long", pack(list(range(50))), Limits(4), SAMPLED))
+    error = bench.answers["long", 0].error
+    assert isinstance(error, DeviceMemoryExhausted)
+    assert error.status == 503
+    assert "lower scheduler.max_step_tokens" in str(error)
+    assert error.client_message == "a worker ran out of memory with this request; send it again"
+    for i, prompt in enumerate(prompts):
+        assert bench.answers[f"r{i}", 0].tokens == expect(bench, prompt, 12)
+    assert bench.engine.stats().jobs == 0
+
+
+def test_decodes_without_a_prompt_shed_the_newest_until_the_rest_fits(
+    make_bench: Callable[..., Any],
+) -> None:
+    """I26, part: nothing of what is left is lost or drawn twice."""
+    bench = make_bench()
+    for i in range(6):
+        bench.submit(Generate(f"r{i}", pack([i, 3]), Limits(10), SAMPLED))
+    for _ in range(3):
+        bench.step()
+    tighten(bench, rows=4)
+    bench.run()
+    for i in range(4):
+        assert bench.answers[f"r{i}", 0].tokens == expect(bench, [i, 3], 10)
+    for i in (4, 5):
+        answer = bench.answers[f"r{i}", 0]
+        assert isinstance(answer.error, DeviceMemoryExhausted)
+        assert answer.tokens == expect(bench, [i, 3], 10)[: len(answer.tokens)]
+
+
+def test_a_fork_whose_draw_has_no_memory_sheds_branches(make_bench: Callable[..., Any]) -> None:
+    """I26, part: branches that only draw, of a capsule's logits."""
+    bench = make_bench()
+    bench.run(Prefill("p", pack([1, 2, 3])))
+    tighten(bench, draws=2)
+    bench.run(Fork("f", "p.0", (b"",) * 4, Limits(5), SAMPLED))
+    answers = [bench.answers["f", branch] for branch in range(4)]
+    assert [answer.error is None for answer in answers] == [True, True, False, False]
+    for branch in (0, 1):
+        assert answers[branch].tokens == expect(bench, [1, 2, 3], 5, branch)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=12),
+    children=st.integers(1, 3),
+    tokens=st.integers(1, 24),
+    draws=st.integers(1, 8),
+    num_blocks=st.integers(12, 60),
+)
+def test_every_answer_is_whole_and_right_or_ends_with_the_error(
+    make_bench: Callable[..., Any],
+    prompts: list[list[int]],
+    children: int,
+    tokens: int,
+    draws: int,
+    num_blocks: int,
+) -> None:
+    """I26, part: shared prefixes, siblings, preemption; all invariants hold after every step."""
+    bench = make_bench(num_blocks=num_blocks, max_rows=8, max_step_tokens=24)
+    tighten(bench, tokens=tokens, draws=draws)
+    for i, prompt in enumerate(prompts):
+        bench.submit(Generate(f"r{i}", pack(prompt), Limits(6), SAMPLED, children))
+        if i % 3 == 0:
+            bench.step()
+    bench.run(max_steps=3000)
+    assert bench.engine.stats().jobs == 0
+    for i, prompt in enumerate(prompts):
+        for branch in range(children):
+            key = (f"r{i}", branch)
+            answer = bench.answers[key if key in bench.answers else (f"r{i}", -1)]  # all at once
+            whole = expect(bench, prompt, 6, branch)
+            assert answer.tokens == whole[: len(answer.tokens)]
+            if answer.last.error is None:
+                assert answer.tokens == whole
+            else:
+                assert isinstance(from_wire(answer.last.error), DeviceMemoryExhausted)

@@ -1,0 +1,170 @@
+"""The split of a device's memory: every need beside KV is a line of one sum, and KV gets the rest.
+
+The lines add up to the whole device, so nothing is counted twice. On a device that shares the host's memory
+the host tier is such a line: its bytes are no other ones. Lines that nobody can know ahead (graphs, the
+attention's workspace) are round figures, generous on purpose.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from mallee.protocol.errors import ConfigError
+
+GIB: Final = 1 << 30
+MIB: Final = 1 << 20
+
+DISCRETE_SHARE: Final = 0.9
+UNIFIED_SHARE: Final = 0.8
+"""Of memory that is the host's too: its system, Ray, the gateway and the page cache live there."""
+GRAPHS: Final = 512 * MIB
+"""Recorded decode steps and their buffers."""
+WORKSPACE: Final = 512 * MIB
+"""The attention's own, and what matrix products take for a moment."""
+SCRATCH_COPIES: Final = 3
+"""Of a step's logits, in float32: filtered, sorted, summed up."""
+LEAST_LEFT: Final = 0.02
+"""Share of a device that stays free where others use it too."""
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of a device. `is_unified`: they are the host's, and `free` is what the host has available."""
+
+    name: str
+    total: int
+    free: int
+    is_unified: bool = False
+
+
+class Work(NamedTuple):
+    """Sizes of a model and of a worker's largest step, in bytes and numbers."""
+
+    weights: int
+    token_nbytes: int  # of activations that a token of a step has at once
+    row_nbytes: int  # of logits
+    vocab_size: int
+    block_nbytes: int  # of KV
+    max_rows: int
+    max_step_tokens: int
+    kept_rows: int = 0  # of logits that capsules keep
+    staged_blocks: int = 0  # that are on their way to or from a tier
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The split of `device`, which was looked at before anything was loaded. The lines sum to its total."""
+
+    device: DeviceMemory
+    share: float
+    weights: int
+    graphs: int
+    activations: int
+    logits: int
+    staging: int
+    host_tier: int  # 0 where the host's memory is another
+    others: int  # in use before
+    reserve: int
+    kv: int  # less than 0: there is no room
+
+    def lines(self) -> Iterator[tuple[str, int]]:
+        """Every part by name, the largest consumers of a plan first and KV last."""
+        yield "weights", self.weights
+        yield "CUDA graphs", self.graphs
+        yield "activations", self.activations
+        yield "logits", self.logits
+        yield "staging", self.staging
+        yield "host tier", self.host_tier
+        yield "in use before", self.others
+        yield "reserve", self.reserve
+        yield "KV", self.kv
+
+    def __str__(self) -> str:
+        kind = "unified memory" if self.device.is_unified else "memory"
+        parts = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in self.lines() if nbytes)
+        whole = f"{_gib(self.device.total)} of {kind} of {self.device.name}"
+        return f"{whole}, of which {self.share:g} may be used: {parts}"
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A worker's part of a device that `probe` looks at, by torch's name of it.
+
+    `share` of all its memory, by default 0.9, and 0.8 where it is the host's too; times `part` if workers
+    share the device. `host_tier` bytes are the worker's tier of host memory.
+    """
+
+    probe: Callable[[str], DeviceMemory]
+    share: float | None = None
+    part: float = 1.0
+    max_rows: int = 256
+    max_step_tokens: int = 512
+    kept_rows: int = 0
+    host_tier: int = 0
+
+    def split(self, device: DeviceMemory, work: Work) -> Budget:
+        """The budget on `device`. Raises ConfigError if there is no room for a block of KV."""
+        default = UNIFIED_SHARE if device.is_unified else DISCRETE_SHARE
+        share = default * min(1.0, self.part) if self.share is None else self.share
+        others = max(0, device.total - device.free)
+        usable = min(int(share * device.total), device.free - int(LEAST_LEFT * device.total))
+        scratch = work.max_rows * (work.row_nbytes + 4 * SCRATCH_COPIES * work.vocab_size)
+        logits = scratch + work.kept_rows * work.row_nbytes
+        activations = work.max_step_tokens * work.token_nbytes + WORKSPACE
+        staging = work.staged_blocks * work.block_nbytes
+        host_tier = self.host_tier if device.is_unified else 0
+        needs = work.weights + GRAPHS + activations + logits + staging + host_tier
+        budget = Budget(
+            device,
+            share,
+            weights=work.weights,
+            graphs=GRAPHS,
+            activations=activations,
+            logits=logits,
+            staging=staging,
+            host_tier=host_tier,
+            others=others,
+            reserve=device.free - usable,
+            kv=usable - needs,
+        )
+        if budget.kv < work.block_nbytes:
+            raise _no_room(f"a block of KV, {work.block_nbytes} bytes", budget)
+        return budget
+
+    def check_given(self, device: DeviceMemory, kv: int) -> None:
+        """Raises ConfigError if `kv` bytes, as settings want them, are more than is free now."""
+        tier = self.host_tier if device.is_unified else 0
+        if kv + tier > device.free:
+            beside = f", and {_gib(tier)} of a host tier in the same memory," if tier else ""
+            raise ConfigError(
+                f"KV of {_gib(kv)} (engine.kv_gib or engine.kv_tokens){beside} can't be had:"
+                f" {device.name} has {_gib(device.free)} of {_gib(device.total)} free beside the weights;"
+                " lower it, or leave it out and it is sized by what is free"
+            )
+
+
+def check_context(budget: Budget, max_model_len: int, nbytes: int) -> None:
+    """Raises ConfigError if a sequence of `max_model_len` tokens, of `nbytes` of KV, doesn't fit."""
+    if nbytes > budget.kv:
+        what = f"a sequence of engine.max_model_len={max_model_len}, {_gib(nbytes)} of KV"
+        raise _no_room(what, budget)
+
+
+def out_of_memory(doing: str, budget: Budget | None) -> ConfigError:
+    """The error of an allocation that a device refused at the start."""
+    told = "" if budget is None else f" ({budget})"
+    return ConfigError(f"the device ran out of memory while {doing}{told}; {_REMEDIES}")
+
+
+_REMEDIES: Final = (
+    "lower engine.max_model_len, scheduler.max_rows or scheduler.max_step_tokens, keep KV in half the bytes"
+    " (engine.kv_dtype: fp8), take a smaller model or a quantised one, free what others hold on the device,"
+    " or change engine.device_share"
+)
+
+
+def _no_room(what: str, budget: Budget) -> ConfigError:
+    return ConfigError(f"no room for {what}: {budget}; {_REMEDIES}")
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB"
