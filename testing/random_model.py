@@ -19,7 +19,8 @@ from mallee.worker.model.config import (
     resolve_kv_dtype,
 )
 from mallee.worker.model.loading.config_json import parse_config
-from mallee.worker.model.loading.weights import expected_shapes, fuse_weights
+from mallee.worker.model.loading.stored import expected_shapes
+from mallee.worker.model.loading.weights import fuse_weights
 from mallee.worker.model.runner import TorchForward
 
 _BASE: dict[str, Any] = {

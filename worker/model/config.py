@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.model import GroupSpec, ModelSpec, fingerprint
+from mallee.worker.model.linear.scheme import Quantization
 
 DTYPE_NBYTES = {"float32": 4, "bfloat16": 2}
 FP8 = "float8_e4m3fn"
@@ -162,6 +163,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     weights_prefix: str  # of our tensors' names, in the files of a model that also sees
     dtype: str
+    quantization: Quantization | None = None  # of its matrices; None: they have plain floats
 
     @property
     def num_layers(self) -> int:

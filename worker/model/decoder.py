@@ -13,7 +13,7 @@ from torch.nn.functional import embedding
 
 from mallee.worker.model.attention.base import Attention
 from mallee.worker.model.config import ModelConfig
-from mallee.worker.model.linear import Linear
+from mallee.worker.model.linear.base import Linear
 from mallee.worker.model.loading.weights import ModelWeights
 from mallee.worker.model.ops import Ops
 from mallee.worker.model.plan import Plan

@@ -24,6 +24,7 @@ def kv_identity(path: Path, config: ModelConfig, spec: ModelSpec, kv_dtype: str)
         "weight_version": spec.weights.label,
         "kv_dtype": kv_dtype,
         "kv_scales": "1",
+        "quantization": config.quantization.label if config.quantization else "none",
         "dtype_nbytes": str(spec.dtype_nbytes),
         "layers": str(spec.num_layers),
         "kv_heads": str(spec.num_kv_heads),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mallee.worker.model.config import Activation
-from mallee.worker.model.linear import make_linear
+from mallee.worker.model.linear.plain import plain_linear
 from mallee.worker.model.ops import MIN_PARALLEL_NUMEL, FusedOps, Ops, Turn
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
@@ -113,7 +113,7 @@ def test_products_are_the_checkpoints_and_may_be_added_to(
     dtype: torch.dtype, inner: int, outer: int
 ) -> None:
     weight = random(outer, inner, dtype=dtype)
-    linear = make_linear(weight)
+    linear = plain_linear(weight)
     for n in (1, 3, 50):
         x, residual = random(n, inner, seed=1, dtype=dtype), random(n, outer, seed=2, dtype=dtype)
         exact = x.double() @ weight.double().t()

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from mallee.protocol.errors import ModelNotFound, WeightsMismatch
 from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.model.config import FAMILIES
-from mallee.worker.model.linear import Linear
+from mallee.worker.model.linear.base import Linear
+from mallee.worker.model.loading.stored import expected_shapes
 from mallee.worker.model.loading.weights import (
     ModelWeights,
-    expected_shapes,
     fuse_weights,
     load_weights,
     weights_digest,

@@ -20,6 +20,8 @@ from mallee.worker.model.config import (
     ModelConfig,
     Rope,
 )
+from mallee.worker.model.linear.scheme import ALIGNMENT
+from mallee.worker.model.loading.quantization_json import parse_quantization
 
 _DEFAULT_THETA = 10_000.0
 
@@ -31,14 +33,16 @@ _ACTIVATIONS: dict[str, Activation] = {
 _REFUSED_IF_SET = (
     "attention_bias",
     "mlp_bias",
-    "quantization_config",
     "use_bidirectional_attention",
     "attn_logit_softcapping",
     "rope_interleaved",
 )
 _OF_SOME_FAMILIES = ("query_pre_attn_scalar", "final_logit_softcapping", "rope_local_base_freq")
 _SEEING = {"gemma3": "gemma3_text"}  # models that also see: the type of their text model
-_OF_BOTH = ("eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+_OF_BOTH = (
+    *("eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings"),
+    *("quantization_config", "compression_config"),
+)
 _PREFIX = "weights_prefix"  # ours, no field of a file
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -71,7 +75,7 @@ def parse_config(
             " don't divide evenly"
         )
     is_capped = own.raw.get("final_logit_softcapping") is not None
-    return ModelConfig(
+    config = ModelConfig(
         family=family,
         vocab_size=own.whole("vocab_size"),
         hidden_size=hidden_size,
@@ -91,7 +95,27 @@ def parse_config(
         dtype=str(own.raw.get("dtype") or own.raw.get("torch_dtype") or "float32").removeprefix(
             "torch."
         ),
+        quantization=parse_quantization(own.raw),
     )
+    if config.quantization is not None:
+        _check_alignment(config)
+    return config
+
+
+def _check_alignment(config: ModelConfig) -> None:
+    """Raises UnsupportedModel if a matrix of 8 bits has a dimension that GPUs don't multiply."""
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads x head_dim": config.num_heads * config.head_dim,
+        "num_key_value_heads x head_dim": config.num_kv_heads * config.head_dim,
+    }
+    for name, size in sizes.items():
+        if size % ALIGNMENT:
+            raise UnsupportedModel(
+                f"{name}={size}: weights of 8 bits need multiples of {ALIGNMENT}; take a checkpoint in"
+                " bfloat16"
+            )
 
 
 def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:

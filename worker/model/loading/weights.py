@@ -5,6 +5,8 @@ the load; nothing is skipped silently.
 """
 
 import json
+import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +16,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mallee.protocol.errors import ModelNotFound, WeightsMismatch
-from mallee.worker.model.config import Family, ModelConfig, digest_of
-from mallee.worker.model.linear import Linear, make_linear
+from mallee.worker.model.config import ModelConfig, digest_of
+from mallee.worker.model.linear.base import Linear
+from mallee.worker.model.linear.choose import Machine, Matrix, make_linear
+from mallee.worker.model.linear.matrix import Quantized, is_number
+from mallee.worker.model.linear.scheme import Scheme
+from mallee.worker.model.loading.stored import (
+    ACTIVATION_SCALES,
+    check_tensors,
+    expected_tensors,
+    scale_name,
+    scheme_of,
+)
 
-_SHOWN = 8
+log = logging.getLogger(__name__)
+
 _OF_SIGHT = ("vision_tower.", "multi_modal_projector.")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # others need scales
 
 
 class LayerWeights(NamedTuple):
@@ -60,39 +72,14 @@ class ModelWeights(NamedTuple):
             total += own
         return total
 
-
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor a checkpoint of `config` must hold, under transformers' names."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    for i in range(config.num_layers):
-        p = f"model.layers.{i}."
-        for name in _layer_norms(config.family):
-            is_of_heads = name.startswith("self_attn.")
-            shapes[p + name] = (config.head_dim if is_of_heads else hidden,)
-        shapes[p + "self_attn.q_proj.weight"] = (query, hidden)
-        shapes[p + "self_attn.k_proj.weight"] = (kv, hidden)
-        shapes[p + "self_attn.v_proj.weight"] = (kv, hidden)
-        shapes[p + "self_attn.o_proj.weight"] = (hidden, query)
-        shapes[p + "mlp.gate_proj.weight"] = (inner, hidden)
-        shapes[p + "mlp.up_proj.weight"] = (inner, hidden)
-        shapes[p + "mlp.down_proj.weight"] = (hidden, inner)
-    return shapes
-
-
-def _layer_norms(family: Family) -> list[str]:
-    names = ["input_layernorm.weight", "post_attention_layernorm.weight"]
-    if family.has_sandwich_norms:
-        names += ["pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"]
-    if family.has_qk_norm:
-        names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
-    return names
+    @property
+    def products(self) -> str:
+        """The products that were chosen, and of each the number."""
+        linears = [self.head]
+        for layer in self.layers:
+            linears += [layer.qkv, layer.output, layer.gate_up, layer.down]
+        counts = Counter(linear.label for linear in linears)
+        return "; ".join(f"{count} of {label}" for label, count in counts.items())
 
 
 def load_weights(
@@ -109,7 +96,10 @@ def load_weights(
                 if name in tensors:
                     raise WeightsMismatch(f"{file}: {name} is in another file too", path=str(file))
                 tensors[name] = opened.get_tensor(stored)
-    return fuse_weights(tensors, config, dtype=dtype, device=device)
+    weights = fuse_weights(tensors, config, dtype=dtype, device=device)
+    stored = config.quantization.label if config.quantization else config.dtype
+    log.info("%s: %s, %d bytes in memory; %s", folder, stored, weights.nbytes, weights.products)
+    return weights
 
 
 @contextmanager
@@ -132,13 +122,15 @@ def fuse_weights(
         tensors.pop("lm_head.weight", None)  # some files hold the tied copy
     for name in [n for n in tensors if n.endswith("rotary_emb.inv_freq")]:
         del tensors[name]  # old files store this constant
-    _check_names(expected_shapes(config), tensors)
+    check_tensors(expected_tensors(config, tensors), tensors)
 
-    source = _Source(tensors, config, dtype, device)
+    source = _Source(tensors, config, dtype, device, Machine.of(device))
     layers = tuple(source.layer(i) for i in range(config.num_layers))
     embedding = source.take("model.embed_tokens.weight")
-    is_tied = config.tie_word_embeddings
-    head = make_linear(embedding) if is_tied else source.linear("lm_head.weight")
+    if config.tie_word_embeddings:
+        head = make_linear([embedding], dtype, source.machine)
+    else:
+        head = source.linear("lm_head")
     return ModelWeights(embedding, layers, source.norm("model.norm.weight"), head)
 
 
@@ -149,6 +141,7 @@ class _Source(NamedTuple):
     config: ModelConfig
     dtype: torch.dtype
     device: str
+    machine: Machine
 
     def layer(self, i: int) -> LayerWeights:
         p = f"model.layers.{i}."
@@ -157,15 +150,15 @@ class _Source(NamedTuple):
         after_attention = self.norm(p + "post_attention_layernorm.weight")
         return LayerWeights(
             input_norm=self.norm(p + "input_layernorm.weight"),
-            qkv=self.linear(a + "q_proj.weight", a + "k_proj.weight", a + "v_proj.weight"),
+            qkv=self.linear(a + "q_proj", a + "k_proj", a + "v_proj"),
             qk_norm=self._qk_norm(a) if self.config.family.has_qk_norm else None,
-            output=self.linear(a + "o_proj.weight"),
+            output=self.linear(a + "o_proj"),
             attention_norm=after_attention if is_sandwich else None,
             mlp_norm=self.norm(p + "pre_feedforward_layernorm.weight")
             if is_sandwich
             else after_attention,
-            gate_up=self.linear(m + "gate_proj.weight", m + "up_proj.weight"),
-            down=self.linear(m + "down_proj.weight"),
+            gate_up=self.linear(m + "gate_proj", m + "up_proj"),
+            down=self.linear(m + "down_proj"),
             output_norm=self.norm(p + "post_feedforward_layernorm.weight") if is_sandwich else None,
         )
 
@@ -174,8 +167,36 @@ class _Source(NamedTuple):
         joined = found[0] if len(found) == 1 else torch.cat(found)
         return joined.to(device=self.device, dtype=dtype or self.dtype).contiguous()
 
-    def linear(self, *names: str) -> Linear:
-        return make_linear(self.take(*names))
+    def linear(self, *modules: str) -> Linear:
+        return make_linear([self._matrix(each) for each in modules], self.dtype, self.machine)
+
+    def _matrix(self, module: str) -> Matrix:
+        scheme = scheme_of(self.config, module, self.tensors)
+        return self.take(module + ".weight") if scheme is None else self._quantized(module, scheme)
+
+    def _quantized(self, module: str, scheme: Scheme) -> Quantized:
+        """The matrix in memory of its own: safetensors maps the file, which may change."""
+        name = scale_name(module, self.tensors)
+        scales = self.take(name, dtype=torch.float32)
+        stored = (
+            self._unpacked(module) if scheme.is_packed else self.tensors.pop(module + ".weight")
+        )
+        values = stored.to(self.device, copy=True)
+        for ending in ACTIVATION_SCALES:
+            self.tensors.pop(module + ending, None)
+        if not values.is_meta:
+            _check_numbers(module, values, name, scales)
+        if scheme.scales != "block":
+            scales = scales.reshape(-1, 1).expand(len(values), 1).contiguous()
+        return Quantized(values, scales, scheme)
+
+    def _unpacked(self, module: str) -> torch.Tensor:
+        """Four values to an int32, the first in its lowest byte, each 128 too large."""
+        packed = self.tensors.pop(module + ".weight_packed")
+        shape = self.tensors.pop(module + ".weight_shape").tolist()
+        if shape[0] != packed.shape[0] or -(-shape[1] // 4) != packed.shape[1]:
+            raise WeightsMismatch(f"{module}.weight_shape is {shape}, packed {tuple(packed.shape)}")
+        return packed.view(torch.uint8)[:, : shape[1]].bitwise_xor(0x80).view(torch.int8)
 
     def norm(self, name: str) -> torch.Tensor:
         """A norm's weight, in float32 where there is an offset: bfloat16 would round the sum."""
@@ -187,6 +208,18 @@ class _Source(NamedTuple):
         own = self.take(prefix + "q_norm.weight", prefix + "k_norm.weight", dtype=torch.float32)
         counts = torch.tensor([config.num_heads, config.num_kv_heads], device=self.device)
         return own.view(2, -1).repeat_interleave(counts, 0) + config.family.norm_offset
+
+
+def _check_numbers(
+    module: str, values: torch.Tensor, scale_name: str, scales: torch.Tensor
+) -> None:
+    """Raises WeightsMismatch if no sense can be made of a matrix: one bad scale spoils every answer."""
+    if not is_number(values):
+        raise WeightsMismatch(f"{module}.weight holds a NaN; fetch the checkpoint again")
+    if not bool((scales.isfinite() & (scales >= 0)).all()):
+        raise WeightsMismatch(
+            f"{scale_name} holds a number that is infinite, negative or no number"
+        )
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -240,40 +273,3 @@ def _samples(path: Path) -> Iterator[bytes]:
         for i in range(64):
             file.seek(8 + header + (size - 8 - header) * i // 64)
             yield file.read(1024)
-
-
-def _check_names(expected: dict[str, tuple[int, ...]], found: dict[str, torch.Tensor]) -> None:
-    missing = sorted(expected.keys() - found.keys())
-    unexpected = sorted(found.keys() - expected.keys())
-    wrong = [
-        f"{name} {tuple(found[name].shape)} instead of {shape}"
-        for name, shape in expected.items()
-        if name in found and tuple(found[name].shape) != shape
-    ]
-    wrong += [
-        f"{name} {found[name].dtype}"
-        for name in expected
-        if name in found and found[name].dtype not in _DTYPES
-    ]
-    if not missing and not unexpected and not wrong:
-        return
-    parts = [
-        f"{what}: {_listed(names)}"
-        for what, names in (
-            ("missing", missing),
-            ("unexpected", unexpected),
-            ("shape or type", wrong),
-        )
-        if names
-    ]
-    raise WeightsMismatch(
-        "the weights don't fit config.json; " + "; ".join(parts),
-        missing=missing,
-        unexpected=unexpected,
-        wrong_tensors=wrong,
-    )
-
-
-def _listed(names: list[str]) -> str:
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,27 +1,11 @@
-"""Products with a weight matrix, in the layout that this machine multiplies fastest."""
-
-from typing import Protocol
+"""Products with a matrix of plain floats, in the layout that this machine multiplies fastest."""
 
 import torch
 
-
-class Linear(Protocol):
-    """x -> x W^T for a checkpoint's W [out, in]. Immutable."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n, in] -> [n, out]."""
-        ...
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """residual + (x -> [n, out]), as a new tensor."""
-        ...
-
-    def nbytes_beside(self, table: torch.Tensor) -> int:
-        """Bytes of the weight; 0 if it is a view of `table`."""
-        ...
+from mallee.worker.model.linear.base import Linear
 
 
-def make_linear(weight: torch.Tensor) -> Linear:
+def plain_linear(weight: torch.Tensor) -> Linear:
     """`weight` [out, in], as checkpoints hold it; it is copied where another layout is faster."""
     if weight.device.type != "cpu":
         return _Plain(weight.contiguous().t())
@@ -52,6 +36,10 @@ class _Plain:
     def nbytes_beside(self, table: torch.Tensor) -> int:
         return 0 if self._weight.data_ptr() == table.data_ptr() else self._weight.nbytes
 
+    @property
+    def label(self) -> str:
+        return str(self._weight.dtype).removeprefix("torch.")
+
 
 class _Packed:
     """On a CPU with bfloat16 arithmetic, packed by oneDNN: 1 to 64 rows take 0.55 to 0.7 of [in, out]'s
@@ -74,3 +62,7 @@ class _Packed:
 
     def nbytes_beside(self, table: torch.Tensor) -> int:
         return self._nbytes
+
+    @property
+    def label(self) -> str:
+        return "bfloat16, packed"

@@ -1,0 +1,363 @@
+"""Checkpoints of 8 bits: what they mean to the last bit, what computes with them, and what is refused."""
+
+import logging
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from mallee.protocol.errors import WeightsMismatch
+from mallee.testing.quantized import FORMS, Activations, Form, quantized_model
+from mallee.testing.random_model import RandomModel, random_model
+from mallee.worker.forward import ForwardBatch, Row
+from mallee.worker.model.config import FAMILIES, model_spec
+from mallee.worker.model.doctor import examine, load_oracle
+from mallee.worker.model.linear.base import Linear
+from mallee.worker.model.linear.choose import Machine
+from mallee.worker.model.linear.matrix import Quantized, widened
+from mallee.worker.model.linear.scheme import BLOCK, Scheme
+from mallee.worker.model.loading.weights import fuse_weights, load_weights
+from mallee.worker.model.runner import TorchForward, load
+
+CPU = Machine("cpu")
+PROMPT = [int(t) for t in np.random.default_rng(1).integers(0, 128, 40)]
+ALL = [pytest.param(family, form) for family in FAMILIES for form in FORMS]
+Floats = npt.NDArray[np.float32]
+
+
+def wide_model(family: str, **overrides: Any) -> RandomModel:
+    """A tiny model with more than one block a matrix; its queries end within a block."""
+    shape = {"hidden_size": 192, "intermediate_size": 256, "vocab_size": 128}
+    return random_model(family, 3, **{**shape, **overrides})
+
+
+def e4m3(raw: npt.NDArray[np.uint8]) -> Floats:
+    """float8 e4m3 by its definition: sign, exponent from 7, 3 bits of fraction, subnormals."""
+    sign = np.where(raw >> 7, -1.0, 1.0)
+    exponent, fraction = (raw >> 3 & 15).astype(np.int32), (raw & 7) / 8.0
+    normal = (1 + fraction) * 2.0 ** (exponent - 7)
+    return (sign * np.where(exponent, normal, fraction * 2.0**-6)).astype(np.float32)
+
+
+def meant(module: str, tensors: dict[str, torch.Tensor]) -> Floats:
+    """The float32 matrix that the stored tensors mean: value by value, in numpy."""
+    name = next(n for n in tensors if n.startswith(module + ".weight_scale"))
+    scales = tensors[name].float().numpy()
+    if module + ".weight_packed" in tensors:
+        packed = tensors[module + ".weight_packed"].numpy()
+        rows, width = tensors[module + ".weight_shape"].tolist()
+        by_byte = [(packed >> (8 * i) & 255) - 128 for i in range(4)]
+        values = np.stack(by_byte, 2).reshape(rows, -1)[:, :width].astype(np.float32)
+    else:
+        stored = tensors[module + ".weight"]
+        raw = stored.view(torch.uint8).numpy()
+        is_float8 = stored.dtype == torch.float8_e4m3fn
+        values = e4m3(raw) if is_float8 else raw.view(np.int8).astype(np.float32)
+    if not name.endswith("_inv"):
+        return cast(Floats, values * scales.reshape(-1, 1))
+    row, column = np.indices(values.shape) // BLOCK
+    return cast(Floats, values * scales[row, column])
+
+
+def dequantized(model: RandomModel) -> RandomModel:
+    """The plain checkpoint that `model`, of 8 bits, means."""
+    plain = {
+        n: t for n, t in model.tensors.items() if t.dtype == torch.float32 and "scale" not in n
+    }
+    for name in model.tensors:
+        if name.endswith((".weight_scale", ".weight_scale_inv")):
+            module = name.rpartition(".")[0]
+            plain[module + ".weight"] = torch.from_numpy(meant(module, model.tensors))
+    raw = {name: value for name, value in model.raw.items() if name != "quantization_config"}
+    return RandomModel(raw, plain)
+
+
+def logits(forward: TorchForward) -> torch.Tensor:
+    """After the prompt in two chunks."""
+    table = np.arange(16, dtype=np.int32)
+    found = None
+    for begin, end in ((0, 23), (23, len(PROMPT))):
+        row = Row(np.array(PROMPT[begin:end], dtype=np.uint32), begin, table, True)
+        found = forward.forward(ForwardBatch((), [row]))[0]
+    return cast(torch.Tensor, found)
+
+
+def matrix_of(linear: Linear, num_inputs: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return linear(torch.eye(num_inputs, dtype=dtype)).t()
+
+
+def random_matrix(
+    rows: int, width: int, form: Form, activations: Activations = "float", seed: int = 0
+) -> tuple[Quantized, torch.Tensor]:
+    """A matrix, and the float32 one that it means."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, width, generator=generator) / width**0.5
+    bare = RandomModel({}, {"o_proj.weight": weight})
+    tensors = quantized_model(bare, form).tensors
+    kind, scales = form.split("-")
+    scheme = Scheme("float8_e4m3fn" if kind == "fp8" else "int8", cast(Any, scales), activations)
+    scale = next(t for n, t in tensors.items() if "scale" in n)
+    if scales != "block":
+        scale = scale.reshape(-1, 1).expand(rows, 1).contiguous()
+    exact = torch.from_numpy(meant("o_proj", tensors))
+    return Quantized(tensors["o_proj.weight"], scale, scheme), exact
+
+
+def test_every_float8_is_widened_exactly() -> None:
+    """I14, part: all 254 numbers, subnormals and both zeros, in both dtypes."""
+    raw = np.array([i for i in range(256) if i & 127 != 127], dtype=np.uint8)
+    values = torch.from_numpy(raw).view(torch.float8_e4m3fn)
+    for dtype in (torch.bfloat16, torch.float32):
+        found = widened(values, dtype)
+        assert found.dtype == dtype
+        assert found.float().numpy().tobytes() == e4m3(raw).tobytes()
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "form"), ALL)
+def test_matrices_mean_values_times_scales_to_the_last_bit(
+    family: str, form: Form, scale_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """I14, part: fused or not, in float32, against numpy's; the queries end within a block."""
+    model = quantized_model(wide_model(family), form, scale_dtype=scale_dtype)
+    model.save(tmp_path)
+    weights = load_weights(tmp_path, model.config, dtype=torch.float32, device="cpu")
+    hidden, inner = model.config.hidden_size, model.config.intermediate_size
+    heads = model.config.num_heads * model.config.head_dim
+    for i, layer in enumerate(weights.layers):
+        for linear, width, names in (
+            (layer.qkv, hidden, [f"self_attn.{x}_proj" for x in "qkv"]),
+            (layer.output, heads, ["self_attn.o_proj"]),
+            (layer.gate_up, hidden, ["mlp.gate_proj", "mlp.up_proj"]),
+            (layer.down, inner, ["mlp.down_proj"]),
+        ):
+            oracle = [meant(f"model.layers.{i}.{name}", model.tensors) for name in names]
+            assert np.array_equal(matrix_of(linear, width).numpy(), np.concatenate(oracle))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "form"), ALL)
+def test_logits_are_those_of_the_dequantised_model(
+    family: str, form: Form, dtype: str, tmp_path: Path
+) -> None:
+    """I14, part: through `load`, as `mallee serve` does it; prompt in two chunks."""
+    model = quantized_model(wide_model(family), form)
+    model.save(tmp_path / "quantized")
+    dequantized(model).save(tmp_path / "plain")
+    found, expected = (
+        logits(load(tmp_path / name, num_blocks=16, dtype=dtype)) for name in ("quantized", "plain")
+    )
+    assert found.dtype == expected.dtype == getattr(torch, dtype)
+    bound = 2e-5 if dtype == "float32" else 0.1
+    assert float((found - expected).abs().max()) < bound * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_reads_fp8_blocks_alike(family: str, tmp_path: Path) -> None:
+    """I14, part: its own reader of such checkpoints, site by site, every layer."""
+    shape = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_attention_heads": 4}
+    model = quantized_model(wide_model(family, **shape), "fp8-block")
+    model.save(tmp_path)
+    found = examine(load(tmp_path, num_blocks=16), load_oracle(tmp_path, "float32"), PROMPT)
+    assert found.first is None
+    assert len(found.sites) == 3 + 3 * model.config.num_layers
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_head_of_its_own_may_have_8_bits_or_not(form: Form, tmp_path: Path) -> None:
+    plain = wide_model("llama", tie_word_embeddings=False)
+    for ignored in ((), ("lm_head",)):
+        model = quantized_model(plain, form, ignored=ignored)
+        folder = tmp_path / "-".join(("m", *ignored))
+        model.save(folder)
+        weights = load_weights(folder, model.config, dtype=torch.float32, device="cpu")
+        oracle = dequantized(model).tensors["lm_head.weight"]
+        assert torch.equal(matrix_of(weights.head, 192), oracle)
+        assert torch.equal(oracle, plain.tensors["lm_head.weight"]) == bool(ignored)
+
+
+def test_fused_parts_of_different_forms_stay_apart_in_one_product(tmp_path: Path) -> None:
+    """I14, part: values in floats beside queries and keys in 8 bits."""
+    ignored = ["lm_head", "model.layers.0.self_attn.v_proj", "model.layers.1.mlp.up_proj"]
+    model = quantized_model(wide_model("qwen3"), "int8-row", ignored=ignored)
+    model.save(tmp_path)
+    weights = load_weights(tmp_path, model.config, dtype=torch.float32, device="cpu")
+    plain = dequantized(model)
+    names = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
+    oracle = torch.cat([plain.tensors[name] for name in names])
+    assert torch.equal(plain.tensors[names[2]], model.tensors[names[2]])
+    assert torch.equal(matrix_of(weights.layers[0].qkv, 192), oracle)
+    assert "beside" in weights.layers[0].qkv.label
+    assert "beside" not in weights.layers[1].qkv.label
+    x, residual = torch.randn(3, 192), torch.randn(3, len(oracle))
+    added = weights.layers[0].qkv.add(x, residual)
+    torch.testing.assert_close(added, residual + x @ oracle.t(), rtol=1e-5, atol=1e-5)
+
+
+def broken(tensors: dict[str, torch.Tensor], change: str) -> dict[str, torch.Tensor]:
+    """`tensors` with layer 1's down_proj spoiled."""
+    own = dict(tensors)
+    module = "model.layers.1.mlp.down_proj"
+    scale = module + ".weight_scale"
+    match change:
+        case "missing":
+            del own[scale]
+        case "both names":
+            own[scale + "_inv"] = own[scale].clone()
+        case "short":
+            own[scale] = own[scale][:-1]
+        case "grid":
+            own[scale] = own[scale].expand(-1, 2).contiguous()
+        case "scale dtype":
+            own[scale] = own[scale].to(torch.float8_e4m3fn)
+        case "infinite":
+            own[scale] = own[scale].clone().fill_(torch.inf)
+        case "negative":
+            own[scale] = -own[scale]
+        case "no number":
+            own[module + ".weight"] = own[module + ".weight"].clone()
+            own[module + ".weight"].view(torch.int8)[3, 5] = -1
+        case "plain":
+            own[module + ".weight"] = own[module + ".weight"].float()
+        case "other values":
+            own[module + ".weight"] = own[module + ".weight"].view(torch.int8)
+        case "zero point":
+            own[module + ".weight_zero_point"] = torch.zeros(192, 1, dtype=torch.int8)
+        case "quantised embedding":
+            name = "model.embed_tokens.weight"
+            own[name] = own[name].to(torch.float8_e4m3fn)
+    return own
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("missing", r"missing: model\.layers\.1\.mlp\.down_proj\.weight_scale$"),
+        ("both names", r"unexpected: .*down_proj\.weight_scale_inv$"),
+        ("short", r"down_proj\.weight_scale \(191, 1\) instead of \(192,\) or \(192, 1\)"),
+        ("grid", r"down_proj\.weight_scale \(192, 2\)"),
+        ("scale dtype", r"down_proj\.weight_scale torch\.float8_e4m3fn"),
+        ("infinite", r"down_proj\.weight_scale holds a number that is infinite"),
+        ("negative", r"down_proj\.weight_scale holds a number that is .*negative"),
+        ("no number", r"down_proj\.weight holds a NaN"),
+        ("plain", r"down_proj\.weight torch\.float32 instead of torch\.float8_e4m3fn"),
+        ("other values", r"down_proj\.weight torch\.int8 instead of torch\.float8_e4m3fn"),
+        ("zero point", r"unexpected: .*down_proj\.weight_zero_point"),
+        (
+            "quantised embedding",
+            r"embed_tokens\.weight torch\.float8_e4m3fn instead of torch\.float",
+        ),
+    ],
+)
+def test_scales_that_are_missing_or_odd_are_named(change: str, named: str, tmp_path: Path) -> None:
+    """I14, part, I2: nothing is computed with a matrix that config.json doesn't describe."""
+    model = quantized_model(wide_model("llama"), "fp8-row")
+    model._replace(tensors=broken(model.tensors, change)).save(tmp_path)
+    with pytest.raises(WeightsMismatch, match=named):
+        load_weights(tmp_path, model.config, dtype=torch.float32, device="cpu")
+
+
+def test_packed_values_need_their_true_shape(tmp_path: Path) -> None:
+    model = quantized_model(wide_model("llama"), "int8-packed")
+    name = "model.layers.0.mlp.down_proj.weight_shape"
+    model._replace(tensors={**model.tensors, name: torch.tensor([192, 999])}).save(tmp_path)
+    with pytest.raises(WeightsMismatch, match=r"down_proj\.weight_shape is \[192, 999\]"):
+        load_weights(tmp_path, model.config, dtype=torch.float32, device="cpu")
+
+
+def test_scales_have_either_name_and_any_of_their_shapes(tmp_path: Path) -> None:
+    """I14, part: weight_scale or weight_scale_inv; [out] or [out, 1]; a scalar or [1]."""
+    for i, form in enumerate(("fp8-block", "fp8-row", "fp8-tensor")):
+        model = quantized_model(wide_model("llama"), cast(Form, form))
+        expected = logits(model.forward())
+        other = {}
+        for name, tensor in model.tensors.items():
+            stem = name.removesuffix("_inv")
+            is_scale = stem.endswith(".weight_scale")
+            swapped = stem if stem != name else name + "_inv"
+            flat = tensor if form == "fp8-block" else tensor.flatten()
+            other[swapped if is_scale else name] = (
+                (flat.reshape(()) if form == "fp8-tensor" else flat) if is_scale else tensor
+            )
+        model._replace(tensors=other).save(tmp_path / str(i))
+        assert torch.equal(logits(load(tmp_path / str(i), num_blocks=64, block_size=4)), expected)
+
+
+def test_stored_scales_of_activations_are_read_and_not_used(tmp_path: Path) -> None:
+    """I14, part: static activations stay floats, which loses nothing."""
+    static = quantized_model(wide_model("llama"), "fp8-tensor", activations="static")
+    assert any(name.endswith(".input_scale") for name in static.tensors)
+    assert torch.equal(
+        logits(static.forward()),
+        logits(quantized_model(wide_model("llama"), "fp8-tensor").forward()),
+    )
+    name = "model.layers.0.mlp.down_proj.input_scale"
+    odd = static._replace(tensors={**static.tensors, name: torch.ones(7)})
+    with pytest.raises(WeightsMismatch, match=r"down_proj\.input_scale \(7,\)"):
+        odd.forward()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bytes_are_those_of_values_and_scales(form: Form, tmp_path: Path) -> None:
+    """I14, part: `ModelWeights.nbytes` against the tensors of the file."""
+    model = quantized_model(wide_model("llama", tie_word_embeddings=False), form)
+    weights = fuse_weights(dict(model.tensors), model.config, dtype=torch.float32, device="cpu")
+    expected = sum(
+        t.nbytes if "scale" not in n else t.numel() * 4
+        for n, t in model.tensors.items()
+        if "weight_shape" not in n
+    )
+    if form == "fp8-tensor":  # kept by row
+        matrices = [t for t in model.tensors.values() if t.dtype == torch.float8_e4m3fn]
+        expected += sum(4 * len(t) - 4 for t in matrices)
+    assert weights.nbytes == expected
+
+
+def test_the_spec_and_the_stored_kv_tell_forms_apart(tmp_path: Path) -> None:
+    """I14, part: fingerprint and KV identity; names of the matrices count too."""
+    specs = []
+    for i, form in enumerate(FORMS):
+        for activations in ("float", "dynamic"):
+            model = quantized_model(wide_model("llama"), form, activations=cast(Any, activations))
+            folder = tmp_path / f"{i}{activations}"
+            model.save(folder)
+            specs.append(load(folder, num_blocks=16).spec)
+    fingerprints = {spec.fingerprint for spec in specs}
+    assert len(fingerprints) == 2 * len(FORMS) - 1  # FP8 blocks always round activations
+    named = {dict(spec.kv_fields)["quantization"] for spec in specs}
+    assert len(named) == len(fingerprints)
+    same = [
+        model_spec(
+            quantized_model(wide_model("llama"), "int8-row", ignored=ignored).config,
+            name="m",
+            weights_digest="",
+            dtype="float32",
+            max_model_len=None,
+        ).fingerprint
+        for ignored in (("lm_head",), ("lm_head", "model.layers.0.mlp.up_proj"))
+    ]
+    assert same[0] != same[1]
+
+
+def test_new_weights_must_have_the_same_form(tmp_path: Path) -> None:
+    model = wide_model("llama")
+    forward = quantized_model(model, "int8-row").forward()
+    quantized_model(model, "fp8-row").save(tmp_path)
+    with pytest.raises(WeightsMismatch, match="differs from the served model's in quantization"):
+        forward.with_weights(tmp_path, forward.spec.weights)
+
+
+def test_loading_says_the_form_and_the_products(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """I14, part: one line at load."""
+    model = quantized_model(wide_model("llama"), "int8-row", activations="dynamic")
+    model.save(tmp_path)
+    with caplog.at_level(logging.INFO):
+        load(tmp_path, num_blocks=16, dtype="bfloat16")
+    (line,) = [r.getMessage() for r in caplog.records if "in memory" in r.getMessage()]
+    assert "compressed-tensors: INT8, a scale per row, dynamic activations" in line
+    assert "8 of int8 times int8" in line

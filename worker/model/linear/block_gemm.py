@@ -1,0 +1,86 @@
+"""Products with FP8 blocks by FlashInfer's kernels, which round activations by groups of 128 to FP8.
+
+An optional package, imported here alone. Names and arguments are those of FlashInfer 0.7.2, read in its
+source; no kernel of these has run yet: a product is tried when a model is loaded (`choose.py`).
+"""
+
+import importlib
+from types import ModuleType
+
+import torch
+
+from mallee.worker.model.linear.base import Linear
+from mallee.worker.model.linear.matrix import Quantized
+from mallee.worker.model.linear.rounded import rounded_rows
+from mallee.worker.model.linear.scheme import BLOCK
+
+_HOPPER = (9, 0)
+_BLACKWELL = ((10, 0), (10, 3), (12, 0), (12, 1))
+_ROWS = 4  # the Blackwell kernel takes a multiple
+
+
+def block_gemm(matrix: Quantized, capability: tuple[int, int]) -> Linear | None:
+    """None if the package is absent, or has no kernel for this GPU or this shape."""
+    rows, width = matrix.values.shape
+    if rows % BLOCK or width % BLOCK or capability not in (_HOPPER, *_BLACKWELL):
+        return None
+    try:
+        kernels = importlib.import_module("flashinfer.gemm")
+    except ImportError:
+        return None
+    return _Hopper(matrix, kernels) if capability == _HOPPER else _Blackwell(matrix, kernels)
+
+
+class _BlockGemm:
+    __slots__ = ("_kernels", "_matrix")
+
+    def __init__(self, matrix: Quantized, kernels: ModuleType) -> None:
+        self._matrix = matrix
+        self._kernels = kernels
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self(x).add_(residual)
+
+    def nbytes_beside(self, table: torch.Tensor) -> int:
+        return self._matrix.nbytes
+
+    @property
+    def label(self) -> str:
+        return "float8 times float8 in blocks, by FlashInfer"
+
+
+class _Hopper(_BlockGemm):
+    """The kernel rounds the activations itself."""
+
+    __slots__ = ()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        values, scales, _ = self._matrix
+        found: torch.Tensor = self._kernels.fp8_blockscale_gemm_sm90(
+            x.contiguous(), values, None, scales, out_dtype=x.dtype
+        )
+        return found
+
+
+class _Blackwell(_BlockGemm):
+    """The activations are rounded here; rows are filled up to a multiple of 4."""
+
+    __slots__ = ()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        values, scales, _ = self._matrix
+        n, width = x.shape
+        filled = torch.nn.functional.pad(x, (0, 0, 0, -n % _ROWS))
+        rounded, own = rounded_rows(filled.reshape(-1, BLOCK), torch.float8_e4m3fn)
+        found: torch.Tensor = self._kernels.gemm_fp8_nt_groupwise(
+            rounded.view(-1, width),
+            values,
+            own.view(-1, width // BLOCK),
+            scales,
+            scale_major_mode="K",
+            out_dtype=x.dtype,
+        )
+        return found[:n]

@@ -1,0 +1,154 @@
+"""The tensors that a checkpoint of a config must hold: names, shapes and types, also of 8-bit matrices.
+
+Doesn't load them. Some tensors may be there or not, or have one of two names: those found decide.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import torch
+
+from mallee.protocol.errors import WeightsMismatch
+from mallee.worker.model.config import Family, ModelConfig
+from mallee.worker.model.linear.scheme import BLOCK, Scheme
+
+_SHOWN = 8
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_SCALES = (torch.float32, torch.bfloat16, torch.float16)
+_WHOLE = (torch.int64, torch.int32)
+_VALUES = {"float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
+_SCALE_NAMES = (".weight_scale", ".weight_scale_inv")  # both multiply
+ACTIVATION_SCALES = (".input_scale", ".activation_scale")
+"""Of checkpoints for static activations; we keep activations in floats and use none of these."""
+
+
+class Stored(NamedTuple):
+    """A tensor in a checkpoint: one of `shapes`, one of `dtypes`."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+def expected_tensors(config: ModelConfig, found: Collection[str]) -> dict[str, Stored]:
+    """Every tensor that a checkpoint of `config` must hold if it holds those named in `found`."""
+    expected = {}
+    for name, shape in expected_shapes(config).items():
+        module = name.removesuffix(".weight")
+        scheme = scheme_of(config, module, found)
+        if scheme is None:
+            expected[name] = Stored((shape,), _FLOATS)
+        else:
+            expected.update(_of_matrix(module, shape, scheme, found))
+    return expected
+
+
+def scheme_of(config: ModelConfig, module: str, found: Collection[str]) -> Scheme | None:
+    """The 8-bit form of the matrix; None if it has plain floats, as embeddings and norms always have."""
+    own = config.quantization
+    if own is None or not (module.endswith("_proj") or module == "lm_head"):
+        return None
+    if own.is_head_open and module == "lm_head" and scale_name(module, found) not in found:
+        return None
+    return own.scheme_of(module, config.weights_prefix)
+
+
+def scale_name(module: str, found: Collection[str]) -> str:
+    """The name of the matrix's scales: the first if none is found."""
+    names = [module + ending for ending in _SCALE_NAMES]
+    return next((name for name in names if name in found), names[0])
+
+
+def _of_matrix(
+    module: str, shape: tuple[int, ...], scheme: Scheme, found: Collection[str]
+) -> dict[str, Stored]:
+    rows, width = shape
+    match scheme.scales:
+        case "block":
+            scales: tuple[tuple[int, ...], ...] = ((-(-rows // BLOCK), -(-width // BLOCK)),)
+        case "row":
+            scales = ((rows,), (rows, 1))
+        case "tensor":
+            scales = ((), (1,), (1, 1))
+    own = {scale_name(module, found): Stored(scales, _SCALES)}
+    if scheme.is_packed:
+        own[module + ".weight_packed"] = Stored(((rows, -(-width // 4)),), (torch.int32,))
+        own[module + ".weight_shape"] = Stored(((2,),), _WHOLE)
+    else:
+        own[module + ".weight"] = Stored((shape,), (_VALUES[scheme.values],))
+    if scheme.activations == "static":
+        names = (module + ending for ending in ACTIVATION_SCALES)
+        own |= {name: Stored(((), (1,)), _SCALES) for name in names if name in found}
+    return own
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor a checkpoint of `config` must hold, under transformers' names."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    for i in range(config.num_layers):
+        p = f"model.layers.{i}."
+        for name in _layer_norms(config.family):
+            is_of_heads = name.startswith("self_attn.")
+            shapes[p + name] = (config.head_dim if is_of_heads else hidden,)
+        shapes[p + "self_attn.q_proj.weight"] = (query, hidden)
+        shapes[p + "self_attn.k_proj.weight"] = (kv, hidden)
+        shapes[p + "self_attn.v_proj.weight"] = (kv, hidden)
+        shapes[p + "self_attn.o_proj.weight"] = (hidden, query)
+        shapes[p + "mlp.gate_proj.weight"] = (inner, hidden)
+        shapes[p + "mlp.up_proj.weight"] = (inner, hidden)
+        shapes[p + "mlp.down_proj.weight"] = (hidden, inner)
+    return shapes
+
+
+def _layer_norms(family: Family) -> list[str]:
+    names = ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    if family.has_sandwich_norms:
+        names += ["pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"]
+    if family.has_qk_norm:
+        names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+    return names
+
+
+def check_tensors(expected: Mapping[str, Stored], found: Mapping[str, torch.Tensor]) -> None:
+    """Raises WeightsMismatch, with every tensor that is missing, unexpected, or of another shape or type."""
+    missing = sorted(expected.keys() - found.keys())
+    unexpected = sorted(found.keys() - expected.keys())
+    both = [(name, own, found[name]) for name, own in expected.items() if name in found]
+    wrong = [
+        f"{name} {tuple(tensor.shape)} instead of {' or '.join(map(str, own.shapes))}"
+        for name, own, tensor in both
+        if tuple(tensor.shape) not in own.shapes
+    ]
+    wrong += [
+        f"{name} {tensor.dtype} instead of {', '.join(map(str, own.dtypes))}"
+        for name, own, tensor in both
+        if tensor.dtype not in own.dtypes
+    ]
+    if not missing and not unexpected and not wrong:
+        return
+    parts = [
+        f"{what}: {_listed(names)}"
+        for what, names in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("shape or type", wrong),
+        )
+        if names
+    ]
+    raise WeightsMismatch(
+        "the weights don't fit config.json; " + "; ".join(parts),
+        missing=missing,
+        unexpected=unexpected,
+        wrong_tensors=wrong,
+    )
+
+
+def _listed(names: list[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
