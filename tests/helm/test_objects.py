@@ -16,6 +16,7 @@ from mallee.actors.config import AppConfig
 from support.chart import (
     CHART,
     MINIMAL,
+    PICKERS,
     Object,
     containers,
     faults,
@@ -60,6 +61,19 @@ EVERYTHING: Mapping[str, Any] = merged(
         "networkPolicy": {"egress": True, "egressTo": [{"ports": [{"port": 443}]}]},
         "monitoring": {"enabled": True, "dashboards": True, "labels": {"release": "prometheus"}},
         "timeSlicing": {"replicas": 4},
+        "picker": {
+            "enabled": True,
+            "model": "Qwen/Qwen3-8B",
+            "settings": {"events_port": 5557, "replay_port": 5558},
+            "inferencePool": {"create": True, "selector": {"app": "vllm"}, "targetPorts": [1, 2]},
+            "service": {"port": 9100, "annotations": {"a": "b"}},
+            "env": [{"name": "A", "value": "b"}],
+            "podAnnotations": {"a": "b"},
+            "podLabels": {"c": "d"},
+            "affinity": {"nodeAffinity": {}},
+            "nodeSelector": {"e": "f"},
+            "tolerations": [{"operator": "Exists"}],
+        },
     },
 )
 OUTSIDE: Mapping[str, Any] = {
@@ -70,15 +84,40 @@ OUTSIDE: Mapping[str, Any] = {
     "gcs": {"backend": "rocksdb", "storageClass": "fast"},
     "autoscaling": {"pods": False},
     "ray": {"upgrade": "None"},
+    "picker": {
+        "enabled": True,
+        "model": "/models/mine",
+        "pool": "theirs",
+        "tls": {"secret": "picker-tls"},
+    },
 }
+PLAIN_PICKERS: Mapping[str, Any] = merged(
+    PICKERS,
+    {
+        "nats": {"enabled": False},
+        "picker": {"model": "", "tls": {"enabled": False}},
+        "monitoring": {"metrics": False},
+        "networkPolicy": {"egress": True, "proxies": []},
+    },
+)
 CASES: dict[str, Mapping[str, Any]] = {
     "minimal": MINIMAL,
     "everything": EVERYTHING,
     "outside": OUTSIDE,
     **{path.name: values_of(path.name) for path in sorted(CHART.glob("values-*.yaml"))},
+    "pickers": PICKERS,
+    "plain pickers": PLAIN_PICKERS,
 }
-
-pytestmark = pytest.mark.parametrize("case", CASES)
+all_cases = pytest.mark.parametrize("case", CASES)
+cases_with_ray = pytest.mark.parametrize("case", [each for each in CASES if "pickers" not in each])
+CRDS = (
+    "RayService",
+    "ScrapeConfig",
+    "PodMonitor",
+    "ServiceMonitor",
+    "PrometheusRule",
+    "InferencePool",
+)
 
 
 @cache
@@ -92,29 +131,29 @@ def schema(name: str) -> Object:
     return found
 
 
+@all_cases
 def test_lint_finds_nothing(case: str) -> None:
     assert faults(CASES[case]) == []
 
 
+@all_cases
 def test_kubernetes_takes_every_object_and_pod(case: str) -> None:
-    known = [
-        each
-        for each in made(case)
-        if "." not in each["apiVersion"].split("/")[0] or "k8s.io" in each["apiVersion"]
-    ]
+    known = [each for each in made(case) if each["kind"] not in CRDS]
     known += [{"apiVersion": "v1", "kind": "Pod", **pod} for pod in pods(made(case)).values()]
-    assert len(known) > 9
+    assert len(known) > 6
     for version in KUBERNETES:
         for each in known:
             kubernetes_validate.validate(each, version, strict=True)
 
 
+@all_cases
 def test_the_operators_crds_take_every_other_object(case: str) -> None:
     for each in made(case):
-        if each["kind"] in ("RayService", "ScrapeConfig", "PodMonitor", "PrometheusRule"):
+        if each["kind"] in CRDS:
             jsonschema.validate(each, schema(each["kind"].lower()))
 
 
+@cases_with_ray
 def test_a_field_that_a_crd_does_not_know_is_found(case: str) -> None:
     """Kubernetes would drop it in silence."""
     service = yaml.safe_load(yaml.safe_dump(one(made(case), "RayService")))
@@ -131,12 +170,14 @@ def test_a_field_that_a_crd_does_not_know_is_found(case: str) -> None:
         jsonschema.validate(service, schema("rayservice"))
 
 
+@all_cases
 def test_names_are_used_once(case: str) -> None:
     names = [(each["kind"], each["metadata"]["name"]) for each in made(case)]
     assert len(set(names)) == len(names)
     assert all(len(name) < 64 for _, name in names)
 
 
+@all_cases
 def test_every_volume_is_mounted_and_every_mount_has_one(case: str) -> None:
     for component, pod in pods(made(case)).items():
         volumes = {each["name"] for each in pod["spec"].get("volumes", ())}
@@ -149,13 +190,15 @@ def test_every_volume_is_mounted_and_every_mount_has_one(case: str) -> None:
         assert mounted == volumes, component
 
 
+@all_cases
 def test_processes_are_no_root_and_write_to_scratch_alone(case: str) -> None:
     for component, pod in pods(made(case)).items():
         security = pod["spec"]["securityContext"]
         assert security["runAsNonRoot"], component
         assert security["runAsUser"] == 10001
         assert security["seccompProfile"] == {"type": "RuntimeDefault"}
-        asks = component == "head" and CASES[case].get("autoscaling", {}).get("pods", True)
+        scales = CASES[case].get("autoscaling", {}).get("pods", True)
+        asks = component == "picker" or (component == "head" and scales)
         assert pod["spec"]["automountServiceAccountToken"] == asks
     for component, container in containers(made(case)):
         security = container["securityContext"]
@@ -164,6 +207,7 @@ def test_processes_are_no_root_and_write_to_scratch_alone(case: str) -> None:
         assert security["capabilities"] == {"drop": ["ALL"]}
 
 
+@all_cases
 def test_every_container_says_what_it_needs(case: str) -> None:
     for component, container in containers(made(case)):
         resources = container["resources"]
@@ -171,6 +215,7 @@ def test_every_container_says_what_it_needs(case: str) -> None:
         assert "memory" in resources["limits"]
 
 
+@all_cases
 def test_no_secret_stands_in_anything_but_a_secret(case: str) -> None:
     """Nor in serveConfigV2, commands or arguments: they are shown by Ray, and by `ps`."""
     secrets = [
@@ -180,12 +225,18 @@ def test_no_secret_stands_in_anything_but_a_secret(case: str) -> None:
         for value in each["data"].values()
     ]
     passwords = {part for secret in secrets for part in secret.split(":") if len(part) > 20}
-    if case != "outside":
-        assert len(passwords) == 6  # Ray's, the links', the operator's, three of NATS
+    num_made = {
+        "outside": 3,  # Ray's, the links', the operator's
+        "everything": 8,  # and three of NATS, the pickers' certificate and its key
+        "pickers": 5,
+        "plain pickers": 0,
+    }
+    assert len(passwords) == num_made.get(case, 6)
     others = yaml.safe_dump([each for each in made(case) if each["kind"] != "Secret"])
     assert not [each for each in passwords if each in others]
 
 
+@all_cases
 def test_the_release_is_spread_and_guarded(case: str) -> None:
     """Budgets by a number: Kubernetes takes `maxUnavailable` only for owners with a scale."""
     budgets = {
@@ -199,20 +250,21 @@ def test_the_release_is_spread_and_guarded(case: str) -> None:
             assert budgets[component]["selector"]["matchLabels"].items() <= (
                 pod["metadata"]["labels"].items()
             )
-        if component in ("gateway", "worker", "nats"):
+        if component in ("gateway", "worker", "nats", "picker"):
             for spread in pod["spec"]["topologySpreadConstraints"]:
                 chosen = spread["labelSelector"]["matchLabels"]
                 assert chosen.items() <= pod["metadata"]["labels"].items()
 
 
+@all_cases
 def test_policies_choose_the_pods_of_the_release(case: str) -> None:
     found = {each["metadata"]["name"]: each["spec"] for each in made(case)
              if each["kind"] == "NetworkPolicy"}  # fmt: skip
-    assert "mallee-ray" in found
     for component, pod in pods(made(case)).items():
         labels = pod["metadata"]["labels"]
         guards = [name for name, spec in found.items() if _chooses(spec["podSelector"], labels)]
-        expected = {"nats": ["mallee-nats"], "test": []}.get(component, ["mallee-ray"])
+        own = {"nats": ["mallee-nats"], "picker": ["mallee-picker"], "test": []}
+        expected = own.get(component, ["mallee-ray"])
         assert [name for name in guards if name != "mallee-autoscaler"] == expected, component
 
 
@@ -223,12 +275,14 @@ def _chooses(selector: Object, labels: Mapping[str, str]) -> bool:
     )
 
 
+@cases_with_ray
 def test_the_notes_say_how_to_ask(case: str) -> None:
     notes = next(text for path, text in rendered(CASES[case]).items() if "NOTES" in path)
     assert "port-forward service/mallee" in notes
     assert "get secret mallee-operator" in notes
 
 
+@cases_with_ray
 def test_a_worker_group_offers_what_its_workers_ask(case: str) -> None:
     """Workers land in pods of workers, as many as a pod is made for, gateways in pods of gateways."""
     config = AppConfig.model_validate(settings(made(case)))
@@ -250,6 +304,7 @@ def test_a_worker_group_offers_what_its_workers_ask(case: str) -> None:
     assert ("num_replicas" in deployments["Worker"]) == (config.autoscaling.max_workers is None)
 
 
+@cases_with_ray
 def test_the_service_is_the_one_that_kuberay_moves(case: str) -> None:
     spec = one(made(case), "RayService")["spec"]
     service = spec["serveService"]

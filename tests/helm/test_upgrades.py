@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.chart import CHART, MINIMAL, NAMESPACE, Object, merged
+from support.chart import CHART, MINIMAL, NAMESPACE, PICKERS, Object, merged
 from support.fake_kubernetes import Kubernetes, kubernetes
 
 MADE = {
@@ -79,6 +79,20 @@ def test_a_password_that_was_changed_is_kept_and_its_login_follows(cluster: Kube
     assert base64.b64decode(now["workers"]) == b"workers:pchanged"
     assert now["gateways"] == gateways
     assert len(base64.b64decode(now["routes-password"])) > 40
+
+
+def test_a_release_of_pickers_keeps_their_certificate_and_leaves_nothing(
+    cluster: Kubernetes,
+) -> None:
+    release = Release(cluster)
+    release.install(dict(PICKERS))
+    first = dict(cluster.secret(NAMESPACE, "mallee-picker-tls"))
+    release.upgrade(merged(PICKERS, {"picker": {"replicas": 3}}))
+    assert cluster.secret(NAMESPACE, "mallee-picker-tls") == first
+    path = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/mallee-picker"
+    assert cluster.objects[path]["spec"]["replicas"] == 3
+    release.helm.uninstall("mallee")
+    assert cluster.objects == {}
 
 
 def test_secrets_of_the_user_are_not_made(cluster: Kubernetes) -> None:

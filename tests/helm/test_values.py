@@ -79,6 +79,48 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
         "ray.auth=disabled with networkPolicy.enabled=false",
     ),
     ({"ingress": {"enabled": True}}, "ingress.enabled=true needs ingress.host"),
+    ({"ray": {"enabled": False}}, "ray.enabled=false and picker.enabled=false: nothing is left"),
+    ({"picker": {"enabled": True}}, "picker.pool is not set: the name of an InferencePool"),
+    ({"picker": {"inferencePool": {"create": True}}}, "create=true needs picker.enabled=true"),
+    (
+        {"picker": {"enabled": True, "inferencePool": {"create": True}}},
+        "needs picker.inferencePool.selector: labels of the pods",
+    ),
+    (
+        {"picker": {"inferencePool": {"targetPorts": [0]}}},
+        "at '/picker/inferencePool/targetPorts/0': minimum: got 0, want 1",
+    ),
+    ({"picker": {"inferencePool": {"targetPorts": [80, 80]}}}, "items at 0 and 1 are equal"),
+    ({"picker": {"inferencePool": {"targetPorts": list(range(1, 10))}}}, "maxItems: got 9, want 8"),
+    (
+        {"picker": {"inferencePool": {"failureMode": "Open"}}},
+        "value must be one of 'FailOpen', 'FailClose'",
+    ),
+    ({"picker": {"replicas": 0}}, "at '/picker/replicas': minimum: got 0, want 1"),
+    (
+        {"picker": {"enabled": True, "pool": "p", "model": "/models/mine"}},
+        'picker.model="/models/mine" needs modelVolume.claim',
+    ),
+    (
+        {
+            "model": "/models/a",
+            "modelVolume": {"claim": "c"},
+            "picker": {"enabled": True, "pool": "p", "model": "Qwen/Qwen3-8B"},
+        },
+        'picker.model="Qwen/Qwen3-8B" is not below /models, where modelVolume.claim="c"',
+    ),
+    (
+        {"picker": {"enabled": True, "pool": "p", "settings": {"events_port": 5557}}},
+        "picker.settings.events_port=5557 needs picker.model",
+    ),
+    (
+        {"picker": {"enabled": True, "pool": "p", "settings": {"endpoints": ["10.0.0.1:80"]}}},
+        "picker.settings.endpoints is made by the chart: give the value picker.pool instead",
+    ),
+    (
+        {"picker": {"enabled": True, "pool": "p", "tls": {"enabled": False, "secret": "s"}}},
+        'picker.tls.secret="s" with picker.tls.enabled=false',
+    ),
     ({"monitoring": {"enabled": True, "metrics": False}}, "needs monitoring.metrics=true"),
 ]
 

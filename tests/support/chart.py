@@ -14,6 +14,14 @@ CHART: Final = Path(__file__).resolve().parents[2] / "helm" / "mallee"
 README: Final = CHART / "README.md"
 NAMESPACE: Final = "llm"
 MINIMAL: Final[Mapping[str, Any]] = {"model": "Qwen/Qwen3-0.6B"}
+PICKERS: Final[Mapping[str, Any]] = {  # alone, without Ray
+    "ray": {"enabled": False},
+    "picker": {
+        "enabled": True,
+        "model": "Qwen/Qwen3-8B",
+        "inferencePool": {"create": True, "selector": {"app": "vllm"}},
+    },
+}
 ACCOUNTS: Final = CHART / "files" / "nats-accounts.conf"
 _BEGIN, _END = "<!-- values -->\n", "<!-- end of values -->\n"
 
@@ -91,7 +99,9 @@ def settings(found: list[Object]) -> Object:
 
 
 def groups(found: list[Object]) -> dict[str, Object]:
-    """The head and the worker groups of the cluster by their name."""
+    """The head and the worker groups of the cluster by their name; none in a release without Ray."""
+    if not any(each["kind"] == "RayService" for each in found):
+        return {}
     cluster = one(found, "RayService")["spec"]["rayClusterConfig"]
     return {
         "head": cluster["headGroupSpec"],
@@ -102,7 +112,8 @@ def groups(found: list[Object]) -> dict[str, Object]:
 def pods(found: list[Object]) -> dict[str, Object]:
     """Each kind of pod, as `{metadata, spec}`, by its component."""
     templates = [group["template"] for group in groups(found).values()]
-    templates += [each["spec"]["template"] for each in found if each["kind"] == "StatefulSet"]
+    owners = ("StatefulSet", "Deployment")
+    templates += [each["spec"]["template"] for each in found if each["kind"] in owners]
     templates += [each for each in found if each["kind"] == "Pod"]
     return {
         each["metadata"]["labels"]["app.kubernetes.io/component"]: {

@@ -17,11 +17,14 @@ KINDS: Final = {
         "Service": "services",
         "Namespace": "namespaces",
         "Pod": "pods",
+        "ServiceAccount": "serviceaccounts",
     },
-    "apps/v1": {"StatefulSet": "statefulsets"},
+    "apps/v1": {"StatefulSet": "statefulsets", "Deployment": "deployments"},
+    "rbac.authorization.k8s.io/v1": {"Role": "roles", "RoleBinding": "rolebindings"},
     "policy/v1": {"PodDisruptionBudget": "poddisruptionbudgets"},
     "networking.k8s.io/v1": {"NetworkPolicy": "networkpolicies", "Ingress": "ingresses"},
     "ray.io/v1": {"RayService": "rayservices"},
+    "inference.networking.k8s.io/v1": {"InferencePool": "inferencepools"},
 }
 
 

@@ -88,15 +88,19 @@ async def running(config: PickerConfig, num_ready: int | None = None) -> AsyncIt
 
 
 class Proxy:
-    """Streams to one picker, in the mode that the proposal demands; over TLS with the file of a `ca`."""
+    """Streams to one picker, in the mode that the proposal demands.
 
-    def __init__(self, port: int, ca: Path | None = None) -> None:
+    Over TLS with the file of a `ca`, for a certificate of `host`.
+    """
+
+    def __init__(self, port: int, ca: Path | None = None, host: str = "127.0.0.1") -> None:
         place = f"127.0.0.1:{port}"
         if ca is None:
             self._channel = grpc.aio.insecure_channel(place)
         else:
             trust = grpc.ssl_channel_credentials(ca.read_bytes())
-            self._channel = grpc.aio.secure_channel(place, trust)
+            options = [("grpc.ssl_target_name_override", host)]
+            self._channel = grpc.aio.secure_channel(place, trust, options)
         self._process = self._channel.stream_stream(f"/{wire.PROCESS}/Process")
         self._check = self._channel.unary_unary(
             f"/{wire.HEALTH}/Check",

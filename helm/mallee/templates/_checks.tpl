@@ -6,23 +6,29 @@
 {{- if gt (len $name) 40 }}
 {{- fail (printf "the release's name gives %q, of %d characters: KubeRay has room for 40, so give the release a shorter name" $name (len $name)) }}
 {{- end }}
-{{- include "mallee.checkModel" . }}
-{{- include "mallee.checkSettings" . }}
-{{- include "mallee.checkWorkers" . }}
-{{- include "mallee.checkServices" . }}
-{{- end }}
-
-{{- define "mallee.checkModel" -}}
-{{- $model := .Values.model }}
-{{- if not $model }}
+{{- if $v.ray.enabled }}
+{{- if not $v.model }}
 {{- fail "model is not set: --set model=Qwen/Qwen3-0.6B (a Hugging Face id), or a folder of modelVolume.claim such as /models/my-model" }}
 {{- end }}
-{{- $isInside := or (eq $model "/models") (hasPrefix "/models/" $model) }}
-{{- if and .Values.modelVolume.claim (not $isInside) }}
-{{- fail (printf "model=%q is not below /models, where modelVolume.claim=%q is mounted: give --set model=/models/FOLDER, or leave modelVolume.claim out to download the model" $model .Values.modelVolume.claim) }}
+{{- include "mallee.checkModel" (dict "root" . "value" "model" "model" $v.model) }}
+{{- include "mallee.checkOwn" (dict "value" "settings" "settings" $v.settings "own" (include "mallee.ownSettings" . | fromYaml) "page" "docs/configure.md") }}
+{{- include "mallee.checkWorkers" . }}
+{{- else if not $v.picker.enabled }}
+{{- fail "ray.enabled=false and picker.enabled=false: nothing is left to run; give one of them" }}
 {{- end }}
-{{- if and $isInside (not .Values.modelVolume.claim) }}
-{{- fail (printf "model=%q needs modelVolume.claim: the PersistentVolumeClaim that holds it" $model) }}
+{{- include "mallee.checkServices" . }}
+{{- include "mallee.checkPicker" . }}
+{{- end }}
+
+{{/* (dict "root" $ "value" "model" "model" .Values.model). */}}
+{{- define "mallee.checkModel" -}}
+{{- $claim := .root.Values.modelVolume.claim }}
+{{- $isInside := or (eq .model "/models") (hasPrefix "/models/" .model) }}
+{{- if and $claim (not $isInside) }}
+{{- fail (printf "%s=%q is not below /models, where modelVolume.claim=%q is mounted: give --set %s=/models/FOLDER, or leave modelVolume.claim out to download the model" .value .model $claim .value) }}
+{{- end }}
+{{- if and $isInside (not $claim) }}
+{{- fail (printf "%s=%q needs modelVolume.claim: the PersistentVolumeClaim that holds it" .value .model) }}
 {{- end }}
 {{- end }}
 
@@ -52,20 +58,65 @@ ray.worker_resources: workers.perPod
 ray.gateway_resources: gateways.replicas
 {{- end }}
 
-{{- define "mallee.checkSettings" -}}
-{{- $settings := .Values.settings }}
-{{- range $key, $value := include "mallee.ownSettings" . | fromYaml }}
+{{- define "mallee.ownPickerSettings" -}}
+listen: picker.service.port
+health_listen: nothing (port 9003 of the pods)
+metrics_listen: monitoring.metrics
+tls_cert: picker.tls.secret
+tls_key: picker.tls.secret
+pool: picker.pool
+namespace: nothing (an InferencePool and its picker share the release's namespace)
+kubernetes_url: nothing (pods ask the cluster's own API)
+endpoints: picker.pool
+endpoints_file: picker.pool
+model: picker.model
+nats_url: nats.url
+nats_credentials: nats.secret
+nats_ca: nats.caSecret
+fleet: nothing (it is named after the release)
+{{- end }}
+
+{{/* (dict "value" "settings" "settings" .Values.settings "own" names "page" "docs/configure.md"). */}}
+{{- define "mallee.checkOwn" -}}
+{{- $v := . }}
+{{- range $key, $instead := .own }}
 {{- $parts := splitList "." $key }}
-{{- $section := $settings }}
+{{- $section := $v.settings }}
 {{- if gt (len $parts) 1 }}
-{{- $section = get $settings (first $parts) | default dict }}
+{{- $section = get $v.settings (first $parts) | default dict }}
 {{- if not (kindIs "map" $section) }}
-{{- fail (printf "settings.%s=%v: give a mapping of its settings (docs/configure.md)" (first $parts) $section) }}
+{{- fail (printf "%s.%s=%v: give a mapping of its settings (%s)" $v.value (first $parts) $section $v.page) }}
 {{- end }}
 {{- end }}
 {{- if hasKey $section (last $parts) }}
-{{- fail (printf "settings.%s is made by the chart: give the value %s instead" $key $value) }}
+{{- fail (printf "%s.%s is made by the chart: give the value %s instead" $v.value $key $instead) }}
 {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "mallee.checkPicker" -}}
+{{- $v := .Values.picker }}
+{{- $pool := $v.inferencePool }}
+{{- if not $v.enabled }}
+{{- if $pool.create }}
+{{- fail "picker.inferencePool.create=true needs picker.enabled=true: the pool names the picker" }}
+{{- end }}
+{{- else }}
+{{- if not (or $v.pool $pool.create) }}
+{{- fail "picker.pool is not set: the name of an InferencePool in this namespace, or --set picker.inferencePool.create=true to make one" }}
+{{- end }}
+{{- if and $pool.create (not $pool.selector) }}
+{{- fail "picker.inferencePool.create=true needs picker.inferencePool.selector: labels of the pods, such as {app: vllm-llama}" }}
+{{- end }}
+{{- if and $v.tls.secret (not $v.tls.enabled) }}
+{{- fail (printf "picker.tls.secret=%q with picker.tls.enabled=false: leave one of them out" $v.tls.secret) }}
+{{- end }}
+{{- if $v.model }}
+{{- include "mallee.checkModel" (dict "root" . "value" "picker.model" "model" $v.model) }}
+{{- else if hasKey $v.settings "events_port" }}
+{{- fail (printf "picker.settings.events_port=%v needs picker.model: KV events name blocks by their tokens" $v.settings.events_port) }}
+{{- end }}
+{{- include "mallee.checkOwn" (dict "value" "picker.settings" "settings" $v.settings "own" (include "mallee.ownPickerSettings" . | fromYaml) "page" "docs/picker.md") }}
 {{- end }}
 {{- end }}
 
@@ -117,7 +168,7 @@ ray.gateway_resources: gateways.replicas
 {{- if and $v.nats.enabled $v.nats.url }}
 {{- fail "nats.url is given and nats.enabled=true: --set nats.enabled=false to use yours, or leave nats.url out" }}
 {{- end }}
-{{- if and (not $v.nats.enabled) (not $v.nats.url) }}
+{{- if and $v.ray.enabled (not (include "mallee.hasNats" .)) }}
 {{- fail "nats.enabled=false needs nats.url: the address of a NATS of yours, such as nats://nats.messaging:4222" }}
 {{- end }}
 {{- if contains "@" $v.nats.url }}
@@ -126,7 +177,7 @@ ray.gateway_resources: gateways.replicas
 {{- if and $v.nats.enabled (eq (mod (int $v.nats.replicas) 2) 0) }}
 {{- fail (printf "nats.replicas=%v: give an odd number, of which a majority is left when one is lost" $v.nats.replicas) }}
 {{- end }}
-{{- if and (eq $v.ray.auth "disabled") (not $v.networkPolicy.enabled) }}
+{{- if and $v.ray.enabled (eq $v.ray.auth "disabled") (not $v.networkPolicy.enabled) }}
 {{- fail "ray.auth=disabled with networkPolicy.enabled=false lets every pod of the cluster run code here: keep one of the two" }}
 {{- end }}
 {{- if and (eq $v.gcs.backend "redis") (not $v.gcs.redisAddress) }}

@@ -30,14 +30,17 @@ app.kubernetes.io/component: {{ .part }}
 {{- if gt (float64 .Values.workers.gpus) 0.0 }}true{{ end }}
 {{- end }}
 
+{{/* (dict "root" $ "part" "gateway"): pickers need no CUDA, all pods of Ray take one image. */}}
 {{- define "mallee.image" -}}
-{{- $suffix := ternary "-cuda" "" (eq (include "mallee.hasGpus" .) "true") -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default (print .Chart.AppVersion $suffix) }}
+{{- $isCuda := and (ne .part "picker") (include "mallee.hasGpus" .root) -}}
+{{- with .root -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default (print .Chart.AppVersion (ternary "-cuda" "" (not (empty $isCuda)))) }}
+{{- end }}
 {{- end }}
 
-{{/* Whether `model` is an id of the hub that init containers download. */}}
-{{- define "mallee.isDownloaded" -}}
-{{- if and (not .Values.modelVolume.claim) (regexMatch "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+$" .Values.model) }}true{{ end }}
+{{/* Whether a model is an id of the hub that init containers download: checks refuse one beside a claim. */}}
+{{- define "mallee.isHubId" -}}
+{{- if regexMatch "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+$" . }}true{{ end }}
 {{- end }}
 
 {{- define "mallee.workerPods" -}}
@@ -51,6 +54,11 @@ app.kubernetes.io/component: {{ .part }}
 {{/* Seconds that a pod gets to end: requests drain, then Ray stops. */}}
 {{- define "mallee.leaveS" -}}
 {{- add (ceil (dig "drain_s" 30 .Values.settings)) 20 -}}
+{{- end }}
+
+{{/* Without Ray it may be left out: pickers do without it. */}}
+{{- define "mallee.hasNats" -}}
+{{- if or .Values.nats.enabled .Values.nats.url }}true{{ end }}
 {{- end }}
 
 {{- define "mallee.natsScheme" -}}

@@ -107,7 +107,7 @@ topologySpreadConstraints:
 {{- end }}
 
 {{- define "mallee.hasModels" -}}
-{{- if and (ne .part "head") (or .root.Values.modelVolume.claim (include "mallee.isDownloaded" .root)) }}true{{ end }}
+{{- if and (ne .part "head") (or .root.Values.modelVolume.claim (include "mallee.isHubId" .root.Values.model)) }}true{{ end }}
 {{- end }}
 
 {{- define "mallee.hasCapsules" -}}
@@ -154,13 +154,16 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
-{{- define "mallee.volumes" -}}
-{{- $v := .root.Values }}
+{{- define "mallee.scratchVolumes" -}}
 {{- range list "tmp" "home" }}
 - name: {{ . }}
   emptyDir:
-    sizeLimit: {{ $v.security.scratchSize }}
+    sizeLimit: {{ $.Values.security.scratchSize }}
 {{- end }}
+{{- end }}
+
+{{/* Logins of NATS and its CA, where there are any: (dict "root" $ "roles" (list "gateways" "workers")). */}}
+{{- define "mallee.natsVolume" -}}
 {{- $logins := include "mallee.hasNatsLogins" .root }}
 {{- $ca := include "mallee.natsCaSecret" .root }}
 {{- if or $logins $ca }}
@@ -172,8 +175,9 @@ topologySpreadConstraints:
       - secret:
           name: {{ include "mallee.natsSecret" .root }}
           items:
-            - {key: gateways, path: gateways}
-            - {key: workers, path: workers}
+            {{- range .roles }}
+            - {key: {{ . }}, path: {{ . }}}
+            {{- end }}
       {{- end }}
       {{- if $ca }}
       - secret:
@@ -182,6 +186,28 @@ topologySpreadConstraints:
             - {key: ca.crt, path: ca.crt}
       {{- end }}
 {{- end }}
+{{- end }}
+
+{{- define "mallee.modelsVolume" -}}
+{{- $v := .Values.modelVolume }}
+- name: models
+  {{- if $v.claim }}
+  persistentVolumeClaim:
+    claimName: {{ $v.claim }}
+    readOnly: true
+  {{- else if $v.storageClass }}
+  ephemeral:
+    {{- include "mallee.claimTemplate" $v | nindent 4 }}
+  {{- else }}
+  emptyDir:
+    sizeLimit: {{ $v.size }}
+  {{- end }}
+{{- end }}
+
+{{- define "mallee.volumes" -}}
+{{- $v := .root.Values }}
+{{- include "mallee.scratchVolumes" .root }}
+{{- include "mallee.natsVolume" (dict "root" .root "roles" (list "gateways" "workers")) }}
 {{- if ne .part "head" }}
 - name: link
   secret:
@@ -208,18 +234,7 @@ topologySpreadConstraints:
     name: {{ include "mallee.name" .root }}-scripts
 {{- end }}
 {{- if include "mallee.hasModels" . }}
-- name: models
-  {{- if $v.modelVolume.claim }}
-  persistentVolumeClaim:
-    claimName: {{ $v.modelVolume.claim }}
-    readOnly: true
-  {{- else if $v.modelVolume.storageClass }}
-  ephemeral:
-    {{- include "mallee.claimTemplate" $v.modelVolume | nindent 4 }}
-  {{- else }}
-  emptyDir:
-    sizeLimit: {{ $v.modelVolume.size }}
-  {{- end }}
+{{- include "mallee.modelsVolume" .root }}
 {{- end }}
 {{- if include "mallee.hasCapsules" . }}
 - name: capsules
@@ -245,10 +260,11 @@ volumeClaimTemplate:
         storage: {{ .size }}
 {{- end }}
 
-{{/* KubeRay deploys once the head is ready, and a deploy without a broker fails for good: so the head waits for it. */}}
+{{/* KubeRay deploys once the head is ready, and a deploy without a broker fails for good: so the head waits for it. A picker
+would end, and be started again later and later. */}}
 {{- define "mallee.waitForNats" -}}
 - name: wait-for-nats
-  image: {{ include "mallee.image" .root }}
+  image: {{ include "mallee.image" . }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   command: [/bin/bash, -c]
   args:
@@ -274,18 +290,18 @@ requests: {cpu: 100m, memory: 128Mi}
 limits: {memory: 512Mi}
 {{- end }}
 
-{{/* Gateways and mocked engines take the tokenizer and config.json alone. */}}
+{{/* All but real engines take the tokenizer and config.json alone. `model` and `revision`, if given, go before the values. */}}
 {{- define "mallee.download" -}}
 {{- $v := .root.Values }}
 - name: download-model
-  image: {{ include "mallee.image" .root }}
+  image: {{ include "mallee.image" . }}
   imagePullPolicy: {{ $v.image.pullPolicy }}
   command:
     - hf
     - download
-    - {{ $v.model | quote }}
+    - {{ .model | default $v.model | quote }}
     - --revision
-    - {{ $v.modelDownload.revision | quote }}
+    - {{ .revision | default $v.modelDownload.revision | quote }}
     - --local-dir
     - /models/model
     {{- $files := list "*.json" "*.jinja" "tokenizer*" }}
@@ -384,13 +400,13 @@ spec:
   {{- if eq .part "head" }}
   initContainers:
     {{- include "mallee.waitForNats" . | nindent 4 }}
-  {{- else if include "mallee.isDownloaded" .root }}
+  {{- else if include "mallee.isHubId" .root.Values.model }}
   initContainers:
     {{- include "mallee.download" . | nindent 4 }}
   {{- end }}
   containers:
     - name: ray-{{ .part }}
-      image: {{ include "mallee.image" .root }}
+      image: {{ include "mallee.image" . }}
       imagePullPolicy: {{ $v.image.pullPolicy }}
       env:
         {{- include "mallee.environment" . | nindent 8 }}

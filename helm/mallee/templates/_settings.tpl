@@ -1,7 +1,7 @@
 {{/* What `serve deploy` gets: Mallee's settings, made from the values and `settings`. */}}
 
 {{- define "mallee.model" -}}
-{{- if include "mallee.isDownloaded" . }}/models/model{{ else }}{{ .Values.model }}{{ end }}
+{{- if include "mallee.isHubId" .Values.model }}/models/model{{ else }}{{ .Values.model }}{{ end }}
 {{- end }}
 
 {{/* GiB of each worker on the pod's volume. */}}
@@ -15,7 +15,7 @@
 {{- define "mallee.madeSettings" -}}
 {{- $v := .Values }}
 model: {{ include "mallee.model" . | quote }}
-{{- with $v.servedModelName | default (ternary $v.model "" (eq (include "mallee.isDownloaded" .) "true")) }}
+{{- with $v.servedModelName | default (ternary $v.model "" (eq (include "mallee.isHubId" .Values.model) "true")) }}
 served_model_name: {{ . | quote }}
 {{- end }}
 workers: {{ int $v.workers.replicas }}
@@ -103,4 +103,40 @@ applications:
         max_surge_percent: {{ ternary 25 0 $v.workers.surge }}
       - name: Gateway
         num_replicas: {{ int $v.gateways.replicas }}
+{{- end }}
+
+{{/* The InferencePool whose pods are picked from. */}}
+{{- define "mallee.pool" -}}
+{{ .Values.picker.pool | default (include "mallee.name" .) }}
+{{- end }}
+
+{{- define "mallee.pickerTlsSecret" -}}
+{{ .Values.picker.tls.secret | default (print (include "mallee.name" .) "-picker-tls") }}
+{{- end }}
+
+{{/* Settings of `mallee picker`: the user's and the chart's. */}}
+{{- define "mallee.pickerSettings" -}}
+{{- $v := .Values }}
+{{- $made := dict "listen" "0.0.0.0:9002" "health_listen" "0.0.0.0:9003" "pool" (include "mallee.pool" .) "namespace" .Release.Namespace }}
+{{- if $v.monitoring.metrics }}
+{{- $_ := set $made "metrics_listen" "0.0.0.0:9090" }}
+{{- end }}
+{{- if $v.picker.tls.enabled }}
+{{- $_ := set $made "tls_cert" "/etc/mallee/tls/tls.crt" }}
+{{- $_ := set $made "tls_key" "/etc/mallee/tls/tls.key" }}
+{{- end }}
+{{- with $v.picker.model }}
+{{- $_ := set $made "model" (ternary "/models/model" . (ne (include "mallee.isHubId" .) "")) }}
+{{- end }}
+{{- if include "mallee.hasNats" . }}
+{{- $_ := set $made "nats_url" (include "mallee.natsUrl" .) }}
+{{- $_ := set $made "fleet" (printf "%s-%s-picker" .Release.Namespace (include "mallee.name" .)) }}
+{{- if include "mallee.hasNatsLogins" . }}
+{{- $_ := set $made "nats_credentials" "/etc/mallee/nats/gateways" }}
+{{- end }}
+{{- if include "mallee.natsCaSecret" . }}
+{{- $_ := set $made "nats_ca" "/etc/mallee/nats/ca.crt" }}
+{{- end }}
+{{- end }}
+{{- merge $made $v.picker.settings | toYaml }}
 {{- end }}

@@ -5,46 +5,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from mallee.actors.epp.config import PickerConfig
-from mallee.actors.epp.pods.kubernetes import PoolSpec
 from mallee.cli.main import cli
 from mallee.cli.serving.picker import make_picker_config
 from mallee.protocol.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "picker.md").read_text()
-
-
-def manifest() -> list[dict[str, Any]]:
-    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    return list(yaml.safe_load_all(block))
-
-
-@pytest.mark.parametrize("version", ["1.28", "1.37"])
-def test_the_manifest_is_one_that_kubernetes_takes(version: str) -> None:
-    """And its names agree: the pool's picker, its port, the account, the settings."""
-    found = {each["kind"]: each for each in manifest()}
-    for kind, each in found.items():
-        if kind != "InferencePool":
-            kubernetes_validate.validate(each, version, strict=True)
-    config = PickerConfig(**yaml.safe_load(found["ConfigMap"]["data"]["picker.yaml"]))
-    pool = found["InferencePool"]
-    assert config.pool == pool["metadata"]["name"]
-    assert PoolSpec.of(pool).ports == (8000,)
-    picker = pool["spec"]["endpointPickerRef"]
-    assert picker["name"] == found["Service"]["metadata"]["name"]
-    assert picker["port"]["number"] == found["Service"]["spec"]["ports"][0]["port"]
-    assert config.listen.endswith(f":{picker['port']['number']}")
-    pod = found["Deployment"]["spec"]["template"]["spec"]
-    assert pod["serviceAccountName"] == found["ServiceAccount"]["metadata"]["name"]
-    assert found["RoleBinding"]["subjects"][0]["name"] == pod["serviceAccountName"]
-    (resources,) = [{r for rule in found["Role"]["rules"] for r in rule["resources"]}]
-    assert resources == {"pods", "inferencepools"}
 
 
 def test_the_page_names_every_setting_with_its_default() -> None:
