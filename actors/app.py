@@ -354,6 +354,7 @@ async def _build_workers(
         secret=secret,
         node=node,
         own_ip=_own_ip(),
+        gpus=cluster.own_gpus(),
         threads=threads_of(config, await asyncio.to_thread(_workers_here, config, _app_name())),
     )
 

@@ -13,11 +13,11 @@ import sys
 import time
 import uuid
 from collections import ChainMap
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mallee.actors.access.scopes import Scopes
 from mallee.actors.addresses import socket_path
@@ -593,11 +593,14 @@ async def build_worker(
     node: str,
     threads: int,
     own_ip: str = "127.0.0.1",
+    gpus: Sequence[str] = (),
 ) -> WorkerProcess:
     """The one worker of a process: loads the model. Raises MalleeError.
 
-    `own_ip`: of the machine, for scrapers.
+    `own_ip`: of the machine, for scrapers. `gpus`: of the process, by Ray's names.
     """
+    place = await asyncio.to_thread(settle, config, gpus)
+    threads = min(threads, place.cpus or threads)
     forward = await asyncio.to_thread(load_forward, config, threads)
     peers = build_borrower(config, worker, secret, node) if config.links.lends else None
     engine = await asyncio.to_thread(make_engine, config, forward, worker, incarnation, peers)
@@ -618,11 +621,38 @@ async def build_worker(
     add_engine(host, engine, capacity, source)
     server = build_server(config, host, secret, node)
     lending = None if peers is None else build_lending(config, host, peers, secret, node)
-    host.memory = source.memory
+    host.memory, host.device = source.memory, place.device
     return WorkerProcess(
         *(host, engine.spec, bus, server, host.start, host.close, lending),
         scraped=build_scraped(config, host, own_ip),
     )
+
+
+class Place(NamedTuple):
+    """The device of a worker's process, for people, and the number of CPUs that it is pinned to, if it is."""
+
+    device: str
+    cpus: int | None = None
+
+
+def settle(config: AppConfig, gpus: Sequence[str], sysfs: Path = Path("/sys")) -> Place:
+    """Pin this process to the CPUs beside its device. Raises ConfigError if there is no such device."""
+    names = [f"GPU {name}" for name in gpus]
+    if not config.has_cuda:
+        return Place(", ".join(names))
+    from mallee.actors.hosting.numa import pin
+    from mallee.worker.memory.device import identify
+    from mallee.worker.model.backend import check_device
+
+    check_device(config.engine.device)
+    found = identify(config.engine.device)
+    near = pin(found.pci, root=sysfs) if config.engine.pin_cpus else None
+    told = [found.name, *names, *filter(None, [found.pci])]
+    if near is not None:
+        told.append(f"NUMA node {near.node}")
+    place = Place(", ".join(told), None if near is None else len(near.cpus))
+    log.info("this worker computes on %s, pinned to %s CPUs", place.device, place.cpus or "no")
+    return place
 
 
 class _ModelSource:

@@ -135,6 +135,17 @@ def own_node() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
+def own_gpus() -> tuple[str, ...]:
+    """The GPUs that Ray gave to the actor that calls this, by its names of them on this node."""
+    return tuple(map(str, ray.get_gpu_ids()))
+
+
+def num_gpus() -> float:
+    """GPUs of the cluster, in use or not."""
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return resources.get("GPU", 0.0)
+
+
 def check_one_node(nats_url: str | None) -> None:
     """Raises ConfigError if the cluster is too large for a broker on loopback."""
     if nats_url is None and (nodes := num_nodes()) > 1:

@@ -91,6 +91,7 @@ class LocalStack:
         with _own_signal_handlers():
             _start_ray(options)
         self._is_up = True
+        check_gpus(self.config)
         # Gateways listen on the same address as the proxy: with HAProxy on every one by default.
         listen = {
             "host": self._host,
@@ -164,6 +165,18 @@ class LocalStack:
             time.sleep(0.1)
         raise NoWorker(
             f"not all of {self.config.num_workers} workers registered in {START_TIMEOUT_S:.0f} s"
+        )
+
+
+def check_gpus(config: AppConfig) -> None:
+    """Raises ConfigError if this machine has too few GPUs: workers would wait for them for ever."""
+    from mallee.actors import cluster  # Ray
+
+    wanted, there = config.worker_gpus * config.workers, cluster.num_gpus()
+    if wanted > there:
+        raise ConfigError(
+            f"workers={config.workers} ask for {wanted:g} GPUs (ray.worker_gpus={config.worker_gpus:g}), and"
+            f" Ray finds {there:g} on this machine: fewer workers, a fraction each, or engine.device: cpu"
         )
 
 

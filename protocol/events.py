@@ -257,7 +257,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     snapshot (`Subjects.snapshot`); empty: the worker itself. `weights`: those of this life. `change`: the
     worker is on its way to others, or was; others begin another life. `lends_at`: the address at which it
     lends its KV to other workers; empty: nowhere. `metrics_at`: host and port of the process's metrics;
-    empty: they are served nowhere.
+    empty: they are served nowhere. `device`: what it computes on, for people; empty: it does not say.
     """
 
     worker: WorkerId
@@ -284,6 +284,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     lending: LendingUse | None = None
     memory: MemoryUse | None = None  # None: it has no model
     metrics_at: str = ""
+    device: str = ""
 
     @property
     def is_finishing(self) -> bool:

@@ -416,6 +416,7 @@ class Router:
             weight_version=member.lease.weights.label,
             weight_change=member.lease.change,
             lends_at=member.lease.lends_at,
+            device=member.lease.device,
         )
 
     def stats(self) -> RouterStats:

@@ -29,6 +29,7 @@ class WorkerView(NamedTuple):
     state: str = "ready"
     weight_version: str = BASE_WEIGHTS.label
     weight_change: WeightChange | None = None  # asked of it
+    device: str = ""  # that it computes on, for people
 
 
 @dataclass(frozen=True, slots=True)

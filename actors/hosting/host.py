@@ -92,6 +92,7 @@ class Host:
         self.address = address
         self.lends_at = ""
         self.metrics_at = ""
+        self.device = ""  # what its workers compute on, for people
         self.lending: Callable[[], LendingUse] | None = None  # for metrics
         self.memory: Callable[[], MemoryUse | None] | None = None  # for metrics
         self.on_add: Callable[[Worker], None] = lambda worker: None
@@ -403,6 +404,7 @@ class Host:
                     lending=use,
                     memory=memory,
                     metrics_at=self.metrics_at,
+                    device=self.device,
                 )
                 for w in workers[i : i + LEASES_PER_MESSAGE]
             ]

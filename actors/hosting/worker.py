@@ -470,6 +470,7 @@ class Worker:
         lending: LendingUse | None = None,
         memory: MemoryUse | None = None,
         metrics_at: str = "",
+        device: str = "",
     ) -> Lease:
         """A lease, with the last load."""
         return Lease(
@@ -495,6 +496,7 @@ class Worker:
             lending=lending,
             memory=memory,
             metrics_at=metrics_at,
+            device=device,
         )
 
     def check(self) -> None:

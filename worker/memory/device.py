@@ -1,11 +1,11 @@
-"""A look at a device's memory.
+"""A look at a device: its memory, its name and its place on the bus.
 
 CUDA's own figure is right where the memory is the device's alone. A GB10 has none of its own: NVML refuses
 to answer there, and CUDA counts the page cache as used; the host's MemAvailable is what can be had.
 """
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from mallee.protocol.errors import ConfigError
 from mallee.worker.memory.budget import DeviceMemory
@@ -18,10 +18,7 @@ def probe(device: str, *, cuda: Any = None, meminfo: Path = MEMINFO) -> DeviceMe
 
     Raises ConfigError if the host's memory is the device's, and can't be told.
     """
-    if cuda is None:
-        import torch  # takes a second, and fakes need none
-
-        cuda = torch.cuda
+    cuda = cuda or _cuda()
     properties = cuda.get_device_properties(device)
     free, total = cuda.mem_get_info(device)
     name = str(properties.name)
@@ -30,6 +27,28 @@ def probe(device: str, *, cuda: Any = None, meminfo: Path = MEMINFO) -> DeviceMe
     host = host_memory(meminfo)
     whole = min(int(total), host["MemTotal"])
     return DeviceMemory(name, whole, min(host["MemAvailable"], whole), is_unified=True)
+
+
+class Identity(NamedTuple):
+    """A device by its name and its PCI address, as Linux writes it; "": this torch does not tell."""
+
+    name: str
+    pci: str
+
+
+def identify(device: str, *, cuda: Any = None) -> Identity:
+    """The CUDA device of that name in this process, which may be another one in the next."""
+    properties = (cuda or _cuda()).get_device_properties(device)
+    parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    known = [part for part in parts if part is not None]
+    pci = "{:04x}:{:02x}:{:02x}.0".format(*known) if len(known) == len(parts) else ""
+    return Identity(str(properties.name), pci)
+
+
+def _cuda() -> Any:
+    import torch  # takes a second, and fakes need none
+
+    return torch.cuda
 
 
 def host_memory(meminfo: Path = MEMINFO) -> dict[str, int]:

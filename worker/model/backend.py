@@ -29,6 +29,11 @@ def check_device(device: str) -> None:
             f"device={device!r}: this torch ({torch.__version__}) finds no CUDA device; give cpu, or"
             " install a torch built for CUDA"
         )
+    if kind == "cuda" and (torch.device(device).index or 0) >= (num := torch.cuda.device_count()):
+        raise ConfigError(
+            f"device={device!r}: this process has {num} CUDA device(s), from cuda:0 on; under Ray each worker"
+            " has its own: give cuda"
+        )
 
 
 class Backend(NamedTuple):

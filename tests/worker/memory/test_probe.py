@@ -8,7 +8,7 @@ import pytest
 
 from mallee.protocol.errors import ConfigError
 from mallee.worker.memory.budget import GIB, DeviceMemory
-from mallee.worker.memory.device import host_memory, probe
+from mallee.worker.memory.device import Identity, host_memory, identify, probe
 
 
 class FakeCuda:
@@ -66,3 +66,11 @@ def test_a_host_that_does_not_tell_is_an_error_with_the_remedy(tmp_path: Path) -
 def test_this_machine_tells_its_memory() -> None:
     found = host_memory()
     assert 0 < found["MemAvailable"] <= found["MemTotal"]
+
+
+def test_a_device_tells_its_place_on_the_bus() -> None:
+    """As Linux writes it; an older torch does not tell."""
+    place = {"pci_domain_id": 0, "pci_bus_id": 0x9B, "pci_device_id": 0}
+    cuda = FakeCuda("NVIDIA H200", 1, 2, **place)
+    assert identify("cuda", cuda=cuda) == Identity("NVIDIA H200", "0000:9b:00.0")
+    assert identify("cuda", cuda=FakeCuda("old", 1, 2)) == Identity("old", "")

@@ -1,0 +1,38 @@
+"""Workers by Ray's assignment of GPUs, on a machine whose Ray is told of two that are not there."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mallee.actors.config import AppConfig
+from mallee.testing.random_model import random_model
+from support.ray_marks import IN_PROCESS_RAY
+from support.serving import serving
+from support.tokenizers_made import byte_level
+
+pytestmark = IN_PROCESS_RAY
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny model; Ray counts two GPUs here."""
+    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 2}')
+    random_model(vocab_size=340).save(tmp_path)
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    return tmp_path
+
+
+def test_each_worker_has_a_gpu_of_its_own(folder: Path) -> None:
+    """Ray's number of it is in the leases, and so in the list of workers."""
+    settings = {
+        "model": str(folder),
+        "workers": 2,
+        "engine": {"kv_tokens": 1024, "threads": 1},
+        "ray": {"worker_gpus": 1},
+    }
+    with serving(AppConfig.model_validate(settings)) as url:
+        workers = httpx.get(f"{url}/v1/router/workers", timeout=30).json()["data"]
+    assert {each["device"] for each in workers} == {"GPU 0", "GPU 1"}
+    assert len(workers) == 2
