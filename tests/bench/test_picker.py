@@ -15,4 +15,7 @@ def test_pickers_and_round_robin_are_compared_behind_one_envoy() -> None:
     assert found["hits"]["picker"] > found["hits"]["round_robin"]
     assert found["hits"]["two_pickers"] > 0.7
     assert set(found["latency"]["4000"]) == {"direct", "round_robin", "picker"}
+    assert set(found["rps"]) == {"round_robin", "picker", "two_pickers", "two_pickers_apart"}
+    assert set(found["picker_cpu_us"]) == set(found["rps"]) - {"round_robin"}
     assert found["rps"]["picker"] > 10
+    assert all(50 < each < 20_000 for each in found["picker_cpu_us"].values())
