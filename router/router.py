@@ -102,13 +102,16 @@ class Router:
             self._forget(request)
         return self._fleet.work(max_blocks)
 
-    def expire_leases(self) -> list[WorkerId]:
-        """Take workers out of routing whose lease has just run out, until the next one; returns them.
+    def expire_leases(
+        self, is_heard: Callable[[WorkerId, Incarnation], bool] = lambda worker, incarnation: False
+    ) -> list[WorkerId]:
+        """Take workers out of routing that have fallen silent: without a lease, and not heard otherwise.
 
-        What they hold and what is booked on them is kept: whether they live, only the transport
-        knows (`detach_worker`, `lose_worker`).
+        Returns those that just have. They are back once they are heard. What they hold and what is booked
+        on them is kept: whether they live, only the transport knows (`detach_worker`, `lose_worker`), and
+        `is_heard` is its word.
         """
-        return self._fleet.expire()
+        return self._fleet.expire(is_heard)
 
     def lose_worker(self, worker: WorkerId, incarnation: Incarnation) -> list[RequestId]:
         """End this life of `worker` for good; returns the requests that were booked on it.
@@ -424,6 +427,7 @@ class Router:
         return RouterStats(
             num_workers=int((fleet.slots.loads[layout.LOAD_ROOM] > 0).sum()),
             num_incomplete=fleet.num_incomplete,
+            num_unleased=fleet.num_unleased,
             is_broker_up=not fleet.members.is_held,
             num_orphans=fleet.num_orphans,
             routed=self._placer.routed,

@@ -38,6 +38,7 @@ class RouterStats:
 
     num_workers: int
     num_incomplete: int  # workers with events known to be missing
+    num_unleased: int  # workers that are heard by their links, and not on the bus
     is_broker_up: bool
     num_orphans: int
     routed: int

@@ -30,6 +30,8 @@ class LocalBus:
         self._subscriptions: list[tuple[str, OnMessage]] = []
         self._servers: dict[str, Handler] = {}
         self.num_published = self.num_dropped = 0
+        self.is_mute = False
+        """Whether all is lost on the way from and to this bus, which does not notice."""
 
     async def connect(self) -> None:
         self._hub.buses.append(self)
@@ -47,6 +49,8 @@ class LocalBus:
             self.num_dropped += 1
             return
         self.num_published += 1
+        if self.is_mute:
+            return
         asyncio.get_running_loop().call_soon(self._carry, subject, raw)
 
     def _carry(self, subject: str, raw: bytes) -> None:
@@ -54,6 +58,8 @@ class LocalBus:
             bus._receive(subject, raw)
 
     def _receive(self, subject: str, raw: bytes) -> None:
+        if self.is_mute:
+            return
         for pattern, callback in list(self._subscriptions):
             if _matches(pattern, subject):
                 self.signals.deliver(callback, subject, raw)
@@ -70,7 +76,9 @@ class LocalBus:
         else:
             raise ConnectionError(f"no server of {subject}")
         async with asyncio.timeout(timeout_s):
-            answer = await bus.signals.answer(handler, subject, raw)
+            answer = None
+            if not self.is_mute and not bus.is_mute:
+                answer = await bus.signals.answer(handler, subject, raw)
             if answer is None:
                 await asyncio.Event().wait()  # as with a broker: a failed server is a silent one
         assert answer is not None

@@ -29,7 +29,7 @@ from mallee.actors.addresses import free_port
 from mallee.actors.bus.access import BrokerAccess, operators_broker
 from mallee.actors.bus.accounts import Passwords, authorization
 from mallee.actors.bus.children import death_follower, end
-from mallee.actors.bus.nats import CLOSE_TIMEOUT_S, NoTls, TlsClient
+from mallee.actors.bus.nats import CLOSE_TIMEOUT_S, BusClient, NoTls
 from mallee.actors.config import AppConfig
 from mallee.actors.tasks import Tasks
 from mallee.protocol.errors import ConfigError
@@ -198,7 +198,7 @@ async def _log_in(access: BrokerAccess) -> None:
     options = access.options()
     deadline = time.monotonic() + BROKER_WAIT_S
     while True:
-        client, refusals = TlsClient(), list[Exception]()
+        client, refusals = BusClient(), list[Exception]()
 
         async def refused(error: Exception, into: list[Exception] = refusals) -> None:
             into.append(error)

@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import nats.errors
-from nats.aio.client import Client
+from nats.aio.client import Client, Srv
 from nats.aio.msg import Msg
+from nats.aio.transport import TcpTransport
 
 from mallee.actors.bus.access import BrokerAccess, FindBroker
 from mallee.actors.bus.bus import Handler, OnMessage, OnState, Signals
@@ -22,17 +23,32 @@ RETRY_S = 0.2
 MOVED_S = 2.0  # a broker that is away for so long may have moved
 ASK_S = 10.0  # for its address
 CLOSE_TIMEOUT_S = 1.0
+PING_S = 2.0  # a broker is silent, and left, when three pings have gone without an answer
 
 
 class NoTls(nats.errors.Error):
     """A broker whose URL promises TLS doesn't offer it."""
 
 
-class TlsClient(Client):
-    """nats-py's client, but that a URL with `tls://` is never spoken to in the clear.
+class BusClient(Client):
+    """nats-py's client, but that it leaves a silent broker at once, and keeps to TLS.
 
-    nats-py asks the broker whether it wants TLS, and without sends the password as it is.
+    It never speaks in the clear to a URL with `tls://`: nats-py asks the broker whether it wants TLS, and
+    without sends the password as it is.
     """
+
+    async def _attempt_reconnect(self) -> None:
+        self._abort()
+        await super()._attempt_reconnect()
+
+    async def _connect_to_server(self, s: Srv) -> None:
+        self._abort()
+        await super()._connect_to_server(s)
+
+    def _abort(self) -> None:
+        """End the last connection: nats-py waits until all is sent there, or forgets it while it is open."""
+        if isinstance(self._transport, TcpTransport) and (writer := self._transport._io_writer):
+            writer.transport.abort()
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         server = self._current_server
@@ -54,7 +70,7 @@ class NatsBus:
         self._access = broker if isinstance(broker, BrokerAccess) else None
         self._inbox = Subjects.of(fleet).inbox()
         self._name = name
-        self._client = TlsClient()
+        self._client = BusClient()
         self.signals = Signals()
         self._outbox = SendQueue()
         self._subscriptions: list[tuple[str, OnMessage]] = []
@@ -147,7 +163,7 @@ class NatsBus:
             if access is not None and access != self._access:
                 log.warning("the broker has moved, or has other credentials")
                 await self._close_client()
-                self._client = TlsClient()
+                self._client = BusClient()
                 await self._connect()
 
     async def _ask(self, find: Callable[[], Awaitable[BrokerAccess]]) -> BrokerAccess | None:
@@ -178,14 +194,14 @@ class NatsBus:
                     connect_timeout=1,
                     reconnect_time_wait=RETRY_S,  # type: ignore[arg-type] # not an int
                     max_reconnect_attempts=-1,
-                    ping_interval=2,
+                    ping_interval=PING_S,  # type: ignore[arg-type] # not an int
                     max_outstanding_pings=2,
                     allow_reconnect=True,
                 )
                 break
             except (OSError, TimeoutError, ConfigError, nats.errors.Error) as error:
                 log.debug("no broker at %s yet: %r", self._access.place, error)
-                self._client = TlsClient()
+                self._client = BusClient()
                 await asyncio.sleep(RETRY_S)
         self._has_connected = True
         for subject, callback in list(self._subscriptions):

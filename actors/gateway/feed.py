@@ -14,6 +14,7 @@ from mallee.actors.bus.snapshots import Fetcher
 from mallee.actors.tasks import Tasks
 from mallee.actors.telemetry.logs import ids
 from mallee.actors.telemetry.metrics import GatewayMetrics
+from mallee.actors.transport.link import LATE_S
 from mallee.protocol.errors import CodecError
 from mallee.protocol.events import Lease, decode_batch, decode_leases, decode_snapshot
 from mallee.protocol.ids import Incarnation, WorkerId
@@ -32,8 +33,8 @@ class FleetFeed:
     `on_join(lease)` is called for each new life of a worker that serves `model`, `on_drain(worker,
     incarnation)` when it takes no new requests any more, `on_leave(worker, incarnation)` when it leaves,
     `on_lease(lease)` for every lease of that model.
-    A lease that runs out is neither: the router sends nothing there until the next one, and what runs
-    there goes on.
+    A lease that runs out is neither: unless `is_heard(worker, incarnation)` otherwise, the router sends
+    nothing there until the next one, and what runs there goes on.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class FleetFeed:
         on_leave: Callable[[WorkerId, Incarnation], None],
         clock: Callable[[], float],
         on_lease: Callable[[Lease], None] = lambda lease: None,
+        is_heard: Callable[[WorkerId, Incarnation], bool] = lambda worker, incarnation: False,
     ) -> None:
         self._bus = bus
         self._router = router
@@ -59,6 +61,7 @@ class FleetFeed:
         self._on_drain = on_drain
         self._on_leave = on_leave
         self._on_every_lease = on_lease
+        self._is_heard = is_heard
         self._draining: dict[WorkerId, Incarnation] = {}
         self._lives: dict[WorkerId, Incarnation] = {}
         self._clock = clock  # the router's
@@ -200,8 +203,11 @@ class FleetFeed:
 
     async def _sweep(self) -> None:
         while True:
+            due = self._clock() + SWEEP_PERIOD_S
             await asyncio.sleep(SWEEP_PERIOD_S)
-            for worker in self._router.expire_leases():
-                text = "the lease of worker %s ran out: it gets no new requests"
+            if self._clock() > due + LATE_S:
+                continue  # this loop was held up: leases may wait to be read
+            for worker in self._router.expire_leases(self._is_heard):
+                text = "worker %s is silent, on the bus and by its link: it gets no new requests"
                 log.warning(text, worker, extra=ids(worker=worker))
             self.pump.poke()

@@ -87,6 +87,7 @@ class Peers:
             on_join=self._join,
             on_drain=self._drain,
             on_leave=self._leave,
+            is_heard=self._is_heard,
             on_lease=self.weights.heard,
             clock=clock,
         )
@@ -195,6 +196,13 @@ class Peers:
         peer = self._peers.get(worker)
         if peer is not None and not self._is_busy(worker):
             self._leave(worker, peer.incarnation)
+
+    def _is_heard(self, worker: WorkerId, incarnation: Incarnation) -> bool:
+        """Whether this life's link has told of it within the time of a lease."""
+        peer = self._peers.get(worker)
+        if peer is None or peer.incarnation != incarnation:
+            return False
+        return peer.link.silence_s < self._router.config.lease_s
 
     def _drain(self, worker: WorkerId, incarnation: Incarnation) -> None:
         peer = self._peers.get(worker)

@@ -14,6 +14,7 @@ from mallee.router.views import RouterStats
 _ROUTER: Final[dict[str, Callable[[RouterStats], float]]] = {
     "mallee_broker_up": attrgetter("is_broker_up"),
     "mallee_workers_alive": attrgetter("num_workers"),
+    "mallee_workers_without_lease": attrgetter("num_unleased"),
     "mallee_workers_with_event_gaps": attrgetter("num_incomplete"),
     "mallee_events_applied_total": attrgetter("events_applied"),
     "mallee_event_gaps_total": attrgetter("gaps"),

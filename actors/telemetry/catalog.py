@@ -298,8 +298,8 @@ _ROUTING: Final = _area(
         "Most blocks any worker had minus those of the chosen.",
     ),
     _counter("mallee_routed_to_capsule", "requests", "Requests sent to the worker of a capsule."),
-    _gauge("mallee_workers_alive", "workers", "Workers with a lease."),
-    _gauge("mallee_workers_expected", "workers", "Workers that should have one."),
+    _gauge("mallee_workers_alive", "workers", "Workers that can be given requests."),
+    _gauge("mallee_workers_expected", "workers", "Workers that there should be."),
     _gauge("mallee_booked_requests", "requests", "Requests booked, by all gateways."),
     _gauge("mallee_booked_rows", "branches", "Rows booked, by all gateways."),
     _counter("mallee_expired_bookings", "bookings", "Bookings not touched in time."),
@@ -346,6 +346,9 @@ _INDEX: Final = _area(
     _gauge("mallee_event_queue_messages", "messages", "Messages from the bus that wait."),
     _counter("mallee_event_messages_dropped", "messages", "Messages dropped for lack of room."),
     _counter("mallee_event_gaps", "times", "Times that events turned out to be missing."),
+    _gauge(
+        "mallee_workers_without_lease", "workers", "Workers heard by their links, not on the bus."
+    ),
     _gauge("mallee_workers_with_event_gaps", "workers", "Workers with events known to be missing."),
     _counter("mallee_resyncs", "snapshots", "Worker snapshots taken in."),
     _counter("mallee_ignored_messages", "messages", "Messages of past lives or strangers."),

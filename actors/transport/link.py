@@ -6,6 +6,7 @@ stream. Each worker's link gets a loss once; silence is loss.
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -30,6 +31,11 @@ class Link(Protocol):
 
     def send(self, command: Command) -> None:
         """Queue a command; the worker takes commands in this order. Ignored after loss or close."""
+        ...
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the worker's host was heard last; infinite while it is not connected."""
         ...
 
     async def close(self) -> None:
@@ -89,6 +95,10 @@ class WorkerLink:
         if not self.is_over:
             self.host.put(self.life, command)
 
+    @property
+    def silence_s(self) -> float:
+        return self.host.silence_s
+
     async def close(self) -> None:
         if not self.is_over:
             self.is_over = True
@@ -145,6 +155,11 @@ class HostLink:
     @property
     def is_connected(self) -> bool:
         return self._connection is not None
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since it was heard last; infinite while it is not connected."""
+        return self._loop.time() - self._heard if self.is_connected else math.inf
 
     def attach(self, life: Life, on_frame: OnFrame, on_lost: OnLost) -> WorkerLink:
         """A link to one more life there, which has no other link."""

@@ -162,21 +162,17 @@ class Fleet:
             return False
         return self._do(member, member.sync.on_snapshot(snapshot), asked_at)
 
-    def expire(self) -> list[WorkerId]:
-        """Take workers out of routing whose lease has just run out, until the next one; returns them.
-
-        What is known of them and booked on them stays: only their link shows whether they live. What a
-        worker reported does not outlast a lease either way, also while none can arrive.
-        """
+    def expire(self, is_heard: Callable[[WorkerId, Incarnation], bool]) -> list[WorkerId]:
+        """As `Router.expire_leases`. A worker's report does not outlast a lease, however it is heard."""
         now = self._clock()
         if self.slots.loads[layout.LOAD_EXTRA_ROWS : layout.LOAD_EXTRA_PREFILL + 1].any():
             for member in self.members:
                 if member.heard_at + self._lease_s <= now:
                     self.slots.report(member.slot, rows=0, prefill_tokens=0, active_blocks=0)
-        expired = self.members.expire(now)
-        for member in expired:
+        changed = self.members.expire(now, lambda m: is_heard(m.worker, m.lease.incarnation))
+        for member in changed:
             self._set_room(member)
-        return [member.worker for member in expired]
+        return [member.worker for member in changed if member.is_silent]
 
     def suspend(self, worker: WorkerId, incarnation: Incarnation, *, is_suspended: bool) -> None:
         """Take a life out of routing, or back; ignored if it is not here."""
@@ -224,7 +220,8 @@ class Fleet:
 
     def predict(self, member: Member, waypoints: Hashes, num_blocks: int, now: float) -> None:
         """Predict that `member` will hold a prompt, if its events don't arrive."""
-        if self.members.is_held or not member.lease.kv_events or not self._kv_events:
+        has_events = member.lease.kv_events and self._kv_events
+        if not has_events or self.members.is_held or self.members.has_run_out(member, now):
             self.predictions.add(
                 member.slot, waypoints, num_blocks, capacity=member.lease.num_blocks, now=now
             )
@@ -252,6 +249,12 @@ class Fleet:
         if not self._kv_events:
             return 0
         return sum(not member.sync.is_whole for member in self.members)
+
+    @property
+    def num_unleased(self) -> int:
+        """Workers without a lease that are heard otherwise."""
+        now = self._clock()
+        return sum(self.members.has_run_out(m, now) and not m.is_silent for m in self.members)
 
     @property
     def num_gaps(self) -> int:

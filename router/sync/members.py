@@ -2,7 +2,7 @@
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -23,16 +23,16 @@ class Member:
     heard_at: float
     expires_at: float
     sync: StreamSync[Snapshot, Event]
-    is_expired: bool = False
+    is_silent: bool = False  # its lease ran out, and nothing else is heard of it
     is_suspended: bool = False  # it makes no progress with what it has
     is_outdated: bool = False  # another worker has newer weights, or had them
 
     @property
     def is_routable(self) -> bool:
-        """False without a lease, between the first event of a new life and its lease, if suspended, while
+        """False while it is silent, between the first event of a new life and its lease, if suspended, while
         it drains or changes its weights, and with older weights than others.
         """
-        if self.is_expired or self.is_suspended or self.is_outdated:
+        if self.is_silent or self.is_suspended or self.is_outdated:
             return False
         if self.lease.is_draining or self.lease.is_finishing:
             return False
@@ -41,14 +41,14 @@ class Member:
     @property
     def is_lending(self) -> bool:
         """Whether other workers may borrow its KV: also while it drains or is to change its weights."""
-        if self.is_expired or self.is_suspended or self.is_outdated:
+        if self.is_silent or self.is_suspended or self.is_outdated:
             return False
         return bool(self.lease.lends_at) and self.sync.incarnation == self.lease.incarnation
 
     @property
     def state(self) -> str:
         """The state in one word, for people."""
-        if self.is_expired:
+        if self.is_silent:
             return "silent"
         if self.lease.is_draining:
             return "draining"
@@ -108,7 +108,7 @@ class Registry:
         member.lease = lease
         member.heard_at = now
         member.expires_at = now + self._lease_s
-        member.is_expired = False
+        member.is_silent = False
         return member
 
     def remove(self, member: Member) -> None:
@@ -129,14 +129,19 @@ class Registry:
                 member.expires_at = now + self._lease_s
         self._is_held = is_held
 
-    def expire(self, now: float) -> list[Member]:
-        """Mark members whose lease has just run out; returns them in order of admission."""
-        if self._is_held:
-            return []
-        found = [m for m in self._members.values() if m.expires_at <= now and not m.is_expired]
-        for member in found:
-            member.is_expired = True
-        return found
+    def has_run_out(self, member: Member, now: float) -> bool:
+        """Whether the lease of `member` has run out."""
+        return not self._is_held and member.expires_at <= now
+
+    def expire(self, now: float, is_heard: Callable[[Member], bool]) -> list[Member]:
+        """Mark members without a lease as silent, unless `is_heard` otherwise; returns those that changed."""
+        changed = []
+        for member in self:
+            is_silent = self.has_run_out(member, now) and not is_heard(member)
+            if is_silent != member.is_silent:
+                member.is_silent = is_silent
+                changed.append(member)
+        return changed
 
     def check(self) -> None:
         """Raises AssertionError unless every slot is either free or of one member."""

@@ -247,6 +247,30 @@ def test_an_expired_worker_gets_nothing_until_its_next_lease_and_keeps_what_it_h
     assert bench.router.stats().booked_requests == 1  # "a"
 
 
+def test_a_worker_without_a_lease_goes_on_while_its_link_is_heard() -> None:
+    """X8, part: what it holds is predicted meanwhile, and once both are silent it gets nothing."""
+    bench = Bench(2)
+    heard = {"w0"}
+
+    def is_heard(worker: WorkerId, incarnation: Incarnation) -> bool:
+        return worker in heard and incarnation == 1
+
+    bench.now = 3.0
+    assert bench.router.expire_leases(is_heard) == ["w1"]
+    assert bench.route("a", prompt(1)).worker == W0
+    bench.router.free(RequestId("a"))
+    assert bench.route("b", prompt(1)).overlap_blocks == 10
+    assert bench.router.stats().num_unleased == 1
+    heard.clear()
+    bench.now = 4.0
+    assert bench.router.expire_leases(is_heard) == ["w0"]
+    assert not bench.router.has_workers
+    heard.update(("w0", "w1"))
+    assert bench.router.expire_leases(is_heard) == []
+    assert [view.worker for view in bench.router.workers()] == ["w0", "w1"]
+    bench.router.check()
+
+
 def test_a_detached_worker_is_forgotten_until_its_next_lease() -> None:
     bench = Bench(1)
     bench.events("w0", stored(prompt(1)))

@@ -105,6 +105,12 @@ _EVENTS: Final = Row(
             ),
         ),
         Panel("Broker reached", "bool_on_off", each(_IN.now, "mallee_broker_up", "gateway")),
+        Panel(
+            "Workers not heard on the bus",
+            "short",
+            each(_IN.now, "mallee_workers_without_lease", "gateway"),
+            limits=Limits(1, 2),
+        ),
     ),
 )
 

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import pytest
 
+import mallee.actors.bus.nats
+from bench.soak.proxy import Proxy
 from mallee.actors.addresses import free_port
 from mallee.actors.bus.access import BrokerAccess
 from mallee.actors.bus.broker import find_binary
@@ -283,6 +285,45 @@ async def test_a_bus_whose_task_broke_says_so(monkeypatch: pytest.MonkeyPatch) -
             await until(lambda: bus.failure is not None)
             assert not bus.is_up
     finally:
+        await place.close()
+
+
+@pytest.mark.nats
+@pytest.mark.parametrize("nbytes", [1, 1 << 16], ids=["little to send", "more than sockets take"])
+async def test_a_broker_that_falls_silent_is_left_for_another(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    """X8, part: its connection stays open, and takes nothing of what waits to be sent."""
+    monkeypatch.setattr(mallee.actors.bus.nats, "PING_S", 0.3)
+    place = NatsPlace()
+    await place.up()
+    ports = free_port(), free_port()
+    ways = [Proxy(port, place.broker.port) for port in ports]
+    for each in ways:
+        await each.start()
+    url = ",".join(f"nats://127.0.0.1:{port}" for port in ports)
+    one, two, heard = NatsBus(BrokerAccess(url), fleet="f"), await place.bus(), list[bytes]()
+    await one.connect()
+    try:
+        await one.subscribe("a.b", heard.append)
+        await until(lambda: one.is_up and two.is_up)
+        await settle(one, two)
+        states: list[bool] = []
+        one.on_state(states.append)
+        next(each for each in ways if each._connections).silence("up", "down")
+        for _ in range(400):
+            one.publish("c.d", bytes(nbytes))
+        await until(lambda: states == [False, True])
+        await settle(one)
+        two.publish("a.b", b"again")
+        await until(lambda: heard == [b"again"])
+    finally:
+        for each in ways:
+            each.pass_all()
+        await one.close()
+        await two.close()
+        for each in ways:
+            await each.close()
         await place.close()
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from mallee.actors.bus.bus import Bus
 from mallee.actors.bus.nats import NatsBus
-from mallee.actors.gateway.feed import FleetFeed
+from mallee.actors.gateway.feed import SWEEP_PERIOD_S, FleetFeed
 from mallee.actors.gateway.router_metrics import RouterCollector
 from mallee.actors.telemetry.metrics import GatewayMetrics
+from mallee.actors.transport.link import LATE_S
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.codec import encode
 from mallee.protocol.events import EventBatch, Lease, Snapshot, Stored, pack_hashes
@@ -32,11 +33,11 @@ SUBJECTS = Subjects.of("test")
 class Place:
     """One gateway's feed, and a bus that speaks for the workers."""
 
-    def __init__(self, new_bus: Callable[[], Bus] | None = None) -> None:
+    def __init__(self, new_bus: Callable[[], Bus] | None = None, *, lease_s: float = 3.0) -> None:
         hub = LocalHub()
         new_bus = new_bus or (lambda: LocalBus(hub))
         self.bus = new_bus()
-        self.router = Router(RouterConfig(max_workers=64), clock=time.monotonic)
+        self.router = Router(RouterConfig(max_workers=64, lease_s=lease_s), clock=time.monotonic)
         self.metrics = GatewayMetrics()
         self.joined: list[str] = []
         self.heard = new_bus()
@@ -198,3 +199,14 @@ async def test_malformed_messages_are_refused_and_the_rest_goes_on() -> None:
         place.store("w0", 0, 1)
         await until(lambda: place.sizes() == {"w0": 1})
         assert place.feed.pump.num_failed == 0
+
+
+async def test_a_loop_that_was_held_up_ends_no_lease_before_it_has_read_the_next() -> None:
+    """Leases of all workers wait in its sockets: none of them is silent."""
+    async with Place(lease_s=0.2) as place:
+        place.lease("w0", 0)
+        await until(lambda: place.joined == ["w0"])
+        time.sleep(SWEEP_PERIOD_S + 2 * LATE_S)  # noqa: ASYNC251
+        await asyncio.sleep(0.05)  # its timers ran, and nothing was read yet
+        assert len(place.router.workers()) == 1
+        await until(lambda: not place.router.workers())

@@ -15,6 +15,7 @@ from mallee.protocol.ids import COMMON, branch_seed
 from mallee.protocol.messages import Limits, Sampling
 from mallee.router.config import RouterConfig
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
+from mallee.testing.bus import LocalBus
 from mallee.testing.forward import linear_tokens
 from support.live_fleet import LiveFleet, running
 from support.waiting import until
@@ -274,3 +275,27 @@ async def test_fewer_workers_than_expected_show_in_health_and_in_metrics() -> No
         lines = gateway._metrics.render().decode().splitlines()
         assert "mallee_workers_expected 3.0" in lines
         assert "mallee_workers_alive 1.0" in lines
+
+
+@pytest.mark.parametrize("mute", ["the gateway", "the workers"])
+async def test_workers_whose_links_stand_get_requests_though_no_lease_arrives(mute: str) -> None:
+    """X8, part: a broker that carries nothing and holds its connections is no death of anybody."""
+    made = LiveFleet(SPEC, RouterConfig(block_size=BLOCK, lease_s=1.5))
+    async with running(made, workers=2) as f:
+        gateway, router = f.gateways[0], f.routers[0]
+        buses = f.buses[:1] if mute == "the gateway" else f.buses[1:]
+        for bus in buses:
+            assert isinstance(bus, LocalBus)
+            bus.is_mute = True
+        await until(lambda: all(w.lease_age_s > 2.5 for w in router.all_workers()))
+        assert router.stats().num_unleased == 2
+        streams = [
+            await gateway.start(GenerateJob(as_tokens([i] * 100), Limits(4), HOT)) for i in range(6)
+        ]
+        assert {s.worker for s in streams} == {"w0", "w1"}
+        for i, stream in enumerate(streams):
+            assert (await collect(stream))[0][0] == expect([i] * 100, 4)
+        router.check()
+        for bus in buses:
+            bus.is_mute = False
+        await until(lambda: not router.stats().num_unleased)
