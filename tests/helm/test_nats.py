@@ -3,12 +3,16 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import nats
 import pytest
+import yaml
 from nats.aio.client import Client
 
-from support.chart import MINIMAL, objects
+from mallee.testing.vllm_pod import VllmPod
+from support import pickers
+from support.chart import MINIMAL, PICKERS, objects, one
 from support.chart_nats import Servers, running
 from support.waiting import until
 
@@ -64,6 +68,32 @@ async def test_a_worker_may_not_hear_prompts_nor_book(servers: Servers) -> None:
         await worker.flush()
         await until(lambda: len(refused) == 2, 10)
     assert all("ermissions violation" in each.lower() for each in refused)
+
+
+async def test_pickers_of_the_chart_share_bookings_by_their_login(
+    servers: Servers, tmp_path: Path
+) -> None:
+    """X21, part: each at another server, in the fleet that the chart names."""
+    made = yaml.safe_load(
+        one(objects(PICKERS), "ConfigMap", "mallee-picker")["data"]["picker.yaml"]
+    )
+    login = tmp_path / Path(made["nats_credentials"]).name
+    login.write_text(":".join(servers.login(login.name)))
+    shared = {"nats_credentials": str(login), "fleet": made["fleet"]}
+    urls = [f"nats://127.0.0.1:{servers.clients[i]}" for i in (0, 2)]
+    async with VllmPod() as pod:
+        configs = [pickers.picker_config([pod.address], nats_url=url, **shared) for url in urls]
+        async with (
+            pickers.running(configs[0]) as first,
+            pickers.running(configs[1]) as second,
+            pickers.Proxy(first.server.port) as proxy,
+        ):
+            exchange = proxy.stream()
+            await exchange.request({"model": "m", "prompt": [1, 2, 3], "max_tokens": 4})
+            await until(lambda: second.router.stats().remote_requests == 1)
+            await exchange.respond(b"{}")
+            await exchange.end()
+            await until(lambda: second.router.stats().remote_requests == 0)
 
 
 async def test_strangers_are_refused(servers: Servers) -> None:
