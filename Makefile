@@ -1,6 +1,7 @@
 # make demo | test | check | lint | format | bench | prometheus | docs: each sets itself up in .venv first.
 # test: the fast lane, a few minutes, properties on a third of their examples.
 # check: format, lint, types and every test.
+# flashinfer: the package's wheel, unpacked nowhere: a test reads its signatures. No GPU is needed.
 # docs: the site, in build/docs; broken links and anchors end it.
 # image-check: the image's steps, in a clean virtual environment; image: docker build.
 # constraints, licences, sbom: the versions of the image, and what comes with them.
@@ -18,7 +19,7 @@ COMPILE := from mallee.router.router import Router; from mallee.router.config im
 export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo test check lint format types kernels prometheus bench docs setup clean
+.PHONY: demo test check lint format types kernels prometheus flashinfer bench docs setup clean
 .PHONY: image image-check image-packages constraints licences sbom
 
 setup: $(VENV)/.ready
@@ -66,8 +67,17 @@ prometheus: setup
 		&& dpkg -x prometheus_*.deb . && rm -rf lists cache prometheus_*.deb; \
 	} || echo "no Prometheus by apt-get here: tests of dashboards and alerts are skipped"
 
+FLASHINFER := $(VENV)/flashinfer
+FLASHINFER_VERSION := 0.7.2.post1
+
+flashinfer: setup
+	@test -f $(FLASHINFER)/flashinfer_python-$(FLASHINFER_VERSION)-py3-none-any.whl \
+		|| $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps \
+			--dest $(FLASHINFER) flashinfer-python==$(FLASHINFER_VERSION) \
+		|| echo "no FlashInfer from the registry here: the test of its signatures is skipped"
+
 check: lint
-	$(MAKE) --jobs 2 types kernels prometheus
+	$(MAKE) --jobs 2 types kernels prometheus flashinfer
 	$(PYTEST) --hypothesis-profile ci -m alone
 	$(PYTEST) --hypothesis-profile ci $(SHARED) -m "not alone"
 

@@ -713,6 +713,7 @@ def load_forward(config: AppConfig, threads: int) -> "TorchForward":
         dtype=engine.dtype,
         kv_dtype=engine.kv_dtype,
         device=engine.device,
+        deterministic=engine.deterministic,
         threads=threads,
         name=served_name(config),
         max_model_len=engine.max_model_len,

@@ -99,6 +99,11 @@ class EngineSettings(Settings):
         description="Of the KV cache; `fp8`: half the bytes, rounded; slow on a CPU.",
     )
     device: str = Field(default="cpu", description="Device, by torch's name: `cpu`, `cuda`.")
+    deterministic: bool = Field(
+        default=False,
+        description="A row's attention has the same bits whatever runs beside it, at some speed; on `cuda`,"
+        " with FlashInfer. Products of matrices may still round by the size of the batch.",
+    )
     pin_cpus: bool = Field(
         default=True,
         description="Keep a worker with a CUDA device to the CPUs of that device's NUMA node, where the"
@@ -709,8 +714,8 @@ class AppConfig(Settings):
 
 
 _OF_MODELS = (
-    *("engine.dtype", "engine.kv_dtype", "engine.device", "engine.threads", "engine.kv_gib"),
-    *("engine.device_share", "engine.pin_cpus"),
+    *("engine.dtype", "engine.kv_dtype", "engine.device", "engine.deterministic"),
+    *("engine.threads", "engine.kv_gib", "engine.device_share", "engine.pin_cpus"),
     *("engine.host_gib", "engine.disk_path", "engine.disk_gib", "engine.disk_tenant_gib"),
     *("engine.disk_fsync", "engine.tier_gib_s", "ray.worker_gpus", "experimental.kv_checks"),
 )

@@ -1,19 +1,29 @@
 """Chooses the attention and the small operations that a model runs on.
 
-The torch ones run everywhere and are the reference; a CPU has compiled ones for what they support.
+The torch ones run everywhere and are the reference; a CPU has compiled ones for what they support, and on
+CUDA attention is FlashInfer's where that is installed.
 """
 
-from typing import NamedTuple
+import logging
+from typing import Any, NamedTuple
 
 import torch
 
 from mallee.protocol.errors import ConfigError
 from mallee.worker.model.attention.amx import TiledAttention
 from mallee.worker.model.attention.base import Attention
+from mallee.worker.model.attention.flashinfer import (
+    FlashInferAttention,
+    FlashInferUnavailable,
+    check_supported,
+    find_flashinfer,
+)
 from mallee.worker.model.attention.torch import TorchAttention
 from mallee.worker.model.config import ModelConfig
 from mallee.worker.model.kernels.race import race
 from mallee.worker.model.ops import FusedOps, Ops
+
+log = logging.getLogger(__name__)
 
 
 def check_device(device: str) -> None:
@@ -51,13 +61,41 @@ def choose_backend(
     device: str,
     block_size: int,
     uses_kernels: bool = True,
+    is_deterministic: bool = False,
+    flashinfer: Any = None,
 ) -> Backend:
     """The fastest that this device and these dtypes allow; with uses_kernels False the reference.
 
-    The first time on a machine kernels are compiled here, for some seconds.
+    `flashinfer`: FlashInfer's package, for any device; None: on CUDA the installed one. The first time on
+    a machine kernels are compiled here, for some seconds, FlashInfer's for some minutes.
+    Raises ConfigError where `is_deterministic` can't be had.
     """
+    is_cuda = torch.device(device).type == "cuda"
+    if uses_kernels and (is_cuda or flashinfer is not None):
+        shape: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "head_dim": config.head_dim}
+        try:
+            check_supported(**shape)
+            package = flashinfer or find_flashinfer(device)
+        except FlashInferUnavailable as e:
+            if is_deterministic:
+                raise ConfigError(f"deterministic=True: {e}") from e
+            log.warning("attention on %s runs in torch operations: %s", device, e)
+        else:
+            found = FlashInferAttention(
+                package,
+                **shape,
+                device=device,
+                block_size=block_size,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                windows=config.windows,
+                is_deterministic=is_deterministic,
+            )
+            return Backend(found, Ops())
+    if is_deterministic:
+        raise ConfigError("deterministic=True needs FlashInfer's kernels, on device cuda")
     attention: Attention = TorchAttention(block_size, device)
-    if not uses_kernels or torch.device(device).type != "cpu":
+    if is_cuda or not uses_kernels:
         return Backend(attention, Ops())
     race.compile()
     ops = FusedOps() if dtype == kv_dtype and dtype in FusedOps.DTYPES else Ops()

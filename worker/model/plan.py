@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from mallee.worker.forward import Row
-from mallee.worker.model.attention.base import AttentionSplit, Reads, split_batch
+from mallee.worker.model.attention.base import MIN_SHARED_SAVING, AttentionSplit, Reads, split_batch
 
 
 class Plan(NamedTuple):
@@ -31,11 +31,12 @@ def make_plan(
     windows: Sequence[int | None] = (None,),
     groups: Sequence[int | None] = (),
     is_shared: bool = True,
+    min_saving: int = MIN_SHARED_SAVING,
 ) -> Plan:
     """The plan for `rows`; with is_shared False nothing is shared (every row reads all its keys).
 
     `windows` are those that the model's layers have, `groups` those of them that have blocks of their
-    own, in the order of `Row.windows`; `prepare` is the attention backend's.
+    own, in the order of `Row.windows`; `prepare` and `min_saving` are the attention backend's.
     """
     counts = np.array([len(row.tokens) for row in rows])
     starts = np.array([row.start for row in rows])
@@ -68,6 +69,7 @@ def make_plan(
             block_size=block_size,
             is_shared=is_shared,
             window=binding,
+            min_saving=min_saving,
         )
         reads[window] = prepare(split)
         if own is None:

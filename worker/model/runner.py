@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -72,7 +72,8 @@ class TorchForward:
     """Computes over paged KV on one device. Not thread-safe: one engine loop owns it."""
 
     __slots__ = (
-        *("_attention", "_copied", "_device", "_flat_reads", "_layers", "_memories", "_memory"),
+        *("_attention", "_copied", "_device", "_flashinfer", "_flat_reads", "_is_deterministic"),
+        *("_layers", "_memories", "_memory"),
         *(
             "_reads",
             "_steps",
@@ -99,12 +100,14 @@ class TorchForward:
         kv_dtype: torch.dtype | None = None,
         shares_reads: bool = True,
         uses_kernels: bool = True,
+        is_deterministic: bool = False,
+        flashinfer: Any = None,
         memories: list[torch.Tensor] | None = None,
     ) -> None:
         """KV memory is allocated here, in `kv_dtype` (None: the weights' own), unless it is given.
 
         `shares_reads` False reads every row's keys apart; `uses_kernels` False computes in torch
-        operations alone.
+        operations alone. `is_deterministic`, `flashinfer`: see `choose_backend`.
         """
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(f"num_blocks={num_blocks}, block_size={block_size}: need 1 or more")
@@ -118,7 +121,10 @@ class TorchForward:
             device=self._device,
             block_size=block_size,
             uses_kernels=uses_kernels,
+            is_deterministic=is_deterministic,
+            flashinfer=flashinfer,
         )
+        self._is_deterministic, self._flashinfer = is_deterministic, flashinfer
         self.decoder = Decoder(
             config,
             weights,
@@ -183,6 +189,8 @@ class TorchForward:
             block_size=self.block_size,
             kv_dtype=self._memory.dtype,
             shares_reads=self.shares_reads,
+            is_deterministic=self._is_deterministic,
+            flashinfer=self._flashinfer,
             memories=self._memories,
         )
 
@@ -205,6 +213,7 @@ class TorchForward:
                 windows=self.decoder.config.windows,
                 groups=self._windows,
                 is_shared=self.shares_reads,
+                min_saving=self._attention.min_saving,
             )
             logits = self.decoder.logits(plan, self._layers)
         layers = self.decoder.config.layers
@@ -292,6 +301,7 @@ def load(
     dtype: str = "auto",
     kv_dtype: str = "auto",
     device: str = "cpu",
+    deterministic: bool = False,
     threads: int | None = None,
     name: str | None = None,
     max_model_len: int | None = None,
@@ -304,7 +314,8 @@ def load(
     whole process. device: "cpu", or "cuda" or "cuda:1" where there is one. dtype: "float32",
     "bfloat16", or "auto": the checkpoint's own, but float32 on a CPU without bfloat16 arithmetic,
     where bfloat16 is several times slower. kv_dtype: "auto" (as dtype) or "fp8", which halves KV and
-    rounds it to 3 bits of fraction (on a CPU a slow emulation). The context served is the model's,
+    rounds it to 3 bits of fraction (on a CPU a slow emulation). `deterministic`: attention gives a row the
+    same bits whatever runs beside it; on CUDA with FlashInfer alone. The context served is the model's,
     cut to `max_model_len` and to what the blocks hold.
     Raises ModelNotFound, UnsupportedModel, WeightsMismatch, ConfigError.
     """
@@ -355,6 +366,7 @@ def load(
             num_blocks=num_blocks,
             block_size=block_size,
             kv_dtype=_DTYPES[kept],
+            is_deterministic=deterministic,
         )
     forward.budget = budget
     return forward

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,29 +11,9 @@ from mallee.worker.model.attention.amx import TiledAttention
 from mallee.worker.model.backend import choose_backend
 from mallee.worker.model.ops import FusedOps, Ops
 from mallee.worker.model.tolerance import TOLERANCES
+from support.forward_schedule import run_schedule
 
 FAMILIES = ("llama", "qwen3", "gemma3_text")
-
-
-def run_schedule(run: Any, seed: int) -> list[torch.Tensor]:
-    """Logits of a random mixture of prompts, chunks, forks and decodes over one forward."""
-    rng = np.random.default_rng(seed)
-    found: list[torch.Tensor] = []
-
-    def new(n: int) -> list[int]:
-        return rng.integers(0, 128, n).tolist()
-
-    found += run.step(run.row("a", new(70)), run.row("b", new(3)))
-    found += run.step(run.row("a", new(45)), run.row("b", new(1)))
-    names = [f"c{i}" for i in range(6)]
-    copies = [copy for name in names for copy in run.fork("a", name)]
-    found += run.step(
-        *(run.row(name, new(1 + i % 3)) for i, name in enumerate(names)), copies=copies
-    )
-    for _ in range(3):
-        rows = [run.row(name, new(1)) for name in names]
-        found += run.step(*rows, run.row("b", new(19)))
-    return [logits.float().cpu() for logits in found]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mallee.worker.model.attention.base import AttentionSplit, Ints, Reads
+from mallee.worker.model.attention.base import MIN_SHARED_SAVING, AttentionSplit, Ints, Reads
 from mallee.worker.model.kernels import amx
 from mallee.worker.model.kernels.attention import attend
 from mallee.worker.model.kernels.layout import COLUMNS, CONTROL, LINE, MAX_TILES, scratch_at
@@ -35,6 +35,7 @@ class TiledAttention:
     """As `TorchAttention`, for what `is_supported`. Its only state is scratch memory."""
 
     __slots__ = ("_control", "_group", "_scratch", "_sums", "_threads", "_tops")
+    min_saving = MIN_SHARED_SAVING
 
     @staticmethod
     def is_supported(

@@ -28,7 +28,7 @@ class Reads(NamedTuple):
 
 
 MIN_SHARED_SAVING = 32
-"""A prefix must spare this many block reads; below it, the merge costs more than the reading."""
+"""On a CPU a prefix must spare this many block reads; below it, the merge costs more than the reading."""
 MAX_WINDOWED_TOKENS = 128
 """Under a window a longer row is taken in segments of this many tokens, so that each reads little else."""
 UNBOUNDED = -(1 << 40)
@@ -84,10 +84,15 @@ class _Tail(NamedTuple):
 
 
 def split_batch(
-    rows: Sequence[Row], *, block_size: int, is_shared: bool = True, window: int | None = None
+    rows: Sequence[Row],
+    *,
+    block_size: int,
+    is_shared: bool = True,
+    window: int | None = None,
+    min_saving: int = MIN_SHARED_SAVING,
 ) -> AttentionSplit:
     """The split of `rows` for layers of `window`. With is_shared False no row shares its reads."""
-    splitter = _Splitter(rows, block_size, window)
+    splitter = _Splitter(rows, block_size, window, min_saving)
     order = list(range(len(rows)))
     tails = splitter.share(order) if is_shared else [_Tail(i, 0, 0) for i in order]
     tails.sort()
@@ -98,12 +103,15 @@ def split_batch(
 class _Splitter:
     """Collects the shared prefixes of a split while the rows are sorted by what they share."""
 
-    __slots__ = ("begins", "block_size", "rows", "shared", "window")
+    __slots__ = ("begins", "block_size", "min_saving", "rows", "shared", "window")
 
-    def __init__(self, rows: Sequence[Row], block_size: int, window: int | None) -> None:
+    def __init__(
+        self, rows: Sequence[Row], block_size: int, window: int | None, min_saving: int
+    ) -> None:
         self.rows = rows
         self.block_size = block_size
         self.window = window
+        self.min_saving = min_saving
         self.begins = [0]  # of each row in the flat batch, and the batch's end
         for row in rows:
             self.begins.append(self.begins[-1] + len(row.tokens))
@@ -132,7 +140,7 @@ class _Splitter:
                     continue
                 end = depth + self._common(members, depth)
                 first = begin if begin > hole else max(begin, *map(self._num_unseen, members))
-                if (len(members) - 1) * (end - first) >= MIN_SHARED_SAVING:
+                if (len(members) - 1) * (end - first) >= self.min_saving:
                     self._add_shared(members, first, end)
                     todo.append((members, hole if begin > hole else first, end, end))
                 else:  # part of them may share enough further down
@@ -183,6 +191,11 @@ class _Splitter:
 
 class Attention(Protocol):
     """Attention of one layer over paged KV."""
+
+    @property
+    def min_saving(self) -> int:
+        """Block reads a layer that a shared prefix must spare, for `split_batch`."""
+        ...
 
     def prepare(self, split: AttentionSplit) -> Reads:
         """`split` in the backend's own form: made once a step, for all layers of a window."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mallee.worker.model.attention.base import AttentionSplit, Reads, Segment
+from mallee.worker.model.attention.base import MIN_SHARED_SAVING, AttentionSplit, Reads, Segment
 
 Part: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Attention over some keys: outputs [n, num_heads, head_dim], logsumexp [n, num_heads] float32."""
@@ -71,6 +71,7 @@ class TorchAttention:
     """
 
     __slots__ = ("_block_size", "_device", "_scratch")
+    min_saving = MIN_SHARED_SAVING
 
     def __init__(self, block_size: int, device: str = "cpu") -> None:
         self._block_size = block_size

@@ -1,0 +1,498 @@
+"""The FlashInfer backend: over an emulation of the package on the CPU, and the package itself on a GPU.
+
+The emulation says that our plans are right, not that the package's kernels are: cases marked `gpu` ask those.
+"""
+
+import gc
+import logging
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mallee.protocol.errors import ConfigError
+from mallee.testing.attention import attend_plain
+from mallee.testing.random_model import random_model
+from mallee.worker.forward import Row
+from mallee.worker.model.attention.base import Reads
+from mallee.worker.model.attention.flashinfer import (
+    SPLIT_TOKENS,
+    FlashInferAttention,
+    FlashInferUnavailable,
+    find_flashinfer,
+)
+from mallee.worker.model.attention.torch import TorchAttention
+from mallee.worker.model.backend import choose_backend
+from mallee.worker.model.ops import write
+from mallee.worker.model.plan import make_plan
+from mallee.worker.model.tolerance import TOLERANCES
+from support import flashinfer_emulator
+from support.examples import examples
+from support.forward_schedule import run_schedule
+
+SCALE = 0.11
+SHAPES = [(8, 2, 64), (4, 4, 64), (6, 2, 128), (10, 2, 64), (3, 1, 256)]
+"""Query heads, key heads, head_dim: groups of 4, 1, 3, 5 and 3."""
+FP8 = torch.float8_e4m3fn
+
+
+class Kernels(NamedTuple):
+    """FlashInfer, or its emulation, and the device that it runs on."""
+
+    package: Any
+    device: str
+
+    def attention(
+        self,
+        shape: tuple[int, int, int] = SHAPES[0],
+        *,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.bfloat16,
+        kv_dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> FlashInferAttention:
+        heads, kv_heads, dim = shape
+        return FlashInferAttention(
+            self.package,
+            device=self.device,
+            dtype=dtype,
+            kv_dtype=kv_dtype or dtype,
+            block_size=block_size,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=dim,
+            **options,
+        )
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("cpu", id="emulated"),
+        pytest.param("cuda", id="flashinfer", marks=pytest.mark.gpu),
+    ],
+)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    if request.param == "cpu":
+        return Kernels(flashinfer_emulator, "cpu")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    try:
+        return Kernels(find_flashinfer("cuda"), "cuda")
+    except FlashInferUnavailable as e:
+        pytest.skip(str(e))
+
+
+EMULATED = Kernels(flashinfer_emulator, "cpu")
+
+
+def make_row(table: list[int], start: int, n: int) -> Row:
+    return Row(np.zeros(n, dtype=np.uint32), start, np.asarray(table, dtype=np.int32), True)
+
+
+def random_kv(
+    num_slots: int, shape: tuple[int, int, int], dtype: torch.dtype, device: str, seed: int = 1
+) -> torch.Tensor:
+    kv = torch.randn(num_slots, 2, *shape[1:], generator=torch.Generator().manual_seed(seed))
+    return kv.to(dtype).to(device)
+
+
+def random_q(n: int, shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """As the decoder gives it: a part of the queries and keys side by side."""
+    generator = torch.Generator().manual_seed(n)
+    qk = torch.randn(n, shape[0] + shape[1], shape[2], generator=generator)
+    return qk.to(dtype).to(device)[:, : shape[0]]
+
+
+class Case(NamedTuple):
+    """Rows over random memory."""
+
+    rows: list[Row]
+    size: int
+    shape: tuple[int, int, int] = SHAPES[0]
+    window: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype | None = None
+
+    def reads(self, attention: Any) -> Reads:
+        plan = make_plan(
+            self.rows,
+            block_size=self.size,
+            device="cpu",
+            prepare=attention.prepare,
+            windows=(self.window,),
+            min_saving=attention.min_saving,
+        )
+        return plan.reads[self.window]
+
+    def attend(self, attention: Any, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The backend's output, and the plain form's."""
+        num_slots = self.size * (1 + max(int(row.table.max()) for row in self.rows))
+        memory = random_kv(num_slots, self.shape, self.kv_dtype or self.dtype, device)
+        q = random_q(sum(len(row.tokens) for row in self.rows), self.shape, self.dtype, device)
+        with torch.inference_mode():
+            ours = attention.attend(self.reads(attention), q, memory, scale=SCALE)
+            plain = attend_plain(
+                self.rows, q, memory.float(), self.size, scale=SCALE, window=self.window
+            )
+        return ours.cpu(), plain.cpu()
+
+    def check(self, attention: Any, device: str) -> None:
+        ours, plain = self.attend(attention, device)
+        assert ours.dtype == self.dtype
+        torch.testing.assert_close(ours, plain, atol=1e-2, rtol=1e-2)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Rows over a random tree of shared blocks in random places, of one shape, type and window."""
+    size = draw(st.sampled_from([1, 4, 16, 32]))
+    ids = iter(np.random.default_rng(draw(st.integers(0, 99))).permutation(2000).tolist())
+    stems: list[list[int]] = [[]]
+    for _ in range(draw(st.integers(0, 5))):
+        stem = draw(st.sampled_from(stems))
+        stems.append([*stem, *(next(ids) for _ in range(draw(st.integers(1, 20))))])
+    rows = []
+    for _ in range(draw(st.integers(1, 9))):
+        stem = draw(st.sampled_from(stems))
+        start = len(stem) * size + draw(st.integers(0, 2 * size))
+        n = draw(st.sampled_from([1, 1, 1, 2, 7, 17, 40, 140]))
+        num_own = -(-(start + n) // size) - len(stem)
+        rows.append(make_row([*stem, *(next(ids) for _ in range(num_own))], start, n))
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16]))
+    return Case(
+        rows,
+        size,
+        draw(st.sampled_from(SHAPES)),
+        draw(st.sampled_from([None, None, 1, 20, 64, 500])),
+        dtype,
+        draw(st.sampled_from([None, FP8])),
+    )
+
+
+def forked(num_rows: int, shared: int, own: int, n: int = 1, size: int = 16) -> list[Row]:
+    """Rows over `shared` common blocks and `own` blocks each; `n` new tokens at the end."""
+    rows = []
+    for i in range(num_rows):
+        table = [*range(shared), *(shared + i * own + j for j in range(own))]
+        rows.append(make_row(table, (shared + own) * size - n - i % 3, n))
+    return rows
+
+
+@examples(30)
+@given(cases(), st.sampled_from([1, 40, 10_000]), st.booleans())
+def test_plans_agree_with_the_plain_form(
+    kernels: Kernels, case: Case, min_shared_tokens: int, is_deterministic: bool
+) -> None:
+    """D8, part: random page tables, prefixes at several depths, chunks, windows, groups, FP8 KV; 1e-2."""
+    attention = kernels.attention(
+        case.shape,
+        block_size=case.size,
+        dtype=case.dtype,
+        kv_dtype=case.kv_dtype,
+        windows=(case.window,),
+        is_deterministic=is_deterministic,
+        min_shared_tokens=min_shared_tokens,
+    )
+    case.check(attention, kernels.device)
+
+
+@examples(20)
+@given(cases())
+def test_it_agrees_with_the_torch_backend(case: Case) -> None:
+    """D8, part: the backend that runs where FlashInfer doesn't gives the same, with prefixes of its own."""
+    attention = EMULATED.attention(
+        case.shape,
+        block_size=case.size,
+        dtype=case.dtype,
+        kv_dtype=case.kv_dtype,
+        min_shared_tokens=16,
+    )
+    ours, _ = case.attend(attention, "cpu")
+    torchs, _ = case.attend(TorchAttention(case.size), "cpu")
+    torch.testing.assert_close(ours, torchs, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("n", [1, 5, 40])
+def test_a_shared_prefix_gives_what_flat_reading_gives(kernels: Kernels, n: int) -> None:
+    """D7, part: two levels, merged by log-sum-exp, against every row reading all its keys; bf16 1e-2."""
+    case = Case(forked(9, shared=20, own=3, n=n), 16)
+    cascade, flat = kernels.attention(min_shared_tokens=64), kernels.attention()
+    assert cascade.min_saving == 4
+    shared, alone = case.reads(cascade), case.reads(flat)
+    assert shared.parts.shared is not None
+    assert alone.parts.shared is None
+    if n == 1:
+        tails = sum(row.start + 1 - 20 * 16 for row in case.rows)
+        assert shared.num_key_reads == 20 * 16 + tails  # of the prefix once
+        assert alone.num_key_reads == sum(row.start + 1 for row in case.rows)
+    outputs = [case.attend(attention, kernels.device)[0] for attention in (cascade, flat)]
+    torch.testing.assert_close(*outputs, atol=1e-2, rtol=1e-2)
+
+
+def test_prefixes_of_all_depths_share_one_plan_and_are_merged_depth_by_depth() -> None:
+    """D7, part: a root under three middles of three forks each, whose rows stand in any order."""
+    rows = []
+    for i in range(3):
+        middle = [100 + 40 * i + j for j in range(40)]
+        rows += [
+            make_row([*range(64), *middle, 300 + 10 * (3 * i + j)], 104 * 4 + 1, 1)
+            for j in range(3)
+        ]
+    order = np.random.default_rng(3).permutation(9)
+    case = Case([rows[i] for i in order], 4)
+    attention = EMULATED.attention(block_size=4, min_shared_tokens=64)
+    parts = case.reads(attention).parts
+    assert [level.outputs for level in parts.levels] == [slice(0, 9), slice(9, 18)]
+    assert parts.levels[0].tokens == slice(0, 9)
+    assert sorted(parts.levels[1].tokens.tolist()) == list(range(9))
+    assert case.reads(attention).num_key_reads == (64 + 3 * 40) * 4 + 9 * 2
+    case.check(attention, "cpu")
+
+
+def test_decodes_and_chunks_in_any_order_are_two_plans(kernels: Kernels) -> None:
+    sizes = [1, 30, 1, 1, 5, 1]
+    rows = [make_row(list(range(10 * i, 10 * i + 10)), 80 + i, n) for i, n in enumerate(sizes)]
+    case = Case(rows, 16)
+    attention = kernels.attention()
+    decodes, chunks = case.reads(attention).parts.own
+    assert decodes.tokens.tolist() == [0, 31, 32, 38]
+    assert chunks.tokens.tolist() == [*range(1, 31), *range(33, 38)]
+    case.check(attention, kernels.device)
+
+
+def test_a_prefix_under_a_window_keeps_the_distance(kernels: Kernels) -> None:
+    """D7, part, D8, part: keys that all rows see are read together, those at the window's edge apart."""
+    case = Case(forked(6, shared=40, own=2, n=2), 16, window=400)
+    attention = kernels.attention(windows=(400,), min_shared_tokens=64)
+    parts = case.reads(attention).parts
+    assert parts.shared is not None
+    case.check(attention, kernels.device)
+
+
+def test_layers_of_several_windows_have_plans_side_by_side(kernels: Kernels) -> None:
+    """A step plans for all its windows before its first layer runs, and each plan lasts the step."""
+    case = Case(forked(5, shared=8, own=2), 16)
+    windows = (None, 30, 100)
+    attention = kernels.attention(windows=windows)
+    all_reads = [case._replace(window=window).reads(attention) for window in windows]
+    memory = random_kv(16 * 20, case.shape, case.dtype, kernels.device)
+    q = random_q(5, case.shape, case.dtype, kernels.device)
+    for window, reads in zip(windows, all_reads, strict=True):
+        ours = attention.attend(reads, q, memory, scale=SCALE)
+        plain = attend_plain(case.rows, q, memory, 16, scale=SCALE, window=window)
+        torch.testing.assert_close(ours, plain, atol=1e-2, rtol=1e-2)
+
+
+def test_wrappers_are_used_again_when_a_step_is_over() -> None:
+    attention = EMULATED.attention(min_shared_tokens=64)
+    case = Case(forked(9, shared=20, own=3, n=1), 16)
+    used = set()
+    for _ in range(4):
+        reads = case.reads(attention)
+        used |= {id(part.wrapper) for part in (*reads.parts.own, reads.parts.shared)}
+        del reads
+    assert len(used) == 2
+    held = [case.reads(attention) for _ in range(3)]
+    assert len({id(reads.parts.own[0].wrapper) for reads in held}) == 3
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_row_s_bits_do_not_depend_on_its_batch(
+    kernels: Kernels, shape: tuple[int, int, int], window: int | None
+) -> None:
+    """D8, part: in deterministic mode a decode and chunks of several lengths, alone and among others."""
+    rows = [
+        make_row(list(range(160 * i, 160 * i + 160)), 2100 + 27 * i, n)
+        for i, n in enumerate([1, 3, 20, 60, 1, 1, 200])
+    ]
+    fixed = kernels.attention(shape, windows=(window,), is_deterministic=True)
+    free = kernels.attention(shape, windows=(window,))
+    num_slots = 16 * 160 * len(rows)
+    memory = random_kv(num_slots, shape, torch.bfloat16, kernels.device)
+    q = random_q(sum(len(row.tokens) for row in rows), shape, torch.bfloat16, kernels.device)
+    is_equal = []
+    for attention in (fixed, free):
+        case = Case(rows, 16, shape, window)
+        together = attention.attend(case.reads(attention), q, memory, scale=SCALE)
+        begin, bits = 0, []
+        for row in rows:
+            own = q[begin : begin + len(row.tokens)]
+            case = Case([row], 16, shape, window)
+            alone = attention.attend(case.reads(attention), own, memory, scale=SCALE)
+            bits.append(torch.equal(alone, together[begin : begin + len(own)]))
+            begin += len(own)
+        is_equal.append(bits)
+    assert all(is_equal[0])
+    if kernels.device == "cpu" and window is None:  # the emulation would show it if plans were free
+        assert not all(is_equal[1])
+
+
+def test_nothing_is_read_together_in_deterministic_mode() -> None:
+    case = Case(forked(64, shared=60, own=1), 16)
+    assert case.reads(EMULATED.attention(is_deterministic=True)).parts.shared is None
+    assert case.reads(EMULATED.attention()).parts.shared is not None
+
+
+def test_the_workspace_grows_with_the_splits_of_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mallee.worker.model.attention.flashinfer.WORKSPACE_NBYTES", 1 << 17)
+    attention = EMULATED.attention(is_deterministic=True)
+    short = Case([make_row(list(range(9)), 140, 1)], 16)
+    table = list(range(SPLIT_TOKENS // 4))
+    long = Case([make_row(table, 16 * len(table) - 1 - i, 1) for i in range(3)], 16)
+    before = short.reads(attention)
+    long.check(attention, "cpu")
+    short.check(attention, "cpu")
+    q = random_q(1, short.shape, torch.bfloat16, "cpu")
+    memory = random_kv(16 * 9, short.shape, torch.bfloat16, "cpu")
+    attention.attend(before, q, memory, scale=SCALE)  # planned in the smaller one
+
+
+FAMILIES = ("llama", "qwen3", "gemma3_text")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_a_model_gives_the_reference_s_logits(
+    kernels: Kernels,
+    family: str,
+    kv_dtype: str,
+    is_deterministic: bool,
+    sequences: Callable[..., Any],
+) -> None:
+    """D7, part, D8, part, D31, part: prompts, chunks, forks and decodes of whole models."""
+    model = random_model(family, 3, head_dim=64)
+    options: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "kv_dtype": kv_dtype,
+        "block_size": 8,
+        "num_blocks": 200,
+    }
+    reference = run_schedule(sequences(model.forward(**options, uses_kernels=False)), 5)
+    forward = model.forward(
+        **options,
+        device=kernels.device,
+        is_deterministic=is_deterministic,
+        flashinfer=kernels.package,
+    )
+    assert isinstance(forward._attention, FlashInferAttention)
+    if not is_deterministic:
+        forward._attention.min_saving = 2
+    ours = run_schedule(sequences(forward), 5)
+    stats = forward.stats()
+    assert (stats.num_key_reads < stats.num_flat_key_reads) or is_deterministic
+    found, expected = torch.stack(ours), torch.stack(reference)
+    assert float((found - expected).abs().max()) < TOLERANCES["bfloat16"].logits
+    assert float((found - expected).norm() / expected.norm()) < 4e-2
+
+
+def test_deterministic_decoding_is_token_exact_whatever_runs_beside(
+    kernels: Kernels, sequences: Callable[..., Any]
+) -> None:
+    """D8, part: greedy tokens of a row alone, and among five others; a model's products may round apart."""
+    model = random_model("qwen3", 8, head_dim=64)
+    texts = []
+    for names in (["a"], ["a", "b", "c", "d", "e", "f"]):
+        forward = model.forward(
+            dtype="bfloat16",
+            num_blocks=400,
+            device=kernels.device,
+            is_deterministic=True,
+            flashinfer=kernels.package,
+        )
+        run = sequences(forward)
+        rng = np.random.default_rng(4)
+        prompts = {name: rng.integers(0, 128, 60 + 9 * i) for i, name in enumerate("abcdef")}
+        logits = run.step(*(run.row(name, prompts[name]) for name in names))
+        text = []
+        for _ in range(24):
+            tokens = [int(each.argmax()) for each in logits]
+            text.append(tokens[0])
+            rows = [run.row(name, [token]) for name, token in zip(names, tokens, strict=True)]
+            logits = run.step(*rows)
+        texts.append(text)
+    assert texts[0] == texts[1]
+
+
+def test_fp8_memory_is_read_as_it_was_written(kernels: Kernels) -> None:
+    """D31, part: keys and values that `write` rounded and saturated, in the memory that FlashInfer reads."""
+    shape = SHAPES[0]
+    memory = torch.zeros(64, 2, *shape[1:], dtype=FP8, device=kernels.device)
+    kv = random_kv(40, shape, torch.bfloat16, kernels.device) * 3
+    kv[3, 1] = 1e6
+    write(memory, torch.arange(40, device=kernels.device), kv)
+    rows = [make_row([0, 1, 2], 39, 1), make_row([0, 1], 20, 3)]
+    attention = kernels.attention(shape, kv_dtype=FP8)
+    reads = Case(rows, 16, shape).reads(attention)
+    q = random_q(4, shape, torch.bfloat16, kernels.device)
+    ours = attention.attend(reads, q, memory, scale=SCALE)
+    plain = attend_plain(rows, q, memory.float(), 16, scale=SCALE)
+    torch.testing.assert_close(ours, plain, atol=1e-2, rtol=1e-2)
+
+
+def test_the_backend_is_chosen_where_it_fits(caplog: pytest.LogCaptureFixture) -> None:
+    """Elsewhere attention runs in torch, and one line says why, and the remedy."""
+    config = random_model(head_dim=64).config
+    half: dict[str, Any] = {
+        "dtype": torch.bfloat16,
+        "kv_dtype": torch.bfloat16,
+        "block_size": 16,
+        "flashinfer": flashinfer_emulator,
+    }
+    chosen = choose_backend(config, device="cpu", **half).attention
+    assert isinstance(chosen, FlashInferAttention)
+    narrow = choose_backend(config, device="cpu", **{**half, "kv_dtype": FP8})
+    assert isinstance(narrow.attention, FlashInferAttention)
+    assert not caplog.records
+    single = {**half, "dtype": torch.float32, "kv_dtype": torch.float32}
+    odd = random_model(head_dim=32).config
+    for own, options, says in (
+        (config, single, "doesn't compute in torch.float32; give dtype bfloat16"),
+        (config, {**half, "kv_dtype": torch.float32}, "give kv_dtype auto or fp8"),
+        (odd, half, r"no kernels for head_dim 32, only for \(64, 128, 256\)"),
+    ):
+        caplog.clear()
+        found = choose_backend(own, device="cuda", **options).attention
+        assert isinstance(found, TorchAttention)
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING
+        with pytest.raises(ConfigError, match=says):
+            choose_backend(own, device="cuda", is_deterministic=True, **options)
+    with pytest.raises(ConfigError, match="deterministic=True needs FlashInfer"):
+        choose_backend(config, device="cpu", is_deterministic=True, **{**half, "flashinfer": None})
+    reference = choose_backend(config, device="cpu", uses_kernels=False, **half)
+    assert isinstance(reference.attention, TorchAttention)
+
+
+def test_without_the_package_the_line_says_how_to_install_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    config = random_model(head_dim=64).config
+    half = {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16, "block_size": 16}
+    chosen = choose_backend(config, device="cuda", **half)  # type: ignore[arg-type]
+    assert isinstance(chosen.attention, TorchAttention)
+    assert "on cuda runs in torch operations: FlashInfer is not installed" in caplog.text
+    assert "pip install 'mallee[cuda]'" in caplog.text
+
+
+def test_a_dropped_model_frees_its_plans() -> None:
+    """Nothing that a backend made refers to itself in circles: workspaces are large."""
+    attention = EMULATED.attention()
+    reads = Case(forked(3, shared=2, own=1), 16).reads(attention)
+    gc.collect()
+    gc.disable()
+    try:
+        workspace = weakref.ref(attention._workspace)
+        del attention, reads
+        assert workspace() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,253 @@
+"""The emulation of FlashInfer: refuses what the package forbids, and has the package's signatures."""
+
+import ast
+import inspect
+import zipfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support import flashinfer_emulator as emulator
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / ".venv" / "flashinfer"
+HEADS = {"num_qo_heads": 4, "num_kv_heads": 2, "page_size": 4}
+HALF = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+KEPT = torch.randn(5, 4, 2, 2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+KV = (KEPT[:, :, 0], KEPT[:, :, 1])
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def prefill(**changes: Any) -> emulator.BatchPrefillWithPagedKVCacheWrapper:
+    """Planned for rows of 2 and 3 tokens over 2 pages each, of which the last holds 1 and 4 keys."""
+    wrapper = emulator.BatchPrefillWithPagedKVCacheWrapper(
+        torch.zeros(1 << 20, dtype=torch.uint8), backend="fa2"
+    )
+    options: dict[str, Any] = {
+        "qo_indptr": ints(0, 2, 5),
+        "paged_kv_indptr": ints(0, 2, 4),
+        "paged_kv_indices": ints(4, 0, 1, 3),
+        "paged_kv_last_page_len": ints(1, 4),
+        "head_dim_qk": 64,
+        "causal": True,
+        **HEADS,
+        **HALF,
+        **changes,
+    }
+    wrapper.plan(**options)
+    return wrapper
+
+
+def decode(
+    workspace: int = 1 << 20, use_tensor_cores: bool = True, **changes: Any
+) -> emulator.BatchDecodeWithPagedKVCacheWrapper:
+    """Planned for two rows."""
+    wrapper = emulator.BatchDecodeWithPagedKVCacheWrapper(
+        torch.zeros(workspace, dtype=torch.uint8), use_tensor_cores=use_tensor_cores, backend="fa2"
+    )
+    options: dict[str, Any] = {
+        "indptr": ints(0, 2, 4),
+        "indices": ints(4, 0, 1, 3),
+        "last_page_len": ints(1, 4),
+        "head_dim": 64,
+        **HEADS,
+        **HALF,
+        **changes,
+    }
+    wrapper.plan(**options)
+    return wrapper
+
+
+def queries(n: int = 5, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(n, 4, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+def test_it_computes_attention_and_its_log_sum_exp_to_the_base_of_two() -> None:
+    q = queries()
+    out, lse = prefill(sm_scale=0.5).run(q, KV, q_scale=0.25, return_lse=True)
+    keys, values = (x[[1, 3]].flatten(0, 1).float() for x in KV)  # of the second row
+    for token, seen in ((2, 6), (3, 7), (4, 8)):
+        for head in range(4):
+            scores = keys[:seen, head // 2] @ q[token, head].float() / 8
+            expected = scores.softmax(0) @ values[:seen, head // 2]
+            torch.testing.assert_close(out[token, head].float(), expected, atol=1e-2, rtol=1e-2)
+            total = float(scores.exp().sum().log2())
+            assert float(lse[token, head]) == pytest.approx(total, abs=1e-4)
+
+
+def test_merging_two_parts_gives_the_whole() -> None:
+    q = queries(1)
+    whole = decode(indptr=ints(0, 2), indices=ints(2, 3), last_page_len=ints(3))
+    expected, lse = whole.run(q, KV, return_lse=True)
+    parts = [
+        decode(indptr=ints(0, 1), indices=ints(page), last_page_len=ints(n)).run(
+            q, KV, return_lse=True
+        )
+        for page, n in ((2, 4), (3, 3))
+    ]
+    emulator.merge_state_in_place(*parts[0], *parts[1])
+    torch.testing.assert_close(parts[0][0], expected, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(parts[0][1], lse)
+
+
+@pytest.mark.parametrize(
+    ("plan", "error", "says"),
+    [
+        (lambda: prefill(qo_indptr=torch.tensor([0, 2, 5])), TypeError, "int64, not int32"),
+        (lambda: prefill(qo_indptr=ints(0, 5, 2)), ValueError, "never fall"),
+        (lambda: prefill(paged_kv_indptr=ints(1, 2, 4)), ValueError, "begin with 0"),
+        (lambda: prefill(paged_kv_indptr=ints(0, 2, 3)), ValueError, "ends with 3"),
+        (lambda: prefill(paged_kv_indptr=ints(0, 2)), ValueError, "shape"),
+        (lambda: prefill(paged_kv_indptr=ints(0, 0, 4)), ValueError, "without pages"),
+        (lambda: prefill(paged_kv_last_page_len=ints(0, 4)), ValueError, r"not in 1\.\.4"),
+        (lambda: prefill(paged_kv_last_page_len=ints(1, 5)), ValueError, r"not in 1\.\.4"),
+        (lambda: prefill(qo_indptr=ints(0, 6, 9)), ValueError, "6 causal queries over 5 keys"),
+        (lambda: prefill(head_dim_qk=32), ValueError, "heads of 32"),
+        (lambda: prefill(num_kv_heads=3), ValueError, "4 / 3 heads"),
+        (lambda: prefill(window_left=-2), ValueError, "window_left=-2"),
+        (lambda: prefill(q_data_type=torch.float32), ValueError, "no kernels"),
+        (lambda: prefill(kv_data_type=torch.float16), ValueError, "no kernels"),
+        (lambda: prefill(window=3), TypeError, "unexpected keyword argument 'window'"),
+        (lambda: prefill(logits_soft_cap=30.0), NotImplementedError, "logits_soft_cap"),
+        (lambda: decode(indices=ints(4, 0, 1, 3).flip(0)[::2]), ValueError, "contiguous"),
+        (lambda: decode(causal=True), TypeError, "unexpected keyword argument 'causal'"),
+        (lambda: decode(use_tensor_cores=False, fixed_split_size=2), ValueError, "tensor core"),
+        (lambda: decode(fixed_split_size=1, workspace=4096), RuntimeError, "workspace of 4096"),
+        (
+            lambda: decode(use_tensor_cores=False, num_qo_heads=10),
+            RuntimeError,
+            "unsupported group 5",
+        ),
+    ],
+)
+def test_a_bad_plan_is_refused(
+    plan: Callable[[], object], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        plan()
+
+
+@pytest.mark.parametrize(
+    ("run", "error", "says"),
+    [
+        (lambda: prefill().run(queries(4), KV), ValueError, r"q \(4, 4, 64\)"),
+        (lambda: prefill().run(queries(5, torch.float16), KV), ValueError, "float16"),
+        (lambda: prefill().run(queries().transpose(0, 2), KV), ValueError, "q "),
+        (lambda: prefill().run(queries(), KEPT), ValueError, "KV"),
+        (lambda: prefill().run(queries(), (KV[0].half(), KV[1].half())), ValueError, "float16"),
+        (lambda: prefill().run(queries(), KV, out=queries(6)[1:, ::2]), ValueError, "out"),
+        (lambda: prefill().run(queries(), KV, lse=torch.empty(5, 3)), ValueError, "lse"),
+        (lambda: prefill().run(queries(), KV, scale=1.0), TypeError, "'scale'"),
+        (lambda: prefill().run(queries(), KV, sinks=queries()), NotImplementedError, "sinks"),
+        (lambda: decode().run(queries(3), KV), ValueError, "planned"),
+        (
+            lambda: emulator.BatchPrefillWithPagedKVCacheWrapper(
+                torch.zeros(16, dtype=torch.uint8), backend="fa2"
+            ).run(queries(), KV),
+            RuntimeError,
+            "run before plan",
+        ),
+    ],
+)
+def test_a_bad_run_is_refused(run: Callable[[], object], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        run()
+
+
+def test_only_what_is_emulated_can_be_made() -> None:
+    workspace = torch.zeros(16, dtype=torch.uint8)
+    for options in ({"backend": "auto"}, {"backend": "fa2", "use_cuda_graph": True}):
+        with pytest.raises(NotImplementedError):
+            emulator.BatchDecodeWithPagedKVCacheWrapper(workspace, **options)
+    with pytest.raises(NotImplementedError, match="kv_layout"):
+        emulator.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
+
+
+EMULATED = {
+    "decode.py": {
+        "BatchDecodeWithPagedKVCacheWrapper": (
+            *("__init__", "plan", "_plan_impl", "workspace_size", "run"),
+        )
+    },
+    "prefill.py": {"BatchPrefillWithPagedKVCacheWrapper": ("__init__", "plan", "run")},
+    "cascade.py": {"merge_state_in_place": ()},
+}
+
+
+def package_source(module: str) -> ast.Module:
+    """A module of FlashInfer: of the installed package, or of the wheel that `make flashinfer` fetched."""
+    spec = find_spec("flashinfer")
+    if spec is not None and spec.origin is not None:
+        return ast.parse((Path(spec.origin).parent / module).read_text())
+    wheels = sorted(FOLDER.glob("flashinfer_python-*.whl"))
+    if not wheels:
+        pytest.skip(f"no FlashInfer in {FOLDER}: `make flashinfer` fetches it where it can")
+    with zipfile.ZipFile(wheels[-1]) as wheel:
+        return ast.parse(wheel.read(f"flashinfer/{module}"))
+
+
+def declared(nodes: list[ast.stmt], name: str) -> Any:
+    """The last definition of `name`: those before it are overloads."""
+    found = [
+        node
+        for node in nodes
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name
+    ]
+    assert found, f"the package has no {name}"
+    return found[-1]
+
+
+def parameters(function: ast.FunctionDef) -> list[tuple[str, str, object]]:
+    """Name, kind and default of each, as `inspect` would say them."""
+    args = function.args
+    positional = [*args.posonlyargs, *args.args]
+    missing: list[ast.expr | None] = [None] * (len(positional) - len(args.defaults))
+    found = [
+        (arg.arg, "POSITIONAL_OR_KEYWORD", _default(default))
+        for arg, default in zip(positional, [*missing, *args.defaults], strict=True)
+    ]
+    if args.vararg is not None:
+        found.append((args.vararg.arg, "VAR_POSITIONAL", inspect.Parameter.empty))
+    found += [
+        (arg.arg, "KEYWORD_ONLY", _default(default))
+        for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)
+    ]
+    if args.kwarg is not None:
+        found.append((args.kwarg.arg, "VAR_KEYWORD", inspect.Parameter.empty))
+    return found
+
+
+def _default(node: ast.expr | None) -> object:
+    return inspect.Parameter.empty if node is None else ast.literal_eval(node)
+
+
+def test_signatures_are_the_package_s() -> None:
+    """D8, part: names, kinds and defaults of all parameters, read from the package's source."""
+    for module, names in EMULATED.items():
+        source = package_source(module).body
+        for name, methods in names.items():
+            theirs, ours = declared(source, name), getattr(emulator, name)
+            pairs = [(declared(theirs.body, m), getattr(ours, m)) for m in methods]
+            for node, function in pairs or [(theirs, ours)]:
+                own = [
+                    (each.name, each.kind.name, each.default)
+                    for each in inspect.signature(function).parameters.values()
+                ]
+                assert own == parameters(node), f"{name}.{node.name} of {module}"
+
+
+def test_the_package_is_of_the_version_that_we_ask_for() -> None:
+    spec = find_spec("flashinfer")
+    if spec is not None:
+        pytest.skip("FlashInfer is installed: its version is checked where it is found")
+    wheels = sorted(FOLDER.glob("flashinfer_python-*.whl"))
+    if not wheels:
+        pytest.skip(f"no FlashInfer in {FOLDER}: `make flashinfer` fetches it where it can")
+    assert wheels[-1].name.startswith("flashinfer_python-0.7.")

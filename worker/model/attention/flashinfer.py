@@ -1,0 +1,413 @@
+"""Attention over paged KV on CUDA, by FlashInfer's kernels; its package is imported here alone, when needed.
+
+FlashInfer plans a batch on the host, once a step, and runs the plan once a layer. A split becomes a plan
+for the rows of one new token, one for the longer segments (of each window), and one for all shared prefixes
+together, whose tokens are merged in by log-sum-exp: by FlashInfer's own merge, since its are to the base 2.
+
+Pages are our blocks. A layer's memory [num_slots, 2, kv_heads, head_dim] is FlashInfer's layout NHD, with
+keys and values as two strided views; nothing is copied. `ops.write` stays the only writer of KV: it stores
+keys and values in one scatter, by slots that a step has anyway, and saturates float8. append_paged_kv_cache
+wants a page table of its own for the same bytes, casts nothing, and would be one more kernel to build.
+
+The kernels are "fa2": the only ones with fixed splits, and on every device since Ampere.
+"""
+
+import sys
+import weakref
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mallee.worker.model.attention.base import (
+    UNBOUNDED,
+    AttentionSplit,
+    Ints,
+    Reads,
+    Segment,
+    SharedPrefix,
+)
+
+MIN_SHARED_TOKENS = 16_384
+"""A prefix must spare this many key reads a layer. To be measured on a GPU: guessed from 20 us for another
+launch and its merge, in which an H200 reads 80 MB: 20 000 keys and values of 8 heads of 128 in bfloat16."""
+SPLIT_TOKENS = 2048
+"""In deterministic mode, keys of a decode row that one thread block meets. To be measured on a GPU."""
+WORKSPACE_NBYTES = 128 << 20
+"""For the parts of rows whose keys several thread blocks share out: what FlashInfer recommends."""
+MIN_TENSOR_CORE_GROUP = 4
+"""Query heads per key head from which on decode rows fill a tile of tensor cores well enough."""
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = (64, 128, 256)
+INSTALL = "pip install 'mallee[cuda]'"
+
+Tokens: TypeAlias = slice | torch.Tensor
+"""Tokens of the flat batch, as an index: a slice where they are neighbours, and so a view."""
+
+
+class FlashInferUnavailable(ImportError):
+    """FlashInfer can't run here, or not this model. The text says why, and the remedy."""
+
+
+def find_flashinfer(device: str) -> Any:
+    """The installed package. Raises FlashInferUnavailable."""
+    try:
+        import flashinfer
+    except ImportError as e:
+        raise FlashInferUnavailable(f"FlashInfer is not installed ({e}); {INSTALL}") from e
+    version = str(flashinfer.__version__)
+    if version.split(".")[:2] != ["0", "7"]:
+        raise FlashInferUnavailable(f"FlashInfer {version} is not 0.7; {INSTALL}")
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if CUDA_HOME is None and find_spec("flashinfer_jit_cache") is None:
+        raise FlashInferUnavailable(
+            "FlashInfer finds no CUDA toolkit to build its kernels with; install nvcc, or set CUDA_HOME"
+        )
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        raise FlashInferUnavailable(
+            f"FlashInfer's kernels need compute capability 8.0, {device} has"
+            f" {capability[0]}.{capability[1]}"
+        )
+    return flashinfer
+
+
+def check_supported(*, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> None:
+    """Raises FlashInferUnavailable if there are no kernels for these."""
+    if dtype not in DTYPES:
+        raise FlashInferUnavailable(f"FlashInfer doesn't compute in {dtype}; give dtype bfloat16")
+    if kv_dtype not in (dtype, torch.float8_e4m3fn):
+        raise FlashInferUnavailable(
+            f"FlashInfer doesn't read KV in {kv_dtype} for {dtype}; give kv_dtype auto or fp8"
+        )
+    if head_dim not in HEAD_DIMS:
+        raise FlashInferUnavailable(
+            f"FlashInfer has no kernels for head_dim {head_dim}, only for {HEAD_DIMS}"
+        )
+
+
+class Part:
+    """Some tokens of a batch over the keys of one plan. The wrapper keeps the plan as long as this lives."""
+
+    __slots__ = ("__weakref__", "tokens", "wrapper")
+
+    def __init__(self, wrapper: Any, tokens: Tokens) -> None:
+        self.wrapper = wrapper
+        self.tokens = tokens
+
+
+class Level(NamedTuple):
+    """Shared prefixes that have no token in common: their outputs, and the tokens that these are of."""
+
+    outputs: slice
+    tokens: Tokens
+
+
+class Parts(NamedTuple):
+    """A split as this backend runs it. With `levels`, the own parts' log-sum-exps are wanted."""
+
+    own: tuple[Part, ...]
+    shared: Part | None
+    levels: tuple[Level, ...]
+
+
+class Pages(NamedTuple):
+    """Page tables of several rows, as FlashInfer takes them: int32, on the host, where plans are made."""
+
+    indptr: torch.Tensor  # [rows + 1]
+    indices: torch.Tensor  # [indptr[-1]]
+    last_page_len: torch.Tensor  # [rows], 1 .. page size
+
+
+class Kind(NamedTuple):
+    """Segments of one kind share a plan."""
+
+    is_decode: bool
+    window_left: int  # keys before its own that a token sees; -1: all
+    tile: int  # see `FlashInferAttention._tile`
+
+
+class FlashInferAttention:
+    """As `TorchAttention`, on CUDA, for what `check_supported` lets pass.
+
+    A wrapper holds one plan at a time, so each plan of a step has its own; they are used again when the
+    step's `Reads` are gone.
+    """
+
+    __slots__ = (
+        *("_block_size", "_device", "_dtype", "_group", "_head_dim", "_is_deterministic"),
+        *("_kv_dtype", "_num_heads", "_num_kv_heads", "_package", "_pools", "_workspace"),
+        "min_saving",
+    )
+
+    def __init__(
+        self,
+        package: Any,
+        *,
+        device: str,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        block_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        windows: Sequence[int | None] = (None,),
+        is_deterministic: bool = False,
+        min_shared_tokens: int = MIN_SHARED_TOKENS,
+    ) -> None:
+        """Kernels for layers of `windows` are built here: some minutes, the first time on a machine.
+
+        With `is_deterministic` what a row gets doesn't depend on the rows beside it: nothing is read
+        together, and a row's keys are shared out between thread blocks by its own length alone.
+        """
+        self._package = package
+        self._device = torch.device(device)
+        self._dtype, self._kv_dtype = dtype, kv_dtype
+        self._block_size = block_size
+        self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
+        self._group = num_heads // num_kv_heads
+        self._is_deterministic = is_deterministic
+        self.min_saving = sys.maxsize if is_deterministic else -(-min_shared_tokens // block_size)
+        self._workspace = torch.zeros(WORKSPACE_NBYTES, dtype=torch.uint8, device=self._device)
+        self._pools: dict[bool, list[_Entry]] = {True: [], False: []}  # by Kind.is_decode
+        for window in windows:
+            self._build(window)
+
+    def prepare(self, split: AttentionSplit) -> Reads:
+        """`split` as plans, which hold until it is dropped."""
+        kinds: dict[Kind, list[Segment]] = {}
+        for segment in split.segments:
+            kinds.setdefault(self._kind(segment), []).append(segment)
+        own = tuple(self._plan_own(kind, segments) for kind, segments in kinds.items())
+        shared, levels = self._plan_shared(split) if split.shared else (None, ())
+        num_reads = sum(len(prefix.blocks) for prefix in split.shared) * split.block_size
+        num_reads += sum(s.last + s.size - max(s.first, 0) for s in split.segments)
+        return Reads(Parts(own, shared, levels), num_reads)
+
+    def attend(
+        self, reads: Reads, q: torch.Tensor, memory: torch.Tensor, *, scale: float
+    ) -> torch.Tensor:
+        parts: Parts = reads.parts
+        pages = memory.view(-1, self._block_size, *memory.shape[1:])
+        kv = (pages[:, :, 0], pages[:, :, 1])  # each [num_blocks, block_size, kv_heads, head_dim]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        for part in parts.own:
+            _run_own(part, q, kv, scale, out=out, lse=lse if parts.levels else None)
+        if parts.shared is not None:
+            queries = q[parts.shared.tokens]
+            seen, seen_lse = parts.shared.wrapper.run(queries, kv, q_scale=scale, return_lse=True)
+            for level in parts.levels:
+                own, own_lse = out[level.tokens], lse[level.tokens]
+                self._package.merge_state_in_place(
+                    own, own_lse, seen[level.outputs], seen_lse[level.outputs]
+                )
+                if not isinstance(level.tokens, slice):  # then those are copies
+                    out[level.tokens], lse[level.tokens] = own, own_lse
+        return out
+
+    def _build(self, window: int | None) -> None:
+        """Run all that layers of `window` run, once: kernels are built by their first plan."""
+        blocks = np.zeros(-(-2 // self._block_size), dtype=np.int32)
+        first = UNBOUNDED if window is None else 1 - window
+        segments = (Segment(0, 1, blocks[:1], first, 0), Segment(1, 2, blocks, first, 0))
+        shared = () if self._is_deterministic else (SharedPrefix(blocks[:1], np.arange(3)),)
+        reads = self.prepare(AttentionSplit(self._block_size, 3, shared, segments))
+        kept = (self._block_size, 2, self._num_kv_heads, self._head_dim)
+        memory = torch.zeros(kept, dtype=self._kv_dtype, device=self._device)
+        shape = (3, self._num_heads, self._head_dim)
+        q = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        self.attend(reads, q, memory, scale=1.0)
+
+    def _kind(self, segment: Segment) -> Kind:
+        is_decode = segment.size == 1
+        window_left = -1 if segment.first == UNBOUNDED else segment.last - segment.first
+        is_alike = is_decode or not self._is_deterministic
+        return Kind(is_decode, window_left, 0 if is_alike else self._tile(segment.size))
+
+    def _tile(self, size: int) -> int:
+        """The class of tile that a plan of segments of `size` alone would have.
+
+        FlashInfer chooses one tile per plan, by the mean length of its segments times the group
+        (FA2DetermineCtaTileQ), and another tile adds up in another order.
+        """
+        packed = size * self._group
+        return (packed > 16) + (packed > 64)
+
+    def _plan_own(self, kind: Kind, segments: list[Segment]) -> Part:
+        pages = self._pages([s.blocks for s in segments], [s.last + s.size for s in segments])
+        begins = np.array([s.begin for s in segments])
+        sizes = np.array([s.size for s in segments])
+        tokens = self._tokens(_ranges(begins, sizes))
+        if kind.is_decode:
+            return self._plan_decode(pages, kind.window_left, tokens)
+        return self._plan_prefill(pages, sizes, tokens, window_left=kind.window_left, causal=True)
+
+    def _plan_shared(self, split: AttentionSplit) -> tuple[Part, tuple[Level, ...]]:
+        """All prefixes in one plan, by depth: a token's outer prefix before its inner."""
+        depths = np.zeros(split.num_tokens, dtype=np.int64)
+        by_level: dict[int, list[SharedPrefix]] = {}
+        for prefix in split.shared:  # outer ones come first
+            level = int(depths[prefix.tokens].max())
+            depths[prefix.tokens] = level + 1
+            by_level.setdefault(level, []).append(prefix)
+        levels, ordered, begin = [], [], 0
+        for _, prefixes in sorted(by_level.items()):
+            tokens = np.concatenate([prefix.tokens for prefix in prefixes])
+            levels.append(Level(slice(begin, begin + len(tokens)), self._tokens(tokens)))
+            begin += len(tokens)
+            ordered += prefixes
+        lengths = [len(prefix.blocks) * split.block_size for prefix in ordered]
+        pages = self._pages([prefix.blocks for prefix in ordered], lengths)
+        sizes = np.array([len(prefix.tokens) for prefix in ordered])
+        queries = self._tokens(np.concatenate([prefix.tokens for prefix in ordered]))
+        part = self._plan_prefill(pages, sizes, queries, window_left=-1, causal=False)
+        return part, tuple(levels)
+
+    def _plan_decode(self, pages: Pages, window_left: int, tokens: Tokens) -> Part:
+        options: dict[str, Any] = {
+            "num_qo_heads": self._num_heads,
+            "num_kv_heads": self._num_kv_heads,
+            "head_dim": self._head_dim,
+            "page_size": self._block_size,
+            "window_left": window_left,
+            "sm_scale": 1.0,  # scores are scaled by `q_scale`, which comes with each layer
+            "q_data_type": self._dtype,
+            "kv_data_type": self._kv_dtype,
+        }
+        entry = self._take(is_decode=True)
+        if self._is_deterministic:
+            options["fixed_split_size"] = max(1, SPLIT_TOKENS // self._block_size)
+            nbytes, _ = entry.wrapper.workspace_size(*pages, **options)
+            if nbytes > len(self._workspace):
+                self._grow(nbytes)
+                entry = self._take(is_decode=True)
+        return entry.plan(tokens, *pages, **options)
+
+    def _plan_prefill(
+        self, pages: Pages, sizes: Ints, tokens: Tokens, *, window_left: int, causal: bool
+    ) -> Part:
+        return self._take(is_decode=False).plan(
+            tokens,
+            _indptr(sizes),
+            *pages,
+            num_qo_heads=self._num_heads,
+            num_kv_heads=self._num_kv_heads,
+            head_dim_qk=self._head_dim,
+            page_size=self._block_size,
+            causal=causal,
+            window_left=window_left,
+            sm_scale=1.0,
+            q_data_type=self._dtype,
+            kv_data_type=self._kv_dtype,
+            # Fixed splits of long segments could need gigabytes; their queries keep a GPU busy anyway.
+            disable_split_kv=self._is_deterministic,
+        )
+
+    def _take(self, *, is_decode: bool) -> "_Entry":
+        """A wrapper whose plan nothing needs any more."""
+        pool = self._pools[is_decode]
+        for entry in pool:
+            if entry.is_idle:
+                return entry
+        if is_decode:
+            is_narrow = self._dtype == self._kv_dtype and self._group < MIN_TENSOR_CORE_GROUP
+            wrapper = self._package.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace,
+                "NHD",
+                use_tensor_cores=self._is_deterministic or not is_narrow,
+                backend="fa2",
+            )
+        else:
+            wrapper = self._package.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace, "NHD", backend="fa2"
+            )
+        pool.append(_Entry(wrapper, self._device))
+        return pool[-1]
+
+    def _grow(self, nbytes: int) -> None:
+        """A larger workspace; wrappers over the smaller one go when their plans do."""
+        shape = nbytes + nbytes // 4
+        self._workspace = torch.zeros(shape, dtype=torch.uint8, device=self._device)
+        for pool in self._pools.values():
+            pool.clear()
+
+    def _pages(self, tables: Sequence[npt.NDArray[np.integer]], lengths: Sequence[int]) -> Pages:
+        counts = np.array([len(table) for table in tables])
+        last = np.array(lengths) - (counts - 1) * self._block_size
+        assert (last >= 1).all()
+        assert (last <= self._block_size).all()
+        indices = np.concatenate(tables).astype(np.int32)
+        return Pages(
+            _indptr(counts), torch.from_numpy(indices), torch.from_numpy(last.astype(np.int32))
+        )
+
+    def _tokens(self, tokens: Ints) -> Tokens:
+        if (np.diff(tokens) == 1).all():
+            return slice(int(tokens[0]), int(tokens[-1]) + 1)
+        return torch.from_numpy(tokens).to(self._device)
+
+
+class _Entry:
+    """A FlashInfer wrapper, and whether its plan is still needed."""
+
+    __slots__ = ("_copied", "_device", "_part", "wrapper")
+
+    def __init__(self, wrapper: Any, device: torch.device) -> None:
+        self.wrapper = wrapper
+        self._part: weakref.ref[Part] | None = None
+        self._device = device
+        self._copied: torch.cuda.Event | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        return self._part is None or self._part() is None
+
+    def plan(self, tokens: Tokens, *args: Any, **options: Any) -> Part:
+        # A plan goes to the device by an asynchronous copy from the wrapper's pinned memory, which the
+        # next plan overwrites: it must wait for that copy, which may be queued behind an earlier step.
+        if self._copied is not None:
+            self._copied.synchronize()
+        self.wrapper.plan(*args, **options)
+        if self._device.type == "cuda":
+            self._copied = torch.cuda.current_stream(self._device).record_event()
+        part = Part(self.wrapper, tokens)
+        self._part = weakref.ref(part)
+        return part
+
+
+def _run_own(
+    part: Part,
+    q: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Outputs, and log-sum-exps where wanted, of the part's tokens go to their places."""
+    at = part.tokens
+    if isinstance(at, slice):
+        options: dict[str, Any] = {} if lse is None else {"lse": lse[at], "return_lse": True}
+        part.wrapper.run(q[at], kv, q_scale=scale, out=out[at], **options)
+    elif lse is None:
+        out[at] = part.wrapper.run(q[at], kv, q_scale=scale)
+    else:
+        out[at], lse[at] = part.wrapper.run(q[at], kv, q_scale=scale, return_lse=True)
+
+
+def _indptr(counts: Ints) -> torch.Tensor:
+    """[0, counts[0], counts[0] + counts[1], ...], int32."""
+    bounds = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=bounds[1:])
+    return torch.from_numpy(bounds)
+
+
+def _ranges(begins: Ints, sizes: Ints) -> Ints:
+    """begins[0] .. begins[0] + sizes[0], begins[1] .., one after the other."""
+    offsets: Ints = np.repeat(begins - (sizes.cumsum() - sizes), sizes)
+    return offsets + np.arange(len(offsets))
