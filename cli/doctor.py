@@ -53,6 +53,8 @@ def run_doctor(
     console = Console()
     folder = resolve_model(name)
     config = read_config(folder)
+    if config.quantization is not None:
+        console.print(f"weights of 8 bits, {escape(config.quantization.label)}")
     dtype = resolve_dtype(dtype, config, "cpu")
     tokens = _prompt(folder, config, prompt)
     length = len(tokens) + num_steps
@@ -73,6 +75,7 @@ def run_doctor(
     with console.status("computing ..."):
         diagnosis = examine(forward, oracle, tokens, num_steps=num_steps)
     console.print(_table(diagnosis, num_layers))
+    console.print(f"products: {escape(forward.decoder.weights.products)}")
     if diagnosis.first is None:
         console.print(f"[green]agrees[/] with transformers in {dtype}")
         return True

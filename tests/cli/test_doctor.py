@@ -1,5 +1,6 @@
 """`mallee doctor-model`: what it prints and how it ends."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 from mallee.cli.main import cli
 from mallee.protocol.errors import ConfigError, ModelNotFound
+from mallee.testing.quantized import quantized_model
 from mallee.testing.random_model import random_model
 from mallee.worker.model import runner
 
@@ -65,3 +67,25 @@ def test_what_can_not_be_compared_is_refused(
 ) -> None:
     answer = CliRunner().invoke(cli, ["doctor-model", str(folder), *arguments])
     assert isinstance(answer.exception, error)
+
+
+def test_weights_of_8_bits_are_named_and_compared(tmp_path: Path) -> None:
+    """I14, part: transformers' own reader of FP8 blocks on a CPU, and the products that ran here."""
+    shape = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_key_value_heads": 4}
+    quantized_model(random_model("qwen3", 4, **shape), "fp8-block").save(tmp_path)
+    answer = CliRunner().invoke(cli, ["doctor-model", str(tmp_path), "--tokens", "3"])
+    assert answer.exit_code == 0, answer.output
+    said = " ".join(answer.output.split())
+    assert "weights of 8 bits, fp8: FP8, a scale per 128 x 128 block, dynamic" in said
+    assert "agrees with transformers in float32" in said
+    assert "products: 1 of float32; 8 of 8 bits in blocks, widened in each call" in said
+
+
+def test_a_package_that_transformers_lacks_is_named(tmp_path: Path) -> None:
+    """I14, part: compressed-tensors' files need that package there, and nothing here."""
+    if importlib.util.find_spec("compressed_tensors") is not None:
+        pytest.skip("compressed-tensors is installed")
+    quantized_model(random_model("llama"), "int8-row").save(tmp_path)
+    answer = CliRunner().invoke(cli, ["doctor-model", str(tmp_path), "--tokens", "3"])
+    assert isinstance(answer.exception, ConfigError)
+    assert "compressed" in str(answer.exception)

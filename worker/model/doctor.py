@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from mallee.protocol.errors import ConfigError
 from mallee.worker.forward import ForwardBatch, Row
 from mallee.worker.model.decoder import Site
 from mallee.worker.model.runner import TorchForward
@@ -72,19 +73,28 @@ class Diagnosis(NamedTuple):
 
 
 def load_oracle(folder: Path, dtype: str) -> Any:
-    """transformers' model of the checkpoint, with attention that can show its weights."""
+    """transformers' model of the checkpoint, with attention that can show its weights.
+
+    Its activations stay floats, as ours do in float32. Raises ConfigError if it can't load it.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
     had_bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        oracle = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation="eager"
         )
+    except ImportError as e:  # a package for this form of weights
+        raise ConfigError(f"transformers can't load {folder}: {e}") from e
     finally:
         if had_bars:
             hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    for module in oracle.modules():  # compressed-tensors' switch, once weights are dequantised
+        if hasattr(module, "quantization_scheme"):
+            vars(module)["quantization_enabled"] = False
+    return oracle
 
 
 def examine(

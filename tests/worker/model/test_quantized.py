@@ -1,6 +1,8 @@
 """Checkpoints of 8 bits: what they mean to the last bit, what computes with them, and what is refused."""
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,20 +11,21 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from mallee.protocol.errors import WeightsMismatch
-from mallee.testing.quantized import FORMS, Activations, Form, quantized_model
+from mallee.protocol.errors import ConfigError, WeightsMismatch
+from mallee.testing.quantized import FORMS, Form, quantization_config, quantized_model
 from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.forward import ForwardBatch, Row
-from mallee.worker.model.config import FAMILIES, model_spec
+from mallee.worker.memory.budget import DeviceMemory, Room
+from mallee.worker.model.config import FAMILIES, ModelConfig, model_spec
 from mallee.worker.model.doctor import examine, load_oracle
 from mallee.worker.model.linear.base import Linear
-from mallee.worker.model.linear.choose import Machine
-from mallee.worker.model.linear.matrix import Quantized, widened
-from mallee.worker.model.linear.scheme import BLOCK, Scheme
-from mallee.worker.model.loading.weights import fuse_weights, load_weights
-from mallee.worker.model.runner import TorchForward, load
+from mallee.worker.model.linear.matrix import widened
+from mallee.worker.model.linear.scheme import BLOCK
+from mallee.worker.model.loading.config_json import parse_config
+from mallee.worker.model.loading.stored import expected_tensors
+from mallee.worker.model.loading.weights import ModelWeights, fuse_weights, load_weights
+from mallee.worker.model.runner import TorchForward, load, work_of
 
-CPU = Machine("cpu")
 PROMPT = [int(t) for t in np.random.default_rng(1).integers(0, 128, 40)]
 ALL = [pytest.param(family, form) for family in FAMILIES for form in FORMS]
 Floats = npt.NDArray[np.float32]
@@ -87,23 +90,6 @@ def logits(forward: TorchForward) -> torch.Tensor:
 
 def matrix_of(linear: Linear, num_inputs: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return linear(torch.eye(num_inputs, dtype=dtype)).t()
-
-
-def random_matrix(
-    rows: int, width: int, form: Form, activations: Activations = "float", seed: int = 0
-) -> tuple[Quantized, torch.Tensor]:
-    """A matrix, and the float32 one that it means."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(rows, width, generator=generator) / width**0.5
-    bare = RandomModel({}, {"o_proj.weight": weight})
-    tensors = quantized_model(bare, form).tensors
-    kind, scales = form.split("-")
-    scheme = Scheme("float8_e4m3fn" if kind == "fp8" else "int8", cast(Any, scales), activations)
-    scale = next(t for n, t in tensors.items() if "scale" in n)
-    if scales != "block":
-        scale = scale.reshape(-1, 1).expand(rows, 1).contiguous()
-    exact = torch.from_numpy(meant("o_proj", tensors))
-    return Quantized(tensors["o_proj.weight"], scale, scheme), exact
 
 
 def test_every_float8_is_widened_exactly() -> None:
@@ -361,3 +347,113 @@ def test_loading_says_the_form_and_the_products(
     (line,) = [r.getMessage() for r in caplog.records if "in memory" in r.getMessage()]
     assert "compressed-tensors: INT8, a scale per row, dynamic activations" in line
     assert "8 of int8 times int8" in line
+
+
+# Memory
+
+LLAMA_31_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+NUM_TOKENS = 8192
+SMALL_GPU = DeviceMemory("a GPU of 16 GB", total=16 * 10**9, free=16 * 10**9 - 600 * 2**20)
+
+
+def weights_of_8b(form: Form | None, **fields: Any) -> tuple[ModelConfig, ModelWeights]:
+    """Llama 3.1 8B as the loader makes it, of tensors without memory."""
+    form_of = {"quantization_config": quantization_config(form)} if form else {}
+    config = parse_config({**LLAMA_31_8B, **form_of, **fields})
+    tensors = {
+        name: torch.empty(own.shapes[-1], dtype=own.dtypes[form is None or len(own.dtypes) > 1])
+        for name, own in expected_tensors(config, ()).items()
+    }
+    return config, fuse_weights(tensors, config, dtype=torch.bfloat16, device="meta")
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "fp8-row", "int8-row"])
+def test_an_8b_model_and_8k_tokens_fit_into_16_gb(form: Form) -> None:
+    """I14, part: by the loader's own tensors and the budget that serves, all its reserves counted."""
+    with torch.device("meta"):
+        config, weights = weights_of_8b(form)
+    linear = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
+    tables = 2 * 2 * 128256 * 4096  # bfloat16: embeddings, and a head that is left so
+    norms = 65 * 4096 * 2
+    rows = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
+    scales = 4 * (linear // BLOCK**2 if form == "fp8-block" else rows)
+    assert weights.nbytes == linear + tables + norms + scales
+    spec = model_spec(
+        config, name="m", weights_digest="", dtype="bfloat16", max_model_len=NUM_TOKENS
+    )
+    assert spec.kv_bytes_per_token == 2 * 32 * 8 * 128 * 2
+    room = Room(lambda _: SMALL_GPU)
+    budget = room.split(SMALL_GPU, work_of(config, weights, spec, 16, room))
+    assert sum(nbytes for _, nbytes in budget.lines()) == SMALL_GPU.total
+    assert budget.kv >= NUM_TOKENS * spec.kv_bytes_per_token
+
+
+def test_in_bfloat16_it_does_not_fit() -> None:
+    """I14, part: the same sum refuses the plain checkpoint; a tied head counts once."""
+    with torch.device("meta"):
+        config, weights = weights_of_8b(None)
+        tied = weights_of_8b(None, tie_word_embeddings=True)[1]
+    assert weights.nbytes - tied.nbytes == 2 * 128256 * 4096
+    spec = model_spec(config, name="m", weights_digest="", dtype="bfloat16", max_model_len=None)
+    room = Room(lambda _: SMALL_GPU)
+    with pytest.raises(ConfigError, match="weights"):
+        room.split(SMALL_GPU, work_of(config, weights, spec, 16, room))
+
+
+_PEAK = """
+import sys, torch
+from pathlib import Path
+from mallee.worker.model.loading.config_json import read_config
+from mallee.worker.model.loading.weights import load_weights
+
+def own(name):
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields[name].split()[0]) * 1024
+
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+config = read_config(folder)
+before, most = own("RssAnon"), 0
+from mallee.worker.model.loading import weights as loading
+layer = loading._Source.layer
+
+def watched(self, i):
+    global most
+    made = layer(self, i)
+    most = max(most, own("RssAnon"))
+    return made
+
+loading._Source.layer = watched
+found = load_weights(folder, config, dtype=torch.bfloat16, device="cpu")
+print(found.nbytes, max(most, own("RssAnon")) - before)
+"""
+
+
+def test_loading_takes_little_more_than_the_weights(tmp_path: Path) -> None:
+    """I14, part: no copy of the model in bfloat16, which would take twice its memory."""
+    shape = {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 24,
+        "head_dim": 128,
+    }
+    quantized_model(random_model("llama", **shape), "int8-row").save(tmp_path)
+    answer = subprocess.run(
+        [sys.executable, "-c", _PEAK, str(tmp_path)], check=True, capture_output=True, text=True
+    )
+    nbytes, taken = map(int, answer.stdout.split())
+    assert nbytes > 90 << 20
+    assert taken < 1.25 * nbytes

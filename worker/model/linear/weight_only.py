@@ -11,7 +11,7 @@ from mallee.worker.model.linear.matrix import Quantized, widened
 from mallee.worker.model.linear.scheme import BLOCK
 
 _CPU_CHUNK = 1 << 20  # values widened at a time: they stay in the cache
-_GPU_CHUNK = 1 << 25  # 64 MiB in bfloat16
+_GPU_CHUNK = 1 << 24  # 96 MiB in float32 and bfloat16, within what a budget calls workspace
 
 
 class _WeightOnly:
@@ -68,7 +68,10 @@ class BlockScaled(_WeightOnly):
         own = widened(values[rows], torch.float32)
         grid = scales[rows.start // BLOCK : -(-rows.stop // BLOCK)]
         by_column = grid.repeat_interleave(BLOCK, 1)[:, : own.shape[1]]
-        own *= by_column.repeat_interleave(BLOCK, 0)[: len(own)]
+        num_whole = len(own) // BLOCK
+        whole = own[: num_whole * BLOCK].view(num_whole, BLOCK, own.shape[1])
+        whole *= by_column[:num_whole, None]
+        own[num_whole * BLOCK :] *= by_column[num_whole:]  # of a last block that is cut
         return torch.mm(x, own.to(x.dtype).t())
 
     @property
