@@ -18,6 +18,7 @@ from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.messages import Sampling, TokenLogprobs
 from mallee.protocol.model import ModelSpec
 from mallee.worker.forward import Draw, ForwardBatch, Logits, LogprobQuery, flags
+from mallee.worker.forward import Row as BatchRow
 from mallee.worker.kv.watch import Row, Rows
 
 _POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
@@ -79,9 +80,9 @@ class MockForward:
             self.num_tokens += len(row.tokens)
         self.num_passes += 1
         return [
-            _digest(self.kv[row.table].reshape(-1)[: row.start + len(row.tokens)])
+            _digest(self.kv[row.table].reshape(-1)[:end])
             for row in batch.rows
-            if row.wants_logits
+            for end in _ends(row)
         ]
 
     def keep(self, logits: Logits) -> Logits:
@@ -130,6 +131,12 @@ def linear_tokens(
         digest = _digest(_slots(as_tokens(tokens), 0))
         tokens.append(draw_token(spec.vocab_size, Draw(digest, sampling, seed, len(tokens))))
     return tokens[len(prompt) :]
+
+
+def _ends(row: BatchRow) -> range:
+    """Tokens of the sequence up to each position whose logits are wanted."""
+    end = row.start + len(row.tokens)
+    return range(end - row.num_logits + 1, end + 1)
 
 
 def _slots(tokens: Tokens, start: int) -> npt.NDArray[np.uint64]:

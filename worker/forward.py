@@ -183,7 +183,7 @@ class Row(NamedTuple):
     tokens: Tokens  # [n], n >= 1
     start: int
     table: BlockTable  # [>= ceil((start + n) / block_size)]
-    wants_logits: bool  # the logits after the last token
+    num_logits: int  # logits are wanted after each of the last so many tokens; of none: 0
     windows: tuple[BlockTable, ...] = ()
     """The same by window group, true from the first block that the row reads on; empty: as `table`."""
 
@@ -239,7 +239,7 @@ class Forward(Protocol):
         ...
 
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
-        """Fill the rows' KV; one Logits per row that wants them, in row order.
+        """Fill the rows' KV; the Logits that rows want, in the order of rows and of positions.
 
         The result is valid until the next call; `keep` what must live longer.
         """

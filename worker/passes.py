@@ -81,7 +81,7 @@ class ForwardPasses:
         for i in range(num_steps):
             tokens = as_tokens(last)
             rows = [
-                Row(tokens[k : k + 1], start + i, table, True, windows)
+                Row(tokens[k : k + 1], start + i, table, 1, windows)
                 for k, (start, (table, windows)) in enumerate(zip(starts, tables, strict=True))
             ]
             logits = self._forward.forward(ForwardBatch((), rows))
@@ -99,12 +99,12 @@ class ForwardPasses:
         size = self._block_size
         last = as_tokens([s.tokens[-1] for s in plan.decodes])
         rows = [
-            Row(last[i : i + 1], s.length - 1, flatten(node_of(s), size), True)
+            Row(last[i : i + 1], s.length - 1, flatten(node_of(s), size), 1)
             for i, s in enumerate(plan.decodes)
         ]
         for chunk in plan.chunks:
             table = flatten(node_of(chunk.branch), size)
-            rows.append(Row(_ids(chunk.tokens), chunk.start, table, chunk.is_last))
+            rows.append(Row(_ids(chunk.tokens), chunk.start, table, int(chunk.is_last)))
         if not self._has_windows:
             return rows
         branches = (*plan.decodes, *(chunk.branch for chunk in plan.chunks))

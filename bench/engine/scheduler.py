@@ -36,7 +36,7 @@ class NullForward(MockForward):
     """Computes nothing; always draws the same token."""
 
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
-        return [0 for row in batch.rows if row.wants_logits]
+        return [0] * sum(row.num_logits for row in batch.rows)
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:
         return [1] * len(draws)

@@ -56,7 +56,7 @@ class HiddenForward:
                 pairs += len(row.tokens) * (row.start + len(row.tokens) / 2)
         seconds = 0.020 + 3e-4 * num_new**1.02 + 2e-6 * BLOCK_SIZE * len(read) + 1.5e-7 * pairs
         self._machine.now += seconds * self._drawn.lognormvariate(0.0, self._noise)
-        return [0] * sum(row.wants_logits for row in batch.rows)
+        return [0] * sum(row.num_logits for row in batch.rows)
 
     @property
     def row_nbytes(self) -> int:

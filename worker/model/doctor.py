@@ -155,10 +155,10 @@ def _run_ours(forward: TorchForward, prompt: list[int], num_steps: int) -> tuple
     table = np.arange(forward.num_blocks, dtype=np.int32)
     tokens = list(prompt)
 
-    def run(begin: int, wants_logits: bool) -> None:
+    def run(begin: int, num_logits: int) -> None:
         new = np.array(tokens[begin:], dtype=np.uint32)
-        out = forward.forward(ForwardBatch((), [Row(new, begin, table, wants_logits)]))
-        if wants_logits:
+        out = forward.forward(ForwardBatch((), [Row(new, begin, table, num_logits)]))
+        if num_logits:
             tokens.append(int(out[0].argmax()))
 
     decoder.tap = tap
@@ -166,11 +166,11 @@ def _run_ours(forward: TorchForward, prompt: list[int], num_steps: int) -> tuple
         half = len(prompt) // 2
         if half:
             del tokens[half:]
-            run(0, wants_logits=False)
+            run(0, num_logits=0)
             tokens += prompt[half:]
-        run(half, wants_logits=True)
+        run(half, num_logits=1)
         for _ in range(num_steps):
-            run(len(tokens) - 1, wants_logits=True)
+            run(len(tokens) - 1, num_logits=1)
     finally:
         decoder.tap = None
     return tokens[:-1], {place: torch.cat(parts) for place, parts in seen.items()}

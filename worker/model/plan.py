@@ -74,7 +74,11 @@ def make_plan(
         reads[window] = prepare(split)
         if own is None:
             reads[binding] = reads[window]
-    wanted = [end - 1 for row, end in zip(rows, ends.tolist(), strict=True) if row.wants_logits]
+    wanted = [
+        i
+        for row, end in zip(rows, bounds[1:], strict=True)
+        for i in range(end - row.num_logits, end)
+    ]
     tokens = np.concatenate([row.tokens for row in rows]).astype(np.int64)
     return Plan(
         tokens=torch.from_numpy(tokens).to(device),

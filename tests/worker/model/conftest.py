@@ -30,7 +30,7 @@ class Sequences:
         self.tables: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
 
-    def row(self, name: str, new: Sequence[int], wants_logits: bool = True) -> Row:
+    def row(self, name: str, new: Sequence[int], num_logits: int = 1) -> Row:
         tokens = self.tokens.setdefault(name, [])
         table = self.tables.setdefault(name, [])
         start = len(tokens)
@@ -38,7 +38,7 @@ class Sequences:
         while len(table) * self.forward.block_size < len(tokens):
             table.append(int(self.free.pop()))
         return Row(
-            np.asarray(new, dtype=np.uint32), start, np.asarray(table, dtype=np.int32), wants_logits
+            np.asarray(new, dtype=np.uint32), start, np.asarray(table, dtype=np.int32), num_logits
         )
 
     def fork(self, parent: str, child: str) -> list[BlockCopy]:

@@ -26,7 +26,7 @@ needs_tiles = pytest.mark.skipif(not amx.is_available(), reason="this CPU has no
 
 
 def make_row(table: list[int], start: int, n: int) -> Row:
-    return Row(np.zeros(n, dtype=np.uint32), start, np.asarray(table, dtype=np.int32), True)
+    return Row(np.zeros(n, dtype=np.uint32), start, np.asarray(table, dtype=np.int32), 1)
 
 
 def run(

@@ -15,7 +15,7 @@ from support.examples import examples
 
 
 def make_row(table: list[int], start: int, n: int) -> Row:
-    return Row(np.zeros(n, dtype=np.uint32), start, np.asarray(table, dtype=np.int32), True)
+    return Row(np.zeros(n, dtype=np.uint32), start, np.asarray(table, dtype=np.int32), 1)
 
 
 @st.composite

@@ -176,7 +176,7 @@ def _logits(forward: TorchForward, rows: list[list[int]]) -> torch.Tensor:
     tables = np.arange(forward.num_blocks, dtype=np.int32).reshape(len(rows), -1)
     tokens = [np.array(row, dtype=np.uint32) for row in rows]
     forward.forward(
-        ForwardBatch((), [Row(t, 0, table, False) for t, table in zip(tokens, tables, strict=True)])
+        ForwardBatch((), [Row(t, 0, table, 0) for t, table in zip(tokens, tables, strict=True)])
     )
     weights, eps = forward.decoder.weights, forward.decoder.config.norm_eps
     hidden = torch.nn.functional.rms_norm(seen[0], (seen[0].shape[1],), weights.norm, eps)

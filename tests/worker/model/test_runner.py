@@ -1,5 +1,6 @@
 """TorchForward's own promises: budgets, dtypes, copies, kept logits, checks."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from mallee.worker.kv.node import BlockCopy
 from mallee.worker.memory.budget import GIB, MIB, DeviceMemory, Room
 from mallee.worker.model import runner
 from mallee.worker.model.runner import TorchForward, load, resolve_dtype
+from mallee.worker.model.tolerance import TOLERANCES
 from support.live_fleet import make_engine
 
 
@@ -197,6 +199,29 @@ def test_a_copy_takes_the_filled_slots_of_every_layer_and_no_more(
         expected[:, copy.dst, : copy.num_slots] = before[:, copy.src, : copy.num_slots]
     assert torch.equal(memory, expected)
     assert not torch.equal(memory, before)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])
+def test_a_row_gives_the_logits_after_each_of_its_last_positions(
+    sequences: Callable[..., Any], kind: str
+) -> None:
+    """I15, part: as many as it asks for, beside rows of one token, of prompts and of forks; as one by one."""
+    rng = random.Random(kind)
+    text = [rng.randrange(128) for _ in range(41)]
+    tails = [[rng.randrange(128) for _ in range(6)] for _ in range(3)]
+    forward = random_model(kind, 3).forward()
+    run, alone = sequences(forward), sequences(random_model(kind, 3).forward())
+    for each in (run, alone):
+        each.step(each.row("a", text, 0))
+        copies = [copy for name in "bc" for copy in each.fork("a", name)]
+        each.step(copies=copies)
+    rows = [run.row("a", tails[0], 4), run.row("d", text[:9], 0), run.row("b", tails[1], 6)]
+    found = run.step(*rows, run.row("c", tails[2][:1]))
+    expected = [alone.step(alone.row("a", [token]))[0] for token in tails[0]][2:]
+    expected += [alone.step(alone.row("b", [token]))[0] for token in tails[1]]
+    expected += alone.step(alone.row("c", tails[2][:1]))
+    assert len(found) == 4 + 6 + 1
+    torch.testing.assert_close(found, expected, atol=TOLERANCES["float32"].logits, rtol=0)
 
 
 def test_kept_logits_outlive_later_steps_and_pin_nothing(sequences: Callable[..., Any]) -> None:
