@@ -21,6 +21,7 @@ from mallee.mocker.texts import Texts
 from mallee.mocker.tiers import MockedTiers, TierConfig
 from mallee.mocker.timing import Timing
 from mallee.mocker.updates import CountedSink, CountedUpdate, counted
+from mallee.protocol.errors import ConfigError
 from mallee.protocol.events import EventBatch
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command
@@ -89,6 +90,11 @@ class MockedEngine:
     ) -> None:
         self.spec = spec or mock_spec(vocab_size=1 << 32, max_model_len=1 << 24)
         assert reports_progress or texts is not None, "frames report everything"
+        if texts is not None and config is not None and config.speculation.drafters != "off":
+            raise ConfigError(
+                f"speculation={config.speculation.drafters!r}: texts of run lengths have no tokens to draft;"
+                " set speculation to off"
+            )
         self._updates = CountedSink(reports_progress) if texts is not None else None
         self._forward = TimedForward(
             self.spec,

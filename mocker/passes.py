@@ -112,13 +112,16 @@ class TimedForward:
     def run(self, plan: Plan) -> Sequence[Logits]:
         self.decodes, self.chunks = tuple(plan.decodes), plan.chunks
         self.step_s = 0.0
+        # A drafted position is one more row, which reads what its branch's row reads.
+        num_drafted = sum(len(draft.tokens) for draft in plan.drafts.values())
         if plan.decodes or plan.chunks or plan.ready:
             chunks = [(len(chunk.tokens), chunk.start) for chunk in plan.chunks]
             context = self.context(plan.decodes) if plan.decodes else 0
-            seconds = self._timing.step_s(chunks, len(plan.decodes), context)
+            seconds = self._timing.step_s(chunks, len(plan.decodes) + num_drafted, context)
             self.step_s = seconds * self._factor(self.num_passes)
             self.num_passes += 1
-        return [None] * (len(plan.decodes) + sum(chunk.is_last for chunk in plan.chunks))
+        num_last = sum(chunk.is_last for chunk in plan.chunks)
+        return [None] * (len(plan.decodes) + num_drafted + num_last)
 
     def multi_step(self, branches: Sequence[Branch], num_steps: int) -> Sequence[Text]:
         """Takes no time: `multi_step_s` said what it takes before it began."""

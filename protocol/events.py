@@ -191,6 +191,8 @@ class EngineUse(msgspec.Struct, frozen=True, array_like=True):
     num_forks: int = 0
     max_kept_blocks: int = 0  # that explicit capsules may hold
     used_blocks: int = 0  # that were ever in use
+    num_drafted_tokens: int = 0  # by speculation
+    num_accepted_tokens: int = 0  # of those, that were drawn
 
 
 class MemoryUse(msgspec.Struct, frozen=True, array_like=True):

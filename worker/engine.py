@@ -5,7 +5,7 @@ Single-threaded, no I/O, no clock of its own: equal commands between equal steps
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -53,7 +53,7 @@ from mallee.worker.capsules.disk_records import DiskRecords, Told
 from mallee.worker.capsules.record import decode_record
 from mallee.worker.capsules.registry import CapsuleRegistry
 from mallee.worker.fetches import Fetches
-from mallee.worker.forward import Forward, Structures
+from mallee.worker.forward import Forward, Logits, Structures
 from mallee.worker.kv.audit import Leak, check_tree, find_leaks
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
@@ -73,9 +73,10 @@ from mallee.worker.records import (
     make_tree,
 )
 from mallee.worker.requests import RequestTable, count_holds, memory_usage
-from mallee.worker.sampling import Sampled, Scored, StepSampler
+from mallee.worker.sampling import Ahead, Sampled, Scored, StepSampler
 from mallee.worker.sched.branch import Branch, Plan, node_of
 from mallee.worker.sched.scheduler import Scheduler
+from mallee.worker.speculation.speculator import SpeculationStats, Speculator
 
 MakeTiers: TypeAlias = Callable[[Journal, KVMemory], LowerTiers]
 """Makes the tiers below a device whose blocks are that memory."""
@@ -137,6 +138,10 @@ class Engine:
             config.scheduler, self._tree, reclaimer=self._capsules, lower=self._lower
         )
         self._sampler = StepSampler(forward, structures, overlaps=config.overlap)
+        self._speculator: Speculator | None = None
+        if config.speculation.drafters != "off":
+            scheduler, trim = self._scheduler, self._sampler.trim
+            self._speculator = Speculator(config.speculation, trim=trim, room=scheduler.make_room)
         self._updates = self._passes.updates
         self._requests = RequestTable(
             *(self._tree, self._scheduler, self._capsules, self._updates),
@@ -375,6 +380,8 @@ class Engine:
             return 0
         if self._tree.pool.watch is not None or debug_log.is_on("steps"):
             return 0
+        if self._speculator is not None:
+            limit = min(limit, self._speculator.multi_step_limit(self._scheduler.decodes))
         return min(limit, self._sampler.multi_step_limit(self._scheduler.decodes))
 
     @property
@@ -407,6 +414,8 @@ class Engine:
             commit(node_of(branch), branch.tokens[begin:-1], branch.hashes)
             branch.num_output += num_steps
         self._num_output += num_steps * len(branches)
+        if self._speculator is not None:
+            self._speculator.read(branches)
         reports_progress = self._updates.reports_progress
         for branch, tokens in zip(branches, drawn, strict=True):
             if branch.num_output >= branch.job.limits.max_tokens:
@@ -421,7 +430,8 @@ class Engine:
 
         If the forward raises, so does this, and the engine is as if the step had not begun, but for what
         sessions are charged: the caller gives it up or calls again. CorruptKV is final. Where the device had
-        too little memory for the step, its newest branch ends with that error, and the others go on.
+        too little memory for the step, its newest branch ends with that error, and the others go on; after
+        one with drafts nothing ends, and the next has none.
         """
         watch = self._watch
         if watch is not None:
@@ -435,20 +445,26 @@ class Engine:
         plan = self._scheduler.plan()
         if self._fetches is not None:
             self._fetches.begin(plan)
+        if self._speculator is not None:
+            self._speculator.draft(plan)
         if debug_log.is_on("steps"):
             debug_log.log_step(self._num_steps, plan, self._scheduler.stats())
         if watch is not None:
             watch.planned(plan)
         for branch, error in plan.failed:
             self._requests.end(branch, "error", error=error)
-        began = 0.0 if self._lower is None else self._clock()
+        is_timed = self._lower is not None or self._speculator is not None
+        began = self._clock() if is_timed else 0.0
         try:
             done, drawn = self._compute(plan)
         except DeviceMemoryExhausted as error:
             self._scheduler.undo(plan)
             if (newest := plan.newest) is None:
                 raise
-            self._requests.end(newest, "error", error=error)
+            if self._speculator is not None and plan.drafts:  # it may have had enough without them
+                self._speculator.rest(plan)
+            else:
+                self._requests.end(newest, "error", error=error)
             return self._end_step()
         except BaseException:  # whatever it is, nothing is committed yet
             self._scheduler.undo(plan)
@@ -456,7 +472,14 @@ class Engine:
         if self._lower is not None and plan.chunks and not plan.decodes:
             num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
             self._lower.computed(num_tokens, self._clock() - began)
-        self._commit(plan)
+        if self._speculator is None:
+            self._commit(plan)
+        else:
+            num_draws = Counter[Branch]()
+            for each in drawn:
+                num_draws[each.branch] += each.num_draws
+            self._speculator.learn(plan, num_draws, self._clock() - began)
+            self._commit(plan, num_draws)
         for branch, logits in done:
             if isinstance(branch.job.command, Prefill | Promote):
                 self._requests.end(branch, "stop", logits=logits)
@@ -515,8 +538,11 @@ class Engine:
         Changes branches that drew, and nothing before all have.
         """
         planned = [*plan.decodes, *(chunk.branch for chunk in plan.chunks if chunk.is_last)]
-        self._sampler.expect((*plan.ready, *planned))
+        self._sampler.expect((*plan.ready, *planned), plan.drafts.values())
         logits = self._passes.run(plan)
+        ahead = None
+        if plan.drafts:
+            logits, ahead = _apart(plan, logits)
         if self._watch is not None:
             self._watch.launched()
         done: list[Scored] = []
@@ -526,17 +552,25 @@ class Engine:
                 drawing.append((branch, each))
             else:
                 done.append((branch, self._forward.keep(each)))
-        drawn = self._sampler.draw(drawing)
+        drawn = self._sampler.draw(drawing, ahead)
         if self._watch is not None:
             self._watch.collected()
         return done, drawn
 
-    def _commit(self, plan: Plan) -> None:
-        """Commit the tokens of `plan`, which are computed."""
+    def _commit(self, plan: Plan, num_draws: Mapping[Branch, int] | None = None) -> None:
+        """Commit the tokens of `plan`, which are computed: of drafts those that were drawn.
+
+        Each of the `num_draws` of a branch is of the logits after one more token.
+        """
         commit = self._tree.commit
         for s in plan.decodes:
             node = node_of(s)
-            commit(node, (s.tokens[node.end - s.origin_len],), s.hashes)
+            begin = node.end - s.origin_len
+            if num_draws is None or s not in plan.drafts:
+                commit(node, (s.tokens[begin],), s.hashes)
+            else:
+                commit(node, s.tokens[begin : begin + num_draws[s]], s.hashes)
+                self._scheduler.drop_room(s)
         for branch in plan.ready:
             branch.logits = None
         for chunk in plan.chunks:
@@ -701,4 +735,19 @@ class Engine:
             self._requests.num_forks,
             self.usage(),
             self._constraint_states(),
+            self._speculator.stats() if self._speculator is not None else SpeculationStats(0, 0),
         )
+
+
+def _apart(plan: Plan, logits: Sequence[Logits]) -> tuple[list[Logits], dict[Branch, Ahead]]:
+    """The logits after each row's own token, and those after the tokens of drafts."""
+    first: list[Logits] = []
+    ahead: dict[Branch, Ahead] = {}
+    begin = 0
+    for branch in plan.decodes:
+        first.append(logits[begin])
+        begin += 1
+        if (draft := plan.drafts.get(branch)) is not None:
+            ahead[branch] = Ahead(draft, logits[begin : begin + len(draft.tokens)])
+            begin += len(draft.tokens)
+    return [*first, *logits[begin:]], ahead

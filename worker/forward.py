@@ -57,6 +57,15 @@ class TokenHistory:
             self._ids[place] = token
         self._counts[place] += 1
 
+    def after(self, tokens: Iterable[int]) -> "TokenHistory":
+        """A copy, as if the branch had drawn `tokens` too."""
+        copy = TokenHistory(self.prompt)
+        copy._places, copy._size = dict(self._places), self._size
+        copy._ids, copy._counts = self._ids.copy(), self._counts.copy()
+        for token in tokens:
+            copy.add(token)
+        return copy
+
     @property
     def drawn(self) -> Ids:
         """The branch's own distinct tokens, in order of their first draw."""

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.worker.forward import Draw, Forward, ForwardBatch, Logits, Row
 from mallee.worker.kv.paths import flatten, flatten_windows
 from mallee.worker.kv.text import Notation, Text, TokenNotation
-from mallee.worker.sched.branch import Branch, Plan, node_of
+from mallee.worker.sched.branch import Branch, Draft, Plan, node_of
 from mallee.worker.updates import FrameSink, UpdateSink
 
 
@@ -24,7 +26,10 @@ class Passes(Protocol):
     def updates(self) -> UpdateSink: ...
 
     def run(self, plan: Plan) -> Sequence[Logits]:
-        """One Logits for each decode and each last chunk, in this order; valid until the next call."""
+        """One Logits for each decode and each last chunk, in this order; valid until the next call.
+
+        Of a decode with a draft one more for each token of that, behind its own.
+        """
         ...
 
     def multi_step(self, branches: Sequence[Branch], num_steps: int) -> Sequence[Text]:
@@ -96,12 +101,17 @@ class ForwardPasses:
 
     def _rows(self, plan: Plan) -> list[Row]:
         """One for each decode and chunk, in this order."""
-        size = self._block_size
+        size, drafts = self._block_size, plan.drafts
         last = as_tokens([s.tokens[-1] for s in plan.decodes])
         rows = [
             Row(last[i : i + 1], s.length - 1, flatten(node_of(s), size), 1)
             for i, s in enumerate(plan.decodes)
         ]
+        if drafts:
+            rows = [
+                _drafted(row, drafts[s]) if s in drafts else row
+                for row, s in zip(rows, plan.decodes, strict=True)
+            ]
         for chunk in plan.chunks:
             table = flatten(node_of(chunk.branch), size)
             rows.append(Row(_ids(chunk.tokens), chunk.start, table, int(chunk.is_last)))
@@ -112,6 +122,12 @@ class ForwardPasses:
             row._replace(windows=flatten_windows(node_of(branch), size))
             for row, branch in zip(rows, branches, strict=True)
         ]
+
+
+def _drafted(row: Row, draft: Draft) -> Row:
+    """`row`, the last token of a branch, with its draft behind it."""
+    tokens = np.concatenate((row.tokens, as_tokens(draft.tokens)))
+    return row._replace(tokens=tokens, num_logits=len(tokens))
 
 
 def _ids(text: Text) -> Tokens:

@@ -23,6 +23,7 @@ from mallee.worker.lending import LendingStats
 from mallee.worker.retention import Retention
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.sched.scheduler import SchedulerStats
+from mallee.worker.speculation.speculator import SpeculationConfig, SpeculationStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,12 @@ class EngineConfig:
     tree_attention: bool = True
     overlap: bool = True  # grammar masks are computed while the model computes
     kv_checks: KVChecks = field(default_factory=KVChecks)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def validate(self) -> "EngineConfig":
         """Itself. Raises ConfigError naming what is out of range, or two switches that contradict."""
         self.kv_checks.validate()
+        self.speculation.validate()
         if self.max_answer_capsules < 0:
             raise ConfigError(f"max_answer_capsules={self.max_answer_capsules}: give 0 or more")
         if not 0 < self.max_kept_share <= 1:
@@ -115,6 +118,7 @@ class EngineStats(NamedTuple):
     num_forks: int  # branches that began at a node shared with others
     memory: TreeUsage  # references, and pages of a branch
     constraint_states: int  # of grammars, that branches and capsules hold
+    speculation: SpeculationStats
 
 
 def engine_use(stats: EngineStats, block_nbytes: int) -> EngineUse:
@@ -145,6 +149,8 @@ def engine_use(stats: EngineStats, block_nbytes: int) -> EngineUse:
         num_forks=stats.num_forks,
         max_kept_blocks=kept.max_blocks,
         used_blocks=stats.pool.used,
+        num_drafted_tokens=stats.speculation.num_drafted,
+        num_accepted_tokens=stats.speculation.num_accepted,
     )
 
 

@@ -2,9 +2,13 @@
 
 Grammar masks of a step's branches depend on tokens drawn before it: they are computed on a thread of
 their own while the model runs (`expect`), and looked at when there are logits to draw from (`draw`).
+
+Drafts are verified by drawing. A draw depends on its own `Draw` alone, so the token after each of a
+draft's is drawn as if the draft were right; then it is right as far as the draws repeat it, and the first
+that differs is the token that plain decoding draws, greedy or sampled.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -37,13 +41,24 @@ from mallee.worker.forward import (
 )
 from mallee.worker.kv.paths import path_tokens
 from mallee.worker.kv.text import Text
-from mallee.worker.sched.branch import Branch
+from mallee.worker.sched.branch import Branch, Draft
 
 Scored = tuple[Branch, Logits]
+NO_DRAFT = Draft(())
+
+
+class Ahead(NamedTuple):
+    """A branch's draft, and the logits after each of its tokens."""
+
+    draft: Draft
+    logits: Sequence[Logits]
+
+
+_Drawn = tuple[Logits, int]
 
 
 class Sampled(NamedTuple):
-    """The result of a draw: the branch's new tokens, and `finish` if it ends there."""
+    """The result of a branch's draws: its new tokens, and `finish` if it ends there."""
 
     branch: Branch
     logits: Logits
@@ -51,6 +66,7 @@ class Sampled(NamedTuple):
     finish: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: MalleeError | None = None
+    num_draws: int = 1
 
 
 class _Masks(NamedTuple):
@@ -60,11 +76,12 @@ class _Masks(NamedTuple):
     sets: Words
     done: Future[None] | None  # None: filled already
 
-    def of(self, branch: Branch) -> Words | None:
-        """The tokens that `branch` may draw; None if it may draw anything."""
+    def of(self, branch: Branch, before: Draft = NO_DRAFT) -> Words | None:
+        """The tokens that `branch` may draw, after the draft `before`; None if it may draw anything."""
         if branch.constraint is None:
             return None
-        row = self.rows.get(branch.constraint.matcher)
+        matcher = before.matchers[-1] if before.matchers else branch.constraint.matcher
+        row = self.rows.get(matcher)
         assert row is not None, "a constrained branch was not expected"
         allowed: Words = self.sets[row]
         return allowed
@@ -178,8 +195,32 @@ class StepSampler:
             with suppress(InvalidParameter):  # `matchers` will say so
                 self._structures.compile(structs.replace(grammar, consumed=0))
 
-    def expect(self, branches: Iterable[Branch]) -> None:
-        """These will have logits to draw from when the forward pass is done."""
+    def trim(self, branch: Branch, tokens: Sequence[int]) -> Draft:
+        """The beginning of `tokens` after which `branch` would go on to draw."""
+        job, constraint = branch.job, branch.constraint
+        ends = (
+            job.stop_ids
+            if constraint is None and job.limits.ignore_eos
+            else job.stop_ids | self._eos
+        )
+        kept = []
+        matchers: list[Matcher] = []
+        if constraint is not None:
+            self._filled()  # of a step that failed, as above
+        for token in tokens:
+            if token in ends:
+                break
+            if constraint is not None:
+                matcher = (matchers[-1] if matchers else constraint.matcher).fork()
+                matcher.advance(token)
+                if matcher.is_stopped:  # as it also is if it refuses the token
+                    break
+                matchers.append(matcher)
+            kept.append(token)
+        return Draft(tuple(kept), tuple(matchers))
+
+    def expect(self, branches: Iterable[Branch], drafts: Iterable[Draft] = ()) -> None:
+        """These will have logits to draw from when the forward pass is done, also after their drafts."""
         if not self.has_matchers:
             return
         self._filled()  # of a step that failed, as above
@@ -190,6 +231,9 @@ class StepSampler:
         rows: dict[Matcher, int] = {}
         for constraint in constraints:
             rows.setdefault(constraint.matcher, len(rows))
+        for draft in drafts:
+            for matcher in draft.matchers:
+                rows[matcher] = len(rows)
         sets = np.zeros((len(rows), num_words(self._forward.spec.vocab_size)), dtype=np.int32)
         if not self._overlaps:
             self._structures.fill(list(rows), sets)
@@ -218,10 +262,13 @@ class StepSampler:
         if token is not None:
             raise InvalidParameter("drawn", command.drawn, f"token {token} ended the answer")
 
-    def draw(self, scored: Sequence[Scored]) -> list[Sampled]:
+    def draw(
+        self, scored: Sequence[Scored], ahead: Mapping[Branch, Ahead] | None = None
+    ) -> list[Sampled]:
         """One token for each branch, and what became of it. All branches with a grammar were expected.
 
-        Nothing is changed before the forward has drawn all of them.
+        Of those in `ahead` also the tokens after it, as far as drafts are right. Nothing is changed before
+        the forward has drawn all of them.
         """
         masks = self._filled()
         taken: list[Sampled] = []
@@ -229,27 +276,91 @@ class StepSampler:
             taken, scored = _sorted_out(scored, masks)
         if not scored:
             return taken
-        tokens = self._forward.sample(
-            [
-                Draw(logits, branch.job.sampling, branch.seed, branch.length)
-                if branch.job.is_plain
-                else self._draw(branch, logits, masks)
-                for branch, logits in scored
-            ]
-        )
-        reports = self._logprobs(scored, tokens)
-        for (branch, logits), token in zip(scored, tokens, strict=True):
+        draws = [
+            Draw(logits, branch.job.sampling, branch.seed, branch.length)
+            if branch.job.is_plain
+            else self._draw(branch, logits, masks)
+            for branch, logits in scored
+        ]
+        later = {} if ahead is None else self._draw_ahead(scored, ahead, masks)
+        for own in later.values():
+            draws += own
+        tokens = self._forward.sample(draws)
+        further: dict[Branch, list[_Drawn]] = {}
+        if ahead is not None:
+            further = _verified(ahead, later, scored, tokens)
+        reports = self._logprobs(scored, tokens, further)
+        for (branch, logits), token in zip(scored, tokens, strict=False):
             each = (next(reports),) if branch.job.sampling.logprobs >= 0 else ()
             taken.append(self._take(branch, logits, token, each))
+            if branch in further:
+                self._take_further(taken, further[branch], reports)
         return taken
 
-    def _logprobs(self, scored: Sequence[Scored], tokens: Sequence[int]) -> Iterator[TokenLogprobs]:
-        """Those of the branches that want some."""
-        queries = [
-            LogprobQuery(logits, token, branch.job.sampling.logprobs)
-            for (branch, logits), token in zip(scored, tokens, strict=True)
-            if branch.job.sampling.logprobs >= 0
-        ]
+    # Drafts
+
+    def _draw_ahead(
+        self, scored: Sequence[Scored], ahead: Mapping[Branch, Ahead], masks: _Masks | None
+    ) -> dict[Branch, list[Draw]]:
+        """The draws after each token of the branches' drafts, if it is drawn.
+
+        Up to a place where the grammar lets nothing follow: the branch finds that out in the next step.
+        """
+        found: dict[Branch, list[Draw]] = {}
+        for branch, _ in scored:
+            if branch not in ahead:
+                continue
+            draft, rows = ahead[branch]
+            draws = found[branch] = []
+            for i, logits in enumerate(rows, 1):
+                before = Draft(draft.tokens[:i], draft.matchers[:i])
+                if masks is not None and before.matchers:
+                    allowed = masks.of(branch, before)
+                    if before.matchers[-1].error or allowed is None or not allowed.any():
+                        break
+                draws.append(self._draw(branch, logits, masks, before))
+        return found
+
+    def _take_further(
+        self, taken: list[Sampled], drawn: Sequence[_Drawn], reports: Iterator[TokenLogprobs]
+    ) -> None:
+        """Take what the last branch of `taken` drew after its first token, unless it ended with that.
+
+        `reports` has the log-probabilities of all of it, if they are wanted.
+        """
+        for logits, token in drawn:
+            last = taken[-1]
+            logprobs = (next(reports),) if last.branch.job.sampling.logprobs >= 0 else ()
+            if last.finish is not None:
+                continue
+            new = self._take(last.branch, logits, token, logprobs)
+            if new.error is not None:  # the tokens before it are told by an update of their own
+                taken.append(new)
+                continue
+            taken[-1] = Sampled(
+                last.branch,
+                logits,
+                last.tokens + new.tokens,
+                new.finish,
+                last.logprobs + new.logprobs,
+                num_draws=last.num_draws + 1,
+            )
+
+    # Draws, inside
+
+    def _logprobs(
+        self,
+        scored: Sequence[Scored],
+        tokens: Sequence[int],
+        further: Mapping[Branch, Sequence[_Drawn]],
+    ) -> Iterator[TokenLogprobs]:
+        """Those of the branches that want some: of each its first token, then the further ones."""
+        queries: list[LogprobQuery] = []
+        for (branch, logits), token in zip(scored, tokens, strict=False):
+            num_top = branch.job.sampling.logprobs
+            if num_top >= 0:
+                queries.append(LogprobQuery(logits, token, num_top))
+                queries += [LogprobQuery(*drawn, num_top) for drawn in further.get(branch, ())]
         return iter(self._forward.logprobs(queries) if queries else ())
 
     def _filled(self) -> _Masks | None:
@@ -258,25 +369,24 @@ class StepSampler:
             masks.done.result()
         return masks
 
-    def _draw(self, branch: Branch, logits: Logits, masks: _Masks | None) -> Draw:
-        job = branch.job
+    def _draw(
+        self, branch: Branch, logits: Logits, masks: _Masks | None, before: Draft = NO_DRAFT
+    ) -> Draw:
+        """The draw after `before`, as if that were drawn."""
+        job, num = branch.job, len(before.tokens)
         if job.has_penalties and branch.history is None:
             branch.history = self._history(branch)
+        history = branch.history
+        if num and history is not None:
+            history = history.after(before.tokens)
         banned: tuple[int, ...] = ()
-        if branch.num_output < job.limits.min_tokens:
+        if branch.num_output + num < job.limits.min_tokens:
             ends = self._eos | job.stop_ids
             banned = tuple(token for token in ends if 0 <= token < self._forward.spec.vocab_size)
-        allowed = None if masks is None else masks.of(branch)
+        allowed = None if masks is None else masks.of(branch, before)
         assert allowed is not None or branch.constraint is None, "a grammar without its masks"
-        return Draw(
-            logits,
-            job.sampling,
-            branch.seed,
-            branch.length,
-            branch.history,
-            allowed,
-            banned,
-        )
+        position = branch.length + num
+        return Draw(logits, job.sampling, branch.seed, position, history, allowed, banned)
 
     def _take(
         self, branch: Branch, logits: Logits, token: int, logprobs: tuple[TokenLogprobs, ...]
@@ -285,6 +395,11 @@ class StepSampler:
         is_eos = token in self._eos and (constraint is not None or not job.limits.ignore_eos)
         if is_eos or token in job.stop_ids:
             return Sampled(branch, logits, (), "stop")
+        if constraint is not None:
+            constraint.advance(token)
+            if constraint.matcher.error:
+                error = GrammarFailed(constraint.matcher.error)
+                return Sampled(branch, logits, finish="error", error=error)
         branch.tokens.append(token)
         branch.num_output += 1
         finish: FinishReason | None = None
@@ -292,13 +407,8 @@ class StepSampler:
             finish = "length"
         if branch.history is not None:
             branch.history.add(token)
-        if constraint is not None:
-            constraint.advance(token)
-            if constraint.matcher.error:
-                error = GrammarFailed(constraint.matcher.error)
-                return Sampled(branch, logits, finish="error", error=error)
-            if constraint.matcher.is_stopped:
-                finish = "stop"
+        if constraint is not None and constraint.matcher.is_stopped:
+            finish = "stop"
         return Sampled(branch, logits, (token,), finish, logprobs)
 
     # Penalties
@@ -333,6 +443,29 @@ class StepSampler:
             shared = distinct(() if origin is None else path_tokens(origin))
             job.shared[origin] = shared
         return np.union1d(shared, distinct(branch.tokens[:num_own])) if num_own else shared
+
+
+def _verified(
+    ahead: Mapping[Branch, Ahead],
+    later: Mapping[Branch, Sequence[Draw]],
+    scored: Sequence[Scored],
+    tokens: Sequence[int],
+) -> dict[Branch, list[_Drawn]]:
+    """The draws that follow the first ones, which are of `scored`: those up to which drafts are right."""
+    first = {branch: token for (branch, _), token in zip(scored, tokens, strict=False)}
+    found: dict[Branch, list[_Drawn]] = {}
+    begin = len(scored)
+    for branch, draws in later.items():
+        drawn = found[branch] = []
+        token = first[branch]
+        own = tokens[begin : begin + len(draws)]
+        begin += len(draws)
+        for draw, drafted, after in zip(draws, ahead[branch].draft.tokens, own, strict=False):
+            if token != drafted:
+                break
+            drawn.append((draw.logits, after))
+            token = after
+    return found
 
 
 def _inherited(command: Fork, start: Matcher | None) -> tuple[Matcher, ...]:

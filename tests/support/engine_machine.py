@@ -40,6 +40,7 @@ from mallee.worker.forward import Draw, Forward, ForwardBatch, Logits
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig, StepResult
 from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.speculation.speculator import SpeculationConfig
 
 MODEL = random_model("llama", 3)
 TOKENS = st.lists(st.integers(3, 5), min_size=1, max_size=14)
@@ -116,6 +117,7 @@ class EngineMachine(RuleBasedStateMachine):
     """Requests come, fork, end, are cancelled, preempted, evicted, expire; gateways vanish."""
 
     num_blocks: ClassVar[int] = 41  # 21 of them are guards
+    speculation: ClassVar[SpeculationConfig] = SpeculationConfig()
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,8 +146,13 @@ class EngineMachine(RuleBasedStateMachine):
             max_answer_capsules=8,
             eviction=eviction,
             kv_checks=KVChecks("guards", sweep_steps=8),
+            speculation=self.speculation,
         )
         self.engine = make_engine(cast(Forward, self.forward), lambda: self.now, config)
+        self.begun()
+
+    def begun(self) -> None:
+        """There is an engine, to which nothing has happened."""
 
     def make_forward(self) -> Forward:
         spec = mock_spec(vocab_size=8)

@@ -204,6 +204,10 @@ class NodeStore:
                 self._order.became_leaf(oldest)
         return self.pool.alloc(num_blocks, owner)
 
+    def trim(self, node: Node) -> None:
+        """Free the blocks of `node` that hold no token of it."""
+        self._free_blocks(node, -(-len(node.tokens) // self.block_size))
+
     def _expire_ranks(self) -> None:
         """Give leaves their place back whose blocks have no rank any more."""
         for value in self.ranks.take_expired():

@@ -213,6 +213,12 @@ class BranchTree:
                 self.windows.extend(node, missing)
         return Reservation(node, self._copy_of(node) if node.is_copying else None)
 
+    def trim(self, node: Node) -> None:
+        """Give back the blocks of `node` behind its tokens, those of a draft. It has one holder alone."""
+        assert node.holders == 1, f"{node} is not its holder's own"
+        assert not node.children, f"{node} is not its holder's own"
+        self._store.trim(node)
+
     def commit(
         self, node: Node, tokens: Text | Sequence[int], hashes: Hashes | None = None
     ) -> None:

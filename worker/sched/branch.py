@@ -10,7 +10,7 @@ GATED <-> WAITING -> READY ------> DECODE      any but the last two -> FINISHED,
 import heapq
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -609,13 +609,20 @@ class Query(NamedTuple):
     keys: tuple[int, ...]
 
 
+class Draft(NamedTuple):
+    """Tokens that a branch may draw next, and the state of its grammar after each of them, if it has one."""
+
+    tokens: tuple[int, ...]
+    matchers: tuple[Matcher, ...] = ()
+
+
 @dataclass(slots=True)
 class Plan:
     """The work of one step.
 
     `decodes` compute the one token that they drew last; `chunks` are pieces of prompts; `ready` draw
     without a pass; `failed` can't go on. `copies` come before everything; `fetches` and `queries` begin with
-    the step.
+    the step. `tokens_left` of the step's are granted to none: decodes may compute `drafts` for them.
     """
 
     decodes: list[Branch]
@@ -625,6 +632,8 @@ class Plan:
     failed: list[tuple[Branch, PoolExhausted]]
     fetches: Sequence[Fetch] = ()
     queries: Sequence[Query] = ()
+    tokens_left: int = 0
+    drafts: dict[Branch, Draft] = field(default_factory=dict)
 
     @property
     def newest(self) -> Branch | None:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from mallee.protocol.errors import PoolExhausted
 from mallee.worker.kv.node import BlockCopy, Node
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.branch import Branch, FairQueue, Phase
+from mallee.worker.sched.branch import Branch, FairQueue, Phase, node_of
 from mallee.worker.sched.policy import URGES, Policy, SchedulerConfig
 from mallee.worker.sched.sessions import Session, Sessions
 from mallee.worker.sched.waiting import Waiting
@@ -295,6 +295,25 @@ class BlockBudget:
         if self._promises is not None and branch.phase == "prefill":
             self._promise(branch)
         return Grown(True, preempted) if preempted else GROWN
+
+    def stretch(self, branch: Branch, num_tokens: int) -> int:
+        """Room for tokens behind the next one of `branch`, which decodes: for how many of `num_tokens`.
+
+        Of free blocks alone: nothing is evicted for a draft, and no branch gives way.
+        """
+        size, found = self._tree.block_size, branch.room - branch.length
+        if found < num_tokens and (free := self._tree.num_free):
+            more = min(-(-(num_tokens - found) // size), free) * size
+            self._tree.reserve(node_of(branch), 1 + found + more)
+            branch.room += more
+            found += more
+        return min(found, num_tokens)
+
+    def shrink(self, branch: Branch) -> None:
+        """Give back the blocks of `branch` in which no token is committed."""
+        node = node_of(branch)
+        self._tree.trim(node)
+        branch.room = node.base + len(node.blocks) * self._tree.block_size
 
     def admitted(self, branch: Branch) -> None:
         """`branch` runs from now on."""

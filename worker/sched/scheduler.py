@@ -180,6 +180,14 @@ class Scheduler:
         self._step += num_steps
         return decodes
 
+    def make_room(self, branch: Branch, num_tokens: int) -> int:
+        """Room for a draft of `branch`, a decode of the last plan: for how many of so many tokens."""
+        return self._blocks.stretch(branch, num_tokens)
+
+    def drop_room(self, branch: Branch) -> None:
+        """The draft of `branch` is committed as far as it is right: its other blocks are free again."""
+        self._blocks.shrink(branch)
+
     def follow(self, plan: Plan) -> None:
         """`plan` is carried out: what drew decodes from now on, what waited for its tokens goes on."""
         for branch in plan.ready:
@@ -217,6 +225,8 @@ class Scheduler:
 
         What was reserved stays reserved; the copies will be told again.
         """
+        for branch in plan.drafts:
+            self._blocks.shrink(branch)
         self._blocks.forget_copies()
         for chunk in plan.chunks:
             if chunk.is_last and chunk.branch.phase == "prefill":

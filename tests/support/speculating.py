@@ -1,0 +1,146 @@
+"""Drafters that know the answers, and what an engine tells apart from when it tells it."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from mallee.protocol.events import CapsuleStored, Event, Removed, Stored, unpack_hashes
+from mallee.protocol.messages import TokenLogprobs
+from mallee.worker.engine import Engine
+from mallee.worker.kv.paths import flatten
+from mallee.worker.sched.branch import Branch
+from mallee.worker.speculation.drafters import Drafter
+from mallee.worker.speculation.worth import StepCosts
+
+Name: TypeAlias = tuple[str, int]
+Kind: TypeAlias = Literal["right", "wrong", "mixed", "random"]
+
+
+class Knowing:
+    """A drafter that knows `answers`, those of plain decoding, and tells them as `kind` says.
+
+    Right, wrong from the first token on, right up to a token drawn by `rng`, or anything.
+    """
+
+    def __init__(self, kind: Kind, answers: Mapping[Name, Sequence[int]], *, vocab: int) -> None:
+        self._kind = kind
+        self._answers = answers
+        self._vocab = vocab
+        self._rng = random.Random(kind)
+        self.num_proposed = 0
+
+    def read(self, branch: Branch) -> None:
+        """It has read all."""
+
+    def forget(self, branch: Branch) -> None:
+        """It remembers nothing of a branch."""
+
+    def propose(self, branch: Branch, num_tokens: int) -> list[int]:
+        self.num_proposed += 1
+        rng = self._rng
+        if self._kind == "random":
+            return [rng.randrange(self._vocab) for _ in range(rng.randrange(num_tokens + 1))]
+        answer = self._answers.get((branch.job.command.request, branch.index), ())
+        at = branch.num_output
+        draft = list(answer[at : at + num_tokens])
+        wrong = {"right": num_tokens, "wrong": 0}.get(self._kind, rng.randrange(num_tokens + 1))
+        return [t if i < wrong else (t + 1) % self._vocab for i, t in enumerate(draft)]
+
+
+class Told(NamedTuple):
+    """All that an engine told of one branch."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish: str | None
+    boundary: int
+    capsule: str | None
+    error: str | None
+
+
+class Teller:
+    """Adds up what an engine tells, checking positions and invariants."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.num_steps = 0
+        self.most_tokens = 0  # of one update
+        self.events: list[Event] = []
+        self._updates: dict[Name, list[Any]] = {}
+
+    def step(self) -> None:
+        result = self.engine.step()
+        self.engine.check()
+        self.num_steps += 1
+        for frame in result.frames.values():
+            for update in frame.updates:
+                own = self._updates.setdefault((update.request, update.branch), [])
+                num = sum(len(each.tokens) for each in own)
+                assert update.position == num or update.branch < 0, "a gap in an answer"
+                own.append(update)
+                self.most_tokens = max(self.most_tokens, len(update.tokens))
+        if result.events is not None:
+            self.events += result.events.events
+
+    def run(self, max_steps: int = 5000) -> None:
+        for _ in range(max_steps):
+            if not self.engine.has_work:
+                return
+            self.step()
+        raise AssertionError(f"still working after {max_steps} steps")
+
+    def answers(self) -> dict[Name, list[int]]:
+        return {name: list(told.tokens) for name, told in self.told().items()}
+
+    def told(self) -> dict[Name, Told]:
+        return {name: _told(updates) for name, updates in self._updates.items()}
+
+    def stored(self) -> list[Any]:
+        """Blocks and capsules that were stored, in no order: steps put them in different ones."""
+        found: list[Any] = []
+        for event in self.events:
+            if isinstance(event, Stored | Removed):
+                kind = type(event).__name__
+                found += [(kind, event.group, h) for h in unpack_hashes(event.hashes).tolist()]
+            elif isinstance(event, CapsuleStored):
+                hashes = tuple(unpack_hashes(event.hashes).tolist())
+                found.append(("CapsuleStored", event.capsule, event.boundary, hashes))
+            else:
+                found.append((type(event).__name__, getattr(event, "capsule", "")))
+        return sorted(found, key=repr)
+
+    def kv(self, read: Callable[[Sequence[int], int], Any]) -> dict[str, Any]:
+        """The KV of each capsule that is there: `read` gets its blocks and the tokens in them."""
+        found = {}
+        for told in self.told().values():
+            capsule = self.engine._capsules.peek(told.capsule) if told.capsule else None
+            if capsule is not None and capsule.node is not None:
+                table = flatten(capsule.node, self.engine._tree.block_size).tolist()
+                found[capsule.id] = read(table, capsule.node.end)
+        return found
+
+
+def _told(updates: Sequence[Any]) -> Told:
+    last = updates[-1]
+    return Told(
+        tuple(t for each in updates for t in each.tokens),
+        tuple(p for each in updates for p in each.logprobs),
+        last.finish,
+        last.boundary,
+        last.capsule,
+        last.error[0] if last.error else None,
+    )
+
+
+class Free(StepCosts):
+    """Positions that cost nothing: no draft is too bad."""
+
+    def break_even(self, num_rows: int) -> float:
+        return 1e-300
+
+
+def draft_by(engine: Engine, drafter: Drafter) -> None:
+    """From now on `engine`, which speculates, has drafts of `drafter` alone, and never gives up on it."""
+    assert engine._speculator is not None, "it does not speculate"
+    engine._speculator.drafters = (drafter,)
+    engine._speculator._costs = Free()

@@ -1,0 +1,167 @@
+"""Drafts for the decodes of a plan, and what is learnt from what became of them.
+
+Takes what a plan leaves of its budget and of free blocks: nothing waits, is evicted or preempted for a
+draft. Which tokens are drawn does not depend on it (`sampling.py`), only how many in a step.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+from mallee.protocol.errors import ConfigError
+from mallee.worker.sched.branch import Branch, Draft, Plan
+from mallee.worker.speculation.drafters import Drafter, PromptLookup, SiblingLookup
+from mallee.worker.speculation.worth import Acceptance, StepCosts
+
+SpeculationName: TypeAlias = Literal["off", "prompt", "sibling", "auto"]
+_DRAFTERS: Final[dict[SpeculationName, tuple[Callable[[], Drafter], ...]]] = {
+    "off": (),
+    "prompt": (PromptLookup,),
+    "sibling": (SiblingLookup,),
+    "auto": (SiblingLookup, PromptLookup),
+}
+_MIN_KEPT: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """The drafters, by name, and the most tokens of a draft. No setting changes an answer.
+
+    `prompt` drafts from the branch's own text, `sibling` from what other branches of its prompt or capsule
+    drew, `auto` from these first, then from the own text.
+    """
+
+    drafters: SpeculationName = "off"
+    num_tokens: int = 5
+
+    def validate(self) -> "SpeculationConfig":
+        """Itself. Raises ConfigError."""
+        if self.drafters not in _DRAFTERS:
+            raise ConfigError(f"speculation={self.drafters!r}: give one of {', '.join(_DRAFTERS)}")
+        if self.num_tokens < 1:
+            raise ConfigError(
+                f"num_speculative_tokens={self.num_tokens}: give at least 1; speculation='off' drafts none"
+            )
+        return self
+
+
+class SpeculationStats(NamedTuple):
+    """Tokens drafted, and those of them that were drawn. Both only grow."""
+
+    num_drafted: int
+    num_accepted: int
+
+
+class _Speculated:
+    """A branch, as far as it was drafted for."""
+
+    __slots__ = ("accepted", "last")
+
+    def __init__(self, num_drafters: int) -> None:
+        self.accepted = [Acceptance() for _ in range(num_drafters)]
+        self.last = 0  # the drafter of its draft under way
+
+
+class Speculator:
+    """Chooses drafts. `trim` cuts one to what a branch may draw, `room` to what there are blocks for."""
+
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        *,
+        trim: Callable[[Branch, Sequence[int]], Draft],
+        room: Callable[[Branch, int], int],
+    ) -> None:
+        self.drafters = tuple(make() for make in _DRAFTERS[config.validate().drafters])
+        self._most = config.num_tokens
+        self._trim = trim
+        self._room = room
+        self._costs = StepCosts()
+        self._branches: dict[Branch, _Speculated] = {}  # ended ones too, until there are many
+        self._max_branches = _MIN_KEPT
+        self._num_drafted = self._num_accepted = 0
+
+    def draft(self, plan: Plan) -> None:
+        """Give `plan` drafts, as far as its budget goes."""
+        left = plan.tokens_left
+        if left <= 0 or not plan.decodes:
+            return
+        num_rows = len(plan.decodes) + sum(len(chunk.tokens) for chunk in plan.chunks)
+        break_even = self._costs.break_even(num_rows)
+        for branch in plan.decodes:
+            most = min(self._most, left, branch.job.limits.max_tokens - branch.num_output - 1)
+            draft = self._draft(branch, break_even, most) if most > 0 else None
+            if draft is not None:
+                plan.drafts[branch] = draft
+                left -= len(draft.tokens)
+
+    def _draft(self, branch: Branch, break_even: float, most: int) -> Draft | None:
+        state = self._state(branch)
+        for i, (accepted, drafter) in enumerate(zip(state.accepted, self.drafters, strict=True)):
+            length = accepted.length(branch.num_output, break_even, most)
+            if not length or not (found := drafter.propose(branch, length)):
+                continue
+            draft = self._trim(branch, found[:length])
+            num = self._room(branch, len(draft.tokens)) if draft.tokens else 0
+            if num:
+                state.last = i
+                return Draft(draft.tokens[:num], draft.matchers[:num])
+        return None
+
+    def read(self, branches: Iterable[Branch]) -> None:
+        """`branches` have drawn tokens."""
+        for branch in branches:
+            self._state(branch)
+            for drafter in self.drafters:
+                drafter.read(branch)
+
+    def learn(self, plan: Plan, num_draws: Mapping[Branch, int], seconds: float) -> None:
+        """`plan` was computed in so many seconds, and its branches drew so many tokens."""
+        self.read(num_draws)
+        num_drafted = 0
+        for branch, draft in plan.drafts.items():
+            state, num, num_accepted = (
+                self._branches[branch],
+                len(draft.tokens),
+                num_draws[branch] - 1,
+            )
+            state.accepted[state.last].learn(num, num_accepted)
+            num_drafted += num
+            self._num_accepted += num_accepted
+        self._num_drafted += num_drafted
+        if not plan.chunks and not plan.ready:
+            self._costs.learn(len(plan.decodes) + num_drafted, seconds)
+
+    def rest(self, plan: Plan) -> None:
+        """`plan` could not be computed with its drafts: for a while there are none for these branches."""
+        for branch in plan.drafts:
+            for acceptance in self._branches[branch].accepted:
+                acceptance.rest(branch.num_output)
+
+    def multi_step_limit(self, branches: Iterable[Branch]) -> int:
+        """The number of next steps in which nothing is drafted for any of `branches`."""
+        limit = 1 << 62
+        for branch in branches:
+            state = self._branches.get(branch)
+            if state is None:
+                return 0
+            limit = min(limit, *(each.paused(branch.num_output) for each in state.accepted))
+        return limit
+
+    def stats(self) -> SpeculationStats:
+        return SpeculationStats(self._num_drafted, self._num_accepted)
+
+    def _state(self, branch: Branch) -> _Speculated:
+        state = self._branches.get(branch)
+        if state is None:
+            if len(self._branches) >= self._max_branches:
+                self._forget_ended()
+                self._max_branches = max(_MIN_KEPT, 2 * len(self._branches))
+            state = self._branches[branch] = _Speculated(len(self.drafters))
+        return state
+
+    def _forget_ended(self) -> None:
+        for branch in [branch for branch in self._branches if branch.is_over]:
+            del self._branches[branch]
+            for drafter in self.drafters:
+                drafter.forget(branch)
