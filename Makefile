@@ -10,9 +10,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-# Test processes at a time. Tests marked `alone` run by themselves.
+# Test processes at a time. Tests marked `alone` run by themselves; those marked `service`, which wait more than
+# they compute, with others of their kind: a file's share what it started.
 JOBS ?= 2
 SHARED := -n $(JOBS) --dist worksteal
+SERVICES := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 COMPILE := from mallee.router.router import Router; from mallee.router.config import RouterConfig; \
 	Router(RouterConfig(), clock=float)
 # Set explicitly: a local Ray otherwise writes a token and later commands fail with 401.
@@ -37,7 +39,7 @@ demo: setup
 	$(BIN)/mallee demo
 
 test: setup
-	$(PYTEST) $(SHARED) -m "not alone and not slow"
+	$(PYTEST) $(SHARED) -m "not alone and not service and not slow"
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -79,7 +81,8 @@ flashinfer: setup
 check: lint
 	$(MAKE) --jobs 2 types kernels prometheus flashinfer
 	$(PYTEST) --hypothesis-profile ci -m alone
-	$(PYTEST) --hypothesis-profile ci $(SHARED) -m "not alone"
+	$(PYTEST) --hypothesis-profile ci $(SERVICES) -m service
+	$(PYTEST) --hypothesis-profile ci $(SHARED) -m "not alone and not service"
 
 bench: setup
 	$(BIN)/python -m bench.engine.fork

@@ -10,6 +10,9 @@ from hypothesis import HealthCheck, settings
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores; before torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Ray's own processes start slowly where the machine is busy; after 30 s it would give up.
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+
 settings.register_profile(
     "all", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -12,7 +12,7 @@ import pytest
 from mallee.actors.addresses import free_port
 from mallee.actors.proxy.choice import SWITCH, haproxy_binary, serving_environment
 
-pytestmark = [pytest.mark.alone, pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.service, pytest.mark.ray, pytest.mark.slow]
 
 APP = """
 import asyncio

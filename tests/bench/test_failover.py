@@ -4,7 +4,7 @@ import pytest
 
 from support.benches import run_bench
 
-pytestmark = [pytest.mark.ray, pytest.mark.alone, pytest.mark.model, pytest.mark.nats]
+pytestmark = [pytest.mark.ray, pytest.mark.service, pytest.mark.model, pytest.mark.nats]
 
 
 @pytest.mark.slow

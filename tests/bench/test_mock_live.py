@@ -46,7 +46,7 @@ async def test_the_client_counts_whole_streams_and_failures() -> None:
     assert 0 < result["first_p50_ms"] <= result["p50_ms"]
 
 
-@pytest.mark.alone
+@pytest.mark.service
 @pytest.mark.nats
 @pytest.mark.slow
 def test_a_small_fleet_stands_answers_and_idles(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from support.benches import run_bench
 
 
 @pytest.mark.ray
-@pytest.mark.alone
+@pytest.mark.service
 def test_a_deploy_on_a_running_head_is_timed_until_its_first_answer() -> None:
     found, _ = run_bench("ready", "--quick", "--ways", "deploy")
     times = found["ways"]["deploy"]

@@ -12,7 +12,7 @@ LATENCIES = {"p50_ms", "p99_ms", "first_p50_ms", "first_p99_ms", "rps"}
 
 
 @pytest.mark.ray
-@pytest.mark.alone
+@pytest.mark.service
 @pytest.mark.model
 def test_sides_take_turns_and_every_figure_is_there() -> None:
     """The gateway over Ray costs something, and a peer that is not installed is said to be not."""

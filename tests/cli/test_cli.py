@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -94,7 +95,6 @@ def test_what_can_not_start_is_said_in_one_line_before_anything_starts(
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.alone
 def test_an_option_of_old_is_refused_with_its_new_name() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mallee.cli", "mock", "--http=8001"],
@@ -108,7 +108,7 @@ def test_an_option_of_old_is_refused_with_its_new_name() -> None:
 @pytest.mark.nats
 @pytest.mark.model
 @pytest.mark.slow
-@pytest.mark.alone
+@pytest.mark.service
 @pytest.mark.timeout(400)
 def test_the_demo_forks_on_one_worker_and_leaves_nothing_running() -> None:
     """X1, part: real Ray, NATS, HTTP and model; affinity 1.0, and nothing of the prefix again."""
@@ -118,11 +118,12 @@ def test_the_demo_forks_on_one_worker_and_leaves_nothing_running() -> None:
         resolve_model("smollm2")
     except ModelError as error:
         pytest.skip(f"no SmolLM2 weights: {error}")
-    before = {p.pid for p in psutil.process_iter()}
     command = [sys.executable, "-m", "mallee.cli", "demo", "--json", "--max-tokens", "4"]
+    mark = f"MALLEE_TEST_{secrets.token_hex(8)}"  # all processes of the demo have this variable
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=380, check=False, env=os.environ.copy()
-    )
+        command, capture_output=True, text=True, timeout=380, check=False,
+        env={**os.environ, mark: "1"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout)
     _check_fork(report["fork"])
@@ -131,9 +132,7 @@ def test_the_demo_forks_on_one_worker_and_leaves_nothing_running() -> None:
     assert {b["worker"] for b in plain} == {"w0", "w1"}
     forked = [b["text"] for b in report["fork"]["branches"]]
     assert [b["text"] for b in plain] == forked
-    mine = {p.pid for p in psutil.process_iter()} - before
-    left = [p for p in mine if psutil.pid_exists(p) and "mallee" in _command_line(p)]
-    assert left == []
+    assert [each for each in psutil.process_iter() if _is_left(each, mark)] == []
 
 
 def _check_fork(fork: dict[str, Any]) -> None:
@@ -145,8 +144,8 @@ def _check_fork(fork: dict[str, Any]) -> None:
     assert fork["total_ms"] >= fork["prefill_ms"] > 0
 
 
-def _command_line(pid: int) -> str:
+def _is_left(process: psutil.Process, mark: str) -> bool:
     try:
-        return " ".join(psutil.Process(pid).cmdline())
-    except psutil.Error:
-        return ""
+        return mark in process.environ() and "mallee" in " ".join(process.cmdline())
+    except psutil.Error:  # it ended meanwhile, or is not ours to look at
+        return False

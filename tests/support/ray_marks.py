@@ -5,7 +5,7 @@ from typing import Final
 import pytest
 
 IN_PROCESS_RAY: Final = [
-    pytest.mark.alone,
+    pytest.mark.service,
     pytest.mark.ray,
     pytest.mark.nats,
     pytest.mark.slow,

@@ -11,7 +11,7 @@ from support.mock_scene import make_folder, mock_config
 from support.serving import serving
 
 pytestmark = [
-    pytest.mark.alone,
+    pytest.mark.service,
     pytest.mark.ray,
     pytest.mark.nats,
     pytest.mark.slow,
