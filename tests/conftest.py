@@ -2,7 +2,9 @@
 
 import gc
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,6 +26,18 @@ settings.load_profile("dev")  # or as --hypothesis-profile says
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where model tests compute: cpu, cuda, cuda:1")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Don't import files that have no test of the one mark that is asked for: that takes half a minute.
+
+    The mark stands in the file itself, or in the name of a list of marks (`IN_PROCESS_SERVICE`).
+    """
+    mark = config.getoption("markexpr")
+    if mark not in ("alone", "service") or not collection_path.name.startswith("test_"):
+        return None
+    named = rf"mark\.{mark}\b|_{mark.upper()}\b"
+    return None if re.search(named, collection_path.read_text(encoding="utf-8")) else True
 
 
 def pytest_collection_finish() -> None:

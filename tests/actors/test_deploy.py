@@ -20,10 +20,10 @@ from mallee.actors.proxy.choice import KEEP_ALIVE_S, serving_environment
 from mallee.cli.main import cli
 from mallee.client import Mallee
 from support.mock_scene import make_folder
-from support.ray_marks import IN_PROCESS_RAY
+from support.ray_marks import IN_PROCESS_SERVICE
 from support.waiting import wait_until
 
-pytestmark = IN_PROCESS_RAY
+pytestmark = IN_PROCESS_SERVICE
 
 
 class Cluster:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.service, pytest.mark.ray, pytest.mark.nats, pytest.mar
 
 MODES = {"haproxy": "HAProxy", "python": "Ray's Python proxy"}
 MAX_BODY = 200_000
+ENGINES = 25  # of each worker
 
 
 class Front(NamedTuple):
@@ -53,8 +54,8 @@ def front(
     command = [sys.executable, "-m", "mallee.cli", "serve", "--model", str(folder)]
     command += ["--port", str(port), "--served-model-name", "m"]
     for setting in (
-        *("gateways=2", "engine.kind=mock", "mock.engines_per_worker=4", "drain_s=20"),
-        f"http.max_body_bytes={MAX_BODY}",
+        *("gateways=2", "workers=2", "engine.kind=mock", f"mock.engines_per_worker={ENGINES}"),
+        *("routing.policy=round_robin", "drain_s=20", f"http.max_body_bytes={MAX_BODY}"),
     ):
         command += ["--set", setting]
     switch = str(int(request.param == "haproxy"))
@@ -68,6 +69,37 @@ def front(
         finally:
             process.terminate()
             process.wait(60)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def half_open(front: Front) -> Iterator[Future[list[bytes]] | None]:
+    """The ends of connections that send no whole request. They take their time beside the other tests."""
+    if front.mode != "haproxy":
+        yield None
+        return
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(left_half_open, front)
+
+
+def left_half_open(front: Front) -> list[bytes]:
+    """Everything that is answered to each of 120, of three kinds by turns."""
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
+    found = []
+    with ExitStack() as stack:
+        conns = []
+        for sent in (b"", b"POST /v1/comp", request) * 40:
+            address = ("127.0.0.1", front.port)
+            conns.append(stack.enter_context(socket.create_connection(address, timeout=40)))
+            conns[-1].sendall(sent)
+        assert httpx.post(f"{front.url}/v1/completions", json=body()).status_code == 200
+        for conn in conns:
+            raw = b""
+            # HAProxy itself waits for the rest of a body for a minute.
+            while b"slow_body" not in raw and (more := conn.recv(65536)):
+                raw += more
+            found.append(raw)
+        assert httpx.post(f"{front.url}/v1/completions", json=body()).status_code == 200
+    return found
 
 
 until = partial(wait_until, timeout_s=15.0)
@@ -118,7 +150,7 @@ def test_nothing_but_the_known_ports_of_ray_listens_beyond_loopback(front: Front
                 and connection.laddr.ip not in ("127.0.0.1", "::ffff:127.0.0.1", "::1")
             ]
     assert all(name.startswith("ray::ServeRepl") for name, _ in open_wide), open_wide
-    assert len(open_wide) <= 4, open_wide  # broker, worker, two gateways
+    assert len(open_wide) <= 5, open_wide  # broker, two workers, two gateways
 
 
 def metrics(front: Front) -> dict[str, str]:
@@ -163,6 +195,25 @@ def test_probes_are_answered_through_the_proxy(front: Front) -> None:
     for path, status in (("live", "live"), ("ready", "ready")):
         answer = httpx.get(f"{front.url}/health/{path}")
         assert (answer.status_code, answer.json()) == (200, {"status": status})
+
+
+def test_all_engines_of_all_replicas_are_workers_and_answer(front: Front) -> None:
+    """K21, part: mocked engines as the worker deployment, behind gateways, NATS and Ray unchanged."""
+    names = {f"w{i}-{k}" for i in range(2) for k in range(ENGINES)}
+    found = httpx.get(f"{front.url}/health").json()["workers"]
+    assert {worker["worker"] for worker in found} == names
+
+    def complete(number: int) -> dict[str, Any]:
+        content = body(prompt=f"a tree of {number} trunks " * 8, max_tokens=6)
+        answer = client.post("/v1/completions", json=content)
+        assert answer.status_code == 200, answer.text
+        made: dict[str, Any] = answer.json()
+        return made
+
+    with httpx.Client(base_url=front.url, timeout=30) as client, ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(complete, range(3 * len(names))))
+    assert {each["choices"][0]["mallee"]["worker"] for each in answers} == names
+    assert {each["usage"]["completion_tokens"] for each in answers} == {6}
 
 
 def test_a_capsule_of_one_gateway_is_forked_by_the_other(front: Front) -> None:
@@ -228,26 +279,15 @@ def test_of_rays_paths_only_health_is_there(front: Front) -> None:
     assert httpx.post(f"{front.url}/v1/completions", json=body()).status_code == 200
 
 
-def test_half_open_connections_are_cut_behind_haproxy(front: Front) -> None:
+def test_half_open_connections_are_cut_behind_haproxy(
+    half_open: Future[list[bytes]] | None,
+) -> None:
     """F30, part: no head in 10 s, no body in 20 s; meanwhile others are answered."""
-    if front.mode != "haproxy":
+    if half_open is None:
         pytest.skip("Ray's proxy in Python has no such limits")
-    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
-    with ExitStack() as stack:
-        conns = []
-        for sent in (b"", b"POST /v1/comp", request) * 40:
-            address = ("127.0.0.1", front.port)
-            conns.append(stack.enter_context(socket.create_connection(address, timeout=40)))
-            conns[-1].sendall(sent)
-        assert httpx.post(f"{front.url}/v1/completions", json=body()).status_code == 200
-        for number, conn in enumerate(conns):
-            raw = b""
-            # HAProxy itself waits for the rest of a body for a minute.
-            while b"slow_body" not in raw and (more := conn.recv(65536)):
-                raw += more
-            assert raw.startswith(b"HTTP/1.1 408")
-            assert (b"slow_body" in raw) == (number % 3 == 2)
-        assert httpx.post(f"{front.url}/v1/completions", json=body()).status_code == 200
+    for number, raw in enumerate(half_open.result(60)):
+        assert raw.startswith(b"HTTP/1.1 408")
+        assert (b"slow_body" in raw) == (number % 3 == 2)
 
 
 def test_running_streams_end_before_the_service_does(front: Front) -> None:

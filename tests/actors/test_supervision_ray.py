@@ -14,10 +14,10 @@ import pytest
 from mallee.actors.addresses import free_port
 from mallee.actors.proxy.choice import KEEP_ALIVE_S, serving_environment
 from support.mock_scene import make_folder, mock_config
-from support.ray_marks import IN_PROCESS_RAY
+from support.ray_marks import IN_PROCESS_SERVICE
 from support.waiting import wait_until
 
-pytestmark = IN_PROCESS_RAY
+pytestmark = IN_PROCESS_SERVICE
 
 
 def kill(name: str, tasks: Any) -> int:

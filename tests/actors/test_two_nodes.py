@@ -23,10 +23,10 @@ from mallee.protocol.events import (
 )
 from mallee.protocol.subjects import BusRole, Subjects
 from support.mock_scene import make_folder, mock_config
-from support.ray_marks import IN_PROCESS_RAY
+from support.ray_marks import IN_PROCESS_SERVICE
 from support.waiting import until
 
-pytestmark = IN_PROCESS_RAY
+pytestmark = IN_PROCESS_SERVICE
 
 MEMORY = {"object_store_memory": 100 << 20}
 PROMPT = "a tree of many trunks"

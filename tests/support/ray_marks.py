@@ -4,7 +4,7 @@ from typing import Final
 
 import pytest
 
-IN_PROCESS_RAY: Final = [
+IN_PROCESS_SERVICE: Final = [
     pytest.mark.service,
     pytest.mark.ray,
     pytest.mark.nats,
