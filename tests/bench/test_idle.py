@@ -44,7 +44,7 @@ def test_a_process_is_sampled_with_its_children() -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.service
+@pytest.mark.alone
 def test_an_idle_service_uses_a_small_part_of_a_core() -> None:
     found, _ = run_bench("idle", "--quick", "--cases", "mocked_10")
     roles = found["cases"]["mocked_10"]
