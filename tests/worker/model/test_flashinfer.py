@@ -438,6 +438,24 @@ def test_fp8_memory_is_read_as_it_was_written(kernels: Kernels) -> None:
     torch.testing.assert_close(ours, plain, atol=1e-2, rtol=1e-2)
 
 
+def test_scales_of_fp8_memory_fold_into_scores_and_outputs(kernels: Kernels) -> None:
+    """D31, part: keys and values kept as shares of per-tensor scales, one layer's unlike another's."""
+    shape = SHAPES[0]
+    rows = forked(5, shared=6, own=1)
+    attention = kernels.attention(shape, kv_dtype=FP8, min_shared_tokens=16)
+    reads = Case(rows, 16, shape).reads(attention)
+    assert reads.parts.shared is not None
+    q = random_q(5, shape, torch.bfloat16, kernels.device)
+    for k_scale, v_scale in ((0.004, 0.002), (0.02, 0.5)):
+        scales = torch.tensor([k_scale, v_scale], device=kernels.device)[:, None, None]
+        kv = random_kv(16 * 11, shape, torch.float32, kernels.device)
+        memory = (kv / scales).clamp(-448, 448).to(FP8)
+        seen = attention.attend(reads, q, memory, scale=SCALE * k_scale) * v_scale
+        true = (memory.float() * scales).float()
+        plain = attend_plain(rows, q, true, 16, scale=SCALE)
+        torch.testing.assert_close(seen, plain, atol=1e-2, rtol=1e-2)
+
+
 def test_the_backend_is_chosen_where_it_fits(caplog: pytest.LogCaptureFixture) -> None:
     """Elsewhere attention runs in torch, and one line says why, and the remedy."""
     config = random_model(head_dim=64).config

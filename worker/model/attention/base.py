@@ -207,6 +207,6 @@ class Attention(Protocol):
         """The attention output of every token of the batch: [n, num_heads, head_dim].
 
         q [n, num_heads, head_dim]; this step's keys and values are in `memory` already. Scores are
-        q k^T * scale. `reads` says which keys a token sees.
+        q k^T * scale, which may differ from layer to layer. `reads` says which keys a token sees.
         """
         ...

@@ -275,7 +275,7 @@ class FlashInferAttention:
             "head_dim": self._head_dim,
             "page_size": self._block_size,
             "window_left": window_left,
-            "sm_scale": 1.0,  # scores are scaled by `q_scale`, which comes with each layer
+            "sm_scale": 1.0,  # `q_scale` multiplies it, and comes with each layer, as FP8 scales would
             "q_data_type": self._dtype,
             "kv_data_type": self._kv_dtype,
         }
