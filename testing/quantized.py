@@ -1,6 +1,6 @@
 """Checkpoints of 8 bits made from plain ones, as other tools store them, for tests and benches.
 
-The simplest rounding (to nearest, scales from the largest value): real tools do no worse.
+The simplest rounding: to nearest, scales from the largest value.
 """
 
 from collections.abc import Callable, Mapping, Sequence
