@@ -118,16 +118,21 @@ def random_model(family: str = "llama", seed: int = 0, **overrides: Any) -> Rand
         **_OF_FAMILY[family],
         **overrides,
     }
-    config = parse_config(raw)
-    generator = torch.Generator().manual_seed(seed)
+    return RandomModel(raw, random_tensors(parse_config(raw), torch.Generator().manual_seed(seed)))
+
+
+def random_tensors(
+    config: ModelConfig, generator: torch.Generator, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """Weights of `config` under transformers' names, on the generator's device."""
     tensors = {}
     for name, shape in expected_shapes(config).items():
-        values = torch.randn(shape, generator=generator)
+        values = torch.randn(shape, generator=generator, dtype=dtype, device=generator.device)
         # Wide enough that next tokens differ clearly, narrow enough that nothing saturates.
         is_norm = len(shape) == 1
         centre = 1.0 - config.family.norm_offset
         tensors[name] = centre + 0.1 * values if is_norm else values * 1.5 / shape[1] ** 0.5
-    return RandomModel(raw, tensors)
+    return tensors
 
 
 def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -37,6 +37,7 @@ from bench import ROOT, measure
 from bench.engine.ours import Ours, Run
 from bench.engine.scheduler import scheduler_us
 from mallee.worker.model.loading.source import resolve_model
+from mallee.worker.model.runner import load
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 
@@ -213,9 +214,10 @@ def main() -> None:
     args = parser.parse_args()
     model = resolve_model(args.model)
     peer = Peer(args.vllm, model, args.threads) if args.vllm else None
-    options = {"max_step_tokens": MAX_STEP_TOKENS, "threads": args.threads, "dtype": args.dtype}
-    ours = Ours(model, num_blocks=2048, **options)
-    plain = Ours(model, num_blocks=512, engine=_plain(), shares_reads=False, **options)
+    options = {"threads": args.threads, "dtype": args.dtype}
+    tree = EngineConfig(SchedulerConfig(max_step_tokens=MAX_STEP_TOKENS), max_answer_capsules=0)
+    ours = Ours(load(model, num_blocks=2048, **options), tree)
+    plain = Ours(load(model, num_blocks=512, **options), _plain(), shares_reads=False)
     rng = random.Random(args.seed)
     turns: dict[str, Callable[[], Iterator[Figures]]] = {
         "ours": lambda: ours_round(ours, plain, rng)

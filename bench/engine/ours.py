@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from pathlib import Path
 from typing import NamedTuple
 
 from mallee.protocol.ids import Incarnation, WorkerId, capsule_id
@@ -18,10 +17,10 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.worker.engine import Engine
-from mallee.worker.model.runner import load
+from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.policy import SchedulerConfig
 
+GREEDY = Sampling()
 SAMPLED = Sampling(temperature=1.0, seed=1)
 
 
@@ -32,39 +31,34 @@ class Run(NamedTuple):
     ttft_s: float
     total_s: float
     prefill_tokens: int  # that were computed
+    tokens: dict[tuple[str, int], list[int]]  # drawn, by request and branch
 
 
 class Ours:
     """Requests are named by a counter; nothing is kept between runs but what the engine caches."""
 
     def __init__(
-        self,
-        model: Path,
-        *,
-        num_blocks: int,
-        max_step_tokens: int,
-        threads: int,
-        dtype: str = "bfloat16",
-        engine: EngineConfig | None = None,
-        shares_reads: bool = True,
+        self, forward: TorchForward, config: EngineConfig, *, shares_reads: bool = True
     ) -> None:
-        self.forward = load(model, num_blocks=num_blocks, dtype=dtype, threads=threads)
+        self.forward = forward
         self.forward.shares_reads = shares_reads
-        scheduler = SchedulerConfig(max_step_tokens=max_step_tokens)
         self.engine = Engine(
             self.forward,
-            config=engine or EngineConfig(scheduler, max_answer_capsules=0),
+            config=config,
             clock=time.monotonic,
             worker=WorkerId("bench"),
             incarnation=Incarnation(1),
         )
         self._names: Iterator[str] = (f"r{i}" for i in count())
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Run:
-        """All prompts at once, greedy."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling = GREEDY
+    ) -> Run:
+        """All prompts at once."""
         limits = Limits(max_tokens, ignore_eos=True)
         return self._run(
-            [Generate(next(self._names), pack_tokens(p), limits) for p in prompts], len(prompts)
+            [Generate(next(self._names), pack_tokens(p), limits, sampling) for p in prompts],
+            len(prompts),
         )
 
     def prefill(self, prompt: Sequence[int]) -> str:
@@ -88,7 +82,7 @@ class Ours:
         begin = clock()
         for command in commands:
             self.engine.submit(command, "bench")
-        started: set[tuple[str, int]] = set()
+        drawn: dict[tuple[str, int], list[int]] = {}
         steps: list[tuple[float, int]] = []
         ttft = 0.0
         while self.engine.has_work:
@@ -100,9 +94,9 @@ class Ours:
                 for update in frame.updates:
                     assert update.error is None, update.error
                     new += len(update.tokens)
-                    started.add((update.request, update.branch))
-            if not ttft and len(started) >= num_branches:
+                    drawn.setdefault((update.request, update.branch), []).extend(update.tokens)
+            if not ttft and len(drawn) >= num_branches:
                 ttft = now - begin
             steps.append((now - at, new))
         computed = self.engine.stats().num_prefill_tokens - before
-        return Run(steps, ttft, clock() - begin, computed)
+        return Run(steps, ttft, clock() - begin, computed, drawn)

@@ -1,0 +1,133 @@
+"""Models of real shapes with random weights, made on the device: no checkpoint is read or written."""
+
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from mallee.protocol.model import ModelSpec
+from mallee.testing.quantized import Form, quantization_config, quantized_tensors
+from mallee.testing.random_model import random_tensors
+from mallee.worker.memory.budget import Budget, DeviceMemory, Room
+from mallee.worker.model.config import ModelConfig, model_spec
+from mallee.worker.model.loading.config_json import parse_config
+from mallee.worker.model.loading.stored import expected_shapes
+from mallee.worker.model.loading.weights import ModelWeights, fuse_weights
+from mallee.worker.model.runner import TorchForward, work_of
+
+BLOCK_SIZE: Final = 16
+LLAMA_8B: Final[dict[str, Any]] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+    "eos_token_id": 128_001,
+    "dtype": "bfloat16",
+}
+TINY: Final[dict[str, Any]] = LLAMA_8B | {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "eos_token_id": 2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Sizes of every bench."""
+
+    raw: dict[str, Any]  # config.json of the model
+    prompt: int  # tokens of a prefill
+    branches: int
+    shared: int  # tokens that they share, and that a parent has
+    forks: int
+    expansions: int
+    rollouts: int  # of an expansion
+    rollout_tokens: int
+    measured_expansions: int  # of the run without forks: the others count like them
+    exact_prompts: int
+    exact_tokens: int  # of each answer
+    repeats: int
+    num_blocks: int  # of KV, at most
+    max_model_len: int
+
+    @property
+    def config(self) -> ModelConfig:
+        return parse_config(self.raw)
+
+
+FULL: Final = Scale(LLAMA_8B, 8192, 32, 2048, 1000, 50, 20, 50, 3, 50, 32, 20, 8192, 16_384)
+TINY_SCALE: Final = Scale(TINY, 64, 4, 64, 20, 3, 2, 4, 2, 4, 4, 3, 512, 1024)
+
+
+class Model(NamedTuple):
+    """A model's weights on a device."""
+
+    config: ModelConfig
+    weights: ModelWeights
+    spec: ModelSpec
+
+    def forward(self, num_blocks: int, **options: Any) -> TorchForward:
+        """Over a KV memory of its own, unless `memories` are given."""
+        return TorchForward(
+            *(self.config, self.weights, self.spec),
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            **options,
+        )
+
+    def budget(self, room: Room, before: DeviceMemory) -> Budget:
+        """The split of a device that was looked at before the weights were there."""
+        return room.split(before, work_of(self.config, self.weights, self.spec, BLOCK_SIZE, room))
+
+
+def random_model(scale: Scale, device: str, form: Form | None = None, seed: int = 0) -> Model:
+    """The model of `scale` in bfloat16, its matrices in 8 bits of that form if one is given."""
+    raw, dtype = scale.raw, "bfloat16"
+    generator = torch.Generator(device).manual_seed(seed)
+    tensors = random_tensors(parse_config(raw), generator, torch.bfloat16)
+    if form is not None:
+        raw = raw | {"quantization_config": quantization_config(form)}
+        tensors = quantized_tensors(tensors, form, is_ignored=lambda name: name == "lm_head")
+    config = parse_config(raw)
+    weights = fuse_weights(tensors, config, dtype=torch.bfloat16, device=device)
+    digest = f"random {seed}"
+    spec = model_spec(
+        config, name="random", weights_digest=digest, dtype=dtype, max_model_len=scale.max_model_len
+    )
+    return Model(config, weights, spec)
+
+
+def product_flops(config: ModelConfig, num_tokens: int) -> float:
+    """Floating-point operations of a prompt's prefill: products, attention over half a square, one head."""
+    head = config.vocab_size * config.hidden_size
+    matrices = sum(
+        shape[0] * shape[1]
+        for name, shape in expected_shapes(config).items()
+        if len(shape) == 2 and name not in ("model.embed_tokens.weight", "lm_head.weight")
+    )
+    pairs = num_tokens * (num_tokens + 1) / 2
+    attention = 4 * pairs * config.num_layers * config.num_heads * config.head_dim
+    return 2.0 * matrices * num_tokens + attention + 2.0 * head

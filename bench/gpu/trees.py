@@ -1,0 +1,145 @@
+"""Trees of texts in a whole engine over a real forward pass: forks, restores, a search."""
+
+import random
+import statistics
+import time
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from bench.engine.ours import SAMPLED, Ours
+from bench.gpu.shapes import Scale
+from bench.gpu.steps import device_of, median_s
+from mallee.protocol.ids import RequestId, capsule_id
+from mallee.protocol.messages import Cancel, Fork, Limits
+from mallee.worker.kv.paths import flatten
+from mallee.worker.model.runner import TorchForward
+from mallee.worker.records import EngineConfig
+from mallee.worker.sched.policy import SchedulerConfig
+
+MAX_STEP_TOKENS = 8192
+
+
+def engine_over(forward: TorchForward, scale: Scale, *, has_tree: bool = True) -> Ours:
+    """An engine with as many answers' capsules as a search has; without `has_tree` nothing is shared."""
+    kept = scale.expansions * scale.rollouts if has_tree else 0
+    scheduler = SchedulerConfig(max_step_tokens=MAX_STEP_TOKENS, max_rows=256, gang=has_tree)
+    config = EngineConfig(
+        scheduler,
+        kept,
+        prefix_cache=has_tree,
+        tree_attention=has_tree,
+    )
+    return Ours(forward, config, shares_reads=has_tree)
+
+
+def prompt(scale: Scale, num: int, seed: int) -> list[int]:
+    draw = np.random.default_rng(seed)
+    found: list[int] = draw.integers(3, scale.config.vocab_size, num).tolist()
+    return found
+
+
+class Forks(NamedTuple):
+    """Milliseconds of the forks of one parent: of their nodes and page tables; of the engine's whole call."""
+
+    tables_ms: float
+    submit_ms: float
+
+
+def forks(ours: Ours, scale: Scale) -> Forks:
+    """Children of a parent: the tree's work and a page table on the device for each; then by a command."""
+    capsule = ours.prefill(prompt(scale, scale.shared, 1))
+    tree = ours.engine._tree
+    found = ours.engine._capsules.peek(capsule)
+    assert found is not None, "it was computed just now"
+    node, device = found.node, device_of(ours.forward)
+    assert node is not None, "it lies on the device"
+    size = ours.forward.block_size
+
+    def fork() -> torch.Tensor:
+        for _ in range(scale.forks):
+            tree.hold(node)
+        parent = torch.from_numpy(flatten(node, size).astype(np.int32)).to(device)
+        return parent.expand(scale.forks, -1).contiguous()
+
+    times = []
+    for _ in range(scale.repeats):
+        times.append(median_s(device, fork, 1))
+        tree.release(node, 3 * scale.forks)  # two that warm up, and one
+    names = count()
+    limits, suffixes = Limits(1, ignore_eos=True), (b"",) * scale.forks
+    submits = []
+    for _ in range(scale.repeats):
+        name = f"fork{next(names)}"
+        begin = time.perf_counter()
+        error = ours.engine.submit(Fork(name, capsule, suffixes, limits, SAMPLED), "bench")
+        submits.append(time.perf_counter() - begin)
+        assert error is None, error
+        ours.engine.submit(Cancel(name), "bench")
+    while ours.engine.has_work:
+        ours.engine.step()
+    ours.release(capsule)
+    return Forks(1000 * statistics.median(times), 1000 * statistics.median(submits))
+
+
+def restore_ms(ours: Ours, scale: Scale) -> float:
+    """Milliseconds until a capsule of the device is a branch that can draw: one command, no KV is moved."""
+    capsule = ours.prefill(prompt(scale, scale.shared, 2))
+    names = count()
+    limits = Limits(1, ignore_eos=True)
+    times = []
+    for _ in range(20 * scale.repeats):
+        name = f"restore{next(names)}"
+        begin = time.perf_counter()
+        error = ours.engine.submit(Fork(name, capsule, (b"",), limits, SAMPLED), "bench")
+        times.append(time.perf_counter() - begin)
+        assert error is None, error
+        ours.engine.submit(Cancel(name), "bench")
+    while ours.engine.has_work:
+        ours.engine.step()
+    ours.release(capsule)
+    return 1000 * statistics.median(times)
+
+
+class Search(NamedTuple):
+    """Seconds of a search's rollouts, by forks and by sending every text again; tokens drawn in each."""
+
+    forked_s: float
+    resent_s: float  # of all expansions, as those that were measured
+    drawn: int
+    resent_drawn: int  # of the measured ones
+    prefilled: int  # tokens computed of prompts, by forks
+    resent_prefilled: int
+
+    @property
+    def speedup(self) -> float:
+        return self.resent_s / self.forked_s
+
+
+def search(forked: Ours, plain: Ours, scale: Scale, seed: int = 3) -> Search:
+    """The same tree twice: nodes chosen by one seed among the root and all rollouts so far."""
+    rng, text = random.Random(seed), prompt(scale, scale.shared, 3)
+    begin = time.perf_counter()
+    root = forked.prefill(text)
+    forked_s, prefilled, drawn = time.perf_counter() - begin, len(text), 0
+    nodes: list[tuple[str, list[int]]] = [(root, text)]
+    chosen: list[list[int]] = []
+    for _ in range(scale.expansions):
+        capsule, path = rng.choice(nodes)
+        chosen.append(path)
+        run = forked.fork(capsule, [[]] * scale.rollouts, scale.rollout_tokens)
+        forked_s += run.total_s
+        prefilled += run.prefill_tokens
+        for (request, branch), tokens in sorted(run.tokens.items()):
+            drawn += len(tokens)
+            nodes.append((capsule_id(RequestId(request), branch), path + tokens))
+    resent_s, resent_drawn, resent_prefilled = 0.0, 0, 0
+    for path in chosen[: scale.measured_expansions]:
+        run = plain.generate([path] * scale.rollouts, scale.rollout_tokens, SAMPLED)
+        resent_s += run.total_s
+        resent_prefilled += run.prefill_tokens
+        resent_drawn += sum(map(len, run.tokens.values()))
+    whole = resent_s * scale.expansions / min(scale.measured_expansions, len(chosen))
+    return Search(forked_s, whole, drawn, resent_drawn, prefilled, resent_prefilled)

@@ -1,0 +1,328 @@
+"""Proves the GPU path on this machine: its tests, and every figure that has a target.
+
+    python -m bench.gpu_check [--device cuda] [--tiny] [--no-tests] [--only NAME,...]
+
+Prints hardware and versions, runs the tests marked `gpu`, then the benches of `bench/gpu` over random weights
+of Llama 3.1 8B's shape; nothing is downloaded. A bench that fails is a row with the reason, and the others go
+on. The last line is one JSON object. Exit status: 0, or 1 if a test or a bench failed or a target was missed,
+or 2 if there is no device: then it says what is missing. `--tiny --device cpu` runs the same code on tiny
+shapes, which proves no figure.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+from xml.etree import ElementTree
+
+import torch
+
+from bench import ROOT, measure
+from bench.gpu import exact, steps, trees
+from bench.gpu.shapes import BLOCK_SIZE, FULL, TINY_SCALE, Scale, random_model
+from bench.gpu.targets import H200_FLOOR_S, PREFILL_FLOPS, TARGETS, Row, row
+from mallee.actors.hosting.memory import memory_use
+from mallee.worker.memory.budget import DeviceMemory, Room
+from mallee.worker.memory.device import host_memory, probe
+from mallee.worker.model.runner import TorchForward
+
+PACKAGES: Final = ("flashinfer-python", "transformers", "safetensors", "numpy")
+TESTS_TIMEOUT_S: Final = 1800
+TINY_BANDWIDTH_NBYTES: Final = 16 << 20
+MAX_ROWS: Final = 256
+
+
+class Check:
+    """The benches of one device and scale; each yields rows, and what else it saw goes to `figures`."""
+
+    def __init__(self, device: str, scale: Scale) -> None:
+        self.device = device
+        self.scale = scale
+        self.is_cuda = torch.device(device).type == "cuda"
+        self.is_real = self.is_cuda and scale is FULL
+        self.figures: dict[str, Any] = {}
+        self.room = Room(
+            probe if self.is_cuda else as_device,
+            max_rows=MAX_ROWS,
+            max_step_tokens=max(scale.prompt, trees.MAX_STEP_TOKENS),
+        )
+        before = self.room.probe(device)
+        self.model = random_model(scale, device)
+        self.budget = self.model.budget(self.room, before)
+        self.blocks_left = self.budget.kv // self.model.spec.block_nbytes(BLOCK_SIZE)
+        self.num_blocks = min(scale.num_blocks, self.blocks_left)
+
+    @cached_property
+    def forward(self) -> TorchForward:
+        """The engine's, with as much KV as the benches need."""
+        forward = self.model.forward(self.num_blocks)
+        steps.fill(forward)
+        return forward
+
+    def benches(self) -> dict[str, Callable[[], Iterator[Row]]]:
+        """By the name of its first row, or of what it looks at."""
+        return {
+            "memory": self.memory,
+            "decode_bf16": self.decode,
+            "decode_fp8": self.decode_fp8,
+            "prefill": self.prefill,
+            "shared_step": self.shared,
+            "forks": self.forks,
+            "recaptures": self.recaptures,
+            "search": self.search,
+            "reference_error": self.exact,
+        }
+
+    def row(self, name: str, measured: float | None, reason: str = "") -> Row:
+        return row(name, measured, reason, judges=self.is_real)
+
+    def memory(self) -> Iterator[Row]:
+        """The largest steps that the budget was made for, with all the KV that it leaves."""
+        forward = self.model.forward(self.blocks_left if self.is_cuda else self.num_blocks)
+        forward.forward(
+            steps.prompt_batch(forward, min(self.room.max_step_tokens, room_of(forward)))
+        )
+        rows = steps.decode_rows(steps.tables(forward, MAX_ROWS, 1, 0), 3)
+        steps.step_s(forward, rows, 1)
+        taken = memory_use(forward.memory_stats(), None)
+        assert taken is not None, "Linux tells it"
+        self.figures["memory"] = {
+            "budget": dict(self.budget.lines()),
+            "taken": {name: getattr(taken, name) for name in taken.__struct_fields__},
+        }
+        limit = int(self.budget.share * self.budget.device.total)
+        total = taken.weights + taken.kv + taken.other
+        if self.is_cuda and total > limit:
+            raise RuntimeError(f"{total} bytes were taken, the budget is {limit}: {self.budget}")
+        yield from ()
+
+    @cached_property
+    def bandwidth(self) -> float:
+        size = steps.BANDWIDTH_NBYTES if self.is_real else TINY_BANDWIDTH_NBYTES
+        return steps.read_bandwidth(self.device, size)
+
+    def decode(self) -> Iterator[Row]:
+        found = steps.decode(self.forward, self.scale, self.bandwidth)
+        if self.is_real and "H200" in torch.cuda.get_device_name(self.device):
+            found = found._replace(floor_s=H200_FLOOR_S)
+        self.figures["decode"] = {
+            "step_ms": 1000 * found.step_s,
+            "floor_ms": 1000 * found.floor_s,
+            "read_bytes_s": self.bandwidth,
+        }
+        yield self.row("decode_bf16", found.share)
+
+    def decode_fp8(self) -> Iterator[Row]:
+        model = random_model(self.scale, self.device, "fp8-block")
+        forward = model.forward(min(self.num_blocks, 64))
+        found = steps.decode(forward, self.scale, self.bandwidth)
+        self.figures["decode_fp8"] = {
+            "step_ms": 1000 * found.step_s,
+            "floor_ms": 1000 * found.floor_s,
+            "weights": model.weights.nbytes,
+        }
+        yield self.row("decode_fp8", found.share)
+
+    def prefill(self) -> Iterator[Row]:
+        flops = steps.prefill_flops(self.forward, self.scale)
+        self.figures["prefill"] = {"tflops": flops / 1e12}
+        yield self.row("prefill", flops / PREFILL_FLOPS)
+
+    def shared(self) -> Iterator[Row]:
+        found = steps.shared_prefix(self.forward, self.scale)
+        self.figures["shared"] = {name: 1000 * s for name, s in found._asdict().items()}
+        yield self.row("shared_step", found.step_ratio)
+        yield self.row("shared_attention", found.speedup)
+
+    def forks(self) -> Iterator[Row]:
+        ours = trees.engine_over(self.forward, self.scale)
+        found = trees.forks(ours, self.scale)
+        self.figures["forks"] = found._asdict()
+        yield self.row("forks", found.tables_ms)
+        yield self.row("restore", trees.restore_ms(ours, self.scale))
+        ours.engine.close()
+
+    def recaptures(self) -> Iterator[Row]:
+        yield self.row("recaptures", None, "the engine captures no graphs yet")
+
+    def search(self) -> Iterator[Row]:
+        forked = trees.engine_over(self.forward, self.scale)
+        again = self.model.forward(self.num_blocks, memories=self.forward._memories)
+        plain = trees.engine_over(again, self.scale, has_tree=False)
+        found = trees.search(forked, plain, self.scale)
+        self.figures["search"] = found._asdict()
+        yield self.row("search", found.speedup)
+        forked.engine.close()
+        plain.engine.close()
+
+    def exact(self) -> Iterator[Row]:
+        reference = self.model.forward(self.num_blocks, uses_kernels=False)
+        yield self.row("reference_error", exact.largest_error(self.forward, reference, self.scale))
+        memories = self.forward._memories
+        fixed = self.model.forward(
+            self.num_blocks, memories=memories, is_deterministic=self.is_cuda
+        )
+        yield self.row("exact_prompts", exact.num_equal(fixed, self.scale))
+
+
+def as_device(device: str) -> DeviceMemory:
+    """The host's memory, in place of a device's."""
+    host = host_memory()
+    return DeviceMemory(device, host["MemTotal"], host["MemAvailable"], is_unified=True)
+
+
+def room_of(forward: TorchForward) -> int:
+    """Tokens of one sequence."""
+    return min(forward.spec.max_model_len, forward.num_blocks * forward.block_size)
+
+
+def run(check: Check, only: set[str]) -> tuple[list[Row], list[str]]:
+    """All rows, in the order of the targets, and the benches that failed, with the reasons."""
+    rows: dict[str, Row] = {}
+    failed = []
+    for name, bench in check.benches().items():
+        if only and name not in only:
+            continue
+        began = time.perf_counter()
+        try:
+            for each in bench():
+                rows[each.name] = each
+        except Exception as error:  # the other rows are wanted all the same
+            traceback.print_exc()
+            reason = f"it failed: {type(error).__name__}: {error}"
+            failed.append(f"{name}: {reason}")
+            if name in TARGETS:
+                rows[name] = check.row(name, None, reason)
+        print(f"{name}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+    left = {name: check.row(name, None, "it was not run") for name in TARGETS if name not in rows}
+    return [(rows | left)[name] for name in TARGETS], failed
+
+
+# The machine
+
+
+def versions() -> dict[str, str | None]:
+    """Hardware, driver and packages; None for what is not here."""
+    is_cuda = torch.cuda.is_available()
+    found: dict[str, str | None] = {
+        "gpu": torch.cuda.get_device_name() if is_cuda else None,
+        "capability": ".".join(map(str, torch.cuda.get_device_capability())) if is_cuda else None,
+        "driver": driver(),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        **measure.machine(),
+    }
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's driver, as its own tool says; None without the tool, or without a driver."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    lines = done.stdout.split()
+    return lines[0] if done.returncode == 0 and lines else None
+
+
+def missing(found: dict[str, str | None]) -> list[str]:
+    """Everything that this machine lacks for a GPU, and the remedies."""
+    lacking = []
+    if found["driver"] is None:
+        lacking.append(
+            "no NVIDIA driver answers (`nvidia-smi`): install it on the host; a container needs `--gpus all`"
+            " and the container toolkit, a pod `nvidia.com/gpu`"
+        )
+    if found["cuda"] is None:
+        lacking.append(
+            f"torch {found['torch']} is built without CUDA: pip install --force-reinstall torch --index-url"
+            " https://download.pytorch.org/whl/cu130"
+        )
+    if found["flashinfer-python"] is None:
+        lacking.append("FlashInfer is not installed: pip install 'mallee[serve,cuda]'")
+    return lacking
+
+
+def run_tests(device: str) -> dict[str, Any]:
+    """The tests marked `gpu`, and those of the model that take a device."""
+    found = {}
+    for name, arguments in {
+        "gpu": ["tests", "-m", "gpu"],
+        "device": ["tests/worker/model/test_device.py"],
+    }.items():
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.xml"
+            command = [sys.executable, "-m", "pytest", "-q", "-rs", f"--junitxml={report}"]
+            done = subprocess.run(
+                [*command, "--device", device, *arguments],
+                cwd=ROOT,
+                check=False,
+                timeout=TESTS_TIMEOUT_S,
+                stdout=sys.stderr,
+            )
+            found[name] = {"status": done.returncode, **counts(report)}
+    return found
+
+
+def counts(report: Path) -> dict[str, int]:
+    """Tests of a JUnit report by outcome."""
+    suite = ElementTree.parse(report).getroot().find("testsuite")
+    assert suite is not None, "a report without a suite"
+    return {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes: they prove no figure")
+    parser.add_argument("--no-tests", action="store_true", help="run no tests")
+    parser.add_argument("--only", default="", help="benches by the name of their first row")
+    options = parser.parse_args()
+    found = versions()
+    for key, value in found.items():
+        print(f"{key:>20}  {value or 'none'}")
+    is_cuda = torch.device(options.device).type == "cuda"
+    if is_cuda and not torch.cuda.is_available():
+        lacking = missing(found)
+        print("\n".join(("this machine has no CUDA device that torch can use:", *lacking)))
+        print(json.dumps({"rows": [], "missing": lacking, "versions": found}))
+        return 2
+    tests = None if options.no_tests else run_tests(options.device)
+    check = Check(options.device, TINY_SCALE if options.tiny else FULL)
+    print(check.budget)
+    rows, failed = run(check, set(filter(None, options.only.split(","))))
+    for each in rows:
+        verdict = {True: "met", False: "MISSED", None: "-"}[each.meets]
+        figure = "-" if each.measured is None else f"{each.measured:.4g}"
+        print(f"{each.name:>18}  {figure:>10}  {verdict:6}  {each.target}  {each.reason}")
+    result = {
+        "rows": [each._asdict() for each in rows],
+        "failed": failed,
+        "tests": tests,
+        "figures": check.figures,
+        "is_tiny": options.tiny,
+        "device": options.device,
+        "versions": found,
+    }
+    print(json.dumps(measure.rounded(result)))
+    broken = tests is not None and any(each["status"] not in (0, 5) for each in tests.values())
+    return int(bool(failed) or broken or any(each.meets is False for each in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""The one command that proves the GPU path: its logic on tiny shapes, on this CPU."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from bench import gpu_check
+from bench.gpu import exact, steps, trees
+from bench.gpu.shapes import FULL, TINY_SCALE, product_flops, random_model
+from bench.gpu.targets import TARGETS, row
+from bench.gpu_check import Check, counts, missing, run
+from mallee.worker.forward import ForwardBatch, Logits
+from mallee.worker.model.loading.stored import expected_shapes
+from support.benches import ROOT, run_bench
+from support.torch_threads import one_torch_thread
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    with one_torch_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def check() -> Check:
+    return Check("cpu", TINY_SCALE)
+
+
+@pytest.mark.slow
+def test_every_target_is_a_row_of_the_last_line_with_a_figure_or_a_reason() -> None:
+    """I23: with the split of memory; tiny shapes are measured and not judged."""
+    found, _ = run_bench("gpu_check", "--tiny", "--device", "cpu", "--no-tests")
+    assert [each["name"] for each in found["rows"]] == list(TARGETS)
+    assert found["failed"] == []
+    for each in found["rows"]:
+        assert each["meets"] is None
+        if each["name"] == "recaptures":
+            assert each["reason"] == "the engine captures no graphs yet"
+        else:
+            assert each["measured"] > 0
+    memory = found["figures"]["memory"]
+    assert memory["taken"].keys() == {"weights", "kv", "other"}
+    assert memory["budget"]["weights"] == memory["taken"]["weights"]
+    assert found["versions"]["torch"] == torch.__version__
+    search = found["figures"]["search"]
+    scale = TINY_SCALE
+    assert search["drawn"] == scale.expansions * scale.rollouts * scale.rollout_tokens
+    assert search["resent_drawn"] == search["drawn"] * scale.measured_expansions / scale.expansions
+    each_again = scale.measured_expansions * scale.rollouts * scale.shared
+    assert search["resent_prefilled"] >= each_again, "every text is computed again"
+    assert search["prefilled"] < scale.shared + scale.expansions * scale.rollouts
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_without_a_device_it_says_what_is_missing_and_ends_with_2() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu_check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["rows"] == []
+    assert any("driver" in each for each in last["missing"])
+    assert all(each in done.stdout for each in last["missing"])
+
+
+def test_what_is_missing_is_told_with_the_remedy() -> None:
+    bare = {"driver": None, "cuda": None, "torch": "2.13.0+cpu", "flashinfer-python": None}
+    driver, build, kernels = missing(bare)
+    assert "nvidia-smi" in driver
+    assert "torch 2.13.0+cpu is built without CUDA: pip install" in build
+    assert "mallee[serve,cuda]" in kernels
+    whole = {"driver": "580.1", "cuda": "13.0", "torch": "2.13.0", "flashinfer-python": "0.7"}
+    assert missing(whole) == []
+
+
+def test_a_figure_is_judged_by_its_bound() -> None:
+    for name, measured, meets in (
+        ("decode_bf16", 0.71, True),
+        ("decode_bf16", 0.69, False),
+        ("shared_step", 1.15, True),
+        ("shared_step", 1.16, False),
+        ("recaptures", 0, True),
+        ("recaptures", 1, False),
+    ):
+        assert row(name, measured).meets is meets
+        assert row(name, measured, judges=False).meets is None
+    with pytest.raises(AssertionError, match="neither a figure nor a reason"):
+        row("forks", None)
+
+
+def test_a_bench_that_fails_is_a_row_with_the_reason_and_the_others_go_on(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(steps, "prefill_flops", refuse)
+    rows, failed = run(check, {"prefill", "recaptures", "forks"})
+    found = {each.name: each for each in rows}
+    assert list(found) == list(TARGETS)
+    reason = "it failed: RuntimeError: no kernel image is available"
+    assert failed == [f"prefill: {reason}"]
+    assert (found["prefill"].measured, found["prefill"].reason) == (None, reason)
+    assert found["forks"].measured is not None
+    assert found["search"].reason == "it was not run"
+
+
+def test_the_operations_of_a_prefill_are_two_for_each_weight_and_token() -> None:
+    """Llama 3.1 8B: 8.03 G weights, of which 6.98 G multiply every token, and attention half a square."""
+    config = FULL.config
+    shapes = expected_shapes(config).values()
+    assert sum(math.prod(shape) for shape in shapes) == 8_030_261_248
+    layers = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
+    head = 128_256 * 4096
+    for num in (1, 8192):
+        attention = sum(4 * 32 * 32 * 128 * seen for seen in range(1, num + 1))
+        assert product_flops(config, num) == 2 * layers * num + attention + 2 * head
+
+
+def test_a_path_that_computes_something_else_is_found_out(check: Check) -> None:
+    other = random_model(TINY_SCALE, "cpu", seed=1).forward(64)
+    own = check.model.forward(64, uses_kernels=False)
+    assert exact.largest_error(own, own, TINY_SCALE) < 0.02
+    assert exact.largest_error(other, own, TINY_SCALE) > 0.1
+    assert exact.num_equal(own, TINY_SCALE) == TINY_SCALE.exact_prompts
+    compute = own.forward
+
+    def by_batch(batch: ForwardBatch) -> Sequence[Logits]:
+        return [logits * (-1 if len(batch.rows) > 1 else 1) for logits in compute(batch)]
+
+    wrong = SimpleNamespace(forward=by_batch, sample=own.sample, block_size=16, num_blocks=64)
+    assert exact.num_equal(cast(Any, wrong), TINY_SCALE) < TINY_SCALE.exact_prompts
+
+
+def test_tables_share_what_they_are_to_share_and_nothing_else(check: Check) -> None:
+    found = steps.tables(check.forward, 3, 5, 2)
+    common, own = {tuple(each[:2]) for each in found}, [b for each in found for b in each[2:]]
+    assert len(common) == 1
+    assert len(set(own)) == len(own) == 9
+    assert not set(own) & set(*common)
+    with pytest.raises(AssertionError, match="blocks needed"):
+        steps.tables(check.forward, 1, check.forward.num_blocks + 1, 0)
+
+
+def test_forks_and_restores_leave_nothing_behind(check: Check) -> None:
+    ours = trees.engine_over(check.forward, TINY_SCALE)
+    found = trees.forks(ours, TINY_SCALE)
+    assert min(found) > 0
+    assert trees.restore_ms(ours, TINY_SCALE) > 0
+    ours.engine.check()
+    assert ours.engine.stats().jobs == 0
+
+
+def test_outcomes_of_tests_are_counted(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite tests="9" failures="2" errors="1" skipped="4"/></testsuites>'
+    )
+    assert counts(report) == {"tests": 9, "failures": 2, "errors": 1, "skipped": 4}
+    assert gpu_check.TESTS_TIMEOUT_S > 600, "kernels are compiled in the first one"
