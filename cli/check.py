@@ -281,6 +281,12 @@ def notes(application: Application) -> Iterator[str]:
             f"http_options.host={host!r} listens beyond this machine, and without http.keys_file the"
             f" gateways start only where {_KEY_VARIABLE} is in the environment of Ray's nodes"
         )
+    config = application.config
+    if config.has_cuda and config.kv_nbytes is None and config.num_blocks is None:
+        yield (
+            "engine.kv_gib and engine.kv_tokens are not given: each worker sizes KV by the memory that its"
+            " GPU has free when it starts, and logs the sum"
+        )
     if _is_of_hub(application.config.model):
         yield f"model={application.config.model!r} is no folder here: each node fetches it from the hub"
 

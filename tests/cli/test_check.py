@@ -203,6 +203,11 @@ def test_what_the_file_cannot_tell_is_a_note(check: Any) -> None:
     assert answer.status == 0
     assert "note: llm: http_options.host='0.0.0.0' listens beyond this machine" in answer.output
     assert "note: llm: model='org/some-model' is no folder here" in answer.output
+    sized = "each worker sizes KV by the memory that its GPU has free"
+    assert sized not in answer.output
+    for engine, is_sized in (({"device": "cuda"}, True), ({"device": "cuda", "kv_gib": 8}, False)):
+        content["applications"][0]["args"]["engine"] = engine
+        assert (sized in check(content).output) == is_sized
 
 
 def test_a_manifest_of_kuberay_is_checked_by_its_serve_config(check: Any) -> None:

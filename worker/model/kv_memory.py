@@ -13,6 +13,7 @@ import xxhash
 from mallee.worker.kv.pool import runs
 from mallee.worker.kv.tiers.window_rows import RowSpan
 from mallee.worker.kv.watch import Row, Rows
+from mallee.worker.memory.refusals import shed
 
 _NO_NUMBERS: dict[torch.dtype, tuple[Any, Any]] = {
     torch.float32: (np.uint32(0x7F800000), np.uint32((127 + 60) << 23)),
@@ -129,4 +130,6 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.device == source.device:
         np.copyto(target.numpy(), source.numpy())
     else:
-        target.copy_(source)
+        device = target.device if source.device.type == "cpu" else source.device
+        with shed(device):  # of what does not lie in a row a copy is made there
+            target.copy_(source)

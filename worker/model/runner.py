@@ -6,8 +6,7 @@ Doesn't know which sequence a row belongs to, which rows share blocks, or when a
 import logging
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,14 +15,15 @@ import msgspec
 import numpy as np
 import torch
 
-from mallee.protocol.errors import CodecError, ConfigError, DeviceMemoryExhausted, WeightsMismatch
+from mallee.protocol.errors import CodecError, ConfigError, WeightsMismatch
 from mallee.protocol.messages import TokenLogprobs
 from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.worker.forward import Draw, ForwardBatch, Logits, LogprobQuery
 from mallee.worker.kv.node import BlockCopy
 from mallee.worker.kv.tiers.moves import STAGED_BLOCKS
 from mallee.worker.kv.tiers.window_rows import row_spans
-from mallee.worker.memory.budget import Budget, Room, Work, check_context, out_of_memory
+from mallee.worker.memory.budget import Budget, Room, Work, check_context
+from mallee.worker.memory.refusals import shed, told
 from mallee.worker.model.backend import check_device, choose_backend
 from mallee.worker.model.config import (
     DTYPE_NBYTES,
@@ -174,7 +174,7 @@ class TorchForward:
             )
         before = weights_digest(folder)
         table = self.decoder.weights.embedding
-        with _told("loading other weights beside those that serve"):
+        with told("loading other weights beside those that serve"):
             weights = load_weights(folder, own, dtype=table.dtype, device=self._device)
         digest = weights_digest(folder)
         if digest != before or version.digest not in ("", digest):
@@ -200,8 +200,8 @@ class TorchForward:
         return self
 
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
-        """Raises DeviceMemoryExhausted, as do `keep`, `sample` and `logprobs`."""
-        with torch.inference_mode(), _shed(self._device):
+        """Raises DeviceMemoryExhausted, as do `keep`, `undump`, `sample` and `logprobs`."""
+        with torch.inference_mode(), shed(self._device):
             self._copy(batch.copies)
             if not batch.rows:
                 return []
@@ -226,7 +226,7 @@ class TorchForward:
         return self.spec.vocab_size * self.decoder.weights.embedding.dtype.itemsize
 
     def keep(self, logits: Logits) -> Logits:
-        with _shed(self._device):
+        with shed(self._device):
             return logits.clone()
 
     def dump(self, logits: Logits) -> bytes:
@@ -241,14 +241,15 @@ class TorchForward:
         row = torch.frombuffer(bytearray(raw), dtype=dtype)
         if not bool(torch.isfinite(row).all()):
             raise CodecError("logits that are no numbers", nbytes=len(raw))
-        return row.to(self._device)
+        with shed(self._device):
+            return row.to(self._device)
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:
-        with torch.inference_mode(), _shed(self._device):
+        with torch.inference_mode(), shed(self._device):
             return sample(draws)
 
     def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
-        with torch.inference_mode(), _shed(self._device):
+        with torch.inference_mode(), shed(self._device):
             return logprobs(queries)
 
     def check(self) -> None:
@@ -326,7 +327,7 @@ def load(
     dtype = resolve_dtype(dtype, config, device)
     kept = resolve_kv_dtype(kv_dtype, config, dtype)
     before = None if room is None else room.probe(device)
-    with _told("loading the weights"):
+    with told("loading the weights"):
         weights = load_weights(path, config, dtype=_DTYPES[dtype], device=device)
     spec = model_spec(
         config,
@@ -358,7 +359,7 @@ def load(
         cut = "context cut from %d to the %d tokens the KV holds"
         log.warning(cut, spec.max_model_len, num_tokens)
         spec = msgspec.structs.replace(spec, max_model_len=num_tokens)
-    with _told("taking the memory of KV", budget):
+    with told("taking the memory of KV", budget):
         forward = TorchForward(
             config,
             weights,
@@ -391,31 +392,6 @@ def work_of(
         kept_rows=room.kept_rows,
         staged_blocks=2 * STAGED_BLOCKS,  # one way and the other
     )
-
-
-@contextmanager
-def _told(doing: str, budget: Budget | None = None) -> Iterator[None]:
-    """Raises ConfigError if the device has no memory for what is done inside."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise out_of_memory(doing, budget) from error
-
-
-@contextmanager
-def _shed(device: str) -> Iterator[None]:
-    """Raises DeviceMemoryExhausted in place of torch's error, once what torch keeps is given back."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        reason = str(error).partition(" GPU ")[0].rstrip(". ")
-        refusal = DeviceMemoryExhausted(reason or "no reason told")
-    else:
-        return
-    # Outside of the handler: the traceback held the step's tensors.
-    if torch.device(device).type == "cuda":
-        torch.cuda.empty_cache()
-    raise refusal
 
 
 def _affordable(budget_bytes: int | None, spec: ModelSpec, block_size: int) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from mallee.actors.gateway.service import BranchStream, Delta
 from mallee.actors.http.serve import prefill
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.errors import NoWorker, UnknownCapsule
+from mallee.protocol.errors import DeviceMemoryExhausted, NoWorker, UnknownCapsule
 from mallee.protocol.hashing import as_tokens, block_hashes
 from mallee.protocol.ids import COMMON, branch_seed
 from mallee.protocol.messages import Limits, Sampling
@@ -17,6 +18,7 @@ from mallee.router.config import RouterConfig
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
 from mallee.testing.bus import LocalBus
 from mallee.testing.forward import linear_tokens
+from mallee.worker.forward import ForwardBatch, Logits
 from support.live_fleet import LiveFleet, running
 from support.waiting import until
 
@@ -209,6 +211,32 @@ async def test_a_capsule_that_its_worker_gave_up_is_an_unknown_capsule() -> None
         except UnknownCapsule as refused:  # the event was faster
             error = refused
         assert isinstance(error, UnknownCapsule)
+
+
+async def test_a_step_without_memory_costs_one_request_and_no_worker() -> None:
+    """I26, part: the caller reads 503, what ran beside it goes on, and the worker serves the next one."""
+    async with fleet(workers=1) as f:
+        gateway, forward = f.gateways[0], f.forwards["w0"]
+        compute = forward.forward
+
+        def tight(batch: ForwardBatch) -> Sequence[Logits]:
+            if any(len(row.tokens) > 40 for row in batch.rows):
+                raise DeviceMemoryExhausted("Tried to allocate 2.00 GiB")
+            found: Sequence[Logits] = compute(batch)
+            return found
+
+        forward.forward = tight
+        running = asyncio.create_task(
+            collect(await gateway.start(GenerateJob(PROMPT[:20], Limits(200), HOT)))
+        )
+        large = await collect(await gateway.start(GenerateJob(PROMPT[60:121], Limits(4), HOT)))
+        error = large[0][1].error
+        assert isinstance(error, DeviceMemoryExhausted)
+        assert error.status == 503
+        assert (await running)[0][0] == expect(PROMPT[:20].tolist(), 200)
+        again = await collect(await gateway.start(GenerateJob(PROMPT[:9], Limits(4), HOT)))
+        assert again[0][0] == expect(PROMPT[:9].tolist(), 4)
+        assert all(host.healthy() for host in f.hosts.values())
 
 
 async def test_a_worker_whose_link_broke_is_met_again_at_its_next_lease(
