@@ -10,6 +10,7 @@ shapes, which proves no figure.
 """
 
 import argparse
+import gc
 import importlib.metadata
 import json
 import shutil
@@ -39,6 +40,10 @@ PACKAGES: Final = ("flashinfer-python", "transformers", "safetensors", "numpy")
 TESTS_TIMEOUT_S: Final = 1800
 TINY_BANDWIDTH_NBYTES: Final = 16 << 20
 MAX_ROWS: Final = 256
+ALONE_BLOCKS: Final = 64
+"""Of a forward that computes one short text at a time."""
+TEST_TIMEOUT_S: Final = 900
+"""Of one test: the first one compiles kernels."""
 
 
 class Check:
@@ -123,7 +128,7 @@ class Check:
 
     def decode_fp8(self) -> Iterator[Row]:
         model = random_model(self.scale, self.device, "fp8-block")
-        forward = model.forward(min(self.num_blocks, 64))
+        forward = model.forward(min(self.num_blocks, ALONE_BLOCKS))
         found = steps.decode(forward, self.scale, self.bandwidth)
         self.figures["decode_fp8"] = {
             "step_ms": 1000 * found.step_s,
@@ -165,7 +170,7 @@ class Check:
         plain.engine.close()
 
     def exact(self) -> Iterator[Row]:
-        reference = self.model.forward(self.num_blocks, uses_kernels=False)
+        reference = self.model.forward(min(self.num_blocks, ALONE_BLOCKS), uses_kernels=False)
         yield self.row("reference_error", exact.largest_error(self.forward, reference, self.scale))
         memories = self.forward._memories
         fixed = self.model.forward(
@@ -203,6 +208,9 @@ def run(check: Check, only: set[str]) -> tuple[list[Row], list[str]]:
             if name in TARGETS:
                 rows[name] = check.row(name, None, reason)
         print(f"{name}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+        if check.is_cuda:  # the next bench has the memory of this one
+            gc.collect()
+            torch.cuda.empty_cache()
     left = {name: check.row(name, None, "it was not run") for name in TARGETS if name not in rows}
     return [(rows | left)[name] for name in TARGETS], failed
 
@@ -268,6 +276,7 @@ def run_tests(device: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.xml"
             command = [sys.executable, "-m", "pytest", "-q", "-rs", f"--junitxml={report}"]
+            command += ["-o", f"timeout={TEST_TIMEOUT_S}"]
             done = subprocess.run(
                 [*command, "--device", device, *arguments],
                 cwd=ROOT,

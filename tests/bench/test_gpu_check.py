@@ -12,7 +12,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-from bench import gpu_check
 from bench.gpu import exact, steps, trees
 from bench.gpu.shapes import FULL, TINY_SCALE, product_flops, random_model
 from bench.gpu.targets import TARGETS, row
@@ -170,4 +169,3 @@ def test_outcomes_of_tests_are_counted(tmp_path: Path) -> None:
         '<testsuites><testsuite tests="9" failures="2" errors="1" skipped="4"/></testsuites>'
     )
     assert counts(report) == {"tests": 9, "failures": 2, "errors": 1, "skipped": 4}
-    assert gpu_check.TESTS_TIMEOUT_S > 600, "kernels are compiled in the first one"
