@@ -283,7 +283,7 @@ def test_settings_that_dont_serve_are_refused_and_the_old_ones_go_on(
 
 
 def test_a_broker_that_moved_is_found_again(cluster: Cluster) -> None:
-    cluster.deploy(workers=2, drain_s=22)
+    cluster.deploy(workers=2, drain_s=1)
     until(
         lambda: cluster.status[0] == "RUNNING" and cluster.health.get("status") == "ok",
         timeout_s=150,
