@@ -5,10 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from mallee.protocol.errors import ConfigError
+from mallee.protocol.errors import ConfigError, DeviceMemoryExhausted
 from mallee.worker.memory.budget import GIB, DeviceMemory
 from mallee.worker.memory.device import Identity, host_memory, identify, probe
+from mallee.worker.memory.refusals import shed
 
 
 class FakeCuda:
@@ -74,3 +76,21 @@ def test_a_device_tells_its_place_on_the_bus() -> None:
     cuda = FakeCuda("NVIDIA H200", 1, 2, **place)
     assert identify("cuda", cuda=cuda) == Identity("NVIDIA H200", "0000:9b:00.0")
     assert identify("cuda", cuda=FakeCuda("old", 1, 2)) == Identity("old", "")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_real_device_tells_memory_name_and_place() -> None:
+    found, place = probe("cuda"), identify("cuda")
+    assert 0 < found.free <= found.total
+    assert found.name == place.name
+    assert (Path("/sys/bus/pci/devices") / place.pci / "numa_node").exists(), place
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_real_device_that_is_full_sheds_and_goes_on() -> None:
+    """I26, part."""
+    with pytest.raises(DeviceMemoryExhausted, match="out of memory"), shed("cuda"):
+        torch.empty(2 * probe("cuda").total, dtype=torch.uint8, device="cuda")
+    assert int(torch.ones(8, device="cuda").sum()) == 8
