@@ -1,6 +1,7 @@
 """`mallee check`: every fault of a serve.yaml in a line of its own, before anything is deployed."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ from typer.testing import CliRunner
 from mallee.actors.addresses import free_port
 from mallee.actors.proxy.direct import ENVIRONMENT
 from mallee.cli.main import cli
+from mallee.testing.quantized import quantization_config
+from mallee.testing.random_model import random_model
 from support.brokers import OpenBroker
 from support.mock_scene import make_folder
 
@@ -252,6 +255,21 @@ def test_files_that_are_missing_are_named_where_that_is_asked_for(
     wrong = {**args, "mock": {"timing": "h2000"}}
     (fault,) = check(wrong, "--files").faults
     assert "timing='h2000' is no file" in fault
+
+
+def test_weights_in_a_form_that_is_not_computed_are_a_fault_before_a_deploy(
+    check: Any, tmp_path: Path
+) -> None:
+    """I14, part, D39: by config.json alone, without the weights."""
+    raw = {**random_model("llama").raw, "quantization_config": quantization_config("fp8-row")}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    args = {"model": str(tmp_path)}
+    assert check(serve_yaml(args=args), "--files").status == 0
+    raw["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (fault,) = check(serve_yaml(args=args), "--files").faults
+    assert "quant_method is 'mxfp4'; supported:" in fault
+    assert "planned" in fault
 
 
 @pytest.mark.nats

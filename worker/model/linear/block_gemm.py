@@ -1,7 +1,7 @@
 """Products with FP8 blocks by FlashInfer's kernels, which round activations by groups of 128 to FP8.
 
-An optional package, imported here alone. Names and arguments are those of FlashInfer 0.7.2, read in its
-source; no kernel of these has run yet: a product is tried when a model is loaded (`choose.py`).
+An optional package, imported when such a matrix is loaded. Names and arguments are those of FlashInfer
+0.7.2, read in its source. No kernel of these has run yet: a product is tried before it is taken.
 """
 
 import importlib
