@@ -624,7 +624,11 @@ def nodes(data: Json) -> Iterator[str]:
         "kept capsules answer": lambda run: f"{run['equal_capsules']} of {run['capsules']}",
         "whole again, s": "back_s",
     }
-    yield grid("fault", ((name, each) for name, each in faults.items() if name != "burst"), columns)
+    rows = [(name, each) for name, each in faults.items() if name != "burst"]
+    for name, each in faults.items():
+        if (crowd := each.get("crowd")) is not None:
+            rows.append((f"{name}: the 112 that came", each | crowd))
+    yield grid("fault", rows, columns)
     if (burst := data.get("burst")) is not None:
         yield (
             f"\nA burst of 32 streams after one: {burst['workers_max']} workers after"
@@ -854,11 +858,11 @@ SECTIONS = {
         "`mallee up --nodes 3`: Ray nodes and a NATS cluster in network namespaces, three mocked workers of"
         " SmolLM2's tokenizer, 16 clients that stream all the time. A fault hits a node with a worker and"
         " without gateway. Cut: its link is down for 8 s. Deaf: nothing reaches it; mute: nothing that it"
-        " sends arrives. Slow: 2 Mbit/s. Killed: all its processes at once. The rolling upgrade replaces"
-        " every worker and the gateway, by two; then the node of one gateway dies: the streams through it"
-        " are cut without an end mark, and these are the failed ones. Nothing is sent again by anybody else."
-        " A mute node is a loss: while nothing that it sends arrived, a gateway believed that no worker was"
-        " alive, and refused with 503 at once; why is not known yet.",
+        " sends arrives, and its NATS server is the one that all were connected to. Slow: 2 Mbit/s. Killed:"
+        " all its processes at once. Clocks: a worker's node is ten minutes ahead for 8 s, then a gateway's"
+        " behind, for their Python processes. The rolling upgrade replaces every worker and the gateway, by"
+        " two; then the node of one gateway dies: the streams through it are cut without an end mark, and"
+        " these are the failed ones. Nothing is sent again by anybody else.",
         nodes,
     ),
     "soak": Section(

@@ -26,8 +26,10 @@ def hang_environment(order: Path) -> dict[str, str]:
 
 
 def clock_environment(error: Path) -> dict[str, str]:
-    """The environment of processes whose wall clock is wrong by what `set_clock` says."""
-    set_clock(error, 0.0)
+    """The environment of processes whose wall clock is wrong by what `set_clock` says.
+
+    `{net}` in the file's name stands for the number of a process's network namespace.
+    """
     return {CLOCK: str(error), **_with_hooks()}
 
 

@@ -4,9 +4,10 @@
 
 16 clients stream all the time; every text must be that of an undisturbed answer. A fault hits a node
 that has a worker and no gateway, and ends; then the service must be whole again, and forks of kept
-capsules must have the texts that they had first. Then the deployment rolls to two gateways under the same
-clients, and the node of a gateway dies: its streams are cut without an end mark and sent again. At last
-the workers follow a burst from one to four and back. The last line of stdout is one JSON object.
+capsules must have the texts that they had first. One hits while 128 clients come at once. Then the
+deployment rolls to two gateways under the same clients, and the node of a gateway dies: its streams are cut
+without an end mark and sent again. At last the workers follow a burst from one to four and back. The last
+line of stdout is one JSON object.
 """
 
 import argparse
@@ -17,8 +18,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -26,13 +25,15 @@ import httpx
 from bench import measure
 from bench.failover.streams import client_of
 from bench.nodes import faults
-from bench.nodes.clients import MODEL, Load, Pinned, asks, some_more, streaming
-from bench.nodes.cluster import Cluster, clock_in, health, running, until, until_well
+from bench.nodes.clients import MODEL, Load, Pinned, asks, some_more, streaming, undisturbed
+from bench.nodes.cluster import Cluster, health, running, until, until_well
 from mallee.actors.nodes import network
 
 NODES = 3
 WORKERS = 3
 CLIENTS = 16
+CROWD = 128  # with a burst
+SKEW_S = 600.0
 CAPSULES = 6
 BACK_S = 180.0
 ROLL_S = 400.0
@@ -81,6 +82,38 @@ async def brokers_killed(scene: Scene) -> dict[str, Any]:
     return {"back_s": await until_well(scene.client, WORKERS, BACK_S)}
 
 
+async def muted(scene: Scene) -> dict[str, Any]:
+    """With the NATS server that all are connected to."""
+    number = scene.cluster.victim()
+    for node in scene.cluster.nodes:
+        if node.number != number:
+            faults.kill_broker(scene.cluster, node.number)
+    await until_well(scene.client, WORKERS, BACK_S)
+    with faults.mute(scene.cluster, number):
+        await asyncio.sleep(scene.hold_s)
+    return {"back_s": await until_well(scene.client, WORKERS, BACK_S)}
+
+
+async def clocks_skewed(scene: Scene) -> dict[str, Any]:
+    """A worker's clock is ahead, and then a gateway's behind: each jumps, and jumps back."""
+    (gateway, *_) = scene.cluster.replicas("Gateway")
+    for number, seconds in ((scene.cluster.victim(), SKEW_S), (gateway, -SKEW_S)):
+        with faults.skewed(scene.cluster, number, seconds):
+            await asyncio.sleep(scene.hold_s)
+    return {"back_s": await until_well(scene.client, WORKERS, BACK_S)}
+
+
+async def killed_under_burst(scene: Scene) -> dict[str, Any]:
+    """128 clients come, and then a worker's node dies."""
+    times = CROWD // CLIENTS - 1
+    expected = [*scene.load.undisturbed] * times
+    async with streaming(scene.client, asks(CLIENTS) * times, expected) as crowd:
+        await asyncio.sleep(1.0)
+        figures = await node_killed(scene)
+        await some_more(crowd, 1)
+    return figures | {"crowd": crowd.figures(0)}
+
+
 async def node_killed(scene: Scene) -> dict[str, Any]:
     faults.kill_node(scene.cluster, scene.cluster.victim())
     await asyncio.sleep(1.0)
@@ -116,16 +149,18 @@ PLAYS: dict[str, Play] = {
     "slow link": held(faults.slow),
     "cut": held(faults.cut),
     "deaf": held(faults.deaf),
-    "mute": held(faults.mute),
+    "mute": muted,
+    "clocks ten minutes wrong": clocks_skewed,
     "node killed": node_killed,
+    "node killed under 128 clients": killed_under_burst,
     "rolling upgrade": rolled,
     "gateway's node killed": gateways_node_killed,
 }
-CLOCKS: dict[str, Play] = {"clock an hour ahead": held(faults.skewed)}
 QUICK = (
     "none",
     "NATS server killed",
     "cut",
+    "mute",
     "node killed",
     "rolling upgrade",
     "gateway's node killed",
@@ -138,7 +173,8 @@ async def play_all(cluster: Cluster, names: list[str], hold_s: float) -> dict[st
         await until_well(client, WORKERS, BACK_S)
         pinned = Pinned(client)
         await pinned.make(CAPSULES)
-        async with streaming(client, asks(CLIENTS)) as load:
+        asked = asks(CLIENTS)
+        async with streaming(client, asked, await undisturbed(client, asked)) as load:
             scene = Scene(cluster, client, load, pinned, hold_s)
             for name in names:
                 found[name] = await _played(scene, name)
@@ -149,7 +185,7 @@ async def play_all(cluster: Cluster, names: list[str], hold_s: float) -> dict[st
 async def _played(scene: Scene, name: str) -> dict[str, Any]:
     await some_more(scene.load, 1)  # streams that this fault meets
     since = len(scene.load.answers)
-    figures = await (PLAYS | CLOCKS)[name](scene)
+    figures = await PLAYS[name](scene)
     await some_more(scene.load, 1)
     figures |= {"capsules": len(scene.pinned.ids), "equal_capsules": await scene.pinned.num_equal()}
     return scene.load.figures(since) | figures
@@ -162,9 +198,11 @@ async def burst(cluster: Cluster) -> dict[str, Any]:
         pinned = Pinned(client)
         await pinned.make(CAPSULES)
         most = 0
-        async with streaming(client, asks(1)) as quiet:
+        asked = asks(2 * CLIENTS)
+        expected = await undisturbed(client, asked)
+        async with streaming(client, asked[:1], expected[:1]) as quiet:
             begin = time.monotonic()
-            async with streaming(client, asks(2 * CLIENTS)) as load:
+            async with streaming(client, asked, expected) as load:
                 await until_well(client, MAX_WORKERS, ROLL_S)
                 up_s = time.monotonic() - begin
                 await some_more(load, 1)
@@ -184,18 +222,6 @@ async def burst(cluster: Cluster) -> dict[str, Any]:
             "equal_capsules_up": equal,
             "equal_capsules": await pinned.num_equal(),
         }
-
-
-def skewed_clocks() -> dict[str, Any]:
-    """Empty without libfaketime (`pip install libfaketime`)."""
-    if find_spec("libfaketime") is None:
-        return {"clock an hour ahead": "not run: no libfaketime"}
-
-    def environment(folder: Path) -> dict[str, str]:
-        return faults.clock_environment(clock_in(folder))
-
-    with running(settings(), "--nodes", str(NODES), environment=environment) as cluster:
-        return measure.run_async(play_all(cluster, list(CLOCKS), HOLD_S))
 
 
 def settings(**more: Any) -> dict[str, Any]:
@@ -223,7 +249,6 @@ def main() -> None:
         found: dict[str, Any] = {"start_s": time.monotonic() - begin}
         found |= measure.run_async(play_all(cluster, names, 5.0 if given.quick else HOLD_S))
     if not (given.quick or given.faults):
-        found |= skewed_clocks()
         scaling = {"max_workers": MAX_WORKERS, "lower_after_s": 3.0}
         more = {"autoscaling": scaling, "workers": 1, "scheduler": {"max_rows": 8}}
         with running(settings(**more), "--nodes", str(NODES)) as cluster:

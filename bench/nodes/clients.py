@@ -28,7 +28,7 @@ class Ended(NamedTuple):
 class Load:
     """The answers that clients saw since the start."""
 
-    undisturbed: list[Seen]
+    undisturbed: Sequence[Seen]
     answers: list[Ended] = field(default_factory=list)
 
     def figures(self, since: int) -> dict[str, Any]:
@@ -104,11 +104,19 @@ def asks(num: int, max_tokens: int = MAX_TOKENS) -> list[Ask]:
     ]
 
 
+async def undisturbed(client: httpx.AsyncClient, asked: Sequence[Ask]) -> list[Seen]:
+    """The answers to these requests, one after the other."""
+    answers = [await stream(client, ask, Seen()) for ask in asked]
+    assert all(each.is_whole for each in answers), [each.error for each in answers]
+    return answers
+
+
 @asynccontextmanager
-async def streaming(client: httpx.AsyncClient, asked: Sequence[Ask]) -> AsyncIterator[Load]:
+async def streaming(
+    client: httpx.AsyncClient, asked: Sequence[Ask], expected: Sequence[Seen]
+) -> AsyncIterator[Load]:
     """Each client sends its request over and over, until the block ends; then the last are awaited."""
-    load = Load([await stream(client, ask, Seen()) for ask in asked])
-    assert all(each.is_whole for each in load.undisturbed), [e.error for e in load.undisturbed]
+    load = Load(expected)
     is_over = asyncio.Event()
 
     async def repeat(number: int, ask: Ask) -> None:

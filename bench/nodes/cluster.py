@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 
+from bench.failover.faults import clock_environment
 from mallee.actors.addresses import free_port
 
 START_S = 420.0
@@ -104,8 +105,8 @@ class Cluster:
 
 
 def clock_in(folder: Path) -> Path:
-    """The file that the nodes' clocks follow, where they do."""
-    return folder / "clock"
+    """The file of a node's clock error; `{net}` is the number of its network namespace."""
+    return folder / "clock-{net}"
 
 
 async def health(client: httpx.AsyncClient) -> dict[str, Any]:
@@ -142,9 +143,8 @@ async def until(claim: Any, timeout_s: float, name: str) -> float:
 def running(
     settings: dict[str, Any],
     *options: str,
-    environment: Callable[[Path], dict[str, str]] = lambda folder: {},
 ) -> Iterator[Cluster]:
-    """`mallee up` with these settings, until the block ends. `environment` of its private folder."""
+    """`mallee up` with these settings, until the block ends, on nodes whose clocks can be set."""
     with tempfile.TemporaryDirectory(prefix="nodes-") as folder:
         file, log, port = Path(folder) / "settings.json", Path(folder) / "log.txt", free_port()
         file.write_text(json.dumps(settings))
@@ -155,7 +155,7 @@ def running(
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                env=os.environ | {"COLUMNS": "200"} | environment(Path(folder)),
+                env=os.environ | {"COLUMNS": "200"} | clock_environment(clock_in(Path(folder))),
             )
         try:
             _wait_until_up(process, log)

@@ -6,12 +6,12 @@ The nodes' bridge is in the network namespace of `mallee up`; nothing here touch
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 import psutil
 
+from bench.failover.faults import set_clock
 from bench.nodes.cluster import Cluster
 
 SLOW: Final = ("rate", "2mbit", "burst", "16kb", "latency", "300ms")
@@ -66,36 +66,15 @@ def slow(cluster: Cluster, number: int) -> Iterator[None]:
 
 
 @contextmanager
-def skewed(cluster: Cluster, number: int) -> Iterator[None]:
-    """The node's wall clock is an hour ahead, for processes that run too; its monotonic clock is not.
-
-    For nodes with libfaketime (`clock_environment`), each of which sees its own file.
-    """
-    pid = str(cluster.processes(number)[0].pid)
-    mine = cluster.clock.with_name(f"clock of node {number}")
-    mine.write_text("+3600")
-    inside = ["nsenter", "--target", pid, "--mount"]
-    _done([*inside, "mount", "--bind", str(mine), str(cluster.clock)])
+def skewed(cluster: Cluster, number: int, seconds: float) -> Iterator[None]:
+    """The wall clock of the node's Python processes is wrong by so much, at once; others' clocks are not."""
+    network = Path(f"/proc/{cluster.processes(number)[0].pid}/ns/net").stat().st_ino
+    clock = Path(str(cluster.clock).format(net=network))
+    set_clock(clock, seconds)
     try:
         yield
     finally:
-        _done([*inside, "umount", str(cluster.clock)])
-
-
-def clock_environment(clock: Path) -> dict[str, str]:
-    """Variables for nodes whose clocks follow the file `clock`; needs libfaketime."""
-    found = find_spec("libfaketime")
-    assert found is not None
-    assert found.origin is not None
-    library = Path(found.origin).parent / "vendor/libfaketime/src/libfaketime.so.1"
-    clock.write_text("+0")
-    return {
-        "LD_PRELOAD": str(library),
-        "FAKETIME_TIMESTAMP_FILE": str(clock),
-        "FAKETIME_CACHE_DURATION": "1",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        "FAKETIME_DISABLE_SHM": "1",
-    }
+        set_clock(clock, 0.0)
 
 
 @contextmanager

@@ -13,12 +13,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.alone, pytest.mark.nats, pytest.mark.
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_faults_of_nodes_fail_no_request() -> None:
-    """X4, K28, part: a node, its link and a NATS server lost, and a rolling upgrade, under 16 streams."""
+    """X4, X8, K28, part: a node, its link or a NATS server lost or mute, and an upgrade, under 16 streams."""
     if os.geteuid() != 0 or (cause := network.obstacle()) is not None:
         pytest.skip(f"needs root and namespaces: {cause if os.geteuid() == 0 else 'no root'}")
     found, table = run_bench("nodes", "--quick", timeout_s=800)
     gateways = found["gateway's node killed"]
-    others = ["none", "NATS server killed", "cut", "node killed", "rolling upgrade"]
+    others = ["none", "NATS server killed", "cut", "mute", "node killed", "rolling upgrade"]
     for name in others:
         assert found[name]["failed"] == 0, table
     for name in [*others, "gateway's node killed"]:

@@ -84,10 +84,11 @@ class LiveFleet:
         below: Callable[[str], MakeTiers | None] = lambda worker: None,
         files: CapsuleFiles | None = None,
         tracing: Tracing | None = None,
+        clock_of: Callable[[str], Callable[[], float]] = lambda process: time.monotonic,
     ) -> None:
         """With `syncs`, gateways tell each other what they book; with a `source` weights can change.
 
-        `below` makes the tiers below a worker's device.
+        `below` makes the tiers below a worker's device. `clock_of` a gateway (g0, g1, ...) or a worker.
         """
         self.hub = LocalHub()
         self.make_bus = make_bus or (lambda role: LocalBus(self.hub))
@@ -96,6 +97,7 @@ class LiveFleet:
         self.below = below
         self.files = files
         self.tracing = tracing
+        self.clock_of = clock_of
         self.model = model
         self.routing = routing
         self.make_forward = forward
@@ -117,15 +119,15 @@ class LiveFleet:
         return bus
 
     async def add_worker(self, name: str) -> Host:
-        life, block_size = next(self.lives), self.routing.block_size
+        life, block_size, clock = next(self.lives), self.routing.block_size, self.clock_of(name)
         forward = self.make_forward(self.model, num_blocks=self.num_blocks, block_size=block_size)
-        engine = make_engine(forward, name, life, below=self.below(name))
+        engine = make_engine(forward, name, life, clock=clock, below=self.below(name))
         host = Host(
             name,
             await self.bus("worker"),
             address=f"{name}#{life}",
             fleet="test",
-            clock=time.monotonic,
+            clock=clock,
             lease_period_s=0.05,
             tracing=self.tracing,
         )
@@ -141,11 +143,12 @@ class LiveFleet:
     async def add_gateway(self) -> GatewayService:
         name = f"g{len(self.gateways)}"
         outbox = Outbox(name, Incarnation(1)) if self.syncs else None
-        router = Router(self.routing, clock=time.monotonic, outbox=outbox)
+        clock = self.clock_of(name)
+        router = Router(self.routing, clock=clock, outbox=outbox)
         transport = LocalTransport(name, self.hosts)
         bus, recorder = await self.bus("gateway"), self.make_recorder and self.make_recorder(name)
         spans = None if self.tracing is None else RequestSpans(self.tracing, "m")
-        given = {"recorder": recorder, "files": self.files, "spans": spans}
+        given = {"recorder": recorder, "files": self.files, "spans": spans, "clock": clock}
         gateway = make_gateway(name, bus, transport, router, self.model, **given)
         await gateway.start_up()
         self.gateways.append(gateway)

@@ -2,7 +2,8 @@
 
 While the file that MALLEE_BENCH_HANG names holds the number of this process, its forward passes wait. Of
 all that wait they alone do: the process answers, beats and renews its lease as before. The file that
-MALLEE_BENCH_CLOCK names holds the seconds, a double, by which this process's wall clock is wrong.
+MALLEE_BENCH_CLOCK names holds the seconds, a double, by which this process's wall clock is wrong; `{net}`
+in its name is the number of the network namespace, so that each node has its own.
 """
 
 import mmap
@@ -33,7 +34,10 @@ def _watch(order: Path) -> None:
 
 
 def _bend_clock(path: Path) -> None:
-    with path.open("rb") as file:
+    with path.open("a+b") as file:
+        if not file.tell():
+            file.write(struct.pack("d", 0.0))
+            file.flush()
         offset = mmap.mmap(file.fileno(), 8, access=mmap.ACCESS_READ)
     true, true_ns = time.time, time.time_ns
 
@@ -48,4 +52,4 @@ def _bend_clock(path: Path) -> None:
 if path := os.environ.get("MALLEE_BENCH_HANG"):
     threading.Thread(target=_watch, args=(Path(path),), daemon=True).start()
 if path := os.environ.get("MALLEE_BENCH_CLOCK"):
-    _bend_clock(Path(path))
+    _bend_clock(Path(path.format(net=os.stat("/proc/self/ns/net").st_ino)))

@@ -15,7 +15,7 @@ from mallee.protocol.hashing import as_tokens, block_hashes
 from mallee.protocol.ids import COMMON, branch_seed
 from mallee.protocol.messages import Limits, Sampling
 from mallee.router.config import RouterConfig
-from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
+from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
 from mallee.testing.bus import LocalBus
 from mallee.testing.forward import linear_tokens
 from mallee.worker.forward import ForwardBatch, Logits
@@ -327,3 +327,40 @@ async def test_workers_whose_links_stand_get_requests_though_no_lease_arrives(mu
         for bus in buses:
             bus.is_mute = False
         await until(lambda: not router.stats().num_unleased)
+
+
+@pytest.mark.parametrize("seconds", [600.0, -600.0])
+async def test_clocks_of_processes_need_not_agree(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X8, part: leases, bookings, deadlines and pins count the seconds of the process that keeps them."""
+    now, true = {"g0": 0.0, "g1": seconds, "w0": -seconds, "w1": 1e6}, time.time
+    made = LiveFleet(
+        SPEC,
+        RouterConfig(block_size=BLOCK, lease_s=0.5),
+        syncs=True,
+        clock_of=lambda process: lambda: time.monotonic() + now[process],
+    )
+    terms = QueueTerms(deadline_s=5.0)
+    async with running(made, workers=2, gateways=2) as f:
+        monkeypatch.setattr(time, "time", lambda: true() + seconds)  # jumps under all of them
+        one, two = f.gateways
+        running_there = await one.start(GenerateJob(PROMPT, Limits(3000), HOT))
+        await until(lambda: f.routers[1].stats().remote_requests == 1)
+        (made_it,) = (await collect(await one.start(PrefillJob(PROMPT)))).values()
+        assert made_it[1].capsule is not None
+        await one.pin(made_it[1].capsule, 30.0, COMMON)
+        await asyncio.sleep(1.2)  # more than two leases
+        for gateway, router in zip(f.gateways, f.routers, strict=True):
+            assert [w.state for w in router.all_workers()] == ["ready", "ready"]
+            assert router.stats().num_unleased == 0
+            answers = await collect(
+                await gateway.start(GenerateJob(PROMPT, Limits(4), HOT, terms=terms))
+            )
+            assert answers[0][0] == expect(PROMPT.tolist(), 4)
+        fork = await two.start(ForkJob(made_it[1].capsule, [as_tokens([1])], Limits(8), HOT))
+        assert (await collect(fork))[0][0] == expect([*PROMPT.tolist(), 1], 8)
+        await running_there.aclose()
+        await until(lambda: f.routers[1].stats().remote_requests == 0)
+        for each in f.gateways:
+            each.check()
