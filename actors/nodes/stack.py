@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -21,6 +23,7 @@ import psutil
 from mallee.actors.addresses import PRIVATE, base_url, free_port
 from mallee.actors.build import check_files, open_access
 from mallee.actors.bus.accounts import Passwords
+from mallee.actors.bus.broker import find_binary
 from mallee.actors.bus.children import death_follower
 from mallee.actors.config import AppConfig
 from mallee.actors.local import (
@@ -97,15 +100,14 @@ class _HeadEnded(ConfigError):
     """Ray's head did not come up."""
 
 
+@dataclass(slots=True)
 class _Process:
     """The process of a node, and of `mallee up`'s talk with it."""
 
-    def __init__(self, outer: subprocess.Popen[bytes], pid: int, log_begin: int) -> None:
-        self.outer = outer
-        self.log_begin = log_begin
-        self.pid = pid
-        """Of its first process, as this machine counts."""
-        self.began = time.monotonic()
+    outer: subprocess.Popen[bytes]
+    pid: int  # of its first process, as this machine counts
+    log_begin: int
+    began: float = field(default_factory=time.monotonic)
 
 
 class NodesStack:
@@ -127,17 +129,15 @@ class NodesStack:
         self.base_url = base_url(host, port)
         self._config = config
         self._entry = host
-        self._listener = listener
+        self._is_isolated = listener is not None
         self._tell = tell
         self._folder = Folder()
         self.nodes = [self._node(number) for number in range(1, num_nodes + 1)]
-        self._ray_port = _RAY_PORT if listener is not None else free_port()
-        self._host, self._port = (_ALL, _HTTP_PORT) if listener is not None else (host, port)
-        self._environment = (
-            cluster_environment() | {PRIVATE: "1"}
-            if listener is not None
-            else loopback_environment()
-        )
+        self._ray_port, self._host, self._port = free_port(), host, port
+        self._environment = loopback_environment()
+        if self._is_isolated:
+            self._ray_port, self._host, self._port = _RAY_PORT, _ALL, _HTTP_PORT
+            self._environment = cluster_environment() | {PRIVATE: "1"}
         self._processes: dict[int, _Process] = {}
         self._backoff_s = _BACKOFF_S[0]
         self._num_late = 0
@@ -196,7 +196,7 @@ class NodesStack:
         self._folder.remove()
 
     def _node(self, number: int) -> Node:
-        if self._listener is None:
+        if not self._is_isolated:
             loopback = "127.0.0.1"
             return Node(number, loopback, Server(loopback, free_port(), free_port()))
         address = network.address(number)
@@ -250,13 +250,10 @@ class NodesStack:
         return self._folder / str(node.number)
 
     def _orders(self, node: Node) -> Orders:
-        from mallee.actors.bus.broker import find_binary
-
         own = self._own(node)
         deploying = (sys.executable, "-m", "mallee.actors.nodes.deploy")
-        is_isolated = self._listener is not None
         return Orders(
-            address=node.address if is_isolated else None,
+            address=node.address if self._is_isolated else None,
             folders=((str(own / "ray"), str(self._folder / "ray")),),
             broker=(str(find_binary()), "-c", str(own / "nats.conf")),
             ray=self._ray_command(node),
@@ -287,7 +284,7 @@ class NodesStack:
         )
 
     def _agent_ports(self) -> Sequence[int]:
-        if self._listener is not None:
+        if self._is_isolated:
             return range(_AGENT_PORT, _AGENT_PORT + len(_AGENTS))
         return [free_port() for _ in _AGENTS]
 
@@ -307,7 +304,7 @@ class NodesStack:
         for node in self.nodes:
             self._launch(node)
             deadline = time.monotonic() + START_TIMEOUT_S
-            self._until(lambda node=node: self._has_joined(node), deadline, f"node {node.number}")  # type: ignore[misc]
+            self._until(partial(self._has_joined, node), deadline, f"node {node.number}")
         self._order(self._deploy_order(self._settings), _DEPLOY_S)
         self._until(self._is_well, time.monotonic() + START_TIMEOUT_S, "the workers")
 
@@ -318,11 +315,10 @@ class NodesStack:
             "mallee.actors.nodes.node",
             f"{self._own(node)}/orders.json",
         ]
-        is_isolated = self._listener is not None
         with (self._own(node) / "log.txt").open("ab") as log:
             log_begin = log.tell()
             outer = subprocess.Popen(
-                network.isolated(command) if is_isolated else command,
+                network.isolated(command) if self._is_isolated else command,
                 stdin=subprocess.PIPE if node.is_head else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if node.is_head else log,
                 stderr=log,
@@ -330,7 +326,7 @@ class NodesStack:
                 preexec_fn=death_follower(),
             )
         process = self._processes[node.number] = _Process(outer, outer.pid, log_begin)
-        if is_isolated:
+        if self._is_isolated:
             deadline = time.monotonic() + _LINK_S
             self._until(lambda: bool(_children(outer)), deadline, f"node {node.number}")
             process.pid = network.link(node.number, psutil.Process(outer.pid)).pid
@@ -449,7 +445,7 @@ class NodesStack:
         for outer in outers:
             # In namespaces all of a node dies with this process; on loopback Ray ends its own.
             with suppress(ProcessLookupError):
-                outer.kill() if self._listener is not None else outer.terminate()
+                outer.kill() if self._is_isolated else outer.terminate()
         for outer in outers:
             try:
                 outer.wait(CLOSE_TIMEOUT_S)
