@@ -1,7 +1,8 @@
 """The entry before several nodes: an HAProxy that sends each request to a gateway that is well.
 
-A gateway that does not answer is left out within a second, and a request that could not be sent is sent to
-another. Streams pass through no other node than their gateway's, as they would by Ray Serve's proxies.
+A gateway that takes no connection is left out within a second, one that does not answer within ten; a
+request that could not be sent is sent to another. Streams pass through no other node than their gateway's,
+as they would by Ray Serve's proxies.
 """
 
 import os
@@ -16,6 +17,7 @@ from mallee.protocol.errors import ConfigError
 
 _STOP_S = 2.0
 _MAX_THREADS = 2
+_CHECK_S = 5  # for a gateway that has taken a check's connection: a busy one answers late
 _CONFIG = """\
 global
     maxconn {connections}
@@ -23,6 +25,7 @@ global
 defaults
     mode http
     timeout connect 1s
+    timeout check {check_s}s
     timeout client {stalled_s}s
     timeout server {longest_s}s
     option redispatch 1
@@ -69,6 +72,7 @@ class Front:
         self._config = _CONFIG.format(
             connections=max_connections,
             threads=min(_MAX_THREADS, os.cpu_count() or 1),
+            check_s=_CHECK_S,
             stalled_s=STALLED_S,
             longest_s=LONGEST_STREAM_S,
             listener=listener.fileno(),

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -44,7 +45,10 @@ def test_the_configurations_of_the_nats_servers_are_valid(tmp_path: Path) -> Non
 
 
 class _Gateway(BaseHTTPRequestHandler):
+    delay_s = 0.0
+
     def do_GET(self) -> None:
+        time.sleep(self.delay_s)
         port = str(self.server.server_address[1])
         self.send_response(200)
         self.send_header("content-length", str(len(port)))
@@ -105,6 +109,25 @@ def test_the_entry_sends_requests_to_gateways_that_are_there(
     assert {answer() for _ in range(8)} == {(200, str(ports[1]))}
     second.shutdown()
     second.server_close()
+
+
+def test_a_gateway_that_answers_late_stays_in_the_entry(
+    front: tuple[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is busy: a machine that is gone accepts no connection."""
+    url, ports = front
+    monkeypatch.setattr(_Gateway, "delay_s", 0.8)
+    server = _serve(ports[0])
+    try:
+        wait_until(lambda: _status(url) == 200, timeout_s=10)
+        assert {_status(url) for _ in range(4)} == {200}
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _status(url: str) -> int:
+    return httpx.get(f"{url}/v1/models", timeout=5, trust_env=False).status_code
 
 
 def test_what_a_killed_one_left_is_removed_and_what_lives_is_not(
