@@ -45,6 +45,7 @@ from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.speculation.speculator import SpeculationConfig
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -141,6 +142,7 @@ def engine_config(config: AppConfig) -> EngineConfig:
         tree_attention=switches.tree_attention,
         overlap=switches.overlap,
         kv_checks=KVChecks(switches.kv_checks, switches.kv_faults),
+        speculation=SpeculationConfig(engine.speculation, engine.num_speculative_tokens),
     )
 
 

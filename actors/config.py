@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from mallee.protocol.errors import ConfigError
 
@@ -145,6 +145,12 @@ class EngineSettings(Settings):
         default="lru",
         description="Which cached blocks go first; `lineage`: those of the session used longest ago.",
     )
+    speculation: Literal["off", "prompt", "sibling", "auto"] = Field(
+        default="off",
+        description="Tokens are drafted, and verified in one pass, from: `prompt`, a branch's own text;"
+        " `sibling`, what others of its prompt or capsule drew; `auto`, both. No answer changes.",
+    )
+    num_speculative_tokens: int = Field(default=5, ge=1, description="Tokens of a draft, at most.")
     max_answer_capsules: int = Field(
         default=256,
         ge=0,
@@ -194,6 +200,12 @@ class EngineSettings(Settings):
         default=120.0,
         description="An engine whose step takes longer counts as dead and is replaced.",
     )
+
+    @field_validator("speculation", mode="before")
+    @classmethod
+    def _read_off(cls, value: object) -> object:
+        """YAML reads a bare `off` as false."""
+        return "off" if value is False else value
 
 
 class SchedulerSettings(Settings):

@@ -461,6 +461,18 @@ _WORK: Final = _area(
     _counter("mallee_worker_cached_tokens", "tokens", "Prompt tokens found in its cache.", _WORKER),
     _counter("mallee_worker_output_tokens", "tokens", "Tokens drawn.", _WORKER),
     _counter(
+        "mallee_worker_drafted_tokens",
+        "tokens",
+        "Tokens of drafts that were computed (`engine.speculation`).",
+        _WORKER,
+    ),
+    _counter(
+        "mallee_worker_accepted_tokens",
+        "tokens",
+        "Of those, tokens that were drawn: the acceptance of speculation is this by drafted tokens.",
+        _WORKER,
+    ),
+    _counter(
         "mallee_worker_forks",
         "branches",
         "Branches that began at state shared with others.",

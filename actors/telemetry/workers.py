@@ -72,6 +72,8 @@ _LOADS: Final[Table[Load]] = {
     ("mallee_worker_prefill_tokens_total",): _sum("use.num_prefill_tokens"),
     ("mallee_worker_cached_tokens_total",): _sum("use.num_cached_tokens"),
     ("mallee_worker_output_tokens_total",): _sum("use.num_output_tokens"),
+    ("mallee_worker_drafted_tokens_total",): _sum("use.num_drafted_tokens"),
+    ("mallee_worker_accepted_tokens_total",): _sum("use.num_accepted_tokens"),
     ("mallee_worker_forks_total",): _sum("use.num_forks"),
     ("mallee_worker_copied_blocks_total",): _sum("use.num_copied_blocks"),
     ("mallee_worker_evicted_blocks_total",): _sum("use.num_evicted_blocks"),

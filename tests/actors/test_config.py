@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from mallee.actors.build import engine_config
 from mallee.actors.config import AppConfig, problems, put, servers
 from mallee.protocol.errors import ConfigError
+from mallee.worker.speculation.speculator import SpeculationConfig
 
 
 def make(**settings: Any) -> AppConfig:
@@ -167,3 +169,13 @@ def test_credentials_in_the_brokers_url_are_refused_and_not_shown() -> None:
         with pytest.raises(ValidationError) as caught:
             AppConfig.model_validate({"model": "m", "nats_url": url})
         assert "hush" not in f"{sentence} {caught.value} {list(problems(caught.value))}"
+
+
+@pytest.mark.parametrize("value", ["off", False])
+def test_speculation_is_off_as_yaml_reads_it_too(value: Any) -> None:
+    """I15, part: drafters and the most tokens of a draft are settings of the engine."""
+    settings = make(engine__speculation=value)
+    assert engine_config(settings).speculation == SpeculationConfig("off", 5)
+    settings = make(engine__speculation="auto", engine__num_speculative_tokens=3)
+    assert engine_config(settings).speculation == SpeculationConfig("auto", 3)
+    assert "'off', 'prompt', 'sibling' or 'auto'" in refused(engine__speculation="medusa")[0][1]

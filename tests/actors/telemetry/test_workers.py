@@ -16,6 +16,8 @@ from mallee.protocol.events import (
 )
 from mallee.protocol.ids import WorkerId
 
+SPECULATED: Any = {"num_drafted_tokens": 50, "num_accepted_tokens": 40}
+
 
 def lease(worker: str, use: EngineUse | None = None, **more: Any) -> Lease:
     load = None if use is None else Load(3, 2, 0, 0, use)
@@ -27,7 +29,7 @@ def test_the_last_report_of_each_living_worker_is_shown() -> None:
     metrics = GatewayMetrics()
     assert "mallee_worker_" not in metrics.render().decode()
     metrics.workers.heard(lease("a", EngineUse(100, 40, 30, 20, 9, 2, 7, 5, 3, 0)))
-    metrics.workers.heard(lease("a", EngineUse(100, 41, 31, 21, 9, 2, 8, 5, 3, 1)))
+    metrics.workers.heard(lease("a", EngineUse(100, 41, 31, 21, 9, 2, 8, 5, 3, 1, **SPECULATED)))
     metrics.workers.heard(lease("b", EngineUse(50, 0, 0, 0, 0, 0, 0, 0, 0, 0)))
     text = metrics.render().decode()
     for line in (
@@ -37,6 +39,8 @@ def test_the_last_report_of_each_living_worker_is_shown() -> None:
         'mallee_worker_shared_blocks{worker="a"} 31.0',
         'mallee_worker_copied_blocks_total{worker="a"} 8.0',
         'mallee_worker_kv_faults_total{worker="a"} 1.0',
+        'mallee_worker_drafted_tokens_total{worker="a"} 50.0',
+        'mallee_worker_accepted_tokens_total{worker="a"} 40.0',
         'mallee_worker_total_blocks{worker="b"} 50.0',
     ):
         assert line in text
