@@ -21,8 +21,6 @@ GRAPHS: Final = 512 * MIB
 """Recorded decode steps and their buffers."""
 WORKSPACE: Final = 512 * MIB
 """The attention's own, and what matrix products take for a moment."""
-SCRATCH_COPIES: Final = 3
-"""Of a step's logits, in float32: filtered, sorted, summed up."""
 LEAST_LEFT: Final = 0.02
 """Share of a device that stays free where others use it too."""
 
@@ -42,12 +40,12 @@ class Work(NamedTuple):
     weights: int
     token_nbytes: int  # of activations that a token of a step has at once
     row_nbytes: int  # of logits
-    vocab_size: int
     block_nbytes: int  # of KV
     max_rows: int
     max_step_tokens: int
     kept_rows: int = 0  # of logits that capsules keep
     staged_blocks: int = 0  # that are on their way to or from a tier
+    draw_nbytes: int = 0  # beside a step's logits while tokens are drawn from them
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +105,7 @@ class Room:
         share = default * min(1.0, self.part) if self.share is None else self.share
         others = max(0, device.total - device.free)
         usable = min(int(share * device.total), device.free - int(LEAST_LEFT * device.total))
-        scratch = work.max_rows * (work.row_nbytes + 4 * SCRATCH_COPIES * work.vocab_size)
-        logits = scratch + work.kept_rows * work.row_nbytes
+        logits = (work.max_rows + work.kept_rows) * work.row_nbytes + work.draw_nbytes
         activations = work.max_step_tokens * work.token_nbytes + WORKSPACE
         staging = work.staged_blocks * work.block_nbytes
         host_tier = self.host_tier if device.is_unified else 0

@@ -24,7 +24,7 @@ from mallee.worker.kv.tiers.moves import STAGED_BLOCKS
 from mallee.worker.kv.tiers.window_rows import row_spans
 from mallee.worker.memory.budget import Budget, Room, Work, check_context
 from mallee.worker.memory.refusals import shed, told
-from mallee.worker.model.backend import check_device, choose_backend
+from mallee.worker.model.backend import check_device, choose_backend, choose_sampler
 from mallee.worker.model.config import (
     DTYPE_NBYTES,
     FP8,
@@ -39,8 +39,8 @@ from mallee.worker.model.loading.config_json import read_config
 from mallee.worker.model.loading.weights import ModelWeights, load_weights, weights_digest
 from mallee.worker.model.ops import movable
 from mallee.worker.model.plan import make_plan
+from mallee.worker.model.sampling.batched import SLAB_NBYTES
 from mallee.worker.model.sampling.logprobs import logprobs
-from mallee.worker.model.sampling.sampler import sample
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class TorchForward:
         *("_layers", "_memories", "_memory"),
         *(
             "_reads",
+            "_sample",
             "_steps",
             "_tokens",
             "_windows",
@@ -125,6 +126,7 @@ class TorchForward:
             flashinfer=flashinfer,
         )
         self._is_deterministic, self._flashinfer = is_deterministic, flashinfer
+        self._sample = choose_sampler(self._device)
         self.decoder = Decoder(
             config,
             weights,
@@ -246,7 +248,7 @@ class TorchForward:
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:
         with torch.inference_mode(), shed(self._device):
-            return sample(draws)
+            return self._sample(draws)
 
     def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
         with torch.inference_mode(), shed(self._device):
@@ -385,12 +387,12 @@ def work_of(
         weights=weights.nbytes,
         token_nbytes=values * item,
         row_nbytes=config.vocab_size * item,
-        vocab_size=config.vocab_size,
         block_nbytes=spec.block_nbytes(block_size),
         max_rows=room.max_rows,
         max_step_tokens=room.max_step_tokens,
         kept_rows=room.kept_rows,
         staged_blocks=2 * STAGED_BLOCKS,  # one way and the other
+        draw_nbytes=SLAB_NBYTES,
     )
 
 

@@ -22,12 +22,12 @@ LLAMA_8B = Work(
     weights=15 * GIB,
     token_nbytes=200 << 10,
     row_nbytes=2 * 128_256,
-    vocab_size=128_256,
     block_nbytes=2 * MIB,
     max_rows=256,
     max_step_tokens=8192,
     kept_rows=256,
     staged_blocks=32,
+    draw_nbytes=256 * MIB,
 )
 
 
@@ -47,7 +47,7 @@ def test_the_lines_are_the_whole_device_and_kv_is_the_rest() -> None:
     assert found["in use before"] == GIB
     assert found["reserve"] == pytest.approx(13 * GIB, abs=MIB), "a tenth, of which 1 GiB is used"
     assert found["weights"] == 15 * GIB
-    assert found["logits"] == 256 * (2 + 12) * 128_256 + 256 * 2 * 128_256
+    assert found["logits"] == 2 * 256 * 2 * 128_256 + 256 * MIB
     assert found["staging"] == 64 * MIB
     assert 107 * GIB < budget.kv < 109 * GIB
     text = str(budget)

@@ -1,7 +1,8 @@
 """Draws tokens so that a draw depends on its own `Draw` and on nothing else.
 
-Doesn't know rows, requests or models. No generator state: a replayed, forked or moved branch draws
-the same token, whatever else is in its batch.
+Doesn't know requests or models. No generator state: a replayed, forked or moved branch draws the same
+token, whatever else is in its batch. These are the draws on a CPU, mostly row by row, and the reference
+of `batched`.
 
 The scheme, version 1 (a change of any constant changes every sampled text: keep the golden test).
 Logits are transformed in float32, in this order (up to the temperature as in vLLM, from there on as in
@@ -30,15 +31,17 @@ Log-probabilities are of the untouched logits.
 """
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from mallee.worker.forward import Draw
+from mallee.worker.forward import Draw, flags
 from mallee.worker.model.kernels.race import GAP, RACE, race
-from mallee.worker.model.sampling.logits import Field, all_ids, edited, filtered, unpacked
+from mallee.worker.model.sampling.logits import Field, all_ids, edited, filtered
 from mallee.worker.model.sampling.rows import slabs, stacked
 
+Half: TypeAlias = int | torch.Tensor
 _MASK64 = (1 << 64) - 1
 MIN_BOUNDED = 2048
 """From so many tokens on the noise is computed only for those that can win, where the kernel is there."""
@@ -64,20 +67,23 @@ _M1 = _as_int32(0x846CA68B)
 
 def noise(ids: torch.Tensor, seed: int, position: int) -> torch.Tensor:
     """Standard Gumbel noise, float32, for each of `ids` (int32)."""
-    return _noise(ids, _key(seed, position))
+    key = race_key(seed, position)
+    return gumbel(ids, _as_int32(key), _as_int32(key >> 32))
 
 
-def _key(seed: int, position: int) -> int:
+def race_key(seed: int, position: int) -> int:
+    """The key of a draw: 64 bits of seed and position, mixed."""
     return splitmix64((splitmix64(seed & _MASK64) + position) & _MASK64)
 
 
-def _noise(ids: torch.Tensor, key: int) -> torch.Tensor:
+def gumbel(ids: torch.Tensor, low: Half, high: Half) -> torch.Tensor:
+    """Standard Gumbel noise, float32, for `ids` (int32) under keys of these halves: numbers, or columns."""
     # int32 arithmetic wraps; its >> drags the sign along, hence the masks.
-    x = ids ^ _as_int32(key)
+    x = ids ^ low
     x ^= (x >> 16) & 0xFFFF
     x *= _M0
     x ^= (x >> 15) & 0x1FFFF
-    x ^= _as_int32(key >> 32)
+    x ^= high
     x *= _M1
     x ^= (x >> 16) & 0xFFFF
     x &= 0x7FFFFFFF
@@ -87,7 +93,7 @@ def _noise(ids: torch.Tensor, key: int) -> torch.Tensor:
 
 
 def sample(draws: Sequence[Draw]) -> list[int]:
-    """One token id per draw."""
+    """One token id per draw, of logits in host memory."""
     tokens = [0] * len(draws)
     greedy: list[int] = []
     masked: list[int] = []
@@ -130,17 +136,15 @@ def best_allowed(draws: Sequence[Draw]) -> list[int]:
         part = draws[each]
         scores = stacked([draw.logits for draw in part]).to(torch.float32, copy=True)
         sets = np.stack([draw.allowed for draw in part if draw.allowed is not None])
-        allowed = unpacked(sets, size, scores.device)
+        allowed = torch.from_numpy(flags(sets, size))
         found += _highest(scores.masked_fill_(~allowed, -torch.inf))
     return found
 
 
 def _highest(scores: torch.Tensor) -> list[int]:
-    """Places of the highest of each row, the first of equals. On a CPU numpy is four times as fast."""
-    if scores.device.type == "cpu":
-        found: list[int] = scores.numpy().argmax(1).tolist()
-        return found
-    return scores.max(1).indices.tolist()
+    """Places of the highest of each row, the first of equals. Numpy is four times as fast as torch."""
+    found: list[int] = scores.numpy().argmax(1).tolist()
+    return found
 
 
 def _field(draw: Draw, seen: dict[tuple[int, int], Field]) -> Field:
@@ -149,18 +153,18 @@ def _field(draw: Draw, seen: dict[tuple[int, int], Field]) -> Field:
         return filtered(*edited(draw), draw.sampling)
     key = (id(draw.logits), id(draw.sampling))
     if key not in seen:
-        ids = all_ids(len(draw.logits), str(draw.logits.device))
+        ids = all_ids(len(draw.logits))
         seen[key] = filtered(draw.logits.float(), ids, draw.sampling)
     return seen[key]
 
 
 def _race(field: Field, draw: Draw) -> int:
     scores, ids = field.scores, field.ids
-    key = _key(draw.seed, draw.position)
-    if race.is_ready and len(scores) >= MIN_BOUNDED and scores.device.type == "cpu":
+    key = race_key(draw.seed, draw.position)
+    if race.is_ready and len(scores) >= MIN_BOUNDED:
         places = contenders(scores, ids, key)
         scores, ids = scores[places], ids[places]
-    return int(ids[(scores + _noise(ids, key)).max(0).indices])
+    return int(ids[(scores + noise(ids, draw.seed, draw.position)).max(0).indices])
 
 
 def contenders(scores: torch.Tensor, ids: torch.Tensor, key: int) -> torch.Tensor:
