@@ -39,7 +39,7 @@ from mallee.worker.model.loading.config_json import read_config
 from mallee.worker.model.loading.weights import ModelWeights, load_weights, weights_digest
 from mallee.worker.model.ops import movable
 from mallee.worker.model.plan import make_plan
-from mallee.worker.model.sampling.batched import SLAB_NBYTES
+from mallee.worker.model.sampling.batched import draw_nbytes
 from mallee.worker.model.sampling.logprobs import logprobs
 
 log = logging.getLogger(__name__)
@@ -392,7 +392,7 @@ def work_of(
         max_step_tokens=room.max_step_tokens,
         kept_rows=room.kept_rows,
         staged_blocks=2 * STAGED_BLOCKS,  # one way and the other
-        draw_nbytes=SLAB_NBYTES,
+        draw_nbytes=draw_nbytes(room.max_rows, config.vocab_size),
     )
 
 

@@ -3,7 +3,7 @@
 `launch` only enqueues work: it edits and filters whole slabs of rows, runs a race of all tokens, and
 leaves the front runners of each draw. `collect` fetches these in one transfer and runs their race again
 on the host, by `sampler`'s own noise. Draws that choose from the same tokens (branches of one capsule)
-are filtered once. Beside logits and result there is never more than `SLAB_NBYTES` of the device in use.
+are filtered once. Rows are worked on in slabs, which bounds the memory that they need (`draw_nbytes`).
 
 The tokens are those of `sampler` on any device, though logarithms, exponentials and sums round otherwise
 there:
@@ -38,9 +38,7 @@ from mallee.worker.model.sampling.sampler import gumbel, race_key, sample
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
 
-_SLAB: Final = 1 << 22
-SLAB_NBYTES: Final = 64 * _SLAB
-"""Device memory that a batch may need at a time: 256 MiB. (One row of more than 4 million logits: more.)"""
+_SLAB = 1 << 22  # logits of rows that are worked on together
 _NOTHING: Final = np.zeros(1, dtype=np.float32)
 _NUM_FRONT: Final = 4
 _NOISE_ERROR: Final = 1e-3
@@ -56,6 +54,12 @@ class Launched(NamedTuple):
     places: list[int]
     keys: Int32s  # [num_draws, 2], as are the rows of
     table: torch.Tensor  # int32 [num_draws, 2 * num_front + 2]
+
+
+def draw_nbytes(num_rows: int, vocab_size: int) -> int:
+    """Device memory that so many rows may need beside logits and results; about 256 MiB at most."""
+    num_together = min(num_rows, max(1, _SLAB // vocab_size))
+    return num_together * (64 * vocab_size + 4 * 8 * (1 << max(width for _, width in _LEVELS)))
 
 
 def sample_batch(draws: Sequence[Draw]) -> list[int]:
