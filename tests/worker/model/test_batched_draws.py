@@ -248,7 +248,7 @@ DEVICES = {
 
 
 def elsewhere(draws: Sequence[Draw], device: OtherDevice) -> tuple[list[int], int]:
-    """What is drawn with the device's half on `device`, and for how many draws its own winner is another."""
+    """The tokens with the device's half on `device`, and for how many draws its own winner is another."""
     with device:
         launched = launch(draws)
     tokens = collect(launched)

@@ -214,7 +214,7 @@ def _edit(scores: torch.Tensor, draws: Sequence[Draw]) -> None:
 def _entries(
     parts: Sequence[tuple[int, Ids, Float32s]], scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the ids of these rows are in all of `scores`, and the value of each; one value may be for all."""
+    """The places in all of `scores` of these rows' ids, and the value of each; one may be for all."""
     size = scores.shape[1]
     places = np.concatenate([row * size + ids for row, ids, _ in parts])
     values = np.concatenate([np.broadcast_to(each, ids.shape) for _, ids, each in parts])
