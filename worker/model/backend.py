@@ -121,7 +121,7 @@ def choose_backend(
 def choose_sampler(device: str) -> Callable[[Sequence[Draw]], list[int]]:
     """The way to draw there; all ways draw the same tokens.
 
-    On a CPU draws go row by row: whole batches take two to eight times as long, since noise is computed for
+    On a CPU draws go row by row: whole batches take two to twelve times as long, since noise is computed for
     every token of a vocabulary instead of a few dozen.
     """
     return sample if torch.device(device).type == "cpu" else sample_batch
