@@ -177,8 +177,9 @@ def test_no_timeout_of_haproxy_cuts_a_silent_stream(front: Front) -> None:
     if front.mode != "haproxy":
         return
     family = psutil.Process(front.process.pid).children(recursive=True)
-    (command,) = {tuple(p.cmdline()) for p in family if p.name() == "haproxy"}
-    config = Path(command[command.index("-f") + 1]).read_text()
+    commands = [p.cmdline() for p in family if p.name() == "haproxy"]  # two after a reload
+    (path,) = {command[command.index("-f") + 1] for command in commands}
+    config = Path(path).read_text()
     assert "timeout client 60s" in config
     assert "hard-stop-after 3600s" in config
     assert "timeout server" not in config
