@@ -12,6 +12,9 @@ from hypothesis import HealthCheck, settings
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores; before torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# gRPC's handlers of forks may end a child that is about to become another program.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 # Ray's own processes start slowly where the machine is busy; after 30 s it would give up.
 os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 

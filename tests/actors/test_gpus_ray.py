@@ -7,11 +7,11 @@ import pytest
 
 from mallee.actors.config import AppConfig
 from mallee.testing.random_model import random_model
-from support.ray_marks import IN_PROCESS_RAY
+from support.ray_marks import IN_PROCESS_SERVICE
 from support.serving import serving
 from support.tokenizers_made import byte_level
 
-pytestmark = IN_PROCESS_RAY
+pytestmark = IN_PROCESS_SERVICE
 
 
 @pytest.fixture

@@ -106,7 +106,8 @@ def test_a_snapshot_is_hashes_by_tier_and_capsules() -> None:
 
 
 def test_a_lease_is_its_fields_in_order() -> None:
-    lease = Lease("w0", 3, "a0", "m", "f", 16, 99, 8, 4096, 5, load=Load(1, 2, 3, 4))
+    load = Load(1, 2, 3, 4)
+    lease = Lease("w0", 3, "a0", "m", "f", 16, 99, 8, 4096, 5, load=load, device="GPU 0")
     found = msgpack.unpackb(encode(lease))
     head = ["w0", 3, "a0", "m", "f", 16, 99, 8, 4096, 5]
     weights = [0, "base", "", ""]
@@ -125,6 +126,7 @@ def test_a_lease_is_its_fields_in_order() -> None:
         None,
         None,
         "",
+        "GPU 0",
     ]
     assert found == [*head, *rest]
     assert decode_lease(msgpack.packb(found)) == lease
