@@ -84,8 +84,12 @@ class LendingFleet(LiveFleet):
 
 
 def _lends(router: Any, name: str) -> bool:
+    """Whether the router knows that a worker lends, and at what price it takes loans."""
     member = router._fleet.members.get(WorkerId(name))
-    return member is not None and member.is_lending
+    if member is None or not member.is_lending:
+        return False
+    load = member.lease.load
+    return load is not None and load.fetch is not None
 
 
 @pytest.fixture(autouse=True)
