@@ -20,9 +20,8 @@ from support.reading import Reader
 
 VOCAB, EOS = 49152, 2
 NUM_SCHEMAS = 100
-MAX_GAP_S = (
-    0.2  # on a machine that other tests use; `bench.serve.stalls` has the figure of a quiet one
-)
+MAX_GAP_S = 0.5
+"""For a machine with other work; `bench.serve.stalls` has the figure of a quiet one, 9.4 ms."""
 
 
 def schema(i: int) -> Grammar:
