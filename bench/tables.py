@@ -866,7 +866,8 @@ SECTIONS = {
         " others kept busy (load 13 to 33), 395 of 714 and 3,266 of 5,203 answers failed in a run"
         " before: the entry found the only gateway not well, and refused with 503. Its check gave a gateway"
         " 0.5 s to answer then, and gives 5 s since; under such a load that has not been measured."
-        " Mute and 128 clients are rows of a run of their own, of the same scenes on a machine with less to do (load 4).",
+        " Mute and 128 clients are rows of a run of their own, of the same scenes on a machine with less to"
+        " do (load 4).",
         nodes,
     ),
     "soak": Section(
