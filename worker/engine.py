@@ -446,7 +446,7 @@ class Engine:
         if self._fetches is not None:
             self._fetches.begin(plan)
         if self._speculator is not None:
-            self._speculator.draft(plan)
+            self._draft(self._speculator, plan)
         if debug_log.is_on("steps"):
             debug_log.log_step(self._num_steps, plan, self._scheduler.stats())
         if watch is not None:
@@ -493,6 +493,14 @@ class Engine:
         if watch is not None:
             watch.ended()
         return result
+
+    def _draft(self, speculator: Speculator, plan: Plan) -> None:
+        """Give `plan` drafts. What raises leaves the engine as if the step had not begun."""
+        try:
+            speculator.draft(plan)
+        except BaseException:
+            self._scheduler.undo(plan)
+            raise
 
     def _end_step(self) -> StepResult:
         if self._requests.owes_replies:

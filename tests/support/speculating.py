@@ -9,14 +9,14 @@ from mallee.protocol.messages import TokenLogprobs
 from mallee.worker.engine import Engine
 from mallee.worker.kv.paths import flatten
 from mallee.worker.sched.branch import Branch
-from mallee.worker.speculation.drafters import Drafter
+from mallee.worker.speculation.drafters import Drafter, EachAlone
 from mallee.worker.speculation.worth import StepCosts
 
 Name: TypeAlias = tuple[str, int]
 Kind: TypeAlias = Literal["right", "wrong", "mixed", "random"]
 
 
-class Knowing:
+class Knowing(EachAlone):
     """A drafter that knows `answers`, those of plain decoding, and tells them as `kind` says.
 
     Right, wrong from the first token on, right up to a token drawn by `rng`, or anything.
@@ -135,7 +135,7 @@ def _told(updates: Sequence[Any]) -> Told:
 class Free(StepCosts):
     """Positions that cost nothing: no draft is too bad."""
 
-    def break_even(self, num_rows: int) -> float:
+    def break_even(self, num_rows: int, draft_s: float = 0.0) -> float:
         return 1e-300
 
 

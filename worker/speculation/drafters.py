@@ -8,8 +8,9 @@ is drawn after it token by token. Rejected: a suffix automaton, which finds the 
 Python 5 MB for a prompt of 8192 tokens, for each branch).
 """
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, TypeAlias
 
 import numpy as np
@@ -41,13 +42,40 @@ class Drafter(Protocol):
         """Take in what `branch` drew since the last time."""
         ...
 
-    def propose(self, branch: Branch, num_tokens: int) -> Sequence[int]:
-        """At most so many tokens that may follow the text of `branch`; none without a guess."""
+    def propose_all(self, lengths: Mapping[Branch, int]) -> Mapping[Branch, Sequence[int]]:
+        """At most so many tokens that may follow the text of each branch; none of one without a guess.
+
+        Raises DeviceMemoryExhausted: it has forgotten nothing, and may be asked again.
+        """
+        ...
+
+    def seconds(self, branch: Branch, num_branches: int) -> float:
+        """Time that each token of a draft of `branch` takes beside so many others'; 0 if hardly any."""
         ...
 
     def forget(self, branch: Branch) -> None:
         """`branch` is over. It may be unknown."""
         ...
+
+
+class EachAlone(ABC):
+    """A drafter that guesses for one branch at a time, in hardly any time."""
+
+    @abstractmethod
+    def read(self, branch: Branch) -> None: ...
+
+    @abstractmethod
+    def propose(self, branch: Branch, num_tokens: int) -> Sequence[int]:
+        """At most so many tokens that may follow the text of `branch`; none without a guess."""
+
+    @abstractmethod
+    def forget(self, branch: Branch) -> None: ...
+
+    def propose_all(self, lengths: Mapping[Branch, int]) -> Mapping[Branch, Sequence[int]]:
+        return {branch: self.propose(branch, num) for branch, num in lengths.items()}
+
+    def seconds(self, branch: Branch, num_branches: int) -> float:
+        return 0.0
 
 
 def _key(context: Sequence[int]) -> int:
@@ -159,7 +187,7 @@ class _Reader:
         return self.index.after(_key(self.text[-NUM_MATCHED:]), num_tokens, self.text)
 
 
-class PromptLookup:
+class PromptLookup(EachAlone):
     """Drafts of a branch from its own text: what it drew, then its prompt.
 
     Source: Saxena, "Prompt Lookup Decoding", 2023.
@@ -213,7 +241,7 @@ class PromptLookup:
         return texts
 
 
-class SiblingLookup:
+class SiblingLookup(EachAlone):
     """Drafts of a branch from what its sisters drew: the branches of one prompt, or of one capsule.
 
     Also of those that are over, and of other requests: a search that comes back to a capsule finds there

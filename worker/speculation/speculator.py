@@ -4,11 +4,11 @@ Takes what a plan leaves of its budget and of free blocks: nothing waits, is evi
 draft. Which tokens are drawn does not depend on it (`sampling.py`), only how many in a step.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-from mallee.protocol.errors import ConfigError
+from mallee.protocol.errors import ConfigError, DeviceMemoryExhausted
 from mallee.worker.sched.branch import Branch, Draft, Plan
 from mallee.worker.speculation.drafters import Drafter, PromptLookup, SiblingLookup
 from mallee.worker.speculation.worth import Acceptance, StepCosts
@@ -82,31 +82,51 @@ class Speculator:
         self._num_drafted = self._num_accepted = 0
 
     def draft(self, plan: Plan) -> None:
-        """Give `plan` drafts, as far as its budget goes."""
+        """Give `plan` drafts, as far as its budget goes: each decode those of the first drafter with any."""
         left = plan.tokens_left
         if left <= 0 or not plan.decodes:
             return
         num_rows = len(plan.decodes) + sum(len(chunk.tokens) for chunk in plan.chunks)
-        break_even = self._costs.break_even(num_rows)
-        for branch in plan.decodes:
-            most = min(self._most, left, branch.job.limits.max_tokens - branch.num_output - 1)
-            draft = self._draft(branch, break_even, most) if most > 0 else None
-            if draft is not None:
-                plan.drafts[branch] = draft
-                left -= len(draft.tokens)
-
-    def _draft(self, branch: Branch, break_even: float, most: int) -> Draft | None:
-        state = self._state(branch)
-        for i, (accepted, drafter) in enumerate(zip(state.accepted, self.drafters, strict=True)):
-            length = accepted.length(branch.num_output, break_even, most)
-            if not length or not (found := drafter.propose(branch, length)):
+        without = dict.fromkeys(plan.decodes)
+        for i, drafter in enumerate(self.drafters):
+            lengths = self._lengths(i, without, num_rows, left)
+            try:
+                found = drafter.propose_all(lengths) if lengths else {}
+            except DeviceMemoryExhausted:
+                for branch in lengths:
+                    self._state(branch).accepted[i].rest(branch.num_output)
                 continue
-            draft = self._trim(branch, found[:length])
-            num = self._room(branch, len(draft.tokens)) if draft.tokens else 0
-            if num:
-                state.last = i
-                return Draft(draft.tokens[:num], draft.matchers[:num])
-        return None
+            for branch, tokens in found.items():
+                draft = self._fitting(branch, tokens[: min(lengths[branch], left)])
+                if draft is not None:
+                    plan.drafts[branch] = draft
+                    left -= len(draft.tokens)
+                    del without[branch]
+                    self._state(branch).last = i
+
+    def _lengths(
+        self, i: int, branches: Collection[Branch], num_rows: int, left: int
+    ) -> dict[Branch, int]:
+        """The tokens that drafter `i` is to draft for each of `branches`, where it pays."""
+        lengths = {}
+        for branch in branches:
+            accepted, position = self._state(branch).accepted[i], branch.num_output
+            most = min(self._most, left, branch.job.limits.max_tokens - position - 1)
+            if most <= 0 or accepted.paused(position):
+                continue
+            seconds = self.drafters[i].seconds(branch, len(branches))
+            break_even = self._costs.break_even(num_rows, seconds)
+            if length := accepted.length(position, break_even, most):
+                lengths[branch] = length
+        return lengths
+
+    def _fitting(self, branch: Branch, tokens: Sequence[int]) -> Draft | None:
+        """The beginning of `tokens` that `branch` may draw and has room for, if there is any."""
+        draft = self._trim(branch, tokens) if tokens else None
+        if draft is None or not draft.tokens:
+            return None
+        num = self._room(branch, len(draft.tokens))
+        return Draft(draft.tokens[:num], draft.matchers[:num]) if num else None
 
     def read(self, branches: Iterable[Branch]) -> None:
         """`branches` have drawn tokens."""

@@ -1,9 +1,10 @@
 """The worth of drafts: how often they are right, and what a drafted position costs.
 
 A step computes n positions in about a + b * n seconds. With R rows it yields R tokens, so a token takes
-(a + b * R) / R seconds; one more position pays if it brings a token more often than b R / (a + b R), the
-*break-even* rate. The k-th token of a draft is drawn if all before it are: with probability p ** k. So a
-draft is as long as p ** k stays above break-even, and there is none where p itself does not.
+(a + b * R) / R seconds; one more position, that took d to draft, pays if it brings a token more often than
+(b + d) R / (a + b R), the *break-even* rate. The k-th token of a draft is drawn if all before it are: with
+probability p ** k. So a draft is as long as p ** k stays above break-even, and there is none where p itself
+does not.
 """
 
 from math import log
@@ -88,18 +89,22 @@ class StepCosts:
         self._xx = _DECAY * self._xx + x * x
         self._tx = _DECAY * self._tx + seconds * x
 
-    def break_even(self, num_rows: int) -> float:
-        """The acceptance at which one more position beside `num_rows` neither pays nor costs."""
+    def break_even(self, num_rows: int, draft_s: float = 0.0) -> float:
+        """The acceptance at which one more position beside `num_rows` neither pays nor costs.
+
+        To draft it took `draft_s` seconds.
+        """
         n = self._n
         if n < 2.0:
             return _PRIOR
         x, t = self._x / n, self._t / n
         spread = self._xx / n - x * x
+        least, most = _BOUNDS
         if spread < 0.25:  # all alike: the slope is unknown
-            return _PRIOR
+            return min(most, _PRIOR + draft_s * num_rows / t)
         slope = (self._tx / n - x * t) / spread
         step = t + slope * (num_rows - x)
-        least, most = _BOUNDS
-        if slope <= 0.0 or step <= 0.0:
-            return least if slope <= 0.0 else most
-        return min(most, max(least, slope * num_rows / step))
+        position = max(0.0, slope) + draft_s
+        if position <= 0.0 or step <= 0.0:
+            return least if position <= 0.0 else most
+        return min(most, max(least, position * num_rows / step))

@@ -8,7 +8,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from mallee.protocol.ids import branch_seed
 from mallee.worker.sched.branch import Branch
-from mallee.worker.speculation.drafters import Drafter
+from mallee.worker.speculation.drafters import Drafter, EachAlone
 from mallee.worker.speculation.speculator import SpeculationConfig
 from support.engine_machine import QUIET, EngineMachine, TorchMachine
 from support.examples import examples
@@ -17,7 +17,7 @@ from support.speculating import Free, draft_by
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Rerunning:
+class Rerunning(EachAlone):
     """A drafter that runs the branch by itself, and tells the truth up to a token drawn by lot."""
 
     def __init__(self, machine: EngineMachine) -> None:
