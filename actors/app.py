@@ -45,7 +45,7 @@ from mallee.actors.bus.accounts import Passwords
 from mallee.actors.bus.broker import check_broker, check_operators_broker
 from mallee.actors.bus.queues import QueueDepths, tell_depth
 from mallee.actors.config import AppConfig, TelemetrySettings, problems
-from mallee.actors.http.gate import Gate
+from mallee.actors.http.entry.gate import Gate
 from mallee.actors.proxy import choice, direct
 from mallee.actors.telemetry import logs
 from mallee.actors.transport.greeting import Secret, new_secret, read_secret

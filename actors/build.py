@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from mallee.actors.access.access import Access
     from mallee.actors.gateway.gateway import CapsuleFiles, GatewayService
     from mallee.actors.gateway.service import Service
-    from mallee.actors.http.middleware import CountAnswer
+    from mallee.actors.http.entry.middleware import CountAnswer
     from mallee.actors.recording.recorder import Recorder
     from mallee.actors.telemetry.listener import MetricsListener
     from mallee.actors.telemetry.metrics import GatewayMetrics

@@ -24,11 +24,17 @@ from mallee.actors.http.answers import (
     capsule_body,
     model_body,
 )
+from mallee.actors.http.entry.middleware import (
+    AuthMiddleware,
+    CountAnswer,
+    caller_of,
+    header,
+    read_body,
+)
 from mallee.actors.http.errors import RETRY_AFTER_S, install
 from mallee.actors.http.files.sending import CapsuleFile
 from mallee.actors.http.files.taking import read_query, take_file
 from mallee.actors.http.jobs import JobMaker
-from mallee.actors.http.middleware import AuthMiddleware, CountAnswer, caller_of, header, read_body
 from mallee.actors.http.prompts import PromptReader
 from mallee.actors.http.schemas import (
     LEAST_VALUES,

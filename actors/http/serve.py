@@ -23,9 +23,9 @@ from mallee.actors.http.answers import (
     usage_body,
 )
 from mallee.actors.http.deltas import TextDelta, TextStream
+from mallee.actors.http.entry.middleware import age_s, caller_of
 from mallee.actors.http.errors import error_body, unexpected
 from mallee.actors.http.jobs import Plan
-from mallee.actors.http.middleware import age_s, caller_of
 from mallee.actors.http.sse import DONE, MAX_RUN, EventStream, event, unless_gone
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.errors import InternalError, MalleeError, NotFound, Unavailable

@@ -10,8 +10,8 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 
 from mallee.actors.capsule_files.imports import Import, Received
+from mallee.actors.http.entry.middleware import LINGER_S, body_pieces
 from mallee.actors.http.errors import ClientGone, ImportTooLarge
-from mallee.actors.http.middleware import LINGER_S, body_pieces
 from mallee.actors.http.schemas import AnyRequest
 from mallee.protocol.errors import InvalidParameter, MalleeError
 

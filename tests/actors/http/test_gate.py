@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from mallee.actors.http.gate import Gate, Turns
+from mallee.actors.http.entry.gate import Gate, Turns
 from mallee.actors.proxy import direct
 
 

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mallee.actors.access.access import NOBODY, TENANT_HEADER, Access, Caller
+from mallee.actors.http.entry.gate import Turns
 from mallee.actors.http.errors import (
     BodyTooLarge,
     ClientGone,
@@ -19,7 +20,6 @@ from mallee.actors.http.errors import (
     error_response,
 )
 from mallee.actors.http.errors import unexpected as unexpected_error
-from mallee.actors.http.gate import Turns
 from mallee.protocol.errors import InvalidParameter, MalleeError, Unauthorized
 
 _log = logging.getLogger(__name__)
