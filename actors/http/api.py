@@ -44,16 +44,19 @@ from mallee.actors.http.schemas import (
     ChatRequest,
     CompletionRequest,
     DemoteRequest,
+    DetokenizeRequest,
     ForkRequest,
     PinRequest,
     RestoreRequest,
     RewindRequest,
+    TokenizeRequest,
     WeightsRequest,
     parse,
 )
 from mallee.actors.http.serve import Server, json_response
 from mallee.actors.http.sse import unless_gone
 from mallee.actors.http.terms import checked_salt, read_terms
+from mallee.actors.http.tokenizing import Tokenizing
 from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.errors import Forbidden, InvalidParameter, QuotaExceeded
@@ -82,11 +85,13 @@ class Api:
         maker: JobMaker,
         scopes: Scopes,
         limits: HttpSettings,
+        tokenizing: Tokenizing,
         pool: Executor | None,
         *,
         created: int,
     ) -> None:
         self._server = server
+        self._tokenizing = tokenizing
         self._pool = pool
         self._service = server.service
         self._maker = maker
@@ -113,6 +118,20 @@ class Api:
             request, asked, lambda body, scope, terms: self._maker.fork(body, info, scope, terms)
         )
         return await self._server.answer(request, plan, FORK)
+
+    async def tokenize(self, request: Request) -> Response:
+        return await self._tokens(request, TokenizeRequest, self._tokenizing.tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self._tokens(request, DetokenizeRequest, self._tokenizing.detokenize)
+
+    async def _tokens(
+        self, request: Request, kind: type[R], make: Callable[[R, Scope], bytes]
+    ) -> Response:
+        asked = await self._asked(request, kind)
+        self._maker.check_model(asked.body.model)
+        raw = await self._made(request, asked, lambda body, scope, _: make(body, scope))
+        return Response(raw, media_type="application/json")
 
     async def create_capsule(self, request: Request) -> Response:
         asked = await self._asked(request, CapsuleRequest)
@@ -403,7 +422,9 @@ def build_api(
         service.model, reader, model_name=model_name, limits=limits, draw_seed=draw_seed
     )
     server = Server(service, tokenizer, model_name, clock, new_id)
-    app = Starlette(routes=_routes(Api(server, maker, scopes, limits, pool, created=created)))
+    tokenizing = Tokenizing(reader, tokenizer, service.model.max_model_len)
+    api = Api(server, maker, scopes, limits, tokenizing, pool, created=created)
+    app = Starlette(routes=_routes(api))
     app.router.redirect_slashes = False
     install(app)
     app.add_middleware(AuthMiddleware, access=access, new_id=new_id, count_answer=count_answer)
@@ -453,6 +474,10 @@ def _routes(api: Api) -> list[Route]:
         ("GET", "/v1/models/{model:path}", api.model),
         ("POST", "/v1/completions", api.completions),
         ("POST", "/v1/chat/completions", api.chat),
+        ("POST", "/tokenize", api.tokenize),
+        ("POST", "/v1/tokenize", api.tokenize),
+        ("POST", "/detokenize", api.detokenize),
+        ("POST", "/v1/detokenize", api.detokenize),
         ("POST", "/v1/capsules", api.create_capsule),
         ("GET", "/v1/capsules", api.list_capsules),
         ("POST", "/v1/capsules/import", api.import_capsule),

@@ -1,7 +1,7 @@
 """Errors as HTTP answers in OpenAI's shape."""
 
 import math
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from starlette.applications import Starlette
@@ -25,6 +25,35 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
+}
+
+
+# Beginnings of paths that clients of other servers know, and their names in a refusal.
+UNSERVED: Final = {
+    "/v1/embeddings": "embeddings",
+    "/embeddings": "embeddings",
+    "/pooling": "pooling",
+    "/classify": "classification",
+    "/v1/moderations": "moderations",
+    "/v1/images": "images",
+    "/v1/audio": "audio",
+    "/v1/videos": "videos",
+    "/v1/realtime": "realtime sessions",
+    "/v1/rerank": "reranking",
+    "/v2/rerank": "reranking",
+    "/rerank": "reranking",
+    "/v1/score": "scores",
+    "/score": "scores",
+    "/v1/files": "files",
+    "/v1/uploads": "uploads",
+    "/v1/batches": "batches",
+    "/v1/fine_tuning": "fine-tuning",
+    "/v1/assistants": "assistants",
+    "/v1/threads": "threads",
+    "/v1/vector_stores": "vector stores",
+    "/v1/evals": "evals",
+    "/v1/containers": "containers",
+    "/v1/chat/completions": "stored completions",
 }
 
 
@@ -114,6 +143,19 @@ class MethodNotAllowed(BadRequest):
     code = "method_not_allowed"
 
 
+class NotServed(NotFound):
+    """A path of OpenAI's or of another server's, which this one has not."""
+
+    code = "not_served"
+
+    def __init__(self, where: str, what: str) -> None:
+        super().__init__(
+            f"{where}: this server has no {what}; it generates text, at /v1/chat/completions,"
+            " /v1/completions and /v1/capsules (GET /openapi.json has all paths)",
+            what=what,
+        )
+
+
 class ClientGone(Exception):
     """The client hung up before its answer was ready."""
 
@@ -174,8 +216,14 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         answer.headers.update(error.headers or {})
         return answer
     if error.status_code == 404:
+        if (what := _unserved(request.url.path)) is not None:
+            return error_response(NotServed(where, what))
         return error_response(NotFound(f"{where}: there is no such path"))
     return error_response(BadRequest(f"{where}: {error.detail}"))
+
+
+def _unserved(path: str) -> str | None:
+    return next((UNSERVED[head] for head in UNSERVED if f"{path}/".startswith(f"{head}/")), None)
 
 
 async def _on_client_gone(_: Request, __: Exception) -> Response:

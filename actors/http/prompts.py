@@ -49,14 +49,22 @@ class PromptReader:
             raise InvalidParameter(param, value, "the prompt is empty; give at least one token")
         return tokens
 
+    def text(self, value: Any, scope: str = "", *, starts: bool) -> Tokens:
+        """The tokens of a text, which may be none; `starts` as the tokenizer begins texts."""
+        if value is None:
+            raise BadRequest("prompt is required", param="prompt")
+        if not isinstance(value, str):
+            raise InvalidParameter("prompt", value, "give a string")
+        return self._encode(value, scope, starts=starts)
+
     def conversation(
-        self, messages: Any, scope: str = "", *, add_generation_prompt: bool
+        self, messages: Any, scope: str = "", *, add_generation_prompt: bool, starts: bool = False
     ) -> Tokens:
-        """Messages, rendered with the checkpoint's template."""
+        """Messages, rendered with the checkpoint's template, which writes its special tokens itself."""
         if messages is None:
             raise BadRequest("messages is required", param="messages")
         text = self._chat.render(messages, add_generation_prompt=add_generation_prompt)
-        tokens = self._encode(text, scope)
+        tokens = self._encode(text, scope, starts=starts)
         if not len(tokens):
             raise InvalidParameter("messages", messages, "they render to no token at all")
         return tokens

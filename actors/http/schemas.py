@@ -164,6 +164,25 @@ class CapsuleRequest(AnyRequest, frozen=True, kw_only=True):
     ttl_s: float | None = None
 
 
+class TokenizeRequest(AnyRequest, frozen=True, kw_only=True):
+    """vLLM's. `add_special_tokens`: those of a text's beginning; by default with `prompt` alone.
+
+    `add_generation_prompt`: end rendered `messages` where the assistant's answer begins.
+    """
+
+    prompt: Any = None
+    messages: Any = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(AnyRequest, frozen=True, kw_only=True):
+    """vLLM's. Special tokens become text too."""
+
+    tokens: list[int] | None = None
+
+
 class WeightsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/models/weights`. Without `path` the weights stay, and their KV counts no more."""
 

@@ -131,6 +131,11 @@ class Tokenizer:
         )
         return text
 
+    def token_text(self, token: int) -> str:
+        """The token as the vocabulary writes it; "" for an id without a token."""
+        written: str | None = self._inner.id_to_token(token)
+        return written or ""
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes that the token stands for inside a text; b"" for an id without a token."""
         written: str | None = self._inner.id_to_token(token)

@@ -48,6 +48,15 @@ class ByteTokenizer:
     def token_bytes(self, token: int) -> bytes:
         return bytes((token,)) if token < 256 else b""
 
+    def token_text(self, token: int) -> str:
+        return {BOS: "<bos>", EOS: "<eos>"}.get(token, chr(token))
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        assert not skip_special_tokens
+        return "".join(self.token_text(i) for i in ids if i >= 256) + bytes(
+            i for i in ids if i < 256
+        ).decode(errors="replace")
+
 
 class ByteDetokenizer:
     def __init__(self) -> None:
