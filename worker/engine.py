@@ -76,6 +76,7 @@ from mallee.worker.requests import RequestTable, count_holds, memory_usage
 from mallee.worker.sampling import Ahead, Sampled, Scored, StepSampler
 from mallee.worker.sched.branch import Branch, Plan, node_of
 from mallee.worker.sched.scheduler import Scheduler
+from mallee.worker.speculation.drafters import Drafter
 from mallee.worker.speculation.speculator import SpeculationStats, Speculator
 
 MakeTiers: TypeAlias = Callable[[Journal, KVMemory], LowerTiers]
@@ -98,12 +99,14 @@ class Engine:
         report_fault: Callable[[CorruptKV], None] = lambda error: None,
         below: MakeTiers | None = None,
         watch: StepWatch | None = None,
+        draft_model: Drafter | None = None,
     ) -> None:
         """Without `structures` no answer can be constrained by a grammar, without `below` nothing lies
         below the device: its end closes it.
 
         The mocker has `passes` of its own. `watch` is told of the phases of each step.
         `report_fault` gets what checks of the KV memory find, before anything is done about it.
+        `draft_model` drafts, if the settings want one to.
         """
         self.config = config
         self.worker = worker
@@ -139,9 +142,11 @@ class Engine:
         )
         self._sampler = StepSampler(forward, structures, overlaps=config.overlap)
         self._speculator: Speculator | None = None
-        if config.speculation.drafters != "off":
-            scheduler, trim = self._scheduler, self._sampler.trim
-            self._speculator = Speculator(config.speculation, trim=trim, room=scheduler.make_room)
+        if config.speculation.drafters != "off" or draft_model is not None:
+            trim, room = self._sampler.trim, self._scheduler.make_room
+            self._speculator = Speculator(
+                config.speculation, trim=trim, room=room, model=draft_model
+            )
         self._updates = self._passes.updates
         self._requests = RequestTable(
             *(self._tree, self._scheduler, self._capsules, self._updates),

@@ -14,11 +14,10 @@ from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.pool import BlockPool, PoolStats
 from mallee.worker.kv.text import Notation
 from mallee.worker.kv.tiers.lower import LowerTiers, TierStats
-from mallee.worker.kv.tiers.window_rows import row_spans
 from mallee.worker.kv.tree import BranchTree, TreeStats
 from mallee.worker.kv.usage import TreeUsage
 from mallee.worker.kv.watch import BlockWatch, KVChecks, WatchStats
-from mallee.worker.kv.windows import WindowGroup
+from mallee.worker.kv.windows import WindowGroup, window_groups
 from mallee.worker.lending import LendingStats
 from mallee.worker.retention import Retention
 from mallee.worker.sched.policy import SchedulerConfig
@@ -222,12 +221,9 @@ def make_tree(
 def _window_groups(config: SchedulerConfig, forward: Forward) -> list[WindowGroup]:
     """A pool for each of the model's window groups. Raises ConfigError if one can't hold a step's work."""
     size, num_blocks = forward.block_size, forward.num_blocks
-    spans = row_spans(forward.spec.groups, num_blocks, size)
-    groups = []
-    for group, span in zip(forward.spec.windows, spans, strict=True):
-        if group.kind != "window" or group.window is None:
-            raise ConfigError(f"layers with KV of kind {group.kind!r} can't be kept yet")
-        own = group.num_blocks(num_blocks, size)
+    groups = window_groups(forward.spec.groups, num_blocks, size)
+    for group in groups:
+        own = group.pool.num_blocks
         # What a branch was forked from, its own reach, what a step computes, and a block copied.
         needed = 2 * (-(-group.window // size) + 2) + -(-config.max_step_tokens // size) + 1
         if own < min(needed, num_blocks):
@@ -236,5 +232,4 @@ def _window_groups(config: SchedulerConfig, forward: Forward) -> list[WindowGrou
                 f" a window of {group.window} tokens, which have {own} beside {num_blocks} of the"
                 " others; lower it, or start the worker with more blocks"
             )
-        groups.append(WindowGroup(group.window, BlockPool(own), span))
     return groups

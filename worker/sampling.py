@@ -208,7 +208,7 @@ class StepSampler:
         if constraint is not None:
             self._filled()  # of a step that failed, as above
         for token in tokens:
-            if token in ends:
+            if token in ends or token >= self._forward.spec.vocab_size:
                 break
             if constraint is not None:
                 matcher = (matchers[-1] if matchers else constraint.matcher).fork()

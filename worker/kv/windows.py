@@ -26,13 +26,14 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mallee.protocol.errors import PoolExhausted
+from mallee.protocol.errors import ConfigError, PoolExhausted
 from mallee.protocol.hashing import Hashes
+from mallee.protocol.model import GroupSpec
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node, WindowBlocks
 from mallee.worker.kv.paths import flatten_windows
 from mallee.worker.kv.pool import BlockPool
-from mallee.worker.kv.tiers.window_rows import RowSpan
+from mallee.worker.kv.tiers.window_rows import RowSpan, row_spans
 
 NO_HOLDER: Final = 1 << 60
 """The `low` of a node that is dead."""
@@ -47,6 +48,19 @@ class WindowGroup(NamedTuple):
     window: int
     pool: BlockPool
     span: RowSpan = RowSpan(1, 0, 1)
+
+
+def window_groups(
+    groups: Sequence[GroupSpec], num_blocks: int, block_size: int
+) -> list[WindowGroup]:
+    """An empty pool for each of `groups` but the first, which has `num_blocks`. Raises ConfigError."""
+    found = []
+    for group, span in zip(groups[1:], row_spans(groups, num_blocks, block_size), strict=True):
+        if group.kind != "window" or group.window is None:
+            raise ConfigError(f"layers with KV of kind {group.kind!r} can't be kept yet")
+        pool = BlockPool(group.num_blocks(num_blocks, block_size))
+        found.append(WindowGroup(group.window, pool, span))
+    return found
 
 
 class Windows:

@@ -13,13 +13,15 @@ from mallee.worker.sched.branch import Branch, Draft, Plan
 from mallee.worker.speculation.drafters import Drafter, PromptLookup, SiblingLookup
 from mallee.worker.speculation.worth import Acceptance, StepCosts
 
-SpeculationName: TypeAlias = Literal["off", "prompt", "sibling", "auto"]
-_DRAFTERS: Final[dict[SpeculationName, tuple[Callable[[], Drafter], ...]]] = {
+SpeculationName: TypeAlias = Literal["off", "prompt", "sibling", "model", "auto"]
+_LOOKUPS: Final[dict[SpeculationName, tuple[Callable[[], Drafter], ...]]] = {
     "off": (),
     "prompt": (PromptLookup,),
     "sibling": (SiblingLookup,),
+    "model": (),
     "auto": (SiblingLookup, PromptLookup),
 }
+_WITH_MODEL: Final = ("model", "auto")
 _MIN_KEPT: Final = 64
 
 
@@ -28,7 +30,8 @@ class SpeculationConfig:
     """The drafters, by name, and the most tokens of a draft. No setting changes an answer.
 
     `prompt` drafts from the branch's own text, `sibling` from what other branches of its prompt or capsule
-    drew, `auto` from these first, then from the own text.
+    drew, `model` by a draft model; `auto` from sisters first, then from the own text, then by a draft
+    model, if there is one.
     """
 
     drafters: SpeculationName = "off"
@@ -36,8 +39,8 @@ class SpeculationConfig:
 
     def validate(self) -> "SpeculationConfig":
         """Itself. Raises ConfigError."""
-        if self.drafters not in _DRAFTERS:
-            raise ConfigError(f"speculation={self.drafters!r}: give one of {', '.join(_DRAFTERS)}")
+        if self.drafters not in _LOOKUPS:
+            raise ConfigError(f"speculation={self.drafters!r}: give one of {', '.join(_LOOKUPS)}")
         if self.num_tokens < 1:
             raise ConfigError(
                 f"num_speculative_tokens={self.num_tokens}: give at least 1; speculation='off' drafts none"
@@ -71,8 +74,20 @@ class Speculator:
         *,
         trim: Callable[[Branch, Sequence[int]], Draft],
         room: Callable[[Branch, int], int],
+        model: Drafter | None = None,
     ) -> None:
-        self.drafters = tuple(make() for make in _DRAFTERS[config.validate().drafters])
+        """Raises ConfigError if `config` wants a draft model and `model` is none, or the other way round."""
+        name = config.validate().drafters
+        if model is None and name == "model":
+            raise ConfigError("speculation='model' needs a draft model; give one (draft_model)")
+        if model is not None and name not in _WITH_MODEL:
+            raise ConfigError(
+                f"speculation={name!r} uses no draft model; leave it out, or choose one of"
+                f" {', '.join(_WITH_MODEL)}"
+            )
+        self.drafters: tuple[Drafter, ...] = tuple(make() for make in _LOOKUPS[name])
+        if model is not None:
+            self.drafters += (model,)
         self._most = config.num_tokens
         self._trim = trim
         self._room = room

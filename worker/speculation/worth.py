@@ -89,22 +89,40 @@ class StepCosts:
         self._xx = _DECAY * self._xx + x * x
         self._tx = _DECAY * self._tx + seconds * x
 
+    @property
+    def slope(self) -> float:
+        """Seconds of one more position; 0 while that is unknown."""
+        return self._line()[2] or 0.0
+
+    def seconds(self, num_positions: int) -> float:
+        """The time of a step of so many positions; 0 while that is unknown."""
+        x, t, slope = self._line()
+        return max(0.0, t + (slope or 0.0) * (num_positions - x))
+
     def break_even(self, num_rows: int, draft_s: float = 0.0) -> float:
         """The acceptance at which one more position beside `num_rows` neither pays nor costs.
 
         To draft it took `draft_s` seconds.
         """
-        n = self._n
-        if n < 2.0:
+        x, t, slope = self._line()
+        if t <= 0.0:
             return _PRIOR
-        x, t = self._x / n, self._t / n
-        spread = self._xx / n - x * x
         least, most = _BOUNDS
-        if spread < 0.25:  # all alike: the slope is unknown
+        if slope is None:
             return min(most, _PRIOR + draft_s * num_rows / t)
-        slope = (self._tx / n - x * t) / spread
         step = t + slope * (num_rows - x)
         position = max(0.0, slope) + draft_s
         if position <= 0.0 or step <= 0.0:
             return least if position <= 0.0 else most
         return min(most, max(least, position * num_rows / step))
+
+    def _line(self) -> tuple[float, float, float | None]:
+        """Mean positions and seconds of the last steps, and the slope there, if they differ enough."""
+        n = self._n
+        if n < 2.0:
+            return 0.0, 0.0, None
+        x, t = self._x / n, self._t / n
+        spread = self._xx / n - x * x
+        if spread < 0.25:  # all alike
+            return x, t, None
+        return x, t, (self._tx / n - x * t) / spread
