@@ -70,6 +70,7 @@ class Fallible:
     def __init__(self, inner: Forward) -> None:
         self._inner = inner
         self.fails: str | None = None
+        self.error: Exception = PassFailed()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -91,7 +92,7 @@ class Fallible:
     def _fail(self, point: str) -> None:
         if self.fails == point:
             self.fails = None
-            raise PassFailed
+            raise self.error
 
 
 def make_engine(forward: Forward, clock: Any, config: EngineConfig) -> Engine:

@@ -7,8 +7,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from mallee.protocol.events import CapsuleStored, Event, Removed, Stored, unpack_hashes
 from mallee.protocol.messages import TokenLogprobs
 from mallee.worker.engine import Engine
+from mallee.worker.forward import ForwardBatch
 from mallee.worker.kv.paths import flatten
 from mallee.worker.sched.branch import Branch
+from mallee.worker.speculation.draft_model import DraftModel
 from mallee.worker.speculation.drafters import Drafter, EachAlone
 from mallee.worker.speculation.worth import StepCosts
 
@@ -47,6 +49,27 @@ class Knowing(EachAlone):
         return [t if i < wrong else (t + 1) % self._vocab for i, t in enumerate(draft)]
 
 
+class Unsure:
+    """A forward pass like `inner`, whose logits are others in one place of three, in no order.
+
+    As a draft model it is mostly right for one that answers by `inner`.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def forward(self, batch: ForwardBatch) -> Sequence[Any]:
+        return [each ^ (each % 3 == 0) for each in self._inner.forward(batch)]
+
+
+def draft_model(forward: Any, **options: Any) -> DraftModel:
+    """A drafter that computes by `forward` and looks at no clock."""
+    return DraftModel(forward, clock=lambda: 0.0, **options)
+
+
 class Told(NamedTuple):
     """All that an engine told of one branch."""
 
@@ -71,6 +94,10 @@ class Teller:
     def step(self) -> None:
         result = self.engine.step()
         self.engine.check()
+        speculator = self.engine._speculator
+        for drafter in () if speculator is None else speculator.drafters:
+            if isinstance(drafter, DraftModel):
+                drafter.check()
         self.num_steps += 1
         for frame in result.frames.values():
             for update in frame.updates:

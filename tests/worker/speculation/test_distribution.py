@@ -1,7 +1,7 @@
 """Sampled tokens have the model's distribution, whatever is drafted."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from mallee.worker.model.sampling.sampler import sample
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.speculation.speculator import SpeculationConfig
-from support.speculating import Kind, Knowing, Teller, draft_by
+from support.speculating import Kind, Knowing, Teller, draft_by, draft_model
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, 1.5, -3.0])
 
@@ -32,7 +32,15 @@ class FixedForward(MockForward):
         return sample(draws)
 
 
-def draw(kind: Kind | None) -> Teller:
+class TiltedForward(FixedForward):
+    """A draft model: other logits, the same draws."""
+
+    def forward(self, batch: ForwardBatch) -> list[Any]:
+        tilt = torch.linspace(0.0, 0.8, 8)
+        return [each + tilt for each in super().forward(batch)]
+
+
+def draw(kind: Kind | Literal["model"] | None) -> Teller:
     engine = Engine(
         FixedForward(mock_spec(vocab_size=8), num_blocks=4000, block_size=4),
         config=EngineConfig(
@@ -44,7 +52,10 @@ def draw(kind: Kind | None) -> Teller:
         worker=WorkerId("w0"),
         incarnation=Incarnation(0),
     )
-    if kind is not None:
+    if kind == "model":
+        forward = TiltedForward(mock_spec(vocab_size=8), num_blocks=4000, block_size=4)
+        draft_by(engine, draft_model(forward))
+    elif kind is not None:
         answers = {("r", i): [i % 8, 0, 6, 0, 1] * 8 for i in range(128)}
         draft_by(engine, Knowing(kind, answers, vocab=8))
     teller = Teller(engine)
@@ -54,8 +65,8 @@ def draw(kind: Kind | None) -> Teller:
     return teller
 
 
-@pytest.mark.parametrize("kind", ["right", "random"])
-def test_drawn_tokens_have_the_models_distribution(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", ["right", "random", "model"])
+def test_drawn_tokens_have_the_models_distribution(kind: Kind | Literal["model"]) -> None:
     """I15, part: chi-square of 5,120 draws, of those that were drafted right or wrong and of all others."""
     teller = draw(kind)
     found = teller.engine.stats().speculation

@@ -1,8 +1,8 @@
 """Answers with drafts are those without, to the token, whoever drafts and whatever else happens."""
 
 import random
-from collections.abc import Sequence
-from typing import Any, NamedTuple, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import pytest
@@ -33,12 +33,13 @@ from mallee.worker.forward import Draw, ForwardBatch, LogprobQuery
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.speculation.drafters import Drafter
 from mallee.worker.speculation.speculator import SpeculationConfig
-from support.speculating import Kind, Knowing, Teller, Told, draft_by
+from support.speculating import Kind, Knowing, Name, Teller, Told, Unsure, draft_by, draft_model
 
 VOCAB, EOS, SIZE = 24, 23, 4
 SPEC = mock_spec(vocab_size=VOCAB, max_model_len=4096, eos_token_ids=(EOS,))
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS: tuple[Kind | Literal["model"], ...] = (*get_args(Kind), "model")
 GRAMMARS = (
     Grammar("choice", "[[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 9], [10, 11, 12, 13, 14, 15]]"),
     Grammar("json_object", ""),
@@ -86,6 +87,13 @@ def make_engine(
         incarnation=Incarnation(1),
         structures=MockStructures(VOCAB, (EOS,)),
     )
+
+
+def make_drafter(kind: Kind | Literal["model"], answers: Mapping[Name, Sequence[int]]) -> Drafter:
+    """One that knows `answers`, or a model with fewer blocks than the texts of all branches have."""
+    if kind != "model":
+        return Knowing(kind, answers, vocab=VOCAB)
+    return draft_model(Unsure(KeenForward(SPEC, num_blocks=40, block_size=SIZE)), max_step_tokens=9)
 
 
 class Story(NamedTuple):
@@ -195,7 +203,9 @@ def read_kv(engine: Engine) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(6))
-def test_answers_events_and_kv_are_those_of_plain_decoding(seed: int, kind: Kind) -> None:
+def test_answers_events_and_kv_are_those_of_plain_decoding(
+    seed: int, kind: Kind | Literal["model"]
+) -> None:
     """F27, I15, part, I29, part: tokens, log-probabilities, ends, capsules and their KV, blocks stored.
 
     Greedy and sampled, with penalties, grammars, stop ids, EOS and least lengths, several choices, forks and
@@ -205,17 +215,19 @@ def test_answers_events_and_kv_are_those_of_plain_decoding(seed: int, kind: Kind
     plain = make_engine()
     expected = play(plain, story)
     engine = make_engine(speculates=True)
-    draft_by(engine, drafter := Knowing(kind, expected.answers(), vocab=VOCAB))
+    draft_by(engine, make_drafter(kind, expected.answers()))
     teller = play(engine, story)
     assert_same(teller.told(), expected.told(), story)
-    assert drafter.num_proposed > 25
     stats = engine.stats().speculation
+    assert stats.num_drafted > 25
     if kind == "right":
         assert stats.num_accepted == stats.num_drafted > 50
         assert teller.num_steps < 0.75 * expected.num_steps
         assert teller.most_tokens == 6
     if kind == "wrong":
         assert stats == (stats.num_drafted, 0)
+    if kind == "model":
+        assert 0.1 * stats.num_drafted < stats.num_accepted < stats.num_drafted
     if story.cancelled:
         return
     assert teller.stored() == expected.stored()
@@ -224,13 +236,15 @@ def test_answers_events_and_kv_are_those_of_plain_decoding(seed: int, kind: Kind
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", [0, 1, 3, 4])
-def test_answers_are_the_same_where_branches_are_preempted(seed: int, kind: Kind) -> None:
+def test_answers_are_the_same_where_branches_are_preempted(
+    seed: int, kind: Kind | Literal["model"]
+) -> None:
     """F27, part: on a device too small for all; drafts take no block that another branch could have."""
     story = make_story(100 + seed, num_phases=2, num_commands=14, keeps=False)
     plain = make_engine(num_blocks=81)  # 40 of them are usable
     expected = play(plain, story)
     engine = make_engine(num_blocks=81, speculates=True)
-    draft_by(engine, Knowing(kind, expected.answers(), vocab=VOCAB))
+    draft_by(engine, make_drafter(kind, expected.answers()))
     teller = play(engine, story)
     assert_same(teller.told(), expected.told(), story)
     assert plain.stats().sched.num_preemptions, "there was room for all"
@@ -269,7 +283,7 @@ def test_a_stop_inside_a_draft_rolls_back_to_it(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_running_branch_is_captured_at_what_was_accepted(kind: Kind) -> None:
+def test_a_running_branch_is_captured_at_what_was_accepted(kind: Kind | Literal["model"]) -> None:
     """F27, part: its capsule has the tokens that were told, and goes on as the branch itself."""
     sampling, text = Sampling(0.9, seed=3), list(range(1, 14))
     plain = Teller(make_engine())
@@ -277,7 +291,7 @@ def test_a_running_branch_is_captured_at_what_was_accepted(kind: Kind) -> None:
     plain.run()
     whole = plain.answers()["r", 0]
     engine = make_engine(speculates=True)
-    draft_by(engine, Knowing(kind, plain.answers() | {("f", 0): whole[4:]}, vocab=VOCAB))
+    draft_by(engine, make_drafter(kind, plain.answers() | {("f", 0): whole[4:]}))
     teller = Teller(engine)
     engine.submit(generate("r", text, Limits(40, ignore_eos=True), sampling=sampling), "g")
     for i in range(6):

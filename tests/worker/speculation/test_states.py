@@ -1,18 +1,23 @@
 """Everything that can happen to an engine that speculates, in any order: nothing leaks, no answer changes."""
 
 import random
+from typing import cast
 
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
+from mallee.protocol.errors import DeviceMemoryExhausted
 from mallee.protocol.ids import branch_seed
+from mallee.testing.forward import MockForward
+from mallee.worker.forward import Forward
 from mallee.worker.sched.branch import Branch
 from mallee.worker.speculation.drafters import Drafter, EachAlone
 from mallee.worker.speculation.speculator import SpeculationConfig
-from support.engine_machine import QUIET, EngineMachine, TorchMachine
+from support.engine_machine import QUIET, EngineMachine, Fallible, PassFailed, TorchMachine
 from support.examples import examples
-from support.speculating import Free, draft_by
+from support.speculating import Free, Unsure, draft_by, draft_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,9 +76,43 @@ class LookingUpTorch(TorchMachine):
         self.engine._speculator._costs = Free()
 
 
+class Drafting(EngineMachine):
+    """Drafts of a model that is mostly right, has few blocks, and may fail or have too little memory."""
+
+    speculation = SpeculationConfig("auto", 6)
+
+    def begun(self) -> None:
+        forward = MockForward(self.forward.spec, num_blocks=14, block_size=4)
+        self.draft = Fallible(cast(Forward, Unsure(forward)))
+        self.drafter = draft_model(self.draft, max_step_tokens=7)
+        draft_by(self.engine, self.drafter)
+
+    @rule(point=st.sampled_from(["before", "after", "sampling"]), is_full=st.booleans())
+    def fail_to_draft_soon(self, point: str, is_full: bool) -> None:
+        """One of the next passes of drafts raises: with too little memory that ends nothing."""
+        self.draft.fails = point
+        self.draft.error = DeviceMemoryExhausted("full") if is_full else PassFailed()
+
+    @invariant()
+    def drafts_are_well(self) -> None:
+        self.drafter.check()
+
+    def teardown(self) -> None:
+        self.draft.fails = None
+        super().teardown()
+        for branch in list(self.drafter._followed):
+            self.drafter.forget(branch)
+        self.drafter.check()
+        tree = self.drafter._tree
+        assert tree.num_available == tree.pool.num_blocks, "a leak"
+
+
 @pytest.mark.parametrize(
     ("machine", "num", "steps"),
-    [(SpeculatingMachine, 60, 40), (LookingUp, 40, 40), (LookingUpTorch, 8, 25)],
+    [
+        *((SpeculatingMachine, 60, 40), (Drafting, 60, 40)),
+        *((LookingUp, 40, 40), (LookingUpTorch, 8, 25)),
+    ],
 )
 def test_every_branch_draws_what_a_linear_rerun_draws(
     machine: type[EngineMachine], num: int, steps: int
