@@ -1,0 +1,324 @@
+"""The draft model: what it computes, shares, remembers and gives up, and when it is not worth its time."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from mallee.mocker.passes import mock_spec
+from mallee.protocol.errors import ConfigError, DeviceMemoryExhausted
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, pack_tokens
+from mallee.testing.forward import MockForward
+from mallee.testing.random_model import random_model
+from mallee.worker.engine import Engine
+from mallee.worker.forward import Draw, ForwardBatch
+from mallee.worker.model.sampling.sampler import sample
+from mallee.worker.records import EngineConfig
+from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.speculation.draft_model import DraftModel
+from mallee.worker.speculation.speculator import SpeculationConfig, SpeculationName
+from support.speculating import Teller, draft_by, draft_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VOCAB, SIZE = 64, 4
+SPEC = mock_spec(vocab_size=VOCAB, max_model_len=4096)
+
+
+class Counted(MockForward):
+    """Remembers the size of each pass."""
+
+    def __init__(self, *, num_blocks: int = 400) -> None:
+        super().__init__(SPEC, num_blocks=num_blocks, block_size=SIZE)
+        self.sizes: list[int] = []
+
+    def forward(self, batch: ForwardBatch) -> Sequence[Any]:
+        self.sizes.append(sum(len(row.tokens) for row in batch.rows))
+        return super().forward(batch)
+
+
+def make_engine(
+    forward: Any, model: DraftModel | None, *, drafters: SpeculationName = "model", **options: Any
+) -> Engine:
+    return Engine(
+        forward,
+        config=EngineConfig(
+            SchedulerConfig(64, 16), speculation=SpeculationConfig(drafters if model else "off")
+        ),
+        clock=options.pop("clock", lambda: 0.0),
+        worker=WorkerId("w0"),
+        incarnation=Incarnation(1),
+        draft_model=model,
+        **options,
+    )
+
+
+def make_mocked(forward: MockForward | None = None, **options: Any) -> tuple[Engine, DraftModel]:
+    """An engine with a draft model that is always right, and is always asked."""
+    model = draft_model(forward or Counted(), **options)
+    engine = make_engine(MockForward(SPEC, num_blocks=400, block_size=SIZE), model)
+    draft_by(engine, model)
+    return engine, model
+
+
+def text(n: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(n)]
+
+
+def generate(name: str, tokens: list[int], num: int, n: int = 1, **options: Any) -> Generate:
+    return Generate(name, pack_tokens(tokens), Limits(num, ignore_eos=True), n=n, **options)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_a_model_that_drafts_for_itself_is_right_every_time(family: str) -> None:
+    """I15, part, I29, part: also where tokens are drawn, penalised, and beyond a window: the same noise.
+
+    With forks in mid-block, some with a suffix.
+    """
+    tiny = random_model(family, 3)
+
+    def play(model: DraftModel | None) -> Teller:
+        engine = make_engine(tiny.forward(num_blocks=300, block_size=SIZE), model)
+        if model is not None:
+            draft_by(engine, model)
+        teller, tokens = Teller(engine), text(37)
+        engine.submit(Prefill("p", pack_tokens(tokens)), "g")
+        teller.run()
+        for i, sampling in enumerate((Sampling(), Sampling(0.8, seed=5, top_k=40), penalised)):
+            limits = Limits(24, ignore_eos=True)
+            engine.submit(
+                Fork(f"f{i}", "p.0", (b"", pack_tokens([5, 6, 7])), limits, sampling), "g"
+            )
+            engine.submit(generate(f"g{i}", tokens[:21], 24, n=2, sampling=sampling), "g")
+        teller.run()
+        return teller
+
+    penalised = Sampling(0.7, seed=6, repetition_penalty=1.2, presence_penalty=0.4, top_p=0.9)
+    plain = play(None)
+    model = draft_model(tiny.forward(num_blocks=300, block_size=SIZE), max_step_tokens=16)
+    teller = play(model)
+    assert teller.answers() == plain.answers()
+    stats = teller.engine.stats().speculation
+    assert stats.num_accepted == stats.num_drafted > 100
+    assert teller.num_steps < 0.7 * plain.num_steps
+
+
+def test_sisters_and_forks_compute_what_they_share_once() -> None:
+    """I29, part: eight choices of a prompt, then forks of an answer."""
+    forward = Counted()
+    engine, model = make_mocked(forward)
+    teller = Teller(engine)
+    engine.submit(generate("r", text(120), 6, n=8, sampling=Sampling(0.9, seed=1)), "g")
+    teller.run()
+    before = sum(forward.sizes)
+    assert before < 120 + 8 * 2 * 6
+    capsule = teller.told()["r", 3].capsule
+    assert capsule is not None
+    forward.sizes.clear()
+    engine.submit(Fork("f", capsule, (b"",) * 4, Limits(6, ignore_eos=True)), "g")
+    teller.run()
+    assert sum(forward.sizes) < 4 * (SIZE + 2 * 6)
+    assert model._tree.stats().num_children > 3
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_answers_that_go_on() -> None:
+    """I15, part: no step computes more of texts than it may, and no answer waits for it."""
+    forward = Counted()
+    engine, _ = make_mocked(forward, max_step_tokens=10)
+    teller = Teller(engine)
+    engine.submit(generate("r", text(150), 40), "g")
+    teller.run()
+    assert max(forward.sizes) == 10
+    assert 15 <= forward.sizes.count(10) <= 17
+    assert teller.num_steps < 3 + 15 + 10
+    assert engine.stats().speculation.num_accepted > 15
+
+
+def test_the_texts_used_longest_ago_make_way() -> None:
+    """I29, part: blocks for two texts; each is computed again after two others, and all are drafted for."""
+    forward = Counted(num_blocks=22)
+    engine, model = make_mocked(forward)
+    teller = Teller(engine)
+    for _ in range(2):
+        for i in range(4):
+            engine.submit(generate(f"r{teller.num_steps}", text(30, seed=i), 8), "g")
+            teller.run()
+    assert engine.stats().speculation.num_accepted > 8 * 4
+    assert model._tree.stats().num_evicted > 20
+    forward.sizes.clear()
+    engine.submit(generate("last", text(30, seed=3), 8), "g")
+    teller.run()
+    assert sum(forward.sizes) < 20, "what was used last is there"
+
+
+def test_more_texts_than_there_is_room_for_go_on_without_drafts() -> None:
+    """I29, part: those that have room are drafted for, the others decode beside them."""
+    plain = Teller(make_engine(MockForward(SPEC, num_blocks=400, block_size=SIZE), None))
+    engine, _ = make_mocked(Counted(num_blocks=13))
+    teller = Teller(engine)
+    for each in (plain, teller):
+        for i in range(4):
+            each.engine.submit(generate(f"r{i}", text(30, seed=i), 8), "g")
+        each.run()
+    assert teller.answers() == plain.answers()
+    assert 0 < engine.stats().speculation.num_accepted < 3 * 7
+
+
+def test_a_draft_model_without_memory_rests_and_ends_nothing() -> None:
+    """I29, part: every pass fails for a while; then it drafts again."""
+    forward = Counted()
+    engine, _ = make_mocked(forward)
+    compute, failing = forward.forward, [True]
+
+    def full(batch: ForwardBatch) -> Sequence[Any]:
+        if failing:
+            num_failed.append(1)
+            raise DeviceMemoryExhausted("no room for a draft")
+        return compute(batch)
+
+    num_failed: list[int] = []
+    forward.forward = full  # type: ignore[method-assign]
+    teller = Teller(engine)
+    engine.submit(generate("r", text(9), 200), "g")
+    for _ in range(60):
+        teller.step()
+    assert 2 <= len(num_failed) <= 4, "it did not rest"
+    failing.clear()
+    teller.run()
+    plain = Teller(make_engine(MockForward(SPEC, num_blocks=400, block_size=SIZE), None))
+    plain.engine.submit(generate("r", text(9), 200), "g")
+    plain.run()
+    assert teller.told() == plain.told()
+    assert engine.stats().speculation.num_accepted > 50
+
+
+@pytest.mark.parametrize(("pass_s", "drafts"), [(0.02, True), (1.5, False)])
+def test_a_draft_that_takes_longer_than_it_spares_is_given_up(pass_s: float, drafts: bool) -> None:
+    """I15, part: its passes are timed, and count as a part of a position. Of right drafts!"""
+    now = [0.0]
+
+    class Timed(Counted):
+        """A pass takes a time of its own, and little for each token."""
+
+        def __init__(self, pass_s: float) -> None:
+            super().__init__()
+            self._pass_s = pass_s
+
+        def forward(self, batch: ForwardBatch) -> Sequence[Any]:
+            now[0] += self._pass_s + 1e-3 * sum(len(row.tokens) for row in batch.rows)
+            return super().forward(batch)
+
+    model = DraftModel(Timed(pass_s), clock=lambda: now[0])
+    engine = make_engine(Timed(1.0), model, clock=lambda: now[0])
+    teller = Teller(engine)
+    engine.submit(generate("r", text(9), 120, n=2), "g")
+    teller.run()
+    stats = engine.stats().speculation
+    assert (stats.num_drafted > 120) == drafts
+    assert (now[0] < 60) == drafts
+    assert now[0] < 140
+
+
+def test_a_short_answer_is_not_worth_a_long_prompt() -> None:
+    """I15, part: the time to compute a text is a part of the price of its drafts."""
+    now = [0.0]
+
+    class Timed(Counted):
+        def forward(self, batch: ForwardBatch) -> Sequence[Any]:
+            now[0] += 0.1 + 0.01 * sum(len(row.tokens) for row in batch.rows)
+            return super().forward(batch)
+
+    forward = Timed()
+    model = DraftModel(forward, clock=lambda: now[0], max_step_tokens=64)
+    engine = make_engine(Timed(), model, clock=lambda: now[0])
+    teller = Teller(engine)
+    engine.submit(generate("r", text(20), 60), "g")
+    teller.run()
+    num = sum(forward.sizes)
+    assert num > 40
+    engine.submit(generate("s", text(900, seed=1), 5), "g")
+    teller.run()
+    assert sum(forward.sizes) == num, "it computed a prompt of 900 tokens for 5"
+
+
+def test_other_weights_in_the_same_memory_are_drafted_for() -> None:
+    """I29, part: the next engine finds nothing of the last one's, and its drafts change no answer."""
+    tiny, other = random_model("llama", 3), random_model("llama", 4)
+    drafts = tiny.forward(num_blocks=60, block_size=SIZE)
+    first = tiny.forward(num_blocks=60, block_size=SIZE)
+    second = other.forward(num_blocks=60, block_size=SIZE, memories=first._memories)
+    command = generate("r", text(21), 30, sampling=Sampling(0.8, seed=2))
+    for target in (first, second):
+        plain = Teller(make_engine(target, None))
+        engine = make_engine(target, draft_model(drafts))
+        assert engine._speculator is not None
+        draft_by(engine, engine._speculator.drafters[0])
+        teller = Teller(engine)
+        for each in (plain, teller):
+            each.engine.submit(command, "g")
+            each.run()
+        assert teller.answers() == plain.answers()
+        stats = engine.stats().speculation
+        assert stats.num_drafted > 20
+        assert (stats.num_accepted == stats.num_drafted) == (target is first)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_draws_with_the_branchs_own_noise_are_right_more_often(temperature: float) -> None:
+    """I15, part: two models whose logits are alike; drafts without temperature are the rival."""
+    torch.manual_seed(0)
+    exact = torch.randn(400, 40) * 2
+    rough = exact + torch.randn(400, 40) * 0.4
+    rates = []
+    for draft_at in (temperature, 0.0):
+        num = 0
+        for i in range(400):
+            drawn = sample([Draw(exact[i], Sampling(temperature), 7, i)])
+            draft = sample([Draw(rough[i], Sampling(draft_at), 7, i)])
+            num += drawn == draft
+        rates.append(num / 400)
+    if temperature == 0.0:
+        assert rates[0] == rates[1]
+    else:
+        assert rates[0] > rates[1] + 0.1
+
+
+@pytest.mark.parametrize("drafters", ["off", "prompt", "sibling"])
+def test_a_draft_model_that_is_not_asked_is_refused(drafters: SpeculationName) -> None:
+    with pytest.raises(ConfigError, match=f"'{drafters}' uses no draft model.*model, auto"):
+        make_engine(Counted(), draft_model(Counted()), drafters=drafters)
+
+
+def test_a_choice_without_its_model_is_refused() -> None:
+    config = EngineConfig(speculation=SpeculationConfig("model"))
+    with pytest.raises(ConfigError, match="speculation='model' needs a draft model"):
+        Engine(
+            Counted(),
+            config=config,
+            clock=lambda: 0.0,
+            worker=WorkerId("w0"),
+            incarnation=Incarnation(1),
+        )
+
+
+def test_lookups_come_before_the_model() -> None:
+    """I15, part: a model is asked for branches that no text has a draft for."""
+    model = draft_model(Counted())
+    engine = make_engine(Counted(), model, drafters="auto")
+    assert engine._speculator is not None
+    names = [type(each).__name__ for each in engine._speculator.drafters]
+    assert names == ["SiblingLookup", "PromptLookup", "DraftModel"]
+    teller = Teller(engine)
+    engine.submit(generate("r", text(9), 60), "g")
+    teller.run()
+    forward: Any = model._forward
+    num = sum(forward.sizes)
+    assert num > 20
+    engine.submit(generate("s", text(9), 60), "g")
+    teller.run()
+    assert sum(forward.sizes) - num < 0.3 * num
+    assert teller.answers()["s", 0] == teller.answers()["r", 0]
