@@ -81,7 +81,7 @@ class DraftModel:
     # A drafter
 
     def read(self, branch: Branch) -> None:
-        """What `branch` drew is computed when a draft is wanted."""
+        """Its text is computed when a draft is wanted."""
 
     def seconds(self, branch: Branch, num_branches: int) -> float:
         """A share of a pass, and of the time to compute the text so far, over the tokens that are left."""
