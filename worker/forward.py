@@ -222,6 +222,18 @@ class Draw(NamedTuple):
     banned: tuple[int, ...] = ()
 
 
+class Drawing(Protocol):
+    """Draws under way on a device."""
+
+    def collect(self) -> list[int]:
+        """The token of each draw. Waits for the draws, not for passes that were launched after them."""
+        ...
+
+    def guesses(self) -> list[int]:
+        """The tokens that `forward_drawn` goes on with, nearly always those of `collect`. Waits, too."""
+        ...
+
+
 class LogprobQuery(NamedTuple):
     """One token to report on, with the `num_top` likeliest beside it."""
 
@@ -280,4 +292,23 @@ class Forward(Protocol):
 
         That is before penalties, masks, temperature and filters. Equals by rising id.
         """
+        ...
+
+
+class DeviceForward(Forward, Protocol):
+    """A `Forward` on a device that computes beside the host, in the order of the calls.
+
+    `forward`, `forward_drawn`, `launch_draws` and `keep` only enqueue: they wait for nothing. Logits, which
+    are numbers on the device, stay valid as long as they are held. All other calls wait, and so does each
+    transfer of `memory`: it comes after what was enqueued before it, whatever thread it is called from.
+    """
+
+    def launch_draws(self, draws: Sequence[Draw]) -> Drawing:
+        """Draw one token for each of `draws`, of which there are some."""
+        ...
+
+    def forward_drawn(
+        self, rows: Sequence[Row], drawing: Drawing, draws: Sequence[int]
+    ) -> Sequence[Logits]:
+        """As `forward`. The token of row i is the guess of draw `draws[i]` of `drawing`, not its own."""
         ...

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from mallee.worker.forward import Row
+from mallee.worker.memory.transfer import Int64s, sent_together
 from mallee.worker.model.attention.base import MIN_SHARED_SAVING, AttentionSplit, Reads, split_batch
 
 
@@ -36,7 +37,8 @@ def make_plan(
     """The plan for `rows`; with is_shared False nothing is shared (every row reads all its keys).
 
     `windows` are those that the model's layers have, `groups` those of them that have blocks of their
-    own, in the order of `Row.windows`; `prepare` and `min_saving` are the attention backend's.
+    own, in the order of `Row.windows`; `prepare` and `min_saving` are the attention backend's. Nothing
+    waits for the device.
     """
     counts = np.array([len(row.tokens) for row in rows])
     starts = np.array([row.start for row in rows])
@@ -45,12 +47,12 @@ def make_plan(
     places, rests = np.divmod(positions, block_size)
     bounds = [0, *ends.tolist()]
 
-    def slots_of(rows: Sequence[Row]) -> torch.Tensor:
+    def slots_of(rows: Sequence[Row]) -> Int64s:
         blocks = [
             row.table[places[b:e]] for row, b, e in zip(rows, bounds, bounds[1:], strict=False)
         ]
-        slots = np.concatenate(blocks).astype(np.int64) * block_size + rests
-        return torch.from_numpy(slots).to(device)
+        slots: Int64s = np.concatenate(blocks).astype(np.int64) * block_size + rests
+        return slots
 
     own_rows = {
         window: [row._replace(table=row.windows[g]) if row.windows else row for row in rows]
@@ -79,13 +81,16 @@ def make_plan(
         for row, end in zip(rows, bounds[1:], strict=True)
         for i in range(end - row.num_logits, end)
     ]
-    tokens = np.concatenate([row.tokens for row in rows]).astype(np.int64)
+    ids = np.concatenate([row.tokens for row in rows]).astype(np.int64)
+    parts = [ids, positions, np.array(wanted, dtype=np.int64), slots_of(rows)]
+    parts += [slots_of(own) for own in own_rows.values()]
+    tokens, positions_there, outputs, slots, *own_slots = sent_together(parts, torch.device(device))
     return Plan(
-        tokens=torch.from_numpy(tokens).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        slots=slots_of(rows),
-        window_slots={window: slots_of(own) for window, own in own_rows.items()},
+        tokens=tokens,
+        positions=positions_there,
+        slots=slots,
+        window_slots=dict(zip(own_rows, own_slots, strict=True)),
         reads=reads,
-        outputs=torch.tensor(wanted, dtype=torch.int64, device=device),
+        outputs=outputs,
         num_flat_key_reads=int((starts + counts).sum()),
     )

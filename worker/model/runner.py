@@ -18,12 +18,13 @@ import torch
 from mallee.protocol.errors import CodecError, ConfigError, WeightsMismatch
 from mallee.protocol.messages import TokenLogprobs
 from mallee.protocol.model import ModelSpec, WeightVersion
-from mallee.worker.forward import Draw, ForwardBatch, Logits, LogprobQuery
+from mallee.worker.forward import Draw, Drawing, ForwardBatch, Logits, LogprobQuery, Row
 from mallee.worker.kv.node import BlockCopy
 from mallee.worker.kv.tiers.moves import STAGED_BLOCKS
 from mallee.worker.kv.tiers.window_rows import row_spans
 from mallee.worker.memory.budget import Budget, Room, Work, check_context
 from mallee.worker.memory.refusals import shed, told
+from mallee.worker.memory.transfer import sent
 from mallee.worker.model.backend import check_device, choose_backend, choose_sampler
 from mallee.worker.model.config import (
     DTYPE_NBYTES,
@@ -39,7 +40,14 @@ from mallee.worker.model.loading.config_json import read_config
 from mallee.worker.model.loading.weights import ModelWeights, load_weights, weights_digest
 from mallee.worker.model.ops import movable
 from mallee.worker.model.plan import make_plan
-from mallee.worker.model.sampling.batched import draw_nbytes
+from mallee.worker.model.sampling.batched import (
+    Launched,
+    collect,
+    draw_nbytes,
+    guesses,
+    guesses_there,
+    launch,
+)
 from mallee.worker.model.sampling.logprobs import logprobs
 
 log = logging.getLogger(__name__)
@@ -66,6 +74,22 @@ class MemoryStats(NamedTuple):
     weights: int
     kv: int
     reserved: int | None
+
+
+class DeviceDrawing:
+    """A `Drawing` of a `TorchForward`."""
+
+    __slots__ = ("launched",)
+
+    def __init__(self, launched: Launched) -> None:
+        self.launched = launched
+
+    def collect(self) -> list[int]:
+        with torch.inference_mode(), shed(self.launched.table.device):
+            return collect(self.launched)
+
+    def guesses(self) -> list[int]:
+        return guesses(self.launched)
 
 
 class TorchForward:
@@ -202,26 +226,42 @@ class TorchForward:
         return self
 
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
-        """Raises DeviceMemoryExhausted, as do `keep`, `undump`, `sample` and `logprobs`."""
+        """Raises DeviceMemoryExhausted, as does every method that draws, or makes or reads logits."""
         with torch.inference_mode(), shed(self._device):
             self._copy(batch.copies)
-            if not batch.rows:
-                return []
-            plan = make_plan(
-                batch.rows,
-                block_size=self.block_size,
-                device=self._device,
-                prepare=self._attention.prepare,
-                windows=self.decoder.config.windows,
-                groups=self._windows,
-                is_shared=self.shares_reads,
-                min_saving=self._attention.min_saving,
-            )
-            logits = self.decoder.logits(plan, self._layers)
+            return self._run(batch.rows) if batch.rows else []
+
+    def forward_drawn(
+        self, rows: Sequence[Row], drawing: Drawing, draws: Sequence[int]
+    ) -> Sequence[Logits]:
+        assert isinstance(drawing, DeviceDrawing), "draws of another forward"
+        with torch.inference_mode(), shed(self._device):
+            return self._run(rows, guesses_there(drawing.launched, draws))
+
+    def _run(self, rows: Sequence[Row], tokens: torch.Tensor | None = None) -> Sequence[Logits]:
+        """The logits that `rows` want. `tokens` [n], if they are on the device already, are the rows' own."""
+        plan = make_plan(
+            rows,
+            block_size=self.block_size,
+            device=self._device,
+            prepare=self._attention.prepare,
+            windows=self.decoder.config.windows,
+            groups=self._windows,
+            is_shared=self.shares_reads,
+            min_saving=self._attention.min_saving,
+        )
+        if tokens is not None:
+            plan = plan._replace(tokens=tokens)
+        logits = self.decoder.logits(plan, self._layers)
         layers = self.decoder.config.layers
         self._reads += sum(plan.reads[layer.window].num_key_reads for layer in layers)
         self._flat_reads += plan.num_flat_key_reads * len(layers)
         return logits.unbind(0)
+
+    @property
+    def is_beside_host(self) -> bool:
+        """Whether passes run beside the host, so that it pays to launch the next one early."""
+        return torch.device(self._device).type == "cuda"
 
     @property
     def row_nbytes(self) -> int:
@@ -249,6 +289,10 @@ class TorchForward:
     def sample(self, draws: Sequence[Draw]) -> list[int]:
         with torch.inference_mode(), shed(self._device):
             return self._sample(draws)
+
+    def launch_draws(self, draws: Sequence[Draw]) -> Drawing:
+        with torch.inference_mode(), shed(self._device):
+            return DeviceDrawing(launch(draws))
 
     def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
         with torch.inference_mode(), shed(self._device):
@@ -286,11 +330,11 @@ class TorchForward:
             self._copied += copy.num_slots
         size = self.block_size
         for num_slots, same in by_size.items():
-            offsets = torch.arange(num_slots)
+            offsets = np.arange(num_slots)
             for g, kept in enumerate(self._memories):
                 pairs = [(c.windows[g - 1] if g and c.windows else c[:2]) for c in same]
-                slots = torch.tensor(pairs)[:, :, None] * size + offsets
-                sources, targets = slots.to(self._device).unbind(1)
+                slots = np.array(pairs)[:, :, None] * size + offsets
+                sources, targets = sent(slots, torch.device(self._device)).unbind(1)
                 memory = movable(kept)
                 memory.index_copy_(1, targets.flatten(), memory.index_select(1, sources.flatten()))
 

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mallee.worker.memory.transfer import sent
 from mallee.worker.model.attention.base import (
     UNBOUNDED,
     AttentionSplit,
@@ -349,7 +350,7 @@ class FlashInferAttention:
     def _tokens(self, tokens: Ints) -> Tokens:
         if (np.diff(tokens) == 1).all():
             return slice(int(tokens[0]), int(tokens[-1]) + 1)
-        return torch.from_numpy(tokens).to(self._device)
+        return sent(tokens, self._device)
 
 
 class _Entry:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mallee.worker.memory.transfer import sent
 from mallee.worker.model.attention.base import MIN_SHARED_SAVING, AttentionSplit, Reads, Segment
 
 Part: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -75,7 +76,7 @@ class TorchAttention:
 
     def __init__(self, block_size: int, device: str = "cpu") -> None:
         self._block_size = block_size
-        self._device = device
+        self._device = torch.device(device)
         self._scratch = torch.empty(0)
 
     def prepare(self, split: AttentionSplit) -> Reads:
@@ -122,7 +123,7 @@ class TorchAttention:
         return out
 
     def _tensor(self, values: npt.NDArray[np.integer]) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self._device)
+        return sent(values.astype(np.int64), self._device)
 
     def _fetch(
         self, blocks: torch.Tensor, memory: torch.Tensor, dtype: torch.dtype
@@ -216,7 +217,7 @@ class TorchAttention:
             queries=None if is_whole else self._tensor(flat),
             places=None if is_real.all() else self._tensor(np.flatnonzero(is_real)),
             real=self._tensor(queries[is_real]),
-            mask=torch.from_numpy(mask[:, None]).to(self._device),
+            mask=sent(mask[:, None], self._device),
             width=width,
         )
 

@@ -1,8 +1,9 @@
 """Draws of a whole batch on its own device: the tokens of `sampler`, without a wait for each row.
 
 `launch` only enqueues work: it edits and filters whole slabs of rows, runs a race of all tokens, and
-leaves the front runners of each draw. `collect` fetches these in one transfer and runs their race again
-on the host, by `sampler`'s own noise. Draws that choose from the same tokens (branches of one capsule)
+sends the front runners of each draw to the host in one transfer. `collect` waits for that and runs their race
+again on the host, by `sampler`'s own noise. Until then the first of them is the device's guess, with which it
+may go on by itself. Draws that choose from the same tokens (branches of one capsule)
 are filtered once. Rows are worked on in slabs, which bounds the memory that they need (`draw_nbytes`).
 
 The tokens are those of `sampler` on any device, though logarithms, exponentials and sums round otherwise
@@ -31,8 +32,9 @@ import torch
 
 from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw, Ids, TokenHistory, Words, num_words
+from mallee.worker.memory.transfer import Fetched, sent
 from mallee.worker.model.sampling.logits import COLDEST, LEAST_PENALTY
-from mallee.worker.model.sampling.rows import sent, slabs, stacked
+from mallee.worker.model.sampling.rows import slabs, stacked
 from mallee.worker.model.sampling.sampler import gumbel, race_key, sample
 
 Int32s = npt.NDArray[np.int32]
@@ -54,6 +56,7 @@ class Launched(NamedTuple):
     places: list[int]
     keys: Int32s  # [num_draws, 2], as are the rows of
     table: torch.Tensor  # int32 [num_draws, 2 * num_front + 2]
+    fetched: Fetched  # the same for the host
 
 
 def draw_nbytes(num_rows: int, vocab_size: int) -> int:
@@ -85,13 +88,26 @@ def launch(draws: Sequence[Draw]) -> Launched:
                 own = keys[start : start + len(rows)][few]
                 tables.append(_race(field, rows[few], None if is_greedy else own))
             start += len(rows)
-    return Launched(draws, places, keys, torch.cat(tables))
+    table = torch.cat(tables)
+    return Launched(draws, places, keys, table, Fetched(table))
+
+
+def guesses_there(launched: Launched, wanted: Sequence[int]) -> torch.Tensor:
+    """The guesses of these of the draws, where they were made: int64 [len(wanted)]."""
+    rows = np.argsort(launched.places)[wanted]
+    return launched.table[:, 0].index_select(0, sent(rows, launched.table.device)).long()
+
+
+def guesses(launched: Launched) -> list[int]:
+    """The guess of each draw, here. Waits as `collect` does."""
+    found = launched.fetched.wait()[:, 0].tolist()
+    return [found[row] for row in np.argsort(launched.places)]
 
 
 def collect(launched: Launched) -> list[int]:
-    """The token of each draw. Waits once for the device, and once more if rows are drawn again."""
+    """The token of each draw. Waits for `launch`, and where rows are drawn again for all enqueued since."""
     draws, places = launched.draws, launched.places
-    table = launched.table.cpu()
+    table = launched.fetched.wait()
     num_front = table.shape[1] // 2 - 1
     ids, scores = table[:, :num_front], table[:, num_front:-2].view(torch.float32)
     is_hot = torch.tensor([draws[place].sampling.temperature != 0.0 for place in places])

@@ -13,7 +13,8 @@ import torch
 
 from mallee.protocol.messages import TokenLogprobs
 from mallee.worker.forward import LogprobQuery
-from mallee.worker.model.sampling.rows import sent, slabs, stacked
+from mallee.worker.memory.transfer import sent
+from mallee.worker.model.sampling.rows import slabs, stacked
 
 _SPARE: Final = 32
 _MORE: Final = 16

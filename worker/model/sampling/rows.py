@@ -1,10 +1,7 @@
-"""Rows of logits as batches: stacked, in slabs that bound memory, with numbers sent to their device."""
+"""Rows of logits as batches: stacked, and in slabs that bound memory."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 SLAB = 1 << 19
@@ -35,11 +32,3 @@ def stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     if not is_batch:
         return torch.stack(list(rows))
     return first.as_strided((len(rows), len(first)), (step, first.stride(0)))
-
-
-def sent(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """`values` on `device`; to a GPU from pinned memory, so that nothing waits for it."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
