@@ -112,6 +112,10 @@ def check_model(config: AppConfig) -> None:
     from mallee.worker.model.loading.config_json import read_config
 
     read_config(resolve(config.model))
+    if (draft := config.engine.draft_model) is not None:
+        from mallee.worker.model.loading.vocabulary import check_same_tokens
+
+        check_same_tokens(resolve(config.model), resolve(draft))
 
 
 def check_links(config: AppConfig) -> None:
@@ -720,6 +724,7 @@ def load_forward(config: AppConfig, threads: int) -> "TorchForward":
         name=served_name(config),
         max_model_len=engine.max_model_len,
         room=room_on_device(config) if config.has_cuda else None,
+        draft=None if engine.draft_model is None else resolve(engine.draft_model),
     )
 
 
@@ -750,6 +755,7 @@ def make_engine(
     """The engine of `worker`, which borrows KV by way of `peers`."""
     from mallee.worker.engine import Engine
     from mallee.worker.model.sampling.grammar import TokenGrammars
+    from mallee.worker.speculation.draft_model import DraftModel
     from mallee.worker.updates import switch_on
 
     switch_on(config.experimental.debug_logs)
@@ -767,6 +773,9 @@ def make_engine(
         ),
         report_fault=lambda error: log.error("%s: %s", worker, error),
         below=tiers_below(config, forward, worker, peers),
+        draft_model=None
+        if forward.draft is None
+        else DraftModel(forward.draft, clock=time.monotonic),
     )
 
 

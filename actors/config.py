@@ -145,10 +145,16 @@ class EngineSettings(Settings):
         default="lru",
         description="Which cached blocks go first; `lineage`: those of the session used longest ago.",
     )
-    speculation: Literal["off", "prompt", "sibling", "auto"] = Field(
+    speculation: Literal["off", "prompt", "sibling", "model", "auto"] = Field(
         default="off",
         description="Tokens are drafted, and verified in one pass, from: `prompt`, a branch's own text;"
-        " `sibling`, what others of its prompt or capsule drew; `auto`, both. No answer changes.",
+        " `sibling`, what others of its prompt or capsule drew; `model`, by `draft_model`; `auto`, texts"
+        " first, then by the `draft_model`, if there is one. No answer changes.",
+    )
+    draft_model: str | None = Field(
+        default=None,
+        description="A small model with the tokens of `model`, which drafts for it: a path, or a name as"
+        " `model` takes. It computes on the same device, and its weights and KV come out of the same memory.",
     )
     num_speculative_tokens: int = Field(default=5, ge=1, description="Tokens of a draft, at most.")
     max_answer_capsules: int = Field(
@@ -206,6 +212,22 @@ class EngineSettings(Settings):
     def _read_off(cls, value: object) -> object:
         """YAML reads a bare `off` as false."""
         return "off" if value is False else value
+
+    @model_validator(mode="after")
+    def _check_draft_model(self) -> Self:
+        if self.draft_model is None:
+            if self.speculation == "model":
+                raise ValueError("speculation='model' needs draft_model")
+        elif self.speculation not in ("model", "auto"):
+            raise ValueError(
+                f"draft_model={self.draft_model!r} is not used with speculation={self.speculation!r}: set"
+                " that to model or auto, or leave draft_model out"
+            )
+        elif self.kind == "mock":
+            raise ValueError(
+                f"draft_model={self.draft_model!r}: a mocked engine computes no drafts"
+            )
+        return self
 
 
 class SchedulerSettings(Settings):

@@ -298,7 +298,8 @@ def missing_files(config: "AppConfig") -> Iterator[str]:
     from mallee.protocol.subjects import BusRole
 
     looks: list[Callable[[], object]] = [lambda: open_access(config), lambda: check_links(config)]
-    if not _is_of_hub(config.model):
+    models = [config.model, *filter(None, [config.engine.draft_model])]
+    if not any(map(_is_of_hub, models)):
         looks.append(lambda: check_model(config))
     if config.nats_url is not None:
         looks += [

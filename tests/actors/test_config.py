@@ -178,4 +178,7 @@ def test_speculation_is_off_as_yaml_reads_it_too(value: Any) -> None:
     assert engine_config(settings).speculation == SpeculationConfig("off", 5)
     settings = make(engine__speculation="auto", engine__num_speculative_tokens=3)
     assert engine_config(settings).speculation == SpeculationConfig("auto", 3)
-    assert "'off', 'prompt', 'sibling' or 'auto'" in refused(engine__speculation="medusa")[0][1]
+    assert (
+        "'off', 'prompt', 'sibling', 'model' or 'auto'"
+        in refused(engine__speculation="medusa")[0][1]
+    )

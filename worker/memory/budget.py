@@ -6,7 +6,7 @@ attention's workspace) are round figures, generous on purpose.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from mallee.protocol.errors import ConfigError
@@ -63,10 +63,16 @@ class Budget:
     others: int  # in use before
     reserve: int
     kv: int  # less than 0: there is no room
+    draft: int = 0  # of a draft model: weights, and its KV once that is known
+
+    def with_draft_kv(self, nbytes: int) -> "Budget":
+        """The same, with so many bytes of KV for the draft model."""
+        return replace(self, kv=self.kv - nbytes, draft=self.draft + nbytes)
 
     def lines(self) -> Iterator[tuple[str, int]]:
         """Every part by name, the largest consumers of a plan first and KV last."""
         yield "weights", self.weights
+        yield "draft model", self.draft
         yield "CUDA graphs", self.graphs
         yield "activations", self.activations
         yield "logits", self.logits
@@ -99,17 +105,25 @@ class Room:
     kept_rows: int = 0
     host_tier: int = 0
 
-    def split(self, device: DeviceMemory, work: Work) -> Budget:
-        """The budget on `device`. Raises ConfigError if there is no room for a block of KV."""
+    def split(self, device: DeviceMemory, work: Work, draft: Work | None = None) -> Budget:
+        """The budget on `device`. Raises ConfigError if there is no room for a block of KV.
+
+        A `draft` model computes between the steps of the other, in the same memory: what is more of its step
+        counts, and its KV is a part of all KV.
+        """
         default = UNIFIED_SHARE if device.is_unified else DISCRETE_SHARE
         share = default * min(1.0, self.part) if self.share is None else self.share
         others = max(0, device.total - device.free)
         usable = min(int(share * device.total), device.free - int(LEAST_LEFT * device.total))
-        logits = (work.max_rows + work.kept_rows) * work.row_nbytes + work.draw_nbytes
-        activations = work.max_step_tokens * work.token_nbytes + WORKSPACE
+        models = (work,) if draft is None else (work, draft)
+        row_nbytes = max(each.row_nbytes for each in models)
+        block_nbytes = sum(each.block_nbytes for each in models)
+        logits = work.max_rows * row_nbytes + work.kept_rows * work.row_nbytes + work.draw_nbytes
+        activations = work.max_step_tokens * max(each.token_nbytes for each in models) + WORKSPACE
         staging = work.staged_blocks * work.block_nbytes
         host_tier = self.host_tier if device.is_unified else 0
-        needs = work.weights + GRAPHS + activations + logits + staging + host_tier
+        weights = sum(each.weights for each in models)
+        needs = weights + GRAPHS + activations + logits + staging + host_tier
         budget = Budget(
             device,
             share,
@@ -122,9 +136,10 @@ class Room:
             others=others,
             reserve=device.free - usable,
             kv=usable - needs,
+            draft=0 if draft is None else draft.weights,
         )
-        if budget.kv < work.block_nbytes:
-            raise _no_room(f"a block of KV, {work.block_nbytes} bytes", budget)
+        if budget.kv < block_nbytes:
+            raise _no_room(f"a block of KV, {block_nbytes} bytes", budget)
         return budget
 
     def check_given(self, device: DeviceMemory, kv: int) -> None:
@@ -160,7 +175,8 @@ _REMEDIES: Final = (
 
 
 def _no_room(what: str, budget: Budget) -> ConfigError:
-    return ConfigError(f"no room for {what}: {budget}; {_REMEDIES}")
+    smaller = ", or take a smaller draft model (engine.draft_model)" if budget.draft else ""
+    return ConfigError(f"no room for {what}: {budget}; {_REMEDIES}{smaller}")
 
 
 def _gib(nbytes: int) -> str:

@@ -37,6 +37,7 @@ from mallee.worker.model.decoder import Decoder
 from mallee.worker.model.identity import kv_identity
 from mallee.worker.model.kv_memory import GroupedKV, TorchKV
 from mallee.worker.model.loading.config_json import read_config
+from mallee.worker.model.loading.vocabulary import check_same_tokens
 from mallee.worker.model.loading.weights import ModelWeights, load_weights, weights_digest
 from mallee.worker.model.ops import movable
 from mallee.worker.model.plan import make_plan
@@ -107,6 +108,7 @@ class TorchForward:
             "block_size",
             "budget",
             "decoder",
+            "draft",
             "memory",
             "num_blocks",
             "shares_reads",
@@ -181,6 +183,7 @@ class TorchForward:
             self.memory = GroupedKV(self._memories, block_size, spans)
         self._reads = self._flat_reads = self._copied = 0
         self.budget: Budget | None = None  # of the device, where KV was sized by it
+        self.draft: TorchForward | None = None  # a model that drafts for it, with as many blocks
 
     def with_weights(self, folder: Path, version: WeightVersion) -> "TorchForward":
         """The same model over the same KV memory, with the weights in `folder`; may run beside this one.
@@ -207,7 +210,7 @@ class TorchForward:
             why = "changed while it was read" if digest != before else f"is not {version.digest}"
             raise WeightsMismatch(f"{folder}: its digest {digest} {why}", path=str(folder))
         version = msgspec.structs.replace(version, digest=digest)
-        return TorchForward(
+        forward = TorchForward(
             own,
             weights,
             msgspec.structs.replace(self.spec, weights=version),
@@ -219,6 +222,8 @@ class TorchForward:
             flashinfer=self._flashinfer,
             memories=self._memories,
         )
+        forward.draft = self.draft
+        return forward
 
     def renamed(self, version: WeightVersion) -> "TorchForward":
         """Itself, its weights called `version` from now on: no block that it filled counts any more."""
@@ -312,11 +317,13 @@ class TorchForward:
         )
 
     def memory_stats(self) -> MemoryStats:
-        """From any thread."""
+        """With those of its draft model. From any thread."""
         reserved = None
         if torch.device(self._device).type == "cuda":
             reserved = torch.cuda.memory_reserved(self._device)
-        return MemoryStats(self.decoder.weights.nbytes, self._kv_nbytes, reserved)
+        models = [self] if self.draft is None else [self, self.draft]
+        weights = sum(model.decoder.weights.nbytes for model in models)
+        return MemoryStats(weights, sum(model._kv_nbytes for model in models), reserved)
 
     @property
     def _kv_nbytes(self) -> int:
@@ -339,6 +346,15 @@ class TorchForward:
                 memory.index_copy_(1, targets.flatten(), memory.index_select(1, sources.flatten()))
 
 
+class _Read(NamedTuple):
+    """A model's weights, and all else that it takes to compute with them."""
+
+    config: ModelConfig
+    weights: ModelWeights
+    spec: ModelSpec
+    kv_dtype: torch.dtype
+
+
 def load(
     path: Path,
     *,
@@ -353,6 +369,7 @@ def load(
     name: str | None = None,
     max_model_len: int | None = None,
     room: Room | None = None,
+    draft: Path | None = None,
 ) -> TorchForward:
     """The model in the Hugging Face directory `path`, ready to run.
 
@@ -363,21 +380,81 @@ def load(
     where bfloat16 is several times slower. kv_dtype: "auto" (as dtype) or "fp8", which halves KV and
     rounds it to 3 bits of fraction (on a CPU a slow emulation). `deterministic`: attention gives a row the
     same bits whatever runs beside it; on CUDA with FlashInfer alone. The context served is the model's,
-    cut to `max_model_len` and to what the blocks hold.
+    cut to `max_model_len` and to what the blocks hold. `draft`: the folder of a model with the same tokens,
+    loaded beside it (`TorchForward.draft`) with as many blocks, which come out of the same memory.
     Raises ModelNotFound, UnsupportedModel, WeightsMismatch, ConfigError.
     """
     check_device(device)
     if threads is not None:
         torch.set_num_threads(threads)
+    if draft is not None:
+        check_same_tokens(path, draft)
+    before = None if room is None else room.probe(device)
+    models = [
+        _read(
+            *(folder, folder.name if name is None or folder is draft else name),
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            device=device,
+            max_model_len=max_model_len,
+        )
+        for folder in (path, draft)
+        if folder is not None
+    ]
+    specs = [model.spec for model in models]
+    budget = None
+    if room is not None and before is not None:
+        if num_blocks is None and kv_budget_bytes is None:
+            works = [work_of(*model[:3], block_size, room) for model in models]
+            budget = room.split(before, *works)
+            if max_model_len is not None:
+                needed = -(-specs[0].max_model_len // block_size)
+                check_context(budget, specs[0].max_model_len, _kv_nbytes(specs, needed, block_size))
+            kv_budget_bytes = budget.kv
+        else:
+            wanted = _kv_nbytes(specs, num_blocks, block_size) if num_blocks else kv_budget_bytes
+            room.check_given(room.probe(device), wanted or 0)
+    if num_blocks is None:
+        num_blocks = _affordable(kv_budget_bytes, specs, block_size)
+    num_tokens = num_blocks * block_size
+    if budget is not None:
+        budget = budget.with_draft_kv(_kv_nbytes(specs[1:], num_blocks, block_size))
+        log.info("%s, for %d tokens", budget, num_tokens)
+    if specs[0].max_model_len > num_tokens:
+        cut = "context cut from %d to the %d tokens the KV holds"
+        log.warning(cut, specs[0].max_model_len, num_tokens)
+    with told("taking the memory of KV", budget):
+        forward, *drafts = (
+            TorchForward(
+                model.config,
+                model.weights,
+                msgspec.structs.replace(
+                    model.spec, max_model_len=min(model.spec.max_model_len, num_tokens)
+                ),
+                num_blocks=num_blocks,
+                block_size=block_size,
+                kv_dtype=model.kv_dtype,
+                is_deterministic=deterministic,
+            )
+            for model in models
+        )
+    forward.budget = budget
+    forward.draft = drafts[0] if drafts else None
+    return forward
+
+
+def _read(
+    path: Path, name: str, *, dtype: str, kv_dtype: str, device: str, max_model_len: int | None
+) -> _Read:
+    """The model in `path`, its weights on the device."""
     config = read_config(path)
     dtype = resolve_dtype(dtype, config, device)
     kept = resolve_kv_dtype(kv_dtype, config, dtype)
-    before = None if room is None else room.probe(device)
     with told("loading the weights"):
         weights = load_weights(path, config, dtype=_DTYPES[dtype], device=device)
     spec = model_spec(
         config,
-        name=name or path.name,
+        name=name,
         weights_digest=weights_digest(path),
         dtype=dtype,
         kv_dtype=kv_dtype,
@@ -385,38 +462,7 @@ def load(
     )
     identity = {**kv_identity(path, config, spec, kv_dtype), "dtype": dtype}
     spec = msgspec.structs.replace(spec, kv_fields=tuple(sorted(identity.items())))
-    budget = None
-    if room is not None and before is not None:
-        if num_blocks is None and kv_budget_bytes is None:
-            budget = room.split(before, work_of(config, weights, spec, block_size, room))
-            if max_model_len is not None:
-                needed = -(-spec.max_model_len // block_size)
-                check_context(budget, spec.max_model_len, spec.kv_nbytes(needed, block_size))
-            kv_budget_bytes = budget.kv
-        else:
-            wanted = spec.kv_nbytes(num_blocks, block_size) if num_blocks else kv_budget_bytes
-            room.check_given(room.probe(device), wanted or 0)
-    if num_blocks is None:
-        num_blocks = _affordable(kv_budget_bytes, spec, block_size)
-    num_tokens = num_blocks * block_size
-    if budget is not None:
-        log.info("%s, for %d tokens", budget, num_tokens)
-    if spec.max_model_len > num_tokens:
-        cut = "context cut from %d to the %d tokens the KV holds"
-        log.warning(cut, spec.max_model_len, num_tokens)
-        spec = msgspec.structs.replace(spec, max_model_len=num_tokens)
-    with told("taking the memory of KV", budget):
-        forward = TorchForward(
-            config,
-            weights,
-            spec,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            kv_dtype=_DTYPES[kept],
-            is_deterministic=deterministic,
-        )
-    forward.budget = budget
-    return forward
+    return _Read(config, weights, spec, _DTYPES[kept])
 
 
 def work_of(
@@ -440,19 +486,26 @@ def work_of(
     )
 
 
-def _affordable(budget_bytes: int | None, spec: ModelSpec, block_size: int) -> int:
-    """The number of blocks (of the full group) that the budget buys. Raises ConfigError if none."""
+def _kv_nbytes(specs: Sequence[ModelSpec], num_blocks: int, block_size: int) -> int:
+    """Bytes of KV of all these models, so many blocks of each."""
+    return sum(spec.kv_nbytes(num_blocks, block_size) for spec in specs)
+
+
+def _affordable(budget_bytes: int | None, specs: Sequence[ModelSpec], block_size: int) -> int:
+    """The blocks (of the full group) that the budget buys each model. Raises ConfigError if none."""
     if budget_bytes is None:
         raise ConfigError("give num_blocks or kv_budget_bytes")
-    block_nbytes = spec.kv_bytes_per_token * block_size
+    block_nbytes = sum(spec.kv_bytes_per_token for spec in specs) * block_size
     if budget_bytes < block_nbytes:
         raise ConfigError(
             f"kv_budget_bytes={budget_bytes} is less than one block of {block_nbytes} bytes; raise it"
         )
-    if not spec.groups:
+    if not any(spec.groups for spec in specs):
         return budget_bytes // block_nbytes
-    most = budget_bytes // spec.groups[0].nbytes_per_block(block_size)
-    fits = bisect_right(range(most + 1), budget_bytes, key=lambda n: spec.kv_nbytes(n, block_size))
+    most = budget_bytes // sum(spec.block_nbytes(block_size) for spec in specs)
+    fits = bisect_right(
+        range(most + 1), budget_bytes, key=lambda n: _kv_nbytes(specs, n, block_size)
+    )
     return fits - 1
 
 
