@@ -206,7 +206,7 @@ def read_kv(engine: Engine) -> Any:
 def test_answers_events_and_kv_are_those_of_plain_decoding(
     seed: int, kind: Kind | Literal["model"]
 ) -> None:
-    """F27, I15, part, I29, part: tokens, log-probabilities, ends, capsules and their KV, blocks stored.
+    """F27, I15, I29, part: tokens, log-probabilities, ends, capsules and their KV, blocks stored.
 
     Greedy and sampled, with penalties, grammars, stop ids, EOS and least lengths, several choices, forks and
     cancels, in mixed batches; drafts that are right, wrong, right at first, or anything.
