@@ -9,20 +9,11 @@ from typing import Annotated
 import typer
 
 from mallee import __version__
-from mallee.cli import (
-    capsules,
-    check,
-    doctor,
-    keys,
-    metrics,
-    sessions,
-    settings,
-    tree,
-    workers,
-)
+from mallee.cli import check, doctor, keys, metrics, sessions, settings, tree
 from mallee.cli.demo import command as demo
 from mallee.cli.mocker import profile, replay, sweep
 from mallee.cli.options import print_error
+from mallee.cli.remote import capsules, workers
 from mallee.cli.serving import mock, picker, serve, up
 from mallee.cli.synth import group
 from mallee.protocol.errors import MalleeError

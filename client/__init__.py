@@ -12,7 +12,7 @@ Needs only httpx, msgspec and rich. Must not know torch, ray, numba or anything 
 
 from mallee.client.aio import AsyncBranch, AsyncBranches, AsyncCapsule, AsyncMallee
 from mallee.client.errors import ApiError, ConnectionFailed, NoCapsule, StreamBroken
-from mallee.client.results import BranchEvent, Usage
+from mallee.client.results import BranchEvent, CapsuleCount, CapsuleData, Usage
 from mallee.client.sync import Branch, Branches, Capsule, Mallee
 from mallee.protocol.errors import (
     BadRequest,
@@ -39,6 +39,8 @@ __all__ = [
     "BranchEvent",
     "Branches",
     "Capsule",
+    "CapsuleCount",
+    "CapsuleData",
     "CapsulesFull",
     "ConnectionFailed",
     "ContextLengthExceeded",

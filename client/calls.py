@@ -4,7 +4,7 @@ Ranges and defaults of the parameters are the server's: docs/api.md. None is the
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypedDict
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import msgspec
 
@@ -86,6 +86,15 @@ class Going(Terms, total=False):
     max_tokens: int | None
     stop: str | Sequence[str] | None
     include_stop_str_in_output: bool
+
+
+class Wanted(TypedDict, total=False):
+    """The capsules that are meant. `request`: the answer that left them. Together they all hold."""
+
+    request: str
+    pinned: bool
+    tier: Literal["device", "host", "disk", "none"]
+    min_age_s: float
 
 
 class Generation(Sampling, total=False):
@@ -205,18 +214,26 @@ def export(capsule: str, cache_salt: str | None = None) -> Call:
 
 def import_capsule(params: Mapping[str, Any], cache_salt: str | None = None) -> Call:
     """A capsule from a file, which is the body; so `params` are in the query."""
-    from urllib.parse import urlencode
-
-    query = urlencode(_given(dict(params)))
-    path = "/v1/capsules/import" + (f"?{query}" if query else "")
-    return Call("POST", path, cache_salt=cache_salt)
+    return Call("POST", f"/v1/capsules/import{_query(params)}", cache_salt=cache_salt)
 
 
-def list_capsules(after: str | None, limit: int, cache_salt: str | None = None) -> Call:
-    from urllib.parse import quote
+def list_capsules(
+    wanted: Mapping[str, Any], after: str | None, limit: int, cache_salt: str | None = None
+) -> Call:
+    query = _query({"limit": limit, "after": after or None, **wanted})
+    return Call("GET", f"/v1/capsules{query}", cache_salt=cache_salt)
 
-    query = f"limit={limit}" + (f"&after={quote(after, safe='')}" if after else "")
-    return Call("GET", f"/v1/capsules?{query}", cache_salt=cache_salt)
+
+def count_capsules(wanted: Mapping[str, Any], cache_salt: str | None = None) -> Call:
+    return Call("GET", f"/v1/capsules/count{_query(wanted)}", cache_salt=cache_salt)
+
+
+def delete_capsules(
+    wanted: Mapping[str, Any], *, is_all: bool, cache_salt: str | None = None
+) -> Call:
+    """Deletion of all that are wanted, or of all there are. The server refuses neither and both."""
+    query = _query({**wanted, "all": is_all or None})
+    return Call("DELETE", f"/v1/capsules{query}", cache_salt=cache_salt)
 
 
 def delete_capsule(capsule: str, cache_salt: str | None = None) -> Call:
@@ -239,6 +256,15 @@ def _capsule_path(capsule: str) -> str:
 def _about(capsule: str, verb: str, params: Mapping[str, Any]) -> Call:
     path = f"{_capsule_path(capsule)}/{verb}"
     return Call("POST", path, _given(dict(params)), params.get("cache_salt"))
+
+
+def _query(params: Mapping[str, Any]) -> str:
+    """The end of a path, with a question mark unless it is empty."""
+    from urllib.parse import urlencode
+
+    given = _given(dict(params))
+    texts = {n: str(v).lower() if isinstance(v, bool) else v for n, v in given.items()}
+    return f"?{urlencode(texts)}" if texts else ""
 
 
 def _prompt(prompt: Prompt | None, messages: Sequence[Message] | None) -> dict[str, Any]:

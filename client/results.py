@@ -112,6 +112,14 @@ class CapsuleData(msgspec.Struct, frozen=True, kw_only=True):
     imported: Mapping[str, int] | None = None  # bytes, and tokens that were fetched or computed
 
 
+class CapsuleCount(msgspec.Struct, frozen=True, kw_only=True):
+    """Capsules that a filter means. `unknown`: those whose worker didn't say whether they are meant."""
+
+    count: int
+    tokens: int
+    unknown: int = 0
+
+
 class StreamReader:
     """Reads the data of server-sent events; knows when the stream has really ended."""
 
@@ -198,6 +206,14 @@ def read_capsule(body: object) -> CapsuleData:
         return msgspec.convert(body, CapsuleData)
     except msgspec.ValidationError as error:
         raise ApiError(f"not a capsule: {error}", http_status=200) from error
+
+
+def read_count(body: object) -> CapsuleCount:
+    """Raises ApiError if `body` counts no capsules."""
+    try:
+        return msgspec.convert(body, CapsuleCount)
+    except msgspec.ValidationError as error:
+        raise ApiError(f"not a count: {error}", http_status=200) from error
 
 
 def _usage(body: Mapping[str, Any]) -> Usage:

@@ -16,7 +16,7 @@ from mallee.client.base import (
     BaseMallee,
     failing_as,
 )
-from mallee.client.calls import Call, Generation, Importing, Message, Prompt
+from mallee.client.calls import Call, Generation, Importing, Message, Prompt, Wanted
 from mallee.client.errors import ConnectionFailed, StreamBroken
 from mallee.client.files import (
     Counted,
@@ -29,7 +29,15 @@ from mallee.client.files import (
     pieces,
     written,
 )
-from mallee.client.results import BranchEvent, CapsuleData, read_answer, read_capsule, read_health
+from mallee.client.results import (
+    BranchEvent,
+    CapsuleCount,
+    CapsuleData,
+    read_answer,
+    read_capsule,
+    read_count,
+    read_health,
+)
 from mallee.protocol.errors import MalleeError, UnknownCapsule
 
 if TYPE_CHECKING:  # httpx costs 100 ms to import: loaded by the first client, not by the import
@@ -80,11 +88,32 @@ class Mallee(BaseMallee["Branches", "Capsule"]):
         return [entry["id"] for entry in self._send(calls.MODELS)["data"]]
 
     def capsules(
-        self, *, after: str | None = None, limit: int = 20, cache_salt: str | None = None
+        self,
+        *,
+        after: str | None = None,
+        limit: int = 20,
+        cache_salt: str | None = None,
+        **wanted: Unpack[Wanted],
     ) -> list[CapsuleData]:
-        """The caller's capsules whose ids come after `after`, in order, at most `limit`."""
-        page = self._send(calls.list_capsules(after, limit, cache_salt))
+        """The caller's capsules that are `wanted`, by id: at most `limit` of those after `after`."""
+        page = self._send(calls.list_capsules(wanted, after, limit, cache_salt))
         return [read_capsule(body) for body in page["data"]]
+
+    def count_capsules(
+        self, *, cache_salt: str | None = None, **wanted: Unpack[Wanted]
+    ) -> CapsuleCount:
+        """The number of the caller's capsules that are `wanted`, and of their tokens."""
+        return read_count(self._send(calls.count_capsules(wanted, cache_salt)))
+
+    def delete_capsules(
+        self, *, all: bool = False, cache_salt: str | None = None, **wanted: Unpack[Wanted]
+    ) -> int:
+        """Delete the caller's capsules that are `wanted`, or with `all` every one; returns how many.
+
+        Raises the first error, with their number, after the others were deleted: call it again.
+        """
+        call = calls.delete_capsules(wanted, is_all=all, cache_salt=cache_salt)
+        return int((self._send(call))["deleted"])
 
     def import_capsule(
         self,

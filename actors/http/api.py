@@ -24,6 +24,7 @@ from mallee.actors.http.answers import (
     capsule_body,
     model_body,
 )
+from mallee.actors.http.bulk import Bulk, check_wanted, read_bool, read_filter
 from mallee.actors.http.entry.middleware import (
     AuthMiddleware,
     CountAnswer,
@@ -144,14 +145,30 @@ class Api:
 
     async def list_capsules(self, request: Request) -> Response:
         query = request.query_params
+        bulk = self._bulk(request, ("limit", "after"))
         limit = _count(query.get("limit"), "limit", 20, MAX_LISTED)
-        after = query.get("after", "")
-        page = await self._service.capsules(self._scope(request), after, limit)
-        bodies = [self._capsule_body(request, info) for info in page.capsules]
+        listed = bulk.page(query.get("after", ""), limit)
+        found, has_more, num_unknown = await unless_gone(request.receive, listed)
+        bodies = [self._capsule_body(request, info) for info in found]
         last = bodies[-1]["id"] if bodies else None
-        return json_response(
-            {"object": "list", "data": bodies, "last_id": last, "has_more": page.has_more}
-        )
+        body = {"object": "list", "data": bodies, "last_id": last, "has_more": has_more}
+        return json_response({**body, "unknown": num_unknown})
+
+    async def count_capsules(self, request: Request) -> Response:
+        counted = self._bulk(request).count()
+        return json_response(await unless_gone(request.receive, counted))
+
+    async def delete_capsules(self, request: Request) -> Response:
+        bulk = self._bulk(request, ("all",))
+        check_wanted(bulk.wanted, read_bool(request.query_params, "all"))
+        deleted = bulk.delete(caller_of(request).visit.unkeep)
+        num = await unless_gone(request.receive, deleted)
+        return json_response({"object": "capsules.deleted", "deleted": num})
+
+    def _bulk(self, request: Request, others: tuple[str, ...] = ()) -> Bulk:
+        """The capsules that a query means, which may have `others` too. Raises InvalidParameter."""
+        wanted = read_filter(request.query_params, others)
+        return Bulk(self._service, self._scope(request), wanted, self._server.clock)
 
     async def restore(self, request: Request) -> Response:
         asked = await self._asked(request, RestoreRequest)
@@ -480,6 +497,8 @@ def _routes(api: Api) -> list[Route]:
         ("POST", "/v1/detokenize", api.detokenize),
         ("POST", "/v1/capsules", api.create_capsule),
         ("GET", "/v1/capsules", api.list_capsules),
+        ("DELETE", "/v1/capsules", api.delete_capsules),
+        ("GET", "/v1/capsules/count", api.count_capsules),
         ("POST", "/v1/capsules/import", api.import_capsule),
         ("GET", "/v1/capsules/{capsule}/export", api.export),
         ("POST", "/v1/capsules/{capsule}/restore", api.restore),

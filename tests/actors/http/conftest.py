@@ -346,6 +346,12 @@ def call_with(service: FakeService) -> Callable[..., Caller]:
     return lambda limits, access=None: Caller(service, limits, access)
 
 
+@pytest.fixture(scope="session")
+def call_over() -> Callable[[Any], Caller]:
+    """The API over a service of the test's own."""
+    return lambda service: Caller(service, HttpSettings())
+
+
 @pytest.fixture
 def failed() -> Callable[[int, MalleeError], Delta]:
     return failure

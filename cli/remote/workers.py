@@ -14,13 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from mallee.cli.options import JsonOption
+from mallee.cli.remote.service import DEFAULT_URL, UrlOption
 from mallee.protocol.errors import ConfigError
 
 TIMEOUT_S = 10.0
-
-UrlOption = Annotated[
-    str, typer.Option("--url", envvar="MALLEE_URL", help="The service, as clients reach it.")
-]
 
 
 def add_to(cli: typer.Typer) -> None:
@@ -33,7 +30,7 @@ def add_to(cli: typer.Typer) -> None:
 
 def list_by_default(
     context: typer.Context,
-    url: UrlOption = "http://127.0.0.1:8000",
+    url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
     if context.invoked_subcommand is None:
@@ -41,7 +38,7 @@ def list_by_default(
 
 
 def list_workers(
-    url: UrlOption = "http://127.0.0.1:8000",
+    url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
     """List the workers: life, state, rows, queue and KV use."""
@@ -62,7 +59,7 @@ def list_workers(
 
 def drain(
     name: Annotated[str, typer.Argument(help="The worker, as `mallee workers` lists it.")],
-    url: UrlOption = "http://127.0.0.1:8000",
+    url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
     """Have a worker take nothing new, finish or hand over what it has, and leave."""
