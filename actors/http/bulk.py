@@ -202,7 +202,7 @@ class Bulk:
 async def _each(
     infos: list[CapsuleInfo], ask: Callable[[CapsuleInfo], Awaitable[T]]
 ) -> list[tuple[CapsuleInfo, T]]:
-    """What `ask` says of each, NUM_ASKED at once."""
+    """Answers of `ask` about each, NUM_ASKED at once."""
     turns = asyncio.Semaphore(NUM_ASKED)
 
     async def asked(info: CapsuleInfo) -> tuple[CapsuleInfo, T]:
