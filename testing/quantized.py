@@ -40,6 +40,25 @@ def quantized_model(
     return RandomModel({**model.raw, "quantization_config": config}, tensors)
 
 
+def with_kv_scales(
+    model: RandomModel,
+    scales: Sequence[tuple[float, float]] | None = None,
+    names: tuple[str, str] = ("k_scale", "v_scale"),
+) -> RandomModel:
+    """`model` with stored scales of keys and values, a pair for each layer, under `names` of its attention.
+
+    By default they differ from layer to layer, and fit what random models have.
+    """
+    layers = range(model.config.num_layers)
+    pairs = scales or [(0.013 * (i + 1), 0.0047 * (i + 1)) for i in layers]
+    own = {
+        f"model.layers.{i}.self_attn.{name}": torch.tensor([value])
+        for i, pair in zip(layers, pairs, strict=True)
+        for name, value in zip(names, pair, strict=True)
+    }
+    return RandomModel(model.raw, {**model.tensors, **own})
+
+
 def quantization_config(
     form: Form, *, activations: Activations = "float", ignored: Sequence[str] = ("lm_head",)
 ) -> dict[str, Any]:

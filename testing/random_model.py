@@ -92,10 +92,14 @@ class RandomModel(NamedTuple):
             kv_dtype=kv_dtype,
             max_model_len=None,
         )
-        weights = fuse_weights(
-            dict(self.tensors), config, dtype=getattr(torch, dtype), device=device
-        )
         kept = getattr(torch, resolve_kv_dtype(kv_dtype, config, dtype))
+        weights = fuse_weights(
+            dict(self.tensors),
+            config,
+            dtype=getattr(torch, dtype),
+            device=device,
+            kv_dtype=kept,
+        )
         options = {"num_blocks": 64, "block_size": 4, "kv_dtype": kept, **options}
         return TorchForward(config, weights, spec, **options)
 

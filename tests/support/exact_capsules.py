@@ -6,6 +6,8 @@ from typing import Final
 import torch
 
 from mallee.protocol.messages import Capture, Generate, Grammar, Limits, Sampling, pack_tokens
+from mallee.testing.quantized import with_kv_scales
+from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.kv.paths import flatten_windows
 from mallee.worker.model.runner import TorchForward
@@ -27,10 +29,24 @@ MODELS: Final = [
     ("llama", "float32", "fp8"),
     ("qwen3", "float32", "auto"),
     ("qwen3", "bfloat16", "fp8"),
+    ("qwen3", "bfloat16", "scaled fp8"),
     ("gemma3_text", "float32", "auto"),
     ("gemma3_text", "bfloat16", "fp8"),
+    ("gemma3_text", "float32", "scaled fp8"),
 ]
 """Families, types of weights, types of KV."""
+
+
+def tiny_forward(
+    kind: str, dtype: str, kv_dtype: str, *, num_blocks: int, block_size: int
+) -> TorchForward:
+    """A model for one of MODELS; Gemma's window is shorter than PROMPT."""
+    model = random_model(kind, 5, **({"sliding_window": 10} if kind == "gemma3_text" else {}))
+    if kv_dtype == "scaled fp8":
+        model, kv_dtype = with_kv_scales(model), "fp8"
+    return model.forward(
+        num_blocks=num_blocks, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype
+    )
 
 
 def drawn_with_captures(engine: Engine, way: str) -> list[int]:

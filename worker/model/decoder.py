@@ -36,6 +36,7 @@ class Decoder:
     __slots__ = (
         "_attention",
         "_embedding_scale",
+        "_kv_scales",
         "_ops",
         "_ropes",
         "_rotaries",
@@ -73,6 +74,8 @@ class Decoder:
             )
             for rope in config.ropes
         )
+        own = (layer.kv_scales for layer in weights.layers)
+        self._kv_scales = [(1.0, 1.0) if each is None else each.tolist() for each in own]
         self._ropes = tuple(config.ropes.index(layer.rope) for layer in config.layers)
 
     def logits(self, plan: Plan, memory: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -143,12 +146,16 @@ class Decoder:
             memory,
             head_norm=layer.qk_norm,
             eps=config.norm_eps,
+            kv_scales=layer.kv_scales,
         )
         if self.tap is not None:
             self.tap("turned", index, turned)
         q = turned[:, : config.num_heads]
-        seen = self._attention.attend(plan.reads[window], q, memory, scale=config.query_scale)
-        return seen.reshape(n, -1)
+        # Scores are linear in keys, outputs in values: no backend has to know the scales of KV.
+        k_scale, v_scale = self._kv_scales[index]
+        scale = config.query_scale * k_scale
+        seen = self._attention.attend(plan.reads[window], q, memory, scale=scale)
+        return (seen if v_scale == 1 else seen * v_scale).reshape(n, -1)
 
     def _added(
         self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None

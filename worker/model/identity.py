@@ -13,17 +13,20 @@ LAYOUT_VERSION = "1"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
-def kv_identity(path: Path, config: ModelConfig, spec: ModelSpec, kv_dtype: str) -> dict[str, str]:
+def kv_identity(
+    path: Path, config: ModelConfig, spec: ModelSpec, kv_dtype: str, *, is_scaled: bool = False
+) -> dict[str, str]:
     """Everything that a token or a byte of KV depends on, of the model in folder `path`.
 
-    Of two that differ in a field neither can go on from the other's capsules.
+    Of two that differ in a field neither can go on from the other's capsules. `is_scaled`: KV is kept as
+    shares of the checkpoint's scales, which are in the digest of its weights.
     """
     return {
         "family": config.family.model_type,
         "weights": weights_digest(path),
         "weight_version": spec.weights.label,
         "kv_dtype": kv_dtype,
-        "kv_scales": "1",
+        "kv_scales": "stored" if is_scaled else "1",
         "quantization": config.quantization.label if config.quantization else "none",
         "dtype_nbytes": str(spec.dtype_nbytes),
         "layers": str(spec.num_layers),

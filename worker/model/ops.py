@@ -22,8 +22,18 @@ def movable(memory: torch.Tensor) -> torch.Tensor:
     return memory.view(torch.uint8) if memory.dtype.itemsize == 1 else memory
 
 
-def write(memory: torch.Tensor, slots: torch.Tensor, kv: torch.Tensor) -> None:
-    """kv [n, 2, kv_heads, head_dim] goes to `slots` of `memory`, in its dtype; float8 saturates."""
+def write(
+    memory: torch.Tensor,
+    slots: torch.Tensor,
+    kv: torch.Tensor,
+    scales: torch.Tensor | None = None,
+) -> None:
+    """kv [n, 2, kv_heads, head_dim] goes to `slots` of `memory`, in its dtype; float8 saturates.
+
+    With `scales` ([2], float32) keys and values are divided by theirs first.
+    """
+    if scales is not None:
+        kv = kv / scales.view(2, 1, 1)  # in float32: rounded once, to memory's dtype
     if memory.dtype != kv.dtype:
         largest = torch.finfo(memory.dtype).max
         kv = kv.clamp(-largest, largest).to(memory.dtype)
@@ -56,12 +66,13 @@ class Ops:
         *,
         head_norm: torch.Tensor | None,
         eps: float,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Keys, turned, and values are written to their slots; queries and keys, turned, are returned.
 
         qkv [n, heads + 2 * kv_heads, head_dim] may be overwritten; slots [n]; memory [num_slots, 2,
         kv_heads, head_dim]; the result is [n, heads + kv_heads, head_dim]. With `head_norm` (a weight
-        [heads + kv_heads, head_dim], float32) each of these heads is normed first.
+        [heads + kv_heads, head_dim], float32) each of these heads is normed first. `kv_scales` as in `write`.
         """
         kv_heads = memory.shape[2]
         qk, v = qkv[:, :-kv_heads], qkv[:, -kv_heads:]
@@ -73,7 +84,7 @@ class Ops:
         swapped = qk.view(n, heads, 2, dim // 2).flip(2).view(n, heads, dim)
         turned = torch.addcmul(qk * turn.cos, swapped, turn.sin)
         kv = torch.stack((turned[:, -kv_heads:], v), 1)
-        write(memory, slots, kv)
+        write(memory, slots, kv, kv_scales)
         return turned
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -133,9 +144,11 @@ class FusedOps(Ops):
         *,
         head_norm: torch.Tensor | None,
         eps: float,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         n, all_heads, dim = qkv.shape
         kv_heads = memory.shape[2]
+        assert kv_scales is None, "only KV in FP8 is scaled"
         assert qkv.is_contiguous()
         assert memory.is_contiguous()
         self._run(

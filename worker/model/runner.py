@@ -204,7 +204,13 @@ class TorchForward:
         before = weights_digest(folder)
         table = self.decoder.weights.embedding
         with told("loading other weights beside those that serve"):
-            weights = load_weights(folder, own, dtype=table.dtype, device=self._device)
+            weights = load_weights(
+                folder,
+                own,
+                dtype=table.dtype,
+                device=self._device,
+                kv_dtype=self._memory.dtype,
+            )
         digest = weights_digest(folder)
         if digest != before or version.digest not in ("", digest):
             why = "changed while it was read" if digest != before else f"is not {version.digest}"
@@ -451,7 +457,9 @@ def _read(
     dtype = resolve_dtype(dtype, config, device)
     kept = resolve_kv_dtype(kv_dtype, config, dtype)
     with told("loading the weights"):
-        weights = load_weights(path, config, dtype=_DTYPES[dtype], device=device)
+        weights = load_weights(
+            path, config, dtype=_DTYPES[dtype], device=device, kv_dtype=_DTYPES[kept]
+        )
     spec = model_spec(
         config,
         name=name,
@@ -460,7 +468,11 @@ def _read(
         kv_dtype=kv_dtype,
         max_model_len=max_model_len,
     )
-    identity = {**kv_identity(path, config, spec, kv_dtype), "dtype": dtype}
+    is_scaled = weights.layers[0].kv_scales is not None
+    identity = {
+        **kv_identity(path, config, spec, kv_dtype, is_scaled=is_scaled),
+        "dtype": dtype,
+    }
     spec = msgspec.structs.replace(spec, kv_fields=tuple(sorted(identity.items())))
     return _Read(config, weights, spec, _DTYPES[kept])
 

@@ -39,7 +39,7 @@ from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from support.capturing import Course, course, resume
-from support.exact_capsules import LIMITS, MODELS, NUM, PROMPT
+from support.exact_capsules import LIMITS, MODELS, NUM, PROMPT, tiny_forward
 from support.lending import Neighbours, holder
 
 CUT = 19
@@ -148,10 +148,7 @@ async def test_a_file_goes_on_elsewhere_as_the_very_branch_bit_by_bit(
     """F1, part, S8, part: 64 tokens are an uninterrupted run's; exported again it is the same file."""
 
     def forward() -> TorchForward:
-        changes = {"sliding_window": 10} if kind == "gemma3_text" else {}
-        return random_model(kind, 5, **changes).forward(
-            num_blocks=121, block_size=BLOCK_SIZE, dtype=dtype, kv_dtype=kv_dtype
-        )
+        return tiny_forward(kind, dtype, kv_dtype, num_blocks=121, block_size=BLOCK_SIZE)
 
     sampling, grammar = WAYS[way]
     here, there = Side(forward(), tmp_path), Side(forward(), tmp_path)

@@ -18,7 +18,6 @@ from mallee.protocol.messages import (
     Prefill,
     pack_tokens,
 )
-from mallee.testing.random_model import random_model
 from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.kv.journal import Journal
@@ -30,7 +29,16 @@ from mallee.worker.kv.watch import KVChecks, KVMemory
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
-from support.exact_capsules import CUTS, LIMITS, MODELS, PROMPT, WAYS, drawn_with_captures, kv_bytes
+from support.exact_capsules import (
+    CUTS,
+    LIMITS,
+    MODELS,
+    PROMPT,
+    WAYS,
+    drawn_with_captures,
+    kv_bytes,
+    tiny_forward,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_window_pools")
 
@@ -129,10 +137,7 @@ def test_a_capsule_that_moved_goes_on_as_if_it_had_stayed(
     sampling, grammar = WAYS[way]
 
     def forward() -> TorchForward:
-        changes = {"sliding_window": 10} if kind == "gemma3_text" else {}
-        return random_model(kind, 5, **changes).forward(
-            num_blocks=241, block_size=4, dtype=dtype, kv_dtype=kv_dtype
-        )
+        return tiny_forward(kind, dtype, kv_dtype, num_blocks=241, block_size=4)
 
     fleet = Fleet()
     here, there = forward(), forward()

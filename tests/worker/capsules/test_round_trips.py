@@ -17,7 +17,6 @@ from mallee.protocol.messages import (
     Promote,
     pack_tokens,
 )
-from mallee.testing.random_model import random_model
 from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.kv.journal import Journal
@@ -30,7 +29,16 @@ from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.storage.files import Directory
 from mallee.worker.storage.volume import Volume, VolumeConfig
-from support.exact_capsules import CUTS, LIMITS, MODELS, PROMPT, WAYS, drawn_with_captures, kv_bytes
+from support.exact_capsules import (
+    CUTS,
+    LIMITS,
+    MODELS,
+    PROMPT,
+    WAYS,
+    drawn_with_captures,
+    kv_bytes,
+    tiny_forward,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_window_pools")
 
@@ -98,10 +106,7 @@ def test_a_capsule_goes_to_every_tier_and_back_bit_by_bit(
     capsules = ("p.0", *(f"c{cut}.0" for cut in CUTS))
 
     def forward() -> TorchForward:
-        changes = {"sliding_window": 10} if kind == "gemma3_text" else {}
-        return random_model(kind, 5, **changes).forward(
-            num_blocks=181, block_size=4, dtype=dtype, kv_dtype=kv_dtype
-        )
+        return tiny_forward(kind, dtype, kv_dtype, num_blocks=181, block_size=4)
 
     def go_on(engine: Engine, name: str) -> None:
         """Draw the whole again from the prompt's capsule, and its rest from each other one."""

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from mallee.protocol.errors import ConfigError
 from mallee.testing.attention import attend_plain
+from mallee.testing.quantized import with_kv_scales
 from mallee.testing.random_model import random_model
 from mallee.worker.forward import Row
 from mallee.worker.model.attention.base import Reads
@@ -359,7 +360,7 @@ FAMILIES = ("llama", "qwen3", "gemma3_text")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "scaled fp8"])
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_a_model_gives_the_reference_s_logits(
     kernels: Kernels,
@@ -370,9 +371,11 @@ def test_a_model_gives_the_reference_s_logits(
 ) -> None:
     """D7, part, D8, part, D31, part: prompts, chunks, forks and decodes of whole models."""
     model = random_model(family, 3, head_dim=64)
+    if kv_dtype == "scaled fp8":
+        model = with_kv_scales(model)
     options: dict[str, Any] = {
         "dtype": "bfloat16",
-        "kv_dtype": kv_dtype,
+        "kv_dtype": kv_dtype.removeprefix("scaled "),
         "block_size": 8,
         "num_blocks": 200,
     }

@@ -71,6 +71,11 @@ def int8(**changes: Any) -> dict[str, Any]:
     )
 
 
+def kv_scales(**changes: Any) -> dict[str, Any]:
+    """FP8_DYNAMIC with scales of KV, and these fields of their scheme."""
+    return group(kv_cache_scheme={**_WEIGHTS, "strategy": "tensor", **changes})
+
+
 def read(given: Any) -> Quantization:
     found = parse_config({**RAW, "quantization_config": given}).quantization
     assert found is not None
@@ -215,7 +220,16 @@ def test_each_group_has_its_own_form() -> None:
         (group(targets=[]), "targets names nothing"),
         (group(targets="Linear"), "targets is 'Linear'"),
         (group(ignore=["re:("]), "no regular expression"),
-        (group(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
+        (group(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme has num_bits 8, type None"),
+        (kv_scales(num_bits=4), "kv_cache_scheme has num_bits 4"),
+        (kv_scales(type="int"), "kv_cache_scheme has num_bits 8, type 'int'"),
+        (kv_scales(strategy="channel"), r"kv_cache_scheme\.strategy is 'channel'"),
+        (kv_scales(strategy="attn_head"), r"kv_cache_scheme\.strategy is 'attn_head'"),
+        (kv_scales(dynamic=True), r"kv_cache_scheme\.dynamic is True"),
+        (kv_scales(symmetric=False), r"kv_cache_scheme\.symmetric is False"),
+        (kv_scales(future=1), r"kv_cache_scheme\.future is 1"),
+        (group(kv_cache_scheme="static"), "kv_cache_scheme is 'static'"),
+        ({**QWEN3_FP8, "kv_cache_scheme": "dynamic"}, "kv_cache_scheme is 'dynamic'"),
         (group(transform_config={"config_groups": {"R1": {}}}), "transform_config"),
         (group(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),
         (group(quantization_status="initialized"), "quantization_status"),

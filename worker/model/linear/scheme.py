@@ -46,13 +46,15 @@ class Group:
 class Quantization:
     """The matrices of a checkpoint that have 8 bits.
 
-    With `is_head_open` config.json leaves open whether lm_head is among them: the files tell.
+    With `is_head_open` config.json leaves open whether lm_head is among them: the files tell. With
+    `has_kv_scales` each layer stores a scale of its keys and one of its values, for KV in FP8.
     """
 
     method: str  # by the name in config.json
     groups: tuple[Group, ...]
     ignored: tuple[str, ...] = ()
     is_head_open: bool = False
+    has_kv_scales: bool = False
 
     def scheme_of(self, module: str, prefix: str = "") -> Scheme | None:
         """None if the matrix has plain floats. `prefix` is that of our names in the files."""
@@ -64,7 +66,10 @@ class Quantization:
 
     @property
     def label(self) -> str:
-        return f"{self.method}: {'; '.join(dict.fromkeys(g.scheme.label for g in self.groups))}"
+        forms = list(dict.fromkeys(group.scheme.label for group in self.groups))
+        if self.has_kv_scales:
+            forms.append("scales of FP8 KV")
+        return f"{self.method}: {'; '.join(forms)}"
 
 
 def _matches(patterns: tuple[str, ...], names: set[str]) -> bool:

@@ -14,7 +14,8 @@ from mallee.worker.model.linear.scheme import BLOCK, Group, Quantization, Scheme
 _FIELD = "quantization_config"
 _SUPPORTED = (
     f"supported: bfloat16 or float32 weights; FP8 (e4m3) in blocks of {BLOCK} x {BLOCK}, per channel or"
-    ' per tensor; INT8 per channel (quant_method "fp8" or "compressed-tensors")'
+    ' per tensor; INT8 per channel (quant_method "fp8" or "compressed-tensors"); stored scales of FP8 KV'
+    " per tensor"
 )
 _PLANNED = (
     "; FP4 (NVFP4, MXFP4) and MXFP8 are planned, on GPUs that compute with them: until then take an FP8"
@@ -47,12 +48,13 @@ def parse_quantization(raw: Mapping[str, Any]) -> Quantization | None:
 
 def _parse_fp8(given: Mapping[str, Any]) -> Quantization:
     known = {"activation_scheme", "fmt", "weight_block_size", "scale_fmt", "dequantize"}
-    known |= {"modules_to_not_convert", "ignored_layers"}
+    known |= {"modules_to_not_convert", "ignored_layers", "kv_cache_scheme"}
     _refuse_unknown(given, known, "")
     _expect(given, "fmt", (None, "e4m3"))
     _expect(given, "scale_fmt", (None, "float"))
     _expect(given, "weight_block_size", (None, [BLOCK, BLOCK]))
     _expect(given, "activation_scheme", ("dynamic", "static"))
+    _expect(given, "kv_cache_scheme", (None, "static"))
     has_blocks = given.get("weight_block_size") is not None
     is_dynamic = given["activation_scheme"] == "dynamic"
     if has_blocks and not is_dynamic:
@@ -66,24 +68,49 @@ def _parse_fp8(given: Mapping[str, Any]) -> Quantization:
     # As transformers matches them: from the start up to the end of a module's name, or at the end.
     ignored = [rf"(?:{name})(?:(?<=\.)|(?=\.|$))|.*{re.escape(name)}$" for name in names]
     groups = (Group((_ANY_LINEAR,), scheme),)
-    return Quantization("fp8", groups, _compiled(ignored), is_head_open=True)
+    return Quantization(
+        "fp8",
+        groups,
+        _compiled(ignored),
+        is_head_open=True,
+        has_kv_scales=given.get("kv_cache_scheme") is not None,
+    )
 
 
 def _parse_compressed(given: Mapping[str, Any]) -> Quantization:
-    known = {"config_groups", "format", "ignore", "quantization_status", "sparsity_config", *_NOTES}
-    _refuse_unknown(given, known, "")
+    known = {"config_groups", "format", "ignore", "quantization_status", "sparsity_config"}
+    _refuse_unknown(given, {*known, "kv_cache_scheme", *_NOTES}, "")
     sparsity = given.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"):
         raise _refusal(f"sparsity_config is {sparsity!r}")
     _expect(given, "quantization_status", (None, "compressed", "frozen"))
-    groups = given.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
+    groups, has_kv_scales = given.get("config_groups"), _has_kv_scales(given.get("kv_cache_scheme"))
+    if not isinstance(groups, Mapping) or not (groups or has_kv_scales):
         raise _refusal(f"config_groups is {groups!r}")
     return Quantization(
         method="compressed-tensors",
         groups=tuple(_group(groups[name], given, f"config_groups.{name}") for name in groups),
         ignored=_compiled([_pattern(name) for name in _names(given, "ignore", "")]),
+        has_kv_scales=has_kv_scales,
     )
+
+
+def _has_kv_scales(args: Any) -> bool:
+    """Whether layers have stored scales of keys and values. Raises UnsupportedModel for another scheme."""
+    where = "kv_cache_scheme"
+    if args is None:
+        return False
+    if not isinstance(args, Mapping):
+        raise _refusal(f"{where} is {args!r}")
+    if args.get("num_bits") != 8 or args.get("type") != "float":
+        raise _refusal(f"{where} has num_bits {args.get('num_bits')!r}, type {args.get('type')!r}")
+    _refuse_unknown(args, {*_ARGS, *_NOTES}, where)
+    _expect(args, "strategy", ("tensor",), where)
+    _expect(args, "symmetric", (True,), where)
+    _expect(args, "dynamic", (None, False), where)
+    _expect(args, "group_size", (None, -1), where)
+    _expect(args, "block_structure", (None,), where)
+    return True
 
 
 def _group(group: Any, given: Mapping[str, Any], where: str) -> Group:

@@ -20,6 +20,14 @@ _VALUES = {"float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
 _SCALE_NAMES = (".weight_scale", ".weight_scale_inv")  # both multiply
 ACTIVATION_SCALES = (".input_scale", ".activation_scale")
 """Of checkpoints for static activations; we keep activations in floats and use none of these."""
+_KV_SCALE_NAMES = (
+    ("k_scale", "v_scale"),  # compressed-tensors
+    ("attn.k_scale", "attn.v_scale"),  # vLLM's own
+    ("k_proj.k_scale", "v_proj.v_scale"),  # ModelOpt
+    ("k_proj.output_scale", "v_proj.output_scale"),  # llm-compressor's first versions, Quark
+    ("kv_scale", "kv_scale"),  # AutoFP8: one for both
+)
+"""Of a layer's attention. Source: vLLM's maybe_remap_kv_scale_name and get_cache_scale."""
 
 
 class Stored(NamedTuple):
@@ -39,7 +47,27 @@ def expected_tensors(config: ModelConfig, found: Collection[str]) -> dict[str, S
             expected[name] = Stored((shape,), _FLOATS)
         else:
             expected.update(_of_matrix(module, shape, scheme, found))
+    for names in kv_scale_names(config, found):
+        expected |= {name: Stored(((), (1,)), _SCALES) for name in names}
     return expected
+
+
+def kv_scale_names(config: ModelConfig, found: Collection[str]) -> list[tuple[str, str]]:
+    """By layer the names of the scales of keys and of values; empty if the checkpoint has none.
+
+    If config.json doesn't tell of them, those found decide. All layers have names of one form.
+    """
+    layers = [f"model.layers.{i}.self_attn." for i in range(config.num_layers)]
+    by_form = [[(layer + k, layer + v) for layer in layers] for k, v in _KV_SCALE_NAMES]
+    for names in by_form:
+        if any(name in found for pair in names for name in pair):
+            return names
+    is_told = config.quantization is not None and config.quantization.has_kv_scales
+    return by_form[0] if is_told else []
+
+
+def is_kv_scale(name: str) -> bool:
+    return name.endswith(tuple(f".{ending}" for pair in _KV_SCALE_NAMES for ending in pair))
 
 
 def scheme_of(config: ModelConfig, module: str, found: Collection[str]) -> Scheme | None:

@@ -6,6 +6,7 @@ the load; nothing is skipped silently.
 
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from mallee.worker.model.loading.stored import (
     ACTIVATION_SCALES,
     check_tensors,
     expected_tensors,
+    is_kv_scale,
+    kv_scale_names,
     scale_name,
     scheme_of,
 )
@@ -46,6 +49,7 @@ class LayerWeights(NamedTuple):
     gate_up: Linear  # hidden -> 2 * intermediate: gate, up
     down: Linear  # intermediate -> hidden
     output_norm: torch.Tensor | None  # [hidden], of the MLP's output before it is added
+    kv_scales: torch.Tensor | None  # [2], float32: keys and values in memory are shares of these
 
 
 class ModelWeights(NamedTuple):
@@ -83,9 +87,17 @@ class ModelWeights(NamedTuple):
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, *, dtype: torch.dtype, device: str
+    folder: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    kv_dtype: torch.dtype | None = None,
 ) -> ModelWeights:
-    """The checkpoint in `folder`, as `dtype` on `device`. Raises ModelNotFound, WeightsMismatch."""
+    """The checkpoint in `folder`, as `dtype` on `device`, for KV in `kv_dtype` (None: in `dtype`).
+
+    Raises ModelNotFound, WeightsMismatch.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for file in weight_files(folder):
         with _opened(file) as opened:
@@ -96,7 +108,7 @@ def load_weights(
                 if name in tensors:
                     raise WeightsMismatch(f"{file}: {name} is in another file too", path=str(file))
                 tensors[name] = opened.get_tensor(stored)
-    weights = fuse_weights(tensors, config, dtype=dtype, device=device)
+    weights = fuse_weights(tensors, config, dtype=dtype, device=device, kv_dtype=kv_dtype)
     stored = config.quantization.label if config.quantization else config.dtype
     log.info("%s: %s, %d bytes in memory; %s", folder, stored, weights.nbytes, weights.products)
     return weights
@@ -115,16 +127,28 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def fuse_weights(
-    tensors: dict[str, torch.Tensor], config: ModelConfig, *, dtype: torch.dtype, device: str
+    tensors: dict[str, torch.Tensor],
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    kv_dtype: torch.dtype | None = None,
 ) -> ModelWeights:
-    """`tensors`, by transformers' names, as our layers. Empties the dict. Raises WeightsMismatch."""
+    """`tensors`, by transformers' names, as our layers. Empties the dict. Raises WeightsMismatch.
+
+    Stored scales of KV are for KV in FP8, and left out for any other.
+    """
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)  # some files hold the tied copy
     for name in [n for n in tensors if n.endswith("rotary_emb.inv_freq")]:
         del tensors[name]  # old files store this constant
     check_tensors(expected_tensors(config, tensors), tensors)
 
-    source = _Source(tensors, config, dtype, device, Machine.of(device))
+    kv_scales = kv_scale_names(config, tensors)
+    if kv_scales and kv_dtype != torch.float8_e4m3fn:
+        log.info("scales of KV, %s and others, are not used: KV is not in FP8", kv_scales[0][0])
+        kv_scales = []
+    source = _Source(tensors, config, dtype, device, Machine.of(device), kv_scales)
     layers = tuple(source.layer(i) for i in range(config.num_layers))
     embedding = source.take("model.embed_tokens.weight")
     if config.tie_word_embeddings:
@@ -142,6 +166,7 @@ class _Source(NamedTuple):
     dtype: torch.dtype
     device: str
     machine: Machine
+    kv_scale_names: list[tuple[str, str]]  # by layer; empty if they are not wanted
 
     def layer(self, i: int) -> LayerWeights:
         p = f"model.layers.{i}."
@@ -160,6 +185,7 @@ class _Source(NamedTuple):
             gate_up=self.linear(m + "gate_proj", m + "up_proj"),
             down=self.linear(m + "down_proj"),
             output_norm=self.norm(p + "post_feedforward_layernorm.weight") if is_sandwich else None,
+            kv_scales=self._kv_scales(*self.kv_scale_names[i]) if self.kv_scale_names else None,
         )
 
     def take(self, *names: str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -197,6 +223,15 @@ class _Source(NamedTuple):
         if shape[0] != packed.shape[0] or -(-shape[1] // 4) != packed.shape[1]:
             raise WeightsMismatch(f"{module}.weight_shape is {shape}, packed {tuple(packed.shape)}")
         return packed.view(torch.uint8)[:, : shape[1]].bitwise_xor(0x80).view(torch.int8)
+
+    def _kv_scales(self, *names: str) -> torch.Tensor:
+        """Of keys and of values, whose names may be one. Raises WeightsMismatch."""
+        scales = torch.cat([self.tensors[name].reshape(1).float() for name in names])
+        for name, scale in zip(names, [] if scales.is_meta else scales.tolist(), strict=False):
+            if not 0 < scale < math.inf:
+                text = f"{name} is {scale}, a scale of KV is above 0 and finite; give kv_dtype auto"
+                raise WeightsMismatch(text)
+        return scales.to(self.device)
 
     def norm(self, name: str) -> torch.Tensor:
         """A norm's weight, in float32 where there is an offset: bfloat16 would round the sum."""
@@ -257,7 +292,7 @@ def _indexed(index: Path) -> list[str]:
 
 
 def weights_digest(folder: Path) -> str:
-    """A cheap digest of the weights: each file's header, size, and 64 windows of 1 KiB.
+    """A cheap digest of the weights: each file's header, size, scales of KV, and 64 windows of 1 KiB.
 
     Not proof against an adversary: it tells checkpoints apart, it does not authenticate them.
     """
@@ -273,3 +308,6 @@ def _samples(path: Path) -> Iterator[bytes]:
         for i in range(64):
             file.seek(8 + header + (size - 8 - header) * i // 64)
             yield file.read(1024)
+    with _opened(path) as opened:  # a few bytes, which decide what every byte of KV means
+        for name in filter(is_kv_scale, sorted(opened.keys())):
+            yield opened.get_tensor(name).flatten().view(torch.uint8).numpy().tobytes()
