@@ -3,13 +3,16 @@
 Signatures are the package's (`test_flashinfer_signatures.py` holds them against it); what it documents is
 checked, and what isn't emulated is refused. Where the package's results depend on how a plan shares out its
 keys, so do these, in their last bits: by the tile (FA2DetermineCtaTileQ of utils.cuh) and by the split
-(PrefillSplitQOKVIndptr of scheduler.cuh). Log-sum-exps are to the base 2.
+(PrefillSplitQOKVIndptr of scheduler.cuh). Log-sum-exps are to the base 2. Of graph mode that of decode
+wrappers is emulated.
 """
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 __version__ = "0.7.2"
 
@@ -20,6 +23,8 @@ _KV_TILES = {16: 48, 64: 32, 128: 80}
 _HALVES = (torch.float16, torch.bfloat16)
 _EIGHTHS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _LN2 = math.log(2)
+_PLANS: dict[int, "_Plan"] = {}
+"""The plans of graph mode, by the address of the integer workspace that they were written to last."""
 
 
 class _Plan(NamedTuple):
@@ -41,9 +46,21 @@ class _Plan(NamedTuple):
     tile: int
     split: int | None  # keys; None: unsplit
 
+    @property
+    def frozen(self) -> tuple[Any, ...]:
+        """The parts that a recorded launch has from the plan that it was recorded with."""
+        return (len(self.tables), *self[3:14], self.split is not None)
+
 
 class _Wrapper:
-    """The common part of both wrappers."""
+    """The common part of both wrappers.
+
+    In graph mode a plan's tables lie in the buffers that were given, its numbers in the integer workspace,
+    where a launch finds those that were planned last, whoever planned them. A plan that would need another
+    launch than the first one of its wrapper did is refused here (the package doesn't notice).
+    """
+
+    use_tensor_cores = True
 
     def _open(self, workspace: torch.Tensor, layout: str, backend: str, **others: object) -> None:
         assert workspace.dtype == torch.uint8
@@ -53,6 +70,33 @@ class _Wrapper:
         self._workspace = workspace
         self.device = workspace.device
         self._planned: _Plan | None = None
+        self._buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._numbers = torch.empty(16, dtype=torch.uint8, device=self.device)
+
+    def _fix(self, *buffers: torch.Tensor | None) -> None:
+        """Graph mode: indptr, indices and last_page_len go to these."""
+        for name, own in zip(("indptr", "indices", "last_page_len"), buffers, strict=True):
+            if own is None:
+                raise ValueError(
+                    f"paged_kv_{name}_buffer should be a torch.Tensor in cudagraph mode"
+                )
+            assert own.dtype == torch.int32
+            assert own.is_contiguous()
+            assert own.device == self.device
+        indptr, indices, last = buffers
+        assert indptr is not None
+        assert indices is not None
+        assert last is not None
+        if len(indptr) != len(last) + 1:
+            raise ValueError("The size of paged_kv_indptr_buffer should be batch_size + 1")
+        self._buffers = (indptr, indices, last)
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        for own in (float_workspace_buffer, int_workspace_buffer):
+            assert own.data_ptr() % 16 == 0
+        self._workspace, self._numbers = float_workspace_buffer, int_workspace_buffer
 
     def _make_plan(
         self,
@@ -114,8 +158,21 @@ class _Wrapper:
         num_tiles = [-(-size * group // tile) for size in sizes]
         pages = [len(table) for table in tables]
         split = _split(num_tiles, pages, page_size, fixed_split_size, disable_split_kv)
+        padded = max(NUM_THREAD_BLOCKS // num_kv_heads, sum(num_tiles))
+        if self._buffers is not None and fixed_split_size is not None:
+            chunks = sum(
+                t * -(-p // fixed_split_size) for t, p in zip(num_tiles, pages, strict=True)
+            )
+            if chunks > padded:
+                raise RuntimeError(
+                    "new batch size should not exceed padded batch size. If you are using fixed split size,"
+                    " please consider disabling cuda graph."
+                )
+            split = split if max(pages) > fixed_split_size else None
         nbytes = 0
-        if split is not None and max(pages) > split:
+        if self._buffers is not None and split is not None:
+            nbytes = num_qo_heads * -(-padded * tile // group) * (head_dim + 1) * 4
+        elif split is not None and max(pages) > split:
             chunks = sum(t * -(-p // split) for t, p in zip(num_tiles, pages, strict=True))
             nbytes = num_qo_heads * -(-chunks * tile // group) * (head_dim + 1) * 4
         plan = _Plan(
@@ -137,10 +194,35 @@ class _Wrapper:
         )
         return plan, nbytes
 
-    def _hold(self, plan: tuple[_Plan, int]) -> None:
-        self._planned, nbytes = plan
+    def _hold(self, plan: tuple[_Plan, int], tables: tuple[torch.Tensor, ...] = ()) -> None:
+        planned, nbytes = plan
         if nbytes > self._workspace.numel():
             raise RuntimeError(f"workspace of {self._workspace.numel()} bytes, needs {nbytes}")
+        if self._buffers is not None:
+            _check_fixed(self._buffers, tables)
+            for buffer, own in zip(self._buffers, tables, strict=True):
+                buffer[: len(own)].copy_(own)
+            if self._planned is not None and self._planned.frozen != planned.frozen:
+                raise AssertionError(
+                    f"a graph would launch {self._planned.frozen}, planned is {planned.frozen}"
+                )
+            _PLANS[self._numbers.data_ptr()] = planned
+        self._planned = planned
+
+    def _plan_now(self) -> _Plan | None:
+        """The plan that a launch would find."""
+        if self._buffers is None or self._planned is None:
+            return self._planned
+        plan = _PLANS[self._numbers.data_ptr()]
+        assert plan.frozen == self._planned.frozen, (
+            "another wrapper's plan lies in this one's workspace"
+        )
+        indptr, indices, last = (own.cpu() for own in self._buffers)
+        tables = [indices[b:e].tolist() for b, e in itertools.pairwise(indptr.tolist())]
+        lens = [
+            (len(t) - 1) * plan.page_size + n for t, n in zip(tables, last.tolist(), strict=True)
+        ]
+        return plan._replace(tables=tables, kv_lens=lens)
 
     def _run(
         self,
@@ -153,7 +235,8 @@ class _Wrapper:
         return_lse: bool,
         window_left: int | None,
     ) -> Any:
-        plan = self._planned
+        with _disable_current_modes():
+            plan = self._plan_now()
         if plan is None:
             raise RuntimeError("run before plan")
         if torch.is_tensor(paged_kv_cache):
@@ -186,13 +269,14 @@ class _Wrapper:
         if lse.shape != shape[:2] or lse.dtype != torch.float32 or not lse.is_contiguous():
             raise ValueError(f"lse {tuple(lse.shape)} {lse.dtype}")
         scale = plan.sm_scale * math.prod(s for s in scales[:2] if s is not None)
-        for i, (table, length) in enumerate(zip(plan.tables, plan.kv_lens, strict=True)):
-            span = slice(plan.qo_indptr[i], plan.qo_indptr[i + 1])
-            pages = torch.tensor(table, device=self.device)
-            keys, values = (_gather(own, pages)[:length] for own in (k, v))
-            out[span], lse[span] = _attend(plan, q[span].float() * scale, keys, values)
-        if scales[2] is not None:
-            out *= scales[2]
+        with _disable_current_modes():  # one launch, and no operation of torch
+            for i, (table, length) in enumerate(zip(plan.tables, plan.kv_lens, strict=True)):
+                span = slice(plan.qo_indptr[i], plan.qo_indptr[i + 1])
+                pages = torch.tensor(table, device=self.device)
+                keys, values = (_gather(own, pages)[:length] for own in (k, v))
+                out[span], lse[span] = _attend(plan, q[span].float() * scale, keys, values)
+            if scales[2] is not None:
+                out *= scales[2]
         return (out, lse) if return_lse else out
 
 
@@ -213,13 +297,16 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             float_workspace_buffer,
             kv_layout,
             backend,
-            use_cuda_graph=use_cuda_graph,
-            paged_kv_indptr_buffer=paged_kv_indptr_buffer,
-            paged_kv_indices_buffer=paged_kv_indices_buffer,
-            paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
             jit_args=jit_args,
         )
         self.use_tensor_cores = use_tensor_cores
+        buffers = (
+            paged_kv_indptr_buffer,
+            paged_kv_indices_buffer,
+            paged_kv_last_page_len_buffer,
+        )
+        if use_cuda_graph:
+            self._fix(*buffers)
 
     def workspace_size(
         self,
@@ -256,6 +343,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             seq_lens=seq_lens,
             q_len_per_req=q_len_per_req != 1,
         )
+        if self._buffers is not None:
+            _check_fixed(self._buffers, (indptr, indices, last_page_len))
         _, nbytes = self._make_plan(
             None,
             indptr,
@@ -352,7 +441,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
                 dtypes=(q_data_type, kv_data_type, o_data_type),
                 fixed_split_size=fixed_split_size,
                 disable_split_kv=disable_split_kv,
-            )
+            ),
+            (indptr, indices, last_page_len),
         )
 
     def run(
@@ -562,6 +652,19 @@ def merge_state_in_place(
     share = torch.sigmoid((s_other - s) * _LN2).unsqueeze(-1)
     v.copy_(torch.lerp(v.float(), v_other.float(), share))
     s.copy_(torch.logaddexp2(s, s_other))
+
+
+def _check_fixed(
+    buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor], tables: tuple[torch.Tensor, ...]
+) -> None:
+    (_, indices, last), (_, own_indices, own_last) = buffers, tables
+    if len(own_last) != len(last):
+        raise ValueError(
+            f"The batch size should be fixed in cudagraph mode, the runtime batch size {len(own_last)} "
+            f" mismatches the batch size set during initialization {len(last)}"
+        )
+    if len(own_indices) > len(indices):
+        raise ValueError("The size of indices should be less than or equal to the allocated buffer")
 
 
 def _refuse(**given: object) -> None:

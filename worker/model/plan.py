@@ -33,8 +33,10 @@ def make_plan(
     groups: Sequence[int | None] = (),
     is_shared: bool = True,
     min_saving: int = MIN_SHARED_SAVING,
+    keeps_windows: bool = False,
 ) -> Plan:
-    """The plan for `rows`; with is_shared False nothing is shared (every row reads all its keys).
+    """The plan for `rows`; with is_shared False nothing is shared (every row reads all its keys), and with
+    keeps_windows True a window that no row has outgrown has reads of its own all the same.
 
     `windows` are those that the model's layers have, `groups` those of them that have blocks of their
     own, in the order of `Row.windows`; `prepare` and `min_saving` are the attention backend's. Nothing
@@ -61,7 +63,7 @@ def make_plan(
     length = int((starts + counts).max())
     reads: dict[int | None, Reads] = {}
     for window in windows:
-        binding = window if window is not None and window < length else None
+        binding = window if window is not None and (keeps_windows or window < length) else None
         own = own_rows.get(window)
         if own is None and binding in reads:  # a window that no row has outgrown hides nothing
             reads[window] = reads[binding]

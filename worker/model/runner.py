@@ -8,6 +8,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from mallee.worker.kv.tiers.window_rows import row_spans
 from mallee.worker.memory.budget import Budget, Room, Work, check_context
 from mallee.worker.memory.refusals import shed, told
 from mallee.worker.memory.transfer import sent
+from mallee.worker.model.attention.flashinfer import FlashInferAttention
 from mallee.worker.model.backend import check_device, choose_backend, choose_sampler
 from mallee.worker.model.config import (
     DTYPE_NBYTES,
@@ -34,6 +36,15 @@ from mallee.worker.model.config import (
     resolve_kv_dtype,
 )
 from mallee.worker.model.decoder import Decoder
+from mallee.worker.model.graphs.decode import (
+    NO_GRAPHS,
+    DecodeGraphs,
+    GraphOptions,
+    GraphStats,
+    Model,
+    make_graphs,
+    padding_row,
+)
 from mallee.worker.model.identity import kv_identity
 from mallee.worker.model.kv_memory import GroupedKV, TorchKV
 from mallee.worker.model.loading.config_json import read_config
@@ -67,6 +78,7 @@ class ForwardStats(NamedTuple):
     num_flat_key_reads: int
     num_copied_slots: int
     kv_nbytes: int
+    graphs: GraphStats = NO_GRAPHS
 
 
 class MemoryStats(NamedTuple):
@@ -75,6 +87,7 @@ class MemoryStats(NamedTuple):
     weights: int
     kv: int
     reserved: int | None
+    graphs: int = 0  # of what torch has taken
 
 
 class DeviceDrawing:
@@ -97,8 +110,16 @@ class TorchForward:
     """Computes over paged KV on one device. Not thread-safe: one engine loop owns it."""
 
     __slots__ = (
-        *("_attention", "_copied", "_device", "_flashinfer", "_flat_reads", "_is_deterministic"),
-        *("_layers", "_memories", "_memory"),
+        *(
+            "_attention",
+            "_copied",
+            "_device",
+            "_flashinfer",
+            "_flat_reads",
+            "_graph_options",
+            "_graphs",
+        ),
+        *("_is_deterministic", "_layers", "_memories", "_memory", "_plan"),
         *(
             "_reads",
             "_sample",
@@ -130,11 +151,14 @@ class TorchForward:
         is_deterministic: bool = False,
         flashinfer: Any = None,
         memories: list[torch.Tensor] | None = None,
+        graphs: GraphOptions | None = None,
+        proven_graphs: Sequence[int] | None = None,
     ) -> None:
         """KV memory is allocated here, in `kv_dtype` (None: the weights' own), unless it is given.
 
         `shares_reads` False reads every row's keys apart; `uses_kernels` False computes in torch
-        operations alone. `is_deterministic`, `flashinfer`: see `choose_backend`.
+        operations alone. `is_deterministic`, `flashinfer`: see `choose_backend`. `graphs`: of decode steps,
+        recorded here (None: there are none); `proven_graphs`: see `make_graphs`.
         """
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(f"num_blocks={num_blocks}, block_size={block_size}: need 1 or more")
@@ -166,11 +190,13 @@ class TorchForward:
         self.shares_reads = shares_reads
         slot = (2, config.num_kv_heads, config.head_dim)
         sizes = [(len(g.layers), g.num_blocks(num_blocks, block_size)) for g in spec.groups]
-        self._memories = memories or [
-            _lazy_zeros((layers, blocks * block_size, *slot), kv_dtype, self._device)
-            for layers, blocks in sizes or [(config.num_layers, num_blocks)]
+        sizes = sizes or [(config.num_layers, num_blocks)]
+        self._memories = memories or [  # with a block for rows of padding, that no pool hands out
+            _lazy_zeros((layers, (blocks + 1) * block_size, *slot), kv_dtype, self._device)
+            for layers, blocks in sizes
         ]
-        self._memory = self._memories[0]  # of the full group
+        kept = [memory[:, :-block_size] for memory in self._memories]
+        self._memory = kept[0]  # of the full group
         groups = [group.layers for group in spec.groups] or [tuple(range(config.num_layers))]
         places = {layer: (g, i) for g, own in enumerate(groups) for i, layer in enumerate(own)}
         self._layers = [
@@ -180,10 +206,45 @@ class TorchForward:
         self.memory = TorchKV(self._memory, block_size)
         if self._windows:
             spans = row_spans(spec.groups, num_blocks, block_size)
-            self.memory = GroupedKV(self._memories, block_size, spans)
+            self.memory = GroupedKV(kept, block_size, spans)
         self._reads = self._flat_reads = self._copied = 0
         self.budget: Budget | None = None  # of the device, where KV was sized by it
         self.draft: TorchForward | None = None  # a model that drafts for it, with as many blocks
+        self._plan = partial(
+            make_plan,
+            block_size=block_size,
+            device=self._device,
+            windows=config.windows,
+            groups=self._windows,
+        )
+        self._graph_options = graphs
+        self._graphs: DecodeGraphs | None = None
+        if graphs is not None:
+            padding = padding_row([blocks for _, blocks in sizes])
+            self._graphs = self._recorded(graphs, padding, proven_graphs)
+
+    def _recorded(
+        self, options: GraphOptions, padding: Row, proven: Sequence[int] | None
+    ) -> DecodeGraphs | None:
+        attention = self._attention
+        if options.device is None and torch.device(self._device).type != "cuda":
+            return None
+        if not isinstance(attention, FlashInferAttention) or attention.is_deterministic:
+            log.info(
+                "no CUDA graphs: they need FlashInfer's attention, and not engine.deterministic"
+            )
+            return None
+        model = Model(
+            self.decoder,
+            attention,
+            self._layers,
+            self._plan,
+            padding,
+            self._windows,
+            min(self.num_blocks, -(-self.spec.max_model_len // self.block_size)),
+            self.block_size,
+        )
+        return make_graphs(model, options, proven=proven)
 
     def with_weights(self, folder: Path, version: WeightVersion) -> "TorchForward":
         """The same model over the same KV memory, with the weights in `folder`; may run beside this one.
@@ -227,6 +288,8 @@ class TorchForward:
             is_deterministic=self._is_deterministic,
             flashinfer=self._flashinfer,
             memories=self._memories,
+            graphs=self._graph_options,
+            proven_graphs=None if self._graphs is None else self._graphs.sizes,
         )
         forward.draft = self.draft
         return forward
@@ -251,19 +314,24 @@ class TorchForward:
 
     def _run(self, rows: Sequence[Row], tokens: torch.Tensor | None = None) -> Sequence[Logits]:
         """The logits that `rows` want. `tokens` [n], if they are on the device already, are the rows' own."""
-        plan = make_plan(
-            rows,
-            block_size=self.block_size,
-            device=self._device,
-            prepare=self._attention.prepare,
-            windows=self.decoder.config.windows,
-            groups=self._windows,
-            is_shared=self.shares_reads,
-            min_saving=self._attention.min_saving,
-        )
-        if tokens is not None:
-            plan = plan._replace(tokens=tokens)
-        logits = self.decoder.logits(plan, self._layers)
+        graph = None
+        if self._graphs is not None:
+            graph = self._graphs.choose(rows, is_shared=self.shares_reads)
+        if graph is not None:
+            plan = graph.plan(rows)
+            logits = graph.replay(plan, tokens)[
+                : len(rows)
+            ].clone()  # the next replay has them there
+        else:
+            plan = self._plan(
+                rows,
+                prepare=self._attention.prepare,
+                is_shared=self.shares_reads,
+                min_saving=self._attention.min_saving,
+            )
+            if tokens is not None:
+                plan = plan._replace(tokens=tokens)
+            logits = self.decoder.logits(plan, self._layers)
         layers = self.decoder.config.layers
         self._reads += sum(plan.reads[layer.window].num_key_reads for layer in layers)
         self._flat_reads += plan.num_flat_key_reads * len(layers)
@@ -320,6 +388,7 @@ class TorchForward:
             num_flat_key_reads=self._flat_reads,
             num_copied_slots=self._copied,
             kv_nbytes=self._kv_nbytes,
+            graphs=NO_GRAPHS if self._graphs is None else self._graphs.stats(),
         )
 
     def memory_stats(self) -> MemoryStats:
@@ -329,11 +398,13 @@ class TorchForward:
             reserved = torch.cuda.memory_reserved(self._device)
         models = [self] if self.draft is None else [self, self.draft]
         weights = sum(model.decoder.weights.nbytes for model in models)
-        return MemoryStats(weights, sum(model._kv_nbytes for model in models), reserved)
+        graphs = sum(model._graphs.nbytes for model in models if model._graphs is not None)
+        return MemoryStats(weights, sum(model._kv_nbytes for model in models), reserved, graphs)
 
     @property
     def _kv_nbytes(self) -> int:
-        return sum(memory.nbytes for memory in self._memories)
+        """Without the block of padding."""
+        return sum(memory[:, : -self.block_size].nbytes for memory in self._memories)
 
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
         """Forks of one capsule copy the same count of slots: those go together."""

@@ -163,17 +163,116 @@ def test_a_bad_run_is_refused(run: Callable[[], object], error: type[Exception],
 
 def test_only_what_is_emulated_can_be_made() -> None:
     workspace = torch.zeros(16, dtype=torch.uint8)
-    for options in ({"backend": "auto"}, {"backend": "fa2", "use_cuda_graph": True}):
-        with pytest.raises(NotImplementedError):
-            emulator.BatchDecodeWithPagedKVCacheWrapper(workspace, **options)
+    with pytest.raises(NotImplementedError, match="backend"):
+        emulator.BatchDecodeWithPagedKVCacheWrapper(workspace, backend="auto")
+    with pytest.raises(NotImplementedError, match="use_cuda_graph"):
+        emulator.BatchPrefillWithPagedKVCacheWrapper(workspace, backend="fa2", use_cuda_graph=True)
     with pytest.raises(NotImplementedError, match="kv_layout"):
         emulator.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
+
+
+class Fixed:
+    """Wrappers of two rows in graph mode, over one set of buffers for three pages."""
+
+    def __init__(self) -> None:
+        self.buffers = (ints(0, 0, 0), ints(9, 9, 9), ints(0, 0))
+        self.numbers = torch.zeros(64, dtype=torch.uint8)
+
+    def wrapper(self, **changes: Any) -> emulator.BatchDecodeWithPagedKVCacheWrapper:
+        names = (
+            "paged_kv_indptr_buffer",
+            "paged_kv_indices_buffer",
+            "paged_kv_last_page_len_buffer",
+        )
+        options = {**dict(zip(names, self.buffers, strict=True)), **changes}
+        workspace = torch.zeros(1 << 20, dtype=torch.uint8)
+        found = emulator.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "NHD", use_cuda_graph=True, use_tensor_cores=True, backend="fa2", **options
+        )
+        found.reset_workspace_buffer(workspace, self.numbers)
+        return found
+
+
+def fixed_plan(
+    *indices: int, bounds: tuple[int, ...] = (0, 1, 3), **changes: Any
+) -> dict[str, Any]:
+    own = {"indptr": ints(*bounds), "indices": ints(*indices), "last_page_len": ints(1, 4)}
+    return {**own, "head_dim": 64, **HEADS, **HALF, **changes}
+
+
+def test_in_graph_mode_a_run_reads_the_tables_that_lie_in_the_buffers() -> None:
+    """I13, part: another plan of as many rows changes the buffers and nothing else."""
+    fixed = Fixed()
+    wrapper, q = fixed.wrapper(), queries(2)
+    for pages in ((4, 0, 1), (2, 1, 3)):
+        wrapper.plan(**fixed_plan(*pages))
+        assert [own.tolist() for own in fixed.buffers] == [[0, 1, 3], list(pages), [1, 4]]
+        plain = decode(**fixed_plan(*pages)).run(q, KV)
+        torch.testing.assert_close(wrapper.run(q, KV), plain, atol=1e-2, rtol=1e-2)
+    fixed.buffers[1][:3] = ints(4, 0, 1)  # the buffers count, not what was planned
+    other = decode(**fixed_plan(4, 0, 1)).run(q, KV)
+    torch.testing.assert_close(wrapper.run(q, KV), other, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("work", "error", "says"),
+    [
+        (lambda f: f.wrapper(paged_kv_indices_buffer=None), ValueError, "should be a torch.Tensor"),
+        (lambda f: f.wrapper(paged_kv_indptr_buffer=ints(0, 0)), ValueError, r"batch_size \+ 1"),
+        (
+            lambda f: f.wrapper().plan(
+                **fixed_plan(1, 2, bounds=(0, 1, 2)) | {"indptr": ints(0, 2)}
+            ),
+            ValueError,
+            "shape",
+        ),
+        (
+            lambda f: f.wrapper().plan(
+                **fixed_plan(1) | {"indptr": ints(0, 1), "last_page_len": ints(1)}
+            ),
+            ValueError,
+            "batch size should be fixed",
+        ),
+        (
+            lambda f: f.wrapper().plan(**fixed_plan(1, 2, 3, 4, bounds=(0, 2, 4))),
+            ValueError,
+            "less than or equal to the allocated",
+        ),
+    ],
+)
+def test_a_bad_plan_in_graph_mode_is_refused(
+    work: Callable[[Fixed], object], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        work(Fixed())
+
+
+def test_a_launch_that_a_graph_could_not_make_again_is_refused() -> None:
+    """I13, part: another window; and fixed splits, whose launches follow from the rows' lengths."""
+    wrapper = Fixed().wrapper()
+    wrapper.plan(**fixed_plan(4, 0, 1))
+    with pytest.raises(AssertionError, match="a graph would launch"):
+        wrapper.plan(**fixed_plan(4, 0, 1, window_left=3))
+    wrapper = Fixed().wrapper()
+    wrapper.plan(**fixed_plan(4, 0, bounds=(0, 1, 2), fixed_split_size=1))
+    with pytest.raises(AssertionError, match="a graph would launch"):
+        wrapper.plan(**fixed_plan(4, 0, 1, fixed_split_size=1))
+
+
+def test_a_plan_lies_in_its_workspace_until_another_is_made_there() -> None:
+    fixed = Fixed()
+    first, second = fixed.wrapper(), fixed.wrapper()
+    first.plan(**fixed_plan(4, 0, 1))
+    second.plan(**fixed_plan(4, 0, 1, window_left=2))
+    with pytest.raises(AssertionError, match="another wrapper's plan"):
+        first.run(queries(2), KV)
 
 
 EMULATED = {
     "decode.py": {
         "BatchDecodeWithPagedKVCacheWrapper": (
             *("__init__", "plan", "_plan_impl", "workspace_size", "run"),
+            "reset_workspace_buffer",
         )
     },
     "prefill.py": {"BatchPrefillWithPagedKVCacheWrapper": ("__init__", "plan", "run")},

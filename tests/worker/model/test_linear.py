@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from mallee.worker.model.linear.matrix import Quantized
 from mallee.worker.model.linear.rounded import RoundedFloat8, RoundedInt8, rounded_rows
 from mallee.worker.model.linear.scheme import BLOCK, Scheme
 from mallee.worker.model.linear.weight_only import BlockScaled, RowScaled, weight_only
+from support.recorded_graphs import RecordedGraphs
 
 CPU, H100, B200, A100 = (
     Machine("cpu"),
@@ -320,3 +322,24 @@ def test_shapes_and_gpus_without_a_kernel_are_known(
     linear: Linear | None = block_gemm(made(rows, width, "fp8-block", "dynamic"), capability)
     assert linear is None
     assert not kernels
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("form", UNPACKED)
+def test_a_product_can_be_part_of_a_graph(form: Form, n: int) -> None:
+    """I13, part: none waits for the device, takes numbers from the host, or reads where it read by chance."""
+    matrix = made(128, 256, form)
+    products: list[Linear] = [weight_only(matrix)]
+    if form.startswith("fp8") and not matrix.has_blocks:
+        products.append(RoundedFloat8(matrix))
+    for product in products:
+        x = random(n, 256, dtype=HALF)
+        out = torch.zeros(n, 128, dtype=HALF)
+        graph = RecordedGraphs().capture(partial(_copied, product, x, out), None)
+        x.copy_(random(n, 256, seed=7))
+        graph.replay()
+        assert torch.equal(out, product(x))
+
+
+def _copied(product: Linear, x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(product(x))

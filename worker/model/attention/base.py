@@ -62,6 +62,11 @@ class Segment(NamedTuple):
         """Whether no token of the segment is denied a slot before its own."""
         return self.first + self.size <= 1
 
+    @property
+    def window_left(self) -> int:
+        """Slots before its own that each token sees; -1: all."""
+        return -1 if self.first == UNBOUNDED else self.last - self.first
+
 
 class AttentionSplit(NamedTuple):
     """The reads of the layers of one window: every token meets every key it sees in exactly one part.

@@ -186,8 +186,7 @@ class FlashInferAttention:
         own = tuple(self._plan_own(kind, segments) for kind, segments in kinds.items())
         shared, levels = self._plan_shared(split) if split.shared else (None, ())
         num_reads = sum(len(prefix.blocks) for prefix in split.shared) * split.block_size
-        num_reads += sum(s.last + s.size - max(s.first, 0) for s in split.segments)
-        return Reads(Parts(own, shared, levels), num_reads)
+        return Reads(Parts(own, shared, levels), num_reads + num_own_reads(split.segments))
 
     def attend(
         self, reads: Reads, q: torch.Tensor, memory: torch.Tensor, *, scale: float
@@ -211,6 +210,42 @@ class FlashInferAttention:
                     out[level.tokens], lse[level.tokens] = own, own_lse
         return out
 
+    @property
+    def is_deterministic(self) -> bool:
+        return self._is_deterministic
+
+    @property
+    def workspace(self) -> torch.Tensor:
+        return self._workspace
+
+    def decode_wrapper(self, **buffers: Any) -> Any:
+        """A new wrapper for rows of one token; with `buffers` its plans are kept in them."""
+        is_narrow = self._dtype == self._kv_dtype and self._group < MIN_TENSOR_CORE_GROUP
+        return self._package.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "NHD",
+            use_tensor_cores=self._is_deterministic or not is_narrow,
+            backend="fa2",
+            **buffers,
+        )
+
+    def decode_options(self, window_left: int) -> dict[str, Any]:
+        """The arguments of a wrapper's plan beside its pages."""
+        return {
+            "num_qo_heads": self._num_heads,
+            "num_kv_heads": self._num_kv_heads,
+            "head_dim": self._head_dim,
+            "page_size": self._block_size,
+            "window_left": window_left,
+            "sm_scale": 1.0,  # `q_scale` multiplies it, and comes with each layer, as FP8 scales would
+            "q_data_type": self._dtype,
+            "kv_data_type": self._kv_dtype,
+        }
+
+    def pages(self, segments: Sequence[Segment]) -> Pages:
+        """The page tables of `segments`, up to their last tokens."""
+        return self._pages([s.blocks for s in segments], [s.last + s.size for s in segments])
+
     def _build(self, window: int | None) -> None:
         """Run all that layers of `window` run, once: kernels are built by their first plan."""
         blocks = np.zeros(-(-2 // self._block_size), dtype=np.int32)
@@ -226,9 +261,8 @@ class FlashInferAttention:
 
     def _kind(self, segment: Segment) -> Kind:
         is_decode = segment.size == 1
-        window_left = -1 if segment.first == UNBOUNDED else segment.last - segment.first
         is_alike = is_decode or not self._is_deterministic
-        return Kind(is_decode, window_left, 0 if is_alike else self._tile(segment.size))
+        return Kind(is_decode, segment.window_left, 0 if is_alike else self._tile(segment.size))
 
     def _tile(self, size: int) -> int:
         """The class of tile that a plan of segments of `size` alone would have.
@@ -240,7 +274,7 @@ class FlashInferAttention:
         return (packed > 16) + (packed > 64)
 
     def _plan_own(self, kind: Kind, segments: list[Segment]) -> Part:
-        pages = self._pages([s.blocks for s in segments], [s.last + s.size for s in segments])
+        pages = self.pages(segments)
         begins = np.array([s.begin for s in segments])
         sizes = np.array([s.size for s in segments])
         tokens = self._tokens(_ranges(begins, sizes))
@@ -270,16 +304,7 @@ class FlashInferAttention:
         return part, tuple(levels)
 
     def _plan_decode(self, pages: Pages, window_left: int, tokens: Tokens) -> Part:
-        options: dict[str, Any] = {
-            "num_qo_heads": self._num_heads,
-            "num_kv_heads": self._num_kv_heads,
-            "head_dim": self._head_dim,
-            "page_size": self._block_size,
-            "window_left": window_left,
-            "sm_scale": 1.0,  # `q_scale` multiplies it, and comes with each layer, as FP8 scales would
-            "q_data_type": self._dtype,
-            "kv_data_type": self._kv_dtype,
-        }
+        options = self.decode_options(window_left)
         entry = self._take(is_decode=True)
         if self._is_deterministic:
             options["fixed_split_size"] = max(1, SPLIT_TOKENS // self._block_size)
@@ -316,13 +341,7 @@ class FlashInferAttention:
             if entry.is_idle:
                 return entry
         if is_decode:
-            is_narrow = self._dtype == self._kv_dtype and self._group < MIN_TENSOR_CORE_GROUP
-            wrapper = self._package.BatchDecodeWithPagedKVCacheWrapper(
-                self._workspace,
-                "NHD",
-                use_tensor_cores=self._is_deterministic or not is_narrow,
-                backend="fa2",
-            )
+            wrapper = self.decode_wrapper()
         else:
             wrapper = self._package.BatchPrefillWithPagedKVCacheWrapper(
                 self._workspace, "NHD", backend="fa2"
@@ -379,6 +398,11 @@ class _Entry:
         part = Part(self.wrapper, tokens)
         self._part = weakref.ref(part)
         return part
+
+
+def num_own_reads(segments: Sequence[Segment]) -> int:
+    """Key slots that a layer fetches for `segments`."""
+    return sum(s.last + s.size - max(s.first, 0) for s in segments)
 
 
 def _run_own(

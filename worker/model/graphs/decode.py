@@ -1,0 +1,325 @@
+"""Decode steps as recorded graphs: one launch in place of the hundreds that a small step waits for.
+
+A step of rows of one token each is filled up with rows of padding to the next power of two, and replays the
+graph of that size. Rows of padding read and write a block of their own, that no pool hands out, and their
+logits are dropped. Tokens, positions, slots and page tables are copied to where the graph reads them, so that
+a fork, a restore or a row that ends changes contents alone: nothing is recorded after the start.
+
+Eager stay steps with prompts or drafts, those of more rows than the largest graph, and those whose rows share
+so much that reading it once pays, by the attention's own measure: with the shared prefixes the launches
+change, too. So do sizes at which a graph is no faster, or has no memory.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from mallee.worker.forward import Row
+from mallee.worker.memory.budget import GRAPHS, MIB
+from mallee.worker.model.attention.base import split_batch
+from mallee.worker.model.attention.fixed_tables import FixedDecode, FixedTables
+from mallee.worker.model.attention.flashinfer import FlashInferAttention
+from mallee.worker.model.decoder import Decoder
+from mallee.worker.model.graphs.device import CudaGraphs, Graph, GraphDevice
+from mallee.worker.model.plan import Plan
+
+log = logging.getLogger(__name__)
+
+MAX_ROWS: Final = 256
+"""Of the largest graph: beyond it a step's products take longer than its launches."""
+
+Reason = Literal["tokens", "rows", "shared", "off", "watched"]
+"""Reasons for an eager step: rows of several tokens, too many rows, a shared prefix, a size that is off, a tap."""
+
+
+class GraphOptions(NamedTuple):
+    """Graphs for up to `max_rows` rows, in `max_nbytes` of memory. `device` None: CUDA's, on CUDA."""
+
+    max_rows: int = MAX_ROWS
+    max_nbytes: int = GRAPHS
+    device: GraphDevice | None = None
+
+
+class GraphStats(NamedTuple):
+    """Counts since the start. `nbytes`: taken by graphs and what they read and write."""
+
+    sizes: tuple[int, ...]  # rows, rising
+    num_captures: int
+    num_replays: int
+    num_eager: tuple[tuple[Reason, int], ...]
+    nbytes: int
+
+
+NO_GRAPHS: Final = GraphStats((), 0, 0, (), 0)
+
+
+class Places(NamedTuple):
+    """Tensors that a recorded step reads and writes beside page tables, weights and KV."""
+
+    tokens: torch.Tensor  # [rows]
+    positions: torch.Tensor  # [rows]
+    slots: torch.Tensor  # [rows]
+    window_slots: Mapping[int | None, torch.Tensor]  # [rows] each
+    outputs: torch.Tensor  # [rows] 0, 1, ...
+    logits: torch.Tensor  # [rows, vocab]
+
+    def first(self, num_rows: int) -> "Places":
+        """Those of a smaller step, which is never under way at the same time."""
+        return Places(
+            self.tokens[:num_rows],
+            self.positions[:num_rows],
+            self.slots[:num_rows],
+            {window: slots[:num_rows] for window, slots in self.window_slots.items()},
+            self.outputs[:num_rows],
+            self.logits[:num_rows],
+        )
+
+    def fill(self, plan: Plan) -> None:
+        """Copy the tensors of `plan` here."""
+        self.tokens.copy_(plan.tokens)
+        self.positions.copy_(plan.positions)
+        self.slots.copy_(plan.slots)
+        for window, slots in self.window_slots.items():
+            slots.copy_(plan.window_slots[window])
+
+
+class Model(NamedTuple):
+    """Everything that steps are computed with. `layers`: KV by layer, the block of `padding` among it.
+
+    `plan`: `make_plan`, but for rows and what depends on how they are computed.
+    """
+
+    decoder: Decoder
+    attention: FlashInferAttention
+    layers: Sequence[torch.Tensor]
+    plan: Callable[..., Plan]
+    padding: Row
+    groups: Sequence[int | None]  # windows that have blocks of their own
+    max_blocks: int  # of a row
+    block_size: int
+
+
+class DecodeGraph:
+    """The recorded step of `num_rows` rows."""
+
+    __slots__ = ("_decode", "_graph", "_model", "_places", "num_rows")
+
+    def __init__(self, model: Model, places: Places, tables: Mapping[int, FixedTables]) -> None:
+        self.num_rows = len(places.tokens)
+        self._model = model
+        self._places = places
+        self._decode = FixedDecode(model.attention, tables, self.num_rows)
+        self._graph: Graph | None = None
+
+    def plan(self, rows: Sequence[Row]) -> Plan:
+        """The plan of at most `num_rows` rows, filled up: for the next `replay`."""
+        filled = [*rows, *[self._model.padding] * (self.num_rows - len(rows))]
+        return self._model.plan(
+            filled, prepare=self._decode.prepare, is_shared=False, keeps_windows=True
+        )
+
+    def capture(self, device: GraphDevice, beside: "DecodeGraph | None") -> None:
+        """Record the step. Raises RuntimeError or ValueError where that can't be done."""
+        places = self._places
+        plan = self.plan([])
+        places.fill(plan)
+        static = plan._replace(
+            tokens=places.tokens,
+            positions=places.positions,
+            slots=places.slots,
+            window_slots=places.window_slots,
+            outputs=places.outputs,
+        )
+        decoder, layers = self._model.decoder, self._model.layers
+
+        def step() -> None:
+            places.logits.copy_(decoder.logits(static, layers))
+
+        self._graph = device.capture(step, None if beside is None else beside._graph)
+
+    def replay(self, plan: Plan, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Scores after the rows of `plan`, the last one made: [num_rows, vocab], until the next replay.
+
+        `tokens`, if given, are those of the first rows.
+        """
+        assert self._graph is not None
+        self._places.fill(plan)
+        if tokens is not None:
+            self._places.tokens[: len(tokens)].copy_(tokens)
+        self._graph.replay()
+        return self._places.logits
+
+
+class DecodeGraphs:
+    """The graphs of a model over its KV memory."""
+
+    __slots__ = (
+        *("_eager", "_graphs", "_largest", "_model", "_nbytes", "_num_captures", "_num_replays"),
+    )
+
+    def __init__(
+        self,
+        model: Model,
+        device: GraphDevice,
+        sizes: Sequence[int],
+        max_nbytes: int,
+        *,
+        is_proven: bool = False,
+    ) -> None:
+        """Record steps of `sizes`, the largest first: others use its memory again.
+
+        Left out is what fails, what would take more than `max_nbytes` together, and, unless `is_proven`, what
+        is no faster than an eager step.
+        """
+        self._model = model
+        self._graphs: dict[int, DecodeGraph] = {}
+        self._eager: Counter[Reason] = Counter()
+        self._largest = max(sizes, default=0)
+        self._num_captures = self._num_replays = self._nbytes = 0
+        if sizes:
+            self._record(device, sizes, max_nbytes, is_proven=is_proven)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each graph, rising."""
+        return tuple(sorted(self._graphs))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that was taken for the graphs, and for what they read and write."""
+        return self._nbytes
+
+    def stats(self) -> GraphStats:
+        eager = tuple(sorted(self._eager.items()))
+        return GraphStats(self.sizes, self._num_captures, self._num_replays, eager, self._nbytes)
+
+    def choose(self, rows: Sequence[Row], *, is_shared: bool) -> DecodeGraph | None:
+        """The graph for a step of `rows`, which is to be replayed now; None: it must be eager."""
+        reason = self._reason(rows, is_shared)
+        if reason is not None:
+            self._eager[reason] += 1
+            return None
+        self._num_replays += 1
+        return self._graphs[padded_size(len(rows))]
+
+    def _reason(self, rows: Sequence[Row], is_shared: bool) -> Reason | None:
+        size = padded_size(len(rows))
+        if any(len(row.tokens) != 1 or row.num_logits != 1 for row in rows):
+            return "tokens"
+        if size > self._largest:
+            return "rows"
+        if size not in self._graphs:
+            return "off"
+        if self._model.decoder.tap is not None:
+            return "watched"
+        return "shared" if is_shared and self._shares(rows) else None
+
+    def _shares(self, rows: Sequence[Row]) -> bool:
+        """Whether an eager step would read something for several rows together."""
+        size, least = self._model.block_size, self._model.attention.min_saving
+        if (len(rows) - 1) * (max(row.start for row in rows) // size) < least:
+            return False
+        return bool(split_batch(rows, block_size=size, min_saving=least).shared)
+
+    def _record(
+        self, device: GraphDevice, sizes: Sequence[int], max_nbytes: int, *, is_proven: bool
+    ) -> None:
+        begin = device.taken()
+        places, tables = _room(self._model, self._largest)
+        left_out: dict[int, str] = {}
+        costs: list[str] = []
+        beside: DecodeGraph | None = None
+        last = device.taken()
+        costs.append(f"{_mib(last - begin)} of tables and logits")
+        for size in sorted(sizes, reverse=True):
+            graph = DecodeGraph(self._model, places.first(size), tables)
+            try:
+                graph.capture(device, beside)
+            except (RuntimeError, ValueError) as error:
+                left_out[size] = str(error).partition("\n")[0]
+                continue
+            self._num_captures += 1
+            now = device.taken()
+            if now - begin > max_nbytes:
+                left_out[size] = f"it needs {_mib(now - begin)}, the budget has {_mib(max_nbytes)}"
+                log.warning("no CUDA graph for %d rows: %s", size, left_out[size])
+                continue
+            slow = None if is_proven else self._slowness(device, graph)
+            if slow is not None:
+                left_out[size] = slow
+                continue
+            costs.append(f"{size} rows {_mib(now - last)}")
+            last = now
+            self._graphs[size] = beside = graph
+        self._nbytes = last - begin
+        log.info("CUDA graphs: %s", ", ".join(costs))
+        for size, reason in left_out.items():
+            log.info("steps of %d rows run without a CUDA graph: %s", size, reason)
+
+    def _slowness(self, device: GraphDevice, graph: DecodeGraph) -> str | None:
+        """The times of the graph and of an eager step of as many rows, if it is no faster.
+
+        Both with their planning, over short texts: the attention of longer ones takes as long in both.
+        """
+        model, rows = self._model, [self._model.padding] * graph.num_rows
+
+        def eager() -> None:
+            plan = model.plan(rows, prepare=model.attention.prepare, is_shared=False)
+            model.decoder.logits(plan, model.layers)
+
+        replayed = device.seconds(lambda: graph.replay(graph.plan(rows)))
+        plain = device.seconds(eager)
+        if replayed < plain:
+            return None
+        return f"it takes {1000 * replayed:.2f} ms, {1000 * plain:.2f} without"
+
+
+def make_graphs(
+    model: Model, options: GraphOptions, *, proven: Sequence[int] | None = None
+) -> DecodeGraphs:
+    """The graphs that `options` allow; of `proven` sizes alone, untried, if those are known."""
+    device = options.device or CudaGraphs(str(model.layers[0].device))
+    sizes = proven
+    if sizes is None:
+        sizes = [1 << i for i in range(padded_size(min(options.max_rows, MAX_ROWS)).bit_length())]
+    with torch.inference_mode():
+        return DecodeGraphs(model, device, sizes, options.max_nbytes, is_proven=proven is not None)
+
+
+def padded_size(num_rows: int) -> int:
+    """The power of two from `num_rows` on."""
+    return 1 << (num_rows - 1).bit_length()
+
+
+def padding_row(blocks: Sequence[int]) -> Row:
+    """A row of one token at the beginning of `blocks`, by group of layers."""
+    table, *windows = (np.array([block], dtype=np.int32) for block in blocks)
+    return Row(np.zeros(1, dtype=np.uint32), 0, table, 1, tuple(windows))
+
+
+def _room(model: Model, num_rows: int) -> tuple[Places, dict[int, FixedTables]]:
+    """The tensors of the largest step, and its page tables by `Segment.window_left`."""
+    table = model.decoder.weights.embedding
+    config, device = model.decoder.config, table.device
+    tables = {}
+    for window in config.windows:
+        blocks, left = model.max_blocks, -1
+        if window is not None:
+            blocks, left = min(blocks, -(-window // model.block_size) + 1), window - 1
+        tables[left] = FixedTables(device, max_rows=num_rows, max_blocks=num_rows * blocks)
+
+    def ids() -> torch.Tensor:
+        return torch.zeros(num_rows, dtype=torch.int64, device=device)
+
+    logits = torch.zeros(num_rows, config.vocab_size, dtype=table.dtype, device=device)
+    slots = {window: ids() for window in model.groups}
+    outputs = torch.arange(num_rows, device=device)
+    return Places(ids(), ids(), ids(), slots, outputs, logits), tables
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / MIB:.0f} MiB"
