@@ -33,7 +33,8 @@ MAX_ROWS: Final = 256
 """Of the largest graph: beyond it a step's products take longer than its launches."""
 
 Reason = Literal["tokens", "rows", "shared", "off", "watched"]
-"""Reasons for an eager step: rows of several tokens, too many rows, a shared prefix, a size that is off, a tap."""
+"""Reasons for an eager step: rows of several tokens, too many rows, a shared prefix, a size that is off, a
+tap."""
 
 
 class GraphOptions(NamedTuple):
