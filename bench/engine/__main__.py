@@ -61,7 +61,7 @@ class Peer:
         if openmp.exists():
             env["LD_PRELOAD"] = str(openmp)
         self._process = subprocess.Popen(
-            [python, str(script), str(model), str(MAX_STEP_TOKENS)],
+            [python, "-P", str(script), str(model), str(MAX_STEP_TOKENS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -84,7 +84,7 @@ class Peer:
         print(json.dumps(job), file=stdin, flush=True)
         answer = self._read()
         steps = [(seconds, tokens) for seconds, tokens in answer["steps"]]
-        return Run(steps, answer["ttft_s"], answer["total_s"], -1)
+        return Run(steps, answer["ttft_s"], answer["total_s"], -1, {})
 
     def _read(self) -> dict[str, Any]:
         stdout: IO[str] | None = self._process.stdout

@@ -1,6 +1,6 @@
 """vLLM as a peer process of `python -m bench.engine`: runs in vLLM's environment, imports nothing of ours.
 
-    PYTHON bench/peers/vllm.py MODEL_DIR MAX_STEP_TOKENS [BLOCK_SIZE]
+    PYTHON -P bench/peers/vllm.py MODEL_DIR MAX_STEP_TOKENS [BLOCK_SIZE]
 
 First it says its versions. Then, on stdin and stdout, one JSON line in, one JSON line out:
 {"prompts": [[ids]...], "max_tokens": m, "n": 1, "sampled": false} runs the prompts together and answers
