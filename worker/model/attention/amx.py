@@ -29,12 +29,13 @@ class Parts(NamedTuple):
     control: Ints
     address: int  # of the control block
     tables: tuple[Ints, ...]
+    has_merges: bool  # whether a token has several parts
 
 
 class TiledAttention:
     """As `TorchAttention`, for what `is_supported`. Its only state is scratch memory."""
 
-    __slots__ = ("_control", "_group", "_scratch", "_sums", "_threads", "_tops")
+    __slots__ = ("_control", "_group", "_per_job", "_scratch", "_sums", "_threads", "_tops")
     min_saving = MIN_SHARED_SAVING
 
     @staticmethod
@@ -59,6 +60,7 @@ class TiledAttention:
         attend.compile()
         merge.compile()
         self._group = num_heads // num_kv_heads
+        self._per_job = COLUMNS // self._group * MAX_TILES  # tokens
         self._threads = torch.get_num_threads()
         self._sums = torch.empty(0)
         self._tops = torch.empty(0)
@@ -98,15 +100,22 @@ class TiledAttention:
         control[CONTROL.num_tokens] = split.num_tokens
         self._reserve(len(tokens))
         num_reads = int((jobs[:, 2] - jobs[:, 1]).sum())
-        return Reads(Parts(control, control.ctypes.data, tuple(tables.values())), num_reads)
+        has_merges = len(tokens) > split.num_tokens
+        parts = Parts(control, control.ctypes.data, tuple(tables.values()), has_merges)
+        return Reads(parts, num_reads)
 
     def _divide(self, spans: Ints) -> Ints:
-        """`spans`, with those that would keep one thread busy while others wait cut by their keys."""
+        """`spans`, with those that would keep one thread busy while others wait cut by their keys.
+
+        Long prompts are not: they are many tasks, of all their keys, and need not be merged then.
+        """
         num_keys = spans[:, _LAST] - spans[:, _FIRST]
         if self._threads == 1 or num_keys.max() < 2 * MIN_KEYS:
             return spans
         costs = num_keys * spans[:, _SIZE]
         wanted = np.rint(costs * self._threads / costs.sum()).astype(np.int64)
+        tasks = -(-spans[:, _SIZE] // self._per_job) * int(self._control[CONTROL.heads])
+        wanted = np.minimum(wanted, -(-2 * wanted // tasks))
         counts = np.maximum(np.minimum(wanted, num_keys // MIN_KEYS), 1)
         steps = -(-num_keys // counts // COLUMNS) * COLUMNS
         divided = spans.repeat(counts, axis=0)
@@ -145,8 +154,9 @@ class TiledAttention:
         control[CONTROL.out] = out.data_ptr()
         threads = min(self._threads, torch.get_num_threads())
         attend.run(parts.address, threads)
-        control[CONTROL.task] = 0
-        merge.run(parts.address, threads if n >= MIN_MERGED_TOKENS else 1)
+        if parts.has_merges:
+            control[CONTROL.task] = 0
+            merge.run(parts.address, threads if n >= MIN_MERGED_TOKENS else 1)
         return out
 
 

@@ -3,7 +3,8 @@
 A *job* is a run of key slots and the tokens that meet them; a task is one key head of one job. Scores
 come transposed, [keys, columns], so that a tile of keys is read straight from its page, and a column's
 softmax is one lane of a vector. Results are parts: sums weighted by 2**(score - top), not yet divided,
-which `merge` adds up for each token. Source of the split softmax: FlashAttention-2, section 3.1.
+which `merge` adds up for each token that has several. Source of the split softmax: FlashAttention-2,
+section 3.1.
 """
 
 from typing import Any
@@ -31,6 +32,7 @@ from mallee.worker.model.kernels.jit import (
     halves,
     inner,
     pairs,
+    to_half,
     words,
 )
 from mallee.worker.model.kernels.layout import CONTROL, KEYS, LINE, TILE, Scratch, scratch_at
@@ -234,16 +236,28 @@ def _meet(
 
 @inner
 def _deliver(a: Any, head: int, i: int, place: int, n: int, own: Scratch) -> None:
-    """The results of tile `i` go to its places."""
+    """The results of tile `i` go to its places; those of tokens without other parts are the output."""
     group, dim = a[CONTROL.group], a[CONTROL.dim]
     found = floats(own.out + i * (dim // 16) * TILE)
     tops, sums = floats(own.tops + i * LINE), floats(own.sums + i * LINE)
+    tokens, firsts = words(a[CONTROL.tokens]), words(a[CONTROL.firsts])
     for column in range(n * group):
-        row = (place + column // group) * a[CONTROL.heads] * group + head * group + column % group
-        target, peak = floats(a[CONTROL.sums] + row * dim * 4), floats(a[CONTROL.tops] + row * 8)
-        for d in range(dim):
-            target[d] = found[column * dim + d]
-        peak[0], peak[1] = tops[column], sums[column]
+        own_place, own_head = place + column // group, head * group + column % group
+        token, line = tokens[own_place], column * dim
+        if firsts[token + 1] - firsts[token] == 1:
+            out = halves(a[CONTROL.out] + (token * a[CONTROL.heads] * group + own_head) * dim * 2)
+            share = _ONE / sums[column]
+            for d in range(dim):
+                out[d] = to_half(found[line + d] * share)
+        else:
+            row = own_place * a[CONTROL.heads] * group + own_head
+            target, peak = (
+                floats(a[CONTROL.sums] + row * dim * 4),
+                floats(a[CONTROL.tops] + row * 8),
+            )
+            for d in range(dim):
+                target[d] = found[line + d]
+            peak[0], peak[1] = tops[column], sums[column]
 
 
 @inner
@@ -288,10 +302,12 @@ def _attend_tasks(control: int) -> None:
     for i in range(24, 28):
         settings[i] = np.uint16(0x1010)
     tiles_configure(own.ours)
-    task = claim(control)
-    while task < a[CONTROL.num_tasks]:
+    task = a[CONTROL.num_tasks] - 1 - claim(control)
+    while (
+        task >= 0
+    ):  # from the last on: within a prompt it meets most keys, and small ones fill the end
         _attend(a, task // a[CONTROL.heads], task % a[CONTROL.heads], own)
-        task = claim(control)
+        task = a[CONTROL.num_tasks] - 1 - claim(control)
     tiles_configure(own.saved)
 
 
