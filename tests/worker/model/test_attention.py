@@ -270,6 +270,28 @@ def test_tiles_read_a_shared_prefix_once_whoever_computes_it() -> None:
 
 
 @needs_tiles
+def test_a_long_prompt_has_the_same_bits_by_one_thread_and_by_several() -> None:
+    """Its tasks are enough for all threads: each has all its keys, and nothing is left to merge."""
+    rows = [make_row(list(range(128)), 0, 128 * 16)]
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            memory = torch.randn(
+                2048, 2, 3, 64, generator=torch.Generator().manual_seed(1)
+            ).bfloat16()
+            q = torch.randn(2048, 9, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+            attention = tiled((9, 3, 64), 16)
+            plan = make_plan(rows, block_size=16, device="cpu", prepare=attention.prepare)
+            assert not plan.reads[None].parts.has_merges
+            found.append(attention.attend(plan.reads[None], q, memory, scale=SCALE))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+@needs_tiles
 def test_what_was_never_written_is_never_met() -> None:
     """Slots behind a row's last token hold NaN here: their weight is 0, and so is their share."""
     memory = torch.full((64, 2, 3, 64), torch.nan, dtype=torch.bfloat16)
