@@ -11,11 +11,16 @@ from mallee.client.errors import ApiError, NoCapsule, StreamBroken, from_body
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request, all its branches together."""
+    """Tokens of one request, all its branches together.
+
+    Prediction tokens are those that were drafted; None where the server drafted none.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,8 @@ class BranchEvent:
     logprobs: Mapping[str, Any] | None = None
     boundary: int | None = None
     kept: str | None = None
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
 
 @dataclass(slots=True, repr=False)
@@ -41,7 +48,8 @@ class BranchState:
     `ttft_ms` runs from sending the request to the branch's first text (or its end, if it has none).
     `logprobs`: if they were requested, the server's lists, added up over the chunks.
     `usage` is the request's, all its branches together; None until the last of them has ended. `boundary`
-    counts the tokens of `capsule`; `kept` says whether it was pinned, if that was asked for.
+    counts the tokens of `capsule`; `kept` says whether it was pinned, if that was asked for. Of the
+    prediction tokens, those that were drafted for it, some were drawn; None where none were drafted.
     """
 
     index: int
@@ -58,6 +66,8 @@ class BranchState:
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
     boundary: int | None = None
     kept: str | None = None
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
     def take(self, event: BranchEvent, elapsed_ms: float) -> None:
         """Add one event that arrived `elapsed_ms` after the request was sent."""
@@ -75,6 +85,8 @@ class BranchState:
             self.boundary, self.kept = event.boundary, event.kept
             self.cached_tokens = event.cached_tokens
             self.prefill_tokens = event.prefill_tokens
+            self.accepted_prediction_tokens = event.accepted_prediction_tokens
+            self.rejected_prediction_tokens = event.rejected_prediction_tokens
 
     def need_capsule(self) -> str:
         """The capsule that the branch left. Raises NoCapsule."""
@@ -175,6 +187,8 @@ def choice_events(body: Mapping[str, Any]) -> Iterator[BranchEvent]:
             choice.get("logprobs"),
             ours.get("boundary"),
             ours.get("kept"),
+            ours.get("accepted_prediction_tokens"),
+            ours.get("rejected_prediction_tokens"),
         )
 
 
@@ -218,10 +232,13 @@ def read_count(body: object) -> CapsuleCount:
 
 def _usage(body: Mapping[str, Any]) -> Usage:
     details = body.get("prompt_tokens_details") or {}
+    completion = body.get("completion_tokens_details") or {}
     return Usage(
         body.get("prompt_tokens", 0),
         body.get("completion_tokens", 0),
         details.get("cached_tokens", 0),
+        completion.get("accepted_prediction_tokens"),
+        completion.get("rejected_prediction_tokens"),
     )
 
 

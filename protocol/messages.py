@@ -541,7 +541,9 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     request (refused, or ended before it forked).
     `logprobs` has one entry per token if they were requested, else it is empty. `position` counts the
     tokens that the branch drew for this request before `tokens`; -1: not told. `kept`: if its capsule was
-    to be pinned, whether it was. `retained` comes with the end of a branch that asked for retention.
+    to be pinned, whether it was. `retained` comes with the end of a branch that asked for retention. `drafts`
+    counts tokens that were drafted for the branch since its last update, and those of them that it drew; None
+    if none were.
     """
 
     request: str
@@ -557,6 +559,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     position: int = -1
     kept: Kept = ""
     retained: Retained | None = None
+    drafts: tuple[int, int] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -94,6 +94,9 @@ class FrameSink:
         job, position = branch.job, branch.num_output - len(tokens)
         request, ids = job.command.request, tokens if isinstance(tokens, tuple) else tuple(tokens)
         cached, computed = prompt_tokens(branch)
+        drafts = branch.untold_drafts
+        if drafts is not None:
+            branch.untold_drafts = None
         if end is None:
             update = Update(
                 request,
@@ -103,6 +106,7 @@ class FrameSink:
                 prefill_tokens=computed,
                 logprobs=logprobs,
                 position=position,
+                drafts=drafts,
             )
         else:
             update = Update(
@@ -119,6 +123,7 @@ class FrameSink:
                 position,
                 end.kept,
                 end.retained,
+                drafts,
             )
         self._updates.setdefault(job.gateway, []).append(update)
 

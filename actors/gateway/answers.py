@@ -220,6 +220,7 @@ class Answer:
                 update.retained,
                 (self._weights.get(effect.branch, serving), serving),
                 update.kept,
+                update.drafts,
             ),
             now,
         )

@@ -50,6 +50,7 @@ class Delta(NamedTuple):
     retained: Retained | None = None  # at the end, if retention was asked for
     weights: tuple[str, str] = (BASE_WEIGHTS.label, BASE_WEIGHTS.label)  # versions at start and end
     kept: Kept = ""  # whether its capsule was pinned, if it was to be
+    drafts: tuple[int, int] | None = None  # tokens drafted, and those of them that were drawn
 
 
 MAX_WAITING: Final = 1 << 16
@@ -160,11 +161,13 @@ def _size(delta: Delta) -> int:
 def _merged(deltas: list[Delta]) -> Delta:
     """All of one branch: the last says how far it is and how it ended."""
     last = deltas[-1]
+    drafts = [delta.drafts for delta in deltas if delta.drafts is not None]
     return last._replace(
         tokens=tuple(token for delta in deltas for token in delta.tokens),
         logprobs=tuple(each for delta in deltas for each in delta.logprobs),
         cached_tokens=max(delta.cached_tokens for delta in deltas),
         prefill_tokens=max(delta.prefill_tokens for delta in deltas),
+        drafts=(sum(d for d, _ in drafts), sum(a for _, a in drafts)) if drafts else None,
     )
 
 

@@ -23,20 +23,37 @@ MAX_CHANCES: Final = 1 << 19
 """Log-probabilities of an answer that is sent in one body: tens of megabytes until it is sent."""
 
 
-def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+def usage_body(
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int,
+    drafts: tuple[int, int] | None = None,
+) -> dict[str, Any]:
     """Token counts of one request; a prompt shared by several branches counts once."""
-    return {
+    body: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+    if drafts is not None:
+        body["completion_tokens_details"] = prediction_tokens(drafts)
+    return body
+
+
+def prediction_tokens(drafts: tuple[int, int]) -> dict[str, int]:
+    """OpenAI's names for the drafted tokens that were drawn, and for those that were not."""
+    drafted, accepted = drafts
+    return {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": drafted - accepted,
     }
 
 
 class UsageCounter:
     """Usage as deltas come in."""
 
-    __slots__ = ("_completion", "_keep", "_prefilled", "_prompt", "_spend")
+    __slots__ = ("_completion", "_drafts", "_keep", "_prefilled", "_prompt", "_spend")
 
     def __init__(
         self,
@@ -50,12 +67,15 @@ class UsageCounter:
         self._keep = keep
         self._completion = 0
         self._prefilled: dict[int, int] = {}
+        self._drafts: dict[int, tuple[int, int]] = {}  # by branch
 
     def add(self, delta: TextDelta) -> None:
         self._completion += delta.num_tokens
         self._spend(delta.num_tokens)
         if delta.kept == "kept" and delta.capsule is not None:
             self._keep(delta.capsule)
+        if delta.drafts is not None:
+            self._drafts[delta.index] = delta.drafts
         # A branch that fails reports nothing: what it reported before stands.
         known = self._prefilled.get(delta.index, 0)
         self._prefilled[delta.index] = max(known, delta.prefill_tokens)
@@ -63,7 +83,11 @@ class UsageCounter:
     def body(self) -> dict[str, Any]:
         """Tokens not computed are cached ones; a prompt computed twice (after a loss) has none."""
         cached = max(self._prompt - sum(self._prefilled.values()), 0)
-        return usage_body(self._prompt, self._completion, cached)
+        drafts = None
+        if self._drafts:
+            drafted, accepted = zip(*self._drafts.values(), strict=True)
+            drafts = (sum(drafted), sum(accepted))
+        return usage_body(self._prompt, self._completion, cached, drafts)
 
 
 def extras(delta: TextDelta, *, names_workers: bool) -> dict[str, Any]:
@@ -76,6 +100,8 @@ def extras(delta: TextDelta, *, names_workers: bool) -> dict[str, Any]:
         "prefill_tokens": delta.prefill_tokens,
         "weight_version": {"start": delta.weights[0], "end": delta.weights[1]},
     }
+    if delta.drafts is not None:
+        known |= prediction_tokens(delta.drafts)
     if delta.retained is not None:
         known["retain"] = {
             "outcome": outcome_of(delta.retained),

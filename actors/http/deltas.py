@@ -51,6 +51,9 @@ class TextDelta:
     chances: tuple[TokenChance, ...] = ()  # of its tokens, if they were requested
     boundary: int = 0  # tokens of the capsule, at the end
     kept: Kept = ""
+    drafts: tuple[int, int] | None = (
+        None  # tokens drafted so far, and those of them that were drawn
+    )
 
 
 class BranchText:
@@ -58,7 +61,7 @@ class BranchText:
 
     __slots__ = (
         *("_detokenizer", "_is_whole", "_matcher", "_num_hidden", "_num_unstoppable", "_stop_ids"),
-        *("_tokens", "is_cut", "is_finished"),
+        *("_tokens", "drafts", "is_cut", "is_finished"),
     )
 
     def __init__(self, tokenizer: Tokenizer, plan: Plan) -> None:
@@ -71,10 +74,14 @@ class BranchText:
         self._is_whole = False  # no token follows
         self.is_finished = False
         self.is_cut = False  # at a stop string
+        self.drafts: tuple[int, int] | None = None  # of all deltas so far
 
     def push(self, delta: Delta) -> tuple[str, FinishReason | None]:
         """New text, and the reason if the branch ended; a matched stop string ends it early."""
         tokens = delta.tokens
+        if delta.drafts is not None:
+            drafted, accepted = self.drafts or (0, 0)
+            self.drafts = (drafted + delta.drafts[0], accepted + delta.drafts[1])
         if delta.finish == "stop" and tokens and tokens[-1] in self._stop_ids:
             tokens = tokens[:-1]
         head = tokens[: self._num_unstoppable]
@@ -225,6 +232,7 @@ class TextStream:
             _chances(delta) if delta.logprobs else (),
             boundary,
             delta.kept,
+            self._texts[index].drafts,
         )
 
     def _cut(self, index: int, job: int, branch: int) -> tuple[CapsuleId | None, int]:

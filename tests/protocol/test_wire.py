@@ -198,10 +198,11 @@ def test_commands_travel_in_parcels(command: Any, layout: list[Any]) -> None:
 
 def test_frames_travel_in_reports() -> None:
     last = Update("r", 1, (5, 6), "stop", 3, 2, "r.1", 7, None, ((-0.5, ((5, -0.5),)),), 4)
-    last = structs.replace(last, retained=Retained(64, 32))
+    last = structs.replace(last, retained=Retained(64, 32), drafts=(5, 3))
     reports = [Report("w0", 3, Frame(12, (last,))), Report("w1", 0, Frame(1, ()), "gone")]
     found = msgpack.unpackb(encode(reports))
-    told = ["r", 1, [5, 6], "stop", 3, 2, "r.1", 7, None, [[-0.5, [[5, -0.5]]]], 4, "", [64, 32]]
+    told = ["r", 1, [5, 6], "stop", 3, 2, "r.1", 7, None, [[-0.5, [[5, -0.5]]]], 4, ""]
+    told += [[64, 32], [5, 3]]
     assert found == [["w0", 3, [12, [told], []], None], ["w1", 0, [1, [], []], "gone"]]
     assert decode_reports(msgpack.packb(found)) == tuple(reports)
 

@@ -28,6 +28,7 @@ from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine, MakeTiers
 from mallee.worker.forward import Forward
 from mallee.worker.records import EngineConfig
+from mallee.worker.speculation.drafters import Drafter
 from support.local_transport import LocalTransport
 from support.plain_ids import PlainIds
 from support.waiting import until
@@ -55,6 +56,7 @@ def make_engine(
     config: EngineConfig | None = None,
     clock: Callable[[], float] = time.monotonic,
     below: MakeTiers | None = None,
+    draft_model: Drafter | None = None,
 ) -> Engine:
     return Engine(
         forward,
@@ -63,6 +65,7 @@ def make_engine(
         worker=WorkerId(worker),
         incarnation=Incarnation(life),
         below=below,
+        draft_model=draft_model,
     )
 
 
@@ -83,12 +86,15 @@ class LiveFleet:
         make_recorder: Callable[[str], Recorder] | None = None,
         below: Callable[[str], MakeTiers | None] = lambda worker: None,
         files: CapsuleFiles | None = None,
+        config: EngineConfig | None = None,
+        draft_by: Callable[[], Drafter | None] = lambda: None,
         tracing: Tracing | None = None,
         clock_of: Callable[[str], Callable[[], float]] = lambda process: time.monotonic,
     ) -> None:
         """With `syncs`, gateways tell each other what they book; with a `source` weights can change.
 
-        `below` makes the tiers below a worker's device. `clock_of` a gateway (g0, g1, ...) or a worker.
+        `below` makes the tiers below a worker's device, `draft_by` its draft model. `clock_of` a gateway
+        (g0, g1, ...) or a worker.
         """
         self.hub = LocalHub()
         self.make_bus = make_bus or (lambda role: LocalBus(self.hub))
@@ -96,6 +102,8 @@ class LiveFleet:
         self.make_recorder = make_recorder
         self.below = below
         self.files = files
+        self.config = config
+        self.draft_by = draft_by
         self.tracing = tracing
         self.clock_of = clock_of
         self.model = model
@@ -121,7 +129,11 @@ class LiveFleet:
     async def add_worker(self, name: str) -> Host:
         life, block_size, clock = next(self.lives), self.routing.block_size, self.clock_of(name)
         forward = self.make_forward(self.model, num_blocks=self.num_blocks, block_size=block_size)
-        engine = make_engine(forward, name, life, clock=clock, below=self.below(name))
+        engine = make_engine(
+            *(forward, name, life, self.config, clock),
+            below=self.below(name),
+            draft_model=self.draft_by(),
+        )
         host = Host(
             name,
             await self.bus("worker"),

@@ -1,6 +1,7 @@
 """Drafters that know the answers, and what an engine tells apart from when it tells it."""
 
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -88,6 +89,8 @@ class Teller:
         self.engine = engine
         self.num_steps = 0
         self.most_tokens = 0  # of one update
+        self.drafts: Counter[Name] = Counter()  # tokens drafted for each branch, as it was told
+        self.accepted: Counter[Name] = Counter()
         self.events: list[Event] = []
         self._updates: dict[Name, list[Any]] = {}
 
@@ -105,6 +108,9 @@ class Teller:
                 num = sum(len(each.tokens) for each in own)
                 assert update.position == num or update.branch < 0, "a gap in an answer"
                 own.append(update)
+                drafted, accepted = update.drafts or (0, 0)
+                self.drafts[update.request, update.branch] += drafted
+                self.accepted[update.request, update.branch] += accepted
                 self.most_tokens = max(self.most_tokens, len(update.tokens))
         if result.events is not None:
             self.events += result.events.events

@@ -221,7 +221,7 @@ class Branch:
         *("history", "index", "is_short", "job", "last_step", "logits", "may_fetch", "members"),
         *("node",),
         *("num_output", "origin", "origin_len", "payer", "phase", "place", "priority", "producer"),
-        *("queue", "rank", "room", "sponsor", "ticket", "tokens", "waits_for"),
+        *("queue", "rank", "room", "sponsor", "ticket", "tokens", "untold_drafts", "waits_for"),
     )
 
     def __init__(
@@ -255,6 +255,7 @@ class Branch:
         self.cached_tokens = start.base or None  # None until its first chunk is computed
         self.attached_tokens: int | None = None  # found in the cache at its first admission
         self.num_output = 0
+        self.untold_drafts: tuple[int, int] | None = None  # as `Update.drafts`, for the next one
         self.history: TokenHistory | None = None  # from the first draw on, if there are penalties
         self.constraint = job.constraint(self.index) if job.matchers else None
         self._seed: int | None = None

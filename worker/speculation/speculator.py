@@ -161,6 +161,8 @@ class Speculator:
                 num_draws[branch] - 1,
             )
             state.accepted[state.last].learn(num, num_accepted)
+            before = branch.untold_drafts or (0, 0)
+            branch.untold_drafts = (before[0] + num, before[1] + num_accepted)
             num_drafted += num
             self._num_accepted += num_accepted
         self._num_drafted += num_drafted

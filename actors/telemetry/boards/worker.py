@@ -107,6 +107,25 @@ _WORK: Final = Row(
         Panel(
             "Grammar states", "short", each(_IN.now, "mallee_worker_constraint_states", "worker")
         ),
+        Panel(
+            "Tokens drafted",
+            TOKENS_S,
+            each(_IN.rate, "mallee_worker_drafted_tokens_total", "worker"),
+        ),
+        Panel(
+            "Share of drafted tokens that were drawn",
+            "percentunit",
+            (
+                Query(
+                    share(
+                        _IN.rate("mallee_worker_accepted_tokens_total", "worker"),
+                        _IN.rate("mallee_worker_drafted_tokens_total", "worker"),
+                    ),
+                    "{{worker}}",
+                ),
+            ),
+            most=1,
+        ),
     ),
 )
 

@@ -101,7 +101,7 @@ def room(free: int) -> Room:
 
 
 def test_the_budget_has_a_line_for_the_draft_model(target: Path, draft: Path) -> None:
-    """I29, part, D39, part: its weights and KV; all lines are still the whole device."""
+    """I29, part: its weights and KV; all lines are still the whole device."""
     forward = load(target, room=room(4 * GIB), draft=draft)
     budget, both = forward.budget, forward.draft
     assert budget is not None

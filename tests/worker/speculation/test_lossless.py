@@ -220,6 +220,10 @@ def test_answers_events_and_kv_are_those_of_plain_decoding(
     assert_same(teller.told(), expected.told(), story)
     stats = engine.stats().speculation
     assert stats.num_drafted > 25
+    assert (teller.drafts.total(), teller.accepted.total()) == stats
+    assert not expected.drafts.total()
+    for name, told in teller.told().items():
+        assert teller.accepted[name] <= min(len(told.tokens), teller.drafts[name])
     if kind == "right":
         assert stats.num_accepted == stats.num_drafted > 50
         assert teller.num_steps < 0.75 * expected.num_steps

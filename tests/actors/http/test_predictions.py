@@ -1,0 +1,101 @@
+"""Usage tells the tokens that were drafted for an answer: drawn or not, of each branch and of all."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from mallee.client import AsyncMallee
+from mallee.testing.random_model import random_model
+from mallee.worker.records import EngineConfig
+from mallee.worker.speculation.speculator import SpeculationConfig
+from support.live_fleet import LiveFleet
+from support.speculating import Free, draft_model
+from support.tiny_fleet import BLOCK, post, tiny_api
+
+MODEL, OTHER = random_model("llama", 5), random_model("llama", 6)
+PATH = "/v1/completions"
+ASKED = {"prompt": "tell me of the sea", "max_tokens": 24, "ignore_eos": True, "seed": 3}
+ACCEPTED, REJECTED = "accepted_prediction_tokens", "rejected_prediction_tokens"
+
+
+@asynccontextmanager
+async def api(*, drafts_by: Any) -> AsyncIterator[tuple[httpx.AsyncClient, LiveFleet]]:
+    """A fleet with that draft model, or with none."""
+    config = EngineConfig(speculation=SpeculationConfig("model" if drafts_by else "off", 3))
+
+    def make() -> Any:
+        if drafts_by is None:
+            return None
+        return draft_model(drafts_by.forward(num_blocks=200, block_size=BLOCK))
+
+    async with tiny_api(MODEL, 1, config=config, draft_by=make) as (client, fleet):
+        if (speculator := fleet.engines["w0"]._speculator) is not None:
+            speculator._costs = Free()
+        yield client, fleet
+
+
+async def test_a_choice_tells_its_own_and_usage_tells_all() -> None:
+    """I15, part: three choices, by a draft model that is right every time."""
+    async with api(drafts_by=MODEL) as (client, fleet):
+        answer = await post(client, PATH, **ASKED, n=3, temperature=0.8)
+        own = [choice["mallee"] for choice in answer["choices"]]
+        details = answer["usage"]["completion_tokens_details"]
+        stats = fleet.engines["w0"].stats().speculation
+        assert details == {ACCEPTED: stats.num_accepted, REJECTED: 0}
+        assert all(12 <= each[ACCEPTED] < 24 and each[REJECTED] == 0 for each in own)
+        assert sum(each[ACCEPTED] for each in own) == details[ACCEPTED]
+
+
+async def test_rejected_tokens_are_those_that_were_not_drawn() -> None:
+    """I15, part: by a model that knows nothing of the answers."""
+    async with api(drafts_by=OTHER) as (client, fleet):
+        usage = (await post(client, PATH, **ASKED, temperature=1))["usage"]
+        drafted, accepted = fleet.engines["w0"].stats().speculation
+        details = usage["completion_tokens_details"]
+        assert details == {ACCEPTED: accepted, REJECTED: drafted - accepted}
+        assert details[REJECTED] > details[ACCEPTED]
+        assert usage["completion_tokens"] == 24
+
+
+async def test_streams_tell_the_same_at_their_end() -> None:
+    """I15, part: the SDK has it by branch and by request; a fork too."""
+    async with api(drafts_by=MODEL) as (http, _), AsyncMallee(str(http.base_url)) as client:
+        whole = await post(http, PATH, **ASKED, n=2, cache_salt="a")
+        branches = await client.complete(**ASKED, n=2, cache_salt="b")  # type: ignore[arg-type]
+        details = whole["usage"]["completion_tokens_details"]
+        for branch, choice in zip(branches, whole["choices"], strict=True):
+            assert branch.text == choice["text"]
+            assert branch.accepted_prediction_tokens == choice["mallee"][ACCEPTED]
+            assert branch.rejected_prediction_tokens == choice["mallee"][REJECTED]
+            assert branch.usage is not None
+            assert branch.usage.accepted_prediction_tokens == details[ACCEPTED]
+            assert branch.usage.rejected_prediction_tokens == details[REJECTED]
+        fork = await branches[0].fork(1, max_tokens=12, ignore_eos=True).wait()
+        assert (fork[0].accepted_prediction_tokens or 0) > 4
+
+
+async def test_an_answer_cut_at_a_stop_string_tells_what_was_drafted_before() -> None:
+    async with api(drafts_by=MODEL) as (client, _):
+        text = (await post(client, PATH, **ASKED))["choices"][0]["text"]
+        answer = await post(client, PATH, **ASKED, stop=[text[12:15]])
+        assert answer["choices"][0]["text"] == text[: text.index(text[12:15])]
+        accepted = answer["usage"]["completion_tokens_details"][ACCEPTED]
+        assert 0 < accepted <= 24
+        assert answer["choices"][0]["mallee"][ACCEPTED] == accepted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_without_speculation_usage_has_no_such_field(stream: bool) -> None:
+    async with api(drafts_by=None) as (client, _):
+        options = {"stream_options": {"include_usage": True}} if stream else {}
+        asked = {**ASKED, "stream": stream, **options}
+        raw = (await client.post(PATH, json=asked)).text
+        assert "prompt_tokens" in raw
+        assert "prediction_tokens" not in raw
+        assert "completion_tokens_details" not in raw
+        if not stream:
+            assert json.loads(raw)["usage"]["completion_tokens"] == 24
