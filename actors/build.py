@@ -836,7 +836,10 @@ def open_disk(
     path = resolve(forward.spec.weights.path or config.model)
     volume = Volume.open(
         files,
-        kv_identity(path, forward.decoder.config, forward.spec, engine.kv_dtype),
+        kv_identity(
+            *(path, forward.decoder.config, forward.spec, engine.kv_dtype),
+            is_scaled=forward.decoder.weights.has_kv_scales,
+        ),
         block_nbytes,
         VolumeConfig(
             int(engine.disk_gib * 2**30),

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,15 +79,12 @@ class Cluster:
         return {number: count for number, count in found.items() if count}
 
     def victim(self) -> int:
-        """A node with a worker, but neither gateway nor Ray's head."""
-        gateways = self.replicas("Gateway")
-        return next(
-            number for number in self.replicas("Worker") if number not in gateways and number != 1
-        )
+        """A node with a worker, but neither gateway nor Ray's head. Raises RuntimeError if there is none."""
+        return chosen(self.replicas("Worker"), {1, *self.replicas("Gateway")}, "a worker alone")
 
     def gateways_node(self) -> int:
-        """A node with a gateway that is not Ray's head."""
-        return next(number for number in self.replicas("Gateway") if number != 1)
+        """A node with a gateway that is not Ray's head. Raises RuntimeError if there is none."""
+        return chosen(self.replicas("Gateway"), {1}, "a gateway")
 
     def change(self, **settings: Any) -> None:
         """Have the service roll to other settings."""
@@ -102,6 +99,17 @@ class Cluster:
         if "the old settings go on" in (said := self.said):
             raise RuntimeError(said)
         return said.count("the new settings are served")
+
+
+def chosen(replicas: Mapping[int, int], others: Collection[int], what: str) -> int:
+    """The first node of `replicas` that is none of `others`. Raises RuntimeError if all are."""
+    for number in replicas:
+        if number not in others:
+            return number
+    raise RuntimeError(
+        f"no node but Ray's head has {what}: replicas by node {dict(replicas)}, left out"
+        f" {sorted(others)}; give more nodes, or fewer gateways"
+    )
 
 
 def clock_in(folder: Path) -> Path:

@@ -77,7 +77,8 @@ def test_thousand_engines_are_a_thousand() -> None:
 def test_a_spark_has_its_kv_sized_without_nvml_and_its_object_store_capped() -> None:
     found = objects(values_of("values-dgx-spark.yaml"))
     config = AppConfig.model_validate(settings(found))
-    assert config.engine.kv_gib == 48
+    assert config.kv_nbytes is None
+    assert config.num_blocks is None
     assert config.engine.host_gib == 0  # the same memory
     cluster = one(found, "RayService")["spec"]["rayClusterConfig"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
@@ -85,6 +86,10 @@ def test_a_spark_has_its_kv_sized_without_nvml_and_its_object_store_capped() -> 
         assert group["template"]["spec"]["nodeSelector"] == {"kubernetes.io/arch": "arm64"}
     (worker,) = pods(found)["worker"]["spec"]["containers"]
     assert worker["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert worker["resources"]["limits"]["memory"] == "96Gi"
+    assert config.engine.device_share is not None
+    taken = config.engine.device_share * 119  # GiB that Linux tells of 128 GB
+    assert taken + 16 < 96, "weights and KV count in the pod's memory, beside its processes"
 
 
 def test_a_fixed_number_of_pods_is_told_to_kuberay_by_a_changed_pod() -> None:

@@ -539,7 +539,7 @@ def _read(
         kv_dtype=kv_dtype,
         max_model_len=max_model_len,
     )
-    is_scaled = weights.layers[0].kv_scales is not None
+    is_scaled = weights.has_kv_scales
     identity = {
         **kv_identity(path, config, spec, kv_dtype, is_scaled=is_scaled),
         "dtype": dtype,

@@ -77,6 +77,11 @@ class ModelWeights(NamedTuple):
         return total
 
     @property
+    def has_kv_scales(self) -> bool:
+        """Whether KV is kept as shares of stored scales."""
+        return self.layers[0].kv_scales is not None
+
+    @property
     def products(self) -> str:
         """The products that were chosen, and of each the number."""
         linears = [self.head]
