@@ -36,6 +36,15 @@ from mallee.actors.http.errors import RETRY_AFTER_S, install
 from mallee.actors.http.files.sending import CapsuleFile
 from mallee.actors.http.files.taking import read_query, take_file
 from mallee.actors.http.jobs import JobMaker
+from mallee.actors.http.openapi.document import document
+from mallee.actors.http.openapi.operations import (
+    HTML,
+    MAX_CANDIDATES,
+    MAX_DECISIONS,
+    MAX_LISTED,
+    OPERATIONS,
+)
+from mallee.actors.http.openapi.page import page
 from mallee.actors.http.prompts import PromptReader
 from mallee.actors.http.schemas import (
     LEAST_VALUES,
@@ -66,11 +75,9 @@ from mallee.router.dispatch.jobs import QueueTerms
 
 SALT_HEADER: Final = "x-cache-salt"  # where the body has no cache_salt
 INLINE_BODY_BYTES: Final = 32 << 10  # larger bodies are read off the event loop
-MAX_DECISIONS: Final = 128
-MAX_CANDIDATES: Final = 4096
 MAX_LABEL_CHARS: Final = 128
 MAX_CHANGE_S: Final = 3600
-MAX_LISTED: Final = 100  # capsules of one page
+PAGE_HEADERS: Final = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 _SERVING: Final = ("ok", "degraded")  # of the service's health
 
 R = TypeVar("R", bound=AnyRequest)
@@ -356,6 +363,12 @@ class Api:
         headers = {"content-type": metrics_type(accept)}
         return Response(self._service.metrics(accept), headers=headers)
 
+    async def openapi(self, _: Request) -> Response:
+        return json_response(document())
+
+    async def page(self, _: Request) -> Response:
+        return Response(page(document()), media_type=HTML, headers=PAGE_HEADERS)
+
     async def _asked(self, request: Request, kind: type[R]) -> "Asked[R]":
         raw = await read_body(request, self._limits.max_body_bytes)
         caller, salt = caller_of(request), _salt(request)
@@ -484,42 +497,7 @@ def _capsule(request: Request) -> CapsuleId:
 
 
 def _routes(api: Api) -> list[Route]:
-    routes: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]]], ...] = (
-        ("GET", "/v1/models", api.models),
-        ("GET", "/v1/models/weights", api.weights),
-        ("POST", "/v1/models/weights", api.change_weights),
-        ("GET", "/v1/models/{model:path}", api.model),
-        ("POST", "/v1/completions", api.completions),
-        ("POST", "/v1/chat/completions", api.chat),
-        ("POST", "/tokenize", api.tokenize),
-        ("POST", "/v1/tokenize", api.tokenize),
-        ("POST", "/detokenize", api.detokenize),
-        ("POST", "/v1/detokenize", api.detokenize),
-        ("POST", "/v1/capsules", api.create_capsule),
-        ("GET", "/v1/capsules", api.list_capsules),
-        ("DELETE", "/v1/capsules", api.delete_capsules),
-        ("GET", "/v1/capsules/count", api.count_capsules),
-        ("POST", "/v1/capsules/import", api.import_capsule),
-        ("GET", "/v1/capsules/{capsule}/export", api.export),
-        ("POST", "/v1/capsules/{capsule}/restore", api.restore),
-        ("POST", "/v1/capsules/{capsule}/rewind", api.rewind),
-        ("POST", "/v1/capsules/{capsule}/pin", api.pin),
-        ("DELETE", "/v1/capsules/{capsule}/pin", api.unpin),
-        ("POST", "/v1/capsules/{capsule}/demote", api.demote),
-        ("POST", "/v1/capsules/{capsule}/promote", api.promote),
-        ("POST", "/v1/requests/{request}/capsules", api.capture),
-        ("GET", "/v1/capsules/{capsule}", api.get_capsule),
-        ("DELETE", "/v1/capsules/{capsule}", api.delete_capsule),
-        ("POST", "/v1/capsules/{capsule}/fork", api.fork),
-        ("GET", "/v1/sessions/{session:path}/record", api.get_record),
-        ("DELETE", "/v1/sessions/{session:path}/record", api.delete_record),
-        ("GET", "/v1/router/explain", api.explain),
-        ("GET", "/v1/router/workers", api.workers),
-        ("GET", "/v1/router/metrics-targets", api.metrics_targets),
-        ("POST", "/v1/router/workers/{worker}/drain", api.drain_worker),
-        ("GET", "/health", api.health),
-        ("GET", "/health/live", api.live),
-        ("GET", "/health/ready", api.ready),
-        ("GET", "/metrics", api.metrics),
-    )
-    return [_Named(path, _Endpoint(handler), methods=[method]) for method, path, handler in routes]
+    return [
+        _Named(each.path, _Endpoint(getattr(api, each.handler)), methods=[each.method])
+        for each in OPERATIONS
+    ]

@@ -32,7 +32,8 @@ LINGER_S: Final = 5.0
 CountAnswer: TypeAlias = Callable[[str, int], None]
 """Called with the path's template (not the path) and the HTTP status when an answer begins."""
 
-_HEALTH = frozenset(("/health", "/health/live", "/health/ready"))
+# Told to everybody: the state of the service, though not whole, and the API's description, alike everywhere.
+_OPEN = frozenset(("/health", "/health/live", "/health/ready", "/openapi.json", "/docs"))
 _CALLER = "mallee.caller"  # in the scope of a request
 _BEGUN = "mallee.begun"  # in loop seconds
 
@@ -104,12 +105,12 @@ class AuthMiddleware:
             await error_response(unexpected_error(request_id))(scope, receive, counted_send)
 
     def _find_caller(self, scope: Scope) -> Caller:
-        """Raises Unauthorized, Forbidden. Health is told to everybody, though not whole."""
+        """Raises Unauthorized, Forbidden."""
         headers = Headers(scope=scope)
         try:
             return self._access.caller(_bearer(headers), header(headers, TENANT_HEADER))
         except Unauthorized:
-            if scope["path"] in _HEALTH:
+            if scope["path"] in _OPEN:
                 return NOBODY
             raise
 

@@ -1,0 +1,229 @@
+"""Bodies of answers as types: for the document alone, the code that answers writes them itself.
+
+Fields that are not always there have defaults. Tests hold real answers against them, name by name.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+OMITTED: Any = msgspec.UNSET
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """One JSON object."""
+
+
+class ErrorFields(Body, frozen=True, kw_only=True):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(Body, frozen=True, kw_only=True):
+    """Every refusal and failure, as OpenAI's."""
+
+    error: ErrorFields
+
+
+class PromptDetails(Body, frozen=True, kw_only=True):
+    cached_tokens: int
+
+
+class UsageBody(Body, frozen=True, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class ChoiceExtras(Body, frozen=True, kw_only=True):
+    """`mallee` of a finished choice. `capsule`: the state that it left behind, which can be forked."""
+
+    worker: str | None
+    capsule: str | None
+    boundary: int | None
+    cached_tokens: int
+    prefill_tokens: int
+    weight_version: dict[str, str]
+    retain: dict[str, Any] = OMITTED
+    cache: dict[str, Any] = OMITTED
+    kept: Literal["kept", "refused"] = OMITTED
+    error: dict[str, Any] = OMITTED
+
+
+class AnyChoice(Body, frozen=True, kw_only=True):
+    index: int
+    finish_reason: str | None
+    logprobs: dict[str, Any] | None
+    mallee: ChoiceExtras = OMITTED
+
+
+class TextChoice(AnyChoice, frozen=True, kw_only=True):
+    text: str
+
+
+class ChatChoice(AnyChoice, frozen=True, kw_only=True):
+    message: dict[str, Any]
+
+
+class AnyAnswer(Body, frozen=True, kw_only=True):
+    id: str
+    created: int
+    model: str
+    usage: UsageBody
+
+
+class Completion(AnyAnswer, frozen=True, kw_only=True):
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class Chat(AnyAnswer, frozen=True, kw_only=True):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class Fork(AnyAnswer, frozen=True, kw_only=True):
+    object: Literal["capsule.fork"]
+    choices: list[TextChoice]
+
+
+class Restore(AnyAnswer, frozen=True, kw_only=True):
+    object: Literal["capsule.restore"]
+    choices: list[TextChoice]
+
+
+class Capsule(Body, frozen=True, kw_only=True):
+    """What only its worker tells may be left out."""
+
+    id: str
+    object: Literal["capsule"]
+    created: int
+    model: str
+    worker: str | None
+    tokens: int
+    stale: bool = OMITTED
+    pinned: bool = OMITTED
+    ttl_s: float | None = OMITTED
+    tier: Literal["device", "host", "disk", "none"] = OMITTED
+    nbytes: int = OMITTED
+    shared_nbytes: int = OMITTED
+    drawn: int | None = OMITTED
+
+
+class NewCapsule(Capsule, frozen=True, kw_only=True):
+    prefill_tokens: int
+    cached_tokens: int
+    usage: UsageBody
+    imported: dict[str, int] = OMITTED
+
+
+class CapsuleList(Body, frozen=True, kw_only=True):
+    object: Literal["list"]
+    data: list[Capsule]
+    last_id: str | None
+    has_more: bool
+    unknown: int
+
+
+class CapsuleCount(Body, frozen=True, kw_only=True):
+    object: Literal["capsule.count"]
+    count: int
+    tokens: int
+    unknown: int
+
+
+class CapsulesDeleted(Body, frozen=True, kw_only=True):
+    object: Literal["capsules.deleted"]
+    deleted: int
+
+
+class CapsuleDeleted(Body, frozen=True, kw_only=True):
+    id: str
+    object: Literal["capsule.deleted"]
+    deleted: bool
+
+
+class RecordDeleted(Body, frozen=True, kw_only=True):
+    session: str
+    object: Literal["session.record.deleted"]
+    deleted: bool
+
+
+class Model(Body, frozen=True, kw_only=True):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(Body, frozen=True, kw_only=True):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Weights(Body, frozen=True, kw_only=True):
+    object: Literal["weights"]
+    version: str
+    number: int
+    serving: str
+    workers: list[dict[str, Any]]
+
+
+class Worker(Body, frozen=True, kw_only=True):
+    worker: str
+    object: Literal["worker"]
+    incarnation: str
+    address: str
+    state: str
+    device: str
+    num_blocks: int
+    active_blocks: int
+    indexed_blocks: int
+    rows: int
+    waiting: int
+    prefill_tokens: int
+    lease_age_s: float
+    is_whole: bool
+    is_new: bool
+    lends_at: str
+    weight_version: str
+    weight_change: dict[str, Any] | None
+    tiers: dict[str, Any] | None
+
+
+class WorkerList(Body, frozen=True, kw_only=True):
+    object: Literal["list"]
+    data: list[Worker]
+
+
+class WorkerDraining(Body, frozen=True, kw_only=True):
+    worker: str
+    object: Literal["worker.draining"]
+
+
+class Decisions(Body, frozen=True, kw_only=True):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    life: dict[str, Any] = OMITTED
+
+
+class MetricsTarget(Body, frozen=True, kw_only=True):
+    targets: list[str]
+    labels: dict[str, str]
+
+
+class Health(Body, frozen=True, kw_only=True):
+    """Strangers are told the status alone."""
+
+    status: Literal["ok", "degraded", "unavailable"]
+    gateway: str = OMITTED
+    broker: Literal["up", "down"] = OMITTED
+    workers: list[dict[str, Any]] = OMITTED
+
+
+class Status(Body, frozen=True, kw_only=True):
+    status: Literal["live", "ready", "unavailable"]

@@ -1,0 +1,84 @@
+"""Fields of requests beyond their types: shapes of those that handlers read themselves, ranges, meanings.
+
+By name, or by a type's and its name.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+_STRING: Final = {"type": "string"}
+_IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_OBJECT: Final = {"type": "object"}
+_MESSAGES: Final = {"type": "array", "minItems": 1, "items": _OBJECT}
+_TTL: Final = {"type": "number", "minimum": 0}
+
+FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "prompt": {
+        "description": "Text, token ids, or (of completions) several of either.",
+        "anyOf": [
+            _STRING,
+            {"type": "array", "items": _STRING},
+            _IDS,
+            {"type": "array", "items": _IDS},
+        ],
+    },
+    "CapsuleRequest.prompt": {"description": "Text or token ids.", "anyOf": [_STRING, _IDS]},
+    "TokenizeRequest.prompt": _STRING,
+    "messages": {"description": "A conversation, for the model's own template.", **_MESSAGES},
+    "suffixes": {
+        "description": "One for each branch: text, token ids, or messages that go on.",
+        "type": "array",
+        "items": {
+            "anyOf": [
+                _STRING,
+                _IDS,
+                {**_OBJECT, "required": ["messages"], "properties": {"messages": _MESSAGES}},
+            ]
+        },
+    },
+    "model": {"description": "May be left out: there is one."},
+    "user": {"description": "The tenant, unless a key or a header names one."},
+    "safety_identifier": {"description": "The tenant, before `user`."},
+    "cache_salt": {
+        "description": "Requests with different salts share no cache.",
+        "maxLength": 256,
+    },
+    "prompt_cache_key": {"description": "Of prompts with much in common.", "maxLength": 256},
+    "prompt_cache_options": {"description": "OpenAI's: `mode` and `ttl`.", **_OBJECT},
+    "cache_control": {"description": 'Anthropic\'s: {"type": "ephemeral", "ttl"}.', **_OBJECT},
+    "kv_hints": {"description": "`actions` of retention.", **_OBJECT},
+    "nvext": {"description": "NVIDIA Dynamo's `agent_hints`.", **_OBJECT},
+    "n": {"description": "Branches of each prompt.", "minimum": 1},
+    "max_tokens": {"description": "At most so many tokens of an answer.", "minimum": 1},
+    "max_completion_tokens": {"description": "As `max_tokens`.", "minimum": 1},
+    "min_tokens": {"minimum": 0},
+    "temperature": {"minimum": 0, "maximum": 2},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"description": "0 and -1: off.", "minimum": -1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "repetition_penalty": {"exclusiveMinimum": 0},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "logit_bias": {"description": "-100 to 100 by token id."},
+    "seed": {"minimum": -(1 << 63), "maximum": (1 << 63) - 1},
+    "stop": {"description": "Text that ends an answer, or up to 16 of them."},
+    "stop_token_ids": {"description": "Ids that end an answer.", "maxItems": 1024},
+    "top_logprobs": {"minimum": 0, "maximum": 20},
+    "response_format": {"description": "OpenAI's.", **_OBJECT},
+    "structured_outputs": {"description": "vLLM's.", **_OBJECT},
+    "guided_json": {"description": "A JSON schema.", "anyOf": [_OBJECT, _STRING]},
+    "guided_regex": {"description": "A regular expression.", **_STRING},
+    "guided_choice": {"description": "Texts.", "type": "array", "items": _STRING},
+    "guided_grammar": {"description": "Lark or GBNF.", **_STRING},
+    "stream": {"description": "Server-sent events instead of one body."},
+    "at": {"description": "Only the capsule's first so many tokens.", "minimum": 1},
+    "to": {"description": "The tokens that are left.", "minimum": 1},
+    "ttl_s": {"description": "Seconds without use until it ends.", **_TTL},
+    "branch": {"minimum": 0},
+    "tier": {"enum": ["host", "disk", None]},
+    "tokens": {"description": "Token ids.", **_IDS},
+    "version": {"description": "A label.", "minLength": 1, "maxLength": 128},
+    "drain_s": {"minimum": 0, "maximum": 3600},
+    "wait_s": {"minimum": 0, "maximum": 3600},
+    "mallee": {"description": "Fields of Mallee's own."},
+}

@@ -1,0 +1,278 @@
+"""The API's operations, one row each: its routes and its document are made from them."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from mallee.actors.http.bulk import MAX_AGE_S, TIERS
+from mallee.actors.http.openapi import bodies
+from mallee.actors.http.schemas import (
+    AnyRequest,
+    CapsuleRequest,
+    CaptureRequest,
+    ChatRequest,
+    CompletionRequest,
+    DemoteRequest,
+    DetokenizeRequest,
+    ForkRequest,
+    PinRequest,
+    RestoreRequest,
+    RewindRequest,
+    TokenizeRequest,
+    WeightsRequest,
+)
+from mallee.actors.http.tokenizing import Detokenized, Tokenized
+
+JSON, EVENTS, BYTES = "application/json", "text/event-stream", "application/octet-stream"
+TEXT, HTML, FORM = "text/plain", "text/html", "application/x-www-form-urlencoded"
+
+NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+MAX_LISTED: Final = 100  # capsules of one page
+MAX_DECISIONS: Final = 128
+MAX_CANDIDATES: Final = 4096
+
+
+class Operation(NamedTuple):
+    """`handler` is the name of a method of `Api`. `body` and `answer` are structs, or a media type.
+
+    `example` is a body that is answered with success. `refusals`: statuses beside those that all have.
+    """
+
+    method: str
+    path: str
+    handler: str
+    summary: str
+    answer: Any
+    body: Any = None
+    example: Mapping[str, Any] = NOTHING
+    query: Mapping[str, Mapping[str, Any]] = NOTHING
+    successes: tuple[int, ...] = (200,)
+    refusals: tuple[int, ...] = ()
+    streams: bool = False
+    is_open: bool = False  # to callers without a key
+
+    @property
+    def tag(self) -> str:
+        words = self.path.removeprefix("/v1").split("/")
+        return words[1].partition(".")[0]
+
+
+def _count(default: int, most: int) -> dict[str, Any]:
+    return {"type": "integer", "minimum": 1, "maximum": most, "default": default}
+
+
+_FILTER: Final[Mapping[str, Mapping[str, Any]]] = {
+    "request": {"type": "string", "minLength": 1},
+    "pinned": {"type": "boolean"},
+    "tier": {"type": "string", "enum": list(TIERS)},
+    "min_age_s": {"type": "number", "minimum": 0, "maximum": MAX_AGE_S},
+}
+_PAGE: Final[Mapping[str, Mapping[str, Any]]] = {
+    "limit": _count(20, MAX_LISTED),
+    "after": {"type": "string"},
+}
+_IMPORT: Final[Mapping[str, Mapping[str, Any]]] = {
+    "model": {"type": "string"},
+    "user": {"type": "string"},
+    "ttl_s": {"type": "number"},
+    "session": {"type": "string"},
+    "priority": {"type": "integer"},
+    "weight": {"type": "number"},
+    "deadline_s": {"type": "number"},
+}
+_MESSAGES: Final = {"messages": [{"role": "user", "content": "Why do mallees re-sprout?"}]}
+_MADE: Final = (404, 409, 410)  # what works on a capsule may not find it, or find it stale
+_CAPSULE: Final = "/v1/capsules/{capsule}"
+_RECORD: Final = "/v1/sessions/{session:path}/record"
+
+
+OPERATIONS: Final = (
+    Operation(
+        *("POST", "/v1/completions", "completions", "Answers to a prompt"),
+        *(bodies.Completion, CompletionRequest),
+        {"prompt": "A mallee is", "max_tokens": 16, "n": 2},
+        refusals=(404, 409),
+        streams=True,
+    ),
+    Operation(
+        *("POST", "/v1/chat/completions", "chat", "Answers to a conversation"),
+        *(bodies.Chat, ChatRequest),
+        {**_MESSAGES, "max_tokens": 16},
+        refusals=(404, 409),
+        streams=True,
+    ),
+    Operation(
+        *("POST", "/tokenize", "tokenize", "Text or messages as token ids"),
+        *(Tokenized, TokenizeRequest),
+        {"prompt": "A mallee is", "return_token_strs": True},
+        refusals=(404,),
+    ),
+    Operation(
+        *("POST", "/v1/tokenize", "tokenize", "As /tokenize"),
+        *(Tokenized, TokenizeRequest),
+        _MESSAGES,
+        refusals=(404,),
+    ),
+    Operation(
+        *("POST", "/detokenize", "detokenize", "Token ids as text"),
+        *(Detokenized, DetokenizeRequest),
+        {"tokens": [1, 2, 3]},
+        refusals=(404,),
+    ),
+    Operation(
+        *("POST", "/v1/detokenize", "detokenize", "As /detokenize"),
+        *(Detokenized, DetokenizeRequest),
+        {"tokens": [1, 2, 3]},
+        refusals=(404,),
+    ),
+    Operation("GET", "/v1/models", "models", "The models served: one", bodies.ModelList),
+    Operation(
+        *("GET", "/v1/models/weights", "weights", "Versions of the model's weights"),
+        bodies.Weights,
+        refusals=(403,),
+    ),
+    Operation(
+        *("POST", "/v1/models/weights", "change_weights", "Serve other weights"),
+        *(bodies.Weights, WeightsRequest),
+        {"version": "step-100"},
+        successes=(200, 202),
+        refusals=(403, 409),
+    ),
+    Operation(
+        *("GET", "/v1/models/{model:path}", "model", "One model"), bodies.Model, refusals=(404,)
+    ),
+    Operation(
+        *("POST", "/v1/capsules", "create_capsule", "Compute a prompt once and keep its state"),
+        *(bodies.NewCapsule, CapsuleRequest),
+        {"prompt": "A long document ...", "ttl_s": 600},
+        refusals=(404, 409),
+    ),
+    Operation(
+        *("GET", "/v1/capsules", "list_capsules", "The caller's capsules, a page at a time"),
+        bodies.CapsuleList,
+        query={**_FILTER, **_PAGE},
+    ),
+    Operation(
+        *("DELETE", "/v1/capsules", "delete_capsules", "Forget the capsules that are meant"),
+        bodies.CapsulesDeleted,
+        query={**_FILTER, "all": {"type": "boolean"}},
+    ),
+    Operation(
+        *("GET", "/v1/capsules/count", "count_capsules", "Number of the capsules that are meant"),
+        bodies.CapsuleCount,
+        query=_FILTER,
+    ),
+    Operation(
+        *("POST", "/v1/capsules/import", "import_capsule", "A capsule from the file of an export"),
+        *(bodies.NewCapsule, BYTES),
+        query=_IMPORT,
+        refusals=(404, 409),
+    ),
+    Operation(
+        *("GET", f"{_CAPSULE}/export", "export", "A capsule as a file"), BYTES, refusals=_MADE
+    ),
+    Operation(
+        *("POST", f"{_CAPSULE}/restore", "restore", "Go on as the branch it was taken from"),
+        *(bodies.Restore, RestoreRequest),
+        {"max_tokens": 16},
+        refusals=_MADE,
+        streams=True,
+    ),
+    Operation(
+        *("POST", f"{_CAPSULE}/rewind", "rewind", "A capsule of its first tokens"),
+        *(bodies.Capsule, RewindRequest),
+        {"to": 2},
+        refusals=_MADE,
+    ),
+    Operation(
+        *("POST", f"{_CAPSULE}/pin", "pin", "Keep it"),
+        *(bodies.Capsule, PinRequest),
+        {"ttl_s": 600},
+        refusals=_MADE,
+    ),
+    Operation(
+        *("DELETE", f"{_CAPSULE}/pin", "unpin", "Keep it only while there is room"),
+        bodies.Capsule,
+        refusals=_MADE,
+    ),
+    Operation(
+        *("POST", f"{_CAPSULE}/demote", "demote", "Move it to host memory or disk"),
+        *(bodies.Capsule, DemoteRequest),
+        {"tier": "host"},
+        refusals=_MADE,
+    ),
+    Operation(
+        *("POST", f"{_CAPSULE}/promote", "promote", "Bring it back to the device"),
+        *(bodies.Capsule, AnyRequest),
+        {},
+        refusals=_MADE,
+    ),
+    Operation(
+        *("POST", "/v1/requests/{request}/capsules", "capture", "A capsule of a running branch"),
+        *(bodies.Capsule, CaptureRequest),
+        {"branch": 0},
+        refusals=_MADE,
+    ),
+    Operation("GET", _CAPSULE, "get_capsule", "A capsule", bodies.Capsule, refusals=(404,)),
+    Operation(
+        *("DELETE", _CAPSULE, "delete_capsule", "Forget it"), bodies.CapsuleDeleted, refusals=(404,)
+    ),
+    Operation(
+        *("POST", f"{_CAPSULE}/fork", "fork", "Continue it many times"),
+        *(bodies.Fork, ForkRequest),
+        {"suffixes": [" Question one?", " Question two?"], "max_tokens": 16},
+        refusals=_MADE,
+        streams=True,
+    ),
+    Operation("GET", _RECORD, "get_record", "The record of a session", BYTES, refusals=(404,)),
+    Operation(
+        *("DELETE", _RECORD, "delete_record", "Forget it"), bodies.RecordDeleted, refusals=(404,)
+    ),
+    Operation(
+        *("GET", "/v1/router/explain", "explain", "Reasons of the last decisions, or of one"),
+        bodies.Decisions,
+        query={
+            "request": {"type": "string", "minLength": 1},
+            "limit": _count(16, MAX_DECISIONS),
+            "candidates": _count(16, MAX_CANDIDATES),
+        },
+        refusals=(403, 404),
+    ),
+    Operation(
+        *("GET", "/v1/router/workers", "workers", "The workers as this gateway sees them"),
+        bodies.WorkerList,
+        refusals=(403,),
+    ),
+    Operation(
+        *("GET", "/v1/router/metrics-targets", "metrics_targets", "Addresses for Prometheus"),
+        list[bodies.MetricsTarget],
+        refusals=(403,),
+    ),
+    Operation(
+        *("POST", "/v1/router/workers/{worker}/drain", "drain_worker", "Have a worker leave"),
+        bodies.WorkerDraining,
+        successes=(202,),
+        refusals=(403, 404),
+    ),
+    Operation(
+        "GET",
+        "/health",
+        "health",
+        "State of the service",
+        bodies.Health,
+        successes=(200, 503),
+        is_open=True,
+    ),
+    Operation(
+        "GET", "/health/live", "live", "Whether the process answers", bodies.Status, is_open=True
+    ),
+    Operation(
+        *("GET", "/health/ready", "ready", "Whether requests are served"),
+        bodies.Status,
+        successes=(200, 503),
+        is_open=True,
+    ),
+    Operation("GET", "/metrics", "metrics", "Prometheus' text", TEXT, refusals=(403,)),
+    Operation("GET", "/openapi.json", "openapi", "This document", JSON, is_open=True),
+    Operation("GET", "/docs", "page", "This document for people", HTML, is_open=True),
+)
