@@ -96,7 +96,7 @@ class Restore(AnyAnswer, frozen=True, kw_only=True):
 
 
 class Capsule(Body, frozen=True, kw_only=True):
-    """What only its worker tells may be left out."""
+    """Fields that only its worker tells may be left out."""
 
     id: str
     object: Literal["capsule"]
