@@ -762,6 +762,7 @@ def make_engine(
     forward.shares_reads = config.experimental.tree_attention
     return Engine(
         forward,
+        device=forward if forward.is_beside_host else None,
         config=engine_config(config),
         clock=time.monotonic,
         worker=worker,

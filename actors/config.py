@@ -504,7 +504,9 @@ class ExperimentalSettings(Settings):
         default=True, description="`false`: compute each prompt whole, in one step."
     )
     overlap: bool = Field(
-        default=True, description="Compute grammar masks while the model computes."
+        default=True,
+        description="Work while the model computes: grammar masks, and on a GPU the next step"
+        " (see [gpu.md](gpu.md#launching-ahead)).",
     )
     tree_attention: bool = Field(default=True, description="Read blocks that rows share once.")
     sync_bookings: bool = Field(

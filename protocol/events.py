@@ -193,6 +193,8 @@ class EngineUse(msgspec.Struct, frozen=True, array_like=True):
     used_blocks: int = 0  # that were ever in use
     num_drafted_tokens: int = 0  # by speculation
     num_accepted_tokens: int = 0  # of those, that were drawn
+    num_ahead_rows: int = 0  # launched before their tokens were known
+    num_ahead_void_rows: int = 0  # of those, in vain
 
 
 class MemoryUse(msgspec.Struct, frozen=True, array_like=True):

@@ -47,13 +47,14 @@ from mallee.protocol.messages import (
 from mallee.protocol.model import ModelSpec
 from mallee.worker import updates as debug_log
 from mallee.worker.admission import Intake
+from mallee.worker.ahead import AheadPasses, AheadStats
 from mallee.worker.capsules.capsule import Capsule
 from mallee.worker.capsules.demotions import Demotions
 from mallee.worker.capsules.disk_records import DiskRecords, Told
 from mallee.worker.capsules.record import decode_record
 from mallee.worker.capsules.registry import CapsuleRegistry
 from mallee.worker.fetches import Fetches
-from mallee.worker.forward import Forward, Logits, Structures
+from mallee.worker.forward import DeviceForward, Drawing, Forward, Logits, Structures
 from mallee.worker.kv.audit import Leak, check_tree, find_leaks
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
@@ -73,7 +74,7 @@ from mallee.worker.records import (
     make_tree,
 )
 from mallee.worker.requests import RequestTable, count_holds, memory_usage
-from mallee.worker.sampling import Ahead, Sampled, Scored, StepSampler
+from mallee.worker.sampling import Drafted, Sampled, Scored, StepSampler
 from mallee.worker.sched.branch import Branch, Plan, node_of
 from mallee.worker.sched.scheduler import Scheduler
 from mallee.worker.speculation.drafters import Drafter
@@ -90,6 +91,7 @@ class Engine:
         self,
         forward: Forward,
         *,
+        device: DeviceForward | None = None,
         config: EngineConfig,
         clock: Callable[[], float],
         worker: WorkerId,
@@ -104,6 +106,7 @@ class Engine:
         """Without `structures` no answer can be constrained by a grammar, without `below` nothing lies
         below the device: its end closes it.
 
+        `device` is `forward` again, if it computes beside the host: passes are launched ahead there.
         The mocker has `passes` of its own. `watch` is told of the phases of each step.
         `report_fault` gets what checks of the KV memory find, before anything is done about it.
         `draft_model` drafts, if the settings want one to.
@@ -114,7 +117,10 @@ class Engine:
         self._forward = forward
         self._journal = Journal()
         config.scheduler.validate(forward.spec.max_model_len)
-        self._passes: Passes = passes or ForwardPasses(forward)
+        self._ahead: AheadPasses | None = None
+        if device is not None and config.may_launch_ahead and draft_model is None:
+            self._ahead = AheadPasses(device)
+        self._passes: Passes = passes or self._ahead or ForwardPasses(forward)
         self._clock = clock
         self._watch = watch
         self._lower = below(self._journal, forward.memory) if below is not None else None
@@ -140,7 +146,12 @@ class Engine:
         self._scheduler = Scheduler(
             config.scheduler, self._tree, reclaimer=self._capsules, lower=self._lower
         )
-        self._sampler = StepSampler(forward, structures, overlaps=config.overlap)
+        self._sampler = StepSampler(
+            forward,
+            structures,
+            overlaps=config.overlap,
+            device=None if self._ahead is None else device,
+        )
         self._speculator: Speculator | None = None
         if config.speculation.drafters != "off" or draft_model is not None:
             trim, room = self._sampler.trim, self._scheduler.make_room
@@ -490,7 +501,11 @@ class Engine:
                 self._requests.end(branch, "stop", logits=logits)
             else:
                 self._requests.spread(branch, logits)
+        if self._ahead is not None:  # before what ends leaves a capsule
+            self._scheduler.drop_ahead([each.branch for each in drawn if each.finish is not None])
         self._report(drawn)
+        if self._ahead is not None:
+            self._scheduler.drop_ahead()
         self._scheduler.follow(plan)
         if self._lower is not None:
             self._lower.give_way(bool(self._scheduler.decodes))
@@ -553,9 +568,9 @@ class Engine:
         planned = [*plan.decodes, *(chunk.branch for chunk in plan.chunks if chunk.is_last)]
         self._sampler.expect((*plan.ready, *planned), plan.drafts.values())
         logits = self._passes.run(plan)
-        ahead = None
+        drafted = None
         if plan.drafts:
-            logits, ahead = _apart(plan, logits)
+            logits, drafted = _apart(plan, logits)
         if self._watch is not None:
             self._watch.launched()
         done: list[Scored] = []
@@ -565,10 +580,26 @@ class Engine:
                 drawing.append((branch, each))
             else:
                 done.append((branch, self._forward.keep(each)))
-        drawn = self._sampler.draw(drawing, ahead)
+        meanwhile = None
+        if self._ahead is not None:
+            meanwhile = partial(self._launch_ahead, self._ahead, plan)
+        drawn = self._sampler.draw(drawing, drafted, meanwhile)
         if self._watch is not None:
             self._watch.collected()
         return done, drawn
+
+    def _launch_ahead(
+        self, ahead: AheadPasses, plan: Plan, drawing: Drawing, drawn: Sequence[Branch]
+    ) -> None:
+        """Launch the next pass of the decodes of `plan`, if it is likely to be of these alone.
+
+        Log-probabilities are fetched after the tokens: they would wait for it.
+        """
+        if any(branch.job.sampling.logprobs >= 0 for branch in drawn):
+            return
+        going = set(self._scheduler.room_ahead(plan))
+        if draws := {branch: i for i, branch in enumerate(drawn) if branch in going}:
+            ahead.launch(drawing, draws)
 
     def _commit(self, plan: Plan, num_draws: Mapping[Branch, int] | None = None) -> None:
         """Commit the tokens of `plan`, which are computed: of drafts those that were drawn.
@@ -749,18 +780,19 @@ class Engine:
             self.usage(),
             self._constraint_states(),
             self._speculator.stats() if self._speculator is not None else SpeculationStats(0, 0),
+            self._ahead.stats() if self._ahead is not None else AheadStats(0, 0),
         )
 
 
-def _apart(plan: Plan, logits: Sequence[Logits]) -> tuple[list[Logits], dict[Branch, Ahead]]:
+def _apart(plan: Plan, logits: Sequence[Logits]) -> tuple[list[Logits], dict[Branch, Drafted]]:
     """The logits after each row's own token, and those after the tokens of drafts."""
     first: list[Logits] = []
-    ahead: dict[Branch, Ahead] = {}
+    drafted: dict[Branch, Drafted] = {}
     begin = 0
     for branch in plan.decodes:
         first.append(logits[begin])
         begin += 1
         if (draft := plan.drafts.get(branch)) is not None:
-            ahead[branch] = Ahead(draft, logits[begin : begin + len(draft.tokens)])
+            drafted[branch] = Drafted(draft, logits[begin : begin + len(draft.tokens)])
             begin += len(draft.tokens)
-    return [*first, *logits[begin:]], ahead
+    return [*first, *logits[begin:]], drafted

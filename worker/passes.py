@@ -48,11 +48,11 @@ class StepWatch(Protocol):
     def planned(self, plan: Plan) -> None: ...
 
     def launched(self) -> None:
-        """The pass has been handed to the device; a CPU has computed it."""
+        """The pass has been handed to the device, maybe in the step before; a CPU has computed it."""
         ...
 
     def collected(self) -> None:
-        """The tokens are drawn, and here."""
+        """The tokens are drawn, and here. A device may have been handed the next pass meanwhile."""
         ...
 
     def ended(self) -> None:

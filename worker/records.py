@@ -7,6 +7,7 @@ from typing import NamedTuple
 from mallee.protocol.errors import ConfigError, CorruptKV
 from mallee.protocol.events import EngineUse, EventBatch, KeptUse, TierUse
 from mallee.protocol.messages import Frame
+from mallee.worker.ahead import AheadStats
 from mallee.worker.capsules.registry import CapsuleStats
 from mallee.worker.forward import Forward
 from mallee.worker.kv.eviction import EvictionName
@@ -43,9 +44,21 @@ class EngineConfig:
     eviction: EvictionName = "lru"
     max_retained_share: float = 0.5  # of the pool, at most, in blocks that requests want retained
     tree_attention: bool = True
-    overlap: bool = True  # grammar masks are computed while the model computes
+    overlap: bool = (
+        True  # the host works while the model computes: grammar masks, on a GPU whole steps
+    )
     kv_checks: KVChecks = field(default_factory=KVChecks)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+
+    @property
+    def may_launch_ahead(self) -> bool:
+        """Whether nothing stands against passes that are launched ahead (`ahead.py`).
+
+        Checks look at blocks between steps; drafts are made of tokens that are not known then.
+        """
+        return (
+            self.overlap and self.kv_checks.level == "none" and self.speculation.drafters == "off"
+        )
 
     def validate(self) -> "EngineConfig":
         """Itself. Raises ConfigError naming what is out of range, or two switches that contradict."""
@@ -118,6 +131,7 @@ class EngineStats(NamedTuple):
     memory: TreeUsage  # references, and pages of a branch
     constraint_states: int  # of grammars, that branches and capsules hold
     speculation: SpeculationStats
+    ahead: AheadStats
 
 
 def engine_use(stats: EngineStats, block_nbytes: int) -> EngineUse:
@@ -150,6 +164,8 @@ def engine_use(stats: EngineStats, block_nbytes: int) -> EngineUse:
         used_blocks=stats.pool.used,
         num_drafted_tokens=stats.speculation.num_drafted,
         num_accepted_tokens=stats.speculation.num_accepted,
+        num_ahead_rows=stats.ahead.num_rows,
+        num_ahead_void_rows=stats.ahead.num_void,
     )
 
 

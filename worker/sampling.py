@@ -8,10 +8,10 @@ draft's is drawn as if the draft were right; then it is right as far as the draw
 that differs is the token that plain decoding draws, greedy or sampled.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from msgspec import structs
@@ -27,7 +27,9 @@ from mallee.protocol.messages import (
     unpack_tokens,
 )
 from mallee.worker.forward import (
+    DeviceForward,
     Draw,
+    Drawing,
     Forward,
     Ids,
     Logits,
@@ -47,12 +49,15 @@ Scored = tuple[Branch, Logits]
 NO_DRAFT = Draft(())
 
 
-class Ahead(NamedTuple):
+class Drafted(NamedTuple):
     """A branch's draft, and the logits after each of its tokens."""
 
     draft: Draft
     logits: Sequence[Logits]
 
+
+Meanwhile: TypeAlias = Callable[[Drawing, Sequence[Branch]], None]
+"""Gets draws under way, and the branches that the first of them are of, in order."""
 
 _Drawn = tuple[Logits, int]
 
@@ -88,12 +93,21 @@ class _Masks(NamedTuple):
 
 
 class StepSampler:
-    """Draws tokens for branches. `overlaps`: masks are computed while the model runs."""
+    """Draws tokens for branches. `overlaps`: masks are computed while the model runs.
+
+    With a `device`, which is `forward`, draws are launched, and something may be done meanwhile.
+    """
 
     def __init__(
-        self, forward: Forward, structures: Structures[Any] | None, *, overlaps: bool = True
+        self,
+        forward: Forward,
+        structures: Structures[Any] | None,
+        *,
+        overlaps: bool = True,
+        device: DeviceForward | None = None,
     ) -> None:
         self._forward = forward
+        self._device = device
         self._structures = structures
         self._overlaps = overlaps
         self._eos = frozenset(forward.spec.eos_token_ids)
@@ -263,12 +277,15 @@ class StepSampler:
             raise InvalidParameter("drawn", command.drawn, f"token {token} ended the answer")
 
     def draw(
-        self, scored: Sequence[Scored], ahead: Mapping[Branch, Ahead] | None = None
+        self,
+        scored: Sequence[Scored],
+        drafted: Mapping[Branch, Drafted] | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> list[Sampled]:
         """One token for each branch, and what became of it. All branches with a grammar were expected.
 
-        Of those in `ahead` also the tokens after it, as far as drafts are right. Nothing is changed before
-        the forward has drawn all of them.
+        Of those in `drafted` also the tokens after it, as far as drafts are right. Nothing is changed before
+        the forward has drawn all of them. `meanwhile` is called while a device draws.
         """
         masks = self._filled()
         taken: list[Sampled] = []
@@ -282,13 +299,19 @@ class StepSampler:
             else self._draw(branch, logits, masks)
             for branch, logits in scored
         ]
-        later = {} if ahead is None else self._draw_ahead(scored, ahead, masks)
+        later = {} if drafted is None else self._draw_later(scored, drafted, masks)
         for own in later.values():
             draws += own
-        tokens = self._forward.sample(draws)
+        if self._device is None:
+            tokens = self._forward.sample(draws)
+        else:
+            drawing = self._device.launch_draws(draws)
+            if meanwhile is not None:
+                meanwhile(drawing, [branch for branch, _ in scored])
+            tokens = drawing.collect()
         further: dict[Branch, list[_Drawn]] = {}
-        if ahead is not None:
-            further = _verified(ahead, later, scored, tokens)
+        if drafted is not None:
+            further = _verified(drafted, later, scored, tokens)
         reports = self._logprobs(scored, tokens, further)
         for (branch, logits), token in zip(scored, tokens, strict=False):
             each = (next(reports),) if branch.job.sampling.logprobs >= 0 else ()
@@ -299,8 +322,8 @@ class StepSampler:
 
     # Drafts
 
-    def _draw_ahead(
-        self, scored: Sequence[Scored], ahead: Mapping[Branch, Ahead], masks: _Masks | None
+    def _draw_later(
+        self, scored: Sequence[Scored], drafted: Mapping[Branch, Drafted], masks: _Masks | None
     ) -> dict[Branch, list[Draw]]:
         """The draws after each token of the branches' drafts, if it is drawn.
 
@@ -308,9 +331,9 @@ class StepSampler:
         """
         found: dict[Branch, list[Draw]] = {}
         for branch, _ in scored:
-            if branch not in ahead:
+            if branch not in drafted:
                 continue
-            draft, rows = ahead[branch]
+            draft, rows = drafted[branch]
             draws = found[branch] = []
             for i, logits in enumerate(rows, 1):
                 before = Draft(draft.tokens[:i], draft.matchers[:i])
@@ -446,7 +469,7 @@ class StepSampler:
 
 
 def _verified(
-    ahead: Mapping[Branch, Ahead],
+    drafts: Mapping[Branch, Drafted],
     later: Mapping[Branch, Sequence[Draw]],
     scored: Sequence[Scored],
     tokens: Sequence[int],
@@ -460,7 +483,7 @@ def _verified(
         token = first[branch]
         own = tokens[begin : begin + len(draws)]
         begin += len(draws)
-        for draw, drafted, after in zip(draws, ahead[branch].draft.tokens, own, strict=False):
+        for draw, drafted, after in zip(draws, drafts[branch].draft.tokens, own, strict=False):
             if token != drafted:
                 break
             drawn.append((draw.logits, after))

@@ -473,6 +473,18 @@ _WORK: Final = _area(
         _WORKER,
     ),
     _counter(
+        "mallee_worker_ahead_rows",
+        "rows",
+        "Rows of decodes that a GPU was handed before their tokens were here.",
+        _WORKER,
+    ),
+    _counter(
+        "mallee_worker_ahead_void_rows",
+        "rows",
+        "Of those, rows in vain: their answers ended, or went on elsewhere.",
+        _WORKER,
+    ),
+    _counter(
         "mallee_worker_forks",
         "branches",
         "Branches that began at state shared with others.",

@@ -74,6 +74,8 @@ _LOADS: Final[Table[Load]] = {
     ("mallee_worker_output_tokens_total",): _sum("use.num_output_tokens"),
     ("mallee_worker_drafted_tokens_total",): _sum("use.num_drafted_tokens"),
     ("mallee_worker_accepted_tokens_total",): _sum("use.num_accepted_tokens"),
+    ("mallee_worker_ahead_rows_total",): _sum("use.num_ahead_rows"),
+    ("mallee_worker_ahead_void_rows_total",): _sum("use.num_ahead_void_rows"),
     ("mallee_worker_forks_total",): _sum("use.num_forks"),
     ("mallee_worker_copied_blocks_total",): _sum("use.num_copied_blocks"),
     ("mallee_worker_evicted_blocks_total",): _sum("use.num_evicted_blocks"),

@@ -118,7 +118,9 @@ class Room:
         models = (work,) if draft is None else (work, draft)
         row_nbytes = max(each.row_nbytes for each in models)
         block_nbytes = sum(each.block_nbytes for each in models)
-        logits = work.max_rows * row_nbytes + work.kept_rows * work.row_nbytes + work.draw_nbytes
+        # Of a step, and of the next one, which may be launched before the step is over.
+        num_rows = 2 * work.max_rows
+        logits = num_rows * row_nbytes + work.kept_rows * work.row_nbytes + work.draw_nbytes
         activations = work.max_step_tokens * max(each.token_nbytes for each in models) + WORKSPACE
         staging = work.staged_blocks * work.block_nbytes
         host_tier = self.host_tier if device.is_unified else 0

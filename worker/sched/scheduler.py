@@ -6,6 +6,7 @@ long (`branch.py`). Prefixes that several branches need are computed once (`wait
 room is preempted down to the state it was forked from (`running.py`). `planner.py` puts a step together.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from mallee.protocol.errors import QueueFull
@@ -73,6 +74,7 @@ class Scheduler:
         prompts = Prompts(config, self._policy, tree, queues, fetching)
         self._planner = Planner(config, self._policy, queues, prompts)
         self._step = 0
+        self._roomy: dict[Branch, None] = {}  # decodes that got a block of `room_ahead`, in order
         self._num_joint = 0  # members of all groups, less one of each
 
     def check_room(self, n: int) -> None:
@@ -188,6 +190,39 @@ class Scheduler:
         """The draft of `branch` is committed as far as it is right: its other blocks are free again."""
         self._blocks.shrink(branch)
 
+    def room_ahead(self, plan: Plan) -> list[Branch]:
+        """The decodes of `plan`, the last one, that the next plan is sure to have if they go on, with room.
+
+        None if it may have more than them. A slot for the token that each draws now is taken of free blocks
+        alone, until `drop_ahead`.
+        """
+        decodes = plan.decodes
+        if plan.chunks or plan.ready or plan.drafts or len(decodes) != self._running.num:
+            return []
+        going = [s for s in decodes if s.num_output + 1 < s.job.limits.max_tokens]
+        if len(going) < len(decodes) and self._waiting.num:
+            return []  # those that wait take the places of those that end
+        found = []
+        for branch in going:
+            before = branch.room
+            if self._blocks.stretch(branch, 1):
+                found.append(branch)
+                if branch.room != before:
+                    self._roomy[branch] = None
+        return found
+
+    def drop_ahead(self, over: Iterable[Branch] | None = None) -> None:
+        """Blocks of `room_ahead` are free again: those of `over`, or all.
+
+        Until then their owners are neither shared nor let go. What is planned next takes the same ones again,
+        if nothing else was given back since: the last one that is given back is taken first.
+        """
+        if self._roomy:
+            given = self._roomy if over is None else over
+            for branch in reversed([s for s in given if s in self._roomy]):
+                del self._roomy[branch]
+                self._blocks.shrink(branch)
+
     def follow(self, plan: Plan) -> None:
         """`plan` is carried out: what drew decodes from now on, what waited for its tokens goes on."""
         for branch in plan.ready:
@@ -225,6 +260,7 @@ class Scheduler:
 
         What was reserved stays reserved; the copies will be told again.
         """
+        self.drop_ahead()
         for branch in plan.drafts:
             self._blocks.shrink(branch)
         self._blocks.forget_copies()

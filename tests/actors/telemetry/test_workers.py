@@ -16,7 +16,12 @@ from mallee.protocol.events import (
 )
 from mallee.protocol.ids import WorkerId
 
-SPECULATED: Any = {"num_drafted_tokens": 50, "num_accepted_tokens": 40}
+COUNTED: Any = {
+    "num_drafted_tokens": 50,
+    "num_accepted_tokens": 40,
+    "num_ahead_rows": 30,
+    "num_ahead_void_rows": 2,
+}
 
 
 def lease(worker: str, use: EngineUse | None = None, **more: Any) -> Lease:
@@ -29,7 +34,7 @@ def test_the_last_report_of_each_living_worker_is_shown() -> None:
     metrics = GatewayMetrics()
     assert "mallee_worker_" not in metrics.render().decode()
     metrics.workers.heard(lease("a", EngineUse(100, 40, 30, 20, 9, 2, 7, 5, 3, 0)))
-    metrics.workers.heard(lease("a", EngineUse(100, 41, 31, 21, 9, 2, 8, 5, 3, 1, **SPECULATED)))
+    metrics.workers.heard(lease("a", EngineUse(100, 41, 31, 21, 9, 2, 8, 5, 3, 1, **COUNTED)))
     metrics.workers.heard(lease("b", EngineUse(50, 0, 0, 0, 0, 0, 0, 0, 0, 0)))
     text = metrics.render().decode()
     for line in (
@@ -41,6 +46,8 @@ def test_the_last_report_of_each_living_worker_is_shown() -> None:
         'mallee_worker_kv_faults_total{worker="a"} 1.0',
         'mallee_worker_drafted_tokens_total{worker="a"} 50.0',
         'mallee_worker_accepted_tokens_total{worker="a"} 40.0',
+        'mallee_worker_ahead_rows_total{worker="a"} 30.0',
+        'mallee_worker_ahead_void_rows_total{worker="a"} 2.0',
         'mallee_worker_total_blocks{worker="b"} 50.0',
     ):
         assert line in text

@@ -47,7 +47,7 @@ def test_the_lines_are_the_whole_device_and_kv_is_the_rest() -> None:
     assert found["in use before"] == GIB
     assert found["reserve"] == pytest.approx(13 * GIB, abs=MIB), "a tenth, of which 1 GiB is used"
     assert found["weights"] == 15 * GIB
-    assert found["logits"] == 2 * 256 * 2 * 128_256 + 256 * MIB
+    assert found["logits"] == (2 * 256 + 256) * 2 * 128_256 + 256 * MIB
     assert found["staging"] == 64 * MIB
     assert 107 * GIB < budget.kv < 109 * GIB
     text = str(budget)

@@ -1,0 +1,278 @@
+"""A device that computes beside the host, by any forward of this process: late, and in the order of calls."""
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from threading import RLock
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from mallee.protocol.messages import TokenLogprobs
+from mallee.worker.engine import Engine
+from mallee.worker.forward import (
+    Draw,
+    Drawing,
+    Forward,
+    ForwardBatch,
+    Logits,
+    LogprobQuery,
+    Row,
+)
+from mallee.worker.records import StepResult
+
+Call: TypeAlias = Literal["forward", "ahead", "draw", "collect", "wait"]
+
+
+class OnDevice:
+    """A value that the device has, or will have. The host must not look at it."""
+
+    __slots__ = ("_made", "_value")
+
+    def __init__(self) -> None:
+        self._made = False
+        self._value: Any = None
+
+    @property
+    def value(self) -> Any:
+        """To be read by the device alone: by work that was enqueued after what makes it."""
+        assert self._made, "read before it is made"
+        return self._value
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._made, self._value = True, value
+
+    @property
+    def is_made(self) -> bool:
+        return self._made
+
+
+class FakeDrawing:
+    """A `Drawing` of a `FakeDevice`; its guesses are wrong as often as the device wants."""
+
+    def __init__(self, device: "FakeDevice", number: int) -> None:
+        self._device = device
+        self.number = number
+        self.tokens = OnDevice()
+        self.guessed = OnDevice()
+
+    def collect(self) -> list[int]:
+        self._device.tell("collect", self.number)
+        self._device.run_until(self.tokens)
+        return list(self.tokens.value)
+
+    def guesses(self) -> list[int]:
+        self._device.run_until(self.guessed)
+        return list(self.guessed.value)
+
+
+class FakeDevice:
+    """A `DeviceForward` over `inner`. Does some of what is enqueued at each call, by lot, and the rest late.
+
+    `wrong` of its guesses are not the tokens that are drawn. `told` is called with each call of
+    the engine's, numbered by kind. What is handed over is copied at once, as a transfer would.
+    """
+
+    def __init__(
+        self,
+        inner: Forward,
+        *,
+        seed: int = 0,
+        wrong: float = 0.1,
+        eagerness: float = 0.5,
+        told: Callable[[Call, int], None] = lambda call, number: None,
+    ) -> None:
+        self._inner = inner
+        self._rng = random.Random(seed)
+        self._wrong = wrong
+        self._eagerness = eagerness
+        self._told = told
+        self._queue: deque[Callable[[], None]] = deque()
+        self._lock = RLock()
+        self._num: dict[Call, int] = {}
+        self.memory = _Memory(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    # Enqueued
+
+    def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
+        self._count("forward")
+        rows = [_copied(row) for row in batch.rows]
+        return self._launch(rows, lambda: ForwardBatch(tuple(batch.copies), rows))
+
+    def forward_drawn(
+        self, rows: Sequence[Row], drawing: Drawing, draws: Sequence[int]
+    ) -> Sequence[Logits]:
+        assert isinstance(drawing, FakeDrawing)
+        assert all(len(row.tokens) == row.num_logits == 1 for row in rows)
+        self._count("ahead")
+        own, places = [_copied(row) for row in rows], list(draws)
+
+        def batch() -> ForwardBatch:
+            tokens = [drawing.guessed.value[place] for place in places]
+            each = zip(own, tokens, strict=True)
+            named = [row._replace(tokens=np.array([token], np.uint32)) for row, token in each]
+            return ForwardBatch((), named)
+
+        return self._launch(own, batch)
+
+    def launch_draws(self, draws: Sequence[Draw]) -> Drawing:
+        assert draws
+        drawing = FakeDrawing(self, self._count("draw"))
+        own = [_copied_draw(draw) for draw in draws]
+        is_off = [self._rng.random() < self._wrong for _ in draws]
+
+        def work() -> None:
+            known = [draw._replace(logits=_value(draw.logits)) for draw in own]
+            tokens = self._inner.sample(known)
+            size = self._inner.spec.vocab_size
+            drawing.tokens.value = tokens
+            drawing.guessed.value = [
+                (token + off) % size for token, off in zip(tokens, is_off, strict=True)
+            ]
+
+        self._enqueue(work)
+        return drawing
+
+    def keep(self, logits: Logits) -> Logits:
+        kept = OnDevice()
+
+        def work() -> None:
+            kept.value = self._inner.keep(_value(logits))
+
+        self._enqueue(work)
+        return kept
+
+    # Waiting
+
+    def sample(self, draws: Sequence[Draw]) -> list[int]:
+        raise AssertionError("draws of a device are launched")
+
+    def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
+        self.wait()
+        return self._inner.logprobs([q._replace(logits=_value(q.logits)) for q in queries])
+
+    def dump(self, logits: Logits) -> bytes:
+        self.wait()
+        return self._inner.dump(_value(logits))
+
+    def wait(self) -> None:
+        """Until all is done."""
+        with self._lock:
+            while self._queue:
+                self._queue.popleft()()
+
+    def run_until(self, value: OnDevice) -> None:
+        """Until `value` is made."""
+        with self._lock:
+            while not value.is_made:
+                self._queue.popleft()()
+
+    def run_some(self) -> None:
+        """What a device may have done by now."""
+        with self._lock:
+            while self._queue and self._rng.random() < self._eagerness:
+                self._queue.popleft()()
+
+    def tell(self, call: Call, number: int) -> None:
+        self._told(call, number)
+
+    # Inside
+
+    def _launch(self, rows: Sequence[Row], batch: Callable[[], ForwardBatch]) -> list[OnDevice]:
+        made = [OnDevice() for row in rows for _ in range(row.num_logits)]
+
+        def work() -> None:
+            found = self._inner.forward(batch())
+            for place, logits in zip(made, found, strict=True):
+                place.value = self._inner.keep(logits)
+
+        self._enqueue(work)
+        return made
+
+    def _enqueue(self, work: Callable[[], None]) -> None:
+        with self._lock:
+            self._queue.append(work)
+        self.run_some()
+
+    def _count(self, call: Call) -> int:
+        number = self._num[call] = self._num.get(call, -1) + 1
+        self._told(call, number)
+        return number
+
+
+class _Memory:
+    """The device's `KVMemory`: its transfers take their turn."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._device._inner.memory, name)
+        if not callable(found):
+            return found
+
+        def in_turn(*args: Any, **more: Any) -> Any:
+            self._device.wait()
+            return found(*args, **more)
+
+        return in_turn
+
+
+def _value(logits: Logits) -> Any:
+    return logits.value if isinstance(logits, OnDevice) else logits
+
+
+def _copied(row: Row) -> Row:
+    windows = tuple(table.copy() for table in row.windows)
+    return row._replace(tokens=row.tokens.copy(), table=row.table.copy(), windows=windows)
+
+
+def _copied_draw(draw: Draw) -> Draw:
+    return draw._replace(
+        history=None if draw.history is None else draw.history.after(()),
+        allowed=None if draw.allowed is None else draw.allowed.copy(),
+    )
+
+
+class Twin:
+    """Two engines under the same commands; the first launches ahead. All that they tell is the same."""
+
+    def __init__(self, ahead: Engine, plain: Engine) -> None:
+        self.ahead = ahead
+        self.plain = plain
+
+    def submit(self, command: Any, gateway: str) -> Any:
+        found, expected = (each.submit(command, gateway) for each in (self.ahead, self.plain))
+        assert repr(found) == repr(expected)
+        return found
+
+    @property
+    def has_work(self) -> bool:
+        assert self.ahead.has_work == self.plain.has_work
+        return self.ahead.has_work
+
+    def step(self) -> StepResult:
+        found, expected = self.ahead.step(), self.plain.step()
+        assert found == expected
+        return found
+
+    def drop_gateway(self, gateway: str) -> None:
+        self.ahead.drop_gateway(gateway)
+        self.plain.drop_gateway(gateway)
+
+    def check(self) -> None:
+        """Their books are in order, and alike."""
+        self.ahead.check()
+        self.plain.check()
+        found, expected = self.ahead.stats(), self.plain.stats()
+        assert found.pool.free == expected.pool.free
+        assert found.tree.cached_blocks == expected.tree.cached_blocks
+        assert found.sched == expected.sched
+        assert found.capsules == expected.capsules
+
+    def stats(self) -> Any:
+        return self.ahead.stats()

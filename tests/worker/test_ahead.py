@@ -1,0 +1,389 @@
+"""Passes that are launched before the tokens of the step are here."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from mallee.mocker.passes import mock_spec
+from mallee.protocol.errors import DeviceMemoryExhausted
+from mallee.protocol.ids import Incarnation, WorkerId, branch_seed
+from mallee.protocol.messages import (
+    Cancel,
+    Capture,
+    Fork,
+    Generate,
+    Limits,
+    Prefill,
+    Sampling,
+    pack_tokens,
+)
+from mallee.testing.forward import MockForward, linear_tokens
+from mallee.testing.random_model import random_model
+from mallee.worker.ahead import REST_STEPS, AheadStats
+from mallee.worker.engine import Engine
+from mallee.worker.forward import Logits
+from mallee.worker.kv.watch import KVChecks
+from mallee.worker.records import EngineConfig
+from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.speculation.speculator import SpeculationConfig
+from support.driving import drive
+from support.engine_machine import PassFailed
+from support.fake_device import Call, FakeDevice
+
+SPEC = mock_spec(vocab_size=64)
+HOT = Sampling(temperature=1.0, seed=3)
+
+
+def mock(num_blocks: int = 64) -> MockForward:
+    return MockForward(SPEC, num_blocks=num_blocks, block_size=4)
+
+
+def make_engine(forward: Any, device: Any = None, **switches: Any) -> Engine:
+    return Engine(
+        forward,
+        device=device,
+        config=EngineConfig(**switches),
+        clock=lambda: 0.0,
+        worker=WorkerId("w0"),
+        incarnation=Incarnation(1),
+    )
+
+
+def over(device: Any, **switches: Any) -> Engine:
+    """An engine that launches ahead."""
+    return make_engine(device, device, **switches)
+
+
+def generate(name: str, prompt: Sequence[int], n: int, **more: Any) -> Generate:
+    sampling = more.pop("sampling", HOT)
+    return Generate(name, pack_tokens(list(prompt)), Limits(n, **more), sampling)
+
+
+def expect(prompt: Sequence[int], n: int, branch: int = 0) -> list[int]:
+    seed = branch_seed(HOT.seed, branch)
+    return linear_tokens(SPEC, prompt, n, sampling=HOT, seed=seed)
+
+
+def step(engine: Engine) -> dict[tuple[str, int], list[int]]:
+    """The tokens of one step."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for frame in engine.step().frames.values():
+        for update in frame.updates:
+            found.setdefault((update.request, update.branch), []).extend(update.tokens)
+    engine.check()
+    return found
+
+
+def joined(steps: Sequence[dict[tuple[str, int], list[int]]], name: str) -> list[int]:
+    """The tokens of a request's first branch."""
+    return [token for found in steps for token in found.get((name, 0), ())]
+
+
+def answers(engine: Engine) -> dict[tuple[str, int], list[int]]:
+    return {key: tokens for key, (tokens, _) in drive(engine).items()}
+
+
+# When passes are launched
+
+
+def test_the_next_pass_is_launched_before_a_token_is_here() -> None:
+    """D7, part, I5, part: from the first decode to the last, and the host waits for draws alone."""
+    calls: list[tuple[Call, int]] = []
+    device = FakeDevice(mock(), wrong=0.0, told=lambda call, n: calls.append((call, n)))
+    engine = over(device)
+    engine.submit(generate("r", [5, 6, 7], 6), "g")
+    assert answers(engine)["r", 0] == expect([5, 6, 7], 6)
+    # A prompt and its draw; a decode in the next step, from then on one that was launched in the step before.
+    assert calls[:3] == [("forward", 0), ("draw", 0), ("collect", 0)]
+    expected: list[tuple[Call, int]] = [("forward", 1)]
+    for i in range(4):
+        expected += [("draw", i + 1), ("ahead", i), ("collect", i + 1)]
+    assert calls[3:] == [*expected, ("draw", 5), ("collect", 5)]
+    assert engine.stats().ahead == AheadStats(num_rows=4, num_void=0)
+
+
+def test_host_and_device_work_at_once() -> None:
+    """D7, part: n steps of a host and a device that need so long take n times the longer of both."""
+
+    def seconds(host: float, busy: float, num_steps: int, *, is_ahead: bool) -> float:
+        now, free_at, ends = 0.0, 0.0, dict[int, float]()
+
+        def told(call: Call, number: int) -> None:
+            nonlocal now, free_at
+            if call in ("forward", "ahead"):
+                free_at = max(free_at, now) + busy
+            elif call == "draw":
+                ends[number] = free_at  # before the pass that is launched behind it
+            elif call == "collect":
+                now = max(now, ends[number])
+
+        device = FakeDevice(mock(400), wrong=0.0, told=told)
+        engine = over(device, overlap=is_ahead) if is_ahead else over(_Waiting(device))
+        for i in range(4):
+            engine.submit(generate(f"r{i}", [i, 9], num_steps + 20), "g")
+        for _ in range(3):
+            engine.step()
+        began = now
+        for _ in range(num_steps):
+            now += host
+            engine.step()
+        return now - began
+
+    for host, busy in ((1.0, 5.0), (5.0, 1.0), (3.0, 3.0)):
+        together = seconds(host, busy, 40, is_ahead=True)
+        in_turn = seconds(host, busy, 40, is_ahead=False)
+        assert 40 * max(host, busy) <= together <= 40 * max(host, busy) + host + busy
+        assert in_turn == pytest.approx(40 * (host + busy))
+
+
+class _Waiting(FakeDevice):
+    """A device that is waited for before anything else is launched."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.__dict__ = device.__dict__
+
+    def forward_drawn(self, *given: Any) -> Any:
+        raise DeviceMemoryExhausted("nothing is launched ahead")
+
+
+def test_what_ends_by_its_length_is_not_launched() -> None:
+    device = FakeDevice(mock(), wrong=0.0)
+    engine = over(device)
+    for i in range(3):
+        engine.submit(generate(f"r{i}", [i], 4 + i), "g")
+    assert answers(engine) == {(f"r{i}", 0): expect([i], 4 + i) for i in range(3)}
+    # Of n tokens the first follows the prompt, and the second is computed in the step after it.
+    assert engine.stats().ahead == AheadStats(sum(4 + i - 2 for i in range(3)), 0)
+
+
+@pytest.mark.parametrize(
+    ("switches", "sampling"),
+    [
+        ({"overlap": False}, HOT),
+        ({"kv_checks": KVChecks("digests")}, HOT),
+        ({"kv_checks": KVChecks("guards")}, HOT),
+        ({"speculation": SpeculationConfig("auto")}, HOT),
+        ({}, Sampling(temperature=1.0, seed=3, logprobs=1)),
+    ],
+)
+def test_nothing_is_launched_ahead_that_would_be_seen_or_waited_for(
+    switches: Any, sampling: Sampling
+) -> None:
+    device = _Plain(mock())
+    engine = over(device, **switches)
+    engine.submit(generate("r", [5, 6], 9, sampling=sampling), "g")
+    assert answers(engine)["r", 0] == expect([5, 6], 9)
+    assert engine.stats().ahead == AheadStats(0, 0)
+
+
+class _Plain(FakeDevice):
+    """It draws at once as well."""
+
+    def sample(self, draws: Any) -> list[int]:
+        return self.launch_draws(draws).collect()
+
+
+def test_rows_that_wait_for_a_prompt_are_computed_with_it() -> None:
+    """No pass is launched ahead while a prompt is computed, chunk by chunk."""
+    calls: list[Call] = []
+    device = FakeDevice(mock(), wrong=0.0, told=lambda call, n: calls.append(call))
+    engine = over(device, scheduler=SchedulerConfig(max_step_tokens=8))
+    engine.submit(generate("a", [1], 30), "g")
+    for _ in range(4):
+        step(engine)
+    engine.submit(generate("b", range(40), 3), "g")
+    calls.clear()
+    found = [step(engine) for _ in range(6)]
+    assert all(("a", 0) in each for each in found)
+    assert calls[:3] == ["forward", "draw", "collect"]  # its chunk, beside the pass launched before
+    assert "ahead" not in calls
+    rest = answers(engine)
+    assert [*joined(found, "a"), *rest["a", 0]] == expect([1], 30)[4:]
+    assert engine.stats().ahead.num_void == 0
+
+
+# What becomes of them
+
+
+def test_wrong_guesses_are_computed_again() -> None:
+    """I5: every one of them."""
+    engine = over(FakeDevice(mock(), wrong=1.0))
+    for i in range(3):
+        engine.submit(generate(f"r{i}", [i, 7], 12), "g")
+    assert answers(engine) == {(f"r{i}", 0): expect([i, 7], 12) for i in range(3)}
+    stats = engine.stats().ahead
+    assert stats.num_void == stats.num_rows == 30
+
+
+def test_the_pass_of_a_step_outlives_one_that_only_draws() -> None:
+    """D18, part: a fork arrives while others decode; its branches draw, and nothing is computed twice."""
+    inner = mock()
+    engine = over(FakeDevice(inner, wrong=0.0))
+    engine.submit(Prefill("p", pack_tokens([1, 2, 3, 4, 5])), "g")
+    answers(engine)
+    engine.submit(generate("r", [9], 20), "g")
+    for _ in range(5):
+        step(engine)
+    engine.submit(Fork("f", "p.0", (b"",) * 3, Limits(6), HOT), "g")
+    found = answers(engine)
+    for i in range(3):
+        assert found["f", i] == expect([1, 2, 3, 4, 5], 6, i)
+    assert found["r", 0] == expect([9], 20)[5:]
+    assert engine.stats().ahead.num_void == 0
+    assert inner.num_tokens == 5 + 1 + 19 + 3 * 5
+
+
+@pytest.mark.parametrize("num_steps", range(2, 12))
+def test_a_captured_branch_goes_on_in_a_copy_of_its_block(num_steps: int) -> None:
+    """F7, part: the slot that was written ahead is the capsule's; the branch computes its own."""
+    engine = over(FakeDevice(mock(), wrong=0.0))
+    engine.submit(generate("r", [5, 6, 7], 20), "g")
+    begun = joined([step(engine) for _ in range(num_steps)], "r")
+    engine.submit(Capture("c", "r"), "g")
+    rest = answers(engine)["r", 0]
+    assert [*begun, *rest] == expect([5, 6, 7], 20)
+    engine.submit(Fork("again", "c.0", (b"",), Limits(0), resumes=True), "g")
+    seen = len(begun)
+    assert answers(engine)["again", 0] == expect([5, 6, 7], 20)[seen:]
+    num_void = 0 if (3 + seen - 1) % 4 == 0 else 1  # at a block's end nothing is shared in part
+    assert engine.stats().ahead.num_void == num_void
+
+
+@pytest.mark.parametrize("num_steps", range(2, 10))
+def test_blocks_taken_ahead_are_given_back_and_taken_again(num_steps: int) -> None:
+    """D22, part: between steps the books are those of an engine that launches nothing ahead."""
+    ahead, plain = over(FakeDevice(mock(), wrong=0.0)), make_engine(mock())
+    for engine in (ahead, plain):
+        for i in range(5):
+            engine.submit(generate(f"r{i}", range(i + 1), 20), "g")
+    for number in range(30):
+        if number == num_steps:
+            for engine in (ahead, plain):
+                engine.submit(Cancel("r2"), "g")
+        if plain.has_work:
+            assert ahead.step() == plain.step()
+            ahead.check()
+            assert ahead.stats().pool.free == plain.stats().pool.free
+    # Of the cancelled one its row is in vain; its free block may be taken before those of two others.
+    assert 1 <= ahead.stats().ahead.num_void <= 3
+
+
+@pytest.mark.parametrize("k", range(1, 10))
+def test_an_answer_that_ends_leaves_no_block_behind_its_tokens(k: int) -> None:
+    """D22, part: one with a row ahead, maybe in a block of its own, draws a stop token."""
+    whole = expect([8, 9], 12)
+    assert whole.index(whole[k]) == k
+    found = []
+    for device in (FakeDevice(mock(), wrong=0.0), None):
+        engine = over(device) if device is not None else make_engine(mock())
+        engine.submit(generate("r", [8, 9], 30, stop_token_ids=(whole[k],)), "g")
+        assert answers(engine)["r", 0] == whole[:k]
+        found.append((engine.stats().pool.free, engine.stats().tree))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("often", [2, 3])
+def test_a_step_that_fails_while_a_pass_is_under_way_is_taken_again(often: int) -> None:
+    """I18, part: of two tokens, so that a guess for another position is often right."""
+    inner = MockForward(mock_spec(vocab_size=2), num_blocks=64, block_size=4)
+    engine = over(_Shaky(inner, wrong=0.0, often=often))
+    for i in range(3):
+        engine.submit(generate(f"r{i}", [i % 2] * (i + 1), 30), "g")
+    found: dict[tuple[str, int], list[int]] = {}
+    num_failed = 0
+    while engine.has_work:
+        try:
+            for key, tokens in step(engine).items():
+                found.setdefault(key, []).extend(tokens)
+        except PassFailed:
+            num_failed += 1
+            engine.check()
+    assert num_failed > 10
+    for i in range(3):
+        prompt, seed = [i % 2] * (i + 1), branch_seed(HOT.seed, 0)
+        assert found[f"r{i}", 0] == linear_tokens(inner.spec, prompt, 30, sampling=HOT, seed=seed)
+    assert engine.stats().ahead.num_void >= num_failed
+
+
+class _Shaky(FakeDevice):
+    """Every so many draws can't be fetched."""
+
+    def __init__(self, *given: Any, often: int, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._often = often
+
+    def tell(self, call: Call, number: int) -> None:
+        if call == "collect" and number % self._often == 1:
+            raise PassFailed
+
+
+def test_without_free_blocks_rows_wait_for_their_turn() -> None:
+    """I26, part: nothing is evicted or preempted for the sake of a row ahead; then as ever."""
+    ahead = over(FakeDevice(mock(9), wrong=0.0), max_answer_capsules=0)
+    plain = make_engine(mock(9), max_answer_capsules=0)
+    for engine in (ahead, plain):
+        for i in range(4):
+            engine.submit(generate(f"r{i}", [i, 1, 2], 16), "g")
+    while plain.has_work:
+        assert ahead.step() == plain.step()
+        ahead.check()
+    assert not ahead.has_work
+    assert ahead.stats().sched.num_preemptions == plain.stats().sched.num_preemptions > 0
+    assert ahead.stats().ahead.num_rows > 0
+
+
+def test_a_pass_ahead_without_memory_ends_no_branch() -> None:
+    """I26, part: and it is not tried again for a while."""
+    device = _Tight(mock(200), wrong=0.0)
+    engine = over(device)
+    engine.submit(generate("r", [4, 4], REST_STEPS + 40), "g")
+    found = drive(engine)["r", 0]
+    assert found[0] == expect([4, 4], REST_STEPS + 40)
+    assert found[1].error is None
+    assert device.num_refused == 1
+    assert engine.stats().ahead.num_rows == 40 - 2 - 1
+
+
+class _Tight(FakeDevice):
+    """Its memory is too small once."""
+
+    num_refused = 0
+
+    def forward_drawn(self, *given: Any) -> Sequence[Logits]:
+        if not self.num_refused:
+            self.num_refused += 1
+            raise DeviceMemoryExhausted("Tried to allocate")
+        return super().forward_drawn(*given)
+
+
+# Models
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_model_draws_the_same_tokens_with_passes_ahead(
+    family: str, one_thread: Any, small_window_pools: Any
+) -> None:
+    """D7, part, I5, part: in torch, whose draws and passes are launched as on a GPU; with windows, too."""
+    model = random_model(family, 5)
+    found = []
+    for is_ahead in (True, False):
+        forward = model.forward(num_blocks=200, block_size=4)
+        scheduler = SchedulerConfig(max_step_tokens=16)
+        engine = make_engine(forward, forward if is_ahead else None, scheduler=scheduler)
+        for i in range(4):
+            prompt = [7 * i + k for k in range(5 + 3 * i)]
+            sampling = Sampling(temperature=0.0 if i == 0 else 1.0, seed=i, top_p=0.9)
+            engine.submit(generate(f"r{i}", prompt, 40, sampling=sampling, ignore_eos=True), "g")
+        found.append(answers(engine))
+        stats = engine.stats().ahead
+        assert stats.num_void == 0
+        assert (stats.num_rows > 100) == is_ahead
+    assert found[0] == found[1]
+
+
+def test_a_worker_launches_ahead_where_its_device_computes_beside_it() -> None:
+    forward = random_model().forward()
+    assert not forward.is_beside_host
+    forward._device = "cuda:0"
+    assert forward.is_beside_host
