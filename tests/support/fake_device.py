@@ -172,7 +172,7 @@ class FakeDevice:
                 self._queue.popleft()()
 
     def run_some(self) -> None:
-        """What a device may have done by now."""
+        """As much as a device may have done by now."""
         with self._lock:
             while self._queue and self._rng.random() < self._eagerness:
                 self._queue.popleft()()
