@@ -730,7 +730,7 @@ def load_forward(config: AppConfig, threads: int) -> "TorchForward":
 
 def room_on_device(config: AppConfig) -> "Room":
     """A worker's part of its CUDA device."""
-    from mallee.worker.memory.budget import Room
+    from mallee.worker.memory.budget import GRAPHS, Room
     from mallee.worker.memory.device import probe
 
     engine, scheduler = config.engine, config.scheduler
@@ -742,6 +742,7 @@ def room_on_device(config: AppConfig) -> "Room":
         max_step_tokens=scheduler.max_step_tokens,
         kept_rows=engine.max_answer_capsules,
         host_tier=int(engine.host_gib * 2**30),
+        graphs=GRAPHS if engine.cuda_graphs == "auto" else 0,
     )
 
 

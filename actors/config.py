@@ -104,6 +104,11 @@ class EngineSettings(Settings):
         description="A row's attention has the same bits whatever runs beside it, at some speed; on `cuda`,"
         " with FlashInfer. Products of matrices may still round by the size of the batch.",
     )
+    cuda_graphs: Literal["auto", "off"] = Field(
+        default="auto",
+        description="On `cuda` with FlashInfer, steps of up to 256 rows of one token replay what was recorded"
+        " at the start, where that is faster; `off`: none does, and KV gets the 0.5 GiB.",
+    )
     pin_cpus: bool = Field(
         default=True,
         description="Keep a worker with a CUDA device to the CPUs of that device's NUMA node, where the"
@@ -207,7 +212,7 @@ class EngineSettings(Settings):
         description="An engine whose step takes longer counts as dead and is replaced.",
     )
 
-    @field_validator("speculation", mode="before")
+    @field_validator("speculation", "cuda_graphs", mode="before")
     @classmethod
     def _read_off(cls, value: object) -> object:
         """YAML reads a bare `off` as false."""
@@ -751,6 +756,7 @@ class AppConfig(Settings):
 
 _OF_MODELS = (
     *("engine.dtype", "engine.kv_dtype", "engine.device", "engine.deterministic"),
+    "engine.cuda_graphs",
     *("engine.threads", "engine.kv_gib", "engine.device_share", "engine.pin_cpus"),
     *("engine.host_gib", "engine.disk_path", "engine.disk_gib", "engine.disk_tenant_gib"),
     *("engine.disk_fsync", "engine.tier_gib_s", "ray.worker_gpus", "experimental.kv_checks"),

@@ -157,7 +157,19 @@ class Check:
         ours.engine.close()
 
     def recaptures(self) -> Iterator[Row]:
-        yield self.row("recaptures", None, "the engine captures no graphs yet")
+        graphs = self.forward.stats().graphs
+        self.figures["graphs"] = {"rows": graphs.sizes, "nbytes": graphs.nbytes}
+        if not graphs.sizes:
+            reason = "no graph won, see the log" if self.is_cuda else "graphs are CUDA's"
+            yield self.row("recaptures", None, reason)
+            return
+        ours = trees.engine_over(self.forward, self.scale)
+        found = trees.replays(ours, self.scale)
+        self.figures["recaptures"] = found._asdict()
+        ours.engine.close()
+        if not found.num_replays:
+            raise RuntimeError("no step of the forks was a replay")
+        yield self.row("recaptures", found.num_captures)
 
     def search(self) -> Iterator[Row]:
         forked = trees.engine_over(self.forward, self.scale)

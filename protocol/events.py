@@ -203,6 +203,7 @@ class MemoryUse(msgspec.Struct, frozen=True, array_like=True):
     weights: int
     kv: int
     other: int
+    graphs: int = 0  # recorded decode steps
 
 
 class FetchPrices(msgspec.Struct, frozen=True, array_like=True):

@@ -19,7 +19,8 @@ def memory_use(stats: "MemoryStats", load: Load | None) -> MemoryUse | None:
     besides. None: that can't be told on this system.
     """
     if stats.reserved is not None:
-        return MemoryUse(stats.weights, stats.kv, max(0, stats.reserved - stats.weights - stats.kv))
+        known = stats.weights + stats.kv + stats.graphs
+        return MemoryUse(stats.weights, stats.kv, max(0, stats.reserved - known), stats.graphs)
     if not _STATM.exists():
         return None
     resident = int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -413,10 +413,10 @@ _LOAD: Final = _area(
     _gauge(
         "mallee_worker_memory_bytes",
         "bytes",
-        "Memory of the worker's process on its device: the `weights`, the `kv`, and all the `other`. On a CPU"
-        " that is its resident memory, with the KV that was ever in use.",
+        "Memory of the worker's process on its device: the `weights`, the `kv`, recorded steps (`graphs`) and"
+        " all the `other`. On a CPU that is its resident memory, with the KV that was ever in use.",
         _WORKER,
-        Label("part", ("weights", "kv", "other")),
+        Label("part", ("weights", "kv", "graphs", "other")),
         when="some worker is no mocked engine",
     ),
     _gauge(

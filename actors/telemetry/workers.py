@@ -85,7 +85,8 @@ _LOADS: Final[Table[Load]] = {
     ("mallee_worker_lent_blocks_total",): _sum("use.num_lent_blocks"),
 }
 _MEMORY: Final[Table[MemoryUse]] = {
-    ("mallee_worker_memory_bytes", part): _sum(part) for part in ("weights", "kv", "other")
+    ("mallee_worker_memory_bytes", part): _sum(part)
+    for part in ("weights", "kv", "graphs", "other")
 }
 
 LYING: Final[dict[str, Callable[[TierUse], int]]] = {

@@ -10,6 +10,7 @@ from mallee.testing.quantized import Form, quantization_config, quantized_tensor
 from mallee.testing.random_model import random_tensors
 from mallee.worker.memory.budget import Budget, DeviceMemory, Room
 from mallee.worker.model.config import ModelConfig, model_spec
+from mallee.worker.model.graphs.decode import GraphOptions
 from mallee.worker.model.loading.config_json import parse_config
 from mallee.worker.model.loading.stored import expected_shapes
 from mallee.worker.model.loading.weights import ModelWeights, fuse_weights
@@ -90,12 +91,12 @@ class Model(NamedTuple):
     spec: ModelSpec
 
     def forward(self, num_blocks: int, **options: Any) -> TorchForward:
-        """Over a KV memory of its own, unless `memories` are given."""
+        """Over a KV memory of its own, unless `memories` are given; with graphs, on CUDA."""
         return TorchForward(
             *(self.config, self.weights, self.spec),
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
-            **options,
+            **{"graphs": GraphOptions(), **options},
         )
 
     def budget(self, room: Room, before: DeviceMemory) -> Budget:

@@ -103,6 +103,33 @@ def restore_ms(ours: Ours, scale: Scale) -> float:
     return 1000 * statistics.median(times)
 
 
+class Replays(NamedTuple):
+    """Steps of forks, and graphs that were recorded meanwhile."""
+
+    num_captures: int
+    num_replays: int
+    num_eager: int
+
+
+REPLAYED_FORKS = 4
+"""Of one parent at a time: of many, steps read what they share together, and are eager."""
+
+
+def replays(ours: Ours, scale: Scale) -> Replays:
+    """As many forks of one parent as a scale has, each of which draws a few tokens."""
+    capsule = ours.prefill(prompt(scale, scale.shared, 4))
+    before = ours.forward.stats().graphs
+    for _ in range(0, scale.forks, REPLAYED_FORKS):
+        ours.fork(capsule, [[]] * REPLAYED_FORKS, 4)
+    after = ours.forward.stats().graphs
+    ours.release(capsule)
+    return Replays(
+        after.num_captures - before.num_captures,
+        after.num_replays - before.num_replays,
+        sum(dict(after.num_eager).values()) - sum(dict(before.num_eager).values()),
+    )
+
+
 class Search(NamedTuple):
     """Seconds of a search's rollouts, by forks and by sending every text again; tokens drawn in each."""
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from mallee.actors.build import engine_config
+from mallee.actors.build import engine_config, room_on_device
 from mallee.actors.config import AppConfig, problems, put, servers
 from mallee.protocol.errors import ConfigError
 from mallee.worker.speculation.speculator import SpeculationConfig
@@ -169,6 +169,14 @@ def test_credentials_in_the_brokers_url_are_refused_and_not_shown() -> None:
         with pytest.raises(ValidationError) as caught:
             AppConfig.model_validate({"model": "m", "nats_url": url})
         assert "hush" not in f"{sentence} {caught.value} {list(problems(caught.value))}"
+
+
+@pytest.mark.parametrize(("value", "nbytes"), [("off", 0), (False, 0), ("auto", 512 << 20)])
+def test_graphs_are_off_as_yaml_reads_it_too(value: Any, nbytes: int) -> None:
+    """I13, part: a worker's room then has nothing for them."""
+    settings = make(engine__cuda_graphs=value, engine__device="cuda")
+    assert room_on_device(settings).graphs == nbytes
+    assert "'auto' or 'off'" in refused(engine__cuda_graphs="on")[0][1]
 
 
 @pytest.mark.parametrize("value", ["off", False])

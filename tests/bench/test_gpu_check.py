@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,8 +18,11 @@ from bench.gpu.shapes import FULL, TINY_SCALE, product_flops, random_model
 from bench.gpu.targets import TARGETS, row
 from bench.gpu_check import Check, counts, missing, run
 from mallee.worker.forward import ForwardBatch, Logits
+from mallee.worker.model.graphs.decode import GraphOptions
 from mallee.worker.model.loading.stored import expected_shapes
+from support import flashinfer_emulator
 from support.benches import ROOT, run_bench
+from support.recorded_graphs import RecordedGraphs
 from support.torch_threads import one_torch_thread
 
 
@@ -42,11 +46,11 @@ def test_every_target_is_a_row_of_the_last_line_with_a_figure_or_a_reason() -> N
     for each in found["rows"]:
         assert each["meets"] is None
         if each["name"] == "recaptures":
-            assert each["reason"] == "the engine captures no graphs yet"
+            assert each["reason"] == "graphs are CUDA's"
         else:
             assert each["measured"] > 0
     memory = found["figures"]["memory"]
-    assert memory["taken"].keys() == {"weights", "kv", "other"}
+    assert memory["taken"].keys() == {"weights", "kv", "other", "graphs"}
     assert memory["budget"]["weights"] == memory["taken"]["weights"]
     assert found["versions"]["torch"] == torch.__version__
     search = found["figures"]["search"]
@@ -115,6 +119,20 @@ def test_a_bench_that_fails_is_a_row_with_the_reason_and_the_others_go_on(
     assert (found["prefill"].measured, found["prefill"].reason) == (None, reason)
     assert found["forks"].measured is not None
     assert found["search"].reason == "it was not run"
+
+
+def test_forks_of_a_whole_engine_replay_and_capture_nothing() -> None:
+    """I13, part, F3, part: over the stand-in for a GPU; each answer draws three tokens by replays."""
+    scale = replace(TINY_SCALE, raw={**TINY_SCALE.raw, "head_dim": 64})
+    device = RecordedGraphs()
+    forward = random_model(scale, "cpu").forward(
+        scale.num_blocks, flashinfer=flashinfer_emulator, graphs=GraphOptions(8, device=device)
+    )
+    ours = trees.engine_over(forward, scale)
+    found = trees.replays(ours, scale)
+    assert found == (0, 3 * scale.forks / trees.REPLAYED_FORKS, 0)
+    assert device.num_captures == 4
+    ours.engine.close()
 
 
 def test_the_operations_of_a_prefill_are_two_for_each_weight_and_token() -> None:

@@ -18,7 +18,7 @@ DISCRETE_SHARE: Final = 0.9
 UNIFIED_SHARE: Final = 0.8
 """Of memory that is the host's too: its system, Ray, the gateway and the page cache live there."""
 GRAPHS: Final = 512 * MIB
-"""Recorded decode steps and their buffers."""
+"""Recorded decode steps and their buffers, which are measured at the start: what is more is left out."""
 WORKSPACE: Final = 512 * MIB
 """The attention's own, and what matrix products take for a moment."""
 LEAST_LEFT: Final = 0.02
@@ -104,6 +104,7 @@ class Room:
     max_step_tokens: int = 512
     kept_rows: int = 0
     host_tier: int = 0
+    graphs: int = GRAPHS  # bytes for recorded steps; 0: none are recorded
 
     def split(self, device: DeviceMemory, work: Work, draft: Work | None = None) -> Budget:
         """The budget on `device`. Raises ConfigError if there is no room for a block of KV.
@@ -125,12 +126,12 @@ class Room:
         staging = work.staged_blocks * work.block_nbytes
         host_tier = self.host_tier if device.is_unified else 0
         weights = sum(each.weights for each in models)
-        needs = weights + GRAPHS + activations + logits + staging + host_tier
+        needs = weights + self.graphs + activations + logits + staging + host_tier
         budget = Budget(
             device,
             share,
             weights=work.weights,
-            graphs=GRAPHS,
+            graphs=self.graphs,
             activations=activations,
             logits=logits,
             staging=staging,

@@ -23,7 +23,7 @@ from mallee.worker.forward import Draw, Drawing, ForwardBatch, Logits, LogprobQu
 from mallee.worker.kv.node import BlockCopy
 from mallee.worker.kv.tiers.moves import STAGED_BLOCKS
 from mallee.worker.kv.tiers.window_rows import row_spans
-from mallee.worker.memory.budget import Budget, Room, Work, check_context
+from mallee.worker.memory.budget import GRAPHS, Budget, Room, Work, check_context
 from mallee.worker.memory.refusals import shed, told
 from mallee.worker.memory.transfer import sent
 from mallee.worker.model.attention.flashinfer import FlashInferAttention
@@ -37,6 +37,7 @@ from mallee.worker.model.config import (
 )
 from mallee.worker.model.decoder import Decoder
 from mallee.worker.model.graphs.decode import (
+    MAX_ROWS,
     NO_GRAPHS,
     DecodeGraphs,
     GraphOptions,
@@ -457,7 +458,8 @@ def load(
     where bfloat16 is several times slower. kv_dtype: "auto" (as dtype) or "fp8", which halves KV and
     rounds it to 3 bits of fraction (on a CPU a slow emulation). `deterministic`: attention gives a row the
     same bits whatever runs beside it; on CUDA with FlashInfer alone. The context served is the model's,
-    cut to `max_model_len` and to what the blocks hold. `draft`: the folder of a model with the same tokens,
+    cut to `max_model_len` and to what the blocks hold. On CUDA decode steps are recorded, within what `room`
+    has for that. `draft`: the folder of a model with the same tokens,
     loaded beside it (`TorchForward.draft`) with as many blocks, which come out of the same memory.
     Raises ModelNotFound, UnsupportedModel, WeightsMismatch, ConfigError.
     """
@@ -500,6 +502,10 @@ def load(
     if specs[0].max_model_len > num_tokens:
         cut = "context cut from %d to the %d tokens the KV holds"
         log.warning(cut, specs[0].max_model_len, num_tokens)
+    graphs = None
+    if graphs_nbytes := GRAPHS if room is None else room.graphs:
+        most = MAX_ROWS if room is None else room.max_rows
+        graphs = GraphOptions(most, graphs_nbytes // len(models))
     with told("taking the memory of KV", budget):
         forward, *drafts = (
             TorchForward(
@@ -512,6 +518,7 @@ def load(
                 block_size=block_size,
                 kv_dtype=model.kv_dtype,
                 is_deterministic=deterministic,
+                graphs=graphs,
             )
             for model in models
         )

@@ -16,6 +16,8 @@ def test_on_a_device_the_rest_is_what_torch_has_taken_besides() -> None:
     """I23, part: KV memory is there from the start."""
     stats = MemoryStats(weights=3 * GIB, kv=2 * GIB, reserved=6 * GIB)
     assert memory_use(stats, None) == MemoryUse(3 * GIB, 2 * GIB, GIB)
+    stats = stats._replace(graphs=GIB // 4)
+    assert memory_use(stats, None) == MemoryUse(3 * GIB, 2 * GIB, 3 * GIB // 4, GIB // 4)
 
 
 def test_on_a_host_kv_counts_that_was_ever_used() -> None:

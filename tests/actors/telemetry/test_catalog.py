@@ -45,7 +45,7 @@ def full_gateway() -> GatewayMetrics:
         *(WorkerId("w0"), 1, "a", "m", "f", 16, 100, 8, 4096, 0),
         load=Load(1, 0, 1, 0, use),
         lending=LendingUse(LOAN, LOAN),
-        memory=MemoryUse(3, 2, 1),
+        memory=MemoryUse(3, 2, 1, 1),
     )
     metrics.workers.heard(lease)
     metrics.routed(WorkerId("w0"), 1, 1)

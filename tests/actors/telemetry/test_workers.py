@@ -69,7 +69,7 @@ def test_memory_is_shown_by_branch_and_by_part() -> None:
         kept_by_tier=kept,
         max_kept_blocks=90,
     )
-    metrics.workers.heard(lease("a", use, memory=MemoryUse(7000, 2000, 1000)))
+    metrics.workers.heard(lease("a", use, memory=MemoryUse(7000, 2000, 1000, 500)))
     metrics.workers.heard(lease("idle", EngineUse(50, 0, 0, 0, 0, 0, 0, 0, 0, 0)))
     lines = metrics.render().decode().splitlines()
     for line in (
@@ -84,6 +84,7 @@ def test_memory_is_shown_by_branch_and_by_part() -> None:
         'mallee_worker_memory_bytes{part="weights",worker="a"} 7000.0',
         'mallee_worker_memory_bytes{part="kv",worker="a"} 2000.0',
         'mallee_worker_memory_bytes{part="other",worker="a"} 1000.0',
+        'mallee_worker_memory_bytes{part="graphs",worker="a"} 500.0',
     ):
         assert line in lines, line
     assert not any("memory" in line and "idle" in line for line in lines), (

@@ -56,6 +56,15 @@ def test_the_lines_are_the_whole_device_and_kv_is_the_rest() -> None:
     assert "host tier" not in text
 
 
+def test_without_graphs_their_memory_is_for_kv() -> None:
+    """I13, part: `engine.cuda_graphs: off`."""
+    on, off = (room(H200, **own).split(H200, LLAMA_8B) for own in ({}, {"graphs": 0}))
+    assert (on.graphs, off.graphs) == (GIB // 2, 0)
+    assert off.kv == on.kv + GIB // 2
+    assert "CUDA graphs 0.50 GiB" in str(on)
+    assert "CUDA graphs" not in str(off)
+
+
 @given(
     total=st.integers(20, 200),
     used=st.integers(0, 60),

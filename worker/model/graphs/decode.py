@@ -230,18 +230,21 @@ class DecodeGraphs:
         self, device: GraphDevice, sizes: Sequence[int], max_nbytes: int, *, is_proven: bool
     ) -> None:
         begin = device.taken()
-        places, tables = _room(self._model, self._largest)
-        left_out: dict[int, str] = {}
-        costs: list[str] = []
-        beside: DecodeGraph | None = None
+        try:
+            places, tables = _room(self._model, self._largest)
+        except torch.OutOfMemoryError as error:
+            log.warning("no CUDA graphs: %s", _reason_of(error))
+            return
         last = device.taken()
-        costs.append(f"{_mib(last - begin)} of tables and logits")
+        costs = [f"{_mib(last - begin)} of tables and logits"]
+        left_out: dict[int, str] = {}
+        beside: DecodeGraph | None = None
         for size in sorted(sizes, reverse=True):
             graph = DecodeGraph(self._model, places.first(size), tables)
             try:
                 graph.capture(device, beside)
             except (RuntimeError, ValueError) as error:
-                left_out[size] = str(error).partition("\n")[0]
+                left_out[size] = _reason_of(error)
                 continue
             self._num_captures += 1
             now = device.taken()
@@ -320,6 +323,10 @@ def _room(model: Model, num_rows: int) -> tuple[Places, dict[int, FixedTables]]:
     slots = {window: ids() for window in model.groups}
     outputs = torch.arange(num_rows, device=device)
     return Places(ids(), ids(), ids(), slots, outputs, logits), tables
+
+
+def _reason_of(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _mib(nbytes: int) -> str:
