@@ -1,12 +1,12 @@
 """Proves the GPU path on this machine: its tests, and every figure that has a target.
 
-    python -m bench.gpu_check [--device cuda] [--tiny] [--no-tests] [--only NAME,...]
+    python -m bench.gpu_check [--device cuda] [--tiny] [--no-tests] [--only NAME,...] [--profile FILE]
 
 Prints hardware and versions, runs the tests marked `gpu`, then the benches of `bench/gpu` over random weights
 of Llama 3.1 8B's shape; nothing is downloaded. A bench that fails is a row with the reason, and the others go
 on. The last line is one JSON object. Exit status: 0, or 1 if a test or a bench failed or a target was missed,
 or 2 if there is no device: then it says what is missing. `--tiny --device cpu` runs the same code on tiny
-shapes, which proves no figure.
+shapes, which proves no figure. `--profile` also measures a coarse grid of steps, for the mocker.
 """
 
 import argparse
@@ -32,6 +32,8 @@ from bench.gpu import exact, steps, trees
 from bench.gpu.shapes import BLOCK_SIZE, FULL, TINY_SCALE, Scale, random_model
 from bench.gpu.targets import H200_FLOOR_S, PREFILL_FLOPS, TARGETS, Row, row
 from mallee.actors.hosting.memory import memory_use
+from mallee.cli.mocker.profile import clock_of
+from mallee.mocker.timing.measure import Profiler, Sweep
 from mallee.worker.memory.budget import DeviceMemory, Room
 from mallee.worker.memory.device import host_memory, probe
 from mallee.worker.model.runner import TorchForward
@@ -44,14 +46,17 @@ ALONE_BLOCKS: Final = 64
 """Of a forward that computes one short text at a time."""
 TEST_TIMEOUT_S: Final = 900
 """Of one test: the first one compiles kernels."""
+PROFILE: Final = Sweep((64, 512, 2048, 6144), (0, 2048, 8192), (1, 8, 32, 64), (128, 1024))
+"""Points of the grid on a real device."""
 
 
 class Check:
     """The benches of one device and scale; each yields rows, and what else it saw goes to `figures`."""
 
-    def __init__(self, device: str, scale: Scale) -> None:
+    def __init__(self, device: str, scale: Scale, profile_file: Path | None = None) -> None:
         self.device = device
         self.scale = scale
+        self.profile_file = profile_file
         self.is_cuda = torch.device(device).type == "cuda"
         self.is_real = self.is_cuda and scale is FULL
         self.figures: dict[str, Any] = {}
@@ -85,6 +90,7 @@ class Check:
             "recaptures": self.recaptures,
             "search": self.search,
             "reference_error": self.exact,
+            **({} if self.profile_file is None else {"profile": self.profile}),
         }
 
     def row(self, name: str, measured: float | None, reason: str = "") -> Row:
@@ -190,6 +196,29 @@ class Check:
         )
         yield self.row("exact_prompts", exact.num_equal(fixed, self.scale))
 
+    def profile(self) -> Iterator[Row]:
+        """A grid of the engine's steps, for `mallee replay --timing`."""
+        assert self.profile_file is not None, "the bench runs if there is one"
+        forward = self.forward
+        sweep = PROFILE if self.is_real else Sweep.quick()
+        profiler = Profiler(
+            forward,
+            sweep.fitted_to(forward.spec.max_model_len, forward.num_blocks, BLOCK_SIZE),
+            clock=clock_of(self.device),
+        )
+        known = {name: value for name, value in versions().items() if value is not None}
+        conditions: dict[str, str | int | float] = {
+            **known,
+            "model": forward.spec.name,
+            "dtype": "bfloat16",
+            "device": self.device,
+            "block_size": BLOCK_SIZE,
+        }
+        found = profiler.measure(conditions)
+        found.save(self.profile_file)
+        self.figures["profile"] = {"file": str(self.profile_file), "jitter": found.jitter}
+        yield from ()
+
 
 def as_device(device: str) -> DeviceMemory:
     """The host's memory, in place of a device's."""
@@ -238,7 +267,7 @@ def versions() -> dict[str, str | None]:
         "capability": ".".join(map(str, torch.cuda.get_device_capability())) if is_cuda else None,
         "driver": driver(),
         "cuda": torch.version.cuda,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         **measure.machine(),
     }
     for name in PACKAGES:
@@ -313,7 +342,12 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: they prove no figure")
     parser.add_argument("--no-tests", action="store_true", help="run no tests")
     parser.add_argument("--only", default="", help="benches by the name of their first row")
+    parser.add_argument(
+        "--profile", type=Path, help="write a grid for `mallee replay --timing` there"
+    )
     options = parser.parse_args()
+    if options.profile is not None and not options.profile.absolute().parent.is_dir():
+        parser.error(f"--profile {options.profile}: there is no folder {options.profile.parent}")
     found = versions()
     for key, value in found.items():
         print(f"{key:>20}  {value or 'none'}")
@@ -324,7 +358,7 @@ def main() -> int:
         print(json.dumps({"rows": [], "missing": lacking, "versions": found}))
         return 2
     tests = None if options.no_tests else run_tests(options.device)
-    check = Check(options.device, TINY_SCALE if options.tiny else FULL)
+    check = Check(options.device, TINY_SCALE if options.tiny else FULL, options.profile)
     print(check.budget)
     rows, failed = run(check, set(filter(None, options.only.split(","))))
     for each in rows:

@@ -19,7 +19,7 @@ from mallee.worker.model.config import (
     resolve_kv_dtype,
 )
 from mallee.worker.model.loading.config_json import parse_config
-from mallee.worker.model.loading.stored import expected_shapes
+from mallee.worker.model.loading.random_weights import random_tensors
 from mallee.worker.model.loading.weights import fuse_weights
 from mallee.worker.model.runner import TorchForward
 
@@ -123,20 +123,6 @@ def random_model(family: str = "llama", seed: int = 0, **overrides: Any) -> Rand
         **overrides,
     }
     return RandomModel(raw, random_tensors(parse_config(raw), torch.Generator().manual_seed(seed)))
-
-
-def random_tensors(
-    config: ModelConfig, generator: torch.Generator, dtype: torch.dtype = torch.float32
-) -> dict[str, torch.Tensor]:
-    """Weights of `config` under transformers' names, on the generator's device."""
-    tensors = {}
-    for name, shape in expected_shapes(config).items():
-        values = torch.randn(shape, generator=generator, dtype=dtype, device=generator.device)
-        # Wide enough that next tokens differ clearly, narrow enough that nothing saturates.
-        is_norm = len(shape) == 1
-        centre = 1.0 - config.family.norm_offset
-        tensors[name] = centre + 0.1 * values if is_norm else values * 1.5 / shape[1] ** 0.5
-    return tensors
 
 
 def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -7,41 +7,17 @@ import torch
 
 from mallee.protocol.model import ModelSpec
 from mallee.testing.quantized import Form, quantization_config, quantized_tensors
-from mallee.testing.random_model import random_tensors
 from mallee.worker.memory.budget import Budget, DeviceMemory, Room
 from mallee.worker.model.config import ModelConfig, model_spec
 from mallee.worker.model.graphs.decode import GraphOptions
 from mallee.worker.model.loading.config_json import parse_config
+from mallee.worker.model.loading.random_weights import SHAPES, random_tensors
 from mallee.worker.model.loading.stored import expected_shapes
 from mallee.worker.model.loading.weights import ModelWeights, fuse_weights
 from mallee.worker.model.runner import TorchForward, work_of
 
 BLOCK_SIZE: Final = 16
-LLAMA_8B: Final[dict[str, Any]] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 500_000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "tie_word_embeddings": False,
-    "eos_token_id": 128_001,
-    "dtype": "bfloat16",
-}
+LLAMA_8B: Final = SHAPES["llama-3.1-8b"]
 TINY: Final[dict[str, Any]] = LLAMA_8B | {
     "vocab_size": 512,
     "hidden_size": 64,

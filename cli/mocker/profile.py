@@ -5,12 +5,15 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+import mallee
 from mallee.cli.options import check_file, require_serve_extra
 from mallee.protocol.errors import ConfigError
 
@@ -27,7 +30,10 @@ def add_to(cli: typer.Typer) -> None:
 
 
 def profile(
-    model: Annotated[str | None, typer.Argument(help="As --model of `mallee serve`.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="As --model of `mallee serve`; with --random-weights a shape."),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--to", help="The file to write; `mallee replay --timing` reads it."),
@@ -38,6 +44,13 @@ def profile(
             help="Record the steps of an engine, phase by phase, for ui.perfetto.dev: the file to write."
         ),
     ] = None,
+    random_weights: Annotated[
+        bool,
+        typer.Option(
+            help="Draw the weights: MODEL is a folder with a config.json, or llama-3.1-8b, and nothing is"
+            " downloaded."
+        ),
+    ] = False,
     quick: Annotated[bool, typer.Option(help="A few points only.")] = False,
     fits: Annotated[
         bool, typer.Option(help="Print the profiles that come with Mallee, and their errors.")
@@ -56,7 +69,11 @@ def profile(
 ) -> None:
     """Measure what a model's passes take on this machine, for `mallee replay --timing FILE`.
 
-    With --trace FILE, record an engine's steps instead, or as well.
+    With --trace FILE, record an engine's steps instead, or as well. Examples:
+
+    mallee profile smollm2 --quick --to cpu.json
+
+    mallee profile llama-3.1-8b --random-weights --device cuda --kv-tokens 262144 --to gpu.json
     """
     from mallee.mocker.timing.profiles import fits_table
 
@@ -71,24 +88,16 @@ def profile(
         if target is not None:
             _check_target(option, target)
     require_serve_extra()
-    from mallee.worker.model.loading.source import resolve_model
-    from mallee.worker.model.runner import load
-
     console = Console(stderr=True)
     threads = threads or os.cpu_count() or 1
+    load = _drawn if random_weights else _stored
     with console.status(f"loading {model} ..."):
-        forward = load(
-            resolve_model(model),
-            num_blocks=kv_tokens // BLOCK_SIZE,
-            block_size=BLOCK_SIZE,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-        )
+        forward = load(model, kv_tokens, dtype, device, threads)
     gc.collect()
     gc.freeze()  # as workers do: a full collection would fall into a step
     conditions: dict[str, str | int | float] = {
         **_about(forward.spec, device),
+        "weights": "random" if random_weights else "stored",
         "threads": threads,
         "block_size": BLOCK_SIZE,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
@@ -110,9 +119,70 @@ def profile(
         def report(line: str) -> None:
             console.print(f"[dim]{line}[/]", highlight=False)
 
-        found = Profiler(forward, sweep, report=report).measure(conditions)
+        found = Profiler(forward, sweep, clock=clock_of(device), report=report).measure(conditions)
     found.save(out)
     console.print(f"wrote {out}: jitter {found.jitter:.3f}", highlight=False)
+
+
+def _stored(model: str, kv_tokens: int, dtype: str, device: str, threads: int) -> "TorchForward":
+    """The model as it is stored."""
+    from mallee.worker.model.backend import check_device
+    from mallee.worker.model.loading.source import resolve_model
+    from mallee.worker.model.runner import load
+
+    check_device(device)  # before anything is downloaded
+    return load(
+        resolve_model(model),
+        num_blocks=kv_tokens // BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+    )
+
+
+def _drawn(model: str, kv_tokens: int, dtype: str, device: str, threads: int) -> "TorchForward":
+    """A model of that shape with random weights."""
+    import torch
+
+    from mallee.worker.model.backend import check_device
+    from mallee.worker.model.config import model_spec
+    from mallee.worker.model.graphs.decode import GraphOptions
+    from mallee.worker.model.loading.config_json import parse_config
+    from mallee.worker.model.loading.random_weights import draw_weights, read_shape
+    from mallee.worker.model.runner import TorchForward, resolve_dtype
+
+    check_device(device)
+    torch.set_num_threads(threads)
+    config = parse_config(read_shape(model))
+    dtype = resolve_dtype(dtype, config, device)
+    weights = draw_weights(config, dtype=getattr(torch, dtype), device=device)
+    spec = model_spec(
+        config,
+        name=Path(model).name,
+        weights_digest="random",
+        dtype=dtype,
+        max_model_len=kv_tokens // BLOCK_SIZE * BLOCK_SIZE,
+    )
+    return TorchForward(
+        *(config, weights, spec),
+        num_blocks=kv_tokens // BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        graphs=GraphOptions(),  # as a worker has them
+    )
+
+
+def clock_of(device: str) -> Callable[[], float]:
+    """Seconds by this host's clock; on CUDA once the device has done all that was launched."""
+    if not device.startswith("cuda"):
+        return time.perf_counter
+    import torch
+
+    def clock() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return clock
 
 
 def _record(
@@ -144,11 +214,28 @@ def _check_target(option: str, target: Path) -> None:
 
 
 def _about(spec: "ModelSpec", device: str) -> dict[str, str]:
-    """The model and its arithmetic, as a profile's file names them."""
+    """The model, its arithmetic and what computes it, as a profile's file names them."""
+    import torch
+
     dtypes = {2: "bfloat16", 4: "float32"}
-    return {
+    found = {
         "model": spec.name,
         "fingerprint": spec.fingerprint,
         "device": device,
         "dtype": dtypes.get(spec.dtype_nbytes, str(spec.dtype_nbytes)),
+        "torch": str(torch.__version__),
+        "mallee": mallee.__version__,
     }
+    if device.startswith("cuda"):
+        found["device_name"] = torch.cuda.get_device_name(device)
+        found["cuda"] = str(torch.version.cuda)
+        found["flashinfer"] = _installed("flashinfer-python") or "none"
+    return found
+
+
+def _installed(package: str) -> str | None:
+    """Its version, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

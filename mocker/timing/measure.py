@@ -77,9 +77,11 @@ class Sweep:
         least = self.context[:2][-1]  # two contexts at least, for any rows
         rows = [n for n in self.rows if n * (least + self._tail) <= room]
         most = rows[-1] if rows else 1
+        new = tuple(n for n in self.new if n <= window)
+        longest = new[-1] if new else 0  # it is measured behind every prefix
         found = Sweep(
-            tuple(n for n in self.new if n <= window),
-            tuple(p for p in self.prefix if p + self.new[0] <= window),
+            new,
+            tuple(p for p in self.prefix if not p or p + longest <= min(window, room)),
             tuple(rows),
             tuple(c for c in self.context if c <= window and most * (c + self._tail) <= room),
             self.repeats,

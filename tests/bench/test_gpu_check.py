@@ -17,6 +17,7 @@ from bench.gpu import exact, steps, trees
 from bench.gpu.shapes import FULL, TINY_SCALE, product_flops, random_model
 from bench.gpu.targets import TARGETS, row
 from bench.gpu_check import Check, counts, missing, run
+from mallee.mocker.timing.files import read_timing
 from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.model.graphs.decode import GraphOptions
 from mallee.worker.model.loading.stored import expected_shapes
@@ -60,6 +61,18 @@ def test_every_target_is_a_row_of_the_last_line_with_a_figure_or_a_reason() -> N
     each_again = scale.measured_expansions * scale.rollouts * scale.shared
     assert search["resent_prefilled"] >= each_again, "every text is computed again"
     assert search["prefilled"] < scale.shared + scale.expansions * scale.rollouts
+
+
+def test_a_grid_of_steps_is_written_for_the_mocker(tmp_path: Path) -> None:
+    """I27, part: `--profile FILE`, with what it was measured on."""
+    out = tmp_path / "grid.json"
+    rows, failed = run(Check("cpu", TINY_SCALE, out), {"profile"})
+    assert failed == []
+    assert [each.measured for each in rows] == [None] * len(TARGETS)
+    found = read_timing(out)
+    assert found.conditions["device"] == "cpu"
+    assert found.conditions["torch"] == torch.__version__
+    assert 0 < found.timing().step_s([(100, 0)], 2, 200) < 10
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")

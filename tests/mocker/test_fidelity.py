@@ -134,5 +134,8 @@ def test_sweeps_keep_to_what_fits() -> None:
     assert Sweep.up_to(12, 300, 100) == Sweep(
         (16, 32, 64, 100), (0, 256, 300), (1, 2, 4, 8, 12), (32, 128, 300)
     )
+    # Every chunk is measured behind every prefix.
+    assert small.prefix == (0,)
+    assert Sweep().fitted_to(2048, 3072, BLOCK_SIZE).prefix == (0, 256, 1024)
     with pytest.raises(ConfigError, match="rows="):
         Sweep().fitted_to(max_model_len=400, num_blocks=8, block_size=BLOCK_SIZE)

@@ -1,14 +1,23 @@
 """`mallee profile`: a file from a real engine, and what is wrong in one line."""
 
+import json
+from dataclasses import replace
+from math import log2
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from typer.testing import CliRunner
 
 from mallee.cli.main import cli
-from mallee.mocker.timing import load_timing
+from mallee.cli.mocker.profile import clock_of
+from mallee.mocker.engine import MockedEngine
+from mallee.mocker.timing import Timing, load_timing
 from mallee.mocker.timing.files import GridData, read_timing
-from mallee.protocol.errors import ConfigError
+from mallee.mocker.timing.grid import Grid
+from mallee.protocol.errors import ConfigError, MalleeError
+from mallee.protocol.ids import Incarnation, RequestId, WorkerId, capsule_id
+from mallee.protocol.messages import Fork, Generate, Limits, Prefill, pack_tokens
 
 
 def test_a_real_engine_becomes_a_file_that_loads(tmp_path: Path) -> None:
@@ -30,6 +39,121 @@ def test_a_real_engine_becomes_a_file_that_loads(tmp_path: Path) -> None:
     assert found.kv_bytes_per_token > 0
     timing = load_timing(str(out))
     assert 0 < timing.step_s([(20, 0)], 2, 80) < 5
+
+
+SIZES = ["--max-rows", "3", "--max-context", "64", "--max-step-tokens", "32", "--threads", "1"]
+
+
+def steps_of(timing: Timing, commands: list[Prefill | Fork | Generate]) -> list[float]:
+    """Seconds of each step of a mocked engine that is given these commands, one after the other."""
+    engine = MockedEngine(
+        timing=timing,
+        num_blocks=256,
+        block_size=16,
+        worker=WorkerId("w"),
+        incarnation=Incarnation(1),
+        clock=lambda: 0.0,
+        max_multi_step=1,
+    )
+    found, now = [], 0.0
+    for command in commands:
+        engine.submit(command)
+        while engine.has_work:
+            end = engine.start(now)
+            assert end is not None
+            found.append(end - now)
+            engine.finish()
+            now = end
+    return found
+
+
+def test_a_mock_takes_what_was_measured_at_each_point(tmp_path: Path) -> None:
+    """K20, I27, part: drawn weights to a grid to an engine's steps; the grid's points come back."""
+    pytest.importorskip("torch")
+    from mallee.testing.random_model import random_model
+
+    folder = tmp_path / "shape"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(random_model("llama", 4).raw))
+    out = tmp_path / "tiny.json"
+    arguments = ["profile", str(folder), "--random-weights", "--to", str(out), *SIZES]
+    answer = CliRunner().invoke(cli, [*arguments, "--kv-tokens", "2048", "--dtype", "float32"])
+    assert answer.exit_code == 0, answer.output
+    found = read_timing(out)
+    assert found.conditions["weights"] == "random"
+    assert found.conditions["model"] == "shape"
+    assert found.conditions["device"] == "cpu"
+    assert found.conditions["torch"]
+    assert isinstance(found.model, GridData)
+    timing, prefill, decode = (
+        replace(found.timing(), jitter=0.0),
+        found.model.prefill,
+        found.model.decode,
+    )
+    assert isinstance(timing.model, Grid)
+    table = (
+        timing.model.prefills.seconds
+    )  # measured, made monotone, which leaves the mean of the logs
+    measured = [log2(seconds) for row in prefill.seconds for seconds in row]
+    assert fmean(log2(s) for row in table for s in row) == pytest.approx(fmean(measured), abs=0.01)
+    limits = Limits(1, ignore_eos=True)
+    for i, new in enumerate(prefill.new):
+        text = pack_tokens(list(range(int(new))))
+        for j, prefix in enumerate(prefill.prefix):
+            commands: list[Prefill | Fork | Generate] = [Generate("g", text, limits)]
+            if prefix:
+                first = Prefill("p", pack_tokens([7] * int(prefix)))
+                commands = [first, Fork("f", capsule_id(RequestId("p"), 0), (text,), limits)]
+            assert steps_of(timing, commands)[-1] == pytest.approx(table[i][j])
+    for i, rows in enumerate(decode.rows):
+        for j, context in enumerate(decode.context):
+            # The step after the prompt's reads the prompt and the first token.
+            prompt = pack_tokens([5] * (int(context) - 1))
+            both = Generate("g", prompt, Limits(2, ignore_eos=True), n=int(rows))
+            seconds = steps_of(timing, [both])[-1]
+            assert seconds == pytest.approx(timing.model.decodes.seconds[i][j], rel=1e-6)
+
+
+def test_a_device_has_done_its_work_when_its_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    waited: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    clock = clock_of("cuda:0")
+    assert clock() <= clock()
+    assert waited == ["cuda:0", "cuda:0"]
+    clock_of("cpu")()
+    assert len(waited) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["smollm2", "--device", "tpu"], "tpu"),
+        (["smollm2", "--device", "cuda:99"], "cuda:99"),
+        (["no/such", "--random-weights"], "none of the shapes llama-3.1-8b"),
+        (["no/such"], "no/such"),
+    ],
+)
+def test_a_model_or_device_that_there_is_not_is_named(
+    arguments: list[str], named: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    out = tmp_path / "x.json"
+    answer = CliRunner().invoke(cli, ["profile", *arguments, "--to", str(out)])
+    assert isinstance(answer.exception, MalleeError)
+    assert named in str(answer.exception)
+    assert not out.exists()
+
+
+def test_a_grid_with_fewer_than_two_points_says_what_to_give(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from mallee.testing.random_model import random_model
+
+    random_model("llama", 4, max_position_embeddings=64).save(tmp_path / "model")
+    arguments = ["profile", str(tmp_path / "model"), "--to", str(tmp_path / "x.json")]
+    answer = CliRunner().invoke(cli, [*arguments, "--kv-tokens", "1024", "--threads", "1"])
+    assert isinstance(answer.exception, ConfigError)
+    assert "fewer than two fit" in str(answer.exception)
 
 
 @pytest.mark.parametrize(
