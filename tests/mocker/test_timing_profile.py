@@ -41,11 +41,11 @@ def test_a_real_engine_becomes_a_file_that_loads(tmp_path: Path) -> None:
     assert 0 < timing.step_s([(20, 0)], 2, 80) < 5
 
 
-SIZES = ["--max-rows", "3", "--max-context", "64", "--max-step-tokens", "32", "--threads", "1"]
+SIZES = ["--max-rows", "3", "--max-context", "256", "--max-step-tokens", "32", "--threads", "1"]
 
 
-def steps_of(timing: Timing, commands: list[Prefill | Fork | Generate]) -> list[float]:
-    """Seconds of each step of a mocked engine that is given these commands, one after the other."""
+def steps_of(timing: Timing, *rounds: list[Prefill | Fork | Generate]) -> list[float]:
+    """Seconds of each step of a mocked engine that is given these commands, round after round."""
     engine = MockedEngine(
         timing=timing,
         num_blocks=256,
@@ -56,8 +56,9 @@ def steps_of(timing: Timing, commands: list[Prefill | Fork | Generate]) -> list[
         max_multi_step=1,
     )
     found, now = [], 0.0
-    for command in commands:
-        engine.submit(command)
+    for commands in rounds:
+        for command in commands:
+            engine.submit(command)
         while engine.has_work:
             end = engine.start(now)
             assert end is not None
@@ -91,6 +92,7 @@ def test_a_mock_takes_what_was_measured_at_each_point(tmp_path: Path) -> None:
         found.model.decode,
     )
     assert isinstance(timing.model, Grid)
+    assert prefill.prefix == (0, 256)
     table = (
         timing.model.prefills.seconds
     )  # measured, made monotone, which leaves the mean of the logs
@@ -100,18 +102,22 @@ def test_a_mock_takes_what_was_measured_at_each_point(tmp_path: Path) -> None:
     for i, new in enumerate(prefill.new):
         text = pack_tokens(list(range(int(new))))
         for j, prefix in enumerate(prefill.prefix):
-            commands: list[Prefill | Fork | Generate] = [Generate("g", text, limits)]
             if prefix:
                 first = Prefill("p", pack_tokens([7] * int(prefix)))
-                commands = [first, Fork("f", capsule_id(RequestId("p"), 0), (text,), limits)]
-            assert steps_of(timing, commands)[-1] == pytest.approx(table[i][j])
+                fork = Fork("f", capsule_id(RequestId("p"), 0), (text,), limits)
+                times = steps_of(timing, [first], [fork])
+            else:
+                times = steps_of(timing, [Generate("g", text, limits)])
+            assert times[-1] == pytest.approx(table[i][j])
     for i, rows in enumerate(decode.rows):
         for j, context in enumerate(decode.context):
-            # The step after the prompt's reads the prompt and the first token.
-            prompt = pack_tokens([5] * (int(context) - 1))
-            both = Generate("g", prompt, Limits(2, ignore_eos=True), n=int(rows))
-            seconds = steps_of(timing, [both])[-1]
-            assert seconds == pytest.approx(timing.model.decodes.seconds[i][j], rel=1e-6)
+            # The step after the prompts' reads each prompt and its first token.
+            texts = [pack_tokens([row] * (int(context) - 1)) for row in range(int(rows))]
+            both = Limits(2, ignore_eos=True)
+            times = steps_of(
+                timing, [Generate(f"g{i}", text, both) for i, text in enumerate(texts)]
+            )
+            assert times[-1] == pytest.approx(timing.model.decodes.seconds[i][j], rel=1e-6)
 
 
 def test_a_device_has_done_its_work_when_its_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
