@@ -28,7 +28,7 @@ from xml.etree import ElementTree
 import torch
 
 from bench import ROOT, measure
-from bench.gpu import exact, steps, trees
+from bench.gpu import exact, loop, steps, trees
 from bench.gpu.shapes import BLOCK_SIZE, FULL, TINY_SCALE, Scale, random_model
 from bench.gpu.targets import H200_FLOOR_S, PREFILL_FLOPS, TARGETS, Row, row
 from mallee.actors.hosting.memory import memory_use
@@ -122,11 +122,14 @@ class Check:
         return steps.read_bandwidth(self.device, size)
 
     def decode(self) -> Iterator[Row]:
-        found = steps.decode(self.forward, self.scale, self.bandwidth)
+        whole = loop.alone(self.forward, self.scale)
+        found = steps.decode(self.forward, self.scale, self.bandwidth, whole.step_s)
         if self.is_real and "H200" in torch.cuda.get_device_name(self.device):
             found = found._replace(floor_s=H200_FLOOR_S)
         self.figures["decode"] = {
             "step_ms": 1000 * found.step_s,
+            "host_gap": whole.host_gap,
+            "pass_ms": 1000 * found.pass_s,
             "floor_ms": 1000 * found.floor_s,
             "read_bytes_s": self.bandwidth,
         }
@@ -135,9 +138,12 @@ class Check:
     def decode_fp8(self) -> Iterator[Row]:
         model = random_model(self.scale, self.device, "fp8-block")
         forward = model.forward(min(self.num_blocks, ALONE_BLOCKS))
-        found = steps.decode(forward, self.scale, self.bandwidth)
+        whole = loop.alone(forward, self.scale)
+        found = steps.decode(forward, self.scale, self.bandwidth, whole.step_s)
         self.figures["decode_fp8"] = {
             "step_ms": 1000 * found.step_s,
+            "host_gap": whole.host_gap,
+            "pass_ms": 1000 * found.pass_s,
             "floor_ms": 1000 * found.floor_s,
             "weights": model.weights.nbytes,
         }
@@ -149,9 +155,17 @@ class Check:
         yield self.row("prefill", flops / PREFILL_FLOPS)
 
     def shared(self) -> Iterator[Row]:
-        found = steps.shared_prefix(self.forward, self.scale)
-        self.figures["shared"] = {name: 1000 * s for name, s in found._asdict().items()}
-        yield self.row("shared_step", found.step_ratio)
+        branches = loop.forked(self.forward, self.scale, self.scale.shared)
+        short = loop.forked(self.forward, self.scale, 1)
+        found = steps.shared_attention(self.forward, self.scale)
+        self.figures["shared"] = {
+            "step_ms": 1000 * branches.step_s,
+            "host_gap": branches.host_gap,
+            "weights_ms": 1000 * short.step_s,
+            "shared_ms": 1000 * found.shared_s,
+            "flat_ms": 1000 * found.flat_s,
+        }
+        yield self.row("shared_step", branches.step_s / short.step_s)
         yield self.row("shared_attention", found.speedup)
 
     def forks(self) -> Iterator[Row]:

@@ -44,6 +44,7 @@ class Ours:
         self.forward.shares_reads = shares_reads
         self.engine = Engine(
             self.forward,
+            device=self.forward if self.forward.is_beside_host else None,
             config=config,
             clock=time.monotonic,
             worker=WorkerId("bench"),

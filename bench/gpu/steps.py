@@ -88,9 +88,10 @@ def step_s(forward: TorchForward, rows: Sequence[Row], repeats: int) -> float:
 
 
 class Decode(NamedTuple):
-    """A decode step of one text."""
+    """A decode step of one text, and the pass and its draws alone."""
 
     step_s: float
+    pass_s: float
     floor_s: float  # the weights, once over the memory
 
     @property
@@ -98,12 +99,12 @@ class Decode(NamedTuple):
         return self.floor_s / self.step_s
 
 
-def decode(forward: TorchForward, scale: Scale, bandwidth: float) -> Decode:
-    """One row over a short text against reading the weights once at `bandwidth`."""
+def decode(forward: TorchForward, scale: Scale, bandwidth: float, step: float) -> Decode:
+    """One row over a short text, `step` seconds in an engine, against its weights read at `bandwidth`."""
     weights = forward.decoder.weights
     nbytes = weights.nbytes - (0 if scale.config.tie_word_embeddings else weights.embedding.nbytes)
     rows = decode_rows(tables(forward, 1, 2, 0), 17)
-    return Decode(step_s(forward, rows, scale.repeats), nbytes / bandwidth)
+    return Decode(step, step_s(forward, rows, scale.repeats), nbytes / bandwidth)
 
 
 def prefill_flops(forward: TorchForward, scale: Scale) -> float:
@@ -125,31 +126,22 @@ def prompt_batch(forward: TorchForward, num: int) -> ForwardBatch:
 
 
 class Shared(NamedTuple):
-    """Branches over one prefix: a step, the same rows over almost nothing, attention shared and flat."""
+    """The attention of branches over one prefix, read together and by each of them."""
 
-    step_s: float
-    weights_s: float
     shared_s: float
     flat_s: float
-
-    @property
-    def step_ratio(self) -> float:
-        return self.step_s / self.weights_s
 
     @property
     def speedup(self) -> float:
         return self.flat_s / self.shared_s
 
 
-def shared_prefix(forward: TorchForward, scale: Scale) -> Shared:
+def shared_attention(forward: TorchForward, scale: Scale) -> Shared:
     """Decodes of branches that share a prefix."""
     size, num = forward.block_size, scale.branches
     prefix = scale.shared // size
     branches = decode_rows(tables(forward, num, prefix + 1, prefix), prefix * size)
-    short = decode_rows(tables(forward, num, 1, 0), 0)
     return Shared(
-        step_s(forward, branches, scale.repeats),
-        step_s(forward, short, scale.repeats),
         attention_s(forward, branches, scale.repeats, is_shared=True),
         attention_s(forward, branches, scale.repeats, is_shared=False),
     )

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from bench.gpu import exact, steps, trees
+from bench.gpu import exact, loop, steps, trees
 from bench.gpu.shapes import FULL, TINY_SCALE, product_flops, random_model
 from bench.gpu.targets import TARGETS, row
 from bench.gpu_check import Check, counts, missing, run
@@ -200,3 +200,20 @@ def test_outcomes_of_tests_are_counted(tmp_path: Path) -> None:
         '<testsuites><testsuite tests="9" failures="2" errors="1" skipped="4"/></testsuites>'
     )
     assert counts(report) == {"tests": 9, "failures": 2, "errors": 1, "skipped": 4}
+
+
+def test_steps_are_those_of_an_engine_and_gaps_those_between_its_launches(check: Check) -> None:
+    for found in (
+        loop.alone(check.forward, TINY_SCALE),
+        loop.forked(check.forward, TINY_SCALE, TINY_SCALE.shared),
+    ):
+        assert found.step_s > 0
+        assert found.host_gap is None, "a CPU has no events"
+
+    class At(float):
+        def elapsed_time(self, later: float) -> float:
+            return later - self
+
+    spans = [(At(begin), At(end)) for begin, end in ((0, 4), (4, 5), (6, 9), (9.5, 10))]
+    assert loop.idle_share(spans) == pytest.approx(0.15)
+    assert loop.idle_share([]) is None

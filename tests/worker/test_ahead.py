@@ -88,7 +88,7 @@ def answers(engine: Engine) -> dict[tuple[str, int], list[int]]:
 
 
 def test_the_next_pass_is_launched_before_a_token_is_here() -> None:
-    """D7, part, I5, part: from the first decode to the last, and the host waits for draws alone."""
+    """I18, part: from the first decode to the last, and the host waits for draws alone."""
     calls: list[tuple[Call, int]] = []
     device = FakeDevice(mock(), wrong=0.0, told=lambda call, n: calls.append((call, n)))
     engine = over(device)
@@ -104,7 +104,7 @@ def test_the_next_pass_is_launched_before_a_token_is_here() -> None:
 
 
 def test_host_and_device_work_at_once() -> None:
-    """D7, part: n steps of a host and a device that need so long take n times the longer of both."""
+    """I18, part: n steps of a host and a device that need so long take n times the longer of both."""
 
     def seconds(host: float, busy: float, num_steps: int, *, is_ahead: bool) -> float:
         now, free_at, ends = 0.0, 0.0, dict[int, float]()
@@ -207,7 +207,7 @@ def test_rows_that_wait_for_a_prompt_are_computed_with_it() -> None:
 
 
 def test_wrong_guesses_are_computed_again() -> None:
-    """I5: every one of them."""
+    """I5, part: every one of them."""
     engine = over(FakeDevice(mock(), wrong=1.0))
     for i in range(3):
         engine.submit(generate(f"r{i}", [i, 7], 12), "g")
@@ -217,7 +217,7 @@ def test_wrong_guesses_are_computed_again() -> None:
 
 
 def test_the_pass_of_a_step_outlives_one_that_only_draws() -> None:
-    """D18, part: a fork arrives while others decode; its branches draw, and nothing is computed twice."""
+    """D19, part: a fork arrives while others decode; its branches draw, and nothing is computed twice."""
     inner = mock()
     engine = over(FakeDevice(inner, wrong=0.0))
     engine.submit(Prefill("p", pack_tokens([1, 2, 3, 4, 5])), "g")
@@ -236,7 +236,7 @@ def test_the_pass_of_a_step_outlives_one_that_only_draws() -> None:
 
 @pytest.mark.parametrize("num_steps", range(2, 12))
 def test_a_captured_branch_goes_on_in_a_copy_of_its_block(num_steps: int) -> None:
-    """F7, part: the slot that was written ahead is the capsule's; the branch computes its own."""
+    """F2, part: the slot that was written ahead is the capsule's; the branch computes its own."""
     engine = over(FakeDevice(mock(), wrong=0.0))
     engine.submit(generate("r", [5, 6, 7], 20), "g")
     begun = joined([step(engine) for _ in range(num_steps)], "r")
@@ -252,7 +252,7 @@ def test_a_captured_branch_goes_on_in_a_copy_of_its_block(num_steps: int) -> Non
 
 @pytest.mark.parametrize("num_steps", range(2, 10))
 def test_blocks_taken_ahead_are_given_back_and_taken_again(num_steps: int) -> None:
-    """D22, part: between steps the books are those of an engine that launches nothing ahead."""
+    """D30, part: between steps the books are those of an engine that launches nothing ahead."""
     ahead, plain = over(FakeDevice(mock(), wrong=0.0)), make_engine(mock())
     for engine in (ahead, plain):
         for i in range(5):
@@ -271,7 +271,7 @@ def test_blocks_taken_ahead_are_given_back_and_taken_again(num_steps: int) -> No
 
 @pytest.mark.parametrize("k", range(1, 10))
 def test_an_answer_that_ends_leaves_no_block_behind_its_tokens(k: int) -> None:
-    """D22, part: one with a row ahead, maybe in a block of its own, draws a stop token."""
+    """D14, part: one with a row ahead, maybe in a block of its own, draws a stop token."""
     whole = expect([8, 9], 12)
     assert whole.index(whole[k]) == k
     found = []
@@ -364,7 +364,7 @@ class _Tight(FakeDevice):
 def test_a_model_draws_the_same_tokens_with_passes_ahead(
     family: str, one_thread: Any, small_window_pools: Any
 ) -> None:
-    """D7, part, I5, part: in torch, whose draws and passes are launched as on a GPU; with windows, too."""
+    """I18, part, I5, part: in torch, whose draws and passes are launched as on a GPU; with windows, too."""
     model = random_model(family, 5)
     found = []
     for is_ahead in (True, False):

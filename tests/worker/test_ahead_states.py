@@ -178,7 +178,7 @@ class FallibleTorch(FallibleAhead):
 def test_launching_ahead_changes_nothing_that_is_told(
     machine: type[EngineMachine], num: int, steps: int
 ) -> None:
-    """I5, part, I26, part: random trees of all kinds of requests on small pools, under every policy.
+    """I18, part, D16, part, I26, part: random trees of all kinds of requests on small pools.
 
     Step by step the same updates, events and replies as without it, with guesses that are wrong, with
     cancels, cuts, captures, preemption and eviction while passes are under way; and no block leaks.

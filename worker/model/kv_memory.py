@@ -1,6 +1,7 @@
 """The KV memory of a torch model as bytes, for checks and tiers. Doesn't know what a slot holds.
 
-Checks are slow: every one waits for the device and copies what it looks at.
+Checks are slow: every one waits for the device and copies what it looks at. Whatever thread it is called
+from, a transfer takes its place on the device's default stream, behind all that was launched before.
 """
 
 from collections.abc import Sequence

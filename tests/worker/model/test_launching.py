@@ -66,7 +66,7 @@ def test_nothing_waits_for_the_device_while_passes_are_launched() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_pass_over_drawn_tokens_is_that_over_the_tokens_by_name(family: str) -> None:
-    """D7, part: bit for bit, whatever the order of rows and draws."""
+    """I18, part: bit for bit, whatever the order of rows and draws."""
     first, second = (random_model(family).forward() for _ in range(2))
     prompt = list(range(3, 21))
     drawing, later, ahead = run_twice(first, prompt)
