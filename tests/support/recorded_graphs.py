@@ -89,7 +89,7 @@ class RecordedGraphs:
         *,
         refuse: Callable[[int], None] = lambda n: None,
         graph_nbytes: Callable[[int], int] = lambda n: 1 << 20,
-        times: tuple[float, ...] = (1.0, 2.0),
+        times: tuple[float, ...] = (1.0, 2.0, 1.0),
     ) -> None:
         self.num_tried = self.num_captures = self.num_replays = self.num_timed = 0
         self.poisoned: list[torch.Tensor] = []

@@ -6,7 +6,7 @@ Doesn't know which sequence a row belongs to, which rows share blocks, or when a
 import logging
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -153,13 +153,13 @@ class TorchForward:
         flashinfer: Any = None,
         memories: list[torch.Tensor] | None = None,
         graphs: GraphOptions | None = None,
-        proven_graphs: Sequence[int] | None = None,
+        graph_gains: Mapping[int, float] | None = None,
     ) -> None:
         """KV memory is allocated here, in `kv_dtype` (None: the weights' own), unless it is given.
 
         `shares_reads` False reads every row's keys apart; `uses_kernels` False computes in torch
         operations alone. `is_deterministic`, `flashinfer`: see `choose_backend`. `graphs`: of decode steps,
-        recorded here (None: there are none); `proven_graphs`: see `make_graphs`.
+        recorded here (None: there are none); `graph_gains`: see `make_graphs`.
         """
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(f"num_blocks={num_blocks}, block_size={block_size}: need 1 or more")
@@ -222,10 +222,10 @@ class TorchForward:
         self._graphs: DecodeGraphs | None = None
         if graphs is not None:
             padding = padding_row([blocks for _, blocks in sizes])
-            self._graphs = self._recorded(graphs, padding, proven_graphs)
+            self._graphs = self._recorded(graphs, padding, graph_gains)
 
     def _recorded(
-        self, options: GraphOptions, padding: Row, proven: Sequence[int] | None
+        self, options: GraphOptions, padding: Row, gains: Mapping[int, float] | None
     ) -> DecodeGraphs | None:
         attention = self._attention
         if options.device is None and torch.device(self._device).type != "cuda":
@@ -245,7 +245,7 @@ class TorchForward:
             min(self.num_blocks, -(-self.spec.max_model_len // self.block_size)),
             self.block_size,
         )
-        return make_graphs(model, options, proven=proven)
+        return make_graphs(model, options, gains)
 
     def with_weights(self, folder: Path, version: WeightVersion) -> "TorchForward":
         """The same model over the same KV memory, with the weights in `folder`; may run beside this one.
@@ -290,7 +290,7 @@ class TorchForward:
             flashinfer=self._flashinfer,
             memories=self._memories,
             graphs=self._graph_options,
-            proven_graphs=None if self._graphs is None else self._graphs.sizes,
+            graph_gains=None if self._graphs is None else self._graphs.gains,
         )
         forward.draft = self.draft
         return forward

@@ -6,8 +6,8 @@ logits are dropped. Tokens, positions, slots and page tables are copied to where
 a fork, a restore or a row that ends changes contents alone: nothing is recorded after the start.
 
 Eager stay steps with prompts or drafts, those of more rows than the largest graph, and those whose rows share
-so much that reading it once pays, by the attention's own measure: with the shared prefixes the launches
-change, too. So do sizes at which a graph is no faster, or has no memory.
+so much that reading it once saves more than a graph does: with the shared prefixes the launches change, too.
+So do sizes at which a graph is no faster, or has no memory. Trials at the start tell.
 """
 
 import logging
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from mallee.worker.forward import Row
+from mallee.worker.kv.node import BlockTable
 from mallee.worker.memory.budget import GRAPHS, MIB
 from mallee.worker.model.attention.base import split_batch
 from mallee.worker.model.attention.fixed_tables import FixedDecode, FixedTables
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 
 MAX_ROWS: Final = 256
 """Of the largest graph: beyond it a step's products take longer than its launches."""
+
+LONG_BLOCKS: Final = 256
+"""Of a row in a trial that reads: on an H200 they take about a tenth of a millisecond for an 8B model."""
 
 Reason = Literal["tokens", "rows", "shared", "off", "watched"]
 """Reasons for an eager step: rows of several tokens, too many rows, a shared prefix, a size that is off, a
@@ -104,6 +108,23 @@ class Model(NamedTuple):
     block_size: int
 
 
+class Trial(NamedTuple):
+    """Seconds of steps of as many rows: replayed and eager over one block each, replayed over more."""
+
+    replay_s: float
+    eager_s: float
+    long_s: float
+    num_more: int  # block reads
+
+    @property
+    def gain(self) -> float:
+        """The block reads that take as long as the replay saves; 0 if reads take no time to speak of."""
+        if self.long_s <= self.replay_s or not self.num_more:
+            return 0.0
+        read_s = (self.long_s - self.replay_s) / self.num_more
+        return (self.eager_s - self.replay_s) / read_s
+
+
 class DecodeGraph:
     """The recorded step of `num_rows` rows."""
 
@@ -160,6 +181,7 @@ class DecodeGraphs:
 
     __slots__ = (
         *("_eager", "_graphs", "_largest", "_model", "_nbytes", "_num_captures", "_num_replays"),
+        "gains",
     )
 
     def __init__(
@@ -168,21 +190,22 @@ class DecodeGraphs:
         device: GraphDevice,
         sizes: Sequence[int],
         max_nbytes: int,
-        *,
-        is_proven: bool = False,
+        gains: Mapping[int, float] | None = None,
     ) -> None:
         """Record steps of `sizes`, the largest first: others use its memory again.
 
-        Left out is what fails, what would take more than `max_nbytes` together, and, unless `is_proven`, what
-        is no faster than an eager step.
+        Left out is what fails, what would take more than `max_nbytes` together, and what is no faster than an
+        eager step. Nothing is timed if `gains` of those sizes are known.
         """
         self._model = model
         self._graphs: dict[int, DecodeGraph] = {}
         self._eager: Counter[Reason] = Counter()
         self._largest = max(sizes, default=0)
         self._num_captures = self._num_replays = self._nbytes = 0
+        self.gains = dict(gains or {})
+        """By size, the block reads that would take as long as a graph saves."""
         if sizes:
-            self._record(device, sizes, max_nbytes, is_proven=is_proven)
+            self._record(device, sizes, max_nbytes)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -217,18 +240,18 @@ class DecodeGraphs:
             return "off"
         if self._model.decoder.tap is not None:
             return "watched"
-        return "shared" if is_shared and self._shares(rows) else None
+        return "shared" if is_shared and self._shares(rows, size) else None
 
-    def _shares(self, rows: Sequence[Row]) -> bool:
-        """Whether an eager step would read something for several rows together."""
-        size, least = self._model.block_size, self._model.attention.min_saving
-        if (len(rows) - 1) * (max(row.start for row in rows) // size) < least:
+    def _shares(self, rows: Sequence[Row], size: int) -> bool:
+        """Whether an eager step would save more by what it reads for several rows together."""
+        block_size, least = self._model.block_size, self._model.attention.min_saving
+        if (len(rows) - 1) * (max(row.start for row in rows) // block_size) < least:
             return False
-        return bool(split_batch(rows, block_size=size, min_saving=least).shared)
+        shared = split_batch(rows, block_size=block_size, min_saving=least).shared
+        saved = sum((len(prefix.tokens) - 1) * len(prefix.blocks) for prefix in shared)
+        return saved > self.gains[size]
 
-    def _record(
-        self, device: GraphDevice, sizes: Sequence[int], max_nbytes: int, *, is_proven: bool
-    ) -> None:
+    def _record(self, device: GraphDevice, sizes: Sequence[int], max_nbytes: int) -> None:
         begin = device.taken()
         try:
             places, tables = _room(self._model, self._largest)
@@ -252,11 +275,15 @@ class DecodeGraphs:
                 left_out[size] = f"it needs {_mib(now - begin)}, the budget has {_mib(max_nbytes)}"
                 log.warning("no CUDA graph for %d rows: %s", size, left_out[size])
                 continue
-            slow = None if is_proven else self._slowness(device, graph)
-            if slow is not None:
-                left_out[size] = slow
-                continue
-            costs.append(f"{size} rows {_mib(now - last)}")
+            told = ""
+            if size not in self.gains:
+                trial = self._trial(device, graph)
+                told = f" ({1000 * trial.replay_s:.2f} ms, eager {1000 * trial.eager_s:.2f})"
+                if trial.replay_s >= trial.eager_s:
+                    left_out[size] = f"it is no faster{told}"
+                    continue
+                self.gains[size] = trial.gain
+            costs.append(f"{size} rows {_mib(now - last)}{told}")
             last = now
             self._graphs[size] = beside = graph
         self._nbytes = last - begin
@@ -264,34 +291,34 @@ class DecodeGraphs:
         for size, reason in left_out.items():
             log.info("steps of %d rows run without a CUDA graph: %s", size, reason)
 
-    def _slowness(self, device: GraphDevice, graph: DecodeGraph) -> str | None:
-        """The times of the graph and of an eager step of as many rows, if it is no faster.
-
-        Both with their planning, over short texts: the attention of longer ones takes as long in both.
-        """
-        model, rows = self._model, [self._model.padding] * graph.num_rows
+    def _trial(self, device: GraphDevice, graph: DecodeGraph) -> Trial:
+        """The times of `graph`; with their planning, since that is a part of each step."""
+        model, num = self._model, graph.num_rows
+        short = [model.padding] * num
+        depth = max(1, min(LONG_BLOCKS, model.max_blocks, int(model.padding.table[0]) // num))
+        long = [reading_row(model, depth, i) for i in range(num)]
 
         def eager() -> None:
-            plan = model.plan(rows, prepare=model.attention.prepare, is_shared=False)
+            plan = model.plan(short, prepare=model.attention.prepare, is_shared=False)
             model.decoder.logits(plan, model.layers)
 
-        replayed = device.seconds(lambda: graph.replay(graph.plan(rows)))
-        plain = device.seconds(eager)
-        if replayed < plain:
-            return None
-        return f"it takes {1000 * replayed:.2f} ms, {1000 * plain:.2f} without"
+        return Trial(
+            device.seconds(lambda: graph.replay(graph.plan(short))),
+            device.seconds(eager),
+            device.seconds(lambda: graph.replay(graph.plan(long))),
+            num * (depth - 1),
+        )
 
 
 def make_graphs(
-    model: Model, options: GraphOptions, *, proven: Sequence[int] | None = None
+    model: Model, options: GraphOptions, gains: Mapping[int, float] | None = None
 ) -> DecodeGraphs:
-    """The graphs that `options` allow; of `proven` sizes alone, untried, if those are known."""
+    """The graphs that `options` allow; if `gains` are known, of those sizes alone, and untimed."""
     device = options.device or CudaGraphs(str(model.layers[0].device))
-    sizes = proven
-    if sizes is None:
-        sizes = [1 << i for i in range(padded_size(min(options.max_rows, MAX_ROWS)).bit_length())]
+    largest = padded_size(min(options.max_rows, MAX_ROWS))
+    sizes = [1 << i for i in range(largest.bit_length())] if gains is None else [*gains]
     with torch.inference_mode():
-        return DecodeGraphs(model, device, sizes, options.max_nbytes, is_proven=proven is not None)
+        return DecodeGraphs(model, device, sizes, options.max_nbytes, gains)
 
 
 def padded_size(num_rows: int) -> int:
@@ -303,6 +330,20 @@ def padding_row(blocks: Sequence[int]) -> Row:
     """A row of one token at the beginning of `blocks`, by group of layers."""
     table, *windows = (np.array([block], dtype=np.int32) for block in blocks)
     return Row(np.zeros(1, dtype=np.uint32), 0, table, 1, tuple(windows))
+
+
+def reading_row(model: Model, depth: int, number: int) -> Row:
+    """A row that reads `depth` blocks, other ones than its neighbours do, and writes padding's."""
+    at = np.arange(number * depth, (number + 1) * depth)
+
+    def table(padding: BlockTable) -> BlockTable:
+        blocks = (at % max(1, int(padding[0]))).astype(np.int32)
+        return np.append(blocks[: depth - 1], padding).astype(np.int32)
+
+    padding = model.padding
+    windows = tuple(table(own) for own in padding.windows)
+    start = (depth - 1) * model.block_size
+    return padding._replace(start=start, table=table(padding.table), windows=windows)
 
 
 def _room(model: Model, num_rows: int) -> tuple[Places, dict[int, FixedTables]]:

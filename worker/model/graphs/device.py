@@ -28,7 +28,7 @@ class GraphDevice(Protocol):
         ...
 
     def taken(self) -> int:
-        """Bytes of the device's memory that are in use, once unused ones were given back."""
+        """Bytes of the device's memory that the process holds, once unused ones were given back."""
         ...
 
     def seconds(self, work: Callable[[], object]) -> float:
@@ -39,7 +39,7 @@ class GraphDevice(Protocol):
 class CudaGraphs:
     """The graphs of a CUDA device. `cuda` answers as torch.cuda does, and is that by default."""
 
-    __slots__ = ("_clock", "_cuda", "_device", "_is_unified", "_stream")
+    __slots__ = ("_clock", "_cuda", "_device", "_stream")
 
     def __init__(
         self, device: str, *, clock: Callable[[], float] = time.perf_counter, cuda: Any = None
@@ -48,8 +48,6 @@ class CudaGraphs:
         self._clock = clock
         self._cuda = cuda or _cuda()
         self._stream = self._cuda.Stream(device)  # graphs that share memory share this, too
-        properties = self._cuda.get_device_properties(device)
-        self._is_unified = bool(getattr(properties, "is_integrated", False))
 
     def capture(self, work: Callable[[], None], beside: Graph | None) -> Graph:
         cuda = self._cuda
@@ -74,10 +72,8 @@ class CudaGraphs:
     def taken(self) -> int:
         self._cuda.synchronize(self._device)
         self._cuda.empty_cache()
-        if self._is_unified:  # there CUDA counts what the host does, too
-            return int(self._cuda.memory_reserved(self._device))
-        free, total = self._cuda.mem_get_info(self._device)
-        return int(total - free)
+        # The device's own figure moves with other processes. This one lacks what CUDA itself has of a graph.
+        return int(self._cuda.memory_reserved(self._device))
 
     def seconds(self, work: Callable[[], object]) -> float:
         times = []
