@@ -193,13 +193,20 @@ class Check:
 
     def search(self) -> Iterator[Row]:
         forked = trees.engine_over(self.forward, self.scale)
-        again = self.model.forward(self.num_blocks, memories=self.forward._memories)
-        plain = trees.engine_over(again, self.scale, has_tree=False)
-        found = trees.search(forked, plain, self.scale)
-        self.figures["search"] = found._asdict()
+        cached, plain = (  # over the same memory, one after the other
+            trees.engine_over(
+                self.model.forward(self.num_blocks, memories=self.forward._memories),
+                self.scale,
+                has_tree=False,
+                has_cache=has_cache,
+            )
+            for has_cache in (True, False)
+        )
+        found = trees.search(forked, cached, plain, self.scale)
+        self.figures["search"] = {**found._asdict(), "against_cache": found.against_cache}
         yield self.row("search", found.speedup)
-        forked.engine.close()
-        plain.engine.close()
+        for ours in (forked, cached, plain):
+            ours.engine.close()
 
     def exact(self) -> Iterator[Row]:
         reference = self.model.forward(min(self.num_blocks, ALONE_BLOCKS), uses_kernels=False)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import NamedTuple
 
-from mallee.protocol.ids import Incarnation, WorkerId, capsule_id
+from mallee.protocol.ids import Incarnation, RequestId, WorkerId, capsule_id
 from mallee.protocol.messages import (
     Command,
     Fork,
@@ -58,7 +58,10 @@ class Ours:
         """All prompts at once."""
         limits = Limits(max_tokens, ignore_eos=True)
         return self._run(
-            [Generate(next(self._names), pack_tokens(p), limits, sampling) for p in prompts],
+            [
+                Generate(next(self._names), pack_tokens(p), limits, sampling, first_branch=i)
+                for i, p in enumerate(prompts)  # equal prompts are sampled apart
+            ],
             len(prompts),
         )
 
@@ -66,7 +69,7 @@ class Ours:
         """The capsule of `prompt`, computed now."""
         name = next(self._names)
         self._run([Prefill(name, pack_tokens(prompt))], 1)
-        return capsule_id(name, 0)
+        return capsule_id(RequestId(name), 0)
 
     def fork(self, capsule: str, suffixes: Sequence[Sequence[int]], max_tokens: int) -> Run:
         """One sampled branch per suffix."""

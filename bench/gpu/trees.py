@@ -1,8 +1,8 @@
 """Trees of texts in a whole engine over a real forward pass: forks, restores, a search."""
 
-import random
 import statistics
 import time
+from collections.abc import Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 from bench.engine.ours import SAMPLED, Ours
 from bench.gpu.shapes import Scale
 from bench.gpu.steps import device_of, median_s
+from bench.search.programs import Text, mcts
 from mallee.protocol.ids import RequestId, capsule_id
 from mallee.protocol.messages import Cancel, Fork, Limits
 from mallee.worker.kv.paths import flatten
@@ -22,14 +23,16 @@ from mallee.worker.sched.policy import SchedulerConfig
 MAX_STEP_TOKENS = 8192
 
 
-def engine_over(forward: TorchForward, scale: Scale, *, has_tree: bool = True) -> Ours:
-    """An engine with as many answers' capsules as a search has; without `has_tree` nothing is shared."""
+def engine_over(
+    forward: TorchForward, scale: Scale, *, has_tree: bool = True, has_cache: bool = True
+) -> Ours:
+    """An engine with as many answers' capsules as a search has; else blocks alone may be cached."""
     kept = scale.expansions * scale.rollouts if has_tree else 0
     scheduler = SchedulerConfig(max_step_tokens=MAX_STEP_TOKENS, max_rows=256, gang=has_tree)
     config = EngineConfig(
         scheduler,
         kept,
-        prefix_cache=has_tree,
+        prefix_cache=has_cache,
         tree_attention=has_tree,
     )
     return Ours(forward, config, shares_reads=has_tree)
@@ -131,42 +134,78 @@ def replays(ours: Ours, scale: Scale) -> Replays:
 
 
 class Search(NamedTuple):
-    """Seconds of a search's rollouts, by forks and by sending every text again; tokens drawn in each."""
+    """Seconds of a search: by forks, by requests with a block cache, by requests that compute each text."""
 
     forked_s: float
+    cached_s: float
     resent_s: float  # of all expansions, as those that were measured
     drawn: int
     resent_drawn: int  # of the measured ones
     prefilled: int  # tokens computed of prompts, by forks
+    cached_prefilled: int
     resent_prefilled: int
 
     @property
     def speedup(self) -> float:
         return self.resent_s / self.forked_s
 
+    @property
+    def against_cache(self) -> float:
+        return self.cached_s / self.forked_s
 
-def search(forked: Ours, plain: Ours, scale: Scale, seed: int = 3) -> Search:
-    """The same tree twice: nodes chosen by one seed among the root and all rollouts so far."""
-    rng, text = random.Random(seed), prompt(scale, scale.shared, 3)
+
+def search(forked: Ours, cached: Ours, plain: Ours, scale: Scale, seed: int = 3) -> Search:
+    """The search of `bench.search`, one expansion at a time; the same texts by each engine."""
+    tokens = np.array(prompt(scale, scale.shared, seed), np.uint32)
     begin = time.perf_counter()
-    root = forked.prefill(text)
-    forked_s, prefilled, drawn = time.perf_counter() - begin, len(text), 0
-    nodes: list[tuple[str, list[int]]] = [(root, text)]
+    root = Text(tokens, forked.prefill(tokens.tolist()))
+    forked_s, prefilled, drawn = time.perf_counter() - begin, len(tokens), 0
+    program = mcts(
+        *(root, seed),
+        expansions=scale.expansions,
+        rollouts=scale.rollouts,
+        tokens=scale.rollout_tokens,
+    )
     chosen: list[list[int]] = []
-    for _ in range(scale.expansions):
-        capsule, path = rng.choice(nodes)
-        chosen.append(path)
-        run = forked.fork(capsule, [[]] * scale.rollouts, scale.rollout_tokens)
+    (expand,) = next(program)
+    while len(chosen) < scale.expansions:
+        text = expand.text
+        chosen.append(text.tokens.tolist())
+        run = forked.fork(text.capsule, [[]] * expand.width, expand.tokens)
         forked_s += run.total_s
         prefilled += run.prefill_tokens
-        for (request, branch), tokens in sorted(run.tokens.items()):
-            drawn += len(tokens)
-            nodes.append((capsule_id(RequestId(request), branch), path + tokens))
-    resent_s, resent_drawn, resent_prefilled = 0.0, 0, 0
-    for path in chosen[: scale.measured_expansions]:
-        run = plain.generate([path] * scale.rollouts, scale.rollout_tokens, SAMPLED)
-        resent_s += run.total_s
-        resent_prefilled += run.prefill_tokens
-        resent_drawn += sum(map(len, run.tokens.values()))
-    whole = resent_s * scale.expansions / min(scale.measured_expansions, len(chosen))
-    return Search(forked_s, whole, drawn, resent_drawn, prefilled, resent_prefilled)
+        drawn += sum(map(len, run.tokens.values()))
+        answers = [
+            Text(
+                np.concatenate([text.tokens, np.array(answer, np.uint32)]),
+                capsule_id(RequestId(request), branch),
+            )
+            for (request, branch), answer in sorted(run.tokens.items())
+        ]
+        if len(chosen) < scale.expansions:
+            (expand,) = program.send([answers])
+    program.close()
+    cached_s, _, cached_prefilled = _resent(cached, chosen, scale)
+    measured = chosen[: scale.measured_expansions]
+    resent_s, resent_drawn, resent_prefilled = _resent(plain, measured, scale)
+    return Search(
+        forked_s,
+        cached_s,
+        resent_s * len(chosen) / len(measured),
+        drawn,
+        resent_drawn,
+        prefilled,
+        cached_prefilled,
+        resent_prefilled,
+    )
+
+
+def _resent(ours: Ours, texts: Sequence[list[int]], scale: Scale) -> tuple[float, int, int]:
+    """Seconds, tokens drawn and tokens computed of prompts, each text sent once for each rollout."""
+    seconds, drawn, prefilled = 0.0, 0, 0
+    for text in texts:
+        run = ours.generate([text] * scale.rollouts, scale.rollout_tokens, SAMPLED)
+        seconds += run.total_s
+        prefilled += run.prefill_tokens
+        drawn += sum(map(len, run.tokens.values()))
+    return seconds, drawn, prefilled

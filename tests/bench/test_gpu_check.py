@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bench.gpu import exact, loop, steps, trees
-from bench.gpu.shapes import FULL, TINY_SCALE, product_flops, random_model
+from bench.gpu.shapes import BLOCK_SIZE, FULL, TINY_SCALE, product_flops, random_model
 from bench.gpu.targets import TARGETS, row
 from bench.gpu_check import Check, counts, missing, run
 from mallee.mocker.timing.files import read_timing
@@ -61,6 +61,10 @@ def test_every_target_is_a_row_of_the_last_line_with_a_figure_or_a_reason() -> N
     each_again = scale.measured_expansions * scale.rollouts * scale.shared
     assert search["resent_prefilled"] >= each_again, "every text is computed again"
     assert search["prefilled"] < scale.shared + scale.expansions * scale.rollouts
+    # A block of each text at most is computed again.
+    most = scale.shared + scale.expansions * scale.rollouts * BLOCK_SIZE
+    assert search["prefilled"] <= search["cached_prefilled"] <= most
+    assert search["against_cache"] > 0
 
 
 def test_a_grid_of_steps_is_written_for_the_mocker(tmp_path: Path) -> None:
