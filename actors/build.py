@@ -786,10 +786,14 @@ def tiers_below(
 ) -> "MakeTiers | None":
     """The tiers below the device of `worker`, of which `peers` count as one, if it is to have any.
 
-    A disk that can't be opened is left out, and the log says why: requests don't need it.
+    A disk that can't be opened is left out, and the log says why: requests don't need it. Where the host's
+    memory is the device's there is no tier of it: its bytes are KV already.
     """
     engine = config.engine
-    if not engine.host_gib and engine.disk_path is None and peers is None:
+    host_nbytes = 0 if forward.is_unified else int(engine.host_gib * 2**30)
+    if engine.host_gib and forward.is_unified:
+        log.info("%s: engine.host_gib is KV, since the host's memory is the device's", worker)
+    if not host_nbytes and engine.disk_path is None and peers is None:
         return None
 
     def make(journal: "Journal", memory: "KVMemory") -> "LowerTiers":
@@ -801,7 +805,7 @@ def tiers_below(
         from mallee.worker.kv.tiers.prices import MeasuredPrices
 
         nbytes = memory.block_nbytes
-        num_host = int(engine.host_gib * 2**30) // nbytes
+        num_host = host_nbytes // nbytes
         arena = np.zeros((num_host, nbytes), np.uint8)  # a page costs nothing until it is used
         disk = None
         if engine.disk_path is not None:

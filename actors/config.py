@@ -185,7 +185,8 @@ class EngineSettings(Settings):
     host_gib: float = Field(
         default=0.0,
         ge=0,
-        description="Host memory of a worker, in GiB, for KV that the device has no room for.",
+        description="Host memory of a worker, in GiB, for KV that the device has no room for; on unified"
+        " memory (GB10) more KV, beside `kv_gib`.",
     )
     disk_path: str | None = Field(
         default=None,

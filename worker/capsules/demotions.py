@@ -56,8 +56,8 @@ class Demotions:
             raise InvalidParameter(
                 "tier",
                 TIER_NAMES[command.tier] if 0 <= command.tier < len(TIER_NAMES) else command.tier,
-                "its worker has none of that kind: set engine.host_gib, or engine.disk_path; of a disk"
-                " that could not be opened its log says why",
+                "its worker has none of that kind: set engine.host_gib (not on unified memory, where that"
+                " is KV), or engine.disk_path; of a disk that could not be opened its log says why",
             )
         below = capsule.below
         if not capsule.num_computed:

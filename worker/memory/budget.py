@@ -1,8 +1,8 @@
 """The split of a device's memory: every need beside KV is a line of one sum, and KV gets the rest.
 
-The lines add up to the whole device, so nothing is counted twice. On a device that shares the host's memory
-the host tier is such a line: its bytes are no other ones. Lines that nobody can know ahead (graphs, the
-attention's workspace) are round figures, generous on purpose.
+The lines add up to the whole device, so nothing is counted twice. A device that shares the host's memory has
+no host tier: what settings give to one is KV, where a block is found again without being copied. Lines that
+nobody can know ahead (graphs, the attention's workspace) are round figures, generous on purpose.
 """
 
 from collections.abc import Callable, Iterator
@@ -59,7 +59,6 @@ class Budget:
     activations: int
     logits: int
     staging: int
-    host_tier: int  # 0 where the host's memory is another
     others: int  # in use before
     reserve: int
     kv: int  # less than 0: there is no room
@@ -77,7 +76,6 @@ class Budget:
         yield "activations", self.activations
         yield "logits", self.logits
         yield "staging", self.staging
-        yield "host tier", self.host_tier
         yield "in use before", self.others
         yield "reserve", self.reserve
         yield "KV", self.kv
@@ -94,7 +92,7 @@ class Room:
     """A worker's part of a device that `probe` looks at, by torch's name of it.
 
     `share` of all its memory, by default 0.9, and 0.8 where it is the host's too; times `part` if workers
-    share the device. `host_tier` bytes are the worker's tier of host memory.
+    share the device. `host_tier` bytes are the worker's tier of host memory, where that is another.
     """
 
     probe: Callable[[str], DeviceMemory]
@@ -124,9 +122,8 @@ class Room:
         logits = num_rows * row_nbytes + work.kept_rows * work.row_nbytes + work.draw_nbytes
         activations = work.max_step_tokens * max(each.token_nbytes for each in models) + WORKSPACE
         staging = work.staged_blocks * work.block_nbytes
-        host_tier = self.host_tier if device.is_unified else 0
         weights = sum(each.weights for each in models)
-        needs = weights + self.graphs + activations + logits + staging + host_tier
+        needs = weights + self.graphs + activations + logits + staging
         budget = Budget(
             device,
             share,
@@ -135,7 +132,6 @@ class Room:
             activations=activations,
             logits=logits,
             staging=staging,
-            host_tier=host_tier,
             others=others,
             reserve=device.free - usable,
             kv=usable - needs,
@@ -145,16 +141,20 @@ class Room:
             raise _no_room(f"a block of KV, {block_nbytes} bytes", budget)
         return budget
 
-    def check_given(self, device: DeviceMemory, kv: int) -> None:
-        """Raises ConfigError if `kv` bytes, as settings want them, are more than is free now."""
+    def given(self, device: DeviceMemory, kv: int) -> int:
+        """The bytes of KV where settings want `kv`: with those of a host tier in the same memory.
+
+        Raises ConfigError if they are more than is free now.
+        """
         tier = self.host_tier if device.is_unified else 0
         if kv + tier > device.free:
-            beside = f", and {_gib(tier)} of a host tier in the same memory," if tier else ""
+            beside = f", with {_gib(tier)} of engine.host_gib in the same memory," if tier else ""
             raise ConfigError(
                 f"KV of {_gib(kv)} (engine.kv_gib or engine.kv_tokens){beside} can't be had:"
                 f" {device.name} has {_gib(device.free)} of {_gib(device.total)} free beside the weights;"
                 " lower it, or leave it out and it is sized by what is free"
             )
+        return kv + tier
 
 
 def check_context(budget: Budget, max_model_len: int, nbytes: int) -> None:

@@ -131,6 +131,7 @@ class TorchForward:
             "budget",
             "decoder",
             "draft",
+            "is_unified",
             "memory",
             "num_blocks",
             "shares_reads",
@@ -210,6 +211,7 @@ class TorchForward:
             self.memory = GroupedKV(kept, block_size, spans)
         self._reads = self._flat_reads = self._copied = 0
         self.budget: Budget | None = None  # of the device, where KV was sized by it
+        self.is_unified = False  # whether the host's memory is the device's
         self.draft: TorchForward | None = None  # a model that drafts for it, with as many blocks
         self._plan = partial(
             make_plan,
@@ -452,7 +454,8 @@ def load(
     """The model in the Hugging Face directory `path`, ready to run.
 
     Give `num_blocks`, or `kv_budget_bytes` to have as many as fit, or `room` on the device: then KV gets
-    what it leaves, and a `max_model_len` that is given must fit. `threads` sets torch's, for the
+    what it leaves, and a `max_model_len` that is given must fit. On unified memory `room`'s host tier is KV
+    beside what is given. `threads` sets torch's, for the
     whole process. device: "cpu", or "cuda" or "cuda:1" where there is one. dtype: "float32",
     "bfloat16", or "auto": the checkpoint's own, but float32 on a CPU without bfloat16 arithmetic,
     where bfloat16 is several times slower. kv_dtype: "auto" (as dtype) or "fp8", which halves KV and
@@ -492,7 +495,7 @@ def load(
             kv_budget_bytes = budget.kv
         else:
             wanted = _kv_nbytes(specs, num_blocks, block_size) if num_blocks else kv_budget_bytes
-            room.check_given(room.probe(device), wanted or 0)
+            num_blocks, kv_budget_bytes = None, room.given(room.probe(device), wanted or 0)
     if num_blocks is None:
         num_blocks = _affordable(kv_budget_bytes, specs, block_size)
     num_tokens = num_blocks * block_size
@@ -523,6 +526,7 @@ def load(
             for model in models
         )
     forward.budget = budget
+    forward.is_unified = before is not None and before.is_unified
     forward.draft = drafts[0] if drafts else None
     return forward
 

@@ -1,5 +1,7 @@
 """The split of a device's memory: one sum, and its refusals."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,18 +88,18 @@ def test_no_byte_is_counted_twice(
         return
     found = parts(budget)
     assert sum(found.values()) == device.total
-    assert found["host tier"] == (host * GIB if is_unified else 0)
+    assert made.split(device, LLAMA_8B) == replace(made, host_tier=0).split(device, LLAMA_8B)
     assert all(nbytes >= 0 for nbytes in found.values())
     assert device.total - found["reserve"] - found["in use before"] <= share * device.total + 1
 
 
-def test_host_tier_and_kv_of_a_unified_device_share_one_sum() -> None:
-    """D25, part: on a GB10 a GiB more of host tier is a GiB less of KV; elsewhere it is other memory."""
+def test_a_host_tier_of_a_unified_device_is_kv() -> None:
+    """D25, part: on a GB10 it adds to KV that is given, and KV that is sized has those bytes anyway."""
     plain, tiered = room(GB10), room(GB10, host_tier=20 * GIB)
     assert plain.split(GB10, LLAMA_8B).share == 0.8
-    gain = plain.split(GB10, LLAMA_8B).kv - tiered.split(GB10, LLAMA_8B).kv
-    assert gain == 20 * GIB
-    assert room(H200, host_tier=20 * GIB).split(H200, LLAMA_8B) == room(H200).split(H200, LLAMA_8B)
+    assert plain.split(GB10, LLAMA_8B) == tiered.split(GB10, LLAMA_8B)
+    assert tiered.given(GB10, 30 * GIB) == 50 * GIB
+    assert room(H200, host_tier=20 * GIB).given(H200, 30 * GIB) == 30 * GIB
 
 
 def test_workers_that_share_a_device_take_parts_of_it() -> None:
@@ -131,11 +133,11 @@ def test_a_context_that_does_not_fit_is_refused_with_numbers_and_remedies() -> N
 
 def test_kv_that_is_given_must_be_free_beside_the_weights() -> None:
     """D25, part: together with a host tier in the same memory."""
-    room(H200, host_tier=50 * GIB).check_given(H200, 100 * GIB)
+    assert room(H200, host_tier=50 * GIB).given(H200, 100 * GIB) == 100 * GIB
     with pytest.raises(ConfigError, match=r"KV of 140.00 GiB .* has 139.00 GiB of 140.00 GiB free"):
-        room(H200).check_given(H200, 140 * GIB)
-    with pytest.raises(ConfigError, match=r"and 50.00 GiB of a host tier in the same memory"):
-        room(GB10, host_tier=50 * GIB).check_given(GB10, 100 * GIB)
+        room(H200).given(H200, 140 * GIB)
+    with pytest.raises(ConfigError, match=r"with 50.00 GiB of engine.host_gib in the same memory"):
+        room(GB10, host_tier=50 * GIB).given(GB10, 100 * GIB)
 
 
 def test_an_allocation_that_fails_at_the_start_names_the_budget() -> None:

@@ -1,0 +1,159 @@
+"""A worker whose device shares the host's memory: a host tier there is more KV, and nothing is copied."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mallee.actors.build import tiers_below
+from mallee.actors.config import AppConfig
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import (
+    CapsuleReply,
+    Command,
+    Demote,
+    Fork,
+    Generate,
+    Limits,
+    Prefill,
+    Promote,
+    pack_tokens,
+)
+from mallee.testing.random_model import random_model
+from mallee.testing.structures import MockStructures
+from mallee.worker.engine import Engine
+from mallee.worker.kv.tiers.moves import DISK, HOST
+from mallee.worker.memory.budget import GIB, DeviceMemory, Room
+from mallee.worker.model.runner import TorchForward, load
+from mallee.worker.records import EngineConfig
+from mallee.worker.sched.policy import SchedulerConfig
+from support.exact_capsules import kv_bytes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SIZE = 4  # tokens of a block
+BLOCK_NBYTES = SIZE * 2 * 2 * 2 * 16 * 4
+NUM_GIVEN, NUM_HOST = 40, 60
+HOST_GIB = NUM_HOST * BLOCK_NBYTES / GIB
+UNIFIED = DeviceMemory("NVIDIA GB10", 2 * GIB, 2 * GIB, is_unified=True)
+WORKER = WorkerId("w0")
+
+
+def forward_in(folder: Path, device: DeviceMemory = UNIFIED) -> TorchForward:
+    if not folder.exists():
+        random_model().save(folder)
+    room = Room(lambda _: device, host_tier=int(HOST_GIB * GIB))
+    return load(folder, num_blocks=NUM_GIVEN, block_size=SIZE, room=room)
+
+
+def engine_over(forward: TorchForward, model: Path, life: int = 1, **settings: Any) -> Engine:
+    given = {"host_gib": HOST_GIB, "block_size": SIZE, **settings}
+    config = AppConfig.model_validate({"model": str(model), "engine": given})
+    return Engine(
+        forward,
+        config=EngineConfig(SchedulerConfig(16, 32), 0),
+        clock=time.monotonic,
+        worker=WORKER,
+        incarnation=Incarnation(life),
+        structures=MockStructures(128, (2,)),
+        below=tiers_below(config, forward, WORKER, None),
+    )
+
+
+def text(i: int, num: int = 48) -> list[int]:
+    return [3 + (i * 31 + j * 7) % 120 for j in range(num)]
+
+
+def run(engine: Engine, *commands: Command) -> tuple[dict[str, list[int]], list[CapsuleReply]]:
+    """Tokens by request and all replies, once nothing is left to do or under way."""
+    tokens: dict[str, list[int]] = {}
+    replies: list[CapsuleReply] = []
+    for command in commands:
+        engine.submit(command, "g")
+    deadline = time.monotonic() + 30
+    while engine.has_work or (engine._lower is not None and engine._lower.num_moving):
+        assert time.monotonic() < deadline
+        if not engine.has_work:
+            time.sleep(1e-4)
+            continue
+        for frame in engine.step().frames.values():
+            replies += frame.replies
+            for update in frame.updates:
+                assert update.error is None, update.error
+                tokens.setdefault(update.request, []).extend(update.tokens)
+    engine.check()
+    return tokens, replies
+
+
+def generate(i: int, num: int = 48, name: str | None = None) -> Generate:
+    limits = Limits(8, ignore_eos=True)
+    return Generate(name or f"r{i}", pack_tokens(text(i, num)), limits)
+
+
+def test_a_host_tier_is_that_much_more_kv(tmp_path: Path) -> None:
+    """D25, part: beside KV that is given; with memory of its own a device has what was given, and a tier."""
+    model = tmp_path / "model"
+    unified = forward_in(model)
+    assert unified.num_blocks == NUM_GIVEN + NUM_HOST
+    unified.check()
+    own = forward_in(model, UNIFIED._replace(is_unified=False))
+    assert own.num_blocks == NUM_GIVEN
+    assert engine_over(unified, model)._lower is None
+    tiered = engine_over(own, model)
+    stats = tiered.stats().tiers
+    assert stats is not None
+    assert stats.host_room == NUM_HOST
+    tiered.close()
+
+
+def test_what_a_device_alone_had_evicted_is_found_again_without_a_copy(tmp_path: Path) -> None:
+    """D25, part: six texts of 14 blocks where 40 were given: each is there again, and no block was moved."""
+    model = tmp_path / "model"
+    engine = engine_over(forward_in(model), model, disk_path=str(tmp_path / "disk"))
+    first = [run(engine, generate(i))[0][f"r{i}"] for i in range(6)]
+    computed = engine.stats().num_prefill_tokens
+    again = [run(engine, generate(i, name=f"a{i}"))[0][f"a{i}"] for i in range(6)]
+    assert again == first
+    assert engine.stats().num_prefill_tokens - computed <= 6 * SIZE  # the last block of each
+    tiers = engine.stats().tiers
+    assert tiers is not None
+    assert tiers.host_room == tiers.host_blocks == tiers.disk_blocks == 0
+    assert tiers.num_offloaded == tiers.num_parked == tiers.num_spilled == 0
+    assert tiers.num_fetched_host == tiers.num_fetched_disk == 0
+    engine.close()
+
+
+def test_a_disk_is_directly_below_and_outlives_the_worker(tmp_path: Path) -> None:
+    """D25, part, F14, part: byte by byte after a demotion, and in the worker's next life."""
+    model, disk = tmp_path / "model", str(tmp_path / "disk")
+    forward = forward_in(model)
+    engine = engine_over(forward, model, disk_path=disk)
+    run(engine, Prefill("p", pack_tokens(text(1, 77))))
+    before = kv_bytes(engine, forward, "p.0")
+    fork = Fork("f", "p.0", (b"",), Limits(16, ignore_eos=True))
+    whole = run(engine, fork)[0]["f"]
+    _, replies = run(engine, Demote("d", "p.0", DISK))
+    assert [reply.error for reply in replies] == [None]
+    run(engine, generate(9, 4 * 90))  # overwrites every block that is only cache
+    run(engine, Promote("u", "p.0"))
+    assert kv_bytes(engine, forward, "p.0") == before
+    engine.close()
+    fresh = forward_in(model)
+    again = engine_over(fresh, model, 2, disk_path=disk)
+    run(again, Promote("u", "p.0"))
+    assert kv_bytes(again, fresh, "p.0") == before
+    assert again.stats().num_prefill_tokens == 0
+    assert run(again, fork)[0]["f"] == whole
+    again.close()
+
+
+def test_a_demotion_to_host_memory_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """There is nowhere else to go, and the capsule stays usable."""
+    model = tmp_path / "model"
+    engine = engine_over(forward_in(model), model)
+    run(engine, Prefill("p", pack_tokens(text(1))))
+    _, (reply,) = run(engine, Demote("d", "p.0", HOST))
+    assert reply.error is not None
+    assert "not on unified memory, where that is KV" in str(reply.error)
+    assert run(engine, Fork("f", "p.0", (b"",), Limits(4, ignore_eos=True)))[0]["f"]
