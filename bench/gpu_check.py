@@ -13,7 +13,6 @@ import argparse
 import gc
 import importlib.metadata
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from mallee.cli.mocker.profile import clock_of
 from mallee.mocker.timing.measure import Profiler, Sweep
 from mallee.worker.memory.budget import DeviceMemory, Room
 from mallee.worker.memory.device import host_memory, probe
+from mallee.worker.model.installation import look, missing
 from mallee.worker.model.runner import TorchForward
 
 PACKAGES: Final = ("flashinfer-python", "transformers", "safetensors", "numpy")
@@ -286,7 +286,7 @@ def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {
         "gpu": torch.cuda.get_device_name() if is_cuda else None,
         "capability": ".".join(map(str, torch.cuda.get_device_capability())) if is_cuda else None,
-        "driver": driver(),
+        "driver": look().driver,
         "cuda": torch.version.cuda,
         "torch": str(torch.__version__),
         **measure.machine(),
@@ -297,35 +297,6 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
-
-
-def driver() -> str | None:
-    """The version of NVIDIA's driver, as its own tool says; None without the tool, or without a driver."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    lines = done.stdout.split()
-    return lines[0] if done.returncode == 0 and lines else None
-
-
-def missing(found: dict[str, str | None]) -> list[str]:
-    """Everything that this machine lacks for a GPU, and the remedies."""
-    lacking = []
-    if found["driver"] is None:
-        lacking.append(
-            "no NVIDIA driver answers (`nvidia-smi`): install it on the host; a container needs `--gpus all`"
-            " and the container toolkit, a pod `nvidia.com/gpu`"
-        )
-    if found["cuda"] is None:
-        lacking.append(
-            f"torch {found['torch']} is built without CUDA: pip install --force-reinstall torch --index-url"
-            " https://download.pytorch.org/whl/cu130"
-        )
-    if found["flashinfer-python"] is None:
-        lacking.append("FlashInfer is not installed: pip install 'mallee[serve,cuda]'")
-    return lacking
 
 
 def run_tests(device: str) -> dict[str, Any]:
@@ -374,7 +345,7 @@ def main() -> int:
         print(f"{key:>20}  {value or 'none'}")
     is_cuda = torch.device(options.device).type == "cuda"
     if is_cuda and not torch.cuda.is_available():
-        lacking = missing(found)
+        lacking = missing(look())
         print("\n".join(("this machine has no CUDA device that torch can use:", *lacking)))
         print(json.dumps({"rows": [], "missing": lacking, "versions": found}))
         return 2

@@ -287,6 +287,11 @@ def notes(application: Application) -> Iterator[str]:
             "engine.kv_gib and engine.kv_tokens are not given: each worker sizes KV by the memory that its"
             " GPU has free when it starts, and logs the sum"
         )
+    if config.has_cuda:
+        from mallee.worker.model.installation import look, missing  # imports torch: seconds
+
+        here = f"for engine.device={config.engine.device!r} this machine lacks something"
+        yield from (f"{here}: {each}" for each in missing(look()))
     if _is_of_hub(application.config.model):
         yield f"model={application.config.model!r} is no folder here: each node fetches it from the hub"
 

@@ -16,7 +16,7 @@ import torch
 from bench.gpu import exact, loop, steps, trees
 from bench.gpu.shapes import BLOCK_SIZE, FULL, TINY_SCALE, product_flops, random_model
 from bench.gpu.targets import TARGETS, row
-from bench.gpu_check import Check, counts, missing, run
+from bench.gpu_check import Check, counts, run
 from mallee.mocker.timing.files import read_timing
 from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.model.graphs.decode import GraphOptions
@@ -94,16 +94,6 @@ def test_without_a_device_it_says_what_is_missing_and_ends_with_2() -> None:
     assert last["rows"] == []
     assert any("driver" in each for each in last["missing"])
     assert all(each in done.stdout for each in last["missing"])
-
-
-def test_what_is_missing_is_told_with_the_remedy() -> None:
-    bare = {"driver": None, "cuda": None, "torch": "2.13.0+cpu", "flashinfer-python": None}
-    driver, build, kernels = missing(bare)
-    assert "nvidia-smi" in driver
-    assert "torch 2.13.0+cpu is built without CUDA: pip install" in build
-    assert "mallee[serve,cuda]" in kernels
-    whole = {"driver": "580.1", "cuda": "13.0", "torch": "2.13.0", "flashinfer-python": "0.7"}
-    assert missing(whole) == []
 
 
 def test_a_figure_is_judged_by_its_bound() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from mallee.protocol.errors import ConfigError
 from mallee.worker.forward import Draw
+from mallee.worker.model import installation
 from mallee.worker.model.attention.amx import TiledAttention
 from mallee.worker.model.attention.base import Attention
 from mallee.worker.model.attention.flashinfer import (
@@ -39,10 +40,8 @@ def check_device(device: str) -> None:
     if kind not in ("cpu", "cuda"):
         raise ConfigError(f"device={device!r}: give cpu or cuda")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"device={device!r}: this torch ({torch.__version__}) finds no CUDA device; give cpu, or"
-            " install a torch built for CUDA"
-        )
+        reasons = "; ".join(installation.no_device(installation.look()))
+        raise ConfigError(f"device={device!r}: {reasons}; or give cpu")
     if kind == "cuda" and (torch.device(device).index or 0) >= (num := torch.cuda.device_count()):
         raise ConfigError(
             f"device={device!r}: this process has {num} CUDA device(s), from cuda:0 on; under Ray each worker"

@@ -1,0 +1,202 @@
+"""Installations that lack parts for CUDA: what is said, and that all else works."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mallee.protocol.errors import ConfigError
+from mallee.testing.random_model import random_model
+from mallee.worker.model import installation
+from mallee.worker.model.attention import flashinfer
+from mallee.worker.model.attention.torch import TorchAttention
+from mallee.worker.model.backend import check_device, choose_backend
+from mallee.worker.model.installation import Installation, missing, no_device
+from support import flashinfer_emulator
+
+ROOT = Path(__file__).parents[3]
+WHEELS = (
+    *("flashinfer_python-0.7.2", "nvidia_cuda_runtime-13.0.48", "nvidia_cudnn_cu13-9.13.0.50"),
+    *(
+        "nvidia_cublas-13.0.0.19",
+        "nvidia_nccl_cu13-2.27.7",
+        "triton-3.5.0",
+        "flashinfer_cubin-0.7.2",
+    ),
+)
+WHOLE = Installation("2.13.0", "13.0", 1, "580.1", has_flashinfer=True)
+
+TRY = """
+import importlib, pkgutil, sys
+from importlib.metadata import version
+assert version("flashinfer-python") == "0.7.2" and version("triton") == "3.5.0"
+import mallee
+names = []
+for found in pkgutil.walk_packages(mallee.__path__, "mallee."):
+    if not found.name.endswith("__main__"):
+        importlib.import_module(found.name)
+        names.append(found.name)
+loaded = {name.partition(".")[0] for name in sys.modules} & {"flashinfer", "triton", "nvidia"}
+assert not loaded, loaded
+print(len(names), "modules")
+
+import numpy as np
+from mallee.testing.random_model import random_model
+from mallee.testing.structures import MockStructures
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import Generate, Limits, pack_tokens
+from mallee.worker.engine import Engine
+from mallee.worker.records import EngineConfig
+engine = Engine(
+    random_model().forward(), config=EngineConfig(), clock=lambda: 0.0, worker=WorkerId("w0"),
+    incarnation=Incarnation(1), structures=MockStructures(128, (2,)),
+)
+engine.submit(Generate("r", pack_tokens(list(range(3, 20))), Limits(5, ignore_eos=True)), "g")
+drawn = []
+while engine.has_work:
+    for frame in engine.step().frames.values():
+        for update in frame.updates:
+            assert update.error is None, update.error
+            drawn += update.tokens
+print(len(drawn), "tokens")
+"""
+
+
+def with_metadata(folder: Path) -> dict[str, str]:
+    """An environment whose packages for CUDA have their metadata and no modules."""
+    for wheel in WHEELS:
+        name, _, version = wheel.partition("-")
+        there = folder / f"{wheel}.dist-info"
+        there.mkdir()
+        (there / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        (there / "RECORD").write_text(f"{name}/__init__.py,,\n")
+    path = os.pathsep.join([str(folder), str(ROOT / "src")])
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    environment = with_metadata(folder)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=170
+    )
+
+
+def test_with_the_wheels_metadata_alone_all_is_imported_and_the_engine_runs(tmp_path: Path) -> None:
+    """D8, part: every module of the product, and an answer on the CPU."""
+    done = run(tmp_path, "-c", TRY)
+    assert done.returncode == 0, done.stderr
+    modules, tokens = done.stdout.splitlines()
+    assert int(modules.split()[0]) > 400
+    assert tokens == "5 tokens"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_check_of_settings_names_what_this_machine_lacks(tmp_path: Path) -> None:
+    """A note and no fault: workers may run elsewhere."""
+    file = tmp_path / "settings.yaml"
+    file.write_text("model: m\nengine: {device: cuda}\n")
+    done = run(tmp_path, "-m", "mallee.cli", "check", str(file))
+    assert done.returncode == 0, done.stderr
+    notes = [line for line in done.stdout.splitlines() if "engine.device='cuda'" in line]
+    assert any("no NVIDIA driver answers" in note for note in notes), done.stdout
+    assert any("is built without CUDA: pip install" in note for note in notes)
+    assert any("FlashInfer is not installed: pip install 'mallee[serve,cuda]'" in n for n in notes)
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (WHOLE._replace(num_devices=0, driver=None), ["nvidia-smi.*--gpus all"]),
+        (WHOLE._replace(num_devices=0, torch=None), ["torch is not installed: pip install"]),
+        (
+            WHOLE._replace(num_devices=0, torch="2.13.0+cpu", cuda=None),
+            [r"torch 2\.13\.0\+cpu is built without CUDA: pip install"],
+        ),
+        (
+            WHOLE._replace(num_devices=0),
+            ["built for CUDA 13.0, finds no device though driver 580.1.*CUDA_VISIBLE_DEVICES"],
+        ),
+        (WHOLE, []),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_with_all_reasons_and_remedies(
+    found: Installation, says: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = no_device(found)
+    assert len(reasons) == len(says)
+    for reason, said in zip(reasons, says, strict=True):
+        assert re.search(said, reason)
+    assert missing(found._replace(has_flashinfer=False))[-1].startswith("FlashInfer is not")
+    assert missing(found) == reasons
+    if says:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(installation, "look", lambda: found)
+        with pytest.raises(ConfigError, match=f"device='cuda': .*{says[0]}.*or give cpu"):
+            check_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("version", "toolkit", "capability", "says"),
+    [
+        ("0.6.14", "/usr/local/cuda", (9, 0), r"FlashInfer 0\.6\.14 is not 0\.7; pip install"),
+        ("0.7.2", None, (9, 0), "no CUDA toolkit .* install nvcc, or set CUDA_HOME"),
+        ("0.7.2", "/usr/local/cuda", (7, 5), r"need compute capability 8\.0, cuda has 7\.5"),
+        ("0.7.2", "/usr/local/cuda", (9, 0), None),
+    ],
+)
+def test_each_reason_against_flashinfer_is_one_line_and_attention_runs_in_torch(
+    version: str,
+    toolkit: str | None,
+    capability: tuple[int, int],
+    says: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """D8, part: the package's version, the toolkit, the device; the model's are in test_flashinfer.py."""
+    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer_emulator)
+    monkeypatch.setattr(flashinfer_emulator, "__version__", version)
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", toolkit)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    half: dict[str, Any] = {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16, "block_size": 16}
+    if says is None:
+        assert flashinfer.find_flashinfer("cuda") is flashinfer_emulator
+        return
+    config = random_model(head_dim=64).config
+    found = choose_backend(config, device="cuda", **half).attention
+    assert isinstance(found, TorchAttention)
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert re.search(f"attention on cuda runs in torch operations: .*{says}", line)
+
+
+def test_mypy_reads_every_module_that_knows_cuda_and_ignores_nothing_in_them() -> None:
+    """Only lines of a named error may be left out; missing modules of other packages are any type."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    assert settings["strict"]
+    assert settings["packages"] == ["mallee"]
+    for override in settings["overrides"]:
+        assert not any(name.startswith("mallee") for name in override["module"])
+        assert override.keys() <= {"module", "ignore_missing_imports", "follow_imports"}
+    assert not {"exclude", "ignore_errors", "disable_error_code"} & settings.keys()
+    ours = [
+        path
+        for folder in (ROOT / "src" / "mallee").iterdir()
+        if folder.is_dir()
+        for path in folder.rglob("*.py")
+        if re.search(r"cuda|flashinfer|triton", path.read_text(), re.IGNORECASE)
+    ]
+    assert len(ours) > 10
+    for path in ours:
+        text = path.read_text()
+        ast.parse(text)
+        assert (path.parent / "__init__.py").exists(), f"mypy doesn't find {path}"
+        assert not re.search(r"mypy:|type: ignore(?!\[)", text), f"a blanket ignore in {path}"
