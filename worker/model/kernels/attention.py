@@ -279,6 +279,7 @@ def _attend(a: Any, job: int, head: int, own: Scratch) -> None:
     while first < end:
         last = min(first + KEYS, end)
         for slot in range(first, last, 16):
+            _fetch(values, runs, slot, stride, dim * 2)
             _fetch(keys, runs, slot, stride, dim * 2)
         _pack_values(values, runs, first, last, stride, dim, own)
         for i in range(num_tiles):

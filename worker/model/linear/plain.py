@@ -3,6 +3,7 @@
 import torch
 
 from mallee.worker.model.linear.base import Linear
+from mallee.worker.model.linear.pages import take_large_pages
 
 
 def plain_linear(weight: torch.Tensor) -> Linear:
@@ -13,7 +14,9 @@ def plain_linear(weight: torch.Tensor) -> Linear:
     is_packable = weight.dtype == torch.bfloat16 and torch._C._has_mkldnn
     if is_packable and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return _Packed(weight)
-    return _Plain(weight.t().contiguous())
+    copied = weight.t().contiguous()
+    take_large_pages(copied.data_ptr(), copied.nbytes)
+    return _Plain(copied)
 
 
 class _Plain:
@@ -53,6 +56,7 @@ class _Packed:
         self._multiply = torch.ops.mkldnn._linear_pointwise  # not in every build of torch
         self._nbytes = weight.nbytes  # packed ones don't tell theirs
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        take_large_pages(torch.ops.mkldnn.data_ptr(self._weight), weight.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self._multiply(x, self._weight, None, "none", [], None)
