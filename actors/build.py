@@ -433,15 +433,23 @@ def build_api(
     from mallee.actors.text.chat import ChatTemplate
     from mallee.actors.text.tokenizer import Tokenizer
 
-    path = resolve(config.model)
+    path, chats = resolve(config.model), config.chat
+    tokenizer = Tokenizer.load(path)
+    template = ChatTemplate.load(
+        path,
+        file=None if chats.template is None else Path(chats.template).expanduser(),
+        special_tokens=tokenizer.special_tokens,
+        protects=not chats.special_tokens,
+    )
     return api.build_api(
         service,
-        Tokenizer.load(path),
-        ChatTemplate.load(path),
+        tokenizer,
+        template,
         access=access,
         scopes=scopes,
         model_name=served_name(config),
         limits=config.http,
+        chats=chats,
         created=int(time.time()),
         clock=time.time,
         new_id=lambda: uuid.uuid4().hex,

@@ -381,6 +381,45 @@ class HttpSettings(Settings):
         return self
 
 
+class ChatSettings(Settings):
+    """Chat completions: templates, calls of functions, reasoning."""
+
+    template: str | None = Field(
+        default=None,
+        description="File with a chat template, on every node of a gateway; by default the checkpoint's, else"
+        " its family's (Llama 3, Qwen 3, Gemma 3, ChatML).",
+    )
+    tool_parser: Literal[
+        "auto",
+        "hermes",
+        "qwen3_coder",
+        "llama3_json",
+        "mistral",
+        "mistral_args",
+        "deepseek_v3",
+        "deepseek_v31",
+        "gemma",
+    ] = Field(
+        default="auto",
+        description="Form in which the model writes calls of functions; `auto`: as its template shows it.",
+    )
+    reasoning_parser: Literal["auto", "think", "mistral", "none"] = Field(
+        default="auto",
+        description="Marks around its reasoning: `think` is `<think>`, `mistral` is `[THINK]`; `none`: it is"
+        " part of the text; `auto`: as its template shows them.",
+    )
+    special_tokens: bool = Field(
+        default=False,
+        description="Special tokens that are written out in messages count as such, so that whoever writes a"
+        " part of them can end a turn and begin another.",
+    )
+    max_tokens: int | None = Field(
+        default=4096,
+        ge=1,
+        description="Tokens of an answer whose request gives no limit; null: what the window has left.",
+    )
+
+
 class RecordingSettings(Settings):
     """Records of sessions whose requests ask for it (`mallee.record`)."""
 
@@ -593,6 +632,7 @@ class AppConfig(Settings):
     autoscaling: AutoscalingSettings = AutoscalingSettings()
     mock: MockSettings = MockSettings()
     http: HttpSettings = HttpSettings()
+    chat: ChatSettings = ChatSettings()
     recording: RecordingSettings = RecordingSettings()
     imports: ImportSettings = ImportSettings()
     links: LinkSettings = LinkSettings()

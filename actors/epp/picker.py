@@ -209,7 +209,9 @@ def _reader(config: PickerConfig) -> PromptReader:
     if config.model is None:
         return PromptReader(None, None, config.block_size)
     path = resolve(config.model)
-    return PromptReader(Tokenizer.load(path), ChatTemplate.load(path), config.block_size)
+    tokenizer = Tokenizer.load(path)
+    chat = ChatTemplate.load(path, special_tokens=tokenizer.special_tokens, protects=False)
+    return PromptReader(tokenizer, chat, config.block_size)
 
 
 def _source(config: PickerConfig) -> EndpointSource:

@@ -17,6 +17,7 @@ from mallee.actors.http.deltas import (
     text_logprobs,
 )
 from mallee.actors.http.errors import AnswerTooLarge
+from mallee.actors.text.conversation import ToolCall
 from mallee.protocol.ids import CapsuleId
 
 MAX_CHANCES: Final = 1 << 19
@@ -142,13 +143,13 @@ class ResponseFormat:
         self.whole_object = whole_object
         self.chunk_object = chunk_object
 
-    def whole(self, text: str) -> dict[str, Any]:
+    def whole(self, text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
         """The text fields of a finished choice."""
         return {"text": text}
 
-    def chunk(self, text: str, *, is_first: bool) -> dict[str, Any]:
-        """The text fields of a streamed choice."""
-        return {"text": text}
+    def chunk(self, delta: TextDelta, *, is_first: bool, num_calls: int) -> dict[str, Any]:
+        """The text fields of a streamed choice, which had `num_calls` calls before."""
+        return {"text": delta.text}
 
     def logprobs(
         self, chances: Sequence[TokenChance], token_bytes: TokenBytes, offset: int
@@ -160,18 +161,41 @@ class ResponseFormat:
 class ChatFormat(ResponseFormat):
     """Chat: `message`, or `delta` whose first one names the role."""
 
-    def whole(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def whole(self, text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        content = None if calls and not text else text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message |= _reasoning(reasoning)
+        if calls:
+            message["tool_calls"] = [_call(call) for call in calls]
+        return {"message": message}
 
-    def chunk(self, text: str, *, is_first: bool) -> dict[str, Any]:
+    def chunk(self, delta: TextDelta, *, is_first: bool, num_calls: int) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
         if is_first:
-            return {"delta": {"role": "assistant", "content": text}}
-        return {"delta": {"content": text} if text else {}}
+            content = None if delta.calls and not delta.text else delta.text
+            fields = {"role": "assistant", "content": content}
+        elif delta.text:
+            fields = {"content": delta.text}
+        fields |= _reasoning(delta.reasoning)
+        if delta.calls:
+            numbered = enumerate(delta.calls, num_calls)
+            fields["tool_calls"] = [{"index": i, **_call(call)} for i, call in numbered]
+        return {"delta": fields}
 
     def logprobs(
         self, chances: Sequence[TokenChance], token_bytes: TokenBytes, offset: int
     ) -> dict[str, Any]:
         return chat_logprobs(chances, token_bytes)
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Under both names that clients read."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 COMPLETION = ResponseFormat("text_completion", "text_completion")
@@ -186,11 +210,13 @@ def _choice(
     last: TextDelta | None,
     logprobs: Mapping[str, Any] | None,
     *,
+    has_calls: bool,
     names_workers: bool,
 ) -> dict[str, Any]:
     choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": None}
     if last is not None:
-        choice["finish_reason"] = last.finish
+        is_call = has_calls and last.finish == "stop"
+        choice["finish_reason"] = "tool_calls" if is_call else last.finish
         choice["mallee"] = extras(last, names_workers=names_workers)
     return choice
 
@@ -240,8 +266,8 @@ class WholeAnswer:
     """
 
     __slots__ = (
-        *("_format", "_last", "_logprobs", "_names_workers", "_num_chances", "_texts"),
-        "_token_bytes",
+        *("_calls", "_format", "_last", "_logprobs", "_names_workers", "_num_chances"),
+        *("_reasoning", "_texts", "_token_bytes"),
     )
 
     def __init__(
@@ -256,6 +282,8 @@ class WholeAnswer:
         self._format = response_format
         self._token_bytes = token_bytes
         self._texts: list[list[str]] = [[] for _ in range(num_choices)]
+        self._reasoning: list[list[str]] = [[] for _ in range(num_choices)]
+        self._calls: list[list[ToolCall]] = [[] for _ in range(num_choices)]
         self._logprobs = [_Written() for _ in range(num_choices)] if token_bytes else []
         self._last: dict[int, TextDelta] = {}
         self._num_chances = 0
@@ -263,6 +291,8 @@ class WholeAnswer:
     def add(self, delta: TextDelta) -> None:
         """Raises AnswerTooLarge."""
         self._texts[delta.index].append(delta.text)
+        self._reasoning[delta.index].append(delta.reasoning)
+        self._calls[delta.index] += delta.calls
         if self._token_bytes is not None:
             self._num_chances += sum(1 + len(chance.top) for chance in delta.chances)
             if self._num_chances > MAX_CHANCES:
@@ -277,9 +307,10 @@ class WholeAnswer:
         for i, texts in enumerate(self._texts):
             yield _choice(
                 i,
-                self._format.whole("".join(texts)),
+                self._format.whole("".join(texts), "".join(self._reasoning[i]), self._calls[i]),
                 self._last[i],
                 self._logprobs[i].body() if self._logprobs else None,
+                has_calls=bool(self._calls[i]),
                 names_workers=self._names_workers,
             )
 
@@ -297,7 +328,7 @@ class ChunkWriter:
     """
 
     __slots__ = (
-        *("_envelope", "_format", "_names_workers", "_offsets", "_owed", "_started"),
+        *("_envelope", "_format", "_names_workers", "_num_calls", "_offsets", "_owed", "_started"),
         *("_token_bytes", "_with_usage"),
     )
 
@@ -316,6 +347,7 @@ class ChunkWriter:
         self._with_usage = with_usage
         self._token_bytes = token_bytes
         self._started: set[int] = set()
+        self._num_calls: dict[int, int] = {}  # so far, by choice
         self._owed: dict[int, list[TokenChance]] = {}
         self._offsets: dict[int, int] = {}  # characters of the text so far, by choice
 
@@ -323,13 +355,20 @@ class ChunkWriter:
         """None if the delta shows nothing: no text, and not the last of its choice."""
         if self._token_bytes is not None:
             self._owed.setdefault(delta.index, []).extend(delta.chances)
-        if not delta.text and delta.finish is None:
+        if not (delta.text or delta.reasoning or delta.calls) and delta.finish is None:
             return None
-        text = self._format.chunk(delta.text, is_first=delta.index not in self._started)
+        num_calls = self._num_calls.get(delta.index, 0)
+        text = self._format.chunk(
+            delta, is_first=delta.index not in self._started, num_calls=num_calls
+        )
         self._started.add(delta.index)
+        if delta.calls:
+            self._num_calls[delta.index] = num_calls = num_calls + len(delta.calls)
         last = delta if delta.finish is not None else None
         choice = _choice(
-            *(delta.index, text, last, self._logprobs(delta)), names_workers=self._names_workers
+            *(delta.index, text, last, self._logprobs(delta)),
+            has_calls=num_calls > 0,
+            names_workers=self._names_workers,
         )
         body = self._envelope.body(self._format.chunk_object, [choice])
         return {**body, "usage": None} if self._with_usage else body

@@ -14,7 +14,7 @@ from starlette.types import Scope as AsgiScope
 
 from mallee.actors.access.access import Access
 from mallee.actors.access.scopes import Scopes
-from mallee.actors.config import HttpSettings
+from mallee.actors.config import ChatSettings, HttpSettings
 from mallee.actors.gateway.service import CapsuleInfo, Service, metrics_type
 from mallee.actors.http.answers import (
     CHAT,
@@ -25,6 +25,7 @@ from mallee.actors.http.answers import (
     model_body,
 )
 from mallee.actors.http.bulk import Bulk, check_wanted, read_bool, read_filter
+from mallee.actors.http.chat.reading import ChatReader
 from mallee.actors.http.entry.middleware import (
     AuthMiddleware,
     CountAnswer,
@@ -78,6 +79,7 @@ INLINE_BODY_BYTES: Final = 32 << 10  # larger bodies are read off the event loop
 MAX_LABEL_CHARS: Final = 128
 MAX_CHANGE_S: Final = 3600
 PAGE_HEADERS: Final = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+DEFAULT_CHATS: Final = ChatSettings()
 _SERVING: Final = ("ok", "degraded")  # of the service's health
 
 R = TypeVar("R", bound=AnyRequest)
@@ -431,6 +433,7 @@ def build_api(
     scopes: Scopes,
     model_name: str,
     limits: HttpSettings,
+    chats: ChatSettings = DEFAULT_CHATS,
     created: int,
     clock: Callable[[], float],
     new_id: Callable[[], str],
@@ -448,11 +451,17 @@ def build_api(
     reader = PromptReader(
         tokenizer, chat, service.model.vocab_size, max_model_len=service.model.max_model_len
     )
+    chat_reader = ChatReader(reader, chat, tokenizer.added_tokens, chats)
     maker = JobMaker(
-        service.model, reader, model_name=model_name, limits=limits, draw_seed=draw_seed
+        service.model,
+        reader,
+        chat_reader,
+        model_name=model_name,
+        limits=limits,
+        draw_seed=draw_seed,
     )
     server = Server(service, tokenizer, model_name, clock, new_id)
-    tokenizing = Tokenizing(reader, tokenizer, service.model.max_model_len)
+    tokenizing = Tokenizing(reader, chat_reader, tokenizer, service.model.max_model_len)
     api = Api(server, maker, scopes, limits, tokenizing, pool, created=created)
     app = Starlette(routes=_routes(api))
     app.router.redirect_slashes = False

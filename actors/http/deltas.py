@@ -7,10 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self, TypeAlias
 
+import xxhash
+
 from mallee.actors.gateway.service import BranchStream, Delta
 from mallee.actors.http.jobs import Plan
+from mallee.actors.text.answers import Parsed
+from mallee.actors.text.conversation import ToolCall
 from mallee.actors.text.cuts import TokenCut, find_cut
 from mallee.actors.text.tokenizer import StopMatcher, Tokenizer
+from mallee.actors.text.tools.source import Call
 from mallee.protocol.errors import InternalError, MalleeError
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import CapsuleId, WorkerId
@@ -54,6 +59,8 @@ class TextDelta:
     drafts: tuple[int, int] | None = (
         None  # tokens drafted so far, and those of them that were drawn
     )
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
 
 
 class BranchText:
@@ -65,7 +72,8 @@ class BranchText:
     )
 
     def __init__(self, tokenizer: Tokenizer, plan: Plan) -> None:
-        self._detokenizer = tokenizer.detokenizer()
+        shown = plan.reading.marks if plan.reading is not None else ()
+        self._detokenizer = tokenizer.detokenizer(shown)
         self._matcher = StopMatcher(plan.stops, keeps_stop=plan.keeps_stop) if plan.stops else None
         self._num_unstoppable = plan.min_tokens  # tokens whose text ends nothing
         self._stop_ids = plan.stop_token_ids
@@ -133,6 +141,9 @@ class TextStream:
         self._output = plan.output
         self._diagnoses = plan.diagnoses
         self._texts = [BranchText(tokenizer, plan) for _ in range(plan.num_choices)]
+        reading = plan.reading
+        self._parsers = [reading.parser() for _ in self._texts] if reading is not None else []
+        self._num_calls = [0] * plan.num_choices
         self._num_open = plan.num_choices
         self._num_failed = 0
         self._is_good = False  # a choice has text
@@ -205,7 +216,8 @@ class TextStream:
 
     def _text_delta(self, job: int, index: int, delta: Delta) -> TextDelta:
         stream = self.streams[job]
-        text, finish = self._texts[index].push(delta)
+        raw, finish = self._texts[index].push(delta)
+        text, reasoning, calls = self._parsed(index, raw, is_last=finish is not None)
         capsule, boundary = delta.capsule, delta.boundary
         if finish is not None:
             self._num_open -= 1
@@ -233,7 +245,28 @@ class TextStream:
             boundary,
             delta.kept,
             self._texts[index].drafts,
+            reasoning,
+            tuple(self._named(index, call) for call in calls),
         )
+
+    def _parsed(self, index: int, text: str, *, is_last: bool) -> Parsed:
+        """The parts of a choice's new text."""
+        if not self._parsers:
+            return Parsed(text)
+        parser = self._parsers[index]
+        found = parser.feed(text)
+        return found.plus(parser.end()) if is_last else found
+
+    def _named(self, index: int, call: Call) -> ToolCall:
+        """The choice's next call, with an id that no other has."""
+        reading, number = self._plan.reading, self._num_calls[index]
+        assert reading is not None
+        assert reading.form is not None
+        self._num_calls[index] += 1
+        job = index // self._branches
+        digest = xxhash.xxh3_128_hexdigest(f"{self.streams[job].request}.{index}.{number}".encode())
+        name = digest[:9] if reading.form.has_short_ids else f"call_{digest[:24]}"
+        return ToolCall(name, *call)
 
     def _cut(self, index: int, job: int, branch: int) -> tuple[CapsuleId | None, int]:
         """End a branch at its stop string: the capsule of the text that the client saw, and its tokens."""

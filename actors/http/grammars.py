@@ -15,6 +15,15 @@ class OutputFormat(NamedTuple):
     grammar: Grammar | None = None
     param: str = ""
 
+    def checked(self) -> "OutputFormat":
+        """Itself, if its grammar is not too long. Raises InvalidParameter."""
+        try:
+            if self.grammar is not None:
+                self.grammar.validate()
+        except InvalidParameter as error:
+            raise self.named(error) from error
+        return self
+
     def named(self, error: MalleeError) -> MalleeError:
         """`error`, about the client's own field where it was about "grammar"."""
         if error.fields.get("param") != "grammar":
@@ -49,11 +58,7 @@ def read_output_format(request: SamplingFields) -> OutputFormat:
         raise InvalidParameter(
             f"{output.param}.type", "inherit", "only a fork has a capsule to inherit from"
         )
-    try:
-        output.grammar.validate()
-    except InvalidParameter as error:
-        raise output.named(error) from error
-    return output
+    return output.checked()
 
 
 def _response_format(value: Any, param: str) -> Grammar | None:

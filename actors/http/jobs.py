@@ -1,8 +1,8 @@
 """Requests become jobs: ranges, token limits and defaults are decided here, before any worker."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
 
 import msgspec
 import xxhash
@@ -10,6 +10,7 @@ import xxhash
 from mallee.actors.capsule_files.imports import Received
 from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.service import CapsuleInfo
+from mallee.actors.http.chat.reading import ChatReader
 from mallee.actors.http.files.taking import ImportRequest
 from mallee.actors.http.grammars import FREE_TEXT, OutputFormat, read_output_format
 from mallee.actors.http.prompts import PromptReader
@@ -26,7 +27,8 @@ from mallee.actors.http.schemas import (
     SamplingFields,
 )
 from mallee.actors.http.terms import read_affinity, read_retention
-from mallee.actors.text.chat import checked
+from mallee.actors.text.answers import Reading
+from mallee.actors.text.conversation import Message
 from mallee.protocol.errors import (
     BadRequest,
     ContextLengthExceeded,
@@ -77,6 +79,7 @@ class Plan:
     output: OutputFormat = FREE_TEXT
     diagnoses: bool = False  # the answer says how its prompts were served
     starts: tuple[int, ...] = ()  # tokens before each choice's answer
+    reading: Reading | None = None  # of reasoning and calls in the text, if there may be any
 
     @property
     def keeps(self) -> bool:
@@ -88,13 +91,10 @@ class Plan:
         return len(self.jobs) * self.branches
 
 
-def digests_of(messages: Any) -> Messages:
+def digests_of(messages: Sequence[Message]) -> Messages:
     """Marks of a conversation that was rendered, by which its messages are known again."""
-    if not messages:
-        return NO_MESSAGES
-    clean = checked(messages)  # marks for caches come and go
-    digests = tuple(xxhash.xxh3_64_intdigest(msgspec.json.encode(each)) for each in clean)
-    return Messages(digests, clean[0]["role"] == "system")
+    digests = tuple(xxhash.xxh3_64_intdigest(msgspec.json.encode(each)) for each in messages)
+    return Messages(digests, messages[0].role == "system")
 
 
 T = TypeVar("T", int, float)
@@ -116,6 +116,7 @@ class JobMaker:
         self,
         spec: ModelSpec,
         reader: PromptReader,
+        chat: ChatReader,
         *,
         model_name: str,
         limits: HttpSettings,
@@ -123,6 +124,7 @@ class JobMaker:
     ) -> None:
         self._spec = spec
         self._reader = reader
+        self._chat = chat
         self._model_name = model_name
         self._limits = limits
         self._draw_seed = draw_seed
@@ -140,10 +142,11 @@ class JobMaker:
         max_tokens = self._max_tokens("max_tokens", request.max_tokens)
         prompts = self._reader.prompts(request.prompt, scope)
         max_tokens = max_tokens or DEFAULT_MAX_TOKENS
-        return self._generate(request, prompts, max_tokens, scope=scope, terms=terms)
+        output = read_output_format(request)
+        return self._generate(request, prompts, max_tokens, output=output, scope=scope, terms=terms)
 
     def chat(self, request: ChatRequest, scope: Scope, terms: QueueTerms) -> Plan:
-        """Without a token limit the answer may fill what the prompt leaves of the window."""
+        """Without a token limit the setting's counts, as far as the prompt leaves room in the window."""
         self.check_model(request.model)
         self._check_sampling(request)
         self._check_branches("n", request.n, 1)
@@ -153,33 +156,39 @@ class JobMaker:
             raise InvalidParameter("max_tokens", old, remedy)
         max_tokens = self._max_tokens("max_tokens", old)
         max_tokens = self._max_tokens("max_completion_tokens", new) or max_tokens
-        tokens = self._reader.conversation(request.messages, scope, add_generation_prompt=True)
-        room = max(self._spec.max_model_len - len(tokens), 1)
-        return self._generate(
-            *(request, [tokens], max_tokens or room),
+        chat = self._chat.read(request, scope)
+        room = max(self._spec.max_model_len - len(chat.prompt), 1)
+        default = min(self._chat.settings.max_tokens or room, room)
+        if ends := self._chat.stop_token_ids:
+            ids = [*request.stop_token_ids, *(() if request.ignore_eos else ends)]
+            request = msgspec.structs.replace(request, stop_token_ids=ids)
+        plan = self._generate(
+            *(request, [chat.prompt], max_tokens or default),
+            output=chat.output,
             scope=scope,
             terms=terms,
-            messages=digests_of(request.messages),
+            messages=digests_of(chat.messages),
         )
+        return replace(plan, reading=chat.reading)
 
     def capsule(self, request: CapsuleRequest, scope: Scope, terms: QueueTerms) -> PrefillJob:
         self.check_model(request.model)
         ttl_s = self._ttl_s(request.ttl_s)
         if (request.prompt is None) == (request.messages is None):
             raise BadRequest("give either prompt or messages", param="prompt")
+        messages = NO_MESSAGES
         if request.messages is None:
             tokens = self._reader.prompt(request.prompt, scope=scope)
         else:
-            tokens = self._reader.conversation(
-                request.messages, scope, add_generation_prompt=request.add_generation_prompt
-            )
+            tokens, given = self._chat.prefix(request, scope)
+            messages = digests_of(given)
         self._check_fits(len(tokens), 0)
         return PrefillJob(
             tokens,
             scope,
             ttl_s,
             terms,
-            messages=digests_of(request.messages),
+            messages=messages,
             retain=read_retention(request, len(tokens), self._limits.max_ttl_s),
             affinity=read_affinity(request, scope),
         )
@@ -312,13 +321,14 @@ class JobMaker:
         prompts: list[Tokens],
         max_tokens: int,
         *,
+        output: OutputFormat,
         scope: Scope,
         terms: QueueTerms,
         messages: Messages = NO_MESSAGES,
     ) -> Plan:
         for prompt in prompts:
             self._check_fits(len(prompt), max_tokens)
-        limits, output = self._branch_limits(request, max_tokens), read_output_format(request)
+        limits = self._branch_limits(request, max_tokens)
         keep_s, affinity = self._keep_s(request), read_affinity(request, scope)
         jobs = tuple(
             GenerateJob(

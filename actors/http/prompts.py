@@ -1,16 +1,26 @@
 """Clients' prompts, messages and suffixes, checked and turned into tokens."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mallee.actors.text.chat import ChatTemplate
+from mallee.actors.text.conversation import Conversation, read_messages
+from mallee.actors.text.specials import Rendering
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.errors import BadRequest, ContextLengthExceeded, InvalidParameter
 from mallee.protocol.hashing import Tokens, as_tokens
 
 PART_IDS = 1 << 16
+END_CHARS = 64
+
+
+class RenderedPrompt(NamedTuple):
+    """A conversation as tokens, and the end of its text."""
+
+    tokens: Tokens
+    end: str
 
 
 def _is_ids(value: Sequence[object]) -> bool:
@@ -58,23 +68,28 @@ class PromptReader:
         return self._encode(value, scope, starts=starts)
 
     def conversation(
-        self, messages: Any, scope: str = "", *, add_generation_prompt: bool, starts: bool = False
-    ) -> Tokens:
-        """Messages, rendered with the checkpoint's template, which writes its special tokens itself."""
-        if messages is None:
-            raise BadRequest("messages is required", param="messages")
-        text = self._chat.render(messages, add_generation_prompt=add_generation_prompt)
-        tokens = self._encode(text, scope, starts=starts)
+        self,
+        conversation: Conversation,
+        scope: str = "",
+        *,
+        add_generation_prompt: bool,
+        starts: bool = False,
+    ) -> RenderedPrompt:
+        """A conversation, rendered with its template, which writes its special tokens itself."""
+        found = self._chat.render(conversation, add_generation_prompt=add_generation_prompt)
+        tokens = self._rendered(found, scope, starts=starts)
         if not len(tokens):
-            raise InvalidParameter("messages", messages, "they render to no token at all")
-        return tokens
+            num = len(conversation.messages)
+            raise InvalidParameter("messages", num, "they render to no token at all")
+        return RenderedPrompt(tokens, found.pieces[-1][-END_CHARS:])
 
     def suffix(self, value: Any, param: str, scope: str = "") -> Tokens:
         """The suffix of one fork: a string, ids, or messages that continue a conversation."""
         if isinstance(value, dict):
             if set(value) != {"messages"}:
                 raise InvalidParameter(param, value, 'an object has exactly the key "messages"')
-            return self._encode(self._chat.render_continuation(value["messages"]), scope)
+            messages = read_messages(value["messages"], f"{param}.messages")
+            return self._rendered(self._chat.render_continuation(messages), scope)
         return self._tokens(value, param, scope, starts=False)
 
     def _tokens(self, value: Any, param: str, scope: str, *, starts: bool) -> Tokens:
@@ -87,6 +102,13 @@ class PromptReader:
         if not isinstance(value, list) or (value and not _is_ids(value)):
             raise InvalidParameter(param, value, "give a string or a list of token ids")
         return self.ids(value, param)
+
+    def _rendered(self, rendering: Rendering, scope: str, *, starts: bool = False) -> Tokens:
+        parts = [
+            self._encode(piece, scope, starts=starts and not i)
+            for i, piece in enumerate(rendering.pieces)
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate([as_tokens(()), *parts])
 
     def _encode(self, text: str, scope: str, *, starts: bool = False) -> Tokens:
         """Raises ContextLengthExceeded without tokenizing what can't possibly fit: that takes seconds."""

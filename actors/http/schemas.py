@@ -145,7 +145,14 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
+    """`tools` and messages are read by `text.conversation`, the rest of them by `http.chat`."""
+
     messages: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Any = None
+    reasoning_effort: str | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -160,6 +167,8 @@ class CapsuleRequest(AnyRequest, frozen=True, kw_only=True):
 
     prompt: Any = None
     messages: Any = None
+    tools: Any = None
+    chat_template_kwargs: Any = None
     add_generation_prompt: bool = False
     ttl_s: float | None = None
 
@@ -172,6 +181,8 @@ class TokenizeRequest(AnyRequest, frozen=True, kw_only=True):
 
     prompt: Any = None
     messages: Any = None
+    tools: Any = None
+    chat_template_kwargs: Any = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool = False

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from mallee.actors.http.chat.reading import ChatReader
 from mallee.actors.http.prompts import PromptReader
 from mallee.actors.http.schemas import DetokenizeRequest, TokenizeRequest
 from mallee.actors.text.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ class Tokenizing:
     """Texts to tokens and back, without a worker. Its methods give JSON, and raise BadRequest."""
 
     reader: PromptReader
+    chat: ChatReader
     tokenizer: Tokenizer
     max_model_len: int
 
@@ -40,12 +42,7 @@ class Tokenizing:
         if request.messages is None:
             tokens = self.reader.text(request.prompt, scope, starts=asked is not False)
         else:
-            tokens = self.reader.conversation(
-                request.messages,
-                scope,
-                add_generation_prompt=request.add_generation_prompt,
-                starts=asked is True,
-            )
+            tokens, _ = self.chat.prefix(request, scope, starts=asked is True)
         ids: list[int] = tokens.tolist()
         written = [self.tokenizer.token_text(i) for i in ids] if request.return_token_strs else None
         answer = Tokenized(

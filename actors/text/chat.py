@@ -1,66 +1,154 @@
-"""Messages to text, with the checkpoint's own chat template, as transformers renders it."""
+"""Conversations to text: with the checkpoint's own chat template as transformers renders it, or one of ours.
+
+A checkpoint whose template shows no tools gets its family's for conversations that have some.
+"""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NoReturn, Self
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from mallee.actors.text.conversation import Conversation, Function, Message, ToolCall
+from mallee.actors.text.families import FAMILIES, FOLDER, Family, family_of
+from mallee.actors.text.specials import Rendering, SpecialTokens
 from mallee.actors.text.tokenizer import read_json, special_token
-from mallee.protocol.errors import MAX_SHOWN, InvalidParameter, UnsupportedModel
+from mallee.protocol.errors import MAX_SHOWN, ConfigError, InvalidParameter, UnsupportedModel
 
 # Two ways to begin the conversation that a continuation is measured against.
-_OPENINGS: tuple[list[dict[str, str]], ...] = (
-    [{"role": "system", "content": "placeholder"}],
-    [{"role": "user", "content": "placeholder"}, {"role": "assistant", "content": "placeholder"}],
+_OPENINGS: Final = (
+    (Message("system", "placeholder"),),
+    (Message("user", "placeholder"), Message("assistant", "placeholder")),
 )
-_KNOWN_KEYS = {"role", "content", "name"}
-MAX_MESSAGES: Final = 4096  # templates may look at each message for each
+# A template shows tools if all three words come out.
+_SHOWN: Final = ("probed_function", "probed_argument", "probed_result")
+_PROBE: Final = Conversation(
+    (
+        Message("user", "question"),
+        Message(
+            "assistant",
+            tool_calls=(ToolCall("probe1234", _SHOWN[0], json.dumps({"a": _SHOWN[1]})),),
+        ),
+        Message("tool", _SHOWN[2], tool_call_id="probe1234", name=_SHOWN[0]),
+    ),
+    (Function(_SHOWN[0], "probe", {"type": "object", "properties": {"a": {"type": "string"}}}),),
+)
+_OWN_VARIABLES: Final = frozenset(
+    ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "documents")
+)
+_TESTS_NONE: Final = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none""", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A template, compiled, and what its text tells about it."""
+
+    text: str
+    template: jinja2.Template
+    variables: frozenset[str]  # that clients may set
+
+    @property
+    def tests_none(self) -> bool:
+        """Whether an assistant's message without text has the content none."""
+        return _TESTS_NONE.search(self.text) is not None
 
 
 class ChatTemplate:
     """The chat template of one checkpoint, or its absence: then every rendering is refused."""
 
-    __slots__ = ("_now", "_template", "_variables")
+    __slots__ = ("_absence", "_environment", "_special", "_tokens", "family", "for_tools", "main")
 
     def __init__(
         self,
         source: str | None,
         *,
+        tool_source: str | None = None,
+        family: Family | None = None,
+        absence: str = "this model has no chat template; use /v1/completions",
         bos_token: str | None = None,
         eos_token: str | None = None,
+        special_tokens: Collection[str] = (),
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Raises UnsupportedModel: the template does not compile."""
-        self._now = now
-        self._variables = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
-        self._template: jinja2.Template | None = None
-        if source is not None:
-            try:
-                self._template = self._environment().from_string(source)
-            except jinja2.TemplateError as error:
-                raise UnsupportedModel(f"the chat template does not compile: {error}") from error
+        """`tool_source` is for conversations with tools; `absence` tells why there is no template.
+
+        `special_tokens` are no special tokens in texts of clients. Raises UnsupportedModel: a template
+        does not compile.
+        """
+        self._environment = _environment(now)
+        self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+        self._special = SpecialTokens(special_tokens)
+        self._absence = absence
+        ours = self._compiled(family.template) if family is not None else None
+        given = self._compiled(source)
+        self.main = given or ours
+        candidates = (self._compiled(tool_source), given, ours)
+        self.for_tools = next(
+            (each for each in candidates if each and self._shows_tools(each)), None
+        )
+        # Only where one of its templates is used.
+        self.family = family if ours and ours in (self.main, self.for_tools) else None
 
     @classmethod
-    def load(cls, path: Path, *, now: Callable[[], datetime] = datetime.now) -> Self:
-        """The template in a Hugging Face directory: chat_template.jinja, else tokenizer_config.json.
+    def load(
+        cls,
+        path: Path,
+        *,
+        file: Path | None = None,
+        special_tokens: Collection[str] = (),
+        protects: bool = True,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> Self:
+        """The template in `file`, else of a Hugging Face directory: chat_template.jinja or
+        tokenizer_config.json, else its family's.
 
-        Raises UnsupportedModel: it can't be read or does not compile.
+        `special_tokens` are the tokenizer's; with `protects` they are none in texts of clients.
+        Raises UnsupportedModel: a template can't be read or does not compile; ConfigError: no `file`.
         """
         config = read_json(path / "tokenizer_config.json")
-        file = path / "chat_template.jinja"
-        source = file.read_text(encoding="utf-8") if file.is_file() else _configured(config)
+        source, tool_source = _configured(config)
+        source = _text_of(path / "chat_template.jinja") or source
+        tool_source = _text_of(path / "additional_chat_templates" / "tool_use.jinja") or tool_source
+        if file is not None:
+            source, tool_source = _text_of(file), None
+            if source is None:
+                raise ConfigError(f"chat.template={str(file)!r}: there is no such file")
+        model_type = str(read_json(path / "config.json").get("model_type", ""))
+        known = ", ".join(each.name for each in FAMILIES)
         bos, eos = (special_token(config, key) for key in ("bos_token", "eos_token"))
-        return cls(source, bos_token=bos, eos_token=eos, now=now)
+        return cls(
+            source,
+            tool_source=tool_source,
+            family=family_of(model_type, special_tokens),
+            absence=f"this model (model_type {model_type!r}) has no chat template and is of no family"
+            f" that has one here ({known}): put a chat_template.jinja beside its tokenizer.json, name a"
+            f" file as the setting chat.template, or add its family to actors/text/{FOLDER.name};"
+            " /v1/completions needs none",
+            bos_token=bos,
+            eos_token=eos,
+            special_tokens=special_tokens if protects else (),
+            now=now,
+        )
 
-    def render(self, messages: Any, add_generation_prompt: bool = True) -> str:
+    def render(
+        self, conversation: Conversation, *, add_generation_prompt: bool = True
+    ) -> Rendering:
         """The conversation as text. Raises InvalidParameter: no template, or it refuses messages."""
-        return self._render(checked(messages), messages, add_generation_prompt)
+        source = self.source_for(conversation)
+
+        def render(given: Conversation) -> str:
+            return self._render(source, given, add_generation_prompt)
+
+        return self._special.render(conversation, render)
 
     def render_unchecked(
         self,
@@ -73,118 +161,168 @@ class ChatTemplate:
 
         Raises as `render`.
         """
-        return self._render(messages, messages, add_generation_prompt, variables)
+        source = (self.for_tools if variables.get("tools") else None) or self.main
+        if source is None:
+            raise InvalidParameter("messages", len(messages), self._absence)
+        return self._filled(source, messages, add_generation_prompt, variables)
 
-    def render_continuation(self, messages: Any) -> str:
+    def render_continuation(self, messages: Sequence[Message]) -> Rendering:
         """The text that `messages` add after an earlier conversation, generation prompt included.
 
         Raises InvalidParameter: no template, one that refuses them, or one that rewrites what
         came before, so that there is no such text.
         """
-        added = checked(messages)
         refusal: InvalidParameter | None = None
+        source = self.source_for(Conversation(messages))
         for opening in _OPENINGS:
             try:
-                before = self._render(opening, messages, False)
-                after = self._render([*opening, *added], messages, True)
+                before = self._render(source, Conversation(opening), False)
+                after = self._special.render(
+                    Conversation((*opening, *messages)),
+                    lambda given: self._render(source, given, True),
+                )
             except InvalidParameter as error:
                 refusal = refusal or error
                 continue
-            if after.startswith(before):
-                return after[len(before) :]
+            if after.pieces[0].startswith(before):
+                return Rendering((after.pieces[0][len(before) :], *after.pieces[1:]))
             refusal = InvalidParameter(
                 "messages",
-                messages,
+                [message.role for message in messages],
                 "this model's chat template rewrites earlier messages when more follow;"
                 " send the suffix as text or token ids",
             )
         assert refusal is not None
         raise refusal
 
-    def _render(
+    def source_for(self, conversation: Conversation) -> Source:
+        """The template that renders `conversation`. Raises InvalidParameter: there is none."""
+        if self.main is None:
+            raise InvalidParameter("messages", len(conversation.messages), self._absence)
+        has_tools = conversation.functions or any(
+            message.tool_calls or message.role == "tool" for message in conversation.messages
+        )
+        if not has_tools:
+            return self.main
+        if self.for_tools is None:
+            raise InvalidParameter(
+                "tools",
+                len(conversation.functions),
+                "this model's chat template shows no tools: give it one that does, as the setting"
+                " chat.template",
+            )
+        return self.for_tools
+
+    def _shows_tools(self, source: Source) -> bool:
+        try:
+            text = self._render(source, _PROBE, True)
+        except InvalidParameter:
+            return False
+        return all(word in text for word in _SHOWN)
+
+    def _render(self, source: Source, conversation: Conversation, add_prompt: bool) -> str:
+        functions = [_function(each) for each in conversation.functions]
+        messages = [_message(each, source) for each in conversation.messages]
+        variables = {**conversation.variables, "tools": functions or None}
+        return self._filled(source, messages, add_prompt, variables)
+
+    def _filled(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        shown: Any,
+        source: Source,
+        messages: list[dict[str, Any]],
         add_prompt: bool,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        if self._template is None:
-            raise InvalidParameter(
-                "messages", shown, "this model has no chat template; use /v1/completions"
-            )
         try:
-            own = {"messages": messages, "add_generation_prompt": add_prompt, **self._variables}
-            return self._template.render({**variables, **own})
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            own = {"messages": messages, "add_generation_prompt": add_prompt, **self._tokens}
+            return source.template.render({**variables, **own})
+        except (
+            *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError),
+            *(AttributeError, RecursionError),
+        ) as error:
             raise InvalidParameter(
                 "messages",
-                shown,
+                [message.get("role") for message in messages],
                 f"the model's chat template refuses them: {str(error)[:MAX_SHOWN]}",
             ) from error
 
-    def _environment(self) -> ImmutableSandboxedEnvironment:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda form: self._now().strftime(form)
-        return environment
+    def _compiled(self, text: str | None) -> Source | None:
+        if text is None:
+            return None
+        try:
+            read = meta.find_undeclared_variables(self._environment.parse(text))
+            template = self._environment.from_string(text)
+        except jinja2.TemplateError as error:
+            raise UnsupportedModel(f"the chat template does not compile: {error}") from error
+        read -= set(self._environment.globals)
+        return Source(text, template, frozenset(read - _OWN_VARIABLES))
 
 
-def checked(messages: Any) -> list[dict[str, str]]:
-    """Messages of the API with plain text as content; text parts are joined by newlines.
-
-    Raises InvalidParameter naming the message's index.
-    """
-    if not isinstance(messages, list) or not messages:
-        raise InvalidParameter("messages", messages, "give a list of at least one message")
-    if (num := len(messages)) > MAX_MESSAGES:
-        raise InvalidParameter("messages", num, f"give at most {MAX_MESSAGES} messages")
-    return [_checked_one(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _checked_one(message: Any, param: str) -> dict[str, str]:
-    if not isinstance(message, dict):
-        raise InvalidParameter(param, message, 'a message is {"role": ..., "content": ...}')
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise InvalidParameter(f"{param}.role", role, "give a role such as user")
-    given = {key for key, value in message.items() if value is not None}
-    if extra := sorted(map(str, given - _KNOWN_KEYS)):
-        raise InvalidParameter(param, extra, "only role, content and name are supported")
-    clean = {"role": role, "content": _text(message.get("content"), f"{param}.content")}
-    name = message.get("name")
-    if name is not None:
-        if not isinstance(name, str):
-            raise InvalidParameter(f"{param}.name", name, "a name is a string")
-        clean["name"] = name
-    return clean
+def _message(message: Message, source: Source) -> dict[str, Any]:
+    """A message as transformers passes it to templates: arguments are objects."""
+    role = message.role
+    if role == "developer" and "developer" not in source.text:
+        role = "system"
+    shown: dict[str, Any] = {"role": role, "content": message.text}
+    if message.reasoning:
+        shown["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        if not message.text and source.tests_none:
+            shown["content"] = None
+        shown["tool_calls"] = [_call(call) for call in message.tool_calls]
+    if message.tool_call_id:
+        shown["tool_call_id"] = message.tool_call_id
+    if message.name:
+        shown["name"] = message.name
+    return shown
 
 
-def _text(content: Any, param: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidParameter(param, content, "give a string or a list of text parts")
-    texts: list[str] = []
-    for i, part in enumerate(content):
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            raise InvalidParameter(
-                f"{param}[{i}]", part, 'only parts {"type": "text", "text": ...} are supported'
-            )
-        texts.append(text)
-    return "\n".join(texts)
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.loads(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
 
 
-def _configured(config: dict[str, Any]) -> str | None:
-    """`chat_template` of a tokenizer_config.json: a string, or a list of named ones."""
+def _function(function: Function) -> dict[str, Any]:
+    shown: dict[str, Any] = {"name": function.name}
+    if function.description:
+        shown["description"] = function.description
+    shown["parameters"] = function.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": shown}
+
+
+def _text_of(file: Path) -> str | None:
+    return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
+def _configured(config: dict[str, Any]) -> tuple[str | None, str | None]:
+    """`chat_template` of a tokenizer_config.json: a string, or a list of named ones; and that for tools."""
     value = config.get("chat_template")
+    named: dict[Any, Any] = {"default": value}
     if isinstance(value, list):
         named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
+    found = (named.get(name) for name in ("default", "tool_use"))
+    default, for_tools = (text if isinstance(text, str) else None for text in found)
+    return default, for_tools
+
+
+class _Generation(Extension):
+    """{% generation %} marks the assistant's part for training; here it is its content alone."""
+
+    tags = {"generation"}  # noqa: RUF012 - an instance variable of the base
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    return environment
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:

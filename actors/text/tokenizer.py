@@ -5,7 +5,7 @@ No torch and no transformers here: a gateway without a model in its process stay
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -56,8 +56,8 @@ class Tokenizer:
     """
 
     __slots__ = (
-        *("_added", "_cache", "_inner", "_is_byte_level", "bos_token_id", "eos_token_ids"),
-        *("longest_token", "vocab_size"),
+        *("_added", "_cache", "_inner", "_is_byte_level", "added_tokens", "bos_token_id"),
+        *("eos_token_ids", "longest_token", "special_tokens", "vocab_size"),
     )
 
     def __init__(
@@ -70,6 +70,9 @@ class Tokenizer:
         self._inner = inner
         added = inner.get_added_tokens_decoder()
         self._added = frozenset(added)
+        # Text and id of those that no decoded text shows.
+        self.special_tokens = {str(t.content): i for i, t in added.items() if t.special}
+        self.added_tokens = {str(t.content): i for i, t in added.items()}
         texts = [str(token.content) for token in added.values()]
         self._cache = EncodeCache(self._encode) if is_cuttable(inner, texts) else None
         decoder = inner.decoder.__getstate__() if inner.decoder is not None else b""
@@ -148,9 +151,11 @@ class Tokenizer:
         raw = _BYTE_TOKEN.fullmatch(written)
         return bytes((int(raw[1], 16),)) if raw else written.replace("\u2581", " ").encode()
 
-    def detokenizer(self) -> "Detokenizer":
-        """A fresh one, for one branch."""
-        return Detokenizer(self)
+    def detokenizer(self, shown: Collection[str] = ()) -> "Detokenizer":
+        """A fresh one, for one branch. Its text has the special tokens that are `shown`, and no others."""
+        hidden = {i for text, i in self.special_tokens.items() if text not in shown}
+        shows_some = len(hidden) < len(self.special_tokens)
+        return Detokenizer(self, frozenset(hidden) if shows_some else None)
 
 
 class Detokenizer:
@@ -162,17 +167,20 @@ class Detokenizer:
     characters with stray bytes, `decode` spoils the whole run, and what was emitted stays.
     """
 
-    __slots__ = ("_emitted", "_ids", "_read", "_tokenizer")
+    __slots__ = ("_emitted", "_hidden", "_ids", "_read", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int] | None = None) -> None:
+        """`hidden`: tokens without text; by default the special ones."""
         self._tokenizer = tokenizer
+        self._hidden = hidden
         self._ids: list[int] = []  # the window: tokens [0, _read) are emitted, the rest wait
         self._read = 0
         self._emitted = ""  # decode of the emitted part
 
     def push(self, tokens: Sequence[int]) -> str:
         """Take tokens; the text that no later token can change."""
-        self._ids.extend(int(t) for t in tokens)
+        hidden = self._hidden
+        self._ids.extend(int(t) for t in tokens if hidden is None or t not in hidden)
         return self._advance(is_last=False)
 
     @property
@@ -187,17 +195,20 @@ class Detokenizer:
     def _advance(self, *, is_last: bool) -> str:
         if self._read == len(self._ids):
             return ""
-        text = self._tokenizer.decode(self._ids)
+        text = self._decode(self._ids)
         if text.endswith(_UNFINISHED) and not is_last:
             return ""
         new = text[len(self._emitted) :]
         tail = self._ids[self._read :]
-        tail_text = self._tokenizer.decode(tail)
+        tail_text = self._decode(tail)
         if tail_text:  # a window without text would lose the next word's leading space
             self._ids, text = tail, tail_text
         self._read = len(self._ids)
         self._emitted = text
         return new
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._hidden is None)
 
 
 class StopMatcher:
@@ -232,7 +243,7 @@ class StopMatcher:
             emit, self._held = self._held[: end if self._keeps_stop else start], ""
             self.is_stopped = True
             return emit, True
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep
         emit, self._held = self._held[:cut], self._held[cut:]
         return emit, False
@@ -243,7 +254,7 @@ class StopMatcher:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` with which `stop` begins, but not all of it."""
     for n in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:n]):

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import uvicorn
@@ -44,6 +44,7 @@ class ByteCodec:
     """A tokenizer that costs next to nothing: one token for each four bytes of text, and none back."""
 
     longest_token: int | None = None
+    added_tokens: ClassVar[dict[str, int]] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = False, scope: str = "") -> list[int]:
         raw = text.encode()
@@ -54,7 +55,7 @@ class ByteCodec:
     def token_bytes(self, token: int) -> bytes:
         return b" word"
 
-    def detokenizer(self) -> "ByteCodec":
+    def detokenizer(self, shown: Sequence[str] = ()) -> "ByteCodec":
         return self
 
     def push(self, tokens: Sequence[int]) -> str:
@@ -70,7 +71,7 @@ def _text_side(path: Path | None) -> tuple[Any, Any]:
     from mallee.actors.text.tokenizer import Tokenizer
 
     if path is None:
-        return ByteCodec(), None
+        return ByteCodec(), ChatTemplate(None)
     return Tokenizer.load(path), ChatTemplate.load(path)
 
 

@@ -15,20 +15,24 @@ from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.http.api import build_api
 from mallee.actors.proxy.connections import LimitedServer
+from mallee.actors.text.chat import ChatTemplate
 from support.plain_ids import SCOPES
 from support.waiting import until
+
+NO_CHAT = ChatTemplate(None)
 
 
 class CharTokenizer:
     """One token per ASCII character, which is its number: texts and tokens are the same."""
 
     longest_token: int | None = None
+    added_tokens: dict[str, int] = {}
     is_waiting = False
 
     def encode(self, text: str, *, add_special_tokens: bool = False, scope: str = "") -> list[int]:
         return [*text.encode("ascii")]
 
-    def detokenizer(self) -> "CharTokenizer":
+    def detokenizer(self, shown: Sequence[str] = ()) -> "CharTokenizer":
         return self
 
     def push(self, tokens: Sequence[int]) -> str:
@@ -41,11 +45,13 @@ class CharTokenizer:
         return bytes((token,))
 
 
-def api_over(gateway: GatewayService, **settings: Any) -> Starlette:
+def api_over(
+    gateway: GatewayService, *, chat: ChatTemplate = NO_CHAT, **settings: Any
+) -> Starlette:
     return build_api(
         gateway,
         CharTokenizer(),  # type: ignore[arg-type]
-        None,  # type: ignore[arg-type]  # no chat
+        chat,
         access=Access(None, {}),
         scopes=SCOPES,
         model_name="m",
@@ -60,10 +66,10 @@ def api_over(gateway: GatewayService, **settings: Any) -> Starlette:
 
 @asynccontextmanager
 async def served(
-    gateway: GatewayService, **settings: Any
+    gateway: GatewayService, *, chat: ChatTemplate = NO_CHAT, **settings: Any
 ) -> AsyncIterator[tuple[str, LimitedServer]]:
     """The address of the API, and its server."""
-    app = api_over(gateway, **settings)
+    app = api_over(gateway, chat=chat, **settings)
     server = LimitedServer(app, max_connections=2000, max_per_client=2000, log_config=None)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -25,6 +25,22 @@ FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "CapsuleRequest.prompt": {"description": "Text or token ids.", "anyOf": [_STRING, _IDS]},
     "TokenizeRequest.prompt": _STRING,
     "messages": {"description": "A conversation, for the model's own template.", **_MESSAGES},
+    "tools": {
+        "description": "Functions that may be called, as OpenAI's.",
+        "type": "array",
+        "maxItems": 512,
+        "items": _OBJECT,
+    },
+    "tool_choice": {
+        "description": "Whether some must be called, and which.",
+        "anyOf": [{"enum": ["none", "auto", "required"]}, _OBJECT],
+    },
+    "parallel_tool_calls": {"description": "false: at most one call."},
+    "chat_template_kwargs": {"description": "Variables that the template reads.", **_OBJECT},
+    "reasoning_effort": {
+        "description": "Where the template knows it.",
+        "enum": ["none", "minimal", "low", "medium", "high", "xhigh", "max", None],
+    },
     "suffixes": {
         "description": "One for each branch: text, token ids, or messages that go on.",
         "type": "array",

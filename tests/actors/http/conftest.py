@@ -13,13 +13,14 @@ import pytest
 from starlette.applications import Starlette
 
 from mallee.actors.access.access import Access
-from mallee.actors.config import HttpSettings
+from mallee.actors.config import ChatSettings, HttpSettings
 from mallee.actors.gateway.explain import decisions_body, workers_body
 from mallee.actors.gateway.service import CapsuleInfo, Delta
-from mallee.actors.http.api import build_api
+from mallee.actors.http.api import DEFAULT_CHATS, build_api
 from mallee.actors.proxy.connections import LimitedServer
 from mallee.actors.telemetry.metrics import GatewayMetrics
-from mallee.protocol.errors import InvalidParameter, MalleeError, NotFound, UnknownCapsule
+from mallee.actors.text.chat import ChatTemplate
+from mallee.protocol.errors import MalleeError, NotFound, UnknownCapsule
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId
 from mallee.protocol.model import ModelSpec
@@ -37,12 +38,13 @@ class ByteTokenizer:
     """One token per UTF-8 byte; a beginning-of-text token where special tokens are asked for."""
 
     longest_token: int | None = None
+    added_tokens: dict[str, int] = {"<|end|>": EOS}
 
     def encode(self, text: str, *, add_special_tokens: bool = False, scope: str = "") -> list[int]:
         head = [BOS] if add_special_tokens and text else []
         return head + list(text.encode())
 
-    def detokenizer(self) -> "ByteDetokenizer":
+    def detokenizer(self, shown: Sequence[str] = ()) -> "ByteDetokenizer":
         return ByteDetokenizer()
 
     def token_bytes(self, token: int) -> bytes:
@@ -73,20 +75,19 @@ class ByteDetokenizer:
         return self._decoder.decode(b"", final=True)
 
 
-class PlainChat:
-    """`<role>content|` for each message."""
-
-    def render(self, messages: Any, add_generation_prompt: bool = True) -> str:
-        if not isinstance(messages, list) or not messages:
-            raise InvalidParameter("messages", messages, "give a list of messages")
-        for i, message in enumerate(messages):
-            if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-                raise InvalidParameter(f"messages[{i}]", message, "give role and content")
-        text = "".join(f"<{m.get('role')}>{m['content']}|" for m in messages)
-        return text + ("<assistant>" if add_generation_prompt else "")
-
-    def render_continuation(self, messages: Any) -> str:
-        return self.render(messages)
+# `<role>content|` for each message, Hermes' form for tools and their results.
+PLAIN_CHAT = """
+{%- for tool in tools or [] %}<tool>{{ tool | tojson }}|{% endfor %}
+{%- for message in messages %}
+    {{- '<' + message.role + '>' }}
+    {%- if message.reasoning_content %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
+    {{- message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}
+    {%- endfor %}
+    {{- '|' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<assistant>' }}{{ '<think>' if enable_thinking else '' }}{% endif %}"""
 
 
 class FakeStream:
@@ -290,11 +291,15 @@ class Caller:
     """The API in this process: one request a call."""
 
     def __init__(
-        self, service: FakeService, limits: HttpSettings, access: Access | None = None
+        self,
+        service: FakeService,
+        limits: HttpSettings,
+        access: Access | None = None,
+        chats: ChatSettings = DEFAULT_CHATS,
     ) -> None:
         self.service = service
         self.tokenizer = ByteTokenizer()
-        self.app = make_app(service, limits, self.tokenizer, access)
+        self.app = make_app(service, limits, self.tokenizer, access, chats)
 
     def __call__(self, method: str, path: str, body: Any = None, **kwargs: Any) -> Answer:
         return decode(self.raw(method, path, json=body, **kwargs))
@@ -313,16 +318,18 @@ def make_app(
     limits: HttpSettings,
     tokenizer: ByteTokenizer,
     access: Access | None = None,
+    chats: ChatSettings = DEFAULT_CHATS,
 ) -> Starlette:
     seeds = iter(range(1000, 1_000_000))
     return build_api(
         service,
         tokenizer,
-        PlainChat(),
+        ChatTemplate(PLAIN_CHAT),
         access=access or Access(None, {}),
         scopes=SCOPES,
         model_name=MODEL,
         limits=limits,
+        chats=chats,
         created=CREATED,
         clock=lambda: CREATED + 5.5,
         new_id=lambda: "err_1",
@@ -343,7 +350,7 @@ def call(service: FakeService) -> Caller:
 
 @pytest.fixture
 def call_with(service: FakeService) -> Callable[..., Caller]:
-    return lambda limits, access=None: Caller(service, limits, access)
+    return lambda limits, access=None, **more: Caller(service, limits, access, **more)
 
 
 @pytest.fixture(scope="session")

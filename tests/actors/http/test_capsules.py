@@ -173,7 +173,7 @@ def test_a_forked_stream_is_multiplexed_by_index(call: Any) -> None:
         ({"suffixes": ["a", None]}, "suffixes[1]"),
         ({"suffixes": ["a", [300]]}, "suffixes[1][0]"),
         ({"suffixes": [{"messages": MESSAGES, "x": 1}]}, "suffixes[0]"),
-        ({"suffixes": [{"messages": []}]}, "messages"),
+        ({"suffixes": [{"messages": []}]}, "suffixes[0].messages"),
         ({"suffixes": ["a", "b" * 300]}, "prompt"),
         ({"n": 1, "max_tokens": 225}, "prompt"),
         ({"n": 1, "at": 0}, "at"),

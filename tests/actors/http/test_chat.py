@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from mallee.actors.config import ChatSettings, HttpSettings
+
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -21,9 +23,17 @@ def test_a_chat_answer_has_openai_s_shape(call: Any) -> None:
     assert answer.body["usage"]["prompt_tokens"] == len(prompt)
 
 
-def test_without_a_limit_the_answer_may_fill_the_window(call: Any) -> None:
-    call("POST", PATH, {"messages": MESSAGES})
-    assert call.service.job.limits.max_tokens == 256 - len("<user>hi|<assistant>")
+def test_without_a_limit_the_setting_s_counts_as_far_as_the_window_goes(call_with: Any) -> None:
+    """I17: chat without `max_tokens` ends."""
+    room = 256 - len("<user>hi|<assistant>")
+    for chats, wanted in (
+        (ChatSettings(), room),
+        (ChatSettings(max_tokens=40), 40),
+        (ChatSettings(max_tokens=None), room),
+    ):
+        call = call_with(HttpSettings(), chats=chats)
+        call("POST", PATH, {"messages": MESSAGES})
+        assert call.service.job.limits.max_tokens == wanted
 
 
 def test_both_names_of_the_token_limit_are_understood(call: Any) -> None:
@@ -59,6 +69,7 @@ def test_an_answer_without_text_still_names_the_role(call: Any) -> None:
 
 
 def test_bad_messages_are_refused_by_the_template(call: Any) -> None:
-    for messages, param in ((None, "messages"), ([], "messages"), ([{"role": "x"}], "messages[0]")):
+    bad = [{"role": "x"}]
+    for messages, param in ((None, "messages"), ([], "messages"), (bad, "messages[0].content")):
         answer = call("POST", PATH, {"messages": messages})
         assert (answer.status, answer.body["error"]["param"]) == (400, param)

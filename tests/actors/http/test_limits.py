@@ -13,7 +13,8 @@ from mallee.actors.gateway.service import Delta
 from mallee.actors.http import answers, middleware
 from mallee.actors.http.schemas import LEAST_VALUES, MAX_DEPTH
 from mallee.actors.http.serve import LOGPROBS_COST, TURN_TOKENS
-from mallee.actors.text.chat import MAX_MESSAGES, ChatTemplate, checked
+from mallee.actors.text.chat import ChatTemplate
+from mallee.actors.text.conversation import MAX_MESSAGES, Conversation, Message, read_messages
 from mallee.protocol.errors import MAX_SHOWN, CapsulesFull, InvalidParameter, shown
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -57,9 +58,9 @@ def test_suffixes_and_messages_have_a_limit(call_with: Callable[[HttpSettings], 
     call = call_with(HttpSettings())
     assert "128" in refusal(call("POST", FORK, {"suffixes": ["a"] * 129}))["message"]
     message = {"role": "user", "content": "a"}
-    assert len(checked([message] * MAX_MESSAGES)) == MAX_MESSAGES
+    assert len(read_messages([message] * MAX_MESSAGES)) == MAX_MESSAGES
     with pytest.raises(InvalidParameter, match=str(MAX_MESSAGES)):
-        checked([message] * (MAX_MESSAGES + 1))
+        read_messages([message] * (MAX_MESSAGES + 1))
 
 
 def nested(depth: int) -> Any:
@@ -416,6 +417,6 @@ def test_a_chat_template_repeats_little_of_a_message() -> None:
     """Templates refuse with texts of their own, in which a role may stand."""
     template = ChatTemplate("{{ raise_exception('Unexpected role ' + messages[0].role) }}")
     with pytest.raises(InvalidParameter) as refused:
-        template.render([{"role": "r" * 10_000, "content": "a"}])
+        template.render(Conversation([Message("r" * 10_000, "a")]))
     assert "Unexpected role" in refused.value.message
     assert len(refused.value.message) < 300

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mallee.actors.config import ChatSettings
+from mallee.actors.http.chat.reading import ChatReader
 from mallee.actors.http.errors import UNSERVED
 from mallee.actors.http.prompts import PromptReader
 from mallee.actors.http.schemas import DetokenizeRequest, TokenizeRequest
@@ -88,11 +90,9 @@ def test_another_model_is_not_found(call: Any) -> None:
 
 
 TOKENIZER = Tokenizer(byte_level())
-TOKENIZING = Tokenizing(
-    PromptReader(TOKENIZER, ChatTemplate(None), TOKENIZER.vocab_size, max_model_len=4096),
-    TOKENIZER,
-    4096,
-)
+CHAT = ChatTemplate(None)
+READER = PromptReader(TOKENIZER, CHAT, TOKENIZER.vocab_size, max_model_len=4096)
+TOKENIZING = Tokenizing(READER, ChatReader(READER, CHAT, {}, ChatSettings()), TOKENIZER, 4096)
 
 
 @examples(200)

@@ -1,7 +1,6 @@
-"""Tokens to text and back, stop strings and chat templates."""
+"""Tokens to text and back, and stop strings."""
 
 import json
-from datetime import datetime
 from itertools import chain
 from pathlib import Path
 
@@ -11,17 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.actors.text.chat import ChatTemplate
+from mallee.actors.text.conversation import Conversation, Message
 from mallee.actors.text.tokenizer import Detokenizer, StopMatcher, Tokenizer
 from mallee.protocol.errors import InvalidParameter, MalleeError, ModelNotFound
 from support.tokenizers_made import byte_level, metaspace
-
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-STRICT = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
-)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +23,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {
         "bos_token": {"content": "<|im_start|>"},
         "eos_token": "<|im_end|>",
-        "chat_template": [{"name": "default", "template": CHATML}],
     }
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     (path / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
@@ -50,6 +41,15 @@ def splits(draw: st.DrawFn, vocab_size: int) -> list[list[int]]:
 
 def joined(detokenizer: Detokenizer, chunks: list[list[int]]) -> str:
     return "".join([detokenizer.push(chunk) for chunk in chunks]) + detokenizer.flush()
+
+
+@given(splits(BYTES.vocab_size))
+def test_chosen_special_tokens_may_be_shown(chunks: list[list[int]]) -> None:
+    """I4, part: marks of calls that are special tokens stand in the text, others don't."""
+    ids = [*chain.from_iterable(chunks)]
+    shown = joined(BYTES.detokenizer(["<|im_end|>"]), chunks)
+    assert shown == BYTES.decode([i for i in ids if i != 0], skip_special_tokens=False)
+    assert joined(BYTES.detokenizer(["<tool_call>"]), chunks) == BYTES.decode(ids)
 
 
 @given(splits(BYTES.vocab_size))
@@ -72,12 +72,12 @@ def test_text_streamed_token_by_token_comes_back_and_no_half_character_shows(tex
     assert seen + detokenizer.flush() == text
 
 
-def test_a_directory_gives_tokens_ends_and_template(folder: Path) -> None:
+def test_a_directory_gives_tokens_and_ends(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.decode(tokenizer.encode("the tree")) == "the tree"
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (0, (1, 7))
     assert tokenizer.encode("<|im_end|>") == [1]
-    assert ChatTemplate.load(folder).render([{"role": "user", "content": "hi"}])
+    assert tokenizer.special_tokens == {"<|im_start|>": 0, "<|im_end|>": 1}
 
 
 def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -113,60 +113,6 @@ def test_a_possible_stop_is_held_back_and_an_impossible_one_is_not() -> None:
     assert matcher.push("more") == ("", True)
     with pytest.raises(InvalidParameter):
         StopMatcher([""])
-
-
-HI = [{"role": "user", "content": "hi"}]
-
-
-def test_messages_render_as_the_template_says() -> None:
-    text = ChatTemplate(CHATML).render(
-        [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
-    )
-    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    clock = ChatTemplate(
-        "{{ strftime_now('%Y') }}{{ messages | tojson }}", now=lambda: datetime(2001, 2, 3)
-    )
-    assert clock.render(HI) == '2001[{"role": "user", "content": "hi"}]'
-
-
-@pytest.mark.parametrize("source", [CHATML, STRICT])
-def test_a_continuation_is_what_the_messages_add(source: str) -> None:
-    chat = ChatTemplate(source)
-    assert chat.render_continuation(HI) == chat.render(HI)
-
-
-def test_a_template_that_rewrites_the_past_has_no_continuation() -> None:
-    chat = ChatTemplate("{{ messages | length }}" + CHATML)
-    with pytest.raises(InvalidParameter, match="rewrites"):
-        chat.render_continuation(HI)
-
-
-def test_a_model_without_template_points_to_completions(tmp_path: Path) -> None:
-    chat = ChatTemplate.load(tmp_path)
-    with pytest.raises(InvalidParameter, match="/v1/completions"):
-        chat.render(HI)
-
-
-@pytest.mark.parametrize(
-    ("messages", "named"),
-    [
-        ([], "messages="),
-        ("hi", "messages="),
-        ([*HI, 3], r"messages\[1\]="),
-        ([{"content": "x"}], r"messages\[0\]\.role"),
-        ([{"role": "user"}], r"messages\[0\]\.content"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\]\.content\[0\]"),
-        ([{"role": "user", "content": "x", "tool_calls": []}], "only role, content and name"),
-    ],
-)
-def test_bad_messages_are_refused_by_index(messages: object, named: str) -> None:
-    with pytest.raises(InvalidParameter, match=named):
-        ChatTemplate(CHATML).render(messages)
-
-
-def test_a_refusal_of_the_template_reaches_the_caller() -> None:
-    with pytest.raises(InvalidParameter, match="no system"):
-        ChatTemplate(STRICT).render([{"role": "system", "content": "x"}])
 
 
 @pytest.mark.parametrize(("keeps", "wanted"), [(False, "ab"), (True, "abEND")])
@@ -214,9 +160,10 @@ def test_smollm2_streams_and_chats(smollm2: Path) -> None:
     for size in (1, 2, 3):
         chunks = [ids[i : i + size] for i in range(0, len(ids), size)]
         assert joined(tokenizer.detokenizer(), chunks) == text
-    system = [{"role": "system", "content": "Be brief."}]
-    whole = chat.render([*system, *HI])
-    assert whole == chat.render(system, add_generation_prompt=False) + chat.render_continuation(HI)
+    system, question = Message("system", "Be brief."), Message("user", "hi")
+    whole = chat.render(Conversation([system, question])).text
+    before = chat.render(Conversation([system]), add_generation_prompt=False).text
+    assert whole == before + chat.render_continuation([question]).text
     assert tokenizer.encode("<|im_end|>")[0] in tokenizer.eos_token_ids
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
     assert tokenizer.token_bytes(tokenizer.eos_token_ids[0]) == b"<|im_end|>"

@@ -1,0 +1,147 @@
+"""Chat requests as prompts, with what is needed to read their answers."""
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from mallee.actors.config import ChatSettings
+from mallee.actors.http.chat.choice import read_choice
+from mallee.actors.http.chat.forms import answer_form
+from mallee.actors.http.grammars import OutputFormat, read_output_format
+from mallee.actors.http.prompts import PromptReader
+from mallee.actors.http.schemas import CapsuleRequest, ChatRequest, TokenizeRequest
+from mallee.actors.text.answers import THINKING, Reading, Thinking, thinking_of
+from mallee.actors.text.chat import ChatTemplate, Source
+from mallee.actors.text.conversation import (
+    Conversation,
+    Message,
+    read_functions,
+    read_messages,
+)
+from mallee.actors.text.tools.formats import FORMATS, format_of
+from mallee.actors.text.tools.parser import ToolFormat
+from mallee.protocol.errors import BadRequest, InvalidParameter
+from mallee.protocol.hashing import Tokens
+
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+class Chat(NamedTuple):
+    """A chat request that was read. `reading` is None where answers are plain text."""
+
+    prompt: Tokens
+    messages: tuple[Message, ...]
+    output: OutputFormat
+    reading: Reading | None
+
+
+class ChatReader:
+    """Reads chat requests for one model. Stateless; safe to use from several threads."""
+
+    def __init__(
+        self,
+        reader: PromptReader,
+        template: ChatTemplate,
+        added_tokens: Mapping[str, int],
+        settings: ChatSettings,
+    ) -> None:
+        self._reader = reader
+        self._template = template
+        self._added_tokens = added_tokens
+        self.settings = settings
+        family = template.family
+        end = None if family is None else added_tokens.get(family.end_of_turn)
+        # Of our own templates; checkpoints name the ends of theirs.
+        self.stop_token_ids = () if end is None else (end,)
+
+    def read(self, request: ChatRequest, scope: str) -> Chat:
+        """Raises BadRequest."""
+        conversation = self._conversation(request, request.reasoning_effort)
+        source = self._template.source_for(conversation)
+        choice = read_choice(request.tool_choice, tuple(conversation.functions))
+        prompt = self._reader.conversation(conversation, scope, add_generation_prompt=True)
+        thinking = self._thinking(source)
+        form = None if choice.mode == "none" else self._form(source)
+        output = read_output_format(request)
+        if output.grammar is not None:
+            thinking = None  # the form begins with the answer's first token
+        is_open = thinking is not None and thinking.is_open_in(prompt.end)
+        if form is not None:
+            may_think = thinking if thinking and not thinking.is_closed_in(prompt.end) else None
+            output = answer_form(
+                *(form, choice, output, self._added_tokens),
+                several=request.parallel_tool_calls is not False,
+                thinking=may_think,
+                is_open=is_open,
+            )
+        reading = None
+        if form is not None or thinking is not None:
+            reading = Reading(thinking, is_open, form, choice.functions if form else {})
+        return Chat(prompt.tokens, tuple(conversation.messages), output, reading)
+
+    def prefix(
+        self, request: CapsuleRequest | TokenizeRequest, scope: str, *, starts: bool = False
+    ) -> tuple[Tokens, tuple[Message, ...]]:
+        """The prompt of a capsule, and its messages; `starts`: as the tokenizer begins texts.
+
+        Raises BadRequest.
+        """
+        conversation = self._conversation(request, None)
+        prompt = self._reader.conversation(
+            conversation, scope, add_generation_prompt=request.add_generation_prompt, starts=starts
+        )
+        return prompt.tokens, tuple(conversation.messages)
+
+    def _conversation(
+        self, request: ChatRequest | CapsuleRequest | TokenizeRequest, effort: str | None
+    ) -> Conversation:
+        if request.messages is None:
+            raise BadRequest("messages is required", param="messages")
+        found = Conversation(read_messages(request.messages), read_functions(request.tools))
+        source = self._template.source_for(found)
+        variables = _effort(effort, source) | _variables(request.chat_template_kwargs, source)
+        return Conversation(found.messages, found.functions, variables)
+
+    def _thinking(self, source: Source) -> Thinking | None:
+        name = self.settings.reasoning_parser
+        found = thinking_of(source.text) if name == "auto" else name
+        return THINKING.get(found or "none")
+
+    def _form(self, source: Source) -> ToolFormat:
+        name = self.settings.tool_parser
+        found = format_of(source.text) if name == "auto" else name
+        if found is None:
+            raise BadRequest(
+                "tools: the form in which this model writes calls is not known; name it as the setting"
+                f" chat.tool_parser: {', '.join(FORMATS)}",
+                param="tools",
+            )
+        return FORMATS[found]
+
+
+def _variables(given: Any, source: Source) -> dict[str, Any]:
+    """`chat_template_kwargs`: those that the template reads."""
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise InvalidParameter("chat_template_kwargs", given, "give an object")
+    for name, value in given.items():
+        if name not in source.variables:
+            known = ", ".join(sorted(source.variables)) or "none"
+            remedy = f"this model's chat template does not read it; it reads {known}"
+            raise InvalidParameter(f"chat_template_kwargs.{name}", value, remedy)
+    return given
+
+
+def _effort(effort: str | None, source: Source) -> dict[str, Any]:
+    """`reasoning_effort` as the template's variable of that name, or as the switch that it has."""
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise InvalidParameter("reasoning_effort", effort, f"give one of {', '.join(EFFORTS)}")
+    if "reasoning_effort" in source.variables:
+        return {"reasoning_effort": effort}
+    switches = [name for name in ("enable_thinking", "thinking") if name in source.variables]
+    if not switches and effort != "none":
+        remedy = "this model's chat template knows no effort; leave it out, or give 'none'"
+        raise InvalidParameter("reasoning_effort", effort, remedy)
+    return dict.fromkeys(switches, effort != "none")

@@ -1,0 +1,220 @@
+"""The normal form of a conversation: messages, tool calls and the functions that may be called.
+
+Every API that takes conversations reads its own messages into this form, and chat templates render it.
+Here OpenAI's chat messages are read. Nothing is known of HTTP.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
+
+from mallee.protocol.errors import InvalidParameter
+
+MAX_MESSAGES: Final = 4096  # templates may look at each message for each
+MAX_FUNCTIONS: Final = 512
+
+_KEYS: Final = frozenset(
+    ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
+)
+# Of answers that clients send back as they came; they change nothing.
+_ECHOED: Final = frozenset(("annotations", "mallee"))
+_NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}", re.ASCII)
+
+
+class ToolCall(NamedTuple):
+    """A call of a function by the model; `arguments` is the text of a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message of one role. `reasoning` and `tool_calls` are an assistant's, `tool_call_id` a result's.
+
+    `name`: the speaker's, or of a result its function's.
+    """
+
+    role: str
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that the model may call. `parameters`: a JSON schema; empty for one without any."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    is_strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages, the functions that the model may call, and what else a template reads."""
+
+    messages: Sequence[Message]
+    functions: Sequence[Function] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+def with_names(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages; results without a name have that of the function whose call they answer."""
+    names: dict[str, str] = {}
+    found = []
+    for message in messages:
+        names |= {call.id: call.name for call in message.tool_calls}
+        if message.role == "tool" and not message.name and message.tool_call_id in names:
+            message = replace(message, name=names[message.tool_call_id])
+        found.append(message)
+    return tuple(found)
+
+
+# OpenAI's chat messages.
+
+
+def read_messages(value: Any, param: str = "messages") -> tuple[Message, ...]:
+    """Chat messages; text parts are joined by newlines. Raises InvalidParameter naming the place."""
+    if not isinstance(value, list) or not value:
+        raise InvalidParameter(param, value, "give a list of at least one message")
+    if (num := len(value)) > MAX_MESSAGES:
+        raise InvalidParameter(param, num, f"give at most {MAX_MESSAGES} messages")
+    return with_names([_message(each, f"{param}[{i}]") for i, each in enumerate(value)])
+
+
+def _message(value: Any, param: str) -> Message:
+    if not isinstance(value, dict):
+        raise InvalidParameter(param, value, 'a message is {"role": ..., "content": ...}')
+    role = value.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidParameter(f"{param}.role", role, "give a role such as user")
+    given = {key for key, each in value.items() if each is not None} - _ECHOED
+    if extra := sorted(map(str, given - _KEYS)):
+        known = ", ".join(sorted(_KEYS))
+        raise InvalidParameter(f"{param}.{extra[0]}", value[extra[0]], f"a message has {known}")
+    calls = _calls(value.get("tool_calls"), f"{param}.tool_calls")
+    if calls and role != "assistant":
+        raise InvalidParameter(f"{param}.tool_calls", role, "the role of calls is assistant")
+    call_id = _string(value, "tool_call_id", param)
+    if call_id and role != "tool":
+        raise InvalidParameter(f"{param}.tool_call_id", role, "the role of results is tool")
+    reasoning = _string(value, "reasoning_content", param) or _string(value, "reasoning", param)
+    return Message(
+        role,
+        _content(value, param, is_optional=bool(calls or reasoning)),
+        reasoning,
+        calls,
+        call_id,
+        _string(value, "name", param),
+    )
+
+
+def _string(value: Mapping[str, Any], key: str, param: str) -> str:
+    found = value.get(key)
+    if found is None:
+        return ""
+    if not isinstance(found, str):
+        raise InvalidParameter(f"{param}.{key}", found, "give a string")
+    return found
+
+
+def _content(value: Mapping[str, Any], param: str, *, is_optional: bool) -> str:
+    content, param = value.get("content"), f"{param}.content"
+    if isinstance(content, str):
+        return content
+    if content is None and is_optional:
+        return ""
+    if not isinstance(content, list):
+        raise InvalidParameter(param, content, "give a string or a list of text parts")
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise InvalidParameter(
+                f"{param}[{i}]", part, 'only parts {"type": "text", "text": ...} are supported'
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _calls(value: Any, param: str) -> tuple[ToolCall, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise InvalidParameter(param, value, "give a list of tool calls")
+    return tuple(_call(each, f"{param}[{i}]") for i, each in enumerate(value))
+
+
+def _call(value: Any, param: str) -> ToolCall:
+    shape = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
+    if not isinstance(value, dict) or value.get("type", "function") != "function":
+        raise InvalidParameter(param, value, f"a tool call is {shape}")
+    function = value.get("function")
+    if not isinstance(function, dict):
+        raise InvalidParameter(f"{param}.function", function, f"a tool call is {shape}")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise InvalidParameter(f"{param}.function.name", name, "give the function's name")
+    arguments = _arguments(function.get("arguments"), f"{param}.function.arguments")
+    return ToolCall(_string(value, "id", param), name, arguments)
+
+
+def _arguments(value: Any, param: str) -> str:
+    """The text of a JSON object, given as such or as the object."""
+    if isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False)
+    text = value if value is not None else ""
+    try:
+        found = json.loads(text or "{}") if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise InvalidParameter(
+            param, value, 'give the text of a JSON object, such as {"city": "Oslo"}'
+        )
+    return text or "{}"
+
+
+def read_functions(value: Any, param: str = "tools") -> tuple[Function, ...]:
+    """The functions of OpenAI's `tools`. Raises InvalidParameter naming the place."""
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise InvalidParameter(param, value, "give a list of tools")
+    if (num := len(value)) > MAX_FUNCTIONS:
+        raise InvalidParameter(param, num, f"give at most {MAX_FUNCTIONS} tools")
+    found: dict[str, Function] = {}
+    for i, each in enumerate(value):
+        function = _function(each, f"{param}[{i}]")
+        if function.name in found:
+            raise InvalidParameter(
+                f"{param}[{i}].function.name", function.name, "give each function once"
+            )
+        found[function.name] = function
+    return tuple(found.values())
+
+
+def _function(value: Any, param: str) -> Function:
+    shape = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+    if not isinstance(value, dict) or value.get("type", "function") != "function":
+        raise InvalidParameter(param, value, f"a tool is {shape}")
+    function, param = value.get("function"), f"{param}.function"
+    if not isinstance(function, dict):
+        raise InvalidParameter(param, function, f"a tool is {shape}")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        remedy = "give 1 to 128 letters, digits, and _ . : / -"
+        raise InvalidParameter(f"{param}.name", name, remedy)
+    if parameters is not None and not isinstance(parameters, dict):
+        raise InvalidParameter(f"{param}.parameters", parameters, "give a JSON schema")
+    strict = function.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise InvalidParameter(f"{param}.strict", strict, "give true or false")
+    return Function(name, _string(function, "description", param), parameters or {}, bool(strict))

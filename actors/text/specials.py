@@ -1,0 +1,118 @@
+"""Special tokens that stand in clients' texts, which must not open a turn or end one.
+
+Where a text has one, marks take their places before the template renders it, and the rendering is cut into
+pieces there: no piece but the template's own text has a special token, and each is tokenized on its own. All
+other conversations are one piece, so their tokens are those of the plain rendering.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from mallee.actors.text.conversation import Conversation, Message, ToolCall
+
+_PRIVATE = range(0xE000, 0xF900)  # code points without a meaning
+
+
+class Rendering(NamedTuple):
+    """A conversation as text. Its tokens are those of its pieces, one after the other."""
+
+    pieces: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer, as they are written."""
+
+    def __init__(self, tokens: Collection[str]) -> None:
+        """Tokens of a single character can't be cut, and stay special."""
+        self._tokens = tuple(sorted((t for t in tokens if len(t) > 1), key=len, reverse=True))
+        # Few texts have the first two characters of one: to look for those is a hundred times cheaper.
+        self._beginnings = tuple({token[:2] for token in self._tokens})
+        self._pattern = re.compile("|".join(map(re.escape, self._tokens)) or r"(?!)")
+
+    def are_in(self, text: str) -> bool:
+        may_be = any(beginning in text for beginning in self._beginnings)
+        return may_be and self._pattern.search(text) is not None
+
+    def render(
+        self, conversation: Conversation, render: Callable[[Conversation], str]
+    ) -> Rendering:
+        """The pieces of `render(conversation)`."""
+        texts: list[str] = []
+
+        def collect(text: str) -> str:
+            texts.append(text)
+            return text
+
+        _each_text(conversation, collect)
+        if not any(map(self.are_in, texts)):
+            return Rendering((render(conversation),))
+        return self._render_marked(conversation, texts, render)
+
+    def _render_marked(
+        self, conversation: Conversation, texts: list[str], render: Callable[[Conversation], str]
+    ) -> Rendering:
+        used = set[str]().union(*texts)
+        mark = next(chr(point) for point in _PRIVATE if chr(point) not in used)
+
+        def hide(text: str) -> str:
+            return self._pattern.sub(lambda m: f"{mark}{self._tokens.index(m[0])}{mark}", text)
+
+        rendered = render(_each_text(conversation, hide))
+        # Templates may write JSON in ASCII.
+        either = f"(?:{mark}|{re.escape(json.dumps(mark)[1:-1])})"
+        pieces: list[str] = []
+        for i, piece in enumerate(re.split(f"{either}([0-9]+){either}", rendered)):
+            pieces += self._cut(self._tokens[int(piece)]) if i % 2 else [piece]
+        return Rendering(tuple(piece for piece in pieces if piece))
+
+    def _cut(self, token: str) -> list[str]:
+        """The text of `token` in pieces without a special token."""
+        rest = token[1:]
+        return list(token) if self._pattern.search(rest) else [token[0], rest]
+
+
+def _each_text(conversation: Conversation, change: Callable[[str], str]) -> Conversation:
+    """The conversation with every text that a client gave as `change` has it."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, str):
+            return change(value)
+        if isinstance(value, dict):
+            return {walk(key): walk(each) for key, each in value.items()}
+        return [walk(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def arguments(call: ToolCall) -> str:
+        """Read first: JSON may spell any character in its own way."""
+        return json.dumps(walk(json.loads(call.arguments)), ensure_ascii=False)
+
+    def message(given: Message) -> Message:
+        calls = given.tool_calls
+        return Message(
+            change(given.role),
+            change(given.text),
+            change(given.reasoning),
+            tuple(ToolCall(change(c.id), change(c.name), arguments(c)) for c in calls),
+            change(given.tool_call_id),
+            change(given.name),
+        )
+
+    return Conversation(
+        [message(each) for each in conversation.messages],
+        [
+            replace(
+                each,
+                name=change(each.name),
+                description=change(each.description),
+                parameters=walk(each.parameters),
+            )
+            for each in conversation.functions
+        ],
+        walk(conversation.variables),
+    )

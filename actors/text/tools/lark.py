@@ -1,0 +1,69 @@
+"""Rules of a grammar in llguidance's Lark, to which added tokens are no text."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+# JSON as templates write it: with one space, so that the next turn's prompt begins with the answer's tokens.
+_LAYOUT: Final = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+}
+ANY_TEXT: Final = r"/(.|\n)*/"
+
+
+class Lark:
+    """Rules as they are added. `added_tokens`: the tokenizer's, which stand as such in literals."""
+
+    def __init__(self, added_tokens: Mapping[str, int]) -> None:
+        self._ids = added_tokens
+        tokens = sorted(added_tokens, key=len, reverse=True)
+        self._special = re.compile("(" + ("|".join(map(re.escape, tokens)) or r"(?!)") + ")")
+        self._rules: list[str] = []
+
+    def add(self, name: str, body: str) -> str:
+        """A rule; its name, to be used in others."""
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def literal(self, text: str) -> str:
+        """`text` itself; an added token in it is the token and not its letters."""
+        parts = enumerate(self._special.split(text))
+        return " ".join(
+            f"<[{self._ids[part]}]>" if i % 2 else json.dumps(part, ensure_ascii=False)
+            for i, part in parts
+            if part
+        )
+
+    def json(self, name: str, schema: Mapping[str, Any] | bool) -> str:
+        """A rule for values of `schema`."""
+        given = schema if isinstance(schema, Mapping) else {}
+        return self.add(name, "%json " + json.dumps({**given, "x-guidance": _LAYOUT}))
+
+    def arguments(self, name: str, parameters: Mapping[str, Any]) -> str:
+        """A rule for the arguments of a function, an object whatever its schema leaves open."""
+        none = {"properties": {}, "additionalProperties": False}
+        return self.json(name, {"type": "object", **(parameters or none)})
+
+    def calls(self, options: Sequence[str], separator: str | None) -> None:
+        """The rule "calls": one of `options`, or more with `separator` between them."""
+        self.add("call", " | ".join(options))
+        self.add("calls", "call" if separator is None else f"call ({separator} call)*")
+
+    def text_until(self, name: str, mark: str) -> str:
+        """A rule for any text up to the first `mark`, with it."""
+        if mark in self._ids:
+            return self.add(name, f"{self._any()} {self.literal(mark)}")
+        self._rules.append(f"{name}[suffix={json.dumps(mark, ensure_ascii=False)}]: {ANY_TEXT}")
+        return name
+
+    def _any(self) -> str:
+        if "any_text: " + ANY_TEXT not in self._rules:
+            self.add("any_text", ANY_TEXT)
+        return "any_text"
+
+    def build(self, start: str) -> str:
+        text = "\n".join((f"start: {start}", *self._rules)) + "\n"
+        return text.replace("::=", r":\u003a=")  # which would make it another notation

@@ -1,0 +1,40 @@
+"""Llama 3's form: the answer is {"name": ..., "parameters": {...}}, after <|python_tag|> or not.
+
+One call an answer: Llama's own templates refuse histories with more. What the model writes with semicolons
+between is read all the same.
+"""
+
+import json
+from typing import Final
+
+from mallee.actors.text.tools.lark import Lark
+from mallee.actors.text.tools.source import Block, Functions, Source, call_of_object
+
+TAG: Final = "<|python_tag|>"
+
+
+class Llama:
+    """A call each block."""
+
+    opens: tuple[str, ...] = ()
+    marks = (TAG,)
+    starts = (TAG, "{", ";")
+    has_short_ids = False
+
+    def block(self, source: Source, functions: Functions) -> Block:
+        yield from source.literal(TAG, ";")
+        yield from source.space()
+        call = call_of_object((yield from source.call_object()), functions)
+        if call is None:
+            return False
+        yield call
+        return True
+
+    def grammar(self, lark: Lark, functions: Functions, *, several: bool) -> str:
+        calls = []
+        for i, function in enumerate(functions.values()):
+            head = lark.literal(f'{{"name": {json.dumps(function.name)}, "parameters": ')
+            arguments = lark.arguments(f"arguments_{i}", function.parameters)
+            calls.append(lark.add(f"call_{i}", f'{head} {arguments} "}}"'))
+        lark.calls(calls, None)
+        return ""

@@ -1,0 +1,256 @@
+"""Tools, their choice and reasoning in POST /v1/chat/completions, over scripted answers."""
+
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from mallee.actors.config import ChatSettings, HttpSettings
+from support.tool_answers import recorded
+
+PATH = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def tool(name: str = "get_weather", **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": SCHEMA, **more}}
+
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Åbo"}}\n</tool_call>'
+ASKED = {"messages": MESSAGES, "tools": [tool()], "max_tokens": 200}
+
+
+@pytest.fixture
+def call_with(call_with: Any, service: Any) -> Any:
+    service.model = structs.replace(service.model, max_model_len=4096)
+    return call_with
+
+
+@pytest.fixture
+def call(call_with: Any) -> Any:
+    return call_with(HttpSettings())
+
+
+def assembled(events: list[Any]) -> dict[int, dict[str, Any]]:
+    """The message of each choice as clients put it together from chunks, and its end."""
+    found: dict[int, dict[str, Any]] = {}
+    assert events[-1] == "[DONE]"
+    for event in events[:-1]:
+        for choice in event["choices"]:
+            delta = dict(choice["delta"])
+            made = found.setdefault(choice["index"], {"content": None, "tool_calls": []})
+            assert ("role" in delta) == ("role" not in made)
+            made |= {k: v for k, v in delta.items() if k == "role"}
+            for name in ("content", "reasoning_content", "reasoning"):
+                if delta.get(name) is not None:
+                    made[name] = (made.get(name) or "") + delta[name]
+            for part in delta.get("tool_calls", ()):
+                assert part["index"] == len(made["tool_calls"])
+                made["tool_calls"].append({k: v for k, v in part.items() if k != "index"})
+            made["finish"] = choice["finish_reason"]
+    return found
+
+
+def test_a_call_is_a_call_and_not_text(call: Any) -> None:
+    """I17: tools in chat: the call's message, its id and its finish reason."""
+    call.service.reply = lambda _: f"Let me see.\n{CALL}"
+    answer = call("POST", PATH, ASKED)
+    assert answer.status == 200, answer.body
+    (choice,) = answer.body["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert (message["content"], message["role"]) == ("Let me see.", "assistant")
+    (made,) = message["tool_calls"]
+    assert made["id"].startswith("call_")
+    assert made["type"] == "function"
+    assert made["function"] == {"name": "get_weather", "arguments": '{"city": "Åbo"}'}
+    prompt = bytes(call.service.job.tokens.tolist()).decode()
+    assert '<tool>{"type": "function", "function": {"name": "get_weather"' in prompt
+    assert call.service.job.grammar is None  # free to call or not
+
+
+def test_a_call_alone_has_no_content(call: Any) -> None:
+    call.service.reply = lambda _: CALL
+    message = call("POST", PATH, ASKED).body["choices"][0]["message"]
+    assert message["content"] is None
+    events = call("POST", PATH, {**ASKED, "stream": True}).events
+    assert events[0]["choices"][0]["delta"]["content"] is None
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_a_stream_adds_up_to_the_whole_for_every_choice(call: Any, number: int) -> None:
+    """I17: streaming deltas of text and calls, choices interleaved, one token a delta."""
+    call.service.reply = lambda branch: recorded("hermes", number + branch).raw
+    asked = {**ASKED, "tools": [tool("search"), tool("run-it"), tool()], "n": 3, "max_tokens": 2000}
+    whole = call("POST", PATH, asked).body["choices"]
+    stream = assembled(call("POST", PATH, {**asked, "stream": True}).events)
+    for choice in whole:
+        message, made = choice["message"], stream[choice["index"]]
+        assert made["finish"] == choice["finish_reason"]
+        assert (made["content"] or "") == (message["content"] or "")
+        calls = message.get("tool_calls", [])
+        assert [each["function"] for each in made["tool_calls"]] == [c["function"] for c in calls]
+        assert [c["function"]["name"] for c in calls] == [
+            c.name for c in recorded("hermes", number + choice["index"]).calls
+        ]
+        assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+
+
+def test_ids_of_calls_are_all_different(call: Any) -> None:
+    call.service.reply = lambda _: f"{CALL}\n{CALL}"
+    ids = [
+        made["id"]
+        for _ in range(2)
+        for choice in call("POST", PATH, {**ASKED, "n": 2}).body["choices"]
+        for made in choice["message"]["tool_calls"]
+    ]
+    assert len(set(ids)) == len(ids) == 8
+
+
+def test_what_breaks_off_stays_text(call: Any) -> None:
+    call.service.reply = lambda _: CALL
+    (choice,) = call("POST", PATH, {**ASKED, "max_tokens": 30}).body["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"] == CALL.encode()[:30].decode()
+    assert "tool_calls" not in choice["message"]
+    (choice,) = call("POST", PATH, {**ASKED, "stop": ["Å"]}).body["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == CALL.partition("Å")[0]
+
+
+def test_tools_that_must_not_be_called_leave_the_text_as_it_is(call: Any) -> None:
+    call.service.reply = lambda _: CALL
+    (choice,) = call("POST", PATH, {**ASKED, "tool_choice": "none"}).body["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
+    unasked = call("POST", PATH, {"messages": MESSAGES, "max_tokens": 200}).body["choices"][0]
+    assert unasked["message"]["content"] == CALL
+
+
+def test_logprobs_are_of_all_tokens_also_those_of_calls(call: Any) -> None:
+    call.service.reply = lambda _: f"So: {CALL}"
+    asked = {**ASKED, "logprobs": True}
+    (choice,) = call("POST", PATH, asked).body["choices"]
+    events = call("POST", PATH, {**asked, "stream": True}).events[:-1]
+    streamed = [e for c in events for e in c["choices"][0]["logprobs"]["content"]]
+    assert streamed == choice["logprobs"]["content"]
+    assert len(streamed) == len(f"So: {CALL}".encode()) + 1
+
+
+def test_reasoning_has_a_field_of_its_own(call: Any) -> None:
+    """I17: reasoning apart from the answer, whole and streamed, under both names."""
+    call.service.reply = lambda _: f"<think>\nfirst\n\nthen\n</think>\n\nSo be it. {CALL}"
+    (choice,) = call("POST", PATH, ASKED).body["choices"]
+    message = choice["message"]
+    assert message["reasoning_content"] == message["reasoning"] == "first\n\nthen"
+    assert message["content"] == "So be it."
+    assert choice["finish_reason"] == "tool_calls"
+    made = assembled(call("POST", PATH, {**ASKED, "stream": True}).events)[0]
+    assert made["reasoning_content"] == made["reasoning"] == "first\n\nthen"
+    assert made["content"] == "So be it."
+    assert len(made["tool_calls"]) == 1
+
+
+def test_a_template_that_opens_the_reasoning_is_told_from_its_prompt(call: Any) -> None:
+    call.service.reply = lambda _: "hm\n</think>\nyes"
+    asked = {"messages": MESSAGES, "max_tokens": 50}
+    closed = call("POST", PATH, asked).body["choices"][0]["message"]
+    assert (closed["content"], "reasoning" in closed) == ("hm\n</think>\nyes", False)
+    for more in ({"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "low"}):
+        message = call("POST", PATH, asked | more).body["choices"][0]["message"]
+        assert (message["content"], message["reasoning"]) == ("yes", "hm")
+    off = call("POST", PATH, asked | {"reasoning_effort": "none"})
+    assert not call.service.job.tokens.tobytes().endswith(b"<think>")
+    assert off.status == 200
+
+
+def test_reasoning_may_be_left_in_the_text(call_with: Any) -> None:
+    call = call_with(HttpSettings(), chats=ChatSettings(reasoning_parser="none"))
+    call.service.reply = lambda _: "<think>a</think>b"
+    message = call("POST", PATH, {"messages": MESSAGES}).body["choices"][0]["message"]
+    assert message["content"] == "<think>a</think>b"
+
+
+def test_a_form_has_the_whole_answer(call: Any) -> None:
+    """A JSON answer is text from its first token on, whatever the template opens."""
+    call.service.reply = lambda _: '{"a": 1}'
+    more = {
+        "response_format": {"type": "json_object"},
+        "chat_template_kwargs": {"enable_thinking": True},
+    }
+    asked = {"messages": MESSAGES, "max_tokens": 50}
+    assert call("POST", PATH, asked | more).body["choices"][0]["message"]["content"] == '{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tools": [tool("a b")]}, "tools[0].function.name"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "maybe"}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice.function.name",
+        ),
+        ({"chat_template_kwargs": {"enable_thought": 1}}, "chat_template_kwargs.enable_thought"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"reasoning_effort": "much"}, "reasoning_effort"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "x"}}],
+                    }
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_what_can_t_be_is_refused_by_name(call: Any, more: Any, param: str) -> None:
+    answer = call("POST", PATH, ASKED | more)
+    assert answer.status == 400, answer.body
+    assert answer.body["error"]["param"] == param
+
+
+def test_an_unknown_parser_is_refused_by_name() -> None:
+    from pydantic import ValidationError
+
+    with pytest.raises(ValidationError, match="hermes"):
+        ChatSettings.model_validate({"tool_parser": "hermess"})
+
+
+def test_the_setting_names_another_form(call_with: Any) -> None:
+    call = call_with(HttpSettings(), chats=ChatSettings(tool_parser="gemma"))
+    call.service.reply = lambda _: '```json\n{"name": "get_weather", "parameters": {}}\n```'
+    (choice,) = call("POST", PATH, {**ASKED, "max_tokens": 90}).body["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_a_capsule_of_a_conversation_with_tools_is_the_chat_s_prefix(call: Any) -> None:
+    """F31, part: what was prefilled is the beginning of the chat's prompt."""
+    asked = {k: ASKED[k] for k in ("messages", "tools")}
+    call("POST", "/v1/capsules", asked)
+    prefix = call.service.job.tokens.tolist()
+    call("POST", PATH, ASKED)
+    assert call.service.job.tokens.tolist()[: len(prefix)] == prefix
+
+
+def test_the_answer_of_a_turn_stands_in_the_prompt_of_the_next(call: Any) -> None:
+    """F31, part: sent back as it came, its call renders as the model would write it."""
+    call.service.reply = lambda _: CALL
+    message = call("POST", PATH, ASKED).body["choices"][0]["message"]
+    before = call.service.job.tokens.tobytes()
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "rain"}
+    answer = call("POST", PATH, ASKED | {"messages": [*MESSAGES, message, result]})
+    assert answer.status == 200, answer.body
+    after = call.service.job.tokens.tobytes()
+    assert after.startswith(before)
+    text = call.service.job.tokens.astype("u1").tobytes().decode()
+    assert '{"name": "get_weather", "arguments": {"city": "Åbo"}}' in text
+    assert text.endswith("<tool>rain|<assistant>")

@@ -1,0 +1,113 @@
+"""The normal form of conversations, read from OpenAI's messages."""
+
+from typing import Any
+
+import pytest
+
+from mallee.actors.text.conversation import Function, Message, read_functions, read_messages
+from mallee.protocol.errors import InvalidParameter
+
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+def call(**function: Any) -> list[Any]:
+    return [
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": function}]}
+    ]
+
+
+def tool(**function: Any) -> list[Any]:
+    return [{"type": "function", "function": function}]
+
+
+def test_an_answer_of_ours_is_a_message_of_the_next_turn() -> None:
+    """I17, part: clients send the answer's message back as it came, with fields that mean nothing."""
+    sent = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "reasoning_content": "hm",
+        "reasoning": "hm",
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+        ],
+    }
+    result = {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "4"}]}
+    answer, found = read_messages([sent, result])
+    assert answer == Message("assistant", "", "hm", answer.tool_calls)
+    assert answer.tool_calls[0] == ("c1", "f", '{"a":1}')
+    assert found == Message("tool", "4", tool_call_id="c1", name="f")
+
+
+@pytest.mark.parametrize("arguments", ["", "{}", None, {}])
+def test_no_arguments_may_be_written_in_several_ways(arguments: Any) -> None:
+    (message,) = read_messages(call(name="f", arguments=arguments))
+    assert message.tool_calls[0].arguments == "{}"
+
+
+def test_text_parts_are_lines() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {}}]
+    assert read_messages([{"role": "user", "content": parts}])[0].text == "a\nb"
+
+
+@pytest.mark.parametrize(
+    ("messages", "named"),
+    [
+        ([], "messages="),
+        ("hi", "messages="),
+        ([*HI, 3], r"messages\[1\]="),
+        ([{"content": "x"}], r"messages\[0\]\.role"),
+        ([{"role": "user"}], r"messages\[0\]\.content"),
+        ([{"role": "assistant", "content": None}], r"messages\[0\]\.content"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\]\.content\[0\]"),
+        ([{"role": "user", "content": "x", "images": [1]}], r"messages\[0\]\.images"),
+        ([{"role": "user", "content": "x", "function_call": {"name": "f"}}], "function_call"),
+        ([{"role": "user", "content": "x", "name": 3}], r"messages\[0\]\.name=3: give a string"),
+        (
+            [*HI, *call(name="f", arguments="{")],
+            r"messages\[1\]\.tool_calls\[0\]\.function\.arguments",
+        ),
+        (call(name="f", arguments="[1]"), r"arguments='\[1\]': give the text of a JSON object"),
+        (call(name="f", arguments=3), r"tool_calls\[0\]\.function\.arguments=3"),
+        (call(name="", arguments="{}"), r"tool_calls\[0\]\.function\.name"),
+        ([{"role": "assistant", "tool_calls": [{"id": 1}]}], r"tool_calls\[0\]\.function="),
+        ([{"role": "assistant", "tool_calls": {}}], r"tool_calls=\{\}: give a list"),
+        (
+            [{"role": "user", "content": "", "tool_calls": call(name="f")[0]["tool_calls"]}],
+            "assistant",
+        ),
+        ([{"role": "user", "content": "", "tool_call_id": "c"}], r"role of results is tool"),
+    ],
+)
+def test_bad_messages_are_refused_by_place(messages: object, named: str) -> None:
+    with pytest.raises(InvalidParameter, match=named):
+        read_messages(messages)
+
+
+def test_functions_are_read() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tools = tool(name="f", description="d", parameters=schema, strict=True) + tool(name="g")
+    assert read_functions(tools) == (Function("f", "d", schema, True), Function("g"))
+    assert read_functions(None) == read_functions([]) == ()
+
+
+@pytest.mark.parametrize(
+    ("tools", "named"),
+    [
+        ({}, "tools="),
+        ([3], r"tools\[0\]=3"),
+        ([{"type": "web_search"}], r"tools\[0\]="),
+        ([{"type": "function"}], r"tools\[0\]\.function="),
+        (tool(name="a b"), r"tools\[0\]\.function\.name='a b': give 1 to 128 letters"),
+        (tool(name="f", parameters="{}"), r"tools\[0\]\.function\.parameters"),
+        (tool(name="f", strict="yes"), r"tools\[0\]\.function\.strict"),
+        (tool(name="f") * 2, r"tools\[1\]\.function\.name='f': give each function once"),
+        (tool(name="f") * 600, "tools=600: give at most 512"),
+    ],
+)
+def test_bad_tools_are_refused_by_place(tools: object, named: str) -> None:
+    with pytest.raises(InvalidParameter, match=named):
+        read_functions(tools)

@@ -1,0 +1,216 @@
+"""Calls in answers' texts: every family's form, however the text is split."""
+
+import json
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mallee.actors.text.conversation import Function
+from mallee.actors.text.tools.formats import FORMATS, format_of
+from mallee.actors.text.tools.parser import CallParser, Piece
+from mallee.actors.text.tools.source import Call
+from support.tool_answers import FUNCTIONS, WRITERS, recorded
+
+FAMILIES = list(WRITERS)
+NUM_RECORDED = 125  # of each family
+
+
+def parsed(family: str, *parts: str) -> list[Piece]:
+    """The pieces of a text in parts, neighbouring texts joined."""
+    parser = CallParser(FORMATS[family], FUNCTIONS)
+    found: list[Piece] = []
+    for piece in [piece for part in parts for piece in parser.feed(part)] + parser.end():
+        if isinstance(piece, str) and found and isinstance(found[-1], str):
+            found[-1] += piece
+        else:
+            found.append(piece)
+    return found
+
+
+def calls_of(pieces: list[Piece]) -> list[Any]:
+    return [(p.name, json.loads(p.arguments)) for p in pieces if isinstance(p, Call)]
+
+
+def text_of(pieces: list[Piece]) -> str:
+    return "".join(piece for piece in pieces if isinstance(piece, str))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_answers_are_told_apart(family: str) -> None:
+    """I17, part: text, names and arguments of each recorded answer are those that it was written from."""
+    for number in range(NUM_RECORDED):
+        made = recorded(family, number)
+        found = parsed(family, made.raw)
+        wanted = [(call.name, json.loads(call.arguments)) for call in made.calls]
+        assert calls_of(found) == wanted, made.raw
+        assert text_of(found) == made.text, made.raw
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "numbers",
+    [range(20), pytest.param(range(20, NUM_RECORDED), marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_a_stream_says_what_the_whole_says(family: str, numbers: range) -> None:
+    """I17, part: each recorded answer, cut at every character, and one character at a time."""
+    for number in numbers:
+        raw = recorded(family, number).raw
+        whole = parsed(family, raw)
+        assert parsed(family, *raw) == whole, raw
+        for at in range(1, len(raw)):
+            assert parsed(family, raw[:at], raw[at:]) == whole, (raw[:at], raw[at:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_that_breaks_off_loses_nothing(family: str) -> None:
+    """I17, part: cut short anywhere, whole calls are calls, and the rest is text to the character."""
+    for number in range(0, NUM_RECORDED, 12):
+        made = recorded(family, number)
+        for at in range(len(made.raw)):
+            raw = made.raw[:at]
+            found = parsed(family, raw)
+            calls = calls_of(found)
+            assert calls == [(c.name, json.loads(c.arguments)) for c in made.calls][: len(calls)]
+            if not calls:
+                assert text_of(found) == raw
+            assert parsed(family, *raw) == found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_text_is_read_alike_however_it_is_split(family: str, data: st.DataObject) -> None:
+    """Made of the family's own marks and pieces of JSON: mostly nonsense, and never an error."""
+    form = FORMATS[family]
+    marks = [*form.opens, *form.starts, *form.marks, "</tool_call>", "```", "</function>"]
+    atoms = [
+        *marks,
+        '{"name": "search", "arguments": {}}',
+        "search",
+        "{",
+        "}",
+        '"',
+        "\\",
+        " ",
+        "\n",
+    ]
+    raw = "".join(
+        data.draw(st.lists(st.sampled_from([*atoms, "<parameter=a>", "x", "["]), max_size=14))
+    )
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=5)))
+    parts = [raw[a:b] for a, b in pairwise([0, *cuts, len(raw)])]
+    whole = parsed(family, raw)
+    assert parsed(family, *parts) == whole
+    if not calls_of(whole):
+        assert text_of(whole) == raw
+
+
+def test_calls_come_as_soon_as_they_are_whole() -> None:
+    parser = CallParser(FORMATS["hermes"], FUNCTIONS)
+    first = '<tool_call>{"name": "search", "arguments": {"city": "</tool_call>"}}</tool_call>'
+    assert parser.feed("Well. " + first[:-1]) == ["Well."]
+    assert parser.feed(first[-1]) == [Call("search", '{"city": "</tool_call>"}')]
+    assert parser.feed("\n<tool_") == []
+    assert parser.feed("x") == ["\n<tool_x"]
+    assert parser.end() == []
+
+
+def test_text_flows_while_no_call_begins() -> None:
+    """Only what may become a mark is held back."""
+    for family in FAMILIES:
+        parser = CallParser(FORMATS[family], FUNCTIONS)
+        given_ = "".join(text_of(parser.feed(word)) for word in ("The", " tree", " stands", " <"))
+        assert given_.startswith("The tree stands"), family
+
+
+def test_other_json_is_no_call_and_is_not_waited_for() -> None:
+    parser = CallParser(FORMATS["llama3_json"], FUNCTIONS)
+    assert text_of(parser.feed('{"answer": [')) == '{"answer": ['
+
+
+@pytest.mark.parametrize(
+    ("value", "arguments"),
+    [
+        ('{"name": "search", "arguments": {"a": NaN}}', None),
+        ('{"name": "search", "arguments": {"a": 1e999}}', None),
+        ('{"name": "search", "arguments": [1]}', None),
+        ('{"name": "search"}', None),
+        ('{"name": 3, "arguments": {}}', None),
+        ('{"name": "search", "arguments": ' + '{"a":' * 5000 + "1" + "}" * 5000 + "}", None),
+        ('{"name": "search", "arguments": null}', "{}"),
+        ('{"name": "search", "arguments": "{\\"a\\": 1}"}', '{"a": 1}'),
+        ('{"name": "search", "arguments": {"a": "two\nlines"}}', '{"a": "two\\nlines"}'),
+        ('{"name": "search", "arguments": {"a": "\\ud800"}}', '{"a": "\\ud800"}'),
+    ],
+)
+def test_arguments_are_the_text_of_an_object_or_it_is_no_call(
+    value: str, arguments: str | None
+) -> None:
+    """Clients read them as JSON, in UTF-8."""
+    raw = f"<tool_call>{value}</tool_call>"
+    wanted: list[Piece] = [raw] if arguments is None else [Call("search", arguments)]
+    assert parsed("hermes", raw) == wanted
+    assert all(p.arguments.encode() for p in parsed("hermes", raw) if isinstance(p, Call))
+
+
+def test_python_s_positions_are_the_parameters_in_order() -> None:
+    found = parsed("gemma", "[get_weather('Oslo', 2, is_on=True), search()]")
+    assert calls_of(found) == [
+        ("get_weather", {"city": "Oslo", "days": 2, "is_on": True}),
+        ("search", {}),
+    ]
+    for raw in (
+        "[search(x)]",
+        "[search(**a)]",
+        "[search(1, city=2)]",
+        "[1, 2]",
+        "[search(), eval('1')]",
+    ):
+        assert parsed("gemma", raw) == [raw]
+
+
+def test_values_of_qwen_coder_have_the_types_of_their_schema() -> None:
+    schema = {"properties": {"s": {"type": "string"}, "n": {"type": "integer"}, "o": {}}}
+    parser = CallParser(FORMATS["qwen3_coder"], {"f": Function("f", "", schema)})
+    body = "".join(
+        f"<parameter={key}>\n{value}\n</parameter>\n"
+        for key, value in (("s", "12"), ("n", "12"), ("o", '{"a": [true]}'), ("x", "plain"))
+    )
+    (call,) = parser.feed(f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>")
+    assert isinstance(call, Call)
+    assert json.loads(call.arguments) == {"s": "12", "n": 12, "o": {"a": [True]}, "x": "plain"}
+
+
+def test_long_arguments_take_time_by_their_length() -> None:
+    """A file of 200 kB, a few characters at a time: not the square of it."""
+    code = json.dumps("x = {'a': [1]}\n" * 14_000)
+    raw = f'<tool_call>{{"name": "search", "arguments": {{"city": {code}}}}}</tool_call>'
+    parser = CallParser(FORMATS["hermes"], FUNCTIONS)
+    began = time.process_time()
+    pieces = [p for i in range(0, len(raw), 8) for p in parser.feed(raw[i : i + 8])]
+    assert len(pieces) == 1
+    assert time.process_time() - began < 10.0
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("..<tool_call>..", "hermes"),
+        ("..<tool_call>\n<function=..", "qwen3_coder"),
+        ("<|start_header_id|>.. 'parameters'", "llama3_json"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("[TOOL_CALLS]..[ARGS]", "mistral_args"),
+        ("<\uff5ctool\u2581calls\u2581begin\uff5c>..```json", "deepseek_v3"),
+        ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "deepseek_v31"),
+        ("<start_of_turn>", "gemma"),
+        ("<|im_start|>", None),
+    ],
+)
+def test_the_form_is_the_one_that_the_template_shows(template: str, name: str | None) -> None:
+    assert format_of(template) == name
+    assert name is None or name in FORMATS
