@@ -10,7 +10,8 @@ import pytest
 
 from mallee.actors.config import AppConfig, HttpSettings
 from mallee.actors.gateway.service import Delta
-from mallee.actors.http import answers, middleware
+from mallee.actors.http import answers
+from mallee.actors.http.entry import middleware
 from mallee.actors.http.schemas import LEAST_VALUES, MAX_DEPTH
 from mallee.actors.http.serve import LOGPROBS_COST, TURN_TOKENS
 from mallee.actors.text.chat import ChatTemplate
