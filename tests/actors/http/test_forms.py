@@ -146,7 +146,7 @@ def check_calls(found: Parsed, functions: Mapping[str, Function] = FUNCTIONS) ->
 
 
 def test_required_calls_conform_to_their_schema(form: str, model: Model) -> None:
-    """I16, I17: `tool_choice: required`: nothing but calls, each with arguments of its schema."""
+    """I16, part, I17: `tool_choice: required`: only calls, each with arguments of its schema."""
     names, most = set(), 0
     grammar = grammar_of(form, model)
     for seed in range(12):
@@ -190,7 +190,7 @@ def accepts(model: Model, grammar: Grammar, text: str) -> bool:
 
 
 def test_strict_functions_bind_calls_and_leave_text_free(form: str, model: Model) -> None:
-    """I16, I17: strict with auto: any text, or calls that conform."""
+    """I16, part, I17: strict with auto: any text, or calls that conform."""
     strict = {"get_weather": Function("get_weather", "", WEATHER, is_strict=True)}
     auto = grammar_of(form, model, "auto", functions=strict)
     must = grammar_of(form, model, "required", functions=strict)
@@ -222,7 +222,7 @@ def test_reasoning_may_come_first(form: str, model: Model) -> None:
 
 
 def test_calls_beside_a_form_of_text(form: str, model: Model) -> None:
-    """I16, I17: `response_format` with tools: a call, or text of the schema."""
+    """I16, part, I17: `response_format` with tools: a call, or text of the schema."""
     output = OutputFormat(Grammar("json_schema", '{"type": "integer"}'), "response_format")
     call = model.write(grammar_of(form, model), 1)
     both = grammar_of(form, model, "auto", output=output)
