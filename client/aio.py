@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Unpack
 
 from mallee.client import calls
 from mallee.client.base import (
+    DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT_S,
     DEFAULT_URL,
     DELETE_TIMEOUT_S,
@@ -15,6 +16,7 @@ from mallee.client.base import (
     BaseCapsule,
     BaseMallee,
     failing_as,
+    retry_after_s,
 )
 from mallee.client.calls import Call, Generation, Importing, Message, Prompt, Wanted
 from mallee.client.errors import ConnectionFailed, StreamBroken
@@ -54,11 +56,12 @@ class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
         api_key: str | None = None,
         model: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        max_retries: int = DEFAULT_MAX_RETRIES,
         transport: "httpx.AsyncBaseTransport | None" = None,
     ) -> None:
         import httpx
 
-        super().__init__(base_url, api_key, model)
+        super().__init__(base_url, api_key, model, max_retries)
         self._http = httpx.AsyncClient(
             base_url=self.base_url, headers=self._headers, timeout=timeout_s, transport=transport
         )
@@ -75,7 +78,7 @@ class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
 
     async def health(self) -> dict[str, Any]:
         """The service's own account of itself, also when it is unavailable."""
-        response = await self._request(calls.HEALTH)
+        response = await self._request(calls.HEALTH, max_retries=0)
         return read_health(response.status_code, response.content, self.base_url)
 
     async def models(self) -> list[str]:
@@ -139,14 +142,27 @@ class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
         stream: bool = False,
         content: AsyncIterator[bytes] | None = None,
         headers: Mapping[str, str] = NO_HEADERS,
+        max_retries: int | None = None,
     ) -> "httpx.Response":
+        """As `Mallee._request`."""
+        from anyio import sleep
+
+        most = self.max_retries if max_retries is None else max_retries
         request = self._http.build_request(
             *(call.method, call.path),
             content=call.content() if content is None else content,
             headers={**call.headers, **headers},
         )
-        with failing_as(ConnectionFailed, self.base_url):
-            return await self._http.send(request, stream=stream)
+        for num_left in range(most if content is None else 0, -1, -1):
+            with failing_as(ConnectionFailed, self.base_url):
+                response = await self._http.send(request, stream=stream)
+                is_refused = num_left and response.status_code in (429, 503)
+                raw = await response.aread() if is_refused else b""
+            wait_s = retry_after_s(response.headers, response.status_code, raw)
+            if not num_left or wait_s is None:
+                break
+            await sleep(wait_s)
+        return response
 
     async def _send(self, call: Call) -> Any:
         response = await self._request(call)

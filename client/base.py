@@ -22,6 +22,7 @@ from mallee.client.calls import (
     Terms,
 )
 from mallee.client.errors import ConnectionFailed, StreamBroken
+from mallee.client.html import tree_html
 from mallee.client.results import BranchEvent, BranchState, CapsuleData, StreamReader, Usage
 from mallee.client.sse import SseParser
 from mallee.protocol.errors import InvalidParameter
@@ -30,6 +31,9 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_TIMEOUT_S = 120.0
 NO_HEADERS: Mapping[str, str] = {}
 DELETE_TIMEOUT_S = 10.0  # of a capsule at the end of its block
+DEFAULT_MAX_RETRIES = 2
+MAX_RETRY_WAIT_S = 60.0  # a server that asks for more is not waited for
+_FULL = ("capsules_full", "tier_full", "storage_full")  # that a short wait doesn't change
 
 B = TypeVar("B", bound=BranchState)
 S = TypeVar("S")  # a client's streams of branches
@@ -47,12 +51,30 @@ def failing_as(kind: type[ConnectionFailed] | type[StreamBroken], url: str) -> I
         raise kind(url, str(error) or type(error).__name__) from error
 
 
+def retry_after_s(headers: Mapping[str, str], status: int, raw: bytes) -> float | None:
+    """Seconds after which a refused request is worth sending again; None: it isn't, or was not refused.
+
+    429 and 503 with `Retry-After` say that nothing was begun.
+    """
+    if status not in (429, 503) or headers.get("x-should-retry") == "false":
+        return None
+    told = headers.get("retry-after", "")
+    if not told.isdecimal() or int(told[:9]) > MAX_RETRY_WAIT_S:
+        return None
+    return None if any(code.encode() in raw for code in _FULL) else float(told)
+
+
 class BaseMallee(ABC, Generic[S, C]):
     """Address, key and model of a client, and the calls that it makes."""
 
-    def __init__(self, base_url: str, api_key: str | None, model: str | None) -> None:
+    def __init__(
+        self, base_url: str, api_key: str | None, model: str | None, max_retries: int
+    ) -> None:
+        if max_retries < 0:
+            raise InvalidParameter("max_retries", max_retries, "give 0 or more")
         self.base_url = calls.checked_url(base_url)
         self.model = model
+        self.max_retries = max_retries
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -297,6 +319,10 @@ class BaseBranches(ABC, Generic[B]):
 
     def _elapsed_ms(self) -> float:
         return 1000 * (time.perf_counter() - self._began)
+
+    def _repr_html_(self) -> str:
+        """The tree of its branches, as notebooks show it."""
+        return tree_html(f"{type(self).__name__} {self.request_id or ''}", self.branches)
 
     def __repr__(self) -> str:
         ended = sum(branch.finish_reason is not None for branch in self.branches.values())

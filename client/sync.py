@@ -1,11 +1,13 @@
 """The synchronous client: sends, waits and closes around `base`. Its twin is `aio`."""
 
+import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Unpack
 
 from mallee.client import calls
 from mallee.client.base import (
+    DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT_S,
     DEFAULT_URL,
     DELETE_TIMEOUT_S,
@@ -15,6 +17,7 @@ from mallee.client.base import (
     BaseCapsule,
     BaseMallee,
     failing_as,
+    retry_after_s,
 )
 from mallee.client.calls import Call, Generation, Importing, Message, Prompt, Wanted
 from mallee.client.errors import ConnectionFailed, StreamBroken
@@ -45,10 +48,11 @@ if TYPE_CHECKING:  # httpx costs 100 ms to import: loaded by the first client, n
 
 
 class Mallee(BaseMallee["Branches", "Capsule"]):
-    """A client of one service. A context manager; not for use from several threads at once.
+    """A client of one service, for any number of threads; each stream is for one. A context manager.
 
     `model` goes with every request that names none. `timeout_s` bounds every wait for bytes: a server
-    that sends nothing for so long ends the call with ConnectionFailed or StreamBroken.
+    that sends nothing for so long ends the call with ConnectionFailed or StreamBroken. A request that
+    is refused with 429 or 503 and a time is sent again after it, up to `max_retries` times.
     Raises InvalidParameter for a `base_url` without http:// or https://.
     """
 
@@ -59,11 +63,12 @@ class Mallee(BaseMallee["Branches", "Capsule"]):
         api_key: str | None = None,
         model: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        max_retries: int = DEFAULT_MAX_RETRIES,
         transport: "httpx.BaseTransport | None" = None,
     ) -> None:
         import httpx
 
-        super().__init__(base_url, api_key, model)
+        super().__init__(base_url, api_key, model, max_retries)
         self._http = httpx.Client(
             base_url=self.base_url, headers=self._headers, timeout=timeout_s, transport=transport
         )
@@ -80,7 +85,7 @@ class Mallee(BaseMallee["Branches", "Capsule"]):
 
     def health(self) -> dict[str, Any]:
         """The service's own account of itself, also when it is unavailable."""
-        response = self._request(calls.HEALTH)
+        response = self._request(calls.HEALTH, max_retries=0)
         return read_health(response.status_code, response.content, self.base_url)
 
     def models(self) -> list[str]:
@@ -153,7 +158,10 @@ class Mallee(BaseMallee["Branches", "Capsule"]):
         timeout_s: float | None = None,
         content: Iterator[bytes] | None = None,
         headers: Mapping[str, str] = NO_HEADERS,
+        max_retries: int | None = None,
     ) -> "httpx.Response":
+        """The answer; a body that is read but once (`content`) is never sent again."""
+        most = self.max_retries if max_retries is None else max_retries
         request = self._http.build_request(
             *(call.method, call.path),
             content=call.content() if content is None else content,
@@ -161,11 +169,20 @@ class Mallee(BaseMallee["Branches", "Capsule"]):
         )
         if timeout_s is not None:
             request.extensions["timeout"] = dict.fromkeys(request.extensions["timeout"], timeout_s)
-        with failing_as(ConnectionFailed, self.base_url):
-            return self._http.send(request, stream=stream)
+        for num_left in range(most if content is None else 0, -1, -1):
+            with failing_as(ConnectionFailed, self.base_url):
+                response = self._http.send(request, stream=stream)
+                raw = response.read() if num_left and response.status_code in (429, 503) else b""
+            wait_s = retry_after_s(response.headers, response.status_code, raw)
+            if not num_left or wait_s is None:
+                break
+            time.sleep(wait_s)
+        return response
 
-    def _send(self, call: Call, *, timeout_s: float | None = None) -> Any:
-        response = self._request(call, timeout_s=timeout_s)
+    def _send(
+        self, call: Call, *, timeout_s: float | None = None, max_retries: int | None = None
+    ) -> Any:
+        response = self._request(call, timeout_s=timeout_s, max_retries=max_retries)
         return read_answer(response.status_code, response.content, self.base_url)
 
     def _open(self, call: Call) -> "Branches":
@@ -219,7 +236,7 @@ class Capsule(BaseCapsule["Branches", "Capsule"]):
         call = calls.delete_capsule(self.id, self._cache_salt)
         # An error of the block must not be hidden by one of its clean-up; a closed client's is RuntimeError.
         with suppress(*((UnknownCapsule,) if kind is None else (MalleeError, RuntimeError))):
-            self._client._send(call, timeout_s=DELETE_TIMEOUT_S)
+            self._client._send(call, timeout_s=DELETE_TIMEOUT_S, max_retries=0)
 
 
 class Branch(BaseBranch["Branches", Capsule]):

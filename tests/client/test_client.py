@@ -1,8 +1,10 @@
 """The SDK against a real loopback server that speaks in awkward pieces."""
 
+import inspect
 import json
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
@@ -23,6 +25,7 @@ from mallee.client import (
     Mallee,
     MalleeError,
     NoCapsule,
+    Overloaded,
     StreamBroken,
     UnknownCapsule,
     Usage,
@@ -68,6 +71,9 @@ class Script:
         self.is_gone = False  # the capsule, for DELETE
         self.pinned: bool | None = None  # the capsule, as GET says
         self.is_full = False  # for pins
+        self.refusals: list[
+            tuple[int, dict[str, str], str]
+        ] = []  # status, headers, code: the next ones
 
 
 @pytest.fixture
@@ -87,8 +93,22 @@ def server() -> Iterator[Script]:
             self.end_headers()
             self.wfile.write(raw)
 
+        def refuses(self) -> bool:
+            if not script.refusals:
+                return False
+            status, headers, code = script.refusals.pop(0)
+            raw = json.dumps({"error": {"message": "not now", "code": code}}).encode()
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(len(raw))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(raw)
+            return True
+
         def do_GET(self) -> None:
             self.note(None)
+            if self.refuses():
+                return
             if self.path == "/health":
                 self.answer(*script.health)
             elif self.path == "/v1/models":
@@ -110,6 +130,8 @@ def server() -> Iterator[Script]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             self.note(body)
+            if self.refuses():
+                return
             if self.path == "/v1/capsules":
                 self.answer(200, CAPSULE)
             elif self.path.endswith("/pin"):
@@ -498,3 +520,91 @@ def test_logprobs_of_a_branch_add_up_over_its_chunks() -> None:
             branch.take(event, 1.0)
     assert branch.text == "ab"
     assert branch.logprobs == {"tokens": ["a", "b"]}
+
+
+SOON = {"Retry-After": "0"}
+
+
+@pytest.mark.parametrize(
+    ("refusals", "num_sent", "error"),
+    [
+        ([(429, SOON, "tenant_queue_full")] * 2, 3, None),
+        ([(503, SOON, "overloaded")], 2, None),
+        ([(503, SOON, "overloaded")] * 3, 3, Overloaded),
+        ([(503, {}, "overloaded")], 1, Overloaded),
+        ([(503, {"Retry-After": "3600"}, "overloaded")], 1, Overloaded),
+        ([(503, {**SOON, "x-should-retry": "false"}, "overloaded")], 1, Overloaded),
+        ([(503, SOON, "capsules_full")], 1, CapsulesFull),
+        ([(500, SOON, "internal_error")], 1, MalleeError),
+        ([(400, SOON, "invalid_request")], 1, MalleeError),
+    ],
+)
+async def test_what_was_refused_for_now_is_sent_again_and_nothing_else(
+    server: Script, refusals: list[Any], num_sent: int, error: type[Exception] | None
+) -> None:
+    """I17, part: `Retry-After` is followed, by both clients, for streams, bodies and questions."""
+    with Mallee(server.url) as client:
+        for call in (client.models, lambda: client.prefill("x"), lambda: client.complete("x")):
+            server.refusals, server.seen = list(refusals), []
+            with nullcontext() if error is None else pytest.raises(error):
+                call()
+            assert len(server.seen) == num_sent
+    async with AsyncMallee(server.url) as aclient:
+        for ask in (aclient.models, lambda: aclient.prefill("x"), lambda: aclient.complete("x")):
+            server.refusals, server.seen = list(refusals), []
+            with nullcontext() if error is None else pytest.raises(error):
+                await ask()
+            assert len(server.seen) == num_sent
+
+
+def test_retries_are_counted_and_can_be_turned_off(server: Script) -> None:
+    server.refusals = [(503, SOON, "overloaded")] * 9
+    for most in (0, 1, 4):
+        server.seen = []
+        with Mallee(server.url, max_retries=most) as client, pytest.raises(Overloaded):
+            client.models()
+        assert len(server.seen) == most + 1
+    with pytest.raises(InvalidParameter, match="max_retries=-1"):
+        Mallee(server.url, max_retries=-1)
+
+
+def test_a_client_is_for_many_threads(server: Script) -> None:
+    with Mallee(server.url) as client, ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda i: client.complete(f"prompt {i}", n=2), range(64)))
+    assert {(a.text, b.text) for a, b in answers} == {(" a!", " bü🌱")}
+    asked = {body["prompt"] for *_, body, _ in server.seen}
+    assert asked == {f"prompt {i}" for i in range(64)}
+
+
+@pytest.mark.parametrize(
+    ("sync", "twin"),
+    [
+        (Mallee, AsyncMallee),
+        (mallee.client.Capsule, mallee.client.AsyncCapsule),
+        (Branch, mallee.client.AsyncBranch),
+        (mallee.client.Branches, mallee.client.AsyncBranches),
+    ],
+)
+def test_both_clients_have_the_same_methods_and_parameters(sync: type, twin: type) -> None:
+    def methods(kind: type) -> dict[str, list[tuple[str, Any, Any]]]:
+        found = {}
+        for name in dir(kind):
+            method = getattr(kind, name)
+            if callable(method) and (name == "__init__" or not name.startswith("_")):
+                parameters = inspect.signature(method).parameters.values()
+                found[name] = [(p.name, p.kind, p.default) for p in parameters]
+        return found
+
+    assert methods(sync) == methods(twin)
+
+
+def test_a_notebook_shows_the_tree(server: Script) -> None:
+    server.stream = GOOD.replace(b'" a"', b'"<b>&"')
+    with Mallee(server.url) as client:
+        branches = client.stream("x", n=2)
+        branches.wait()
+        html = branches._repr_html_()
+    assert "Branches req_2" in html
+    assert "&lt;b&gt;&amp;!" in html
+    assert "<b>&" not in html
+    assert html.index("branch 0 [length]") < html.index("branch 1 [stop] worker w1, cached 100")
