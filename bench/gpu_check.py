@@ -111,7 +111,7 @@ class Check:
             "taken": {name: getattr(taken, name) for name in taken.__struct_fields__},
         }
         limit = int(self.budget.share * self.budget.device.total)
-        total = taken.weights + taken.kv + taken.other
+        total = taken.weights + taken.kv + taken.graphs + taken.other
         if self.is_cuda and total > limit:
             raise RuntimeError(f"{total} bytes were taken, the budget is {limit}: {self.budget}")
         yield from ()
