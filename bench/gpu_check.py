@@ -31,7 +31,7 @@ from bench.gpu import exact, loop, steps, trees
 from bench.gpu.shapes import BLOCK_SIZE, FULL, TINY_SCALE, Scale, random_model
 from bench.gpu.targets import H200_FLOOR_S, PREFILL_FLOPS, TARGETS, Row, row
 from mallee.actors.hosting.memory import memory_use
-from mallee.cli.mocker.profile import clock_of
+from mallee.cli.mocker.profile import wait_of
 from mallee.mocker.timing.measure import Profiler, Sweep
 from mallee.worker.memory.budget import DeviceMemory, Room
 from mallee.worker.memory.device import host_memory, probe
@@ -225,7 +225,8 @@ class Check:
         profiler = Profiler(
             forward,
             sweep.fitted_to(forward.spec.max_model_len, forward.num_blocks, BLOCK_SIZE),
-            clock=clock_of(self.device),
+            device=forward if forward.is_beside_host else None,
+            wait=wait_of(self.device),
         )
         known = {name: value for name, value in versions().items() if value is not None}
         conditions: dict[str, str | int | float] = {

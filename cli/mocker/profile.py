@@ -6,6 +6,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -119,7 +120,10 @@ def profile(
         def report(line: str) -> None:
             console.print(f"[dim]{line}[/]", highlight=False)
 
-        found = Profiler(forward, sweep, clock=clock_of(device), report=report).measure(conditions)
+        profiler = Profiler(
+            forward, sweep, device=_beside_host(forward), wait=wait_of(device), report=report
+        )
+        found = profiler.measure(conditions)
     found.save(out)
     console.print(f"wrote {out}: jitter {found.jitter:.3f}", highlight=False)
 
@@ -172,17 +176,18 @@ def _drawn(model: str, kv_tokens: int, dtype: str, device: str, threads: int) ->
     )
 
 
-def clock_of(device: str) -> Callable[[], float]:
-    """Seconds by this host's clock; on CUDA once the device has done all that was launched."""
+def wait_of(device: str) -> Callable[[], None]:
+    """Waits until the device has done all that was launched; a CPU has."""
     if not device.startswith("cuda"):
-        return time.perf_counter
+        return lambda: None
     import torch
 
-    def clock() -> float:
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
+    return partial(torch.cuda.synchronize, device)
 
-    return clock
+
+def _beside_host(forward: "TorchForward") -> "TorchForward | None":
+    """It again, if the engine launches passes ahead there."""
+    return forward if forward.is_beside_host else None
 
 
 def _record(
@@ -197,10 +202,11 @@ def _record(
     from mallee.mocker.timing.steps import record_steps, save_trace, summary
 
     warm_up(forward)
-    record_steps(
-        forward, clock=time.perf_counter, seed=1, **sizes
-    )  # kernels are made for its shapes
-    steps = record_steps(forward, clock=time.perf_counter, **sizes)
+    record = partial(
+        record_steps, forward, device=_beside_host(forward), clock=time.perf_counter, **sizes
+    )
+    record(seed=1)  # kernels are made for its shapes
+    steps = record()
     save_trace(trace, steps, conditions)
     console.print("\n".join(summary(steps)), highlight=False)
     console.print(f"wrote {trace}: {len(steps)} steps", highlight=False)

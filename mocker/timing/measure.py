@@ -32,7 +32,7 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.worker.engine import Engine
-from mallee.worker.forward import Forward
+from mallee.worker.forward import DeviceForward, Forward
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 
@@ -109,13 +109,21 @@ class Profiler:
         forward: Forward,
         sweep: Sweep,
         *,
+        device: DeviceForward | None = None,
+        wait: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
         report: Callable[[str], None] = lambda line: None,
         seed: int = 0,
     ) -> None:
+        """`device` is `forward` again, if it computes beside the host, and `wait` waits until it is done.
+
+        Prefills are timed from one wait to the next, decodes as they come: there a step's planning is
+        hidden behind the pass before it.
+        """
         self.forward = forward
         self.sweep = sweep
         self._clock = clock
+        self._wait = wait
         self._report = report
         self._drawn = np.random.default_rng(seed)
         self._spreads: list[float] = []
@@ -123,6 +131,7 @@ class Profiler:
         self._nearby = {new: count() for new in sweep.new}
         self._engine = Engine(
             forward,
+            device=device,
             config=EngineConfig(
                 SchedulerConfig(max_step_tokens=2 * max(sweep.new) + max(sweep.rows)),
                 max_answer_capsules=0,
@@ -205,15 +214,17 @@ class Profiler:
             self._submit(command)
         times = []
         while self._engine.has_work:
-            times.append(self._step())
+            self._wait()
+            times.append(self._step(self._wait))
         return times
 
     def _submit(self, command: Command) -> None:
         self._engine.submit(command, _GATEWAY)
 
-    def _step(self) -> float:
+    def _step(self, wait: Callable[[], None] = lambda: None) -> float:
         begin = self._clock()
         frames = self._engine.step().frames
+        wait()
         seconds = self._clock() - begin
         for frame in frames.values():
             for update in frame.updates:

@@ -21,7 +21,7 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.worker.engine import Engine
-from mallee.worker.forward import Forward
+from mallee.worker.forward import DeviceForward, Forward
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.branch import Plan
 from mallee.worker.sched.policy import SchedulerConfig
@@ -92,6 +92,7 @@ class StepRecorder:
 def record_steps(
     forward: Forward,
     *,
+    device: DeviceForward | None = None,
     clock: Callable[[], float],
     max_context: int,
     max_rows: int,
@@ -100,7 +101,8 @@ def record_steps(
 ) -> list[StepTimes]:
     """The steps of one engine that takes in a prompt, forks it, and meanwhile gets a second prompt.
 
-    So there are steps that only compute chunks, that only decode, and that do both. Raises ConfigError.
+    So there are steps that only compute chunks, that only decode, and that do both. `device` is `forward`
+    again, if it computes beside the host. Raises ConfigError.
     """
     room = (forward.num_blocks - 2) * forward.block_size // 4
     window = min(max_context, forward.spec.max_model_len, room)
@@ -116,6 +118,7 @@ def record_steps(
     recorder = StepRecorder(clock)
     engine = Engine(
         forward,
+        device=device,
         config=EngineConfig(SchedulerConfig(max_step_tokens=max_step_tokens)),
         clock=clock,
         worker=WorkerId("profile"),

@@ -1,23 +1,30 @@
 """`mallee profile`: a file from a real engine, and what is wrong in one line."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from math import log2
 from pathlib import Path
 from statistics import fmean
+from typing import cast
 
 import pytest
 from typer.testing import CliRunner
 
 from mallee.cli.main import cli
-from mallee.cli.mocker.profile import clock_of
+from mallee.cli.mocker.profile import wait_of
 from mallee.mocker.engine import MockedEngine
+from mallee.mocker.passes import mock_spec
 from mallee.mocker.timing import Timing, load_timing
 from mallee.mocker.timing.files import GridData, read_timing
 from mallee.mocker.timing.grid import Grid
+from mallee.mocker.timing.measure import Profiler, Sweep
 from mallee.protocol.errors import ConfigError, MalleeError
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId, capsule_id
 from mallee.protocol.messages import Fork, Generate, Limits, Prefill, pack_tokens
+from mallee.testing.forward import MockForward
+from mallee.worker.forward import DeviceForward, ForwardBatch, Logits
+from support.fake_device import FakeDevice
 
 
 def test_a_real_engine_becomes_a_file_that_loads(tmp_path: Path) -> None:
@@ -120,15 +127,44 @@ def test_a_mock_takes_what_was_measured_at_each_point(tmp_path: Path) -> None:
             assert times[-1] == pytest.approx(timing.model.decodes.seconds[i][j], rel=1e-6)
 
 
-def test_a_device_has_done_its_work_when_its_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefills_are_timed_until_the_device_is_done_and_decodes_as_they_are_launched() -> None:
+    """I27, part: on a device that does what it is given later, or never if nobody waits."""
+    done: list[int] = []
+
+    class Slow(MockForward):
+        def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
+            done.append(sum(len(row.tokens) for row in batch.rows))
+            return super().forward(batch)
+
+    inner = Slow(mock_spec(max_model_len=512), num_blocks=128, block_size=16)
+    device = FakeDevice(inner, eagerness=0.0, wrong=0.0)
+    waits: list[int] = []
+
+    def wait() -> None:
+        device.wait()
+        waits.append(len(done))
+
+    sweep = Sweep((16, 32), (0, 64), (1, 2), (64, 128), repeats=2, steps=3)
+    forward = cast("DeviceForward", device)
+    # Passes that the device has done are the time.
+    profiler = Profiler(forward, sweep, device=forward, wait=wait, clock=lambda: float(len(done)))
+    assert profiler.chunk_s(32, 64) == 1.0
+    # Before and after each step: of the prefix, of the suffix, and of the capsule's release.
+    assert waits == [0, 1, 1, 2, 2, 2]
+    before = len(waits)
+    assert profiler._decodes(64) == [1.0, 1.0], "the pass that was launched in the step before"
+    # Waits are for the cancelled ones alone, at the end.
+    assert len(waits) - before <= 2
+    assert profiler._engine.stats().ahead.num_rows > 0
+
+
+def test_a_cuda_device_is_waited_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     waited: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    clock = clock_of("cuda:0")
-    assert clock() <= clock()
-    assert waited == ["cuda:0", "cuda:0"]
-    clock_of("cpu")()
-    assert len(waited) == 2
+    wait_of("cuda:0")()
+    wait_of("cpu")()
+    assert waited == ["cuda:0"]
 
 
 @pytest.mark.parametrize(
