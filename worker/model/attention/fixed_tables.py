@@ -49,8 +49,15 @@ class FixedTables:
             self._copied.synchronize()
         # Given on the host, FlashInfer would copy the indices itself, and wait until the device is done.
         indices = sent(pages.indices.numpy(), self._device)
-        wrapper.plan(pages.indptr, indices, pages.last_page_len, **options)
-        if self._device.type == "cuda":
+        is_cuda = self._device.type == "cuda"
+        (
+            bounds,
+            last,
+        ) = (  # read on the host, too; from other memory the driver may wait to copy them
+            own.pin_memory() if is_cuda else own for own in (pages.indptr, pages.last_page_len)
+        )
+        wrapper.plan(bounds, indices, last, **options)
+        if is_cuda:
             self._copied = torch.cuda.current_stream(self._device).record_event()
 
 
