@@ -180,7 +180,7 @@ def test_help_of_what_asks_a_service_has_an_example(words: tuple[str, ...]) -> N
 
 
 def test_a_shell_completes_commands() -> None:
-    """D28, part: by typer's own protocol, as bash asks."""
+    """By typer's own protocol, as bash asks."""
     asked = {"_MALLEE_COMPLETE": "complete_bash", "COMP_WORDS": "mallee ca", "COMP_CWORD": "1"}
     program = "from mallee.cli.main import cli; cli(prog_name='mallee')"
     done = subprocess.run(

@@ -9,25 +9,34 @@ from tokenizers import Tokenizer as Raw
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+from typer.testing import CliRunner
 
 from mallee.actors.text.tokenizer import Tokenizer
+from mallee.cli.main import cli
 from mallee.cli.tree import Branch, draw, grow
 from mallee.protocol.errors import InvalidParameter
 from mallee.testing.random_model import random_model
 
 GOLDEN = Path(__file__).with_name("golden_text_tree.txt")
 PROMPT = "Once upon a time"
+MODEL = random_model("llama", 5, vocab_size=256, eos_token_id=None)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """One token a byte."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, whose tokens are bytes."""
     alphabet = sorted(ByteLevel.alphabet())
     raw = Raw(BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     raw.pre_tokenizer = ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     raw.decoder = ByteLevelDecoder()  # type: ignore[assignment]
-    folder = tmp_path_factory.mktemp("tokenizer")
-    raw.save(str(folder / "tokenizer.json"))
+    made = tmp_path_factory.mktemp("model")
+    raw.save(str(made / "tokenizer.json"))
+    MODEL.save(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.load(folder)
 
 
@@ -39,8 +48,7 @@ def rendered(root: Branch, tokenizer: Tokenizer) -> str:
 
 def test_a_seeded_tiny_model_draws_the_same_tree_every_time(tokenizer: Tokenizer) -> None:
     """D28, part, D13: three continuations, two below each; nothing shared is computed twice."""
-    model = random_model("llama", 5, vocab_size=256, eos_token_id=None)
-    forward = model.forward(num_blocks=128, block_size=16)
+    forward = MODEL.forward(num_blocks=128, block_size=16)
     root, engine = grow(forward, tokenizer.encode(PROMPT), width=3, depth=2, tokens=6, seed=7)
     assert [len(child.children) for child in root.children] == [3, 3, 3]
     stats = engine.stats()
@@ -51,6 +59,17 @@ def test_a_seeded_tiny_model_draws_the_same_tree_every_time(tokenizer: Tokenizer
     text = rendered(root, tokenizer)
     assert text.splitlines()[0] == PROMPT
     assert text == GOLDEN.read_text()
+
+
+def test_the_command_prints_that_tree(folder: Path) -> None:
+    """D28: from a checkpoint on disk, as a user runs it."""
+    options = ["--width", "3", "--depth", "2", "--tokens", "6", "--seed", "7", "--dtype", "float32"]
+    command = ["tree", PROMPT, "--model", str(folder), *options]
+    answer = CliRunner(env={"COLUMNS": "100"}).invoke(cli, command)
+    assert answer.exit_code == 0, answer.output
+    *tree, figures = answer.stdout.splitlines(keepends=True)
+    assert "".join(tree) == GOLDEN.read_text()
+    assert figures.startswith(f"72 tokens drawn, {len(PROMPT) + 3} computed for prompts, ")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def talk(url: str, *lines: str, options: tuple[str, ...] = ()) -> Result:
 
 @pytest.mark.nats
 def test_a_conversation_branches_and_is_drawn(url: str) -> None:
-    """D28, part: turns, forks, ways back, the tree; a question goes on from where it is asked."""
+    """Turns, forks, ways back, the tree; a question goes on from where it is asked."""
     answer = talk(url, "one", "/fork 2 two", "/go 1", "three", "/back 9", "four", "/tree", "/quit")
     assert answer.exit_code == 0, answer.output
     lines = answer.stdout.splitlines()
