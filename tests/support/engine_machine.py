@@ -134,6 +134,8 @@ class EngineMachine(RuleBasedStateMachine):
     num_blocks: ClassVar[int] = 41  # 21 of them are guards
     speculation: ClassVar[SpeculationConfig] = SpeculationConfig()
     checks: ClassVar[KVChecks] = KVChecks("guards", sweep_steps=8)
+    is_ahead: ClassVar[bool] = False
+    """Whether the forward is a device that passes are launched ahead on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +170,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.begun()
 
     def make_engine(self, config: EngineConfig) -> Engine:
-        return make_engine(cast(Forward, self.forward), lambda: self.now, config)
+        return make_engine(
+            cast(Forward, self.forward), lambda: self.now, config, device=self.device
+        )
+
+    @property
+    def device(self) -> DeviceForward | None:
+        """The forward again, if passes are launched ahead there."""
+        return cast(DeviceForward, self.forward) if self.is_ahead else None
 
     def begun(self) -> None:
         """There is an engine, to which nothing has happened."""

@@ -14,7 +14,6 @@ from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine, MakeTiers
 from mallee.worker.forward import Forward
 from mallee.worker.kv.tiers.moves import DISK, HOST
-from mallee.worker.kv.watch import KVChecks
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig, StepResult
 from mallee.worker.sched.policy import SchedulerConfig
@@ -52,7 +51,7 @@ class TieredMachine(EngineMachine):
             scheduler,
             max_answer_capsules=8,
             eviction=eviction,
-            kv_checks=KVChecks("guards", sweep_steps=8),
+            kv_checks=self.checks,
         )
         self.start()
 
@@ -62,6 +61,7 @@ class TieredMachine(EngineMachine):
         self.held = [set(), set(), set()]
         self.engine = Engine(
             self.forward,  # type: ignore[arg-type]
+            device=self.device,
             config=self.config,
             clock=lambda: self.now,
             structures=MockStructures(

@@ -1,6 +1,8 @@
 """Passes that are launched before the tokens of the step are here."""
 
+import random
 from collections.abc import Sequence
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -24,12 +26,15 @@ from mallee.worker.ahead import REST_STEPS, AheadStats
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Logits
 from mallee.worker.kv.watch import KVChecks
+from mallee.worker.model.graphs.decode import GraphOptions
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.speculation.speculator import SpeculationConfig
+from support import flashinfer_emulator
 from support.driving import drive
 from support.engine_machine import PassFailed
 from support.fake_device import Call, FakeDevice
+from support.recorded_graphs import RecordedGraphs
 
 SPEC = mock_spec(vocab_size=64)
 HOT = Sampling(temperature=1.0, seed=3)
@@ -357,6 +362,28 @@ class _Tight(FakeDevice):
         return super().forward_drawn(*given)
 
 
+@pytest.mark.timeout(60)
+def test_a_device_in_a_thread_of_its_own_changes_nothing() -> None:
+    """I18, part: it does what is enqueued while the engine goes on, in whatever time it takes."""
+    device, is_over, rng = FakeDevice(mock(200), eagerness=0.3), Event(), random.Random(1)
+
+    def work() -> None:
+        while not is_over.wait(rng.random() / 2000):
+            device.run_some()
+
+    thread = Thread(target=work)
+    thread.start()
+    try:
+        engine = over(device)
+        for i in range(6):
+            engine.submit(generate(f"r{i}", range(i + 1), 40), "g")
+        assert answers(engine) == {(f"r{i}", 0): expect(range(i + 1), 40) for i in range(6)}
+    finally:
+        is_over.set()
+        thread.join()
+    assert engine.stats().ahead.num_rows > 150
+
+
 # Models
 
 
@@ -379,6 +406,29 @@ def test_a_model_draws_the_same_tokens_with_passes_ahead(
         stats = engine.stats().ahead
         assert stats.num_void == 0
         assert (stats.num_rows > 100) == is_ahead
+    assert found[0] == found[1]
+
+
+def test_recorded_steps_are_launched_ahead(one_thread: Any) -> None:
+    """I18, part: graphs replayed over tokens that only the device knows, forks among them."""
+    model = random_model(head_dim=64)
+    found = []
+    for is_ahead in (True, False):
+        forward = model.forward(
+            dtype="bfloat16",
+            num_blocks=100,
+            graphs=GraphOptions(16, 1 << 30, RecordedGraphs()),
+            flashinfer=flashinfer_emulator,
+        )
+        engine = make_engine(forward, forward if is_ahead else None)
+        engine.submit(Prefill("p", pack_tokens(list(range(9)))), "g")
+        answers(engine)
+        engine.submit(Fork("f", "p.0", (b"",) * 3, Limits(30, ignore_eos=True), HOT), "g")
+        found.append(answers(engine))
+        graphs_used = forward.stats().graphs
+        assert graphs_used.num_replays >= 28
+        assert engine.stats().ahead.num_void == 0
+        assert (engine.stats().ahead.num_rows >= 3 * 27) == is_ahead
     assert found[0] == found[1]
 
 

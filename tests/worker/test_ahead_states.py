@@ -24,7 +24,7 @@ from mallee.protocol.messages import (
 from mallee.testing.forward import MockForward
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
-from mallee.worker.forward import DeviceForward, Forward
+from mallee.worker.forward import Forward
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig
 from support.engine_machine import (
@@ -38,6 +38,7 @@ from support.engine_machine import (
 )
 from support.examples import examples
 from support.fake_device import FakeDevice, Twin
+from support.tiered_machine import TieredMachine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -145,16 +146,13 @@ class FallibleAhead(EngineMachine):
 
     num_blocks = 20
     checks: ClassVar[KVChecks] = KVChecks()
-
-    def make_engine(self, config: EngineConfig) -> Engine:
-        device = cast(DeviceForward, self.forward)
-        return make_engine(device, lambda: self.now, config, device)
+    is_ahead = True
 
     def make_forward(self) -> Forward:
-        return cast(Forward, FakeDevice(super().make_forward(), seed=2))
+        return cast(Forward, FakeDevice(EngineMachine.make_forward(self), seed=2))
 
     def make_linear(self) -> Forward:
-        return super().make_forward()
+        return EngineMachine.make_forward(self)
 
 
 class FallibleTorch(FallibleAhead):
@@ -171,9 +169,24 @@ class FallibleTorch(FallibleAhead):
     rerun = TorchMachine.rerun
 
 
+class TieredAhead(TieredMachine):
+    """Blocks that go below a device and come back while a pass is under way."""
+
+    num_blocks = 20
+    checks: ClassVar[KVChecks] = KVChecks()
+    is_ahead = True
+    make_forward = FallibleAhead.make_forward
+    make_linear = FallibleAhead.make_linear
+
+
 @pytest.mark.parametrize(
     ("machine", "num", "steps"),
-    [(TwinMachine, 150, 60), (FallibleAhead, 60, 40), (FallibleTorch, 8, 30)],
+    [
+        (TwinMachine, 150, 60),
+        (FallibleAhead, 60, 40),
+        (FallibleTorch, 8, 30),
+        (TieredAhead, 60, 50),
+    ],
 )
 def test_launching_ahead_changes_nothing_that_is_told(
     machine: type[EngineMachine], num: int, steps: int
