@@ -49,13 +49,10 @@ class FixedTables:
             self._copied.synchronize()
         # Given on the host, FlashInfer would copy the indices itself, and wait until the device is done.
         indices = sent(pages.indices.numpy(), self._device)
+        bounds, last = pages.indptr, pages.last_page_len
         is_cuda = self._device.type == "cuda"
-        (
-            bounds,
-            last,
-        ) = (  # read on the host, too; from other memory the driver may wait to copy them
-            own.pin_memory() if is_cuda else own for own in (pages.indptr, pages.last_page_len)
-        )
+        if is_cuda:  # from other memory the driver may wait before it copies
+            bounds, last = bounds.pin_memory(), last.pin_memory()
         wrapper.plan(bounds, indices, last, **options)
         if is_cuda:
             self._copied = torch.cuda.current_stream(self._device).record_event()
