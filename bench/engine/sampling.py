@@ -1,8 +1,7 @@
-"""Cost of a draw: the sampler by rows and options, grammar masks, and how much of them is hidden.
+"""Cost of a draw: the sampler by rows and options, and how much of a grammar's masks is hidden.
 
-Times are medians on this machine. Without a tokenizer (`--tokenizer PATH`, a Hugging Face tokenizer.json)
-the masks are left out. `overlap`: an engine whose forward pass sleeps for 5 ms and whose masks sleep for
-2 ms, with masks computed beside the forward pass and before it.
+Times are medians on this machine; `masks.py` has those of masks. `overlap`: an engine whose forward pass
+sleeps for 5 ms and whose masks sleep for 2 ms, with masks computed beside the forward pass and before it.
 """
 
 import argparse
@@ -11,10 +10,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from bench.measure import machine
@@ -24,23 +21,12 @@ from mallee.protocol.messages import Generate, Grammar, Limits, Sampling, pack_t
 from mallee.testing.forward import MockForward
 from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
-from mallee.worker.forward import Draw, ForwardBatch, Logits, TokenHistory, distinct, num_words
+from mallee.worker.forward import Draw, ForwardBatch, Logits, TokenHistory, distinct
 from mallee.worker.model.sampling.sampler import sample
 from mallee.worker.records import EngineConfig
 
 VOCAB = 49152
 FORWARD_S, MASKS_S = 0.005, 0.002
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer"},
-        "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 3},
-    },
-    "required": ["name", "age", "tags"],
-    "additionalProperties": False,
-}
-TEXT = '{"name": "Ada Love", "age": 36, "tags": ["one", "two"]}'
 OPTIONS = {
     "greedy": Sampling(),
     "temperature": Sampling(1.0),
@@ -75,52 +61,6 @@ def sampler_ms(rows: Sequence[int], repeats: int) -> dict[str, dict[str, float]]
     return found
 
 
-def mask_times(path: Path, repeats: int) -> dict[str, float]:
-    """Of one schema over one tokenizer: each mask on the way through a text, forks, compiling."""
-    import tokenizers
-
-    from mallee.worker.model.sampling.grammar import TokenGrammars
-
-    inner = tokenizers.Tokenizer.from_file(str(path))
-    vocab_size = inner.get_vocab_size(with_added_tokens=True)
-    grammars = TokenGrammars(path, vocab_size, [0])
-    begin = time.perf_counter()
-    grammars.compile(Grammar("regex", "a"))
-    tokenizer_ms = 1e3 * (time.perf_counter() - begin)
-    begin = time.perf_counter()
-    start = grammars.compile(Grammar("json_schema", json.dumps(SCHEMA)))
-    compile_ms = 1e3 * (time.perf_counter() - begin)
-    tokens = inner.encode(TEXT, add_special_tokens=False).ids
-    masks, forks = [], []
-    sets = np.zeros((32, num_words(vocab_size)), dtype=np.int32)
-    clock = time.perf_counter_ns
-    for _ in range(repeats):
-        begin_ns = clock()
-        matcher = start.fork()
-        forks.append(1e-3 * (clock() - begin_ns))
-        for token in tokens:
-            begin_ns = clock()
-            grammars.fill((matcher,), sets)
-            masks.append(1e-3 * (clock() - begin_ns))
-            matcher.advance(token)
-            assert not matcher.error, matcher.error
-    many = [start.fork() for _ in range(32)]
-    for i, matcher in enumerate(many):
-        for token in tokens[: i % len(tokens)]:
-            matcher.advance(token)
-    masks.sort()
-    return {
-        "vocab_size": vocab_size,
-        "tokenizer_ms": round(tokenizer_ms, 1),
-        "compile_ms": round(compile_ms, 2),
-        "mask_p50_us": round(masks[len(masks) // 2], 1),
-        "mask_p99_us": round(masks[len(masks) * 99 // 100], 1),
-        "mask_mean_us": round(statistics.mean(masks), 1),
-        "masks32_ms": median_ms(lambda: grammars.fill(many, sets), repeats),
-        "fork_us": round(statistics.median(forks), 1),
-    }
-
-
 class SlowForward(MockForward):
     """Takes FORWARD_S."""
 
@@ -151,7 +91,6 @@ def overlap_ms(steps: int) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--threads", type=int, default=2)
@@ -161,7 +100,6 @@ def main() -> int:
         "vocab_size": VOCAB,
         "sampler_ms": sampler_ms(args.rows, args.repeats),
         "overlap_ms": overlap_ms(40),
-        "masks": mask_times(args.tokenizer, args.repeats) if args.tokenizer else None,
         "threads": args.threads,
         "torch": torch.__version__,
         **machine(),
