@@ -1225,8 +1225,8 @@ SECTIONS = {
         " forward pass. An 8B step is an H200's floor in bfloat16 (by arithmetic: nothing has run there), and"
         " its shares are of masks that nothing hides. Then decode steps of SmolLM2 by one thread, free and"
         " under a regular expression by turns. Processor time; other work filled the machine (load 12)."
-        " Eight rows of so small a model cost 12 % more, over the 5 % that are aimed at: their masks and their"
-        " masked draws are the processor's, as the model is.",
+        " Eight rows of so small a model cost 12 % more, over the 5 % that are aimed at: their masks and"
+        " their masked draws are the processor's, as the model is.",
         masks,
     ),
     "idle": Section(
