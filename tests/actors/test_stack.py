@@ -124,7 +124,7 @@ class Stack:
         api = build_api(
             gateway,
             Tokenizer.load(self.path),
-            ChatTemplate.load(self.path),
+            ChatTemplate.load(self.path, special_tokens=Tokenizer.load(self.path).special_tokens),
             access=Access(None, {}),
             scopes=Scopes(b"secret", draw=secrets.token_bytes),
             model_name=MODEL,
@@ -206,6 +206,45 @@ def test_a_completion_is_the_models_greedy_text(client: openai.OpenAI) -> None:
     tokens = [504, 3575, 282, 4649, 314]  # the same prompt as ids
     again = client.completions.create(model=MODEL, prompt=tokens, max_tokens=8, temperature=0)
     assert again.choices[0].text == answer.choices[0].text
+
+
+def test_a_small_model_calls_what_it_must(client: openai.OpenAI) -> None:
+    """I16, part, I17: SmolLM2, whose own template has no tools, makes calls that conform."""
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo", "Bergen"]}, "days": {"enum": [1, 2, 3]}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    names = ("get_weather", "get_tides")
+    tools: Any = [
+        {"type": "function", "function": {"name": name, "parameters": schema}} for name in names
+    ]
+    asked: Any = {"model": MODEL, "tools": tools, "max_tokens": 120, "seed": 1}
+    question: Any = {"role": "user", "content": "Will it rain in Bergen on two days?"}
+    named = {"type": "function", "function": {"name": "get_tides"}}
+    for choice in ("required", named):
+        made = client.chat.completions.create(
+            messages=[question], tool_choice=choice, parallel_tool_calls=False, **asked
+        ).choices[0]
+        assert made.finish_reason == "tool_calls"
+        assert made.message.content is None
+        assert made.message.tool_calls is not None
+        (call,) = made.message.tool_calls
+        assert call.type == "function"
+        assert call.function.name in (names if choice == "required" else names[1:])
+        given = json.loads(call.function.arguments)
+        assert given.keys() == {"city", "days"}
+        assert given["city"] in ("Oslo", "Bergen")
+        assert given["days"] in (1, 2, 3)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "high at 9"}
+    history: Any = [question, made.message.model_dump(), result]
+    after = client.chat.completions.create(messages=history, **asked)
+    assert after.usage is not None
+    assert after.usage.prompt_tokens_details is not None
+    new = after.usage.prompt_tokens - (after.usage.prompt_tokens_details.cached_tokens or 0)
+    # The call that it wrote and the result are new, not the tools and the question: tens, not hundreds.
+    assert new < 100 < after.usage.prompt_tokens
 
 
 def test_chat_streams_the_same_text_as_it_answers_whole(client: openai.OpenAI) -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import httpx
+import msgspec
 import pytest
 from starlette.applications import Starlette
 
@@ -382,6 +383,7 @@ class Live(NamedTuple):
 @pytest.fixture(scope="session")
 def live_server() -> Iterator[Live]:
     service = FakeService()
+    service.model = msgspec.structs.replace(service.model, max_model_len=1024)  # tools take room
     app = make_app(service, HttpSettings(max_body_bytes=100_000), ByteTokenizer())
     server = LimitedServer(app, max_connections=2000, max_per_client=1500, log_config=None)
     listener = socket.socket()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
@@ -239,3 +240,66 @@ def test_pipelined_requests_are_answered_and_garbage_after_them_is_400(live: Any
             rest += more
         assert rest.startswith(b"HTTP/1.1 400")
     assert is_alive(live)
+
+
+class GetWeather(pydantic.BaseModel):
+    """Weather of a city."""
+
+    city: str
+    days: int = 1
+
+
+TOOLS: list[Any] = [openai.pydantic_function_tool(GetWeather, name="get_weather")]
+ARGUMENTS = '{"city": "Oslo", "days": 2}'
+CALL = f'<think>hm</think>So.\n<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}</tool_call>'
+
+
+def test_the_official_client_runs_an_agent_s_turn(client: openai.OpenAI, live: Any) -> None:
+    """I17: tools with the official client: a call, its message sent back with the result, the answer."""
+    live.service.reply = lambda _: CALL
+    asked: dict[str, Any] = {"model": "tiny/bytes", "max_tokens": 120}
+    asked["tools"] = [{"type": "function", "function": {"name": "get_weather"}}]
+    choice = client.chat.completions.create(messages=MESSAGES, **asked).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "So."
+    assert choice.message.model_extra == {"reasoning_content": "hm", "reasoning": "hm"}
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function"
+    assert (call.function.name, call.function.arguments) == ("get_weather", ARGUMENTS)
+    live.service.reply = lambda _: "ok"
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    history: list[Any] = [MESSAGES[0], choice.message, result]
+    asked["max_tokens"] = 4
+    assert (
+        client.chat.completions.create(messages=history, **asked).choices[0].message.content == "ok"
+    )
+
+
+def test_the_official_client_puts_streamed_calls_together(client: openai.OpenAI, live: Any) -> None:
+    """I17: streams with tools, by the client's own accumulator."""
+    live.service.reply = lambda _: CALL
+    asked: Any = {"model": "tiny/bytes", "messages": MESSAGES, "max_tokens": 120}
+    asked["tools"] = [{"type": "function", "function": {"name": "get_weather"}}]
+    with client.chat.completions.stream(**asked) as stream:
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls"
+    assert final.message.content == "So."
+    assert final.message.tool_calls is not None
+    assert final.message.tool_calls[0].function.arguments == ARGUMENTS
+
+
+def test_the_official_client_parses_calls_into_classes(client: openai.OpenAI, live: Any) -> None:
+    """I17: `parse` with tools made of pydantic's classes, which are strict."""
+    live.service.reply = lambda _: CALL.partition("</think>")[2]
+    made = client.chat.completions.parse(
+        model="tiny/bytes",
+        messages=MESSAGES,
+        tools=TOOLS,
+        tool_choice="required",
+        max_tokens=100,
+    )
+    assert made.choices[0].message.tool_calls is not None
+    parsed = made.choices[0].message.tool_calls[0].function.parsed_arguments
+    assert parsed == GetWeather(city="Oslo", days=2)
+    assert live.service.job.grammar.kind == "lark"
