@@ -58,7 +58,10 @@ def check(
         bool, typer.Option("--broker", help="Log in at the broker of nats_url, as each role.")
     ] = False,
 ) -> None:
-    """Check serve.yaml or a file of settings before it is deployed; exit 1 with a line for each fault."""
+    """Check serve.yaml or a file of settings before it is deployed; exit 1 with a line for each fault.
+
+    Example: mallee check serve.yaml
+    """
     require_serve_extra(is_mocked=True)
     faults, applications = find_faults(read_settings(file))
     for each in applications:

@@ -35,7 +35,10 @@ def doctor_model(
         int | None, typer.Option(min=0, help="Show this many layers; all are compared.")
     ] = None,
 ) -> None:
-    """Compare a model layer by layer with transformers; exit 1 and name the place if they differ."""
+    """Compare a model layer by layer with transformers; exit 1 and name the place if they differ.
+
+    Example: mallee doctor-model smollm2 --dtype bfloat16
+    """
     require_serve_extra()
     if not run_doctor(path, dtype=dtype, prompt=prompt, num_steps=tokens, num_layers=layers):
         raise typer.Exit(1)

@@ -40,7 +40,10 @@ def tree(
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same tree.")] = 0,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
 ) -> None:
-    """Grow a tree of text from one prompt in this process, and draw it."""
+    """Grow a tree of text from one prompt in this process, and draw it.
+
+    Example: mallee tree "Once upon a time" --width 3 --depth 2
+    """
     require_serve_extra()
     from mallee.actors.text.tokenizer import Tokenizer
     from mallee.worker.model.loading.source import resolve_model

@@ -37,7 +37,10 @@ def demo(
     max_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer.")] = 48,
     as_json: JsonOption = False,
 ) -> None:
-    """Fork five questions over one document; then ask the same five plainly, and compare."""
+    """Fork five questions over one document; then ask the same five plainly, and compare.
+
+    Example: mallee demo --max-tokens 32
+    """
     require_serve_extra()
     with redirect_stdout(sys.stderr) if as_json else nullcontext():  # Ray's messages, if any
         report = run_demo(model, workers=workers, max_tokens=max_tokens, quiet=as_json)

@@ -63,7 +63,10 @@ def mock(
     nats_url: NatsOption = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the jitter.")] = None,
 ) -> None:
-    """Serve an OpenAI API whose engines take time instead of computing; everything else is real."""
+    """Serve an OpenAI API whose engines take time instead of computing; everything else is real.
+
+    Example: mallee mock --engines 8 --speedup 10
+    """
     require_serve_extra(is_mocked=True)
     from mallee.actors.mock.process import run
     from mallee.actors.telemetry import logs

@@ -49,6 +49,8 @@ def serve(
     """Start broker, Ray, gateway and workers on this machine, and serve until interrupted.
 
     Options win over --set, and --set over the file of --config. `mallee settings` lists all settings.
+
+    Example: mallee serve --model smollm2 --port 8000
     """
     require_serve_extra()
     from mallee.actors.local import LocalStack
