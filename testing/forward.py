@@ -128,9 +128,14 @@ def linear_tokens(
     """The n tokens that one sequence draws after `prompt`, computed from the tokens alone."""
     tokens = list(prompt)
     for _ in range(n):
-        digest = _digest(_slots(as_tokens(tokens), 0))
+        digest = digest_of(tokens)
         tokens.append(draw_token(spec.vocab_size, Draw(digest, sampling, seed, len(tokens))))
     return tokens[len(prompt) :]
+
+
+def digest_of(tokens: Sequence[int]) -> int:
+    """The "logits" after `tokens`."""
+    return _digest(_slots(as_tokens(tokens), 0))
 
 
 def _ends(row: BatchRow) -> range:

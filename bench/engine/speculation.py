@@ -1,6 +1,6 @@
 """Speculation on the CPU engine: acceptance, and processor time beside plain decoding.
 
-    python -m bench.engine.speculation [--model smollm2] [--tokens 40] [--rounds 1]
+    python -m bench.engine.speculation [--model smollm2] [--tokens 32] [--rounds 1]
 
 Loads: `repeat`, a prompt that asks for its own text again; `chat`, plain questions; `again`, one
 question asked anew, greedy, by a later request. Each with 1 and 8 branches, with every choice of drafters by
@@ -9,7 +9,7 @@ layers. `cpu_ms` is processor time for a token: of one thread, where other work 
 figure to go by, and `speedup` is of it. Answers are compared with those of plain decoding: a branch whose
 rounding differs with the shape of a batch shows in `same`.
 
-Then drafts that are made whatever they cost (`always`): by that copy and by one with matrices of four bits,
+Then drafts that are made whatever they cost (`always`): by that copy and by one with matrices of six bits,
 drawn with the branches' own noise or greedy, in bfloat16; and in float32, where every answer has to be plain
 decoding's. The last line is one JSON object, which --out writes.
 """
@@ -41,7 +41,11 @@ from mallee.worker.speculation.speculator import SpeculationConfig, SpeculationN
 BLOCKS: Final = 2048
 DRAFTERS: Final[tuple[SpeculationName, ...]] = ("off", "prompt", "sibling", "model")
 WITHOUT: Final = range(12, 18)  # layers of the middle: without others less is right
-BITS: Final = 4
+BITS: Final = 6
+WARM: Final = ("Who wrote Hamlet?", "What do bees eat in winter?")
+NUM_WARM: Final = (
+    16  # tokens of their answers, which are not timed: the costs of steps are known then
+)
 PASSAGE: Final = (
     "def add_user(users, name, age):\n    if name in users:\n        raise KeyError(name)\n"
     "    users[name] = {'name': name, 'age': age}\n    return users[name]\n\n"
@@ -113,6 +117,7 @@ def run(
     )
     if always and engine._speculator is not None:
         engine._speculator._costs = Free()
+    _answers(engine, tokenizer, "warm", WARM, load.sampling, NUM_WARM)
     if load.first:
         _answers(engine, tokenizer, "first", load.first, load.sampling, num)
     before = engine.stats()
@@ -231,7 +236,7 @@ class Bench:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--tokens", type=int, default=40, help="most tokens of an answer")
+    parser.add_argument("--tokens", type=int, default=32, help="most tokens of an answer")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16")

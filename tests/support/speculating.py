@@ -7,12 +7,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from mallee.protocol.events import CapsuleStored, Event, Removed, Stored, unpack_hashes
 from mallee.protocol.messages import TokenLogprobs
+from mallee.testing.forward import digest_of
 from mallee.worker.engine import Engine
-from mallee.worker.forward import ForwardBatch
+from mallee.worker.forward import Draw, ForwardBatch
 from mallee.worker.kv.paths import flatten
 from mallee.worker.sched.branch import Branch
 from mallee.worker.speculation.draft_model import DraftModel
-from mallee.worker.speculation.drafters import Drafter, EachAlone
+from mallee.worker.speculation.drafters import Drafter, EachAlone, text_of
 from mallee.worker.speculation.worth import StepCosts
 
 Name: TypeAlias = tuple[str, int]
@@ -63,7 +64,34 @@ class Unsure:
         return getattr(self._inner, name)
 
     def forward(self, batch: ForwardBatch) -> Sequence[Any]:
-        return [each ^ (each % 3 == 0) for each in self._inner.forward(batch)]
+        return [changed(each) for each in self._inner.forward(batch)]
+
+
+def changed(logits: int) -> int:
+    """Others in one place of three."""
+    return logits ^ (logits % 3 == 0)
+
+
+class CheckedModel(DraftModel):
+    """A draft model over an `Unsure` forward pass of digests, each of whose drafts is computed again.
+
+    From the text alone, by `draw`: so its KV is that of the text, whatever was shared, rolled back, evicted.
+    """
+
+    def __init__(self, forward: Any, draw: Callable[[Draw], int], **options: Any) -> None:
+        super().__init__(forward, clock=lambda: 0.0, **options)
+        self._draw_again = draw
+        self.num_checked = 0
+
+    def propose_all(self, lengths: Mapping[Branch, int]) -> dict[Branch, list[int]]:
+        found = super().propose_all(lengths)
+        for branch, draft in found.items():
+            text = text_of(branch, 0, branch.length)
+            for i, token in enumerate(draft):
+                logits = changed(digest_of(text + draft[:i]))
+                assert token == self._draw_again(self._draw(branch, logits, draft[:i]))
+                self.num_checked += 1
+        return found
 
 
 def draft_model(forward: Any, **options: Any) -> DraftModel:

@@ -39,6 +39,11 @@ class Acceptance:
         """Tokens to draft for the token at `position` of the answer: at most `most`, 0 while it loses."""
         if position < self._resume:
             return 0
+        if (
+            break_even >= 1.0
+        ):  # not even a draft that is always right would pay: nothing to find out
+            self.rest(position)
+            return 0
         worth = most if self.rate >= 1.0 else int(log(break_even) / log(self.rate))
         if worth > 0:
             if not self._is_trial:
@@ -102,19 +107,18 @@ class StepCosts:
     def break_even(self, num_rows: int, draft_s: float = 0.0) -> float:
         """The acceptance at which one more position beside `num_rows` neither pays nor costs.
 
-        To draft it took `draft_s` seconds.
+        To draft it took `draft_s` seconds: then it may be more than 1.
         """
         x, t, slope = self._line()
         if t <= 0.0:
             return _PRIOR
         least, most = _BOUNDS
         if slope is None:
-            return min(most, _PRIOR + draft_s * num_rows / t)
+            return _PRIOR + draft_s * num_rows / t
         step = t + slope * (num_rows - x)
-        position = max(0.0, slope) + draft_s
-        if position <= 0.0 or step <= 0.0:
-            return least if position <= 0.0 else most
-        return min(most, max(least, position * num_rows / step))
+        if slope <= 0.0 or step <= 0.0:
+            return (least if slope <= 0.0 else most) + draft_s * num_rows / t
+        return min(most, max(least, slope * num_rows / step)) + draft_s * num_rows / step
 
     def _line(self) -> tuple[float, float, float | None]:
         """Mean positions and seconds of the last steps, and the slope there, if they differ enough."""

@@ -35,7 +35,16 @@ from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.speculation.drafters import Drafter
 from mallee.worker.speculation.speculator import SpeculationConfig
-from support.speculating import Kind, Knowing, Name, Teller, Told, Unsure, draft_by, draft_model
+from support.speculating import (
+    CheckedModel,
+    Kind,
+    Knowing,
+    Name,
+    Teller,
+    Told,
+    Unsure,
+    draft_by,
+)
 
 VOCAB, EOS, SIZE = 24, 23, 4
 SPEC = mock_spec(vocab_size=VOCAB, max_model_len=4096, eos_token_ids=(EOS,))
@@ -93,7 +102,8 @@ def make_drafter(kind: Kind | Literal["model"], answers: Mapping[Name, Sequence[
     """One that knows `answers`, or a model with fewer blocks than the texts of all branches have."""
     if kind != "model":
         return Knowing(kind, answers, vocab=VOCAB)
-    return draft_model(Unsure(KeenForward(SPEC, num_blocks=40, block_size=SIZE)), max_step_tokens=9)
+    forward = KeenForward(SPEC, num_blocks=40, block_size=SIZE)
+    return CheckedModel(Unsure(forward), lambda draw: forward.sample([draw])[0], max_step_tokens=9)
 
 
 class Story(NamedTuple):

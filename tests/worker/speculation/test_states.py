@@ -1,6 +1,7 @@
 """Everything that can happen to an engine that speculates, in any order: nothing leaks, no answer changes."""
 
 import random
+from functools import partial
 from typing import cast
 
 import pytest
@@ -10,14 +11,14 @@ from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
 from mallee.protocol.errors import DeviceMemoryExhausted
 from mallee.protocol.ids import branch_seed
-from mallee.testing.forward import MockForward
+from mallee.testing.forward import MockForward, draw_token
 from mallee.worker.forward import Forward
 from mallee.worker.sched.branch import Branch
 from mallee.worker.speculation.drafters import Drafter, EachAlone
 from mallee.worker.speculation.speculator import SpeculationConfig
 from support.engine_machine import QUIET, EngineMachine, Fallible, PassFailed, TorchMachine
 from support.examples import examples
-from support.speculating import Free, Unsure, draft_by, draft_model
+from support.speculating import CheckedModel, Free, Unsure, draft_by
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -84,7 +85,7 @@ class Drafting(EngineMachine):
     def begun(self) -> None:
         forward = MockForward(self.forward.spec, num_blocks=14, block_size=4)
         self.draft = Fallible(cast(Forward, Unsure(forward)))
-        self.drafter = draft_model(self.draft, max_step_tokens=7)
+        self.drafter = CheckedModel(self.draft, partial(draw_token, 8), max_step_tokens=7)
         draft_by(self.engine, self.drafter)
 
     @rule(point=st.sampled_from(["before", "after", "sampling"]), is_full=st.booleans())
