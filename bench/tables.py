@@ -663,6 +663,37 @@ def masks(data: Json) -> Iterator[str]:
     )
 
 
+def speculation(data: Json) -> Iterator[str]:
+    def cell(run: Json) -> str:
+        times = f"{run['speedup']:.2f}"
+        times = times if run["speedup"] >= 1 else f"**{times}**"
+        if not run["drafted"]:
+            return f"{times} (none drafted)"
+        return f"{times} ({run['acceptance']:.0%} of {run['drafted']})"
+
+    drafters = [name for name in next(iter(data["loads"].values())) if name != "off"]
+    head = ["load, branches", "plain, ms a token", *(f"`{name}`" for name in drafters)]
+    yield table(
+        head,
+        (
+            (load, number(runs["off"]["cpu_ms"]), *(cell(runs[name]) for name in drafters))
+            for load, runs in data["loads"].items()
+        ),
+    )
+    yield "Drafts that are always made, whatever they cost, of 8 branches' plain questions:\n"
+    columns = {
+        "drafted": "drafted",
+        "drawn": lambda run: f"{run['acceptance']:.0%}",
+        "steps": "steps",
+        "times better": lambda run: f"**{run['speedup']:.2f}**",
+        "same answers": lambda run: f"{run['same']:.0%}",
+    }
+    runs = (
+        (f"{dtype}, {n}", run) for dtype, own in data["always"].items() for n, run in own.items()
+    )
+    yield grid("draft model, draws", runs, columns)
+
+
 def idle(data: Json) -> Iterator[str]:
     titles = {
         "mocked_1": "1 mocked engine",
@@ -1228,6 +1259,20 @@ SECTIONS = {
         " Eight rows of so small a model cost 12 % more, over the 5 % that are aimed at: their masks and"
         " their masked draws are the processor's, as the model is.",
         masks,
+    ),
+    "speculation": Section(
+        "Speculation",
+        "python -m bench.engine.speculation --out bench/results/speculation.json",
+        "SmolLM2-135M on one thread of a CPU, greedy, 32 tokens an answer. *Times better* is of processor"
+        " time for a token, since other work filled the machine, one round by turns: differences of a tenth"
+        " say nothing. In brackets the share of drafted tokens that were drawn. `repeat` asks for a program"
+        " again, `chat` plain questions, `again` questions that were answered before. A draft model has to"
+        " be small and of the same tokens; there is none for this model, so it is a copy of it without 6 of"
+        " its 30 layers, which costs four fifths of the model and is seldom right, or one with matrices of"
+        " 6 bits, which costs as much as the model. Both lose on this CPU; the first table's is given up."
+        " *Own noise* draws a draft with the branch's seed, *greedy* takes the likeliest token. In bfloat16"
+        " answers part at near ties: products of more than 32 rows round otherwise here than smaller ones.",
+        speculation,
     ),
     "idle": Section(
         "An idle service",

