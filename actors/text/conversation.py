@@ -14,12 +14,14 @@ from mallee.protocol.errors import InvalidParameter
 
 MAX_MESSAGES: Final = 4096  # templates may look at each message for each
 MAX_FUNCTIONS: Final = 512
+MAX_LEVELS: Final = 128  # of arguments, which templates and others walk recursively
 
 _KEYS: Final = frozenset(
     ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 )
 # Of answers that clients send back as they came; they change nothing.
 _ECHOED: Final = frozenset(("annotations", "mallee"))
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}", re.ASCII)
 
 
@@ -167,19 +169,35 @@ def _call(value: Any, param: str) -> ToolCall:
 
 
 def _arguments(value: Any, param: str) -> str:
-    """The text of a JSON object, given as such or as the object."""
-    if isinstance(value, dict):
-        return json.dumps(value, ensure_ascii=False)
-    text = value if value is not None else ""
+    """The text of a JSON object, given as such or as the object. Halves of surrogate pairs become U+FFFD."""
+    text = "{}" if value is None or value == "" else value
     try:
-        found = json.loads(text or "{}") if isinstance(text, str) else None
-    except (ValueError, RecursionError):
+        found = json.loads(text) if isinstance(text, str) else text
+    except ValueError:
         found = None
+    except RecursionError:
+        raise _too_deep(param, value) from None
     if not isinstance(found, dict):
         raise InvalidParameter(
             param, value, 'give the text of a JSON object, such as {"city": "Oslo"}'
         )
-    return text or "{}"
+    if _is_deeper(found, MAX_LEVELS):
+        raise _too_deep(param, value)
+    written = json.dumps(found, ensure_ascii=False)
+    whole = _SURROGATE.sub("\ufffd", written)
+    return text if isinstance(text, str) and whole == written else whole
+
+
+def _too_deep(param: str, value: Any) -> InvalidParameter:
+    return InvalidParameter(param, value, f"give at most {MAX_LEVELS} levels of lists and objects")
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    row = [value]
+    for _ in range(levels):
+        inner = [each.values() if isinstance(each, dict) else each for each in row]
+        row = [each for several in inner for each in several if isinstance(each, dict | list)]
+    return bool(row)
 
 
 def read_functions(value: Any, param: str = "tools") -> tuple[Function, ...]:

@@ -70,5 +70,5 @@ def _schema(grammar: Grammar, param: str) -> Any:
         raise InvalidParameter(param, grammar.kind, "beside tools give a JSON schema, or none")
     try:
         return json.loads(grammar.source)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidParameter(param, grammar.source, f"no JSON: {error}") from error

@@ -5,13 +5,16 @@ call is the call's: templates write it there again.
 """
 
 import re
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from mallee.actors.text.tokenizer import overlap
 from mallee.actors.text.tools.lark import Lark
 from mallee.actors.text.tools.source import Block, Call, Functions, Source
 
 Piece: TypeAlias = str | Call
+
+# Blocks without a call in one answer, after which all is text: each may have been read to the answer's end.
+MAX_FAILED: Final = 64
 
 
 class ToolFormat(Protocol):
@@ -45,7 +48,7 @@ class CallParser:
 
     __slots__ = (
         *("_block", "_format", "_functions", "_has_text", "_held", "_is_fresh", "_is_over"),
-        *("_num_calls", "_opened", "_opening", "_source", "_space"),
+        *("_num_calls", "_num_failed", "_opened", "_opening", "_source", "_space"),
     )
 
     def __init__(self, form: ToolFormat, functions: Functions) -> None:
@@ -58,6 +61,7 @@ class CallParser:
         self._is_fresh = True  # only white space since the beginning or the last block
         self._has_text = False
         self._num_calls = 0
+        self._num_failed = 0
         self._is_over = False
         self._block: Block | None = None
         self._opened = ""  # the mark of the block, as long as it has no call
@@ -107,6 +111,7 @@ class CallParser:
         self._block = None
         self._is_fresh = True
         if opened:
+            self._num_failed += 1
             self._held = source.text[len(opened) :]
             self._give(opened, pieces)
         else:
@@ -116,6 +121,10 @@ class CallParser:
     def _look(self, pieces: list[Piece]) -> bool:
         """Give out what stands before a block, and begin it."""
         held = self._held
+        if self._num_failed >= MAX_FAILED:
+            self._held = ""
+            self._give(held, pieces)
+            return False
         begin = len(held) - len(held.lstrip())
         found = self._opening.search(held)
         at, opened = (found.start(), found[0]) if found is not None else (len(held), "")

@@ -92,6 +92,23 @@ def test_nesting_is_bounded_wherever_it_stands(
         assert str(MAX_DEPTH) in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("depth", [200, 900, 5_000, 100_000])
+def test_nesting_is_bounded_inside_of_texts_that_are_read(
+    call_with: Callable[[HttpSettings], Any], depth: int
+) -> None:
+    """F30, part: the arguments of calls, and schemas."""
+    call = call_with(HttpSettings())
+    text = '{"a":' * depth + "{}" + "}" * depth
+    function = {"name": "f", "arguments": text}
+    answered = {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}
+    messages: list[Any] = [{"role": "user", "content": "a"}]
+    error = refusal(call("POST", CHAT, {"messages": [*messages, answered]}))
+    assert error["param"] == "messages[1].tool_calls[0].function.arguments"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"messages": messages, "tools": tools, "guided_json": text}
+    assert call("POST", CHAT, body).status in (200, 400)
+
+
 def test_brackets_in_texts_are_no_levels(call_with: Callable[[HttpSettings], Any]) -> None:
     body = {"prompt": "[{" * 20, "stop": ["[" * 300], "user": "{" * 300, "stop_token_ids": []}
     assert call_with(HttpSettings())("POST", COMPLETIONS, body).status == 200

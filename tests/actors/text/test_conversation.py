@@ -1,10 +1,17 @@
 """The normal form of conversations, read from OpenAI's messages."""
 
+import json
 from typing import Any
 
 import pytest
 
-from mallee.actors.text.conversation import Function, Message, read_functions, read_messages
+from mallee.actors.text.conversation import (
+    MAX_LEVELS,
+    Function,
+    Message,
+    read_functions,
+    read_messages,
+)
 from mallee.protocol.errors import InvalidParameter
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -46,6 +53,29 @@ def test_an_answer_of_ours_is_a_message_of_the_next_turn() -> None:
 def test_no_arguments_may_be_written_in_several_ways(arguments: Any) -> None:
     (message,) = read_messages(call(name="f", arguments=arguments))
     assert message.tool_calls[0].arguments == "{}"
+
+
+@pytest.mark.parametrize("depth", [MAX_LEVELS, 900, 100_000])
+def test_arguments_of_too_many_levels_are_refused_by_name(depth: int) -> None:
+    """F30, part: they are walked recursively, also where they come as a text."""
+    text = '{"a":' * depth + "{}" + "}" * depth
+    with pytest.raises(InvalidParameter, match=rf"arguments.*{MAX_LEVELS} levels"):
+        read_messages(call(name="f", arguments=text))
+    fits = '{"a":' * (MAX_LEVELS - 1) + "[]" + "}" * (MAX_LEVELS - 1)
+    assert read_messages(call(name="f", arguments=fits))[0].tool_calls[0].arguments == fits
+
+
+def test_halves_of_surrogate_pairs_in_arguments_are_replaced() -> None:
+    """I17, part: answers may have them, as escapes, and no tokenizer takes them."""
+    text = r"""{"a": "\ud83d", "\ude00": ["\ud83d\ude00", "\ud83dx\ude00"]}"""
+    (message,) = read_messages(call(name="f", arguments=text))
+    arguments = message.tool_calls[0].arguments
+    assert json.loads(arguments.encode()) == {
+        "a": "\ufffd",
+        "\ufffd": ["\U0001f600", "\ufffdx\ufffd"],
+    }
+    kept = r"""{"a":  "\ud83d\ude00"}"""
+    assert read_messages(call(name="f", arguments=kept))[0].tool_calls[0].arguments == kept
 
 
 def test_text_parts_are_lines() -> None:

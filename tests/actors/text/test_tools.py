@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from mallee.actors.text.conversation import Function
 from mallee.actors.text.tools.formats import FORMATS, format_of
-from mallee.actors.text.tools.parser import CallParser, Piece
-from mallee.actors.text.tools.source import Call
+from mallee.actors.text.tools.parser import MAX_FAILED, CallParser, Piece, ToolFormat
+from mallee.actors.text.tools.source import Block, Call, Functions, Source
 from support.tool_answers import FUNCTIONS, WRITERS, recorded
 
 FAMILIES = list(WRITERS)
@@ -195,6 +195,52 @@ def test_long_arguments_take_time_by_their_length() -> None:
     pieces = [p for i in range(0, len(raw), 8) for p in parser.feed(raw[i : i + 8])]
     assert len(pieces) == 1
     assert time.process_time() - began < 10.0
+
+
+class CountingFormat:
+    """A family's form that counts the blocks that are begun."""
+
+    def __init__(self, form: ToolFormat) -> None:
+        self._form = form
+        self.num_blocks = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._form, name)
+
+    def block(self, source: Source, functions: Functions) -> Block:
+        self.num_blocks += 1
+        return self._form.block(source, functions)
+
+
+BROKEN = [
+    ("hermes", '<tool_call>{"'),
+    ("qwen3_coder", "<tool_call><function=search><parameter=a>"),
+    ("gemma", '```json{"name'),
+    ("gemma", "```tool_code "),
+    ("mistral", '[TOOL_CALLS][{"'),
+    ("mistral_args", "[TOOL_CALLS]x"),
+    ("deepseek_v3", "<\uff5ctool\u2581call\u2581begin\uff5c>x"),
+]
+
+
+@pytest.mark.parametrize(("family", "broken"), BROKEN)
+def test_broken_blocks_are_looked_at_a_limited_number_of_times(family: str, broken: str) -> None:
+    """I17, part: each may be read to the answer's end before it is known to be none."""
+    form = CountingFormat(FORMATS[family])
+    parser = CallParser(form, FUNCTIONS)  # type: ignore[arg-type]
+    raw = broken * 1000
+    assert text_of([*parser.feed(raw), *parser.end()]) == raw
+    assert form.num_blocks <= MAX_FAILED
+
+
+@pytest.mark.parametrize("num", [MAX_FAILED - 1, MAX_FAILED, MAX_FAILED + 1])
+def test_text_after_many_broken_blocks_is_read_alike_however_it_is_split(num: int) -> None:
+    raw = "<tool_call>x " * num + '\n<tool_call>{"name": "search", "arguments": {}}</tool_call> \n'
+    whole = parsed("hermes", raw)
+    assert bool(calls_of(whole)) == (num < MAX_FAILED)
+    assert parsed("hermes", *raw) == whole
+    for at in range(len(raw) - 90, len(raw)):
+        assert parsed("hermes", raw[:at], raw[at:]) == whole
 
 
 @pytest.mark.parametrize(
