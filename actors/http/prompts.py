@@ -104,20 +104,32 @@ class PromptReader:
         return self.ids(value, param)
 
     def _rendered(self, rendering: Rendering, scope: str, *, starts: bool = False) -> Tokens:
-        parts = [
-            self._encode(piece, scope, starts=starts and not i)
-            for i, piece in enumerate(rendering.pieces)
-        ]
-        return parts[0] if len(parts) == 1 else np.concatenate([as_tokens(()), *parts])
+        """The pieces' tokens; those of one that comes again are known. Raises ContextLengthExceeded early."""
+        first, *more = rendering.pieces or ("",)
+        if not more:
+            return self._encode(first, scope, starts=starts)
+        self._check_length(rendering.text)
+        known: dict[str, list[int]] = {}
+        ids = self._tokenizer.encode(first, add_special_tokens=starts, scope=scope)[:]
+        for piece in more:
+            if piece not in known:
+                known[piece] = self._tokenizer.encode(piece, scope=scope)
+            ids += known[piece]
+            if len(ids) > self._max_model_len:
+                raise ContextLengthExceeded(len(ids), 0, self._max_model_len)
+        return _array(ids)
 
     def _encode(self, text: str, scope: str, *, starts: bool = False) -> Tokens:
+        self._check_length(text)
+        return _array(self._tokenizer.encode(text, add_special_tokens=starts, scope=scope))
+
+    def _check_length(self, text: str) -> None:
         """Raises ContextLengthExceeded without tokenizing what can't possibly fit: that takes seconds."""
         longest = self._tokenizer.longest_token
         if longest is not None:
             at_least = len(text.encode(errors="replace")) // longest
             if at_least > self._max_model_len:
                 raise ContextLengthExceeded(at_least, 0, self._max_model_len)
-        return _array(self._tokenizer.encode(text, add_special_tokens=starts, scope=scope))
 
     def ids(self, ids: list[int], param: str) -> Tokens:
         """Token ids as an array. Raises InvalidParameter naming the first outside the vocabulary."""

@@ -35,6 +35,7 @@ class SpecialTokens:
         # Few texts have the first two characters of one: to look for those is a hundred times cheaper.
         self._beginnings = tuple({token[:2] for token in self._tokens})
         self._pattern = re.compile("|".join(map(re.escape, self._tokens)) or r"(?!)")
+        self._numbers = {token: i for i, token in enumerate(self._tokens)}
 
     def are_in(self, text: str) -> bool:
         may_be = any(beginning in text for beginning in self._beginnings)
@@ -62,7 +63,7 @@ class SpecialTokens:
         mark = next(chr(point) for point in _PRIVATE if chr(point) not in used)
 
         def hide(text: str) -> str:
-            return self._pattern.sub(lambda m: f"{mark}{self._tokens.index(m[0])}{mark}", text)
+            return self._pattern.sub(lambda m: f"{mark}{self._numbers[m[0]]}{mark}", text)
 
         rendered = render(_each_text(conversation, hide))
         # Templates may write JSON in ASCII.

@@ -13,6 +13,7 @@ from mallee.actors.text.conversation import Conversation, Function, Message, Too
 from mallee.actors.text.families import FAMILIES, Family
 from mallee.actors.text.specials import SpecialTokens
 from mallee.actors.text.tokenizer import Tokenizer
+from mallee.protocol.errors import ContextLengthExceeded
 from support.tokenizers_made import byte_level
 
 INNER = byte_level()
@@ -108,3 +109,24 @@ def test_a_token_inside_of_another_is_found_too() -> None:
     )
     assert found.text == "<a<b>"
     assert not any(map(special.are_in, found.pieces))
+
+
+def test_a_text_of_special_tokens_is_refused_before_its_pieces_are_encoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """F30, part: a piece of each half of a token, and the limit is that of all of them."""
+    chat = ChatTemplate(None, family=FAMILIES[0], bos_token="<bos>", special_tokens=SPECIAL)
+    short = PromptReader(TOKENIZER, chat, TOKENIZER.vocab_size, max_model_len=1000)
+    num, encode = 0, Tokenizer.encode
+
+    def counted(*args: Any, **more: Any) -> list[int]:
+        nonlocal num
+        num += 1
+        return encode(*args, **more)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    for repeats in (400, 100_000):
+        given_ = Conversation([Message("user", "<|eot_id|>" * repeats)])
+        with pytest.raises(ContextLengthExceeded):
+            short.conversation(given_, add_generation_prompt=True)
+        assert num <= 8
