@@ -37,6 +37,7 @@ NO_BYTES = "blocks below the device have no bytes in mocked engines"
 EMPTY = {
     "worker: Memory of the processes: {{part}}": "mocked engines load no weights",
     "worker: Room that capsules take below the device: disk, {{worker}}": NO_BYTES,
+    "worker: Share of drafted tokens that were drawn: {{worker}}": "nothing is drafted",
     "worker: Loans: {{direction}}": NO_LOANS,
     "worker: Bytes lent: {{worker}}": NO_LOANS,
     "worker: Refused and failed loans, open ones: refused in a second": NO_LOANS,
