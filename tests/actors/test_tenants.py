@@ -216,10 +216,13 @@ async def test_what_tells_of_the_service_wants_the_operator_s_key(tmp_path: Path
         assert mine["choices"][0]["mallee"]["worker"].startswith("w")
 
 
+OPEN = ("/docs", "/openapi.json")  # the same for everybody; they tell of no tenant
 HEALTH = {"/health": "ok", "/health/live": "live", "/health/ready": "ready"}
 
 
-async def test_every_route_but_health_refuses_strangers(tmp_path: Path) -> None:
+async def test_every_route_but_health_and_the_api_document_refuses_strangers(
+    tmp_path: Path,
+) -> None:
     """Also paths that don't exist: without a key nobody learns which ones do."""
     async with scene(tmp_path) as s, httpx.AsyncClient(base_url=s.stack.base_url) as nobody:
         assert s.stack._gateway is not None
@@ -232,6 +235,8 @@ async def test_every_route_but_health_refuses_strangers(tmp_path: Path) -> None:
                 continue
             if path in HEALTH:
                 assert answer.json() == {"status": HEALTH[path]}
+            elif path in OPEN:
+                assert answer.status_code == 200
             else:
                 assert (answer.status_code, answer.json()["error"]["code"]) == (
                     401,

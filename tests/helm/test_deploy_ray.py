@@ -153,8 +153,9 @@ class Node:
 
     @property
     def is_up(self) -> bool:
-        """Whether Ray answers the pods' probe, which has no token."""
+        """Whether Ray answers the pods' probe, which has no token, and has a dashboard to deploy by."""
         with suppress(httpx.HTTPError):
+            self._client.get(f"http://127.0.0.1:{self.ports['dashboard']}/api/version", timeout=5)
             probe = f"http://127.0.0.1:{self.ports['agent']}/api/healthz"
             return self._client.get(probe, timeout=5).status_code == 200
         return False

@@ -294,7 +294,7 @@ class TorchForward:
             graphs=self._graph_options,
             graph_gains=None if self._graphs is None else self._graphs.gains,
         )
-        forward.draft = self.draft
+        forward.draft, forward.is_unified = self.draft, self.is_unified
         return forward
 
     def renamed(self, version: WeightVersion) -> "TorchForward":

@@ -14,8 +14,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from msgspec import structs
+
 from mallee.protocol.errors import PoolExhausted
 from mallee.protocol.hashing import as_tokens, block_hashes
+from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw, Forward, ForwardBatch, Logits, Row
 from mallee.worker.kv.audit import check_tree
 from mallee.worker.kv.journal import Journal
@@ -25,7 +28,7 @@ from mallee.worker.kv.pool import BlockPool
 from mallee.worker.kv.text import TokenNotation
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.kv.windows import window_groups
-from mallee.worker.sched.branch import Branch
+from mallee.worker.sched.branch import Branch, Job
 from mallee.worker.speculation.drafters import text_of
 from mallee.worker.speculation.worth import StepCosts
 
@@ -77,6 +80,7 @@ class DraftModel:
         )
         self._followed: OrderedDict[Branch, _Followed] = OrderedDict()  # used last: at the end
         self._costs = StepCosts()
+        self._narrowed: tuple[Sampling, Sampling] | None = None
 
     # A drafter
 
@@ -259,7 +263,20 @@ class DraftModel:
         if job.has_penalties:
             assert branch.history is not None, "a decode has drawn before"
             history = branch.history.after(draft)
-        return Draw(logits, job.sampling, branch.seed, branch.length + len(draft), history)
+        return Draw(logits, self._sampling(job), branch.seed, branch.length + len(draft), history)
+
+    def _sampling(self, job: Job) -> Sampling:
+        """The job's, without biases of tokens that only the larger vocabulary has.
+
+        The same object for all draws of one answer's settings: those are drawn together.
+        """
+        sampling = job.sampling
+        if all(token < self._vocab_size for token, _ in sampling.logit_bias):
+            return sampling
+        if self._narrowed is None or self._narrowed[0] is not sampling:
+            bias = tuple(each for each in sampling.logit_bias if each[0] < self._vocab_size)
+            self._narrowed = sampling, structs.replace(sampling, logit_bias=bias)
+        return self._narrowed[1]
 
     def _ends(self, branch: Branch, token: int) -> bool:
         """Whether nothing is drawn after `token`."""

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mallee.actors.http import middleware
+from mallee.actors.http.entry import middleware
 from mallee.actors.proxy import connections
 from support.waiting import wait_until
 

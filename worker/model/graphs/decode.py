@@ -263,8 +263,8 @@ class DecodeGraphs:
         left_out: dict[int, str] = {}
         beside: DecodeGraph | None = None
         for size in sorted(sizes, reverse=True):
-            graph = DecodeGraph(self._model, places.first(size), tables)
             try:
+                graph = DecodeGraph(self._model, places.first(size), tables)
                 graph.capture(device, beside)
             except (RuntimeError, ValueError) as error:
                 left_out[size] = _reason_of(error)
