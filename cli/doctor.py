@@ -27,6 +27,7 @@ MIN_PYTHON: Final = (3, 11)
 MIN_FILES: Final = 8192  # connections of clients (4096), of workers, and files
 MIN_FREE_GIB: Final = 2.0
 TIMEOUT_S: Final = 10.0
+_LOCAL: Final = ("127.0.0.1", "::1", "localhost")
 
 Verdict: TypeAlias = Literal["ok", "note", "fault"]
 _LOOKS: Final = {"ok": "green", "note": "yellow", "fault": "red"}
@@ -104,7 +105,7 @@ def serving_packages() -> Finding:
 
 def computing_packages() -> Finding:
     remedy = "pip install torch 'mallee[serve]' (a mocked service needs neither)"
-    return _packages("models", COMPUTING_PACKAGES, remedy, "fault")
+    return _packages("models", COMPUTING_PACKAGES, remedy, "note")
 
 
 def _packages(name: str, packages: dict[str, str], remedy: str, verdict: Verdict) -> Finding:
@@ -238,8 +239,13 @@ def service(url: str) -> Iterator[Finding]:
     try:
         health = ask("GET", url, "/health")
     except ConfigError:
-        place = urlsplit(url)
-        yield _port(place.hostname or "", place.port or 80)
+        try:
+            place = urlsplit(url)
+            port = place.port or (443 if place.scheme == "https" else 80)
+        except ValueError as error:
+            yield Finding("service", "fault", f"{url}: {error}", "give --url as http://HOST:PORT")
+            return
+        yield _port(place.hostname or "", port)
         return
     if "status" not in health:
         yield Finding(
@@ -258,10 +264,16 @@ def service(url: str) -> Iterator[Finding]:
 
 
 def _port(host: str, port: int) -> Finding:
-    with socket.socket() as probe:
-        probe.settimeout(1.0)
-        is_taken = probe.connect_ex((host, port)) == 0
-    if is_taken:
+    """Of an address at which no service answers."""
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except (OSError, ValueError) as error:
+        if host in _LOCAL and isinstance(error, ConnectionRefusedError):
+            return Finding("port", "ok", f"{port} of {host} is free; no service runs there")
+        found = f"no service answers at {host}, port {port}: {error}"
+        return Finding("service", "fault", found, "give --url of a running service")
+    if host in _LOCAL:
         remedy = "serve on another --port, or end what listens there"
         return Finding("port", "fault", f"{port} of {host} is taken by another program", remedy)
-    return Finding("port", "ok", f"{port} of {host} is free; no service runs there")
+    remedy = "give --url of a running service"
+    return Finding("service", "fault", f"another program answers at {host}, port {port}", remedy)

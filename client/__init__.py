@@ -12,7 +12,7 @@ Needs only httpx, msgspec and rich. Must not know torch, ray, numba or anything 
 
 from mallee.client.aio import AsyncBranch, AsyncBranches, AsyncCapsule, AsyncMallee
 from mallee.client.errors import ApiError, ConnectionFailed, NoCapsule, StreamBroken
-from mallee.client.results import BranchEvent, CapsuleCount, CapsuleData, Usage
+from mallee.client.results import BranchEvent, CapsuleCount, CapsuleData, ToolCall, Usage
 from mallee.client.sync import Branch, Branches, Capsule, Mallee
 from mallee.protocol.errors import (
     BadRequest,
@@ -81,6 +81,7 @@ __all__ = [
     "StreamBroken",
     "TenantQueueFull",
     "TierFull",
+    "ToolCall",
     "Unauthorized",
     "Unavailable",
     "UnknownBranch",

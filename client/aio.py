@@ -108,10 +108,11 @@ class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
     ) -> int:
         """Delete the caller's capsules that are `wanted`, or with `all` every one; returns how many.
 
-        Raises the first error, with their number, after the others were deleted: call it again.
+        Raises the first error, with their number, after the others were deleted: call it again. It is
+        not sent again by itself: a second answer would not count those that the first had deleted.
         """
         call = calls.delete_capsules(wanted, is_all=all, cache_salt=cache_salt)
-        return int((await self._send(call))["deleted"])
+        return int((await self._send(call, max_retries=0))["deleted"])
 
     def import_capsule(
         self,
@@ -164,8 +165,8 @@ class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
             await sleep(wait_s)
         return response
 
-    async def _send(self, call: Call) -> Any:
-        response = await self._request(call)
+    async def _send(self, call: Call, *, max_retries: int | None = None) -> Any:
+        response = await self._request(call, max_retries=max_retries)
         return read_answer(response.status_code, response.content, self.base_url)
 
     def _open(self, call: Call) -> "AsyncBranches":

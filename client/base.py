@@ -54,7 +54,8 @@ def failing_as(kind: type[ConnectionFailed] | type[StreamBroken], url: str) -> I
 def retry_after_s(headers: Mapping[str, str], status: int, raw: bytes) -> float | None:
     """Seconds after which a refused request is worth sending again; None: it isn't, or was not refused.
 
-    429 and 503 with `Retry-After` say that nothing was begun.
+    429 and 503 with `Retry-After` say that nothing was changed; a prompt may have been computed, and is
+    computed again. `x-should-retry: false` says that it is not worth it.
     """
     if status not in (429, 503) or headers.get("x-should-retry") == "false":
         return None

@@ -98,10 +98,18 @@ class Wanted(TypedDict, total=False):
 
 
 class Generation(Sampling, total=False):
-    """Parameters of completions and chats: also the number of answers and the cache's tenant."""
+    """Parameters of completions and chats: also the number of answers and the cache's tenant.
+
+    From `tools` on they are those of chats alone; the server refuses them elsewhere.
+    """
 
     n: int
     cache_salt: str | None
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    reasoning_effort: str | None
 
 
 class Call(NamedTuple):

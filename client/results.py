@@ -24,8 +24,17 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that the model calls. `arguments`: JSON, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class BranchEvent:
-    """New text of one branch. The last event of a branch has `finish_reason` and the fields after."""
+    """New text, reasoning or calls of one branch. Its last event has `finish_reason` and the fields after."""
 
     index: int
     text: str
@@ -39,13 +48,16 @@ class BranchEvent:
     kept: str | None = None
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(slots=True, repr=False)
 class BranchState:
     """One branch's answer so far; complete once `finish_reason` is set. Times are the client's.
 
-    `ttft_ms` runs from sending the request to the branch's first text (or its end, if it has none).
+    `ttft_ms` runs from sending the request to the branch's first event: text, reasoning, a call, or its end.
+    `text` has neither the reasoning nor the calls.
     `logprobs`: if they were requested, the server's lists, added up over the chunks.
     `usage` is the request's, all its branches together; None until the last of them has ended. `boundary`
     counts the tokens of `capsule`; `kept` says whether it was pinned, if that was asked for. Of the
@@ -68,6 +80,8 @@ class BranchState:
     kept: str | None = None
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
     def take(self, event: BranchEvent, elapsed_ms: float) -> None:
         """Add one event that arrived `elapsed_ms` after the request was sent."""
@@ -75,6 +89,8 @@ class BranchState:
             self.ttft_ms = elapsed_ms
         self.total_ms = elapsed_ms
         self.text += event.text
+        self.reasoning += event.reasoning
+        self.tool_calls += event.tool_calls
         for name, values in (event.logprobs or {}).items():
             if values is not None:
                 self.logprobs.setdefault(name, []).extend(values)
@@ -174,7 +190,11 @@ def choice_events(body: Mapping[str, Any]) -> Iterator[BranchEvent]:
         text = choice.get("text") or part.get("content") or ""
         ours = choice.get("mallee") or {}
         finish = choice.get("finish_reason")
-        if not text and finish is None:
+        reasoning = part.get("reasoning_content") or ""
+        tool_calls = tuple(map(_tool_call, part.get("tool_calls") or ()))
+        logprobs = choice.get("logprobs")
+        has_chances = any((logprobs or {}).values())
+        if not (text or reasoning or tool_calls or has_chances) and finish is None:
             continue  # a role, or a sign of life
         yield BranchEvent(
             choice["index"],
@@ -184,11 +204,13 @@ def choice_events(body: Mapping[str, Any]) -> Iterator[BranchEvent]:
             ours.get("capsule"),
             ours.get("cached_tokens"),
             ours.get("prefill_tokens"),
-            choice.get("logprobs"),
+            logprobs,
             ours.get("boundary"),
             ours.get("kept"),
             ours.get("accepted_prediction_tokens"),
             ours.get("rejected_prediction_tokens"),
+            reasoning,
+            tool_calls,
         )
 
 
@@ -228,6 +250,12 @@ def read_count(body: object) -> CapsuleCount:
         return msgspec.convert(body, CapsuleCount)
     except msgspec.ValidationError as error:
         raise ApiError(f"not a count: {error}", http_status=200) from error
+
+
+def _tool_call(body: Mapping[str, Any]) -> ToolCall:
+    """The server sends each call whole, in one chunk."""
+    function = body["function"]
+    return ToolCall(body["id"], function["name"], function["arguments"])
 
 
 def _usage(body: Mapping[str, Any]) -> Usage:

@@ -115,10 +115,11 @@ class Mallee(BaseMallee["Branches", "Capsule"]):
     ) -> int:
         """Delete the caller's capsules that are `wanted`, or with `all` every one; returns how many.
 
-        Raises the first error, with their number, after the others were deleted: call it again.
+        Raises the first error, with their number, after the others were deleted: call it again. It is
+        not sent again by itself: a second answer would not count those that the first had deleted.
         """
         call = calls.delete_capsules(wanted, is_all=all, cache_salt=cache_salt)
-        return int((self._send(call))["deleted"])
+        return int((self._send(call, max_retries=0))["deleted"])
 
     def import_capsule(
         self,

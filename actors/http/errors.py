@@ -182,12 +182,14 @@ def error_body(error: MalleeError) -> dict[str, Any]:
 def error_response(error: MalleeError) -> Response:
     """The error as an answer; 429 and 503 carry `retry-after`.
 
-    If the request's own deadline is over, `x-should-retry` stops OpenAI's clients from retrying.
+    If the request's own deadline is over, or its work was done in vain, `x-should-retry` stops OpenAI's
+    clients from retrying.
     """
     headers = {}
     if error.status in (429, 503):
         headers["retry-after"] = str(math.ceil(error.fields.get("retry_after_s", RETRY_AFTER_S)))
-    if isinstance(error, DeadlineExceeded) and error.fields.get("is_own"):
+    is_late = isinstance(error, DeadlineExceeded) and error.fields.get("is_own")
+    if is_late or error.fields.get("was_computed"):
         headers["x-should-retry"] = "false"
     if error.status in (408, 413, 415):
         headers["connection"] = "close"  # the rest of the body is not read

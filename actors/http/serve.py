@@ -247,5 +247,8 @@ async def prefill(service: Service, job: PrefillJob, prepare_s: float) -> Delta:
     if last.finish == "error":
         raise last.error or InternalError("the prefill failed")
     if last.capsule is None:
-        raise Unavailable("the prompt was computed, but the worker kept no capsule; retry later")
+        raise Unavailable(
+            "the prompt was computed, but the worker kept no capsule; retry later",
+            was_computed=True,
+        )
     return last._replace(worker=stream.worker)

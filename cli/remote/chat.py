@@ -41,6 +41,7 @@ class Turn:
     question: str = ""
     answer: str = ""
     parent: "Turn | None" = None
+    reasoning: str = ""
     children: list["Turn"] = field(default_factory=list)
 
     def path(self) -> list["Turn"]:
@@ -63,16 +64,17 @@ class Conversation:
     def messages(self, after: Turn, question: str) -> list[dict[str, str]]:
         """All that is sent to ask `question` after a turn."""
         head = [] if self._system is None else [{"role": "system", "content": self._system}]
-        said = [
-            {"role": role, "content": content}
-            for turn in after.path()
-            for role, content in (("user", turn.question), ("assistant", turn.answer))
-        ]
+        said: list[dict[str, str]] = []
+        for turn in after.path():
+            answer = {"role": "assistant", "content": turn.answer}
+            if turn.reasoning:
+                answer["reasoning_content"] = turn.reasoning
+            said += [{"role": "user", "content": turn.question}, answer]
         return [*head, *said, {"role": "user", "content": question}]
 
-    def add(self, parent: Turn, question: str, answer: str) -> Turn:
+    def add(self, parent: Turn, question: str, answer: str, reasoning: str = "") -> Turn:
         """A new turn, now the current one."""
-        turn = Turn(len(self.turns), question, answer, parent)
+        turn = Turn(len(self.turns), question, answer, parent, reasoning=reasoning)
         parent.children.append(turn)
         self.turns.append(turn)
         self.current = turn
@@ -173,20 +175,30 @@ class Chat:
         """One answer, shown as it comes; Ctrl-C ends it there."""
         before = self._conversation.current
         messages = self._conversation.messages(before, question)
-        answer, branch = "", None
+        branch, was_thinking = None, False
         with self._client.stream(messages=messages, **self._params) as branches:
             try:
                 for event in branches:
-                    answer += event.text
-                    self._console.print(
-                        _printable(event.text), end="", markup=False, soft_wrap=True
-                    )
+                    if event.reasoning:
+                        was_thinking = True
+                        self._show(event.reasoning, style="dim")
+                    if event.text and was_thinking:
+                        was_thinking = False
+                        self._console.print()
+                    self._show(event.text)
             except KeyboardInterrupt:
                 self._console.print(" (stopped)", style="dim", end="")
             branch = branches.branches.get(0)
         self._console.print()
-        turn = self._conversation.add(before, question, answer)
+        answer, reasoning = ("", "") if branch is None else (branch.text, branch.reasoning)
+        turn = self._conversation.add(before, question, answer, reasoning)
         self._console.print(_figures(turn, branch), style="dim")
+
+    def _show(self, text: str, *, style: str | None = None) -> None:
+        shown = _printable(text)
+        self._console.print(
+            shown, style=style, end="", markup=False, highlight=False, soft_wrap=True
+        )
 
     def _fork(self, rest: str) -> None:
         count, _, question = rest.partition(" ")
@@ -200,13 +212,18 @@ class Chat:
                 return
             before, question = before.parent, before.question
         messages = self._conversation.messages(before, question)
-        branches = self._client.stream(messages=messages, n=int(count), **self._params)
         labels = [f"turn {len(self._conversation.turns) + i}" for i in range(int(count))]
-        answers = live(branches, _short(question), labels=labels, console=self._console)
+        params = {**self._params, "n": int(count)}
+        with self._client.stream(messages=messages, **params) as branches:
+            try:
+                live(branches, _short(question), labels=labels, console=self._console)
+            except KeyboardInterrupt:
+                self._console.print(" (stopped)", style="dim", end="")
+            answers = [branches.branches[index] for index in sorted(branches.branches)]
         if not self._console.is_terminal:
             self._console.print()  # a live view ends its line on terminals alone
         for branch in answers:
-            self._conversation.add(before, question, branch.text)
+            self._conversation.add(before, question, branch.text, branch.reasoning)
         self._console.print(f"now at turn {self._conversation.current.number}; /go to another")
 
     def _back(self, rest: str) -> None:

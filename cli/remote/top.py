@@ -18,11 +18,16 @@ from mallee.cli.options import JsonOption
 from mallee.cli.remote.service import DEFAULT_URL, UrlOption, ask, ask_text
 from mallee.protocol.errors import ConfigError
 
-_SAMPLE: Final = re.compile(r"^(mallee_\w+?)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+_LABELS: Final = r'(?:[^"}]|"(?:[^"\\]|\\.)*")*'  # a path's template has braces in its quotes
+_SAMPLE: Final = re.compile(rf"^(mallee_\w+?)(?:\{{({_LABELS})\}})? (\S+)$", re.MULTILINE)
+_ANSWERS: Final = "mallee_http_answers_total"
+_GENERATES: Final = re.compile(
+    r'endpoint="/v1/(chat/completions|completions|capsules/\{[^}"]*\}/(fork|restore))"'
+)
 _RATES: Final = {
     "output tokens/s": "mallee_output_tokens_total",
     "prompt tokens/s": "mallee_prompt_tokens_total",
-    "answers/s": "mallee_http_answers_total",
+    "answers/s": _ANSWERS,
 }
 _GAUGES: Final = {"waiting": "mallee_requests_waiting", "capsules": "mallee_capsules"}
 _BAR: Final = 10
@@ -97,10 +102,16 @@ def take(url: str) -> Sample:
     """Raises ConfigError: no service, or no operator's key."""
     health = ask("GET", url, "/health")
     workers = ask("GET", url, "/v1/router/workers")["data"]
+    return Sample(time.monotonic(), health, workers, read_counts(ask_text(url, "/metrics")))
+
+
+def read_counts(text: str) -> dict[str, float]:
+    """Metrics summed over their labels; of the answers those alone that generate, or looks would count."""
     counts: dict[str, float] = {}
-    for name, value in _SAMPLE.findall(ask_text(url, "/metrics")):
-        counts[name] = counts.get(name, 0.0) + float(value)
-    return Sample(time.monotonic(), health, workers, counts)
+    for name, labels, value in _SAMPLE.findall(text):
+        if name != _ANSWERS or _GENERATES.search(labels):
+            counts[name] = counts.get(name, 0.0) + float(value)
+    return counts
 
 
 def draw(sample: Sample, rates: Mapping[str, float]) -> Group:

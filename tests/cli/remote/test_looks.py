@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from mallee.actors.addresses import free_port
 from mallee.cli.main import cli
-from mallee.cli.remote.top import Sample, draw
+from mallee.cli.remote.top import Sample, draw, read_counts
 from mallee.client import Mallee
 from mallee.protocol.errors import ConfigError
 
@@ -89,3 +89,18 @@ def test_a_service_that_is_not_there_is_told(command: str) -> None:
     answer = run(command, "--url", url)
     assert isinstance(answer.exception, ConfigError)
     assert url in str(answer.exception)
+
+
+def test_answers_are_those_that_generate() -> None:
+    """Its own looks at the service, and capsules that are read, are none."""
+    paths = {
+        "/health": 50, "/metrics": 50, "/v1/router/workers": 50, "/v1/capsules/{capsule}": 9,
+        "/v1/completions": 1, "/v1/chat/completions": 2, "/v1/capsules/{capsule}/fork": 3,
+        "/v1/capsules/{capsule}/restore": 4,
+    }  # fmt: skip
+    lines = [
+        f'mallee_http_answers_total{{endpoint="{path}",status="200"}} {num}'
+        for path, num in paths.items()
+    ]
+    counts = read_counts("\n".join([*lines, 'mallee_capsules{worker="w0"} 5', "mallee_x 1"]))
+    assert counts == {"mallee_http_answers_total": 10.0, "mallee_capsules": 5.0, "mallee_x": 1.0}
