@@ -105,7 +105,7 @@ class PromptReader:
 
     def _rendered(self, rendering: Rendering, scope: str, *, starts: bool = False) -> Tokens:
         """The pieces' tokens; those of one that comes again are known. Raises ContextLengthExceeded early."""
-        first, *more = rendering.pieces or ("",)
+        first, *more = rendering.pieces
         if not more:
             return self._encode(first, scope, starts=starts)
         self._check_length(rendering.text)

@@ -17,7 +17,7 @@ _PRIVATE = range(0xE000, 0xF900)  # code points without a meaning
 
 
 class Rendering(NamedTuple):
-    """A conversation as text. Its tokens are those of its pieces, one after the other."""
+    """A conversation as text. Its tokens are those of its pieces, one or more, one after the other."""
 
     pieces: tuple[str, ...]
 
@@ -71,7 +71,7 @@ class SpecialTokens:
         pieces: list[str] = []
         for i, piece in enumerate(re.split(f"{either}([0-9]+){either}", rendered)):
             pieces += self._cut(self._tokens[int(piece)]) if i % 2 else [piece]
-        return Rendering(tuple(piece for piece in pieces if piece))
+        return Rendering(tuple(piece for piece in pieces if piece) or ("",))
 
     def _cut(self, token: str) -> list[str]:
         """The text of `token` in pieces without a special token."""

@@ -130,3 +130,8 @@ def test_a_text_of_special_tokens_is_refused_before_its_pieces_are_encoded(
         with pytest.raises(ContextLengthExceeded):
             short.conversation(given_, add_generation_prompt=True)
         assert num <= 8
+
+
+def test_a_template_that_drops_all_texts_renders_one_empty_piece() -> None:
+    chat = ChatTemplate("{{ '' }}", special_tokens=SPECIAL)
+    assert chat.render(Conversation([Message("user", "<|eot_id|>")])).pieces == ("",)
