@@ -180,8 +180,9 @@ def test_the_site_is_built_without_a_broken_link_or_anchor(tmp_path: Path) -> No
 
 
 def test_every_page_is_in_the_index() -> None:
-    index = (ROOT / "docs" / "index.md").read_text()
-    linked = {(ROOT / "docs" / link).resolve() for link in LINK.findall(index)}
+    """The API's pages are in the index of their own."""
+    indexes = [(ROOT / "docs" / name).read_text() for name in ("index.md", "api.md")]
+    linked = {(ROOT / "docs" / link).resolve() for text in indexes for link in LINK.findall(text)}
     assert {page for page in PAGES[2:] if page.name != "index.md"} <= linked
 
 
