@@ -248,7 +248,7 @@ class Api:
     async def import_capsule(self, request: Request) -> Response:
         asked, caller = read_query(request.query_params), caller_of(request)
         self._maker.check_import(asked)
-        scope, terms = self._scope(request), read_terms(asked, caller)
+        scope, terms = self._scope(request), read_terms(asked, caller, request.headers)
         with caller.visit.making(0, self._service.is_kept):
             pass  # a key that may keep no more is told before it sends gigabytes
         incoming = await self._service.begin_import()
@@ -378,7 +378,8 @@ class Api:
         def work() -> Asked[R]:
             body = parse(raw, kind, self._max_values)
             scope = self._scopes.scope(caller.tenant, checked_salt(body.cache_salt) or salt)
-            return Asked(body, scope, read_terms(body, caller), len(raw) > INLINE_BODY_BYTES)
+            terms = read_terms(body, caller, request.headers)
+            return Asked(body, scope, terms, len(raw) > INLINE_BODY_BYTES)
 
         return await self._off_loop(request, work, is_large=len(raw) > INLINE_BODY_BYTES)
 

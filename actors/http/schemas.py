@@ -73,6 +73,7 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Extras(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The `mallee` object of a request. `session`: the tree that it belongs to, of the tenant's.
 
+    `parent_session`: the session that it branched off from. `session_final`: the session ends with it.
     `keep`: pin the capsules that its answers leave. `record`: into the session's record.
     """
 
@@ -81,6 +82,8 @@ class Extras(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     priority: int | None = None
     deadline_s: float | None = None
     session: str = ""
+    parent_session: str = ""
+    session_final: bool = False
     weight: float = 1.0
     diagnostics: bool = False  # the answer says how its prompt was served
 
@@ -89,13 +92,14 @@ class AnyRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of every request: its owner, its place in the queue, its wishes for the cache.
 
     `nvext` is NVIDIA Dynamo's, `prompt_cache_key` and `prompt_cache_options` are OpenAI's, `cache_control` is
-    Anthropic's, `kv_hints` common to engines: `http.terms` reads them.
+    Anthropic's, `kv_hints` common to engines: `http.terms` reads them. `session_id` is vLLM's and SGLang's.
     """
 
     model: str | None = None
     user: str = ""
     safety_identifier: str = ""
     cache_salt: str = ""
+    session_id: str = ""
     mallee: Extras = Extras()
     nvext: Any = None
     kv_hints: Any = None

@@ -8,9 +8,11 @@ import re
 from typing import Any, Final, TypeGuard
 
 import xxhash
+from starlette.datastructures import Headers
 
 from mallee.actors.access.access import Caller
 from mallee.actors.http.schemas import AnyRequest
+from mallee.actors.http.sessions.names import read_session
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.ids import Scope
 from mallee.protocol.messages import END_OF_TEXT, RetainSpan
@@ -30,23 +32,23 @@ _TTL: Final = re.compile(r"([0-9]{1,6})([smh])", re.ASCII)
 _UNIT_S: Final = {"s": 1, "m": 60, "h": 3600}
 
 
-def read_terms(request: AnyRequest, caller: Caller) -> QueueTerms:
+def read_terms(request: AnyRequest, caller: Caller, headers: Headers) -> QueueTerms:
     """The terms of a request. Raises InvalidParameter."""
     tenant = caller.tenant or request.cache_salt or request.safety_identifier or request.user
-    session = request.mallee.session
-    if len(session) > MAX_TENANT:
-        raise InvalidParameter("mallee.session", session, f"give at most {MAX_TENANT} characters")
-    if request.mallee.record and not session:
+    names = read_session(request, headers)
+    if request.mallee.record and not names.session:
         raise InvalidParameter("mallee.record", True, "name the session, as mallee.session")
     return QueueTerms(
         tenant[:MAX_TENANT],
         _priority(request),
         _deadline_s(request),
-        session,
+        names.session,
         _weight(request),
         1.0 if caller.weight is None else caller.weight,
         "" if caller.weight is None else caller.tenant,
         request.mallee.record,
+        names.parent,
+        names.is_final,
     )
 
 

@@ -59,6 +59,8 @@ class QueueTerms(NamedTuple):
     tenant_weight: float = 1.0  # of the tenant among those that a worker computes for
     owner: str = ""  # the tenant, if an API key says so: its salts are one customer's
     is_recorded: bool = False  # in the record of its session
+    parent_session: str = ""  # the session that its session branched off from
+    ends_session: bool = False  # its session closes with it
 
     @property
     def share(self) -> Share:
