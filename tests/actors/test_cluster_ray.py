@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -64,7 +63,7 @@ def test_builders_and_replicas_know_the_address_that_serve_listens_on(
 ) -> None:
     if is_haproxy and haproxy_binary() is None:
         pytest.skip("needs HAProxy")
-    with tempfile.TemporaryDirectory(prefix="mallee-") as folder:  # HAProxy's sockets: a short path
+    with short_folder() as folder:  # HAProxy's sockets: a short path
         (Path(folder) / "hosts.py").write_text(APP)
         done = subprocess.run(
             [sys.executable, "-c", DRIVER, host, str(free_port())],

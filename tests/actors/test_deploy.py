@@ -2,7 +2,6 @@
 
 import json
 import socket
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from mallee.actors.addresses import free_port
 from mallee.actors.proxy.choice import KEEP_ALIVE_S, serving_environment
 from mallee.cli.main import cli
 from mallee.client import Mallee
+from support.folders import short_folder
 from support.mock_scene import make_folder
 from support.ray_marks import IN_PROCESS_SERVICE
 from support.waiting import wait_until
@@ -121,9 +121,8 @@ until = partial(wait_until, timeout_s=90.0)
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     port = free_port()
-    # HAProxy's sockets need a short path.
     with (
-        tempfile.TemporaryDirectory(prefix="mallee-") as folder,
+        short_folder() as folder,
         pytest.MonkeyPatch.context() as environment,
     ):
         environment.setenv("RAY_AUTH_MODE", "disabled")

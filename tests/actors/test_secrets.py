@@ -7,7 +7,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -23,6 +22,7 @@ from mallee.actors.addresses import free_port
 from mallee.actors.bus.broker import find_binary
 from mallee.actors.config import AppConfig
 from support.certificates import certificate
+from support.folders import short_folder
 from support.mock_scene import make_folder
 from support.otlp import Receiver, receiving
 from support.waiting import wait_until
@@ -167,8 +167,7 @@ class Head:
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     """A service with a secret in every place that takes one, after requests and deploys that failed."""
     files = tmp_path_factory.mktemp("files")
-    # Ray's sockets want a short path.
-    with tempfile.TemporaryDirectory(prefix="mallee-") as folder, receiving() as receiver:
+    with short_folder() as folder, receiving() as receiver:
         head = Head(Path(folder))
         head.secrets |= {
             name: secrets.token_hex(24)

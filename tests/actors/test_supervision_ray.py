@@ -2,7 +2,6 @@
 
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from mallee.actors.addresses import free_port
 from mallee.actors.proxy.choice import KEEP_ALIVE_S, serving_environment
+from support.folders import short_folder
 from support.mock_scene import make_folder, mock_config
 from support.ray_marks import IN_PROCESS_SERVICE
 from support.waiting import wait_until
@@ -50,7 +50,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A service of two gateways and two workers that can be broken."""
     port = free_port()
     with (
-        tempfile.TemporaryDirectory(prefix="mallee-") as folder,
+        short_folder() as folder,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("RAY_AUTH_MODE", "disabled")

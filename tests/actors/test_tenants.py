@@ -15,7 +15,7 @@ import yaml
 
 from mallee.actors.access.keys import NewKey, new_key
 from mallee.actors.addresses import free_port
-from mallee.actors.http.api import SALT_HEADER
+from mallee.actors.http.entry.asking import SALT_HEADER
 from mallee.actors.mock.stack import MockStack
 from support.mock_scene import make_folder, mock_config
 

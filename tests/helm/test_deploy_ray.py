@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -23,6 +22,7 @@ import pytest
 from mallee.actors.addresses import free_port
 from support.chart import CHART, MINIMAL, Object, containers, groups, merged, objects, one
 from support.chart_nats import Servers, running
+from support.folders import short_folder
 from support.mock_scene import make_folder
 from support.waiting import wait_until
 
@@ -214,7 +214,7 @@ def node(release: list[Object], tmp_path_factory: pytest.TempPathFactory) -> Ite
     files = tmp_path_factory.mktemp("files")
     model = make_folder(tmp_path_factory.mktemp("model"))
     with (
-        tempfile.TemporaryDirectory(prefix="mallee-") as folder,  # Ray's sockets: a short path
+        short_folder() as folder,
         running(release, files) as servers,
     ):
         made = Node(release, servers, Path(folder), model)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from mallee.actors.http.bulk import MAX_AGE_S, TIERS
+from mallee.actors.http.capsules.bulk import MAX_AGE_S, TIERS
 from mallee.actors.http.openapi import bodies
 from mallee.actors.http.schemas import (
     AnyRequest,
@@ -33,9 +33,11 @@ MAX_CANDIDATES: Final = 4096
 
 
 class Operation(NamedTuple):
-    """`handler` is the name of a method of `Api`. `body` and `answer` are structs, or a media type.
+    """A method and path, and what it takes and gives.
 
-    `example` is a body that is answered with success. `refusals`: statuses beside those that all have.
+    `handler` is the name of a method of `Api`, or of one of its rooms: "capsules.fork".
+    `body` and `answer` are structs, or a media type. `example` is a body that is answered with success.
+    `refusals`: statuses beside those that all have.
     """
 
     method: str
@@ -127,12 +129,12 @@ OPERATIONS: Final = (
     ),
     Operation("GET", "/v1/models", "models", "The models served: one", bodies.ModelList),
     Operation(
-        *("GET", "/v1/models/weights", "weights", "Versions of the model's weights"),
+        *("GET", "/v1/models/weights", "operators.weights", "Versions of the model's weights"),
         bodies.Weights,
         refusals=(403,),
     ),
     Operation(
-        *("POST", "/v1/models/weights", "change_weights", "Serve other weights"),
+        *("POST", "/v1/models/weights", "operators.change_weights", "Serve other weights"),
         *(bodies.Weights, WeightsRequest),
         {"version": "step-100"},
         successes=(200, 202),
@@ -142,83 +144,97 @@ OPERATIONS: Final = (
         *("GET", "/v1/models/{model:path}", "model", "One model"), bodies.Model, refusals=(404,)
     ),
     Operation(
-        *("POST", "/v1/capsules", "create_capsule", "Compute a prompt once and keep its state"),
+        *("POST", "/v1/capsules", "capsules.create", "Compute a prompt once and keep its state"),
         *(bodies.NewCapsule, CapsuleRequest),
         {"prompt": "A long document ...", "ttl_s": 600},
         refusals=(404, 409),
     ),
     Operation(
-        *("GET", "/v1/capsules", "list_capsules", "The caller's capsules, a page at a time"),
+        *("GET", "/v1/capsules", "capsules.list", "The caller's capsules, a page at a time"),
         bodies.CapsuleList,
         query={**_FILTER, **_PAGE},
     ),
     Operation(
-        *("DELETE", "/v1/capsules", "delete_capsules", "Forget the capsules that are meant"),
+        *("DELETE", "/v1/capsules", "capsules.delete_many", "Forget the capsules that are meant"),
         bodies.CapsulesDeleted,
         query={**_FILTER, "all": {"type": "boolean"}},
     ),
     Operation(
-        *("GET", "/v1/capsules/count", "count_capsules", "Number of the capsules that are meant"),
+        *("GET", "/v1/capsules/count", "capsules.count", "Number of the capsules that are meant"),
         bodies.CapsuleCount,
         query=_FILTER,
     ),
     Operation(
-        *("POST", "/v1/capsules/import", "import_capsule", "A capsule from the file of an export"),
+        *("POST", "/v1/capsules/import", "capsules.take", "A capsule from the file of an export"),
         *(bodies.NewCapsule, BYTES),
         query=_IMPORT,
         refusals=(404, 409),
     ),
     Operation(
-        *("GET", f"{_CAPSULE}/export", "export", "A capsule as a file"), BYTES, refusals=_MADE
+        *("GET", f"{_CAPSULE}/export", "capsules.export", "A capsule as a file"),
+        BYTES,
+        refusals=_MADE,
     ),
     Operation(
-        *("POST", f"{_CAPSULE}/restore", "restore", "Go on as the branch it was taken from"),
+        *(
+            "POST",
+            f"{_CAPSULE}/restore",
+            "capsules.restore",
+            "Go on as the branch it was taken from",
+        ),
         *(bodies.Restore, RestoreRequest),
         {"max_tokens": 16},
         refusals=_MADE,
         streams=True,
     ),
     Operation(
-        *("POST", f"{_CAPSULE}/rewind", "rewind", "A capsule of its first tokens"),
+        *("POST", f"{_CAPSULE}/rewind", "capsules.rewind", "A capsule of its first tokens"),
         *(bodies.Capsule, RewindRequest),
         {"to": 2},
         refusals=_MADE,
     ),
     Operation(
-        *("POST", f"{_CAPSULE}/pin", "pin", "Keep it"),
+        *("POST", f"{_CAPSULE}/pin", "capsules.pin", "Keep it"),
         *(bodies.Capsule, PinRequest),
         {"ttl_s": 600},
         refusals=_MADE,
     ),
     Operation(
-        *("DELETE", f"{_CAPSULE}/pin", "unpin", "Keep it only while there is room"),
+        *("DELETE", f"{_CAPSULE}/pin", "capsules.unpin", "Keep it only while there is room"),
         bodies.Capsule,
         refusals=_MADE,
     ),
     Operation(
-        *("POST", f"{_CAPSULE}/demote", "demote", "Move it to host memory or disk"),
+        *("POST", f"{_CAPSULE}/demote", "capsules.demote", "Move it to host memory or disk"),
         *(bodies.Capsule, DemoteRequest),
         {"tier": "host"},
         refusals=_MADE,
     ),
     Operation(
-        *("POST", f"{_CAPSULE}/promote", "promote", "Bring it back to the device"),
+        *("POST", f"{_CAPSULE}/promote", "capsules.promote", "Bring it back to the device"),
         *(bodies.Capsule, AnyRequest),
         {},
         refusals=_MADE,
     ),
     Operation(
-        *("POST", "/v1/requests/{request}/capsules", "capture", "A capsule of a running branch"),
+        *(
+            "POST",
+            "/v1/requests/{request}/capsules",
+            "capsules.capture",
+            "A capsule of a running branch",
+        ),
         *(bodies.Capsule, CaptureRequest),
         {"branch": 0},
         refusals=_MADE,
     ),
-    Operation("GET", _CAPSULE, "get_capsule", "A capsule", bodies.Capsule, refusals=(404,)),
+    Operation("GET", _CAPSULE, "capsules.get", "A capsule", bodies.Capsule, refusals=(404,)),
     Operation(
-        *("DELETE", _CAPSULE, "delete_capsule", "Forget it"), bodies.CapsuleDeleted, refusals=(404,)
+        *("DELETE", _CAPSULE, "capsules.delete", "Forget it"),
+        bodies.CapsuleDeleted,
+        refusals=(404,),
     ),
     Operation(
-        *("POST", f"{_CAPSULE}/fork", "fork", "Continue it many times"),
+        *("POST", f"{_CAPSULE}/fork", "capsules.fork", "Continue it many times"),
         *(bodies.Fork, ForkRequest),
         {"suffixes": [" Question one?", " Question two?"], "max_tokens": 16},
         refusals=_MADE,
@@ -229,7 +245,12 @@ OPERATIONS: Final = (
         *("DELETE", _RECORD, "delete_record", "Forget it"), bodies.RecordDeleted, refusals=(404,)
     ),
     Operation(
-        *("GET", "/v1/router/explain", "explain", "Reasons of the last decisions, or of one"),
+        *(
+            "GET",
+            "/v1/router/explain",
+            "operators.explain",
+            "Reasons of the last decisions, or of one",
+        ),
         bodies.Decisions,
         query={
             "request": {"type": "string", "minLength": 1},
@@ -239,17 +260,32 @@ OPERATIONS: Final = (
         refusals=(403, 404),
     ),
     Operation(
-        *("GET", "/v1/router/workers", "workers", "The workers as this gateway sees them"),
+        *(
+            "GET",
+            "/v1/router/workers",
+            "operators.workers",
+            "The workers as this gateway sees them",
+        ),
         bodies.WorkerList,
         refusals=(403,),
     ),
     Operation(
-        *("GET", "/v1/router/metrics-targets", "metrics_targets", "Addresses for Prometheus"),
+        *(
+            "GET",
+            "/v1/router/metrics-targets",
+            "operators.metrics_targets",
+            "Addresses for Prometheus",
+        ),
         list[bodies.MetricsTarget],
         refusals=(403,),
     ),
     Operation(
-        *("POST", "/v1/router/workers/{worker}/drain", "drain_worker", "Have a worker leave"),
+        *(
+            "POST",
+            "/v1/router/workers/{worker}/drain",
+            "operators.drain_worker",
+            "Have a worker leave",
+        ),
         bodies.WorkerDraining,
         successes=(202,),
         refusals=(403, 404),
@@ -272,7 +308,7 @@ OPERATIONS: Final = (
         successes=(200, 503),
         is_open=True,
     ),
-    Operation("GET", "/metrics", "metrics", "Prometheus' text", TEXT, refusals=(403,)),
+    Operation("GET", "/metrics", "operators.metrics", "Prometheus' text", TEXT, refusals=(403,)),
     Operation("GET", "/openapi.json", "openapi", "This document", JSON, is_open=True),
     Operation("GET", "/docs", "page", "This document for people", HTML, is_open=True),
 )

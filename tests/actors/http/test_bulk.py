@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.actors.gateway.service import CapsuleInfo, CapsulePage
-from mallee.actors.http import bulk
-from mallee.actors.http.bulk import TIERS
+from mallee.actors.http.capsules import bulk
+from mallee.actors.http.capsules.bulk import TIERS
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import StorageFailed, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, Scope, WorkerId

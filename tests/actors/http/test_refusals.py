@@ -312,7 +312,7 @@ async def test_long_prompts_are_tokenized_beside_the_event_loop(
     call_with: Callable[[HttpSettings], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Health answers while a long prompt is being tokenized."""
-    monkeypatch.setattr("mallee.actors.http.api.INLINE_BODY_BYTES", 10)
+    monkeypatch.setattr("mallee.actors.http.entry.asking.INLINE_BODY_BYTES", 10)
     call = call_with(HttpSettings())
     begun, may_end = threading.Event(), threading.Event()
 

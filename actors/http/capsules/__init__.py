@@ -1,0 +1,4 @@
+"""Everything that is asked of capsules over HTTP.
+
+Must not read prompts itself: `jobs` does.
+"""
