@@ -10,6 +10,7 @@ import pytest
 
 from mallee.actors.addresses import free_port
 from mallee.actors.proxy.choice import SWITCH, haproxy_binary, serving_environment
+from support.folders import short_folder
 
 pytestmark = [pytest.mark.service, pytest.mark.ray, pytest.mark.slow]
 
@@ -63,7 +64,7 @@ def test_builders_and_replicas_know_the_address_that_serve_listens_on(
 ) -> None:
     if is_haproxy and haproxy_binary() is None:
         pytest.skip("needs HAProxy")
-    with short_folder() as folder:  # HAProxy's sockets: a short path
+    with short_folder() as folder:
         (Path(folder) / "hosts.py").write_text(APP)
         done = subprocess.run(
             [sys.executable, "-c", DRIVER, host, str(free_port())],

@@ -186,18 +186,24 @@ class Node:
 
     def stop(self) -> None:
         self._client.close()
+        self._head.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._head.wait(5)
+        while mine := self._processes():  # those that die may just have started others
+            for process in mine:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(mine, timeout=5)
+        self._head.wait()
+
+    def _processes(self) -> list[psutil.Process]:
+        """All of the head's, which have its home."""
         mine = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if process.environ().get("HOME") == str(self._folder):
                     mine.append(process)
-        self._head.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            self._head.wait(5)
-        for process in mine:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        self._head.wait()
+        return mine
 
 
 def _program(name: str) -> str:
