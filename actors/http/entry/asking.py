@@ -66,7 +66,7 @@ class Asking:
     async def make(
         self, request: Request, asked: Asked[R], make: Callable[[R, Scope, QueueTerms], J]
     ) -> J:
-        """Whatever `make` makes of a request that was read."""
+        """The result of `make`, given a request that was read."""
         return await self.off_loop(
             request,
             lambda: make(asked.body, asked.scope, asked.terms),
