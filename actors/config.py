@@ -373,6 +373,15 @@ class HttpSettings(Settings):
         default=86_400.0,
         description="The longest `ttl_s`; null: any, and `ttl_s` 0 keeps a capsule until it is deleted.",
     )
+    replay_ttl_s: Positive = Field(
+        default=600.0,
+        description="Seconds for which a gateway gives the answer of an `Idempotency-Key` again.",
+    )
+    replay_max_mib: int = Field(
+        default=64,
+        ge=1,
+        description="Memory for such answers; one has at most an eighth of it, and the oldest go first.",
+    )
 
     @model_validator(mode="after")
     def _check_ttl(self) -> Self:

@@ -23,7 +23,8 @@ from mallee.actors.http.answers import (
 )
 from mallee.actors.http.capsules.handlers import CapsuleHandlers
 from mallee.actors.http.chat.reading import ChatReader
-from mallee.actors.http.entry.asking import Asking
+from mallee.actors.http.entry.asking import SALT_HEADER, Asking
+from mallee.actors.http.entry.idempotency import IdempotencyMiddleware
 from mallee.actors.http.entry.middleware import (
     AuthMiddleware,
     CountAnswer,
@@ -194,6 +195,13 @@ def build_api(
     app = Starlette(routes=_routes(api))
     app.router.redirect_slashes = False
     install(app)
+    app.add_middleware(
+        IdempotencyMiddleware,
+        ttl_s=limits.replay_ttl_s,
+        max_nbytes=limits.replay_max_mib << 20,
+        max_body_bytes=limits.max_body_bytes,
+        salt_header=SALT_HEADER,
+    )
     app.add_middleware(AuthMiddleware, access=access, new_id=new_id, count_answer=count_answer)
     return app
 

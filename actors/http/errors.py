@@ -156,6 +156,36 @@ class NotServed(NotFound):
         )
 
 
+class KeyReused(BadRequest):
+    """Another request was sent under the same idempotency key."""
+
+    status = 422
+    code = "idempotency_key_reused"
+
+    def __init__(self, key: str) -> None:
+        super().__init__(
+            f"Idempotency-Key {shown(key)} was sent with another body or path; give each request a key of"
+            " its own",
+            param="idempotency-key",
+            key=key,
+        )
+
+
+class AnswerNotKept(BadRequest):
+    """The answer of a key is too large to be given again, and runs."""
+
+    status = 409
+    code = "answer_not_kept"
+
+    def __init__(self, key: str) -> None:
+        super().__init__(
+            f"the request of Idempotency-Key {shown(key)} runs, and its answer is too large to be given"
+            " twice; send it again when it has ended, or without a key",
+            param="idempotency-key",
+            key=key,
+        )
+
+
 class ClientGone(Exception):
     """The client hung up before its answer was ready."""
 

@@ -100,7 +100,7 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        with _TimeLimit(self._max_write_s) as limit:
+        with TimeLimit(self._max_write_s) as limit:
             async with aclosing(self._events) as events:
                 num_sent = 0
                 async for chunk in events:
@@ -121,7 +121,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class _TimeLimit:
+class TimeLimit:
     """Raises TimeoutError in its task if one of many short waits takes longer than `seconds`.
 
     One timer for all of them: a timer of its own would cost a write that doesn't wait as much again.
@@ -145,7 +145,7 @@ class _TimeLimit:
         """It is over."""
         self._since = None
 
-    def __enter__(self) -> "_TimeLimit":
+    def __enter__(self) -> "TimeLimit":
         return self
 
     def __exit__(

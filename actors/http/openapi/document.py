@@ -7,9 +7,10 @@ from typing import Any, Final
 
 import msgspec
 
+from mallee.actors.http.entry.idempotency import MAX_KEY
 from mallee.actors.http.openapi.bodies import ErrorBody
 from mallee.actors.http.openapi.fields import FIELDS
-from mallee.actors.http.openapi.operations import EVENTS, JSON, OPERATIONS, Operation
+from mallee.actors.http.openapi.operations import BYTES, EVENTS, JSON, OPERATIONS, Operation
 from mallee.actors.http.schemas import HARMLESS, NEUTRAL
 
 API_VERSION: Final = "1"
@@ -17,6 +18,14 @@ NOT_SUPPORTED: Final = "Not supported: it may have a value that changes nothing.
 _REF: Final = "#/components/schemas/{name}"
 _ALL: Final = (400, 401, 429, 503)
 _WITH_BODY: Final = (403, 408, 413, 415)
+_WITH_KEY: Final = (409, 422)
+_KEY: Final = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "required": False,
+    "description": "Sent again with the same key and body, the request gets the answer of the first.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY},
+}
 _MEANINGS: Final = {
     200: "Success",
     202: "Under way",
@@ -25,10 +34,11 @@ _MEANINGS: Final = {
     403: "The key has not the right",
     404: "There is no such thing",
     408: "The body, or its reader, is too slow",
-    409: "Made by other weights",
+    409: "Made by other weights, or its key's answer is too large to be given twice",
     410: "It went with its worker",
     413: "The body is too large",
     415: "The body is compressed",
+    422: "Another request was sent under this key",
     429: "A limit of the key or tenant; `retry-after` says when to come back",
     503: "Right request, wrong moment; `retry-after` says when to come back",
 }
@@ -146,7 +156,8 @@ def _operation(each: Operation) -> dict[str, Any]:
 def statuses(each: Operation) -> list[int]:
     """Of all its answers but those of bugs, 500."""
     with_body = _WITH_BODY if each.body is not None else ()
-    return sorted({*each.successes, *_ALL, *with_body, *each.refusals})
+    with_key = _WITH_KEY if takes_key(each) else ()
+    return sorted({*each.successes, *_ALL, *with_body, *with_key, *each.refusals})
 
 
 def _answer(each: Operation, status: int) -> dict[str, Any]:
@@ -166,4 +177,9 @@ def _parameters(each: Operation) -> list[dict[str, Any]]:
         {"name": name, "in": "query", "required": False, "schema": dict(schema)}
         for name, schema in each.query.items()
     ]
-    return path + query
+    return path + query + ([_KEY] if takes_key(each) else [])
+
+
+def takes_key(each: Operation) -> bool:
+    """Whether it can be sent again under an `Idempotency-Key`."""
+    return each.method == "POST" and each.body != BYTES

@@ -1,0 +1,263 @@
+"""POSTs that are sent again under their `Idempotency-Key`."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from mallee.actors.access.access import Access
+from mallee.actors.config import HttpSettings
+from mallee.actors.http.entry import idempotency
+from mallee.protocol.errors import Overloaded
+
+PATH = "/v1/completions"
+CHAT = "/v1/chat/completions"
+FORK = "/v1/capsules/req_x.0/fork"
+MESSAGES = [{"role": "user", "content": "hi"}]
+REPLAYED = "idempotent-replayed"
+
+
+def keyed(key: str, **more: str) -> dict[str, str]:
+    return {"Idempotency-Key": key, **more}
+
+
+@pytest.fixture
+async def client(call: Any) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app=call.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (PATH, {"prompt": "abc"}),
+        (PATH, {"prompt": "abc", "n": 3, "stream": True}),
+        (CHAT, {"messages": MESSAGES}),
+        (CHAT, {"messages": MESSAGES, "stream": True}),
+        ("/v1/capsules", {"prompt": "abc"}),
+        (FORK, {"n": 2}),
+        (FORK, {"n": 2, "stream": True}),
+        ("/v1/tokenize", {"prompt": "abc"}),
+    ],
+)
+async def test_a_key_sent_again_gets_the_same_answer_and_runs_nothing(
+    client: httpx.AsyncClient, call: Any, path: str, body: dict[str, Any]
+) -> None:
+    first = await client.post(path, json=body, headers=keyed("a"))
+    assert first.status_code == 200
+    assert REPLAYED not in first.headers
+    num = len(call.service.streams)
+    again = await client.post(path, json=body, headers=keyed("a"))
+    assert (again.status_code, again.content) == (200, first.content)
+    assert again.headers[REPLAYED] == "true"
+    assert again.headers["content-type"] == first.headers["content-type"]
+    assert len(call.service.streams) == num
+    other = await client.post(path, json=body, headers=keyed("b"))
+    assert REPLAYED not in other.headers
+    assert len(call.service.streams) == 2 * num
+
+
+async def test_replays_are_counted_as_answers_of_their_path(
+    client: httpx.AsyncClient, call: Any
+) -> None:
+    for _ in range(2):
+        await client.post(FORK, json={"n": 2}, headers=keyed("a"))
+    text = call.service.gateway_metrics.render().decode()
+    counted = [line for line in text.splitlines() if "/v1/capsules/{capsule}/fork" in line]
+    assert any(line.endswith(" 2.0") for line in counted), counted
+
+
+async def test_another_request_under_a_key_is_refused_by_name(client: httpx.AsyncClient) -> None:
+    await client.post(PATH, json={"prompt": "abc"}, headers=keyed("once"))
+    for path, body in [(PATH, {"prompt": "abd"}), (f"{PATH}?x=1", {"prompt": "abc"}), (CHAT, {})]:
+        answer = await client.post(path, json=body, headers=keyed("once"))
+        assert answer.status_code == 422
+        error = answer.json()["error"]
+        assert (error["code"], error["param"]) == ("idempotency_key_reused", "idempotency-key")
+        assert "'once'" in error["message"]
+
+
+@pytest.mark.parametrize("key", ["", "k" * 256, "a\tb"])
+async def test_keys_are_short_and_printable(client: httpx.AsyncClient, key: str) -> None:
+    answer = await client.post(PATH, json={"prompt": "abc"}, headers=keyed(key))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "idempotency-key"
+
+
+async def test_an_import_takes_no_key(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/capsules/import", content=b"x", headers=keyed("a"))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "idempotency-key")
+
+
+async def test_keys_belong_to_a_scope(call_with: Any) -> None:
+    """Tenants, salts, and callers who see workers, each have keys of their own."""
+    call = call_with(HttpSettings(), Access(None, {"MALLEE_API_KEY": "k" * 16}))
+    operator = {"Authorization": f"Bearer {'k' * 16}"}
+    transport = httpx.ASGITransport(app=call.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        scopes = [{}, {"x-tenant-id": "t"}, {"x-tenant-id": "u"}, {"x-cache-salt": "s"}]
+        for headers in scopes:
+            body = {"prompt": f"of {headers}"}
+            answer = await client.post(PATH, json=body, headers=keyed("a", **headers, **operator))
+            assert (answer.status_code, REPLAYED in answer.headers) == (200, False)
+        assert (await client.post(PATH, json={}, headers=keyed("a"))).status_code == 401
+
+
+async def test_refusals_are_not_kept(client: httpx.AsyncClient, call: Any) -> None:
+    """A refused request changed nothing: sent again, it runs."""
+    call.service.refuses = Overloaded(5, 5, 1.0)
+    first = await client.post(PATH, json={"prompt": "abc"}, headers=keyed("a"))
+    assert first.status_code in (429, 503)
+    call.service.refuses = None
+    again = await client.post(PATH, json={"prompt": "abc"}, headers=keyed("a"))
+    assert (again.status_code, REPLAYED in again.headers) == (200, False)
+
+
+async def test_a_bug_is_told_to_all_that_wait_for_it(client: httpx.AsyncClient, call: Any) -> None:
+    go = asyncio.Event()
+
+    async def broken(stream: Any) -> AsyncIterator[Any]:
+        await go.wait()
+        raise ZeroDivisionError
+        yield
+
+    call.service.script = broken
+    asked = [
+        asyncio.create_task(client.post(PATH, json={"prompt": "abc"}, headers=keyed("a")))
+        for _ in range(3)
+    ]
+    await asyncio.sleep(0.05)
+    go.set()
+    for task in asked:
+        assert (await task).status_code == 500
+    assert len(call.service.streams) == 1
+    call.service.reset()
+    assert (await client.post(PATH, json={"prompt": "abc"}, headers=keyed("a"))).status_code == 200
+
+
+async def test_answers_are_kept_for_a_time_and_in_bounded_memory(
+    call_with: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = call_with(HttpSettings(replay_ttl_s=0.05, replay_max_mib=1))
+    transport = httpx.ASGITransport(app=call.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+
+        async def is_replayed(key: str) -> bool:
+            answer = await client.post(PATH, json={"prompt": "abc"}, headers=keyed(key))
+            return REPLAYED in answer.headers
+
+        assert not await is_replayed("a")
+        await asyncio.sleep(0.1)
+        assert not await is_replayed("a"), "its time is over"
+        monkeypatch.setattr(idempotency, "_OVERHEAD_NBYTES", 100_000)
+        found = [await is_replayed(str(i)) for i in range(12)]
+        assert not any(found)
+    middleware = _middleware(call)
+    assert middleware._nbytes == sum(each.nbytes for each in middleware._over.values()) <= 1 << 20
+    assert set(middleware._records) == set(middleware._over)
+    assert len(middleware._over) <= 10
+
+
+def _middleware(call: Any) -> Any:
+    app = call.app.middleware_stack
+    while not isinstance(app, idempotency.IdempotencyMiddleware):
+        app = getattr(app, "_app", None) or app.app
+    return app
+
+
+class Reading:
+    """A stream that is read over a real connection, until the caller leaves."""
+
+    def __init__(self, live: Any, key: str, **body: Any) -> None:
+        self._live = live
+        self._body = {"prompt": "abc", "stream": True, **body}
+        self._key = key
+
+    async def __aenter__(self) -> httpx.Response:
+        self._client = httpx.AsyncClient(base_url=self._live.url)
+        request = self._client.build_request(
+            "POST", PATH, json=self._body, headers=keyed(self._key)
+        )
+        self.response = await self._client.send(request, stream=True)
+        return self.response
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.response.aclose()
+        await self._client.aclose()
+
+
+async def events(response: httpx.Response, num: int) -> list[str]:
+    found: list[str] = []
+    async for line in response.aiter_lines():
+        if line:
+            found.append(line)
+        if len(found) == num:
+            break
+    return found
+
+
+async def test_a_running_stream_is_joined_from_its_beginning(live: Any) -> None:
+    live.service.holds_after = 3
+    async with Reading(live, "join") as first:
+        seen = await events(first, 3)
+        async with Reading(live, "join") as second:
+            assert second.headers[REPLAYED] == "true"
+            assert await events(second, 3) == seen
+    assert len(live.service.streams) == 1
+
+
+async def test_a_stream_goes_on_for_a_client_that_comes_back(
+    live: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idempotency, "GRACE_S", 30.0)
+    live.service.holds_after = 3
+    async with Reading(live, "back") as first:
+        seen = await events(first, 2)
+    await asyncio.sleep(0.1)
+    assert not live.service.closed.is_set()
+    monkeypatch.setattr(idempotency, "GRACE_S", 0.05)
+    async with Reading(live, "back") as second:
+        assert (await events(second, 3))[:2] == seen
+    assert len(live.service.streams) == 1
+    assert await asyncio.to_thread(live.service.closed.wait, 5), "nobody came back"
+    live.service.holds_after = None
+    async with Reading(live, "back") as third:
+        assert REPLAYED not in third.headers
+
+
+async def test_an_answer_without_a_reader_is_cancelled_at_once(live: Any) -> None:
+    """F28, part: a key keeps nothing running of which nothing was shown."""
+    live.service.holds_after = 3
+    async with httpx.AsyncClient(base_url=live.url) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post(PATH, json={"prompt": "abc"}, headers=keyed("gone"), timeout=0.3)
+    assert await asyncio.to_thread(live.service.closed.wait, 5)
+
+
+async def test_a_long_stream_waits_for_its_readers_and_is_not_kept(
+    call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a record nor a slow reader fills the memory."""
+    record = idempotency._Record(b"", {}, 2000)
+    reader, late = object(), object()
+    record.join(reader)
+    body = {"type": "http.response.body", "body": b"x" * 400, "more_body": True}
+    await record.put({"type": "http.response.start", "status": 200, "headers": []})
+    await record.put(body)
+    await record.put(body)
+    writing = asyncio.create_task(record.put(body))
+    await asyncio.sleep(0.01)
+    assert not writing.done()
+    assert not record.is_whole
+    assert len(await record.read(reader)) == 4
+    await writing
+    assert record.nbytes <= 2000
+    record.join(late)
+    record.leave(late)
+    record.leave(reader)
+    await asyncio.wait_for(record.left(), 1)
+    record.end()
+    assert not record.is_kept
