@@ -6,6 +6,7 @@ commits, reports, takes commands and plans as ever. So what is planned doesn't d
 was launched ahead is no more than a guess: the plan's row is held against it, and has its logits if the
 branch is the same, and the position, the slot that it writes and the token. All other rows run as ever, and
 what nobody wants is dropped: its branch ended, was cancelled, preempted, captured, or drew another token.
+The free blocks that branches get may be other ones, and with them the order of gangs in a batch.
 
 Why a dropped row harms nobody. It has written one slot, behind all tokens of its branch, in a block that the
 branch had then, though the block may be another's by now. The device works in the order of the calls. Each
@@ -13,13 +14,11 @@ later owner fills a slot before it reads it, by a pass, a copy of a block or a t
 these are called for after the row was launched, so they come after it, and overwrite it. Transfers to a tier
 or a peer come after it as well, and read of a block the tokens that were computed when they were called for.
 And a row that is used was overwritten by none: between its launch and the plan that it is held against
-nothing else is launched, and the slot's block is the branch's again, or still. Digests and canaries of the
-KV memory look between steps at blocks that must not change: an engine with a watch launches nothing ahead.
+nothing else is launched, and the slot's block is the branch's again, or still.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Final, NamedTuple
 
 from mallee.protocol.errors import DeviceMemoryExhausted
@@ -60,14 +59,18 @@ class AheadPasses(ForwardPasses):
         self._num_rests = 0  # launches to be left out
         self._num_rows = self._num_void = 0
 
+    def may_launch(self) -> bool:
+        """Whether this step's pass is to be launched: not for some steps after one that lacked memory."""
+        if not self._num_rests:
+            return True
+        self._num_rests -= 1
+        return False
+
     def launch(self, drawing: Drawing, draws: dict[Branch, int]) -> None:
         """Launch the next pass of the branches of `draws`, each of which draws by that one of `drawing`.
 
-        Nothing happens if the device has too little memory for it, also not for some calls to come.
+        Nothing happens if the device has too little memory for it.
         """
-        if self._num_rests:
-            self._num_rests -= 1
-            return
         rows = {s: Row(_UNKNOWN, s.length, *self._tables(s)) for s in draws}
         try:
             logits = self._device.forward_drawn([*rows.values()], drawing, [*draws.values()])
@@ -81,18 +84,14 @@ class AheadPasses(ForwardPasses):
     def run(self, plan: Plan) -> Sequence[Logits]:
         if self._ahead is None or (plan.ready and not plan.decodes and not plan.chunks):
             return super().run(plan)  # of branches that draw without a pass, none is run
+        assert not plan.drafts, "of tokens that are not known when a pass is launched ahead"
         ahead, self._ahead = self._ahead, None
         found = self._found(ahead, plan)
         self._num_void += len(ahead.rows) - len(found)
+        del ahead  # if nothing is found, its logits are free before others are made
         others = replace(plan, decodes=[s for s in plan.decodes if s not in found])
         computed = iter(super().run(others))
-        logits: list[Logits] = []
-        for branch in plan.decodes:
-            if branch in found:
-                logits.append(found[branch])
-            else:
-                draft = plan.drafts.get(branch)
-                logits += islice(computed, 1 if draft is None else 1 + len(draft.tokens))
+        logits = [found[s] if s in found else next(computed) for s in plan.decodes]
         return [*logits, *computed]
 
     def _found(self, ahead: _Pass, plan: Plan) -> dict[Branch, Logits]:
@@ -101,7 +100,7 @@ class AheadPasses(ForwardPasses):
         guesses: list[int] | None = None
         for branch in plan.decodes:
             row, draw, logits = ahead.rows.get(branch, (None, 0, None))
-            if row is None or branch in plan.drafts or not self._is_same(row, branch):
+            if row is None or not self._is_same(row, branch):
                 continue
             if guesses is None:
                 guesses = ahead.drawing.guesses()

@@ -118,7 +118,7 @@ class Engine:
         self._journal = Journal()
         config.scheduler.validate(forward.spec.max_model_len)
         self._ahead: AheadPasses | None = None
-        if device is not None and config.may_launch_ahead and draft_model is None:
+        if device is not None and config.may_launch_ahead:
             self._ahead = AheadPasses(device)
         self._passes: Passes = passes or self._ahead or ForwardPasses(forward)
         self._clock = clock
@@ -595,7 +595,7 @@ class Engine:
 
         Log-probabilities are fetched after the tokens: they would wait for it.
         """
-        if any(branch.job.sampling.logprobs >= 0 for branch in drawn):
+        if any(branch.job.sampling.logprobs >= 0 for branch in drawn) or not ahead.may_launch():
             return
         going = set(self._scheduler.room_ahead(plan))
         if draws := {branch: i for i, branch in enumerate(drawn) if branch in going}:

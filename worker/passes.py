@@ -73,6 +73,7 @@ class ForwardPasses:
     def run(self, plan: Plan) -> Sequence[Logits]:
         rows = self._rows(plan)
         if not rows:
+            assert not plan.copies, "copies for no row: they would be lost"
             return ()
         return self._forward.forward(ForwardBatch(plan.copies, rows))
 

@@ -27,7 +27,7 @@ Call: TypeAlias = Literal["forward", "ahead", "draw", "collect", "wait"]
 class OnDevice:
     """A value that the device has, or will have. The host must not look at it."""
 
-    __slots__ = ("_made", "_value")
+    __slots__ = ("__weakref__", "_made", "_value")
 
     def __init__(self) -> None:
         self._made = False

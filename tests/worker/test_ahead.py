@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from threading import Event, Thread
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 
@@ -24,11 +25,13 @@ from mallee.testing.forward import MockForward, linear_tokens
 from mallee.testing.random_model import random_model
 from mallee.worker.ahead import REST_STEPS, AheadStats
 from mallee.worker.engine import Engine
-from mallee.worker.forward import Logits
+from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.model.graphs.decode import GraphOptions
 from mallee.worker.records import EngineConfig
+from mallee.worker.sched.branch import Branch, Plan
 from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.sched.scheduler import Scheduler
 from mallee.worker.speculation.speculator import SpeculationConfig
 from support import flashinfer_emulator
 from support.driving import drive
@@ -338,9 +341,15 @@ def test_without_free_blocks_rows_wait_for_their_turn() -> None:
     assert ahead.stats().ahead.num_rows > 0
 
 
-def test_a_pass_ahead_without_memory_ends_no_branch() -> None:
-    """I26, part: and it is not tried again for a while."""
-    device = _Tight(mock(200), wrong=0.0)
+def test_a_pass_ahead_without_memory_ends_no_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I26, part: and it is not tried again for a while, nor is room taken for it."""
+    device, asked, room_ahead = _Tight(mock(200), wrong=0.0), [], Scheduler.room_ahead
+
+    def counted(scheduler: Scheduler, plan: Plan) -> list[Branch]:
+        asked.append(plan)
+        return room_ahead(scheduler, plan)
+
+    monkeypatch.setattr(Scheduler, "room_ahead", counted)
     engine = over(device)
     engine.submit(generate("r", [4, 4], REST_STEPS + 40), "g")
     found = drive(engine)["r", 0]
@@ -348,6 +357,33 @@ def test_a_pass_ahead_without_memory_ends_no_branch() -> None:
     assert found[1].error is None
     assert device.num_refused == 1
     assert engine.stats().ahead.num_rows == 40 - 2 - 1
+    assert len(asked) == 40
+
+
+def test_logits_that_nobody_wants_are_gone_before_the_next_are_made() -> None:
+    """I26, part: a pass of wrong guesses takes no memory beside that of the pass in its place."""
+    device = _Frugal(mock(), wrong=1.0, eagerness=1.0)
+    engine = over(device)
+    engine.submit(generate("r", [4, 4], 12), "g")
+    assert drive(engine)["r", 0][0] == expect([4, 4], 12)
+    assert engine.stats().ahead.num_void > 5
+
+
+class _Frugal(FakeDevice):
+    """Has no memory for a pass beside one that was launched ahead."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._kept: WeakSet[Any] = WeakSet()
+
+    def forward_drawn(self, *given: Any) -> Sequence[Logits]:
+        logits = super().forward_drawn(*given)
+        self._kept.update(logits)
+        return logits
+
+    def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
+        assert not self._kept
+        return super().forward(batch)
 
 
 class _Tight(FakeDevice):

@@ -14,12 +14,15 @@ import torch
 Int64s = npt.NDArray[np.int64]
 
 
+def staged(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """`values` on the host, where a copy to `device` does not wait for it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
 def sent(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """`values` on `device`."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    return staged(values, device).to(device, non_blocking=device.type == "cuda")
 
 
 def sent_together(parts: Sequence[Int64s], device: torch.device) -> list[torch.Tensor]:

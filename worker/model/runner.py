@@ -6,7 +6,7 @@ Doesn't know which sequence a row belongs to, which rows share blocks, or when a
 import logging
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -154,13 +154,13 @@ class TorchForward:
         flashinfer: Any = None,
         memories: list[torch.Tensor] | None = None,
         graphs: GraphOptions | None = None,
-        graph_gains: Mapping[int, float] | None = None,
+        graphs_before: DecodeGraphs | None = None,
     ) -> None:
         """KV memory is allocated here, in `kv_dtype` (None: the weights' own), unless it is given.
 
         `shares_reads` False reads every row's keys apart; `uses_kernels` False computes in torch
         operations alone. `is_deterministic`, `flashinfer`: see `choose_backend`. `graphs`: of decode steps,
-        recorded here (None: there are none); `graph_gains`: see `make_graphs`.
+        recorded here (None: there are none); `graphs_before`: see `make_graphs`.
         """
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(f"num_blocks={num_blocks}, block_size={block_size}: need 1 or more")
@@ -224,10 +224,10 @@ class TorchForward:
         self._graphs: DecodeGraphs | None = None
         if graphs is not None:
             padding = padding_row([blocks for _, blocks in sizes])
-            self._graphs = self._recorded(graphs, padding, graph_gains)
+            self._graphs = self._recorded(graphs, padding, graphs_before)
 
     def _recorded(
-        self, options: GraphOptions, padding: Row, gains: Mapping[int, float] | None
+        self, options: GraphOptions, padding: Row, before: DecodeGraphs | None
     ) -> DecodeGraphs | None:
         attention = self._attention
         if options.device is None and torch.device(self._device).type != "cuda":
@@ -247,7 +247,7 @@ class TorchForward:
             min(self.num_blocks, -(-self.spec.max_model_len // self.block_size)),
             self.block_size,
         )
-        return make_graphs(model, options, gains)
+        return make_graphs(model, options, before)
 
     def with_weights(self, folder: Path, version: WeightVersion) -> "TorchForward":
         """The same model over the same KV memory, with the weights in `folder`; may run beside this one.
@@ -292,7 +292,7 @@ class TorchForward:
             flashinfer=self._flashinfer,
             memories=self._memories,
             graphs=self._graph_options,
-            graph_gains=None if self._graphs is None else self._graphs.gains,
+            graphs_before=self._graphs,
         )
         forward.draft, forward.is_unified = self.draft, self.is_unified
         return forward

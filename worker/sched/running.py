@@ -281,6 +281,7 @@ class BlockBudget:
                     if lacking <= 0 and self._loosen(branch):
                         continue
                     self.failed[branch] = error
+                    self.copies.pop(branch, None)  # of a part that had room
                     if branch.queue is not None:
                         branch.queue.remove(branch)
                     return Grown(False, preempted)

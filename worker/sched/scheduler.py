@@ -197,7 +197,7 @@ class Scheduler:
         alone, until `drop_ahead`.
         """
         decodes = plan.decodes
-        if plan.chunks or plan.ready or plan.drafts or len(decodes) != self._running.num:
+        if plan.chunks or plan.ready or len(decodes) != self._running.num:
             return []
         going = [s for s in decodes if s.num_output + 1 < s.job.limits.max_tokens]
         if len(going) < len(decodes) and self._waiting.num:

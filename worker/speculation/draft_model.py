@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
 from msgspec import structs
 
 from mallee.protocol.errors import PoolExhausted
@@ -22,13 +23,13 @@ from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw, Forward, ForwardBatch, Logits, Row
 from mallee.worker.kv.audit import check_tree
 from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.node import BlockCopy, Node, Reservation
-from mallee.worker.kv.paths import flatten, flatten_windows
+from mallee.worker.kv.node import Node, Reservation
+from mallee.worker.kv.paths import flatten, flatten_windows, path_hashes
 from mallee.worker.kv.pool import BlockPool
 from mallee.worker.kv.text import TokenNotation
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.kv.windows import window_groups
-from mallee.worker.sched.branch import Branch, Job
+from mallee.worker.sched.branch import Branch, Job, node_of
 from mallee.worker.speculation.drafters import text_of
 from mallee.worker.speculation.worth import StepCosts
 
@@ -55,7 +56,10 @@ class _Chunk(NamedTuple):
 
 
 class DraftModel:
-    """A `Drafter` that computes by `forward`, whose blocks it owns. `clock` times its passes."""
+    """A `Drafter` that computes by `forward`, whose blocks it owns. `clock` times its passes.
+
+    Its blocks are as long as the engine's, whose hashes it finds texts by.
+    """
 
     def __init__(
         self,
@@ -107,9 +111,9 @@ class DraftModel:
             if branch in self._followed:
                 self._followed.move_to_end(branch)
         began = self._clock()
-        chunks, copies = self._chunks(wanted)
+        chunks = self._chunks(wanted)
         self._journal.drain()
-        logits = self._compute(chunks, copies)
+        logits = self._compute(chunks)
         num_computed = sum(len(chunk.tokens) for chunk in chunks)
         drafts: dict[Branch, list[int]] = {branch: [] for branch in logits}
         while logits:
@@ -149,7 +153,13 @@ class DraftModel:
         if followed is not None and last - followed.node.end < size:
             return followed, None
         salt = branch.job.salt
-        hashes = block_hashes(text_of(branch, 0, last), size, salt=salt)
+        hashes = path_hashes(
+            node_of(branch), size
+        )  # as the engine has them, where it keeps a cache
+        if (num := len(hashes)) < last // size:
+            parent = int(hashes[-1]) if num else None
+            rest = block_hashes(text_of(branch, num * size, last), size, salt=salt, parent=parent)
+            hashes = np.concatenate((hashes, rest))
         num_found = self._tree.find(hashes)
         if followed is None:
             node = self._tree.attach(hashes, salt, num_found)
@@ -161,9 +171,11 @@ class DraftModel:
         first = followed.node.end // size
         return followed, int(hashes[first]) if first < len(hashes) else None
 
-    def _missing(self, branch: Branch, followed: _Followed) -> list[int]:
-        """The tokens of `branch` to be computed, the last one at least. What is right ahead is committed."""
-        tokens = text_of(branch, followed.node.end, branch.length)
+    def _missing(self, branch: Branch, followed: _Followed, most: int) -> list[int]:
+        """The next tokens of `branch` to be computed, one to `most`. What is right ahead is committed."""
+        begin = followed.node.end
+        end = min(branch.length, begin + len(followed.ahead) + most)
+        tokens = text_of(branch, begin, end)
         num = 0
         for token, drafted in zip(tokens[:-1], followed.ahead, strict=False):
             if token != drafted:
@@ -172,12 +184,11 @@ class DraftModel:
         followed.ahead.clear()
         if num:
             self._tree.commit(followed.node, tokens[:num])
-        return tokens[num:]
+        return tokens[num : num + most]
 
-    def _chunks(self, lengths: Mapping[Branch, int]) -> tuple[list[_Chunk], list[BlockCopy]]:
-        """The tokens to compute before drafts of such lengths, which have room, and copies before that."""
+    def _chunks(self, lengths: Mapping[Branch, int]) -> list[_Chunk]:
+        """The tokens to compute before drafts of such lengths, which have room."""
         chunks: dict[Branch, _Chunk] = {}
-        copies: list[BlockCopy] = []
         begun: set[int] = set()  # blocks that sisters wait for
         left = self._max_step_tokens
         for branch, length in lengths.items():
@@ -186,23 +197,21 @@ class DraftModel:
             followed, block = self._follow(branch)
             if block is not None and block in begun:
                 continue
-            missing = self._missing(branch, followed)
-            if max(missing) >= self._vocab_size:  # as raw token ids may be
+            tokens = self._missing(branch, followed, left)
+            if max(tokens) >= self._vocab_size:  # as raw token ids may be
                 continue
-            tokens = missing[:left]
-            is_last = len(tokens) == len(missing)
+            is_last = followed.node.end + len(tokens) == branch.length
             room = len(tokens) + (length - 1 if is_last else 0)
             reserved = self._reserve(followed.node, room, chunks)
             if reserved is None:
                 continue
+            assert reserved.copy is None, "texts part where blocks end"
             followed.node = reserved.node
-            if reserved.copy is not None:
-                copies.append(reserved.copy)
             if block is not None:
                 begun.add(block)
             chunks[branch] = _Chunk(branch, tokens, is_last)
             left -= len(tokens)
-        return list(chunks.values()), copies
+        return list(chunks.values())
 
     def _reserve(self, node: Node, num_tokens: int, kept: Container[Branch]) -> Reservation | None:
         """Room after `node`, at the cost of branches that drafted longest ago, but not of those `kept`."""
@@ -221,9 +230,7 @@ class DraftModel:
 
     # Passes
 
-    def _compute(
-        self, chunks: Sequence[_Chunk], copies: Sequence[BlockCopy]
-    ) -> dict[Branch, Logits]:
+    def _compute(self, chunks: Sequence[_Chunk]) -> dict[Branch, Logits]:
         """Compute `chunks`; the logits after those that are the last of their branches."""
         if not chunks:
             return {}
@@ -231,7 +238,7 @@ class DraftModel:
         for branch, tokens, is_last in chunks:
             followed = self._followed[branch]
             rows.append(self._row(followed, tokens, followed.node.end, int(is_last)))
-        logits = self._forward.forward(ForwardBatch(copies, rows))
+        logits = self._forward.forward(ForwardBatch((), rows))
         for branch, tokens, is_last in chunks:
             followed = self._followed[branch]
             num_known = len(tokens) - is_last

@@ -112,7 +112,7 @@ class Speculator:
                     self._state(branch).accepted[i].rest(branch.num_output)
                 continue
             for branch, tokens in found.items():
-                draft = self._fitting(branch, tokens[: min(lengths[branch], left)])
+                draft = self._fitting(branch, tokens[: lengths[branch]])
                 if draft is not None:
                     plan.drafts[branch] = draft
                     left -= len(draft.tokens)
@@ -122,7 +122,7 @@ class Speculator:
     def _lengths(
         self, i: int, branches: Collection[Branch], num_rows: int, left: int
     ) -> dict[Branch, int]:
-        """The tokens that drafter `i` is to draft for each of `branches`, where it pays."""
+        """The tokens that drafter `i` is to draft for each of `branches`, where it pays: `left` together."""
         lengths = {}
         for branch in branches:
             accepted, position = self._state(branch).accepted[i], branch.num_output
@@ -133,6 +133,7 @@ class Speculator:
             break_even = self._costs.break_even(num_rows, seconds)
             if length := accepted.length(position, break_even, most):
                 lengths[branch] = length
+                left -= length
         return lengths
 
     def _fitting(self, branch: Branch, tokens: Sequence[int]) -> Draft | None:

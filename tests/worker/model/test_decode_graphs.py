@@ -338,9 +338,9 @@ def test_a_trial_fits_any_memory(num_blocks: int) -> None:
 
 
 def test_other_weights_are_recorded_anew_and_the_old_graphs_go(
-    sequences: Callable[..., Any], tmp_path: Path
+    sequences: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """I13, part: the sizes that won, not timed again; a new name for the same weights records nothing."""
+    """I13, part: the sizes that won, not measured again; a new name for the same weights records nothing."""
     folders = [tmp_path / "a", tmp_path / "b"]
     for seed, folder in enumerate(folders):
         tiny(seed=seed).save(folder)
@@ -349,9 +349,15 @@ def test_other_weights_are_recorded_anew_and_the_old_graphs_go(
     sizes = first.stats().graphs.sizes
     assert sizes == (2,)
     timed, captured = device.num_timed, device.num_captures
+
+    def taken() -> int:
+        raise AssertionError("the engine that serves meanwhile takes memory, too")
+
+    monkeypatch.setattr(device, "taken", taken)
     second = first.with_weights(folders[1], WeightVersion(1, "b"))
     assert (device.num_timed, device.num_captures) == (timed, captured + 1)
     assert second.stats().graphs.num_captures == 1
+    assert second.stats().graphs.nbytes == first.stats().graphs.nbytes > 0
     device.poisoned = places(first) + places(second)
     logits = []
     for forward in (first, second, recorded(tiny(seed=1), None)):

@@ -21,11 +21,14 @@ from mallee.testing.attention import attend_plain
 from mallee.testing.quantized import with_kv_scales
 from mallee.testing.random_model import random_model
 from mallee.worker.forward import Row
+from mallee.worker.memory.transfer import staged
+from mallee.worker.model.attention import flashinfer
 from mallee.worker.model.attention.base import Reads
 from mallee.worker.model.attention.flashinfer import (
     SPLIT_TOKENS,
     FlashInferAttention,
     FlashInferUnavailable,
+    _Entry,
     find_flashinfer,
 )
 from mallee.worker.model.attention.torch import TorchAttention
@@ -289,6 +292,30 @@ def test_layers_of_several_windows_have_plans_side_by_side(kernels: Kernels) -> 
         ours = attention.attend(reads, q, memory, scale=SCALE)
         plain = attend_plain(case.rows, q, memory, 16, scale=SCALE, window=window)
         torch.testing.assert_close(ours, plain, atol=1e-2, rtol=1e-2)
+
+
+def test_all_numbers_of_a_plan_lie_where_copies_need_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """I13, part: page tables and bounds of decodes, prompts and shared prefixes go through `staged`."""
+    given, prepared, plan = [], set(), _Entry.plan
+
+    def noted(values: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+        tensor = staged(values, device)
+        prepared.add(tensor.data_ptr())
+        return tensor
+
+    def planned(entry: _Entry, tokens: Any, *args: torch.Tensor, **options: Any) -> Any:
+        given.extend(args)
+        return plan(entry, tokens, *args, **options)
+
+    attention = EMULATED.attention(min_shared_tokens=16)
+    monkeypatch.setattr(flashinfer, "staged", noted)
+    monkeypatch.setattr(_Entry, "plan", planned)
+    rows = [*forked(2, 2, 1), make_row([7, 8], 0, 20)]
+    make_plan(rows, block_size=16, device="cpu", prepare=attention.prepare, min_saving=1)
+    assert len(given) == 3 + 4 + 4
+    assert all(each.data_ptr() in prepared for each in given)
 
 
 def test_wrappers_are_used_again_when_a_step_is_over() -> None:

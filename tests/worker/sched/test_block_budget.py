@@ -154,3 +154,15 @@ def test_everybody_ends_on_a_tiny_pool(make_rig: Callable[..., Any], data: Any) 
     assert not rig.failed
     rig.check()
     assert rig.tree.holds() == {trunk: 1}
+
+
+def test_a_branch_that_fails_takes_its_copy_along(make_rig: Any) -> None:
+    """D16, part: a part of its prompt had room, and the next one not: nothing is copied for it."""
+    rig = make_rig(num_blocks=3, max_step_tokens=16, ageing_steps=1)
+    trunk = rig.capsule(2)
+    for name in ("a", "b"):
+        rig.add(name, 12, origin=trunk)
+    plan = rig.scheduler.plan()
+    assert [branch for branch, _ in plan.failed] == [rig.branches["a"]]
+    assert not plan.chunks
+    assert not plan.copies

@@ -17,9 +17,12 @@ from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw, ForwardBatch
 from mallee.worker.model.sampling.sampler import sample
 from mallee.worker.records import EngineConfig
+from mallee.worker.sched.branch import Branch, Plan
 from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.speculation import draft_model as draft_model_module
 from mallee.worker.speculation.draft_model import DraftModel
-from mallee.worker.speculation.speculator import SpeculationConfig, SpeculationName
+from mallee.worker.speculation.drafters import EachAlone, text_of
+from mallee.worker.speculation.speculator import SpeculationConfig, SpeculationName, Speculator
 from support.speculating import Teller, draft_by, draft_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,7 +49,8 @@ def make_engine(
     return Engine(
         forward,
         config=EngineConfig(
-            SchedulerConfig(64, 16), speculation=SpeculationConfig(drafters if model else "off")
+            SchedulerConfig(options.pop("max_step_tokens", 64), 16),
+            speculation=SpeculationConfig(drafters if model else "off"),
         ),
         clock=options.pop("clock", lambda: 0.0),
         worker=WorkerId("w0"),
@@ -136,6 +140,53 @@ def test_a_long_prompt_is_computed_in_chunks_beside_answers_that_go_on() -> None
     assert 15 <= forward.sizes.count(10) <= 17
     assert teller.num_steps < 3 + 15 + 10
     assert engine.stats().speculation.num_accepted > 15
+
+
+def test_no_step_reads_more_of_texts_than_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I15, part: the first drafts of long texts hash nothing again, and list only what is computed next."""
+    spans: list[int] = []
+
+    def noted(branch: Branch, begin: int, end: int) -> list[int]:
+        spans.append(end - begin)
+        return text_of(branch, begin, end)
+
+    monkeypatch.setattr(draft_model_module, "text_of", noted)
+    engine, _ = make_mocked(max_step_tokens=10)
+    teller = Teller(engine)
+    for i in range(3):
+        engine.submit(generate(f"r{i}", text(150, seed=i), 60), "g")
+    teller.run()
+    assert engine.stats().speculation.num_accepted > 3 * 15
+    assert max(spans) <= 10 + 5  # what is drafted ahead of a text is looked at, too
+
+
+def test_drafts_share_the_tokens_that_a_step_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I15, part: a drafter is asked for no more than can be verified."""
+    left, asked, draft = [], [], Speculator.draft
+
+    class Asked(EachAlone):
+        def read(self, branch: Branch) -> None: ...
+
+        def forget(self, branch: Branch) -> None: ...
+
+        def propose(self, branch: Branch, num_tokens: int) -> Sequence[int]:
+            asked[-1] += num_tokens
+            return [1] * num_tokens
+
+    def noted(speculator: Speculator, plan: Plan) -> None:
+        left.append(plan.tokens_left)
+        asked.append(0)
+        draft(speculator, plan)
+
+    monkeypatch.setattr(Speculator, "draft", noted)
+    forward = MockForward(SPEC, num_blocks=400, block_size=SIZE)
+    engine = make_engine(forward, draft_model(Counted()), max_step_tokens=12)
+    draft_by(engine, Asked())
+    for i in range(4):
+        engine.submit(generate(f"r{i}", text(5, seed=i), 20), "g")
+    Teller(engine).run()
+    assert sum(asked) > 20
+    assert all(num <= most for num, most in zip(asked, left, strict=True))
 
 
 def test_the_texts_used_longest_ago_make_way() -> None:

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import torch
 
-from mallee.worker.memory.transfer import sent
 from mallee.worker.model.attention.base import AttentionSplit, Reads
 from mallee.worker.model.attention.flashinfer import (
     FlashInferAttention,
@@ -48,13 +47,9 @@ class FixedTables:
         if self._copied is not None:  # the wrapper's pinned memory is still being read
             self._copied.synchronize()
         # Given on the host, FlashInfer would copy the indices itself, and wait until the device is done.
-        indices = sent(pages.indices.numpy(), self._device)
-        bounds, last = pages.indptr, pages.last_page_len
-        is_cuda = self._device.type == "cuda"
-        if is_cuda:  # from other memory the driver may wait before it copies
-            bounds, last = bounds.pin_memory(), last.pin_memory()
-        wrapper.plan(bounds, indices, last, **options)
-        if is_cuda:
+        indices = pages.indices.to(self._device, non_blocking=True)
+        wrapper.plan(pages.indptr, indices, pages.last_page_len, **options)
+        if self._device.type == "cuda":
             self._copied = torch.cuda.current_stream(self._device).record_event()
 
 

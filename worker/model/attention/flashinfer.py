@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mallee.worker.memory.transfer import sent
+from mallee.worker.memory.transfer import sent, staged
 from mallee.worker.model.attention.base import (
     UNBOUNDED,
     AttentionSplit,
@@ -117,7 +117,10 @@ class Parts(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Page tables of several rows, as FlashInfer takes them: int32, on the host, where plans are made."""
+    """Page tables of several rows, as FlashInfer takes them: int32, on the host, where plans are made.
+
+    Pinned for a GPU, to which FlashInfer copies them: from other memory the driver may wait before that.
+    """
 
     indptr: torch.Tensor  # [rows + 1]
     indices: torch.Tensor  # [indptr[-1]]
@@ -319,7 +322,7 @@ class FlashInferAttention:
     ) -> Part:
         return self._take(is_decode=False).plan(
             tokens,
-            _indptr(sizes),
+            self._indptr(sizes),
             *pages,
             num_qo_heads=self._num_heads,
             num_kv_heads=self._num_kv_heads,
@@ -361,10 +364,15 @@ class FlashInferAttention:
         last = np.array(lengths) - (counts - 1) * self._block_size
         assert (last >= 1).all()
         assert (last <= self._block_size).all()
-        indices = np.concatenate(tables).astype(np.int32)
-        return Pages(
-            _indptr(counts), torch.from_numpy(indices), torch.from_numpy(last.astype(np.int32))
-        )
+        indices = np.concatenate(tables)
+        return Pages(self._indptr(counts), self._staged(indices), self._staged(last))
+
+    def _indptr(self, counts: Ints) -> torch.Tensor:
+        """[0, counts[0], counts[0] + counts[1], ...]."""
+        return self._staged(np.concatenate(([0], counts.cumsum())))
+
+    def _staged(self, values: npt.NDArray[np.integer]) -> torch.Tensor:
+        return staged(values.astype(np.int32), self._device)
 
     def _tokens(self, tokens: Ints) -> Tokens:
         if (np.diff(tokens) == 1).all():
@@ -423,13 +431,6 @@ def _run_own(
         out[at] = part.wrapper.run(q[at], kv, q_scale=scale)
     else:
         out[at], lse[at] = part.wrapper.run(q[at], kv, q_scale=scale, return_lse=True)
-
-
-def _indptr(counts: Ints) -> torch.Tensor:
-    """[0, counts[0], counts[0] + counts[1], ...], int32."""
-    bounds = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=bounds[1:])
-    return torch.from_numpy(bounds)
 
 
 def _ranges(begins: Ints, sizes: Ints) -> Ints:
