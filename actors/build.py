@@ -439,6 +439,7 @@ def build_api(
         path,
         file=None if chats.template is None else Path(chats.template).expanduser(),
         special_tokens=tokenizer.special_tokens,
+        added_tokens=tokenizer.added_tokens,
         protects=not chats.special_tokens,
     )
     return api.build_api(

@@ -76,7 +76,11 @@ class PromptReader:
         starts: bool = False,
     ) -> RenderedPrompt:
         """A conversation, rendered with its template, which writes its special tokens itself."""
-        found = self._chat.render(conversation, add_generation_prompt=add_generation_prompt)
+        found = self._chat.render(
+            conversation,
+            add_generation_prompt=add_generation_prompt,
+            max_tokens=self._max_model_len,
+        )
         tokens = self._rendered(found, scope, starts=starts)
         if not len(tokens):
             num = len(conversation.messages)
@@ -89,7 +93,8 @@ class PromptReader:
             if set(value) != {"messages"}:
                 raise InvalidParameter(param, value, 'an object has exactly the key "messages"')
             messages = read_messages(value["messages"], f"{param}.messages")
-            return self._rendered(self._chat.render_continuation(messages), scope)
+            found = self._chat.render_continuation(messages, max_tokens=self._max_model_len)
+            return self._rendered(found, scope)
         return self._tokens(value, param, scope, starts=False)
 
     def _tokens(self, value: Any, param: str, scope: str, *, starts: bool) -> Tokens:

@@ -55,11 +55,7 @@ class Source:
     text: str
     template: jinja2.Template
     variables: frozenset[str]  # that clients may set
-
-    @property
-    def tests_none(self) -> bool:
-        """Whether an assistant's message without text has the content none."""
-        return _TESTS_NONE.search(self.text) is not None
+    tests_none: bool  # an assistant's message without text has the content none
 
 
 class ChatTemplate:
@@ -77,16 +73,16 @@ class ChatTemplate:
         bos_token: str | None = None,
         eos_token: str | None = None,
         special_tokens: Collection[str] = (),
+        added_tokens: Collection[str] = (),
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """`tool_source` is for conversations with tools; `absence` tells why there is no template.
 
-        `special_tokens` are no special tokens in texts of clients. Raises UnsupportedModel: a template
-        does not compile.
+        `special_tokens`, and those of `added_tokens` that a template writes, are no such tokens in texts
+        of clients. Raises UnsupportedModel: a template does not compile.
         """
         self._environment = _environment(now)
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
-        self._special = SpecialTokens(special_tokens)
         self._absence = absence
         ours = self._compiled(family.template) if family is not None else None
         given = self._compiled(source)
@@ -97,6 +93,7 @@ class ChatTemplate:
         )
         # Only where one of its templates is used.
         self.family = family if ours and ours in (self.main, self.for_tools) else None
+        self._special = SpecialTokens({*special_tokens, *self._written(added_tokens)})
 
     @classmethod
     def load(
@@ -105,13 +102,15 @@ class ChatTemplate:
         *,
         file: Path | None = None,
         special_tokens: Collection[str] = (),
+        added_tokens: Collection[str] = (),
         protects: bool = True,
         now: Callable[[], datetime] = datetime.now,
     ) -> Self:
         """The template in `file`, else of a Hugging Face directory: chat_template.jinja or
         tokenizer_config.json, else its family's.
 
-        `special_tokens` are the tokenizer's; with `protects` they are none in texts of clients.
+        `special_tokens` and `added_tokens` are the tokenizer's; with `protects` the former, and those of
+        the latter that a template writes, are none in texts of clients.
         Raises UnsupportedModel: a template can't be read or does not compile; ConfigError: no `file`.
         """
         config = read_json(path / "tokenizer_config.json")
@@ -136,19 +135,28 @@ class ChatTemplate:
             bos_token=bos,
             eos_token=eos,
             special_tokens=special_tokens if protects else (),
+            added_tokens=added_tokens if protects else (),
             now=now,
         )
 
     def render(
-        self, conversation: Conversation, *, add_generation_prompt: bool = True
+        self,
+        conversation: Conversation,
+        *,
+        add_generation_prompt: bool = True,
+        max_tokens: int | None = None,
     ) -> Rendering:
-        """The conversation as text. Raises InvalidParameter: no template, or it refuses messages."""
+        """The conversation as text.
+
+        Raises InvalidParameter: no template, or it refuses messages; ContextLengthExceeded: clients' texts
+        have more special tokens than `max_tokens`.
+        """
         source = self.source_for(conversation)
 
         def render(given: Conversation) -> str:
             return self._render(source, given, add_generation_prompt)
 
-        return self._special.render(conversation, render)
+        return self._special.render(conversation, render, max_tokens=max_tokens)
 
     def render_unchecked(
         self,
@@ -166,11 +174,13 @@ class ChatTemplate:
             raise InvalidParameter("messages", len(messages), self._absence)
         return self._filled(source, messages, add_generation_prompt, variables)
 
-    def render_continuation(self, messages: Sequence[Message]) -> Rendering:
+    def render_continuation(
+        self, messages: Sequence[Message], *, max_tokens: int | None = None
+    ) -> Rendering:
         """The text that `messages` add after an earlier conversation, generation prompt included.
 
-        Raises InvalidParameter: no template, one that refuses them, or one that rewrites what
-        came before, so that there is no such text.
+        Raises as `render`, and InvalidParameter: a template that rewrites what came before, so that
+        there is no such text.
         """
         refusal: InvalidParameter | None = None
         source = self.source_for(Conversation(messages))
@@ -180,6 +190,7 @@ class ChatTemplate:
                 after = self._special.render(
                     Conversation((*opening, *messages)),
                     lambda given: self._render(source, given, True),
+                    max_tokens=max_tokens,
                 )
             except InvalidParameter as error:
                 refusal = refusal or error
@@ -212,6 +223,22 @@ class ChatTemplate:
                 " chat.template",
             )
         return self.for_tools
+
+    def _written(self, tokens: Collection[str]) -> set[str]:
+        """Those of `tokens` that a template writes, as such or made of a role; but no white space."""
+        texts = []
+        for source in (self.main, self.for_tools):
+            texts += [] if source is None else [source.text, *self._probed(source)]
+        return {t for t in tokens if not t.isspace() and any(t in text for text in texts)}
+
+    def _probed(self, source: Source) -> list[str]:
+        found = []
+        for probe in (*map(Conversation, _OPENINGS), _PROBE):
+            try:
+                found.append(self._render(source, probe, True))
+            except InvalidParameter:  # many refuse some role
+                continue
+        return found
 
     def _shows_tools(self, source: Source) -> bool:
         try:
@@ -255,7 +282,8 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise UnsupportedModel(f"the chat template does not compile: {error}") from error
         read -= set(self._environment.globals)
-        return Source(text, template, frozenset(read - _OWN_VARIABLES))
+        tests_none = _TESTS_NONE.search(text) is not None
+        return Source(text, template, frozenset(read - _OWN_VARIABLES), tests_none)
 
 
 def _message(message: Message, source: Source) -> dict[str, Any]:

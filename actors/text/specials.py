@@ -1,5 +1,6 @@
 """Special tokens that stand in clients' texts, which must not open a turn or end one.
 
+Tokens that a tokenizer doesn't flag as special but that a chat template writes are no less so.
 Where a text has one, marks take their places before the template renders it, and the rendering is cut into
 pieces there: no piece but the template's own text has a special token, and each is tokenized on its own. All
 other conversations are one piece, so their tokens are those of the plain rendering.
@@ -7,13 +8,17 @@ other conversations are one piece, so their tokens are those of the plain render
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from mallee.actors.text.answers import THINKING
 from mallee.actors.text.conversation import Conversation, Message, ToolCall
+from mallee.protocol.errors import ContextLengthExceeded
 
-_PRIVATE = range(0xE000, 0xF900)  # code points without a meaning
+_PRIVATE: Final = range(0xE000, 0xF900)  # code points without a meaning
+# Templates look for them in the texts of assistants, which come back as the model wrote them.
+_OWN: Final = frozenset(mark for marks in THINKING.values() for mark in marks)
 
 
 class Rendering(NamedTuple):
@@ -34,7 +39,8 @@ class SpecialTokens:
         self._tokens = tuple(sorted((t for t in tokens if len(t) > 1), key=len, reverse=True))
         # Few texts have the first two characters of one: to look for those is a hundred times cheaper.
         self._beginnings = tuple({token[:2] for token in self._tokens})
-        self._pattern = re.compile("|".join(map(re.escape, self._tokens)) or r"(?!)")
+        self._pattern = _one_of(self._tokens)
+        self._not_own = _one_of(token for token in self._tokens if token not in _OWN)
         self._numbers = {token: i for i, token in enumerate(self._tokens)}
 
     def are_in(self, text: str) -> bool:
@@ -42,30 +48,48 @@ class SpecialTokens:
         return may_be and self._pattern.search(text) is not None
 
     def render(
-        self, conversation: Conversation, render: Callable[[Conversation], str]
+        self,
+        conversation: Conversation,
+        render: Callable[[Conversation], str],
+        *,
+        max_tokens: int | None = None,
     ) -> Rendering:
-        """The pieces of `render(conversation)`."""
-        texts: list[str] = []
+        """The pieces of `render(conversation)`.
 
-        def collect(text: str) -> str:
-            texts.append(text)
+        Raises ContextLengthExceeded: its texts have more special tokens than `max_tokens`.
+        """
+        num = 0
+
+        def count(text: str, pattern: re.Pattern[str]) -> str:
+            nonlocal num
+            if any(beginning in text for beginning in self._beginnings):
+                for _ in pattern.finditer(text):
+                    num += 1
+                    if max_tokens is not None and num > max_tokens:
+                        raise ContextLengthExceeded(num, 0, max_tokens)
             return text
 
-        _each_text(conversation, collect)
-        if not any(map(self.are_in, texts)):
+        self._each_text(conversation, count)
+        if not num:
             return Rendering((render(conversation),))
-        return self._render_marked(conversation, texts, render)
+        return self._render_marked(conversation, render)
 
     def _render_marked(
-        self, conversation: Conversation, texts: list[str], render: Callable[[Conversation], str]
+        self, conversation: Conversation, render: Callable[[Conversation], str]
     ) -> Rendering:
-        used = set[str]().union(*texts)
+        used: set[str] = set()
+
+        def collect(text: str, pattern: re.Pattern[str]) -> str:
+            used.update(text)
+            return text
+
+        self._each_text(conversation, collect)
         mark = next(chr(point) for point in _PRIVATE if chr(point) not in used)
 
-        def hide(text: str) -> str:
-            return self._pattern.sub(lambda m: f"{mark}{self._numbers[m[0]]}{mark}", text)
+        def hide(text: str, pattern: re.Pattern[str]) -> str:
+            return pattern.sub(lambda m: f"{mark}{self._numbers[m[0]]}{mark}", text)
 
-        rendered = render(_each_text(conversation, hide))
+        rendered = render(self._each_text(conversation, hide))
         # Templates may write JSON in ASCII.
         either = f"(?:{mark}|{re.escape(json.dumps(mark)[1:-1])})"
         pieces: list[str] = []
@@ -73,14 +97,30 @@ class SpecialTokens:
             pieces += self._cut(self._tokens[int(piece)]) if i % 2 else [piece]
         return Rendering(tuple(piece for piece in pieces if piece) or ("",))
 
+    def _each_text(
+        self, conversation: Conversation, change: Callable[[str, re.Pattern[str]], str]
+    ) -> Conversation:
+        """The conversation with every text as `change` has it, which is told the tokens to look for."""
+        return _each_text(
+            conversation,
+            lambda text: change(text, self._pattern),
+            lambda text: change(text, self._not_own),
+        )
+
     def _cut(self, token: str) -> list[str]:
         """The text of `token` in pieces without a special token."""
         rest = token[1:]
         return list(token) if self._pattern.search(rest) else [token[0], rest]
 
 
-def _each_text(conversation: Conversation, change: Callable[[str], str]) -> Conversation:
-    """The conversation with every text that a client gave as `change` has it."""
+def _one_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
+
+
+def _each_text(
+    conversation: Conversation, change: Callable[[str], str], change_own: Callable[[str], str]
+) -> Conversation:
+    """The conversation with every text that a client gave as `change` has it; assistants' as `change_own`."""
 
     def walk(value: Any) -> Any:
         if isinstance(value, str):
@@ -95,10 +135,11 @@ def _each_text(conversation: Conversation, change: Callable[[str], str]) -> Conv
 
     def message(given: Message) -> Message:
         calls = given.tool_calls
+        written = change_own if given.role == "assistant" else change
         return Message(
             change(given.role),
-            change(given.text),
-            change(given.reasoning),
+            written(given.text),
+            written(given.reasoning),
             tuple(ToolCall(change(c.id), change(c.name), arguments(c)) for c in calls),
             change(given.tool_call_id),
             change(given.name),
