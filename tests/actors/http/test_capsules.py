@@ -78,7 +78,9 @@ def test_a_prefill_that_keeps_no_capsule_is_not_called_one(call: Any) -> None:
         yield Delta(0, (), "stop", 0, 1, None, 1, None)
 
     call.service.script = script
-    assert call("POST", "/v1/capsules", {"prompt": "a"}).status == 503
+    answer = call("POST", "/v1/capsules", {"prompt": "a"})
+    assert answer.status == 503
+    assert answer.headers["x-should-retry"] == "false"  # it would be computed again
 
 
 def test_a_capsule_can_be_looked_at_and_forgotten(call: Any) -> None:
