@@ -2,9 +2,11 @@
 
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
+from functools import cache
 from operator import attrgetter
 from typing import Final, TypeVar
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -141,10 +143,20 @@ class Api:
         return json_response({"status": "unavailable"}, 503, {"retry-after": str(RETRY_AFTER_S)})
 
     async def openapi(self, _: Request) -> Response:
-        return json_response(document())
+        return Response(_document_bytes(), media_type="application/json")
 
     async def page(self, _: Request) -> Response:
-        return Response(page(document()), media_type=HTML, headers=PAGE_HEADERS)
+        return Response(_page_bytes(), media_type=HTML, headers=PAGE_HEADERS)
+
+
+@cache
+def _document_bytes() -> bytes:
+    return msgspec.json.encode(document())
+
+
+@cache
+def _page_bytes() -> bytes:
+    return page(document()).encode()
 
 
 def build_api(

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from mallee.actors.access.access import Access
 from mallee.actors.config import HttpSettings
+from mallee.actors.http import api as api_module
 from mallee.actors.http import schemas
+from mallee.actors.http.answers import prediction_tokens
 from mallee.actors.http.openapi.document import document, template
 from mallee.actors.http.openapi.operations import OPERATIONS, Operation
 from support.examples import examples
@@ -168,3 +170,25 @@ def test_no_request_is_our_bug(api: FuzzedApi, data: st.DataObject) -> None:
     known = st.deferred(lambda: st.just(api.capsule()))
     capsules = known | st.text(max_size=8) if "{capsule}" in operation.path else st.just("")
     api.check(data.draw(asks(operation, capsules)))
+
+
+def test_usage_describes_the_drafted_tokens() -> None:
+    """As `prediction_tokens` writes them."""
+    schemas_of = document()["components"]["schemas"]
+    assert "completion_tokens_details" in schemas_of["UsageBody"]["properties"]
+    assert "completion_tokens_details" not in schemas_of["UsageBody"]["required"]
+    assert schemas_of["CompletionDetails"]["properties"].keys() == prediction_tokens((3, 1)).keys()
+
+
+def test_the_document_and_its_page_are_written_once(
+    call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = ("/openapi.json", "/docs")
+    first = [call.raw("GET", path).content for path in paths]
+
+    def fail(*_: Any) -> Any:
+        raise AssertionError("written again")
+
+    for name in ("document", "page"):
+        monkeypatch.setattr(api_module, name, fail)
+    assert [call.raw("GET", path).content for path in paths] == first
