@@ -67,13 +67,13 @@ class BranchText:
     """The text of one branch. Nothing comes out after its last delta."""
 
     __slots__ = (
-        *("_detokenizer", "_is_whole", "_matcher", "_num_hidden", "_num_unstoppable", "_stop_ids"),
-        *("_tokens", "drafts", "is_cut", "is_finished"),
+        *("_detokenizer", "_is_whole", "_matcher", "_num_hidden", "_num_unstoppable", "_shown"),
+        *("_stop_ids", "_tokens", "drafts", "is_cut", "is_finished"),
     )
 
     def __init__(self, tokenizer: Tokenizer, plan: Plan) -> None:
-        shown = plan.reading.marks if plan.reading is not None else ()
-        self._detokenizer = tokenizer.detokenizer(shown)
+        self._shown = plan.reading.marks if plan.reading is not None else ()
+        self._detokenizer = tokenizer.detokenizer(self._shown)
         self._matcher = StopMatcher(plan.stops, keeps_stop=plan.keeps_stop) if plan.stops else None
         self._num_unstoppable = plan.min_tokens  # tokens whose text ends nothing
         self._stop_ids = plan.stop_token_ids
@@ -118,7 +118,10 @@ class BranchText:
     def find_cut(self, tokenizer: Tokenizer, scope: str) -> TokenCut | None:
         """The tokens of the text that was cut, if they can be told."""
         return find_cut(
-            *(tokenizer, self._tokens, self._num_hidden), is_whole=self._is_whole, scope=scope
+            *(tokenizer, self._tokens, self._num_hidden),
+            is_whole=self._is_whole,
+            shown=self._shown,
+            scope=scope,
         )
 
 

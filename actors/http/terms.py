@@ -196,7 +196,7 @@ def _control_ttl_s(request: AnyRequest, param: str) -> float | None:
     messages = getattr(request, "messages", None)
     for message in messages if isinstance(messages, list) else []:
         content = message.get("content") if isinstance(message, dict) else None
-        parts = content if isinstance(content, list) else []
+        parts = [message, *content] if isinstance(content, list) else [message]
         marks += [
             p["cache_control"] for p in parts if isinstance(p, dict) and p.get("cache_control")
         ]

@@ -17,10 +17,16 @@ MAX_FUNCTIONS: Final = 512
 MAX_LEVELS: Final = 128  # of arguments, which templates and others walk recursively
 
 _KEYS: Final = frozenset(
-    ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
+    (
+        *("role", "content", "name", "tool_calls", "tool_call_id"),
+        *("reasoning_content", "reasoning", "refusal"),
+    )
 )
-# Of answers that clients send back as they came; they change nothing.
-_ECHOED: Final = frozenset(("annotations", "mallee"))
+# Of answers that clients send back as they came, and of requests whose cache is read elsewhere; they
+# change no text.
+_ECHOED: Final = frozenset(
+    ("annotations", "mallee", "provider_specific_fields", "thinking_blocks", "cache_control")
+)
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}", re.ASCII)
 
@@ -108,9 +114,12 @@ def _message(value: Any, param: str) -> Message:
     if call_id and role != "tool":
         raise InvalidParameter(f"{param}.tool_call_id", role, "the role of results is tool")
     reasoning = _string(value, "reasoning_content", param) or _string(value, "reasoning", param)
+    refusal = _string(value, "refusal", param)
+    if refusal and role != "assistant":
+        raise InvalidParameter(f"{param}.refusal", role, "the role of refusals is assistant")
     return Message(
         role,
-        _content(value, param, is_optional=bool(calls or reasoning)),
+        _content(value, param, is_optional=role == "assistant") or refusal,
         reasoning,
         calls,
         call_id,
@@ -137,7 +146,9 @@ def _content(value: Mapping[str, Any], param: str, *, is_optional: bool) -> str:
         raise InvalidParameter(param, content, "give a string or a list of text parts")
     texts: list[str] = []
     for i, part in enumerate(content):
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        kind = part.get("type") if isinstance(part, dict) else None
+        is_known = kind == "text" or (kind == "refusal" and value.get("role") == "assistant")
+        text = part[kind] if is_known and kind in part else None
         if not isinstance(text, str):
             raise InvalidParameter(
                 f"{param}[{i}]", part, 'only parts {"type": "text", "text": ...} are supported'

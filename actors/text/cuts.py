@@ -1,9 +1,9 @@
 """The tokens of a text that was cut: whole ones up to the cut, and the rest of the one it is inside of."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
-from mallee.actors.text.tokenizer import Detokenizer, Tokenizer
+from mallee.actors.text.tokenizer import Tokenizer
 
 WINDOW: Final = 64  # tokens before the end, at first, among which a cut is looked for
 MAX_LONGER: Final = 4  # tokens before the cut that may be written anew with its residue
@@ -22,17 +22,21 @@ def find_cut(
     num_dropped: int,
     *,
     is_whole: bool,
+    shown: Collection[str] = (),
     scope: str = "",
 ) -> TokenCut | None:
     """The tokens of the text of `tokens` without its last `num_dropped` characters.
 
-    `is_whole`: no token follows, so that an unfinished character counts. None if no tokens have exactly that
+    `is_whole`: no token follows, so that an unfinished character counts. `shown`: special tokens that the
+    text has. None if no tokens have exactly that
     text: some tokenizers can't write every text.
     """
     window = WINDOW
     while True:
         begin = max(0, len(tokens) - window)
-        cut = _in_window(tokenizer, tokens, begin, num_dropped, is_whole=is_whole, scope=scope)
+        cut = _in_window(
+            *(tokenizer, tokens, begin, num_dropped), is_whole=is_whole, shown=shown, scope=scope
+        )
         if cut is not None or not begin:
             return cut
         window *= 4
@@ -45,10 +49,11 @@ def _in_window(
     num_dropped: int,
     *,
     is_whole: bool,
+    shown: Collection[str],
     scope: str,
 ) -> TokenCut | None:
     """The cut, if it is behind the first token of the window: that one's text depends on those before."""
-    text = tokenizer.detokenizer()
+    text = tokenizer.detokenizer(shown)
     written, ends = "", []  # (tokens, characters) where all of the text was written
     if not begin:
         ends.append((0, 0))
@@ -68,13 +73,8 @@ def _in_window(
     for number, chars in before[:MAX_LONGER]:
         residue = written[chars:seen]
         ids = tokenizer.encode(residue, scope=scope)
-        if ids and _text_after(tokenizer, tokens[begin:number], ids) == residue:
+        text = tokenizer.detokenizer(shown)
+        text.push(tokens[begin:number])
+        if ids and text.push(ids) + text.flush() == residue:
             return TokenCut(number, ids)
     return None
-
-
-def _text_after(tokenizer: Tokenizer, tokens: Sequence[int], more: Sequence[int]) -> str:
-    """The text that `more` adds to that of `tokens`."""
-    text: Detokenizer = tokenizer.detokenizer()
-    text.push(tokens)
-    return text.push(more) + text.flush()

@@ -55,6 +55,8 @@ class ChoiceExtras(Body, frozen=True, kw_only=True):
     cached_tokens: int
     prefill_tokens: int
     weight_version: dict[str, str]
+    accepted_prediction_tokens: int = OMITTED
+    rejected_prediction_tokens: int = OMITTED
     retain: dict[str, Any] = OMITTED
     cache: dict[str, Any] = OMITTED
     kept: Literal["kept", "refused"] = OMITTED

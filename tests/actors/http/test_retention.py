@@ -70,6 +70,9 @@ def test_times_of_openai_and_anthropic_cover_the_prompt() -> None:
     part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
     chat = ChatRequest(messages=[{"role": "user", "content": [part]}])
     assert [each.duration_s for each in read_retention(chat, 9, None)] == [3600.0]
+    whole = {"role": "user", "content": "a", "cache_control": {"type": "ephemeral", "ttl": "2h"}}
+    chat = ChatRequest(messages=[{"role": "user", "content": [part]}, whole])
+    assert [each.duration_s for each in read_retention(chat, 9, None)] == [7200.0]
     for wrong in (
         {"prompt_cache_options": {"mode": "fast"}},
         {"prompt_cache_options": {"ttl": "soon"}},

@@ -49,6 +49,23 @@ def test_an_answer_of_ours_is_a_message_of_the_next_turn() -> None:
     assert found == Message("tool", "4", tool_call_id="c1", name="f")
 
 
+def test_what_clients_libraries_add_to_messages_changes_no_text() -> None:
+    """I17, part: LiteLLM's fields, Anthropic's marks of the cache, and assistants that said nothing."""
+    added = {
+        "provider_specific_fields": {"refusal": None},
+        "thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "x"}],
+        "audio": None,
+        "function_call": None,
+        "cache_control": {"type": "ephemeral"},
+    }
+    assert read_messages([{"role": "assistant", "content": "a", **added}])[0].text == "a"
+    assert read_messages([{"role": "assistant", "content": None}]) == (Message("assistant"),)
+    (refused,) = read_messages([{"role": "assistant", "content": None, "refusal": "no"}])
+    assert refused == Message("assistant", "no")
+    parts = [{"type": "refusal", "refusal": "no"}]
+    assert read_messages([{"role": "assistant", "content": parts}]) == (refused,)
+
+
 @pytest.mark.parametrize("arguments", ["", "{}", None, {}])
 def test_no_arguments_may_be_written_in_several_ways(arguments: Any) -> None:
     (message,) = read_messages(call(name="f", arguments=arguments))
@@ -91,7 +108,8 @@ def test_text_parts_are_lines() -> None:
         ([*HI, 3], r"messages\[1\]="),
         ([{"content": "x"}], r"messages\[0\]\.role"),
         ([{"role": "user"}], r"messages\[0\]\.content"),
-        ([{"role": "assistant", "content": None}], r"messages\[0\]\.content"),
+        ([{"role": "user", "content": "x", "refusal": "no"}], r"messages\[0\]\.refusal"),
+        ([{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}], r"content\[0\]"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\]\.content\[0\]"),
         ([{"role": "user", "content": "x", "images": [1]}], r"messages\[0\]\.images"),
         ([{"role": "user", "content": "x", "function_call": {"name": "f"}}], "function_call"),

@@ -61,3 +61,17 @@ def test_what_no_tokens_can_write_has_no_cut(hidden: int) -> None:
     if cut is not None:
         own = [*ids[: cut.num_tokens], *cut.residue]
         assert text_of(SPACES, own) == text[: len(text) - hidden]
+
+
+def test_marks_of_calls_that_are_shown_are_text_of_their_own_tokens() -> None:
+    """F28, part: a stop string behind a call whose marks are special tokens cuts there, and not earlier."""
+    tokens = BYTES.encode("the tree<|im_start|>the root<|im_end|> leaf")
+    shown = ["<|im_start|>", "<|im_end|>"]
+    kept = "the tree<|im_start|>the root"
+    cut = find_cut(BYTES, tokens, len("<|im_end|> leaf"), is_whole=True, shown=shown)
+    assert cut == TokenCut(len(BYTES.encode(kept)), [])
+    inside = find_cut(BYTES, tokens, len("im_end|> leaf"), is_whole=True, shown=shown)
+    assert inside is not None
+    text = BYTES.detokenizer(shown)
+    ids = [*tokens[: inside.num_tokens], *inside.residue]
+    assert text.push(ids) + text.flush() == kept + "<|"
