@@ -15,6 +15,7 @@
     |- NotFound                 the named thing is not there                             (404)
     |  |- UnknownModel
     |  |- UnknownCapsule
+    |  |- UnknownRequest          no such request is remembered: it is too old, or never was
     |  |- UnknownBranch           no such branch runs: it is over, or never was
     |  |- CapsuleAbandoned        it was given up before it was computed
     |  `- CapsuleLost             it went with its worker, and can't be computed again         (410)
@@ -282,6 +283,17 @@ class UnknownCapsule(NotFound):
             f"capsule {shown(capsule)} is not held by any worker (expired, deleted, or its worker was"
             " restarted); create it again",
             capsule=capsule,
+        )
+
+
+class UnknownRequest(NotFound):
+    code = "request_not_found"
+
+    def __init__(self, request: str) -> None:
+        super().__init__(
+            f"request {shown(request)} is not known: it was never made, is of another scope, began at another"
+            " gateway, or is too old",
+            request=request,
         )
 
 

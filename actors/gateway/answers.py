@@ -14,7 +14,7 @@ from mallee.actors.telemetry.metrics import GatewayMetrics, Tenant
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
-from mallee.protocol.messages import Retained
+from mallee.protocol.messages import FinishReason, Retained
 from mallee.router.dispatch.effects import Deliver
 from mallee.router.dispatch.shards import Shard
 from mallee.router.dispatch.verdicts import Verdict
@@ -115,8 +115,9 @@ class Answer:
     def cut(self, branch: int, at: int, residue: Tokens) -> CapsuleId | None:
         if branch in self._open:
             self._open.discard(branch)
-            self._ended_here([branch])
+            self._ended_here([branch], "stop")
             left = self._cut(self.request, branch, at, residue)
+            self._life.branches[branch].capsule = left
         else:
             left = self._left.get(branch)
             if left is not None:
@@ -136,18 +137,18 @@ class Answer:
             self._cancel(self.request, None)
 
     def _cancelled(self, branches: Collection[int]) -> None:
-        self._ended_here(branches)
+        self._ended_here(branches, "cancelled")
         if self.tape is not None:
             for branch in branches:
                 self.tape.given_up(branch)
 
-    def _ended_here(self, branches: Collection[int]) -> None:
+    def _ended_here(self, branches: Collection[int], end: FinishReason) -> None:
         """Count branches of which the client wants no more."""
         self._metrics.branches_cancelled(len(branches))
         at_s = self._clock() - self._started
         for branch in branches:
             life = self._life.branches[branch]
-            life.finish("cancelled", at_s)
+            life.finish(end, at_s)
             self._count_tokens(life)
             if self.trace is not None:
                 self.trace.branch_ended(branch, life)
@@ -166,6 +167,7 @@ class Answer:
         """Nothing of it was sent to a worker."""
         for life in self._life.branches:
             life.finish("refused", now - self._started)
+            life.error = error.code
         if self.trace is not None:
             self.trace.end(self._life.branches, error)
             self.trace = None

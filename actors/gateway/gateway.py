@@ -39,6 +39,7 @@ from mallee.protocol.errors import (
     Unavailable,
     UnknownBranch,
     UnknownCapsule,
+    UnknownRequest,
 )
 from mallee.protocol.hashing import NO_HASHES, Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId, request_of
@@ -270,7 +271,7 @@ class GatewayService:
         answer = Answer(
             request,
             judge=judge,
-            life=self._lives.begin(request, job.num_branches, prepare_s),
+            life=self._lives.begin(request, job.num_branches, prepare_s, self._clock()),
             cancel=self._cancel,
             cut=self._cut,
             shorten=self._shorten,
@@ -620,6 +621,13 @@ class GatewayService:
     def decisions(self, request: RequestId | None, limit: int, candidates: int) -> dict[str, Any]:
         life = None if request is None else self._lives.get(request)
         return decisions_body(self._router, request, limit, candidates, life)
+
+    def life(self, request: RequestId, scope: Scope, *, names_workers: bool) -> dict[str, Any]:
+        is_own = self._ids.belongs(request, scope)
+        life = self._lives.get(request) if is_own else None
+        if life is None:
+            raise UnknownRequest(request)
+        return life.record(request, self._clock(), names_workers=names_workers)
 
     def workers(self) -> dict[str, Any]:
         return workers_body(self._router, self._metrics.workers.tiers_of)

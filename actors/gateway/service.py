@@ -312,6 +312,10 @@ class Service(Protocol):
         """The body of `GET /v1/router/explain`: see `gateway.explain`. Raises NotFound."""
         ...
 
+    def life(self, request: RequestId, scope: Scope, *, names_workers: bool) -> dict[str, Any]:
+        """The course of a request of `scope`: `RequestLife.record`. Raises UnknownRequest."""
+        ...
+
     def workers(self) -> dict[str, Any]:
         """The body of `GET /v1/router/workers`."""
         ...

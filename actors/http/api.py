@@ -34,6 +34,7 @@ from mallee.actors.http.entry.middleware import (
 )
 from mallee.actors.http.errors import RETRY_AFTER_S, install
 from mallee.actors.http.jobs import JobMaker
+from mallee.actors.http.live.handlers import LiveHandlers
 from mallee.actors.http.openapi.document import document
 from mallee.actors.http.openapi.operations import (
     HTML,
@@ -75,6 +76,7 @@ class Api:
         created: int,
     ) -> None:
         self.capsules = CapsuleHandlers(server, maker, asking)
+        self.live_requests = LiveHandlers(server, asking)
         self.operators = OperatorHandlers(server.service, asking)
         self._server = server
         self._tokenizing = tokenizing

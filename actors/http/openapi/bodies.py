@@ -221,6 +221,50 @@ class Decisions(Body, frozen=True, kw_only=True):
     life: dict[str, Any] = OMITTED
 
 
+class BranchState(Body, frozen=True, kw_only=True):
+    state: str
+    at_s: float
+
+
+class BranchPlace(Body, frozen=True, kw_only=True):
+    worker: str | None
+    at_s: float
+
+
+class BranchLife(Body, frozen=True, kw_only=True):
+    """`prompt`: the use of what was cached."""
+
+    index: int
+    state: Literal[
+        "waiting", "computing", "answering", "stop", "length", "cancelled", "error", "refused"
+    ]
+    is_over: bool
+    states: list[BranchState]
+    workers: list[BranchPlace]
+    moves: int
+    prompt: Literal["computed", "extended", "found"] | None
+    cached_tokens: int
+    prefill_tokens: int
+    output_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+    tokens_per_s: float | None
+    capsule: str | None
+    error: str | None
+
+
+class RequestLife(Body, frozen=True, kw_only=True):
+    """The course of a request. Times are seconds since it came, `created` since the epoch."""
+
+    id: str
+    object: Literal["request"]
+    created: float
+    age_s: float
+    state: Literal["running", "ended"]
+    cache: dict[str, Any] | None
+    branches: list[BranchLife]
+
+
 class MetricsTarget(Body, frozen=True, kw_only=True):
     targets: list[str]
     labels: dict[str, str]

@@ -217,6 +217,11 @@ OPERATIONS: Final = (
         refusals=_MADE,
     ),
     Operation(
+        *("GET", "/v1/requests/{request}", "live_requests.get", "The course of a request"),
+        bodies.RequestLife,
+        refusals=(404,),
+    ),
+    Operation(
         *(
             "POST",
             "/v1/requests/{request}/capsules",

@@ -21,7 +21,7 @@ from mallee.actors.http.api import DEFAULT_CHATS, build_api
 from mallee.actors.proxy.connections import LimitedServer
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.text.chat import ChatTemplate
-from mallee.protocol.errors import MalleeError, NotFound, UnknownCapsule
+from mallee.protocol.errors import MalleeError, NotFound, UnknownCapsule, UnknownRequest
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId
 from mallee.protocol.model import ModelSpec
@@ -230,6 +230,9 @@ class FakeService:
 
     def decisions(self, request: RequestId | None, limit: int, candidates: int) -> dict[str, Any]:
         return decisions_body(self.router, request, limit, candidates)
+
+    def life(self, request: RequestId, scope: Scope, *, names_workers: bool) -> dict[str, Any]:
+        raise UnknownRequest(request)
 
     def workers(self) -> dict[str, Any]:
         return workers_body(self.router, self.gateway_metrics.workers.tiers_of)

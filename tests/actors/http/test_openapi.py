@@ -95,7 +95,10 @@ def test_examples_are_answered_as_the_document_says(api: FuzzedApi, operation: O
     if operation.handler == "capsules.restore":
         made = api.send(ask_of("POST", "/v1/completions")).json()
         capsule = made["choices"][0]["mallee"]["capsule"]
-    names = {"capsule": capsule, "model": "tiny", "session": "s", "request": "r", "worker": "x"}
+    request = "r"
+    if operation.handler == "live_requests.get":
+        request = api.send(ask_of("POST", "/v1/completions")).json()["id"]
+    names = {"capsule": capsule, "model": "tiny", "session": "s", "request": request, "worker": "x"}
     ask = ask_of(operation.method, operation.path, **names)
     if operation.handler == "capsules.delete_many":
         ask = ask._replace(query={"all": "true"})
