@@ -99,6 +99,7 @@ def extras(delta: TextDelta, *, names_workers: bool) -> dict[str, Any]:
         "boundary": delta.boundary if delta.capsule is not None else None,
         "cached_tokens": delta.cached_tokens,
         "prefill_tokens": delta.prefill_tokens,
+        "completion_tokens": delta.completion_tokens,
         "weight_version": {"start": delta.weights[0], "end": delta.weights[1]},
     }
     if delta.drafts is not None:

@@ -61,6 +61,7 @@ class TextDelta:
     )
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
+    completion_tokens: int = 0  # of the choice so far
 
 
 class BranchText:
@@ -68,7 +69,7 @@ class BranchText:
 
     __slots__ = (
         *("_detokenizer", "_is_whole", "_matcher", "_num_hidden", "_num_unstoppable", "_shown"),
-        *("_stop_ids", "_tokens", "drafts", "is_cut", "is_finished"),
+        *("_stop_ids", "_tokens", "drafts", "is_cut", "is_finished", "num_tokens"),
     )
 
     def __init__(self, tokenizer: Tokenizer, plan: Plan) -> None:
@@ -83,10 +84,12 @@ class BranchText:
         self.is_finished = False
         self.is_cut = False  # at a stop string
         self.drafts: tuple[int, int] | None = None  # of all deltas so far
+        self.num_tokens = 0  # the same
 
     def push(self, delta: Delta) -> tuple[str, FinishReason | None]:
         """New text, and the reason if the branch ended; a matched stop string ends it early."""
         tokens = delta.tokens
+        self.num_tokens += len(tokens)
         if delta.drafts is not None:
             drafted, accepted = self.drafts or (0, 0)
             self.drafts = (drafted + delta.drafts[0], accepted + delta.drafts[1])
@@ -250,6 +253,7 @@ class TextStream:
             self._texts[index].drafts,
             reasoning,
             tuple(self._named(index, call) for call in calls),
+            self._texts[index].num_tokens,
         )
 
     def _parsed(self, index: int, text: str, *, is_last: bool) -> Parsed:

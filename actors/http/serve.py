@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
@@ -165,7 +165,7 @@ class Server:
         plan: Plan,
         writer: ChunkWriter,
     ) -> AsyncGenerator[bytes, None]:
-        left, owed = plan.num_choices, 0
+        left, owed = set(range(plan.num_choices)), 0  # choices that have not ended
         cost = LOGPROBS_COST if plan.logprobs else 1
         delta: TextDelta | None = first
         try:
@@ -174,7 +174,8 @@ class Server:
                 while delta is not None and len(events) < MAX_RUN and owed < TURN_TOKENS:
                     usage.add(delta)
                     owed += delta.num_tokens * cost
-                    left -= delta.finish is not None
+                    if delta.finish is not None:
+                        left.discard(delta.index)
                     if (chunk := writer.chunk(delta)) is not None:
                         events.append(event(chunk))
                     delta = text.take()
@@ -188,18 +189,23 @@ class Server:
                 if delta is None:
                     delta = await anext(text, None)
         except MalleeError as error:
-            yield event(error_body(error))
+            yield event(_broken(error, left))
             return
         except Exception:
             request_id = self.new_id()
             _log.exception("request %s failed after its first byte", request_id)
-            yield event(error_body(unexpected(request_id)))
+            yield event(_broken(unexpected(request_id), left))
             return
         if plan.include_usage:
             yield event(writer.usage(usage)) + DONE
 
     def _envelope(self, text: TextStream) -> Envelope:
         return Envelope(text.streams[0].request, int(self.clock()), self.model_name)
+
+
+def _broken(error: MalleeError, left: Collection[int]) -> dict[str, Any]:
+    """The event that ends a stream, and the choices that end by it: the others have ended before."""
+    return {**error_body(error), "mallee": {"unfinished": sorted(left)}}
 
 
 def json_response(

@@ -54,6 +54,7 @@ class ChoiceExtras(Body, frozen=True, kw_only=True):
     boundary: int | None
     cached_tokens: int
     prefill_tokens: int
+    completion_tokens: int
     weight_version: dict[str, str]
     accepted_prediction_tokens: int = OMITTED
     rejected_prediction_tokens: int = OMITTED

@@ -155,6 +155,7 @@ def test_a_forked_stream_is_multiplexed_by_index(call: Any) -> None:
             "boundary": 8,
             "cached_tokens": 32,
             "prefill_tokens": 0,
+            "completion_tokens": 8,
             "weight_version": {"start": "base", "end": "base"},
         },
     }

@@ -34,6 +34,7 @@ def test_a_completion_has_openai_s_shape_and_our_extras(call: Any) -> None:
                     "boundary": 8,
                     "cached_tokens": 4,
                     "prefill_tokens": 5,
+                    "completion_tokens": 8,
                     "weight_version": {"start": "base", "end": "base"},
                 },
             }
