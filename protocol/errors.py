@@ -9,6 +9,7 @@
     |  |- GrammarFailed           an answer can't go on under its grammar
     |  |- CapsuleStale            it was made by weights that have been replaced            (409)
     |  |- WeightsChanged          an answer can't go on: its weights have been replaced     (409)
+    |  |- SessionClosed           an answer's session was closed                           (409)
     |  |- SlowReader              the client doesn't read its answer                       (408)
     |  |- Unauthorized            no key, or none that is valid                            (401)
     |  `- Forbidden               the key has not the right                                (403)
@@ -228,6 +229,14 @@ class WeightsChanged(BadRequest):
             began=began,
             serving=serving,
         )
+
+
+class SessionClosed(BadRequest):
+    status = 409
+    code = "session_closed"
+
+    def __init__(self) -> None:
+        super().__init__("the session was closed while this answer was under way")
 
 
 class SlowReader(BadRequest):

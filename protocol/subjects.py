@@ -13,6 +13,8 @@ mallee.{fleet}.queues.{gateway}              QueueDepth, published by the gatewa
 mallee.{fleet}.texts.asks                    TextAsk, published by a gateway
 mallee.{fleet}.texts.told.{gateway}          TextTold, published for that gateway by the others
 mallee.{fleet}.texts.forgotten               TextForgotten, published by a gateway
+mallee.{fleet}.sessions.asks                 SessionsAsk, published by a gateway that comes
+mallee.{fleet}.sessions.told                 SessionNotes, published by a gateway
 mallee.{fleet}.inbox.>                       answers to requests, which gateways alone make
 
 A broker's account for gateways and one for workers need no more than `Subjects.permissions`.
@@ -90,6 +92,12 @@ class Subjects(NamedTuple):
     def texts_forgotten(self) -> str:
         return f"{self.root}.texts.forgotten"
 
+    def sessions_asks(self) -> str:
+        return f"{self.root}.sessions.asks"
+
+    def sessions_told(self) -> str:
+        return f"{self.root}.sessions.told"
+
     def inbox(self) -> str:
         """The prefix of subjects for answers."""
         return f"{self.root}.inbox"
@@ -106,6 +114,7 @@ class Subjects(NamedTuple):
         shared = (
             *(self.bookings(), self.bookings_snapshot()),
             *(self.text_asks(), self.text_told(), self.texts_forgotten()),
+            *(self.sessions_asks(), self.sessions_told()),
         )
         return Permissions(
             publish=(*requests, *shared, self.queues()),

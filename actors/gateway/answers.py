@@ -232,6 +232,11 @@ class Answer:
         versions = (self._weights.get(branch, weights), weights)
         self._put(Delta(branch, (), "error", 0, 0, None, 0, error, weights=versions), now)
 
+    def fail_all(self, error: MalleeError, now: float, weights: str) -> None:
+        """End every branch still running with `error`."""
+        for branch in sorted(self._open):
+            self.fail(branch, error, now, weights)
+
     def end(self) -> None:
         """End the iteration: nothing follows."""
         self._deltas.end()

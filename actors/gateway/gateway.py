@@ -24,6 +24,7 @@ from mallee.actors.gateway.lives import Lives
 from mallee.actors.gateway.peers import Peers
 from mallee.actors.gateway.router_metrics import RouterCollector
 from mallee.actors.gateway.service import BranchStream, CapsuleInfo, CapsulePage
+from mallee.actors.gateway.sessions.sessions import GatewaySessions, SessionLimits
 from mallee.actors.gateway.shared_texts import SharedTexts
 from mallee.actors.recording.recorder import Recorder, SessionTape
 from mallee.actors.tasks import Tasks
@@ -41,7 +42,7 @@ from mallee.protocol.errors import (
     UnknownCapsule,
     UnknownRequest,
 )
-from mallee.protocol.hashing import NO_HASHES, Tokens
+from mallee.protocol.hashing import NO_HASHES, Hashes, Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId, request_of
 from mallee.protocol.messages import (
     Capture,
@@ -132,6 +133,7 @@ class GatewayService:
         recorder: Recorder | None = None,
         files: CapsuleFiles | None = None,
         spans: "RequestSpans | None" = None,
+        sessions: SessionLimits = SessionLimits(),
     ) -> None:
         """`clock` must be the router's. Without a `recorder` no session is recorded, without `files` no
         capsule is exported or imported, without `spans` no request is traced.
@@ -197,6 +199,19 @@ class GatewayService:
             num_others=self._num_others,
             on_forgotten=self._on_forgotten,
         )
+        self.sessions = GatewaySessions(
+            bus,
+            gateway=gateway_id,
+            fleet=fleet,
+            limits=sessions,
+            block_size=router.config.block_size,
+            num_others=self._num_others,
+            hashes_of=self._hashes_of,
+            release=self.release_capsule,
+            give_up=self._give_up,
+            clock=time.time,
+        )
+        self.tasks.include(self.sessions.tasks)
         metrics.registry.register(
             RouterCollector(router.stats, self._dispatcher.stats, self._peers.replica_stats)
         )
@@ -210,6 +225,7 @@ class GatewayService:
         self._peers.tell_metrics(self.metrics_at)
         await self._peers.start_up()
         await self._texts.start_up()
+        await self.sessions.start_up()
 
     async def wait_for_worker(self, timeout_s: float) -> bool:
         """Whether a worker has joined by then; requests before that would be refused."""
@@ -227,6 +243,7 @@ class GatewayService:
             self._timer.cancel()
         await self.tasks.close()
         await self._texts.close()
+        await self.sessions.close_up()
         await self._peers.close()
         if self._recorder is not None:
             await self._recorder.close()
@@ -291,6 +308,8 @@ class GatewayService:
             self._count_refusal(error, tenant)
             raise
         judge.remember(request, self._recent)
+        if job.terms.session:
+            self.sessions.begin(request, job)
         if log.isEnabledFor(logging.DEBUG):
             named = session_digest(job.terms.tenant, job.terms.session)
             extra = ids(request=request, session=named)
@@ -335,12 +354,36 @@ class GatewayService:
         self._carry_out()
 
     def _cut(self, request: RequestId, branch: int, at: int, residue: Tokens) -> CapsuleId | None:
+        found = self._dispatcher.running(request, branch)
         capsule = self._dispatcher.cut(request, branch, at, residue)
+        if capsule is not None:
+            hashes = NO_HASHES if found is None else found[0].dispatch.hashes
+            self.sessions.left(request, capsule, at + len(residue), hashes)
         self._carry_out()
         return capsule
 
+    def _give_up(self, request: RequestId, error: MalleeError) -> None:
+        """End a request from outside: its reader gets `error`."""
+        answer = self._answers.get(request)
+        if answer is None:
+            return
+        if answer.placed.done():
+            answer.fail_all(error, self._clock(), self._router.weights.label)
+        else:
+            answer.refuse(error, self._clock())
+        self._dispatcher.cancel(request)
+        self._carry_out()
+
+    def _hashes_of(self, capsule: CapsuleId) -> Hashes:
+        """Of a capsule's full blocks, as far as they are known."""
+        try:
+            return self._router.capsule(capsule).hashes
+        except UnknownCapsule:
+            return NO_HASHES
+
     def _shorten(self, capsule: CapsuleId, at: int, residue: Tokens) -> None:
         """The client of an answer that is over saw less of it than its capsule has."""
+        self.sessions.cut(request_of(capsule), capsule, at + len(residue))
         if (text := self._memory.get(capsule)) is not None and at <= text.path.length:
             self._memory.keep(capsule, text.cut(at, residue))
         try:
@@ -386,6 +429,7 @@ class GatewayService:
         if answer is not None and answer.tape is not None:
             answer.tape.captured(branch, capsule, status.boundary)
         self._dispatcher.note_capture(shard, row, capsule, status.boundary, ttl_s)
+        self.sessions.left(request, capsule, status.boundary, shard.dispatch.hashes)
         return CapsuleInfo(capsule, shard.worker, status.boundary, time.time(), status=status)
 
     async def rewind(self, capsule: CapsuleId, to: int, ttl_s: float, scope: Scope) -> CapsuleInfo:
@@ -396,6 +440,7 @@ class GatewayService:
         if (text := self._memory.get(capsule)) is not None and to <= text.path.length:
             self._memory.keep(left, text.first(to)._replace(ttl_s=ttl_s, is_own=True))
         self._router.learn_capsule(left, worker, status.boundary, NO_HASHES, scope)
+        self.sessions.derived(left, capsule, status.boundary)
         if self._recorder is not None:
             self._recorder.rewound(scope, capsule, left, status.boundary)
         return CapsuleInfo(left, worker, status.boundary, time.time(), status=status)
@@ -534,6 +579,10 @@ class GatewayService:
             match effect:
                 case Deliver(request=request):
                     self._answers[request].deliver(effect, now)
+                    if (capsule := effect.update.capsule) is not None:
+                        hashes = effect.shard.dispatch.hashes
+                        boundary = effect.update.boundary
+                        self.sessions.left(request, CapsuleId(capsule), boundary, hashes)
                 case Send():
                     self._send(effect)
                 case Placed():
@@ -547,6 +596,7 @@ class GatewayService:
                     answer.refuse(error, now)
                 case Ended(request=request):
                     self._answers.pop(request).end()
+                    self.sessions.ended(request)
                 case LetGo(worker=worker):
                     # Not at once: effects that follow may be for that worker.
                     asyncio.get_running_loop().call_soon(self._peers.let_go, worker)
@@ -671,6 +721,7 @@ class GatewayService:
         """Raises AssertionError on a broken invariant of requests, answers or remembered prompts."""
         self._recent.check()
         self._dispatcher.check()
+        self.sessions.trees.check()
         assert self._dispatcher.num_running == len(self._answers), "answers without a request"
 
 

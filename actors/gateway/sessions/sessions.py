@@ -1,0 +1,245 @@
+"""A gateway's sessions: its own requests' and those that other gateways tell of. Listed, forked, closed."""
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from mallee.actors.bus.bus import Bus
+from mallee.actors.gateway.sessions.trees import (
+    HashesOf,
+    SessionKey,
+    SessionTree,
+    SessionTrees,
+)
+from mallee.actors.tasks import Tasks
+from mallee.protocol.codec import encode
+from mallee.protocol.errors import InvalidParameter, MalleeError, NotFound, SessionClosed, Unavailable
+from mallee.protocol.hashing import Hashes
+from mallee.protocol.ids import CapsuleId, RequestId, Scope
+from mallee.protocol.session_notes import (
+    NodeNote,
+    SessionNote,
+    SessionNotes,
+    SessionsAsk,
+    decode_session_notes,
+    decode_sessions_ask,
+)
+from mallee.protocol.subjects import Subjects
+from mallee.router.dispatch.jobs import Job
+
+log = logging.getLogger(__name__)
+
+MAX_TOLD_NODES: Final = 2048  # of one message: a few hundred kilobytes
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """`max_nodes` counts sessions and their capsules; a session is forgotten after `ttl_s` without use."""
+
+    max_nodes: int = 65_536
+    ttl_s: float = 86_400.0
+
+
+class SessionView(NamedTuple):
+    """A session as it is now; times are seconds since the epoch."""
+
+    name: str
+    parent: str
+    created: float
+    used: float
+    nodes: Sequence[NodeNote]
+    num_running: int  # at this gateway
+    children: Sequence[str] = ()
+
+
+class Closed(NamedTuple):
+    """A session's end. `num_left` capsules could not be released: their workers are silent.
+
+    `num_cancelled`: requests of this gateway.
+    """
+
+    num_released: int
+    num_left: int
+    num_cancelled: int
+
+
+class GatewaySessions:
+    """Belongs to one event loop.
+
+    `release(capsule, scope)` deletes a capsule, `give_up(request, error)` ends a request of this gateway.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        gateway: str,
+        fleet: str,
+        limits: SessionLimits,
+        block_size: int,
+        num_others: Callable[[], int],
+        hashes_of: HashesOf,
+        release: Callable[[CapsuleId, Scope], Awaitable[None]],
+        give_up: Callable[[RequestId, MalleeError], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._bus = bus
+        self._gateway = gateway
+        self._subjects = Subjects.of(fleet)
+        self._num_others = num_others
+        self._hashes_of = hashes_of
+        self._release = release
+        self._give_up = give_up
+        self.trees = SessionTrees(
+            max_nodes=limits.max_nodes, ttl_s=limits.ttl_s, block_size=block_size, clock=clock
+        )
+        self.tasks = Tasks("the gateways' sessions")
+
+    async def start_up(self) -> None:
+        """Hear of others' sessions from now on, and ask for those so far. Doesn't wait for the broker."""
+        await self._bus.subscribe(self._subjects.sessions_told(), self._on_told)
+        await self._bus.subscribe(self._subjects.sessions_asks(), self._on_ask)
+        self._bus.publish(self._subjects.sessions_asks(), encode(SessionsAsk(self._gateway)))
+
+    async def close_up(self) -> None:
+        await self.tasks.close()
+
+    # Requests
+
+    def begin(self, request: RequestId, job: Job) -> None:
+        """A job of a session was accepted."""
+        terms = job.terms
+        note = self.trees.begin(
+            request,
+            SessionKey(job.scope, terms.session),
+            parent=terms.parent_session,
+            capsule=job.capsule,
+            prompt_tokens=job.prompt_tokens,
+            is_last=terms.ends_session,
+        )
+        self._tell(note)
+
+    def left(self, request: RequestId, capsule: CapsuleId, tokens: int, hashes: Hashes) -> None:
+        """A branch left a capsule, after a prompt of these blocks."""
+        self._tell(self.trees.left(request, capsule, tokens, hashes, self._hashes_of))
+
+    def cut(self, request: RequestId, capsule: CapsuleId, tokens: int) -> None:
+        self._tell(self.trees.cut(request, capsule, tokens))
+
+    def derived(self, capsule: CapsuleId, source: CapsuleId, tokens: int) -> None:
+        self._tell(self.trees.derived(capsule, source, tokens))
+
+    def ended(self, request: RequestId) -> None:
+        """Nothing of the request runs any more; the last one of a session closes that."""
+        key = self.trees.ended(request)
+        if key is not None:
+            self.tasks.spawn(self._close_after(key))
+
+    async def _close_after(self, key: SessionKey) -> None:
+        with suppress(NotFound):
+            await self.close(key.name, key.scope)
+
+    # Clients
+
+    def page(self, scope: Scope, after: str, limit: int) -> tuple[list[SessionView], bool]:
+        """Sessions of `scope` whose names come after `after`, in order, and whether there are more."""
+        trees, has_more = self.trees.page(scope, after, limit)
+        return [_view(tree) for tree in trees], has_more
+
+    def show(self, name: str, scope: Scope) -> SessionView:
+        """Raises NotFound, also for one of another scope."""
+        tree = self._tree(name, scope)
+        return _view(tree)._replace(children=self.trees.children(tree.key))
+
+    def fork(self, name: str, scope: Scope, new: str, capsule: str | None) -> SessionView:
+        """A session `new` that begins with a capsule of this one; None: with the newest.
+
+        Raises NotFound, InvalidParameter.
+        """
+        tree = self._tree(name, scope)
+        if self.trees.get(SessionKey(scope, new)) is not None:
+            raise InvalidParameter("session", new, "there is a session of that name; give another")
+        node = tree.last if capsule is None else tree.nodes.get(capsule)
+        if node is None and capsule is not None:
+            raise InvalidParameter("capsule", capsule, "it is none of this session's")
+        if node is None:
+            raise InvalidParameter("session", name, "it has left no capsule yet")
+        forked = self.trees.fork(tree, new, node)
+        self._tell(forked.note())
+        return _view(forked)
+
+    async def close(self, name: str, scope: Scope) -> Closed:
+        """End a session: its running requests end with SessionClosed, its capsules are released.
+
+        Sessions below it stay. Raises NotFound.
+        """
+        tree = self._tree(name, scope)
+        self.trees.close(tree.key)
+        self._tell(SessionNote(scope, name, is_closed=True))
+        num_cancelled = self._end_requests(tree)
+        num_released = num_left = 0
+        for capsule in tree.own:
+            try:
+                await self._release(capsule, scope)
+            except NotFound:
+                continue  # it went before
+            except Unavailable as error:
+                log.warning("a capsule of a closed session was not released: %s", error)
+                num_left += 1
+                continue
+            num_released += 1
+        return Closed(num_released, num_left, num_cancelled)
+
+    def _end_requests(self, tree: SessionTree) -> int:
+        running = sorted(tree.running)
+        for request in running:
+            self._give_up(request, SessionClosed())
+        return len(running)
+
+    def _tree(self, name: str, scope: Scope) -> SessionTree:
+        tree = self.trees.get(SessionKey(scope, name))
+        if tree is None:
+            raise NotFound("no session of that name is here", param="session")
+        return tree
+
+    # Other gateways
+
+    def _tell(self, note: SessionNote | None) -> None:
+        if note is not None and self._num_others():
+            self._publish([note])
+
+    def _publish(self, notes: Sequence[SessionNote]) -> None:
+        raw = encode(SessionNotes(self._gateway, tuple(notes)))
+        self._bus.publish(self._subjects.sessions_told(), raw)
+
+    def _on_ask(self, raw: bytes) -> None:
+        if decode_sessions_ask(raw).gateway == self._gateway:
+            return
+        batch: list[SessionNote] = []
+        size = 0
+        for note in self.trees.notes():
+            batch.append(note)
+            size += 1 + len(note.nodes)
+            if size >= MAX_TOLD_NODES:
+                self._publish(batch)
+                batch, size = [], 0
+        if batch:
+            self._publish(batch)
+
+    def _on_told(self, raw: bytes) -> None:
+        told = decode_session_notes(raw)
+        if told.gateway == self._gateway:
+            return
+        for note in told.notes:
+            closed = self.trees.merge(note)
+            if closed is not None:
+                self._end_requests(closed)
+
+
+def _view(tree: SessionTree) -> SessionView:
+    nodes = list(tree.nodes.values())
+    return SessionView(
+        tree.key.name, tree.parent, tree.created, tree.used, nodes, len(tree.running)
+    )

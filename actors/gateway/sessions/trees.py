@@ -1,0 +1,321 @@
+"""The trees of sessions: the capsules that each session's requests left, and which continues which.
+
+A fork's parent is its capsule. A prompt's is the earlier capsule of the session whose prompt it begins with,
+but for the last tokens: templates end a prompt in their own way where the answer begins. Of several such
+the one with the longest prompt, and of its branches the one whose text goes on as the prompt does.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+from msgspec import structs
+
+from mallee.protocol.hashing import NO_HASHES, Hashes
+from mallee.protocol.ids import CapsuleId, RequestId, Scope
+from mallee.protocol.session_notes import NodeNote, SessionNote
+
+MAX_SESSION_NODES: Final = 1024
+END_TOKENS: Final = 16  # of a prompt, that the next turn's may not repeat
+
+HashesOf = Callable[[CapsuleId], Hashes]
+"""The chain hashes of a capsule's full blocks, as far as they are known."""
+
+
+class SessionKey(NamedTuple):
+    """The name of a session in its scope."""
+
+    scope: Scope
+    name: str
+
+
+@dataclass(slots=True)
+class SessionTree:
+    """One session. Times are seconds since the epoch."""
+
+    key: SessionKey
+    created: float
+    used: float
+    parent: str = ""
+    nodes: dict[str, NodeNote] = field(default_factory=dict)  # by capsule, oldest first
+    running: set[RequestId] = field(default_factory=set)  # here
+
+    @property
+    def last(self) -> NodeNote | None:
+        """The newest capsule."""
+        return next(reversed(self.nodes.values()), None)
+
+    @property
+    def own(self) -> list[CapsuleId]:
+        """The capsules of the session itself."""
+        return [CapsuleId(node.capsule) for node in self.nodes.values() if not node.is_root]
+
+    def note(self) -> SessionNote:
+        return SessionNote(self.key.scope, self.key.name, self.parent, tuple(self.nodes.values()))
+
+
+class _Asked(NamedTuple):
+    """A request under way. `nodes`: those of its session, and of that session's parent, when it began."""
+
+    key: SessionKey
+    capsule: CapsuleId | None  # that it continues
+    prompt_tokens: int
+    is_last: bool
+    nodes: tuple[NodeNote, ...]
+
+
+class SessionTrees:
+    """The sessions that one gateway knows. At most `max_nodes` capsules; what was used last stays.
+
+    A session without use for `ttl_s` is forgotten. `clock` gives seconds since the epoch.
+    """
+
+    def __init__(
+        self, *, max_nodes: int, ttl_s: float, block_size: int, clock: Callable[[], float]
+    ) -> None:
+        self._max_nodes = max_nodes
+        self._ttl_s = ttl_s
+        self._block_size = block_size
+        self._clock = clock
+        self._trees: OrderedDict[SessionKey, SessionTree] = OrderedDict()  # last used last
+        self._of_scope: dict[Scope, dict[str, SessionTree]] = {}
+        self._asked: dict[RequestId, _Asked] = {}
+        self._of_capsule: dict[str, SessionKey] = {}  # whose own it is
+        self._size = 0  # sessions and nodes
+
+    # Requests
+
+    def begin(
+        self,
+        request: RequestId,
+        key: SessionKey,
+        *,
+        parent: str = "",
+        capsule: CapsuleId | None = None,
+        prompt_tokens: int = 0,
+        is_last: bool = False,
+    ) -> SessionNote | None:
+        """A request of a session begins. Returns news for other gateways: the session is new."""
+        is_new = key not in self._trees
+        tree = self._used(key, parent)
+        tree.running.add(request)
+        above = self._trees.get(SessionKey(key.scope, tree.parent)) if tree.parent else None
+        nodes = (*(above.nodes.values() if above else ()), *tree.nodes.values())
+        self._asked[request] = _Asked(key, capsule, prompt_tokens, is_last, nodes)
+        return SessionNote(key.scope, key.name, tree.parent) if is_new else None
+
+    def left(
+        self,
+        request: RequestId,
+        capsule: CapsuleId,
+        tokens: int,
+        hashes: Hashes = NO_HASHES,
+        hashes_of: HashesOf = lambda capsule: NO_HASHES,
+    ) -> SessionNote | None:
+        """A branch of the request left a capsule; `hashes` are of the full blocks of its prompt."""
+        asked = self._asked.get(request)
+        if asked is None:
+            return None
+        tree = self._trees.get(asked.key)
+        if tree is None or request not in tree.running:
+            return None  # it was closed meanwhile
+        now = self._clock()
+        if asked.capsule is not None:
+            before = next((n for n in asked.nodes if n.capsule == asked.capsule), None)
+            node = NodeNote(capsule, asked.capsule, request, tokens, now)
+            if before is not None:  # its text begins as that one's does
+                node = structs.replace(
+                    node,
+                    prompt_tokens=before.prompt_tokens,
+                    prompt_blocks=before.prompt_blocks,
+                    prompt_hash=before.prompt_hash,
+                )
+        else:
+            own = max(0, asked.prompt_tokens - END_TOKENS) // self._block_size
+            num = min(len(hashes), own or asked.prompt_tokens // self._block_size)
+            node = NodeNote(
+                *(capsule, self._parent(asked, hashes, hashes_of), request, tokens, now),
+                asked.prompt_tokens,
+                num,
+                int(hashes[num - 1]) if num else 0,
+            )
+        self._used(asked.key)
+        self._put(tree, node)
+        return SessionNote(*asked.key, tree.parent, (node,))
+
+    def cut(self, request: RequestId, capsule: CapsuleId, tokens: int) -> SessionNote | None:
+        """A capsule ends earlier than it was told to."""
+        asked = self._asked.get(request)
+        key = self._of_capsule.get(capsule) if asked is None else asked.key
+        tree = None if key is None else self._trees.get(key)
+        node = None if tree is None else tree.nodes.get(capsule)
+        if key is None or tree is None or node is None:
+            return None
+        tree.nodes[capsule] = node = structs.replace(node, tokens=tokens)
+        return SessionNote(*key, tree.parent, (node,))
+
+    def derived(self, capsule: CapsuleId, source: CapsuleId, tokens: int) -> SessionNote | None:
+        """`capsule` is the beginning of `source`, and belongs where that does."""
+        key = self._of_capsule.get(source)
+        tree = None if key is None else self._trees.get(key)
+        if key is None or tree is None:
+            return None
+        node = structs.replace(
+            tree.nodes[source], capsule=capsule, tokens=tokens, created=self._clock()
+        )
+        self._put(tree, node)
+        return SessionNote(*key, tree.parent, (node,))
+
+    def ended(self, request: RequestId) -> SessionKey | None:
+        """The session of the request, if that was its last."""
+        asked = self._asked.pop(request, None)
+        if asked is None:
+            return None
+        tree = self._trees.get(asked.key)
+        if tree is None:
+            return None
+        tree.running.discard(request)
+        return asked.key if asked.is_last else None
+
+    def _parent(self, asked: _Asked, hashes: Hashes, hashes_of: HashesOf) -> str:
+        longest = 0
+        found: list[NodeNote] = []
+        for node in asked.nodes:
+            num = node.prompt_blocks
+            if not longest <= num <= len(hashes) or not num:
+                continue
+            if (
+                asked.prompt_tokens <= node.prompt_tokens
+                or int(hashes[num - 1]) != node.prompt_hash
+            ):
+                continue
+            if num > longest:
+                longest, found = num, []
+            found.append(node)
+        if len(found) <= 1:
+            return found[0].capsule if found else ""
+        same = [_in_common(hashes_of(CapsuleId(node.capsule)), hashes) for node in found]
+        return found[max(range(len(found)), key=lambda i: (same[i], i))].capsule
+
+    # Sessions
+
+    def get(self, key: SessionKey) -> SessionTree | None:
+        self._forget_unused()
+        return self._trees.get(key)
+
+    def page(self, scope: Scope, after: str, limit: int) -> tuple[list[SessionTree], bool]:
+        """Sessions whose names come after `after`, in order, and whether there are more."""
+        self._forget_unused()
+        trees = self._of_scope.get(scope, {})
+        names = sorted(name for name in trees if name > after)
+        return [trees[name] for name in names[:limit]], len(names) > limit
+
+    def children(self, key: SessionKey) -> list[str]:
+        trees = self._of_scope.get(key.scope, {})
+        return sorted(name for name, tree in trees.items() if tree.parent == key.name)
+
+    def fork(self, source: SessionTree, name: str, node: NodeNote) -> SessionTree:
+        """A session that begins with a capsule of another's."""
+        key = SessionKey(source.key.scope, name)
+        assert key not in self._trees, "it is there already"
+        tree = self._used(key, source.key.name)
+        self._put(tree, structs.replace(node, parent="", is_root=True))
+        return tree
+
+    def close(self, key: SessionKey) -> SessionTree | None:
+        """Forget a session; what it was."""
+        tree = self._trees.get(key)
+        if tree is not None:
+            self._forget(tree)
+        return tree
+
+    def merge(self, note: SessionNote) -> SessionTree | None:
+        """Take in another gateway's news. Returns a session that it closed."""
+        key = SessionKey(note.scope, note.session)
+        if note.is_closed:
+            return self.close(key)
+        tree = self._used(key, note.parent)
+        for node in note.nodes:
+            self._put(tree, node)
+        return None
+
+    def notes(self) -> Iterator[SessionNote]:
+        """All that is known."""
+        self._forget_unused()
+        return iter([tree.note() for tree in self._trees.values()])
+
+    def _used(self, key: SessionKey, parent: str = "") -> SessionTree:
+        """The session, which is there from now on and is the last one used."""
+        now = self._clock()
+        tree = self._trees.get(key)
+        if tree is None:
+            tree = self._trees[key] = SessionTree(key, now, now)
+            self._of_scope.setdefault(key.scope, {})[key.name] = tree
+            self._size += 1
+            self._make_room(tree)
+        self._trees.move_to_end(key)
+        tree.used = now
+        tree.parent = tree.parent or parent
+        return tree
+
+    def _put(self, tree: SessionTree, node: NodeNote) -> None:
+        if node.capsule not in tree.nodes:
+            if len(tree.nodes) >= MAX_SESSION_NODES:
+                self._drop(tree, next(iter(tree.nodes)))
+            self._size += 1
+        tree.nodes[node.capsule] = node
+        if not node.is_root:
+            self._of_capsule[node.capsule] = tree.key
+        self._make_room(tree)
+
+    def _drop(self, tree: SessionTree, capsule: str) -> None:
+        del tree.nodes[capsule]
+        if self._of_capsule.get(capsule) == tree.key:
+            del self._of_capsule[capsule]
+        self._size -= 1
+
+    def _make_room(self, spared: SessionTree) -> None:
+        while self._size > self._max_nodes:
+            oldest = next((t for t in self._trees.values() if t is not spared), None)
+            if oldest is not None:
+                self._forget(oldest)
+            elif len(spared.nodes) > 1:
+                self._drop(spared, next(iter(spared.nodes)))
+            else:
+                return
+
+    def _forget_unused(self) -> None:
+        before = self._clock() - self._ttl_s
+        while self._trees:
+            oldest = next(iter(self._trees.values()))
+            if oldest.used >= before or oldest.running:
+                return
+            self._forget(oldest)
+
+    def _forget(self, tree: SessionTree) -> None:
+        for capsule in list(tree.nodes):
+            self._drop(tree, capsule)
+        del self._trees[tree.key]
+        self._size -= 1
+        named = self._of_scope[tree.key.scope]
+        del named[tree.key.name]
+        if not named:
+            del self._of_scope[tree.key.scope]
+
+    def check(self) -> None:
+        """Raises AssertionError if nodes don't add up or are too many."""
+        trees = list(self._trees.values())
+        assert self._size == sum(1 + len(tree.nodes) for tree in trees), "nodes don't add up"
+        assert self._size <= max(self._max_nodes, 2), f"{self._size} nodes"
+        assert sum(map(len, self._of_scope.values())) == len(trees), "scopes don't add up"
+        own = {c: tree.key for tree in trees for c in tree.own}
+        assert own == self._of_capsule, "capsules don't add up"
+
+
+def _in_common(held: Hashes, wanted: Hashes) -> int:
+    """Leading blocks of both."""
+    num = min(len(held), len(wanted))
+    differs = np.flatnonzero(held[:num] != wanted[:num])
+    return int(differs[0]) if len(differs) else num

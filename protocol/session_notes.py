@@ -1,0 +1,53 @@
+"""Messages between gateways about clients' sessions, so that each can list and close all."""
+
+from typing import Final
+
+import msgspec
+
+from mallee.protocol.codec import Decoder
+from mallee.protocol.ids import Scope
+
+
+class NodeNote(msgspec.Struct, frozen=True, array_like=True):
+    """A capsule that a request of a session left.
+
+    `parent`: the capsule that it continues, "" for none. `prompt_tokens` of its request, whose block
+    `prompt_blocks` has the chain hash `prompt_hash`. `is_root`: it is another session's, which this one forked.
+    """
+
+    capsule: str
+    parent: str
+    request: str
+    tokens: int
+    created: float
+    prompt_tokens: int = 0
+    prompt_blocks: int = 0
+    prompt_hash: int = 0
+    is_root: bool = False
+
+
+class SessionNote(msgspec.Struct, frozen=True, array_like=True):
+    """A session, and what is new in it. With `is_closed` it is over, whatever is known of it."""
+
+    scope: Scope
+    session: str
+    parent: str = ""
+    nodes: tuple[NodeNote, ...] = ()
+    is_closed: bool = False
+
+
+class SessionNotes(msgspec.Struct, frozen=True, array_like=True):
+    """Notes of one gateway."""
+
+    gateway: str
+    notes: tuple[SessionNote, ...]
+
+
+class SessionsAsk(msgspec.Struct, frozen=True, array_like=True):
+    """A gateway has come: the others tell what they know."""
+
+    gateway: str
+
+
+decode_session_notes: Final = Decoder(SessionNotes, "notes of sessions")
+decode_sessions_ask: Final = Decoder(SessionsAsk, "a question for sessions")
