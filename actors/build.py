@@ -299,6 +299,7 @@ async def build_gateway(
     """
     # Lazily: numba and a tokenizer library, which workers don't need.
     from mallee.actors.gateway.gateway import GatewayService
+    from mallee.actors.gateway.sessions.sessions import SessionLimits
     from mallee.actors.telemetry.metrics import GatewayMetrics
 
     access, scopes = (
@@ -327,6 +328,7 @@ async def build_gateway(
         recorder=recorder,
         files=files.files,
         spans=None if tracing is None else build_spans(tracing, config),
+        sessions=SessionLimits(config.sessions.max_nodes, config.sessions.ttl_s),
     )
     prompts = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix=f"prompts of {name}")
     api = await asyncio.to_thread(

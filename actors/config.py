@@ -429,6 +429,21 @@ class ChatSettings(Settings):
     )
 
 
+class SessionSettings(Settings):
+    """Sessions of clients, which every gateway remembers as trees of capsules."""
+
+    max_nodes: int = Field(
+        default=65_536,
+        ge=2,
+        description="Sessions and their capsules that a gateway remembers, at about 500 bytes each; those"
+        " used last stay.",
+    )
+    ttl_s: Positive = Field(
+        default=86_400.0,
+        description="Seconds without a request until a session is forgotten. Its capsules live as they do.",
+    )
+
+
 class RecordingSettings(Settings):
     """Records of sessions whose requests ask for it (`mallee.record`)."""
 
@@ -642,6 +657,7 @@ class AppConfig(Settings):
     mock: MockSettings = MockSettings()
     http: HttpSettings = HttpSettings()
     chat: ChatSettings = ChatSettings()
+    sessions: SessionSettings = SessionSettings()
     recording: RecordingSettings = RecordingSettings()
     imports: ImportSettings = ImportSettings()
     links: LinkSettings = LinkSettings()

@@ -133,7 +133,7 @@ class GatewayService:
         recorder: Recorder | None = None,
         files: CapsuleFiles | None = None,
         spans: "RequestSpans | None" = None,
-        sessions: SessionLimits = SessionLimits(),
+        sessions: SessionLimits | None = None,
     ) -> None:
         """`clock` must be the router's. Without a `recorder` no session is recorded, without `files` no
         capsule is exported or imported, without `spans` no request is traced.
@@ -199,19 +199,18 @@ class GatewayService:
             num_others=self._num_others,
             on_forgotten=self._on_forgotten,
         )
-        self.sessions = GatewaySessions(
+        self._sessions = GatewaySessions(
             bus,
             gateway=gateway_id,
             fleet=fleet,
-            limits=sessions,
+            limits=sessions or SessionLimits(),
             block_size=router.config.block_size,
-            num_others=self._num_others,
             hashes_of=self._hashes_of,
             release=self.release_capsule,
             give_up=self._give_up,
             clock=time.time,
         )
-        self.tasks.include(self.sessions.tasks)
+        self.tasks.include(self._sessions.tasks)
         metrics.registry.register(
             RouterCollector(router.stats, self._dispatcher.stats, self._peers.replica_stats)
         )
@@ -225,7 +224,7 @@ class GatewayService:
         self._peers.tell_metrics(self.metrics_at)
         await self._peers.start_up()
         await self._texts.start_up()
-        await self.sessions.start_up()
+        await self._sessions.start_up()
 
     async def wait_for_worker(self, timeout_s: float) -> bool:
         """Whether a worker has joined by then; requests before that would be refused."""
@@ -243,7 +242,7 @@ class GatewayService:
             self._timer.cancel()
         await self.tasks.close()
         await self._texts.close()
-        await self.sessions.close_up()
+        await self._sessions.close_up()
         await self._peers.close()
         if self._recorder is not None:
             await self._recorder.close()
@@ -309,7 +308,7 @@ class GatewayService:
             raise
         judge.remember(request, self._recent)
         if job.terms.session:
-            self.sessions.begin(request, job)
+            self._sessions.begin(request, job)
         if log.isEnabledFor(logging.DEBUG):
             named = session_digest(job.terms.tenant, job.terms.session)
             extra = ids(request=request, session=named)
@@ -358,7 +357,7 @@ class GatewayService:
         capsule = self._dispatcher.cut(request, branch, at, residue)
         if capsule is not None:
             hashes = NO_HASHES if found is None else found[0].dispatch.hashes
-            self.sessions.left(request, capsule, at + len(residue), hashes)
+            self._sessions.left(request, capsule, at + len(residue), hashes)
         self._carry_out()
         return capsule
 
@@ -383,7 +382,7 @@ class GatewayService:
 
     def _shorten(self, capsule: CapsuleId, at: int, residue: Tokens) -> None:
         """The client of an answer that is over saw less of it than its capsule has."""
-        self.sessions.cut(request_of(capsule), capsule, at + len(residue))
+        self._sessions.cut(request_of(capsule), capsule, at + len(residue))
         if (text := self._memory.get(capsule)) is not None and at <= text.path.length:
             self._memory.keep(capsule, text.cut(at, residue))
         try:
@@ -394,6 +393,10 @@ class GatewayService:
         self._peers.send(entry.worker, Cut(request_of(capsule), branch, at, residue.tobytes()))
         hashes = entry.hashes[: at // self._router.config.block_size]
         self._router.learn_capsule(capsule, entry.worker, at + len(residue), hashes)
+
+    @property
+    def sessions(self) -> GatewaySessions:
+        return self._sessions
 
     # Capsules
 
@@ -429,7 +432,7 @@ class GatewayService:
         if answer is not None and answer.tape is not None:
             answer.tape.captured(branch, capsule, status.boundary)
         self._dispatcher.note_capture(shard, row, capsule, status.boundary, ttl_s)
-        self.sessions.left(request, capsule, status.boundary, shard.dispatch.hashes)
+        self._sessions.left(request, capsule, status.boundary, shard.dispatch.hashes)
         return CapsuleInfo(capsule, shard.worker, status.boundary, time.time(), status=status)
 
     async def rewind(self, capsule: CapsuleId, to: int, ttl_s: float, scope: Scope) -> CapsuleInfo:
@@ -440,7 +443,7 @@ class GatewayService:
         if (text := self._memory.get(capsule)) is not None and to <= text.path.length:
             self._memory.keep(left, text.first(to)._replace(ttl_s=ttl_s, is_own=True))
         self._router.learn_capsule(left, worker, status.boundary, NO_HASHES, scope)
-        self.sessions.derived(left, capsule, status.boundary)
+        self._sessions.derived(left, capsule, status.boundary)
         if self._recorder is not None:
             self._recorder.rewound(scope, capsule, left, status.boundary)
         return CapsuleInfo(left, worker, status.boundary, time.time(), status=status)
@@ -582,7 +585,7 @@ class GatewayService:
                     if (capsule := effect.update.capsule) is not None:
                         hashes = effect.shard.dispatch.hashes
                         boundary = effect.update.boundary
-                        self.sessions.left(request, CapsuleId(capsule), boundary, hashes)
+                        self._sessions.left(request, CapsuleId(capsule), boundary, hashes)
                 case Send():
                     self._send(effect)
                 case Placed():
@@ -596,7 +599,7 @@ class GatewayService:
                     answer.refuse(error, now)
                 case Ended(request=request):
                     self._answers.pop(request).end()
-                    self.sessions.ended(request)
+                    self._sessions.ended(request)
                 case LetGo(worker=worker):
                     # Not at once: effects that follow may be for that worker.
                     asyncio.get_running_loop().call_soon(self._peers.let_go, worker)
@@ -721,7 +724,7 @@ class GatewayService:
         """Raises AssertionError on a broken invariant of requests, answers or remembered prompts."""
         self._recent.check()
         self._dispatcher.check()
-        self.sessions.trees.check()
+        self._sessions.trees.check()
         assert self._dispatcher.num_running == len(self._answers), "answers without a request"
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from mallee.actors.capsule_files.exports import Export
 from mallee.actors.capsule_files.imports import Import
+from mallee.actors.gateway.sessions.sessions import GatewaySessions
 from mallee.actors.telemetry.metrics import content_type
 from mallee.protocol.errors import MalleeError, SlowReader
 from mallee.protocol.hashing import Tokens
@@ -302,6 +303,11 @@ class Service(Protocol):
 
     async def delete_record(self, session: str, scope: Scope) -> None:
         """Raises as `read_record`."""
+        ...
+
+    @property
+    def sessions(self) -> GatewaySessions:
+        """The sessions of clients, as trees of their capsules."""
         ...
 
     def is_kept(self, capsule: CapsuleId) -> bool:

@@ -9,7 +9,8 @@ from msgspec import structs
 
 from mallee.actors.bus.bus import Bus
 from mallee.actors.tasks import Tasks
-from mallee.protocol.capsule_texts import (
+from mallee.protocol.codec import encode
+from mallee.protocol.gateways.capsule_texts import (
     TextAsk,
     TextForgotten,
     TextTold,
@@ -17,7 +18,6 @@ from mallee.protocol.capsule_texts import (
     decode_forgotten,
     decode_told,
 )
-from mallee.protocol.codec import encode
 from mallee.protocol.ids import CapsuleId
 from mallee.protocol.messages import pack_tokens, unpack_tokens
 from mallee.protocol.subjects import Subjects

@@ -51,6 +51,7 @@ from mallee.actors.http.schemas import (
     TokenizeRequest,
 )
 from mallee.actors.http.serve import Server, json_response
+from mallee.actors.http.sessions.handlers import SessionHandlers
 from mallee.actors.http.tokenizing import Tokenizing
 from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.tokenizer import Tokenizer
@@ -74,7 +75,9 @@ class Api:
         tokenizing: Tokenizing,
         *,
         created: int,
+        draw_seed: Callable[[], int],
     ) -> None:
+        self.sessions = SessionHandlers(server.service, asking, draw_seed=draw_seed)
         self.capsules = CapsuleHandlers(server, maker, asking)
         self.live_requests = LiveHandlers(server, asking)
         self.operators = OperatorHandlers(server.service, asking)
@@ -205,7 +208,7 @@ def build_api(
         max_model_len=service.model.max_model_len,
         pool=pool,
     )
-    api = Api(server, maker, asking, tokenizing, created=created)
+    api = Api(server, maker, asking, tokenizing, created=created, draw_seed=draw_seed)
     app = Starlette(routes=_routes(api))
     app.router.redirect_slashes = False
     install(app)

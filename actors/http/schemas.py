@@ -243,6 +243,17 @@ class DemoteRequest(AnyRequest, frozen=True, kw_only=True):
     tier: str | None = None
 
 
+class SessionForkRequest(AnyRequest, frozen=True, kw_only=True):
+    """`session` names the new one; `capsule`: where it begins, by default with the newest."""
+
+    session: str = ""
+    capsule: str | None = None
+
+
+class CloseSessionRequest(AnyRequest, frozen=True, kw_only=True):
+    """SGLang's: `session_id` is the session to close."""
+
+
 R = TypeVar("R", bound=msgspec.Struct)
 
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")

@@ -15,10 +15,14 @@ from mallee.actors.gateway.sessions.trees import (
 )
 from mallee.actors.tasks import Tasks
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import InvalidParameter, MalleeError, NotFound, SessionClosed, Unavailable
-from mallee.protocol.hashing import Hashes
-from mallee.protocol.ids import CapsuleId, RequestId, Scope
-from mallee.protocol.session_notes import (
+from mallee.protocol.errors import (
+    InvalidParameter,
+    MalleeError,
+    NotFound,
+    SessionClosed,
+    Unavailable,
+)
+from mallee.protocol.gateways.session_notes import (
     NodeNote,
     SessionNote,
     SessionNotes,
@@ -26,6 +30,8 @@ from mallee.protocol.session_notes import (
     decode_session_notes,
     decode_sessions_ask,
 )
+from mallee.protocol.hashing import Hashes
+from mallee.protocol.ids import CapsuleId, RequestId, Scope
 from mallee.protocol.subjects import Subjects
 from mallee.router.dispatch.jobs import Job
 
@@ -60,7 +66,7 @@ class Closed(NamedTuple):
     `num_cancelled`: requests of this gateway.
     """
 
-    num_released: int
+    released: tuple[CapsuleId, ...]
     num_left: int
     num_cancelled: int
 
@@ -79,7 +85,6 @@ class GatewaySessions:
         fleet: str,
         limits: SessionLimits,
         block_size: int,
-        num_others: Callable[[], int],
         hashes_of: HashesOf,
         release: Callable[[CapsuleId, Scope], Awaitable[None]],
         give_up: Callable[[RequestId, MalleeError], None],
@@ -88,7 +93,6 @@ class GatewaySessions:
         self._bus = bus
         self._gateway = gateway
         self._subjects = Subjects.of(fleet)
-        self._num_others = num_others
         self._hashes_of = hashes_of
         self._release = release
         self._give_up = give_up
@@ -179,7 +183,8 @@ class GatewaySessions:
         self.trees.close(tree.key)
         self._tell(SessionNote(scope, name, is_closed=True))
         num_cancelled = self._end_requests(tree)
-        num_released = num_left = 0
+        released: list[CapsuleId] = []
+        num_left = 0
         for capsule in tree.own:
             try:
                 await self._release(capsule, scope)
@@ -189,8 +194,8 @@ class GatewaySessions:
                 log.warning("a capsule of a closed session was not released: %s", error)
                 num_left += 1
                 continue
-            num_released += 1
-        return Closed(num_released, num_left, num_cancelled)
+            released.append(capsule)
+        return Closed(tuple(released), num_left, num_cancelled)
 
     def _end_requests(self, tree: SessionTree) -> int:
         running = sorted(tree.running)
@@ -207,7 +212,7 @@ class GatewaySessions:
     # Other gateways
 
     def _tell(self, note: SessionNote | None) -> None:
-        if note is not None and self._num_others():
+        if note is not None:
             self._publish([note])
 
     def _publish(self, notes: Sequence[SessionNote]) -> None:

@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from msgspec import structs
 
+from mallee.protocol.gateways.session_notes import NodeNote, SessionNote
 from mallee.protocol.hashing import NO_HASHES, Hashes
 from mallee.protocol.ids import CapsuleId, RequestId, Scope
-from mallee.protocol.session_notes import NodeNote, SessionNote
 
 MAX_SESSION_NODES: Final = 1024
 END_TOKENS: Final = 16  # of a prompt, that the next turn's may not repeat
@@ -196,8 +196,8 @@ class SessionTrees:
             found.append(node)
         if len(found) <= 1:
             return found[0].capsule if found else ""
-        same = [_in_common(hashes_of(CapsuleId(node.capsule)), hashes) for node in found]
-        return found[max(range(len(found)), key=lambda i: (same[i], i))].capsule
+        fits = [_fit(hashes_of(CapsuleId(node.capsule)), hashes) for node in found]
+        return found[max(range(len(found)), key=lambda i: (fits[i], i))].capsule
 
     # Sessions
 
@@ -272,6 +272,9 @@ class SessionTrees:
 
     def _drop(self, tree: SessionTree, capsule: str) -> None:
         del tree.nodes[capsule]
+        self._unname(tree, capsule)
+
+    def _unname(self, tree: SessionTree, capsule: str) -> None:
         if self._of_capsule.get(capsule) == tree.key:
             del self._of_capsule[capsule]
         self._size -= 1
@@ -295,8 +298,8 @@ class SessionTrees:
             self._forget(oldest)
 
     def _forget(self, tree: SessionTree) -> None:
-        for capsule in list(tree.nodes):
-            self._drop(tree, capsule)
+        for capsule in tree.nodes:
+            self._unname(tree, capsule)
         del self._trees[tree.key]
         self._size -= 1
         named = self._of_scope[tree.key.scope]
@@ -314,8 +317,9 @@ class SessionTrees:
         assert own == self._of_capsule, "capsules don't add up"
 
 
-def _in_common(held: Hashes, wanted: Hashes) -> int:
-    """Leading blocks of both."""
+def _fit(held: Hashes, wanted: Hashes) -> tuple[int, int]:
+    """Leading blocks of both, and less than 0 where `held` goes on differently."""
     num = min(len(held), len(wanted))
     differs = np.flatnonzero(held[:num] != wanted[:num])
-    return int(differs[0]) if len(differs) else num
+    same = int(differs[0]) if len(differs) else num
+    return same, same - len(held)

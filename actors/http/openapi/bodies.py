@@ -163,6 +163,62 @@ class RecordDeleted(Body, frozen=True, kw_only=True):
     deleted: bool
 
 
+class Session(Body, frozen=True, kw_only=True):
+    """`running`: requests of this gateway. `capsules` are those that are remembered."""
+
+    id: str
+    object: Literal["session"]
+    parent: str | None
+    created: int
+    last_used: int
+    capsules: int
+    running: int
+
+
+class SessionList(Body, frozen=True, kw_only=True):
+    object: Literal["list"]
+    data: list[Session]
+    last_id: str | None
+    has_more: bool
+
+
+class SessionNode(Body, frozen=True, kw_only=True):
+    """A capsule of a session. `is_root`: another session's. Not `held`: no worker has it any more."""
+
+    capsule: str
+    parent: str | None
+    request: str
+    tokens: int
+    created: int
+    is_root: bool
+    held: bool
+    worker: str | None
+    pinned: bool = OMITTED
+    tier: Literal["device", "host", "disk", "none"] = OMITTED
+
+
+class SessionTree(Session, frozen=True, kw_only=True):
+    """Nodes are in the order in which they were left. `children`: sessions whose parent it is."""
+
+    children: list[str]
+    nodes: list[SessionNode]
+
+
+class SessionFork(Session, frozen=True, kw_only=True):
+    capsule: str
+
+
+class SessionClosed(Body, frozen=True, kw_only=True):
+    """`released` capsules; `left` ones whose workers are silent; `cancelled` requests of this gateway."""
+
+    id: str
+    object: Literal["session.closed"]
+    closed: bool
+    released: int
+    left: int
+    cancelled: int
+
+
 class Model(Body, frozen=True, kw_only=True):
     id: str
     object: Literal["model"]

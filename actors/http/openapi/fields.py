@@ -96,5 +96,8 @@ FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "version": {"description": "A label.", "minLength": 1, "maxLength": 128},
     "drain_s": {"minimum": 0, "maximum": 3600},
     "wait_s": {"minimum": 0, "maximum": 3600},
+    "session": {"description": "The name of a session.", "maxLength": 128},
+    "session_id": {"description": "The session, as vLLM and SGLang name it.", "maxLength": 128},
+    "SessionForkRequest.capsule": {"description": "One of its capsules."},
     "mallee": {"description": "Fields of Mallee's own."},
 }

@@ -11,6 +11,7 @@ from mallee.actors.http.schemas import (
     CapsuleRequest,
     CaptureRequest,
     ChatRequest,
+    CloseSessionRequest,
     CompletionRequest,
     DemoteRequest,
     DetokenizeRequest,
@@ -18,6 +19,7 @@ from mallee.actors.http.schemas import (
     PinRequest,
     RestoreRequest,
     RewindRequest,
+    SessionForkRequest,
     TokenizeRequest,
     WeightsRequest,
 )
@@ -85,6 +87,7 @@ _IMPORT: Final[Mapping[str, Mapping[str, Any]]] = {
 _MESSAGES: Final = {"messages": [{"role": "user", "content": "Why do mallees re-sprout?"}]}
 _MADE: Final = (404, 409, 410)  # what works on a capsule may not find it, or find it stale
 _CAPSULE: Final = "/v1/capsules/{capsule}"
+_SESSION: Final = "/v1/sessions/{session:path}"
 _RECORD: Final = "/v1/sessions/{session:path}/record"
 
 
@@ -248,6 +251,38 @@ OPERATIONS: Final = (
     Operation("GET", _RECORD, "get_record", "The record of a session", BYTES, refusals=(404,)),
     Operation(
         *("DELETE", _RECORD, "delete_record", "Forget it"), bodies.RecordDeleted, refusals=(404,)
+    ),
+    Operation(
+        *("GET", "/v1/sessions", "sessions.list", "The caller's sessions, a page at a time"),
+        bodies.SessionList,
+        query=_PAGE,
+    ),
+    Operation(
+        *("POST", f"{_SESSION}/fork", "sessions.fork", "A session that begins with its capsule"),
+        *(bodies.SessionFork, SessionForkRequest),
+        {"session": "another"},
+        refusals=(404,),
+    ),
+    Operation(
+        *("GET", _SESSION, "sessions.show", "A session as a tree of capsules"),
+        bodies.SessionTree,
+        refusals=(404,),
+    ),
+    Operation(
+        *("DELETE", _SESSION, "sessions.close", "End it: release its capsules, end its requests"),
+        bodies.SessionClosed,
+        refusals=(404,),
+    ),
+    Operation(
+        *(
+            "POST",
+            "/close_session",
+            "sessions.close_named",
+            "End a session, as SGLang's clients do",
+        ),
+        *(bodies.SessionClosed, CloseSessionRequest),
+        {"session_id": "s"},
+        refusals=(404,),
     ),
     Operation(
         *(

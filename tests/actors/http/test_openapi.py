@@ -98,6 +98,10 @@ def test_examples_are_answered_as_the_document_says(api: FuzzedApi, operation: O
     request = "r"
     if operation.handler == "live_requests.get":
         request = api.send(ask_of("POST", "/v1/completions")).json()["id"]
+    if operation.handler.startswith("sessions."):
+        asked = ask_of("POST", "/v1/completions")
+        body = {**asked.operation.example, "session_id": "s"}
+        assert api.send(asked._replace(content=json.dumps(body).encode())).status_code == 200
     names = {"capsule": capsule, "model": "tiny", "session": "s", "request": request, "worker": "x"}
     ask = ask_of(operation.method, operation.path, **names)
     if operation.handler == "capsules.delete_many":

@@ -12,7 +12,7 @@ class NodeNote(msgspec.Struct, frozen=True, array_like=True):
     """A capsule that a request of a session left.
 
     `parent`: the capsule that it continues, "" for none. `prompt_tokens` of its request, whose block
-    `prompt_blocks` has the chain hash `prompt_hash`. `is_root`: it is another session's, which this one forked.
+    `prompt_blocks` has the chain hash `prompt_hash`. `is_root`: another session's, which this one forked.
     """
 
     capsule: str

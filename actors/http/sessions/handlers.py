@@ -1,0 +1,137 @@
+"""The handlers of `/v1/sessions`: a scope's sessions as trees of capsules."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mallee.actors.gateway.service import CapsuleInfo, Service
+from mallee.actors.gateway.sessions.sessions import SessionView
+from mallee.actors.http.entry.asking import Asking, read_count
+from mallee.actors.http.entry.middleware import caller_of
+from mallee.actors.http.openapi.operations import MAX_LISTED
+from mallee.actors.http.schemas import CloseSessionRequest, SessionForkRequest
+from mallee.actors.http.serve import json_response
+from mallee.actors.http.sessions.names import check_session
+from mallee.actors.http.sse import unless_gone
+from mallee.protocol.errors import BadRequest, NotFound
+from mallee.protocol.gateways.session_notes import NodeNote
+from mallee.protocol.ids import CapsuleId, Scope
+
+Infos: TypeAlias = list[CapsuleInfo | None]
+
+NUM_ASKED: Final = 64  # questions to workers at once, of one request
+
+
+class SessionHandlers:
+    """Lists, shows, forks and closes sessions. All state is the service's."""
+
+    def __init__(self, service: Service, asking: Asking, *, draw_seed: Callable[[], int]) -> None:
+        self._service = service
+        self._asking = asking
+        self._draw_seed = draw_seed
+
+    async def list(self, request: Request) -> Response:
+        query = request.query_params
+        limit = read_count(query.get("limit"), "limit", 20, MAX_LISTED)
+        scope = self._asking.scope(request)
+        found, has_more = self._service.sessions.page(scope, query.get("after", ""), limit)
+        bodies = [_body(view) for view in found]
+        last = bodies[-1]["id"] if bodies else None
+        return json_response(
+            {"object": "list", "data": bodies, "last_id": last, "has_more": has_more}
+        )
+
+    async def show(self, request: Request) -> Response:
+        scope = self._asking.scope(request)
+        view = self._service.sessions.show(_session(request), scope)
+        names_workers = caller_of(request).is_operator
+        infos = await unless_gone(request.receive, self._inspect(view.nodes, scope))
+        nodes = [
+            _node(node, info, names_workers=names_workers)
+            for node, info in zip(view.nodes, infos, strict=True)
+        ]
+        return json_response({**_body(view), "children": [*view.children], "nodes": nodes})
+
+    async def fork(self, request: Request) -> Response:
+        asked = await self._asking.read(request, SessionForkRequest)
+        check_session(asked.body.session, "session")
+        new = asked.body.session or f"session_{self._draw_seed():016x}"
+        source = _session(request)
+        view = self._service.sessions.fork(source, asked.scope, new, asked.body.capsule)
+        return json_response({**_body(view), "capsule": view.nodes[0].capsule})
+
+    async def close(self, request: Request) -> Response:
+        return await self._close(request, _session(request), self._asking.scope(request))
+
+    async def close_named(self, request: Request) -> Response:
+        """SGLang's: the body names the session."""
+        asked = await self._asking.read(request, CloseSessionRequest)
+        if not asked.body.session_id:
+            raise BadRequest("session_id is required", param="session_id")
+        return await self._close(request, asked.body.session_id, asked.scope)
+
+    async def _close(self, request: Request, session: str, scope: Scope) -> Response:
+        closed = await self._service.sessions.close(session, scope)
+        for capsule in closed.released:
+            caller_of(request).visit.unkeep(capsule)
+        return json_response(
+            {
+                "id": session,
+                "object": "session.closed",
+                "closed": True,
+                "released": len(closed.released),
+                "left": closed.num_left,
+                "cancelled": closed.num_cancelled,
+            }
+        )
+
+    async def _inspect(self, nodes: Sequence[NodeNote], scope: Scope) -> "Infos":
+        """The nodes' capsules as their workers tell; None: it is gone."""
+        turns = asyncio.Semaphore(NUM_ASKED)
+
+        async def ask(node: NodeNote) -> CapsuleInfo | None:
+            async with turns:
+                try:
+                    return await self._service.inspect(CapsuleId(node.capsule), scope)
+                except NotFound:
+                    return None
+
+        return await asyncio.gather(*map(ask, nodes))
+
+
+def _session(request: Request) -> str:
+    name: str = request.path_params["session"]
+    return name
+
+
+def _body(view: SessionView) -> dict[str, Any]:
+    return {
+        "id": view.name,
+        "object": "session",
+        "parent": view.parent or None,
+        "created": int(view.created),
+        "last_used": int(view.used),
+        "capsules": len(view.nodes),
+        "running": view.num_running,
+    }
+
+
+def _node(node: NodeNote, info: CapsuleInfo | None, *, names_workers: bool) -> dict[str, Any]:
+    status = None if info is None else info.status
+    worker = info.worker if info is not None and names_workers else None
+    body = {
+        "capsule": node.capsule,
+        "parent": node.parent or None,
+        "request": node.request,
+        "tokens": node.tokens,
+        "created": int(node.created),
+        "is_root": node.is_root,
+        "held": info is not None and info.worker is not None,
+        "worker": worker,
+    }
+    if status is not None:
+        body |= {"pinned": status.is_pinned, "tier": status.tier}
+    return body

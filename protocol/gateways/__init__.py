@@ -1,0 +1,4 @@
+"""Messages between gateways about what clients left: texts of capsules, sessions.
+
+Knows ids and the messages of workers. Nothing of buses.
+"""

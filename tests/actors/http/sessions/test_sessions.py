@@ -1,0 +1,177 @@
+"""`/v1/sessions` over real gateways: trees, forks, closes, other scopes and other gateways."""
+
+from typing import Any
+
+import httpx
+
+from mallee.testing.random_model import random_model
+from support.live_api import served
+from support.tiny_fleet import post, tiny_api, tiny_fleet
+from support.waiting import until
+
+MODEL = random_model("llama", 5, max_position_embeddings=2048)
+PROMPT = "".join(chr(33 + 7 * i % 90) for i in range(60))
+SHORT = {"max_tokens": 4, "ignore_eos": True, "seed": 1}
+
+
+async def ask(client: httpx.AsyncClient, prompt: str, session: str, **more: Any) -> Any:
+    body = {"prompt": prompt, **SHORT, "mallee": {"session": session}, **more}
+    return (await post(client, "/v1/completions", **body))["choices"]
+
+
+def capsule_of(choice: Any) -> str:
+    return str(choice["mallee"]["capsule"])
+
+
+async def tree_of(client: httpx.AsyncClient, session: str, **more: Any) -> Any:
+    answer = await client.get(f"/v1/sessions/{session}", **more)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_a_conversation_is_a_tree_of_capsules() -> None:
+    """F31, part: turns by prompts that extend earlier ones and by forks; shown, forked and closed."""
+    async with tiny_api(MODEL, 1) as (client, _):
+        a, b = await ask(client, PROMPT, "s", n=2, temperature=1)
+        turn = PROMPT + b["text"] + "and what then? " * 2
+        (c,) = await ask(client, turn, "s")
+        path = f"/v1/capsules/{capsule_of(a)}/fork"
+        own = {"mallee": {"session": "s", "keep": True}}
+        fork = await post(client, path, suffixes=["x", "y"], **SHORT, **own)
+        tree = await tree_of(client, "s")
+        parents = {node["capsule"]: node["parent"] for node in tree["nodes"]}
+        assert parents == {
+            capsule_of(a): None,
+            capsule_of(b): None,
+            capsule_of(c): capsule_of(b),
+            **{capsule_of(each): capsule_of(a) for each in fork["choices"]},
+        }
+        tokens = {node["capsule"]: node["tokens"] for node in tree["nodes"]}
+        assert tokens[capsule_of(c)] == len(turn) + 4
+        assert all(node["held"] and node["tier"] == "device" for node in tree["nodes"])
+        pinned = {node["capsule"] for node in tree["nodes"] if node["pinned"]}
+        assert pinned == {capsule_of(each) for each in fork["choices"]}
+        assert (tree["capsules"], tree["running"], tree["parent"]) == (5, 0, None)
+
+        forked = await post(client, "/v1/sessions/s/fork", session="t", capsule=capsule_of(b))
+        assert (forked["id"], forked["parent"], forked["capsule"]) == ("t", "s", capsule_of(b))
+        (d,) = await ask(client, turn, "t")
+        nodes = (await tree_of(client, "t"))["nodes"]
+        assert [(node["is_root"], node["parent"]) for node in nodes] == [
+            (True, None),
+            (False, capsule_of(b)),
+        ]
+        unnamed = await post(client, "/v1/sessions/t/fork")
+        assert unnamed["capsule"] == capsule_of(d)
+        assert (await tree_of(client, "s"))["children"] == ["t"]
+
+        closed = (await client.delete("/v1/sessions/t")).json()
+        assert (closed["released"], closed["left"], closed["cancelled"]) == (1, 0, 0)
+        assert (await client.get(f"/v1/capsules/{capsule_of(d)}")).status_code == 404
+        assert (await client.get(f"/v1/capsules/{capsule_of(b)}")).status_code == 200
+        closed = (await client.post("/close_session", json={"session_id": "s"})).json()
+        assert closed["released"] == 5
+        assert (await client.get("/v1/sessions/s")).status_code == 404
+        left = (await client.get("/v1/capsules")).json()["data"]
+        assert left == []
+
+
+async def test_sessions_are_their_scope_s_alone_and_listed_in_pages() -> None:
+    """F7, part: a session of another salt is as one that never was."""
+    async with tiny_api(MODEL, 1) as (client, _):
+        for name in ("b", "a", "c"):
+            await ask(client, PROMPT, name)
+        await ask(client, PROMPT, "b", cache_salt="eve")
+        page = (await client.get("/v1/sessions", params={"limit": 2})).json()
+        assert [each["id"] for each in page["data"]] == ["a", "b"]
+        assert (page["last_id"], page["has_more"]) == ("b", True)
+        page = (await client.get("/v1/sessions", params={"after": "b"})).json()
+        assert [each["id"] for each in page["data"]] == ["c"]
+        assert not page["has_more"]
+        eve = {"x-cache-salt": "eve"}
+        page = (await client.get("/v1/sessions", headers=eve)).json()
+        assert [each["id"] for each in page["data"]] == ["b"]
+        strange = await client.get("/v1/sessions/a", headers=eve)
+        never = await client.get("/v1/sessions/never", headers=eve)
+        assert (strange.status_code, strange.json()) == (never.status_code, never.json())
+        for method, path in (("DELETE", "/v1/sessions/a"), ("POST", "/v1/sessions/a/fork")):
+            answer = await client.request(method, path, headers=eve)
+            assert answer.status_code in (400, 404)
+        answer = await client.post("/v1/sessions/a/fork", json={}, headers=eve)
+        assert answer.status_code == 404
+        taken = await client.post("/v1/sessions/a/fork", json={"session": "b"})
+        assert (taken.status_code, taken.json()["error"]["param"]) == (400, "session")
+        other = {"capsule": "req_no.0"}
+        unknown = await client.post("/v1/sessions/a/fork", json=other)
+        assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "capsule")
+        assert len((await tree_of(client, "a"))["nodes"]) == 1
+
+
+async def test_headers_make_child_sessions_and_the_last_request_closes() -> None:
+    """aiperf's and Dynamo's headers: a child that inherits the context hangs below its parent's capsule."""
+    async with tiny_api(MODEL, 1) as (client, fleet):
+        (a,) = await ask(client, PROMPT, "root")
+        above = {"x-dynamo-session-id": "child", "x-dynamo-parent-session-id": "root"}
+        prompt = PROMPT + a["text"] + "do this part of it"
+        body = {"prompt": prompt, **SHORT}
+        made = await client.post("/v1/completions", json=body, headers=above)
+        child = await tree_of(client, "child")
+        assert child["parent"] == "root"
+        assert [node["parent"] for node in child["nodes"]] == [capsule_of(a)]
+        assert (await tree_of(client, "root"))["children"] == ["child"]
+        final = {**above, "x-dynamo-session-final": "true"}
+        last = await client.post("/v1/completions", json=body, headers=final)
+        gone = [capsule_of(each.json()["choices"][0]) for each in (made, last)]
+
+        await until(lambda: not any(map(fleet.gateways[0].is_kept, gone)))  # type: ignore[arg-type]
+        assert (await client.get("/v1/sessions/child")).status_code == 404
+        assert (await tree_of(client, "root"))["children"] == []
+
+
+async def test_a_close_ends_what_runs() -> None:
+    """F20, part: streams of a session that is closed end with its error, and their KV is free."""
+    async with tiny_api(MODEL, 1) as (client, fleet):
+        long = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "n": 2, "stream": True}
+        asked = {**long, "mallee": {"session": "s"}}
+        async with client.stream("POST", "/v1/completions", json=asked) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            assert (await tree_of(client, "s"))["running"] == 1
+            closed = (await client.delete("/v1/sessions/s")).json()
+            assert (closed["cancelled"], closed["released"]) == (1, 0)
+            rest = [line async for line in lines if line]
+        assert any("session_closed" in line for line in rest)
+        await until(lambda: fleet.engines["w0"].stats().jobs == 0)
+        assert (await client.get("/v1/sessions")).json()["data"] == []
+
+
+async def test_every_gateway_lists_shows_and_closes_all_sessions() -> None:
+    """F6, part: replicas; also one that comes later."""
+    async with tiny_fleet(MODEL, 1, gateways=2, syncs=True) as fleet:
+        await until(lambda: all(each._num_others() == 1 for each in fleet.gateways))
+        async with (
+            served(fleet.gateways[0]) as (here, _),
+            served(fleet.gateways[1]) as (there, _),
+            httpx.AsyncClient(base_url=here, timeout=20) as a,
+            httpx.AsyncClient(base_url=there, timeout=20) as b,
+        ):
+            (first,) = await ask(a, PROMPT, "s")
+            await until(lambda: bool(list(fleet.gateways[1].sessions.trees.notes())))
+            (second,) = await ask(b, PROMPT + first["text"] + "more of it, please", "s")
+            trees = [await tree_of(client, "s") for client in (a, b)]
+            for tree in trees:
+                parents = {node["capsule"]: node["parent"] for node in tree["nodes"]}
+                assert parents == {capsule_of(first): None, capsule_of(second): capsule_of(first)}
+            late = await fleet.add_gateway()
+            await until(lambda: len(list(late.sessions.trees.notes())) == 1)
+            async with (
+                served(late) as (url, _),
+                httpx.AsyncClient(base_url=url, timeout=20) as c,
+            ):
+                await until(lambda: late._router.is_routable("w0", 1))  # type: ignore[arg-type]
+                assert (await c.delete("/v1/sessions/s")).json()["released"] == 2
+            await until(lambda: not any(list(g.sessions.trees.notes()) for g in fleet.gateways))
+            for client in (a, b):
+                assert (await client.get("/v1/sessions")).json()["data"] == []
+        for gateway in fleet.gateways:
+            gateway.check()
