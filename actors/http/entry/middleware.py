@@ -34,6 +34,7 @@ CountAnswer: TypeAlias = Callable[[str, int], None]
 
 # Told to everybody: the state of the service, though not whole, and the API's description, alike everywhere.
 _OPEN = frozenset(("/health", "/health/live", "/health/ready", "/openapi.json", "/docs"))
+BATCH: Final = "/v1/batch"  # the requests in it are counted, each by itself
 _CALLER = "mallee.caller"  # in the scope of a request
 _BEGUN = "mallee.begun"  # in loop seconds
 
@@ -88,7 +89,7 @@ class AuthMiddleware:
         try:
             try:
                 caller = scope[_CALLER] = self._find_caller(scope)
-                is_work = scope["method"] == "POST"
+                is_work = scope["method"] == "POST" and scope["path"] != BATCH
                 if is_work:
                     await self._turns.wait()
                 with caller.visit if is_work else nullcontext():

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from mallee.actors.http.capsules.bulk import MAX_AGE_S, TIERS
+from mallee.actors.http.live.batch import BatchRequest
 from mallee.actors.http.openapi import bodies
 from mallee.actors.http.schemas import (
     AnyRequest,
@@ -218,6 +219,11 @@ OPERATIONS: Final = (
         *(bodies.Capsule, AnyRequest),
         {},
         refusals=_MADE,
+    ),
+    Operation(
+        *("POST", "/v1/batch", "live_requests.batch", "Many operations, each with its own result"),
+        *(bodies.Batch, BatchRequest),
+        {"operations": [{"method": "GET", "path": "/v1/capsules/count"}]},
     ),
     Operation(
         *("GET", "/v1/requests/{request}", "live_requests.get", "The course of a request"),
