@@ -321,9 +321,9 @@ class Router:
         """The capsules on `worker`, by name."""
         return self._fleet.capsules.of_worker(worker)
 
-    def capsules(self, scope: Scope, after: str = "", limit: int = 100) -> list[CapsuleId]:
-        """The first `limit` capsules of `scope` by name, behind `after`. O(capsules of `scope`)."""
-        return self._fleet.capsules.of_scope(scope, after, limit)
+    def capsules(self, scope: Scope, after: str = "") -> Iterator[CapsuleId]:
+        """See `CapsuleDirectory.of_scope`."""
+        return self._fleet.capsules.of_scope(scope, after)
 
     def forget_capsule(self, capsule: CapsuleId) -> bool:
         """Forget `capsule`. False if it was not known."""

@@ -7,7 +7,7 @@ replay drives in virtual time; NATS feeds the router but is never on the path of
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -23,7 +23,7 @@ from mallee.actors.gateway.judge import Judge
 from mallee.actors.gateway.lives import Lives
 from mallee.actors.gateway.peers import Peers
 from mallee.actors.gateway.router_metrics import RouterCollector
-from mallee.actors.gateway.service import BranchStream, CapsuleInfo, CapsulePage
+from mallee.actors.gateway.service import BranchStream, CapsuleInfo
 from mallee.actors.gateway.sessions.sessions import GatewaySessions, SessionLimits
 from mallee.actors.gateway.shared_texts import SharedTexts
 from mallee.actors.recording.recorder import Recorder, SessionTape
@@ -411,11 +411,10 @@ class GatewayService:
             return info
         return info._replace(status=status, boundary=status.boundary)
 
-    async def capsules(self, scope: Scope, after: str, limit: int) -> CapsulePage:
-        found = self._router.capsules(scope, after, limit + 1)
-        own = [name for name in found[:limit] if self._ids.belongs(name, scope)]
-        infos = [self._info(self._router.capsule(name)) for name in own]
-        return CapsulePage(infos, len(found) > limit)
+    def capsules(self, scope: Scope, after: str) -> Iterator[CapsuleInfo]:
+        for name in self._router.capsules(scope, after):
+            if self._ids.belongs(name, scope):
+                yield self._info(self._router.capsule(name))
 
     async def capture(
         self, request: RequestId, branch: int, ttl_s: float, scope: Scope

@@ -5,7 +5,7 @@ Everything here is tokens; text (templates, tokenizing, stop strings) belongs to
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final, NamedTuple, Protocol
 
 from mallee.actors.capsule_files.exports import Export
@@ -217,13 +217,6 @@ class CapsuleInfo(NamedTuple):
     status: CapsuleStatus | None = None  # by its worker, if it was asked and has answered
 
 
-class CapsulePage(NamedTuple):
-    """Some capsules of one scope, by name."""
-
-    capsules: list[CapsuleInfo]
-    has_more: bool
-
-
 class Service(Protocol):
     """The gateway as the HTTP API needs it."""
 
@@ -245,8 +238,8 @@ class Service(Protocol):
         """As `capsule`, with what its worker says of it."""
         ...
 
-    async def capsules(self, scope: Scope, after: str, limit: int) -> CapsulePage:
-        """The capsules of `scope` whose names come after `after`, in order, `limit` of them at most."""
+    def capsules(self, scope: Scope, after: str) -> Iterator[CapsuleInfo]:
+        """The capsules of `scope` whose names come after `after`, in order; not those that go meanwhile."""
         ...
 
     async def capture(

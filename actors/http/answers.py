@@ -173,7 +173,8 @@ class ChatFormat(ResponseFormat):
     def chunk(self, delta: TextDelta, *, is_first: bool, num_calls: int) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         if is_first:
-            content = None if delta.calls and not delta.text else delta.text
+            has_call = delta.calls or delta.is_in_call
+            content = None if has_call and not delta.text else delta.text
             fields = {"role": "assistant", "content": content}
         elif delta.text:
             fields = {"content": delta.text}
@@ -325,7 +326,8 @@ class ChunkWriter:
     """Pieces as the bodies of stream chunks.
 
     With `token_bytes` a chunk has the log-probabilities of the tokens since the choice's last chunk:
-    text that is held back holds back its tokens.
+    text that is held back holds back its tokens. Those of a call go out as they come, in chunks without text
+    that show clients that the answer goes on.
     """
 
     __slots__ = (
@@ -353,10 +355,12 @@ class ChunkWriter:
         self._offsets: dict[int, int] = {}  # characters of the text so far, by choice
 
     def chunk(self, delta: TextDelta) -> dict[str, Any] | None:
-        """None if the delta shows nothing: no text, and not the last of its choice."""
+        """None if the delta shows nothing: no text, no token of a call, and not the last of its choice."""
         if self._token_bytes is not None:
             self._owed.setdefault(delta.index, []).extend(delta.chances)
-        if not (delta.text or delta.reasoning or delta.calls) and delta.finish is None:
+        is_shown = delta.text or delta.reasoning or delta.calls
+        is_sign_of_life = delta.is_in_call and delta.num_tokens
+        if not (is_shown or is_sign_of_life) and delta.finish is None:
             return None
         num_calls = self._num_calls.get(delta.index, 0)
         text = self._format.chunk(

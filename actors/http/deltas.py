@@ -62,6 +62,7 @@ class TextDelta:
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     completion_tokens: int = 0  # of the choice so far
+    is_in_call: bool = False  # its tokens went into what may be a call, which is held back
 
 
 class BranchText:
@@ -254,6 +255,7 @@ class TextStream:
             reasoning,
             tuple(self._named(index, call) for call in calls),
             self._texts[index].num_tokens,
+            bool(self._parsers) and self._parsers[index].is_in_call,
         )
 
     def _parsed(self, index: int, text: str, *, is_last: bool) -> Parsed:

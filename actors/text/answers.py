@@ -84,6 +84,11 @@ class AnswerParser:
         form = reading.form
         self._calls = CallParser(form, reading.functions) if form is not None else None
 
+    @property
+    def is_in_call(self) -> bool:
+        """Whether the text ends inside of what may be a call, which is held back."""
+        return self._calls is not None and self._calls.is_reading
+
     def feed(self, text: str) -> Parsed:
         """Parts that no later text can change."""
         return self._read(text, is_last=False)

@@ -1,8 +1,8 @@
 """Directory of capsules: written on the reply path, repaired by the workers' events."""
 
 from collections import OrderedDict
-from collections.abc import Set
-from heapq import nsmallest
+from collections.abc import Iterator, Set
+from heapq import heapify, heappop
 from typing import NamedTuple, TypeVar
 
 from mallee.protocol.errors import UnknownCapsule
@@ -110,10 +110,17 @@ class CapsuleDirectory:
         """The capsules on `worker`, by name."""
         return sorted(self._of_worker.get(worker, ()))
 
-    def of_scope(self, scope: Scope, after: str, limit: int) -> list[CapsuleId]:
-        """The first `limit` capsules of `scope` by name, behind `after`. O(capsules of `scope`)."""
-        later = (capsule for capsule in self._of_scope.get(scope, ()) if capsule > after)
-        return nsmallest(limit, later)
+    def of_scope(self, scope: Scope, after: str) -> Iterator[CapsuleId]:
+        """The capsules of `scope` by name, behind `after`, without those that go meanwhile.
+
+        O(capsules of `scope`) for all, and O(log) for each that is taken.
+        """
+        later = [capsule for capsule in self._of_scope.get(scope, ()) if capsule > after]
+        heapify(later)
+        while later:
+            capsule = heappop(later)
+            if capsule in self._entries:
+                yield capsule
 
     def forget(self, capsule: CapsuleId) -> bool:
         """Forget `capsule`. False if it was not known."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -163,14 +164,15 @@ class Bulk:
     async def _runs(
         self, after: str = "", size: int = PAGE
     ) -> AsyncIterator[tuple[list[CapsuleInfo], list[str]]]:
-        """Those that are meant, by name, and names of those that can't be told; in runs."""
+        """Those that are meant, by name, and names of those that can't be told; in runs.
+
+        The scope's capsules are gone through once.
+        """
         size = min(size, ASKED_PAGE) if self.wanted.asks_workers else size
-        has_more = True
-        while has_more:
-            page = await self.service.capsules(self.scope, after, size)
-            has_more = page.has_more and bool(page.capsules)
+        held = self.service.capsules(self.scope, after)
+        while run := list(islice(held, size)):
             now = self.clock()
-            infos = [info for info in page.capsules if self.wanted.may_mean(info, now)]
+            infos = [info for info in run if self.wanted.may_mean(info, now)]
             unknown: list[str] = []
             if self.wanted.asks_workers:
                 asked = await _each(infos, self._inspect)
@@ -179,9 +181,8 @@ class Bulk:
                 infos = [
                     new for _, new in told if new.status is not None and self.wanted.means(new)
                 ]
-            if page.capsules:
-                after = page.capsules[-1].capsule
             yield infos, unknown
+            await asyncio.sleep(0)  # others' tokens go on between runs
 
     async def _inspect(self, info: CapsuleInfo) -> CapsuleInfo | None:
         try:

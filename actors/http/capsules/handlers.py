@@ -54,22 +54,25 @@ class CapsuleHandlers:
         query = request.query_params
         bulk = self._bulk(request, ("limit", "after"))
         limit = read_count(query.get("limit"), "limit", 20, MAX_LISTED)
-        listed = bulk.page(query.get("after", ""), limit)
-        found, has_more, num_unknown = await unless_gone(request.receive, listed)
+        with caller_of(request).visit:
+            listed = bulk.page(query.get("after", ""), limit)
+            found, has_more, num_unknown = await unless_gone(request.receive, listed)
         bodies = [self._body(request, info) for info in found]
         last = bodies[-1]["id"] if bodies else None
         body = {"object": "list", "data": bodies, "last_id": last, "has_more": has_more}
         return json_response({**body, "unknown": num_unknown})
 
     async def count(self, request: Request) -> Response:
-        counted = self._bulk(request).count()
-        return json_response(await unless_gone(request.receive, counted))
+        bulk = self._bulk(request)
+        with caller_of(request).visit:
+            return json_response(await unless_gone(request.receive, bulk.count()))
 
     async def delete_many(self, request: Request) -> Response:
         bulk = self._bulk(request, ("all",))
         check_wanted(bulk.wanted, read_bool(request.query_params, "all"))
-        deleted = bulk.delete(caller_of(request).visit.unkeep)
-        num = await unless_gone(request.receive, deleted)
+        visit = caller_of(request).visit
+        with visit:
+            num = await unless_gone(request.receive, bulk.delete(visit.unkeep))
         return json_response({"object": "capsules.deleted", "deleted": num})
 
     async def fork(self, request: Request) -> Response:

@@ -67,6 +67,11 @@ class CallParser:
         self._opened = ""  # the mark of the block, as long as it has no call
         self._source = Source()
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether the text ends inside of what may be a call, which is held back."""
+        return self._block is not None
+
     def feed(self, text: str) -> list[Piece]:
         """The pieces that no later text can change."""
         if self._block is not None:

@@ -358,9 +358,9 @@ def call_with(service: FakeService) -> Callable[..., Caller]:
 
 
 @pytest.fixture(scope="session")
-def call_over() -> Callable[[Any], Caller]:
-    """The API over a service of the test's own."""
-    return lambda service: Caller(service, HttpSettings())
+def call_over() -> Callable[..., Caller]:
+    """The API over a service of the test's own, with keys or without."""
+    return lambda service, access=None: Caller(service, HttpSettings(), access)
 
 
 @pytest.fixture

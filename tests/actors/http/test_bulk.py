@@ -1,13 +1,18 @@
 """Capsules of one scope listed, counted and deleted together."""
 
 import asyncio
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.actors.gateway.service import CapsuleInfo, CapsulePage
+from mallee.actors.access.access import Access
+from mallee.actors.access.keys import new_key
+from mallee.actors.gateway.service import CapsuleInfo
 from mallee.actors.http.capsules import bulk
 from mallee.actors.http.capsules.bulk import TIERS
 from mallee.actors.telemetry.metrics import GatewayMetrics
@@ -39,11 +44,13 @@ class Shelf:
         self.silent: set[CapsuleId] = set()
         self.broken: set[CapsuleId] = set()
         self.vanishing: set[CapsuleId] = set()
+        self.num_scans = 0
 
-    async def capsules(self, scope: Scope, after: str, limit: int) -> CapsulePage:
-        later = sorted(name for name in self.held.get(scope, {}) if name > after)
-        infos = [self.held[scope][name]._replace(status=None) for name in later[:limit]]
-        return CapsulePage(infos, len(later) > limit)
+    def capsules(self, scope: Scope, after: str) -> Iterator[CapsuleInfo]:
+        self.num_scans += 1
+        for name in sorted(name for name in self.held.get(scope, {}) if name > after):
+            if name in self.held[scope]:
+                yield self.held[scope][name]._replace(status=None)
 
     async def inspect(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
         info = self.held.get(scope, {}).get(capsule)
@@ -173,8 +180,30 @@ def test_more_than_a_page_is_deleted_at_once(call_with_shelf: Any, query: str) -
     scope = SCOPES.scope("", "")
     shelf.held = {scope: some(2 * bulk.PAGE + 3)}
     shelf.vanishing = {CapsuleId("req_0.0007")}
+    shelf.num_scans = 0
     assert call("DELETE", f"/v1/capsules?{query}").body["deleted"] == 2 * bulk.PAGE + 3
+    assert shelf.num_scans == 1, "a page at a time would take the square of it"
     assert shelf.held[scope] == {}
+
+
+def test_looking_through_a_scope_counts_as_a_request_of_its_key(
+    call_over: Any, tmp_path: Path
+) -> None:
+    """F10, part: it takes as long as the scope is large."""
+    key, file = new_key("alice", "client", None), tmp_path / "keys.yaml"
+    file.write_text(yaml.safe_dump({"keys": [{**key.entry, "requests_per_minute": 3}]}))
+    call = call_over(Shelf(), Access(file, {}))
+
+    def status(method: str, path: str) -> int:
+        headers = {"authorization": f"Bearer {key.token}"}
+        return int(call(method, path, headers=headers).status)
+
+    assert status("GET", "/v1/capsules") == 200
+    assert status("GET", "/v1/capsules/count") == 200
+    assert status("DELETE", "/v1/capsules?all=true") == 200
+    assert status("GET", "/v1/capsules/count") == 429
+    assert status("DELETE", "/v1/capsules?all=true") == 429
+    assert status("GET", "/v1/models") == 200
 
 
 def test_what_fails_is_told_after_the_others_are_deleted(call_with_shelf: Any) -> None:

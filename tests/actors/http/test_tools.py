@@ -1,12 +1,13 @@
 """Tools, their choice and reasoning in POST /v1/chat/completions, over scripted answers."""
 
+import random
 from typing import Any
 
 import pytest
 from msgspec import structs
 
 from mallee.actors.config import ChatSettings, HttpSettings
-from support.tool_answers import recorded
+from support.tool_answers import WRITERS, recorded
 
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -135,6 +136,23 @@ def test_logprobs_are_of_all_tokens_also_those_of_calls(call: Any) -> None:
     streamed = [e for c in events for e in c["choices"][0]["logprobs"]["content"]]
     assert streamed == choice["logprobs"]["content"]
     assert len(streamed) == len(f"So: {CALL}".encode()) + 1
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_a_call_under_way_shows_signs_of_life_with_its_chances(call_with: Any, family: str) -> None:
+    """I17, part: its chunks are empty, and each has the chances of the tokens that came with it."""
+    call = call_with(HttpSettings(), chats=ChatSettings(tool_parser=family))
+    raw = WRITERS[family](random.Random(4), [("search", {"city": "x" * 300})])
+    call.service.reply = lambda _: raw
+    asked = {**ASKED, "tools": [tool("search")], "max_tokens": 1000, "logprobs": True}
+    choices = [e["choices"][0] for e in call("POST", PATH, {**asked, "stream": True}).events[:-1]]
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    assert choices[0]["delta"]["content"] is None
+    assert len(choices) > 300
+    assert max(len(choice["logprobs"]["content"]) for choice in choices) < 40
+    whole = call("POST", PATH, asked).body["choices"][0]
+    streamed = [each for choice in choices for each in choice["logprobs"]["content"]]
+    assert streamed == whole["logprobs"]["content"]
 
 
 def test_reasoning_has_a_field_of_its_own(call: Any) -> None:
