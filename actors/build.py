@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from mallee.actors.gateway.service import Service
     from mallee.actors.http.entry.middleware import CountAnswer
     from mallee.actors.recording.recorder import Recorder
+    from mallee.actors.tasks import Tasks
     from mallee.actors.telemetry.listener import MetricsListener
     from mallee.actors.telemetry.metrics import GatewayMetrics
     from mallee.actors.telemetry.tracing.requests import RequestSpans
@@ -332,7 +333,7 @@ async def build_gateway(
     )
     prompts = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix=f"prompts of {name}")
     api = await asyncio.to_thread(
-        build_api, config, service, access, scopes, metrics.answered, prompts
+        build_api, config, service, access, scopes, metrics.answered, prompts, service.tasks
     )
     if tracing is not None:
         from mallee.actors.telemetry.tracing.http import HttpSpans  # OpenTelemetry
@@ -429,6 +430,7 @@ def build_api(
     scopes: Scopes,
     count_answer: "CountAnswer",
     pool: Executor,
+    tasks: "Tasks",
 ) -> "Starlette":
     """The HTTP API in front of `service`, with the model's tokenizer and chat template."""
     from mallee.actors.http import api
@@ -453,12 +455,14 @@ def build_api(
         model_name=served_name(config),
         limits=config.http,
         chats=chats,
+        responses=config.responses,
         created=int(time.time()),
         clock=time.time,
         new_id=lambda: uuid.uuid4().hex,
         draw_seed=lambda: secrets.randbits(64),
         count_answer=count_answer,
         pool=pool,
+        tasks=tasks,
     )
 
 

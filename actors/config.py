@@ -444,6 +444,23 @@ class SessionSettings(Settings):
     )
 
 
+class ResponsesSettings(Settings):
+    """Stored responses of `/v1/responses`, in the memory of each gateway."""
+
+    max_count: int = Field(default=100_000, ge=1, description="Responses, at most.")
+    max_mib: int = Field(
+        default=256,
+        ge=1,
+        description="Memory of their texts; beyond it the one unused for the longest time is forgotten.",
+    )
+    ttl_s: Positive = Field(
+        default=86_400.0, description="Seconds without use after which a response is forgotten."
+    )
+    max_background: int = Field(
+        default=256, ge=1, description="Background responses that run at once; more get 503."
+    )
+
+
 class RecordingSettings(Settings):
     """Records of sessions whose requests ask for it (`mallee.record`)."""
 
@@ -658,6 +675,7 @@ class AppConfig(Settings):
     http: HttpSettings = HttpSettings()
     chat: ChatSettings = ChatSettings()
     sessions: SessionSettings = SessionSettings()
+    responses: ResponsesSettings = ResponsesSettings()
     recording: RecordingSettings = RecordingSettings()
     imports: ImportSettings = ImportSettings()
     links: LinkSettings = LinkSettings()

@@ -82,6 +82,10 @@ class Use:
             raise QuotaExceeded("branches at once", self._branches, most, 1.0)
         self._branches += n
 
+    def stay(self) -> None:
+        """A request goes on after its answer."""
+        self._running += 1
+
     def end(self, num_branches: int) -> None:
         """The end of a request that had so many."""
         self._running -= 1
@@ -154,6 +158,19 @@ class Visit:
     def __exit__(self, *_: object) -> None:
         if self._use is not None:
             self._use.end(self._num_branches)
+
+    @contextmanager
+    def staying(self) -> Iterator["Visit"]:
+        """The part of this request that goes on after its answer, as long as the context lasts."""
+        if self._use is None:
+            yield self
+            return
+        self._use.stay()
+        more = Visit(self._use)
+        try:
+            yield more
+        finally:
+            more.__exit__()
 
     def begin(self, branches: int, tokens: int) -> None:
         """Count a prompt of so many tokens, and its branches. Raises QuotaExceeded."""

@@ -272,14 +272,19 @@ class GatewayService:
     def model(self) -> ModelSpec:
         return self._model
 
-    async def start(self, job: Job, prepare_s: float = 0.0) -> BranchStream:
+    def new_name(self, scope: Scope) -> RequestId:
+        return self._ids.new(scope)
+
+    async def start(
+        self, job: Job, prepare_s: float = 0.0, *, name: RequestId | None = None
+    ) -> BranchStream:
         """Route the job and send it off, once a worker has room. Raises MalleeError before it is sent."""
         if self._is_closed:
             raise _closed()
         if job.capsule is not None:
             self._check_owner(job.capsule, job.scope)
         session = await self._record_of(job) if job.terms.is_recorded else None
-        request = self._ids.new(job.scope)
+        request = name or self._ids.new(job.scope)
         self._metrics.prepare_s.observe(prepare_s)
         tenant = self._metrics.tenants.of(job.terms.owner)
         tenant.asked()

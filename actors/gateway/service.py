@@ -223,10 +223,17 @@ class Service(Protocol):
     @property
     def model(self) -> ModelSpec: ...
 
-    async def start(self, job: Job, prepare_s: float = 0.0) -> BranchStream:
+    def new_name(self, scope: Scope) -> RequestId:
+        """A name for a request to come, which its answer's id is made from before it starts."""
+        ...
+
+    async def start(
+        self, job: Job, prepare_s: float = 0.0, *, name: RequestId | None = None
+    ) -> BranchStream:
         """Route the job and send it off; it waits where there is no room, as its terms say.
 
-        It took `prepare_s` to read and tokenize it. Raises MalleeError before anything is sent.
+        It took `prepare_s` to read and tokenize it. `name`: a new one of its scope, if it has one.
+        Raises MalleeError before anything is sent.
         """
         ...
 

@@ -16,7 +16,7 @@ from starlette.types import Scope as AsgiScope
 
 from mallee.actors.access.access import Access
 from mallee.actors.access.scopes import Scopes
-from mallee.actors.config import ChatSettings, HttpSettings
+from mallee.actors.config import ChatSettings, HttpSettings, ResponsesSettings
 from mallee.actors.gateway.service import Service
 from mallee.actors.http.answers import (
     CHAT,
@@ -43,6 +43,8 @@ from mallee.actors.http.openapi.operations import (
 from mallee.actors.http.openapi.page import page
 from mallee.actors.http.operators import OperatorHandlers
 from mallee.actors.http.prompts import PromptReader
+from mallee.actors.http.responses.room import Responses
+from mallee.actors.http.responses.turns import TurnMaker
 from mallee.actors.http.schemas import (
     AnyRequest,
     ChatRequest,
@@ -53,12 +55,14 @@ from mallee.actors.http.schemas import (
 from mallee.actors.http.serve import Server, json_response
 from mallee.actors.http.sessions.handlers import SessionHandlers
 from mallee.actors.http.tokenizing import Tokenizing
+from mallee.actors.tasks import Tasks
 from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.ids import Scope
 
 PAGE_HEADERS: Final = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 DEFAULT_CHATS: Final = ChatSettings()
+DEFAULT_RESPONSES: Final = ResponsesSettings()
 _SERVING: Final = ("ok", "degraded")  # of the service's health
 
 R = TypeVar("R", bound=AnyRequest)
@@ -73,6 +77,7 @@ class Api:
         maker: JobMaker,
         asking: Asking,
         tokenizing: Tokenizing,
+        responses: Responses,
         *,
         created: int,
         draw_seed: Callable[[], int],
@@ -80,6 +85,7 @@ class Api:
         self.sessions = SessionHandlers(server.service, asking, draw_seed=draw_seed)
         self.capsules = CapsuleHandlers(server, maker, asking)
         self.live_requests = LiveHandlers(server, asking)
+        self.responses = responses
         self.operators = OperatorHandlers(server.service, asking)
         self._server = server
         self._tokenizing = tokenizing
@@ -174,19 +180,21 @@ def build_api(
     model_name: str,
     limits: HttpSettings,
     chats: ChatSettings = DEFAULT_CHATS,
+    responses: ResponsesSettings = DEFAULT_RESPONSES,
     created: int,
     clock: Callable[[], float],
     new_id: Callable[[], str],
     draw_seed: Callable[[], int],
     count_answer: CountAnswer = lambda endpoint, status: None,
     pool: Executor | None = None,
+    tasks: Tasks | None = None,
 ) -> Starlette:
     """The ASGI app over `service`.
 
     `created` and `clock` are seconds since the epoch; `new_id` names failures in the log;
     `draw_seed` gives integers in [0, 2**64), from any thread.
     `count_answer(endpoint, status)` is called when an answer begins. `pool` reads large requests, by
-    default the loop's own.
+    default the loop's own. `tasks` are the service's, which closes them.
     """
     reader = PromptReader(
         tokenizer, chat, service.model.vocab_size, max_model_len=service.model.max_model_len
@@ -208,7 +216,9 @@ def build_api(
         max_model_len=service.model.max_model_len,
         pool=pool,
     )
-    api = Api(server, maker, asking, tokenizing, created=created, draw_seed=draw_seed)
+    turns = TurnMaker(reader, chat_reader, maker)
+    stored = Responses(asking, server, turns, responses, tasks or Tasks("the responses"))
+    api = Api(server, maker, asking, tokenizing, stored, created=created, draw_seed=draw_seed)
     app = Starlette(routes=_routes(api))
     app.router.redirect_slashes = False
     install(app)

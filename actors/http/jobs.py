@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -10,7 +10,7 @@ import xxhash
 from mallee.actors.capsule_files.imports import Received
 from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.service import CapsuleInfo
-from mallee.actors.http.chat.reading import ChatReader
+from mallee.actors.http.chat.reading import Chat, ChatReader
 from mallee.actors.http.files.taking import ImportRequest
 from mallee.actors.http.grammars import FREE_TEXT, OutputFormat, read_output_format
 from mallee.actors.http.prompts import PromptReader
@@ -37,7 +37,7 @@ from mallee.protocol.errors import (
     shown,
 )
 from mallee.protocol.hashing import Tokens, as_tokens
-from mallee.protocol.ids import Scope
+from mallee.protocol.ids import CapsuleId, Scope
 from mallee.protocol.messages import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -89,6 +89,14 @@ class Plan:
     @property
     def num_choices(self) -> int:
         return len(self.jobs) * self.branches
+
+
+class Start(NamedTuple):
+    """The first `num_tokens` tokens of a capsule, which has more of them if `is_cut`."""
+
+    capsule: CapsuleId
+    num_tokens: int
+    is_cut: bool
 
 
 def digests_of(messages: Sequence[Message]) -> Messages:
@@ -148,28 +156,74 @@ class JobMaker:
     def chat(self, request: ChatRequest, scope: Scope, terms: QueueTerms) -> Plan:
         """Without a token limit the setting's counts, as far as the prompt leaves room in the window."""
         self.check_model(request.model)
-        self._check_sampling(request)
         self._check_branches("n", request.n, 1)
         old, new = request.max_tokens, request.max_completion_tokens
         if old is not None and new is not None and old != new:
             remedy = f"max_completion_tokens={shown(new)}: give one"
             raise InvalidParameter("max_tokens", old, remedy)
-        max_tokens = self._max_tokens("max_tokens", old)
-        max_tokens = self._max_tokens("max_completion_tokens", new) or max_tokens
-        chat = self._chat.read(request, scope)
-        room = max(self._spec.max_model_len - len(chat.prompt), 1)
+        self._max_tokens("max_tokens", old)
+        self._max_tokens("max_completion_tokens", new)
+        return self.conversation(request, self._chat.read(request, scope), scope, terms)
+
+    def conversation(
+        self,
+        request: ChatRequest,
+        chat: Chat,
+        scope: Scope,
+        terms: QueueTerms,
+        start: Start | None = None,
+    ) -> Plan:
+        """The plan of a request that was read; its prompt goes on from `start`, if that is given.
+
+        A request of another API sets `max_completion_tokens`, and names its own fields before.
+        """
+        self._check_sampling(request)
+        max_tokens = request.max_completion_tokens or request.max_tokens
+        begun = 0 if start is None else start.num_tokens
+        room = max(self._spec.max_model_len - begun - len(chat.prompt), 1)
         default = min(self._chat.settings.max_tokens or room, room)
         if ends := self._chat.stop_token_ids:
             ids = [*request.stop_token_ids, *(() if request.ignore_eos else ends)]
             request = msgspec.structs.replace(request, stop_token_ids=ids)
-        plan = self._generate(
-            *(request, [chat.prompt], max_tokens or default),
-            output=chat.output,
-            scope=scope,
-            terms=terms,
-            messages=digests_of(chat.messages),
-        )
+        if start is not None:
+            plan = self._go_on(request, chat, start, max_tokens or default, scope, terms)
+        else:
+            plan = self._generate(
+                *(request, [chat.prompt], max_tokens or default),
+                output=chat.output,
+                scope=scope,
+                terms=terms,
+                messages=digests_of(chat.messages),
+            )
         return replace(plan, reading=chat.reading)
+
+    def _go_on(
+        self,
+        request: ChatRequest,
+        chat: Chat,
+        start: Start,
+        max_tokens: int,
+        scope: Scope,
+        terms: QueueTerms,
+    ) -> Plan:
+        """One branch from a capsule, whose suffix is the rest of a conversation."""
+        length = start.num_tokens + len(chat.prompt)
+        self._check_fits(length, max_tokens)
+        job = ForkJob(
+            start.capsule,
+            [chat.prompt],
+            self._branch_limits(request, max_tokens),
+            self._sampling(request),
+            terms,
+            chat.output.grammar,
+            start.num_tokens if start.is_cut else None,
+            scope,
+            keep_s=self._keep_s(request),
+            retain=read_retention(request, length, self._limits.max_ttl_s),
+        )
+        return self._plan(
+            request, chat.output, (job,), branches=1, prompt_tokens=length, starts=(length,)
+        )
 
     def capsule(self, request: CapsuleRequest, scope: Scope, terms: QueueTerms) -> PrefillJob:
         self.check_model(request.model)

@@ -87,6 +87,21 @@ class PromptReader:
             raise InvalidParameter("messages", num, "they render to no token at all")
         return RenderedPrompt(tokens, found.pieces[-1][-END_CHARS:])
 
+    def rendering(self, conversation: Conversation, *, add_generation_prompt: bool) -> Rendering:
+        """A conversation as text. Raises InvalidParameter."""
+        return self._chat.render(conversation, add_generation_prompt=add_generation_prompt)
+
+    def rest(self, rendering: Rendering, begin: int, scope: str = "") -> RenderedPrompt:
+        """The tokens of a rendering's text from character `begin` on, where a token begins."""
+        pieces: list[str] = []
+        for piece in rendering.pieces:
+            pieces.append(piece[max(begin, 0) :])
+            begin -= len(piece)
+        pieces = [piece for piece in pieces if piece] or [""]
+        return RenderedPrompt(
+            self._rendered(Rendering(tuple(pieces)), scope), pieces[-1][-END_CHARS:]
+        )
+
     def suffix(self, value: Any, param: str, scope: str = "") -> Tokens:
         """The suffix of one fork: a string, ids, or messages that continue a conversation."""
         if isinstance(value, dict):

@@ -127,7 +127,7 @@ def asks(draw: st.DrawFn, operation: Operation, capsules: st.SearchStrategy[str]
     path = template(operation.path)
     path = path.replace("{capsule}", _quoted(draw(capsules)))
     path = path.replace("{model}", _quoted(draw(st.sampled_from(["tiny", "x"]) | TEXTS)))
-    for name in ("session", "request", "worker"):
+    for name in ("session", "request", "worker", "response"):
         path = path.replace(f"{{{name}}}", _quoted(draw(TEXTS.filter(lambda t: t[:1] != "w"))))
     fields = {name: values(schema) for name, schema in operation.query.items()}
     query = draw(st.fixed_dictionaries({}, optional={**fields, "extra": TEXTS}))
@@ -209,6 +209,8 @@ class Oracle:
 
     def _stream_problem(self, text: str) -> str | None:
         events = text.split("\n\n")[:-1]
+        if events and events[0].startswith("event: "):
+            return self._named_problem(events)
         if not all(event.startswith("data: ") for event in events):
             return f"no events: {text[:200]!r}"
         if events[-1] == "data: [DONE]":
@@ -217,6 +219,20 @@ class Oracle:
         if error is None or error["code"] == "internal_error":
             return f"a stream ends with {events[-1][:300]}"
         return None
+
+    def _named_problem(self, events: list[str]) -> str | None:
+        """Of a stream of responses."""
+        found = []
+        for event in events:
+            name, data = event.split("\n")
+            found.append(json.loads(data.removeprefix("data: ")))
+            if name != f"event: {found[-1]['type']}":
+                return f"an event of another name: {event[:200]}"
+        if [each["sequence_number"] for each in found] != list(range(len(found))):
+            return "events are not numbered in order"
+        ends = ("response.completed", "response.incomplete", "response.failed")
+        is_ended = found[-1]["type"] in ends and "internal error" not in events[-1]
+        return None if is_ended else f"a stream ends with {events[-1][:300]}"
 
 
 class FuzzedApi:

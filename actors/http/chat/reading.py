@@ -7,7 +7,7 @@ from mallee.actors.config import ChatSettings
 from mallee.actors.http.chat.choice import read_choice
 from mallee.actors.http.chat.forms import answer_form
 from mallee.actors.http.grammars import OutputFormat, read_output_format
-from mallee.actors.http.prompts import PromptReader
+from mallee.actors.http.prompts import PromptReader, RenderedPrompt
 from mallee.actors.http.schemas import CapsuleRequest, ChatRequest, TokenizeRequest
 from mallee.actors.text.answers import THINKING, Reading, Thinking, thinking_of
 from mallee.actors.text.chat import ChatTemplate, Source
@@ -56,12 +56,24 @@ class ChatReader:
     def read(self, request: ChatRequest, scope: str) -> Chat:
         """Raises BadRequest."""
         conversation = self._conversation(request, request.reasoning_effort)
+        prompt = self._reader.conversation(conversation, scope, add_generation_prompt=True)
+        return self.begun(request, conversation, prompt, read_output_format(request))
+
+    def begun(
+        self,
+        request: ChatRequest,
+        conversation: Conversation,
+        prompt: RenderedPrompt,
+        output: OutputFormat,
+    ) -> Chat:
+        """A conversation that was rendered, and the way in which its answer is read.
+
+        `prompt` may be the rest of it alone. Raises BadRequest.
+        """
         source = self._template.source_for(conversation)
         choice = read_choice(request.tool_choice, tuple(conversation.functions))
-        prompt = self._reader.conversation(conversation, scope, add_generation_prompt=True)
         thinking = self._thinking(source)
         form = None if choice.mode == "none" else self._form(source)
-        output = read_output_format(request)
         if output.grammar is not None:
             thinking = None  # the form begins with the answer's first token
         is_open = thinking is not None and thinking.is_open_in(prompt.end)
@@ -97,9 +109,18 @@ class ChatReader:
         if request.messages is None:
             raise BadRequest("messages is required", param="messages")
         found = Conversation(read_messages(request.messages), read_functions(request.tools))
-        source = self._template.source_for(found)
-        variables = _effort(effort, source) | _variables(request.chat_template_kwargs, source)
-        return Conversation(found.messages, found.functions, variables)
+        return self.with_variables(found, effort, request.chat_template_kwargs)
+
+    def with_variables(
+        self, conversation: Conversation, effort: str | None, given: Any, *, is_hint: bool = False
+    ) -> Conversation:
+        """The conversation with what its template reads beside it; `is_hint`: an effort may mean nothing.
+
+        Raises InvalidParameter.
+        """
+        source = self._template.source_for(conversation)
+        variables = _effort(effort, source, is_hint=is_hint) | _variables(given, source)
+        return Conversation(conversation.messages, conversation.functions, variables)
 
     def _thinking(self, source: Source) -> Thinking | None:
         name = self.settings.reasoning_parser
@@ -132,7 +153,7 @@ def _variables(given: Any, source: Source) -> dict[str, Any]:
     return given
 
 
-def _effort(effort: str | None, source: Source) -> dict[str, Any]:
+def _effort(effort: str | None, source: Source, *, is_hint: bool) -> dict[str, Any]:
     """`reasoning_effort` as the template's variable of that name, or as the switch that it has."""
     if effort is None:
         return {}
@@ -141,7 +162,7 @@ def _effort(effort: str | None, source: Source) -> dict[str, Any]:
     if "reasoning_effort" in source.variables:
         return {"reasoning_effort": effort}
     switches = [name for name in ("enable_thinking", "thinking") if name in source.variables]
-    if not switches and effort != "none":
+    if not switches and effort != "none" and not is_hint:
         remedy = "this model's chat template knows no effort; leave it out, or give 'none'"
         raise InvalidParameter("reasoning_effort", effort, remedy)
     return dict.fromkeys(switches, effort != "none")

@@ -96,6 +96,56 @@ class Chat(AnyAnswer, frozen=True, kw_only=True):
     choices: list[ChatChoice]
 
 
+class Response(Body, frozen=True, kw_only=True):
+    """OpenAI's. `mallee`: of its last choice, and how its prompt was made (`turn`, `new_tokens`)."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: dict[str, Any]
+    safety_identifier: str | None
+    service_tier: str
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    usage: dict[str, Any] | None
+    user: str | None
+    metadata: dict[str, Any]
+    mallee: dict[str, Any] = OMITTED
+
+
+class ResponseDeleted(Body, frozen=True, kw_only=True):
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class ItemList(Body, frozen=True, kw_only=True):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class Fork(AnyAnswer, frozen=True, kw_only=True):
     object: Literal["capsule.fork"]
     choices: list[TextChoice]

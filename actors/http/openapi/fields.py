@@ -25,6 +25,16 @@ FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "CapsuleRequest.prompt": {"description": "Text or token ids.", "anyOf": [_STRING, _IDS]},
     "TokenizeRequest.prompt": _STRING,
     "messages": {"description": "A conversation, for the model's own template.", **_MESSAGES},
+    "input": {
+        "description": "A text, or items: messages, calls, their results, reasoning.",
+        "anyOf": [_STRING, {"type": "array", "minItems": 1, "items": _OBJECT}],
+    },
+    "text": {"description": "`format`: text, json_object or json_schema.", **_OBJECT},
+    "reasoning": {"description": "`effort`, where the template knows it.", **_OBJECT},
+    "metadata": {"description": "Up to 16 texts by name.", **_OBJECT},
+    "include": {"items": {"enum": ["message.output_text.logprobs", "reasoning.encrypted_content"]}},
+    "truncation": {"enum": ["disabled", None]},
+    "max_output_tokens": {"description": "Of reasoning and answer.", "minimum": 1},
     "tools": {
         "description": "Functions that may be called, as OpenAI's.",
         "type": "array",

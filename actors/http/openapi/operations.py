@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 from mallee.actors.http.capsules.bulk import MAX_AGE_S, TIERS
 from mallee.actors.http.live.batch import BatchRequest
 from mallee.actors.http.openapi import bodies
+from mallee.actors.http.responses.requests import ResponseRequest
 from mallee.actors.http.schemas import (
     AnyRequest,
     CapsuleRequest,
@@ -89,6 +90,7 @@ _MESSAGES: Final = {"messages": [{"role": "user", "content": "Why do mallees re-
 _MADE: Final = (404, 409, 410)  # what works on a capsule may not find it, or find it stale
 _CAPSULE: Final = "/v1/capsules/{capsule}"
 _SESSION: Final = "/v1/sessions/{session:path}"
+_RESPONSE: Final = "/v1/responses/{response}"
 _RECORD: Final = "/v1/sessions/{session:path}/record"
 
 
@@ -129,6 +131,40 @@ OPERATIONS: Final = (
         *("POST", "/v1/detokenize", "detokenize", "As /detokenize"),
         *(Detokenized, DetokenizeRequest),
         {"tokens": [1, 2, 3]},
+        refusals=(404,),
+    ),
+    Operation(
+        *("POST", "/v1/responses", "responses.create", "An answer that the server remembers"),
+        *(bodies.Response, ResponseRequest),
+        {"input": "Why do mallees re-sprout?", "max_output_tokens": 16},
+        refusals=(404, 409),
+        streams=True,
+    ),
+    Operation(
+        *("GET", _RESPONSE, "responses.get", "A stored response"),
+        bodies.Response,
+        query={"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
+        refusals=(404,),
+        streams=True,
+    ),
+    Operation(
+        *("DELETE", _RESPONSE, "responses.delete", "Forget a response; its capsule stays"),
+        bodies.ResponseDeleted,
+        refusals=(404,),
+    ),
+    Operation(
+        *("POST", f"{_RESPONSE}/cancel", "responses.cancel", "End a background response"),
+        bodies.Response,
+        refusals=(404,),
+    ),
+    Operation(
+        *("GET", f"{_RESPONSE}/input_items", "responses.input_items", "The items of its input"),
+        bodies.ItemList,
+        query={
+            "limit": _count(20, MAX_LISTED),
+            "order": {"type": "string", "enum": ["asc", "desc"]},
+            "after": {"type": "string"},
+        },
         refusals=(404,),
     ),
     Operation("GET", "/v1/models", "models", "The models served: one", bodies.ModelList),

@@ -167,11 +167,18 @@ class FakeService:
     def job(self) -> Any:
         return self.streams[-1].job
 
-    async def start(self, job: Job, prepare_s: float = 0.0) -> FakeStream:
+    def new_name(self, scope: Scope) -> RequestId:
+        return SCOPES.new(scope)
+
+    async def start(
+        self, job: Job, prepare_s: float = 0.0, *, name: RequestId | None = None
+    ) -> FakeStream:
         assert prepare_s >= 0
         if self.refuses is not None:
             raise self.refuses
         self.streams.append(FakeStream(self, job, len(self.streams)))
+        if name is not None:
+            self.streams[-1].request = name
         self.started.set()
         return self.streams[-1]
 

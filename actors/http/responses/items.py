@@ -1,0 +1,235 @@
+"""Items, the Responses API's parts of a conversation: read into messages, and as they are shown."""
+
+import base64
+import binascii
+from dataclasses import replace
+from typing import Any, Final
+
+from mallee.actors.text.conversation import (
+    MAX_MESSAGES,
+    Function,
+    Message,
+    ToolCall,
+    read_functions,
+    read_messages,
+    with_names,
+)
+from mallee.protocol.errors import BadRequest, InvalidParameter, MalleeError
+
+ROLES: Final = ("user", "assistant", "system", "developer")
+KINDS: Final = "message, function_call, function_call_output, reasoning"
+_TEXTS: Final = ("input_text", "output_text", "text")
+_SEALED: Final = "mallee1."  # begins `encrypted_content`
+
+
+def read_input(value: Any, param: str = "input") -> tuple[list[dict[str, Any]], list[Message]]:
+    """The items of `input`, and the messages that they are. Raises BadRequest naming the place."""
+    if value is None:
+        raise BadRequest(f"{param} is required", param=param)
+    if isinstance(value, str):
+        value = [{"type": "message", "role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise InvalidParameter(param, value, "give a text, or a list of at least one item")
+    if (num := len(value)) > MAX_MESSAGES:
+        raise InvalidParameter(param, num, f"give at most {MAX_MESSAGES} items")
+    items = [_item(each, f"{param}[{i}]") for i, each in enumerate(value)]
+    return items, messages_of(items, param)
+
+
+def messages_of(items: list[dict[str, Any]], param: str) -> list[Message]:
+    """Reasoning, a message and calls in a row are one message of the assistant."""
+    found: list[Message] = []
+    is_open = False  # the last message can take more of an assistant's parts
+    for i, item in enumerate(items):
+        part = _message(item, f"{param}[{i}]")
+        joins = is_open and part.role == "assistant"
+        if joins and not (part.text and (found[-1].text or found[-1].tool_calls)):
+            last = found[-1]
+            found[-1] = replace(
+                last,
+                text=last.text + part.text,
+                reasoning=last.reasoning + part.reasoning,
+                tool_calls=last.tool_calls + part.tool_calls,
+            )
+        else:
+            found.append(part)
+        is_open = part.role == "assistant"
+    return list(with_names(found))
+
+
+def _item(value: Any, param: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidParameter(param, value, f"an item is an object of a type: {KINDS}")
+    kind = value.get("type", "message" if "role" in value else None)
+    if kind == "item_reference":
+        raise InvalidParameter(
+            f"{param}.type", kind, "name its response as previous_response_id, or give the item"
+        )
+    if not isinstance(kind, str) or kind not in _READERS:
+        raise InvalidParameter(f"{param}.type", kind, f"give one of {KINDS}")
+    return {**value, "type": kind}
+
+
+def _message(item: dict[str, Any], param: str) -> Message:
+    made: Message = _READERS[item["type"]](item, param)
+    return made
+
+
+def _of_message(item: dict[str, Any], param: str) -> Message:
+    role = item.get("role")
+    if role not in ROLES:
+        raise InvalidParameter(f"{param}.role", role, f"give one of {', '.join(ROLES)}")
+    return Message(role, _text(item.get("content"), f"{param}.content"))
+
+
+def _of_call(item: dict[str, Any], param: str) -> Message:
+    call = {
+        "id": _named(item, "call_id", param),
+        "type": "function",
+        "function": {"name": item.get("name"), "arguments": item.get("arguments")},
+    }
+    given = [{"role": "assistant", "tool_calls": [call]}]
+    try:
+        (found,) = read_messages(given, "\0")
+    except InvalidParameter as error:
+        raise renamed(error, "\0[0].tool_calls[0].function", param) from error
+    return found
+
+
+def _of_result(item: dict[str, Any], param: str) -> Message:
+    text = _text(item.get("output"), f"{param}.output")
+    return Message("tool", text, tool_call_id=_named(item, "call_id", param))
+
+
+def _of_reasoning(item: dict[str, Any], param: str) -> Message:
+    content, sealed = item.get("content"), item.get("encrypted_content")
+    if content is not None:
+        parts = content if isinstance(content, list) else [content]
+        texts = [each.get("text") if isinstance(each, dict) else None for each in parts]
+        if not all(isinstance(text, str) for text in texts):
+            remedy = 'give a list of {"type": "reasoning_text", "text": ...}'
+            raise InvalidParameter(f"{param}.content", content, remedy)
+        return Message("assistant", reasoning="".join(map(str, texts)))
+    return Message("assistant", reasoning="" if sealed is None else _unsealed(sealed, param))
+
+
+_READERS: Final = {
+    "message": _of_message,
+    "function_call": _of_call,
+    "function_call_output": _of_result,
+    "reasoning": _of_reasoning,
+}
+
+
+def _named(item: dict[str, Any], key: str, param: str) -> str:
+    found = item.get(key)
+    if not isinstance(found, str) or not found:
+        raise InvalidParameter(f"{param}.{key}", found, "give the id of the call")
+    return found
+
+
+def _text(content: Any, param: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidParameter(param, content, "give a text, or a list of text parts")
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        given = part if isinstance(part, dict) else {}
+        kind = given.get("type")
+        text = given.get("refusal" if kind == "refusal" else "text")
+        if kind not in (*_TEXTS, "refusal") or not isinstance(text, str):
+            raise InvalidParameter(
+                f"{param}[{i}]", part, 'only {"type": "input_text" or "output_text", "text": ...}'
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def sealed(reasoning: str) -> str:
+    """`encrypted_content`, not encrypted: the client's own text, for one that stores nothing to send back."""
+    return _SEALED + base64.b64encode(reasoning.encode(errors="replace")).decode()
+
+
+def _unsealed(value: Any, param: str) -> str:
+    try:
+        if not isinstance(value, str) or not value.startswith(_SEALED):
+            raise ValueError
+        return base64.b64decode(value.removeprefix(_SEALED), validate=True).decode()
+    except (ValueError, binascii.Error):
+        raise InvalidParameter(
+            f"{param}.encrypted_content", value, "another server made it; leave the item out"
+        ) from None
+
+
+def shown(items: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Items of an input as lists show them: with ids, contents as parts."""
+    found = []
+    for i, item in enumerate(items):
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}.get(
+            item["type"], "fco"
+        )
+        made = {"id": f"{prefix}_{name}_in{i}", "status": "completed", **item}
+        if item["type"] == "message" and isinstance(item.get("content"), str):
+            kind = "output_text" if item["role"] == "assistant" else "input_text"
+            part: dict[str, Any] = {"type": kind, "text": item["content"]}
+            if kind == "output_text":
+                part["annotations"] = []
+            made["content"] = [part]
+        if item["type"] == "reasoning":
+            made.setdefault("summary", [])
+        found.append(made)
+    return found
+
+
+# Functions, their choice, and forms of the answer, in the shapes of chat requests.
+
+
+def read_tools(value: Any) -> tuple[Function, ...]:
+    """The functions of `tools`, which name themselves. Raises InvalidParameter."""
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise InvalidParameter("tools", value, "give a list of tools")
+    given = []
+    for i, tool in enumerate(value):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind != "function":
+            raise InvalidParameter(
+                f"tools[{i}].type", kind, "this server runs no tools; only function is supported"
+            )
+        given.append({"type": "function", "function": tool})
+    try:
+        return read_functions(given)
+    except InvalidParameter as error:
+        raise renamed(error, ".function", "") from error
+
+
+def chat_choice(value: Any) -> Any:
+    """`tool_choice` as chat requests have it. Raises InvalidParameter for tools that are no functions."""
+    match value:
+        case {"type": "function", "name": str(name)}:
+            return {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "tools": list(tools), **more}:
+            allowed = {"tools": [chat_choice(tool) for tool in tools], **more}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
+        case {"type": str(kind)}:
+            remedy = "give none, auto, required, a function by its name, or allowed_tools"
+            raise InvalidParameter("tool_choice.type", kind, remedy)
+    return value
+
+
+def renamed(error: MalleeError, old: str, new: str) -> MalleeError:
+    """`error` about the client's own field."""
+    fields = {**error.fields}
+    fields["param"] = str(fields.get("param")).replace(old, new, 1)
+    return type(error).with_message(error.message.replace(old, new, 1), **fields)
+
+
+def calls_of(items: list[dict[str, Any]]) -> tuple[ToolCall, ...]:
+    """The calls among the items of an answer."""
+    return tuple(
+        ToolCall(item["call_id"], item["name"], item["arguments"])
+        for item in items
+        if item["type"] == "function_call"
+    )

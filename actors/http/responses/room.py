@@ -1,0 +1,245 @@
+"""The routes of the Responses API."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mallee.actors.config import ResponsesSettings
+from mallee.actors.http.entry.asking import Asking, read_count
+from mallee.actors.http.entry.middleware import age_s, caller_of
+from mallee.actors.http.responses.items import shown
+from mallee.actors.http.responses.requests import ResponseRequest
+from mallee.actors.http.responses.running import Background, Run
+from mallee.actors.http.responses.store import Record, ResponseStore
+from mallee.actors.http.responses.turns import PlannedTurn, TurnMaker
+from mallee.actors.http.responses.writing import Writer, opening, sse
+from mallee.actors.http.serve import Server, json_response
+from mallee.actors.http.sse import EventStream, unless_gone
+from mallee.actors.tasks import Tasks
+from mallee.protocol.errors import BadRequest, InvalidParameter, NotFound, Unavailable
+from mallee.protocol.ids import Scope
+
+MAX_ITEMS: Final = 100  # of one page
+MAX_EVENTS: Final = 10**9
+_ID: Final = "resp_"
+
+
+class Responses:
+    """The handlers. Stored responses are this gateway's."""
+
+    def __init__(
+        self,
+        asking: Asking,
+        server: Server,
+        turns: TurnMaker,
+        settings: ResponsesSettings,
+        tasks: Tasks,
+    ) -> None:
+        self._asking = asking
+        self._server = server
+        self._turns = turns
+        self._settings = settings
+        self._tasks = tasks
+        self.store = ResponseStore(settings, server.clock)
+        self._background: dict[str, Background] = {}  # those that run
+
+    async def create(self, request: Request) -> Response:
+        asked = await self._asking.read(request, ResponseRequest)
+        body = asked.body
+        previous = self._previous(body, asked.scope)
+        has_capsule = previous is not None and await self._has_capsule(previous)
+        if body.background and len(self._background) >= self._settings.max_background:
+            most = self._settings.max_background
+            raise Unavailable(f"{most} background responses run already; retry later")
+        planned = await self._asking.make(
+            request,
+            asked,
+            lambda given, scope, terms: self._turns.plan(
+                given, scope, terms, previous, has_capsule=has_capsule
+            ),
+        )
+        run, record = self._run(request, body, asked.scope, planned)
+        if body.background:
+            return self._in_background(request, run, record, streams=body.stream)
+        visit, prepare_s = caller_of(request).visit, age_s(request)
+        first = await unless_gone(request.receive, run.open(prepare_s, visit))
+        if body.stream:
+            headers = self._headers(request, run)
+            return EventStream(_written(run.events(first)), run.close, headers)
+
+        async def whole() -> None:
+            try:
+                async for _ in run.events(first):
+                    pass
+            finally:
+                await run.close()
+
+        await unless_gone(request.receive, whole())
+        if run.error is not None:
+            raise run.error
+        return json_response(run.writer.body, headers=self._headers(request, run))
+
+    async def get(self, request: Request) -> Response:
+        record = self._record(request)
+        query = request.query_params
+        if query.get("stream", "false").lower() not in ("true", "1"):
+            return json_response(record.body)
+        given = query.get("starting_after")
+        after = -1 if given in (None, "0") else read_count(given, "starting_after", 1, MAX_EVENTS)
+        after = 0 if given == "0" else after
+        background = self._background.get(record.id)
+        if background is None and not record.events:
+            raise BadRequest(
+                "only a response made with background=true and stream=true can be streamed again",
+                param="stream",
+            )
+        events = background.follow(after) if background else _replayed(record, after)
+
+        async def close() -> None:
+            pass
+
+        return EventStream(events, close, {})
+
+    async def delete(self, request: Request) -> Response:
+        record = self._record(request)
+        await self._end(record)
+        self.store.forget(record)
+        return json_response({"id": record.id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> Response:
+        record = self._record(request)
+        if not record.body["background"]:
+            raise BadRequest(
+                "only a response made with background=true can be cancelled; of others hang up"
+            )
+        await self._end(record)
+        return json_response(record.body)
+
+    async def input_items(self, request: Request) -> Response:
+        record, query = self._record(request), request.query_params
+        limit = read_count(query.get("limit"), "limit", 20, MAX_ITEMS)
+        order, after = query.get("order", "desc"), query.get("after")
+        if order not in ("asc", "desc"):
+            raise InvalidParameter("order", order, "give asc or desc")
+        items = shown(record.items, record.id.removeprefix(_ID))
+        if order == "desc":
+            items.reverse()
+        begin = 0
+        if after is not None:
+            names = [item["id"] for item in items]
+            if after not in names:
+                raise InvalidParameter("after", after, "give the id of an item of this response")
+            begin = names.index(after) + 1
+        page = items[begin : begin + limit]
+        return json_response(
+            {
+                "object": "list",
+                "data": page,
+                "first_id": page[0]["id"] if page else None,
+                "last_id": page[-1]["id"] if page else None,
+                "has_more": begin + limit < len(items),
+            }
+        )
+
+    # Steps
+
+    def _previous(self, body: ResponseRequest, scope: Scope) -> Record | None:
+        """The response that is gone on from. Raises UnknownResponse, BadRequest."""
+        if body.previous_response_id is None:
+            return None
+        param = "previous_response_id"
+        record = self.store.get(body.previous_response_id, scope, param)
+        if record.turn is None:
+            status = record.body["status"]
+            remedy = f"it is {status} and has no answer to go on from"
+            raise InvalidParameter(param, record.id, remedy)
+        return record
+
+    async def _has_capsule(self, record: Record) -> bool:
+        """Whether the response's capsule can be forked here, of these weights."""
+        if record.left is None:
+            return False
+        left = record.left
+        try:
+            info = await self._server.service.capsule(left.capsule, record.scope)
+        except NotFound:
+            return False
+        return not info.is_stale and info.boundary == left.prompt_tokens + len(left.drawn)
+
+    def _run(
+        self, request: Request, body: ResponseRequest, scope: Scope, planned: PlannedTurn
+    ) -> tuple[Run, Record]:
+        name = self._server.service.new_name(scope)
+        begun = opening(
+            *(body, f"{_ID}{name.removeprefix('req_')}", int(self._server.clock())),
+            *(self._server.model_name, body.tools or []),
+        )
+        writer = Writer(
+            *(body, begun, self._server.tokenizer.token_bytes),
+            names_workers=caller_of(request).is_operator,
+        )
+        record = Record(begun["id"], scope, begun, planned.items, planned.head)
+        store = body.store
+        run = Run(self._server, self.store, planned, record, writer, name, is_stored=store)
+        return run, record
+
+    def _in_background(
+        self, request: Request, run: Run, record: Record, *, streams: bool
+    ) -> Response:
+        record.is_running = True
+        self.store.keep(record)
+        answer = {**record.body}
+        background = Background(run, record, streams=streams)
+        visit = caller_of(request).visit
+
+        async def work() -> None:
+            try:
+                await background.work(visit)
+            finally:
+                self._background.pop(record.id, None)
+
+        self._background[record.id] = background
+        background.task = self._tasks.spawn(work(), name="background response")
+        if streams:
+
+            async def close() -> None:
+                pass
+
+            return EventStream(background.follow(-1), close, {})
+        return json_response(answer)
+
+    async def _end(self, record: Record) -> None:
+        """Cancel what runs of it; returns once it is over."""
+        background = self._background.pop(record.id, None)
+        if background is None or background.task is None:
+            return
+        self._tasks.cancel(background.task)
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([background.task])
+        if record.is_running:
+            background.cancel()
+        background.finish()
+
+    def _record(self, request: Request) -> Record:
+        name = request.path_params["response"]
+        return self.store.get(name, self._asking.scope(request))
+
+    def _headers(self, request: Request, run: Run) -> dict[str, str]:
+        return {"x-mallee-worker": run.worker} if caller_of(request).is_operator else {}
+
+
+async def _written(
+    groups: AsyncGenerator[list[dict[str, Any]], None],
+) -> AsyncGenerator[bytes, None]:
+    async for events in groups:
+        if events:
+            yield b"".join(map(sse, events))
+
+
+async def _replayed(record: Record, after: int) -> AsyncGenerator[bytes, None]:
+    if rest := record.events[after + 1 :]:
+        yield b"".join(rest)

@@ -1,0 +1,237 @@
+"""The run of one response: its plan is started, its deltas are written, what it leaves is stored."""
+
+import asyncio
+import logging
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from mallee.actors.access.quotas import Visit
+from mallee.actors.gateway.service import BranchStream, Delta
+from mallee.actors.http.answers import UsageCounter
+from mallee.actors.http.deltas import TextDelta, TextStream
+from mallee.actors.http.errors import unexpected
+from mallee.actors.http.responses.store import Left, Record, ResponseStore, Turn
+from mallee.actors.http.responses.turns import PlannedTurn
+from mallee.actors.http.responses.writing import Writer, sse
+from mallee.actors.http.serve import LOGPROBS_COST, TURN_TOKENS, Server
+from mallee.protocol.errors import MalleeError
+from mallee.protocol.hashing import Tokens, as_tokens
+from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
+
+log = logging.getLogger(__name__)
+
+
+class DrawnStream:
+    """A stream whose tokens are remembered: the answer as it was drawn."""
+
+    def __init__(self, stream: BranchStream) -> None:
+        self._stream = stream
+        self._deltas = aiter(stream)
+        self.tokens = array("I")
+
+    @property
+    def request(self) -> RequestId:
+        return self._stream.request
+
+    @property
+    def worker(self) -> WorkerId:
+        return self._stream.worker
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        return self._seen(await anext(self._deltas))
+
+    def take(self) -> Delta | None:
+        delta = self._stream.take()
+        return None if delta is None else self._seen(delta)
+
+    def cancel(self, branch: int) -> None:
+        self._stream.cancel(branch)
+
+    def cut(self, branch: int, at: int, residue: Tokens) -> CapsuleId | None:
+        return self._stream.cut(branch, at, residue)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    def _seen(self, delta: Delta) -> Delta:
+        self.tokens.extend(delta.tokens)
+        return delta
+
+
+class Run:
+    """One answer. `open` starts it, `events` writes it down to its end; `close` ends it early."""
+
+    def __init__(
+        self,
+        server: Server,
+        store: ResponseStore,
+        planned: PlannedTurn,
+        record: Record,
+        writer: Writer,
+        name: RequestId,
+        *,
+        is_stored: bool,
+    ) -> None:
+        self._server = server
+        self._store = store
+        self._planned = planned
+        self._record = record
+        self.writer = writer
+        self._name = name
+        self._is_stored = is_stored
+        self.error: MalleeError | None = None  # of an answer that failed
+        self._usage: UsageCounter | None = None
+        self._drawn: DrawnStream | None = None
+        self._text: TextStream | None = None
+
+    async def open(self, prepare_s: float, visit: Visit) -> TextDelta:
+        """Start it; its first delta. Raises MalleeError, with nothing running."""
+        plan, service = self._planned.plan, self._server.service
+        visit.begin(1, plan.prompt_tokens)
+        self._usage = UsageCounter(plan.prompt_tokens, visit.charge)
+        if plan.keeps:
+            with visit.making(plan.prompt_tokens, service.is_kept) as keep:
+                self._usage = UsageCounter(plan.prompt_tokens, visit.charge, keep)
+        stream = await service.start(plan.jobs[0], prepare_s, name=self._name)
+        self._drawn = DrawnStream(stream)
+        self._text = TextStream([self._drawn], plan, self._server.tokenizer)
+        try:
+            return await anext(self._text)
+        except BaseException:
+            await self._text.aclose()
+            raise
+
+    @property
+    def worker(self) -> str:
+        assert self._drawn is not None
+        return self._drawn.worker
+
+    async def events(self, first: TextDelta) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """All events, in groups; errors are events too. The record is stored before the last."""
+        text, usage, writer = self._text, self._usage, self.writer
+        assert text is not None
+        assert usage is not None
+        cost = LOGPROBS_COST if self._planned.plan.logprobs else 1
+        found, owed, delta = writer.begin(), 0, first
+        try:
+            while True:
+                usage.add(delta)
+                found += writer.add(delta)
+                owed += delta.num_tokens * cost
+                if delta.finish is not None:
+                    break
+                waiting = text.take() if owed < TURN_TOKENS else None
+                if waiting is None:
+                    yield found
+                    found = []
+                    if owed >= TURN_TOKENS:
+                        owed = 0
+                        await asyncio.sleep(0)
+                    waiting = await anext(text)
+                delta = waiting
+            found += self._ended(delta, usage)
+        except MalleeError as error:
+            found += self._failed(error)
+        except Exception:
+            number = self._server.new_id()
+            log.exception("request %s failed after its first byte", number)
+            found += self._failed(unexpected(number))
+        yield found
+
+    async def close(self) -> None:
+        """End what runs. Idempotent."""
+        if self._text is not None:
+            await self._text.aclose()
+
+    def cancelled(self) -> None:
+        """It was ended early by its client."""
+        self.writer.cancel(self._usage)
+        self._keep()
+
+    def failed_early(self, error: MalleeError) -> list[dict[str, Any]]:
+        """It never began."""
+        return [*self.writer.begin(), *self._failed(error)]
+
+    def _failed(self, error: MalleeError) -> list[dict[str, Any]]:
+        self.error = error
+        events = self.writer.fail(error, self._usage)
+        self._keep()
+        return events
+
+    def _ended(self, last: TextDelta, usage: UsageCounter) -> list[dict[str, Any]]:
+        if last.error is not None:
+            return self._failed(last.error)
+        planned = self._planned
+        more = {"turn": planned.how, "new_tokens": planned.new_tokens}
+        events = self.writer.end(last, usage, more, int(self._server.clock()))
+        self._record.turn = Turn(planned.turn, self.writer.answer())
+        assert self._drawn is not None
+        prompt_tokens = planned.plan.prompt_tokens
+        num_drawn = last.boundary - prompt_tokens
+        if last.capsule is not None and 0 <= num_drawn <= len(self._drawn.tokens):
+            drawn = as_tokens(self._drawn.tokens[:num_drawn])
+            asked = planned.asked or (prompt_tokens, planned.turn)
+            self._record.left = Left(last.capsule, prompt_tokens, drawn, asked)
+        self._keep()
+        return events
+
+    def _keep(self) -> None:
+        self._record.is_running = False
+        if self._is_stored:
+            self._record.num_chars = len(sse({**self.writer.body, "type": ""}))
+            self._store.keep(self._record)
+
+
+class Background:
+    """A response that runs without a client: its events so far, for readers that come and go."""
+
+    def __init__(self, run: Run, record: Record, *, streams: bool) -> None:
+        self.run = run
+        self.record = record
+        self._streams = streams
+        self._news = asyncio.Event()
+        self.is_over = False
+        self.task: asyncio.Task[None] | None = None
+
+    async def work(self, visit: Visit) -> None:
+        """Run it to its end. Errors become its own."""
+        with visit.staying() as stay:
+            try:
+                first = await self.run.open(0.0, stay)
+                async for events in self.run.events(first):
+                    self._add(events)
+            except MalleeError as error:
+                self._add(self.run.failed_early(error))
+            finally:
+                await self.run.close()
+                self.finish()
+
+    def finish(self) -> None:
+        self.is_over = True
+        self._news.set()
+
+    def cancel(self) -> None:
+        self.run.cancelled()
+
+    def _add(self, events: list[dict[str, Any]]) -> None:
+        if self._streams:
+            self.record.events += map(sse, events)
+        self._news.set()
+
+    async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
+        """Events from number `after` + 1 on, those to come too."""
+        sent = after + 1
+        while True:
+            self._news.clear()
+            waiting = self.record.events[sent:]
+            if waiting:
+                sent += len(waiting)
+                yield b"".join(waiting)
+            if self.is_over:
+                return
+            if not waiting:
+                await self._news.wait()
