@@ -209,6 +209,27 @@ def test_a_mask_leaves_the_draw_of_an_allowed_winner_as_it_is() -> None:
     assert all(m == f for m, f in zip(masked, free, strict=True) if f % 2 == 0)
 
 
+@pytest.mark.parametrize("size", [97, 4099])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_mask_draws_what_is_drawn_without_the_tokens_that_it_takes_away(
+    size: int, temperature: float
+) -> None:
+    """I16, part: equals, infinities and bfloat16 among them, whatever share of the tokens is allowed."""
+    rng = np.random.default_rng(size)
+    draws, without = [], []
+    for i in range(60):
+        logits = (vocabulary(i, size) * 2).round() if i % 3 else vocabulary(i, size)
+        logits[rng.integers(size, size=5)] = -torch.inf
+        is_allowed = rng.random(size) < rng.choice([0.01, 0.5, 0.99])
+        is_allowed[rng.integers(size)] = True
+        allowed = words(np.flatnonzero(is_allowed).tolist(), size)
+        row = logits.bfloat16() if i % 2 else logits
+        draws.append(Draw(row, Sampling(temperature), i, 3, None, allowed))
+        bare = row.float().masked_fill(torch.from_numpy(~is_allowed), -torch.inf)
+        without.append(Draw(bare, Sampling(temperature), i, 3))
+    assert sample(draws) == sample(without)
+
+
 def test_options_do_not_make_a_draw_depend_on_its_row() -> None:
     """I5: rows with different options, together, reversed and alone."""
     kinds = [

@@ -14,6 +14,10 @@ _NUM_BANDS = 1024
 _BANDS_PER_NAT = 32.0
 COLDEST = 1e-8  # what is colder draws the same, and would leave float32's range
 LEAST_PENALTY = 1e-8
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_CAPS = np.where(
+    _BITS, np.float32(np.inf), np.float32(-np.inf)
+)  # of 8 tokens, by their bits in a set
 _FEW = 2048  # up to so many allowed tokens are looked at by themselves
 
 
@@ -62,8 +66,17 @@ def _allowed(scores: torch.Tensor, words: Words) -> Field:
     if int(is_allowed.count_nonzero()) <= _FEW:
         ids = places_of(is_allowed).int()
         return Field(scores[ids].float(), ids)
-    masked = scores.to(torch.float32, copy=True).masked_fill_(~is_allowed, -torch.inf)
-    return Field(masked, all_ids(len(scores)))
+    return Field(masked(scores.float(), words), all_ids(len(scores)))
+
+
+def masked(scores: torch.Tensor, sets: Words) -> torch.Tensor:
+    """`scores` [..., vocab], float32, but -inf for tokens that are not in the `sets` [..., words].
+
+    A look-up and a minimum take a fifth of the time of masked_fill, which goes token by token.
+    """
+    caps = _CAPS.take(sets.astype("<i4", copy=False).view(np.uint8), axis=0)
+    caps = caps.reshape(*scores.shape[:-1], -1)[..., : scores.shape[-1]]
+    return torch.from_numpy(np.fmin(scores.numpy(), caps))
 
 
 def _bias(scores: torch.Tensor, sampling: Sampling) -> None:
