@@ -2,6 +2,7 @@
 # test: the fast lane, a few minutes, properties on a third of their examples.
 # check: format, lint, types and every test.
 # flashinfer: the package's wheel, unpacked nowhere: a test reads its signatures. No GPU is needed.
+# clients: tests with the packages that others write clients with; schemathesis: CALLS=20000 calls of the API's document.
 # docs: the site, in build/docs; broken links and anchors end it.
 # image-check: the image's steps, in a clean virtual environment; image: docker build.
 # constraints, licences, sbom: the versions of the image, and what comes with them.
@@ -22,7 +23,7 @@ export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
 
 .PHONY: demo test check lint format types kernels prometheus flashinfer bench docs setup clean
-.PHONY: image image-check image-packages constraints licences sbom
+.PHONY: clients schemathesis image image-check image-packages constraints licences sbom
 
 setup: $(VENV)/.ready
 
@@ -84,6 +85,33 @@ check: lint
 	$(PYTEST) --hypothesis-profile ci $(SERVICES) -m service
 	$(PYTEST) --hypothesis-profile ci $(SHARED) -m "not alone and not service"
 
+# Packages that others write clients with, in an environment of its own over .venv: LiteLLM and LangChain pin an older
+# openai. aiperf has one, too (1.2 GB). A few minutes, most of them downloads; not part of `check`.
+CLIENTS := .venv-clients
+PINNED := --constraint tests/actors/http/clients/constraints.txt
+QUIET := --quiet --disable-pip-version-check
+
+$(CLIENTS)/.ready: pyproject.toml tests/actors/http/clients/constraints.txt | setup
+	$(PYTHON) -m venv $(CLIENTS) && $(PYTHON) -m venv $(CLIENTS)/aiperf
+	$(CLIENTS)/bin/python -m pip install $(QUIET) $(PINNED) -e ".[clients]"
+	$(CLIENTS)/aiperf/bin/python -m pip install $(QUIET) $(PINNED) aiperf==0.13.0
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> $$($(CLIENTS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/below.pth
+	touch $@
+
+# Warnings are those of the packages' own code.
+clients: $(CLIENTS)/.ready
+	AIPERF=$(CURDIR)/$(CLIENTS)/aiperf/bin/aiperf $(CLIENTS)/bin/python -m pytest -rs -o filterwarnings=default tests/actors/http/clients
+
+# So many calls of the API's document against a mocked fleet, none of which may be a 5xx.
+CALLS ?= 20000
+SCHEMATHESIS := build/schemathesis
+
+schemathesis: setup
+	test -x $(SCHEMATHESIS)/bin/schemathesis || { $(PYTHON) -m venv $(SCHEMATHESIS) \
+		&& $(SCHEMATHESIS)/bin/python -m pip install $(QUIET) $(PINNED) schemathesis; }
+	PYTHONPATH=tests $(BIN)/python -m support.schemathesis_calls $(SCHEMATHESIS)/bin/schemathesis $(CALLS)
+
 bench: setup
 	$(BIN)/python -m bench.engine.fork
 	$(BIN)/python -m bench.router
@@ -126,4 +154,4 @@ sbom: image-packages
 	$(CYCLONEDX)/bin/cyclonedx-py environment --output-reproducible --of JSON -o build/sbom-$(VARIANT).cdx.json $(PACKAGES)/bin/python
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
