@@ -17,9 +17,9 @@ from mallee.client.calls import (
     Generation,
     Going,
     Message,
+    Prefilling,
     Prompt,
     Sampling,
-    Terms,
 )
 from mallee.client.errors import ConnectionFailed, StreamBroken
 from mallee.client.html import tree_html
@@ -98,7 +98,7 @@ class BaseMallee(ABC, Generic[S, C]):
         add_generation_prompt: bool = False,
         ttl_s: float | None = None,
         cache_salt: str | None = None,
-        **terms: Unpack[Terms],
+        **terms: Unpack[Prefilling],
     ) -> C:
         """Compute a prompt once and keep its state as a capsule, until deleted or `ttl_s` idle.
 
@@ -206,9 +206,13 @@ class BaseCapsule(Generic[S, C]):
     ) -> S:
         """Continue once per suffix (text, token ids, or {"messages": [...]}), or n times.
 
+        `fork("and")` is one branch: a lone text or object is one suffix. Token ids stand in a list of
+        suffixes, as in `fork([[1, 2, 3]])`.
+
         With `at` the branches continue the capsule's first so many tokens. {"type": "inherit"} as
         `response_format` goes on inside the object in which the capsule's branch was cut.
-        Raises InvalidParameter for forks of an open conversation that add no message.
+        Raises InvalidParameter for what is none of these, and for forks of an open conversation that add no
+        message.
         """
         if self.is_open and isinstance(branches, int):
             raise InvalidParameter(

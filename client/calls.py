@@ -18,7 +18,7 @@ Suffix: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or {"messages": [...]} that go on in a conversation."""
 
 Forks: TypeAlias = int | str | Mapping[str, Any] | Sequence[Suffix]
-"""A number of equal branches, one suffix, or one suffix a branch."""
+"""A number of equal branches, one suffix (a lone text is one), or one suffix a branch."""
 
 
 SALT_HEADER = "x-cache-salt"
@@ -112,6 +112,13 @@ class Generation(Sampling, total=False):
     reasoning_effort: str | None
 
 
+class Prefilling(Terms, total=False):
+    """Parameters of a prefill; of a conversation also what its template reads."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
 class Call(NamedTuple):
     """One HTTP request. `body` becomes JSON; one without a body says in a header whose salt it means."""
 
@@ -163,15 +170,28 @@ def prefill(
 
 
 def fork(capsule: str, branches: Forks, params: Mapping[str, Any]) -> Call:
-    """`branches` forks of a capsule, or one for each suffix; a lone text or object is one suffix."""
-    if isinstance(branches, int):
+    """`branches` forks of a capsule, or one for each suffix; a lone text or object is one suffix.
+
+    Raises InvalidParameter for anything else.
+    """
+    if isinstance(branches, int) and not isinstance(branches, bool):
         body: dict[str, Any] = {"n": branches}
     elif isinstance(branches, str | Mapping):
         body = {"suffixes": [branches]}
-    else:
+    elif isinstance(branches, list | tuple) and all(map(_is_suffix, branches)):
         body = {"suffixes": list(branches)}
+    else:
+        remedy = (
+            'give a number, a text, {"messages": [...]}, or a list with one suffix a branch: texts, lists of'
+            " token ids, or such objects"
+        )
+        raise InvalidParameter("branches", branches, remedy)
     path = f"{_capsule_path(capsule)}/fork"
     return Call("POST", path, _streamed({**body, **params}), params.get("cache_salt"))
+
+
+def _is_suffix(value: object) -> bool:
+    return isinstance(value, str | Mapping | list | tuple)
 
 
 def get_capsule(capsule: str, cache_salt: str | None = None) -> Call:

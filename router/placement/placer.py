@@ -226,8 +226,10 @@ class Placer:
         if room.any():
             self.refused += 1
             raise KVMemoryExceeded(demand.needed_blocks, int(room.max()), self._block_size)
-        refusal = self._fleet.last_refusal
-        raise self._no_worker("none is alive" + (f" (refused: {refusal})" if refusal else ""))
+        reason, refusal = "none is alive", self._fleet.last_refusal
+        if self._fleet.members.is_held:
+            reason = "none is known, and the broker (NATS), which tells of workers, is not reached"
+        raise self._no_worker(reason + (f" (refused: {refusal})" if refusal else ""))
 
     def _no_worker(self, reason: str) -> NoWorker:
         self.refused += 1

@@ -30,6 +30,7 @@ from mallee.client import (
     ToolCall,
     UnknownCapsule,
     Usage,
+    calls,
 )
 from mallee.client.results import choice_events
 from mallee.client.view import live, render
@@ -371,6 +372,37 @@ def test_a_lone_suffix_makes_one_branch(server: Script, suffix: Any) -> None:
     with Mallee(server.url) as client:
         client.capsule("req_1.0").fork(suffix).wait()
     assert server.seen[-1][2]["suffixes"] == [suffix]
+
+
+@pytest.mark.parametrize(
+    ("branches", "body"),
+    [
+        ("hello", {"suffixes": ["hello"]}),
+        ({"messages": []}, {"suffixes": [{"messages": []}]}),
+        (3, {"n": 3}),
+        (["a", [1, 2]], {"suffixes": ["a", [1, 2]]}),
+        (("a", "b"), {"suffixes": ["a", "b"]}),
+    ],
+)
+def test_a_lone_suffix_is_one_branch(branches: Any, body: dict[str, Any]) -> None:
+    made = calls.fork("c", branches, {}).body
+    assert made is not None
+    assert {name: made[name] for name in body} == body
+
+
+@pytest.mark.parametrize("branches", [True, 2.0, None, b"hello", [1, 2], {"a"}, [None]])
+def test_what_is_no_suffix_is_refused_by_the_sdk(branches: Any) -> None:
+    with pytest.raises(InvalidParameter, match=r"branches=.*one suffix a branch"):
+        calls.fork("c", branches, {})
+
+
+def test_a_prefill_takes_what_its_template_reads(server: Script) -> None:
+    """F31, part: the prompt of a chat with tools begins with that of its prefill."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with Mallee(server.url) as client:
+        client.prefill(messages=[], tools=tools, chat_template_kwargs={"enable_thinking": False})
+    sent = server.seen[0][2]
+    assert (sent["tools"], sent["chat_template_kwargs"]) == (tools, {"enable_thinking": False})
 
 
 def test_a_conversation_is_forked_by_number_only_where_an_answer_begins(server: Script) -> None:

@@ -35,6 +35,9 @@ def test_nobody_alive_is_no_worker() -> None:
     with pytest.raises(NoWorker, match="none is alive"):
         bench.route("r", prompt(1))
     assert bench.router.stats().refused == 1
+    bench.router.set_broker_up(False)
+    with pytest.raises(NoWorker, match=r"none is known.*NATS.*not reached"):
+        bench.route("r", prompt(1))
 
 
 def test_a_request_goes_where_its_prefix_is() -> None:
