@@ -1,6 +1,6 @@
 """OpenAI's JSON bodies. One response format per endpoint; the text comes as deltas."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,8 +16,11 @@ from mallee.actors.http.deltas import (
     chat_logprobs,
     text_logprobs,
 )
-from mallee.actors.http.errors import AnswerTooLarge
+from mallee.actors.http.errors import AnswerTooLarge, error_body
+from mallee.actors.http.jobs import Plan
+from mallee.actors.http.sse import DONE, event
 from mallee.actors.text.conversation import ToolCall
+from mallee.protocol.errors import MalleeError
 from mallee.protocol.ids import CapsuleId
 
 MAX_CHANCES: Final = 1 << 19
@@ -81,9 +84,17 @@ class UsageCounter:
         known = self._prefilled.get(delta.index, 0)
         self._prefilled[delta.index] = max(known, delta.prefill_tokens)
 
-    def body(self) -> dict[str, Any]:
-        """Tokens not computed are cached ones; a prompt computed twice (after a loss) has none."""
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Tokens of the prompt, those of them that were there, and tokens of the answer.
+
+        Tokens not computed were there; of a prompt computed twice (after a loss) none were.
+        """
         cached = max(self._prompt - sum(self._prefilled.values()), 0)
+        return self._prompt, cached, self._completion
+
+    def body(self) -> dict[str, Any]:
+        _, cached, _ = self.counts
         drafts = None
         if self._drafts:
             drafted, accepted = zip(*self._drafts.values(), strict=True)
@@ -143,6 +154,29 @@ class ResponseFormat:
     def __init__(self, whole_object: str, chunk_object: str) -> None:
         self.whole_object = whole_object
         self.chunk_object = chunk_object
+
+    def begin_whole(
+        self, plan: Plan, token_bytes: TokenBytes | None, *, names_workers: bool
+    ) -> "WholeAnswer":
+        """For a `Server`."""
+        return WholeAnswer(self, plan.num_choices, token_bytes, names_workers=names_workers)
+
+    def begin_stream(
+        self,
+        plan: Plan,
+        token_bytes: TokenBytes | None,
+        envelope: "Envelope",
+        *,
+        names_workers: bool,
+    ) -> "ChunkWriter":
+        """For a `Server`."""
+        return ChunkWriter(
+            self,
+            envelope,
+            with_usage=plan.include_usage,
+            token_bytes=token_bytes,
+            names_workers=names_workers,
+        )
 
     def whole(self, text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
         """The text fields of a finished choice."""
@@ -386,9 +420,21 @@ class ChunkWriter:
         owed = self._owed.pop(delta.index, [])
         return self._format.logprobs(owed, self._token_bytes, offset)
 
-    def usage(self, usage: UsageCounter) -> dict[str, Any]:
-        """The chunk before the end: no choices, the usage of the whole request."""
-        return {**self._envelope.body(self._format.chunk_object, []), "usage": usage.body()}
+    def events(self, delta: TextDelta, usage: UsageCounter) -> bytes:
+        """The chunk of a delta as an event, if it shows something."""
+        chunk = self.chunk(delta)
+        return b"" if chunk is None else event(chunk)
+
+    def end(self, usage: UsageCounter) -> bytes:
+        """The mark of the end, and before it, if it was asked for, the usage of the whole request."""
+        if not self._with_usage:
+            return DONE
+        body = self._envelope.body(self._format.chunk_object, [])
+        return event({**body, "usage": usage.body()}) + DONE
+
+    def failure(self, error: MalleeError, left: Collection[int]) -> bytes:
+        """The error, and the choices that end by it: the others have ended before."""
+        return event({**error_body(error), "mallee": {"unfinished": sorted(left)}})
 
 
 def capsule_body(info: CapsuleInfo, model: str, *, names_workers: bool) -> dict[str, Any]:

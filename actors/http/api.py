@@ -35,6 +35,8 @@ from mallee.actors.http.entry.middleware import (
 from mallee.actors.http.errors import RETRY_AFTER_S, install
 from mallee.actors.http.jobs import JobMaker
 from mallee.actors.http.live.handlers import LiveHandlers
+from mallee.actors.http.messages.errors import AnthropicErrors
+from mallee.actors.http.messages.handlers import MessagesHandlers
 from mallee.actors.http.openapi.document import document
 from mallee.actors.http.openapi.operations import (
     HTML,
@@ -78,10 +80,12 @@ class Api:
         asking: Asking,
         tokenizing: Tokenizing,
         responses: Responses,
+        messages: MessagesHandlers,
         *,
         created: int,
         draw_seed: Callable[[], int],
     ) -> None:
+        self.messages = messages
         self.sessions = SessionHandlers(server.service, asking, draw_seed=draw_seed)
         self.capsules = CapsuleHandlers(server, maker, asking)
         self.live_requests = LiveHandlers(server, asking)
@@ -218,7 +222,9 @@ def build_api(
     )
     turns = TurnMaker(reader, chat_reader, maker)
     stored = Responses(asking, server, turns, responses, tasks or Tasks("the responses"))
-    api = Api(server, maker, asking, tokenizing, stored, created=created, draw_seed=draw_seed)
+    messages = MessagesHandlers(server, maker, asking, reader, chat_reader)
+    rooms = (stored, messages)
+    api = Api(server, maker, asking, tokenizing, *rooms, created=created, draw_seed=draw_seed)
     app = Starlette(routes=_routes(api))
     app.router.redirect_slashes = False
     install(app)
@@ -230,6 +236,7 @@ def build_api(
         salt_header=SALT_HEADER,
     )
     app.add_middleware(AuthMiddleware, access=access, new_id=new_id, count_answer=count_answer)
+    app.add_middleware(AnthropicErrors, new_id=new_id)
     return app
 
 

@@ -63,6 +63,7 @@ class TextDelta:
     calls: tuple[ToolCall, ...] = ()
     completion_tokens: int = 0  # of the choice so far
     is_in_call: bool = False  # its tokens went into what may be a call, which is held back
+    stop: str = ""  # the stop string that ended it
 
 
 class BranchText:
@@ -118,6 +119,11 @@ class BranchText:
         text = free + text
         self.is_finished = finish is not None
         return text, finish
+
+    @property
+    def stop(self) -> str:
+        """The stop string that was found."""
+        return self._matcher.found if self._matcher is not None else ""
 
     def find_cut(self, tokenizer: Tokenizer, scope: str) -> TokenCut | None:
         """The tokens of the text that was cut, if they can be told."""
@@ -256,6 +262,7 @@ class TextStream:
             tuple(self._named(index, call) for call in calls),
             self._texts[index].num_tokens,
             bool(self._parsers) and self._parsers[index].is_in_call,
+            self._texts[index].stop,
         )
 
     def _parsed(self, index: int, text: str, *, is_last: bool) -> Parsed:

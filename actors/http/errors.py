@@ -54,6 +54,8 @@ UNSERVED: Final = {
     "/v1/evals": "evals",
     "/v1/containers": "containers",
     "/v1/chat/completions": "stored completions",
+    "/v1/messages/batches": "batches",
+    "/v1/complete": "text completions of Anthropic's",
 }
 
 

@@ -17,7 +17,7 @@ END_CHARS = 64
 
 
 class RenderedPrompt(NamedTuple):
-    """A conversation as tokens, and the end of its text."""
+    """A conversation as tokens, and the end of its text, before the answer if that is begun."""
 
     tokens: Tokens
     end: str
@@ -74,14 +74,19 @@ class PromptReader:
         *,
         add_generation_prompt: bool,
         starts: bool = False,
+        begun: str = "",
     ) -> RenderedPrompt:
-        """A conversation, rendered with its template, which writes its special tokens itself."""
+        """A conversation, rendered with its template, which writes its special tokens itself.
+
+        `begun`: the beginning of the answer, which goes on.
+        """
         found = self._chat.render(
             conversation,
             add_generation_prompt=add_generation_prompt,
             max_tokens=self._max_model_len,
         )
-        tokens = self._rendered(found, scope, starts=starts)
+        whole = found.plus(self._chat.plain(begun)) if begun else found
+        tokens = self._rendered(whole, scope, starts=starts)
         if not len(tokens):
             num = len(conversation.messages)
             raise InvalidParameter("messages", num, "they render to no token at all")

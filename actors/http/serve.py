@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -14,19 +14,16 @@ from starlette.responses import Response
 from mallee.actors.access.access import Caller
 from mallee.actors.gateway.service import BranchStream, CapsuleInfo, Delta, Service
 from mallee.actors.http.answers import (
-    ChunkWriter,
     Envelope,
-    ResponseFormat,
     UsageCounter,
-    WholeAnswer,
     capsule_body,
     usage_body,
 )
-from mallee.actors.http.deltas import TextDelta, TextStream
+from mallee.actors.http.deltas import TextDelta, TextStream, TokenBytes
 from mallee.actors.http.entry.middleware import age_s, caller_of
-from mallee.actors.http.errors import error_body, unexpected
+from mallee.actors.http.errors import unexpected
 from mallee.actors.http.jobs import Plan
-from mallee.actors.http.sse import DONE, MAX_RUN, EventStream, event, unless_gone
+from mallee.actors.http.sse import MAX_RUN, EventStream, unless_gone
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.errors import InternalError, MalleeError, NotFound, Unavailable
 from mallee.router.dispatch.jobs import PrefillJob
@@ -35,6 +32,41 @@ TURN_TOKENS: Final = 2048  # of a backlog, written without a turn of the loop: a
 LOGPROBS_COST: Final = 16  # of a token's log-probabilities, as tokens
 
 _log = logging.getLogger(__name__)
+
+
+class Whole(Protocol):
+    """Collects an answer that is sent in one body."""
+
+    def add(self, delta: TextDelta) -> None: ...
+
+    def choices(self) -> Iterable[Any]:
+        """The parts of the finished answer, one after the other."""
+
+    def body(self, envelope: Envelope, choices: list[Any], usage: UsageCounter) -> object: ...
+
+
+class Writer(Protocol):
+    """Writes the events of an answer that is streamed; any may be none."""
+
+    def events(self, delta: TextDelta, usage: UsageCounter) -> bytes:
+        """Those of a delta, which `usage` has counted."""
+
+    def end(self, usage: UsageCounter) -> bytes: ...
+
+    def failure(self, error: MalleeError, left: Collection[int]) -> bytes:
+        """The last one of an answer that fails after its beginning; `left` are choices that end by it."""
+
+
+class AnswerFormat(Protocol):
+    """The shape of an API's answers. With `token_bytes` they have log-probabilities."""
+
+    def begin_whole(
+        self, plan: Plan, token_bytes: TokenBytes | None, *, names_workers: bool
+    ) -> Whole: ...
+
+    def begin_stream(
+        self, plan: Plan, token_bytes: TokenBytes | None, envelope: Envelope, *, names_workers: bool
+    ) -> Writer: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +79,7 @@ class Server:
     clock: Callable[[], float]
     new_id: Callable[[], str]
 
-    async def answer(
-        self, request: Request, plan: Plan, response_format: ResponseFormat
-    ) -> Response:
+    async def answer(self, request: Request, plan: Plan, answer_format: AnswerFormat) -> Response:
         """The whole answer, or a stream whose first delta is there: failures before it are raised.
 
         Raises MalleeError, and ClientGone with every branch cancelled.
@@ -58,16 +88,13 @@ class Server:
         caller.visit.begin(plan.num_choices, plan.prompt_tokens)
         prepare_s = age_s(request)
         if not plan.stream:
-            whole = self._whole(plan, prepare_s, response_format, caller)
+            whole = self._whole(plan, prepare_s, answer_format, caller)
             return await unless_gone(request.receive, whole)
         usage = self._usage(plan, caller)
         text, first = await unless_gone(request.receive, self._opened(plan, prepare_s))
-        writer = ChunkWriter(
-            response_format,
-            self._envelope(text),
-            with_usage=plan.include_usage,
-            token_bytes=self.tokenizer.token_bytes if plan.logprobs else None,
-            names_workers=caller.is_operator,
+        token_bytes = self.tokenizer.token_bytes if plan.logprobs else None
+        writer = answer_format.begin_stream(
+            plan, token_bytes, self._envelope(text), names_workers=caller.is_operator
         )
         events = self._events(first, text, usage, plan, writer)
         return EventStream(events, text.aclose, _headers(text, caller))
@@ -120,13 +147,11 @@ class Server:
         return TextStream(streams, plan, self.tokenizer)
 
     async def _whole(
-        self, plan: Plan, prepare_s: float, response_format: ResponseFormat, caller: Caller
+        self, plan: Plan, prepare_s: float, answer_format: AnswerFormat, caller: Caller
     ) -> Response:
         token_bytes = self.tokenizer.token_bytes if plan.logprobs else None
         cost = LOGPROBS_COST if plan.logprobs else 1
-        answer = WholeAnswer(
-            response_format, plan.num_choices, token_bytes, names_workers=caller.is_operator
-        )
+        answer = answer_format.begin_whole(plan, token_bytes, names_workers=caller.is_operator)
         usage = self._usage(plan, caller)
         text = await self._start(plan, prepare_s)
         owed = 0
@@ -163,7 +188,7 @@ class Server:
         text: TextStream,
         usage: UsageCounter,
         plan: Plan,
-        writer: ChunkWriter,
+        writer: Writer,
     ) -> AsyncGenerator[bytes, None]:
         left, owed = set(range(plan.num_choices)), 0  # choices that have not ended
         cost = LOGPROBS_COST if plan.logprobs else 1
@@ -176,36 +201,26 @@ class Server:
                     owed += delta.num_tokens * cost
                     if delta.finish is not None:
                         left.discard(delta.index)
-                    if (chunk := writer.chunk(delta)) is not None:
-                        events.append(event(chunk))
+                    events.append(writer.events(delta, usage))
                     delta = text.take()
-                if not (left or plan.include_usage):
-                    events.append(DONE)
-                if events:
-                    yield b"".join(events)
+                if not left:
+                    events.append(writer.end(usage))
+                if written := b"".join(events):
+                    yield written
                 if owed >= TURN_TOKENS:
                     owed = 0
                     await asyncio.sleep(0)
                 if delta is None:
                     delta = await anext(text, None)
         except MalleeError as error:
-            yield event(_broken(error, left))
-            return
+            yield writer.failure(error, left)
         except Exception:
             request_id = self.new_id()
             _log.exception("request %s failed after its first byte", request_id)
-            yield event(_broken(unexpected(request_id), left))
-            return
-        if plan.include_usage:
-            yield event(writer.usage(usage)) + DONE
+            yield writer.failure(unexpected(request_id), left)
 
     def _envelope(self, text: TextStream) -> Envelope:
         return Envelope(text.streams[0].request, int(self.clock()), self.model_name)
-
-
-def _broken(error: MalleeError, left: Collection[int]) -> dict[str, Any]:
-    """The event that ends a stream, and the choices that end by it: the others have ended before."""
-    return {**error_body(error), "mallee": {"unfinished": sorted(left)}}
 
 
 def json_response(

@@ -187,7 +187,7 @@ def _options_ttl_s(options: Any) -> float | None:
         raise InvalidParameter("prompt_cache_options", options, "give a mode, implicit or explicit")
     if options.get("mode") == "explicit" or options.get("ttl") is None:
         return None
-    return _ttl_s(options["ttl"], "prompt_cache_options.ttl")
+    return read_ttl_s(options["ttl"], "prompt_cache_options.ttl")
 
 
 def _control_ttl_s(request: AnyRequest, param: str) -> float | None:
@@ -202,10 +202,10 @@ def _control_ttl_s(request: AnyRequest, param: str) -> float | None:
         ]
     if not all(isinstance(mark, dict) and mark.get("type") == "ephemeral" for mark in marks):
         raise InvalidParameter(param, marks, 'give {"type": "ephemeral", "ttl": "5m" or "1h"}')
-    return max((_ttl_s(mark.get("ttl", "5m"), f"{param}.ttl") for mark in marks), default=None)
+    return max((read_ttl_s(mark.get("ttl", "5m"), f"{param}.ttl") for mark in marks), default=None)
 
 
-def _ttl_s(text: Any, param: str) -> float:
+def read_ttl_s(text: Any, param: str) -> float:
     found = _TTL.fullmatch(text) if isinstance(text, str) else None
     if found is None:
         raise InvalidParameter(param, text, "give a number and s, m or h, such as 30m")

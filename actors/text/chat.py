@@ -158,6 +158,11 @@ class ChatTemplate:
 
         return self._special.render(conversation, render, max_tokens=max_tokens)
 
+    def plain(self, text: str) -> Rendering:
+        """A client's text as it is, without special tokens if clients may write none."""
+        said = Conversation((Message("assistant", text),))
+        return self._special.render(said, lambda given: given.messages[0].text)
+
     def render_unchecked(
         self,
         messages: list[dict[str, Any]],

@@ -28,7 +28,7 @@ _ECHOED: Final = frozenset(
     ("annotations", "mallee", "provider_specific_fields", "thinking_blocks", "cache_control")
 )
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
-_NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}", re.ASCII)
+NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}", re.ASCII)
 
 
 class ToolCall(NamedTuple):
@@ -175,11 +175,11 @@ def _call(value: Any, param: str) -> ToolCall:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise InvalidParameter(f"{param}.function.name", name, "give the function's name")
-    arguments = _arguments(function.get("arguments"), f"{param}.function.arguments")
+    arguments = read_arguments(function.get("arguments"), f"{param}.function.arguments")
     return ToolCall(_string(value, "id", param), name, arguments)
 
 
-def _arguments(value: Any, param: str) -> str:
+def read_arguments(value: Any, param: str) -> str:
     """The text of a JSON object, given as such or as the object. Halves of surrogate pairs become U+FFFD."""
     text = "{}" if value is None or value == "" else value
     try:
@@ -238,7 +238,7 @@ def _function(value: Any, param: str) -> Function:
     if not isinstance(function, dict):
         raise InvalidParameter(param, function, f"a tool is {shape}")
     name, parameters = function.get("name"), function.get("parameters")
-    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+    if not isinstance(name, str) or NAME.fullmatch(name) is None:
         remedy = "give 1 to 128 letters, digits, and _ . : / -"
         raise InvalidParameter(f"{param}.name", name, remedy)
     if parameters is not None and not isinstance(parameters, dict):

@@ -30,6 +30,12 @@ class Rendering(NamedTuple):
     def text(self) -> str:
         return "".join(self.pieces)
 
+    def plus(self, other: "Rendering") -> "Rendering":
+        """Both, one after the other; the pieces that meet are one."""
+        *before, last = self.pieces
+        first, *after = other.pieces
+        return Rendering((*before, last + first, *after))
+
 
 class SpecialTokens:
     """The special tokens of a tokenizer, as they are written."""

@@ -217,7 +217,7 @@ class StopMatcher:
     The result does not depend on how the text was split.
     """
 
-    __slots__ = ("_held", "_keeps_stop", "_stops", "is_stopped")
+    __slots__ = ("_held", "_keeps_stop", "_stops", "found", "is_stopped")
 
     def __init__(self, stops: Sequence[str], *, keeps_stop: bool = False) -> None:
         """`keeps_stop`: cut after the stop string. Raises InvalidParameter: an empty stop string."""
@@ -227,6 +227,7 @@ class StopMatcher:
         self._keeps_stop = keeps_stop
         self._held = ""
         self.is_stopped = False
+        self.found = ""  # the stop string
 
     def push(self, text: str) -> tuple[str, bool]:
         """Text that is certainly no part of a stop string, and whether one was matched.
@@ -240,6 +241,7 @@ class StopMatcher:
         matches = [(start + len(stop), start) for start, stop in starts if start >= 0]
         if matches:
             end, start = min(matches)
+            self.found = self._held[start:end]
             emit, self._held = self._held[: end if self._keeps_stop else start], ""
             self.is_stopped = True
             return emit, True

@@ -209,6 +209,8 @@ class Oracle:
 
     def _stream_problem(self, text: str) -> str | None:
         events = text.split("\n\n")[:-1]
+        if events and events[0].startswith("event: message_start"):
+            return _messages_problem(events)
         if events and events[0].startswith("event: "):
             return self._named_problem(events)
         if not all(event.startswith("data: ") for event in events):
@@ -233,6 +235,20 @@ class Oracle:
         ends = ("response.completed", "response.incomplete", "response.failed")
         is_ended = found[-1]["type"] in ends and "internal error" not in events[-1]
         return None if is_ended else f"a stream ends with {events[-1][:300]}"
+
+
+def _messages_problem(events: list[str]) -> str | None:
+    """The objection to a stream of Anthropic's events."""
+    found = []
+    for each in events:
+        name, _, data = each.partition("\ndata: ")
+        found.append(json.loads(data))
+        if name != f"event: {found[-1].get('type')}":
+            return f"an event of another name: {each[:200]!r}"
+    last = found[-1]
+    if last["type"] == "message_stop" or last.get("error", {}).get("type") == "overloaded_error":
+        return None
+    return f"a stream ends with {events[-1][:300]}"
 
 
 class FuzzedApi:
@@ -280,7 +296,7 @@ class FuzzedApi:
         answer = self.send(ask)
         problem = self.oracle.problem(ask.operation, answer)
         assert problem is None, f"{ask.operation.method} {ask.path}: {problem}"
-        is_busy = answer.status_code == 503 and ask.operation.path not in ("/health",)
+        is_busy = answer.status_code in (503, 529) and ask.operation.path not in ("/health",)
         if is_busy:
             code = answer.json()["error"]["code"]
             assert code == "capsules_full", answer.text

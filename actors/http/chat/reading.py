@@ -159,7 +159,7 @@ def _effort(effort: str | None, source: Source, *, is_hint: bool) -> dict[str, A
         return {}
     if effort not in EFFORTS:
         raise InvalidParameter("reasoning_effort", effort, f"give one of {', '.join(EFFORTS)}")
-    if "reasoning_effort" in source.variables:
+    if "reasoning_effort" in source.variables and not (is_hint and effort == "none"):
         return {"reasoning_effort": effort}
     switches = [name for name in ("enable_thinking", "thinking") if name in source.variables]
     if not switches and effort != "none" and not is_hint:

@@ -125,8 +125,10 @@ def header(headers: Headers, name: str) -> str | None:
 
 
 def _bearer(headers: Headers) -> str | None:
-    """The key that was sent, if exactly one was."""
+    """The key that was sent, if exactly one was: OpenAI's header before Anthropic's."""
     given = headers.getlist("authorization")
+    if not given and len(keys := headers.getlist("x-api-key")) == 1:
+        return keys[0].strip()
     kind, _, token = given[0].partition(" ") if len(given) == 1 else ("", "", "")
     return token.strip() if kind.lower() == "bearer" else None
 

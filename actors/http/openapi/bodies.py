@@ -156,6 +156,49 @@ class Restore(AnyAnswer, frozen=True, kw_only=True):
     choices: list[TextChoice]
 
 
+class AnthropicErrorFields(Body, frozen=True, kw_only=True):
+    type: str
+    message: str
+    param: str | None
+    code: str
+
+
+class AnthropicError(Body, frozen=True, kw_only=True):
+    """Every refusal and failure on Anthropic's paths."""
+
+    type: Literal["error"]
+    error: AnthropicErrorFields
+    request_id: str
+
+
+class AnthropicUsage(Body, frozen=True, kw_only=True):
+    """A prompt has the sum of its three counts of input tokens."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation: dict[str, int]
+    output_tokens: int
+    service_tier: Literal["standard"]
+
+
+class AnthropicMessage(Body, frozen=True, kw_only=True):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str
+    stop_sequence: str | None
+    usage: AnthropicUsage
+    mallee: ChoiceExtras
+    diagnostics: dict[str, Any] | None = OMITTED
+
+
+class TokenCount(Body, frozen=True, kw_only=True):
+    input_tokens: int
+
+
 class Capsule(Body, frozen=True, kw_only=True):
     """Fields that only its worker tells may be left out."""
 

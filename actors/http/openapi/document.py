@@ -8,7 +8,6 @@ from typing import Any, Final
 import msgspec
 
 from mallee.actors.http.entry.idempotency import MAX_KEY
-from mallee.actors.http.openapi.bodies import ErrorBody
 from mallee.actors.http.openapi.fields import FIELDS
 from mallee.actors.http.openapi.operations import BYTES, EVENTS, JSON, OPERATIONS, Operation
 from mallee.actors.http.schemas import HARMLESS, NEUTRAL
@@ -16,7 +15,7 @@ from mallee.actors.http.schemas import HARMLESS, NEUTRAL
 API_VERSION: Final = "1"
 NOT_SUPPORTED: Final = "Not supported: it may have a value that changes nothing."
 _REF: Final = "#/components/schemas/{name}"
-_ALL: Final = (400, 401, 429, 503)
+_ALL: Final = (400, 401, 429)
 _WITH_BODY: Final = (403, 408, 413, 415)
 _WITH_KEY: Final = (409, 422)
 _KEY: Final = {
@@ -41,6 +40,7 @@ _MEANINGS: Final = {
     422: "Another request was sent under this key",
     429: "A limit of the key or tenant; `retry-after` says when to come back",
     503: "Right request, wrong moment; `retry-after` says when to come back",
+    529: "As 503, in Anthropic's words",
 }
 _DESCRIPTION: Final = (
     "OpenAI's wire formats, and capsules: prompts whose state is kept and forked. `null` means that a field"
@@ -51,10 +51,8 @@ _DESCRIPTION: Final = (
 @cache
 def document() -> dict[str, Any]:
     """All operations and types; not to be changed."""
-    kinds = [kind for each in OPERATIONS for kind in (each.body, each.answer)]
-    structs = {
-        kind for kind in (*kinds, ErrorBody) if kind is not None and not isinstance(kind, str)
-    }
+    kinds = [kind for each in OPERATIONS for kind in (each.body, each.answer, each.error)]
+    structs = {kind for kind in kinds if kind is not None and not isinstance(kind, str)}
     _, schemas = msgspec.json.schema_components(sorted(structs, key=str), ref_template=_REF)
     for schema in schemas.values():
         schema["description"] = cleandoc(schema.get("description", ""))
@@ -161,7 +159,7 @@ def statuses(each: Operation) -> list[int]:
 
 
 def _answer(each: Operation, status: int) -> dict[str, Any]:
-    kind = each.answer if status in each.successes else ErrorBody
+    kind = each.answer if status in each.successes else each.error
     content = _content(kind)
     if each.streams and status in each.successes:
         content |= _content(EVENTS)

@@ -10,6 +10,7 @@ _STRING: Final = {"type": "string"}
 _IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _OBJECT: Final = {"type": "object"}
 _MESSAGES: Final = {"type": "array", "minItems": 1, "items": _OBJECT}
+_OBJECTS: Final = {"type": "array", "items": _OBJECT}
 _TTL: Final = {"type": "number", "minimum": 0}
 
 FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -51,6 +52,25 @@ FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
         "description": "Where the template knows it.",
         "enum": ["none", "minimal", "low", "medium", "high", "xhigh", "max", None],
     },
+    "MessagesRequest.messages": {"description": "Anthropic's.", **_MESSAGES},
+    "CountRequest.messages": {"description": "Anthropic's.", **_MESSAGES},
+    "MessagesRequest.tools": {"description": "Anthropic's, of the client.", **_OBJECTS},
+    "CountRequest.tools": {"description": "Anthropic's, of the client.", **_OBJECTS},
+    "MessagesRequest.tool_choice": {"description": "Anthropic's.", **_OBJECT},
+    "CountRequest.tool_choice": {"description": "Anthropic's.", **_OBJECT},
+    "MessagesRequest.temperature": {"minimum": 0, "maximum": 1},
+    "MessagesRequest.top_k": {"description": "0: off.", "minimum": 0},
+    "system": {"description": "Text, or text blocks.", "anyOf": [_STRING, _OBJECTS]},
+    "thinking": {"description": "Anthropic's: enabled, adaptive or disabled.", **_OBJECT},
+    "output_config": {"description": "Anthropic's `effort` and `format`.", **_OBJECT},
+    "output_format": {"description": "As `output_config.format`.", **_OBJECT},
+    "context_management": {"description": "Edits that keep all are accepted.", **_OBJECT},
+    "metadata": {"description": "`user_id`: the tenant, if nothing else names one.", **_OBJECT},
+    "mcp_servers": {"description": "Not supported.", "maxItems": 0, **_OBJECTS},
+    "betas": {"description": "Change nothing.", "type": "array", "items": _STRING},
+    "diagnostics": {"description": "Ask for the reason of a miss.", **_OBJECT},
+    "container": {"description": "Not supported.", "enum": [None]},
+    "stop_sequences": {"description": "Up to 16 texts that end an answer.", "maxItems": 16},
     "suffixes": {
         "description": "One for each branch: text, token ids, or messages that go on.",
         "type": "array",

@@ -6,6 +6,8 @@ from typing import Any, Final, NamedTuple
 
 from mallee.actors.http.capsules.bulk import MAX_AGE_S, TIERS
 from mallee.actors.http.live.batch import BatchRequest
+from mallee.actors.http.messages.errors import OVERLOADED
+from mallee.actors.http.messages.schemas import CountRequest, MessagesRequest
 from mallee.actors.http.openapi import bodies
 from mallee.actors.http.responses.requests import ResponseRequest
 from mallee.actors.http.schemas import (
@@ -56,6 +58,8 @@ class Operation(NamedTuple):
     refusals: tuple[int, ...] = ()
     streams: bool = False
     is_open: bool = False  # to callers without a key
+    error: Any = bodies.ErrorBody
+    busy: int = 503  # the status where nothing can be served now
 
     @property
     def tag(self) -> str:
@@ -108,6 +112,23 @@ OPERATIONS: Final = (
         {**_MESSAGES, "max_tokens": 16},
         refusals=(404, 409),
         streams=True,
+    ),
+    Operation(
+        *("POST", "/v1/messages", "messages.create", "Answers, as Anthropic's API"),
+        *(bodies.AnthropicMessage, MessagesRequest),
+        {**_MESSAGES, "max_tokens": 16},
+        refusals=(404, 409),
+        streams=True,
+        error=bodies.AnthropicError,
+        busy=OVERLOADED,
+    ),
+    Operation(
+        *("POST", "/v1/messages/count_tokens", "messages.count_tokens", "Tokens of a prompt"),
+        *(bodies.TokenCount, CountRequest),
+        _MESSAGES,
+        refusals=(404,),
+        error=bodies.AnthropicError,
+        busy=OVERLOADED,
     ),
     Operation(
         *("POST", "/tokenize", "tokenize", "Text or messages as token ids"),
