@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -311,6 +312,14 @@ async def test_refusals_are_typed_for_the_client(client: anthropic.AsyncAnthropi
         await client.messages.create(**asked, extra_body={"temperature": 7.0})
     with pytest.raises(anthropic.NotFoundError, match="batches"):
         await client.messages.batches.list()
+
+
+def test_the_example_of_the_docs_runs(live: Any) -> None:
+    page = (Path(__file__).parents[3] / "docs/api/messages.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {"URL": live.url, "MODEL": "tiny/bytes"}
+    exec(code, names)
+    assert names["text"] == "hello 0"
 
 
 async def test_the_client_tries_an_overloaded_server_again(call: Any) -> None:
