@@ -13,7 +13,7 @@ from mallee.cli import check, doctor, doctor_model, keys, metrics, sessions, set
 from mallee.cli.demo import command as demo
 from mallee.cli.mocker import profile, replay, sweep
 from mallee.cli.options import print_error
-from mallee.cli.remote import capsules, chat, explain, top, workers
+from mallee.cli.remote import capsules, chat, explain, remote_sessions, top, workers
 from mallee.cli.serving import mock, picker, serve, up
 from mallee.cli.synth import group
 from mallee.protocol.errors import MalleeError
@@ -26,7 +26,19 @@ cli = typer.Typer(
 )
 for _module in (
     *(serve, up, workers, keys, mock, demo, settings, metrics, check, tree, doctor, doctor_model),
-    *(profile, replay, sweep, sessions, capsules, chat, explain, top, picker, group),
+    *(
+        profile,
+        replay,
+        sweep,
+        sessions,
+        remote_sessions,
+        capsules,
+        chat,
+        explain,
+        top,
+        picker,
+        group,
+    ),
 ):
     _module.add_to(cli)
 

@@ -13,6 +13,7 @@ Needs only httpx, msgspec and rich. Must not know torch, ray, numba or anything 
 from mallee.client.aio import AsyncBranch, AsyncBranches, AsyncCapsule, AsyncMallee
 from mallee.client.errors import ApiError, ConnectionFailed, NoCapsule, StreamBroken
 from mallee.client.results import BranchEvent, CapsuleCount, CapsuleData, ToolCall, Usage
+from mallee.client.sessions import ClosedSession, SessionData, SessionFork, SessionNode, SessionTree
 from mallee.client.sync import Branch, Branches, Capsule, Mallee
 from mallee.protocol.errors import (
     BadRequest,
@@ -60,6 +61,7 @@ __all__ = [
     "CapsuleLost",
     "CapsuleStale",
     "CapsulesFull",
+    "ClosedSession",
     "ConnectionFailed",
     "ContextLengthExceeded",
     "CorruptExport",
@@ -77,6 +79,10 @@ __all__ = [
     "Overloaded",
     "QueueFull",
     "QuotaExceeded",
+    "SessionData",
+    "SessionFork",
+    "SessionNode",
+    "SessionTree",
     "SlowReader",
     "StreamBroken",
     "TenantQueueFull",

@@ -40,6 +40,17 @@ from mallee.client.results import (
     read_count,
     read_health,
 )
+from mallee.client.sessions import (
+    ClosedSession,
+    SessionData,
+    SessionFork,
+    SessionTree,
+    close_session,
+    fork_session,
+    list_sessions,
+    read_session,
+    show_session,
+)
 from mallee.protocol.errors import MalleeError, UnknownCapsule
 
 if TYPE_CHECKING:  # see sync
@@ -113,6 +124,37 @@ class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
         """
         call = calls.delete_capsules(wanted, is_all=all, cache_salt=cache_salt)
         return int((await self._send(call, max_retries=0))["deleted"])
+
+    async def sessions(
+        self, *, after: str | None = None, limit: int = 20, cache_salt: str | None = None
+    ) -> list[SessionData]:
+        """The caller's sessions by name: at most `limit` of those after `after`."""
+        page = await self._send(list_sessions(after, limit, cache_salt))
+        return [read_session(body, SessionData) for body in page["data"]]
+
+    async def session(self, name: str, *, cache_salt: str | None = None) -> SessionTree:
+        """A session as a tree of capsules. Raises NotFound."""
+        return read_session(await self._send(show_session(name, cache_salt)), SessionTree)
+
+    async def fork_session(
+        self,
+        name: str,
+        new: str | None = None,
+        *,
+        capsule: str | None = None,
+        cache_salt: str | None = None,
+    ) -> SessionFork:
+        """A session `new`, or of a made-up name, that begins with this one's newest capsule, or `capsule`.
+
+        Raises NotFound, InvalidParameter.
+        """
+        call = fork_session(name, new, capsule, cache_salt)
+        return read_session(await self._send(call, max_retries=0), SessionFork)
+
+    async def close_session(self, name: str, *, cache_salt: str | None = None) -> ClosedSession:
+        """Release a session's capsules, end its requests and forget it. Raises NotFound."""
+        call = close_session(name, cache_salt)
+        return read_session(await self._send(call, max_retries=0), ClosedSession)
 
     def import_capsule(
         self,

@@ -32,6 +32,8 @@ class Waiting(TypedDict, total=False):
     priority: int
     deadline_s: float
     session: str
+    parent_session: str
+    session_final: bool
     weight: float
 
 
@@ -242,25 +244,25 @@ def export(capsule: str, cache_salt: str | None = None) -> Call:
 
 def import_capsule(params: Mapping[str, Any], cache_salt: str | None = None) -> Call:
     """A capsule from a file, which is the body; so `params` are in the query."""
-    return Call("POST", f"/v1/capsules/import{_query(params)}", cache_salt=cache_salt)
+    return Call("POST", f"/v1/capsules/import{query_of(params)}", cache_salt=cache_salt)
 
 
 def list_capsules(
     wanted: Mapping[str, Any], after: str | None, limit: int, cache_salt: str | None = None
 ) -> Call:
-    query = _query({"limit": limit, "after": after or None, **wanted})
+    query = query_of({"limit": limit, "after": after or None, **wanted})
     return Call("GET", f"/v1/capsules{query}", cache_salt=cache_salt)
 
 
 def count_capsules(wanted: Mapping[str, Any], cache_salt: str | None = None) -> Call:
-    return Call("GET", f"/v1/capsules/count{_query(wanted)}", cache_salt=cache_salt)
+    return Call("GET", f"/v1/capsules/count{query_of(wanted)}", cache_salt=cache_salt)
 
 
 def delete_capsules(
     wanted: Mapping[str, Any], *, is_all: bool, cache_salt: str | None = None
 ) -> Call:
     """Deletion of all that are wanted, or of all there are. The server refuses neither and both."""
-    query = _query({**wanted, "all": is_all or None})
+    query = query_of({**wanted, "all": is_all or None})
     return Call("DELETE", f"/v1/capsules{query}", cache_salt=cache_salt)
 
 
@@ -286,7 +288,7 @@ def _about(capsule: str, verb: str, params: Mapping[str, Any]) -> Call:
     return Call("POST", path, _given(dict(params)), params.get("cache_salt"))
 
 
-def _query(params: Mapping[str, Any]) -> str:
+def query_of(params: Mapping[str, Any]) -> str:
     """The end of a path, with a question mark unless it is empty."""
     from urllib.parse import urlencode
 

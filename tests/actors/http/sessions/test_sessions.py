@@ -1,9 +1,15 @@
 """`/v1/sessions` over real gateways: trees, forks, closes, other scopes and other gateways."""
 
+import asyncio
+import json
 from typing import Any
 
 import httpx
+import pytest
+from typer.testing import CliRunner
 
+from mallee.cli.main import cli
+from mallee.client import AsyncMallee, Mallee, NotFound
 from mallee.testing.random_model import random_model
 from support.live_api import served
 from support.tiny_fleet import post, tiny_api, tiny_fleet
@@ -168,10 +174,48 @@ async def test_every_gateway_lists_shows_and_closes_all_sessions() -> None:
                 served(late) as (url, _),
                 httpx.AsyncClient(base_url=url, timeout=20) as c,
             ):
-                await until(lambda: late._router.is_routable("w0", 1))  # type: ignore[arg-type]
+                made = [capsule_of(first), capsule_of(second)]
+                await until(lambda: all(map(late.is_kept, made)))  # type: ignore[arg-type]
                 assert (await c.delete("/v1/sessions/s")).json()["released"] == 2
             await until(lambda: not any(list(g.sessions.trees.notes()) for g in fleet.gateways))
             for client in (a, b):
                 assert (await client.get("/v1/sessions")).json()["data"] == []
         for gateway in fleet.gateways:
             gateway.check()
+
+
+async def test_the_sdk_and_the_command_list_show_fork_and_close(capsys: Any) -> None:
+    async with tiny_fleet(MODEL, 1) as fleet, served(fleet.gateways[0]) as (url, _):
+        async with AsyncMallee(url) as client:
+            asked = {"mallee": {"session": "a/b"}, "max_tokens": 2}
+            (branch,) = await client.stream(PROMPT, **asked).wait()  # type: ignore[arg-type]
+            (listed,) = await client.sessions()
+            assert (listed.id, listed.capsules) == ("a/b", 1)
+            tree = await client.session("a/b")
+            assert [node.tokens for node in tree.nodes] == [len(PROMPT) + 2]
+            fork = await client.fork_session("a/b", "c")
+            assert (fork.capsule, fork.parent) == (tree.nodes[0].capsule, "a/b")
+            assert branch.text is not None
+
+        def work() -> list[Any]:
+            found = []
+            for words in (["list"], ["show", "a/b"], ["close", "c"]):
+                ran = CliRunner().invoke(cli, ["sessions", *words, "--url", url, "--json"])
+                assert ran.exit_code == 0, ran.output
+                found.append(json.loads(ran.output))
+            shown = CliRunner().invoke(cli, ["sessions", "show", "a/b", "--url", url])
+            assert tree.nodes[0].capsule in shown.output.replace("\n", "")
+            listed = CliRunner().invoke(cli, ["sessions", "list", "--url", url])
+            assert "a/b" in listed.output
+            with Mallee(url) as client:
+                assert [each.id for each in client.sessions()] == ["a/b"]
+                assert client.session("a/b").children == []
+                assert client.close_session("a/b").released == 1
+                with pytest.raises(NotFound):
+                    client.session("a/b")
+            return found
+
+        listing, one, closed = await asyncio.to_thread(work)
+        assert [each["id"] for each in listing["sessions"]] == ["a/b", "c"]
+        assert one["children"] == ["c"]
+        assert (closed["released"], closed["cancelled"]) == (0, 0)

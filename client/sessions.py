@@ -1,0 +1,97 @@
+"""Sessions as the server tells of them: their calls and answers; no I/O.
+
+Requests name theirs by `mallee={"session": ...}`.
+"""
+
+from typing import TypeVar
+
+import msgspec
+
+from mallee.client.calls import Call, query_of
+from mallee.client.errors import ApiError
+
+
+class SessionData(msgspec.Struct, frozen=True, kw_only=True):
+    """A session: the capsules of it that are remembered, and its requests that run at the gateway asked."""
+
+    id: str
+    parent: str | None
+    created: int
+    last_used: int
+    capsules: int
+    running: int
+
+
+class SessionNode(msgspec.Struct, frozen=True, kw_only=True):
+    """A capsule of a session. `is_root`: another session's. Without `held` no worker has it any more."""
+
+    capsule: str
+    parent: str | None
+    request: str
+    tokens: int
+    created: int
+    is_root: bool
+    held: bool
+    worker: str | None = None
+    pinned: bool | None = None
+    tier: str | None = None
+
+
+class SessionTree(SessionData, frozen=True, kw_only=True):
+    """A session with its capsules, oldest first. `children`: sessions whose parent it is."""
+
+    children: list[str]
+    nodes: list[SessionNode]
+
+
+class SessionFork(SessionData, frozen=True, kw_only=True):
+    """A new session, which begins with `capsule`."""
+
+    capsule: str
+
+
+class ClosedSession(msgspec.Struct, frozen=True, kw_only=True):
+    """A session's end: capsules `released`, those `left` with silent workers, requests `cancelled`."""
+
+    id: str
+    released: int
+    left: int
+    cancelled: int
+
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def read_session(body: object, kind: type[S]) -> S:
+    """Raises ApiError if `body` is no such answer."""
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        raise ApiError(f"not a session: {error}", http_status=200) from error
+
+
+def list_sessions(after: str | None, limit: int, cache_salt: str | None) -> Call:
+    query = query_of({"limit": limit, "after": after or None})
+    return Call("GET", f"/v1/sessions{query}", cache_salt=cache_salt)
+
+
+def show_session(session: str, cache_salt: str | None) -> Call:
+    return Call("GET", _path(session), cache_salt=cache_salt)
+
+
+def fork_session(
+    session: str, new: str | None, capsule: str | None, cache_salt: str | None
+) -> Call:
+    given = {"session": new, "capsule": capsule, "cache_salt": cache_salt}
+    body = {name: value for name, value in given.items() if value is not None}
+    return Call("POST", f"{_path(session)}/fork", body, cache_salt)
+
+
+def close_session(session: str, cache_salt: str | None) -> Call:
+    return Call("DELETE", _path(session), cache_salt=cache_salt)
+
+
+def _path(session: str) -> str:
+    from urllib.parse import quote
+
+    return f"/v1/sessions/{quote(session, safe='')}"
