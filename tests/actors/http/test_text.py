@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 from mallee.actors.gateway.service import Delta
 from mallee.actors.http.deltas import BranchText, TextStream
 from mallee.actors.http.jobs import Plan
+from mallee.actors.text.answers import Reading
+from mallee.actors.text.tokenizer import Tokenizer
+from mallee.actors.text.tools.formats import FORMATS
 from mallee.protocol.errors import InternalError, WorkerLost
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.messages import Limits
 from mallee.router.dispatch.jobs import GenerateJob
 from support.examples import examples
+from support.tokenizers_made import byte_level
 
 EOS = 256
 
@@ -198,3 +202,18 @@ async def test_a_failure_of_all_that_waits_is_raised_by_the_iteration(tokenizer:
     assert stream.take() is None
     with pytest.raises(WorkerLost):
         await anext(stream)
+
+
+def test_a_cut_behind_a_call_counts_the_marks_that_the_text_shows() -> None:
+    """F28, part: marks that are special tokens are characters of the text, and tokens of its capsule."""
+    inner = byte_level()
+    inner.add_special_tokens(["<tool_call>", "</tool_call>"])
+    made = Tokenizer(inner)
+    reading = Reading(form=FORMATS["hermes"])
+    text = BranchText(made, plan(1, stops=("END",), reading=reading))
+    kept = made.encode("<tool_call>x</tool_call> ok")
+    tokens = [*kept, *made.encode("END</tool_call>")]
+    assert text.push(delta(0, tokens)) == ("<tool_call>x</tool_call> ok", "stop")
+    cut = text.find_cut(made, "")
+    assert cut is not None
+    assert (cut.num_tokens, cut.residue) == (len(kept), [])

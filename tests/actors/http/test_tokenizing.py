@@ -1,22 +1,31 @@
 """`/tokenize` and `/detokenize`, and paths that this server has not."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mallee.actors import build
+from mallee.actors.access.access import Access
 from mallee.actors.config import ChatSettings
 from mallee.actors.http.chat.reading import ChatReader
 from mallee.actors.http.errors import UNSERVED
 from mallee.actors.http.prompts import PromptReader
 from mallee.actors.http.schemas import DetokenizeRequest, TokenizeRequest
 from mallee.actors.http.tokenizing import Tokenizing
+from mallee.actors.tasks import Tasks
 from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.ids import COMMON
 from support.examples import examples
+from support.mock_scene import make_folder, mock_config
+from support.plain_ids import SCOPES
 from support.tokenizers_made import byte_level
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -122,3 +131,30 @@ def test_what_is_not_served_is_refused_by_its_name(call: Any, method: str, path:
 
 def test_a_path_that_only_begins_alike_is_no_such_path(call: Any) -> None:
     assert call("GET", "/v1/embeddingsx").body["error"]["code"] == "not_found"
+
+
+async def test_a_checkpoint_s_own_marks_are_plain_text_in_messages(
+    tmp_path: Path, service: Any
+) -> None:
+    """I4, part: a token that its tokenizer doesn't flag as special and its template writes, as served."""
+    folder = make_folder(tmp_path)
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.add_tokens(["<turn>"])
+    inner.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<turn>{{ m.content }}{% endfor %}"
+    )
+    with ThreadPoolExecutor(1) as pool:
+        app = build.build_api(
+            *(mock_config(folder), service, Access(None, {}), SCOPES),
+            *(lambda endpoint, status: None, pool, Tasks("a service")),
+        )
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            asked = {
+                "messages": [{"role": "user", "content": "a<turn>b"}],
+                "return_token_strs": True,
+            }
+            found = (await client.post("/tokenize", json=asked)).json()
+    assert found["token_strs"].count("<turn>") == 1
+    assert "".join(found["token_strs"]) == "<turn>a<turn>b"
