@@ -496,6 +496,21 @@ def ingest(data: Json) -> Iterator[str]:
     )
 
 
+def responses(data: Json) -> Iterator[str]:
+    yield table(
+        ["context", "tokens", "the turn alone, ms", "all sent again, ms"],
+        [
+            (
+                "one document" if run["is_document"] else "conversation",
+                f"{run['context_tokens']:,}",
+                number(run["turn_ms"]),
+                number(run["whole_ms"]),
+            )
+            for run in data["runs"]
+        ],
+    )
+
+
 def mocker(data: Json) -> Iterator[str]:
     def times_better(run: Json) -> str:
         ours, theirs = (at(run, f"{side}/requests_per_s") for side in ("mallee", "dynamo"))
@@ -1099,6 +1114,13 @@ SECTIONS = {
         "python -m bench.gateway.ingest",
         "One gateway's loop, 1000 workers.",
         ingest,
+    ),
+    "responses": Section(
+        "Turns of responses",
+        "python -m bench.responses",
+        "CPU of a gateway that reads a turn of 50 new tokens by `previous_response_id` up to the worker's"
+        " command, beside the same conversation sent whole; Qwen 3's template, no network.",
+        responses,
     ),
     "fanout": Section(
         "Fan-outs",

@@ -220,8 +220,7 @@ class Responses:
         self._tasks.cancel(background.task)
         with suppress(asyncio.CancelledError):
             await asyncio.wait([background.task])
-        if record.is_running:
-            background.cancel()
+        background.cancel()  # if its task never began
         background.finish()
 
     def _record(self, request: Request) -> Record:

@@ -147,13 +147,18 @@ class Run:
         if self._text is not None:
             await self._text.aclose()
 
-    def cancelled(self) -> None:
+    def cancelled(self) -> list[dict[str, Any]]:
         """It was ended early by its client."""
-        self.writer.cancel(self._usage)
+        events = self.writer.cancel(self._usage)
         self._keep()
+        return events
 
-    def failed_early(self, error: MalleeError) -> list[dict[str, Any]]:
-        """It never began."""
+    def failed_early(self, error: Exception) -> list[dict[str, Any]]:
+        """It never began. A bug is logged."""
+        if not isinstance(error, MalleeError):
+            number = self._server.new_id()
+            log.error("request %s failed", number, exc_info=error)
+            error = unexpected(number)
         return [*self.writer.begin(), *self._failed(error)]
 
     def _failed(self, error: MalleeError) -> list[dict[str, Any]]:
@@ -204,7 +209,10 @@ class Background:
                 first = await self.run.open(0.0, stay)
                 async for events in self.run.events(first):
                     self._add(events)
-            except MalleeError as error:
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+            except Exception as error:
                 self._add(self.run.failed_early(error))
             finally:
                 await self.run.close()
@@ -215,7 +223,9 @@ class Background:
         self._news.set()
 
     def cancel(self) -> None:
-        self.run.cancelled()
+        """It is ended early, though it may be over or never have begun."""
+        if self.record.is_running:
+            self._add(self.run.cancelled())
 
     def _add(self, events: list[dict[str, Any]]) -> None:
         if self._streams:

@@ -175,6 +175,27 @@ async def test_a_background_stream_is_read_again_from_any_event() -> None:
         assert events[-1].type == "response.incomplete"
 
 
+async def test_a_cancelled_stream_ends_with_its_status() -> None:
+    """A reader of a background response is told of the end that another one made."""
+    async with scene(FAMILIES[0]) as (client, fleet, _):
+        stream = await client.responses.create(
+            model="m",
+            input="hi",
+            background=True,
+            stream=True,
+            max_output_tokens=6000,
+            extra_body=OPTIONS,
+        )
+        events: list[Any] = []
+        async for event in stream:
+            events.append(event)
+            if len(events) == 5:
+                await client.responses.cancel(events[0].response.id)
+        assert events[-1].type == "response.incomplete"
+        assert events[-1].response.status == "cancelled"
+        await until(lambda: fleet.engines["w0"].stats().jobs == 0)
+
+
 async def test_another_salt_knows_nothing_of_a_response() -> None:
     async with scene(FAMILIES[0]) as (client, _, __):
         first = await ask(client, input="hi")
