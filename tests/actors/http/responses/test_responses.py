@@ -1,10 +1,13 @@
 """The Responses API over a service that plays a script: bodies, events, refusals, stored answers."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import openai
+import pydantic
 import pytest
 
 from mallee.actors.config import HttpSettings
@@ -163,3 +166,23 @@ def test_a_response_that_is_not_stored_is_unknown_afterwards(roomy: Any) -> None
     found = roomy("POST", "/v1/responses", {"input": "x", "previous_response_id": body["id"]})
     assert found.status == 404
     assert found.body["error"]["param"] == "previous_response_id"
+
+
+def test_a_form_is_parsed_by_openais_client(roomy: Any, service: Any) -> None:
+    """`responses.parse` sends a schema, which becomes the grammar of the answer."""
+    service.reply = lambda branch: '{"city": "Oslo"}'
+
+    class City(pydantic.BaseModel):
+        city: str
+
+    async def parsed() -> Any:
+        transport = httpx.ASGITransport(app=roomy.app)
+        async with (
+            httpx.AsyncClient(transport=transport) as http,
+            openai.AsyncOpenAI(base_url="http://x/v1", api_key="-", http_client=http) as client,
+        ):
+            return await client.responses.parse(model="tiny/bytes", input="hi", text_format=City)
+
+    found = asyncio.run(parsed())
+    assert found.output_parsed == City(city="Oslo")
+    assert service.job.grammar.kind == "json_schema"
