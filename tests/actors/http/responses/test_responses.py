@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pydantic
 import pytest
@@ -15,11 +16,7 @@ from mallee.actors.config import HttpSettings
 
 @pytest.fixture
 def roomy(call_with: Callable[..., Any], service: Any) -> Any:
-    service.model = (
-        service.model.__replace__(max_model_len=4096)
-        if hasattr(service.model, "__replace__")
-        else service.model
-    )
+    service.model = msgspec.structs.replace(service.model, max_model_len=4096)
     return call_with(HttpSettings(max_body_bytes=100_000))
 
 
