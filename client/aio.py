@@ -18,7 +18,16 @@ from mallee.client.base import (
     failing_as,
     retry_after_s,
 )
-from mallee.client.calls import Call, Generation, Importing, Message, Prompt, Wanted
+from mallee.client.calls import (
+    Call,
+    Generation,
+    Importing,
+    InjectMode,
+    Message,
+    Prompt,
+    Suffix,
+    Wanted,
+)
 from mallee.client.errors import ConnectionFailed, StreamBroken
 from mallee.client.files import (
     PIECE_NBYTES,
@@ -318,6 +327,10 @@ class AsyncBranch(BaseBranch["AsyncBranches", PendingCapsule]):
     """One branch's answer so far, which can be forked where it ended."""
 
     __slots__ = ()
+
+    async def inject(self, suffix: Suffix, *, mode: InjectMode = "append") -> int:
+        """As `Branch.inject`."""
+        return int((await self._inject(suffix, mode))["at"])
 
 
 class AsyncBranches(BaseBranches[AsyncBranch]):

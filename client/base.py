@@ -16,10 +16,12 @@ from mallee.client.calls import (
     Forks,
     Generation,
     Going,
+    InjectMode,
     Message,
     Prefilling,
     Prompt,
     Sampling,
+    Suffix,
 )
 from mallee.client.errors import ConnectionFailed, StreamBroken
 from mallee.client.html import tree_html
@@ -123,6 +125,9 @@ class BaseMallee(ABC, Generic[S, C]):
 
     @abstractmethod
     def _open(self, call: Call) -> S: ...
+
+    @abstractmethod
+    def _send(self, call: Call, *, max_retries: int | None = None) -> Any: ...
 
     @abstractmethod
     def _capsule(self, call: Call, *, is_open: bool) -> C: ...
@@ -258,6 +263,14 @@ class BaseBranch(BranchState, Generic[S, C]):
         params = {"ttl_s": ttl_s, "cache_salt": self.cache_salt}
         call = calls.capture(self.request_id, self.index, params)
         return self.client._capsule(call, is_open=False)
+
+    def _inject(self, suffix: Suffix, mode: InjectMode) -> Any:
+        """The answer to an inject, which is sent but once, or what awaits it."""
+        assert self.client is not None
+        assert self.request_id is not None, "it was not begun"
+        params = {"suffix": suffix, "mode": mode, "cache_salt": self.cache_salt}
+        call = calls.inject(self.request_id, self.index, params)
+        return self.client._send(call, max_retries=0)
 
     def pin(self, *, ttl_s: float | None = None) -> C:
         """The capsule where the branch ended, kept as `Capsule.pin` does. Raises NoCapsule, CapsulesFull."""

@@ -17,6 +17,7 @@ Message: TypeAlias = Mapping[str, Any]
 Suffix: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or {"messages": [...]} that go on in a conversation."""
 
+InjectMode: TypeAlias = Literal["append", "replace"]
 Forks: TypeAlias = int | str | Mapping[str, Any] | Sequence[Suffix]
 """A number of equal branches, one suffix (a lone text is one), or one suffix a branch."""
 
@@ -206,11 +207,21 @@ def restore(capsule: str, params: Mapping[str, Any]) -> Call:
     return Call("POST", path, _streamed(dict(params)), params.get("cache_salt"))
 
 
-def capture(request: str, branch: int, params: Mapping[str, Any]) -> Call:
-    """A capsule of a running branch."""
+def _request_path(request: str) -> str:
     from urllib.parse import quote
 
-    path = f"/v1/requests/{quote(request, safe='')}/capsules"
+    return f"/v1/requests/{quote(request, safe='')}"
+
+
+def inject(request: str, branch: int, params: Mapping[str, Any]) -> Call:
+    """Tokens into a running branch."""
+    path = f"{_request_path(request)}/branches/{branch}/inject"
+    return Call("POST", path, _given(dict(params)), params.get("cache_salt"))
+
+
+def capture(request: str, branch: int, params: Mapping[str, Any]) -> Call:
+    """A capsule of a running branch."""
+    path = f"{_request_path(request)}/capsules"
     return Call("POST", path, {"branch": branch, **_given(dict(params))}, params.get("cache_salt"))
 
 

@@ -50,6 +50,7 @@ class BranchEvent:
     rejected_prediction_tokens: int | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    injected: tuple[Mapping[str, int], ...] = ()  # `tokens` of its text, `at` how many before
 
 
 @dataclass(slots=True, repr=False)
@@ -82,6 +83,7 @@ class BranchState:
     rejected_prediction_tokens: int | None = None
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
+    injected: list[Mapping[str, int]] = field(default_factory=list)
 
     def take(self, event: BranchEvent, elapsed_ms: float) -> None:
         """Add one event that arrived `elapsed_ms` after the request was sent."""
@@ -91,6 +93,7 @@ class BranchState:
         self.text += event.text
         self.reasoning += event.reasoning
         self.tool_calls += event.tool_calls
+        self.injected += event.injected
         for name, values in (event.logprobs or {}).items():
             if values is not None:
                 self.logprobs.setdefault(name, []).extend(values)
@@ -194,7 +197,9 @@ def choice_events(body: Mapping[str, Any]) -> Iterator[BranchEvent]:
         tool_calls = tuple(map(_tool_call, part.get("tool_calls") or ()))
         logprobs = choice.get("logprobs")
         has_chances = any((logprobs or {}).values())
-        if not (text or reasoning or tool_calls or has_chances) and finish is None:
+        injected = tuple(ours.get("injected") or ())
+        shown = text or reasoning or tool_calls or has_chances or injected
+        if not shown and finish is None:
             continue  # a role, or a sign of life
         yield BranchEvent(
             choice["index"],
@@ -211,6 +216,7 @@ def choice_events(body: Mapping[str, Any]) -> Iterator[BranchEvent]:
             ours.get("rejected_prediction_tokens"),
             reasoning,
             tool_calls,
+            injected,
         )
 
 

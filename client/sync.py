@@ -19,7 +19,16 @@ from mallee.client.base import (
     failing_as,
     retry_after_s,
 )
-from mallee.client.calls import Call, Generation, Importing, Message, Prompt, Wanted
+from mallee.client.calls import (
+    Call,
+    Generation,
+    Importing,
+    InjectMode,
+    Message,
+    Prompt,
+    Suffix,
+    Wanted,
+)
 from mallee.client.errors import ConnectionFailed, StreamBroken
 from mallee.client.files import (
     Counted,
@@ -286,6 +295,14 @@ class Branch(BaseBranch["Branches", Capsule]):
     """One branch's answer so far, which can be forked where it ended."""
 
     __slots__ = ()
+
+    def inject(self, suffix: Suffix, *, mode: InjectMode = "append") -> int:
+        """Have the running branch go on after `suffix` at its next token, as if it had drawn it.
+
+        Returns the tokens of the answer before it, once it is there. With mode "replace" what waits to be
+        injected is dropped. Raises UnknownBranch if the branch is over.
+        """
+        return int(self._inject(suffix, mode)["at"])
 
 
 class Branches(BaseBranches[Branch]):

@@ -36,6 +36,11 @@ class CountedUpdate(NamedTuple):
         """Not told: in a replay nothing is lost or told twice."""
         return -1
 
+    @property
+    def injected(self) -> str:
+        """Nothing is: a replay has no other text."""
+        return ""
+
 
 def counted(update: Update) -> CountedUpdate:
     """`update` as counts."""
@@ -76,6 +81,7 @@ class CountedSink:
         tokens: Text | tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...] = (),
         end: End | None = None,
+        injected: str = "",
     ) -> None:
         num_tokens = len(tokens)
         if not self.reports_progress and branch.num_output > num_tokens:  # its first was reported

@@ -10,6 +10,7 @@
     |  |- CapsuleStale            it was made by weights that have been replaced            (409)
     |  |- WeightsChanged          an answer can't go on: its weights have been replaced     (409)
     |  |- SessionClosed           an answer's session was closed                           (409)
+    |  |- Superseded              other tokens took the place of those to be injected      (409)
     |  |- SlowReader              the client doesn't read its answer                       (408)
     |  |- Unauthorized            no key, or none that is valid                            (401)
     |  `- Forbidden               the key has not the right                                (403)
@@ -237,6 +238,14 @@ class SessionClosed(BadRequest):
 
     def __init__(self) -> None:
         super().__init__("the session was closed while this answer was under way")
+
+
+class Superseded(BadRequest):
+    status = 409
+    code = "superseded"
+
+    def __init__(self) -> None:
+        super().__init__("a later inject with mode=replace took the place of these tokens")
 
 
 class SlowReader(BadRequest):

@@ -439,6 +439,22 @@ class Cancel(_Command, frozen=True, tag="cancel"):
     branch: int | None = None
 
 
+class Inject(_Command, frozen=True, tag="inject"):
+    """Have a running branch of `of` go on after `tokens`, as if it had drawn them, at its next boundary.
+
+    That is the next step, if the branch draws; else its first drawn token, or its next one after a
+    preemption. Until then they wait behind what was injected before; with `replaces` that is dropped. They
+    count against `max_tokens`, and leave one to draw. The update that has them names `request`, and a
+    `CapsuleReply` says why there is none, unless the branch ends before.
+    """
+
+    request: str
+    of: str
+    branch: int
+    tokens: bytes
+    replaces: bool = False
+
+
 class Release(_Command, frozen=True, tag="release"):
     """Forget a capsule. Live branches forked from it go on. Nothing is answered: see `Delete`."""
 
@@ -519,7 +535,7 @@ CapsuleCommand: TypeAlias = Capture | Rewind | Pin | Inspect | Demote | Promote 
 """Commands that a `CapsuleReply` answers."""
 
 Command: TypeAlias = (
-    Prefill | Generate | Fork | Prioritize | Cancel | Release | Cut | CapsuleCommand
+    Prefill | Generate | Fork | Prioritize | Cancel | Inject | Release | Cut | CapsuleCommand
 )
 
 
@@ -543,7 +559,8 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     tokens that the branch drew for this request before `tokens`; -1: not told. `kept`: if its capsule was
     to be pinned, whether it was. `retained` comes with the end of a branch that asked for retention. `drafts`
     counts tokens that were drafted for the branch since its last update, and those of them that it drew; None
-    if none were.
+    if none were. `injected` is the `Inject` that `tokens` are of: they
+    were not drawn, and have log-probability 0.
     """
 
     request: str
@@ -560,6 +577,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     kept: Kept = ""
     retained: Retained | None = None
     drafts: tuple[int, int] | None = None
+    injected: str = ""
 
     @property
     def num_tokens(self) -> int:

@@ -207,8 +207,6 @@ class Intake:
         is_forked = command.n > 1 and len(tokens) % self._block_size > 0
         num_left = _max_tokens(command.limits) - command.drawn
         self._check_length(len(tokens), num_left, is_forked)
-        if command.drawn:
-            self._sampler.check_drawn(command, tokens[len(tokens) - command.drawn :])
         return tokens
 
     def _suffixes(self, command: Fork, boundary: int, max_tokens: int) -> list[Text]:

@@ -36,6 +36,7 @@ from mallee.protocol.messages import (
     Fork,
     Generate,
     Grammar,
+    Inject,
     Inspect,
     Pin,
     Prefill,
@@ -212,6 +213,8 @@ class Engine:
                     self._intake.fork(command, gateway)
                     if command.loans:
                         self._loans.make_ready(command.capsule, command.loans)
+                case Inject():
+                    self._inject(command, gateway)
                 case Prioritize():
                     self._requests.prioritize(command)
                 case Cut():
@@ -226,6 +229,12 @@ class Engine:
                 return error
             self._updates.refuse(gateway, request, error)
         return None
+
+    def _inject(self, command: Inject, gateway: str) -> None:
+        try:
+            self._requests.inject(command, gateway)
+        except MalleeError as error:
+            self._updates.reply(gateway, CapsuleReply(command.request, error=error.to_wire()))
 
     def _reply(self, command: CapsuleCommand, gateway: str) -> None:
         """Answer a command about a capsule: now, or when its branch is at a boundary."""
@@ -392,6 +401,8 @@ class Engine:
             return limit
         if len(self._updates) or len(self._journal) or self._capsules.is_expiry_due:
             return 0
+        if self._requests.has_inbox:
+            return 0
         if self._fetches is not None and self._fetches.has_news:
             return 0
         if self._tree.pool.watch is not None or debug_log.is_on("steps"):
@@ -458,6 +469,8 @@ class Engine:
             self._lower.settle()
             for name in self._lower.take_lost():
                 self._capsules.lost(name)
+        if self._requests.has_inbox:
+            self._requests.take_inbox()
         plan = self._scheduler.plan()
         if self._fetches is not None:
             self._fetches.begin(plan)

@@ -7,14 +7,23 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from mallee.protocol.errors import CapsuleAbandoned, CapsulesFull, MalleeError, UnknownBranch
+from mallee.protocol.errors import (
+    CapsuleAbandoned,
+    CapsulesFull,
+    InvalidParameter,
+    MalleeError,
+    Superseded,
+    UnknownBranch,
+)
 from mallee.protocol.ids import CapsuleId, RequestId, capsule_id
 from mallee.protocol.messages import (
     Cancel,
+    CapsuleReply,
     Capture,
     Cut,
     FinishReason,
     Fork,
+    Inject,
     Kept,
     Prefill,
     Prioritize,
@@ -63,6 +72,7 @@ class RequestTable:
         self._retention = retention
         self._block_nbytes = block_nbytes
         self._wanted: list[tuple[Capture, str]] = []
+        self._inbox: dict[tuple[str, int], list[tuple[Inject, Text]]] = {}  # by request and branch
         self._promoted: list[tuple[CapsuleId, MalleeError | None]] = []
         self._next_ticket = 0
 
@@ -136,6 +146,62 @@ class RequestTable:
         job.prioritize(command.priority, command.branch)
         for branch in job.concerned(command.branch):
             self._scheduler.prioritize(branch, job.priority(branch.members))
+
+    def inject(self, command: Inject, gateway: str) -> None:
+        """Have a branch go on after other tokens, from its next boundary on.
+
+        Raises UnknownBranch, InvalidParameter.
+        """
+        job, index = self.jobs.get(command.of), command.branch
+        if job is None or job.gateway != gateway or not job.draws:
+            raise UnknownBranch(command.of, index)
+        branch = next(iter(job.concerned(index)), None)
+        if branch is None or index in job.cancelled:
+            raise UnknownBranch(command.of, index)
+        if job.matchers:
+            remedy = "the branch draws under a grammar, which they may break; give it none"
+            raise InvalidParameter("inject", command.of, remedy)
+        inbox = self._inbox.setdefault((command.of, index), [])
+        if command.replaces:
+            for dropped, _ in inbox:
+                self._refuse_inject(dropped, gateway, Superseded())
+            inbox.clear()
+        tokens = self._tree.notation.read(command.tokens)
+        taken = branch.num_output + sum(len(text) for _, text in inbox)
+        room = job.limits.max_tokens - 1 - taken
+        if not 1 <= len(tokens) <= room:
+            raise _no_room(len(tokens), room)
+        inbox.append((command, tokens))
+
+    def take_inbox(self) -> None:
+        """Have the branches that draw go on after what was injected: the next step computes it."""
+        for key in list(self._inbox):
+            name, index = key
+            job = self.jobs.get(name)
+            if job is None or not (found := job.concerned(index)):
+                del self._inbox[key]  # its end was told
+            elif found[0].phase == "decode":
+                for command, tokens in self._inbox.pop(key):
+                    self._take_in(found[0], command, tokens)
+
+    def _take_in(self, branch: Branch, command: Inject, tokens: Text) -> None:
+        job = branch.job
+        room = job.limits.max_tokens - branch.num_output - 1
+        if len(tokens) > room:
+            self._refuse_inject(command, job.gateway, _no_room(len(tokens), room))
+            return
+        self._scheduler.inject(branch, tokens)
+        branch.num_output += len(tokens)
+        if branch.history is not None:
+            for token in tokens:
+                branch.history.add(token)
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if job.sampling.logprobs >= 0:
+            logprobs = ((0.0, ()),) * len(tokens)
+        self._updates.emit(branch, tokens, logprobs, injected=command.request)
+
+    def _refuse_inject(self, command: Inject, gateway: str, error: MalleeError) -> None:
+        self._updates.reply(gateway, CapsuleReply(command.request, error=error.to_wire()))
 
     def drop(self, gateway: str) -> None:
         """All branches of `gateway` end now, without an update."""
@@ -256,6 +322,11 @@ class RequestTable:
         self.end(branch, "cancelled")
 
     @property
+    def has_inbox(self) -> bool:
+        """Whether tokens wait to be injected."""
+        return bool(self._inbox)
+
+    @property
     def owes_replies(self) -> bool:
         """Whether `wanted` or `promoted` has any."""
         return bool(self._wanted or self._promoted)
@@ -358,6 +429,14 @@ class RequestTable:
         assert all(name == job.command.request for name, job in self.jobs.items()), "misnamed"
         computing = set(self._producers.values())
         assert computing <= set(self.jobs.values()), "a capsule's producer is gone"
+
+
+def _no_room(num_tokens: int, room: int) -> InvalidParameter:
+    return InvalidParameter(
+        "tokens",
+        num_tokens,
+        f"give 1 to {max(room, 0)}: max_tokens counts them, and one is to be drawn",
+    )
 
 
 def count_holds(branches: Iterable[Branch], capsules: Mapping[Node, int]) -> Counter[Node]:

@@ -267,15 +267,6 @@ class StepSampler:
 
     # Draws
 
-    def check_drawn(self, command: Generate, drawn: Text) -> None:
-        """Raises InvalidParameter if the answer would have ended with one of `drawn`, its tokens so far."""
-        ends = set(command.limits.stop_token_ids)
-        if command.grammar is not None or not command.limits.ignore_eos:
-            ends |= self._eos
-        token = next((token for token in drawn if token in ends), None) if ends else None
-        if token is not None:
-            raise InvalidParameter("drawn", command.drawn, f"token {token} ended the answer")
-
     def draw(
         self,
         scored: Sequence[Scored],

@@ -49,6 +49,7 @@ class UpdateSink(Protocol):
         tokens: Text | tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...] = (),
         end: End | None = None,
+        injected: str = "",
     ) -> None:
         """One update of `branch`, which goes on without an `end`, for the gateway that asked for it."""
         ...
@@ -89,6 +90,7 @@ class FrameSink:
         tokens: Text | tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...] = (),
         end: End | None = None,
+        injected: str = "",
     ) -> None:
         """One update of `branch`, which goes on without an `end`, for the gateway that asked for it."""
         job, position = branch.job, branch.num_output - len(tokens)
@@ -107,6 +109,7 @@ class FrameSink:
                 logprobs=logprobs,
                 position=position,
                 drafts=drafts,
+                injected=injected,
             )
         else:
             update = Update(

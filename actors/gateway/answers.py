@@ -89,6 +89,10 @@ class Answer:
         """The worker that branch 0 began on."""
         return self.placed.result()
 
+    def num_tokens(self, branch: int) -> int:
+        """Tokens of its answer so far."""
+        return self._life.branches[branch].num_tokens
+
     @property
     def num_open(self) -> int:
         return len(self._open)
@@ -223,6 +227,7 @@ class Answer:
                 (self._weights.get(effect.branch, serving), serving),
                 update.kept,
                 update.drafts,
+                ((self.num_tokens(effect.branch), len(update.tokens)),) if update.injected else (),
             ),
             now,
         )

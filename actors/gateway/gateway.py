@@ -41,10 +41,12 @@ from mallee.protocol.errors import (
     UnknownBranch,
     UnknownCapsule,
     UnknownRequest,
+    from_wire,
 )
 from mallee.protocol.hashing import NO_HASHES, Hashes, Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId, request_of
 from mallee.protocol.messages import (
+    CapsuleReply,
     Capture,
     Cut,
     Delete,
@@ -66,10 +68,12 @@ from mallee.router.dispatch.effects import (
     Ended,
     Failed,
     LetGo,
+    NotInjected,
     Placed,
     Refused,
     Send,
 )
+from mallee.router.dispatch.inboxes import Injection
 from mallee.router.dispatch.jobs import Job
 from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.dispatch.texts import TokenTexts
@@ -165,6 +169,7 @@ class GatewayService:
             clock=clock,
         )
         self._answers: dict[RequestId, Answer] = {}
+        self._injecting: dict[str, asyncio.Future[int]] = {}  # by injection
         self._desk = CapsuleDesk(lambda worker, command: self._peers.send(worker, command))
         self._lives = Lives()
         self._recent = RecentPrompts(router.config.block_size)
@@ -403,6 +408,21 @@ class GatewayService:
     def sessions(self) -> GatewaySessions:
         return self._sessions
 
+    async def inject(
+        self, request: RequestId, branch: int, tokens: Tokens, scope: Scope, *, replaces: bool
+    ) -> int:
+        if not self._ids.belongs(request, scope):
+            raise UnknownBranch(request, branch)
+        injection = Injection(self._ids.new(scope), tokens.tobytes(), replaces)
+        self._dispatcher.inject(request, branch, injection)
+        place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._injecting[injection.name] = place
+        try:
+            self._carry_out()
+            return await place
+        finally:
+            del self._injecting[injection.name]
+
     # Capsules
 
     async def inspect(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
@@ -557,7 +577,18 @@ class GatewayService:
         self._dispatcher.on_frame(worker, frame.step, frame.updates)
         self._carry_out()
         if frame.replies:
-            self._desk.take(frame.replies)
+            self._take_replies(worker, frame.replies)
+
+    def _take_replies(self, worker: WorkerId, replies: tuple[CapsuleReply, ...]) -> None:
+        others = []
+        for reply in replies:
+            refused = reply.error is not None and self._dispatcher.on_inject_refused(
+                worker, reply.request, from_wire(reply.error)
+            )
+            if not refused:
+                others.append(reply)
+        self._desk.take(tuple(others))
+        self._carry_out()
 
     def _on_join(self, worker: WorkerId, incarnation: Any) -> None:
         self._dispatcher.on_join(worker, incarnation)
@@ -585,11 +616,16 @@ class GatewayService:
         for effect in self._dispatcher.effects():
             match effect:
                 case Deliver(request=request):
-                    self._answers[request].deliver(effect, now)
+                    answer = self._answers[request]
+                    if effect.update.injected:
+                        self._took_in(effect.update.injected, answer.num_tokens(effect.branch))
+                    answer.deliver(effect, now)
                     if (capsule := effect.update.capsule) is not None:
                         hashes = effect.shard.dispatch.hashes
                         boundary = effect.update.boundary
                         self._sessions.left(request, CapsuleId(capsule), boundary, hashes)
+                case NotInjected(name=name, error=error):
+                    self._took_in(name, error)
                 case Send():
                     self._send(effect)
                 case Placed():
@@ -609,6 +645,16 @@ class GatewayService:
                     asyncio.get_running_loop().call_soon(self._peers.let_go, worker)
         self._metrics.waiting.set(self._dispatcher.num_waiting)
         self._set_timer()
+
+    def _took_in(self, name: str, place: int | MalleeError) -> None:
+        """Tokens are in a branch, so many tokens into its answer, or won't be."""
+        waiting = self._injecting.get(name)
+        if waiting is None or waiting.done():
+            return  # its client has gone
+        if isinstance(place, int):
+            waiting.set_result(place)
+        else:
+            waiting.set_exception(place)
 
     def _send(self, effect: Send) -> None:
         """Queue a command, by which its worker learns of the trace that it is part of."""

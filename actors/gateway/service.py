@@ -52,6 +52,7 @@ class Delta(NamedTuple):
     weights: tuple[str, str] = (BASE_WEIGHTS.label, BASE_WEIGHTS.label)  # versions at start and end
     kept: Kept = ""  # whether its capsule was pinned, if it was to be
     drafts: tuple[int, int] | None = None  # tokens drafted, and those of them that were drawn
+    injected: tuple[tuple[int, int], ...] = ()  # tokens of the answer before, and how many were
 
 
 MAX_WAITING: Final = 1 << 16
@@ -169,6 +170,7 @@ def _merged(deltas: list[Delta]) -> Delta:
         cached_tokens=max(delta.cached_tokens for delta in deltas),
         prefill_tokens=max(delta.prefill_tokens for delta in deltas),
         drafts=(sum(d for d, _ in drafts), sum(a for _, a in drafts)) if drafts else None,
+        injected=tuple(each for delta in deltas for each in delta.injected),
     )
 
 
@@ -255,6 +257,16 @@ class Service(Protocol):
         """Take a capsule of a running branch at its next boundary; it goes on as if nothing had happened.
 
         Raises UnknownBranch, CapsulesFull, Unavailable.
+        """
+        ...
+
+    async def inject(
+        self, request: RequestId, branch: int, tokens: Tokens, scope: Scope, *, replaces: bool
+    ) -> int:
+        """Have a running branch go on after `tokens`; returns the tokens of its answer before them.
+
+        Once they are in its text. `replaces`: those that wait are dropped. Raises UnknownBranch,
+        InvalidParameter, QueueFull, Superseded.
         """
         ...
 

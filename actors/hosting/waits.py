@@ -19,6 +19,7 @@ from mallee.protocol.messages import (
     Demote,
     Fork,
     Generate,
+    Inject,
     Inspect,
     Pin,
     Prefill,
@@ -145,7 +146,7 @@ def _names(command: Command) -> set[str]:
             return {request, capsule, request_of(capsule)}
         case Prefill(request=request, capsule=capsule) if capsule:
             return {request, capsule}
-        case Capture(request=request, of=of):
+        case Capture(request=request, of=of) | Inject(request=request, of=of):
             return {request, of}
         case Rewind() | Pin() | Inspect() | Demote() | Promote() | Delete():
             return {command.request, command.capsule, request_of(command.capsule)}

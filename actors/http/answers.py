@@ -248,12 +248,15 @@ def _choice(
     *,
     has_calls: bool,
     names_workers: bool,
+    injected: Sequence[tuple[int, int]] = (),
 ) -> dict[str, Any]:
     choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": None}
+    if injected:
+        choice["mallee"] = {"injected": [{"at": at, "tokens": num} for at, num in injected]}
     if last is not None:
         is_call = has_calls and last.finish == "stop"
         choice["finish_reason"] = "tool_calls" if is_call else last.finish
-        choice["mallee"] = extras(last, names_workers=names_workers)
+        choice["mallee"] = extras(last, names_workers=names_workers) | choice.get("mallee", {})
     return choice
 
 
@@ -302,7 +305,7 @@ class WholeAnswer:
     """
 
     __slots__ = (
-        *("_calls", "_format", "_last", "_logprobs", "_names_workers", "_num_chances"),
+        *("_calls", "_format", "_injected", "_last", "_logprobs", "_names_workers", "_num_chances"),
         *("_reasoning", "_texts", "_token_bytes"),
     )
 
@@ -322,6 +325,7 @@ class WholeAnswer:
         self._calls: list[list[ToolCall]] = [[] for _ in range(num_choices)]
         self._logprobs = [_Written() for _ in range(num_choices)] if token_bytes else []
         self._last: dict[int, TextDelta] = {}
+        self._injected: dict[int, list[tuple[int, int]]] = {}
         self._num_chances = 0
 
     def add(self, delta: TextDelta) -> None:
@@ -329,6 +333,8 @@ class WholeAnswer:
         self._texts[delta.index].append(delta.text)
         self._reasoning[delta.index].append(delta.reasoning)
         self._calls[delta.index] += delta.calls
+        if delta.injected:
+            self._injected.setdefault(delta.index, []).extend(delta.injected)
         if self._token_bytes is not None:
             self._num_chances += sum(1 + len(chance.top) for chance in delta.chances)
             if self._num_chances > MAX_CHANCES:
@@ -348,6 +354,7 @@ class WholeAnswer:
                 self._logprobs[i].body() if self._logprobs else None,
                 has_calls=bool(self._calls[i]),
                 names_workers=self._names_workers,
+                injected=self._injected.get(i, ()),
             )
 
     def body(
@@ -392,7 +399,7 @@ class ChunkWriter:
         """None if the delta shows nothing: no text, no token of a call, and not the last of its choice."""
         if self._token_bytes is not None:
             self._owed.setdefault(delta.index, []).extend(delta.chances)
-        is_shown = delta.text or delta.reasoning or delta.calls
+        is_shown = delta.text or delta.reasoning or delta.calls or delta.injected
         is_sign_of_life = delta.is_in_call and delta.num_tokens
         if not (is_shown or is_sign_of_life) and delta.finish is None:
             return None
@@ -408,6 +415,7 @@ class ChunkWriter:
             *(delta.index, text, last, self._logprobs(delta)),
             has_calls=num_calls > 0,
             names_workers=self._names_workers,
+            injected=delta.injected,
         )
         body = self._envelope.body(self._format.chunk_object, [choice])
         return {**body, "usage": None} if self._with_usage else body

@@ -23,6 +23,7 @@ from mallee.actors.http.answers import (
     COMPLETION,
     model_body,
 )
+from mallee.actors.http.branches.handlers import BranchHandlers
 from mallee.actors.http.capsules.handlers import CapsuleHandlers
 from mallee.actors.http.chat.reading import ChatReader
 from mallee.actors.http.entry.asking import SALT_HEADER, Asking
@@ -81,12 +82,14 @@ class Api:
         tokenizing: Tokenizing,
         responses: Responses,
         messages: MessagesHandlers,
+        branches: BranchHandlers,
         *,
         created: int,
         draw_seed: Callable[[], int],
     ) -> None:
         self.messages = messages
         self.sessions = SessionHandlers(server.service, asking, draw_seed=draw_seed)
+        self.branches = branches
         self.capsules = CapsuleHandlers(server, maker, asking)
         self.live_requests = LiveHandlers(server, asking)
         self.responses = responses
@@ -223,7 +226,7 @@ def build_api(
     turns = TurnMaker(reader, chat_reader, maker)
     stored = Responses(asking, server, turns, responses, tasks or Tasks("the responses"))
     messages = MessagesHandlers(server, maker, asking, reader, chat_reader)
-    rooms = (stored, messages)
+    rooms = (stored, messages, BranchHandlers(service, maker, reader, asking))
     api = Api(server, maker, asking, tokenizing, *rooms, created=created, draw_seed=draw_seed)
     app = Starlette(routes=_routes(api))
     app.router.redirect_slashes = False

@@ -64,6 +64,7 @@ class TextDelta:
     completion_tokens: int = 0  # of the choice so far
     is_in_call: bool = False  # its tokens went into what may be a call, which is held back
     stop: str = ""  # the stop string that ended it
+    injected: tuple[tuple[int, int], ...] = ()  # as `Delta.injected`
 
 
 class BranchText:
@@ -263,6 +264,7 @@ class TextStream:
             self._texts[index].num_tokens,
             bool(self._parsers) and self._parsers[index].is_in_call,
             self._texts[index].stop,
+            delta.injected,
         )
 
     def _parsed(self, index: int, text: str, *, is_last: bool) -> Parsed:

@@ -230,6 +230,11 @@ class CaptureRequest(AnyRequest, frozen=True, kw_only=True):
     ttl_s: float | None = None
 
 
+class InjectRequest(AnyRequest, frozen=True, kw_only=True):
+    suffix: Any = None
+    mode: str = "append"
+
+
 class RewindRequest(AnyRequest, frozen=True, kw_only=True):
     to: int | None = None
     ttl_s: float | None = None

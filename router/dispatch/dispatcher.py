@@ -35,6 +35,7 @@ from mallee.protocol.errors import (
     NoWorker,
     PoisonRequest,
     Saturated,
+    UnknownBranch,
     UnknownCapsule,
     WeightsChanged,
     WorkerLost,
@@ -42,17 +43,28 @@ from mallee.protocol.errors import (
 )
 from mallee.protocol.hashing import NO_HASHES, Tokens
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId, capsule_id, owner_of
-from mallee.protocol.messages import ALL_BRANCHES, Cancel, Command, Cut, Fork, Holder, Release
+from mallee.protocol.messages import (
+    ALL_BRANCHES,
+    Cancel,
+    Command,
+    Cut,
+    Fork,
+    Holder,
+    Inject,
+    Release,
+)
 from mallee.router.dispatch.effects import (
     Deliver,
     Effect,
     Ended,
     Failed,
     LetGo,
+    NotInjected,
     Placed,
     Refused,
     Send,
 )
+from mallee.router.dispatch.inboxes import Inboxes, Injection
 from mallee.router.dispatch.jobs import ForkJob, Job, PrefillJob, abandon_prefill
 from mallee.router.dispatch.queue import HELD, AdmissionConfig
 from mallee.router.dispatch.recovery.capsules import Capsules
@@ -136,6 +148,7 @@ class Dispatcher:
         self._departures = Departures()
         self._rebuilds = Rebuilds()
         self._capsules = Capsules(router, texts, self._departures)
+        self._inboxes = Inboxes()
         self._effects: list[Effect] = []
         self._has_had_workers = False
         self.num_moved = self.num_rebuilt = 0
@@ -170,6 +183,7 @@ class Dispatcher:
             return
         given_up = set(state.open) if branch is None else {branch}
         state.open -= given_up
+        self._drop_inboxes(state, given_up)
         for shard in list(state.shards.values()):
             self._cancel_rows(shard, {b - shard.branches.start for b in given_up} & shard.open)
         for dispatch in list(state.waiting):
@@ -188,6 +202,49 @@ class Dispatcher:
             if row in shard.open:
                 return shard, row
         return None
+
+    def inject(self, request: RequestId, branch: int, injection: Injection) -> None:
+        """Have a branch go on after other tokens, from its next boundary on, wherever that is.
+
+        The update that has them names it, or NotInjected says why there is none. Raises UnknownBranch,
+        QueueFull.
+        """
+        state = self._requests.get(request)
+        if state is None or branch not in state.open:
+            raise UnknownBranch(request, branch)
+        self._inboxes.put(request, branch, injection)
+        found = self.running(request, branch)
+        if found is not None and found[0].recompute is None:
+            self._send_injection(*found, injection)
+
+    def on_inject_refused(self, worker: WorkerId, name: str, error: MalleeError) -> bool:
+        """`worker` won't have tokens in a branch; False: `name` is no injection that waits."""
+        owner = self._inboxes.owner(name)
+        if owner is None:
+            return False
+        found = self.running(*owner)
+        if found is not None and found[0].worker == worker:  # else it may be taken in elsewhere
+            self._inboxes.settle(name)
+            self._effects.append(NotInjected(name, error))
+        return True
+
+    def _send_injection(self, shard: Shard, row: int, injection: Injection) -> None:
+        name, tokens, replaces = injection
+        self._send(shard, Inject(name, shard.name, row, tokens, replaces))
+
+    def _send_inboxes(self, shard: Shard) -> None:
+        """Send what waits for the rows of a shard, which has just been sent itself."""
+        if self._inboxes:
+            for row in sorted(shard.open):
+                for injection in self._inboxes.of(shard.state.id, shard.branch_of(row)):
+                    self._send_injection(shard, row, injection)
+
+    def _drop_inboxes(self, state: RequestState, branches: Iterable[int]) -> None:
+        """These branches are over."""
+        if self._inboxes:
+            for branch in branches:
+                for name in self._inboxes.drop(state.id, branch):
+                    self._effects.append(NotInjected(name, UnknownBranch(state.id, branch)))
 
     def cut(self, request: RequestId, branch: int, at: int, residue: Tokens) -> CapsuleId | None:
         """The client was sent the first `at` tokens of an open branch and `residue`, and no more: end it.
@@ -448,6 +505,8 @@ class Dispatcher:
             self._send(shard, command)
         else:
             self._recompute(shard, holders, is_first=not rows.start)
+        if shard.recompute is None:
+            self._send_inboxes(shard)
         if dispatch.num_moves or len(state.open) < len(dispatch.branches):
             gone = {row for row in shard.open if shard.branch_of(row) not in state.open}
             self._cancel_rows(shard, gone)
@@ -494,6 +553,7 @@ class Dispatcher:
         self._send(shard, recompute.job.command(shard.name, shard.branches.start))
         for row in sorted(set(range(len(shard.branches))) - shard.open):
             self._send(shard, Cancel(shard.name, row))
+        self._send_inboxes(shard)
         if recompute.lost:
             hashes = shard.dispatch.hashes
             self._learn(shard, recompute.capsule, update.boundary, hashes)
@@ -572,6 +632,8 @@ class Dispatcher:
             if shard.prompt is not None and not row:  # with the capsule that it forks
                 prompt = (shard.prompt[0], shard.prompt[1] + update.prefill_tokens)
             state.prompts[branch] = prompt
+        if update.injected:
+            self._inboxes.settle(update.injected)
         self._tell(state, Deliver(state.id, branch, shard, update, prompt))
         if update.finish is not None:
             self._end_row(shard, row)
@@ -834,6 +896,7 @@ class Dispatcher:
         state = shard.state
         shard.open.discard(row)
         state.open.discard(shard.branch_of(row))
+        self._drop_inboxes(state, (shard.branch_of(row),))
         if not shard.open:
             self._close(shard)
         if not state.open:
@@ -866,11 +929,13 @@ class Dispatcher:
         self, state: RequestState, branches: Iterable[int], error: MalleeError
     ) -> None:
         if state.home is None:  # it waited as a whole
+            self._drop_inboxes(state, state.open)
             state.open.clear()
             self._tell(state, Refused(state.id, error))
         for branch in branches:
             if branch in state.open:
                 state.open.discard(branch)
+                self._drop_inboxes(state, (branch,))
                 self._tell(state, Failed(state.id, branch, error))
         if not state.open:
             self._end(state)
@@ -955,6 +1020,7 @@ class Dispatcher:
         """Raises AssertionError on a broken invariant. O(everything)."""
         self._waiting.check()
         self._check_waits()
+        assert self._inboxes.requests() <= set(self._requests), "tokens for what is over"
         for state in self._requests.values():
             assert state.open, f"{state.id} has ended and is kept"
             covered = [b for d in state.waiting for b in d.branches if b in state.open]

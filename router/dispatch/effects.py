@@ -41,6 +41,13 @@ class Deliver(NamedTuple):
     prompt: tuple[int, int]
 
 
+class NotInjected(NamedTuple):
+    """Tokens that a client wanted in a branch, and that won't be there."""
+
+    name: str
+    error: MalleeError
+
+
 class Failed(NamedTuple):
     """The end of a branch by an error."""
 
@@ -68,4 +75,4 @@ class LetGo(NamedTuple):
     worker: WorkerId
 
 
-Effect: TypeAlias = Placed | Send | Deliver | Failed | Refused | Ended | LetGo
+Effect: TypeAlias = Placed | Send | Deliver | NotInjected | Failed | Refused | Ended | LetGo

@@ -40,6 +40,7 @@ from mallee.protocol.messages import (
     Generate,
     Grammar,
     Holder,
+    Inject,
     Inspect,
     Limits,
     Pin,
@@ -186,6 +187,10 @@ def test_a_lease_is_its_fields_in_order() -> None:
         (Delete("x", "r.0"), ["delete", "x", "r.0"]),
         (Cut("r", 2, 40, pack_tokens([7])), ["cut", "r", 2, 40, b"\7\0\0\0"]),
         (Cancel("r", 1), ["cancel", "r", 1]),
+        (
+            Inject("i", "r", 1, pack_tokens([7]), replaces=True),
+            ["inject", "i", "r", 1, b"\7\0\0\0", True],
+        ),
         (Release("c"), ["release", "c"]),
     ],
 )
@@ -202,7 +207,7 @@ def test_frames_travel_in_reports() -> None:
     reports = [Report("w0", 3, Frame(12, (last,))), Report("w1", 0, Frame(1, ()), "gone")]
     found = msgpack.unpackb(encode(reports))
     told = ["r", 1, [5, 6], "stop", 3, 2, "r.1", 7, None, [[-0.5, [[5, -0.5]]]], 4, ""]
-    told += [[64, 32], [5, 3]]
+    told += [[64, 32], [5, 3], ""]
     assert found == [["w0", 3, [12, [told], []], None], ["w1", 0, [1, [], []], "gone"]]
     assert decode_reports(msgpack.packb(found)) == tuple(reports)
 

@@ -23,6 +23,7 @@ from mallee.protocol.messages import (
     Fork,
     Generate,
     Grammar,
+    Inject,
     Limits,
     Prefill,
     Prioritize,
@@ -146,6 +147,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.plans: dict[tuple[str, int], Plan] = {}
         self.open: dict[str, str] = {}  # request -> gateway, of those that may still answer
         self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.asked: dict[str, tuple[tuple[str, int], list[int]]] = {}  # injects
+        self.injected: dict[tuple[str, int], list[range]] = {}  # parts of `tokens`
 
     @initialize(
         policy=st.sampled_from(["fair", "fair", "fcfs", "prefill_first", "decode_round_robin"]),
@@ -196,6 +199,18 @@ class EngineMachine(RuleBasedStateMachine):
             sampling, spec = plan.sampling, self.forward.spec
             return linear_tokens(spec, plan.text, n, sampling=sampling, seed=seed)
         return self.run_alone(plan, n, seed)
+
+    def rerun_around(
+        self, plan: Plan, tokens: list[int], injected: list[range], seed: int
+    ) -> list[int]:
+        """`tokens`, each run between `injected` parts drawn again by a sequence that had those before."""
+        found: list[int] = []
+        for part in (*injected, range(len(tokens), len(tokens))):
+            if part.start > len(found):
+                before = plan._replace(text=plan.text + tokens[: len(found)])
+                found += self.rerun(before, part.start - len(found), seed)
+            found += tokens[part.start : part.stop]
+        return found
 
     def run_alone(self, plan: Plan, n: int, seed: int) -> list[int]:
         """The same by an engine that has nothing else to do."""
@@ -294,6 +309,21 @@ class EngineMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.open)))
         self.engine.submit(Prioritize(name, float(priority), branch), self.open[name])
 
+    @precondition(lambda self: self.open)
+    @rule(
+        data=st.data(),
+        branch=st.sampled_from([0, 0, 1]),
+        tokens=st.lists(st.integers(3, 5), min_size=1, max_size=6),
+        replaces=st.booleans(),
+    )
+    def inject(self, data: st.DataObject, branch: int, tokens: list[int], replaces: bool) -> None:
+        """F22: tokens come into a branch, which may be anywhere on its way."""
+        of = data.draw(st.sampled_from(sorted(self.open)))
+        name = f"i{len(self.asked)}"
+        self.asked[name] = (of, branch), tokens
+        command = Inject(name, of, branch, pack_tokens(tokens), replaces)
+        assert self.engine.submit(command, self.open[of]) is None
+
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
@@ -340,6 +370,11 @@ class EngineMachine(RuleBasedStateMachine):
     def take(self, update: Update) -> None:
         key = (update.request, update.branch)
         found = self.tokens.setdefault(key, [])
+        if update.injected:
+            assert self.asked.pop(update.injected) == (key, [*update.tokens])
+            assert update.position == len(found)
+            part = range(len(found), len(found) + len(update.tokens))
+            self.injected.setdefault(key, []).append(part)
         found += update.tokens
         if update.capsule is not None:
             text = self.plans[key].text + found
@@ -363,7 +398,8 @@ class EngineMachine(RuleBasedStateMachine):
             if tokens:
                 plan = self.plans[name, branch]
                 seed = branch_seed(plan.sampling.seed, branch)
-                assert tokens == self.rerun(plan, len(tokens), seed), (name, branch)
+                drawn = self.rerun_around(plan, tokens, self.injected.get((name, branch), []), seed)
+                assert tokens == drawn, (name, branch)
         for capsule in list(self.texts):
             self.engine.submit(Release(capsule), "g")
         self.engine.check()

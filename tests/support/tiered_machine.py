@@ -129,7 +129,8 @@ class TieredMachine(EngineMachine):
         self.replay(result)
         for frame in result.frames.values():
             for reply in frame.replies:
-                self.answered(reply)
+                if self.asked.pop(reply.request, None) is None:  # else an inject's
+                    self.answered(reply)
         super().take_all(result)
 
     def replay(self, result: StepResult) -> None:

@@ -260,8 +260,6 @@ def test_a_continuation_that_is_preempted_goes_on_too(make_bench: Callable[..., 
         (Generate("r", pack_tokens([5, 6]), Limits(9), drawn=2), "drawn"),
         (Generate("r", pack_tokens([5, 6]), Limits(9), drawn=-1), "drawn"),
         (Generate("r", pack_tokens([5, 6, 7]), Limits(2), drawn=2), "drawn"),
-        (Generate("r", pack_tokens([5, 6, EOS, 7]), Limits(9), drawn=2), "drawn"),
-        (Generate("r", pack_tokens([5, 6, 7]), Limits(9, (7, 8)), drawn=1), "drawn"),
         (Generate("r", pack_tokens([5, 6, 7]), Limits(9), n=2, drawn=1), "n"),
         (Generate("r", pack_tokens([5, 10]), Limits(9), drawn=1, grammar=CHOICE), "grammar.consumed"),
         (

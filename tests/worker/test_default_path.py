@@ -133,15 +133,15 @@ def run(engine: Engine, workload: Workload) -> list[StepResult]:
 def told(result: StepResult) -> Any:
     """The parts of a step's frames and events that both formats have.
 
-    Since d762123 an update has `kept`, `retained` and `drafts` at its end, a frame `replies`, an event of
-    blocks `group` and of a capsule `scope`: here they say nothing, but that a prefill's capsule is kept. Of
-    an error, code and text: its fields may be more.
+    Since d762123 an update has `kept`, `retained`, `drafts` and `injected` at its end, a frame `replies`, an
+    event of blocks `group` and of a capsule `scope`: here they say nothing, but that a prefill's capsule is
+    kept. Of an error, code and text: its fields may be more.
     """
     frames = []
     for gateway, frame in result.frames.items():
         updates = [msgspec.structs.astuple(update) for update in frame.updates]
         new = {each[11:] for each in updates}
-        assert new <= {(), ("", None, None), ("kept", None, None)}, "fields that are new"
+        assert new <= {(), ("", None, None, ""), ("kept", None, None, "")}, "fields that are new"
         assert not getattr(frame, "replies", ()), "replies to nothing"
         frames.append((gateway, frame.step, [_update(each) for each in updates]))
     batch = result.events

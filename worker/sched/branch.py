@@ -5,6 +5,7 @@ The states of a branch:
 GATED <-> WAITING -> READY ------> DECODE      any but the last two -> FINISHED, FAILED
              ^  `--> PREFILL ------^  |        FETCHING <-> PREFILL
              `----------<-------------'        preempted: READY, PREFILL, DECODE -> WAITING
+                                               tokens were injected: DECODE -> PREFILL
 """
 
 import heapq
@@ -196,7 +197,7 @@ _NEXT: dict[Phase, tuple[Phase, ...]] = {
     "ready": ("waiting", "decode", *_ENDS),
     "fetching": ("prefill", *_ENDS),
     "prefill": ("waiting", "fetching", "decode", *_ENDS),
-    "decode": ("waiting", *_ENDS),
+    "decode": ("waiting", "prefill", *_ENDS),
     "finished": (),
     "failed": (),
 }

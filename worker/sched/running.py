@@ -85,6 +85,15 @@ class Running:
         self._joined.append(branch)
         self._is_stale = True
 
+    def recompute(self, branch: Branch, step: int, *, is_short: bool) -> None:
+        """`branch`, a decode, has more than one token to compute: as a prompt does."""
+        branch.move("prefill")
+        self._is_stale = True
+        self.prefills[branch] = None
+        branch.may_fetch = False
+        branch.is_short = is_short
+        self.want_more(branch, step)
+
     def remove(self, branch: Branch, phase: Phase) -> None:
         """`branch` is in `phase` now, and does not run."""
         if branch.phase == "decode":

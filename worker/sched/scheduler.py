@@ -12,6 +12,7 @@ from typing import NamedTuple
 from mallee.protocol.errors import QueueFull
 from mallee.protocol.messages import Share
 from mallee.worker.kv.node import Node
+from mallee.worker.kv.text import Text
 from mallee.worker.kv.tiers.lower import LowerTiers
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import Branch, Phase, Plan, node_of
@@ -115,6 +116,13 @@ class Scheduler:
         elif branch.phase == "gated":
             self._waiting.lend(branch)
         self._running.reorder()
+
+    def inject(self, branch: Branch, tokens: Text) -> None:
+        """`branch`, a decode, goes on after `tokens`, between two steps."""
+        branch.tokens.extend(tokens)
+        if branch.phase == "decode":  # else there were some before
+            is_short = branch.num_pending <= self._waiting.max_short
+            self._running.recompute(branch, self._step, is_short=is_short)
 
     def complete(self, producer: Branch, logits: object) -> None:
         """`producer` is done, `logits` are of the next token: its forks go on.

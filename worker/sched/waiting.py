@@ -35,7 +35,7 @@ class Waiting:
     """Owns the queues and the gated branches."""
 
     __slots__ = (
-        *("_last_path", "_lenders", "_max_short", "_policy", "_sessions", "_tree"),
+        *("_last_path", "_lenders", "max_short", "_policy", "_sessions", "_tree"),
         *("prefix_waits", "long", "ready", "short"),
     )
 
@@ -47,7 +47,7 @@ class Waiting:
         self._sessions = sessions
         self._lenders: dict[Branch, dict[Branch, None]] = {}  # gated branches by producer
         self._last_path: tuple[int | None, Hashes] = (None, NO_HASHES)
-        self._max_short = config.max_step_tokens
+        self.max_short = config.max_step_tokens
         self.prefix_waits = PrefixWaits()
         self.ready = FairQueue(sessions)
         self.short = FairQueue(sessions)
@@ -73,7 +73,7 @@ class Waiting:
         if branch.logits is not None:
             queue = self.ready
         else:
-            branch.is_short = self.num_missing(branch) <= self._max_short
+            branch.is_short = self.num_missing(branch) <= self.max_short
             queue = self.short if branch.is_short else self.long
         queue.push(branch, self._policy.rank(branch.sponsor or branch))
         queue.serve(branch, step)

@@ -61,6 +61,7 @@ class ChoiceExtras(Body, frozen=True, kw_only=True):
     retain: dict[str, Any] = OMITTED
     cache: dict[str, Any] = OMITTED
     kept: Literal["kept", "refused"] = OMITTED
+    injected: list[dict[str, int]] = OMITTED
     error: dict[str, Any] = OMITTED
 
 
@@ -215,6 +216,14 @@ class Capsule(Body, frozen=True, kw_only=True):
     nbytes: int = OMITTED
     shared_nbytes: int = OMITTED
     drawn: int | None = OMITTED
+
+
+class Injected(Body, frozen=True, kw_only=True):
+    object: Literal["branch.injected"]
+    request: str
+    branch: int
+    at: int
+    tokens: int
 
 
 class NewCapsule(Capsule, frozen=True, kw_only=True):

@@ -83,6 +83,18 @@ FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
             ]
         },
     },
+    "suffix": {
+        "description": "Text, token ids, or messages that go on.",
+        "anyOf": [
+            _STRING,
+            _IDS,
+            {**_OBJECT, "required": ["messages"], "properties": {"messages": _MESSAGES}},
+        ],
+    },
+    "mode": {
+        "description": "Behind what waits already, or instead of it.",
+        "enum": ["append", "replace"],
+    },
     "model": {"description": "May be left out: there is one."},
     "user": {"description": "The tenant, unless a key or a header names one."},
     "safety_identifier": {"description": "The tenant, before `user`."},

@@ -20,6 +20,7 @@ from mallee.actors.http.schemas import (
     DemoteRequest,
     DetokenizeRequest,
     ForkRequest,
+    InjectRequest,
     PinRequest,
     RestoreRequest,
     RewindRequest,
@@ -95,6 +96,7 @@ _MADE: Final = (404, 409, 410)  # what works on a capsule may not find it, or fi
 _CAPSULE: Final = "/v1/capsules/{capsule}"
 _SESSION: Final = "/v1/sessions/{session:path}"
 _RESPONSE: Final = "/v1/responses/{response}"
+_BRANCH: Final = "/v1/requests/{request}/branches/{branch}"
 _RECORD: Final = "/v1/sessions/{session:path}/record"
 
 
@@ -297,6 +299,12 @@ OPERATIONS: Final = (
         *(bodies.Capsule, CaptureRequest),
         {"branch": 0},
         refusals=_MADE,
+    ),
+    Operation(
+        *("POST", f"{_BRANCH}/inject", "branches.inject", "Tokens into a running branch"),
+        *(bodies.Injected, InjectRequest),
+        {"suffix": " The tool says: 42.", "mode": "append"},
+        refusals=(404, 409),
     ),
     Operation("GET", _CAPSULE, "capsules.get", "A capsule", bodies.Capsule, refusals=(404,)),
     Operation(

@@ -1,0 +1,58 @@
+"""Handlers of the paths below a request's branches."""
+
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mallee.actors.gateway.service import Service
+from mallee.actors.http.entry.asking import Asking
+from mallee.actors.http.jobs import JobMaker
+from mallee.actors.http.prompts import PromptReader
+from mallee.actors.http.schemas import InjectRequest
+from mallee.actors.http.serve import json_response
+from mallee.actors.http.sse import unless_gone
+from mallee.protocol.errors import InvalidParameter, UnknownBranch
+from mallee.protocol.ids import RequestId
+
+MODES: Final = ("append", "replace")
+
+
+class BranchHandlers:
+    """The verbs of running branches."""
+
+    def __init__(
+        self, service: Service, maker: JobMaker, reader: PromptReader, asking: Asking
+    ) -> None:
+        self._service = service
+        self._maker = maker
+        self._reader = reader
+        self._asking = asking
+
+    async def inject(self, request: Request) -> Response:
+        name, branch = _branch(request)
+        asked = await self._asking.read(request, InjectRequest)
+        self._maker.check_model(asked.body.model)
+        mode = asked.body.mode
+        if mode not in MODES:
+            raise InvalidParameter("mode", mode, "give append or replace")
+        tokens = await self._asking.make(
+            request,
+            asked,
+            lambda body, scope, _: self._reader.suffix(body.suffix, "suffix", scope),
+        )
+        if not len(tokens):
+            raise InvalidParameter("suffix", asked.body.suffix, "give at least one token")
+        replaces = mode == "replace"
+        injected = self._service.inject(name, branch, tokens, asked.scope, replaces=replaces)
+        at = await unless_gone(request.receive, injected)
+        body = {"object": "branch.injected", "request": name, "branch": branch}
+        return json_response({**body, "at": at, "tokens": len(tokens)})
+
+
+def _branch(request: Request) -> tuple[RequestId, int]:
+    """The branch that a path names. Raises UnknownBranch."""
+    name, branch = RequestId(request.path_params["request"]), request.path_params["branch"]
+    if not (branch.isascii() and branch.isdecimal() and len(branch) <= 6):
+        raise UnknownBranch(name, -1)
+    return name, int(branch)
