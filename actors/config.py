@@ -427,6 +427,12 @@ class ChatSettings(Settings):
         ge=1,
         description="Tokens of an answer whose request gives no limit; null: what the window has left.",
     )
+    move_changing_lines: bool = Field(
+        default=False,
+        description="Lines at the head of a system prompt that change from request to request (a bill,"
+        " a date) are shown to the model behind the last message instead, so that the rest of the prompt is found in"
+        " the cache.",
+    )
 
 
 class SessionSettings(Settings):

@@ -160,6 +160,8 @@ def verdict_body(verdict: Verdict) -> dict[str, Any]:
             "token": likeness.same_tokens,
             "message": likeness.same_messages if likeness.num_messages else None,
         }
+    if verdict.changed_line:
+        body["changed_line"] = verdict.changed_line
     if (reason := anthropic_reason(verdict)) is not None:
         body["cache_miss_reason"] = {"type": reason}
     return body

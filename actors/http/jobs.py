@@ -193,7 +193,7 @@ class JobMaker:
                 output=chat.output,
                 scope=scope,
                 terms=terms,
-                messages=digests_of(chat.messages),
+                messages=digests_of(chat.messages)._replace(changed=chat.changed),
             )
         return replace(plan, reading=chat.reading)
 

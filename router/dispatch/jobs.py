@@ -77,10 +77,14 @@ NO_TERMS: Final = QueueTerms()
 
 
 class Messages(NamedTuple):
-    """Digests of the messages that a prompt was rendered from. `has_system`: the first is a system's."""
+    """Digests of the messages that a prompt was rendered from. `has_system`: the first is a system's.
+
+    `changed`: the line at its head by which that differs from an earlier one; a client's text.
+    """
 
     digests: tuple[int, ...] = ()
     has_system: bool = False
+    changed: str = ""
 
 
 NO_MESSAGES: Final = Messages()

@@ -76,6 +76,7 @@ class Verdict(NamedTuple):
     missed_tokens: int  # also in the earlier prompt, and computed
     reusable_tokens: int  # whole blocks in common with it
     likeness: Likeness | None = None
+    changed_line: str = ""  # of the system prompt, if that is the reason
 
 
 class _Entry(NamedTuple):
@@ -176,7 +177,11 @@ def judge_prompt(
     length = len(asked.tokens)
     if likeness is None:
         verb: Verb = "append" if cached_tokens else "rebuild"
-        return Verdict(verb, None if cached_tokens else "never_seen", cached_tokens, 0, 0)
+        if cached_tokens:
+            return Verdict(verb, None, cached_tokens, 0, 0)
+        # A line in the first block leaves nothing by which the rest could be known again.
+        changed = asked.messages.changed
+        return Verdict(verb, "input_changed" if changed else "never_seen", 0, 0, 0, None, changed)
 
     def whole(num_tokens: int) -> int:
         # A worker computes a prompt's last token in any case.
@@ -188,7 +193,9 @@ def judge_prompt(
         is_hit = cached_tokens >= whole(likeness.length)
         missed, reason = (0, None) if is_hit else (missed, "input_changed")
     verb = _verb(asked, likeness) if cached_tokens else "rebuild"
-    return Verdict(verb, reason, cached_tokens, missed, reusable, likeness)
+    is_cause = reason == "input_changed" and not likeness.same_messages
+    changed = asked.messages.changed if is_cause else ""
+    return Verdict(verb, reason, cached_tokens, missed, reusable, likeness, changed)
 
 
 def _loss(asked: Asked, likeness: Likeness, held_elsewhere: bool) -> Reason | None:
@@ -226,6 +233,8 @@ _ANTHROPIC: Final[dict[str, str]] = {"model_changed": "model_changed"}
 
 def anthropic_reason(verdict: Verdict) -> str | None:
     """The type of Anthropic's `cache_miss_reason`; None where it has none."""
+    if verdict.changed_line:
+        return "system_changed"
     likeness = verdict.likeness
     if verdict.reason == "input_changed" and likeness is not None and likeness.num_messages:
         is_system = likeness.has_system and not likeness.same_messages

@@ -1,6 +1,7 @@
 """Chat requests as prompts, with what is needed to read their answers."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from mallee.actors.config import ChatSettings
@@ -8,7 +9,7 @@ from mallee.actors.http.chat.choice import read_choice
 from mallee.actors.http.chat.forms import answer_form
 from mallee.actors.http.grammars import OutputFormat, read_output_format
 from mallee.actors.http.prompts import PromptReader, RenderedPrompt
-from mallee.actors.http.schemas import CapsuleRequest, ChatRequest, TokenizeRequest
+from mallee.actors.http.schemas import AnyRequest, CapsuleRequest, ChatRequest, TokenizeRequest
 from mallee.actors.text.answers import THINKING, Reading, Thinking, thinking_of
 from mallee.actors.text.chat import ChatTemplate, Source
 from mallee.actors.text.conversation import (
@@ -17,6 +18,7 @@ from mallee.actors.text.conversation import (
     read_functions,
     read_messages,
 )
+from mallee.actors.text.heads import Heads
 from mallee.actors.text.tools.formats import FORMATS, format_of
 from mallee.actors.text.tools.parser import ToolFormat
 from mallee.protocol.errors import BadRequest, InvalidParameter
@@ -32,10 +34,11 @@ class Chat(NamedTuple):
     messages: tuple[Message, ...]
     output: OutputFormat
     reading: Reading | None
+    changed: str = ""  # the line in front by which the prompt differs from one before it
 
 
 class ChatReader:
-    """Reads chat requests for one model. Stateless; safe to use from several threads."""
+    """Reads chat requests for one model. Safe to use from several threads; remembers heads of prompts."""
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class ChatReader:
         self._template = template
         self._added_tokens = added_tokens
         self.settings = settings
+        self._heads = Heads(moves=settings.move_changing_lines)
         family = template.family
         end = None if family is None else added_tokens.get(family.end_of_turn)
         # Of our own templates; checkpoints name the ends of theirs.
@@ -55,9 +59,19 @@ class ChatReader:
 
     def read(self, request: ChatRequest, scope: str) -> Chat:
         """Raises BadRequest."""
-        conversation = self._conversation(request, request.reasoning_effort)
+        found = self._conversation(request, request.reasoning_effort)
+        conversation, changed = self.settled(found, request, scope)
         prompt = self._reader.conversation(conversation, scope, add_generation_prompt=True)
-        return self.begun(request, conversation, prompt, read_output_format(request))
+        chat = self.begun(request, conversation, prompt, read_output_format(request))
+        return chat._replace(changed=changed)
+
+    def settled(
+        self, conversation: Conversation, request: AnyRequest, scope: str, *, remembers: bool = True
+    ) -> tuple[Conversation, str]:
+        """The conversation as it is to be rendered, and the line in front that has changed, if one has."""
+        client = f"{scope}\0{request.prompt_cache_key}\0{request.mallee.session}"
+        head = self._heads.settle(conversation.messages, client, remembers=remembers)
+        return replace(conversation, messages=head.messages), head.changed
 
     def begun(
         self,

@@ -44,6 +44,7 @@ class _Rendered(NamedTuple):
     conversation: Conversation
     prompt: RenderedPrompt
     dialogue: Dialogue
+    changed: str  # as in `Chat`
 
 
 class MessagesHandlers:
@@ -77,7 +78,8 @@ class MessagesHandlers:
     def _count(self, request: CountRequest, scope: Scope, terms: QueueTerms) -> int:
         self._maker.check_model(request.model)
         thought = read_thinking(request, None)
-        return len(self._rendered(request, thought, scope).prompt.tokens)
+        found = self._rendered(request, thought, scope, remembers=False)
+        return len(found.prompt.tokens)
 
     def _plan(
         self, request: MessagesRequest, scope: Scope, terms: QueueTerms
@@ -86,7 +88,7 @@ class MessagesHandlers:
         thought = read_thinking(request, request.max_tokens)
         functions = read_functions(request)
         fields = sampling(request, functions)
-        conversation, prompt, dialogue = self._rendered(request, thought, scope)
+        conversation, prompt, dialogue, changed = self._rendered(request, thought, scope)
         marked, keep_s = with_marks(request, dialogue.marks)
         assert fields.max_tokens is not None, "it is required"
         room = self._max_model_len - len(prompt.tokens)
@@ -108,7 +110,7 @@ class MessagesHandlers:
             raise InvalidParameter("messages", "assistant", remedy)
         if not terms.tenant:
             terms = terms._replace(tenant=owner_of(request)[:MAX_TENANT])
-        plan = self._maker.conversation(fields, chat, scope, terms)
+        plan = self._maker.conversation(fields, chat._replace(changed=changed), scope, terms)
         shape = MessageFormat(
             keep_s,
             is_clamped=request.max_tokens is not None and request.max_tokens > room,
@@ -117,12 +119,15 @@ class MessagesHandlers:
         )
         return plan, shape
 
-    def _rendered(self, request: CountRequest, thought: Thought, scope: Scope) -> _Rendered:
+    def _rendered(
+        self, request: CountRequest, thought: Thought, scope: Scope, *, remembers: bool = True
+    ) -> _Rendered:
         dialogue = read_dialogue(request.system, request.messages)
         effort = "none" if dialogue.begun else thought.effort
         found = Conversation(dialogue.messages, read_functions(request))
+        found, changed = self._chat.settled(found, request, scope, remembers=remembers)
         conversation = self._chat.with_variables(found, effort, None, is_hint=True)
         prompt = self._reader.conversation(
             conversation, scope, add_generation_prompt=True, begun=dialogue.begun
         )
-        return _Rendered(conversation, prompt, dialogue)
+        return _Rendered(conversation, prompt, dialogue, changed)

@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from mallee.actors.access.access import Access
-from mallee.actors.config import HttpSettings
+from mallee.actors.config import ChatSettings, HttpSettings
 from mallee.protocol.errors import (
     InternalError,
     MalleeError,
@@ -452,3 +452,26 @@ def test_claude_codes_requests_are_answered_over_several_turns(call: Any) -> Non
         mark = {"cache_control": {"type": "ephemeral"}}
         messages.append({"role": "user", "content": [{**result, **mark}]})
     assert prompt_of(call).count("<tool_call>") == 3
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_changing_bill_is_moved_if_the_operator_allows(
+    call_with: Any, service: Any, moves: bool
+) -> None:
+    """By default a prompt is rendered as it came; the count of its tokens is the same either way."""
+    service.model = structs.replace(service.model, max_model_len=4096)
+    call = call_with(HttpSettings(), chats=ChatSettings(move_changing_lines=moves))
+    prompts = []
+    for turn in range(2):
+        body = claude_code([{"role": "user", "content": "Fix it."}], turn)
+        assert call.raw("POST", PATH, json=body).status_code == 200
+        prompts.append(prompt_of(call))
+        del body["max_tokens"], body["stream"]
+        counted = call("POST", f"{PATH}/count_tokens", body).body["input_tokens"]
+        assert counted == len(prompts[-1].encode())
+    same = next(i for i, pair in enumerate(zip(*prompts, strict=True)) if pair[0] != pair[1])
+    assert (same > prompts[0].index("Fix it.")) == moves
+    bill = "x-anthropic-billing-header: cc_version=2.1.3; cc_entrypoint=cli; cch=00001;"
+    assert prompts[1].count(bill) == 1
+    assert (f"Fix it.\n\n{bill}" in prompts[1]) == moves
+    assert service.job.messages.changed == ("" if moves else bill)

@@ -166,3 +166,13 @@ def _same(one: list[int], other: list[int]) -> int:
     n = min(len(one), len(other))
     differs = np.array(one[:n]) != np.array(other[:n])
     return int(differs.argmax()) if differs.any() else n
+
+
+def test_a_changed_line_in_the_first_block_is_the_reason_of_a_miss() -> None:
+    changed = Messages((1, 2), has_system=True, changed="Date: Tuesday")
+    new = asked([9, 8, 7, 6, 5], messages=changed)
+    verdict = judge_prompt(new, None, cached_tokens=0, block_size=4)
+    assert (verdict.reason, verdict.changed_line) == ("input_changed", "Date: Tuesday")
+    assert anthropic_reason(verdict) == "system_changed"
+    there = judge_prompt(new, None, cached_tokens=4, block_size=4)
+    assert (there.reason, there.changed_line, anthropic_reason(there)) == (None, "", None)
