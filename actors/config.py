@@ -430,8 +430,8 @@ class ChatSettings(Settings):
     move_changing_lines: bool = Field(
         default=False,
         description="Lines at the head of a system prompt that change from request to request (a bill,"
-        " a date) are shown to the model behind the last message instead, so that the rest of the prompt is found in"
-        " the cache.",
+        " a date) are shown to the model behind the last message instead, so that the rest of the prompt is"
+        " found in the cache.",
     )
 
 
