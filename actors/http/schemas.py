@@ -22,6 +22,7 @@ MAX_DEPTH: Final = 128  # of objects and lists in each other; recursive code rea
 HARMLESS = frozenset(
     (
         "metadata",
+        "client_metadata",
         "prompt_cache_retention",
         "service_tier",
         "store",

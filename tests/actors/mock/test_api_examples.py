@@ -81,7 +81,8 @@ async def test_every_example_is_answered_as_the_document_says(
             )
             answer = await run_curl(curl, await givens(client, operation))
             problem = oracle.problem(operation, answer)
-            is_refused = operation.handler in REFUSED
+            needs_running = "branch" in names(operation)  # of a request that is over by then
+            is_refused = operation.handler in REFUSED or needs_running
             if problem is None and answer.status_code not in operation.successes and not is_refused:
                 problem = answer.text[:300]
             if problem:
@@ -125,6 +126,8 @@ async def givens(client: httpx.AsyncClient, operation: Operation) -> dict[str, s
                 made[name] = "tiny"
             case "worker":
                 made[name] = "none-of-ours"
+            case "branch":
+                made[name] = "0"
             case _:
                 raise AssertionError(f"say in `givens` of {__file__} how to make a {name!r}")
     return made
