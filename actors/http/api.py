@@ -10,7 +10,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import Receive, Send
 from starlette.types import Scope as AsgiScope
 
@@ -36,6 +36,7 @@ from mallee.actors.http.entry.middleware import (
 from mallee.actors.http.errors import RETRY_AFTER_S, install
 from mallee.actors.http.jobs import JobMaker
 from mallee.actors.http.live.handlers import LiveHandlers
+from mallee.actors.http.live.socket import LiveSocket
 from mallee.actors.http.messages.errors import AnthropicErrors
 from mallee.actors.http.messages.handlers import MessagesHandlers
 from mallee.actors.http.openapi.document import document
@@ -228,7 +229,8 @@ def build_api(
     messages = MessagesHandlers(server, maker, asking, reader, chat_reader)
     rooms = (stored, messages, BranchHandlers(service, maker, reader, asking))
     api = Api(server, maker, asking, tokenizing, *rooms, created=created, draw_seed=draw_seed)
-    app = Starlette(routes=_routes(api))
+    socket = WebSocketRoute("/v1/live", LiveSocket(limits.max_body_bytes))
+    app = Starlette(routes=[*_routes(api), socket])
     app.router.redirect_slashes = False
     install(app)
     app.add_middleware(

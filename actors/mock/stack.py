@@ -184,6 +184,8 @@ class MockStack:
             self._gateway.api,
             max_connections=self.config.http.max_connections,
             max_per_client=self.config.http.max_connections_per_client,
+            takes_sockets=True,
+            ws_max_size=self.config.http.max_body_bytes,
             log_level="error",
         )
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))

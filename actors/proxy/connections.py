@@ -10,7 +10,7 @@ import json
 import logging
 import resource
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from functools import partial
 from typing import Any, Final
@@ -18,6 +18,7 @@ from typing import Any, Final
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 HEAD_S: Final = 10.0  # for a request's head, and for the rest of a body whose answer is written
 MAX_HEAD_BYTES: Final = 64 << 10
@@ -42,19 +43,31 @@ class _Wait(Enum):
 
 
 class LimitedServer(uvicorn.Server):
-    """Leaves the process's signals alone.
+    """Leaves the process's signals alone. WebSockets are refused unless it `takes_sockets`.
 
     Beyond `max_connections`, and `max_per_client` of one address, connections are refused with 503.
     """
 
     def __init__(
-        self, app: ASGIApp, *, max_connections: int, max_per_client: int, **options: Any
+        self,
+        app: ASGIApp,
+        *,
+        max_connections: int,
+        max_per_client: int,
+        takes_sockets: bool = False,
+        **options: Any,
     ) -> None:
+        ws: Any = _Socket if takes_sockets else "none"
         self._connections = _Connections(max_connections, max_per_client)
         protocol: Any = partial(_Connection, self._connections)
         super().__init__(
             uvicorn.Config(
-                app, http=protocol, ws="none", lifespan="off", access_log=False, **options
+                app,
+                http=protocol,
+                ws=ws,
+                lifespan="off",
+                access_log=False,
+                **options,
             )
         )
         _allow_files(max_connections + OTHER_FILES)
@@ -107,6 +120,16 @@ class _Connections:
             _log.warning("slow connections cut: %s", reasons)
 
 
+class _Socket(WebSocketsSansIOProtocol):
+    """A connection that has become a WebSocket; uvicorn asks every 20 s whether its client is there."""
+
+    over: Callable[[], None]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.over()
+
+
 class _Connection(HttpToolsProtocol):
     """One connection, which knows what it waits for."""
 
@@ -118,6 +141,7 @@ class _Connection(HttpToolsProtocol):
         self._is_between = True  # requests
         self._is_in_head = True
         self._is_refused = False
+        self._is_socket = False
         self._waits_for: tuple[_Wait, int] | None = None
         self._due = 0.0
         self._unread = 0  # bytes of an answer, at the last look
@@ -134,6 +158,13 @@ class _Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._limits.remove(self)
+
+    def handle_websocket_upgrade(self) -> None:
+        super().handle_websocket_upgrade()
+        self._is_socket = True
+        socket = self.transport.get_protocol()
+        assert isinstance(socket, _Socket)
+        socket.over = partial(self._limits.remove, self)
 
     def refuse(self, reason: str) -> None:
         """Answer whatever comes with 503."""
@@ -172,6 +203,8 @@ class _Connection(HttpToolsProtocol):
     def _wait(self) -> _Wait | None:
         if self._is_refused:
             return _Wait.FAREWELL
+        if self._is_socket:
+            return _Wait.READ if self.transport.get_write_buffer_size() else None
         is_answered = self.cycle is None or self.cycle.response_complete
         is_closing = self.transport.is_closing()
         if self.transport.get_write_buffer_size() and (

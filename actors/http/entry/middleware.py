@@ -9,6 +9,7 @@ from typing import Final, TypeAlias
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from mallee.actors.access.access import NOBODY, TENANT_HEADER, Access, Caller
 from mallee.actors.http.entry.gate import Turns
@@ -72,8 +73,8 @@ class AuthMiddleware:
         self._count_answer = count_answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
+        if scope["type"] == "websocket":
+            await self._socket(scope, receive, send)
             return
         has_begun = False
         scope[_BEGUN] = asyncio.get_running_loop().time()
@@ -104,6 +105,15 @@ class AuthMiddleware:
             if has_begun:
                 raise  # the server cuts the connection
             await error_response(unexpected_error(request_id))(scope, receive, counted_send)
+
+    async def _socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a WebSocket in that has a key; the requests that come by it are looked at each."""
+        try:
+            self._find_caller(scope)
+        except MalleeError as error:
+            await WebSocket(scope, receive, send).send_denial_response(error_response(error))
+            return
+        await self._app(scope, receive, send)
 
     def _find_caller(self, scope: Scope) -> Caller:
         """Raises Unauthorized, Forbidden."""

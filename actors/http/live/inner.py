@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 import msgspec
 from starlette.requests import HTTPConnection
-from starlette.types import Message, Scope
+from starlette.types import Message, Receive, Scope, Send
 
 from mallee.protocol.errors import InvalidParameter
 
@@ -37,14 +37,12 @@ async def answer_of(
 
     Raises what the app raises once its answer has begun.
     """
-    raw = b"" if body is None else msgspec.json.encode(body)
-    messages: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
     never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
     parts: list[bytes] = []
     status = 0
 
-    async def receive() -> Message:
-        return messages.pop() if messages else await asyncio.shield(never)
+    async def gone() -> Message:
+        return await asyncio.shield(never)
 
     async def send(message: Message) -> None:
         nonlocal status
@@ -53,8 +51,28 @@ async def answer_of(
         else:
             parts.append(message.get("body", b""))
 
-    await outer.app(_scope(outer, method, path, raw, idempotency_key), receive, send)
+    await run_inner(outer, method, path, body, idempotency_key, gone=gone, send=send)
     return InnerAnswer(status, msgspec.Raw(b"".join(parts) or b"null"))
+
+
+async def run_inner(
+    outer: HTTPConnection,
+    method: str,
+    path: str,
+    body: Any,
+    idempotency_key: str,
+    *,
+    gone: Receive,
+    send: Send,
+) -> None:
+    """Run a request, whose client has gone once `gone` returns. Raises as `answer_of`."""
+    raw = b"" if body is None else msgspec.json.encode(body)
+    messages: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
+
+    async def receive() -> Message:
+        return messages.pop() if messages else await gone()
+
+    await outer.app(_scope(outer, method, path, raw, idempotency_key), receive, send)
 
 
 def check_path(
@@ -73,7 +91,11 @@ def check_path(
 def _scope(
     outer: HTTPConnection, method: str, path: str, raw: bytes, idempotency_key: str
 ) -> Scope:
-    headers = [pair for pair in outer.scope["headers"] if pair[0] not in _OWN_HEADERS]
+    headers = [
+        (name, value)
+        for name, value in outer.scope["headers"]
+        if name not in _OWN_HEADERS and not name.startswith(b"sec-websocket-")
+    ]
     headers.append((b"content-length", str(len(raw)).encode()))
     if raw:
         headers.append((b"content-type", b"application/json"))
@@ -86,7 +108,7 @@ def _scope(
         "asgi": outer.scope["asgi"],
         "http_version": "1.1",
         "method": method,
-        "scheme": outer.url.scheme,
+        "scheme": "https" if outer.url.scheme in ("https", "wss") else "http",
         "path": unquote(bare),
         "raw_path": bare.encode(),
         "query_string": query.encode(),

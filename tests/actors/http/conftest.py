@@ -395,7 +395,9 @@ def live_server() -> Iterator[Live]:
     service = FakeService()
     service.model = msgspec.structs.replace(service.model, max_model_len=1024)  # tools take room
     app = make_app(service, HttpSettings(max_body_bytes=100_000), ByteTokenizer())
-    server = LimitedServer(app, max_connections=2000, max_per_client=1500, log_config=None)
+    server = LimitedServer(
+        app, max_connections=2000, max_per_client=1500, takes_sockets=True, log_config=None
+    )
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # what is read shows soon

@@ -1,0 +1,220 @@
+"""`/v1/live`: requests over a WebSocket."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from mallee.actors.access.access import Access
+from mallee.actors.config import HttpSettings
+from mallee.actors.gateway.service import Delta
+from mallee.actors.http.live import socket as live_socket
+from mallee.actors.proxy.connections import LimitedServer
+from support.plain_ids import SCOPES
+from support.waiting import until
+
+PATH, FORK = "/v1/completions", "/v1/capsules/req_x.0/fork"
+
+
+def url(live: Any) -> str:
+    return f"ws://127.0.0.1:{live.port}/v1/live"
+
+
+async def tell(client: ClientConnection, **frame: Any) -> None:
+    await client.send(json.dumps(frame))
+
+
+async def hear(client: ClientConnection) -> dict[str, Any]:
+    frame: dict[str, Any] = json.loads(await asyncio.wait_for(client.recv(), 10))
+    return frame
+
+
+async def ends(client: ClientConnection, num: int) -> dict[str, list[dict[str, Any]]]:
+    """Frames by request, until `num` are done. Nothing follows what is done."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    done = set()
+    while len(done) < num:
+        frame = await hear(client)
+        assert frame["id"] not in done
+        found.setdefault(frame["id"], []).append(frame)
+        if frame.get("done"):
+            done.add(frame["id"])
+    return found
+
+
+async def test_answers_and_streams_come_together_each_done_once(live: Any) -> None:
+    async with connect(url(live)) as client:
+        body = {"prompt": "abc", "n": 2, "seed": 1}
+        await tell(client, id="whole", path=PATH, body=body)
+        await tell(client, id="stream", path=PATH, body={**body, "stream": True})
+        await tell(client, id="fork", path=FORK, body={"n": 3, "stream": True})
+        await tell(client, id="get", method="GET", path="/v1/capsules/req_x.0")
+        await tell(client, id="lost", method="GET", path="/v1/capsules/never")
+        found = await ends(client, 5)
+    (whole,) = found["whole"]
+    assert (whole["status"], len(whole["body"]["choices"])) == (200, 2)
+    assert [(each["status"], each["body"]["object"]) for each in found["get"]] == [(200, "capsule")]
+    assert [each["status"] for each in found["lost"]] == [404]
+    assert found["lost"][0]["body"]["error"]["code"] == "capsule_not_found"
+    for name, num in (("stream", 2), ("fork", 3)):
+        *events, last = found[name]
+        assert last == {"id": name, "status": 200, "done": True}
+        texts = [""] * num
+        for frame in events:
+            for choice in frame["event"]["choices"]:
+                texts[choice["index"]] += choice["text"]
+        assert texts == [f"hello {i}" for i in range(num)]
+
+
+async def test_one_request_is_cancelled_and_the_others_go_on(live: Any) -> None:
+    """F20, part: as if its client had hung up; a whole answer too."""
+    live.service.holds_after = 3
+    async with connect(url(live)) as client:
+        await tell(client, id="a", path=PATH, body={"prompt": "abc", "stream": True})
+        await tell(client, id="b", path=PATH, body={"prompt": "abc", "stream": True})
+        await tell(client, id="c", path=PATH, body={"prompt": "abc"})
+        seen = [await hear(client) for _ in range(6)]
+        assert {frame["id"] for frame in seen} == {"a", "b"}
+        for name in "ac":
+            await tell(client, id=name, cancel=True)
+        found = await ends(client, 2)
+        assert {name: frames[-1]["cancelled"] for name, frames in found.items()} == dict.fromkeys(
+            "ac", True
+        )
+        assert [stream.num_closes > 0 for stream in live.service.streams] == [True, False, True]
+        await tell(client, id="d", method="GET", path="/v1/models")
+        assert (await hear(client))["id"] == "d"
+    assert await asyncio.to_thread(live.service.closed.wait, 5), "the socket's end ends all"
+
+
+@pytest.mark.parametrize(
+    ("text", "param"),
+    [
+        ("no json", None),
+        ("[]", None),
+        ('{"path": "/v1/models"}', None),
+        ('{"id": "", "path": "/v1/models"}', "id"),
+        ('{"id": "a", "cancel": true}', "id"),
+        ('{"id": "a", "path": "/metrics"}', "path"),
+        ('{"id": "a", "path": "/v1/capsules/x/export", "method": "GET"}', "path"),
+        ('{"id": "a", "path": "/v1/models", "method": "PUT"}', "method"),
+    ],
+)
+async def test_a_wrong_frame_is_told_and_the_socket_stays(
+    live: Any, text: str, param: str | None
+) -> None:
+    async with connect(url(live)) as client:
+        await client.send(text)
+        frame = await hear(client)
+        assert frame["status"] == 400
+        if param is not None:
+            assert frame["error"]["param"] == param
+        await client.send(b"bytes")
+        assert (await hear(client))["status"] == 400
+        await tell(client, id="a", method="GET", path="/v1/models")
+        assert (await hear(client))["status"] == 200
+
+
+async def test_requests_of_a_socket_and_their_ids_are_bounded(live: Any) -> None:
+    live.service.holds_after = 0
+    async with connect(url(live)) as client:
+        for i in range(64):
+            await tell(client, id=str(i), path=PATH, body={"prompt": "abc"})
+        await tell(client, id="0", path=PATH, body={"prompt": "abc"})
+        assert (await hear(client))["error"]["param"] == "id"
+        await tell(client, id="more", path=PATH, body={"prompt": "abc"})
+        assert (await hear(client))["status"] == 429
+    assert await asyncio.to_thread(live.service.closed.wait, 5)
+
+
+async def test_a_frame_that_is_too_large_closes_the_socket(live: Any) -> None:
+    async with connect(url(live)) as client:
+        await client.send(json.dumps({"id": "a", "path": PATH, "body": {"prompt": "x" * 100_000}}))
+        with pytest.raises(ConnectionClosed) as told:
+            await hear(client)
+        assert told.value.rcvd is not None
+        assert told.value.rcvd.code == 1009
+
+
+@pytest.mark.parametrize(
+    ("origin", "is_let_in"),
+    [(None, True), ("http://evil.example", False), ("null", False), ("own", True)],
+)
+async def test_pages_of_other_origins_are_refused(
+    live: Any, origin: str | None, is_let_in: bool
+) -> None:
+    given = {"origin": f"http://127.0.0.1:{live.port}"} if origin == "own" else {}
+    if origin not in (None, "own"):
+        given = {"origin": str(origin)}
+    connecting = connect(url(live), additional_headers=given)
+    if is_let_in:
+        async with connecting:
+            return
+    with pytest.raises(InvalidStatus) as told:
+        await connecting
+    assert told.value.response.status_code == 403
+
+
+async def test_a_socket_needs_a_key_in_its_header(call_with: Any) -> None:
+    """Not in its address, which ends up in logs; requests that come by it have the key's rights."""
+    call = call_with(HttpSettings(), Access(None, {"MALLEE_API_KEY": "k" * 16}))
+    server = LimitedServer(
+        call.app, max_connections=9, max_per_client=9, takes_sockets=True, log_config=None
+    )
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"ws://127.0.0.1:{listener.getsockname()[1]}/v1/live"
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await until(lambda: server.started)
+        key = "k" * 16
+        for where, headers in [
+            (address, {}),
+            (f"{address}?token={key}", {}),
+            (address, {"authorization": "Bearer wrong"}),
+        ]:
+            with pytest.raises(InvalidStatus) as told:
+                await connect(where, additional_headers=headers)
+            assert told.value.response.status_code == 401
+        headers = {"authorization": f"Bearer {key}", "x-cache-salt": "s"}
+        async with connect(address, additional_headers=headers) as client:
+            await tell(client, id="a", method="GET", path="/v1/capsules/req_x.0")
+            assert (await hear(client))["status"] == 200
+        assert call.service.asked_scope == SCOPES.scope("", "s")
+        server.should_exit = True
+        await serving
+
+
+async def test_a_client_that_does_not_read_holds_up_its_own_streams(
+    live: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for it stays bounded: its streams stop, and its socket is closed."""
+    monkeypatch.setattr(live_socket, "MAX_WRITE_S", 0.5)
+    written = 0
+
+    async def endless(stream: Any) -> AsyncIterator[Delta]:
+        nonlocal written
+        while True:
+            written += 1
+            yield Delta(0, (97,) * 1000, None, 0, 3, None, written, None)
+            await asyncio.sleep(0)
+
+    live.service.script = endless
+    async with connect(url(live), max_queue=1, compression=None) as client:
+        await tell(client, id="a", path=PATH, body={"prompt": "abc", "stream": True})
+        await hear(client)
+        assert await asyncio.to_thread(live.service.closed.wait, 20)
+    assert written < 20_000
+
+
+async def test_closed_sockets_leave_the_count_of_connections(live: Any) -> None:
+    before = len(live.server._connections._open)
+    for _ in range(3):
+        async with connect(url(live)):
+            assert len(live.server._connections._open) == before + 1
+        await asyncio.sleep(0.05)
+    assert len(live.server._connections._open) == before
