@@ -204,7 +204,7 @@ async def test_a_client_that_does_not_read_holds_up_its_own_streams(
             await asyncio.sleep(0)
 
     live.service.script = endless
-    async with connect(url(live), max_queue=1, compression=None) as client:
+    async with connect(url(live), max_queue=1, compression=None, close_timeout=0.1) as client:
         await tell(client, id="a", path=PATH, body={"prompt": "abc", "stream": True})
         await hear(client)
         assert await asyncio.to_thread(live.service.closed.wait, 20)
