@@ -192,7 +192,7 @@ async def test_a_socket_needs_a_key_in_its_header(call_with: Any) -> None:
 async def test_a_client_that_does_not_read_holds_up_its_own_streams(
     live: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits for it stays bounded: its streams stop, and its socket is closed."""
+    """Its streams stop, so that little waits for it, and its socket is closed."""
     monkeypatch.setattr(live_socket, "MAX_WRITE_S", 0.5)
     written = 0
 
