@@ -154,6 +154,8 @@ def asks(draw: st.DrawFn, operation: Operation, capsules: st.SearchStrategy[str]
 def _quoted(text: str) -> str:
     from urllib.parse import quote
 
+    if text in (".", ".."):  # clients take such parts out of a path
+        return "-"
     return quote(text.encode(errors="replace"), safe="") or "-"
 
 
