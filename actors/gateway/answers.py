@@ -94,6 +94,10 @@ class Answer:
         return self._life.branches[branch].num_tokens
 
     @property
+    def num_branches(self) -> int:
+        return len(self._life.branches)
+
+    @property
     def num_open(self) -> int:
         return len(self._open)
 
@@ -129,6 +133,19 @@ class Answer:
         if self.tape is not None:
             self.tape.cut(branch, at, residue, left)
         return left
+
+    def prune(self, branches: Collection[int], now: float) -> list[int]:
+        """Cancel those of `branches` that are open, and tell their reader; returns them."""
+        ended = sorted(self._open.intersection(branches))
+        self._open.difference_update(ended)
+        self._cancelled(ended)
+        for branch in ended:
+            life = self._life.branches[branch]
+            counts = (life.cached_tokens, life.prefill_tokens)
+            self._deltas.put(Delta(branch, (), "cancelled", *counts, None, 0, None), now)
+        for branch in ended:
+            self._cancel(self.request, branch)
+        return ended
 
     async def aclose(self) -> None:
         self._give_up()

@@ -7,7 +7,7 @@ replay drives in virtual time; NATS feeds the router but is never on the path of
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -422,6 +422,15 @@ class GatewayService:
             return await place
         finally:
             del self._injecting[injection.name]
+
+    def prune(
+        self, request: RequestId, branches: Collection[int] | None, scope: Scope
+    ) -> list[int]:
+        answer = self._answers.get(request) if self._ids.belongs(request, scope) else None
+        if answer is None or not answer.placed.done():
+            raise UnknownRequest(request)
+        wanted = range(answer.num_branches) if branches is None else branches
+        return answer.prune(wanted, self._clock())
 
     # Capsules
 

@@ -5,7 +5,7 @@ Everything here is tokens; text (templates, tokenizing, stop strings) belongs to
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from typing import Any, Final, NamedTuple, Protocol
 
 from mallee.actors.capsule_files.exports import Export
@@ -268,6 +268,12 @@ class Service(Protocol):
         Once they are in its text. `replaces`: those that wait are dropped. Raises UnknownBranch,
         InvalidParameter, QueueFull, Superseded.
         """
+        ...
+
+    def prune(
+        self, request: RequestId, branches: Collection[int] | None, scope: Scope
+    ) -> list[int]:
+        """Cancel branches of a request, or all; returns those that ran. Raises UnknownRequest."""
         ...
 
     async def rewind(self, capsule: CapsuleId, to: int, ttl_s: float, scope: Scope) -> CapsuleInfo:

@@ -231,6 +231,10 @@ class CaptureRequest(AnyRequest, frozen=True, kw_only=True):
     ttl_s: float | None = None
 
 
+class PruneRequest(AnyRequest, frozen=True, kw_only=True):
+    branches: list[int] | None = None
+
+
 class InjectRequest(AnyRequest, frozen=True, kw_only=True):
     suffix: Any = None
     mode: str = "append"

@@ -9,7 +9,7 @@ from mallee.actors.gateway.service import Service
 from mallee.actors.http.entry.asking import Asking
 from mallee.actors.http.jobs import JobMaker
 from mallee.actors.http.prompts import PromptReader
-from mallee.actors.http.schemas import InjectRequest
+from mallee.actors.http.schemas import InjectRequest, PruneRequest
 from mallee.actors.http.serve import json_response
 from mallee.actors.http.sse import unless_gone
 from mallee.protocol.errors import InvalidParameter, UnknownBranch
@@ -48,6 +48,13 @@ class BranchHandlers:
         at = await unless_gone(request.receive, injected)
         body = {"object": "branch.injected", "request": name, "branch": branch}
         return json_response({**body, "at": at, "tokens": len(tokens)})
+
+    async def prune(self, request: Request) -> Response:
+        name = RequestId(request.path_params["request"])
+        asked = await self._asking.read(request, PruneRequest)
+        self._maker.check_model(asked.body.model)
+        ended = self._service.prune(name, asked.body.branches, asked.scope)
+        return json_response({"object": "branches.pruned", "request": name, "branches": ended})
 
 
 def _branch(request: Request) -> tuple[RequestId, int]:

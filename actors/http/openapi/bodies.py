@@ -218,6 +218,12 @@ class Capsule(Body, frozen=True, kw_only=True):
     drawn: int | None = OMITTED
 
 
+class Pruned(Body, frozen=True, kw_only=True):
+    object: Literal["branches.pruned"]
+    request: str
+    branches: list[int]
+
+
 class Injected(Body, frozen=True, kw_only=True):
     object: Literal["branch.injected"]
     request: str

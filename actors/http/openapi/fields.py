@@ -91,6 +91,11 @@ FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
             {**_OBJECT, "required": ["messages"], "properties": {"messages": _MESSAGES}},
         ],
     },
+    "branches": {
+        "description": "Indices; all, if left out.",
+        "type": ["array", "null"],
+        "items": {"type": "integer", "minimum": 0},
+    },
     "mode": {
         "description": "Behind what waits already, or instead of it.",
         "enum": ["append", "replace"],

@@ -22,6 +22,7 @@ from mallee.actors.http.schemas import (
     ForkRequest,
     InjectRequest,
     PinRequest,
+    PruneRequest,
     RestoreRequest,
     RewindRequest,
     SessionForkRequest,
@@ -299,6 +300,12 @@ OPERATIONS: Final = (
         *(bodies.Capsule, CaptureRequest),
         {"branch": 0},
         refusals=_MADE,
+    ),
+    Operation(
+        *("POST", "/v1/requests/{request}/prune", "branches.prune", "Cancel running branches"),
+        *(bodies.Pruned, PruneRequest),
+        {"branches": [1, 2]},
+        refusals=(404,),
     ),
     Operation(
         *("POST", f"{_BRANCH}/inject", "branches.inject", "Tokens into a running branch"),
