@@ -142,7 +142,7 @@ class EngineMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.forward = Fallible(self.make_forward())
-        self.num_requests = 0
+        self.num_requests = self.num_injects = 0
         self.texts: dict[str, list[int]] = {}  # what a capsule continues
         self.plans: dict[tuple[str, int], Plan] = {}
         self.open: dict[str, str] = {}  # request -> gateway, of those that may still answer
@@ -319,7 +319,8 @@ class EngineMachine(RuleBasedStateMachine):
     def inject(self, data: st.DataObject, branch: int, tokens: list[int], replaces: bool) -> None:
         """F22: tokens come into a branch, which may be anywhere on its way."""
         of = data.draw(st.sampled_from(sorted(self.open)))
-        name = f"i{len(self.asked)}"
+        self.num_injects += 1
+        name = f"i{self.num_injects}"
         self.asked[name] = (of, branch), tokens
         command = Inject(name, of, branch, pack_tokens(tokens), replaces)
         assert self.engine.submit(command, self.open[of]) is None
