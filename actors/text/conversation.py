@@ -85,6 +85,18 @@ def with_names(messages: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(found)
 
 
+def joined(messages: Sequence[Message]) -> Message:
+    """The parts of one message as one: their texts are lines of it."""
+    if len(messages) == 1:
+        return messages[0]
+    return replace(
+        messages[0],
+        text="\n".join(each.text for each in messages if each.text),
+        reasoning="".join(each.reasoning for each in messages),
+        tool_calls=tuple(call for each in messages for call in each.tool_calls),
+    )
+
+
 # OpenAI's chat messages.
 
 

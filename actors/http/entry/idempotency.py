@@ -68,6 +68,11 @@ class _Record:
         self._grace: asyncio.TimerHandle | None = None
 
     @property
+    def is_given_up(self) -> bool:
+        """Whether its run is cancelled, though it may not be over: it has no answer for anybody."""
+        return self._is_left.is_set()
+
+    @property
     def is_kept(self) -> bool:
         """Whether it can be given again, once it is over."""
         return (
@@ -182,7 +187,7 @@ class IdempotencyMiddleware:
         digest = _digest(scope, body)
         self._forget_old()
         record = self._records.get(name)
-        if record is None:
+        if record is None or (record.is_given_up and not record.is_over):
             await self._run(name, digest, body, scope, receive, send)
             return
         if record.request != digest:
@@ -232,6 +237,8 @@ class IdempotencyMiddleware:
         await reading
 
     def _ended(self, name: _Name, record: _Record) -> None:
+        if self._records.get(name) is not record:
+            return  # it was given up, and the request came again
         if not record.is_kept:
             del self._records[name]
             return

@@ -127,7 +127,10 @@ class MessagesHandlers:
         found = Conversation(dialogue.messages, read_functions(request))
         found, changed = self._chat.settled(found, request, scope, remembers=remembers)
         conversation = self._chat.with_variables(found, effort, None, is_hint=True)
-        prompt = self._reader.conversation(
-            conversation, scope, add_generation_prompt=True, begun=dialogue.begun
-        )
+        try:
+            prompt = self._reader.conversation(
+                conversation, scope, add_generation_prompt=True, begun=dialogue.begun
+            )
+        except ContextLengthExceeded as error:
+            raise PromptTooLong(error.fields["prompt_tokens"], self._max_model_len) from error
         return _Rendered(conversation, prompt, dialogue, changed)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from mallee.actors.http.messages.signatures import hidden_text
@@ -10,6 +9,7 @@ from mallee.actors.text.conversation import (
     MAX_MESSAGES,
     Message,
     ToolCall,
+    joined,
     read_arguments,
     with_names,
 )
@@ -68,21 +68,18 @@ class _Reader:
     """Messages so far, and the marks in them."""
 
     def __init__(self) -> None:
-        self.found: list[Message] = []
+        self._parts: list[list[Message]] = []  # of each message
         self.marks: list[Any] = []
 
+    @property
+    def found(self) -> list[Message]:
+        return [joined(parts) for parts in self._parts]
+
     def add(self, message: Message) -> None:
-        last = self.found[-1] if self.found else None
-        if last is None or last.role != message.role or message.role == "tool":
-            self.found.append(message)
-            return
-        texts = [text for text in (last.text, message.text) if text]
-        self.found[-1] = replace(
-            last,
-            text="\n".join(texts),
-            reasoning=last.reasoning + message.reasoning,
-            tool_calls=last.tool_calls + message.tool_calls,
-        )
+        role = message.role
+        if not self._parts or self._parts[-1][0].role != role or role == "tool":
+            self._parts.append([])
+        self._parts[-1].append(message)
 
     def read(self, value: Any, param: str) -> None:
         if not isinstance(value, dict):

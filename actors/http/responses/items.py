@@ -2,7 +2,6 @@
 
 import base64
 import binascii
-from dataclasses import replace
 from typing import Any, Final
 
 from mallee.actors.text.conversation import (
@@ -10,6 +9,7 @@ from mallee.actors.text.conversation import (
     Function,
     Message,
     ToolCall,
+    joined,
     read_functions,
     read_messages,
     with_names,
@@ -38,23 +38,17 @@ def read_input(value: Any, param: str = "input") -> tuple[list[dict[str, Any]], 
 
 def messages_of(items: list[dict[str, Any]], param: str) -> list[Message]:
     """Reasoning, a message and calls in a row are one message of the assistant."""
-    found: list[Message] = []
-    is_open = False  # the last message can take more of an assistant's parts
+    found: list[list[Message]] = []  # parts of each message
+    is_open = has_answer = False  # the last is an assistant's; it has a text or calls
     for i, item in enumerate(items):
         part = _message(item, f"{param}[{i}]")
-        joins = is_open and part.role == "assistant"
-        if joins and not (part.text and (found[-1].text or found[-1].tool_calls)):
-            last = found[-1]
-            found[-1] = replace(
-                last,
-                text=last.text + part.text,
-                reasoning=last.reasoning + part.reasoning,
-                tool_calls=last.tool_calls + part.tool_calls,
-            )
-        else:
-            found.append(part)
+        if not (is_open and part.role == "assistant") or (part.text and has_answer):
+            found.append([])
+            has_answer = False
+        found[-1].append(part)
         is_open = part.role == "assistant"
-    return list(with_names(found))
+        has_answer = has_answer or bool(part.text or part.tool_calls)
+    return list(with_names([joined(parts) for parts in found]))
 
 
 def _item(value: Any, param: str) -> dict[str, Any]:
@@ -169,7 +163,8 @@ def shown(items: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}.get(
             item["type"], "fco"
         )
-        made = {"id": f"{prefix}_{name}_in{i}", "status": "completed", **item}
+        given = {key: value for key, value in item.items() if value is not None}
+        made = {"id": f"{prefix}_{name}_in{i}", "status": "completed", **given}
         if item["type"] == "message" and isinstance(item.get("content"), str):
             kind = "output_text" if item["role"] == "assistant" else "input_text"
             part: dict[str, Any] = {"type": kind, "text": item["content"]}

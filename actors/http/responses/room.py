@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import suppress
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -92,7 +91,7 @@ class Responses:
         after = -1 if given in (None, "0") else read_count(given, "starting_after", 1, MAX_EVENTS)
         after = 0 if given == "0" else after
         background = self._background.get(record.id)
-        if background is None and not record.events:
+        if not (background.streams if background is not None else record.events):
             raise BadRequest(
                 "only a response made with background=true and stream=true can be streamed again",
                 param="stream",
@@ -191,6 +190,7 @@ class Responses:
         self, request: Request, run: Run, record: Record, *, streams: bool
     ) -> Response:
         record.is_running = True
+        record.measure()
         self.store.keep(record)
         answer = {**record.body}
         background = Background(run, record, streams=streams)
@@ -218,10 +218,11 @@ class Responses:
         if background is None or background.task is None:
             return
         self._tasks.cancel(background.task)
-        with suppress(asyncio.CancelledError):
+        try:
             await asyncio.wait([background.task])
-        background.cancel()  # if its task never began
-        background.finish()
+        finally:
+            background.cancel()  # if its task never began
+            background.finish()
 
     def _record(self, request: Request) -> Record:
         name = request.path_params["response"]

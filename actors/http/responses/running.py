@@ -187,7 +187,7 @@ class Run:
     def _keep(self) -> None:
         self._record.is_running = False
         if self._is_stored:
-            self._record.num_chars = len(sse({**self.writer.body, "type": ""}))
+            self._record.measure()
             self._store.keep(self._record)
 
 
@@ -197,7 +197,7 @@ class Background:
     def __init__(self, run: Run, record: Record, *, streams: bool) -> None:
         self.run = run
         self.record = record
-        self._streams = streams
+        self.streams = streams
         self._news = asyncio.Event()
         self.is_over = False
         self.task: asyncio.Task[None] | None = None
@@ -215,8 +215,10 @@ class Background:
             except Exception as error:
                 self._add(self.run.failed_early(error))
             finally:
-                await self.run.close()
-                self.finish()
+                try:
+                    await self.run.close()
+                finally:
+                    self.finish()
 
     def finish(self) -> None:
         self.is_over = True
@@ -228,7 +230,7 @@ class Background:
             self._add(self.run.cancelled())
 
     def _add(self, events: list[dict[str, Any]]) -> None:
-        if self._streams:
+        if self.streams:
             self.record.events += map(sse, events)
         self._news.set()
 
@@ -240,8 +242,8 @@ class Background:
             waiting = self.record.events[sent:]
             if waiting:
                 sent += len(waiting)
-                yield b"".join(waiting)
-            if self.is_over:
+                yield b"".join(waiting)  # others may come meanwhile
+            elif self.is_over:
                 return
-            if not waiting:
+            else:
                 await self._news.wait()

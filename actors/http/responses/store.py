@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from mallee.actors.config import ResponsesSettings
 from mallee.actors.text.conversation import Conversation, Message
 from mallee.protocol.errors import NotFound
@@ -14,6 +16,7 @@ from mallee.protocol.ids import CapsuleId, Scope
 TURN_NBYTES: Final = 500
 RECORD_NBYTES: Final = 2000
 MESSAGE_NBYTES: Final = 300
+_encoder: Final = msgspec.json.Encoder()
 
 
 class UnknownResponse(NotFound):
@@ -85,6 +88,10 @@ class Record:
     num_chars: int = 0  # of body and items
     events: list[bytes] = field(default_factory=list)
     is_running: bool = False
+
+    def measure(self) -> None:
+        """Count body and items as they are now."""
+        self.num_chars = len(_encoder.encode((self.body, self.items)))
 
     @property
     def nbytes(self) -> int:

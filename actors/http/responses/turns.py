@@ -82,9 +82,7 @@ class TurnMaker:
         items, messages = read_input(body.input)
         parent = previous.turn if previous is not None else None
         turn = Turn(parent, tuple(messages))
-        head = self._head(body, messages if parent is None else [])
-        if parent is None and head.messages and messages[0].role in ("system", "developer"):
-            turn = Turn(None, tuple(messages[1:]))  # it is in the head
+        head = self._head(body)
         rest = None
         left = previous.left if previous is not None and has_capsule else None
         # Instructions or tools that changed stand at the beginning of it all.
@@ -119,18 +117,21 @@ class TurnMaker:
         except InvalidParameter as error:
             raise renamed(error, "max_completion_tokens", "max_output_tokens") from error
 
-    def _head(self, body: ResponseRequest, messages: Sequence[Message]) -> Conversation:
-        """Instructions, with a system's message that follows, functions and what the template reads."""
-        texts = [body.instructions] if body.instructions else []
-        if texts and messages and messages[0].role in ("system", "developer"):
-            texts.append(messages[0].text)
-        system = (Message("system", "\n\n".join(texts)),) if texts else ()
+    def _head(self, body: ResponseRequest) -> Conversation:
+        """Instructions, functions and what the template reads."""
+        system = (Message("system", body.instructions),) if body.instructions else ()
         given = Conversation(system, read_tools(body.tools))
         return self._chat.with_variables(
             given, effort_of(body), body.chat_template_kwargs, is_hint=True
         )
 
     def _conversation(self, head: Conversation, messages: Sequence[Message]) -> Conversation:
+        """All of it. Instructions and a system's message that follows them are one message."""
+        if head.messages and messages and messages[0].role in ("system", "developer"):
+            text = f"{head.messages[0].text}\n\n{messages[0].text}"
+            return Conversation(
+                (Message("system", text), *messages[1:]), head.functions, head.variables
+            )
         return Conversation((*head.messages, *messages), head.functions, head.variables)
 
     def _rest(self, previous: Record, left: Left, turn: Turn, scope: Scope) -> _Rest | None:

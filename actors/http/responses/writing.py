@@ -128,16 +128,16 @@ class Writer:
         return [*events, self._about(f"response.{named}")]
 
     def fail(self, error: MalleeError, usage: UsageCounter | None) -> list[dict[str, Any]]:
-        self._close("incomplete")
+        events = self._close("incomplete")
         self._settle("failed", usage)
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         self.body["error"] = {"code": code, "message": error.client_message}
-        return [self._about("response.failed")]
+        return [*events, self._about("response.failed")]
 
     def cancel(self, usage: UsageCounter | None) -> list[dict[str, Any]]:
-        self._close("incomplete")
+        events = self._close("incomplete")
         self._settle("cancelled", usage)
-        return [self._about("response.incomplete")]
+        return [*events, self._about("response.incomplete")]
 
     def answer(self) -> tuple[Message, ...]:
         """The messages that the output is."""
