@@ -161,17 +161,17 @@ class RequestTable:
         if job.matchers:
             remedy = "the branch draws under a grammar, which they may break; give it none"
             raise InvalidParameter("inject", command.of, remedy)
-        inbox = self._inbox.setdefault((command.of, index), [])
-        if command.replaces:
-            for dropped, _ in inbox:
-                self._refuse_inject(dropped, gateway, Superseded())
-            inbox.clear()
+        before = self._inbox.get((command.of, index), [])
+        inbox = [] if command.replaces else before
         tokens = self._tree.notation.read(command.tokens)
         taken = branch.num_output + sum(len(text) for _, text in inbox)
         room = job.limits.max_tokens - 1 - taken
         if not 1 <= len(tokens) <= room:
             raise _no_room(len(tokens), room)
-        inbox.append((command, tokens))
+        if command.replaces:
+            for dropped, _ in before:
+                self._refuse_inject(dropped, gateway, Superseded())
+        self._inbox[command.of, index] = [*inbox, (command, tokens)]
 
     def take_inbox(self) -> None:
         """Have the branches that draw go on after what was injected: the next step computes it."""

@@ -109,6 +109,19 @@ def test_the_last_of_several_wins_before_the_boundary_and_none_is_lost_otherwise
     assert _tokens(driver)[before : before + 3] == [3, 3, 4]
 
 
+def test_a_refused_replacement_drops_nothing() -> None:
+    """F22, part: a replacement that has no room takes no other's place."""
+    driver = Driver()
+    driver.generate()
+    driver.step(2)
+    driver.inject("much", [5] * 40)
+    driver.inject("a", [1, 2])
+    driver.inject("much too", [5] * 40, replaces=True)
+    driver.step()
+    assert driver.errors == dict.fromkeys(("much", "much too"), "invalid_parameter")
+    assert [each.injected for each in driver.updates if each.injected] == ["a"]
+
+
 def test_a_writer_at_a_quarter_of_the_rate() -> None:
     """F22, part: tokens come every fourth step, each group once, at the boundary after it was written."""
     driver = Driver()
