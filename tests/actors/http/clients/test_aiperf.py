@@ -76,16 +76,22 @@ def trees(num: int) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("rows", "requests", "arguments"),
+    ("rows", "requests", "arguments", "num_children"),
     [
-        (None, 20, ["--request-count", "20", "--concurrency", "4", "--isl", "60", "--osl", "5"]),
-        (mooncake(50), 50, ["--custom-dataset-type", "mooncake_trace", "--fixed-schedule"]),
-        (trees(10), 90, ["--custom-dataset-type", "dag-jsonl", "--concurrency", "4"]),
+        (None, 20, ["--request-count", "20", "--concurrency", "4", "--isl", "60", "--osl", "5"], 0),
+        (mooncake(50), 50, ["--custom-dataset-type", "mooncake_trace", "--fixed-schedule"], 0),
+        (trees(10), 90, ["--custom-dataset-type", "dag-jsonl", "--concurrency", "4"], 40),
     ],
     ids=["chat", "mooncake", "forks"],
 )
 async def test_aiperf_has_every_request_answered(
-    folder: Path, hub: Path, tmp_path: Path, rows: Any, requests: int, arguments: list[str]
+    folder: Path,
+    hub: Path,
+    tmp_path: Path,
+    rows: Any,
+    requests: int,
+    arguments: list[str],
+    num_children: int,
 ) -> None:
     """I17, part: the counts are aiperf's own; forks come with the headers of their sessions."""
     if rows is not None:
@@ -116,6 +122,10 @@ async def test_aiperf_has_every_request_answered(
         said, _ = await running.communicate()
         sys.stdout.write(said.decode(errors="replace")[-4000:])
         assert running.returncode == 0
+        async with httpx.AsyncClient(base_url=stack.base_url) as client:
+            sessions = (await client.get("/v1/sessions?limit=100")).json()["data"]
+    # Forks go on from their parent's capsule, by the names that aiperf gives sessions in its headers.
+    assert sum(each["parent"] is not None for each in sessions) == num_children
     lines = next((tmp_path / "out").rglob("profile_export.jsonl")).read_text().splitlines()
     records = [json.loads(line) for line in lines]
     failed = [each["error"] for each in records if each.get("error")]
