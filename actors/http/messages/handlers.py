@@ -22,6 +22,7 @@ from mallee.actors.http.messages.schemas import (
     sampling,
     with_marks,
 )
+from mallee.actors.http.messages.tools import marks_of
 from mallee.actors.http.prompts import PromptReader, RenderedPrompt
 from mallee.actors.http.serve import Server, json_response
 from mallee.actors.http.terms import MAX_TENANT
@@ -89,7 +90,7 @@ class MessagesHandlers:
         functions = read_functions(request)
         fields = sampling(request, functions)
         conversation, prompt, dialogue, changed = self._rendered(request, thought, scope)
-        marked, keep_s = with_marks(request, dialogue.marks)
+        marked, keep_s = with_marks(request, [*marks_of(request.tools), *dialogue.marks])
         assert fields.max_tokens is not None, "it is required"
         room = self._max_model_len - len(prompt.tokens)
         if room < 1:

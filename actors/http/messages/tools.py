@@ -37,6 +37,12 @@ def read_tools(value: Any, param: str = "tools") -> tuple[Function, ...]:
     return tuple(found.values())
 
 
+def marks_of(tools: Any) -> list[Any]:
+    """Every `cache_control` of tools that were read."""
+    marks = [tool.get("cache_control") for tool in tools or ()]
+    return [mark for mark in marks if mark is not None]
+
+
 def _function(value: Any, param: str) -> Function:
     if not isinstance(value, dict):
         raise InvalidParameter(param, value, 'a tool is {"name": ..., "input_schema": {...}}')

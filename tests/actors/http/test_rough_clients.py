@@ -174,3 +174,15 @@ def test_a_prompt_far_too_long_is_refused_in_anthropics_words(roomy: Any, num: i
     found = roomy("POST", "/v1/messages", asked)
     assert found.status == 400
     assert found.body["error"]["message"].startswith("prompt is too long: ")
+
+
+def test_a_mark_on_a_tool_alone_retains_the_prompt(roomy: Any, service: Any) -> None:
+    tool: dict[str, Any] = {"name": "look", "input_schema": {"type": "object"}}
+    asked: dict[str, Any] = {"max_tokens": 8, "messages": [{"role": "user", "content": "hi"}]}
+    marked = {**tool, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    assert roomy("POST", "/v1/messages", {**asked, "tools": [marked]}).status == 200
+    (span,) = service.job.retain
+    assert span.duration_s == 3600
+    wrong = {**tool, "cache_control": "long"}
+    refused = roomy("POST", "/v1/messages", {**asked, "tools": [wrong]})
+    assert (refused.status, refused.body["error"]["param"]) == (400, "cache_control")
