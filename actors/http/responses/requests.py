@@ -12,6 +12,7 @@ from mallee.protocol.messages import MAX_LOGPROBS, Grammar
 
 LOGPROBS: Final = "message.output_text.logprobs"
 SEALED: Final = "reasoning.encrypted_content"
+SUMMARIES: Final = ("auto", "concise", "detailed")
 MAX_METADATA: Final = (16, 64, 512)  # pairs, characters of a name, of a value
 
 
@@ -91,6 +92,8 @@ def effort_of(body: ResponseRequest) -> str | None:
     for name, value in given.items():
         if name not in known and value is not None:
             raise InvalidParameter(f"reasoning.{name}", value, "not supported; leave it out")
+        if name in known[1:] and value is not None and value not in SUMMARIES:
+            raise InvalidParameter(f"reasoning.{name}", value, f"give {', '.join(SUMMARIES)}")
     effort = given.get("effort")
     if effort is not None and effort not in EFFORTS:
         raise InvalidParameter("reasoning.effort", effort, f"give one of {', '.join(EFFORTS)}")

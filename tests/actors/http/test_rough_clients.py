@@ -186,3 +186,11 @@ def test_a_mark_on_a_tool_alone_retains_the_prompt(roomy: Any, service: Any) -> 
     wrong = {**tool, "cache_control": "long"}
     refused = roomy("POST", "/v1/messages", {**asked, "tools": [wrong]})
     assert (refused.status, refused.body["error"]["param"]) == (400, "cache_control")
+
+
+@pytest.mark.parametrize("summary", ["long", 1, [], {}])
+def test_a_summary_of_no_known_kind_is_refused(roomy: Any, summary: Any) -> None:
+    refused = roomy("POST", RESPONSES, {"input": "hi", "reasoning": {"summary": summary}})
+    assert (refused.status, refused.body["error"]["param"]) == (400, "reasoning.summary")
+    known = roomy("POST", RESPONSES, {"input": "hi", "reasoning": {"summary": "auto"}})
+    assert known.body["reasoning"]["summary"] == "auto"
