@@ -20,7 +20,6 @@ from mallee.protocol.errors import (
     MalleeError,
     NotFound,
     SessionClosed,
-    Unavailable,
 )
 from mallee.protocol.gateways.session_notes import (
     NodeNote,
@@ -61,7 +60,7 @@ class SessionView(NamedTuple):
 
 
 class Closed(NamedTuple):
-    """A session's end. `num_left` capsules could not be released: their workers are silent.
+    """A session's end. `num_left` capsules could not be released: their workers are silent, or refuse.
 
     `num_cancelled`: requests of this gateway.
     """
@@ -190,7 +189,7 @@ class GatewaySessions:
                 await self._release(capsule, scope)
             except NotFound:
                 continue  # it went before
-            except Unavailable as error:
+            except MalleeError as error:
                 log.warning("a capsule of a closed session was not released: %s", error)
                 num_left += 1
                 continue
