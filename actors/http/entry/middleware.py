@@ -76,6 +76,9 @@ class AuthMiddleware:
         if scope["type"] == "websocket":
             await self._socket(scope, receive, send)
             return
+        if scope["type"] != "http":  # the server's start and end
+            await self._app(scope, receive, send)
+            return
         has_begun = False
         scope[_BEGUN] = asyncio.get_running_loop().time()
 

@@ -162,7 +162,11 @@ async def play(app: Any, first: int, last: int) -> set[int]:
 async def test_names_that_come_once_cost_no_memory(folder: Path) -> None:
     """F30, part: sessions, tenants, salts, users and unknown paths; rows are few, so that they wait."""
     config = mock_config(
-        folder, scheduler__max_rows=2, engine__max_answer_capsules=0, engine__kv_tokens=1024
+        folder,
+        scheduler__max_rows=2,
+        engine__max_answer_capsules=0,
+        engine__kv_tokens=1024,
+        sessions__max_nodes=1000,
     )
     num = 20_000
     async with mocked(config) as scene:

@@ -27,7 +27,7 @@ ARROWS = {
     "waiting": {"gated", "ready", "prefill", "finished", "failed"},
     "ready": {"waiting", "decode", "finished", "failed"},
     "prefill": {"waiting", "decode", "finished", "failed"},
-    "decode": {"waiting", "finished", "failed"},
+    "decode": {"waiting", "prefill", "finished", "failed"},  # prefill: injected tokens
     "finished": set(),
     "failed": set(),
 }
