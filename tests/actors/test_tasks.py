@@ -30,7 +30,10 @@ BARE = {
     ("actors/http/live/batch.py", "create_task"): "in that group",
     ("actors/http/live/socket.py", "TaskGroup"): "its connection waits for all of them",
     ("actors/http/live/socket.py", "create_task"): "in that group",
-    ("actors/http/live/socket.py", "to_thread"): "a frame that is parsed, while its connection waits",
+    (
+        "actors/http/live/socket.py",
+        "to_thread",
+    ): "a frame that is parsed, while its connection waits",
     ("actors/mock/stack.py", "create_task"): "`wait` takes in how the server ends",
     ("actors/mock/stack.py", "to_thread"): "once, at the start, which has a limit",
     ("actors/mock/fleet.py", "to_thread"): "once, at the start",

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from mallee.actors.access.access import Access
 from mallee.actors.build import admission_config
 from mallee.actors.config import AppConfig, put
+from mallee.actors.gateway.sessions.sessions import SessionLimits
 from mallee.actors.mock.fleet import MockFleet, MockPlan
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.router.config import RouterConfig
@@ -99,6 +100,7 @@ class MockScene:
             fleet=config.fleet,
             metrics=self.metrics,
             admission=admission_config(config, Access(None, {})),
+            sessions=SessionLimits(config.sessions.max_nodes, config.sessions.ttl_s),
         )
 
     async def admin(self, verb: str, worker: str = "") -> dict[str, Any]:

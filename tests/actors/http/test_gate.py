@@ -1,13 +1,16 @@
 """The way in: those inside are answered, no others are let in once it is closed."""
 
 import asyncio
+from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
+from uvicorn.lifespan.on import LifespanOn
 
 from mallee.actors.http.entry.gate import Gate, Turns
 from mallee.actors.proxy import direct
@@ -104,3 +107,11 @@ async def test_of_many_that_come_at_once_a_few_begin_in_each_turn_in_order() -> 
     assert sum(counts) == 18
     await asyncio.sleep(0)
     await asyncio.wait_for(turns.wait(), 1)  # nothing is left of the crowd
+
+
+async def test_a_server_that_insists_on_a_lifespan_starts_and_ends_the_api(call: Any) -> None:
+    lifespan = LifespanOn(uvicorn.Config(Gate(call.app), lifespan="on", log_config=None))
+    await lifespan.startup()
+    assert not lifespan.should_exit, "as Ray Serve would, the server gives up"
+    await lifespan.shutdown()
+    assert not lifespan.should_exit
