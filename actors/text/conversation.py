@@ -6,7 +6,7 @@ Here OpenAI's chat messages are read. Nothing is known of HTTP.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
@@ -223,39 +223,53 @@ def _is_deeper(value: Any, levels: int) -> bool:
     return bool(row)
 
 
-def read_functions(value: Any, param: str = "tools") -> tuple[Function, ...]:
-    """The functions of OpenAI's `tools`. Raises InvalidParameter naming the place."""
-    if value is None:
+class Declared(NamedTuple):
+    """A function as a request declares it. `param` names the place in errors."""
+
+    fields: Mapping[str, Any]  # name, description, strict, and the schema
+    param: str
+    schema: str = "parameters"  # the key of the schema
+
+
+def chat_function(tool: Any, param: str) -> Declared:
+    """A function in OpenAI's `tools` of chat. Raises InvalidParameter."""
+    shape = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+    if not isinstance(tool, dict) or tool.get("type", "function") != "function":
+        raise InvalidParameter(param, tool, f"a tool is {shape}")
+    fields, param = tool.get("function"), f"{param}.function"
+    if not isinstance(fields, dict):
+        raise InvalidParameter(param, fields, f"a tool is {shape}")
+    return Declared(fields, param)
+
+
+def read_functions(
+    tools: Any, declared: Callable[[Any, str], Declared] = chat_function
+) -> tuple[Function, ...]:
+    """The functions of `tools`; `declared` reads one tool. Raises InvalidParameter naming the place."""
+    if tools is None:
         return ()
-    if not isinstance(value, list):
-        raise InvalidParameter(param, value, "give a list of tools")
-    if (num := len(value)) > MAX_FUNCTIONS:
-        raise InvalidParameter(param, num, f"give at most {MAX_FUNCTIONS} tools")
+    if not isinstance(tools, list):
+        raise InvalidParameter("tools", tools, "give a list of tools")
+    if (num := len(tools)) > MAX_FUNCTIONS:
+        raise InvalidParameter("tools", num, f"give at most {MAX_FUNCTIONS} tools")
     found: dict[str, Function] = {}
-    for i, each in enumerate(value):
-        function = _function(each, f"{param}[{i}]")
+    for i, tool in enumerate(tools):
+        fields, param, schema = declared(tool, f"tools[{i}]")
+        function = _function(fields, param, schema)
         if function.name in found:
-            raise InvalidParameter(
-                f"{param}[{i}].function.name", function.name, "give each function once"
-            )
+            raise InvalidParameter(f"{param}.name", function.name, "give each function once")
         found[function.name] = function
     return tuple(found.values())
 
 
-def _function(value: Any, param: str) -> Function:
-    shape = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
-    if not isinstance(value, dict) or value.get("type", "function") != "function":
-        raise InvalidParameter(param, value, f"a tool is {shape}")
-    function, param = value.get("function"), f"{param}.function"
-    if not isinstance(function, dict):
-        raise InvalidParameter(param, function, f"a tool is {shape}")
-    name, parameters = function.get("name"), function.get("parameters")
+def _function(fields: Mapping[str, Any], param: str, schema: str) -> Function:
+    name, parameters = fields.get("name"), fields.get(schema)
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
         remedy = "give 1 to 128 letters, digits, and _ . : / -"
         raise InvalidParameter(f"{param}.name", name, remedy)
     if parameters is not None and not isinstance(parameters, dict):
-        raise InvalidParameter(f"{param}.parameters", parameters, "give a JSON schema")
-    strict = function.get("strict")
+        raise InvalidParameter(f"{param}.{schema}", parameters, "give a JSON schema")
+    strict = fields.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise InvalidParameter(f"{param}.strict", strict, "give true or false")
-    return Function(name, _string(function, "description", param), parameters or {}, bool(strict))
+    return Function(name, _string(fields, "description", param), parameters or {}, bool(strict))

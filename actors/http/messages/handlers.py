@@ -16,8 +16,8 @@ from mallee.actors.http.messages.schemas import (
     CountRequest,
     MessagesRequest,
     Thought,
+    functions_of,
     owner_of,
-    read_functions,
     read_thinking,
     sampling,
     with_marks,
@@ -87,7 +87,7 @@ class MessagesHandlers:
     ) -> tuple[Plan, MessageFormat]:
         self._maker.check_model(request.model)
         thought = read_thinking(request, request.max_tokens)
-        functions = read_functions(request)
+        functions = functions_of(request)
         fields = sampling(request, functions)
         conversation, prompt, dialogue, changed = self._rendered(request, thought, scope)
         marked, keep_s = with_marks(request, [*marks_of(request.tools), *dialogue.marks])
@@ -125,7 +125,7 @@ class MessagesHandlers:
     ) -> _Rendered:
         dialogue = read_dialogue(request.system, request.messages)
         effort = "none" if dialogue.begun else thought.effort
-        found = Conversation(dialogue.messages, read_functions(request))
+        found = Conversation(dialogue.messages, functions_of(request))
         found, changed = self._chat.settled(found, request, scope, remembers=remembers)
         conversation = self._chat.with_variables(found, effort, None, is_hint=True)
         try:

@@ -4,10 +4,10 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from mallee.actors.http.messages.tools import read_choice, read_tools
+from mallee.actors.http.messages.tools import custom_tool, read_choice
 from mallee.actors.http.schemas import AnyRequest, ChatRequest
 from mallee.actors.http.terms import read_ttl_s
-from mallee.actors.text.conversation import Function
+from mallee.actors.text.conversation import Function, read_functions
 from mallee.protocol.errors import BadRequest, InvalidParameter
 
 FIVE_MINUTES_S: Final = 300.0
@@ -87,10 +87,10 @@ def read_thinking(request: CountRequest, max_tokens: int | None) -> Thought:
     return Thought(effort or "high", is_shown)
 
 
-def read_functions(request: CountRequest) -> tuple[Function, ...]:
+def functions_of(request: CountRequest) -> tuple[Function, ...]:
     """The functions of `tools`. Raises InvalidParameter: also for what only Anthropic's servers can do."""
     _check(request)
-    return read_tools(request.tools)
+    return read_functions(request.tools, custom_tool)
 
 
 def sampling(request: MessagesRequest, functions: tuple[Function, ...]) -> ChatRequest:

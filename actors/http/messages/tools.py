@@ -2,7 +2,7 @@
 
 from typing import Any, Final, NamedTuple
 
-from mallee.actors.text.conversation import MAX_FUNCTIONS, NAME, Function
+from mallee.actors.text.conversation import Declared, Function
 from mallee.protocol.errors import BadRequest, InvalidParameter
 
 # Beside these a tool has hints for Anthropic's own servers, which change no answer.
@@ -20,54 +20,29 @@ class Choice(NamedTuple):
     several: bool
 
 
-def read_tools(value: Any, param: str = "tools") -> tuple[Function, ...]:
-    """Custom tools; those that run on Anthropic's servers are refused. Raises InvalidParameter."""
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        raise InvalidParameter(param, value, "give a list of tools")
-    if (num := len(value)) > MAX_FUNCTIONS:
-        raise InvalidParameter(param, num, f"give at most {MAX_FUNCTIONS} tools")
-    found: dict[str, Function] = {}
-    for i, each in enumerate(value):
-        function = _function(each, f"{param}[{i}]")
-        if function.name in found:
-            raise InvalidParameter(f"{param}[{i}].name", function.name, "give each tool once")
-        found[function.name] = function
-    return tuple(found.values())
-
-
 def marks_of(tools: Any) -> list[Any]:
     """Every `cache_control` of tools that were read."""
     marks = [tool.get("cache_control") for tool in tools or ()]
     return [mark for mark in marks if mark is not None]
 
 
-def _function(value: Any, param: str) -> Function:
-    if not isinstance(value, dict):
-        raise InvalidParameter(param, value, 'a tool is {"name": ..., "input_schema": {...}}')
-    kind = value.get("type")
+def custom_tool(tool: Any, param: str) -> Declared:
+    """A tool that the client runs; those of Anthropic's servers are refused. Raises InvalidParameter."""
+    if not isinstance(tool, dict):
+        raise InvalidParameter(param, tool, 'a tool is {"name": ..., "input_schema": {...}}')
+    kind = tool.get("type")
     if kind not in (None, "custom"):
         remedy = "this server runs no tools itself; give tools with an input_schema"
         raise InvalidParameter(f"{param}.type", kind, remedy)
-    for name in value:
-        if name not in _KEYS and value[name] is not None:
-            if name == "defer_loading" and value[name] is False:
+    for name in tool:
+        if name not in _KEYS and tool[name] is not None:
+            if name == "defer_loading" and tool[name] is False:
                 continue
             remedy = f"a tool has {', '.join(sorted(_KEYS))}"
-            raise InvalidParameter(f"{param}.{name}", value[name], remedy)
-    name, schema = value.get("name"), value.get("input_schema")
-    if not isinstance(name, str) or NAME.fullmatch(name) is None:
-        remedy = "give 1 to 128 letters, digits, and _ . : / -"
-        raise InvalidParameter(f"{param}.name", name, remedy)
-    if not isinstance(schema, dict):
-        raise InvalidParameter(f"{param}.input_schema", schema, "give a JSON schema")
-    description, strict = value.get("description"), value.get("strict")
-    if description is not None and not isinstance(description, str):
-        raise InvalidParameter(f"{param}.description", description, "give a string")
-    if strict is not None and not isinstance(strict, bool):
-        raise InvalidParameter(f"{param}.strict", strict, "give true or false")
-    return Function(name, description or "", schema, bool(strict))
+            raise InvalidParameter(f"{param}.{name}", tool[name], remedy)
+    if tool.get("input_schema") is None:
+        raise InvalidParameter(f"{param}.input_schema", None, "give a JSON schema")
+    return Declared(tool, param, "input_schema")
 
 
 def read_choice(value: Any, functions: tuple[Function, ...]) -> Choice:

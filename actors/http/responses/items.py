@@ -6,11 +6,10 @@ from typing import Any, Final
 
 from mallee.actors.text.conversation import (
     MAX_MESSAGES,
-    Function,
+    Declared,
     Message,
     ToolCall,
     joined,
-    read_functions,
     read_messages,
     with_names,
 )
@@ -180,24 +179,13 @@ def shown(items: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 # Functions, their choice, and forms of the answer, in the shapes of chat requests.
 
 
-def read_tools(value: Any) -> tuple[Function, ...]:
-    """The functions of `tools`, which name themselves. Raises InvalidParameter."""
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        raise InvalidParameter("tools", value, "give a list of tools")
-    given = []
-    for i, tool in enumerate(value):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind != "function":
-            raise InvalidParameter(
-                f"tools[{i}].type", kind, "this server runs no tools; only function is supported"
-            )
-        given.append({"type": "function", "function": tool})
-    try:
-        return read_functions(given)
-    except InvalidParameter as error:
-        raise renamed(error, ".function", "") from error
+def function_tool(tool: Any, param: str) -> Declared:
+    """A function, which names itself. Raises InvalidParameter."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind != "function":
+        remedy = "this server runs no tools; only function is supported"
+        raise InvalidParameter(f"{param}.type", kind, remedy)
+    return Declared(tool, param)
 
 
 def chat_choice(value: Any) -> Any:

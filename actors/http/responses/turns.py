@@ -16,7 +16,7 @@ import numpy as np
 from mallee.actors.http.chat.reading import Chat, ChatReader
 from mallee.actors.http.jobs import JobMaker, Plan, Start
 from mallee.actors.http.prompts import PromptReader, RenderedPrompt
-from mallee.actors.http.responses.items import read_input, read_tools, renamed
+from mallee.actors.http.responses.items import function_tool, read_input, renamed
 from mallee.actors.http.responses.requests import (
     ResponseRequest,
     chat_request,
@@ -26,7 +26,7 @@ from mallee.actors.http.responses.requests import (
 )
 from mallee.actors.http.responses.store import Left, Record, Turn
 from mallee.actors.http.schemas import ChatRequest
-from mallee.actors.text.conversation import Conversation, Message
+from mallee.actors.text.conversation import Conversation, Message, read_functions
 from mallee.actors.text.specials import Rendering
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.hashing import Tokens
@@ -120,7 +120,7 @@ class TurnMaker:
     def _head(self, body: ResponseRequest) -> Conversation:
         """Instructions, functions and what the template reads."""
         system = (Message("system", body.instructions),) if body.instructions else ()
-        given = Conversation(system, read_tools(body.tools))
+        given = Conversation(system, read_functions(body.tools, function_tool))
         return self._chat.with_variables(
             given, effort_of(body), body.chat_template_kwargs, is_hint=True
         )
