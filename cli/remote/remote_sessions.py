@@ -2,20 +2,27 @@
 
 import json
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Final
 
 import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from rich.tree import Tree
 
 from mallee.cli.options import JsonOption
 from mallee.cli.remote.service import DEFAULT_URL, SaltOption, UrlOption, open_client
+from mallee.cli.remote.watching import IntervalOption, watch
+from mallee.client import Mallee, NotFound
 from mallee.client.sessions import SessionData, SessionNode, SessionTree
 
 MAX_PAGE: Final = 100  # of the server
 
+LimitOption = Annotated[int, typer.Option("--limit", min=1, help="At most so many.")]
 NameArgument = Annotated[str, typer.Argument(help="The session's name.")]
 
 
@@ -31,7 +38,7 @@ def add_to(cli: typer.Typer) -> None:
 
 def list_sessions(
     url: UrlOption = DEFAULT_URL,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="At most so many.")] = 100,
+    limit: LimitOption = 100,
     cache_salt: SaltOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -39,15 +46,8 @@ def list_sessions(
 
     Example: mallee sessions list --limit 20
     """
-    found: list[SessionData] = []
     with open_client(url) as client:
-        while len(found) < limit:
-            size = min(MAX_PAGE, limit - len(found))
-            after = found[-1].id if found else None
-            page = client.sessions(after=after, limit=size, cache_salt=cache_salt)
-            found += page
-            if len(page) < size:
-                break
+        found = listed(client, limit, cache_salt)
     if as_json:
         sys.stdout.write(json.dumps({"sessions": msgspec.to_builtins(found)}) + "\n")
         return
@@ -60,35 +60,110 @@ def list_sessions(
     Console().print(table)
 
 
+def listed(client: Mallee, limit: int, cache_salt: str | None) -> list[SessionData]:
+    """The first sessions by name, page by page."""
+    found: list[SessionData] = []
+    while len(found) < limit:
+        size = min(MAX_PAGE, limit - len(found))
+        after = found[-1].id if found else None
+        page = client.sessions(after=after, limit=size, cache_salt=cache_salt)
+        found += page
+        if len(page) < size:
+            break
+    return found
+
+
 def show(
-    name: NameArgument,
+    name: Annotated[str | None, typer.Argument(help="A session; by default all.")] = None,
     url: UrlOption = DEFAULT_URL,
+    limit: LimitOption = 100,
+    live: Annotated[bool, typer.Option("--live", help="Look again until Ctrl-C.")] = False,
+    interval_s: IntervalOption = 1.0,
     cache_salt: SaltOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a session as a tree of capsules.
+    """Show a session, or all of them, as trees of capsules.
 
-    Example: mallee sessions show bug-7
+    Example: mallee sessions show bug-7 --live
     """
+    console = Console(highlight=False)
     with open_client(url) as client:
-        found = client.session(name, cache_salt=cache_salt)
-    if as_json:
-        sys.stdout.write(json.dumps(msgspec.to_builtins(found)) + "\n")
-        return
-    Console(highlight=False).print(drawn(found))
+        if as_json:
+            found = taken(client, name, limit, cache_salt)
+            told = {"sessions": found} if name is None else found[0]
+            sys.stdout.write(json.dumps(msgspec.to_builtins(told)) + "\n")
+        elif live:
+            watch(
+                lambda: taken(client, name, limit, cache_salt),
+                lambda now, before: drawn(now, before),
+                interval_s,
+                console,
+            )
+        else:
+            console.print(drawn(taken(client, name, limit, cache_salt)))
 
 
-def drawn(session: SessionTree) -> Tree:
-    """A session's capsules, each below the one that it continues."""
-    below = f", below {session.parent}" if session.parent else ""
-    root = Tree(f"{session.id}{below}")
+def taken(
+    client: Mallee, name: str | None, limit: int, cache_salt: str | None
+) -> list[SessionTree]:
+    """The session of that name, or the first `limit`. One that is closed meanwhile is left out."""
+    if name is not None:
+        return [client.session(name, cache_salt=cache_salt)]
+    found = []
+    for each in listed(client, limit, cache_salt):
+        with suppress(NotFound):
+            found.append(client.session(each.id, cache_salt=cache_salt))
+    return found
+
+
+def drawn(sessions: list[SessionTree], before: list[SessionTree] | None = None) -> RenderableType:
+    """Sessions below those they come from, capsules below those they continue.
+
+    Capsules that `before` has not are new, and bold.
+    """
+    old = None if before is None else {node.capsule for each in before for node in each.nodes}
+    parents = {each.id: each.parent for each in sessions}
+    trees = {each.id: Tree(_head(each, parents)) for each in sessions}
+    roots = []
+    for each in sessions:
+        _add_nodes(trees[each.id], each, old)
+        above = trees.get(each.parent or "")
+        if above is None or _is_looped(each.id, parents):
+            roots.append(trees[each.id])
+        else:
+            above.add(trees[each.id])
+        for child in each.children:
+            if child not in trees:
+                trees[each.id].add(f"session {escape(child)}")
+    return (
+        Group(*roots) if roots else Text("no session: requests name theirs (docs/api/sessions.md)")
+    )
+
+
+def _is_looped(name: str, parents: Mapping[str, str | None]) -> bool:
+    """Whether a session is above itself: clients may name any parents."""
+    seen: set[str] = set()
+    above = parents[name]
+    while above is not None and above in parents and above not in seen and above != name:
+        seen.add(above)
+        above = parents[above]
+    return above == name
+
+
+def _head(session: SessionTree, parents: Mapping[str, str | None]) -> str:
+    hidden = session.parent and session.parent not in parents
+    below = f", below {escape(session.parent or '')}" if hidden else ""
+    runs = f"  [green]{session.running} running[/green]" if session.running else ""
+    return f"{escape(session.id)}{below}{runs}"
+
+
+def _add_nodes(root: Tree, session: SessionTree, old: set[str] | None) -> None:
     places: dict[str, Tree] = {}
     for node in session.nodes:
         above = places.get(node.parent or "", root)
-        places[node.capsule] = above.add(_words(node))
-    for child in session.children:
-        root.add(f"session {child}")
-    return root
+        words = escape(_words(node))
+        is_new = old is not None and node.capsule not in old
+        places[node.capsule] = above.add(f"[bold]{words}[/bold]" if is_new else words)
 
 
 def close(

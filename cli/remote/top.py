@@ -9,14 +9,13 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 from rich.console import Console, Group
-from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from mallee.cli.options import JsonOption
 from mallee.cli.remote.service import DEFAULT_URL, UrlOption, ask, ask_text
-from mallee.protocol.errors import ConfigError
+from mallee.cli.remote.watching import IntervalOption, watch
 
 _LABELS: Final = r'(?:[^"}]|"(?:[^"\\]|\\.)*")*'  # a path's template has braces in its quotes
 _SAMPLE: Final = re.compile(rf"^(mallee_\w+?)(?:\{{({_LABELS})\}})? (\S+)$", re.MULTILINE)
@@ -63,7 +62,7 @@ def add_to(cli: typer.Typer) -> None:
 
 def top(
     url: UrlOption = DEFAULT_URL,
-    interval_s: Annotated[float, typer.Option(min=0.1, help="Between two looks.")] = 1.0,
+    interval_s: IntervalOption = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show it once and end.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -73,29 +72,19 @@ def top(
 
     Example: mallee top --url http://gateway:8000 --interval-s 5
     """
-    console = Console()
-    sample = take(url)
     if as_json:
+        sample = take(url)
         gauges, body = sample.gauges(), {"health": sample.health, "workers": sample.workers}
         sys.stdout.write(json.dumps({**body, **gauges}) + "\n")
-        return
-    if once or not console.is_terminal:
-        console.print(draw(sample, {}))
-        return
-    with Live(draw(sample, {}), console=console, screen=True, auto_refresh=False) as view:
-        try:
-            while True:
-                time.sleep(interval_s)
-                try:
-                    before, sample = sample, take(url)
-                except ConfigError as error:
-                    view.update(
-                        Group(Text(str(error), style="red"), draw(sample, {})), refresh=True
-                    )
-                    continue
-                view.update(draw(sample, sample.rates(before)), refresh=True)
-        except KeyboardInterrupt:
-            return
+    elif once:
+        Console().print(draw(take(url), {}))
+    else:
+        watch(
+            lambda: take(url),
+            lambda sample, before: draw(sample, sample.rates(before)),
+            interval_s,
+            Console(),
+        )
 
 
 def take(url: str) -> Sample:
