@@ -65,20 +65,24 @@ async def ask(client: openai.AsyncOpenAI, **fields: Any) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda each: each.name)
 async def test_twenty_turns_with_tools_compute_only_what_is_new(family: Family) -> None:
-    """F31, part: results alone are sent, with the last response's id."""
+    """F31, part: a call and its output are sent, with the last response's id."""
     shared: Any = {"instructions": "You are an agent.", "tools": TOOLS, "tool_choice": "none"}
     async with scene(family) as (client, _, jobs):
         last = await ask(client, input="Fix the bug.", **shared)
         for turn in range(20):
-            result = f"{turn}: x = 1\n" * 3
-            items: Any = [{"type": "message", "role": "user", "content": result}]
+            result, arguments = f"{turn}: x = 1\n" * 3, f'{{"path": "src/{turn}.py"}}'
+            call = {"type": "function_call", "call_id": f"c{turn}", "name": "read_file"}
+            items: Any = [
+                {**call, "arguments": arguments},
+                {"type": "function_call_output", "call_id": f"c{turn}", "output": result},
+            ]
             last = await ask(client, input=items, previous_response_id=last.id, **shared)
             assert last.usage is not None
             computed = last.usage.input_tokens - last.usage.input_tokens_details.cached_tokens
             assert isinstance(jobs[-1], ForkJob)
             assert last.mallee["turn"] in ("capsule", "rewritten")
             assert computed <= last.mallee["new_tokens"] + BLOCK, turn
-            assert last.mallee["new_tokens"] <= len(result) + 160, turn  # marks of two messages
+            assert last.mallee["new_tokens"] <= len(result) + 320, turn  # a call, marks of messages
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda each: each.name)
