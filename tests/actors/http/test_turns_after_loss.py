@@ -99,7 +99,7 @@ class Messages:
 
 
 class Responses:
-    """What is new alone, after the last response: a call and its output."""
+    """The last response is named, and only a call and its output are sent."""
 
     path = "/v1/responses"
 
