@@ -1,5 +1,6 @@
 """A gateway's sessions: its own requests' and those that other gateways tell of. Listed, forked, closed."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -8,6 +9,7 @@ from typing import Final, NamedTuple
 
 from mallee.actors.bus.bus import Bus
 from mallee.actors.gateway.sessions.trees import (
+    LATE_S,
     HashesOf,
     SessionKey,
     SessionTree,
@@ -37,6 +39,8 @@ from mallee.router.dispatch.jobs import Job
 log = logging.getLogger(__name__)
 
 MAX_TOLD_NODES: Final = 2048  # of one message: a few hundred kilobytes
+NUM_RELEASED: Final = 64  # capsules at once
+CLOSE_S: Final = 30.0  # for the workers of all capsules of a session
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,7 @@ class GatewaySessions:
         self._subjects = Subjects.of(fleet)
         self._hashes_of = hashes_of
         self._release = release
+        self._clock = clock
         self._give_up = give_up
         self.trees = SessionTrees(
             max_nodes=limits.max_nodes, ttl_s=limits.ttl_s, block_size=block_size, clock=clock
@@ -182,19 +187,35 @@ class GatewaySessions:
         self.trees.close(tree.key)
         self._tell(SessionNote(scope, name, is_closed=True))
         num_cancelled = self._end_requests(tree)
-        released: list[CapsuleId] = []
-        num_left = 0
-        for capsule in tree.own:
-            try:
-                await self._release(capsule, scope)
-            except NotFound:
-                continue  # it went before
-            except MalleeError as error:
-                log.warning("a capsule of a closed session was not released: %s", error)
-                num_left += 1
-                continue
-            released.append(capsule)
-        return Closed(tuple(released), num_left, num_cancelled)
+        released, num_left = await self._release_all(tree.own, scope)
+        return Closed(released, num_left, num_cancelled)
+
+    async def _release_all(
+        self, capsules: Sequence[CapsuleId], scope: Scope
+    ) -> tuple[tuple[CapsuleId, ...], int]:
+        """Those that were released, and the number of those that may be there still."""
+        turns = asyncio.Semaphore(NUM_RELEASED)
+        released: set[CapsuleId] = set()
+        gone: set[CapsuleId] = set()
+
+        async def release(capsule: CapsuleId) -> None:
+            async with turns:
+                try:
+                    await self._release(capsule, scope)
+                except NotFound:
+                    gone.add(capsule)  # it went before
+                except MalleeError as error:
+                    log.warning("a capsule of a closed session was not released: %s", error)
+                else:
+                    released.add(capsule)
+
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.gather(*map(release, capsules))
+        except TimeoutError:
+            log.warning("workers did not release the capsules of a session in %g s", CLOSE_S)
+        num_left = len(capsules) - len(released) - len(gone)
+        return tuple(capsule for capsule in capsules if capsule in released), num_left
 
     def _end_requests(self, tree: SessionTree) -> int:
         running = sorted(tree.running)
@@ -240,6 +261,14 @@ class GatewaySessions:
             closed = self.trees.merge(note)
             if closed is not None:
                 self._end_requests(closed)
+                self.tasks.spawn(self._release_news(closed))
+
+    async def _release_news(self, closed: SessionTree) -> None:
+        """Release what the gateway that closed a session may not have heard of yet."""
+        since = self._clock() - LATE_S
+        own = [node for node in closed.nodes.values() if not node.is_root]
+        news = [CapsuleId(node.capsule) for node in own if node.created > since]
+        await self._release_all(news, closed.key.scope)
 
 
 def _view(tree: SessionTree) -> SessionView:

@@ -8,6 +8,7 @@ the one with the longest prompt, and of its branches the one whose text goes on 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ from mallee.protocol.ids import CapsuleId, RequestId, Scope
 
 MAX_SESSION_NODES: Final = 1024
 END_TOKENS: Final = 16  # of a prompt, that the next turn's may not repeat
+LATE_S: Final = 60.0  # in which news of a closed session may still be on its way
+MAX_CLOSED: Final = 4096
 
 HashesOf = Callable[[CapsuleId], Hashes]
 """The chain hashes of a capsule's full blocks, as far as they are known."""
@@ -84,6 +87,7 @@ class SessionTrees:
         self._asked: dict[RequestId, _Asked] = {}
         self._of_capsule: dict[str, SessionKey] = {}  # whose own it is
         self._size = 0  # sessions and nodes
+        self._closed: OrderedDict[SessionKey, float] = OrderedDict()  # when, the last one last
 
     # Requests
 
@@ -226,18 +230,33 @@ class SessionTrees:
 
     def close(self, key: SessionKey) -> SessionTree | None:
         """Forget a session; what it was."""
+        self._closed[key] = self._clock()
+        self._closed.move_to_end(key)
+        if len(self._closed) > MAX_CLOSED:
+            self._closed.popitem(last=False)
         tree = self._trees.get(key)
         if tree is not None:
             self._forget(tree)
         return tree
 
     def merge(self, note: SessionNote) -> SessionTree | None:
-        """Take in another gateway's news. Returns a session that it closed."""
+        """Take in another gateway's news. Returns a session that it closed.
+
+        What was sent before a session was closed, and comes after, does not bring it back.
+        """
         key = SessionKey(note.scope, note.session)
         if note.is_closed:
             return self.close(key)
+        nodes = note.nodes
+        if (
+            key not in self._trees
+            and (closed := self._closed.get(key, -np.inf)) > self._clock() - LATE_S
+        ):
+            nodes = tuple(node for node in nodes if node.created > closed)
+            if not nodes:
+                return None
         tree = self._used(key, note.parent)
-        for node in note.nodes:
+        for node in nodes:
             self._put(tree, node)
         return None
 
@@ -291,11 +310,9 @@ class SessionTrees:
 
     def _forget_unused(self) -> None:
         before = self._clock() - self._ttl_s
-        while self._trees:
-            oldest = next(iter(self._trees.values()))
-            if oldest.used >= before or oldest.running:
-                return
-            self._forget(oldest)
+        unused = takewhile(lambda tree: tree.used < before, self._trees.values())
+        for tree in [tree for tree in unused if not tree.running]:
+            self._forget(tree)
 
     def _forget(self, tree: SessionTree) -> None:
         for capsule in tree.nodes:

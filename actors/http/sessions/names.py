@@ -25,6 +25,7 @@ from mallee.protocol.errors import InvalidParameter
 MAX_SESSION: Final = 128  # characters
 FINAL_HEADER: Final = "x-dynamo-session-final"
 _TRUE: Final = ("true", "1")
+_VERBS: Final = ("/fork", "/record")  # of `/v1/sessions/{name}`, whose names may have slashes
 
 
 class SessionNames(NamedTuple):
@@ -95,7 +96,8 @@ def read_session(request: AnyRequest, headers: Headers) -> SessionNames:
 def check_session(name: str, param: str) -> None:
     """Raises InvalidParameter if `name` can't be one; an empty one names none."""
     if name and not _checked(name):
-        raise InvalidParameter(param, name, f"give at most {MAX_SESSION} printable characters")
+        remedy = f"give at most {MAX_SESSION} printable characters that don't end in {' or '.join(_VERBS)}"
+        raise InvalidParameter(param, name, remedy)
 
 
 def _named(headers: Headers, name: str) -> str:
@@ -105,4 +107,6 @@ def _named(headers: Headers, name: str) -> str:
 
 
 def _checked(name: str) -> str:
-    return name if len(name) <= MAX_SESSION and name.isprintable() else ""
+    """The name if it can be one, and its path is no other operation's."""
+    is_name = len(name) <= MAX_SESSION and name.isprintable() and not name.endswith(_VERBS)
+    return name if is_name else ""

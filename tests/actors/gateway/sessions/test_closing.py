@@ -1,9 +1,16 @@
-"""The end of a session whose capsules' workers refuse."""
+"""The end of a session whose capsules' workers refuse, are silent, or whose news come late."""
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
+
+from mallee.actors.gateway.sessions import sessions as closing
 from mallee.actors.gateway.sessions.sessions import GatewaySessions, SessionLimits
+from mallee.protocol.codec import encode
 from mallee.protocol.errors import CapsuleLost, InternalError, MalleeError, Unavailable
+from mallee.protocol.gateways.session_notes import NodeNote, SessionNote, SessionNotes
 from mallee.protocol.hashing import NO_HASHES, as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope
 from mallee.router.dispatch.jobs import PrefillJob, QueueTerms
@@ -23,6 +30,25 @@ class SilentBus:
         pass
 
 
+def made(release: Callable[[CapsuleId, Scope], Awaitable[None]]) -> GatewaySessions:
+    bus: Any = SilentBus()
+    return GatewaySessions(
+        bus,
+        gateway="g",
+        fleet="f",
+        limits=SessionLimits(),
+        block_size=4,
+        hashes_of=lambda capsule: NO_HASHES,
+        release=release,
+        give_up=lambda request, error: None,
+        clock=lambda: 1000.0,
+    )
+
+
+def told(*notes: SessionNote) -> bytes:
+    return encode(SessionNotes("other", notes))
+
+
 async def test_a_refusal_of_any_kind_keeps_no_other_capsule() -> None:
     """Capsules that no worker refuses are released, and the end of a last request is no failure of the
     gateway."""
@@ -34,18 +60,7 @@ async def test_a_refusal_of_any_kind_keeps_no_other_capsule() -> None:
             raise ERRORS[capsule]
         released.append(capsule)
 
-    bus: Any = SilentBus()
-    sessions = GatewaySessions(
-        bus,
-        gateway="g",
-        fleet="f",
-        limits=SessionLimits(),
-        block_size=4,
-        hashes_of=lambda capsule: NO_HASHES,
-        release=release,
-        give_up=lambda request, error: None,
-        clock=lambda: 0.0,
-    )
+    sessions = made(release)
 
     def leave_four(*, ends_session: bool) -> None:
         terms = QueueTerms(session="s", ends_session=ends_session)
@@ -61,3 +76,36 @@ async def test_a_refusal_of_any_kind_keeps_no_other_capsule() -> None:
     await sessions.tasks.finish()
     assert sessions.tasks.failure is None
     assert released == ["r.3", "r.3"]
+
+
+async def test_silent_workers_hold_a_close_up_for_a_while_in_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(closing, "CLOSE_S", 0.05)
+
+    async def release(capsule: CapsuleId, scope: Scope) -> None:
+        if int(capsule) % 2:
+            await asyncio.sleep(60)
+
+    sessions = made(release)
+    nodes = tuple(NodeNote(str(i), "", "r", 1, 900.0) for i in range(40))
+    sessions._on_told(told(SessionNote(SCOPE, "s", nodes=nodes)))
+    async with asyncio.timeout(5):
+        closed = await sessions.close("s", SCOPE)
+    assert (len(closed.released), closed.num_left) == (20, 20)
+
+
+async def test_a_close_elsewhere_releases_what_was_left_just_before() -> None:
+    """The gateway that was asked may not have heard of it."""
+    released: list[CapsuleId] = []
+
+    async def release(capsule: CapsuleId, scope: Scope) -> None:
+        released.append(capsule)
+
+    sessions = made(release)
+    nodes = [NodeNote("old", "", "r", 1, 900.0), NodeNote("new", "", "r", 1, 990.0)]
+    root = NodeNote("root", "", "r", 1, 995.0, is_root=True)
+    sessions._on_told(told(SessionNote(SCOPE, "s", nodes=(*nodes, root))))
+    sessions._on_told(told(SessionNote(SCOPE, "s", is_closed=True)))
+    await sessions.tasks.finish()
+    assert released == ["new"]

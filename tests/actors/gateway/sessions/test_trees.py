@@ -15,6 +15,7 @@ from mallee.actors.gateway.sessions.trees import (
     SessionKey,
     SessionTrees,
 )
+from mallee.protocol.gateways.session_notes import SessionNote
 from mallee.protocol.hashing import NO_HASHES, Hashes, as_tokens, block_hashes
 from mallee.protocol.ids import CapsuleId, RequestId, Scope
 
@@ -181,6 +182,42 @@ def test_notes_make_the_same_trees_elsewhere_and_close_them() -> None:
     assert closed.own == tree.own
     assert there.trees.get(KEY) is None
     there.trees.check()
+
+
+def test_late_news_brings_no_closed_session_back() -> None:
+    here, there = Scene(), Scene()
+    here.now = there.now = 1000.0
+    here.ask([1] * 8, [[2], [3]])
+    late = list(here.trees.notes())
+    there.now += 10
+    assert there.trees.merge(SessionNote(*KEY, is_closed=True)) is None
+    for note in (*late, SessionNote(*KEY)):
+        assert there.trees.merge(note) is None
+    assert there.trees.get(KEY) is None
+    # A session of that name that begins after the end is another, and shows once it has a capsule.
+    here.trees.close(KEY)
+    here.now = there.now + 5
+    (new,) = here.ask([1] * 8, [[4]])
+    for note in (*late, *here.trees.notes()):
+        there.trees.merge(note)
+    found = there.trees.get(KEY)
+    assert found is not None
+    assert found.own == [new]
+    there.trees.close(KEY)
+    there.now += 61  # nothing is under way for so long
+    there.trees.merge(late[0])
+    assert there.trees.get(KEY) is not None
+    there.trees.check()
+
+
+def test_sessions_that_run_keep_no_others() -> None:
+    scene = Scene(ttl_s=50)
+    scene.trees.begin(RequestId("long"), KEY)
+    other = SessionKey(KEY.scope, "other")
+    scene.ask([1] * 8, [[2]], other)
+    scene.now += 60
+    assert [tree.key for tree in scene.trees.page(KEY.scope, "", 9)[0]] == [KEY]
+    scene.trees.check()
 
 
 def test_a_request_of_a_closed_session_leaves_nothing() -> None:

@@ -72,7 +72,7 @@ def test_the_body_comes_first_and_headers_in_the_order_of_the_table() -> None:
     assert read(headers) == ("", "", False)
 
 
-@pytest.mark.parametrize("bad", [LONG, "a\x07b", ""])
+@pytest.mark.parametrize("bad", [LONG, "a\x07b", "", "a/fork", "a/record"])
 def test_a_header_that_is_no_name_is_none_and_fails_no_request(bad: str) -> None:
     headers = {"x-dynamo-session-id": bad, "x-session-id": "o"}
     assert read(headers).session == "o"
@@ -86,6 +86,7 @@ def test_a_header_that_is_no_name_is_none_and_fails_no_request(bad: str) -> None
         (AnyRequest(mallee=Extras(session=LONG)), "mallee.session"),
         (AnyRequest(mallee=Extras(session="a\nb")), "mallee.session"),
         (AnyRequest(session_id=LONG), "session_id"),
+        (AnyRequest(session_id="a/fork"), "session_id"),
         (AnyRequest(mallee=Extras(session="a", parent_session=LONG)), "mallee.parent_session"),
         (AnyRequest(mallee=Extras(parent_session="p")), "mallee.parent_session"),
     ],
