@@ -13,6 +13,9 @@ mallee.{fleet}.queues.{gateway}              QueueDepth, published by the gatewa
 mallee.{fleet}.texts.asks                    TextAsk, published by a gateway
 mallee.{fleet}.texts.told.{gateway}          TextTold, published for that gateway by the others
 mallee.{fleet}.texts.forgotten               TextForgotten, published by a gateway
+mallee.{fleet}.records.asks                  RecordAsk, published by a gateway
+mallee.{fleet}.records.told.{gateway}        RecordTold, published for that gateway by the others
+mallee.{fleet}.records.forgotten             RecordForgotten, published by a gateway
 mallee.{fleet}.sessions.asks                 SessionsAsk, published by a gateway that comes
 mallee.{fleet}.sessions.told                 SessionNotes, published by a gateway
 mallee.{fleet}.inbox.>                       answers to requests, which gateways alone make
@@ -92,6 +95,15 @@ class Subjects(NamedTuple):
     def texts_forgotten(self) -> str:
         return f"{self.root}.texts.forgotten"
 
+    def record_asks(self) -> str:
+        return f"{self.root}.records.asks"
+
+    def record_told(self, gateway: str = "*") -> str:
+        return f"{self.root}.records.told.{gateway}"
+
+    def records_forgotten(self) -> str:
+        return f"{self.root}.records.forgotten"
+
     def sessions_asks(self) -> str:
         return f"{self.root}.sessions.asks"
 
@@ -114,6 +126,7 @@ class Subjects(NamedTuple):
         shared = (
             *(self.bookings(), self.bookings_snapshot()),
             *(self.text_asks(), self.text_told(), self.texts_forgotten()),
+            *(self.record_asks(), self.record_told(), self.records_forgotten()),
             *(self.sessions_asks(), self.sessions_told()),
         )
         return Permissions(

@@ -25,6 +25,7 @@ from mallee.actors.gateway.peers import Peers
 from mallee.actors.gateway.router_metrics import RouterCollector
 from mallee.actors.gateway.service import BranchStream, CapsuleInfo
 from mallee.actors.gateway.sessions.sessions import GatewaySessions, SessionLimits
+from mallee.actors.gateway.shared_records import SharedRecords
 from mallee.actors.gateway.shared_texts import SharedTexts
 from mallee.actors.recording.recorder import Recorder, SessionTape
 from mallee.actors.tasks import Tasks
@@ -204,6 +205,14 @@ class GatewayService:
             num_others=self._num_others,
             on_forgotten=self._on_forgotten,
         )
+        self.records = SharedRecords(
+            bus,
+            gateway=gateway_id,
+            fleet=fleet,
+            num_others=self._num_others,
+            belongs=ids.belongs,
+        )
+        self.tasks.include(self.records.tasks)
         self._sessions = GatewaySessions(
             bus,
             gateway=gateway_id,
@@ -229,6 +238,7 @@ class GatewayService:
         self._peers.tell_metrics(self.metrics_at)
         await self._peers.start_up()
         await self._texts.start_up()
+        await self.records.start_up()
         await self._sessions.start_up()
 
     async def wait_for_worker(self, timeout_s: float) -> bool:
@@ -247,6 +257,7 @@ class GatewayService:
             self._timer.cancel()
         await self.tasks.close()
         await self._texts.close()
+        await self.records.close()
         await self._sessions.close_up()
         await self._peers.close()
         if self._recorder is not None:

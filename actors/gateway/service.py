@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from mallee.actors.capsule_files.exports import Export
 from mallee.actors.capsule_files.imports import Import
 from mallee.actors.gateway.sessions.sessions import GatewaySessions
+from mallee.actors.gateway.shared_records import SharedRecords
 from mallee.actors.telemetry.metrics import content_type
 from mallee.protocol.errors import MalleeError, SlowReader
 from mallee.protocol.hashing import Tokens
@@ -321,6 +322,11 @@ class Service(Protocol):
 
     async def delete_record(self, session: str, scope: Scope) -> None:
         """Raises as `read_record`."""
+        ...
+
+    @property
+    def records(self) -> SharedRecords:
+        """What gateways keep in memory, for all of them."""
         ...
 
     @property

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 from mallee.actors.bus.bus import Bus
-from mallee.actors.gateway.gateway import CapsuleFiles, GatewayService
+from mallee.actors.gateway.gateway import CapsuleFiles, GatewayService, RequestIds
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.weights import WeightSource
@@ -90,11 +90,12 @@ class LiveFleet:
         draft_by: Callable[[], Drafter | None] = lambda: None,
         tracing: Tracing | None = None,
         clock_of: Callable[[str], Callable[[], float]] = lambda process: time.monotonic,
+        ids: RequestIds | None = None,
     ) -> None:
         """With `syncs`, gateways tell each other what they book; with a `source` weights can change.
 
         `below` makes the tiers below a worker's device, `draft_by` its draft model. `clock_of` a gateway
-        (g0, g1, ...) or a worker.
+        (g0, g1, ...) or a worker. `ids` name requests; without, gateways number theirs.
         """
         self.hub = LocalHub()
         self.make_bus = make_bus or (lambda role: LocalBus(self.hub))
@@ -106,6 +107,7 @@ class LiveFleet:
         self.draft_by = draft_by
         self.tracing = tracing
         self.clock_of = clock_of
+        self.ids = ids
         self.model = model
         self.routing = routing
         self.make_forward = forward
@@ -160,7 +162,8 @@ class LiveFleet:
         transport = LocalTransport(name, self.hosts)
         bus, recorder = await self.bus("gateway"), self.make_recorder and self.make_recorder(name)
         spans = None if self.tracing is None else RequestSpans(self.tracing, "m")
-        given = {"recorder": recorder, "files": self.files, "spans": spans, "clock": clock}
+        given: dict[str, Any] = {} if self.ids is None else {"ids": self.ids}
+        given |= {"recorder": recorder, "files": self.files, "spans": spans, "clock": clock}
         gateway = make_gateway(name, bus, transport, router, self.model, **given)
         await gateway.start_up()
         self.gateways.append(gateway)

@@ -13,6 +13,7 @@ from mallee.actors.http.entry.middleware import age_s, caller_of
 from mallee.actors.http.responses.items import shown
 from mallee.actors.http.responses.requests import ResponseRequest
 from mallee.actors.http.responses.running import Background, Run
+from mallee.actors.http.responses.sharing import ID_PREFIX, SharedResponses
 from mallee.actors.http.responses.store import Record, ResponseStore
 from mallee.actors.http.responses.turns import PlannedTurn, TurnMaker
 from mallee.actors.http.responses.writing import Writer, opening, sse
@@ -24,11 +25,10 @@ from mallee.protocol.ids import Scope
 
 MAX_ITEMS: Final = 100  # of one page
 MAX_EVENTS: Final = 10**9
-_ID: Final = "resp_"
 
 
 class Responses:
-    """The handlers. Stored responses are this gateway's."""
+    """The handlers. Responses are stored where they were made, and found from every gateway."""
 
     def __init__(
         self,
@@ -44,12 +44,13 @@ class Responses:
         self._settings = settings
         self._tasks = tasks
         self.store = ResponseStore(settings, server.clock)
+        self._shared = SharedResponses(server.service.records, self.store, tasks, self._end)
         self._background: dict[str, Background] = {}  # those that run
 
     async def create(self, request: Request) -> Response:
         asked = await self._asking.read(request, ResponseRequest)
         body = asked.body
-        previous = self._previous(body, asked.scope)
+        previous = await self._previous(body, asked.scope)
         has_capsule = previous is not None and await self._has_capsule(previous)
         if body.background and len(self._background) >= self._settings.max_background:
             most = self._settings.max_background
@@ -83,7 +84,7 @@ class Responses:
         return json_response(run.writer.body, headers=self._headers(request, run))
 
     async def get(self, request: Request) -> Response:
-        record = self._record(request)
+        record = await self._record(request)
         query = request.query_params
         if query.get("stream", "false").lower() not in ("true", "1"):
             return json_response(record.body)
@@ -91,6 +92,9 @@ class Responses:
         after = -1 if given in (None, "0") else read_count(given, "starting_after", 1, MAX_EVENTS)
         after = 0 if given == "0" else after
         background = self._background.get(record.id)
+        if record.is_copy:
+            remedy = "the gateway that made this response has its events; leave stream out here"
+            raise InvalidParameter("stream", True, remedy)
         if not (background.streams if background is not None else record.events):
             raise BadRequest(
                 "only a response made with background=true and stream=true can be streamed again",
@@ -104,27 +108,26 @@ class Responses:
         return EventStream(events, close, {})
 
     async def delete(self, request: Request) -> Response:
-        record = self._record(request)
-        await self._end(record)
-        self.store.forget(record)
+        record = await self._record(request)
+        await self._shared.forget(record)
         return json_response({"id": record.id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
-        record = self._record(request)
+        record = await self._record(request)
         if not record.body["background"]:
             raise BadRequest(
                 "only a response made with background=true can be cancelled; of others hang up"
             )
-        await self._end(record)
+        record = await self._shared.end(record)
         return json_response(record.body)
 
     async def input_items(self, request: Request) -> Response:
-        record, query = self._record(request), request.query_params
+        record, query = await self._record(request), request.query_params
         limit = read_count(query.get("limit"), "limit", 20, MAX_ITEMS)
         order, after = query.get("order", "desc"), query.get("after")
         if order not in ("asc", "desc"):
             raise InvalidParameter("order", order, "give asc or desc")
-        items = shown(record.items, record.id.removeprefix(_ID))
+        items = shown(record.items, record.id.removeprefix(ID_PREFIX))
         if order == "desc":
             items.reverse()
         begin = 0
@@ -146,12 +149,12 @@ class Responses:
 
     # Steps
 
-    def _previous(self, body: ResponseRequest, scope: Scope) -> Record | None:
+    async def _previous(self, body: ResponseRequest, scope: Scope) -> Record | None:
         """The response that is gone on from. Raises UnknownResponse, BadRequest."""
         if body.previous_response_id is None:
             return None
         param = "previous_response_id"
-        record = self.store.get(body.previous_response_id, scope, param)
+        record = await self._shared.find(body.previous_response_id, scope, param)
         if record.turn is None:
             status = record.body["status"]
             remedy = f"it is {status} and has no answer to go on from"
@@ -174,7 +177,7 @@ class Responses:
     ) -> tuple[Run, Record]:
         name = self._server.service.new_name(scope)
         begun = opening(
-            *(body, f"{_ID}{name.removeprefix('req_')}", int(self._server.clock())),
+            *(body, f"{ID_PREFIX}{name.removeprefix('req_')}", int(self._server.clock())),
             *(self._server.model_name, body.tools or []),
         )
         writer = Writer(
@@ -224,9 +227,9 @@ class Responses:
             background.cancel()  # if its task never began
             background.finish()
 
-    def _record(self, request: Request) -> Record:
+    async def _record(self, request: Request) -> Record:
         name = request.path_params["response"]
-        return self.store.get(name, self._asking.scope(request))
+        return await self._shared.find(name, self._asking.scope(request))
 
     def _headers(self, request: Request, run: Run) -> dict[str, str]:
         return {"x-mallee-worker": run.worker} if caller_of(request).is_operator else {}

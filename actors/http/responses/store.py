@@ -88,6 +88,7 @@ class Record:
     num_chars: int = 0  # of body and items
     events: list[bytes] = field(default_factory=list)
     is_running: bool = False
+    is_copy: bool = False  # another gateway made it, and has its events
 
     def measure(self) -> None:
         """Count body and items as they are now."""

@@ -17,6 +17,7 @@ from mallee.actors.access.access import Access
 from mallee.actors.config import ChatSettings, HttpSettings
 from mallee.actors.gateway.explain import decisions_body, workers_body
 from mallee.actors.gateway.service import CapsuleInfo, Delta
+from mallee.actors.gateway.shared_records import SharedRecords
 from mallee.actors.http.api import DEFAULT_CHATS, build_api
 from mallee.actors.proxy.connections import LimitedServer
 from mallee.actors.telemetry.metrics import GatewayMetrics
@@ -28,6 +29,7 @@ from mallee.protocol.model import ModelSpec
 from mallee.router.config import RouterConfig
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, PrefillJob
 from mallee.router.router import Router
+from mallee.testing.bus import LocalBus, LocalHub
 from support.plain_ids import SCOPES
 
 EOS, BOS, VOCAB = 256, 257, 300
@@ -146,6 +148,13 @@ class FakeService:
         )
         self.gateway_metrics = GatewayMetrics()
         self.router = Router(RouterConfig(max_workers=8), clock=lambda: 0.0)
+        self.records = SharedRecords(
+            LocalBus(LocalHub()),
+            gateway="g0",
+            fleet="test",
+            num_others=lambda: 0,
+            belongs=SCOPES.belongs,
+        )
         self.started = threading.Event()
         self.closed = threading.Event()  # every stream started so far
         self.reset()

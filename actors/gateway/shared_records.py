@@ -1,0 +1,186 @@
+"""Records that gateways keep in memory, found from every gateway: each asks the others for what it lacks.
+
+Names are those of requests and are never given twice, so a record that was deleted is never asked for again.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Final, NamedTuple
+
+from mallee.actors.bus.bus import Bus
+from mallee.actors.tasks import Tasks
+from mallee.protocol.codec import encode
+from mallee.protocol.gateways.shared_records import (
+    RecordAsk,
+    RecordForgotten,
+    RecordTold,
+    decode_record_ask,
+    decode_record_forgotten,
+    decode_record_told,
+)
+from mallee.protocol.ids import Scope
+from mallee.protocol.subjects import Subjects
+
+log = logging.getLogger(__name__)
+
+ASK_S: Final = 0.5  # the longest wait for the others' answers
+MAX_ASKED: Final = 1024  # records at once; what is beyond isn't asked for
+MAX_FORGOTTEN: Final = 4096  # names whose late answers are refused
+
+Tell = Callable[[str, Scope], Awaitable[bytes | None]]
+"""The record of a name, if it is here and of that scope."""
+
+
+class _Key(NamedTuple):
+    kind: str
+    name: str
+    scope: Scope
+
+
+class _Asked:
+    """A question under way."""
+
+    __slots__ = ("answer", "key", "num_left")
+
+    def __init__(self, key: _Key, num_others: int) -> None:
+        self.key = key
+        self.answer: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        self.num_left = num_others
+
+    def settle(self, record: bytes | None) -> None:
+        if not self.answer.done():
+            self.answer.set_result(record)
+
+
+class SharedRecords:
+    """One gateway's share. Belongs to its event loop. `num_others`: gateways that will answer.
+
+    `belongs(name, scope)` tells from the name alone whether it was made for that scope: what wasn't is
+    neither asked for nor told.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        gateway: str,
+        fleet: str,
+        num_others: Callable[[], int],
+        belongs: Callable[[str, Scope], bool],
+    ) -> None:
+        self._bus = bus
+        self._gateway = gateway
+        self._subjects = Subjects.of(fleet)
+        self._num_others = num_others
+        self._belongs = belongs
+        self._tell: dict[str, Tell] = {}
+        self._on_forgotten: dict[str, Callable[[str, Scope], None]] = {}
+        self._asked: dict[int, _Asked] = {}
+        self._num_asked = 0
+        self._forgotten: OrderedDict[_Key, None] = OrderedDict()
+        self.tasks = Tasks("the gateways' records")
+
+    async def start_up(self) -> None:
+        """Answer, and listen to answers, from now on. Doesn't wait for the broker."""
+        await self._bus.subscribe(self._subjects.record_asks(), self._on_ask)
+        await self._bus.subscribe(self._subjects.record_told(self._gateway), self._on_told)
+        await self._bus.subscribe(self._subjects.records_forgotten(), self._on_told_forgotten)
+
+    async def close(self) -> None:
+        await self.tasks.close()
+
+    def share(
+        self,
+        kind: str,
+        tell: Tell,
+        on_forgotten: Callable[[str, Scope], None] = lambda name, scope: None,
+    ) -> None:
+        """Answer others' questions for a kind of records with `tell`.
+
+        `on_forgotten` is called when a client deletes one at another gateway.
+        """
+        self._tell[kind] = tell
+        self._on_forgotten[kind] = on_forgotten
+
+    async def fetch(
+        self, kind: str, name: str, scope: Scope, *, wait_s: float = ASK_S
+    ) -> bytes | None:
+        """The record as another gateway tells it; None: no one does, or not in time."""
+        key = _Key(kind, name, scope)
+        num_others = self._num_others()
+        if not self._belongs(name, scope) or key in self._forgotten:
+            return None
+        if not self._bus.is_up or not num_others or len(self._asked) >= MAX_ASKED:
+            return None
+        self._num_asked += 1
+        number = self._num_asked
+        asked = self._asked[number] = _Asked(key, num_others)
+        ask = RecordAsk(self._gateway, number, kind, name, scope)
+        self._bus.publish(self._subjects.record_asks(), encode(ask))
+        try:
+            async with asyncio.timeout(wait_s):
+                record = await asked.answer
+        except TimeoutError:
+            log.info("not every gateway answered for a record in %g s", wait_s)
+            return None
+        finally:
+            del self._asked[number]
+        return None if key in self._forgotten else record
+
+    def forget(self, kind: str, name: str, scope: Scope) -> None:
+        """Have all other gateways forget a record that was deleted here."""
+        self._mark_forgotten(_Key(kind, name, scope))
+        raw = encode(RecordForgotten(kind, name, scope))
+        self._bus.publish(self._subjects.records_forgotten(), raw)
+
+    def _mark_forgotten(self, key: _Key) -> None:
+        self._forgotten[key] = None
+        if len(self._forgotten) > MAX_FORGOTTEN:
+            self._forgotten.popitem(last=False)
+        for asked in self._asked.values():
+            if asked.key == key:
+                asked.settle(None)
+
+    def _on_ask(self, raw: bytes) -> None:
+        ask = decode_record_ask(raw)
+        if ask.gateway == self._gateway:
+            return
+        key = _Key(ask.kind, ask.name, Scope(ask.scope))
+        tell = self._tell.get(key.kind)
+        if tell is None or key in self._forgotten or not self._belongs(key.name, key.scope):
+            self._answer(ask, None)
+        else:
+            self.tasks.spawn(self._told(ask, tell, key))
+
+    async def _told(self, ask: RecordAsk, tell: Tell, key: _Key) -> None:
+        record = None
+        try:
+            record = await tell(key.name, key.scope)
+        except Exception:  # event pump: one bad record must not end the answers to others
+            log.exception("a record could not be told")
+        self._answer(ask, record)
+
+    def _answer(self, ask: RecordAsk, record: bytes | None) -> None:
+        raw = encode(RecordTold(ask.number, record))
+        self._bus.publish(self._subjects.record_told(ask.gateway), raw)
+
+    def _on_told(self, raw: bytes) -> None:
+        told = decode_record_told(raw)
+        asked = self._asked.get(told.number)
+        if asked is None:
+            return  # too late
+        asked.num_left -= 1
+        if told.record is not None or asked.num_left <= 0:
+            asked.settle(told.record)
+
+    def _on_told_forgotten(self, raw: bytes) -> None:
+        gone = decode_record_forgotten(raw)
+        key = _Key(gone.kind, gone.name, Scope(gone.scope))
+        if key in self._forgotten or not self._belongs(key.name, key.scope):
+            return  # it is our own message, or none of a gateway
+        self._mark_forgotten(key)
+        on_forgotten = self._on_forgotten.get(key.kind)
+        if on_forgotten is not None:
+            on_forgotten(key.name, key.scope)

@@ -1,0 +1,120 @@
+"""Records of one gateway, asked for by another over a bus in memory."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from mallee.actors.gateway.shared_records import ASK_S, SharedRecords
+from mallee.protocol.ids import COMMON, Scope
+from mallee.protocol.subjects import Subjects
+from mallee.testing.bus import LocalBus, LocalHub
+from support.plain_ids import SCOPES
+
+EVE = Scope("eve")
+
+
+class Gateway:
+    """What one gateway keeps, by name and scope."""
+
+    def __init__(self, hub: LocalHub, name: str, others: int) -> None:
+        self.bus = LocalBus(hub)
+        self.kept: dict[tuple[str, Scope], bytes] = {}
+        self.told: list[str] = []
+        self.records = SharedRecords(
+            self.bus,
+            gateway=name,
+            fleet="test",
+            num_others=lambda: others,
+            belongs=SCOPES.belongs,
+        )
+        self.records.share("thing", self._tell, lambda *key: self.kept.pop(key, None))
+
+    async def _tell(self, name: str, scope: Scope) -> bytes | None:
+        self.told.append(name)
+        return self.kept.get((name, scope))
+
+
+@pytest.fixture
+async def three() -> AsyncIterator[list[Gateway]]:
+    hub = LocalHub()
+    made = [Gateway(hub, f"g{i}", 2) for i in range(3)]
+    for each in made:
+        await each.bus.connect()
+        await each.records.start_up()
+    yield made
+    for each in made:
+        assert each.records.tasks.failure is None
+        assert not each.records._asked
+        await each.records.close()
+
+
+async def test_a_record_is_found_from_every_gateway(three: list[Gateway]) -> None:
+    a, b, c = three
+    name = SCOPES.new(COMMON)
+    assert await b.records.fetch("thing", name, COMMON) is None
+    a.kept[name, COMMON] = b"text"
+    found = await asyncio.gather(*(g.records.fetch("thing", name, COMMON) for g in (b, b, c)))
+    assert found == [b"text"] * 3
+    assert await b.records.fetch("other kind", name, COMMON) is None
+
+
+async def test_another_scope_gets_no_answer_and_is_not_asked_for(three: list[Gateway]) -> None:
+    a, b, _ = three
+    name = SCOPES.new(COMMON)
+    a.kept[name, COMMON] = a.kept[name, EVE] = b"text"
+    assert await b.records.fetch("thing", name, EVE) is None
+    assert await b.records.fetch("thing", "req_forged", COMMON) is None
+    assert b.bus.num_published == 0
+    assert a.told == []
+
+
+async def test_a_deleted_record_is_forgotten_by_all_and_never_found_again(
+    three: list[Gateway],
+) -> None:
+    a, b, c = three
+    name = SCOPES.new(COMMON)
+    a.kept[name, COMMON] = b.kept[name, COMMON] = b"text"
+    asking = asyncio.create_task(c.records.fetch("thing", name, COMMON))
+    await asyncio.sleep(0)  # it is asked for, not answered
+    b.records.forget("thing", name, COMMON)
+    assert await asking is None
+    assert not a.kept
+    a.kept[name, COMMON] = b"late"
+    assert await c.records.fetch("thing", name, COMMON) is None
+
+
+async def test_a_gateway_that_is_gone_is_waited_for_no_longer_than_a_bound(
+    three: list[Gateway],
+) -> None:
+    a, b, c = three
+    name = SCOPES.new(COMMON)
+    c.bus.is_mute = True
+    begun = time.monotonic()
+    assert await b.records.fetch("thing", name, COMMON) is None
+    assert ASK_S * 0.9 <= time.monotonic() - begun < ASK_S + 2
+    a.kept[name, COMMON] = b"text"
+    assert await b.records.fetch("thing", name, COMMON, wait_s=60) == b"text"
+    a.bus.signals.set_up(False)
+    assert await a.records.fetch("thing", SCOPES.new(COMMON), COMMON, wait_s=60) is None
+
+
+async def test_malformed_messages_and_failing_owners_hurt_nobody(three: list[Gateway]) -> None:
+    a, b, c = three
+    subjects = Subjects.of("test")
+    for subject in (
+        *(subjects.record_asks(), subjects.records_forgotten()),
+        *(subjects.record_told(each) for each in ("g0", "g1", "g2")),
+    ):
+        for raw in (b"", b"\xc1", b"\x91\xa1x", b"\x92\x01\xc4", b"\x93" * 3000):
+            c.bus.publish(subject, raw)
+
+    async def fail(name: str, scope: Scope) -> bytes | None:
+        raise ValueError(name)
+
+    c.records.share("thing", fail)
+    name = SCOPES.new(COMMON)
+    assert await b.records.fetch("thing", name, COMMON, wait_s=60) is None
+    a.kept[name, COMMON] = b"text"
+    assert await b.records.fetch("thing", name, COMMON, wait_s=60) == b"text"

@@ -1,0 +1,190 @@
+"""Responses of one gateway, read, gone on from, ended and deleted at another."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import msgspec
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mallee.actors.http.responses.sharing import packed, unpacked
+from mallee.actors.http.responses.store import Left, Record, Turn
+from mallee.actors.text.chat import ChatTemplate
+from mallee.actors.text.conversation import Conversation, Function, Message, ToolCall
+from mallee.actors.text.families import FAMILIES
+from mallee.protocol.errors import CodecError
+from mallee.protocol.hashing import as_tokens
+from mallee.protocol.ids import CapsuleId, Scope
+from mallee.router.dispatch.jobs import ForkJob
+from mallee.testing.random_model import random_model
+from support.live_api import served
+from support.live_fleet import LiveFleet
+from support.plain_ids import SCOPES
+from support.tiny_fleet import BLOCK, tiny_fleet
+from support.waiting import until
+
+MODEL = random_model("llama", 5, max_position_embeddings=8192)
+OPTIONS: Any = {"ignore_eos": True, "seed": 1}
+LONG: Any = {"max_output_tokens": 6000, "extra_body": OPTIONS, "background": True}
+
+
+class Scene(NamedTuple):
+    a: openai.AsyncOpenAI
+    b: openai.AsyncOpenAI
+    fleet: LiveFleet
+
+
+@asynccontextmanager
+async def scene() -> AsyncIterator[Scene]:
+    """Clients of two gateways that know each other, over one worker."""
+    chat = ChatTemplate(None, family=FAMILIES[0])
+    options: Any = {"gateways": 2, "syncs": True, "ids": SCOPES, "num_blocks": 4096}
+    async with tiny_fleet(MODEL, 1, **options) as fleet:
+        await until(lambda: all(each._num_others() == 1 for each in fleet.gateways))
+        async with (
+            served(fleet.gateways[0], chat=chat) as (here, _),
+            served(fleet.gateways[1], chat=chat) as (there, _),
+            openai.AsyncOpenAI(base_url=f"{here}/v1", api_key="-", max_retries=0) as a,
+            openai.AsyncOpenAI(base_url=f"{there}/v1", api_key="-", max_retries=0) as b,
+        ):
+            yield Scene(a, b, fleet)
+        for gateway in fleet.gateways:
+            gateway.check()
+            assert gateway.failure is None
+
+
+async def ask(client: openai.AsyncOpenAI, **fields: Any) -> Any:
+    return await client.responses.create(
+        model="m", max_output_tokens=4, extra_body=OPTIONS, **fields
+    )
+
+
+async def test_a_turn_goes_on_at_another_gateway_and_computes_only_what_is_new() -> None:
+    """F6, part, F31, part: ten turns, each at the gateway that didn't make the last one."""
+    async with scene() as (a, b, fleet):
+        jobs: list[Any] = []
+        for gateway in fleet.gateways:
+
+            async def spied(job: Any, *more: Any, start: Any = gateway.start, **named: Any) -> Any:
+                jobs.append(job)
+                return await start(job, *more, **named)
+
+            gateway.start = spied  # type: ignore[method-assign]
+        alone = last = await ask(a, input="Fix the bug. " * 20, instructions="Be brief.")
+        for turn in range(10):
+            text = f"{turn}: x = 1\n"
+            shared = {"input": text, "instructions": "Be brief."}
+            client = (b, a)[turn % 2]
+            last = await ask(client, previous_response_id=last.id, **shared)
+            assert isinstance(jobs[-1], ForkJob)
+            computed = last.usage.input_tokens - last.usage.input_tokens_details.cached_tokens
+            assert last.mallee["turn"] in ("capsule", "rewritten")
+            assert last.mallee["new_tokens"] <= len(text) + 160
+            assert computed <= last.mallee["new_tokens"] + BLOCK
+            alone = await ask(a, previous_response_id=alone.id, **shared)
+            assert alone.output_text == last.output_text
+            assert alone.usage.input_tokens == last.usage.input_tokens
+
+
+async def test_a_response_is_read_and_deleted_at_another_gateway_by_its_scope_alone() -> None:
+    async with scene() as (a, b, _):
+        first = await ask(a, input="hi")
+        for headers in ({"x-cache-salt": "eve"}, None):
+            if headers is not None:
+                for call in (b.responses.retrieve, b.responses.delete):
+                    with pytest.raises(openai.NotFoundError):
+                        await call(first.id, extra_headers=headers)
+                continue
+            assert (await b.responses.retrieve(first.id)).to_dict() == first.to_dict()
+        items = await b.responses.input_items.list(first.id)
+        assert items.data[0].content[0].text == "hi"  # type: ignore[union-attr]
+        second = await ask(a, input="more", previous_response_id=first.id)
+        await b.responses.delete(second.id)
+        await b.responses.delete(first.id)
+        for client in (a, b, a):
+            for name in (first.id, second.id):
+                with pytest.raises(openai.NotFoundError):
+                    await client.responses.retrieve(name)
+                with pytest.raises(openai.NotFoundError):
+                    await ask(client, input="x", previous_response_id=name)
+
+
+async def test_a_background_response_is_seen_cancelled_and_deleted_from_another_gateway() -> None:
+    async with scene() as (a, b, fleet):
+        queued = await a.responses.create(model="m", input="hi", **LONG)
+        await until(lambda: fleet.engines["w0"].stats().jobs == 1)
+        seen = await b.responses.retrieve(queued.id)
+        assert seen.status in ("queued", "in_progress")
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            await ask(b, input="more", previous_response_id=queued.id)
+        with pytest.raises(openai.BadRequestError, match="has its events"):
+            await b.responses.retrieve(queued.id, stream=True)
+        assert (await b.responses.cancel(queued.id)).status == "cancelled"
+        await until(lambda: fleet.engines["w0"].stats().jobs == 0)
+        for client in (a, b):
+            assert (await client.responses.retrieve(queued.id)).status == "cancelled"
+        other = await a.responses.create(model="m", input="hi", **LONG)
+        await until(lambda: fleet.engines["w0"].stats().jobs == 1)
+        await b.responses.delete(other.id)
+        await until(lambda: fleet.engines["w0"].stats().jobs == 0)
+        with pytest.raises(openai.NotFoundError):
+            await a.responses.retrieve(other.id)
+
+
+async def test_without_its_gateway_an_unknown_response_is_404_in_time() -> None:
+    async with scene() as (a, b, fleet):
+        first = await ask(a, input="hi")
+        known = await ask(a, input="hello")
+        await b.responses.retrieve(known.id)
+        fleet.gateways[0].records._bus.is_mute = True  # type: ignore[attr-defined]
+        with pytest.raises(openai.NotFoundError):
+            await b.responses.retrieve(first.id, timeout=5)
+        again = await ask(b, input="more", previous_response_id=known.id)
+        assert again.mallee["turn"] in ("capsule", "rewritten")
+
+
+def record() -> Record:
+    call = ToolCall("c1", "look", '{"at": 1}')
+    first = Turn(None, (Message("user", "hi"),))
+    second = Turn(first, (Message("assistant", "", "hm", (call,)),))
+    last = Turn(second, (Message("tool", "2", tool_call_id="c1", name="look"),))
+    head = Conversation(
+        (Message("system", "Be brief."),), (Function("look", "", {"a": [1]}),), {"date": "today"}
+    )
+    left = Left(CapsuleId("req_1.0"), 7, as_tokens([1, 2, 3]), (5, first))
+    return Record("resp_1", Scope("one"), {"id": "resp_1"}, [{"type": "x"}], head, last, left, 99)
+
+
+def test_a_record_is_the_same_at_the_other_end() -> None:
+    made = record()
+    found = unpacked(packed(made))
+    assert found.turn is not None
+    assert found.left is not None
+    assert made.turn is not None
+    assert made.left is not None
+    assert found.head == made.head  # or the whole would be rendered again
+    turns = [each.messages for each in found.turn.path()]
+    assert turns == [each.messages for each in made.turn.path()]
+    assert found.left.asked[1] is [*found.turn.path()][-1]
+    assert found.left.drawn.tolist() == [1, 2, 3]
+    assert (found.left.capsule, found.left.prompt_tokens) == ("req_1.0", 7)
+    plain = {"turn": None, "left": None, "is_copy": False}
+    assert replace(found, **plain) == replace(made, **plain)
+
+
+@given(st.binary(max_size=40) | st.integers(0, 400).map(lambda n: packed(record())[:n]))
+def test_malformed_bytes_are_no_record(raw: bytes) -> None:
+    with pytest.raises(CodecError):
+        unpacked(raw)
+
+
+@pytest.mark.parametrize("turn", [-1, 3])
+def test_a_turn_that_is_not_there_is_refused(turn: int) -> None:
+    fields = msgspec.msgpack.decode(packed(record()))
+    fields[8][4] = turn
+    with pytest.raises(CodecError, match="of 3"):
+        unpacked(msgspec.msgpack.encode(fields))
