@@ -25,8 +25,8 @@ from mallee.actors.gateway.peers import Peers
 from mallee.actors.gateway.router_metrics import RouterCollector
 from mallee.actors.gateway.service import BranchStream, CapsuleInfo
 from mallee.actors.gateway.sessions.sessions import GatewaySessions, SessionLimits
-from mallee.actors.gateway.shared_records import SharedRecords
-from mallee.actors.gateway.shared_texts import SharedTexts
+from mallee.actors.gateway.shared.records import SharedRecords
+from mallee.actors.gateway.shared.texts import SharedTexts
 from mallee.actors.recording.recorder import Recorder, SessionTape
 from mallee.actors.tasks import Tasks
 from mallee.actors.telemetry.logs import ids, session_digest, told

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from mallee.actors.capsule_files.exports import Export
 from mallee.actors.capsule_files.imports import Import
 from mallee.actors.gateway.sessions.sessions import GatewaySessions
-from mallee.actors.gateway.shared_records import SharedRecords
+from mallee.actors.gateway.shared.records import SharedRecords
 from mallee.actors.telemetry.metrics import content_type
 from mallee.protocol.errors import MalleeError, SlowReader
 from mallee.protocol.hashing import Tokens

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
-from mallee.actors.gateway.shared_records import SharedRecords
+from mallee.actors.gateway.shared.records import SharedRecords
 from mallee.actors.http.responses.store import Left, Record, ResponseStore, Turn, UnknownResponse
 from mallee.actors.tasks import Tasks
 from mallee.actors.text.conversation import Conversation, Function, Message

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from mallee.actors.gateway.shared_records import ASK_S, SharedRecords
+from mallee.actors.gateway.shared.records import ASK_S, SharedRecords
 from mallee.protocol.ids import COMMON, Scope
 from mallee.protocol.subjects import Subjects
 from mallee.testing.bus import LocalBus, LocalHub

@@ -17,7 +17,7 @@ from mallee.actors.access.access import Access
 from mallee.actors.config import ChatSettings, HttpSettings
 from mallee.actors.gateway.explain import decisions_body, workers_body
 from mallee.actors.gateway.service import CapsuleInfo, Delta
-from mallee.actors.gateway.shared_records import SharedRecords
+from mallee.actors.gateway.shared.records import SharedRecords
 from mallee.actors.http.api import DEFAULT_CHATS, build_api
 from mallee.actors.proxy.connections import LimitedServer
 from mallee.actors.telemetry.metrics import GatewayMetrics
