@@ -326,7 +326,7 @@ class Service(Protocol):
 
     @property
     def records(self) -> SharedRecords:
-        """What gateways keep in memory, for all of them."""
+        """Records that gateways keep in memory, for all of them."""
         ...
 
     @property

@@ -16,7 +16,7 @@ EVE = Scope("eve")
 
 
 class Gateway:
-    """What one gateway keeps, by name and scope."""
+    """The records of one gateway, by name and scope."""
 
     def __init__(self, hub: LocalHub, name: str, others: int) -> None:
         self.bus = LocalBus(hub)
