@@ -5,11 +5,13 @@ from collections import deque
 from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from mallee.actors.http.errors import error_response
 from mallee.protocol.errors import Unavailable
 
 _ALWAYS_OPEN = frozenset(("/health", "/health/live", "/metrics"))
+CLOSING: Final = "mallee.closing"  # in the scope: an event, set once the gate is closed
 PER_TURN: Final = 8  # requests that begin in one turn of the loop: some 5 ms
 
 
@@ -52,25 +54,30 @@ class Turns:
 class Gate:
     """ASGI middleware. Once closed, requests are refused with 503, readiness too; those inside go on.
 
+    Sockets are inside while they are open; the event in their scope tells them to end.
     Belongs to one event loop.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._num_inside = 0
-        self._is_closed = False
+        self._closing = asyncio.Event()
         self._is_empty = asyncio.Event()
         self._is_empty.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _ALWAYS_OPEN:
+        if scope["type"] not in ("http", "websocket") or scope["path"] in _ALWAYS_OPEN:
             await self._app(scope, receive, send)
             return
-        if self._is_closed:
+        if self._closing.is_set():
             answer = error_response(Unavailable("this gateway is stopping; send again"))
             answer.headers["connection"] = "close"  # the next goes to another gateway
-            await answer(scope, receive, send)
+            if scope["type"] == "websocket":
+                await WebSocket(scope, receive, send).send_denial_response(answer)
+            else:
+                await answer(scope, receive, send)
             return
+        scope[CLOSING] = self._closing
         self._num_inside += 1
         self._is_empty.clear()
         try:
@@ -82,7 +89,7 @@ class Gate:
 
     async def drain(self, timeout_s: float) -> int:
         """Close, and wait until all requests are answered; the number of those that are not in time."""
-        self._is_closed = True
+        self._closing.set()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._is_empty.wait()

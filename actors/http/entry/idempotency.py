@@ -32,6 +32,7 @@ REPLAYED: Final = (b"idempotent-replayed", b"true")
 GRACE_S: Final = 5.0  # in which the reader of a stream comes back
 _SHARE: Final = 8  # of the memory for all records: one has at most an eighth
 _OVERHEAD_NBYTES: Final = 1024  # of a record and its key
+_MESSAGE_NBYTES: Final = 256  # of a message beside its body and headers
 _FILES: Final = "/v1/capsules/import"  # its body is a file, of any length
 
 _log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class _Record:
             self._status = message["status"]
         self._messages.append(message)
         self._is_complete = _is_last(message)
-        self.nbytes += len(message.get("body", b""))
+        self.nbytes += _nbytes(message)
         self.is_whole = self.is_whole and self.nbytes <= self._max_nbytes
         self._tell()
         while not self.is_whole and self._drop() > self._max_nbytes and self._positions:
@@ -141,7 +142,7 @@ class _Record:
     def _drop(self) -> int:
         """Forget what every reader has read; the bytes that are left."""
         done = min(self._positions.values(), default=self._first) - self._first
-        gone = sum(len(message.get("body", b"")) for message in self._messages[:done])
+        gone = sum(map(_nbytes, self._messages[:done]))
         del self._messages[:done]
         self._first += done
         self.nbytes -= gone
@@ -242,6 +243,7 @@ class IdempotencyMiddleware:
         if not record.is_kept:
             del self._records[name]
             return
+        record.scope = {"route": record.scope.get("route")}  # the rest is the first client's
         record.due = asyncio.get_running_loop().time() + self._ttl_s
         self._over[name] = record
         self._nbytes += record.nbytes
@@ -298,6 +300,11 @@ class _Reader:
 
 def _is_last(message: Message) -> bool:
     return message["type"] == "http.response.body" and not message.get("more_body", False)
+
+
+def _nbytes(message: Message) -> int:
+    headers = sum(len(name) + len(value) for name, value in message.get("headers", ()))
+    return _MESSAGE_NBYTES + headers + len(message.get("body", b""))
 
 
 def _digest(scope: Scope, body: bytes) -> bytes:

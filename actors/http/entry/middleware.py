@@ -36,6 +36,7 @@ CountAnswer: TypeAlias = Callable[[str, int], None]
 # Told to everybody: the state of the service, though not whole, and the API's description, alike everywhere.
 _OPEN = frozenset(("/health", "/health/live", "/health/ready", "/openapi.json", "/docs"))
 BATCH: Final = "/v1/batch"  # the requests in it are counted, each by itself
+INNER: Final = "mallee.inner"  # in the scope of a request that came inside of another
 _CALLER = "mallee.caller"  # in the scope of a request
 _BEGUN = "mallee.begun"  # in loop seconds
 
@@ -94,7 +95,7 @@ class AuthMiddleware:
             try:
                 caller = scope[_CALLER] = self._find_caller(scope)
                 is_work = scope["method"] == "POST" and scope["path"] != BATCH
-                if is_work:
+                if is_work or INNER in scope:  # a frame costs its sender too little to be free
                     await self._turns.wait()
                 with caller.visit if is_work else nullcontext():
                     await self._app(scope, receive, counted_send)

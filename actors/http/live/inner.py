@@ -11,6 +11,7 @@ import msgspec
 from starlette.requests import HTTPConnection
 from starlette.types import Message, Receive, Scope, Send
 
+from mallee.actors.http.entry.middleware import INNER
 from mallee.protocol.errors import InvalidParameter
 
 # Of the outer request's body or connection, not of its sender.
@@ -116,4 +117,5 @@ def _scope(
         "headers": headers,
         "client": outer.scope.get("client"),
         "server": outer.scope.get("server"),
+        INNER: True,
     }

@@ -4,6 +4,8 @@ A frame of the client's begins a request (`id`, `method`, `path`, `body`) or giv
 Each frame that goes back has the `id` of its request: one for each event of a stream, and exactly one that
 is `done`, with the status. Requests run through the whole app (`live.inner`).
 
+A gateway that stops lets the requests of its sockets end, begins none, and closes with STOPPING.
+
 Nothing is collected for a client that doesn't read: its streams wait, and are given up as over HTTP.
 """
 
@@ -20,16 +22,23 @@ from starlette.requests import HTTPConnection
 from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from mallee.actors.http.entry.gate import CLOSING
 from mallee.actors.http.errors import error_body
 from mallee.actors.http.live.inner import check_path, run_inner
 from mallee.actors.http.schemas import parse
 from mallee.actors.http.sse import MAX_WRITE_S
-from mallee.protocol.errors import BadRequest, InvalidParameter, MalleeError, QuotaExceeded
+from mallee.protocol.errors import (
+    BadRequest,
+    InvalidParameter,
+    MalleeError,
+    QuotaExceeded,
+    Unavailable,
+)
 
 MAX_RUNNING: Final = 64  # requests of one socket
 MAX_ID: Final = 64  # characters
 INLINE_BYTES: Final = 32 << 10  # larger frames are read off the event loop
-TOO_BIG, UNREAD, FAILED = 1009, 1008, 1011  # codes with which a socket is closed
+TOO_BIG, UNREAD, FAILED, STOPPING = 1009, 1008, 1011, 1012  # codes with which a socket is closed
 _BEGINNINGS: Final = ("/v1/",)
 _FILES: Final = ("/export", "/import", "/record")
 
@@ -65,7 +74,7 @@ class LiveSocket:
             await socket.close(UNREAD, "pages of another origin may not connect")  # answers 403
             return
         await socket.accept()
-        talk = _Talk(socket, self._max_nbytes)
+        talk = _Talk(socket, self._max_nbytes, scope.get(CLOSING) or asyncio.Event())
         code = FAILED
         try:
             async with asyncio.TaskGroup() as group:
@@ -91,37 +100,57 @@ class _Running:
 class _Talk:
     """One socket's requests. Belongs to one event loop."""
 
-    def __init__(self, socket: WebSocket, max_nbytes: int) -> None:
+    def __init__(self, socket: WebSocket, max_nbytes: int, closing: asyncio.Event) -> None:
         self._socket = socket
+        self._closing = closing  # set when the gateway stops
         self._max_nbytes = max_nbytes
         self._running: dict[str, _Running] = {}
+        self._untold: set[asyncio.Task[None]] = set()  # whose last frame is not written
         self._turn = asyncio.Lock()  # to write
         self._is_over = False  # nothing is written any more
 
     async def listen(self, group: asyncio.TaskGroup) -> int:
         """Take frames until the client leaves; the code to close with, or 0. Ends all its requests."""
+        stay = asyncio.timeout(None)
+        leaving = group.create_task(self._leave(stay))
         try:
-            while (message := await self._socket.receive())["type"] != "websocket.disconnect":
-                text = message.get("text") or ""
-                if len(text) > self._max_nbytes:
-                    return TOO_BIG
-                name = None
-                try:
-                    if not text:
-                        raise BadRequest("send text frames, each a JSON object")
-                    frame = await _read(text)
-                    name = frame.id
-                    self._take(frame, group)
-                except MalleeError as error:
-                    await self._tell({"id": name, "status": error.status, **error_body(error)})
-            return 0
+            async with stay:
+                return await self._listen(group)
+        except TimeoutError:
+            if not stay.expired():
+                raise
+            return STOPPING
         finally:
+            leaving.cancel()
             self._is_over = True
             for each in self._running.values():
                 each.gone.set()
 
+    async def _leave(self, stay: asyncio.Timeout) -> None:
+        """End the stay once the gateway stops and every request has had its last frame."""
+        await self._closing.wait()
+        while self._untold:
+            await asyncio.wait(self._untold)
+        stay.reschedule(0.0)
+
+    async def _listen(self, group: asyncio.TaskGroup) -> int:
+        while (message := await self._socket.receive())["type"] != "websocket.disconnect":
+            text = message.get("text") or ""
+            if len(text) > self._max_nbytes:
+                return TOO_BIG
+            name = None
+            try:
+                if not text:
+                    raise BadRequest("send text frames, each a JSON object")
+                frame = await _read(text)
+                name = frame.id
+                self._take(frame, group)
+            except MalleeError as error:
+                await self._tell({"id": name, "status": error.status, **error_body(error)})
+        return 0
+
     def _take(self, frame: LiveFrame, group: asyncio.TaskGroup) -> None:
-        """Raises InvalidParameter, QuotaExceeded."""
+        """Raises InvalidParameter, QuotaExceeded, Unavailable."""
         if not 0 < len(frame.id) <= MAX_ID:
             raise InvalidParameter("id", frame.id, f"give 1 to {MAX_ID} characters")
         running = self._running.get(frame.id)
@@ -134,9 +163,13 @@ class _Talk:
             raise InvalidParameter("id", frame.id, "a request of this id runs: give another")
         if len(self._running) >= MAX_RUNNING:
             raise QuotaExceeded("requests of one socket", MAX_RUNNING, MAX_RUNNING, 1.0)
+        if self._closing.is_set():
+            raise Unavailable("this gateway is stopping; send again over another socket")
         check_path(frame.path, _BEGINNINGS, _FILES, param="path")
         self._running[frame.id] = running = _Running()
-        group.create_task(self._run(frame, running))
+        task = group.create_task(self._run(frame, running))
+        self._untold.add(task)
+        task.add_done_callback(self._untold.discard)
 
     async def _run(self, frame: LiveFrame, running: _Running) -> None:
         status, is_stream, parts = 0, False, list[bytes]()

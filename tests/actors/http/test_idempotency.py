@@ -161,6 +161,19 @@ async def test_answers_are_kept_for_a_time_and_in_bounded_memory(
     assert len(middleware._over) <= 10
 
 
+async def test_headers_and_messages_count_as_memory(
+    client: httpx.AsyncClient, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idempotency, "_OVERHEAD_NBYTES", 0)
+    body = {"prompt": "abc", "stream": True}
+    answer = await client.post(PATH, json=body, headers=keyed("a"))
+    (record,) = _middleware(call)._over.values()
+    head = sum(len(name) + len(value) for name, value in answer.headers.raw)
+    held = record.nbytes - len(answer.content) - head
+    assert held == len(record._messages) * idempotency._MESSAGE_NBYTES > 0
+    assert set(record.scope) == {"route"}, "the first client's request is not held"
+
+
 def _middleware(call: Any) -> Any:
     app = call.app.middleware_stack
     while not isinstance(app, idempotency.IdempotencyMiddleware):
@@ -241,7 +254,7 @@ async def test_a_long_stream_waits_for_its_readers_and_is_not_kept(
     call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither a record nor a slow reader fills the memory."""
-    record = idempotency._Record(b"", {}, 2000)
+    record = idempotency._Record(b"", {}, 2800)
     reader, late = object(), object()
     record.join(reader)
     body = {"type": "http.response.body", "body": b"x" * 400, "more_body": True}
@@ -254,7 +267,7 @@ async def test_a_long_stream_waits_for_its_readers_and_is_not_kept(
     assert not record.is_whole
     assert len(await record.read(reader)) == 4
     await writing
-    assert record.nbytes <= 2000
+    assert record.nbytes <= 2800
     record.join(late)
     record.leave(late)
     record.leave(reader)

@@ -4,16 +4,20 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from starlette.requests import HTTPConnection
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from mallee.actors.access.access import Access
 from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.service import Delta
+from mallee.actors.http.entry.gate import PER_TURN, Gate
 from mallee.actors.http.live import socket as live_socket
+from mallee.actors.http.live.inner import answer_of
 from mallee.actors.proxy.connections import LimitedServer
 from support.plain_ids import SCOPES
 from support.waiting import until
@@ -212,9 +216,95 @@ async def test_a_client_that_does_not_read_holds_up_its_own_streams(
 
 
 async def test_closed_sockets_leave_the_count_of_connections(live: Any) -> None:
-    before = len(live.server._connections._open)
+    connections = live.server._connections._open
+    await until(lambda: not connections)  # those of other tests
     for _ in range(3):
         async with connect(url(live)):
-            assert len(live.server._connections._open) == before + 1
-        await asyncio.sleep(0.05)
-    assert len(live.server._connections._open) == before
+            assert len(connections) == 1
+        await until(lambda: not connections)
+
+
+@asynccontextmanager
+async def gated(call: Any) -> AsyncIterator[tuple[Gate, str]]:
+    """The API behind a gate of its own, and its address."""
+    gate = Gate(call.app)
+    server = LimitedServer(
+        gate, max_connections=9, max_per_client=9, takes_sockets=True, log_config=None
+    )
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await until(lambda: server.started)
+        try:
+            yield gate, f"ws://127.0.0.1:{listener.getsockname()[1]}/v1/live"
+        finally:
+            server.should_exit = True
+            await serving
+
+
+async def test_a_gateway_that_stops_lets_the_requests_of_its_sockets_end(call: Any) -> None:
+    """F20, part: their clients miss nothing, begin nothing more, and are told why by the close's code."""
+    go = asyncio.Event()
+
+    async def slow(stream: Any) -> AsyncIterator[Delta]:
+        yield Delta(0, (97,), None, 0, 3, None, 1, None)
+        await go.wait()
+        yield Delta(0, (98,), "stop", 0, 3, None, 2, None)
+
+    call.service.script = slow
+    async with gated(call) as (gate, address), connect(address) as client, connect(address) as idle:
+        await tell(client, id="a", path=PATH, body={"prompt": "abc", "stream": True})
+        assert (await hear(client))["event"]["choices"][0]["text"] == "a"
+        draining = asyncio.create_task(gate.drain(10))
+        with pytest.raises(ConnectionClosed) as told:
+            await hear(idle)
+        assert told.value.rcvd is not None
+        assert told.value.rcvd.code == 1012
+        await tell(client, id="late", path=PATH, body={"prompt": "abc"})
+        assert ((late := await hear(client))["id"], late["status"]) == ("late", 503)
+        with pytest.raises(InvalidStatus) as refused:
+            await connect(address)
+        assert refused.value.response.status_code == 503
+        assert not draining.done()
+        go.set()
+        found = await ends(client, 1)
+        assert [frame["event"]["choices"][0]["text"] for frame in found["a"][:-1]] == ["b"]
+        assert found["a"][-1] == {"id": "a", "status": 200, "done": True}
+        with pytest.raises(ConnectionClosed) as told:
+            await hear(client)
+        assert told.value.rcvd is not None
+        assert told.value.rcvd.code == 1012
+        assert await asyncio.wait_for(draining, 5) == 0
+
+
+async def test_a_drain_waits_for_sockets_no_longer_than_it_may(call: Any) -> None:
+    call.service.holds_after = 0
+    async with gated(call) as (gate, address), connect(address) as client:
+        await tell(client, id="a", path=PATH, body={"prompt": "abc"})
+        await asyncio.to_thread(call.service.started.wait, 5)
+        assert await gate.drain(0.05) == 1
+
+
+async def test_frames_take_turns_whatever_they_ask(call: Any) -> None:
+    """64 questions of one socket begin a few in each turn of the loop, so that others' streams go on."""
+    begun = 0
+
+    async def seen(*_: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        return call.service.capsules["req_x.0"]
+
+    call.service.inspect = seen
+    scope = {"type": "websocket", "asgi": {}, "scheme": "ws", "path": "/v1/live", "headers": []}
+    outer = HTTPConnection({**scope, "query_string": b"", "server": ("t", 80), "app": call.app})
+    asking = [
+        asyncio.create_task(answer_of(outer, "GET", "/v1/capsules/req_x.0", None, ""))
+        for _ in range(64)
+    ]
+    most = 0
+    while not all(each.done() for each in asking):
+        before = begun
+        await asyncio.sleep(0)
+        most = max(most, begun - before)
+    assert {each.result().status for each in asking} == {200}
+    assert (begun, most) == (64, PER_TURN)
