@@ -18,7 +18,7 @@ from mallee.actors.http.deltas import (
 )
 from mallee.actors.http.errors import AnswerTooLarge, error_body
 from mallee.actors.http.jobs import Plan
-from mallee.actors.http.sse import DONE, event
+from mallee.actors.http.sse import COMMENT, DONE, event
 from mallee.actors.text.conversation import ToolCall
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.ids import CapsuleId
@@ -371,6 +371,7 @@ class ChunkWriter:
     that show clients that the answer goes on.
     """
 
+    idle: Final = COMMENT
     __slots__ = (
         *("_envelope", "_format", "_names_workers", "_num_calls", "_offsets", "_owed", "_started"),
         *("_token_bytes", "_with_usage"),

@@ -48,6 +48,11 @@ class Whole(Protocol):
 class Writer(Protocol):
     """Writes the events of an answer that is streamed; any may be none."""
 
+    @property
+    def idle(self) -> bytes:
+        """The event of a stream that has none for a while."""
+        ...
+
     def events(self, delta: TextDelta, usage: UsageCounter) -> bytes:
         """Those of a delta, which `usage` has counted."""
 
@@ -97,7 +102,7 @@ class Server:
             plan, token_bytes, self._envelope(text), names_workers=caller.is_operator
         )
         events = self._events(first, text, usage, plan, writer)
-        return EventStream(events, text.aclose, _headers(text, caller))
+        return EventStream(events, text.aclose, _headers(text, caller), idle=writer.idle)
 
     def _usage(self, plan: Plan, caller: Caller) -> UsageCounter:
         """Raises QuotaExceeded, if capsules of the answer are to be kept and its key may keep no more."""

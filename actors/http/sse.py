@@ -9,13 +9,15 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from mallee.actors.http.errors import ClientGone
 
 DONE = b"data: [DONE]\n\n"
 MAX_RUN = 64  # events of one write, and writes without a turn of the loop
 MAX_WRITE_S = 60.0  # in which a client takes something of what was written
+IDLE_S = 15.0  # of silence, after which proxies and clients are told that the stream lives
+COMMENT = b": the answer goes on\n\n"  # which clients skip
 
 T = TypeVar("T")
 
@@ -67,7 +69,8 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 class EventStream(Response):
     """Sends events as they come, each at once; `close` runs at the end, however it comes about.
 
-    A client that doesn't read loses its stream after `max_write_s`: its connection is cut.
+    A client that doesn't read loses its stream after `max_write_s`: its connection is cut. Where there is
+    no event for `idle_s`, it gets `idle`.
     """
 
     media_type = "text/event-stream"
@@ -78,12 +81,16 @@ class EventStream(Response):
         close: Callable[[], Awaitable[None]],
         headers: Mapping[str, str],
         *,
+        idle: bytes = COMMENT,
+        idle_s: float = IDLE_S,
         max_write_s: float = MAX_WRITE_S,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", **headers})
         del self.headers["content-length"]
         self._events = events
         self._close = close
+        self._idle = idle
+        self._idle_s = idle_s
         self._max_write_s = max_write_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,7 +108,8 @@ class EventStream(Response):
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
         with TimeLimit(self._max_write_s) as limit:
-            async with aclosing(self._events) as events:
+            writer = KeepAlive(send, self._idle, self._idle_s)
+            async with aclosing(writer), aclosing(self._events) as events:
                 num_sent = 0
                 async for chunk in events:
                     is_last = chunk.endswith(DONE)
@@ -111,14 +119,57 @@ class EventStream(Response):
                         "more_body": not is_last,
                     }
                     limit.begin()
-                    await send(message)
+                    await writer.write(message)
                     limit.end()
                     if is_last:
                         return
                     num_sent += 1
                     if num_sent % MAX_RUN == 0:
                         await asyncio.sleep(0)  # nothing above suspends while there is a backlog
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await writer.write({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class KeepAlive:
+    """Sends events, and `idle` after each `seconds` without one. One timer, as `TimeLimit`'s."""
+
+    def __init__(self, send: Send, idle: bytes, seconds: float) -> None:
+        self._send = send
+        self._message = {"type": "http.response.body", "body": idle, "more_body": True}
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._last = self._loop.time()
+        self._is_busy = False
+        self._writing: asyncio.Future[None] | None = None
+        self._timer = self._loop.call_later(seconds, self._look)
+
+    async def write(self, message: Message) -> None:
+        """Send an event, after what is being written already."""
+        self._is_busy = True
+        if self._writing is not None:
+            await self._writing
+            self._writing = None
+        await self._send(message)
+        self._is_busy = False
+        self._last = self._loop.time()
+
+    async def aclose(self) -> None:
+        self._timer.cancel()
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.wait([self._writing])
+            if not self._writing.cancelled():
+                self._writing.exception()  # its client has gone
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        if now < self._last + self._seconds:
+            self._timer = self._loop.call_at(self._last + self._seconds, self._look)
+            return
+        is_written = self._writing is None or self._writing.done()
+        if is_written and not self._is_busy:  # else its client doesn't read
+            self._writing = asyncio.ensure_future(self._send(self._message))
+        self._last = now
+        self._timer = self._loop.call_later(self._seconds, self._look)
 
 
 class TimeLimit:

@@ -70,6 +70,8 @@ class MessageFormat:
         reason = "end_turn"
         if last.finish == "length":
             reason = "model_context_window_exceeded" if self.is_clamped else "max_tokens"
+        elif last.finish == "cancelled":
+            reason = "pause_turn"  # another client has pruned it; it can be gone on with
         elif has_calls:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": None}
@@ -167,6 +169,7 @@ def _parts_of(delta: TextDelta) -> Iterator[tuple[str, Any]]:
 class MessageWriter:
     """The events of an answer of one choice: blocks are begun and ended one after the other."""
 
+    idle: Final = named_event({"type": "ping"})
     __slots__ = (
         *("_envelope", "_format", "_has_begun", "_has_calls", "_index", "_last", "_names_workers"),
         *("_open", "_thoughts"),

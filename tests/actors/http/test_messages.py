@@ -1,17 +1,20 @@
 """Anthropic's POST /v1/messages and its count of tokens, asked by the real client where that matters."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import httpx2
 import pytest
 from msgspec import structs
 
 from mallee.actors.access.access import Access
 from mallee.actors.config import ChatSettings, HttpSettings
+from mallee.actors.http.sse import EventStream
 from mallee.protocol.errors import (
     InternalError,
     MalleeError,
@@ -20,6 +23,7 @@ from mallee.protocol.errors import (
 )
 
 PATH = "/v1/messages"
+DEFAULTS = EventStream.__init__.__kwdefaults__
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"name": "get_weather", "description": "Weather of a city.", "input_schema": SCHEMA}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Åbo"}}\n</tool_call>'
@@ -186,6 +190,41 @@ def test_stop_sequences_are_named(call: Any) -> None:
     assert body["content"] == [{"type": "text", "text": "one "}]
     events = events_of(call.raw("POST", PATH, json={**asked, "stream": True}).text)
     assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "two"}
+
+
+async def test_silence_is_told_by_pings(
+    call: Any, client: anthropic.AsyncAnthropic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EventStream.__init__, "__kwdefaults__", {**DEFAULTS, "idle_s": 0.02})
+
+    async def late(stream: Any) -> AsyncIterator[Any]:
+        async for delta in call.service.plain(stream):
+            yield delta
+            await asyncio.sleep(0.03)
+
+    call.service.reply, call.service.script = lambda _: "abc", late
+    async with client.messages.stream(model="tiny/bytes", **ASKED) as stream:
+        assert (await stream.get_final_message()).stop_reason == "end_turn"
+    asked = {"model": "tiny/bytes", "stream": True, **ASKED}
+    transport = httpx.ASGITransport(app=call.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as plain:
+        events = events_of((await plain.post(PATH, json=asked)).text)
+    assert sum(event == {"type": "ping"} for event in events) >= 3  # one at the beginning
+
+
+def test_an_answer_that_was_pruned_is_no_whole_turn(call: Any) -> None:
+    async def pruned(stream: Any) -> AsyncIterator[Any]:
+        deltas = [delta async for delta in call.service.plain(stream)]
+        for delta in deltas[:2]:
+            yield delta
+        yield deltas[-1]._replace(finish="cancelled", tokens=(), capsule=None)
+
+    call.service.reply, call.service.script = lambda _: "abc", pruned
+    body = call("POST", PATH, ASKED).body
+    assert (body["stop_reason"], body["content"]) == (
+        "pause_turn",
+        [{"type": "text", "text": "ab"}],
+    )
 
 
 def test_the_end_by_a_limit_is_told_apart_from_the_windows(call: Any) -> None:

@@ -84,3 +84,66 @@ async def test_the_end_mark_ends_the_body_in_the_same_write() -> None:
     assert sent[1:] == [
         {"type": "http.response.body", "body": b"data: 1\n\n" + DONE, "more_body": False}
     ]
+
+
+async def test_a_silent_stream_tells_that_it_lives() -> None:
+    """Between events alone, and no more once it has ended."""
+    sent: list[bytes] = []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        for pause_s, number in ((0.0, 0), (0.0, 1), (0.13, 2), (0.07, 3)):
+            await asyncio.sleep(pause_s)
+            yield b"data: %d\n\n" % number
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b""))
+
+    async def close() -> None: ...
+
+    await EventStream(events(), close, {}, idle=b"?", idle_s=0.05)({}, never, send)
+    assert b"".join(sent) == b"data: 0\n\ndata: 1\n\n??data: 2\n\n?data: 3\n\n"
+    await asyncio.sleep(0.12)
+    assert b"".join(sent).endswith(b"3\n\n")
+
+
+async def test_an_event_waits_for_what_is_written_of_silence() -> None:
+    sent: list[bytes] = []
+    is_writing = False
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        await asyncio.sleep(0.05)
+        yield b"data: 1\n\n"
+
+    async def send(message: Message) -> None:
+        nonlocal is_writing
+        assert not is_writing, "two writes at once"
+        is_writing = True
+        await asyncio.sleep(0.06)
+        is_writing = False
+        sent.append(message.get("body", b""))
+
+    async def close() -> None: ...
+
+    await EventStream(events(), close, {}, idle=b"?", idle_s=0.03)({}, never, send)
+    assert sent == [b"", b"?", b"data: 1\n\n", b""]
+
+
+async def test_a_client_that_takes_nothing_of_silence_is_cut_at_the_next_event() -> None:
+    tried = 0
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        await asyncio.sleep(0.1)
+        yield b"data: 1\n\n"
+
+    async def send(message: Message) -> None:
+        nonlocal tried
+        tried += 1
+        if tried > 1:
+            await asyncio.Event().wait()
+
+    async def close() -> None: ...
+
+    stream = EventStream(events(), close, {}, idle=b"?", idle_s=0.02, max_write_s=0.05)
+    async with asyncio.timeout(5):
+        await stream({}, never, send)
+    assert tried == 2, "one write at a time"
