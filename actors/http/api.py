@@ -47,6 +47,7 @@ from mallee.actors.http.openapi.operations import (
 from mallee.actors.http.openapi.page import page
 from mallee.actors.http.operators import OperatorHandlers
 from mallee.actors.http.prompts import PromptReader
+from mallee.actors.http.responses.conversation_routes import ConversationHandlers
 from mallee.actors.http.responses.room import Responses
 from mallee.actors.http.responses.turns import TurnMaker
 from mallee.actors.http.schemas import (
@@ -94,6 +95,7 @@ class Api:
         self.capsules = CapsuleHandlers(server, maker, asking)
         self.live_requests = LiveHandlers(server, asking)
         self.responses = responses
+        self.conversations = ConversationHandlers(asking, responses.conversations)
         self.operators = OperatorHandlers(server.service, asking)
         self._server = server
         self._tokenizing = tokenizing

@@ -8,13 +8,17 @@ from mallee.protocol.codec import Decoder
 
 
 class RecordAsk(msgspec.Struct, frozen=True, array_like=True):
-    """A question of `gateway`, its `number`th, to all others for the record `name` of `scope`."""
+    """A question of `gateway`, its `number`th, to all others for the record `name` of `scope`.
+
+    `given`: a change that the record's gateway makes before it tells it.
+    """
 
     gateway: str
     number: int
     kind: str
     name: str
     scope: str
+    given: bytes = b""
 
 
 class RecordTold(msgspec.Struct, frozen=True, array_like=True):

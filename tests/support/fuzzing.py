@@ -127,7 +127,7 @@ def asks(draw: st.DrawFn, operation: Operation, capsules: st.SearchStrategy[str]
     path = template(operation.path)
     path = path.replace("{capsule}", _quoted(draw(capsules)))
     path = path.replace("{model}", _quoted(draw(st.sampled_from(["tiny", "x"]) | TEXTS)))
-    for name in ("session", "request", "worker", "response"):
+    for name in ("session", "request", "worker", "response", "conversation", "item"):
         path = path.replace(f"{{{name}}}", _quoted(draw(TEXTS.filter(lambda t: t[:1] != "w"))))
     fields = {name: values(schema) for name, schema in operation.query.items()}
     query = draw(st.fixed_dictionaries({}, optional={**fields, "extra": TEXTS}))

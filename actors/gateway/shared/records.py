@@ -29,8 +29,8 @@ ASK_S: Final = 0.5  # the longest wait for the others' answers
 MAX_ASKED: Final = 1024  # records at once; what is beyond isn't asked for
 MAX_FORGOTTEN: Final = 4096  # names whose late answers are refused
 
-Tell = Callable[[str, Scope], Awaitable[bytes | None]]
-"""The record of a name, if it is here and of that scope."""
+Tell = Callable[[str, Scope, bytes], Awaitable[bytes | None]]
+"""The record of a name, if it is here and of that scope; the last is what the question gives for it."""
 
 
 class _Key(NamedTuple):
@@ -105,9 +105,9 @@ class SharedRecords:
         self._on_forgotten[kind] = on_forgotten
 
     async def fetch(
-        self, kind: str, name: str, scope: Scope, *, wait_s: float = ASK_S
+        self, kind: str, name: str, scope: Scope, *, given: bytes = b"", wait_s: float = ASK_S
     ) -> bytes | None:
-        """The record as another gateway tells it; None: no one does, or not in time."""
+        """The record as another gateway tells it, which gets `given`; None: no one does, or not in time."""
         key = _Key(kind, name, scope)
         num_others = self._num_others()
         if not self._belongs(name, scope) or key in self._forgotten:
@@ -117,7 +117,7 @@ class SharedRecords:
         self._num_asked += 1
         number = self._num_asked
         asked = self._asked[number] = _Asked(key, num_others)
-        ask = RecordAsk(self._gateway, number, kind, name, scope)
+        ask = RecordAsk(self._gateway, number, kind, name, scope, given)
         self._bus.publish(self._subjects.record_asks(), encode(ask))
         try:
             async with asyncio.timeout(wait_s):
@@ -157,7 +157,7 @@ class SharedRecords:
     async def _told(self, ask: RecordAsk, tell: Tell, key: _Key) -> None:
         record = None
         try:
-            record = await tell(key.name, key.scope)
+            record = await tell(key.name, key.scope, ask.given)
         except Exception:  # event pump: one bad record must not end the answers to others
             log.exception("a record could not be told")
         self._answer(ask, record)

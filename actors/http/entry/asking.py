@@ -60,7 +60,7 @@ class Asking:
         return await self.off_loop(request, work, is_large=len(raw) > INLINE_BODY_BYTES)
 
     async def read_plain(self, request: Request, kind: type[S]) -> S:
-        """The body of a request that no tenant makes. Raises BadRequest and as `read_body`."""
+        """The body without an owner or terms. Raises BadRequest and as `read_body`."""
         return parse(await read_body(request, self._max_body_bytes), kind, self._max_values)
 
     async def make(

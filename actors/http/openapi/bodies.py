@@ -106,6 +106,7 @@ class Response(Body, frozen=True, kw_only=True):
     completed_at: int | None
     status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     background: bool
+    conversation: dict[str, str] | None
     error: dict[str, Any] | None
     incomplete_details: dict[str, Any] | None
     instructions: str | None
@@ -136,6 +137,33 @@ class Response(Body, frozen=True, kw_only=True):
 class ResponseDeleted(Body, frozen=True, kw_only=True):
     id: str
     object: Literal["response"]
+    deleted: bool
+
+
+class ConversationBody(Body, frozen=True, kw_only=True):
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+class ConversationItem(Body, frozen=True, kw_only=True):
+    id: str
+    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: str = OMITTED
+    content: list[dict[str, Any]] = OMITTED
+    summary: list[dict[str, Any]] = OMITTED
+    encrypted_content: str = OMITTED
+    call_id: str = OMITTED
+    name: str = OMITTED
+    arguments: str = OMITTED
+    output: Any = OMITTED
+
+
+class ConversationDeleted(Body, frozen=True, kw_only=True):
+    id: str
+    object: Literal["conversation.deleted"]
     deleted: bool
 
 

@@ -33,6 +33,11 @@ FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "text": {"description": "`format`: text, json_object or json_schema.", **_OBJECT},
     "reasoning": {"description": "`effort`, where the template knows it.", **_OBJECT},
     "metadata": {"description": "Up to 16 texts by name.", **_OBJECT},
+    "conversation": {
+        "description": "A conversation to go on from, which the answer is added to.",
+        "anyOf": [_STRING, {**_OBJECT, "required": ["id"], "properties": {"id": _STRING}}],
+    },
+    "items": {"description": "Up to 20, as `input`.", "maxItems": 20, **_OBJECTS},
     "include": {"items": {"enum": ["message.output_text.logprobs", "reasoning.encrypted_content"]}},
     "truncation": {"enum": ["disabled", None]},
     "max_output_tokens": {"description": "Of reasoning and answer.", "minimum": 1},

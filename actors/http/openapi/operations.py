@@ -9,6 +9,11 @@ from mallee.actors.http.live.batch import BatchRequest
 from mallee.actors.http.messages.errors import OVERLOADED
 from mallee.actors.http.messages.schemas import CountRequest, MessagesRequest
 from mallee.actors.http.openapi import bodies
+from mallee.actors.http.responses.conversation_routes import (
+    ConversationRequest,
+    ConversationUpdate,
+    ItemsRequest,
+)
 from mallee.actors.http.responses.requests import ResponseRequest
 from mallee.actors.http.schemas import (
     AnyRequest,
@@ -97,6 +102,12 @@ _MADE: Final = (404, 409, 410)  # what works on a capsule may not find it, or fi
 _CAPSULE: Final = "/v1/capsules/{capsule}"
 _SESSION: Final = "/v1/sessions/{session:path}"
 _RESPONSE: Final = "/v1/responses/{response}"
+_CONVERSATION: Final = "/v1/conversations/{conversation}"
+_ITEMS: Final = {
+    "limit": _count(20, MAX_LISTED),
+    "order": {"type": "string", "enum": ["asc", "desc"]},
+    "after": {"type": "string"},
+}
 _BRANCH: Final = "/v1/requests/{request}/branches/{branch}"
 _RECORD: Final = "/v1/sessions/{session:path}/record"
 
@@ -184,11 +195,50 @@ OPERATIONS: Final = (
     Operation(
         *("GET", f"{_RESPONSE}/input_items", "responses.input_items", "The items of its input"),
         bodies.ItemList,
-        query={
-            "limit": _count(20, MAX_LISTED),
-            "order": {"type": "string", "enum": ["asc", "desc"]},
-            "after": {"type": "string"},
-        },
+        query=_ITEMS,
+        refusals=(404,),
+    ),
+    Operation(
+        *("POST", "/v1/conversations", "conversations.create", "Begin a conversation"),
+        *(bodies.ConversationBody, ConversationRequest),
+        {"items": [{"role": "user", "content": "I grow mallees."}], "metadata": {"topic": "trees"}},
+    ),
+    Operation(
+        *("GET", _CONVERSATION, "conversations.get", "A conversation"),
+        bodies.ConversationBody,
+        refusals=(404,),
+    ),
+    Operation(
+        *("POST", _CONVERSATION, "conversations.update", "Replace a conversation's metadata"),
+        *(bodies.ConversationBody, ConversationUpdate),
+        {"metadata": {"topic": "fires"}},
+        refusals=(404,),
+    ),
+    Operation(
+        *("DELETE", _CONVERSATION, "conversations.delete", "Forget a conversation"),
+        bodies.ConversationDeleted,
+        refusals=(404,),
+    ),
+    Operation(
+        *("GET", f"{_CONVERSATION}/items", "conversations.list_items", "Its items"),
+        bodies.ItemList,
+        query=_ITEMS,
+        refusals=(404,),
+    ),
+    Operation(
+        *("POST", f"{_CONVERSATION}/items", "conversations.add_items", "Add items to its end"),
+        *(bodies.ItemList, ItemsRequest),
+        {"items": [{"role": "user", "content": "Mine re-sprouted."}]},
+        refusals=(404,),
+    ),
+    Operation(
+        *("GET", f"{_CONVERSATION}/items/{{item}}", "conversations.get_item", "One item of it"),
+        bodies.ConversationItem,
+        refusals=(404,),
+    ),
+    Operation(
+        *("DELETE", f"{_CONVERSATION}/items/{{item}}", "conversations.delete_item", "Drop an item"),
+        bodies.ConversationBody,
         refusals=(404,),
     ),
     Operation("GET", "/v1/models", "models", "The models served: one", bodies.ModelList),

@@ -2,8 +2,10 @@
 
 import base64
 import binascii
+from collections.abc import Mapping
 from typing import Any, Final
 
+from mallee.actors.http.entry.asking import read_count
 from mallee.actors.text.conversation import (
     MAX_MESSAGES,
     Declared,
@@ -16,6 +18,8 @@ from mallee.actors.text.conversation import (
 from mallee.protocol.errors import BadRequest, InvalidParameter, MalleeError
 
 ROLES: Final = ("user", "assistant", "system", "developer")
+MAX_ITEMS: Final = 100  # of one page
+STATES: Final = ("in_progress", "completed", "incomplete")
 KINDS: Final = "message, function_call, function_call_output, reasoning"
 _TEXTS: Final = ("input_text", "output_text", "text")
 _SEALED: Final = "mallee1."  # begins `encrypted_content`
@@ -156,24 +160,69 @@ def _unsealed(value: Any, param: str) -> str:
 
 
 def shown(items: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """Items of an input as lists show them: with ids, contents as parts."""
-    found = []
-    for i, item in enumerate(items):
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}.get(
-            item["type"], "fco"
-        )
-        given = {key: value for key, value in item.items() if value is not None}
-        made = {"id": f"{prefix}_{name}_in{i}", "status": "completed", **given}
-        if item["type"] == "message" and isinstance(item.get("content"), str):
-            kind = "output_text" if item["role"] == "assistant" else "input_text"
-            part: dict[str, Any] = {"type": kind, "text": item["content"]}
-            if kind == "output_text":
-                part["annotations"] = []
-            made["content"] = [part]
-        if item["type"] == "reasoning":
-            made.setdefault("summary", [])
-        found.append(made)
+    """Items of an input as lists show them: with ids and states, contents as parts, and nothing unknown."""
+    return [_shown(item, f"{name}_in{i}") for i, item in enumerate(items)]
+
+
+def _shown(item: dict[str, Any], name: str) -> dict[str, Any]:
+    kind, status, given = item["type"], item.get("status"), item.get("id")
+    prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}.get(kind, "fco")
+    made: dict[str, Any] = {
+        "id": given if isinstance(given, str) and given else f"{prefix}_{name}",
+        "type": kind,
+        "status": status if status in STATES else "completed",
+    }
+    match kind:
+        case "message":
+            text = "output_text" if item["role"] == "assistant" else "input_text"
+            made |= {"role": item["role"], "content": _parts(item["content"], text)}
+        case "function_call":
+            made |= {key: item[key] for key in ("call_id", "name", "arguments")}
+        case "function_call_output":
+            output = item["output"]
+            shown_output = output if isinstance(output, str) else _parts(output, "input_text")
+            made |= {"call_id": item["call_id"], "output": shown_output}
+        case _:
+            content, sealed_text = item.get("content"), item.get("encrypted_content")
+            made["summary"] = []
+            if content is not None:
+                parts = content if isinstance(content, list) else [content]
+                made["content"] = [{"type": "reasoning_text", "text": p["text"]} for p in parts]
+            if sealed_text is not None:
+                made["encrypted_content"] = sealed_text
+    return made
+
+
+def _parts(content: Any, kind: str) -> list[dict[str, Any]]:
+    """Parts of a text that was read; `kind` is that of a plain text."""
+    found: list[dict[str, Any]] = []
+    for part in [{"type": kind, "text": content}] if isinstance(content, str) else content:
+        key = "refusal" if part["type"] == "refusal" else "text"
+        made = {"type": part["type"], key: part[key]}
+        found.append({**made, "annotations": []} if part["type"] == "output_text" else made)
     return found
+
+
+def page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """A list of items by `limit`, `order` and `after`. Raises InvalidParameter."""
+    limit = read_count(query.get("limit"), "limit", 20, MAX_ITEMS)
+    order, after = query.get("order", "desc"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise InvalidParameter("order", order, "give asc or desc")
+    found = items if order == "asc" else items[::-1]
+    begin = 0
+    if after is not None:
+        begin = 1 + next((i for i, item in enumerate(found) if item["id"] == after), -1)
+        if not begin:
+            raise InvalidParameter("after", after, "give the id of an item of this list")
+    part = found[begin : begin + limit]
+    return {
+        "object": "list",
+        "data": part,
+        "first_id": part[0]["id"] if part else None,
+        "last_id": part[-1]["id"] if part else None,
+        "has_more": begin + limit < len(found),
+    }
 
 
 # Functions, their choice, and forms of the answer, in the shapes of chat requests.

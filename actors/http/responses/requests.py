@@ -22,6 +22,7 @@ class ResponseRequest(AnyRequest, frozen=True, kw_only=True):
     input: Any = None
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: Any = None
     store: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -63,10 +64,26 @@ def check(body: ResponseRequest) -> None:
         raise BadRequest("background needs store=true", param="background")
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options needs stream=true", param="stream_options")
-    _check_metadata(body.metadata)
+    check_metadata(body.metadata)
 
 
-def _check_metadata(value: Any) -> None:
+def conversation_of(body: ResponseRequest) -> str | None:
+    """The id of the conversation that is gone on from. Raises BadRequest."""
+    match body.conversation:
+        case None:
+            return None
+        case str(name) | {"id": str(name)}:
+            pass
+        case given:
+            raise InvalidParameter("conversation", given, 'give an id, or {"id": ...}')
+    if body.previous_response_id is not None:
+        raise BadRequest(
+            "give conversation or previous_response_id, not both", param="conversation"
+        )
+    return name
+
+
+def check_metadata(value: Any) -> None:
     most, name_chars, value_chars = MAX_METADATA
     fits = value is None or (
         isinstance(value, dict)

@@ -1,7 +1,7 @@
 """The routes of the Responses API."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -10,8 +10,15 @@ from starlette.responses import Response
 from mallee.actors.config import ResponsesSettings
 from mallee.actors.http.entry.asking import Asking, read_count
 from mallee.actors.http.entry.middleware import age_s, caller_of
-from mallee.actors.http.responses.items import shown
-from mallee.actors.http.responses.requests import ResponseRequest
+from mallee.actors.http.responses.conversations import (
+    Change,
+    Conversations,
+    check_room,
+    pending,
+    place,
+)
+from mallee.actors.http.responses.items import page, shown
+from mallee.actors.http.responses.requests import ResponseRequest, conversation_of
 from mallee.actors.http.responses.running import Background, Run
 from mallee.actors.http.responses.sharing import ID_PREFIX, SharedResponses
 from mallee.actors.http.responses.store import Record, ResponseStore
@@ -23,7 +30,6 @@ from mallee.actors.tasks import Tasks
 from mallee.protocol.errors import BadRequest, InvalidParameter, NotFound, Unavailable
 from mallee.protocol.ids import Scope
 
-MAX_ITEMS: Final = 100  # of one page
 MAX_EVENTS: Final = 10**9
 
 
@@ -44,13 +50,23 @@ class Responses:
         self._settings = settings
         self._tasks = tasks
         self.store = ResponseStore(settings, server.clock)
+        self.conversations = Conversations(
+            *(server.service.records, self.store),
+            new_name=server.service.new_name,
+            clock=server.clock,
+        )
         self._shared = SharedResponses(server.service.records, self.store, tasks, self._end)
         self._background: dict[str, Background] = {}  # those that run
 
     async def create(self, request: Request) -> Response:
         asked = await self._asking.read(request, ResponseRequest)
         body = asked.body
+        conversation = await self._conversation(body, asked.scope)
         previous = await self._previous(body, asked.scope)
+        more: Sequence[dict[str, Any]] = ()
+        if conversation is not None:
+            previous = conversation if conversation.turn is not None else None
+            more = pending(conversation)
         has_capsule = previous is not None and await self._has_capsule(previous)
         if body.background and len(self._background) >= self._settings.max_background:
             most = self._settings.max_background
@@ -59,10 +75,10 @@ class Responses:
             request,
             asked,
             lambda given, scope, terms: self._turns.plan(
-                given, scope, terms, previous, has_capsule=has_capsule
+                given, scope, terms, previous, has_capsule=has_capsule, pending=more
             ),
         )
-        run, record = self._run(request, body, asked.scope, planned)
+        run, record = self._run(request, body, asked.scope, planned, conversation)
         if body.background:
             return self._in_background(request, run, record, streams=body.stream)
         visit, prepare_s = caller_of(request).visit, age_s(request)
@@ -122,32 +138,18 @@ class Responses:
         return json_response(record.body)
 
     async def input_items(self, request: Request) -> Response:
-        record, query = await self._record(request), request.query_params
-        limit = read_count(query.get("limit"), "limit", 20, MAX_ITEMS)
-        order, after = query.get("order", "desc"), query.get("after")
-        if order not in ("asc", "desc"):
-            raise InvalidParameter("order", order, "give asc or desc")
+        record = await self._record(request)
         items = shown(record.items, record.id.removeprefix(ID_PREFIX))
-        if order == "desc":
-            items.reverse()
-        begin = 0
-        if after is not None:
-            names = [item["id"] for item in items]
-            if after not in names:
-                raise InvalidParameter("after", after, "give the id of an item of this response")
-            begin = names.index(after) + 1
-        page = items[begin : begin + limit]
-        return json_response(
-            {
-                "object": "list",
-                "data": page,
-                "first_id": page[0]["id"] if page else None,
-                "last_id": page[-1]["id"] if page else None,
-                "has_more": begin + limit < len(items),
-            }
-        )
+        return json_response(page(items, request.query_params))
 
     # Steps
+
+    async def _conversation(self, body: ResponseRequest, scope: Scope) -> Record | None:
+        """The conversation that is gone on from. Raises UnknownConversation, BadRequest."""
+        name = conversation_of(body)
+        if name is None:
+            return None
+        return await self.conversations.find(name, scope, "conversation")
 
     async def _previous(self, body: ResponseRequest, scope: Scope) -> Record | None:
         """The response that is gone on from. Raises UnknownResponse, BadRequest."""
@@ -173,21 +175,36 @@ class Responses:
         return not info.is_stale and info.boundary == left.prompt_tokens + len(left.drawn)
 
     def _run(
-        self, request: Request, body: ResponseRequest, scope: Scope, planned: PlannedTurn
+        self,
+        request: Request,
+        body: ResponseRequest,
+        scope: Scope,
+        planned: PlannedTurn,
+        conversation: Record | None,
     ) -> tuple[Run, Record]:
         name = self._server.service.new_name(scope)
         begun = opening(
             *(body, f"{ID_PREFIX}{name.removeprefix('req_')}", int(self._server.clock())),
             *(self._server.model_name, body.tools or []),
         )
+        if conversation is not None:
+            check_room(conversation, len(planned.items), "conversation")
+            begun["conversation"] = {"id": conversation.id}
         writer = Writer(
             *(body, begun, self._server.tokenizer.token_bytes),
             names_workers=caller_of(request).is_operator,
         )
         record = Record(begun["id"], scope, begun, planned.items, planned.head)
-        store = body.store
-        run = Run(self._server, self.store, planned, record, writer, name, is_stored=store)
-        return run, record
+
+        async def tell(answer: Record) -> None:
+            if conversation is not None:
+                made = self.conversations.with_ids(scope, planned.items)
+                items = [*made, *writer.output]
+                change = Change(items=items, at=place(conversation))
+                await self.conversations.change(conversation, change, answer)
+
+        given = (self._server, self.store, planned, record, writer, name)
+        return Run(*given, is_stored=body.store, tell=tell), record
 
     def _in_background(
         self, request: Request, run: Run, record: Record, *, streams: bool

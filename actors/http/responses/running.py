@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from mallee.actors.access.quotas import Visit
@@ -63,7 +63,10 @@ class DrawnStream:
 
 
 class Run:
-    """One answer. `open` starts it, `events` writes it down to its end; `close` ends it early."""
+    """One answer. `open` starts it, `events` writes it down to its end; `close` ends it early.
+
+    `tell(record)` is awaited once the output is whole, before the last event.
+    """
 
     def __init__(
         self,
@@ -75,6 +78,7 @@ class Run:
         name: RequestId,
         *,
         is_stored: bool,
+        tell: Callable[[Record], Awaitable[None]],
     ) -> None:
         self._server = server
         self._store = store
@@ -83,6 +87,7 @@ class Run:
         self.writer = writer
         self._name = name
         self._is_stored = is_stored
+        self._tell = tell
         self.error: MalleeError | None = None  # of an answer that failed
         self._usage: UsageCounter | None = None
         self._drawn: DrawnStream | None = None
@@ -133,6 +138,10 @@ class Run:
                         await asyncio.sleep(0)
                     waiting = await anext(text)
                 delta = waiting
+            if delta.error is not None:
+                raise delta.error
+            found += writer.finish(delta)
+            await self._leave(delta)
             found += self._ended(delta, usage)
         except MalleeError as error:
             found += self._failed(error)
@@ -167,20 +176,26 @@ class Run:
         self._keep()
         return events
 
-    def _ended(self, last: TextDelta, usage: UsageCounter) -> list[dict[str, Any]]:
-        if last.error is not None:
-            return self._failed(last.error)
-        planned = self._planned
-        more = {"turn": planned.how, "new_tokens": planned.new_tokens}
-        events = self.writer.end(last, usage, more, int(self._server.clock()))
-        self._record.turn = Turn(planned.turn, self.writer.answer())
+    async def _leave(self, last: TextDelta) -> None:
+        """Have the record, and its conversation, go on after the answer. Raises MalleeError."""
+        planned, record = self._planned, self._record
+        record.turn = Turn(planned.turn, self.writer.answer())
         assert self._drawn is not None
         prompt_tokens = planned.plan.prompt_tokens
         num_drawn = last.boundary - prompt_tokens
         if last.capsule is not None and 0 <= num_drawn <= len(self._drawn.tokens):
             drawn = as_tokens(self._drawn.tokens[:num_drawn])
             asked = planned.asked or (prompt_tokens, planned.turn)
-            self._record.left = Left(last.capsule, prompt_tokens, drawn, asked)
+            record.left = Left(last.capsule, prompt_tokens, drawn, asked)
+        try:
+            await self._tell(record)
+        except MalleeError:
+            record.turn = record.left = None
+            raise
+
+    def _ended(self, last: TextDelta, usage: UsageCounter) -> list[dict[str, Any]]:
+        more = {"turn": self._planned.how, "new_tokens": self._planned.new_tokens}
+        events = self.writer.end(last, usage, more, int(self._server.clock()))
         self._keep()
         return events
 

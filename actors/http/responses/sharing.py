@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
-from mallee.actors.gateway.shared.records import SharedRecords
+from mallee.actors.gateway.shared.records import ASK_S, SharedRecords
 from mallee.actors.http.responses.store import Left, Record, ResponseStore, Turn, UnknownResponse
 from mallee.actors.tasks import Tasks
 from mallee.actors.text.conversation import Conversation, Function, Message
@@ -48,6 +48,7 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
     left: _Left | None
     num_chars: int
     is_running: bool
+    num_covered: int
 
 
 _decode: Final = Decoder(_Told, "a stored response")
@@ -76,6 +77,7 @@ def packed(record: Record) -> bytes:
         left=left,
         num_chars=record.num_chars,
         is_running=record.is_running,
+        num_covered=record.num_covered,
     )
     return encode(told)
 
@@ -99,6 +101,7 @@ def unpacked(raw: bytes) -> Record:
         *(path[-1] if path else None, left, max(0, told.num_chars)),
         is_running=told.is_running,
         is_copy=True,
+        num_covered=told.num_covered,
     )
 
 
@@ -125,6 +128,8 @@ class SharedResponses:
     async def find(self, name: str, scope: Scope, param: str | None = None) -> Record:
         """The response; one that runs elsewhere as it stands there. Raises UnknownResponse."""
         try:
+            if not name.startswith(ID_PREFIX):
+                raise UnknownResponse(name, param)
             return self._store.get(name, scope, param)
         except UnknownResponse:
             found = await self._fetched(_KIND, name, scope)
@@ -146,17 +151,19 @@ class SharedResponses:
 
     async def forget(self, record: Record) -> None:
         """Forget a response here and everywhere, and end it."""
-        self._records.forget(_KIND, _key(record.id), record.scope)  # first: no gateway takes it now
+        self._records.forget(
+            _KIND, request_of(record.id), record.scope
+        )  # first: no gateway takes it now
         await self._forget(record)
 
     async def _forget(self, record: Record) -> None:
         await self._end(record)
         self._store.forget(record)
 
-    async def _fetched(self, kind: str, name: str, scope: Scope, **options: float) -> Record | None:
-        if not name.startswith(ID_PREFIX):
-            return None
-        raw = await self._records.fetch(kind, _key(name), scope, **options)
+    async def _fetched(
+        self, kind: str, name: str, scope: Scope, *, wait_s: float = ASK_S
+    ) -> Record | None:
+        raw = await self._records.fetch(kind, request_of(name), scope, wait_s=wait_s)
         if raw is None:
             return None
         try:
@@ -173,15 +180,15 @@ class SharedResponses:
 
     def _here(self, key: str, scope: Scope) -> Record | None:
         try:
-            return self._store.get(f"{ID_PREFIX}{key.removeprefix(_REQUEST_PREFIX)}", scope)
+            return self._store.get(named(ID_PREFIX, key), scope)
         except UnknownResponse:
             return None
 
-    async def _tell(self, key: str, scope: Scope) -> bytes | None:
+    async def _tell(self, key: str, scope: Scope, _: bytes) -> bytes | None:
         record = self._here(key, scope)
         return None if record is None else packed(record)
 
-    async def _tell_ended(self, key: str, scope: Scope) -> bytes | None:
+    async def _tell_ended(self, key: str, scope: Scope, _: bytes) -> bytes | None:
         record = self._here(key, scope)
         if record is None:
             return None
@@ -194,6 +201,11 @@ class SharedResponses:
             self._tasks.spawn(self._forget(record))
 
 
-def _key(name: str) -> str:
-    """The name of the request that a response is."""
-    return _REQUEST_PREFIX + name.removeprefix(ID_PREFIX)
+def request_of(name: str) -> str:
+    """The name of the request that a response or conversation was made as."""
+    return _REQUEST_PREFIX + name.partition("_")[2]
+
+
+def named(prefix: str, request: str) -> str:
+    """The id, with that prefix, of what was made as `request`."""
+    return prefix + request.removeprefix(_REQUEST_PREFIX)

@@ -76,7 +76,11 @@ class Left:
 
 @dataclass(slots=True)
 class Record:
-    """A response. `head`: its instructions, functions and variables; `turn`: up to its answer."""
+    """A response. `head`: its instructions, functions and variables; `turn`: up to its answer.
+
+    Or a conversation: `items` are all of it, the other fields those of its last answer, which follow from the
+    first `num_covered` items.
+    """
 
     id: str
     scope: Scope
@@ -89,6 +93,7 @@ class Record:
     events: list[bytes] = field(default_factory=list)
     is_running: bool = False
     is_copy: bool = False  # another gateway made it, and has its events
+    num_covered: int = 0
 
     def measure(self) -> None:
         """Count body and items as they are now."""

@@ -9,14 +9,14 @@ an anchor (reasoning that is dropped), the one before is tried; then the whole i
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from mallee.actors.http.chat.reading import Chat, ChatReader
 from mallee.actors.http.jobs import JobMaker, Plan, Start
 from mallee.actors.http.prompts import PromptReader, RenderedPrompt
-from mallee.actors.http.responses.items import function_tool, read_input, renamed
+from mallee.actors.http.responses.items import function_tool, messages_of, read_input, renamed
 from mallee.actors.http.responses.requests import (
     ResponseRequest,
     chat_request,
@@ -41,7 +41,7 @@ class PlannedTurn(NamedTuple):
     """One request, ready to start. `asked`: see `Left`; None: this prompt is it."""
 
     plan: Plan
-    items: list[dict[str, object]]
+    items: list[dict[str, Any]]
     head: Conversation
     turn: Turn
     how: How
@@ -71,8 +71,11 @@ class TurnMaker:
         previous: Record | None,
         *,
         has_capsule: bool,
+        pending: Sequence[dict[str, Any]] = (),
     ) -> PlannedTurn:
-        """The plan of `body` after `previous`, whose capsule can be forked if `has_capsule`.
+        """The plan of `body` after `previous` and `pending` items.
+
+        `has_capsule`: the capsule of `previous` can be forked.
 
         Raises BadRequest.
         """
@@ -80,6 +83,8 @@ class TurnMaker:
         check(body)
         request, output = chat_request(body), output_of(body)
         items, messages = read_input(body.input)
+        if pending:
+            messages = messages_of([*pending, *items], "input")
         parent = previous.turn if previous is not None else None
         turn = Turn(parent, tuple(messages))
         head = self._head(body)
@@ -101,7 +106,7 @@ class TurnMaker:
         prompt = self._reader.conversation(found, scope, add_generation_prompt=True)
         chat = self._chat.begun(request, found, prompt, output)
         plan = self._planned(request, chat, scope, terms, None)
-        how: How = "new" if previous is None else "whole"
+        how: How = "new" if previous is None and not pending else "whole"
         return PlannedTurn(plan, items, head, turn, how, len(prompt.tokens), None)
 
     def _planned(

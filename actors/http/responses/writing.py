@@ -34,6 +34,7 @@ def opening(
         "created_at": created,
         "status": "queued" if body.background else "in_progress",
         "background": body.background,
+        "conversation": None,
         "completed_at": None,
         "error": None,
         "incomplete_details": None,
@@ -109,15 +110,19 @@ class Writer:
             events += [*self._close("completed"), *self._call(call)]
         return events
 
-    def end(
-        self, last: TextDelta, usage: UsageCounter, more: dict[str, Any], now: int
-    ) -> list[dict[str, Any]]:
-        """The last events, of which the very last has the whole body."""
-        status = _ENDS.get(last.finish or "stop", "failed")
+    def finish(self, last: TextDelta) -> list[dict[str, Any]]:
+        """The events after which the output is whole."""
         events: list[dict[str, Any]] = []
         if not self._kind and not any(i["type"] != "reasoning" for i in self.output):
             events += self._open("message")
-        events += self._close("completed" if status == "completed" else "incomplete")
+        is_whole = _ENDS.get(last.finish or "stop") == "completed"
+        return [*events, *self._close("completed" if is_whole else "incomplete")]
+
+    def end(
+        self, last: TextDelta, usage: UsageCounter, more: dict[str, Any], now: int
+    ) -> list[dict[str, Any]]:
+        """The last event, after `finish`; it has the whole body."""
+        status = _ENDS.get(last.finish or "stop", "failed")
         self._settle(status, usage)
         self.body["mallee"] = {**extras(last, names_workers=self._names_workers), **more}
         if status == "completed":
@@ -125,7 +130,7 @@ class Writer:
         if status == "incomplete":
             self.body["incomplete_details"] = {"reason": "max_output_tokens"}
         named = "incomplete" if status == "cancelled" else status
-        return [*events, self._about(f"response.{named}")]
+        return [self._about(f"response.{named}")]
 
     def fail(self, error: MalleeError, usage: UsageCounter | None) -> list[dict[str, Any]]:
         events = self._close("incomplete")

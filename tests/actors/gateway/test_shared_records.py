@@ -31,8 +31,10 @@ class Gateway:
         )
         self.records.share("thing", self._tell, lambda *key: self.kept.pop(key, None))
 
-    async def _tell(self, name: str, scope: Scope) -> bytes | None:
+    async def _tell(self, name: str, scope: Scope, given: bytes) -> bytes | None:
         self.told.append(name)
+        if given and (name, scope) in self.kept:
+            self.kept[name, scope] += given
         return self.kept.get((name, scope))
 
 
@@ -58,6 +60,8 @@ async def test_a_record_is_found_from_every_gateway(three: list[Gateway]) -> Non
     found = await asyncio.gather(*(g.records.fetch("thing", name, COMMON) for g in (b, b, c)))
     assert found == [b"text"] * 3
     assert await b.records.fetch("other kind", name, COMMON) is None
+    assert await b.records.fetch("thing", name, COMMON, given=b"+") == b"text+"
+    assert a.kept[name, COMMON] == b"text+"
 
 
 async def test_another_scope_gets_no_answer_and_is_not_asked_for(three: list[Gateway]) -> None:
@@ -110,7 +114,7 @@ async def test_malformed_messages_and_failing_owners_hurt_nobody(three: list[Gat
         for raw in (b"", b"\xc1", b"\x91\xa1x", b"\x92\x01\xc4", b"\x93" * 3000):
             c.bus.publish(subject, raw)
 
-    async def fail(name: str, scope: Scope) -> bytes | None:
+    async def fail(name: str, scope: Scope, given: bytes) -> bytes | None:
         raise ValueError(name)
 
     c.records.share("thing", fail)

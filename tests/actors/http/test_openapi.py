@@ -112,6 +112,14 @@ def test_examples_are_answered_as_the_document_says(api: FuzzedApi, operation: O
     if "{response}" in operation.path:
         answered = api.send(ask_of("POST", "/v1/responses")).json()
         ask = ask._replace(path=ask.path.replace("{response}", answered["id"]))
+    if "{conversation}" in operation.path:
+        begun = api.send(ask_of("POST", "/v1/conversations")).json()
+        path = f"/v1/conversations/{begun['id']}"
+        ask = ask._replace(path=ask.path.replace("/v1/conversations/{conversation}", path))
+        items = api.send(
+            ask_of("GET", "/v1/conversations/{conversation}/items")._replace(path=f"{path}/items")
+        )
+        ask = ask._replace(path=ask.path.replace("{item}", items.json()["data"][0]["id"]))
     if operation.handler == "capsules.delete_many":
         ask = ask._replace(query={"all": "true"})
     answer = api.check(ask)

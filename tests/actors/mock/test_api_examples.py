@@ -119,6 +119,12 @@ async def givens(client: httpx.AsyncClient, operation: Operation) -> dict[str, s
             case "response":
                 body = {"input": "A mallee", "max_output_tokens": 2, "background": True}
                 made[name] = (await client.post("/v1/responses", json=body)).json()["id"]
+            case "conversation":
+                body = {"items": [{"role": "user", "content": "I grow mallees."}]}
+                made[name] = (await client.post("/v1/conversations", json=body)).json()["id"]
+            case "item":
+                items = f"/v1/conversations/{made['conversation']}/items"
+                made[name] = (await client.get(items)).json()["data"][0]["id"]
             case "session":
                 body = {"prompt": "A mallee", "max_tokens": 2, "mallee": {"session": "night-3"}}
                 await client.post("/v1/completions", json=body)

@@ -146,7 +146,9 @@ def test_logprobs_are_those_of_the_text(roomy: Any) -> None:
         ({"metadata": {"a": 1}}, "metadata"),
         ({"background": True, "store": False}, "background"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"conversation": "conv_1"}, "conversation"),
+        ({"conversation": 3}, "conversation"),
+        ({"conversation": {"id": 3}}, "conversation"),
+        ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation"),
         ({"temperature": 3}, "temperature"),
     ],
 )
