@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mallee.actors.http.entry.asking import read_count
+from mallee.actors.http.responses.namespaces import full_name, read_namespace
 from mallee.actors.text.conversation import (
     MAX_MESSAGES,
     Declared,
@@ -80,10 +81,14 @@ def _of_message(item: dict[str, Any], param: str) -> Message:
 
 
 def _of_call(item: dict[str, Any], param: str) -> Message:
+    name, namespace = item.get("name"), read_namespace(item, param)
     call = {
         "id": _named(item, "call_id", param),
         "type": "function",
-        "function": {"name": item.get("name"), "arguments": item.get("arguments")},
+        "function": {
+            "name": full_name(namespace, name) if isinstance(name, str) else name,
+            "arguments": item.get("arguments"),
+        },
     }
     given = [{"role": "assistant", "tool_calls": [call]}]
     try:
@@ -178,6 +183,8 @@ def _shown(item: dict[str, Any], name: str) -> dict[str, Any]:
             made |= {"role": item["role"], "content": _parts(item["content"], text)}
         case "function_call":
             made |= {key: item[key] for key in ("call_id", "name", "arguments")}
+            if item.get("namespace") is not None:
+                made["namespace"] = item["namespace"]
         case "function_call_output":
             output = item["output"]
             shown_output = output if isinstance(output, str) else _parts(output, "input_text")
@@ -232,7 +239,7 @@ def function_tool(tool: Any, param: str) -> Declared:
     """A function, which names itself. Raises InvalidParameter."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind != "function":
-        remedy = "this server runs no tools; only function is supported"
+        remedy = "this server runs no tools; only function and namespace are supported"
         raise InvalidParameter(f"{param}.type", kind, remedy)
     return Declared(tool, param)
 
@@ -241,6 +248,7 @@ def chat_choice(value: Any) -> Any:
     """`tool_choice` as chat requests have it. Raises InvalidParameter for tools that are no functions."""
     match value:
         case {"type": "function", "name": str(name)}:
+            name = full_name(read_namespace(value, "tool_choice"), name)
             return {"type": "function", "function": {"name": name}}
         case {"type": "allowed_tools", "tools": list(tools), **more}:
             allowed = {"tools": [chat_choice(tool) for tool in tools], **more}

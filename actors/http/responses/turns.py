@@ -17,6 +17,7 @@ from mallee.actors.http.chat.reading import Chat, ChatReader
 from mallee.actors.http.jobs import JobMaker, Plan, Start
 from mallee.actors.http.prompts import PromptReader, RenderedPrompt
 from mallee.actors.http.responses.items import function_tool, messages_of, read_input, renamed
+from mallee.actors.http.responses.namespaces import flattened
 from mallee.actors.http.responses.requests import (
     ResponseRequest,
     chat_request,
@@ -125,7 +126,10 @@ class TurnMaker:
     def _head(self, body: ResponseRequest) -> Conversation:
         """Instructions, functions and what the template reads."""
         system = (Message("system", body.instructions),) if body.instructions else ()
-        given = Conversation(system, read_functions(body.tools, function_tool))
+        functions = read_functions(
+            flattened(body.tools), lambda placed, _: function_tool(placed.tool, placed.param)
+        )
+        given = Conversation(system, functions)
         return self._chat.with_variables(
             given, effort_of(body), body.chat_template_kwargs, is_hint=True
         )

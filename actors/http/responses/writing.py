@@ -9,6 +9,7 @@ from mallee.actors.http.answers import MAX_CHANCES, UsageCounter, extras
 from mallee.actors.http.deltas import TextDelta, TokenBytes, TokenChance, chat_logprobs
 from mallee.actors.http.errors import AnswerTooLarge
 from mallee.actors.http.responses.items import sealed
+from mallee.actors.http.responses.namespaces import full_name, places_of
 from mallee.actors.http.responses.requests import LOGPROBS, SEALED, ResponseRequest
 from mallee.actors.text.conversation import Message, ToolCall
 from mallee.protocol.errors import MalleeError
@@ -53,7 +54,7 @@ def opening(
         "temperature": body.temperature,
         "text": {**text, "format": text.get("format") or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [{"strict": None, "description": None, "parameters": None, **t} for t in tools],
+        "tools": [_declared(tool) for tool in tools],
         "top_logprobs": body.top_logprobs,
         "top_p": body.top_p,
         "truncation": body.truncation,
@@ -61,6 +62,12 @@ def opening(
         "user": body.user or None,
         "metadata": body.metadata or {},
     }
+
+
+def _declared(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool["type"] == "namespace":
+        return {"description": "", **tool}
+    return {"strict": None, "description": None, "parameters": None, **tool}
 
 
 class Writer:
@@ -78,6 +85,7 @@ class Writer:
         self._token_bytes = token_bytes if LOGPROBS in body.include else None
         self._seals = SEALED in body.include
         self._names_workers = names_workers
+        self._places = places_of(body.tools)
         self._number = 0  # of the next event
         self._kind = ""  # of the item that is open
         self._texts: list[str] = []  # of it
@@ -154,7 +162,8 @@ class Writer:
                 case "reasoning":
                     reasoning += item["content"][0]["text"]
                 case "function_call":
-                    calls.append(ToolCall(item["call_id"], item["name"], item["arguments"]))
+                    name = full_name(item.get("namespace", ""), item["name"])
+                    calls.append(ToolCall(item["call_id"], name, item["arguments"]))
         return (Message("assistant", text, reasoning, tuple(calls)),)
 
     def _settle(self, status: str, usage: UsageCounter | None) -> None:
@@ -284,12 +293,13 @@ class Writer:
         ]
 
     def _call(self, call: ToolCall) -> list[dict[str, Any]]:
+        named = self._places.get(call.name, {"name": call.name})
         item = {
             "id": self._id("fc"),
             "type": "function_call",
             "status": "in_progress",
             "call_id": call.id,
-            "name": call.name,
+            **named,
             "arguments": "",
         }
         added = self._added(item)
@@ -298,6 +308,6 @@ class Writer:
         return [
             added,
             self._event(f"{kind}.delta", **place, delta=call.arguments),
-            self._event(f"{kind}.done", **place, name=call.name, arguments=call.arguments),
+            self._event(f"{kind}.done", **place, name=named["name"], arguments=call.arguments),
             self._done({**item, "status": "completed", "arguments": call.arguments}),
         ]
