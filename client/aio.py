@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Unpack
 
 from mallee.client import calls
 from mallee.client.base import (
+    CUT_WAIT_S,
     DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT_S,
     DEFAULT_URL,
@@ -17,6 +18,7 @@ from mallee.client.base import (
     BaseMallee,
     failing_as,
     retry_after_s,
+    was_cut,
 )
 from mallee.client.calls import (
     Call,
@@ -165,6 +167,11 @@ class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
         call = close_session(name, cache_salt)
         return read_session(await self._send(call, max_retries=0), ClosedSession)
 
+    async def request(self, request: str, *, cache_salt: str | None = None) -> dict[str, Any]:
+        """The course of a request, while it runs and afterwards; see `Mallee.request`. Raises NotFound."""
+        found: dict[str, Any] = await self._send(calls.show_request(request, cache_salt))
+        return found
+
     def import_capsule(
         self,
         source: File,
@@ -184,8 +191,9 @@ class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
         messages: Sequence[Message] | None = None,
         **params: Unpack[Generation],
     ) -> "list[AsyncBranch]":
-        """The finished answers to one prompt or conversation: one branch, or `n`."""
-        return await self.stream(prompt, messages=messages, **params).wait()
+        """The finished answers to one prompt or conversation: one branch, or `n`; see `Mallee.complete`."""
+        call = calls.generate(prompt, messages, self._with_model(params))
+        return await self._open(call.keyed()).wait()
 
     async def _request(
         self,
@@ -206,10 +214,16 @@ class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
             headers={**call.headers, **headers},
         )
         for num_left in range(most if content is None else 0, -1, -1):
-            with failing_as(ConnectionFailed, self.base_url):
-                response = await self._http.send(request, stream=stream)
-                is_refused = num_left and response.status_code in (429, 503)
-                raw = await response.aread() if is_refused else b""
+            try:
+                with failing_as(ConnectionFailed, self.base_url):
+                    response = await self._http.send(request, stream=stream)
+                    is_refused = num_left and response.status_code in (429, 503)
+                    raw = await response.aread() if is_refused else b""
+            except ConnectionFailed as error:
+                if not (num_left and call.may_repeat and was_cut(error)):
+                    raise
+                await sleep(CUT_WAIT_S)
+                continue
             wait_s = retry_after_s(response.headers, response.status_code, raw)
             if not num_left or wait_s is None:
                 break
@@ -217,8 +231,9 @@ class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
         return response
 
     async def _send(self, call: Call, *, max_retries: int | None = None) -> Any:
-        response = await self._request(call, max_retries=max_retries)
-        return read_answer(response.status_code, response.content, self.base_url)
+        response = await self._request(call.keyed(), max_retries=max_retries)
+        raw, headers = response.content, response.headers
+        return read_answer(response.status_code, raw, self.base_url, headers)
 
     def _open(self, call: Call) -> "AsyncBranches":
         return AsyncBranches(self, call)
@@ -245,7 +260,8 @@ class AsyncCapsule(BaseCapsule["AsyncBranches", "PendingCapsule"]):
         try:
             with failing_as(StreamBroken, client.base_url + call.path):
                 if response.status_code >= 400:
-                    read_answer(response.status_code, await response.aread(), client.base_url)
+                    raw, headers = await response.aread(), response.headers
+                    read_answer(response.status_code, raw, client.base_url, headers)
                 counted = Counted(file_nbytes(response.headers), progress)
                 with written(target) as file:
                     async for data in response.aiter_raw():
@@ -312,7 +328,8 @@ class PendingCapsule:
             total = length(file)
             content, headers = _pieces(file, Counted(total, progress)), file_headers(total)
             response = await self._client._request(self._call, content=content, headers=headers)
-        return read_answer(response.status_code, response.content, self._client.base_url)
+        raw, url = response.content, self._client.base_url
+        return read_answer(response.status_code, raw, url, response.headers)
 
 
 async def _pieces(file: BinaryIO, counted: Counted) -> AsyncIterator[bytes]:
@@ -331,6 +348,10 @@ class AsyncBranch(BaseBranch["AsyncBranches", PendingCapsule]):
     async def inject(self, suffix: Suffix, *, mode: InjectMode = "append") -> int:
         """As `Branch.inject`."""
         return int((await self._inject(suffix, mode))["at"])
+
+    async def prune(self) -> bool:
+        """As `Branch.prune`."""
+        return self.index in (await self._prune())["branches"]
 
 
 class AsyncBranches(BaseBranches[AsyncBranch]):
@@ -389,17 +410,37 @@ class AsyncBranches(BaseBranches[AsyncBranch]):
                 raw = await response.aread()
         finally:
             await response.aclose()
-        read_answer(response.status_code, raw, self._url)
+        read_answer(response.status_code, raw, self._url, response.headers)
 
     async def _read(self) -> AsyncGenerator[BranchEvent, None]:
         response = await self._opened()
+        num_left = self._client.max_retries if self._call.may_repeat else 0
         try:
-            with failing_as(StreamBroken, self._url):
-                async for chunk in response.aiter_raw():
-                    for event in self._take(chunk):
-                        yield event
-                    if self._reader.is_done:
-                        break
-                self._end()
+            while not self._reader.is_done:
+                try:
+                    with failing_as(StreamBroken, self._url):
+                        async for chunk in response.aiter_raw():
+                            for event in self._take(chunk):
+                                yield event
+                            if self._reader.is_done:
+                                break
+                        self._end()
+                except StreamBroken as error:
+                    if not (num_left and was_cut(error)):
+                        raise
+                    num_left -= 1
+                    response = await self._again(response)
         finally:
             await response.aclose()
+
+    async def _again(self, cut: "httpx.Response") -> "httpx.Response":
+        """As `Branches._again`."""
+        from anyio import sleep
+
+        await cut.aclose()
+        await sleep(CUT_WAIT_S)
+        self._response = response = await self._client._request(self._call, stream=True)
+        if response.status_code >= 400:
+            await self._refuse(response)
+        self._resume(response.headers)
+        return response

@@ -25,7 +25,15 @@ from mallee.client.calls import (
 )
 from mallee.client.errors import ConnectionFailed, StreamBroken
 from mallee.client.html import tree_html
-from mallee.client.results import BranchEvent, BranchState, CapsuleData, StreamReader, Usage
+from mallee.client.results import (
+    NO_END,
+    BranchEvent,
+    BranchState,
+    CapsuleData,
+    StreamReader,
+    Usage,
+    told_wait_s,
+)
 from mallee.client.sse import SseParser
 from mallee.protocol.errors import InvalidParameter
 
@@ -35,6 +43,7 @@ NO_HEADERS: Mapping[str, str] = {}
 DELETE_TIMEOUT_S = 10.0  # of a capsule at the end of its block
 DEFAULT_MAX_RETRIES = 2
 MAX_RETRY_WAIT_S = 60.0  # a server that asks for more is not waited for
+CUT_WAIT_S = 0.25  # after a cut connection, until the request is sent again
 _FULL = ("capsules_full", "tier_full", "storage_full")  # that a short wait doesn't change
 
 B = TypeVar("B", bound=BranchState)
@@ -53,6 +62,14 @@ def failing_as(kind: type[ConnectionFailed] | type[StreamBroken], url: str) -> I
         raise kind(url, str(error) or type(error).__name__) from error
 
 
+def was_cut(error: ConnectionFailed | StreamBroken) -> bool:
+    """Whether the connection ended without the whole answer: the server may have run the request."""
+    import httpx
+
+    cuts = httpx.ReadError | httpx.WriteError | httpx.RemoteProtocolError
+    return error.fields["reason"] == NO_END or isinstance(error.__cause__, cuts)
+
+
 def retry_after_s(headers: Mapping[str, str], status: int, raw: bytes) -> float | None:
     """Seconds after which a refused request is worth sending again; None: it isn't, or was not refused.
 
@@ -61,10 +78,10 @@ def retry_after_s(headers: Mapping[str, str], status: int, raw: bytes) -> float 
     """
     if status not in (429, 503) or headers.get("x-should-retry") == "false":
         return None
-    told = headers.get("retry-after", "")
-    if not told.isdecimal() or int(told[:9]) > MAX_RETRY_WAIT_S:
+    told = told_wait_s(headers)
+    if told is None or told > MAX_RETRY_WAIT_S:
         return None
-    return None if any(code.encode() in raw for code in _FULL) else float(told)
+    return None if any(code.encode() in raw for code in _FULL) else told
 
 
 class BaseMallee(ABC, Generic[S, C]):
@@ -265,12 +282,17 @@ class BaseBranch(BranchState, Generic[S, C]):
         return self.client._capsule(call, is_open=False)
 
     def _inject(self, suffix: Suffix, mode: InjectMode) -> Any:
-        """The answer to an inject, which is sent but once, or what awaits it."""
+        """The answer to an inject, or what awaits it."""
         assert self.client is not None
         assert self.request_id is not None, "it was not begun"
         params = {"suffix": suffix, "mode": mode, "cache_salt": self.cache_salt}
-        call = calls.inject(self.request_id, self.index, params)
-        return self.client._send(call, max_retries=0)
+        return self.client._send(calls.inject(self.request_id, self.index, params))
+
+    def _prune(self) -> Any:
+        """The answer to a prune of this branch, or what awaits it."""
+        assert self.client is not None
+        assert self.request_id is not None, "it was not begun"
+        return self.client._send(calls.prune(self.request_id, [self.index], self.cache_salt))
 
     def pin(self, *, ttl_s: float | None = None) -> C:
         """The capsule where the branch ended, kept as `Capsule.pin` does. Raises NoCapsule, CapsulesFull."""
@@ -296,6 +318,8 @@ class BaseBranches(ABC, Generic[B]):
         self._began = 0.0
         self._parser = SseParser()
         self._reader = StreamReader(url)
+        self._num_read = 0  # bytes
+        self._num_known = 0  # of the next bytes: read before the stream was cut
 
     @property
     def request_id(self) -> str | None:
@@ -316,7 +340,10 @@ class BaseBranches(ABC, Generic[B]):
 
     def _take(self, chunk: bytes) -> Iterator[BranchEvent]:
         """Events in `chunk`, each added to its branch. Raises the server's error, StreamBroken."""
-        for data in self._parser.feed(chunk):
+        fresh = chunk[self._num_known :]
+        self._num_known -= len(chunk) - len(fresh)
+        self._num_read += len(fresh)
+        for data in self._parser.feed(fresh):
             for event in self._reader.read(data):
                 branch = self.branches.get(event.index)
                 if branch is None:
@@ -324,6 +351,12 @@ class BaseBranches(ABC, Generic[B]):
                     branch.request_id = self._reader.request_id
                 branch.take(event, self._elapsed_ms())
                 yield event
+
+    def _resume(self, headers: Mapping[str, str]) -> None:
+        """Go on by the same answer's bytes, sent again. Raises StreamBroken if it is another answer."""
+        if self._num_read and headers.get("idempotent-replayed") != "true":
+            raise StreamBroken(self._url, "another gateway knows nothing of it")
+        self._num_known = self._num_read
 
     def _end(self) -> None:
         """End the stream. Raises StreamBroken if it broke off."""

@@ -23,6 +23,7 @@ Forks: TypeAlias = int | str | Mapping[str, Any] | Sequence[Suffix]
 
 
 SALT_HEADER = "x-cache-salt"
+KEY_HEADER = "Idempotency-Key"
 
 
 class Waiting(TypedDict, total=False):
@@ -123,17 +124,33 @@ class Prefilling(Terms, total=False):
 
 
 class Call(NamedTuple):
-    """One HTTP request. `body` becomes JSON; one without a body says in a header whose salt it means."""
+    """One HTTP request. `body` becomes JSON; one without a body says in a header whose salt it means.
+
+    With a `key` it runs once, however often it is sent: its answer is given again.
+    """
 
     method: str
     path: str
     body: dict[str, Any] | None = None
     cache_salt: str | None = None
+    key: str = ""
+
+    def keyed(self) -> "Call":
+        """This call under a key of its own, if it is a POST."""
+        from uuid import uuid4
+
+        return self if self.method != "POST" else self._replace(key=uuid4().hex)
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether sending it again changes no more than sending it once."""
+        return self.method == "GET" or bool(self.key)
 
     @property
     def headers(self) -> dict[str, str]:
         is_said = self.cache_salt is None or self.body is not None
-        return {} if is_said else {SALT_HEADER: str(self.cache_salt)}
+        salt = {} if is_said else {SALT_HEADER: str(self.cache_salt)}
+        return {**salt, KEY_HEADER: self.key} if self.key else salt
 
     def content(self) -> bytes | None:
         """The body as bytes. Raises InvalidParameter for what JSON can't say."""
@@ -223,6 +240,17 @@ def capture(request: str, branch: int, params: Mapping[str, Any]) -> Call:
     """A capsule of a running branch."""
     path = f"{_request_path(request)}/capsules"
     return Call("POST", path, {"branch": branch, **_given(dict(params))}, params.get("cache_salt"))
+
+
+def prune(request: str, branches: Sequence[int] | None, cache_salt: str | None) -> Call:
+    """The end of running branches, or of all."""
+    given = {"branches": None if branches is None else list(branches), "cache_salt": cache_salt}
+    return Call("POST", f"{_request_path(request)}/prune", _given(given), cache_salt)
+
+
+def show_request(request: str, cache_salt: str | None) -> Call:
+    """The course of a request."""
+    return Call("GET", _request_path(request), cache_salt=cache_salt)
 
 
 def rewind(capsule: str, params: Mapping[str, Any]) -> Call:

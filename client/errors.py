@@ -7,7 +7,8 @@
     |- NoCapsule          a branch left no state that could be forked
     `- BadRequest, NotFound, Unavailable, ...   the server's own errors, by their code
 
-An error that came from the server has its HTTP status in `fields["http_status"]`.
+An error that came from the server has its HTTP status in `fields["http_status"]`, and in `retry_after_s` the
+seconds of its `Retry-After`.
 """
 
 from collections.abc import Mapping
@@ -63,12 +64,14 @@ class NoCapsule(MalleeError):
         )
 
 
-def from_body(body: object, http_status: int) -> MalleeError:
+def from_body(body: object, http_status: int, retry_after_s: float | None = None) -> MalleeError:
     """The error in an OpenAI-shaped `body`, with the server's own type if its code is known."""
     error = body.get("error") if isinstance(body, Mapping) else None
     if not isinstance(error, Mapping):
         return ApiError(f"HTTP {http_status} without a readable error", http_status=http_status)
     code, message = str(error.get("code")), str(error.get("message"))
     fields: dict[str, Any] = {"http_status": http_status, "param": error.get("param")}
+    if retry_after_s is not None:
+        fields["retry_after_s"] = retry_after_s
     known = type_of(code) or ApiError
     return known.with_message(message, **fields)

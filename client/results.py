@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from mallee.client.errors import ApiError, NoCapsule, StreamBroken, from_body
+
+NO_END: Final = "no end mark"  # the reason of a stream that broke off without an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,7 @@ class StreamReader:
     def end(self) -> None:
         """The connection closed. Raises StreamBroken unless the end mark was seen."""
         if not self.is_done:
-            raise StreamBroken(self._url, "no end mark")
+            raise StreamBroken(self._url, NO_END)
 
 
 def choice_events(body: Mapping[str, Any]) -> Iterator[BranchEvent]:
@@ -220,14 +222,20 @@ def choice_events(body: Mapping[str, Any]) -> Iterator[BranchEvent]:
         )
 
 
-def read_answer(status: int, raw: bytes, url: str) -> Any:
+def told_wait_s(headers: Mapping[str, str]) -> float | None:
+    """The seconds of `Retry-After`, if it says seconds."""
+    told = headers.get("retry-after", "")
+    return float(told[:9]) if told.isdecimal() else None
+
+
+def read_answer(status: int, raw: bytes, url: str, headers: Mapping[str, str]) -> Any:
     """The decoded body. Raises the server's error, or ApiError if it is not JSON."""
     try:
         body = msgspec.json.decode(raw)
     except msgspec.DecodeError as error:
         raise ApiError(_unreadable(status, raw, url), http_status=status) from error
     if status >= 400:
-        raise from_body(body, status)
+        raise from_body(body, status, told_wait_s(headers))
     return body
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from mallee.client import calls
 from mallee.client.base import (
+    CUT_WAIT_S,
     DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT_S,
     DEFAULT_URL,
@@ -18,6 +19,7 @@ from mallee.client.base import (
     BaseMallee,
     failing_as,
     retry_after_s,
+    was_cut,
 )
 from mallee.client.calls import (
     Call,
@@ -172,6 +174,11 @@ class Mallee(BaseMallee["Branches", "Capsule"]):
         call = close_session(name, cache_salt)
         return read_session(self._send(call, max_retries=0), ClosedSession)
 
+    def request(self, request: str, *, cache_salt: str | None = None) -> dict[str, Any]:
+        """The course of a request, while it runs and afterwards: docs/api/requests.md. Raises NotFound."""
+        found: dict[str, Any] = self._send(calls.show_request(request, cache_salt))
+        return found
+
     def import_capsule(
         self,
         source: File,
@@ -189,7 +196,8 @@ class Mallee(BaseMallee["Branches", "Capsule"]):
             total = length(file)
             counted, headers = Counted(total, progress), file_headers(total)
             response = self._request(call, content=pieces(file, counted), headers=headers)
-        data = read_capsule(read_answer(response.status_code, response.content, self.base_url))
+        raw, url = response.content, self.base_url
+        data = read_capsule(read_answer(response.status_code, raw, url, response.headers))
         return Capsule(self, data, is_open=False, cache_salt=cache_salt)
 
     def complete(
@@ -199,8 +207,12 @@ class Mallee(BaseMallee["Branches", "Capsule"]):
         messages: Sequence[Message] | None = None,
         **params: Unpack[Generation],
     ) -> "list[Branch]":
-        """The finished answers to one prompt or conversation: one branch, or `n`."""
-        return self.stream(prompt, messages=messages, **params).wait()
+        """The finished answers to one prompt or conversation: one branch, or `n`.
+
+        If the connection is cut, the rest of the same answer is fetched: nothing is computed twice.
+        """
+        call = calls.generate(prompt, messages, self._with_model(params))
+        return self._open(call.keyed()).wait()
 
     def _request(
         self,
@@ -222,9 +234,16 @@ class Mallee(BaseMallee["Branches", "Capsule"]):
         if timeout_s is not None:
             request.extensions["timeout"] = dict.fromkeys(request.extensions["timeout"], timeout_s)
         for num_left in range(most if content is None else 0, -1, -1):
-            with failing_as(ConnectionFailed, self.base_url):
-                response = self._http.send(request, stream=stream)
-                raw = response.read() if num_left and response.status_code in (429, 503) else b""
+            try:
+                with failing_as(ConnectionFailed, self.base_url):
+                    response = self._http.send(request, stream=stream)
+                    is_refused = num_left and response.status_code in (429, 503)
+                    raw = response.read() if is_refused else b""
+            except ConnectionFailed as error:
+                if not (num_left and call.may_repeat and was_cut(error)):
+                    raise
+                time.sleep(CUT_WAIT_S)
+                continue
             wait_s = retry_after_s(response.headers, response.status_code, raw)
             if not num_left or wait_s is None:
                 break
@@ -234,8 +253,9 @@ class Mallee(BaseMallee["Branches", "Capsule"]):
     def _send(
         self, call: Call, *, timeout_s: float | None = None, max_retries: int | None = None
     ) -> Any:
-        response = self._request(call, timeout_s=timeout_s, max_retries=max_retries)
-        return read_answer(response.status_code, response.content, self.base_url)
+        response = self._request(call.keyed(), timeout_s=timeout_s, max_retries=max_retries)
+        raw, headers = response.content, response.headers
+        return read_answer(response.status_code, raw, self.base_url, headers)
 
     def _open(self, call: Call) -> "Branches":
         return Branches(self, call)
@@ -268,7 +288,8 @@ class Capsule(BaseCapsule["Branches", "Capsule"]):
         try:
             with failing_as(StreamBroken, client.base_url + call.path):
                 if response.status_code >= 400:
-                    read_answer(response.status_code, response.read(), client.base_url)
+                    raw, headers = response.read(), response.headers
+                    read_answer(response.status_code, raw, client.base_url, headers)
                 counted = Counted(file_nbytes(response.headers), progress)
                 with written(target) as file:
                     for data in response.iter_raw():
@@ -304,6 +325,10 @@ class Branch(BaseBranch["Branches", Capsule]):
         """
         return int(self._inject(suffix, mode)["at"])
 
+    def prune(self) -> bool:
+        """End the running branch alone; the others go on. False: it had ended. Raises UnknownRequest."""
+        return self.index in self._prune()["branches"]
+
 
 class Branches(BaseBranches[Branch]):
     """Branches of one request while they stream. Iterate for events as they arrive, or `wait`.
@@ -315,7 +340,7 @@ class Branches(BaseBranches[Branch]):
     def __init__(self, client: Mallee, call: Call) -> None:
         super().__init__(client.base_url + call.path)
         self._client = client
-        self._cache_salt = call.cache_salt
+        self._call = call
         self._begin()
         self._response = client._request(call, stream=True)
         if self._response.status_code >= 400:
@@ -343,7 +368,7 @@ class Branches(BaseBranches[Branch]):
         self.close()
 
     def _new_branch(self, index: int) -> Branch:
-        return Branch(index, client=self._client, cache_salt=self._cache_salt)
+        return Branch(index, client=self._client, cache_salt=self._call.cache_salt)
 
     def _refuse(self) -> None:
         """Raise the error that the server answered with."""
@@ -352,15 +377,32 @@ class Branches(BaseBranches[Branch]):
                 raw = self._response.read()
         finally:
             self._response.close()
-        read_answer(self._response.status_code, raw, self._url)
+        read_answer(self._response.status_code, raw, self._url, self._response.headers)
 
     def _read(self) -> Generator[BranchEvent, None, None]:
+        num_left = self._client.max_retries if self._call.may_repeat else 0
         try:
-            with failing_as(StreamBroken, self._url):
-                for chunk in self._response.iter_raw():
-                    yield from self._take(chunk)
-                    if self._reader.is_done:
-                        break
-                self._end()
+            while not self._reader.is_done:
+                try:
+                    with failing_as(StreamBroken, self._url):
+                        for chunk in self._response.iter_raw():
+                            yield from self._take(chunk)
+                            if self._reader.is_done:
+                                break
+                        self._end()
+                except StreamBroken as error:
+                    if not (num_left and was_cut(error)):
+                        raise
+                    num_left -= 1
+                    self._again()
         finally:
             self._response.close()
+
+    def _again(self) -> None:
+        """Ask for the same answer again. Raises the server's error, StreamBroken."""
+        self._response.close()
+        time.sleep(CUT_WAIT_S)
+        self._response = self._client._request(self._call, stream=True)
+        if self._response.status_code >= 400:
+            self._refuse()
+        self._resume(self._response.headers)

@@ -110,6 +110,12 @@ class MalleeError(Exception):
         return error
 
     @property
+    def retry_after_s(self) -> float | None:
+        """Seconds after which it is worth to try again, if that is known."""
+        told = self.fields.get("retry_after_s")
+        return None if told is None else float(told)
+
+    @property
     def client_message(self) -> str:
         """The text for clients: without names of workers, and without what went wrong inside of them."""
         return self.message

@@ -1,0 +1,149 @@
+"""The SDK behind a proxy that cuts answers: the API runs each request once."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from mallee.client import AsyncMallee, ConnectionFailed, Mallee, MalleeError, StreamBroken
+from mallee.protocol.errors import TenantQueueFull
+from support.waiting import until
+
+
+class Cutter:
+    """A TCP proxy that cuts the next connections, each after so many bytes of its answers."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.num_open = 0
+        self.after: list[int] = []
+        self.change: Callable[[bytes], bytes] = lambda data: data  # of requests
+        self.url = ""
+
+    async def relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_open += 1
+        inner, outer = await asyncio.open_connection("127.0.0.1", self._port)
+        asking = asyncio.create_task(self._ask(reader, outer))
+        left = self.after.pop(0) if self.after else 1 << 30
+        try:
+            while left and (data := await inner.read(min(left, 4096))):
+                writer.write(data)
+                await writer.drain()
+                left -= len(data)
+        except ConnectionError:
+            pass  # the client has gone
+        finally:
+            asking.cancel()
+            await asyncio.wait([asking])
+            writer.close()
+            self.num_open -= 1
+
+    async def _ask(self, reader: asyncio.StreamReader, outer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                outer.write(self.change(data))
+                await outer.drain()
+        finally:
+            outer.close()  # so that nothing more is read of it
+
+
+@pytest.fixture
+async def cutter(live: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cutter]:
+    for name in ("sync", "aio"):
+        monkeypatch.setattr(f"mallee.client.{name}.CUT_WAIT_S", 0.01)
+    cutter = Cutter(live.port)
+    server = await asyncio.start_server(cutter.relay, "127.0.0.1", 0)
+    cutter.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    yield cutter
+    server.close()
+    await until(lambda: not cutter.num_open)
+
+
+@pytest.mark.parametrize("after", [1, 60, 300, 700, 1100])
+async def test_what_was_cut_is_fetched_and_not_computed_again(
+    live: Any, cutter: Cutter, after: int
+) -> None:
+    """I17, part: at any byte of a stream of branches, and before and inside of a whole answer."""
+    texts = ["hello 0", "hello 1", "hello 2"]
+    cutter.after = [after, after]
+    async with AsyncMallee(cutter.url) as client:
+        assert [each.text for each in await client.complete("abc", n=3)] == texts
+        cutter.after = [min(after, 200)]
+        assert (await client.prefill("abc", ttl_s=60)).id
+    assert len(live.service.streams) == 2
+    cutter.after = [after, after]
+
+    def ask() -> None:
+        with Mallee(cutter.url) as sync:
+            assert [each.text for each in sync.complete("abc", n=3)] == texts
+            assert sync.prefill("abc", ttl_s=60).id
+
+    await asyncio.to_thread(ask)
+    assert len(live.service.streams) == 4
+
+
+async def test_cuts_are_followed_as_often_as_the_client_retries(live: Any, cutter: Cutter) -> None:
+    async with AsyncMallee(cutter.url, max_retries=1) as client:
+        cutter.after = [300, 400]
+        with pytest.raises(StreamBroken):
+            await client.complete("abc", n=3)
+        cutter.after = [1, 1]
+        with pytest.raises(ConnectionFailed):
+            await client.prefill("abc")
+    assert len(live.service.streams) == 2
+
+
+async def test_an_answer_of_another_run_is_not_taken_for_the_same(cutter: Cutter) -> None:
+    """Another gateway knows no key, so it runs the request: its text may differ."""
+    keys = iter(range(9))
+
+    def rekeyed(data: bytes) -> bytes:
+        head, mark, rest = data.partition(b"Idempotency-Key: ")
+        return head + mark + str(next(keys)).encode() + rest[1:] if mark else data
+
+    cutter.change, cutter.after = rekeyed, [500]
+    async with AsyncMallee(cutter.url) as client:
+        with pytest.raises(StreamBroken, match="another gateway"):
+            await client.complete("abc", n=3)
+
+
+async def test_a_stream_that_its_reader_sees_grow_is_not_sent_again(
+    live: Any, cutter: Cutter
+) -> None:
+    """Left early, it ends at once: a key would have it go on for its reader's return."""
+    cutter.after = [600]
+    async with AsyncMallee(cutter.url) as client:
+        with pytest.raises(StreamBroken):
+            await client.stream("abc", n=3).wait()
+    assert len(live.service.streams) == 1
+
+
+async def test_one_branch_is_pruned_and_a_request_tells_its_course(live: Any) -> None:
+    """Both go to the service's own paths, and its errors keep their type."""
+    live.service.holds_after = 2
+    asked: list[Any] = []
+    live.service.prune = lambda name, branches, scope: asked.append((name, branches)) or branches
+    live.service.life = lambda name, scope, **_: {"id": name, "age_s": 1.0, "branches": []}
+    async with AsyncMallee(live.url) as client, client.stream("abc", n=2) as branches:
+        async for _ in branches:
+            if len(branches.branches) == 2:
+                break
+        assert await branches.branches[1].prune()
+        assert asked == [(branches.request_id, [1])]
+        assert (await client.request("req_7"))["id"] == "req_7"
+    del live.service.prune, live.service.life
+    with Mallee(live.url) as sync, pytest.raises(MalleeError) as told:
+        await asyncio.to_thread(sync.request, "req_7")
+    assert told.value.code == "request_not_found"
+
+
+def test_errors_carry_the_time_after_which_to_ask_again(live: Any) -> None:
+    """I17, part: `Retry-After` of a refusal that was not waited for."""
+    live.service.refuses = TenantQueueFull(3, 3, 7.2)
+    with Mallee(live.url, max_retries=0) as client, pytest.raises(TenantQueueFull) as told:
+        client.complete("abc")
+    assert told.value.retry_after_s == 8.0
+    with Mallee(live.url) as client, pytest.raises(MalleeError) as unknown:
+        client.capsule("never")
+    assert unknown.value.retry_after_s is None
