@@ -120,3 +120,46 @@ def test_a_wrong_namespace_of_a_call_or_choice_is_refused(roomy: Any) -> None:
     assert ask(roomy, tools=[FILES], tool_choice=choice).status == 200
     bare = {"type": "function", "name": "read"}
     assert ask(roomy, tools=[FILES], tool_choice=bare).status == 400
+
+
+def test_codex_s_turns(roomy: Any, service: Any) -> None:
+    """F31, part: as Codex 0.169 sends them: nothing is stored, and the second turn sends all items."""
+    target = {
+        "type": "object",
+        "properties": {"target": {"type": "string"}},
+        "required": ["target"],
+    }
+    close = {**function("close_agent", description="Closes an agent."), "parameters": target}
+    agents = namespace(
+        *("multi_agent_v1", close), description="Tools for spawning and managing sub-agents."
+    )
+    text = {"type": "input_text", "text": "Close it"}
+    asked = {
+        "tools": [SHELL, agents],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "t",
+        "client_metadata": {"thread_id": "t", "x-codex-turn-metadata": '{"request_kind": "turn"}'},
+    }
+    items: list[Any] = [{"type": "message", "id": "msg_1", "role": "user", "content": [text]}]
+    arguments = {"target": "nobody"}
+    call = {"name": "multi_agent_v1.close_agent", "arguments": arguments}
+    service.reply = lambda branch: f"<tool_call>{json.dumps(call)}</tool_call>"
+    body, _ = streamed(roomy, input=items, **asked)
+    (item,) = body["output"]
+    kept = ("type", "status", "id", "name", "namespace", "arguments", "call_id")
+    again = {key: item[key] for key in kept}
+    assert (again["namespace"], again["name"]) == ("multi_agent_v1", "close_agent")
+    first = prompt(service)
+    result = {"type": "function_call_output", "id": "fco_1", "call_id": item["call_id"]}
+    service.reply = lambda branch: "All done."
+    body, _ = streamed(roomy, input=[*items, again, {**result, "output": "invalid id"}], **asked)
+    assert body["output"][0]["content"][0]["text"] == "All done."
+    second = prompt(service)
+    assert second.startswith(first)
+    assert second.endswith(
+        f"<tool_call>{json.dumps(call)}</tool_call>|<tool>invalid id|<assistant>"
+    )
