@@ -465,6 +465,9 @@ class ResponsesSettings(Settings):
     max_background: int = Field(
         default=256, ge=1, description="Background responses that run at once; more get 503."
     )
+    max_tenant_background: int = Field(
+        default=64, ge=1, description="Of them, those of one tenant that a key names; more get 429."
+    )
 
 
 class RecordingSettings(Settings):

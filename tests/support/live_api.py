@@ -11,9 +11,9 @@ from typing import Any
 from starlette.applications import Starlette
 
 from mallee.actors.access.access import Access
-from mallee.actors.config import HttpSettings
+from mallee.actors.config import HttpSettings, ResponsesSettings
 from mallee.actors.gateway.gateway import GatewayService
-from mallee.actors.http.api import build_api
+from mallee.actors.http.api import DEFAULT_RESPONSES, build_api
 from mallee.actors.proxy.connections import LimitedServer
 from mallee.actors.text.chat import ChatTemplate
 from support.plain_ids import SCOPES
@@ -46,13 +46,19 @@ class CharTokenizer:
 
 
 def api_over(
-    gateway: GatewayService, *, chat: ChatTemplate = NO_CHAT, **settings: Any
+    gateway: GatewayService,
+    *,
+    chat: ChatTemplate = NO_CHAT,
+    access: Access | None = None,
+    responses: ResponsesSettings = DEFAULT_RESPONSES,
+    **settings: Any,
 ) -> Starlette:
     return build_api(
         gateway,
         CharTokenizer(),  # type: ignore[arg-type]
         chat,
-        access=Access(None, {}),
+        access=access or Access(None, {}),
+        responses=responses,
         scopes=SCOPES,
         model_name="m",
         limits=HttpSettings(**settings),
@@ -66,10 +72,10 @@ def api_over(
 
 @asynccontextmanager
 async def served(
-    gateway: GatewayService, *, chat: ChatTemplate = NO_CHAT, **settings: Any
+    gateway: GatewayService, **settings: Any
 ) -> AsyncIterator[tuple[str, LimitedServer]]:
     """The address of the API, and its server."""
-    app = api_over(gateway, chat=chat, **settings)
+    app = api_over(gateway, **settings)
     server = LimitedServer(app, max_connections=2000, max_per_client=2000, log_config=None)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

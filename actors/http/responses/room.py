@@ -1,14 +1,14 @@
 """The routes of the Responses API."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mallee.actors.config import ResponsesSettings
-from mallee.actors.http.entry.asking import Asking, read_count
+from mallee.actors.http.entry.asking import Asked, Asking, read_count
 from mallee.actors.http.entry.middleware import age_s, caller_of
 from mallee.actors.http.responses.conversations import (
     Change,
@@ -29,8 +29,14 @@ from mallee.actors.http.sse import EventStream, unless_gone
 from mallee.actors.tasks import Tasks
 from mallee.protocol.errors import BadRequest, InvalidParameter, NotFound, Unavailable
 from mallee.protocol.ids import Scope
+from mallee.router.dispatch.jobs import QueueTerms
 
 MAX_EVENTS: Final = 10**9
+
+
+class TooManyInBackground(Unavailable):
+    status = 429
+    code = "too_many_in_background"
 
 
 class Responses:
@@ -68,21 +74,22 @@ class Responses:
             previous = conversation if conversation.turn is not None else None
             more = pending(conversation)
         has_capsule = previous is not None and await self._has_capsule(previous)
-        if body.background and len(self._background) >= self._settings.max_background:
-            most = self._settings.max_background
-            raise Unavailable(f"{most} background responses run already; retry later")
-        planned = await self._asking.make(
-            request,
-            asked,
-            lambda given, scope, terms: self._turns.plan(
+
+        def plan(given: ResponseRequest, scope: Scope, terms: QueueTerms) -> PlannedTurn:
+            return self._turns.plan(
                 given, scope, terms, previous, has_capsule=has_capsule, pending=more
-            ),
-        )
-        run, record = self._run(request, body, asked.scope, planned, conversation)
+            )
+
+        def plan_whole() -> PlannedTurn:
+            whole = (body, asked.scope, asked.terms, previous)
+            return self._turns.plan(*whole, has_capsule=False, pending=more)
+
+        planned = await self._asking.make(request, asked, plan)
+        run, record = self._run(request, asked, planned, conversation, plan_whole)
         if body.background:
             return self._in_background(request, run, record, streams=body.stream)
-        visit, prepare_s = caller_of(request).visit, age_s(request)
-        first = await unless_gone(request.receive, run.open(prepare_s, visit))
+        run.admit(caller_of(request).visit)
+        first = await unless_gone(request.receive, run.open(age_s(request)))
         if body.stream:
             headers = self._headers(request, run)
             return EventStream(_written(run.events(first)), run.close, headers)
@@ -177,11 +184,12 @@ class Responses:
     def _run(
         self,
         request: Request,
-        body: ResponseRequest,
-        scope: Scope,
+        asked: Asked[ResponseRequest],
         planned: PlannedTurn,
         conversation: Record | None,
+        plan_whole: Callable[[], PlannedTurn],
     ) -> tuple[Run, Record]:
+        body, scope = asked.body, asked.scope
         name = self._server.service.new_name(scope)
         begun = opening(
             *(body, f"{ID_PREFIX}{name.removeprefix('req_')}", int(self._server.clock())),
@@ -204,21 +212,22 @@ class Responses:
                 await self.conversations.change(conversation, change, answer)
 
         given = (self._server, self.store, planned, record, writer, name)
-        return Run(*given, is_stored=body.store, tell=tell), record
+        return Run(*given, is_stored=body.store, tell=tell, plan_whole=plan_whole), record
 
     def _in_background(
         self, request: Request, run: Run, record: Record, *, streams: bool
     ) -> Response:
+        caller = caller_of(request)
+        self._check_background(caller.tenant)
+        background = Background(run, record, caller.visit, tenant=caller.tenant, streams=streams)
         record.is_running = True
         record.measure()
         self.store.keep(record)
         answer = {**record.body}
-        background = Background(run, record, streams=streams)
-        visit = caller_of(request).visit
 
         async def work() -> None:
             try:
-                await background.work(visit)
+                await background.work()
             finally:
                 self._background.pop(record.id, None)
 
@@ -232,17 +241,31 @@ class Responses:
             return EventStream(background.follow(-1), close, {})
         return json_response(answer)
 
+    def _check_background(self, tenant: str) -> None:
+        """Raises Unavailable, TooManyInBackground."""
+        most, running = self._settings.max_background, self._background.values()
+        if len(running) >= most:
+            raise Unavailable(f"{most} background responses run already; retry later")
+        most = self._settings.max_tenant_background
+        if tenant and sum(each.tenant == tenant for each in running) >= most:
+            raise TooManyInBackground(
+                f"{most} background responses of this tenant run already; retry later"
+            )
+
     async def _end(self, record: Record) -> None:
         """Cancel what runs of it; returns once it is over."""
-        background = self._background.pop(record.id, None)
+        background = self._background.get(record.id)
         if background is None or background.task is None:
             return
-        self._tasks.cancel(background.task)
+        if not background.is_ending:
+            background.is_ending = True
+            self._tasks.cancel(background.task)
         try:
             await asyncio.wait([background.task])
         finally:
             background.cancel()  # if its task never began
             background.finish()
+            self._background.pop(record.id, None)
 
     async def _record(self, request: Request) -> Record:
         name = request.path_params["response"]

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
 from typing import Any
 
 from mallee.actors.access.quotas import Visit
@@ -15,9 +16,10 @@ from mallee.actors.http.responses.store import Left, Record, ResponseStore, Turn
 from mallee.actors.http.responses.turns import PlannedTurn
 from mallee.actors.http.responses.writing import Writer, sse
 from mallee.actors.http.serve import LOGPROBS_COST, TURN_TOKENS, Server
-from mallee.protocol.errors import MalleeError
+from mallee.protocol.errors import CapsuleStale, MalleeError, NotFound
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
+from mallee.router.dispatch.jobs import ForkJob
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +65,10 @@ class DrawnStream:
 
 
 class Run:
-    """One answer. `open` starts it, `events` writes it down to its end; `close` ends it early.
+    """One answer. `admit` counts it, `open` starts it, `events` writes it down; `close` ends it early.
 
-    `tell(record)` is awaited once the output is whole, before the last event.
+    `tell(record)` is awaited once the output is whole, before the last event. `plan_whole()` is a plan
+    without a capsule, if that was lost since this was planned.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Run:
         *,
         is_stored: bool,
         tell: Callable[[Record], Awaitable[None]],
+        plan_whole: Callable[[], PlannedTurn],
     ) -> None:
         self._server = server
         self._store = store
@@ -88,27 +92,44 @@ class Run:
         self._name = name
         self._is_stored = is_stored
         self._tell = tell
+        self._plan_whole = plan_whole
         self.error: MalleeError | None = None  # of an answer that failed
         self._usage: UsageCounter | None = None
         self._drawn: DrawnStream | None = None
         self._text: TextStream | None = None
 
-    async def open(self, prepare_s: float, visit: Visit) -> TextDelta:
-        """Start it; its first delta. Raises MalleeError, with nothing running."""
+    def admit(self, visit: Visit) -> None:
+        """Count its prompt. Raises QuotaExceeded."""
         plan, service = self._planned.plan, self._server.service
         visit.begin(1, plan.prompt_tokens)
         self._usage = UsageCounter(plan.prompt_tokens, visit.charge)
         if plan.keeps:
             with visit.making(plan.prompt_tokens, service.is_kept) as keep:
                 self._usage = UsageCounter(plan.prompt_tokens, visit.charge, keep)
-        stream = await service.start(plan.jobs[0], prepare_s, name=self._name)
+
+    async def open(self, prepare_s: float) -> TextDelta:
+        """Start it; its first delta. Raises MalleeError, with nothing running."""
+        try:
+            return await self._begin(prepare_s, self._name)
+        except (NotFound, CapsuleStale):
+            if not isinstance(self._planned.plan.jobs[0], ForkJob):
+                raise
+        self._planned = await asyncio.to_thread(self._plan_whole)
+        return await self._begin(prepare_s, self._server.service.new_name(self._record.scope))
+
+    async def _begin(self, prepare_s: float, name: RequestId) -> TextDelta:
+        plan = self._planned.plan
+        stream = await self._server.service.start(plan.jobs[0], prepare_s, name=name)
         self._drawn = DrawnStream(stream)
         self._text = TextStream([self._drawn], plan, self._server.tokenizer)
         try:
-            return await anext(self._text)
+            first = await anext(self._text)
+            if isinstance(first.error, (NotFound, CapsuleStale)):
+                raise first.error
         except BaseException:
             await self._text.aclose()
             raise
+        return first
 
     @property
     def worker(self) -> str:
@@ -199,6 +220,10 @@ class Run:
         self._keep()
         return events
 
+    def recount(self) -> None:
+        """Count the events that came since the record was stored."""
+        self._store.recount(self._record)
+
     def _keep(self) -> None:
         self._record.is_running = False
         if self._is_stored:
@@ -207,35 +232,46 @@ class Run:
 
 
 class Background:
-    """A response that runs without a client: its events so far, for readers that come and go."""
+    """A response that runs without a client: its events so far, for readers that come and go.
 
-    def __init__(self, run: Run, record: Record, *, streams: bool) -> None:
+    It counts in the use of its `tenant`'s key. Raises QuotaExceeded.
+    """
+
+    def __init__(
+        self, run: Run, record: Record, visit: Visit, *, tenant: str, streams: bool
+    ) -> None:
+        with ExitStack() as stay:
+            run.admit(stay.enter_context(visit.staying()))
+            self._stay = stay.pop_all()
         self.run = run
+        self.tenant = tenant
         self.record = record
         self.streams = streams
         self._news = asyncio.Event()
-        self.is_over = False
+        self.is_over = self.is_ending = False
         self.task: asyncio.Task[None] | None = None
 
-    async def work(self, visit: Visit) -> None:
+    async def work(self) -> None:
         """Run it to its end. Errors become its own."""
-        with visit.staying() as stay:
+        try:
+            first = await self.run.open(0.0)
+            async for events in self.run.events(first):
+                self._add(events)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        except Exception as error:
+            self._add(self.run.failed_early(error))
+        finally:
             try:
-                first = await self.run.open(0.0, stay)
-                async for events in self.run.events(first):
-                    self._add(events)
-            except asyncio.CancelledError:
-                self.cancel()
-                raise
-            except Exception as error:
-                self._add(self.run.failed_early(error))
+                await self.run.close()
             finally:
-                try:
-                    await self.run.close()
-                finally:
-                    self.finish()
+                self.finish()
 
     def finish(self) -> None:
+        """Idempotent."""
+        self._stay.close()
+        self.run.recount()
         self.is_over = True
         self._news.set()
 

@@ -139,6 +139,11 @@ class ResponseStore:
         self._records[record.id] = _Kept(record, self._clock(), nbytes, record.turn)
         self._shrink()
 
+    def recount(self, record: Record) -> None:
+        """Count `record` as it is now, if it is still remembered."""
+        if record.id in self._records:
+            self.keep(record)
+
     def get(self, name: str, scope: Scope, param: str | None = None) -> Record:
         """Raises UnknownResponse, alike for one of another scope."""
         self._shrink()

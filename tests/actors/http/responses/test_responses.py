@@ -185,3 +185,31 @@ def test_a_form_is_parsed_by_openais_client(roomy: Any, service: Any) -> None:
     found = asyncio.run(parsed())
     assert found.output_parsed == City(city="Oslo")
     assert service.job.grammar.kind == "json_schema"
+
+
+def test_items_are_shown_in_their_form_whatever_stood_beside_it(roomy: Any) -> None:
+    odd: Any = {"id": 5, "status": {}, "phase": [1], "extra": "x"}
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi", "more": 1}], **odd},
+        {"type": "reasoning", "summary": "no list", "content": {"text": "hm"}, **odd},
+        {**call, **odd},
+        {"type": "function_call_output", "call_id": "c", "output": "2", **odd},
+    ]
+    made = post(roomy, input=items).body
+    found = roomy("GET", f"/v1/responses/{made['id']}/input_items?order=asc").body
+    parsed = pydantic.TypeAdapter(list[openai.types.responses.ResponseItem])
+    assert len(parsed.validate_python(found["data"])) == 4
+    for item in found["data"]:
+        assert isinstance(item.pop("id"), str)
+        assert item.pop("status") == "completed"
+    assert found["data"] == [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {
+            "type": "reasoning",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "hm"}],
+        },
+        call,
+        {"type": "function_call_output", "call_id": "c", "output": "2"},
+    ]
