@@ -77,11 +77,11 @@ class Asking:
         """The result of `work`: seconds of tokenizing must not hold up the tokens of other requests."""
         if not is_large:
             return work()
+        return await unless_gone(request.receive, self.in_pool(work))
 
-        async def result() -> J:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
-        return await unless_gone(request.receive, result())
+    async def in_pool(self, work: Callable[[], J]) -> J:
+        """The result of `work`, made off the event loop whether its client is there or not."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def scope(self, request: Request) -> Scope:
         """The scope of a request without a body."""

@@ -50,7 +50,7 @@ class ConversationHandlers:
     async def create(self, request: Request) -> Response:
         body = await self._asking.read_plain(request, ConversationRequest)
         check_metadata(body.metadata)
-        items = _read_items(body.items) if body.items else []
+        items = [] if body.items in (None, []) else _read_items(body.items)
         scope = self._asking.scope(request)
         record = self._conversations.create(scope, items, body.metadata or {})
         return json_response(record.body)

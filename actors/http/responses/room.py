@@ -1,7 +1,7 @@
 """The routes of the Responses API."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -80,9 +80,11 @@ class Responses:
                 given, scope, terms, previous, has_capsule=has_capsule, pending=more
             )
 
-        def plan_whole() -> PlannedTurn:
+        async def plan_whole() -> PlannedTurn:
             whole = (body, asked.scope, asked.terms, previous)
-            return self._turns.plan(*whole, has_capsule=False, pending=more)
+            return await self._asking.in_pool(
+                lambda: self._turns.plan(*whole, has_capsule=False, pending=more)
+            )
 
         planned = await self._asking.make(request, asked, plan)
         run, record = self._run(request, asked, planned, conversation, plan_whole)
@@ -187,7 +189,7 @@ class Responses:
         asked: Asked[ResponseRequest],
         planned: PlannedTurn,
         conversation: Record | None,
-        plan_whole: Callable[[], PlannedTurn],
+        plan_whole: Callable[[], Awaitable[PlannedTurn]],
     ) -> tuple[Run, Record]:
         body, scope = asked.body, asked.scope
         name = self._server.service.new_name(scope)

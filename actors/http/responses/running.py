@@ -82,7 +82,7 @@ class Run:
         *,
         is_stored: bool,
         tell: Callable[[Record], Awaitable[None]],
-        plan_whole: Callable[[], PlannedTurn],
+        plan_whole: Callable[[], Awaitable[PlannedTurn]],
     ) -> None:
         self._server = server
         self._store = store
@@ -114,7 +114,7 @@ class Run:
         except (NotFound, CapsuleStale):
             if not isinstance(self._planned.plan.jobs[0], ForkJob):
                 raise
-        self._planned = await asyncio.to_thread(self._plan_whole)
+        self._planned = await self._plan_whole()
         return await self._begin(prepare_s, self._server.service.new_name(self._record.scope))
 
     async def _begin(self, prepare_s: float, name: RequestId) -> TextDelta:
