@@ -4,7 +4,7 @@ Ranges and defaults of the parameters are the server's: docs/api.md. None is the
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
+from typing import Any, Literal, NamedTuple, Required, TypeAlias, TypedDict
 
 import msgspec
 
@@ -26,8 +26,31 @@ SALT_HEADER = "x-cache-salt"
 KEY_HEADER = "Idempotency-Key"
 
 
+class Budget(TypedDict, total=False):
+    """Bounds of a request and of all that is forked below it."""
+
+    tokens: int
+    branches: int
+    wall_s: float
+
+
+class Confidence(TypedDict, total=False):
+    """A branch ends when the mean log-probability of its last `tokens` is `below`."""
+
+    below: Required[float]
+    tokens: int
+
+
+class StopWhen(TypedDict, total=False):
+    """Conditions by which branches end; `done`: the others, when so many have ended by themselves."""
+
+    regex: str
+    done: int
+    logprob: Confidence
+
+
 class Waiting(TypedDict, total=False):
-    """Turn of a request that has to wait, its share of a worker, and whether its capsules are pinned."""
+    """Turn of a request that has to wait, its share of a worker, its bounds, its capsules."""
 
     keep: bool | Mapping[str, float | None]
 
@@ -37,6 +60,8 @@ class Waiting(TypedDict, total=False):
     parent_session: str
     session_final: bool
     weight: float
+    budget: Budget
+    stop_when: StopWhen
 
 
 class Terms(TypedDict, total=False):

@@ -11,6 +11,7 @@
     |  |- WeightsChanged          an answer can't go on: its weights have been replaced     (409)
     |  |- SessionClosed           an answer's session was closed                           (409)
     |  |- Superseded              other tokens took the place of those to be injected      (409)
+    |  |- BudgetSpent             nothing is left of the budget that bounds a request      (409)
     |  |- SlowReader              the client doesn't read its answer                       (408)
     |  |- Unauthorized            no key, or none that is valid                            (401)
     |  `- Forbidden               the key has not the right                                (403)
@@ -252,6 +253,17 @@ class Superseded(BadRequest):
 
     def __init__(self) -> None:
         super().__init__("a later inject with mode=replace took the place of these tokens")
+
+
+class BudgetSpent(BadRequest):
+    status = 409
+    code = "budget_spent"
+
+    def __init__(self, resource: str, why: str) -> None:
+        super().__init__(
+            f"the budget that bounds this request has no {resource} for it: {why}",
+            resource=resource,
+        )
 
 
 class SlowReader(BadRequest):

@@ -18,7 +18,7 @@ from mallee.protocol.hashing import Tokens, as_tokens
 ALL_BRANCHES = -1
 """Branch index of an update that is about every branch of its request."""
 
-FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error", "budget", "condition"]
 
 Kept: TypeAlias = Literal["", "kept", "refused"]
 """Whether a capsule that was to be pinned was; "" if it was not to be."""

@@ -120,10 +120,12 @@ class Answer:
             self._cancelled([branch])
             self._cancel(self.request, branch)
 
-    def cut(self, branch: int, at: int, residue: Tokens) -> CapsuleId | None:
+    def cut(
+        self, branch: int, at: int, residue: Tokens, end: FinishReason = "stop"
+    ) -> CapsuleId | None:
         if branch in self._open:
             self._open.discard(branch)
-            self._ended_here([branch], "stop")
+            self._ended_here([branch], end)
             left = self._cut(self.request, branch, at, residue)
             self._life.branches[branch].capsule = left
         else:

@@ -197,7 +197,9 @@ class BranchStream(Protocol):
         """End one branch early; no further delta of it is delivered."""
         ...
 
-    def cut(self, branch: int, at: int, residue: Tokens) -> CapsuleId | None:
+    def cut(
+        self, branch: int, at: int, residue: Tokens, end: FinishReason = "stop"
+    ) -> CapsuleId | None:
         """End a branch where its client saw its last text: after `at` tokens, prompt and all, and `residue`.
 
         Returns the capsule of that text, also if the branch has ended by itself; None: it left none.

@@ -125,6 +125,8 @@ def extras(delta: TextDelta, *, names_workers: bool) -> dict[str, Any]:
         known["cache"] = verdict_body(delta.verdict)
     if delta.kept:
         known["kept"] = delta.kept
+    if delta.ended_by:
+        known["ended_by"] = delta.ended_by
     if delta.error is not None:
         known["error"] = {"message": delta.error.client_message, "code": delta.error.code}
     return known

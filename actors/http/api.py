@@ -23,6 +23,7 @@ from mallee.actors.http.answers import (
     COMPLETION,
     model_body,
 )
+from mallee.actors.http.branches.budgets import Budgets
 from mallee.actors.http.branches.handlers import BranchHandlers
 from mallee.actors.http.capsules.handlers import CapsuleHandlers
 from mallee.actors.http.chat.reading import ChatReader
@@ -218,7 +219,7 @@ def build_api(
         limits=limits,
         draw_seed=draw_seed,
     )
-    server = Server(service, tokenizer, model_name, clock, new_id)
+    server = Server(service, tokenizer, model_name, clock, new_id, Budgets(clock))
     tokenizing = Tokenizing(reader, chat_reader, tokenizer, service.model.max_model_len)
     asking = Asking(
         scopes,

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, Self, TypeAlias
 import xxhash
 
 from mallee.actors.gateway.service import BranchStream, Delta
+from mallee.actors.http.branches.watch import Watch
 from mallee.actors.http.jobs import Plan
 from mallee.actors.text.answers import Parsed
 from mallee.actors.text.conversation import ToolCall
@@ -65,6 +66,7 @@ class TextDelta:
     is_in_call: bool = False  # its tokens went into what may be a call, which is held back
     stop: str = ""  # the stop string that ended it
     injected: tuple[tuple[int, int], ...] = ()  # as `Delta.injected`
+    ended_by: str = ""  # of its budget, or of the conditions that it was to stop by
 
 
 class BranchText:
@@ -142,10 +144,19 @@ class TextStream:
     Raises what the service raises. If every choice fails, the last failure is raised instead of
     given as a delta, and as long as nothing but failures came, no delta is given at all: so a
     request that fails as a whole is an error and not an answer. Must be closed with `aclose`.
+    `watch` ends choices before their branches do; it is closed here.
     """
 
-    def __init__(self, streams: Sequence[BranchStream], plan: Plan, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        streams: Sequence[BranchStream],
+        plan: Plan,
+        tokenizer: Tokenizer,
+        watch: Watch | None = None,
+    ) -> None:
         assert len(streams) == len(plan.jobs)
+        self._watch = watch
+        self._newest: dict[int, Delta] = {}  # by choices that are watched
         self.streams = streams
         self._merged = _Merged(streams) if len(streams) > 1 else None
         self._only = aiter(streams[0])
@@ -173,7 +184,7 @@ class TextStream:
                 raise self._failure
             if not self._num_open:
                 raise StopAsyncIteration
-            self._push(*await self._next_delta())
+            await self._push_next()
         return self._ready.popleft()
 
     def take(self) -> TextDelta | None:
@@ -193,6 +204,8 @@ class TextStream:
 
     async def aclose(self) -> None:
         """End every branch still running. Idempotent."""
+        if self._watch is not None:
+            self._watch.close()
         try:
             if self._merged is not None:
                 await self._merged.aclose()
@@ -203,6 +216,20 @@ class TextStream:
         """Raises AssertionError if the counts don't agree with the branches."""
         assert self._num_open == sum(not text.is_finished for text in self._texts)
         assert 0 <= self._num_failed <= len(self._texts) - self._num_open
+
+    async def _push_next(self) -> None:
+        """Wait for a delta, but not beyond the time that the choices have."""
+        rest_s = self._watch.rest_s if self._watch is not None else None
+        if rest_s is None:
+            self._push(*await self._next_delta())
+            return
+        try:
+            async with asyncio.timeout(rest_s):
+                delta = await self._next_delta()
+        except TimeoutError:
+            self._end_due()
+        else:
+            self._push(*delta)
 
     async def _next_delta(self) -> tuple[int, Delta]:
         """(job, delta). Raises InternalError if the service ended too early."""
@@ -220,6 +247,24 @@ class TextStream:
         index = job * self._branches + delta.branch
         if self._texts[index].is_finished:
             return
+        if self._watch is None:
+            self._add(job, index, delta)
+            return
+        self._newest[index] = delta
+        self._add(job, index, self._watch.take(index, delta))
+        self._end_due()
+
+    def _end_due(self) -> None:
+        """End the choices that are to go no further, where their clients saw them last."""
+        assert self._watch is not None
+        for index, finish in self._watch.due():
+            job, branch = divmod(index, self._branches)
+            last = self._newest.get(index, Delta(branch, (), None, 0, 0, None, 0, None))
+            nothing: tuple[()] = ()
+            empty = last._replace(tokens=nothing, logprobs=nothing, injected=nothing, drafts=None)
+            self._add(job, index, empty._replace(finish=finish, capsule=None, boundary=0))
+
+    def _add(self, job: int, index: int, delta: Delta) -> None:
         text = self._text_delta(job, index, delta)
         if text.error is None:
             self._is_good = True
@@ -237,6 +282,10 @@ class TextStream:
             self._num_open -= 1
             if self._texts[index].is_cut:
                 capsule, boundary = self._cut(index, job, delta.branch)
+                if self._watch is not None:
+                    self._watch.stopped(index)
+            elif self._watch is not None and index in self._watch.reasons:
+                capsule, boundary = self._cut_watched(index, job, delta.branch, finish)
         error = None
         if finish == "error":
             self._num_failed += 1
@@ -265,6 +314,9 @@ class TextStream:
             bool(self._parsers) and self._parsers[index].is_in_call,
             self._texts[index].stop,
             delta.injected,
+            self._watch.reasons.get(index, "")
+            if finish in ("budget", "condition") and self._watch is not None
+            else "",
         )
 
     def _parsed(self, index: int, text: str, *, is_last: bool) -> Parsed:
@@ -296,6 +348,18 @@ class TextStream:
         at = plan.starts[index] + cut.num_tokens
         capsule = stream.cut(branch, at, as_tokens(cut.residue))
         return capsule, at + len(cut.residue) if capsule is not None else 0
+
+    def _cut_watched(
+        self, index: int, job: int, branch: int, finish: FinishReason
+    ) -> tuple[CapsuleId | None, int]:
+        """End a branch after the tokens that its client saw: their capsule, and its tokens."""
+        stream, num_tokens = self.streams[job], self._texts[index].num_tokens
+        if finish == "error" or not num_tokens:
+            stream.cancel(branch)
+            return None, 0
+        at = self._plan.starts[index] + num_tokens
+        capsule = stream.cut(branch, at, as_tokens(()), finish)
+        return capsule, at if capsule is not None else 0
 
 
 def _chances(delta: Delta) -> tuple[TokenChance, ...]:

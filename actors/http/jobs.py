@@ -10,6 +10,8 @@ import xxhash
 from mallee.actors.capsule_files.imports import Received
 from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.service import CapsuleInfo
+from mallee.actors.http.branches.budgets import Budget, read_budget
+from mallee.actors.http.branches.conditions import Conditions, read_conditions
 from mallee.actors.http.chat.reading import Chat, ChatReader
 from mallee.actors.http.files.taking import ImportRequest
 from mallee.actors.http.grammars import FREE_TEXT, OutputFormat, read_output_format
@@ -80,6 +82,8 @@ class Plan:
     diagnoses: bool = False  # the answer says how its prompts were served
     starts: tuple[int, ...] = ()  # tokens before each choice's answer
     reading: Reading | None = None  # of reasoning and calls in the text, if there may be any
+    budget: Budget | None = None
+    conditions: Conditions | None = None  # that end branches before their limits
 
     @property
     def keeps(self) -> bool:
@@ -318,6 +322,10 @@ class JobMaker:
         more = self._max_tokens("max_tokens", request.max_tokens) or 0
         boundary = _checked_at("at", request.at, capsule)
         self._check_fits(boundary, more or 1)
+        conditions = read_conditions(request.mallee.stop_when, 1)
+        if conditions is not None and conditions.below is not None:
+            remedy = "how a restored branch draws is its capsule's; leave it out, or fork"
+            raise InvalidParameter("mallee.stop_when.logprob", {"below": conditions.below}, remedy)
         job = ForkJob(
             capsule.capsule,
             [as_tokens(())],
@@ -339,6 +347,8 @@ class JobMaker:
             include_usage=options is not None and options.include_usage,
             keeps_stop=request.include_stop_str_in_output,
             starts=(boundary,),
+            budget=read_budget(request.mallee.budget),
+            conditions=conditions,
         )
 
     def rewind(self, request: RewindRequest, capsule: CapsuleInfo) -> tuple[int, float]:
@@ -436,6 +446,8 @@ class JobMaker:
             output=output,
             diagnoses=request.mallee.diagnostics,
             starts=starts,
+            budget=read_budget(request.mallee.budget),
+            conditions=read_conditions(request.mallee.stop_when, len(jobs) * branches),
         )
 
     def _branch_limits(self, request: SamplingFields, max_tokens: int) -> Limits:
@@ -461,7 +473,7 @@ class JobMaker:
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,
             logit_bias=self._logit_bias(request.logit_bias),
-            logprobs=_num_logprobs(request),
+            logprobs=max(_num_logprobs(request), 0 if _follows_logprobs(request) else -1),
         ).validate()
 
     def _logit_bias(self, bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
@@ -519,6 +531,11 @@ class JobMaker:
     def _check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
         if prompt_tokens + max_tokens > self._spec.max_model_len:
             raise ContextLengthExceeded(prompt_tokens, max_tokens, self._spec.max_model_len)
+
+
+def _follows_logprobs(request: SamplingFields) -> bool:
+    stop_when = request.mallee.stop_when
+    return stop_when is not None and stop_when.logprob is not None
 
 
 def _num_logprobs(request: SamplingFields) -> int:

@@ -5,7 +5,7 @@ unsupported (accepted only at its neutral value), or unknown (refused).
 """
 
 import re
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -71,11 +71,35 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ttl_s: float | None = None
 
 
+class BudgetFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds of a request, and of all that is forked below it."""
+
+    tokens: int | None = None
+    branches: int | None = None
+    wall_s: float | None = None
+
+
+class LogprobFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A branch ends when the mean log-probability of its last `tokens` is `below`."""
+
+    below: float
+    tokens: int = 16
+
+
+class StopWhenFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`done`: the others end when so many choices have ended by themselves."""
+
+    regex: str | None = None
+    done: int | None = None
+    logprob: LogprobFields | None = None
+
+
 class Extras(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The `mallee` object of a request. `session`: the tree that it belongs to, of the tenant's.
 
     `parent_session`: the session that it branched off from. `session_final`: the session ends with it.
-    `keep`: pin the capsules that its answers leave. `record`: into the session's record.
+    `keep`: pin the capsules that its answers leave. `record`: into the session's record. `budget` and
+    `stop_when` are read by `http.branches`.
     """
 
     keep: bool | Keep = False
@@ -87,6 +111,8 @@ class Extras(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     session_final: bool = False
     weight: float = 1.0
     diagnostics: bool = False  # the answer says how its prompt was served
+    budget: BudgetFields | None = None
+    stop_when: StopWhenFields | None = None
 
 
 class AnyRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +121,8 @@ class AnyRequest(msgspec.Struct, frozen=True, kw_only=True):
     `nvext` is NVIDIA Dynamo's, `prompt_cache_key` and `prompt_cache_options` are OpenAI's, `cache_control` is
     Anthropic's, `kv_hints` common to engines: `http.terms` reads them. `session_id` is vLLM's and SGLang's.
     """
+
+    is_bounded: ClassVar[bool] = False  # it may have a budget, and conditions to stop by
 
     model: str | None = None
     user: str = ""
@@ -115,6 +143,8 @@ class SamplingFields(AnyRequest, frozen=True, kw_only=True):
     The grammar of the answer (`response_format`, `structured_outputs`, `guided_`) is read by
     `http.grammars`.
     """
+
+    is_bounded: ClassVar[bool] = True
 
     max_tokens: int | None = None
     temperature: float = 1.0
@@ -217,6 +247,8 @@ class ForkRequest(SamplingFields, frozen=True, kw_only=True):
 
 class RestoreRequest(AnyRequest, frozen=True, kw_only=True):
     """Fields of an answer that goes on; how it draws is the capsule's. `max_tokens`: tokens from here on."""
+
+    is_bounded: ClassVar[bool] = True
 
     at: int | None = None
     max_tokens: int | None = None

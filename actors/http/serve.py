@@ -19,6 +19,8 @@ from mallee.actors.http.answers import (
     capsule_body,
     usage_body,
 )
+from mallee.actors.http.branches.budgets import Budgets
+from mallee.actors.http.branches.watch import Watch
 from mallee.actors.http.deltas import TextDelta, TextStream, TokenBytes
 from mallee.actors.http.entry.middleware import age_s, caller_of
 from mallee.actors.http.errors import unexpected
@@ -83,6 +85,7 @@ class Server:
     model_name: str
     clock: Callable[[], float]
     new_id: Callable[[], str]
+    budgets: Budgets
 
     async def answer(self, request: Request, plan: Plan, answer_format: AnswerFormat) -> Response:
         """The whole answer, or a stream whose first delta is there: failures before it are raised.
@@ -141,15 +144,23 @@ class Server:
         return json_response(body, headers=_worker_header([made.worker], caller))
 
     async def _start(self, plan: Plan, prepare_s: float) -> TextStream:
+        watch = Watch.begin(plan, self.budgets, self.tokenizer.token_bytes)
+        if watch is not None:
+            plan = watch.within(plan)
         streams: list[BranchStream] = []
         try:
             for job in plan.jobs:
-                streams.append(await self.service.start(job, prepare_s))  # noqa: PERF401 - kept for the close
+                stream = await self.service.start(job, prepare_s)
+                streams.append(stream)
+                if watch is not None:
+                    watch.started(stream.request)
         except BaseException:
+            if watch is not None:
+                watch.close()
             for stream in streams:
                 await stream.aclose()
             raise
-        return TextStream(streams, plan, self.tokenizer)
+        return TextStream(streams, plan, self.tokenizer, watch)
 
     async def _whole(
         self, plan: Plan, prepare_s: float, answer_format: AnswerFormat, caller: Caller

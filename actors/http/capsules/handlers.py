@@ -29,7 +29,7 @@ from mallee.actors.http.serve import Server, json_response
 from mallee.actors.http.sse import unless_gone
 from mallee.actors.http.terms import read_terms
 from mallee.protocol.errors import QuotaExceeded
-from mallee.protocol.ids import CapsuleId, RequestId
+from mallee.protocol.ids import CapsuleId, RequestId, request_of
 
 
 class CapsuleHandlers:
@@ -94,9 +94,12 @@ class CapsuleHandlers:
         info = await self._service.capsule(_capsule(request), asked.scope)
         to, ttl_s = self._maker.rewind(asked.body, info)
 
-        return await self._kept(
-            request, to, lambda: self._service.rewind(info.capsule, to, ttl_s, asked.scope)
-        )
+        async def rewound() -> CapsuleInfo:
+            left = await self._service.rewind(info.capsule, to, ttl_s, asked.scope)
+            self._server.budgets.derive(left.capsule, request_of(info.capsule))
+            return left
+
+        return await self._kept(request, to, rewound)
 
     async def capture(self, request: Request) -> Response:
         asked = await self._asking.read(request, CaptureRequest)
@@ -104,6 +107,7 @@ class CapsuleHandlers:
         ttl_s = self._maker.pin(PinRequest(model=asked.body.model, ttl_s=asked.body.ttl_s))
         with caller_of(request).visit.making(0, self._service.is_kept):
             info = await self._service.capture(name, branch, ttl_s, asked.scope)
+            self._server.budgets.derive(info.capsule, name)
 
         async def made() -> CapsuleInfo:
             return info

@@ -53,6 +53,8 @@ class Asking:
 
         def work() -> Asked[R]:
             body = parse(raw, kind, self._max_values)
+            if not kind.is_bounded:
+                _check_unbounded(body)
             scope = self._scopes.scope(caller.tenant, checked_salt(body.cache_salt) or salt)
             terms = read_terms(body, caller, request.headers)
             return Asked(body, scope, terms, len(raw) > INLINE_BODY_BYTES)
@@ -86,6 +88,13 @@ class Asking:
     def scope(self, request: Request) -> Scope:
         """The scope of a request without a body."""
         return self._scopes.scope(caller_of(request).tenant, _salt(request))
+
+
+def _check_unbounded(body: AnyRequest) -> None:
+    for name in ("budget", "stop_when"):
+        if (given := getattr(body.mallee, name)) is not None:
+            remedy = "completions, chat, messages, forks and restores have it; leave it out"
+            raise InvalidParameter(f"mallee.{name}", given, remedy)
 
 
 def _salt(request: Request) -> str:

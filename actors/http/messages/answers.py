@@ -72,6 +72,8 @@ class MessageFormat:
             reason = "model_context_window_exceeded" if self.is_clamped else "max_tokens"
         elif last.finish == "cancelled":
             reason = "pause_turn"  # another client has pruned it; it can be gone on with
+        elif last.finish == "budget":
+            reason = "max_tokens"
         elif has_calls:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": None}

@@ -1,6 +1,6 @@
 """Bodies of Anthropic's requests: their fields, and those that change nothing or are refused."""
 
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -36,6 +36,8 @@ class CountRequest(AnyRequest, frozen=True, kw_only=True):
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     """Anthropic's `max_tokens` is required. `diagnostics`: the answer says why its prompt was not there."""
+
+    is_bounded: ClassVar[bool] = True
 
     max_tokens: int | None = None
     stop_sequences: tuple[str, ...] = ()

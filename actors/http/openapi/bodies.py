@@ -62,6 +62,7 @@ class ChoiceExtras(Body, frozen=True, kw_only=True):
     cache: dict[str, Any] = OMITTED
     kept: Literal["kept", "refused"] = OMITTED
     injected: list[dict[str, int]] = OMITTED
+    ended_by: Literal["tokens", "wall_s", "regex", "logprob", "done"] = OMITTED
     error: dict[str, Any] = OMITTED
 
 
@@ -444,7 +445,16 @@ class BranchLife(Body, frozen=True, kw_only=True):
 
     index: int
     state: Literal[
-        "waiting", "computing", "answering", "stop", "length", "cancelled", "error", "refused"
+        "waiting",
+        "computing",
+        "answering",
+        "stop",
+        "length",
+        "cancelled",
+        "error",
+        "budget",
+        "condition",
+        "refused",
     ]
     is_over: bool
     states: list[BranchState]

@@ -19,6 +19,7 @@ from mallee.actors.http.serve import LOGPROBS_COST, TURN_TOKENS, Server
 from mallee.protocol.errors import CapsuleStale, MalleeError, NotFound
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
+from mallee.protocol.messages import FinishReason
 from mallee.router.dispatch.jobs import ForkJob
 
 log = logging.getLogger(__name__)
@@ -53,8 +54,10 @@ class DrawnStream:
     def cancel(self, branch: int) -> None:
         self._stream.cancel(branch)
 
-    def cut(self, branch: int, at: int, residue: Tokens) -> CapsuleId | None:
-        return self._stream.cut(branch, at, residue)
+    def cut(
+        self, branch: int, at: int, residue: Tokens, end: FinishReason = "stop"
+    ) -> CapsuleId | None:
+        return self._stream.cut(branch, at, residue, end)
 
     async def aclose(self) -> None:
         await self._stream.aclose()

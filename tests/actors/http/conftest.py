@@ -111,7 +111,7 @@ class FakeStream:
     def cancel(self, branch: int) -> None:
         self.cancelled.add(branch)
 
-    def cut(self, branch: int, at: int, residue: Tokens) -> CapsuleId | None:
+    def cut(self, branch: int, at: int, residue: Tokens, end: str = "stop") -> CapsuleId | None:
         self.cancelled.add(branch)
         self.cuts[branch] = at, residue.tolist()
         return CapsuleId(f"{self.request}.{branch}")

@@ -47,7 +47,7 @@ class Scripted:
     def cancel(self, branch: int) -> None:
         self.cancelled.append(branch)
 
-    def cut(self, branch: int, at: int, residue: Tokens) -> None:
+    def cut(self, branch: int, at: int, residue: Tokens, end: str = "stop") -> None:
         self.cancelled.append(branch)
 
     async def aclose(self) -> None:

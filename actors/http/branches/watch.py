@@ -1,0 +1,168 @@
+"""Ends the branches of one request where its budget or its conditions say."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import inf
+from typing import Final
+
+from mallee.actors.gateway.service import Delta
+from mallee.actors.http.branches.budgets import Account, Budgets
+from mallee.actors.http.branches.conditions import BranchConditions
+from mallee.actors.http.jobs import Plan
+from mallee.protocol.errors import InvalidParameter
+from mallee.protocol.ids import RequestId
+from mallee.protocol.messages import FinishReason
+
+_FINISHED: Final = ("stop", "length")  # by itself
+_ENDS: Final[dict[str, FinishReason]] = {
+    "regex": "condition",
+    "logprob": "condition",
+    "done": "condition",
+    "tokens": "budget",
+    "wall_s": "budget",
+}
+
+
+class Watch:
+    """Follows the deltas of all choices. `close` gives back what is left of the budget. Idempotent."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        budgets: Budgets,
+        account: Account | None,
+        token_bytes: Callable[[int], bytes],
+    ) -> None:
+        self._budgets = budgets
+        self._account = account
+        self._token_bytes = token_bytes
+        self._conditions = plan.conditions
+        self._branches = (
+            [BranchConditions(plan.conditions) for _ in range(plan.num_choices)]
+            if plan.conditions is not None
+            else []
+        )
+        self._open = dict.fromkeys(range(plan.num_choices))
+        self._num_done = 0
+        self._counts = [0] * plan.num_choices  # tokens so far
+        self._stop_ids = plan.stop_token_ids
+        self.reasons: dict[int, str] = {}  # by choices that were ended here
+
+    @classmethod
+    def begin(
+        cls, plan: Plan, budgets: Budgets, token_bytes: Callable[[int], bytes]
+    ) -> "Watch | None":
+        """None if nothing is to be watched. Raises BudgetSpent, InvalidParameter."""
+        account = budgets.begin(plan.budget, plan.jobs[0].capsule, plan.num_choices)
+        if account is None and plan.conditions is None:
+            return None
+        return cls(plan, budgets, account, token_bytes)
+
+    def started(self, request: RequestId) -> None:
+        """`request` runs a part of the plan."""
+        if self._account is not None:
+            self._budgets.keep(request, self._account)
+
+    def within(self, plan: Plan) -> Plan:
+        """The plan, whose jobs wait no longer for a worker than there is time."""
+        rest_s = self.rest_s
+        if rest_s is None:
+            return plan
+        known = plan.jobs[0].terms  # of all
+        deadline_s = rest_s if known.deadline_s is None else min(known.deadline_s, rest_s)
+        terms = known._replace(deadline_s=deadline_s)
+        return replace(plan, jobs=tuple(replace(job, terms=terms) for job in plan.jobs))
+
+    @property
+    def rest_s(self) -> float | None:
+        """Seconds until all choices are to end; None: no time was set."""
+        if self._account is None or self._account.due == inf:
+            return None
+        return max(0.0, self._account.due - self._budgets.clock())
+
+    def take(self, index: int, delta: Delta) -> Delta:
+        """`delta` of an open choice as its client gets it: its first tokens and why, if it ends here."""
+        try:
+            num, reason = self._cut(index, delta)
+        except InvalidParameter as error:
+            delta = self._first(index, delta, 0, "error")._replace(error=error)
+            self._ended(index, "regex")
+        else:
+            if reason:
+                delta = self._first(index, delta, num, _ENDS[reason])
+                self._ended(index, reason)
+                self._num_done += reason == "regex"
+            elif delta.finish is not None:
+                self._open.pop(index, None)
+                self._num_done += delta.finish in _FINISHED
+        self._counts[index] += len(delta.tokens)
+        if self._account is not None:
+            self._account.spend("tokens", len(delta.tokens))
+        if not self._open:
+            self.close()
+        return delta
+
+    def _cut(self, index: int, delta: Delta) -> tuple[int, str]:
+        """The number of tokens that its client gets, and why no more; empty: all, and it goes on."""
+        most, reason = len(delta.tokens), ""
+        if self._branches:
+            branch = self._branches[index]
+            for i, token in enumerate(delta.tokens):
+                raw = b"" if token in self._stop_ids else self._token_bytes(token)
+                logprob = delta.logprobs[i][0] if delta.logprobs else None
+                if met := branch.take(raw, logprob):
+                    most, reason = i + 1, met
+                    break
+        if self._account is not None:
+            rest = self._account.rest("tokens")
+            if rest < most or (rest == most and delta.finish is None and not reason):
+                most, reason = int(rest), "tokens"
+        return most, reason
+
+    def due(self) -> Iterator[tuple[int, FinishReason]]:
+        """The open choices that are to end now, and as what; each once."""
+        conditions, account = self._conditions, self._account
+        done = conditions.done if conditions is not None else None
+        reason = ""
+        if done is not None and self._num_done >= done:
+            reason = "done"
+        elif account is not None and account.rest("tokens") < 1:
+            reason = "tokens"
+        elif self.rest_s == 0.0:
+            reason = "wall_s"
+        for index in list(self._open) if reason else ():
+            self._ended(index, reason)
+            yield index, _ENDS[reason]
+        if not self._open:
+            self.close()
+
+    def stopped(self, index: int) -> None:
+        """A choice ended at a stop string."""
+        if index in self._open:
+            del self._open[index]
+            self._num_done += 1
+            if not self._open:
+                self.close()
+
+    def _ended(self, index: int, reason: str) -> None:
+        self.reasons[index] = reason
+        self._open.pop(index, None)
+
+    def _first(self, index: int, delta: Delta, num: int, finish: FinishReason) -> Delta:
+        """The first `num` tokens of `delta`, and that they are the last."""
+        before = self._counts[index]
+        left = [(at, min(n, before + num - at)) for at, n in delta.injected if at < before + num]
+        return delta._replace(
+            tokens=delta.tokens[:num],
+            logprobs=delta.logprobs[:num],
+            finish=finish,
+            capsule=None,
+            boundary=0,
+            injected=tuple(left),
+        )
+
+    def close(self) -> None:
+        self._open.clear()
+        if self._account is not None:
+            self._account.close()
+            self._account = None
