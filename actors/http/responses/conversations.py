@@ -10,7 +10,7 @@ import msgspec
 from mallee.actors.gateway.shared.records import SharedRecords
 from mallee.actors.http.responses.items import shown
 from mallee.actors.http.responses.sharing import END_S, named, packed, request_of, unpacked
-from mallee.actors.http.responses.store import Record, ResponseStore, UnknownResponse
+from mallee.actors.http.responses.store import Record, ResponseStore, UnknownResponse, num_chars
 from mallee.actors.text.conversation import MAX_MESSAGES, Conversation
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import CodecError, InvalidParameter, NotFound, Unavailable
@@ -64,16 +64,18 @@ def changed(record: Record, change: Change, answer: Record | None) -> Record:
     found = replace(record)
     if change.metadata is not None:
         found.body = {**record.body, "metadata": change.metadata}
+        found.measure()
     if change.without is not None:
         found.items = [item for item in record.items if item["id"] != change.without]
         if len(found.items) < len(record.items):
             found.turn, found.left, found.num_covered = None, None, 0
+            found.measure()
     if change.items:
         found.items = [*found.items, *change.items]
+        found.num_chars += num_chars(change.items)  # all of it would take long
     if answer is not None and change.at == place(record):
         found.head, found.turn, found.left = answer.head, answer.turn, answer.left
         found.num_covered = len(found.items)
-    found.measure()
     return found
 
 

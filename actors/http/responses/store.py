@@ -32,6 +32,11 @@ class UnknownResponse(NotFound):
         )
 
 
+def num_chars(value: Any) -> int:
+    """Of its JSON."""
+    return len(_encoder.encode(value))
+
+
 class Turn:
     """Messages after those of `parent`. Counted by its store while a record or a later turn is there."""
 
@@ -97,7 +102,7 @@ class Record:
 
     def measure(self) -> None:
         """Count body and items as they are now."""
-        self.num_chars = len(_encoder.encode((self.body, self.items)))
+        self.num_chars = num_chars(self.body) + num_chars(self.items)
 
     @property
     def nbytes(self) -> int:

@@ -1,6 +1,8 @@
 """Conversations by OpenAI's own client: over one gateway, and from another than the one that keeps them."""
 
+import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import openai
@@ -61,7 +63,7 @@ async def scene() -> AsyncIterator[Scene]:
             assert gateway.failure is None
 
 
-async def ask(client: openai.AsyncOpenAI, text: str, **fields: Any) -> Any:
+async def ask(client: openai.AsyncOpenAI, text: Any, **fields: Any) -> Any:
     return await client.responses.create(
         model="m", input=text, max_output_tokens=4, extra_body=OPTIONS, **fields
     )
@@ -210,9 +212,55 @@ async def test_streams_and_background_grow_it_and_a_lost_one_fails_the_answer(sc
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
+async def test_answers_side_by_side_are_both_added_and_the_next_one_sees_both(scene: Scene) -> None:
+    """Two gateways, one conversation: the answer that ends last is added as items alone."""
+    a, b, _, jobs = scene
+    begun = await b.conversations.create()
+    await ask(a, "zero", conversation=begun.id)
+    both = await asyncio.gather(
+        *(ask(g, t, conversation=begun.id) for g, t in ((a, "x"), (b, "y")))
+    )
+    items = await a.conversations.items.list(begun.id, order="asc")
+    pairs = {(t, each.output_text) for t, each in zip("xy", both, strict=True)}
+    found = texts(items.data)
+    assert {(found[2], found[3]), (found[4], found[5])} == pairs
+    history: Any = [item.to_dict(exclude_unset=True) for item in items.data]
+    forked = await ask(a, "last", conversation=begun.id)
+    alone = await ask(a, [*history, {"role": "user", "content": "last"}])
+    assert isinstance(jobs[-2], ForkJob)
+    assert forked.output_text == alone.output_text
+    assert forked.usage.input_tokens == alone.usage.input_tokens
+
+
+async def test_without_the_gateway_that_keeps_it_a_conversation_is_refused_in_time(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """404 where nobody tells of it, 503 where nobody says that it was changed."""
+    a, b, fleet, _ = scene
+    begun = await a.conversations.create()
+    home = fleet.gateways[0].records
+
+    async def never(name: str, scope: Any, given: bytes) -> bytes | None:
+        await asyncio.Event().wait()
+        return None
+
+    home.share("conversation.change", never)
+    monkeypatch.setattr("mallee.actors.http.responses.conversations.END_S", 0.2)
+    with pytest.raises(openai.InternalServerError, match="before you try again"):
+        await b.conversations.update(begun.id, metadata={"a": "b"}, timeout=5)
+    with pytest.raises(openai.InternalServerError, match="before you try again"):
+        await ask(b, "x", conversation=begun.id, timeout=5)
+    home._bus.is_mute = True  # type: ignore[attr-defined]
+    for call in (b.conversations.retrieve, b.conversations.delete):
+        with pytest.raises(openai.NotFoundError):
+            await call(begun.id, timeout=5)
+
+
 def conversation(num_items: int) -> Record:
     items = [{"id": f"i{n}", "type": "message"} for n in range(num_items)]
-    return Record("conv_1", COMMON, {"metadata": {}}, items, Conversation(()))
+    made = Record("conv_1", COMMON, {"metadata": {}}, items, Conversation(()))
+    made.measure()
+    return made
 
 
 @given(st.lists(st.tuples(st.sampled_from("+-ro"), st.integers(0, 6)), max_size=12))
@@ -242,6 +290,9 @@ def test_the_state_of_an_answer_covers_exactly_the_items_before_it(steps: list[A
             model, made = [*model, f"i{made}"], made + 1
             seen = list(model) if fits else seen
         assert [item["id"] for item in found.items] == model
+        exact = replace(found)
+        exact.measure()
+        assert abs(found.num_chars - exact.num_chars) <= 2 * len(steps)  # brackets and commas
         assert (found.turn is not None) == (seen is not None)
         assert [item["id"] for item in pending(found)] == model[len(seen or []) :]
         assert unpacked(packed(found)).num_covered == found.num_covered
