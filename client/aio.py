@@ -353,6 +353,10 @@ class AsyncBranch(BaseBranch["AsyncBranches", PendingCapsule]):
         """As `Branch.prune`."""
         return self.index in (await self._prune())["branches"]
 
+    async def prioritize(self, priority: int) -> bool:
+        """As `Branch.prioritize`."""
+        return self.index in (await self._prioritize(priority))["branches"]
+
 
 class AsyncBranches(BaseBranches[AsyncBranch]):
     """Branches of one request while they stream: `async for` events, or `await ... .wait()`.

@@ -294,6 +294,13 @@ class BaseBranch(BranchState, Generic[S, C]):
         assert self.request_id is not None, "it was not begun"
         return self.client._send(calls.prune(self.request_id, [self.index], self.cache_salt))
 
+    def _prioritize(self, priority: int) -> Any:
+        """The answer to another priority of this branch, or what awaits it."""
+        assert self.client is not None
+        assert self.request_id is not None, "it was not begun"
+        call = calls.prioritize(self.request_id, [self.index], priority, self.cache_salt)
+        return self.client._send(call)
+
     def pin(self, *, ttl_s: float | None = None) -> C:
         """The capsule where the branch ended, kept as `Capsule.pin` does. Raises NoCapsule, CapsulesFull."""
         capsule = self.need_capsule()

@@ -255,6 +255,14 @@ def _request_path(request: str) -> str:
     return f"/v1/requests/{quote(request, safe='')}"
 
 
+def prioritize(
+    request: str, branches: Sequence[int], priority: int, cache_salt: str | None
+) -> Call:
+    """Another priority for running branches."""
+    body = {"branches": list(branches), "priority": priority, "cache_salt": cache_salt}
+    return Call("POST", f"{_request_path(request)}/prioritize", _given(body), cache_salt)
+
+
 def inject(request: str, branch: int, params: Mapping[str, Any]) -> Call:
     """Tokens into a running branch."""
     path = f"{_request_path(request)}/branches/{branch}/inject"

@@ -329,6 +329,13 @@ class Branch(BaseBranch["Branches", Capsule]):
         """End the running branch alone; the others go on. False: it had ended. Raises UnknownRequest."""
         return self.index in self._prune()["branches"]
 
+    def prioritize(self, priority: int) -> bool:
+        """Have the running branch go before those of its session with less, from the next step on.
+
+        Returns whether it still ran. Raises UnknownRequest if none of its request does.
+        """
+        return self.index in self._prioritize(priority)["branches"]
+
 
 class Branches(BaseBranches[Branch]):
     """Branches of one request while they stream. Iterate for events as they arrive, or `wait`.

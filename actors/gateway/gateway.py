@@ -443,6 +443,17 @@ class GatewayService:
         wanted = range(answer.num_branches) if branches is None else branches
         return answer.prune(wanted, self._clock())
 
+    def prioritize(
+        self, request: RequestId, branches: Collection[int] | None, priority: float, scope: Scope
+    ) -> list[int]:
+        answer = self._answers.get(request) if self._ids.belongs(request, scope) else None
+        if answer is None:
+            raise UnknownRequest(request)
+        wanted = range(answer.num_branches) if branches is None else branches
+        changed = self._dispatcher.prioritize(request, wanted, priority)
+        self._carry_out()
+        return changed
+
     # Capsules
 
     async def inspect(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:

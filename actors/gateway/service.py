@@ -279,6 +279,15 @@ class Service(Protocol):
         """Cancel branches of a request, or all; returns those that ran. Raises UnknownRequest."""
         ...
 
+    def prioritize(
+        self, request: RequestId, branches: Collection[int] | None, priority: float, scope: Scope
+    ) -> list[int]:
+        """Change the priority of branches, or all, from their workers' next step on.
+
+        Returns those that are not over. Raises UnknownRequest.
+        """
+        ...
+
     async def rewind(self, capsule: CapsuleId, to: int, ttl_s: float, scope: Scope) -> CapsuleInfo:
         """A capsule of the first `to` tokens of another. Raises as `capsule`; also CapsulesFull."""
         ...

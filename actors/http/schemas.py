@@ -267,6 +267,11 @@ class PruneRequest(AnyRequest, frozen=True, kw_only=True):
     branches: list[int] | None = None
 
 
+class PrioritizeRequest(AnyRequest, frozen=True, kw_only=True):
+    priority: int | None = None
+    branches: list[int] | None = None
+
+
 class InjectRequest(AnyRequest, frozen=True, kw_only=True):
     suffix: Any = None
     mode: str = "append"

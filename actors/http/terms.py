@@ -82,6 +82,14 @@ def _priority(request: AnyRequest) -> int:
     raise InvalidParameter(param, value, f"give a whole number, {-MAX_PRIORITY} to {MAX_PRIORITY}")
 
 
+def checked_priority(value: int | None) -> int:
+    """`value`. Raises InvalidParameter."""
+    if value is None or abs(value) > MAX_PRIORITY:
+        remedy = f"give a whole number, {-MAX_PRIORITY} to {MAX_PRIORITY}"
+        raise InvalidParameter("priority", value, remedy)
+    return value
+
+
 def _deadline_s(request: AnyRequest) -> float | None:
     value = request.mallee.deadline_s
     if value is not None and not 0.0 <= value <= MAX_DEADLINE_S:

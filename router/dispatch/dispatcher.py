@@ -51,6 +51,7 @@ from mallee.protocol.messages import (
     Fork,
     Holder,
     Inject,
+    Prioritize,
     Release,
 )
 from mallee.router.dispatch.effects import (
@@ -232,8 +233,24 @@ class Dispatcher:
         name, tokens, replaces = injection
         self._send(shard, Inject(name, shard.name, row, tokens, replaces))
 
-    def _send_inboxes(self, shard: Shard) -> None:
-        """Send what waits for the rows of a shard, which has just been sent itself."""
+    def prioritize(self, request: RequestId, branches: Iterable[int], priority: float) -> list[int]:
+        """Give branches that are not over another priority, wherever they run from now on; returns them."""
+        state = self._requests.get(request)
+        concerned = [] if state is None else sorted(state.open.intersection(branches))
+        for branch in concerned:
+            assert state is not None
+            state.priorities[branch] = priority
+            found = self.running(request, branch)
+            if found is not None and found[0].recompute is None:
+                self._send(found[0], Prioritize(found[0].name, priority, found[1]))
+        return concerned
+
+    def _send_changes(self, shard: Shard) -> None:
+        """Send what clients changed of the rows of a shard, which has just been sent itself."""
+        for branch, priority in shard.state.priorities.items():
+            row = branch - shard.branches.start
+            if row in shard.open:
+                self._send(shard, Prioritize(shard.name, priority, row))
         if self._inboxes:
             for row in sorted(shard.open):
                 for injection in self._inboxes.of(shard.state.id, shard.branch_of(row)):
@@ -506,7 +523,7 @@ class Dispatcher:
         else:
             self._recompute(shard, holders, is_first=not rows.start)
         if shard.recompute is None:
-            self._send_inboxes(shard)
+            self._send_changes(shard)
         if dispatch.num_moves or len(state.open) < len(dispatch.branches):
             gone = {row for row in shard.open if shard.branch_of(row) not in state.open}
             self._cancel_rows(shard, gone)
@@ -553,7 +570,7 @@ class Dispatcher:
         self._send(shard, recompute.job.command(shard.name, shard.branches.start))
         for row in sorted(set(range(len(shard.branches))) - shard.open):
             self._send(shard, Cancel(shard.name, row))
-        self._send_inboxes(shard)
+        self._send_changes(shard)
         if recompute.lost:
             hashes = shard.dispatch.hashes
             self._learn(shard, recompute.capsule, update.boundary, hashes)

@@ -16,8 +16,18 @@ class RequestState:
     """A whole request: the branches that have not ended, and all that runs or waits for them."""
 
     __slots__ = (
-        *("arrival", "blame", "home", "id", "is_internal", "job", "num_shards", "open", "prompts"),
-        *("shards", "waiting"),
+        *(
+            "arrival",
+            "blame",
+            "home",
+            "id",
+            "is_internal",
+            "job",
+            "num_shards",
+            "open",
+            "priorities",
+        ),
+        *("prompts", "shards", "waiting"),
     )
 
     def __init__(
@@ -33,6 +43,9 @@ class RequestState:
         self.blame = 0  # workers that died before they said anything of it
         self.shards: dict[RequestId, Shard] = {}
         self.waiting: list[Dispatch] = []
+        self.priorities: dict[
+            int, float
+        ] = {}  # of branches, that were changed since it was submitted
         self.prompts: dict[int, tuple[int, int]] = {}  # tokens cached and computed, by branch
 
     def name(self, k: int) -> RequestId:

@@ -9,9 +9,10 @@ from mallee.actors.gateway.service import Service
 from mallee.actors.http.entry.asking import Asking
 from mallee.actors.http.jobs import JobMaker
 from mallee.actors.http.prompts import PromptReader
-from mallee.actors.http.schemas import InjectRequest, PruneRequest
+from mallee.actors.http.schemas import InjectRequest, PrioritizeRequest, PruneRequest
 from mallee.actors.http.serve import json_response
 from mallee.actors.http.sse import unless_gone
+from mallee.actors.http.terms import checked_priority
 from mallee.protocol.errors import InvalidParameter, UnknownBranch
 from mallee.protocol.ids import RequestId
 
@@ -55,6 +56,15 @@ class BranchHandlers:
         self._maker.check_model(asked.body.model)
         ended = self._service.prune(name, asked.body.branches, asked.scope)
         return json_response({"object": "branches.pruned", "request": name, "branches": ended})
+
+    async def prioritize(self, request: Request) -> Response:
+        name = RequestId(request.path_params["request"])
+        asked = await self._asking.read(request, PrioritizeRequest)
+        self._maker.check_model(asked.body.model)
+        priority = checked_priority(asked.body.priority)
+        changed = self._service.prioritize(name, asked.body.branches, priority, asked.scope)
+        body = {"object": "branches.prioritized", "request": name, "branches": changed}
+        return json_response({**body, "priority": priority})
 
 
 def _branch(request: Request) -> tuple[RequestId, int]:

@@ -253,6 +253,13 @@ class Pruned(Body, frozen=True, kw_only=True):
     branches: list[int]
 
 
+class Prioritized(Body, frozen=True, kw_only=True):
+    object: Literal["branches.prioritized"]
+    request: str
+    branches: list[int]
+    priority: int
+
+
 class Injected(Body, frozen=True, kw_only=True):
     object: Literal["branch.injected"]
     request: str

@@ -27,6 +27,7 @@ from mallee.actors.http.schemas import (
     ForkRequest,
     InjectRequest,
     PinRequest,
+    PrioritizeRequest,
     PruneRequest,
     RestoreRequest,
     RewindRequest,
@@ -355,6 +356,12 @@ OPERATIONS: Final = (
         *("POST", "/v1/requests/{request}/prune", "branches.prune", "Cancel running branches"),
         *(bodies.Pruned, PruneRequest),
         {"branches": [1, 2]},
+        refusals=(404,),
+    ),
+    Operation(
+        *("POST", "/v1/requests/{request}/prioritize", "branches.prioritize"),
+        *("Priority of running branches", bodies.Prioritized, PrioritizeRequest),
+        {"priority": 5, "branches": [0]},
         refusals=(404,),
     ),
     Operation(

@@ -85,7 +85,7 @@ LATER = {
     *("operators.change_weights", "get_record", "delete_record"),
 }
 LATER |= {
-    *("branches.inject", "branches.prune"),
+    *("branches.inject", "branches.prioritize", "branches.prune"),
     "capsules.capture",
     "operators.drain_worker",
     "responses.cancel",

@@ -37,6 +37,7 @@ REFUSED = {
     "capsules.export": "KV that could be read",
     "capsules.capture": "a branch that still runs",
     "branches.prune": "a branch that still runs",
+    "branches.prioritize": "a branch that still runs",
     "capsules.restore": "a capsule of an answer",
     "operators.change_weights": "weights",
     "operators.drain_worker": "a worker to spare",
