@@ -86,4 +86,4 @@ async def main(command: str, wanted: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main(sys.argv[1], int(sys.argv[2]))))
+    sys.exit(asyncio.run(main(str(Path(sys.argv[1]).absolute()), int(sys.argv[2]))))
