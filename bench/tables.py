@@ -511,6 +511,27 @@ def responses(data: Json) -> Iterator[str]:
     )
 
 
+def turns(data: Json) -> Iterator[str]:
+    columns = {
+        "JSON": "json",
+        "messages, template, tokens": "text",
+        "hashes": "hashes",
+        "all": "total",
+    }
+    pairs = zip(data["turns"], data["before"]["turns"], strict=True)
+    yield table(
+        ["tokens", *columns, "before"],
+        [
+            (
+                f"{row['tokens']:,}",
+                *(number(row[k]) for k in columns.values()),
+                number(old["total"]),
+            )
+            for row, old in pairs
+        ],
+    )
+
+
 def mocker(data: Json) -> Iterator[str]:
     def times_better(run: Json) -> str:
         ours, theirs = (at(run, f"{side}/requests_per_s") for side in ("mallee", "dynamo"))
@@ -1121,6 +1142,14 @@ SECTIONS = {
         "CPU of a gateway that reads a turn of 50 new tokens by `previous_response_id` up to the worker's"
         " command, beside the same conversation sent whole; Qwen 3's template, no network.",
         responses,
+    ),
+    "turns": Section(
+        "Histories sent again",
+        "python -m bench.gateway.turns FOLDER",
+        "CPU milliseconds of a gateway for a turn of 50 new words whose client sends the whole"
+        " conversation, with SmolLM2's tokenizer: medians of three runs by turns with the commit before. What"
+        " is known is looked up, but still parsed, rendered, cut and hashed; a fork sends what is new alone.",
+        turns,
     ),
     "fanout": Section(
         "Fan-outs",

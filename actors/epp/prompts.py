@@ -110,8 +110,7 @@ class PromptReader:
     def _encoded(self, text: str, scope: str, *, starts: bool = False) -> Tokens:
         text = text[:MAX_TEXT_CHARS]
         if self._tokenizer is not None:
-            ids = self._tokenizer.encode(text, add_special_tokens=starts, scope=scope)
-            return as_tokens(ids)
+            return self._tokenizer.tokens(text, add_special_tokens=starts, scope=scope)
         raw = text.encode(errors="replace")
         return np.frombuffer(raw[: len(raw) // TEXT_TOKEN_NBYTES * TEXT_TOKEN_NBYTES], "<u4")
 

@@ -12,7 +12,6 @@ from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.errors import BadRequest, ContextLengthExceeded, InvalidParameter
 from mallee.protocol.hashing import Tokens, as_tokens
 
-PART_IDS = 1 << 16
 END_CHARS = 64
 
 
@@ -134,19 +133,21 @@ class PromptReader:
         if not more:
             return self._encode(first, scope, starts=starts)
         self._check_length(rendering.text)
-        known: dict[str, list[int]] = {}
-        ids = self._tokenizer.encode(first, add_special_tokens=starts, scope=scope)[:]
+        known: dict[str, Tokens] = {}
+        found = [self._tokenizer.tokens(first, add_special_tokens=starts, scope=scope)]
+        num = len(found[0])
         for piece in more:
             if piece not in known:
-                known[piece] = self._tokenizer.encode(piece, scope=scope)
-            ids += known[piece]
-            if len(ids) > self._max_model_len:
-                raise ContextLengthExceeded(len(ids), 0, self._max_model_len)
-        return _array(ids)
+                known[piece] = self._tokenizer.tokens(piece, scope=scope)
+            found.append(known[piece])
+            num += len(known[piece])
+            if num > self._max_model_len:
+                raise ContextLengthExceeded(num, 0, self._max_model_len)
+        return np.concatenate(found)
 
     def _encode(self, text: str, scope: str, *, starts: bool = False) -> Tokens:
         self._check_length(text)
-        return _array(self._tokenizer.encode(text, add_special_tokens=starts, scope=scope))
+        return self._tokenizer.tokens(text, add_special_tokens=starts, scope=scope)
 
     def _check_length(self, text: str) -> None:
         """Raises ContextLengthExceeded without tokenizing what can't possibly fit: that takes seconds."""
@@ -164,12 +165,4 @@ class PromptReader:
             raise InvalidParameter(
                 f"{param}[{i}]", ids[i], f"token ids are 0 to {self._vocab_size - 1}"
             )
-        return _array(ids)
-
-
-def _array(ids: list[int]) -> Tokens:
-    """`ids` as tokens, in parts: each holds the interpreter's lock for a few milliseconds."""
-    if len(ids) <= PART_IDS:
         return as_tokens(ids)
-    parts = range(0, len(ids), PART_IDS)
-    return np.concatenate([as_tokens(ids[begin : begin + PART_IDS]) for begin in parts])

@@ -3,8 +3,9 @@
 A text is cut where its tokens surely end: before a space between two ASCII letters. Byte-level BPE splits
 text into words by a regular expression first, in those known here a letter never shares a word with a
 space after it, and a word's tokens depend on that word alone. So the pieces' tokens, one after the other,
-are the text's. The cuts follow from the text before them: equal beginnings have equal pieces. New text
-is made of words, most of which were seen before, too: a look in a dict is ten times cheaper.
+are the text's. The cuts follow from the text before them: equal beginnings have equal pieces. What is known
+of a conversation is found by long pieces, its end by short ones. New text is made of words, most of which
+were seen before, too: a look in a dict is ten times cheaper.
 
 Pieces are known within their *scope* alone (a tenant's): the time of an answer must not reveal
 others' texts.
@@ -14,15 +15,16 @@ import json
 import re
 import sys
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import tokenizers
 
-PIECE_CHARS = 256  # at least, but for the last
-PART_PIECES = 256  # tokenized at once
+LONG_CHARS = 4096  # of a long piece at least
+PIECE_CHARS = 256  # of a short one, but for the last
 MAX_NBYTES = 64 << 20  # of pieces, both generations
-TOKEN_NBYTES, ENTRY_NBYTES = 40, 300  # an int and its place in a list; all the rest of an entry
+TOKEN_NBYTES, ENTRY_NBYTES = 4, 300  # an id; all the rest of an entry
 MAX_WORDS = 1 << 16
 MAX_WORD_CHARS, MAX_WORD_TOKENS = 32, 8  # longer ones are hardly words
 _CUT = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
@@ -54,42 +56,49 @@ class EncodeCache:
         self._encode = encode
         self._max_nbytes = max_nbytes
         self._lock = threading.Lock()  # for changes
-        self._young: dict[_Key, list[int]] = {}
-        self._old: dict[_Key, list[int]] = {}
+        self._young: dict[_Key, array[int]] = {}
+        self._old: dict[_Key, array[int]] = {}
         self._young_nbytes = self._old_nbytes = 0
         self._words: dict[str, dict[str, list[int]]] = {}  # by scope
         self.num_words = 0
         self.num_hits = 0  # pieces
 
-    def encode(self, text: str, scope: str = "") -> list[int]:
-        """The ids of `text`, in a list that is the caller's. Only what `scope` saw before is quicker."""
-        pieces = cut(text)
-        ids: list[int] = []
-        # In parts: a call into the tokenizer holds the interpreter's lock while it makes its lists.
-        for begin in range(0, len(pieces), PART_PIECES):
-            end = begin + PART_PIECES
-            ids += self._encode_part(pieces[begin:end], scope, is_last=end >= len(pieces))
+    def encode(self, text: str, scope: str = "") -> "array[int]":
+        """The ids of `text`, of 32 bits, the caller's own. Only what `scope` saw before is quicker."""
+        ids = array("I")
+        *long, rest = cut(text, LONG_CHARS)
+        # One by one: a call into the tokenizer holds the interpreter's lock while it makes its lists.
+        for piece in long:
+            key = scope, piece
+            known = self._look_up(key)
+            if known is None:
+                known = self._by_pieces(piece, scope, keeps=False)
+                self._keep(key, known)
+            else:
+                self.num_hits += 1
+            ids += known
+        ids += self._by_pieces(rest, scope, keeps=True)
         return ids
 
-    def _encode_part(self, pieces: list[str], scope: str, *, is_last: bool) -> list[int]:
-        """The ids of `pieces`; the last piece of all is hardly ever seen again, and not kept."""
-        kept = pieces[:-1] if is_last else pieces
-        found = [self._look_up((scope, piece)) for piece in kept]
-        wanted = [piece for piece, ids in zip(kept, found, strict=True) if ids is None]
-        made = self._by_words([*wanted, *pieces[len(kept) :]], scope)
+    def _by_pieces(self, text: str, scope: str, *, keeps: bool) -> "array[int]":
+        """The ids of `text`. Its last piece is hardly ever seen again, and not kept."""
+        *pieces, rest = cut(text, PIECE_CHARS)
+        found = [self._look_up((scope, piece)) for piece in pieces]
+        wanted = [piece for piece, ids in zip(pieces, found, strict=True) if ids is None]
         self.num_hits += len(found) - len(wanted)
-        ids: list[int] = []
+        *made, last = self._by_words([*wanted, rest], scope)
         fresh = iter(made)
-        for piece, known in zip(kept, found, strict=True):
+        ids = array("I")
+        for piece, known in zip(pieces, found, strict=True):
             if known is None:
                 known = next(fresh)
-                self._keep((scope, piece), known)
+                if keeps:
+                    self._keep((scope, piece), known)
             ids += known
-        for rest in fresh:
-            ids += rest
+        ids += last
         return ids
 
-    def _by_words(self, texts: list[str], scope: str) -> list[list[int]]:
+    def _by_words(self, texts: list[str], scope: str) -> "list[array[int]]":
         """The ids of each text; words that are not known are computed in one go."""
         known = self._words.get(scope, {})
         cut_up = [_WORD_CUT.split(text) for text in texts]
@@ -100,7 +109,7 @@ class EncodeCache:
             ids: list[int] = []
             for word in words:
                 ids += fresh[word] if word in fresh else known[word]
-            found.append(ids)
+            found.append(array("I", ids))
         self._keep_words(fresh, scope)
         return found
 
@@ -133,13 +142,13 @@ class EncodeCache:
         assert self.num_words == sum(map(len, self._words.values())), "words don't add up"
         assert self.num_words <= MAX_WORDS, f"{self.num_words} words"
 
-    def _look_up(self, key: _Key) -> list[int] | None:
+    def _look_up(self, key: _Key) -> "array[int] | None":
         ids = self._young.get(key)
         if ids is None and (ids := self._old.get(key)) is not None:
             self._keep(key, ids)
         return ids
 
-    def _keep(self, key: _Key, ids: list[int]) -> None:
+    def _keep(self, key: _Key, ids: "array[int]") -> None:
         nbytes, most = _nbytes(key, ids), self._max_nbytes // 2
         with self._lock:
             if nbytes > most or key in self._young:
@@ -151,15 +160,15 @@ class EncodeCache:
             self._young_nbytes += nbytes
 
 
-def _nbytes(key: _Key, ids: list[int]) -> int:
+def _nbytes(key: _Key, ids: "array[int]") -> int:
     return ENTRY_NBYTES + sys.getsizeof(key[1]) + TOKEN_NBYTES * len(ids)
 
 
-def cut(text: str) -> list[str]:
-    """The pieces of `text`, at least one: each of PIECE_CHARS or a little more, but for the last."""
+def cut(text: str, num_chars: int) -> list[str]:
+    """The pieces of `text`, at least one: each of `num_chars` or a little more, but for the last."""
     pieces: list[str] = []
     begin = 0
-    while (found := _CUT.search(text, begin + PIECE_CHARS)) is not None:
+    while (found := _CUT.search(text, begin + num_chars)) is not None:
         pieces.append(text[begin : found.start()])
         begin = found.start()
     pieces.append(text[begin:])

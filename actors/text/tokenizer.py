@@ -13,6 +13,7 @@ import tokenizers
 
 from mallee.actors.text.encode_cache import EncodeCache, is_cuttable
 from mallee.protocol.errors import InvalidParameter, ModelNotFound, UnsupportedModel
+from mallee.protocol.hashing import Tokens, as_tokens
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # in vocabularies that fall back to bytes
 _UNFINISHED = "\ufffd"  # what decoders write for bytes that are not (yet) a character
@@ -118,9 +119,16 @@ class Tokenizer:
 
         Texts are remembered for their `scope` alone.
         """
-        if add_special_tokens and self._inner.num_special_tokens_to_add(False):
-            return self._encode([text], add_special_tokens=True)[0]
-        return self._encode([text])[0] if self._cache is None else self._cache.encode(text, scope)
+        found = self.tokens(text, add_special_tokens=add_special_tokens, scope=scope)
+        ids: list[int] = found.tolist()
+        return ids
+
+    def tokens(self, text: str, *, add_special_tokens: bool = False, scope: str = "") -> Tokens:
+        """As `encode`, without an int for each token."""
+        adds = add_special_tokens and self._inner.num_special_tokens_to_add(False) > 0
+        if adds or self._cache is None:
+            return as_tokens(self._encode([text], add_special_tokens=adds)[0])
+        return as_tokens(self._cache.encode(text, scope))
 
     def _encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[list[int]]:
         # The batch form lets other threads run meanwhile, encode does not: 2 MB held them up for 3 s.

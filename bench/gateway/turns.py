@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.measure import machine
 from mallee.actors.config import ChatSettings
 from mallee.actors.http.chat.reading import ChatReader
 from mallee.actors.http.prompts import PromptReader
@@ -91,7 +92,7 @@ def main() -> None:
         found = [turns.turn() for _ in range(ROUNDS)]
         rows.append({k: round(statistics.median(f[k] for f in found), 3) for k in found[0]})
         sys.stderr.write(f"{rows[-1]}\n")
-    sys.stdout.write(json.dumps({"turns": rows}) + "\n")
+    sys.stdout.write(json.dumps({"turns": rows, "machine": machine()}) + "\n")
 
 
 if __name__ == "__main__":

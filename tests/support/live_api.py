@@ -16,6 +16,7 @@ from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.http.api import DEFAULT_RESPONSES, build_api
 from mallee.actors.proxy.connections import LimitedServer
 from mallee.actors.text.chat import ChatTemplate
+from mallee.protocol.hashing import Tokens, as_tokens
 from support.plain_ids import SCOPES
 from support.waiting import until
 
@@ -31,6 +32,9 @@ class CharTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False, scope: str = "") -> list[int]:
         return [*text.encode("ascii")]
+
+    def tokens(self, text: str, *, add_special_tokens: bool = False, scope: str = "") -> Tokens:
+        return as_tokens(self.encode(text))
 
     def detokenizer(self, shown: Sequence[str] = ()) -> "CharTokenizer":
         return self

@@ -23,7 +23,7 @@ from mallee.actors.proxy.connections import LimitedServer
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.text.chat import ChatTemplate
 from mallee.protocol.errors import MalleeError, NotFound, UnknownCapsule, UnknownRequest
-from mallee.protocol.hashing import Tokens
+from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId
 from mallee.protocol.model import ModelSpec
 from mallee.router.config import RouterConfig
@@ -46,6 +46,9 @@ class ByteTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = False, scope: str = "") -> list[int]:
         head = [BOS] if add_special_tokens and text else []
         return head + list(text.encode())
+
+    def tokens(self, text: str, *, add_special_tokens: bool = False, scope: str = "") -> Tokens:
+        return as_tokens(self.encode(text, add_special_tokens=add_special_tokens))
 
     def detokenizer(self, shown: Sequence[str] = ()) -> "ByteDetokenizer":
         return ByteDetokenizer()

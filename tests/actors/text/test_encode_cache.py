@@ -1,6 +1,7 @@
 """Tokenizing by pieces: the same ids as of the whole text, from a cache that stays small."""
 
 import json
+from unittest import mock
 
 import pytest
 import tokenizers
@@ -9,7 +10,14 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from mallee.actors.text import encode_cache
-from mallee.actors.text.encode_cache import MAX_WORDS, PIECE_CHARS, EncodeCache, cut, is_cuttable
+from mallee.actors.text.encode_cache import (
+    LONG_CHARS,
+    MAX_WORDS,
+    PIECE_CHARS,
+    EncodeCache,
+    cut,
+    is_cuttable,
+)
 from mallee.actors.text.tokenizer import Tokenizer
 from support.examples import examples
 
@@ -81,23 +89,42 @@ def test_the_pieces_ids_are_the_texts(name: str, text: str) -> None:
 
 @given(texts)
 def test_pieces_are_the_text_and_equal_beginnings_have_equal_pieces(text: str) -> None:
-    pieces = cut(text)
+    pieces = cut(text, PIECE_CHARS)
     assert "".join(pieces) == text
     assert all(len(piece) >= PIECE_CHARS for piece in pieces[:-1])
-    longer = cut(text + " and more of it")
+    longer = cut(text + " and more of it", PIECE_CHARS)
     assert longer[: len(pieces) - 1] == pieces[:-1]
 
 
-@pytest.mark.parametrize("part", [1, 2, 3, 7, 8])
-def test_a_long_text_is_tokenized_in_parts(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode_cache, "PART_PIECES", part)
-    text = TEXT * 24
-    num_pieces = len(cut(text))
-    assert num_pieces == 8
+@examples(30)
+@given(turns=st.lists(texts, min_size=1, max_size=6), edit=st.integers(0, 1 << 30))
+def test_turns_that_grow_and_histories_that_change_have_the_texts_ids(
+    turns: list[str], edit: int
+) -> None:
+    """F31, part: from long pieces, short ones and words, wherever the history is changed."""
+    tokenizer = Tokenizer(INNERS["llama"])
+    assert tokenizer._cache is not None
+    with mock.patch.object(encode_cache, "LONG_CHARS", 600):
+        text = ""
+        for turn in turns:
+            text += turn.encode(errors="replace").decode() + " so they say"
+            place = edit % len(text)
+            for given_text in (text, text[:place] + "x y" + text[place:], text):
+                whole = INNERS["llama"].encode(given_text, add_special_tokens=False).ids
+                assert tokenizer.encode(given_text) == whole
+                assert tokenizer.tokens(given_text).tolist() == whole
+    tokenizer._cache.check()
+
+
+def test_a_long_text_is_found_by_few_pieces() -> None:
+    text = "".join(f"{TEXT}{i} and on " for i in range(400))
     whole = INNERS["gpt2"].encode(text, add_special_tokens=False).ids
     tokenizer = Tokenizer(INNERS["gpt2"])
     assert tokenizer._cache is not None
-    for num_hits in (0, num_pieces - 1):
+    *long, rest = cut(text, LONG_CHARS)
+    num_pieces = len(long) + len(cut(rest, PIECE_CHARS)) - 1
+    assert num_pieces < len(cut(text, PIECE_CHARS)) / 4
+    for num_hits in (0, num_pieces):
         assert tokenizer.encode(text) == whole
         assert tokenizer._cache.num_hits == num_hits
         tokenizer._cache.check()
@@ -108,7 +135,7 @@ def test_what_was_seen_is_not_tokenized_again() -> None:
 
     def encode(texts: list[str]) -> list[list[int]]:
         asked.extend(texts)
-        return [[hash(text)] for text in texts]
+        return [[hash(text) & 0xFFFF] for text in texts]
 
     cache = EncodeCache(encode)
     history = TEXT * 20
@@ -118,7 +145,7 @@ def test_what_was_seen_is_not_tokenized_again() -> None:
     again = cache.encode(history + "and then it rained")
     assert set(asked) == {" rain. and", " then", " it", " rained"}
     assert again[: len(first) - 1] == first[:-1]
-    assert cache.num_hits == len(cut(history)) - 1
+    assert cache.num_hits == len(cut(history, PIECE_CHARS)) - 1
 
 
 def test_the_cache_stays_within_its_bound() -> None:
