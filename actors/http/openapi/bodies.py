@@ -158,6 +158,7 @@ class ConversationItem(Body, frozen=True, kw_only=True):
     encrypted_content: str = OMITTED
     call_id: str = OMITTED
     name: str = OMITTED
+    namespace: str = OMITTED
     arguments: str = OMITTED
     output: Any = OMITTED
 

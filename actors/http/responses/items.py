@@ -182,7 +182,8 @@ def _shown(item: dict[str, Any], name: str) -> dict[str, Any]:
             text = "output_text" if item["role"] == "assistant" else "input_text"
             made |= {"role": item["role"], "content": _parts(item["content"], text)}
         case "function_call":
-            made |= {key: item[key] for key in ("call_id", "name", "arguments")}
+            (call,) = _of_call(item, "").tool_calls
+            made |= {"call_id": call.id, "name": item["name"], "arguments": call.arguments}
             if item.get("namespace") is not None:
                 made["namespace"] = item["namespace"]
         case "function_call_output":

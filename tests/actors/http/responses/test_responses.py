@@ -187,6 +187,16 @@ def test_a_form_is_parsed_by_openais_client(roomy: Any, service: Any) -> None:
     assert service.job.grammar.kind == "json_schema"
 
 
+def test_a_call_without_arguments_is_shown_with_none(roomy: Any) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "add"}
+    items = [{"role": "user", "content": "hi"}, call]
+    made = post(roomy, input=items).body
+    found = roomy("GET", f"/v1/responses/{made['id']}/input_items").body["data"][0]
+    assert (found["call_id"], found["name"], found["arguments"]) == ("c", "add", "{}")
+    begun = roomy("POST", "/v1/conversations", {"items": items})
+    assert begun.status == 200, begun.body
+
+
 def test_items_are_shown_in_their_form_whatever_stood_beside_it(roomy: Any) -> None:
     odd: Any = {"id": 5, "status": {}, "phase": [1], "extra": "x"}
     call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
