@@ -441,8 +441,8 @@ class SessionSettings(Settings):
     max_nodes: int = Field(
         default=65_536,
         ge=2,
-        description="Sessions and their capsules that a gateway remembers, at about 500 bytes each; those"
-        " used last stay.",
+        description="Sessions and their capsules that a gateway remembers, at about 500 bytes each. Of more,"
+        " the tenant that has the most loses what it used longest ago.",
     )
     ttl_s: Positive = Field(
         default=86_400.0,

@@ -27,13 +27,17 @@ class NodeNote(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SessionNote(msgspec.Struct, frozen=True, array_like=True):
-    """A session, and what is new in it. With `is_closed` it is over, whatever is known of it."""
+    """A session, and what is new in it. With `is_closed` it is over, whatever is known of it.
+
+    `tenant`: whose share of memory it takes.
+    """
 
     scope: Scope
     session: str
     parent: str = ""
     nodes: tuple[NodeNote, ...] = ()
     is_closed: bool = False
+    tenant: str = ""
 
 
 class SessionNotes(msgspec.Struct, frozen=True, array_like=True):

@@ -123,6 +123,7 @@ class GatewaySessions:
             request,
             SessionKey(job.scope, terms.session),
             parent=terms.parent_session,
+            tenant=terms.tenant,
             capsule=job.capsule,
             prompt_tokens=job.prompt_tokens,
             is_last=terms.ends_session,

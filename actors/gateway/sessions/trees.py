@@ -42,6 +42,7 @@ class SessionTree:
     created: float
     used: float
     parent: str = ""
+    tenant: str = ""
     nodes: dict[str, NodeNote] = field(default_factory=dict)  # by capsule, oldest first
     running: set[RequestId] = field(default_factory=set)  # here
 
@@ -56,7 +57,11 @@ class SessionTree:
         return [CapsuleId(node.capsule) for node in self.nodes.values() if not node.is_root]
 
     def note(self) -> SessionNote:
-        return SessionNote(self.key.scope, self.key.name, self.parent, tuple(self.nodes.values()))
+        return self.told(tuple(self.nodes.values()))
+
+    def told(self, nodes: tuple[NodeNote, ...]) -> SessionNote:
+        """News of these nodes for other gateways."""
+        return SessionNote(*self.key, self.parent, nodes, tenant=self.tenant)
 
 
 class _Asked(NamedTuple):
@@ -69,9 +74,18 @@ class _Asked(NamedTuple):
     nodes: tuple[NodeNote, ...]
 
 
-class SessionTrees:
-    """The sessions that one gateway knows. At most `max_nodes` capsules; what was used last stays.
+@dataclass(slots=True)
+class _Share:
+    """A tenant's sessions, last used last; `size` counts them and their nodes."""
 
+    trees: OrderedDict[SessionKey, SessionTree] = field(default_factory=OrderedDict)
+    size: int = 0
+
+
+class SessionTrees:
+    """The sessions that one gateway knows. At most `max_nodes` of them and their capsules.
+
+    Beyond that the tenant with the most loses the session that it used longest ago.
     A session without use for `ttl_s` is forgotten. `clock` gives seconds since the epoch.
     """
 
@@ -86,6 +100,7 @@ class SessionTrees:
         self._of_scope: dict[Scope, dict[str, SessionTree]] = {}
         self._asked: dict[RequestId, _Asked] = {}
         self._of_capsule: dict[str, SessionKey] = {}  # whose own it is
+        self._shares: dict[str, _Share] = {}  # by tenant
         self._size = 0  # sessions and nodes
         self._closed: OrderedDict[SessionKey, float] = OrderedDict()  # when, the last one last
 
@@ -97,18 +112,19 @@ class SessionTrees:
         key: SessionKey,
         *,
         parent: str = "",
+        tenant: str = "",
         capsule: CapsuleId | None = None,
         prompt_tokens: int = 0,
         is_last: bool = False,
     ) -> SessionNote | None:
         """A request of a session begins. Returns news for other gateways: the session is new."""
         is_new = key not in self._trees
-        tree = self._used(key, parent)
+        tree = self._used(key, parent, tenant)
         tree.running.add(request)
         above = self._trees.get(SessionKey(key.scope, tree.parent)) if tree.parent else None
         nodes = (*(above.nodes.values() if above else ()), *tree.nodes.values())
         self._asked[request] = _Asked(key, capsule, prompt_tokens, is_last, nodes)
-        return SessionNote(key.scope, key.name, tree.parent) if is_new else None
+        return tree.told(()) if is_new else None
 
     def left(
         self,
@@ -147,7 +163,7 @@ class SessionTrees:
             )
         self._used(asked.key)
         self._put(tree, node)
-        return SessionNote(*asked.key, tree.parent, (node,))
+        return tree.told((node,))
 
     def cut(self, request: RequestId, capsule: CapsuleId, tokens: int) -> SessionNote | None:
         """A capsule ends earlier than it was told to."""
@@ -158,7 +174,7 @@ class SessionTrees:
         if key is None or tree is None or node is None:
             return None
         tree.nodes[capsule] = node = structs.replace(node, tokens=tokens)
-        return SessionNote(*key, tree.parent, (node,))
+        return tree.told((node,))
 
     def derived(self, capsule: CapsuleId, source: CapsuleId, tokens: int) -> SessionNote | None:
         """`capsule` is the beginning of `source`, and belongs where that does."""
@@ -170,7 +186,7 @@ class SessionTrees:
             tree.nodes[source], capsule=capsule, tokens=tokens, created=self._clock()
         )
         self._put(tree, node)
-        return SessionNote(*key, tree.parent, (node,))
+        return tree.told((node,))
 
     def ended(self, request: RequestId) -> SessionKey | None:
         """The session of the request, if that was its last."""
@@ -224,7 +240,7 @@ class SessionTrees:
         """A session that begins with a capsule of another's."""
         key = SessionKey(source.key.scope, name)
         assert key not in self._trees, "it is there already"
-        tree = self._used(key, source.key.name)
+        tree = self._used(key, source.key.name, source.tenant)
         self._put(tree, structs.replace(node, parent="", is_root=True))
         return tree
 
@@ -255,7 +271,7 @@ class SessionTrees:
             nodes = tuple(node for node in nodes if node.created > closed)
             if not nodes:
                 return None
-        tree = self._used(key, note.parent)
+        tree = self._used(key, note.parent, note.tenant)
         for node in nodes:
             self._put(tree, node)
         return None
@@ -265,16 +281,18 @@ class SessionTrees:
         self._forget_unused()
         return iter([tree.note() for tree in self._trees.values()])
 
-    def _used(self, key: SessionKey, parent: str = "") -> SessionTree:
+    def _used(self, key: SessionKey, parent: str = "", tenant: str = "") -> SessionTree:
         """The session, which is there from now on and is the last one used."""
         now = self._clock()
         tree = self._trees.get(key)
         if tree is None:
-            tree = self._trees[key] = SessionTree(key, now, now)
+            tree = self._trees[key] = SessionTree(key, now, now, tenant=tenant)
             self._of_scope.setdefault(key.scope, {})[key.name] = tree
-            self._size += 1
+            self._shares.setdefault(tenant, _Share()).trees[key] = tree
+            self._count(tree, 1)
             self._make_room(tree)
         self._trees.move_to_end(key)
+        self._shares[tree.tenant].trees.move_to_end(key)
         tree.used = now
         tree.parent = tree.parent or parent
         return tree
@@ -283,7 +301,7 @@ class SessionTrees:
         if node.capsule not in tree.nodes:
             if len(tree.nodes) >= MAX_SESSION_NODES:
                 self._drop(tree, next(iter(tree.nodes)))
-            self._size += 1
+            self._count(tree, 1)
         tree.nodes[node.capsule] = node
         if not node.is_root:
             self._of_capsule[node.capsule] = tree.key
@@ -296,11 +314,18 @@ class SessionTrees:
     def _unname(self, tree: SessionTree, capsule: str) -> None:
         if self._of_capsule.get(capsule) == tree.key:
             del self._of_capsule[capsule]
-        self._size -= 1
+        self._count(tree, -1)
+
+    def _count(self, tree: SessionTree, num: int) -> None:
+        self._shares[tree.tenant].size += num
+        self._size += num
 
     def _make_room(self, spared: SessionTree) -> None:
         while self._size > self._max_nodes:
-            oldest = next((t for t in self._trees.values() if t is not spared), None)
+            largest = max(self._shares.values(), key=lambda share: share.size)
+            oldest = next((t for t in largest.trees.values() if t is not spared), None)
+            if oldest is None and len(spared.nodes) <= 1:  # it is all that its tenant has
+                oldest = next((t for t in self._trees.values() if t is not spared), None)
             if oldest is not None:
                 self._forget(oldest)
             elif len(spared.nodes) > 1:
@@ -318,7 +343,11 @@ class SessionTrees:
         for capsule in tree.nodes:
             self._unname(tree, capsule)
         del self._trees[tree.key]
-        self._size -= 1
+        self._count(tree, -1)
+        share = self._shares[tree.tenant]
+        del share.trees[tree.key]
+        if not share.trees:
+            del self._shares[tree.tenant]
         named = self._of_scope[tree.key.scope]
         del named[tree.key.name]
         if not named:
@@ -329,6 +358,11 @@ class SessionTrees:
         trees = list(self._trees.values())
         assert self._size == sum(1 + len(tree.nodes) for tree in trees), "nodes don't add up"
         assert self._size <= max(self._max_nodes, 2), f"{self._size} nodes"
+        shares = self._shares.items()
+        shared = [(tenant, t.tenant) for tenant, share in shares for t in share.trees.values()]
+        assert all(tenant == own for tenant, own in shared), "a session of another tenant"
+        assert sum(share.size for _, share in shares) == self._size, "shares don't add up"
+        assert len(shared) == len(trees), "sessions don't add up"
         assert sum(map(len, self._of_scope.values())) == len(trees), "scopes don't add up"
         own = {c: tree.key for tree in trees for c in tree.own}
         assert own == self._of_capsule, "capsules don't add up"

@@ -230,6 +230,31 @@ def test_a_request_of_a_closed_session_leaves_nothing() -> None:
     scene.trees.check()
 
 
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=120), st.integers(8, 24))
+def test_a_tenant_loses_only_what_is_beyond_its_share(
+    asked: list[tuple[int, int]], max_nodes: int
+) -> None:
+    """F7, part: requests of one tenant never take from another that has less than an even part."""
+    scene = Scene(max_nodes=max_nodes)
+    for tenant, session in asked:
+        before = sizes(scene)
+        key = SessionKey(Scope(f"salt{tenant}{session}"), f"s{session}")
+        scene.ask([1] * 8, [[2]], key, tenant=f"t{tenant}")
+        after = sizes(scene)
+        for other, size in before.items():
+            if other != f"t{tenant}" and after.get(other, 0) < size:
+                assert size >= max_nodes // 4, (before, after)
+        assert scene.trees.get(key) is not None
+
+
+def sizes(scene: Scene) -> dict[str, int]:
+    """Sessions and nodes by tenant."""
+    found: dict[str, int] = {}
+    for note in scene.trees.notes():
+        found[note.tenant] = found.get(note.tenant, 0) + 1 + len(note.nodes)
+    return found
+
+
 @pytest.mark.parametrize("num", [0, 3, 7])
 def test_hashes_that_are_not_known_tie_to_the_newest(num: int) -> None:
     scene = Scene()
