@@ -5,7 +5,7 @@ but for the last tokens: templates end a prompt in their own way where the answe
 the one with the longest prompt, and of its branches the one whose text goes on as the prompt does.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from msgspec import structs
 
+from mallee.actors.gateway.sessions.shares import Shares
 from mallee.protocol.gateways.session_notes import NodeNote, SessionNote
 from mallee.protocol.hashing import NO_HASHES, Hashes
 from mallee.protocol.ids import CapsuleId, RequestId, Scope
@@ -74,14 +75,6 @@ class _Asked(NamedTuple):
     nodes: tuple[NodeNote, ...]
 
 
-@dataclass(slots=True)
-class _Share:
-    """A tenant's sessions, last used last; `size` counts them and their nodes."""
-
-    trees: OrderedDict[SessionKey, SessionTree] = field(default_factory=OrderedDict)
-    size: int = 0
-
-
 class SessionTrees:
     """The sessions that one gateway knows. At most `max_nodes` of them and their capsules.
 
@@ -100,7 +93,8 @@ class SessionTrees:
         self._of_scope: dict[Scope, dict[str, SessionTree]] = {}
         self._asked: dict[RequestId, _Asked] = {}
         self._of_capsule: dict[str, SessionKey] = {}  # whose own it is
-        self._shares: dict[str, _Share] = {}  # by tenant
+        self._of_tenant: dict[str, OrderedDict[SessionKey, SessionTree]] = {}  # last used last
+        self._shares = Shares()  # of sessions and nodes
         self._size = 0  # sessions and nodes
         self._closed: OrderedDict[SessionKey, float] = OrderedDict()  # when, the last one last
 
@@ -288,11 +282,11 @@ class SessionTrees:
         if tree is None:
             tree = self._trees[key] = SessionTree(key, now, now, tenant=tenant)
             self._of_scope.setdefault(key.scope, {})[key.name] = tree
-            self._shares.setdefault(tenant, _Share()).trees[key] = tree
-            self._count(tree, 1)
+            self._of_tenant.setdefault(tenant, OrderedDict())[key] = tree
+            self._add(tree)
             self._make_room(tree)
         self._trees.move_to_end(key)
-        self._shares[tree.tenant].trees.move_to_end(key)
+        self._of_tenant[tree.tenant].move_to_end(key)
         tree.used = now
         tree.parent = tree.parent or parent
         return tree
@@ -301,7 +295,7 @@ class SessionTrees:
         if node.capsule not in tree.nodes:
             if len(tree.nodes) >= MAX_SESSION_NODES:
                 self._drop(tree, next(iter(tree.nodes)))
-            self._count(tree, 1)
+            self._add(tree)
         tree.nodes[node.capsule] = node
         if not node.is_root:
             self._of_capsule[node.capsule] = tree.key
@@ -314,16 +308,20 @@ class SessionTrees:
     def _unname(self, tree: SessionTree, capsule: str) -> None:
         if self._of_capsule.get(capsule) == tree.key:
             del self._of_capsule[capsule]
-        self._count(tree, -1)
+        self._remove(tree)
 
-    def _count(self, tree: SessionTree, num: int) -> None:
-        self._shares[tree.tenant].size += num
-        self._size += num
+    def _add(self, tree: SessionTree) -> None:
+        self._shares.add(tree.tenant)
+        self._size += 1
+
+    def _remove(self, tree: SessionTree) -> None:
+        self._shares.remove(tree.tenant)
+        self._size -= 1
 
     def _make_room(self, spared: SessionTree) -> None:
         while self._size > self._max_nodes:
-            largest = max(self._shares.values(), key=lambda share: share.size)
-            oldest = next((t for t in largest.trees.values() if t is not spared), None)
+            trees = self._of_tenant[self._shares.largest].values()
+            oldest = next((t for t in trees if t is not spared), None)
             if oldest is None and len(spared.nodes) <= 1:  # it is all that its tenant has
                 oldest = next((t for t in self._trees.values() if t is not spared), None)
             if oldest is not None:
@@ -343,11 +341,11 @@ class SessionTrees:
         for capsule in tree.nodes:
             self._unname(tree, capsule)
         del self._trees[tree.key]
-        self._count(tree, -1)
-        share = self._shares[tree.tenant]
-        del share.trees[tree.key]
-        if not share.trees:
-            del self._shares[tree.tenant]
+        self._remove(tree)
+        theirs = self._of_tenant[tree.tenant]
+        del theirs[tree.key]
+        if not theirs:
+            del self._of_tenant[tree.tenant]
         named = self._of_scope[tree.key.scope]
         del named[tree.key.name]
         if not named:
@@ -358,11 +356,13 @@ class SessionTrees:
         trees = list(self._trees.values())
         assert self._size == sum(1 + len(tree.nodes) for tree in trees), "nodes don't add up"
         assert self._size <= max(self._max_nodes, 2), f"{self._size} nodes"
-        shares = self._shares.items()
-        shared = [(tenant, t.tenant) for tenant, share in shares for t in share.trees.values()]
-        assert all(tenant == own for tenant, own in shared), "a session of another tenant"
-        assert sum(share.size for _, share in shares) == self._size, "shares don't add up"
-        assert len(shared) == len(trees), "sessions don't add up"
+        theirs = [(name, t.tenant) for name, own in self._of_tenant.items() for t in own.values()]
+        assert all(tenant == own for tenant, own in theirs), "a session of another tenant"
+        assert len(theirs) == len(trees), "sessions don't add up"
+        sizes: Counter[str] = Counter()
+        for tree in trees:
+            sizes[tree.tenant] += 1 + len(tree.nodes)
+        self._shares.check(sizes)
         assert sum(map(len, self._of_scope.values())) == len(trees), "scopes don't add up"
         own = {c: tree.key for tree in trees for c in tree.own}
         assert own == self._of_capsule, "capsules don't add up"

@@ -245,6 +245,7 @@ def test_a_tenant_loses_only_what_is_beyond_its_share(
             if other != f"t{tenant}" and after.get(other, 0) < size:
                 assert size >= max_nodes // 4, (before, after)
         assert scene.trees.get(key) is not None
+        scene.trees.check()
 
 
 def sizes(scene: Scene) -> dict[str, int]:
