@@ -4,7 +4,7 @@ from collections import Counter
 
 
 class Shares:
-    """What each tenant has, by ones. Every call takes constant time, however many tenants there are."""
+    """Counts by tenant. Every call takes constant time, however many tenants there are."""
 
     def __init__(self) -> None:
         self._sizes: Counter[str] = Counter()
