@@ -4,14 +4,16 @@ import asyncio
 import json
 import time
 from typing import Any
+from unittest.mock import create_autospec
 
 import httpx
 import msgspec
 import pytest
 
+from mallee.actors.access.quotas import UNLIMITED
 from mallee.actors.config import HttpSettings
 from mallee.actors.http.messages.reading import read_dialogue
-from mallee.actors.http.responses.running import Background
+from mallee.actors.http.responses.running import Background, Run
 from mallee.actors.http.responses.store import Record, ResponseStore
 from mallee.actors.text.conversation import Conversation
 from mallee.protocol.errors import InternalError
@@ -33,7 +35,8 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 async def test_a_reader_that_is_slow_at_the_end_gets_the_end() -> None:
     record = Record("resp_a", COMMON, {}, [], Conversation(()))
-    background = Background(None, record, streams=True)  # type: ignore[arg-type]
+    run = create_autospec(Run, instance=True)  # it never begins
+    background = Background(run, record, UNLIMITED, tenant="", streams=True)
     record.events.append(b"first")
     reading = background.follow(-1)
     assert await anext(reading) == b"first"
