@@ -247,6 +247,11 @@ class AsyncCapsule(BaseCapsule["AsyncBranches", "PendingCapsule"]):
 
     _client: AsyncMallee
 
+    async def prune(self) -> list[str]:
+        """As `Capsule.prune`."""
+        answer = await self._client._send(calls.prune_below(self.id, self._cache_salt))
+        return list(answer["requests"])
+
     async def delete(self) -> None:
         """Forget the state. Raises UnknownCapsule if it is gone already."""
         await self._client._send(calls.delete_capsule(self.id, self._cache_salt))

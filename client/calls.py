@@ -291,6 +291,11 @@ def rewind(capsule: str, params: Mapping[str, Any]) -> Call:
     return _about(capsule, "rewind", params)
 
 
+def prune_below(capsule: str, cache_salt: str | None) -> Call:
+    """An end of all that went on from a capsule."""
+    return _about(capsule, "prune", {"cache_salt": cache_salt})
+
+
 def pin(capsule: str, params: Mapping[str, Any]) -> Call:
     return _about(capsule, "pin", params)
 

@@ -273,6 +273,11 @@ class Capsule(BaseCapsule["Branches", "Capsule"]):
 
     _client: Mallee
 
+    def prune(self) -> list[str]:
+        """Cancel all that went on from it, and forget the capsules that this left; returns their requests."""
+        answer = self._client._send(calls.prune_below(self.id, self._cache_salt))
+        return list(answer["requests"])
+
     def delete(self) -> None:
         """Forget the state. Raises UnknownCapsule if it is gone already."""
         self._client._send(calls.delete_capsule(self.id, self._cache_salt))

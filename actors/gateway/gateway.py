@@ -24,6 +24,7 @@ from mallee.actors.gateway.lives import Lives
 from mallee.actors.gateway.peers import Peers
 from mallee.actors.gateway.router_metrics import RouterCollector
 from mallee.actors.gateway.service import BranchStream, CapsuleInfo
+from mallee.actors.gateway.sessions.lineage import Lineage
 from mallee.actors.gateway.sessions.sessions import GatewaySessions, SessionLimits
 from mallee.actors.gateway.shared.records import SharedRecords
 from mallee.actors.gateway.shared.texts import SharedTexts
@@ -34,6 +35,7 @@ from mallee.actors.telemetry.metrics import GatewayMetrics, Tenant
 from mallee.actors.transport.link import Transport
 from mallee.protocol.errors import (
     BadRequest,
+    CapsuleAbandoned,
     CapsuleLost,
     InvalidParameter,
     MalleeError,
@@ -170,6 +172,7 @@ class GatewayService:
             clock=clock,
         )
         self._answers: dict[RequestId, Answer] = {}
+        self._lineage = Lineage()
         self._injecting: dict[str, asyncio.Future[int]] = {}  # by injection
         self._desk = CapsuleDesk(lambda worker, command: self._peers.send(worker, command))
         self._lives = Lives()
@@ -328,6 +331,8 @@ class GatewayService:
             self._count_refusal(error, tenant)
             raise
         judge.remember(request, self._recent)
+        if job.capsule is not None:
+            self._lineage.add(request, job.capsule)
         if job.terms.session:
             self._sessions.begin(request, job)
         if log.isEnabledFor(logging.DEBUG):
@@ -443,6 +448,32 @@ class GatewayService:
         wanted = range(answer.num_branches) if branches is None else branches
         return answer.prune(wanted, self._clock())
 
+    def prune_below(
+        self, capsule: CapsuleId, scope: Scope
+    ) -> tuple[list[RequestId], list[CapsuleId]]:
+        self._check_owner(capsule, scope)
+        requests, left = [], []
+        for request in sorted(self._lineage.below(capsule)):
+            answer = self._answers.get(request)
+            if answer is not None and answer.num_open:
+                requests.append(request)
+                if answer.placed.done():
+                    answer.prune(range(answer.num_branches), self._clock())
+                else:
+                    self._give_up(request, CapsuleAbandoned(capsule))
+            left += self._capsules_of(request, scope)
+        return requests, left
+
+    def _capsules_of(self, request: RequestId, scope: Scope) -> list[CapsuleId]:
+        """The capsules that a request left, as far as they are known."""
+        found = []
+        for name in self._router.capsules(scope, request):
+            if not name.startswith(request):
+                break
+            if name[len(request)] in ".-":
+                found.append(name)
+        return found
+
     def prioritize(
         self, request: RequestId, branches: Collection[int] | None, priority: float, scope: Scope
     ) -> list[int]:
@@ -486,6 +517,7 @@ class GatewayService:
         capsule = CapsuleId(status.capsule)
         if answer is not None and answer.tape is not None:
             answer.tape.captured(branch, capsule, status.boundary)
+        self._lineage.add_captured(name, request)
         self._dispatcher.note_capture(shard, row, capsule, status.boundary, ttl_s)
         self._sessions.left(request, capsule, status.boundary, shard.dispatch.hashes)
         return CapsuleInfo(capsule, shard.worker, status.boundary, time.time(), status=status)
@@ -495,6 +527,7 @@ class GatewayService:
         question = Rewind(self._ids.new(scope), capsule, to, ttl_s)
         status = await self._desk.ask(worker, question)
         left = CapsuleId(status.capsule)
+        self._lineage.add(request_of(left), capsule)
         if (text := self._memory.get(capsule)) is not None and to <= text.path.length:
             self._memory.keep(left, text.first(to)._replace(ttl_s=ttl_s, is_own=True))
         self._router.learn_capsule(left, worker, status.boundary, NO_HASHES, scope)

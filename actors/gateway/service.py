@@ -279,6 +279,16 @@ class Service(Protocol):
         """Cancel branches of a request, or all; returns those that ran. Raises UnknownRequest."""
         ...
 
+    def prune_below(
+        self, capsule: CapsuleId, scope: Scope
+    ) -> tuple[list[RequestId], list[CapsuleId]]:
+        """Cancel all requests that went on from a capsule, or from one that such a request left.
+
+        Returns those that were not over, and the capsules that all of them left, which are still there.
+        Raises UnknownCapsule for one of another scope.
+        """
+        ...
+
     def prioritize(
         self, request: RequestId, branches: Collection[int] | None, priority: float, scope: Scope
     ) -> list[int]:

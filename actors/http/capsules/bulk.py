@@ -1,7 +1,7 @@
 """Capsules of one scope together: those that a query means are listed, counted or deleted."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, TypeVar
@@ -211,6 +211,29 @@ async def _each(
             return info, await ask(info)
 
     return await asyncio.gather(*map(asked, infos))
+
+
+async def release_each(
+    service: Service,
+    capsules: Sequence[CapsuleId],
+    scope: Scope,
+    released: Callable[[CapsuleId], None],
+) -> int:
+    """Forget capsules, `NUM_ASKED` at once; the number of those that are gone now, each told."""
+    turns = asyncio.Semaphore(NUM_ASKED)
+
+    async def release(capsule: CapsuleId) -> bool:
+        async with turns:
+            try:
+                await service.release_capsule(capsule, scope)
+            except NotFound:
+                pass  # it went by itself
+            except MalleeError:
+                return False
+            released(capsule)
+            return True
+
+    return sum(await asyncio.gather(*map(release, capsules)))
 
 
 def _is_of(capsule: str, request: str) -> bool:

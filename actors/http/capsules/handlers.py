@@ -8,7 +8,13 @@ from starlette.responses import Response
 
 from mallee.actors.gateway.service import CapsuleInfo
 from mallee.actors.http.answers import FORK, RESTORE, capsule_body
-from mallee.actors.http.capsules.bulk import Bulk, check_wanted, read_bool, read_filter
+from mallee.actors.http.capsules.bulk import (
+    Bulk,
+    check_wanted,
+    read_bool,
+    read_filter,
+    release_each,
+)
 from mallee.actors.http.entry.asking import Asking, read_count
 from mallee.actors.http.entry.middleware import caller_of
 from mallee.actors.http.files.sending import CapsuleFile
@@ -117,6 +123,17 @@ class CapsuleHandlers:
         except QuotaExceeded:  # its size is known by now alone
             await self._service.release_capsule(info.capsule, asked.scope)
             raise
+
+    async def prune(self, request: Request) -> Response:
+        asked = await self._asking.read(request, AnyRequest)
+        self._maker.check_model(asked.body.model)
+        capsule, visit = _capsule(request), caller_of(request).visit
+        requests, capsules = self._service.prune_below(capsule, asked.scope)
+        with visit:
+            releasing = release_each(self._service, capsules, asked.scope, visit.unkeep)
+            num = await unless_gone(request.receive, releasing)
+        body = {"id": capsule, "object": "capsule.pruned", "requests": requests}
+        return json_response({**body, "released": num, "left": len(capsules) - num})
 
     async def pin(self, request: Request) -> Response:
         asked = await self._asking.read(request, PinRequest)

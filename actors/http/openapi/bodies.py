@@ -254,6 +254,16 @@ class Pruned(Body, frozen=True, kw_only=True):
     branches: list[int]
 
 
+class CapsulePruned(Body, frozen=True, kw_only=True):
+    """`left`: capsules below it whose workers did not release them."""
+
+    id: str
+    object: Literal["capsule.pruned"]
+    requests: list[str]
+    released: int
+    left: int
+
+
 class Prioritized(Body, frozen=True, kw_only=True):
     object: Literal["branches.prioritized"]
     request: str

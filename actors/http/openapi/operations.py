@@ -309,6 +309,12 @@ OPERATIONS: Final = (
         refusals=_MADE,
     ),
     Operation(
+        *("POST", f"{_CAPSULE}/prune", "capsules.prune", "Cancel and forget all below a capsule"),
+        *(bodies.CapsulePruned, AnyRequest),
+        {},
+        refusals=(404,),
+    ),
+    Operation(
         *("POST", f"{_CAPSULE}/pin", "capsules.pin", "Keep it"),
         *(bodies.Capsule, PinRequest),
         {"ttl_s": 600},
