@@ -517,6 +517,7 @@ def turns(data: Json) -> Iterator[str]:
         "messages, template, tokens": "text",
         "hashes": "hashes",
         "all": "total",
+        "JSON decoded alone": "floor",
     }
     pairs = zip(data["turns"], data["before"]["turns"], strict=True)
     yield table(
@@ -1147,8 +1148,9 @@ SECTIONS = {
         "Histories sent again",
         "python -m bench.gateway.turns FOLDER",
         "CPU milliseconds of a gateway for a turn of 50 new words whose client sends the whole"
-        " conversation, with SmolLM2's tokenizer: medians of three runs by turns with the commit before. What"
-        " is known is looked up, but still parsed, rendered, cut and hashed; a fork sends what is new alone.",
+        " conversation, with SmolLM2's tokenizer, texts searched for special tokens: medians of three runs"
+        " by turns with the commit before. What is known is looked up, but still parsed, searched, rendered,"
+        " cut and hashed, so this grows with the history; a fork sends what is new alone.",
         turns,
     ),
     "fanout": Section(

@@ -43,15 +43,19 @@ class SpecialTokens:
     def __init__(self, tokens: Collection[str]) -> None:
         """Tokens of a single character can't be cut, and stay special."""
         self._tokens = tuple(sorted((t for t in tokens if len(t) > 1), key=len, reverse=True))
-        # Few texts have the first two characters of one: to look for those is a hundred times cheaper.
-        self._beginnings = tuple({token[:2] for token in self._tokens})
+        # By their first characters: a pattern with one is 20 times as fast, the character alone more so.
+        self._by_first = tuple(
+            (first, _one_of(token for token in self._tokens if token[0] == first))
+            for first in sorted({token[0] for token in self._tokens})
+        )
         self._pattern = _one_of(self._tokens)
         self._not_own = _one_of(token for token in self._tokens if token not in _OWN)
         self._numbers = {token: i for i, token in enumerate(self._tokens)}
 
     def are_in(self, text: str) -> bool:
-        may_be = any(beginning in text for beginning in self._beginnings)
-        return may_be and self._pattern.search(text) is not None
+        return any(
+            first in text and pattern.search(text) is not None for first, pattern in self._by_first
+        )
 
     def render(
         self,
@@ -68,7 +72,7 @@ class SpecialTokens:
 
         def count(text: str, pattern: re.Pattern[str]) -> str:
             nonlocal num
-            if any(beginning in text for beginning in self._beginnings):
+            if self.are_in(text):
                 for _ in pattern.finditer(text):
                     num += 1
                     if max_tokens is not None and num > max_tokens:

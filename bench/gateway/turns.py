@@ -3,7 +3,8 @@
     python -m bench.gateway.turns FOLDER [--tokens 1000 4000 ...]
 
 FOLDER has a checkpoint's tokenizer and chat template. JSON, messages, template, tokens (all but the last
-turn's are remembered) and block hashes, in milliseconds; the last line of stdout is one JSON object.
+turn's are remembered) and block hashes, in milliseconds; beside them the floor, which is to decode the JSON
+and do nothing else. The last line of stdout is one JSON object.
 """
 
 import argparse
@@ -15,6 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from bench.measure import machine
 from mallee.actors.config import ChatSettings
@@ -35,7 +38,12 @@ class Turns:
     """Conversations of one model, with words of this repository's pages."""
 
     def __init__(self, folder: Path, words: list[str]) -> None:
-        tokenizer, chat = Tokenizer.load(folder), ChatTemplate.load(folder)
+        tokenizer = Tokenizer.load(folder)
+        chat = ChatTemplate.load(  # with the protection of special tokens, as gateways have it
+            folder,
+            special_tokens=tokenizer.special_tokens,
+            added_tokens=tokenizer.added_tokens,
+        )
         prompts = PromptReader(tokenizer, chat, 1 << 30, max_model_len=1 << 30)
         self._reader = ChatReader(prompts, chat, tokenizer.added_tokens, ChatSettings())
         self._words = words
@@ -73,7 +81,9 @@ class Turns:
         request = timed("json", lambda: parse(raw, ChatRequest, MAX_VALUES))
         chat = timed("text", lambda: self._reader.read(request, "bench"))
         timed("hashes", lambda: block_hashes(chat.prompt, BLOCK_SIZE))
-        return {"tokens": len(chat.prompt), **spent, "total": sum(spent.values())}
+        total = sum(spent.values())
+        timed("floor", lambda: msgspec.json.decode(raw))
+        return {"tokens": len(chat.prompt), **spent, "total": total}
 
 
 def main() -> None:

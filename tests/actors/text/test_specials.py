@@ -111,6 +111,15 @@ def test_a_token_inside_of_another_is_found_too() -> None:
     assert not any(map(special.are_in, found.pieces))
 
 
+@given(
+    tokens=st.lists(st.text("<|[a", min_size=1, max_size=4), max_size=6),
+    text=st.text("<|[ab", max_size=12),
+)
+def test_tokens_are_found_wherever_they_stand(tokens: list[str], text: str) -> None:
+    expected = any(len(token) > 1 and token in text for token in tokens)
+    assert SpecialTokens(tokens).are_in(text) == expected
+
+
 def test_a_text_of_special_tokens_is_refused_before_its_pieces_are_encoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
