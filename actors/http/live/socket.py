@@ -23,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from mallee.actors.http.entry.gate import CLOSING
-from mallee.actors.http.errors import error_body
+from mallee.actors.http.errors import error_body, error_response
 from mallee.actors.http.live.inner import check_path, run_inner
 from mallee.actors.http.schemas import parse
 from mallee.actors.http.sse import MAX_WRITE_S
@@ -146,7 +146,7 @@ class _Talk:
                 name = frame.id
                 self._take(frame, group)
             except MalleeError as error:
-                await self._tell({"id": name, "status": error.status, **error_body(error)})
+                await self._tell(_refusal(name, error))
         return 0
 
     def _take(self, frame: LiveFrame, group: asyncio.TaskGroup) -> None:
@@ -173,13 +173,14 @@ class _Talk:
 
     async def _run(self, frame: LiveFrame, running: _Running) -> None:
         status, is_stream, parts = 0, False, list[bytes]()
+        wait: dict[str, int] = {}
 
         async def send(message: Message) -> None:
-            nonlocal status, is_stream
+            nonlocal status, is_stream, wait
             if message["type"] == "http.response.start":
-                status = message["status"]
-                kind = Headers(raw=message["headers"]).get("content-type", "")
-                is_stream = kind.startswith("text/event-stream")
+                status, headers = message["status"], Headers(raw=message["headers"])
+                is_stream = headers.get("content-type", "").startswith("text/event-stream")
+                wait = _wait(headers)
             elif not is_stream:
                 parts.append(message.get("body", b""))
             else:
@@ -200,7 +201,7 @@ class _Talk:
             )
         finally:
             del self._running[frame.id]
-        last: dict[str, Any] = {"id": frame.id, "status": status, "done": True}
+        last: dict[str, Any] = {"id": frame.id, "status": status, "done": True, **wait}
         if running.gone.is_set():
             last["cancelled"] = True
         elif not is_stream:
@@ -212,6 +213,17 @@ class _Talk:
         async with self._turn, asyncio.timeout(MAX_WRITE_S):
             if not self._is_over:
                 await self._socket.send_text(msgspec.json.encode(body).decode())
+
+
+def _refusal(name: str | None, error: MalleeError) -> dict[str, Any]:
+    """The frame for a frame that was refused."""
+    wait = _wait(error_response(error).headers)
+    return {"id": name, "status": error.status, **wait, **error_body(error)}
+
+
+def _wait(headers: Headers) -> dict[str, int]:
+    told = headers.get("retry-after")
+    return {} if told is None else {"retry_after": int(told)}
 
 
 async def _read(text: str) -> LiveFrame:
