@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mallee.actors.access.access import Access
 from mallee.actors.access.keys import new_key
 from mallee.actors.gateway.service import CapsuleInfo
+from mallee.actors.gateway.shared.records import SharedRecords
 from mallee.actors.http.capsules import bulk
 from mallee.actors.http.capsules.bulk import TIERS
 from mallee.actors.telemetry.metrics import GatewayMetrics
@@ -20,6 +21,7 @@ from mallee.protocol.errors import StorageFailed, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, Scope, WorkerId
 from mallee.protocol.messages import CapsuleStatus
 from mallee.protocol.model import ModelSpec
+from mallee.testing.bus import LocalBus, LocalHub
 from mallee.testing.random_model import random_model
 from support.examples import examples
 from support.plain_ids import SCOPES
@@ -40,6 +42,14 @@ class Shelf:
             eos_token_ids=(256,),
         )
         self.gateway_metrics = GatewayMetrics()
+        self.records = SharedRecords(
+            LocalBus(LocalHub()),
+            gateway="g0",
+            fleet="test",
+            num_others=lambda: 0,
+            belongs=SCOPES.belongs,
+        )
+        self.new_name = SCOPES.new
         self.held: dict[Scope, dict[CapsuleId, CapsuleInfo]] = {}
         self.silent: set[CapsuleId] = set()
         self.broken: set[CapsuleId] = set()
