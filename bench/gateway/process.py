@@ -31,6 +31,7 @@ from mallee.actors.transport.address import Address
 from mallee.actors.transport.sockets import SocketTransport
 from mallee.protocol.codec import encode
 from mallee.protocol.events import Lease, decode_batch
+from mallee.protocol.hashing import Tokens
 from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
@@ -47,10 +48,13 @@ class ByteCodec:
     added_tokens: ClassVar[dict[str, int]] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = False, scope: str = "") -> list[int]:
+        ids: list[int] = self.tokens(text).tolist()
+        return ids
+
+    def tokens(self, text: str, *, add_special_tokens: bool = False, scope: str = "") -> Tokens:
         raw = text.encode()
         words = np.frombuffer(raw[: len(raw) // 4 * 4] or b"\0\0\0\0", dtype="<u4")
-        tokens: list[int] = (words * np.uint32(2654435761) >> np.uint32(15)).tolist()
-        return tokens
+        return words * np.uint32(2654435761) >> np.uint32(15)
 
     def token_bytes(self, token: int) -> bytes:
         return b" word"
