@@ -108,3 +108,14 @@ async def test_openais_client_goes_over_the_socket(live: Any) -> None:
 def test_an_address_without_http_is_refused_with_the_remedy() -> None:
     with pytest.raises(MalleeError, match="http://localhost:1"):
         AsyncLiveTransport("localhost:1")
+
+
+async def test_an_answer_of_openais_client_is_forked(live: Any) -> None:
+    """I17, part: by its address and key, and the capsule that the answer names."""
+    async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none") as client:
+        answer = await client.completions.create(model="tiny/bytes", prompt="abc")
+        name = (answer.choices[0].model_extra or {})["mallee"]["capsule"]
+        live.service.capsules[name] = live.service.capsules["req_x.0"]
+        async with AsyncMallee(str(client.base_url), api_key=client.api_key) as mallee:
+            capsule = await mallee.capsule(name)
+            assert [each.text for each in await capsule.fork(3).wait()] == TEXTS
