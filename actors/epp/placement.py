@@ -40,11 +40,6 @@ class Placement:
         self._fallbacks = fallbacks
         self._objectives = objectives
 
-    @property
-    def has_pods(self) -> bool:
-        """Whether any endpoint takes requests."""
-        return self._router.has_workers
-
     def pick(
         self, request: RequestId, prompt: Prompt, subset: Sequence[str] | None
     ) -> Picked | Refusal:

@@ -11,7 +11,6 @@ from mallee.actors.text.conversation import (
     MAX_MESSAGES,
     Declared,
     Message,
-    ToolCall,
     joined,
     read_messages,
     with_names,
@@ -265,12 +264,3 @@ def renamed(error: MalleeError, old: str, new: str) -> MalleeError:
     fields = {**error.fields}
     fields["param"] = str(fields.get("param")).replace(old, new, 1)
     return type(error).with_message(error.message.replace(old, new, 1), **fields)
-
-
-def calls_of(items: list[dict[str, Any]]) -> tuple[ToolCall, ...]:
-    """The calls among the items of an answer."""
-    return tuple(
-        ToolCall(item["call_id"], item["name"], item["arguments"])
-        for item in items
-        if item["type"] == "function_call"
-    )

@@ -101,14 +101,13 @@ def test_json_in_ascii_hides_no_mark() -> None:
 
 
 def test_a_token_inside_of_another_is_found_too() -> None:
-    special = SpecialTokens(["<a<b>", "<b>", "x"])
-    assert special.are_in("..<b>")
-    assert not special.are_in("x<a")
+    tokens = ["<a<b>", "<b>", "<x>"]
+    special = SpecialTokens(tokens)
     found = special.render(
         Conversation([Message("user", "<a<b>")]), lambda given: given.messages[0].text
     )
     assert found.text == "<a<b>"
-    assert not any(map(special.are_in, found.pieces))
+    assert not any(token in piece for token in tokens for piece in found.pieces)
 
 
 @given(
