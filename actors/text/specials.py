@@ -52,6 +52,11 @@ class SpecialTokens:
         self._not_own = _one_of(token for token in self._tokens if token not in _OWN)
         self._numbers = {token: i for i, token in enumerate(self._tokens)}
 
+    def are_in(self, text: str) -> bool:
+        return any(
+            first in text and pattern.search(text) is not None for first, pattern in self._by_first
+        )
+
     def render(
         self,
         conversation: Conversation,
