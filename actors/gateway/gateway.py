@@ -439,6 +439,9 @@ class GatewayService:
         finally:
             del self._injecting[injection.name]
 
+    def runs(self, request: RequestId, scope: Scope) -> bool:
+        return request in self._answers and self._ids.belongs(request, scope)
+
     def prune(
         self, request: RequestId, branches: Collection[int] | None, scope: Scope
     ) -> list[int]:

@@ -273,6 +273,10 @@ class Service(Protocol):
         """
         ...
 
+    def runs(self, request: RequestId, scope: Scope) -> bool:
+        """Whether a request of that scope runs at this gateway."""
+        ...
+
     def prune(
         self, request: RequestId, branches: Collection[int] | None, scope: Scope
     ) -> list[int]:

@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mallee.actors.gateway.service import Service
+from mallee.actors.http.branches.verbs import BranchVerbs, Verb, injection
 from mallee.actors.http.entry.asking import Asking
 from mallee.actors.http.jobs import JobMaker
 from mallee.actors.http.prompts import PromptReader
@@ -25,7 +26,7 @@ class BranchHandlers:
     def __init__(
         self, service: Service, maker: JobMaker, reader: PromptReader, asking: Asking
     ) -> None:
-        self._service = service
+        self._verbs = BranchVerbs(service)
         self._maker = maker
         self._reader = reader
         self._asking = asking
@@ -44,9 +45,8 @@ class BranchHandlers:
         )
         if not len(tokens):
             raise InvalidParameter("suffix", asked.body.suffix, "give at least one token")
-        replaces = mode == "replace"
-        injected = self._service.inject(name, branch, tokens, asked.scope, replaces=replaces)
-        at = await unless_gone(request.receive, injected)
+        verb = injection(branch, tokens, replaces=mode == "replace")
+        (at,) = await unless_gone(request.receive, self._verbs.run(name, verb, asked.scope))
         body = {"object": "branch.injected", "request": name, "branch": branch}
         return json_response({**body, "at": at, "tokens": len(tokens)})
 
@@ -54,7 +54,8 @@ class BranchHandlers:
         name = RequestId(request.path_params["request"])
         asked = await self._asking.read(request, PruneRequest)
         self._maker.check_model(asked.body.model)
-        ended = self._service.prune(name, asked.body.branches, asked.scope)
+        verb = Verb("prune", asked.body.branches)
+        ended = await unless_gone(request.receive, self._verbs.run(name, verb, asked.scope))
         return json_response({"object": "branches.pruned", "request": name, "branches": ended})
 
     async def prioritize(self, request: Request) -> Response:
@@ -62,7 +63,8 @@ class BranchHandlers:
         asked = await self._asking.read(request, PrioritizeRequest)
         self._maker.check_model(asked.body.model)
         priority = checked_priority(asked.body.priority)
-        changed = self._service.prioritize(name, asked.body.branches, priority, asked.scope)
+        verb = Verb("prioritize", asked.body.branches, priority=priority)
+        changed = await unless_gone(request.receive, self._verbs.run(name, verb, asked.scope))
         body = {"object": "branches.prioritized", "request": name, "branches": changed}
         return json_response({**body, "priority": priority})
 
