@@ -85,7 +85,7 @@ async def streamed(client: httpx.AsyncClient) -> AsyncIterator[tuple[Run, Any]]:
 
 
 async def test_another_gateway_passes_them_on() -> None:
-    """F19, part, F20, part, F22, part: as if the gateway that runs the request had been asked."""
+    """F19, part, F20, part, F22, part, F29, part: as if the gateway that runs the request had been asked."""
     async with scene() as s, streamed(s.a) as (run, read):
         await read(3)
         path = f"/v1/requests/{run.name}"
@@ -105,6 +105,11 @@ async def test_another_gateway_passes_them_on() -> None:
         assert told | {"message": ""} == there | {"message": ""}
         assert (await post(s.b, f"{path}/prune"))["branches"] == [1]
         await read()
+        lives = [(await each.get(path)).json() for each in (s.a, s.b)]
+        for life in lives:
+            assert [branch["states"][-1]["state"] for branch in life["branches"]] == [
+                "cancelled"
+            ] * 3
         assert run.ends == dict.fromkeys(range(3), "cancelled")
         at = done["at"]
         assert run.texts[1][at : at + 4] == "LOOK"
@@ -122,6 +127,11 @@ async def test_another_scope_learns_nothing_anywhere() -> None:
                 body = {"cache_salt": "another"}
                 answer = await client.post(f"/v1/requests/{name}/prune", json=body)
                 told.append((answer.status_code, answer.text.replace(name, "ID")))
+        for client in (s.a, s.b):
+            headers = {"x-cache-salt": "another"}
+            assert (
+                await client.get(f"/v1/requests/{run.name}", headers=headers)
+            ).status_code == 404
         assert len(set(told)) == 1
         assert told[0][0] == 404
         assert not run.ends
