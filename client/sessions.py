@@ -9,6 +9,7 @@ import msgspec
 
 from mallee.client.calls import Call, query_of
 from mallee.client.errors import ApiError
+from mallee.client.html import nodes_html
 
 
 class SessionData(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,12 +37,26 @@ class SessionNode(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bool | None = None
     tier: str | None = None
 
+    @property
+    def words(self) -> str:
+        """Its tokens, and where it lies."""
+        where = (self.tier or "held") if self.held else "gone"
+        return f"{self.tokens} tokens, {where}{' pinned' if self.pinned else ''}"
+
 
 class SessionTree(SessionData, frozen=True, kw_only=True):
     """A session with its capsules, oldest first. `children`: sessions whose parent it is."""
 
     children: list[str]
     nodes: list[SessionNode]
+
+    def _repr_html_(self) -> str:
+        """The tree of its capsules, which notebooks show."""
+        below = f", below {self.parent}" if self.parent else ""
+        return nodes_html(
+            f"session {self.id}{below}",
+            [(node.capsule, node.parent, node.words) for node in self.nodes],
+        )
 
 
 class SessionFork(SessionData, frozen=True, kw_only=True):

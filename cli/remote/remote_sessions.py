@@ -18,7 +18,7 @@ from mallee.cli.options import JsonOption
 from mallee.cli.remote.service import DEFAULT_URL, SaltOption, UrlOption, open_client
 from mallee.cli.remote.watching import IntervalOption, watch
 from mallee.client import Mallee, NotFound
-from mallee.client.sessions import SessionData, SessionNode, SessionTree
+from mallee.client.sessions import SessionData, SessionTree
 
 MAX_PAGE: Final = 100  # of the server
 
@@ -161,7 +161,7 @@ def _add_nodes(root: Tree, session: SessionTree, old: set[str] | None) -> None:
     places: dict[str, Tree] = {}
     for node in session.nodes:
         above = places.get(node.parent or "", root)
-        words = escape(_words(node))
+        words = escape(f"{node.capsule}  {node.words}")
         is_new = old is not None and node.capsule not in old
         places[node.capsule] = above.add(f"[bold]{words}[/bold]" if is_new else words)
 
@@ -183,9 +183,3 @@ def close(
         return
     left = f", {closed.left} left with silent workers" if closed.left else ""
     sys.stdout.write(f"{closed.released} released{left}, {closed.cancelled} requests ended\n")
-
-
-def _words(node: SessionNode) -> str:
-    kept = " pinned" if node.pinned else ""
-    where = (node.tier or "held") if node.held else "gone"
-    return f"{node.capsule}  {node.tokens} tokens, {where}{kept}"
