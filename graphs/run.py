@@ -1,0 +1,526 @@
+"""The run of a graph, without I/O: what happened comes in, what is to be done comes out as effects.
+
+A shell starts nodes, says how they end, and carries out the effects in their order. Each node ends exactly
+once: done, failed, or cancelled. One that can't be done any more ends at once, with the cause; one that
+nothing waits for any more is cancelled. Equal inputs at equal times give equal effects.
+
+A node is claimed by each node that takes from it and is not over, and by the graph if it is an output. A
+join that has what it waited for is over, so its claims fall, and what was claimed by it alone is ended.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import inf
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from mallee.graphs.effects import Cancel, Effect, Ended, Expanded, Over, Release, Start
+from mallee.graphs.graph import Graph
+from mallee.graphs.nodes import (
+    Branch,
+    Join,
+    Map,
+    Node,
+    Prefill,
+    Ref,
+    Text,
+    Tool,
+    num_awaited,
+    parts,
+    text_of,
+)
+from mallee.protocol.errors import BudgetSpent, InvalidParameter, MalleeError, ToolTimeout
+
+Status: TypeAlias = Literal["waiting", "queued", "running", "done", "failed", "cancelled"]
+_OPEN: Final = ("waiting", "queued", "running")
+
+
+class RunLimits(NamedTuple):
+    """Nodes that run at once on workers, calls of tools at once, and branches of one fork."""
+
+    running: int
+    tools: int
+    fork: int
+
+
+class Output(NamedTuple):
+    """The output of a node. `items` of joins, maps, and tools whose client listed them."""
+
+    text: str = ""
+    items: tuple[str, ...] | None = None
+
+
+NOTHING: Final = Output()
+
+
+@dataclass(slots=True)
+class NodeRun:
+    """One node of a run, or one item of a map. Times are seconds since the run began.
+
+    `after` is the node whose end made it ready, or ended it. `cause`: the node that failed first if this one
+    failed by another, or the one that was over when this one was needed no more.
+    """
+
+    name: str
+    node: Node
+    takers: tuple[str, ...]
+    inputs: list[str]
+    claims: int
+    holders: int  # open nodes that go on from its capsule
+    needed: int  # inputs that are waited for
+    item: tuple[int, str] | None = None  # of a map: its number and its text
+    status: Status = "waiting"
+    done: set[str] = field(
+        default_factory=set
+    )  # inputs, as they were told of; the first ones count
+    num_lost: int = 0
+    after: str | None = None
+    ready_s: float | None = None
+    start_s: float | None = None
+    first_s: float | None = None
+    end_s: float | None = None
+    output: Output = NOTHING
+    error: MalleeError | None = None
+    cause: str | None = None
+    has_capsule: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        return self.status in _OPEN
+
+    @property
+    def leaves_capsule(self) -> bool:
+        """Whether it is computed, so that its end leaves a capsule."""
+        return self.item is not None or isinstance(self.node, Prefill | Branch)
+
+    @property
+    def stays(self) -> bool:
+        """Whether its capsule outlives the graph."""
+        return isinstance(self.node, Prefill | Branch) and self.node.keep
+
+
+@dataclass(slots=True)
+class _Queue:
+    """Nodes that are ready to be started, in groups that may go together; the oldest group first."""
+
+    groups: dict[tuple[object, ...], dict[str, None]] = field(default_factory=dict)
+
+    def add(self, key: tuple[object, ...], name: str) -> None:
+        self.groups.setdefault(key, {})[name] = None
+
+    def drop(self, key: tuple[object, ...], name: str) -> None:
+        del self.groups[key][name]
+        if not self.groups[key]:
+            del self.groups[key]
+
+    def take(self, most: int) -> list[str]:
+        """Up to `most` of the oldest group."""
+        key, group = next(iter(self.groups.items()))
+        found = list(group)[:most]
+        for name in found:
+            self.drop(key, name)
+        return found
+
+
+class Run:
+    """The life of every node of one graph. `now` are seconds of any clock that does not go back.
+
+    At `due` all that is not over fails.
+    """
+
+    def __init__(
+        self, graph: Graph, limits: RunLimits, now: float, due: float | None = None
+    ) -> None:
+        self.graph = graph
+        self.wall_s: float | None = None  # once it is over
+        self.nodes: dict[str, NodeRun] = {
+            name: _begun(graph, name) for name in graph.nodes
+        }  # items of maps come behind
+        self._limits = limits
+        self._began = now
+        self._due = inf if due is None else due
+        self._is_cancelled = False
+        self._num_open = len(self.nodes)
+        self._num_running = self._num_calling = 0
+        self._queue, self._calls = _Queue(), _Queue()
+        self._dues: dict[str, float] = {}  # of calls
+        self._ended: deque[NodeRun] = deque()  # whose end is to be told to their takers
+        self._closed: deque[NodeRun] = deque()  # whose claims are to fall
+        self._last = ""  # to end
+        self._effects: list[Effect] = []
+        for node in list(self.nodes.values()):
+            if not node.inputs:
+                self._ready(node, None, now)
+        self._spread(now)
+
+    # What happened
+
+    def started(self, name: str, now: float) -> None:
+        """A worker, or the client, has taken the node."""
+        node = self.nodes[name]
+        if node.is_open and node.start_s is None:
+            node.start_s = now - self._began
+
+    def first_token(self, name: str, now: float) -> None:
+        node = self.nodes[name]
+        if node.is_open and node.first_s is None:
+            self.started(name, now)
+            node.first_s = now - self._began
+
+    def finished(self, name: str, output: Output, now: float) -> None:
+        """The node is done; what is computed has left a capsule. One that was ended before gives it back."""
+        node = self.nodes[name]
+        if not node.is_open:
+            if node.leaves_capsule and not node.has_capsule:
+                node.has_capsule = True
+                self._effects.append(Release(name))
+            return
+        assert node.status == "running", "only what was started can be done"
+        self.started(name, now)
+        node.has_capsule = node.leaves_capsule
+        node.output = output
+        self._settle(node, "done", now)
+        self._spread(now)
+
+    def failed(self, name: str, error: MalleeError, now: float) -> None:
+        """The node has failed, and has left no capsule."""
+        node = self.nodes[name]
+        if node.is_open:
+            node.error = error
+            self._settle(node, "failed", now)
+            self._spread(now)
+
+    def cancelled(self, name: str, now: float) -> None:
+        """The node was ended from elsewhere."""
+        if self.nodes[name].is_open:
+            self._settle(self.nodes[name], "cancelled", now)
+            self._spread(now)
+
+    def cancel(self, now: float) -> None:
+        """End all that is not over."""
+        self._is_cancelled = self._is_cancelled or self.wall_s is None
+        self._end_all("cancelled", None, now)
+
+    def on_time(self, now: float) -> float | None:
+        """End what is too late; returns when to call next, or None."""
+        if now >= self._due:
+            self._end_all("failed", BudgetSpent("wall_s", "its time is over"), now)
+        for name in [name for name, due in self._dues.items() if now >= due]:
+            tool = self.nodes[name].node
+            assert isinstance(tool, Tool)
+            self._effects.append(Cancel(name))
+            self.failed(name, ToolTimeout(tool.call, tool.timeout_s), now)
+        if self.wall_s is not None:
+            return None
+        next_due = min(self._dues.values(), default=inf)
+        next_due = min(next_due, self._due)
+        return None if next_due == inf else next_due
+
+    def effects(self) -> list[Effect]:
+        """The effects since the last call, in order."""
+        found, self._effects = self._effects, []
+        return found
+
+    # What there is
+
+    @property
+    def status(self) -> Status:
+        """Done: every output is."""
+        if self.wall_s is None:
+            return "running"
+        if self._is_cancelled:
+            return "cancelled"
+        is_done = all(self.nodes[name].status == "done" for name in self.graph.outputs)
+        return "done" if is_done else "failed"
+
+    def is_forked(self, name: str) -> bool:
+        """Whether other nodes of the graph go on from its capsule."""
+        found = self.nodes[name]
+        return any(self.nodes[each].node.parent == name for each in found.takers)
+
+    def path(self) -> list[tuple[str, float]]:
+        """The chain of nodes that ended last, each with the seconds from the end of the one before.
+
+        They add up to `wall_s`.
+        """
+        found: list[tuple[str, float]] = []
+        name: str | None = self._last
+        while name:
+            node = self.nodes[name]
+            before = 0.0 if node.after is None else self.nodes[node.after].end_s
+            assert node.end_s is not None
+            assert before is not None
+            found.append((name, node.end_s - before))
+            name = node.after
+        return found[::-1]
+
+    def check(self) -> None:
+        """Raises AssertionError unless counts follow from the nodes, and something is under way."""
+        states = self.nodes.values()
+        running = [node for node in states if node.status == "running"]
+        calls = [node.name for node in running if isinstance(node.node, Tool)]
+        computed = [node.name for node in running if node.leaves_capsule]
+        queued = {node.name for node in states if node.status == "queued"}
+        groups = [*self._queue.groups.values(), *self._calls.groups.values()]
+        assert self._num_running == len(computed) <= self._limits.running
+        assert self._num_calling == len(calls) <= self._limits.tools
+        assert {*self._dues} == {*calls}
+        assert queued == {name for group in groups for name in group}
+        assert self._num_open == sum(node.is_open for node in states)
+        assert (self.wall_s is not None) == (self._num_open == 0)
+        assert self.wall_s is not None or computed or calls, (
+            "nothing is under way, and it is not over"
+        )
+        for node in states:
+            by = sum(self.nodes[name].is_open for name in node.takers)
+            assert node.claims == by + (node.name in self.graph.outputs)
+            assert node.is_open <= (node.claims > 0), "what nothing needs is over"
+
+    # The life of one node
+
+    def _ready(self, node: NodeRun, after: str | None, now: float) -> None:
+        """All that it takes is there."""
+        node.after = after
+        node.ready_s = now - self._began
+        node.status = "queued"
+        match node.node:
+            case Map() if node.item is None:
+                self._expand(node, now)
+            case Join():
+                self._gathered(node, node.node.separator, now)
+            case Tool():
+                self._calls.add((node.name,), node.name)
+            case _:
+                self._queue.add(_group(node, self.is_forked(node.name)), node.name)
+
+    def _expand(self, node: NodeRun, now: float) -> None:
+        """Have a map run once for each item."""
+        spec = node.node
+        assert isinstance(spec, Map)
+        node.status = "running"
+        node.start_s = node.ready_s
+        try:
+            items = _items(spec, self.nodes[spec.over].output)
+        except InvalidParameter as error:
+            node.error = error
+            self._settle(node, "failed", now)
+            return
+        names = tuple(f"{node.name}[{i}]" for i in range(len(items)))
+        self._effects.append(Expanded(node.name, names))
+        node.done.clear()
+        node.needed = num_awaited(spec.wait, len(items))
+        if not items:
+            self._gathered(node, spec.separator, now)
+            return
+        after = node.after
+        node.inputs = [*names, *node.inputs]
+        self._num_open += len(names)
+        for i, name in enumerate(names):
+            fresh = NodeRun(name, spec, (node.name,), [], 1, 0, 0, (i, items[i]))
+            self.nodes[name] = fresh
+        for name in names:
+            self._ready(self.nodes[name], after, now)
+
+    def _gathered(self, node: NodeRun, separator: str, now: float) -> None:
+        """A join, or a map, has what it waited for."""
+        names = (name for name in node.inputs if name in node.done)
+        texts = [self.nodes[name].output.text for name in names]
+        node.output = Output(separator.join(texts), tuple(texts))
+        node.start_s = node.ready_s if node.start_s is None else node.start_s
+        self._settle(node, "done", now)
+
+    def _input_ended(self, node: NodeRun, ended: NodeRun, now: float) -> None:
+        """One of those that an open node takes from is over."""
+        if ended.status == "done":
+            node.done.add(ended.name)
+            if len(node.done) < node.needed:
+                return
+            if isinstance(node.node, Map) and node.status == "running":
+                node.after = ended.name
+                self._gathered(node, node.node.separator, now)
+            else:
+                self._ready(node, ended.name, now)
+            return
+        node.num_lost += 1
+        if _num_inputs(node) - node.num_lost < node.needed:
+            node.after = ended.name
+            node.cause = ended.cause or ended.name
+            node.error = ended.error
+            self._settle(node, "failed" if ended.status == "failed" else "cancelled", now)
+
+    def _settle(self, node: NodeRun, status: Status, now: float) -> None:
+        if node.status == "running":
+            self._count(node, -1)
+        elif node.status == "queued" and isinstance(node.node, Tool):
+            self._calls.drop((node.name,), node.name)
+        elif node.status == "queued" and node.leaves_capsule:
+            self._queue.drop(_group(node, self.is_forked(node.name)), node.name)
+        node.status = status
+        node.end_s = now - self._began
+        self._num_open -= 1
+        self._last = node.name
+        self._effects.append(Ended(node.name))
+        self._ended.append(node)
+
+    def _end(self, node: NodeRun, status: Status, now: float) -> None:
+        """End a node that is not over, whatever it does."""
+        if node.status == "running" and (node.leaves_capsule or isinstance(node.node, Tool)):
+            self._effects.append(Cancel(node.name))
+        self._settle(node, status, now)
+
+    def _end_all(self, status: Status, error: MalleeError | None, now: float) -> None:
+        for node in self.nodes.values():
+            if node.is_open:
+                node.error = error
+                self._end(node, status, now)
+        self._spread(now)
+
+    def _count(self, node: NodeRun, change: int) -> None:
+        """Count a node that is begun, or over."""
+        if isinstance(node.node, Tool):
+            self._num_calling += change
+            if change < 0:
+                del self._dues[node.name]
+        elif node.leaves_capsule:
+            self._num_running += change
+
+    # All of them
+
+    def _spread(self, now: float) -> None:
+        """Tell all ends to those that they concern, then start what there is room for."""
+        was_over = self.wall_s is not None
+        while self._ended or self._closed:
+            if (
+                self._ended
+            ):  # first: what can't be done has failed, though nothing needs it any more
+                ended = self._ended.popleft()
+                for name in ended.takers:
+                    if self.nodes[name].is_open:
+                        self._input_ended(self.nodes[name], ended, now)
+                self._closed.append(ended)
+            else:
+                self._close(self._closed.popleft(), now)
+        if self._num_open == 0 and not was_over:
+            self.wall_s = now - self._began
+            self._effects.append(Over())
+        self._fill(now)
+
+    def _close(self, ended: NodeRun, now: float) -> None:
+        """Give up all that a node held."""
+        for name in ended.inputs:
+            self._unclaim(self.nodes[name], ended, now)
+        if ended.item is None and ended.node.parent:
+            parent = self.nodes[ended.node.parent]
+            parent.holders -= 1
+            self._release(parent)
+        self._release(ended)
+
+    def _unclaim(self, node: NodeRun, by: NodeRun, now: float) -> None:
+        node.claims -= 1
+        if node.claims == 0 and node.is_open:
+            node.cause = node.after = by.name
+            self._end(node, "cancelled", now)
+
+    def _release(self, node: NodeRun) -> None:
+        """Give a capsule back that nothing goes on from, once."""
+        if node.has_capsule and node.holders == 0 and not node.stays:
+            node.holders = -1
+            self._effects.append(Release(node.name))
+
+    def _fill(self, now: float) -> None:
+        limits = self._limits
+        while self._queue.groups and self._num_running < limits.running:
+            room = min(limits.running - self._num_running, limits.fork)
+            self._start(self._queue.take(room))
+        while self._calls.groups and self._num_calling < limits.tools:
+            (name,) = self._calls.take(1)
+            tool = self.nodes[name].node
+            assert isinstance(tool, Tool)
+            self._dues[name] = now + tool.timeout_s
+            self._start([name])
+
+    def _start(self, names: list[str]) -> None:
+        for name in names:
+            self.nodes[name].status = "running"
+            self._count(self.nodes[name], 1)
+        texts = tuple(self._text(self.nodes[name]) for name in names)
+        self._effects.append(Start(tuple(names), texts))
+
+    def _text(self, node: NodeRun) -> str:
+        return "".join(self._filled(text_of(node.node), node))
+
+    def _filled(self, text: Text, node: NodeRun) -> Iterator[str]:
+        for part in parts(text):
+            if not isinstance(part, Ref):
+                yield part
+            elif part.item:
+                assert node.item is not None
+                yield node.item[1]
+            else:
+                yield self.nodes[part.node].output.text
+
+
+def _begun(graph: Graph, name: str) -> NodeRun:
+    """A node before anything has happened."""
+    node = graph.nodes[name]
+    takers = graph.takers[name]
+    holders = sum(graph.nodes[taker].parent == name for taker in takers)
+    needed = len(node.takes)
+    if isinstance(node, Join):
+        needed = num_awaited(node.wait, needed)
+    claims = len(takers) + (name in graph.outputs)
+    return NodeRun(name, node, takers, [*node.takes], claims, holders, needed)
+
+
+def _num_inputs(node: NodeRun) -> int:
+    """Those that may still matter: of a map that has begun its items, else all."""
+    if isinstance(node.node, Map) and node.status == "running":
+        return len(node.inputs) - len(node.node.takes)
+    return len(node.inputs)
+
+
+def _group(node: NodeRun, is_forked: bool) -> tuple[object, ...]:
+    """Equal for nodes that can go out as one fork.
+
+    One that draws by a seed of its own goes alone: a fork's branches draw by their places in it.
+    """
+    spec = node.node
+    if not isinstance(spec, Branch | Map):
+        return (node.name,)
+    is_seeded = "seed" in spec.sampling and spec.sampling.get("temperature") != 0
+    alone = node.name if is_seeded else ""
+    sampling = msgspec.json.encode(spec.sampling)
+    return (spec.of, spec.max_tokens, sampling, is_forked, node.stays, alone)
+
+
+def _items(spec: Map, output: Output) -> list[str]:
+    """The items of a map. Raises InvalidParameter: too many, too few to wait for, or no list."""
+    found = list(output.items) if output.items is not None else _split(spec, output.text)
+    if len(found) > spec.max_items:
+        remedy = f"{spec.over} has {len(found)} items; raise it, or have fewer"
+        raise InvalidParameter("max_items", spec.max_items, remedy)
+    needed = num_awaited(spec.wait, len(found))
+    if needed > len(found):
+        raise InvalidParameter("wait", spec.wait, f"{spec.over} has {len(found)} items")
+    return found
+
+
+def _split(spec: Map, text: str) -> list[str]:
+    if spec.split == "lines":
+        return [line.strip() for line in text.splitlines() if line.strip()]
+    try:
+        found = msgspec.json.decode(text, type=list[msgspec.Raw])
+    except msgspec.MsgspecError as error:
+        remedy = (
+            f"the output of {spec.over} is no JSON array ({error}); constrain it, or split lines"
+        )
+        raise InvalidParameter("split", spec.split, remedy) from error
+    return [_plain(item) for item in found]
+
+
+def _plain(item: msgspec.Raw) -> str:
+    """A JSON string as its text, anything else as its JSON."""
+    raw = bytes(item).strip()
+    return msgspec.json.decode(raw, type=str) if raw.startswith(b'"') else raw.decode()

@@ -1,0 +1,210 @@
+"""Refusals of graphs before they run, and their texts."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mallee.graphs.graph import MAX_EDGES, MAX_NODES, Graph, checked_graph
+from mallee.graphs.nodes import Branch, Join, Map, Node, Prefill, Ref, Tool
+from mallee.protocol.errors import InvalidGraph
+
+
+def read(*nodes: dict[str, Any], outputs: tuple[str, ...] = ()) -> Graph:
+    return checked_graph(msgspec.convert(list(nodes), list[Node]), outputs)
+
+
+def refusal(*nodes: dict[str, Any], outputs: tuple[str, ...] = ()) -> str:
+    with pytest.raises(InvalidGraph) as caught:
+        read(*nodes, outputs=outputs)
+    assert caught.value.fields["param"] == "nodes"
+    return caught.value.message
+
+
+DOC = {"name": "doc", "kind": "prefill", "text": "A document."}
+
+
+def branch(name: str, of: str = "doc", **more: Any) -> dict[str, Any]:
+    return {"name": name, "kind": "branch", "of": of, **more}
+
+
+def join(name: str, *inputs: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "kind": "join", "inputs": [*inputs], **more}
+
+
+def test_a_graph_is_read_from_json() -> None:
+    raw = b"""[
+        {"kind": "prefill", "name": "doc", "text": "A document."},
+        {"kind": "branch", "name": "a", "of": "doc", "text": "Why?", "max_tokens": 8},
+        {"kind": "tool", "name": "look", "call": "search", "input": ["for ", {"node": "a"}]},
+        {"kind": "map", "name": "each", "of": "doc", "over": "look", "text": ["Is ", {"item": true}]},
+        {"kind": "join", "name": "both", "inputs": ["a", "each"], "wait": 1}
+    ]"""
+    graph = checked_graph(msgspec.json.decode(raw, type=list[Node]))
+    assert [*graph.nodes] == ["doc", "a", "look", "each", "both"]
+    assert graph.takers == {
+        "doc": ("a", "each"),
+        "a": ("look", "both"),
+        "look": ("each",),
+        "each": ("both",),
+        "both": (),
+    }
+    assert graph.outputs == ("both",)
+    assert graph.order == ("doc", "a", "look", "each", "both")
+    assert graph.nodes["look"] == Tool(
+        name="look", call="search", input=["for ", Ref(node="a")], timeout_s=60.0
+    )
+
+
+def test_a_cycle_is_named_by_the_edge_that_closes_it() -> None:
+    """S2: by a search in depth with three colours, which follows edges as data flows."""
+    told = refusal(
+        DOC,
+        branch("a", text=[{"node": "c"}]),
+        branch("b", text=[{"node": "a"}]),
+        branch("c", text=[{"node": "b"}]),
+    )
+    assert told == (
+        "edge c -> a closes a cycle of 3 nodes (a -> b -> c -> a); take one of its edges out"
+    )
+
+
+def test_a_self_edge_is_named() -> None:
+    """S2."""
+    told = refusal(DOC, branch("a", text=["again ", {"node": "a"}]))
+    assert told == "edge a -> a: a node can't take from itself"
+    assert refusal(branch("a", of="a")) == "edge a -> a: a node can't take from itself"
+
+
+def test_an_unknown_node_is_named_with_its_edge() -> None:
+    """S2: what the graph has instead is said too."""
+    assert refusal(DOC, branch("a", of="docs")) == (
+        "edge docs -> a: the graph has no node of the first name; it has doc, a"
+    )
+    many = [branch(f"b{i}") for i in range(9)]
+    assert refusal(DOC, *many, join("j", "b0", "x")) == (
+        "edge x -> j: the graph has no node of the first name;"
+        " it has doc, b0, b1, b2, b3, b4, b5, b6 and 3 more"
+    )
+
+
+def test_a_long_cycle_is_told_in_short() -> None:
+    tools = [
+        {"name": f"t{i}", "kind": "tool", "call": "x", "input": [{"node": f"t{(i - 1) % 500}"}]}
+        for i in range(500)
+    ]
+    told = refusal(*tools)
+    assert told.startswith("edge t499 -> t0 closes a cycle of 500 nodes (t0 -> t1 -> t2")
+    assert told.endswith("t6 -> ... -> t499 -> t0); take one of its edges out")
+
+
+@given(st.data())
+def test_a_cycle_is_found_exactly_if_there_is_one(data: st.DataObject) -> None:
+    """S2: against the plain rule that nodes without open inputs are taken away until none is left."""
+    n = data.draw(st.integers(1, 12))
+    pairs = st.sets(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)), max_size=2 * n)
+    edges = {(u, v) for u, v in data.draw(pairs) if u != v}
+    nodes: list[Node] = [
+        Tool(name=f"n{v}", call="x", input=[Ref(node=f"n{u}") for u in range(n) if (u, v) in edges])
+        for v in range(n)
+    ]
+    left, rest = set(range(n)), edges
+    while free := {v for v in left if not any(to == v for _, to in rest)}:
+        left -= free
+        rest = {(u, v) for u, v in rest if u in left}
+    if not left:
+        order = checked_graph(nodes).order
+        assert sorted(order) == sorted(node.name for node in nodes)
+        assert all(order.index(f"n{u}") < order.index(f"n{v}") for u, v in edges)
+        return
+    with pytest.raises(InvalidGraph) as caught:
+        checked_graph(nodes)
+    u, arrow, v = caught.value.message.split()[1:4]
+    assert arrow == "->"
+    named = int(u[1:]), int(v[1:])
+    assert named in edges
+    assert reaches(edges, named[1], named[0])
+
+
+def reaches(edges: set[tuple[int, int]], begin: int, end: int) -> bool:
+    found = {begin}
+    while fresh := {v for u, v in edges if u in found} - found:
+        found |= fresh
+    return end in found
+
+
+def test_doubled_and_wrong_names_are_refused() -> None:
+    assert refusal(DOC, DOC) == "two nodes are named 'doc': give each a name of its own"
+    assert refusal({**DOC, "name": "a b"}) == (
+        "nodes[0].name='a b': names are 1 to 64 letters, digits, '_', '.' and '-'"
+    )
+    assert refusal({**DOC, "name": "each[0]"}).startswith("nodes[0].name='each[0]'")
+    assert refusal() == "a graph has at least one node"
+
+
+@pytest.mark.parametrize(
+    ("node", "told"),
+    [
+        (branch("a", max_tokens=0), "node a: max_tokens=0: give at least 1"),
+        (branch("a", of="j"), "node a: of='j': a join leaves no capsule to go on from"),
+        (
+            branch("a", text=[{"item": True}]),
+            "node a: text[0]={'item': True}: only a map has items",
+        ),
+        (
+            branch("a", text=[{}]),
+            "node a: text[0]={'item': False, 'node': ''}: give {\"node\": name}",
+        ),
+        (branch("a", text=[{"node": "doc"}]), "edge doc -> a: a prefill has no output"),
+        (branch("a", text=["x"] * 1025), "node a: text=1025: give at most 1024 parts"),
+        (join("a"), "node a: inputs=[]: name at least one node"),
+        (join("a", "b", "b"), "node a: inputs='b': it is named twice"),
+        (join("a", "b", wait=2), "node a: wait=2: give all, first, or 1 to 1"),
+        (join("a", "doc"), "edge doc -> a: a prefill has no output"),
+        ({"name": "a", "kind": "tool", "call": ""}, "node a: call='': give 1 to 64 characters"),
+        (
+            {"name": "a", "kind": "tool", "call": "x", "timeout_s": 0.0},
+            "node a: timeout_s=0.0: give up to 3600 seconds, more than 0",
+        ),
+        (
+            {"name": "a", "kind": "map", "of": "doc", "over": "b", "text": "", "max_items": 0},
+            "node a: max_items=0: give at least 1",
+        ),
+        (
+            {"name": "a", "kind": "map", "of": "doc", "over": "doc", "text": ""},
+            "edge doc -> a: a prefill has no output",
+        ),
+    ],
+)
+def test_wrong_fields_are_named_with_their_node(node: dict[str, Any], told: str) -> None:
+    assert refusal(DOC, branch("b"), join("j", "b"), node).startswith(told)
+
+
+def test_graphs_are_bounded() -> None:
+    many: list[Node] = [Prefill(name=f"p{i}", text="x") for i in range(MAX_NODES)]
+    assert len(checked_graph(many).nodes) == MAX_NODES
+    with pytest.raises(InvalidGraph, match=rf"{MAX_NODES + 1} nodes > {MAX_NODES}"):
+        checked_graph([*many, Prefill(name="more", text="x")])
+    wide = Map(name="m", of="p0", over="b", text="", max_items=MAX_NODES)
+    with pytest.raises(InvalidGraph, match=r"2051 nodes > 2048, the items of maps"):
+        checked_graph([many[0], Branch(name="b", of="p0"), wide])
+    tools: list[Node] = [Tool(name=f"t{i}", call="x") for i in range(200)]
+    joins: list[Node] = [
+        Join(name=f"j{i}", inputs=[each.name for each in tools]) for i in range(90)
+    ]
+    with pytest.raises(InvalidGraph, match=rf"18000 edges > {MAX_EDGES}"):
+        checked_graph([*tools, *joins])
+
+
+def test_nodes_that_lead_to_no_output_are_refused() -> None:
+    assert read(DOC, branch("a"), branch("b"), outputs=("a", "b")).outputs == ("a", "b")
+    assert refusal(DOC, branch("a"), branch("b"), outputs=("a",)) == (
+        "no output comes of b: leave them out, or name them in outputs"
+    )
+    assert refusal(DOC, branch("a"), outputs=("c",)) == "outputs has 'c'; the graph has doc, a"
+
+
+def test_a_node_on_the_way_may_be_an_output_too() -> None:
+    assert read(DOC, branch("a"), branch("b", of="a"), outputs=("b", "a")).outputs == ("b", "a")

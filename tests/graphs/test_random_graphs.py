@@ -1,0 +1,213 @@
+"""Runs of random graphs beside a plain model: states, causes, order, capsules, times."""
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mallee.graphs.effects import Cancel, Ended, Expanded, Over, Release, Start
+from mallee.graphs.graph import Graph
+from mallee.graphs.nodes import Join, Map
+from mallee.graphs.run import NodeRun, Output, Run, RunLimits
+from mallee.protocol.errors import MalleeError, Unavailable
+from support.random_graphs import PlainRun, random_graph
+
+LOST = ("failed", "cancelled")
+
+
+class Shell:
+    """Carries out the effects of a run as workers would, with ends in random order, and checks each."""
+
+    def __init__(self, graph: Graph, rng: Random, limits: RunLimits) -> None:
+        self.rng = rng
+        self.limits = limits
+        self.risk = rng.choice(
+            [0.0, 0.002, 0.04]
+        )  # of each node to fail, and half of it to be ended
+        self.now = 0.0
+        self.run = Run(graph, limits, self.now)
+        self.model = PlainRun(graph)
+        self.running: list[str] = []
+        self.late: list[str] = []  # cancelled, and the end may come all the same
+        self.capsules: set[str] = set()  # that are there
+        self.own_errors: dict[str, MalleeError] = {}
+        self.ended: list[str] = []
+        self.num_over = 0
+        self.carry_out()
+
+    def carry_out(self) -> None:
+        for effect in self.run.effects():
+            match effect:
+                case Start(names, texts):
+                    self.start(names, texts)
+                case Cancel(name):
+                    self.running.remove(name)
+                    self.late.append(name)
+                case Release(name):
+                    self.capsules.remove(name)  # is there, once
+                case Ended(name):
+                    assert name not in self.ended
+                    self.ended.append(name)
+                case Expanded(name, items):
+                    assert all(item in self.run.nodes for item in items)
+                case Over():
+                    self.num_over += 1
+
+    def start(self, names: tuple[str, ...], texts: tuple[str, ...]) -> None:
+        nodes = [self.run.nodes[name] for name in names]
+        assert len(names) <= self.limits.fork
+        parents = {node.node.parent for node in nodes}
+        assert len(parents) == 1
+        assert len(names) == 1 or parents != {""}
+        for node, text in zip(nodes, texts, strict=True):
+            if node.node.parent:
+                assert node.node.parent in self.capsules
+            said = self.model.input_text(node.name) if node.item is None else node.item[1]
+            assert text == said
+        self.running += names
+
+    def step(self) -> None:
+        """Something happens to a node that runs, or that was to be ended."""
+        self.now += self.rng.random()
+        if self.late and (not self.running or self.rng.random() < 0.5):
+            name = self.late.pop(self.rng.randrange(len(self.late)))
+            if self.run.nodes[name].leaves_capsule and self.rng.random() < 0.5:
+                self.capsules.add(name)
+                self.run.finished(name, Output("late"), self.now)
+            return
+        name = self.running.pop(self.rng.randrange(len(self.running)))
+        if self.rng.random() < 0.5:
+            self.run.first_token(name, self.now)
+            self.now += self.rng.random()
+        chance = self.rng.random()
+        if chance < self.risk:
+            self.own_errors[name] = Unavailable(f"{name} broke")
+            self.model.event(name, "failed")
+            self.run.failed(name, self.own_errors[name], self.now)
+        elif chance < 1.5 * self.risk:
+            self.model.event(name, "cancelled")
+            self.run.cancelled(name, self.now)
+        else:
+            text = "\n".join(f"{name}.{i}" for i in range(self.rng.randint(0, 4)))
+            if self.run.nodes[name].leaves_capsule:
+                self.capsules.add(name)
+            self.model.event(name, "done", text)
+            self.run.finished(name, Output(text), self.now)
+
+    def cancel(self) -> None:
+        self.model.cancel()
+        self.run.cancel(self.now)
+
+    # What must hold
+
+    def check(self) -> None:
+        self.run.check()
+        assert self.run.nodes.keys() == self.model.nodes.keys()
+        for name, node in self.run.nodes.items():
+            known = self.model.nodes[name]
+            if known.state in LOST:
+                assert node.status in LOST, name
+            elif known.state == "ready":
+                assert node.status in ("queued", "running"), name
+            elif known.state == "waiting":
+                assert node.status == "waiting" or known.is_expanded, name
+            else:
+                assert node.status == "done", name
+            if node.status == "done":
+                assert node.output.text == known.text
+            if known.cause:
+                assert node.cause == known.cause
+        self.check_work()
+
+    def check_work(self) -> None:
+        """As many run as may, and none is begun before one that was ready earlier."""
+        computed = [name for name in self.running if self.run.nodes[name].leaves_capsule]
+        queued = [node for node in self.run.nodes.values() if node.status == "queued"]
+        waiting = [node for node in queued if node.leaves_capsule]
+        assert len(computed) <= self.limits.running
+        assert len(self.running) - len(computed) <= self.limits.tools
+        assert len(computed) == self.limits.running or not waiting
+        assert len(self.running) - len(computed) == self.limits.tools or len(queued) == len(waiting)
+
+    def check_end(self) -> None:
+        assert self.num_over == 1
+        assert not self.running
+        assert sorted(self.ended) == sorted(self.run.nodes)
+        kept = {name for name in self.capsules if not self.run.nodes[name].stays}
+        assert not kept, "capsules leak"
+        for node in self.run.nodes.values():
+            self.check_node(node)
+        assert self.run.wall_s is not None
+        path = self.run.path()
+        assert abs(sum(seconds for _, seconds in path) - self.run.wall_s) < 1e-6
+        assert all(seconds >= 0 for _, seconds in path)
+
+    def check_node(self, node: NodeRun) -> None:
+        times = [node.ready_s, node.start_s, node.first_s, node.end_s]
+        known = [each for each in times if each is not None]
+        assert known == sorted(known)
+        assert node.end_s is not None
+        if node.after is not None and node.ready_s is not None and node.status == "done":
+            assert self.run.nodes[node.after].end_s is not None
+        if node.status == "failed":
+            root = node.cause or node.name
+            assert node.error is self.own_errors.get(root) or self.is_map(root)
+            assert node.error is self.run.nodes[root].error is not None
+            assert self.run.nodes[root].cause is None
+        if isinstance(node.node, Join) and node.status == "done":
+            assert node.output.items is not None
+            assert len(node.output.items) == node.needed
+            rest = iter(self.run.nodes[name].output.text for name in node.inputs)
+            assert all(text in rest for text in node.output.items), "in the order of the inputs"
+
+    def is_map(self, name: str) -> bool:
+        return isinstance(self.run.nodes[name].node, Map)
+
+
+def play(seed: int, num_nodes: int, limits: RunLimits, *, checks_every: int) -> Shell:
+    rng = Random(seed)
+    shell = Shell(random_graph(rng, num_nodes), rng, limits)
+    cancel_at = rng.randrange(num_nodes) if rng.random() < 0.2 else -1
+    num_steps = 0
+    while shell.running or shell.late:
+        if num_steps == cancel_at:
+            shell.cancel()
+        else:
+            shell.step()
+        shell.carry_out()
+        num_steps += 1
+        if num_steps % checks_every == 0:
+            shell.check()
+        assert num_steps < 8 * num_nodes + 8, "nobody waits for ever"
+    shell.check()
+    shell.check_end()
+    return shell
+
+
+LIMITS = st.builds(
+    RunLimits, running=st.integers(1, 8), tools=st.integers(1, 4), fork=st.integers(1, 8)
+)
+
+
+@given(seed=st.integers(0, 1 << 32), num_nodes=st.integers(1, 60), limits=LIMITS)
+def test_random_graphs_run_as_a_plain_model_says(
+    seed: int, num_nodes: int, limits: RunLimits
+) -> None:
+    """S4, S14, part: failures, cancels and late ends at random; in the state machine."""
+    play(seed, num_nodes, limits, checks_every=1)
+
+
+@settings(max_examples=5)
+@given(seed=st.integers(0, 1 << 32), running=st.sampled_from([1, 4, 32]))
+def test_a_thousand_nodes_run_on_a_few_workers(seed: int, running: int) -> None:
+    """S5, part: in the state machine."""
+    shell = play(seed, 1000, RunLimits(running, 8, 16), checks_every=100)
+    assert len(shell.run.nodes) >= 1000
+
+
+@given(seed=st.integers(0, 1 << 32))
+def test_equal_events_at_equal_times_have_equal_effects(seed: int) -> None:
+    limits = RunLimits(3, 2, 4)
+    first, second = (play(seed, 40, limits, checks_every=1000) for _ in range(2))
+    assert first.ended == second.ended
+    assert first.run.path() == second.run.path()

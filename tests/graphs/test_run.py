@@ -1,0 +1,403 @@
+"""Runs of small graphs, step by step, with effects and times computed by hand."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from mallee.graphs.effects import Cancel, Effect, Ended, Expanded, Over, Release, Start
+from mallee.graphs.graph import checked_graph
+from mallee.graphs.nodes import Node
+from mallee.graphs.run import Output, Run, RunLimits
+from mallee.protocol.errors import BudgetSpent, Unavailable
+
+LIMITS = RunLimits(running=4, tools=2, fork=8)
+DOC = {"name": "doc", "kind": "prefill", "text": "A document."}
+
+
+def branch(name: str, of: str = "doc", **more: Any) -> dict[str, Any]:
+    return {"name": name, "kind": "branch", "of": of, **more}
+
+
+def join(name: str, *inputs: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "kind": "join", "inputs": [*inputs], **more}
+
+
+def tool(name: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "kind": "tool", "call": "search", **more}
+
+
+class Play:
+    """A run whose effects are read after each event; one second passes before each."""
+
+    def __init__(
+        self, *nodes: dict[str, Any], limits: RunLimits = LIMITS, due: float | None = None
+    ) -> None:
+        self.now = 100.0
+        graph = checked_graph(msgspec.convert(list(nodes), list[Node]))
+        self.run = Run(graph, limits, self.now, due)
+
+    def effects(self) -> list[Effect]:
+        self.run.check()
+        return self.run.effects()
+
+    def done(self, name: str, text: str = "", items: tuple[str, ...] | None = None) -> list[Effect]:
+        self.now += 1.0
+        self.run.finished(name, Output(text, items), self.now)
+        return self.effects()
+
+    def fail(self, name: str) -> list[Effect]:
+        self.now += 1.0
+        self.run.failed(name, Unavailable(f"{name} broke"), self.now)
+        return self.effects()
+
+    def states(self) -> dict[str, str]:
+        return {name: node.status for name, node in self.run.nodes.items()}
+
+
+def test_siblings_go_out_as_one_fork_and_the_capsule_goes_when_the_last_has_ended() -> None:
+    """S1, part: the document is one prefill, whatever the number of branches."""
+    play = Play(DOC, branch("a", text="x"), branch("b", text="y"), join("both", "a", "b"))
+    assert play.effects() == [Start(("doc",), ("A document.",))]
+    assert play.done("doc") == [Ended("doc"), Start(("a", "b"), ("x", "y"))]
+    assert play.done("b", "B") == [Ended("b"), Release("b")]
+    assert play.done("a", "A") == [
+        *(Ended("a"), Ended("both"), Release("doc"), Release("a")),
+        Over(),
+    ]
+    assert play.run.nodes["both"].output == Output("A\nB", ("A", "B"))
+    assert play.run.status == "done"
+
+
+def test_branches_that_draw_otherwise_or_by_seeds_of_their_own_go_apart() -> None:
+    play = Play(
+        DOC,
+        branch("a"),
+        branch("b", max_tokens=17),
+        branch("c", sampling={"temperature": 0, "seed": 1}),
+        branch("d", sampling={"seed": 1}),
+        branch("e", sampling={"seed": 1}),
+        branch("f", sampling={"temperature": 0, "seed": 1}),
+        branch("g"),
+        limits=LIMITS._replace(running=7),
+    )
+    play.effects()
+    starts = [each.nodes for each in play.done("doc") if isinstance(each, Start)]
+    assert starts == [("a", "g"), ("b",), ("c", "f"), ("d",), ("e",)]
+
+
+def test_no_more_run_at_once_than_may_and_a_fork_has_no_more_branches_than_may() -> None:
+    names = [f"b{i}" for i in range(6)]
+    limits = RunLimits(running=4, tools=1, fork=3)
+    play = Play(DOC, *(branch(name) for name in names), limits=limits)
+    play.effects()
+    starts = [each for each in play.done("doc") if isinstance(each, Start)]
+    assert starts == [Start(("b0", "b1", "b2"), ("",) * 3), Start(("b3",), ("",))]
+    assert play.done("b1")[-1] == Start(("b4",), ("",))
+
+
+def test_texts_have_the_outputs_of_other_nodes() -> None:
+    play = Play(
+        DOC,
+        branch("a"),
+        tool("t", input=["find {x}: ", {"node": "a"}]),
+        {"name": "p", "kind": "prefill", "text": [{"node": "t"}, "/", {"node": "a"}]},
+    )
+    play.effects()
+    play.done("doc")
+    assert play.done("a", "{doc}")[-1] == Start(("t",), ("find {x}: {doc}",))
+    assert play.done("t", "found")[-1] == Start(("p",), ("found/{doc}",))
+
+
+def test_the_first_that_is_done_ends_the_others_and_frees_them() -> None:
+    play = Play(
+        DOC,
+        *(branch("a"), branch("b"), branch("c"), branch("late", of="c")),
+        join("first", "a", "b", "late", wait="first"),
+        limits=LIMITS._replace(running=2),
+    )
+    play.effects()
+    play.done("doc")
+    assert play.done("b", "B") == [
+        *(Ended("b"), Ended("first"), Release("b")),
+        *(Cancel("a"), Ended("a"), Ended("late")),
+        *(Ended("c"), Release("doc")),
+        Over(),
+    ]
+    assert play.run.nodes["first"].output == Output("B", ("B",))
+    assert play.states() == {
+        **{"doc": "done", "a": "cancelled", "b": "done", "c": "cancelled"},
+        **{"late": "cancelled", "first": "done"},
+    }
+    assert play.run.nodes["a"].cause == "first"
+    assert play.run.nodes["c"].cause == "late"
+    assert play.run.status == "done"
+    # the worker had ended it before the cancel came: what it left is given back
+    assert play.done("a", "A") == [Release("a")]
+    assert play.run.nodes["a"].output == Output()
+
+
+def test_an_input_that_something_else_waits_for_goes_on() -> None:
+    play = Play(DOC, branch("a"), branch("b"), join("first", "a", "b", wait=1), branch("c", of="b"))
+    play.effects()
+    play.done("doc")
+    assert play.done("a", "A") == [Ended("a"), Ended("first"), Release("a")]
+    assert play.done("b", "B") == [Ended("b"), Release("doc"), Start(("c",), ("",))]
+    assert play.done("c") == [Ended("c"), Release("b"), Release("c"), Over()]
+
+
+def test_k_of_n_are_joined_in_their_order_and_one_too_few_fails() -> None:
+    nodes = [DOC, *(branch(name) for name in "abc"), join("two", *"abc", wait=2, separator="+")]
+    play = Play(*nodes)
+    play.effects()
+    play.done("doc")
+    play.done("c", "C")
+    assert Cancel("b") in play.done("a", "A")
+    assert play.run.nodes["two"].output == Output("A+C", ("A", "C"))
+
+    play = Play(*nodes)
+    play.effects()
+    play.done("doc")
+    assert play.fail("b") == [Ended("b")]
+    assert play.fail("c") == [
+        Ended("c"),
+        Ended("two"),
+        Cancel("a"),
+        Ended("a"),
+        Release("doc"),
+        Over(),
+    ]
+    two = play.run.nodes["two"]
+    assert (two.status, two.cause) == ("failed", "c")
+    assert two.error is play.run.nodes["c"].error
+    assert play.run.status == "failed"
+
+
+def test_a_failure_reaches_all_dependents_with_its_cause() -> None:
+    """S4, part: in the state machine."""
+    play = Play(
+        DOC,
+        branch("a"),
+        tool("t", input=[{"node": "a"}]),
+        branch("c", text=[{"node": "t"}]),
+        join("all", "c", "d"),
+        branch("d"),
+    )
+    play.effects()
+    assert play.fail("doc") == [Ended(name) for name in ("doc", "a", "c", "d", "t", "all")] + [
+        Over()
+    ]
+    for name in ("a", "t", "c", "d", "all"):
+        node = play.run.nodes[name]
+        assert (node.status, node.cause) == ("failed", "doc")
+        assert str(node.error) == "doc broke"
+        assert node.end_s == 1.0
+
+
+def test_what_only_a_failed_node_waited_for_is_ended() -> None:
+    play = Play(DOC, branch("a"), branch("b"), join("all", "a", "b"))
+    play.effects()
+    play.done("doc")
+    assert play.fail("a") == [
+        Ended("a"),
+        Ended("all"),
+        Cancel("b"),
+        Ended("b"),
+        Release("doc"),
+        Over(),
+    ]
+    assert play.run.nodes["b"].cause == "all"
+
+
+def test_a_node_that_is_ended_from_elsewhere_takes_its_dependents_along() -> None:
+    play = Play(DOC, branch("a"), branch("b", of="a"), branch("c"))
+    play.effects()
+    play.done("doc")
+    play.now += 1
+    play.run.cancelled("a", play.now)
+    assert play.effects() == [Ended("a"), Ended("b")]
+    assert (play.run.nodes["b"].status, play.run.nodes["b"].cause) == ("cancelled", "a")
+    play.done("c")
+    assert play.run.status == "failed"
+
+
+def test_a_map_runs_once_for_each_item() -> None:
+    play = Play(
+        DOC,
+        branch("list"),
+        {
+            **{"name": "each", "kind": "map", "of": "doc", "over": "list", "max_items": 3},
+            "text": ["Is it ", {"item": True}, "?"],
+        },
+        tool("t", input=[{"node": "each"}]),
+    )
+    play.effects()
+    play.done("doc")
+    names = ("each[0]", "each[1]")
+    assert play.done("list", "  red\n\nblue ") == [
+        *(Ended("list"), Expanded("each", names), Release("list")),
+        Start(names, ("Is it red?", "Is it blue?")),
+    ]
+    play.done("each[1]", "no")
+    assert play.done("each[0]", "yes") == [
+        *(Ended("each[0]"), Ended("each"), Release("each[0]"), Release("doc")),
+        Start(("t",), ("yes\nno",)),
+    ]
+    assert play.run.nodes["each"].output.items == ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    ("over", "more", "output", "told"),
+    [
+        ("list", {}, "a\nb\nc", "max_items=2: list has 3 items; raise it, or have fewer"),
+        ("list", {"wait": "first"}, " \n", "wait='first': list has 0 items"),
+        ("list", {"split": "json"}, "no", "split='json': the output of list is no JSON array"),
+    ],
+)
+def test_a_map_fails_where_its_items_are_none(
+    over: str, more: dict[str, Any], output: str, told: str
+) -> None:
+    each = {"name": "each", "kind": "map", "of": "doc", "over": over, "text": "", "max_items": 2}
+    play = Play(DOC, branch("list"), {**each, **more})
+    play.effects()
+    play.done("doc")
+    play.done(over, output)
+    assert str(play.run.nodes["each"].error).startswith(told)
+    assert play.run.status == "failed"
+
+
+def test_a_map_over_nothing_is_done() -> None:
+    each = {"name": "each", "kind": "map", "of": "doc", "over": "t", "text": ""}
+    play = Play(DOC, tool("t"), each)
+    play.effects()
+    play.done("doc")
+    assert play.done("t", "", ()) == [
+        *(Ended("t"), Expanded("each", ()), Ended("each"), Release("doc")),
+        Over(),
+    ]
+    assert play.run.nodes["each"].output == Output("", ())
+
+
+def test_items_of_json_are_texts_or_their_json() -> None:
+    each = {"name": "each", "kind": "map", "of": "doc", "over": "l", "text": [{"item": True}]}
+    play = Play(DOC, branch("l"), {**each, "split": "json"})
+    play.effects()
+    play.done("doc")
+    assert play.done("l", '["a\\"b", {"x": 1}, 2]')[-1] == Start(
+        ("each[0]", "each[1]", "each[2]"), ('a"b', '{"x": 1}', "2")
+    )
+
+
+def test_items_of_joins_and_of_tools_that_list_are_theirs() -> None:
+    each = {"kind": "map", "of": "doc", "text": [{"item": True}]}
+    play = Play(
+        DOC,
+        tool("t"),
+        tool("u"),
+        join("j", "t", "u"),
+        {**each, "name": "m", "over": "j"},
+        {**each, "name": "n", "over": "t"},
+    )
+    play.effects()
+    play.done("doc")
+    assert play.done("t", "", ("1\n2", "3"))[-1] == Start(("n[0]", "n[1]"), ("1\n2", "3"))
+    assert play.done("u", "4\n5")[-1] == Start(("m[0]", "m[1]"), ("", "4\n5"))
+
+
+def test_the_rest_of_a_map_is_ended_when_enough_are_done() -> None:
+    each = {"name": "each", "kind": "map", "of": "doc", "over": "t", "text": "", "wait": 1}
+    play = Play(DOC, tool("t"), each)
+    play.effects()
+    play.done("doc")
+    play.done("t", "a\nb\nc")
+    play.fail("each[0]")
+    assert play.done("each[2]", "C") == [
+        *(Ended("each[2]"), Ended("each"), Release("each[2]")),
+        *(Cancel("each[1]"), Ended("each[1]"), Release("doc")),
+        Over(),
+    ]
+    assert play.run.nodes["each"].output == Output("C", ("C",))
+
+
+def test_a_call_without_a_result_in_time_fails() -> None:
+    play = Play(tool("t", timeout_s=5), tool("u", timeout_s=9), tool("v", timeout_s=1))
+    assert play.effects() == [Start(("t",), ("",)), Start(("u",), ("",))]  # two at once
+    assert play.run.on_time(104.9) == 105.0
+    assert play.effects() == []
+    assert play.run.on_time(105.0) == 106.0  # the third one was begun now
+    assert play.effects() == [Cancel("t"), Ended("t"), Start(("v",), ("",))]
+    assert str(play.run.nodes["t"].error) == (
+        "no result of tool 'search' came in 5 s; answer sooner, or raise timeout_s"
+    )
+    play.now = 105.5
+    assert play.done("v", "late") == [Ended("v")]  # a bit late, and nobody had looked
+    assert play.done("t", "late") == []
+    play.done("u")
+    assert play.run.on_time(1000.0) is None
+
+
+def test_all_that_is_not_over_fails_when_the_time_is() -> None:
+    play = Play(DOC, branch("a"), tool("t"), due=102.0)
+    play.effects()
+    assert play.run.on_time(101.0) == 102.0
+    assert play.run.on_time(102.0) is None
+    assert play.effects() == [
+        *(Cancel("doc"), Ended("doc"), Ended("a"), Cancel("t"), Ended("t")),
+        Over(),
+    ]
+    assert {type(node.error) for node in play.run.nodes.values()} == {BudgetSpent}
+    assert play.done("doc") == [Release("doc")]
+
+
+def test_a_cancelled_graph_ends_all_and_gives_capsules_back() -> None:
+    play = Play(DOC, branch("a"), branch("b", of="a"), tool("t"))
+    play.effects()
+    play.done("doc")
+    play.run.cancel(105.0)
+    assert play.effects() == [
+        *(Cancel("a"), Ended("a"), Ended("b"), Cancel("t"), Ended("t"), Release("doc")),
+        Over(),
+    ]
+    assert play.run.status == "cancelled"
+    play.run.cancel(106.0)
+    assert play.effects() == []
+    assert play.run.wall_s == 5.0
+
+
+def test_capsules_that_are_to_be_kept_stay() -> None:
+    play = Play({**DOC, "keep": True}, branch("a", keep=True), branch("b"))
+    play.effects()
+    play.done("doc")
+    play.done("a")
+    assert play.done("b") == [Ended("b"), Release("b"), Over()]
+
+
+def test_times_of_nodes_add_up_to_the_wall_time() -> None:
+    """S14, part: in the state machine, hand-computed."""
+    play = Play(
+        DOC, branch("a"), branch("b"), join("j", "a", "b"), branch("c", text=[{"node": "j"}])
+    )
+    run = play.run
+    run.started("doc", 100.5)
+    run.finished("doc", Output(), 102.0)
+    run.started("a", 102.25)
+    run.first_token("a", 102.5)
+    run.first_token("a", 102.75)  # only the first one counts
+    run.first_token("b", 103.0)
+    run.finished("b", Output("B"), 103.5)
+    run.finished("a", Output("A"), 104.0)
+    run.first_token("c", 106.0)
+    run.finished("c", Output("C"), 107.0)
+    times = {
+        name: (node.ready_s, node.start_s, node.first_s, node.end_s)
+        for name, node in run.nodes.items()
+    }
+    assert times == {
+        "doc": (0.0, 0.5, None, 2.0),
+        "a": (2.0, 2.25, 2.5, 4.0),
+        "b": (2.0, 3.0, 3.0, 3.5),
+        "j": (4.0, 4.0, None, 4.0),
+        "c": (4.0, 6.0, 6.0, 7.0),
+    }
+    assert run.wall_s == 7.0
+    assert run.path() == [("doc", 2.0), ("a", 2.0), ("j", 0.0), ("c", 3.0)]
