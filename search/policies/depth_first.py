@@ -1,0 +1,61 @@
+"""Tree of thoughts, depth first."""
+
+import msgspec
+
+from mallee.search.policy import (
+    Expansion,
+    best,
+    check_finite,
+    check_steps,
+    is_found,
+    is_worth,
+    rank,
+)
+from mallee.search.tree import Node, Proposal, Tree
+
+
+class DepthFirst(
+    msgspec.Struct, frozen=True, kw_only=True, tag="tot_dfs", forbid_unknown_fields=True
+):
+    """The best thought first, down to an answer; then back to the next best one that is left.
+
+    Thoughts worth less than `prune_below` are left out with all that would follow them. Ends once an
+    answer is worth `stop_at`, or when all thoughts have been tried. Source: Yao et al. 2023, algorithm 2.
+    """
+
+    branch: int = 5
+    depth: int = 4
+    step_tokens: int = 64
+    prune_below: float | None = None
+    stop_at: float | None = None
+
+    def __post_init__(self) -> None:
+        check_steps(self.branch, self.depth, self.step_tokens, name="branch")
+        check_finite("policy.prune_below", self.prune_below)
+        check_finite("policy.stop_at", self.stop_at)
+
+    @property
+    def merges(self) -> bool:
+        return True
+
+    def propose(self, tree: Tree) -> list[Expansion]:
+        if tree.num_expanding:
+            return []
+        ahead = [tree.root]  # the next one last
+        while ahead:
+            node = ahead.pop()
+            if node.is_closed or not is_worth(node, self.prune_below):
+                continue
+            if node.may_expand:
+                return [Expansion(node, self.branch, self.step_tokens)]
+            ahead += sorted(tree.children(node), key=rank, reverse=True)
+        return []
+
+    def score(self, proposal: Proposal) -> bool:
+        return True
+
+    def select(self, tree: Tree) -> Node:
+        return best(tree)
+
+    def stop(self, tree: Tree) -> bool:
+        return is_found(tree, self.stop_at)

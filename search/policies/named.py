@@ -1,0 +1,58 @@
+"""Policies by name, as requests give them: `{"type": "mcts", "expansions": 50}`."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from mallee.protocol.errors import BadRequest, InvalidParameter
+from mallee.search.policies.depth_first import DepthFirst
+from mallee.search.policies.levels import Beam, BreadthFirst, DiverseTrees
+from mallee.search.policies.mcts import Mcts
+from mallee.search.policies.sampling import BestOfN, SelfConsistency
+from mallee.search.policy import Policy
+
+AnyPolicy: TypeAlias = (
+    BestOfN | SelfConsistency | Beam | BreadthFirst | DepthFirst | Mcts | DiverseTrees
+)
+POLICIES: Final[Mapping[str, type[msgspec.Struct]]] = {
+    "best_of_n": BestOfN,
+    "self_consistency": SelfConsistency,
+    "beam": Beam,
+    "tot_bfs": BreadthFirst,
+    "tot_dfs": DepthFirst,
+    "mcts": Mcts,
+    "dvts": DiverseTrees,
+}
+_PATH: Final = re.compile(r" - at `\$\.?([^`]*)`$")
+
+
+def read_policy(
+    given: Any, kinds: Mapping[str, type[msgspec.Struct]] = POLICIES
+) -> tuple[str, Policy]:
+    """The name of a policy and itself. Raises InvalidParameter, which names field and remedy."""
+    name = given.get("type") if isinstance(given, dict) else None
+    known = ", ".join(kinds)
+    if not isinstance(name, str):
+        raise InvalidParameter("policy", given, f"give an object with a type: {known}")
+    kind = kinds.get(name)
+    if kind is None:
+        raise InvalidParameter("policy.type", name, f"give one of {known}")
+    fields = {key: value for key, value in given.items() if key != "type"}
+    try:
+        policy: Any = msgspec.convert(fields | {"type": name}, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise _bad_field(str(error), fields) from error
+    return name, policy
+
+
+def _bad_field(message: str, fields: dict[str, Any]) -> BadRequest:
+    if unknown := re.search(r"unknown field `([^`]*)`", message):
+        param = unknown[1]
+        remedy = "the policy has no such field; leave it out"
+        return InvalidParameter(f"policy.{param}", fields.get(param), remedy)
+    found = _PATH.search(message)
+    if not found:
+        return BadRequest(f"policy: {message}", param="policy")
+    return InvalidParameter(f"policy.{found[1]}", fields.get(found[1]), message[: found.start()])
