@@ -4,14 +4,20 @@
     |- BadRequest               the caller can fix it                                    (400)
     |  |- InvalidParameter        a field has a value it can't have
     |  |- ContextLengthExceeded   prompt and answer don't fit the model's window
+    |  |- InvalidGraph            a graph of calls can't run as it is
+    |  |  `- GraphContextExceeded   a prefix and its largest branch don't fit the window
     |  |- KVBudgetExceeded        it does not fit the whole KV memory of a worker
     |  |- KVMemoryExceeded        it does not fit the KV memory of any worker that may take it
     |  |- GrammarFailed           an answer can't go on under its grammar
     |  |- CapsuleStale            it was made by weights that have been replaced            (409)
+    |  |- CapsuleComputing        its prefill has not ended, and only forks can go ahead    (409)
     |  |- WeightsChanged          an answer can't go on: its weights have been replaced     (409)
     |  |- SessionClosed           an answer's session was closed                           (409)
     |  |- Superseded              other tokens took the place of those to be injected      (409)
     |  |- BudgetSpent             nothing is left of the budget that bounds a request      (409)
+    |  |- NotAwaited              a result of a node that waits for none                    (409)
+    |  |- ToolFailed              a client says that the call of a graph's node failed      (409)
+    |  |- ToolTimeout             a client gave no result of a call in time                 (408)
     |  |- SlowReader              the client doesn't read its answer                       (408)
     |  |- Unauthorized            no key, or none that is valid                            (401)
     |  `- Forbidden               the key has not the right                                (403)
@@ -20,6 +26,7 @@
     |  |- UnknownCapsule
     |  |- UnknownRequest          no such request is remembered: it is too old, or never was
     |  |- UnknownBranch           no such branch runs: it is over, or never was
+    |  |- UnknownGraph            no such graph is remembered, or no such node of it
     |  |- CapsuleAbandoned        it was given up before it was computed
     |  `- CapsuleLost             it went with its worker, and can't be computed again         (410)
     |- Unavailable              right request, wrong moment                              (503)
@@ -38,6 +45,7 @@
     |  |- QuotaExceeded           a limit of the API key                                   (429)
     |  `- QueueFull               too much is waiting already                            (429)
     |     `- TenantQueueFull         too much of one tenant
+    |- CallbackFailed           a URL that the request names was called in vain          (503)
     |- ModelError               a checkpoint that can't be served                        (500)
     |  |- ModelNotFound
     |  |- UnsupportedModel
@@ -155,6 +163,39 @@ class ContextLengthExceeded(BadRequest):
         )
 
 
+class InvalidGraph(BadRequest):
+    """The text names the node, or the edge as `u -> v`."""
+
+    code = "invalid_graph"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why, param="nodes")
+
+
+class GraphContextExceeded(InvalidGraph):
+    """All that goes on from `prefill` needs so much; `node` has the largest branch, if there is one."""
+
+    code = "graph_context_exceeded"
+
+    def __init__(
+        self, prefill: str, prefix: int, node: str, branch: int, headroom: int, n_ctx: int
+    ) -> None:
+        total = prefix + branch + headroom
+        at = f" ({node})" if node else ""
+        BadRequest.__init__(
+            self,
+            f"prefix {shown(prefix)} ({prefill}) + largest branch {shown(branch)}{at} + headroom {headroom} ="
+            f" {shown(total)} > n_ctx {n_ctx}; shorten the texts, or lower max_tokens or max_items",
+            param="nodes",
+            prefill=prefill,
+            prefix=prefix,
+            node=node,
+            branch=branch,
+            headroom=headroom,
+            n_ctx=n_ctx,
+        )
+
+
 class KVBudgetExceeded(BadRequest):
     """A branch needs `needed` blocks, more than the `total` of a worker."""
 
@@ -266,6 +307,41 @@ class BudgetSpent(BadRequest):
         )
 
 
+class NotAwaited(BadRequest):
+    status = 409
+    code = "result_not_awaited"
+
+    def __init__(self, node: str, state: str) -> None:
+        super().__init__(
+            f"node {shown(node)} is {state}: a result is taken of a tool whose call is under way, once",
+            param="node",
+            node=node,
+            state=state,
+        )
+
+
+class ToolFailed(BadRequest):
+    """`why` is the client's own text."""
+
+    status = 409
+    code = "tool_failed"
+
+    def __init__(self, call: str, why: str) -> None:
+        super().__init__(f"tool {shown(call)} failed: {why}", call=call)
+
+
+class ToolTimeout(BadRequest):
+    status = 408
+    code = "tool_timeout"
+
+    def __init__(self, call: str, timeout_s: float) -> None:
+        super().__init__(
+            f"no result of tool {shown(call)} came in {timeout_s:g} s; answer sooner, or raise timeout_s",
+            call=call,
+            timeout_s=timeout_s,
+        )
+
+
 class SlowReader(BadRequest):
     status = 408
     code = "slow_reader"
@@ -345,6 +421,21 @@ class UnknownBranch(NotFound):
         )
 
 
+class UnknownGraph(NotFound):
+    """`node` is the one that is asked for, if one is."""
+
+    code = "graph_not_found"
+
+    def __init__(self, graph: str, node: str = "") -> None:
+        what = f"node {shown(node)} of graph {shown(graph)}" if node else f"graph {shown(graph)}"
+        super().__init__(
+            f"{what} is not known: it never was, is of another scope, ended a while ago, or went with its"
+            " gateway",
+            graph=graph[:MAX_SHOWN],
+            node=node[:MAX_SHOWN],
+        )
+
+
 class CapsuleAbandoned(NotFound):
     code = "capsule_abandoned"
 
@@ -352,6 +443,19 @@ class CapsuleAbandoned(NotFound):
         super().__init__(
             f"capsule {capsule!r} was cancelled before the tokens to continue were computed; create it"
             " again",
+            capsule=capsule,
+        )
+
+
+class CapsuleComputing(BadRequest):
+    status = 409
+    code = "capsule_computing"
+
+    def __init__(self, capsule: str) -> None:
+        super().__init__(
+            f"capsule {shown(capsule)} is still computing: it can be forked, looked at and deleted; for"
+            " anything else wait until its status is ready",
+            param="capsule",
             capsule=capsule,
         )
 
@@ -617,6 +721,16 @@ class TenantQueueFull(QueueFull):
             limit=limit,
             retry_after_s=retry_after_s,
         )
+
+
+class CallbackFailed(MalleeError):
+    """`url` without its query."""
+
+    status = 503
+    code = "callback_failed"
+
+    def __init__(self, url: str, why: str) -> None:
+        super().__init__(f"the callback {url} failed: {why}", url=url, why=why)
 
 
 class ModelError(MalleeError):

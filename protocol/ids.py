@@ -1,4 +1,4 @@
-"""Names of things, as distinct types, and the two rules by which names are derived.
+"""Names of things, as distinct types, and the rules by which names are derived.
 
 Ids are opaque strings made by their owner: a gateway mints request ids, and the ids of capsules and
 response choices follow from them, so that no process has to ask another for a name.
@@ -17,6 +17,7 @@ Scope = NewType("Scope", str)
 COMMON: Final = Scope("")
 """The scope of requests without a tenant and a salt. Its blocks have the plain hashes."""
 _PART: Final = "+"
+_ACCOUNT: Final = "~"
 
 _MASK = (1 << 64) - 1
 
@@ -39,6 +40,16 @@ def capsule_id(request: RequestId, branch: int = 0) -> CapsuleId:
 def request_of(capsule: str) -> RequestId:
     """The request that left `capsule`."""
     return RequestId(capsule.rpartition(".")[0])
+
+
+def on_account(name: str, account: str) -> str:
+    """The name of what is made on an account, which bounds it; "" for what none bounds."""
+    return f"{name}{_ACCOUNT}{account}" if account else name
+
+
+def account_of(name: str) -> str:
+    """The account that a request runs on, or that a capsule's was made on; "" if none bounds it."""
+    return name.partition(_ACCOUNT)[2].partition(".")[0].partition("-")[0]
 
 
 def branch_seed(seed: int, branch: int) -> int:

@@ -97,17 +97,40 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
         return self
 
 
+class ReasoningBudget(msgspec.Struct, frozen=True, array_like=True):
+    """Bound on an answer's reasoning: after `max_tokens` of it without `close`, that is the next token.
+
+    It begins with the answer, or with the token `open` as the answer's first or second; without that
+    there is none. `close` comes later where a grammar lets it come only then.
+    """
+
+    max_tokens: int
+    close: int
+    open: int | None = None
+
+    def validate(self, vocab_size: int) -> None:
+        """Raises InvalidParameter if no branch can keep to it."""
+        if self.max_tokens < 0:
+            raise InvalidParameter("reasoning.max_tokens", self.max_tokens, "give 0 or more")
+        for token in (self.close, 0 if self.open is None else self.open):
+            if not 0 <= token < vocab_size:
+                remedy = f"token ids go from 0 to {vocab_size - 1}"
+                raise InvalidParameter("reasoning", token, remedy)
+
+
 class Limits(msgspec.Struct, frozen=True, array_like=True):
     """End of a branch: after `max_tokens`, or at one of `stop_token_ids` (not part of the text).
 
     The model's own end-of-sequence ids count as stop ids unless `ignore_eos`. The first `min_tokens`
-    tokens are no stop ids. A grammar (see `Grammar`) decides alone where its text ends.
+    tokens are no stop ids. A grammar (see `Grammar`) decides alone where its text ends. `reasoning`
+    counts from the answer's first token on, wherever that was drawn.
     """
 
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    reasoning: ReasoningBudget | None = None
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
@@ -510,7 +533,8 @@ class Delete(_Command, frozen=True, tag="delete"):
     """Forget `capsule`, as `Release` does; live branches forked from it go on.
 
     The reply comes when its record is gone from disk, and has the capsule as it was: it does not come back
-    with the worker's next life. If the disk fails, nothing has changed.
+    with the worker's next life. If the disk fails, nothing has changed. The prefill of one that is still
+    computing is cancelled.
     """
 
     request: str
@@ -597,7 +621,8 @@ class CapsuleStatus(msgspec.Struct, frozen=True, array_like=True):
 
     `ttl_s`: seconds left unless it is used; None: no limit. `drawn`: tokens of its text that the branch
     had drawn which it was taken from; None: it is no branch's. `tier`: device, host or disk, the highest that
-    has all of its KV; "none": some of it is gone, to be computed again.
+    has all of its KV; "none": some of it is gone, to be computed again. `computed`: tokens that are there of
+    one that is still computing; None: it is complete.
     """
 
     capsule: str
@@ -608,6 +633,7 @@ class CapsuleStatus(msgspec.Struct, frozen=True, array_like=True):
     ttl_s: float | None = None
     drawn: int | None = None
     tier: str = "device"
+    computed: int | None = None
 
 
 class CapsuleReply(msgspec.Struct, frozen=True, array_like=True):

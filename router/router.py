@@ -298,10 +298,12 @@ class Router:
         boundary: int,
         hashes: Hashes,
         scope: Scope | None = None,
+        *,
+        is_computing: bool = False,
     ) -> None:
-        """Note that `capsule` is on `worker`, by its reply. Ignored if the worker is not alive here.
+        """Note that `capsule` is on `worker`, by its reply, or that it `is_computing` there.
 
-        `scope` None: as it is known.
+        Ignored if the worker is not alive here. `scope` None: as it is known.
         """
         if self._fleet.members.get(worker) is not None:
             self._fleet.capsules.learn(
@@ -311,6 +313,7 @@ class Router:
                 hashes=hashes,
                 created=self._clock(),
                 scope=scope,
+                is_computing=is_computing,
             )
 
     def capsule(self, capsule: CapsuleId) -> CapsuleEntry:

@@ -96,7 +96,7 @@ class Intake:
         resumed = _resumed(command, source, start.boundary) if command.resumes else None
         limits = command.limits if resumed is None else resumed.limits
         num_drawn = 0 if resumed is None else resumed.drawn
-        suffixes = self._suffixes(command, start.boundary, _max_tokens(limits) - num_drawn)
+        suffixes = self._suffixes(command, start.boundary, self._max_tokens(limits) - num_drawn)
         self._capsules.check_unused(command.request)
         self._scheduler.check_room(len(suffixes))
         grammar = command.grammar
@@ -205,7 +205,7 @@ class Intake:
             raise InvalidParameter("n", command.n, f"give 1 to {MAX_BRANCHES}")
         self._check_sampling(command.sampling)
         is_forked = command.n > 1 and len(tokens) % self._block_size > 0
-        num_left = _max_tokens(command.limits) - command.drawn
+        num_left = self._max_tokens(command.limits) - command.drawn
         self._check_length(len(tokens), num_left, is_forked)
         return tokens
 
@@ -246,6 +246,16 @@ class Intake:
             )
         self._last_sampling = sampling
 
+    def _max_tokens(self, limits: Limits) -> int:
+        """`max_tokens`, if all of `limits` can be kept to. Raises InvalidParameter."""
+        if limits.max_tokens < 1:
+            raise InvalidParameter("max_tokens", limits.max_tokens, "give at least 1")
+        if not 0 <= limits.min_tokens <= limits.max_tokens:
+            raise InvalidParameter("min_tokens", limits.min_tokens, "give 0 to max_tokens")
+        if limits.reasoning is not None:
+            limits.reasoning.validate(self._spec.vocab_size)
+        return limits.max_tokens
+
     def _check_length(self, prompt: int, max_tokens: int, num_copies: int) -> None:
         """`num_copies`: of blocks that a branch shares in part and must copy, beside its whole text."""
         if prompt + max_tokens > self._spec.max_model_len:
@@ -257,14 +267,6 @@ class Intake:
             raise KVBudgetExceeded(
                 prompt, max_tokens, self._headroom, needed, self._num_blocks, self._block_size
             )
-
-
-def _max_tokens(limits: Limits) -> int:
-    if limits.max_tokens < 1:
-        raise InvalidParameter("max_tokens", limits.max_tokens, "give at least 1")
-    if not 0 <= limits.min_tokens <= limits.max_tokens:
-        raise InvalidParameter("min_tokens", limits.min_tokens, "give 0 to max_tokens")
-    return limits.max_tokens
 
 
 def _resumed(command: Fork, source: Capsule | Branch, boundary: int) -> Continuation:

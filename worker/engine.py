@@ -249,13 +249,16 @@ class Engine:
                     self._records.renew(self._capsules.pin(command), told)
                     capsule = None
                 case Inspect():
-                    capsule = self._found(CapsuleId(command.capsule))
+                    capsule = None
+                    status = self._status(CapsuleId(command.capsule))
+                    self._updates.reply(gateway, CapsuleReply(command.request, status))
                 case Demote():
                     capsule = None
                     self._demotions.demote(command, partial(self._tell, command.request, gateway))
                 case Delete():
                     capsule = None
                     reply = self._told(command.request, CapsuleId(command.capsule))
+                    self._requests.cancel_making(command.capsule)
                     self._records.delete(
                         CapsuleId(command.capsule), partial(self._deleted, reply, gateway)
                     )
@@ -319,11 +322,15 @@ class Engine:
             loan, error = None, failure
         told(loan or error or UnknownCapsule(capsule))
 
-    def _found(self, capsule: CapsuleId) -> Capsule:
+    def _status(self, capsule: CapsuleId) -> CapsuleStatus:
+        """A capsule as it is now, or as far as it is computed. Raises UnknownCapsule."""
         found = self._capsules.peek(capsule)
-        if found is None:
+        if found is not None:
+            return self.status(found)
+        making = self._requests.making(capsule)
+        if making is None:
             raise UnknownCapsule(capsule)
-        return found
+        return making
 
     def _tell(
         self, request: str, gateway: str, capsule: CapsuleId, error: MalleeError | None
@@ -336,10 +343,10 @@ class Engine:
 
     def _told(self, request: str, capsule: CapsuleId) -> CapsuleReply:
         """The answer to `request`: `capsule` as it is now."""
-        found = self._capsules.peek(capsule)
-        if found is None:
-            return CapsuleReply(request, error=UnknownCapsule(capsule).to_wire())
-        return CapsuleReply(request, self.status(found))
+        try:
+            return CapsuleReply(request, self._status(capsule))
+        except UnknownCapsule as error:
+            return CapsuleReply(request, error=error.to_wire())
 
     def _deleted(
         self, reply: CapsuleReply, gateway: str, capsule: CapsuleId, error: MalleeError | None

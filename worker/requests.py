@@ -19,6 +19,7 @@ from mallee.protocol.ids import CapsuleId, RequestId, capsule_id
 from mallee.protocol.messages import (
     Cancel,
     CapsuleReply,
+    CapsuleStatus,
     Capture,
     Cut,
     FinishReason,
@@ -107,6 +108,29 @@ class RequestTable:
         """The branch that computes `capsule` just now: the last one asked to, if several do."""
         job = self._producers.get(CapsuleId(capsule))
         return None if job is None else job.branches[0]
+
+    def making(self, capsule: str) -> CapsuleStatus | None:
+        """A capsule as far as it is computed; None: nothing computes it."""
+        branch = self.producer(capsule)
+        if branch is None:
+            return None
+        command = branch.job.command
+        assert isinstance(command, Prefill), "nothing else makes a capsule for its own sake"
+        return CapsuleStatus(
+            capsule,
+            branch.length,
+            nbytes=0,
+            shared_nbytes=0,
+            is_pinned=not command.replaceable,
+            ttl_s=command.ttl_s or None,
+            computed=branch.length - branch.num_pending,
+        )
+
+    def cancel_making(self, capsule: str) -> None:
+        """Compute `capsule` no more, if that is under way: the forks that wait for it end, too."""
+        branch = self.producer(capsule)
+        if branch is not None:
+            self.end(branch, "cancelled")
 
     def spread(self, group: Branch, logits: Logits) -> None:
         """Split a group whose text is computed: its members go on from it, each with its own draws."""

@@ -23,6 +23,7 @@ from mallee.protocol.messages import (
     Generate,
     Grammar,
     Prefill,
+    ReasoningBudget,
     TokenLogprobs,
     unpack_tokens,
 )
@@ -399,8 +400,33 @@ class StepSampler:
             banned = tuple(token for token in ends if 0 <= token < self._forward.spec.vocab_size)
         allowed = None if masks is None else masks.of(branch, before)
         assert allowed is not None or branch.constraint is None, "a grammar without its masks"
+        if job.limits.reasoning is not None and not branch.has_reasoned:
+            allowed = self._paced(branch, job.limits.reasoning, before, allowed)
         position = branch.length + num
         return Draw(logits, job.sampling, branch.seed, position, history, allowed, banned)
+
+    def _paced(
+        self, branch: Branch, budget: ReasoningBudget, before: Draft, allowed: Words | None
+    ) -> Words | None:
+        """`allowed`, or the end of the reasoning alone, if that has taken all its tokens.
+
+        Looks at what the branch drew only once so much is drawn: O(that), as long as the reasoning goes on.
+        """
+        num_drawn = branch.job.num_drawn + branch.num_output
+        if num_drawn + len(before.tokens) < budget.max_tokens:
+            return allowed
+        drawn = _drawn_tokens(branch, num_drawn)
+        num = _num_reasoned(drawn, budget)
+        branch.has_reasoned = num is None and len(drawn) > 1
+        if before.tokens:
+            num = _num_reasoned([*drawn, *before.tokens], budget)
+        if num is None or num < budget.max_tokens:
+            return allowed
+        close = np.zeros(num_words(self._forward.spec.vocab_size), np.int32)
+        close.view(np.uint32)[budget.close // 32] = 1 << (budget.close % 32)
+        if allowed is not None and not (allowed & close).any():
+            return allowed  # the grammar's text can't end here
+        return close
 
     def _take(
         self, branch: Branch, logits: Logits, token: int, logprobs: tuple[TokenLogprobs, ...]
@@ -457,6 +483,28 @@ class StepSampler:
             shared = distinct(() if origin is None else path_tokens(origin))
             job.shared[origin] = shared
         return np.union1d(shared, distinct(branch.tokens[:num_own])) if num_own else shared
+
+
+def _drawn_tokens(branch: Branch, num: int) -> list[int]:
+    """The last `num` tokens of `branch`: those that it drew, here and before."""
+    own, above = list(branch.tokens[max(0, len(branch.tokens) - num) :]), num - len(branch.tokens)
+    if above <= 0:
+        return own
+    assert branch.origin is not None, "it drew more tokens than it has"
+    shared = path_tokens(branch.origin)[: branch.origin_len]
+    return [*shared[len(shared) - above :], *own]
+
+
+def _num_reasoned(drawn: Sequence[int], budget: ReasoningBudget) -> int | None:
+    """Tokens of the reasoning that the answer `drawn` ends in; None: it is in none.
+
+    White space may come before its mark: one token at most.
+    """
+    if budget.close in drawn:
+        return None
+    if budget.open is None:
+        return len(drawn)
+    return len(drawn) - drawn.index(budget.open) - 1 if budget.open in drawn[:2] else None
 
 
 def _verified(

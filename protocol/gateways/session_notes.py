@@ -29,7 +29,8 @@ class NodeNote(msgspec.Struct, frozen=True, array_like=True):
 class SessionNote(msgspec.Struct, frozen=True, array_like=True):
     """A session, and what is new in it. With `is_closed` it is over, whatever is known of it.
 
-    `tenant`: whose share of memory it takes.
+    `tenant`: whose share of memory it takes. `budget` names the account that bounds it, which it was given
+    at `given` (seconds since the epoch); `above` one of a session above it that is over.
     """
 
     scope: Scope
@@ -38,6 +39,9 @@ class SessionNote(msgspec.Struct, frozen=True, array_like=True):
     nodes: tuple[NodeNote, ...] = ()
     is_closed: bool = False
     tenant: str = ""
+    budget: str = ""
+    given: float = 0.0
+    above: str = ""
 
 
 class SessionNotes(msgspec.Struct, frozen=True, array_like=True):
@@ -53,5 +57,6 @@ class SessionsAsk(msgspec.Struct, frozen=True, array_like=True):
     gateway: str
 
 
+decode_session_note: Final = Decoder(SessionNote, "a note of a session")
 decode_session_notes: Final = Decoder(SessionNotes, "notes of sessions")
 decode_sessions_ask: Final = Decoder(SessionsAsk, "a question for sessions")

@@ -14,6 +14,9 @@ draws depend on seed and position alone, so the answer is that of an undisturbed
 drawn nothing are placed again together. A capsule that went with its worker is computed again from
 the text that the gateways remember, under its own id; dispatches that need it meanwhile are held.
 
+The capsule of a prefill may be forked before it is there (`Job.makes`). Its forks go to the worker that
+computes it, which has them wait for their tokens; while it is on no worker, they are held as well.
+
 Invariants, checked by `check`: each open branch of a request waits, or runs in one shard; bookings
 are those of the shards; nothing waits for a worker that is gone, for a capsule that is not under way,
 or without a deadline.
@@ -42,7 +45,15 @@ from mallee.protocol.errors import (
     from_wire,
 )
 from mallee.protocol.hashing import NO_HASHES, Tokens
-from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId, capsule_id, owner_of
+from mallee.protocol.ids import (
+    CapsuleId,
+    Incarnation,
+    RequestId,
+    WorkerId,
+    capsule_id,
+    owner_of,
+    request_of,
+)
 from mallee.protocol.messages import (
     ALL_BRANCHES,
     Cancel,
@@ -67,6 +78,7 @@ from mallee.router.dispatch.effects import (
 )
 from mallee.router.dispatch.inboxes import Inboxes, Injection
 from mallee.router.dispatch.jobs import ForkJob, Job, PrefillJob, abandon_prefill
+from mallee.router.dispatch.promises import BrokenPromises, Promise, not_kept
 from mallee.router.dispatch.queue import HELD, AdmissionConfig
 from mallee.router.dispatch.recovery.capsules import Capsules
 from mallee.router.dispatch.recovery.departures import Departures
@@ -148,6 +160,7 @@ class Dispatcher:
         self._quarantine = Quarantine(can_convict=config.can_convict)
         self._departures = Departures()
         self._rebuilds = Rebuilds()
+        self._broken = BrokenPromises()
         self._capsules = Capsules(router, texts, self._departures)
         self._inboxes = Inboxes()
         self._effects: list[Effect] = []
@@ -171,10 +184,14 @@ class Dispatcher:
             weights=self._router.weights,
         )
         self._requests[request] = state
+        if job.makes is not None:
+            self._rebuilds.begin(job.makes)
         try:
             self._admit(dispatch)
         except MalleeError:
             del self._requests[request]
+            if job.makes is not None:
+                self._rebuilds.end(job.makes)
             raise
 
     def cancel(self, request: RequestId, branch: int | None = None) -> None:
@@ -351,7 +368,7 @@ class Dispatcher:
     def _resolve(self, dispatch: Dispatch) -> bool:
         """Find its capsule's worker, or its text. False: it is to be held until the capsule is there again.
 
-        Raises UnknownCapsule, CapsuleLost, CapsuleStale, WeightsChanged.
+        Raises UnknownCapsule, CapsuleLost, CapsuleStale, WeightsChanged, and what a prefill has failed by.
         """
         job = dispatch.job
         if dispatch.weights != self._router.weights:
@@ -359,6 +376,9 @@ class Dispatcher:
         if job.capsule is None:
             return True
         assert isinstance(job, ForkJob), "no other job has a capsule"
+        if not self._is_forkable(job.capsule):
+            dispatch.lane = HELD
+            return False
         dispatch.lane = self._capsules.worker_of(job.capsule)
         if dispatch.lane is not None:
             dispatch.text, dispatch.hashes = None, NO_HASHES
@@ -367,6 +387,8 @@ class Dispatcher:
             dispatch.lane = HELD
             return False
         if dispatch.text is None:
+            if (broken := self._broken.get(job.capsule)) is not None:
+                broken.check_whole()
             dispatch.text = self._capsules.text_for(job)
             dispatch.hashes = dispatch.text.hashes
         return True
@@ -524,9 +546,84 @@ class Dispatcher:
             self._recompute(shard, holders, is_first=not rows.start)
         if shard.recompute is None:
             self._send_changes(shard)
+        if shard.job.makes is not None:
+            self._promise(shard, shard.job.makes)
         if dispatch.num_moves or len(state.open) < len(dispatch.branches):
             gone = {row for row in shard.open if shard.branch_of(row) not in state.open}
             self._cancel_rows(shard, gone)
+
+    # Capsules that are promised
+
+    def promise(self, capsule: CapsuleId) -> Promise | None:
+        """A capsule that a prefill of this gateway will make, or could not make; None: it is none."""
+        state = self._promising(capsule)
+        if state is None:
+            return self._broken.get(capsule)
+        worker = next((shard.worker for shard in state.shards.values()), None)
+        return Promise(state.job.prompt_tokens, worker, state.arrival)
+
+    def lacks(self, capsule: CapsuleId) -> bool:
+        """Whether no worker that stays has `capsule`, and this gateway can't make it. Raises CapsuleStale."""
+        if self.promise(capsule) is not None or capsule in self._rebuilds:
+            return False
+        return self._capsules.worker_of(capsule) is None and not self._texts.knows(capsule)
+
+    def _promising(self, capsule: CapsuleId) -> RequestState | None:
+        """The request that computes `capsule` for the first time."""
+        state = self._requests.get(request_of(capsule))
+        return state if state is not None and state.job.makes == capsule else None
+
+    def _promise(self, shard: Shard, capsule: CapsuleId) -> None:
+        """Have forks of the capsule that `shard` makes follow it to its worker."""
+        if shard.log is not None:
+            ttl_s = shard.job.ttl_s if isinstance(shard.job, PrefillJob) else None
+            shard.log.note(capsule, 0, shard.job.prompt_tokens, ttl_s)
+        self._learn_computing(shard, capsule)
+        self._let_go(capsule)
+
+    def _learn_computing(self, shard: Shard, capsule: CapsuleId) -> None:
+        scope, tokens = owner_of(shard.job.scope), shard.job.prompt_tokens
+        hashes = shard.dispatch.hashes
+        self._router.learn_capsule(capsule, shard.worker, tokens, hashes, scope, is_computing=True)
+
+    def _is_forkable(self, capsule: CapsuleId) -> bool:
+        """False: `capsule` is promised, and no worker that stays computes it yet."""
+        state = self._promising(capsule)
+        if state is None:
+            return True
+        for shard in state.shards.values():
+            if shard.worker not in self._departures:
+                # Again: a full directory forgets it.
+                self._learn_computing(shard, capsule)
+                return True
+        self._rebuilds.begin(capsule)
+        return False
+
+    def _recall(self, shard: Shard, capsule: CapsuleId) -> None:
+        """A shard is over that has not made the capsule that it promised; another one may."""
+        if shard.log is not None:
+            shard.log.drop(capsule)
+        self._router.forget_capsule(capsule)
+        if shard.state.open:
+            self._rebuilds.begin(capsule)
+
+    def _break(self, state: RequestState, error: MalleeError) -> None:
+        """Have the capsule that a request promised, if it did, answer with `error` from now on."""
+        if state.job.makes is not None and not state.is_made:
+            promise = Promise(state.job.prompt_tokens, error=error)
+            self._broken.add(state.job.makes, promise)
+
+    def _end_promise(self, state: RequestState, capsule: CapsuleId) -> None:
+        """A prefill is over: what was held for its capsule goes on, or fails as it did."""
+        if state.is_made:
+            self._let_go(capsule)
+            return
+        broken = self._broken.get(capsule)
+        error = CapsuleAbandoned(capsule) if broken is None else broken.error
+        assert error is not None, "it is broken by an error"
+        for dispatch in self._rebuilds.end(capsule):
+            self._waiting.cancel(dispatch)
+            self._fail_dispatch(dispatch, error)
 
     # Capsules that are computed again
 
@@ -642,6 +739,9 @@ class Dispatcher:
         if update.capsule is not None:
             hashes = shard.dispatch.hashes
             self._learn(shard, CapsuleId(update.capsule), update.boundary, hashes)
+            state.is_made = update.capsule == state.job.makes
+        elif update.finish in ("stop", "length"):
+            self._break(state, not_kept())
         branch = shard.branches.start + row
         prompt = state.prompts.get(branch)
         if prompt is None:  # what a branch has cost is told as its first worker told it
@@ -818,7 +918,10 @@ class Dispatcher:
         """
         if worker in self._departures or worker not in self._lives:
             return
-        known = [c for c in self._router.capsules_of(worker) if self._texts.knows(c)]
+        here = self._router.capsules_of(worker)
+        known = [
+            c for c in here if self._texts.knows(c) and not self._router.capsule(c).is_computing
+        ]
         self._departures.begin(worker, known)
         for capsule in known:
             self._rebuilds.begin(capsule)
@@ -866,6 +969,7 @@ class Dispatcher:
 
     def forget_capsule(self, capsule: CapsuleId) -> None:
         """Make `capsule` again no more: its client released it. Its text must be forgotten before."""
+        self._broken.forget(capsule)
         for request in self._departures.requests_for(capsule):
             self.cancel(request)
 
@@ -902,6 +1006,8 @@ class Dispatcher:
         """End every request with `error`."""
         left = self._departures.clear()
         for state in list(self._requests.values()):
+            if state.id not in self._requests:
+                continue  # it has failed with the capsule that it waited for
             for shard in list(state.shards.values()):
                 self._close(shard)
             self._fail_branches(state, sorted(state.open), error)
@@ -945,6 +1051,7 @@ class Dispatcher:
     def _fail_branches(
         self, state: RequestState, branches: Iterable[int], error: MalleeError
     ) -> None:
+        self._break(state, error)
         if state.home is None:  # it waited as a whole
             self._drop_inboxes(state, state.open)
             state.open.clear()
@@ -964,6 +1071,8 @@ class Dispatcher:
             return
         self._router.free(name)
         del self._shards[name]
+        if shard.job.makes is not None and not state.is_made:
+            self._recall(shard, shard.job.makes)
         here = self._by_worker.get(shard.worker)
         if here is not None:
             here.pop(name, None)
@@ -986,6 +1095,8 @@ class Dispatcher:
         for dispatch in list(state.waiting):
             self._forget(dispatch)
         self._tell(state, Ended(state.id))
+        if state.job.makes is not None:
+            self._end_promise(state, state.job.makes)
         if state.is_internal:
             self._rebuilt(state.id)
 
@@ -1059,8 +1170,17 @@ class Dispatcher:
         made = {
             s.recompute.capsule for s in self._shards.values() if s.recompute and s.recompute.lost
         }
-        assert set(self._rebuilds) == made | self._departures.capsules(), "capsules not under way"
+        promised, unplaced = self._promised()
+        under_way = set(self._rebuilds)
+        assert made | self._departures.capsules() | unplaced <= under_way, "capsules not under way"
+        assert under_way <= made | self._departures.capsules() | promised, "held for nothing"
         assert all(each.is_under_way for each in self._quarantine.trials()), "a trial is over"
+
+    def _promised(self) -> tuple[set[CapsuleId], set[CapsuleId]]:
+        """The capsules that are promised, and those of them that are on no worker."""
+        states = [state for state in self._requests.values() if state.job.makes is not None]
+        makes = {state: state.job.makes for state in states if state.job.makes is not None}
+        return set(makes.values()), {c for state, c in makes.items() if not state.shards}
 
     def _tell(self, state: RequestState, effect: Effect) -> None:
         """Tell the client, if the request is one's."""

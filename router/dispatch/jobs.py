@@ -103,6 +103,8 @@ class Job(ABC):
     grammar: Grammar | None
     scope: Scope
     """The owner of the request, and of the capsules that it leaves."""
+    makes: CapsuleId | None = None
+    """The capsule that it makes, if its client has the id before: wherever it runs, it is that one."""
 
     @property
     @abstractmethod
@@ -241,8 +243,9 @@ class GenerateJob(_PromptJob):
 class PrefillJob(_PromptJob):
     """Compute `tokens` once and keep the state as a capsule; ttl_s 0 means until deleted.
 
-    With `rebuilt`, it is that capsule again, on another worker. With a `nonce` no other request finds its
-    blocks, nor it theirs: KV of `holders` that are no workers may be forged.
+    With `rebuilt`, it is that capsule again, on another worker; with `makes` it is promised under that id,
+    which names its request. With a `nonce` no other request finds its blocks, nor it theirs: KV of `holders`
+    that are no workers may be forged.
     """
 
     limits = Limits(0)
@@ -260,6 +263,7 @@ class PrefillJob(_PromptJob):
     affinity: int = 0
     holders: tuple[Holder, ...] = ()
     nonce: str = ""
+    makes: CapsuleId | None = None
 
     @property
     def salt(self) -> Scope:
@@ -282,14 +286,14 @@ class PrefillJob(_PromptJob):
             self.ttl_s,
             self.terms.share,
             self.grammar,
-            self.rebuilt or "",
+            self.rebuilt or self.makes or "",
             continuation=self.continuation,
             retain=self.retain,
             holders=(*self.holders, *holders)[:MAX_HOLDERS],
         )
 
     def abandon(self, request: RequestId, branch: int | None) -> list[Command]:
-        return abandon_prefill(request, self.rebuilt)
+        return abandon_prefill(request, self.rebuilt or self.makes)
 
 
 @dataclass(frozen=True, slots=True)

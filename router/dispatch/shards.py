@@ -22,6 +22,7 @@ class RequestState:
             "home",
             "id",
             "is_internal",
+            "is_made",
             "job",
             "num_shards",
             "open",
@@ -37,6 +38,7 @@ class RequestState:
         self.job = job
         self.arrival = now
         self.is_internal = is_internal  # the gateway's own: no client is told of it
+        self.is_made = False  # whether the capsule that it promised is there
         self.open = set(range(job.num_branches))
         self.home: WorkerId | None = None  # worker of the first shard, once it is placed
         self.num_shards = 0  # so far; each has a name of its own

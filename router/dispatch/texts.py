@@ -82,6 +82,10 @@ class AnswerLog(Protocol):
         """`capsule` is the first `at` tokens of row `row`, if they are known, and `residue`."""
         ...
 
+    def drop(self, capsule: CapsuleId) -> None:
+        """`capsule`, which was noted, is not made here."""
+        ...
+
 
 class Texts(Protocol):
     """The texts of one gateway's jobs."""
@@ -235,6 +239,9 @@ class TokenLog:
         entry = self._entry(row, at)
         if entry is not None:
             self._memory.keep(capsule, entry.cut(at, residue))
+
+    def drop(self, capsule: CapsuleId) -> None:
+        self._memory.forget(capsule)
 
     def _entry(self, row: int, boundary: int) -> CapsuleTokens | None:
         """The first `boundary` tokens of a row; None if they are not known here."""

@@ -24,6 +24,7 @@ class CapsuleEntry(NamedTuple):
     created: float  # seconds, when it was first learned, on that component's clock
     is_announced: bool = False  # by an event of its worker, not by a reply alone
     scope: Scope = COMMON  # its owner's
+    is_computing: bool = False  # its prefill runs there, and has not ended
 
 
 class CapsuleDirectory:
@@ -53,12 +54,15 @@ class CapsuleDirectory:
         created: float,
         is_announced: bool = False,
         scope: Scope | None = None,
+        is_computing: bool = False,
     ) -> None:
         """Note that `capsule` is on `worker`. Learning it again renews it, but keeps `created` and the
         longer of two hash runs: a reply knows fewer than the event, and either may come first. `scope` None:
-        as it is known.
+        as it is known. One that `is_computing` there is not one that is there already.
         """
         known = self._entries.get(capsule)
+        if is_computing and known is not None and not known.is_computing:
+            return
         if scope is None:
             scope = COMMON if known is None else known.scope
         if known is not None and known.worker == worker:
@@ -67,11 +71,12 @@ class CapsuleDirectory:
                 hashes = known.hashes
         self.forget(capsule)
         self._lost.pop(capsule, None)
-        entry = CapsuleEntry(capsule, worker, boundary, hashes, created, is_announced, scope)
+        known_here = (boundary, hashes, created, is_announced, scope, is_computing)
+        entry = CapsuleEntry(capsule, worker, *known_here)
         self._entries[capsule] = entry
         self._of_worker.setdefault(worker, set()).add(capsule)
         self._of_scope.setdefault(scope, set()).add(capsule)
-        if not is_announced:
+        if not is_announced and not is_computing:
             self._unannounced.setdefault(worker, set()).add(capsule)
         if len(self._entries) > self.capacity:
             self.forget(next(iter(self._entries)))
@@ -154,10 +159,13 @@ class CapsuleDirectory:
     def drop_older(self, worker: WorkerId, *, created_before: float, keep: Set[CapsuleId]) -> None:
         """Forget `worker`'s capsules, but those in `keep`, and those known by a reply since `created_before`.
 
-        An event that announced one is older than the list `keep`, or it would not be taken in yet.
+        An event that announced one is older than the list `keep`, or it would not be taken in yet. The list
+        has none that are computing.
         """
         for capsule in self._of_worker.get(worker, set()) - keep:
             entry = self._entries[capsule]
+            if entry.is_computing:
+                continue
             if entry.is_announced or entry.created < created_before:
                 self.forget(capsule)
 
@@ -176,7 +184,7 @@ class CapsuleDirectory:
             assert capsule == entry.capsule, f"{entry.capsule} is filed under {capsule}"
             rebuilt.setdefault(entry.worker, set()).add(capsule)
             of_scope.setdefault(entry.scope, set()).add(capsule)
-            if not entry.is_announced:
+            if not entry.is_announced and not entry.is_computing:
                 unannounced.setdefault(entry.worker, set()).add(capsule)
         assert rebuilt == self._of_worker, "entries and per-worker sets differ"
         assert of_scope == self._of_scope, "entries and per-scope sets differ"

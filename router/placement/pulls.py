@@ -48,7 +48,8 @@ class PullFinder:
     def lends(self, entry: CapsuleEntry) -> bool:
         """Whether the worker of a capsule lends it."""
         member = self._fleet.members.get(entry.worker)
-        return member is not None and bool(self._lent(member.slot))
+        is_there = member is not None and not entry.is_computing
+        return member is not None and is_there and bool(self._lent(member.slot))
 
     def find(
         self, offers: Offers, choice: Choice, source: CapsuleEntry | None, reason: PullReason

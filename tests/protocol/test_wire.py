@@ -45,6 +45,7 @@ from mallee.protocol.messages import (
     Limits,
     Pin,
     Prefill,
+    ReasoningBudget,
     Release,
     Retained,
     RetainSpan,
@@ -66,7 +67,8 @@ from mallee.worker.sched.policy import SchedulerConfig
 
 BLOCK = 4
 SAMPLING = [0.5, 0, 1.0, 7, 0.0, 1.0, 0.0, 0.0, [], -1]
-LIMITS = [3, [2], False, 0]
+PLAIN = [0.0, 0, 1.0, 0, 0.0, 1.0, 0.0, 0.0, [], -1]
+LIMITS = [3, [2], False, 0, None]
 SHARE = ["", 1.0, 0.0, "", 1.0]
 
 
@@ -161,6 +163,13 @@ def test_a_lease_is_its_fields_in_order() -> None:
             ],
         ),
         (
+            Generate("r", pack_tokens([1]), Limits(3, (2,), reasoning=ReasoningBudget(2, 9, 8))),
+            [
+                *("generate", "r", b"\1\0\0\0", [*LIMITS[:-1], [2, 9, 8]], PLAIN, 1, "", 0, SHARE),
+                *(None, 0, None, [], [], ""),
+            ],
+        ),
+        (
             Fork("r", "c", (pack_tokens([5]), b""), Limits(3, (2,)), Sampling(0.5, seed=7), at=8),
             [
                 "fork",
@@ -213,12 +222,12 @@ def test_frames_travel_in_reports() -> None:
 
 
 def test_replies_about_capsules_travel_in_frames() -> None:
-    status = CapsuleStatus("c.0", 9, 640, 128, True, 30.0, 4)
+    status = CapsuleStatus("c.0", 9, 640, 128, True, 30.0, 4, computed=5)
     refused = UnknownCapsule("c").to_wire()
     frame = Frame(3, (), (CapsuleReply("a", status), CapsuleReply("b", error=refused)))
     reports = [Report("w0", 3, frame)]
     found = msgpack.unpackb(encode(reports))
-    told = ["c.0", 9, 640, 128, True, 30.0, 4, "device"]
+    told = ["c.0", 9, 640, 128, True, 30.0, 4, "device", 5]
     assert found[0][2] == [3, [], [["a", told, None], ["b", None, list(refused)]]]
     assert decode_reports(msgpack.packb(found)) == tuple(reports)
 

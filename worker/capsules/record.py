@@ -99,6 +99,8 @@ def _check_continuation(rest: Continuation, num_tokens: int, vocab_size: int) ->
     if largest >= vocab_size:
         raise InvalidParameter("logit_bias", largest, f"token ids go from 0 to {vocab_size - 1}")
     limits = rest.limits
+    if limits.reasoning is not None:
+        limits.reasoning.validate(vocab_size)
     if not 0 <= rest.drawn < max(1, num_tokens) or rest.drawn > limits.max_tokens:
         raise InvalidParameter(
             "continuation.drawn", rest.drawn, f"{num_tokens} tokens, {limits.max_tokens} at most"

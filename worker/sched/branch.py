@@ -108,7 +108,11 @@ class Job:
         self.has_penalties = _has_penalties(self.sampling)
         # Whether its draws need nothing but logits, and their updates carry nothing but tokens.
         self.is_plain = not (
-            matchers or self.has_penalties or self.limits.min_tokens or self.sampling.logprobs >= 0
+            matchers
+            or self.has_penalties
+            or self.limits.min_tokens
+            or self.limits.reasoning is not None
+            or self.sampling.logprobs >= 0
         )
         # Beside the model's own. A set: clients may give as many as they like.
         self.stop_ids = frozenset(self.limits.stop_token_ids)
@@ -220,7 +224,7 @@ class Branch:
     __slots__ = (
         *("_seed", "attached_tokens", "cached_tokens", "constraint", "entry", "found", "hashes"),
         *("history", "index", "is_short", "job", "last_step", "logits", "may_fetch", "members"),
-        *("node",),
+        *("has_reasoned", "node"),
         *("num_output", "origin", "origin_len", "payer", "phase", "place", "priority", "producer"),
         *("queue", "rank", "room", "sponsor", "ticket", "tokens", "untold_drafts", "waits_for"),
     )
@@ -257,6 +261,7 @@ class Branch:
         self.attached_tokens: int | None = None  # found in the cache at its first admission
         self.num_output = 0
         self.untold_drafts: tuple[int, int] | None = None  # as `Update.drafts`, for the next one
+        self.has_reasoned = False  # its reasoning has ended, or there is none: no budget counts
         self.history: TokenHistory | None = None  # from the first draw on, if there are penalties
         self.constraint = job.constraint(self.index) if job.matchers else None
         self._seed: int | None = None

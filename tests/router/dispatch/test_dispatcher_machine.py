@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from mallee.protocol.hashing import as_tokens
-from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
+from mallee.protocol.ids import CapsuleId, RequestId, WorkerId, capsule_id
 from mallee.protocol.messages import Frame, Limits, Sampling
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
 from support.examples import examples
@@ -56,10 +56,14 @@ class DispatcherMachine(RuleBasedStateMachine):
         kept=st.integers(1, 5),
         moves=st.sampled_from([2, 16]),
         lends=st.booleans(),
+        chunk=st.sampled_from([0, 2]),
     )
-    def begin(self, workers: int, rows: int, kept: int, moves: int, lends: bool) -> None:
+    def begin(
+        self, workers: int, rows: int, kept: int, moves: int, lends: bool, chunk: int
+    ) -> None:
         """A capsule of a prefill and one of an answer are there."""
         rules = Rules(max_rows=rows, max_kept=kept, max_waiting=12, max_moves=moves, lends=lends)
+        rules = rules._replace(chunk=chunk)
         self.fleet = ModelFleet(rules)
         for name in NAMES[:workers]:
             self.fleet.join(name)
@@ -90,6 +94,14 @@ class DispatcherMachine(RuleBasedStateMachine):
         first, length = prompt
         tokens = as_tokens([(first + i) % 11 for i in range(length)])
         self.fleet.submit(self.name(), PrefillJob(tokens, "", ttl_s, terms))
+
+    @rule(prompt=prompts, ttl_s=st.sampled_from([0.0, 5.0]), terms=terms)
+    def promise(self, prompt: tuple[int, int], ttl_s: float, terms: QueueTerms) -> None:
+        """S6, part: its capsule can be forked from now on."""
+        first, length = prompt
+        tokens, name = as_tokens([(first + i) % 11 for i in range(length)]), self.name()
+        makes = capsule_id(RequestId(name))
+        self.fleet.submit(name, PrefillJob(tokens, "", ttl_s, terms, makes=makes))
 
     @precondition(lambda self: self.fleet.texts)
     @rule(

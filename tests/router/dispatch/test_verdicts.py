@@ -84,7 +84,7 @@ def test_one_branch_of_a_capsule_is_a_restore_and_a_capsule_that_was_gone_a_rebu
 
 
 def test_a_rebuild_says_why() -> None:
-    """F9: rebuild, with each of its reasons."""
+    """F9, X18: rebuild, with each of its reasons."""
     new = asked(EARLIER, weights="v1")
     owned = {"owner": "acme"}
     for first, second, more, reason in (

@@ -9,12 +9,15 @@ from mallee.protocol.errors import (
     CapsuleAbandoned,
     InvalidParameter,
     UnknownCapsule,
+    from_wire,
 )
 from mallee.protocol.ids import branch_seed
 from mallee.protocol.messages import (
     Cancel,
+    Delete,
     Fork,
     Generate,
+    Inspect,
     Limits,
     Prefill,
     Prioritize,
@@ -99,6 +102,43 @@ def test_forks_fail_with_the_capsule_they_wait_for(bench: Any) -> None:
     assert bench.answers["early", 0].tokens == expect(bench, LONG[:10], 8)
     for name, branch in (("late", 0), ("late", 1), ("whole", 0)):
         assert isinstance(bench.answers[name, branch].error, CapsuleAbandoned)
+
+
+def test_a_capsule_tells_how_much_of_it_is_computed(bench: Any) -> None:
+    """S6, part: 16 tokens a step; and then as any other."""
+    bench.submit(Prefill("p", pack(LONG), ttl_s=9.0))
+    told = []
+    for step in range(3):
+        bench.submit(Inspect(f"i{step}", "p.0"))
+        bench.step()
+        status = bench.replies[f"i{step}"].status
+        told.append((status.boundary, status.computed, status.is_pinned, status.ttl_s))
+    assert told == [(350, computed, True, 9.0) for computed in (0, 16, 32)]
+    bench.run()
+    bench.run(Inspect("i", "p.0"), Inspect("u", "p.1"))
+    assert bench.replies["i"].status.computed is None
+    assert isinstance(from_wire(bench.replies["u"].error), UnknownCapsule)
+
+
+def test_a_capsule_that_is_computing_can_be_deleted(bench: Any) -> None:
+    """S6, part: by any gateway; its own is told, and so are forks that wait."""
+    bench.submit(Prefill("p", pack(LONG)), gateway="own")
+    bench.submit(
+        Fork("early", "p.0", (b"",), Limits(8), HOT, at=10),
+        Fork("late", "p.0", (b"",), Limits(8), HOT, at=300),
+    )
+    for _ in range(4):
+        bench.step()
+    computed = bench.forward.num_tokens
+    bench.submit(Delete("d", "p.0"), Delete("u", "p.1"))
+    bench.run()
+    assert bench.replies["d"].status.computed == 16 + 14 + 15 + 15, "a branch took the rest"
+    assert isinstance(from_wire(bench.replies["u"].error), UnknownCapsule)
+    assert bench.answers["p", 0].last.finish == "cancelled"
+    assert isinstance(bench.answers["late", 0].error, CapsuleAbandoned)
+    assert bench.answers["early", 0].tokens == expect(bench, LONG[:10], 8)
+    assert bench.forward.num_tokens - computed <= 8
+    assert bench.engine.stats().jobs == bench.engine.stats().capsules.kept == 0
 
 
 def test_a_lost_gateway_takes_along_forks_that_wait_for_its_capsules(bench: Any) -> None:
