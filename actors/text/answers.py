@@ -8,7 +8,7 @@ from typing import Final, Literal, NamedTuple
 from mallee.actors.text.conversation import Function
 from mallee.actors.text.tokenizer import overlap
 from mallee.actors.text.tools.parser import CallParser, Piece, ToolFormat
-from mallee.actors.text.tools.source import Call
+from mallee.actors.text.tools.source import Call, joined_calls
 
 
 class Thinking(NamedTuple):
@@ -37,16 +37,15 @@ def thinking_of(template: str) -> str | None:
 
 
 class Parsed(NamedTuple):
-    """Parts of an answer."""
+    """Parts of an answer. The first call may have no name: it goes on with the arguments of the last."""
 
     text: str = ""
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
 
     def plus(self, other: "Parsed") -> "Parsed":
-        return Parsed(
-            self.text + other.text, self.reasoning + other.reasoning, self.calls + other.calls
-        )
+        calls = joined_calls((*self.calls, *other.calls))
+        return Parsed(self.text + other.text, self.reasoning + other.reasoning, calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,5 +147,5 @@ class AnswerParser:
 
 def _sorted(pieces: list[Piece]) -> Parsed:
     texts = [piece for piece in pieces if isinstance(piece, str)]
-    calls = tuple(piece for piece in pieces if isinstance(piece, Call))
+    calls = joined_calls(piece for piece in pieces if isinstance(piece, Call))
     return Parsed("".join(texts), "", calls)

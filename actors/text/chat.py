@@ -16,10 +16,13 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from mallee.actors.text.conversation import Conversation, Function, Message, ToolCall
 from mallee.actors.text.families import FAMILIES, FOLDER, Family, family_of
+from mallee.actors.text.resumable import Mark, Rendered, ResumableTemplate, Trace
 from mallee.actors.text.specials import Rendering, SpecialTokens
 from mallee.actors.text.tokenizer import read_json, special_token
 from mallee.protocol.errors import MAX_SHOWN, ConfigError, InvalidParameter, UnsupportedModel
@@ -45,6 +48,12 @@ _PROBE: Final = Conversation(
 _OWN_VARIABLES: Final = frozenset(
     ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "documents")
 )
+_REFUSALS: Final = (
+    *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError),
+    *(AttributeError, RecursionError),
+)
+_OF_DICTS: Final = frozenset(dir(dict))
+_PLAIN: Final = (str, int, bool, dict)  # values that have nothing to be protected from
 _TESTS_NONE: Final = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none""", re.IGNORECASE)
 
 
@@ -56,6 +65,25 @@ class Source:
     template: jinja2.Template
     variables: frozenset[str]  # that clients may set
     tests_none: bool  # an assistant's message without text has the content none
+    resumable: ResumableTemplate | None
+
+    def message(self, message: Message) -> dict[str, Any]:
+        """A message as transformers passes it to templates: arguments are objects."""
+        role = message.role
+        if role == "developer" and "developer" not in self.text:
+            role = "system"
+        shown: dict[str, Any] = {"role": role, "content": message.text}
+        if message.reasoning:
+            shown["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            if not message.text and self.tests_none:
+                shown["content"] = None
+            shown["tool_calls"] = [_call(call) for call in message.tool_calls]
+        if message.tool_call_id:
+            shown["tool_call_id"] = message.tool_call_id
+        if message.name:
+            shown["name"] = message.name
+        return shown
 
 
 class ChatTemplate:
@@ -93,7 +121,7 @@ class ChatTemplate:
         )
         # Only where one of its templates is used.
         self.family = family if ours and ours in (self.main, self.for_tools) else None
-        self._special = SpecialTokens({*special_tokens, *self._written(added_tokens)})
+        self._special = SpecialTokens({*special_tokens, *self.written(added_tokens)})
 
     @classmethod
     def load(
@@ -157,6 +185,45 @@ class ChatTemplate:
             return self._render(source, given, add_generation_prompt)
 
         return self._special.render(conversation, render, max_tokens=max_tokens)
+
+    def render_on(
+        self,
+        source: Source,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool,
+        known: Trace | None,
+        marks: Sequence[Mark],
+        num_same: int,
+    ) -> Rendered | None:
+        """The end of a rendering of hidden texts of clients: see `ResumableTemplate`.
+
+        `messages` and the tools in `variables` are as `source` shows them. None: the template refuses
+        them, or can't go on.
+        """
+        if source.resumable is None:
+            return None
+        given = self._given(messages, add_generation_prompt, variables)
+        try:
+            return source.resumable.render(given, known=known, marks=marks, num_same=num_same)
+        except _REFUSALS:
+            return None
+
+    def hidden(self, conversation: Conversation) -> Conversation | None:
+        """The conversation with marks instead of special tokens in clients' texts: see `SpecialTokens`."""
+        return self._special.hidden(conversation)
+
+    def pieces(self, text: str) -> tuple[str, ...]:
+        """A text of hidden ones, in pieces whose tokens, one after the other, are the prompt's."""
+        return self._special.pieces(text)
+
+    def written(self, tokens: Collection[str]) -> set[str]:
+        """Those of `tokens` that a template writes, as such or made of a role; but no white space."""
+        texts = []
+        for source in (self.main, self.for_tools):
+            texts += [] if source is None else [source.text, *self._probed(source)]
+        return {t for t in tokens if not t.isspace() and any(t in text for text in texts)}
 
     def plain(self, text: str) -> Rendering:
         """A client's text as it is, without special tokens if clients may write none."""
@@ -229,13 +296,6 @@ class ChatTemplate:
             )
         return self.for_tools
 
-    def _written(self, tokens: Collection[str]) -> set[str]:
-        """Those of `tokens` that a template writes, as such or made of a role; but no white space."""
-        texts = []
-        for source in (self.main, self.for_tools):
-            texts += [] if source is None else [source.text, *self._probed(source)]
-        return {t for t in tokens if not t.isspace() and any(t in text for text in texts)}
-
     def _probed(self, source: Source) -> list[str]:
         found = []
         for probe in (*map(Conversation, _OPENINGS), _PROBE):
@@ -253,9 +313,8 @@ class ChatTemplate:
         return all(word in text for word in _SHOWN)
 
     def _render(self, source: Source, conversation: Conversation, add_prompt: bool) -> str:
-        functions = [_function(each) for each in conversation.functions]
-        messages = [_message(each, source) for each in conversation.messages]
-        variables = {**conversation.variables, "tools": functions or None}
+        messages = [source.message(each) for each in conversation.messages]
+        variables = {**conversation.variables, "tools": shown_functions(conversation)}
         return self._filled(source, messages, add_prompt, variables)
 
     def _filled(
@@ -266,17 +325,19 @@ class ChatTemplate:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         try:
-            own = {"messages": messages, "add_generation_prompt": add_prompt, **self._tokens}
-            return source.template.render({**variables, **own})
-        except (
-            *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError),
-            *(AttributeError, RecursionError),
-        ) as error:
+            return source.template.render(self._given(messages, add_prompt, variables))
+        except _REFUSALS as error:
             raise InvalidParameter(
                 "messages",
                 [message.get("role") for message in messages],
                 f"the model's chat template refuses them: {str(error)[:MAX_SHOWN]}",
             ) from error
+
+    def _given(
+        self, messages: list[dict[str, Any]], add_prompt: bool, variables: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        own = {"messages": messages, "add_generation_prompt": add_prompt, **self._tokens}
+        return {**variables, **own}
 
     def _compiled(self, text: str | None) -> Source | None:
         if text is None:
@@ -288,31 +349,19 @@ class ChatTemplate:
             raise UnsupportedModel(f"the chat template does not compile: {error}") from error
         read -= set(self._environment.globals)
         tests_none = _TESTS_NONE.search(text) is not None
-        return Source(text, template, frozenset(read - _OWN_VARIABLES), tests_none)
-
-
-def _message(message: Message, source: Source) -> dict[str, Any]:
-    """A message as transformers passes it to templates: arguments are objects."""
-    role = message.role
-    if role == "developer" and "developer" not in source.text:
-        role = "system"
-    shown: dict[str, Any] = {"role": role, "content": message.text}
-    if message.reasoning:
-        shown["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        if not message.text and source.tests_none:
-            shown["content"] = None
-        shown["tool_calls"] = [_call(call) for call in message.tool_calls]
-    if message.tool_call_id:
-        shown["tool_call_id"] = message.tool_call_id
-    if message.name:
-        shown["name"] = message.name
-    return shown
+        variables = frozenset(read - _OWN_VARIABLES)
+        resumable = ResumableTemplate.of(self._environment, text)
+        return Source(text, template, variables, tests_none, resumable)
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": json.loads(call.arguments)}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def shown_functions(conversation: Conversation) -> list[dict[str, Any]] | None:
+    """The functions as templates get them; None without any."""
+    return [_function(each) for each in conversation.functions] or None
 
 
 def _function(function: Function) -> dict[str, Any]:
@@ -348,8 +397,23 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """Reads keys of dicts and plain values of loops and namespaces on a short way, with the same results."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        kind = type(obj)
+        if kind is dict:
+            if attribute in obj and attribute not in _OF_DICTS:
+                return obj[attribute]
+        elif (kind is LoopContext or kind is Namespace) and attribute[0] != "_":
+            value = getattr(obj, attribute, None)
+            if type(value) in _PLAIN:
+                return value
+        return super().getattr(obj, attribute)
+
+
 def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _to_json

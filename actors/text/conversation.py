@@ -10,10 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
+import msgspec
+import xxhash
+
 from mallee.protocol.errors import InvalidParameter
 
 MAX_MESSAGES: Final = 4096  # templates may look at each message for each
 MAX_FUNCTIONS: Final = 512
+BROKEN: Final = "INVALID_JSON"  # names a call's text that is no object of JSON, in one
 MAX_LEVELS: Final = 128  # of arguments, which templates and others walk recursively
 
 _KEYS: Final = frozenset(
@@ -28,6 +32,7 @@ _ECHOED: Final = frozenset(
     ("annotations", "mallee", "provider_specific_fields", "thinking_blocks", "cache_control")
 )
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
+_MAY_BE_HALF: Final = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")
 NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}", re.ASCII)
 
 
@@ -73,15 +78,33 @@ class Conversation:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Known(dict[str, Any]):
+    """A message as a client gave it, which may come again: the same object, that nobody changes.
+
+    `made`: by the one reader that reads it, of it alone.
+    """
+
+    made: Any = None
+
+
+def digest_of(message: Message) -> int:
+    """A mark by which the message is known again."""
+    return xxhash.xxh3_64_intdigest(msgspec.json.encode(message))
+
+
 def with_names(messages: Sequence[Message]) -> tuple[Message, ...]:
     """The messages; results without a name have that of the function whose call they answer."""
     names: dict[str, str] = {}
-    found = []
-    for message in messages:
-        names |= {call.id: call.name for call in message.tool_calls}
-        if message.role == "tool" and not message.name and message.tool_call_id in names:
-            message = replace(message, name=names[message.tool_call_id])
-        found.append(message)
+    found = list(messages)
+    for i, given in enumerate(messages):
+        for call in given.tool_calls:
+            names[call.id] = call.name
+        if given.role == "tool" and not given.name and given.tool_call_id in names:
+            name, text = names[given.tool_call_id], given.text
+            # `replace` takes ten times as long, for each result of a long conversation.
+            found[i] = Message(
+                "tool", text, given.reasoning, given.tool_calls, given.tool_call_id, name
+            )
     return tuple(found)
 
 
@@ -106,7 +129,16 @@ def read_messages(value: Any, param: str = "messages") -> tuple[Message, ...]:
         raise InvalidParameter(param, value, "give a list of at least one message")
     if (num := len(value)) > MAX_MESSAGES:
         raise InvalidParameter(param, num, f"give at most {MAX_MESSAGES} messages")
-    return with_names([_message(each, f"{param}[{i}]") for i, each in enumerate(value)])
+    return with_names([_known(each, param, i) for i, each in enumerate(value)])
+
+
+def _known(value: Any, param: str, place: int) -> Message:
+    if type(value) is not Known:
+        return _message(value, f"{param}[{place}]")
+    if value.made is None:
+        value.made = _message(value, f"{param}[{place}]")
+    found: Message = value.made
+    return found
 
 
 def _message(value: Any, param: str) -> Message:
@@ -191,31 +223,56 @@ def _call(value: Any, param: str) -> ToolCall:
     return ToolCall(_string(value, "id", param), name, arguments)
 
 
+def is_object(text: str) -> bool:
+    """Whether it is that of a JSON object. Raises RecursionError."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+def sound_arguments(text: str) -> str:
+    """The arguments of a call that the model made, as an object's text; those of a broken one within it.
+
+    Halves of surrogate pairs become U+FFFD.
+    """
+    if not is_object(text):
+        return json.dumps({BROKEN: _SURROGATE.sub("\ufffd", text)}, ensure_ascii=False)
+    if _MAY_BE_HALF.search(text) is None:
+        return text
+    written = json.dumps(json.loads(text), ensure_ascii=False)
+    whole = _SURROGATE.sub("\ufffd", written)
+    return text if whole == written else whole
+
+
 def read_arguments(value: Any, param: str) -> str:
-    """The text of a JSON object, given as such or as the object. Halves of surrogate pairs become U+FFFD."""
+    """The text of a JSON object, given as such or as the object; other texts are a broken call's.
+
+    Halves of surrogate pairs become U+FFFD.
+    """
     text = "{}" if value is None or value == "" else value
     try:
+        text = sound_arguments(text) if isinstance(text, str) else text
         found = json.loads(text) if isinstance(text, str) else text
-    except ValueError:
-        found = None
     except RecursionError:
         raise _too_deep(param, value) from None
     if not isinstance(found, dict):
         raise InvalidParameter(
             param, value, 'give the text of a JSON object, such as {"city": "Oslo"}'
         )
-    if _is_deeper(found, MAX_LEVELS):
+    if is_deeper(found, MAX_LEVELS):
         raise _too_deep(param, value)
-    written = json.dumps(found, ensure_ascii=False)
-    whole = _SURROGATE.sub("\ufffd", written)
-    return text if isinstance(text, str) and whole == written else whole
+    if isinstance(text, str):
+        return text
+    return _SURROGATE.sub("\ufffd", json.dumps(found, ensure_ascii=False))
 
 
 def _too_deep(param: str, value: Any) -> InvalidParameter:
     return InvalidParameter(param, value, f"give at most {MAX_LEVELS} levels of lists and objects")
 
 
-def _is_deeper(value: Any, levels: int) -> bool:
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects stand in each other at more than `levels` levels."""
     row = [value]
     for _ in range(levels):
         inner = [each.values() if isinstance(each, dict) else each for each in row]

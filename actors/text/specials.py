@@ -1,9 +1,9 @@
 """Special tokens that stand in clients' texts, which must not open a turn or end one.
 
 Tokens that a tokenizer doesn't flag as special but that a chat template writes are no less so.
-Where a text has one, marks take their places before the template renders it, and the rendering is cut into
-pieces there: no piece but the template's own text has a special token, and each is tokenized on its own. All
-other conversations are one piece, so their tokens are those of the plain rendering.
+Where a text has one, its number between two marks takes its place before the template renders it, and the
+rendering is cut into pieces there: no piece but the template's own text has a special token, and each is
+tokenized on its own. All other conversations are one piece, so their tokens are those of the plain rendering.
 """
 
 import json
@@ -14,11 +14,33 @@ from typing import Any, Final, NamedTuple
 
 from mallee.actors.text.answers import THINKING
 from mallee.actors.text.conversation import Conversation, Message, ToolCall
-from mallee.protocol.errors import ContextLengthExceeded
+from mallee.protocol.errors import ContextLengthExceeded, InvalidParameter
 
 _PRIVATE: Final = range(0xE000, 0xF900)  # code points without a meaning
+_ESCAPE: Final = re.compile(
+    r"\\u([0-9a-f]{4})"
+)  # of a character, in JSON as templates may write it
 # Templates look for them in the texts of assistants, which come back as the model wrote them.
 _OWN: Final = frozenset(mark for marks in THINKING.values() for mark in marks)
+
+
+class Marks(NamedTuple):
+    """Around the number of a token. They differ, so that no text between two tokens is taken for a number."""
+
+    begin: str
+    end: str
+
+    @classmethod
+    def unused(cls, used: Collection[str]) -> "Marks | None":
+        free = (chr(point) for point in _PRIVATE if chr(point) not in used)
+        begin, end = next(free, ""), next(free, "")
+        return cls(begin, end) if end else None
+
+    def are_in(self, text: str) -> bool:
+        return any(each in text or _in_ascii(each) in text for each in self)
+
+
+_MARKS: Final = Marks(chr(_PRIVATE[0]), chr(_PRIVATE[1]))
 
 
 class Rendering(NamedTuple):
@@ -57,6 +79,28 @@ class SpecialTokens:
             first in text and pattern.search(text) is not None for first, pattern in self._by_first
         )
 
+    def hidden(self, conversation: Conversation) -> Conversation | None:
+        """The conversation with marks instead of special tokens; None: its texts have such marks."""
+        is_used = False
+
+        def hide(text: str, pattern: re.Pattern[str]) -> str:
+            nonlocal is_used
+            is_used = is_used or _MARKS.are_in(text)
+            return self._marked(text, pattern, _MARKS) if self.are_in(text) else text
+
+        found = self._each_text(conversation, hide)
+        return None if is_used else found
+
+    def pieces(self, text: str, marks: Marks = _MARKS) -> tuple[str, ...]:
+        """Text that was rendered from hidden texts, cut at the marks; it may begin in the midst of one."""
+        if not marks.are_in(text):
+            return (text,)
+        begin, end = (f"(?:{each}|{re.escape(_in_ascii(each))})" for each in marks)
+        pieces: list[str] = []
+        for i, piece in enumerate(re.split(f"{begin}([0-9]+){end}", text)):
+            pieces += self._cut(self._tokens[int(piece)]) if i % 2 else [piece]
+        return tuple(piece for piece in pieces if piece) or ("",)
+
     def render(
         self,
         conversation: Conversation,
@@ -66,7 +110,8 @@ class SpecialTokens:
     ) -> Rendering:
         """The pieces of `render(conversation)`.
 
-        Raises ContextLengthExceeded: its texts have more special tokens than `max_tokens`.
+        Raises ContextLengthExceeded: its texts have more special tokens than `max_tokens`;
+        InvalidParameter: they have all characters that could be marks.
         """
         num = 0
 
@@ -91,21 +136,22 @@ class SpecialTokens:
 
         def collect(text: str, pattern: re.Pattern[str]) -> str:
             used.update(text)
+            used.update(chr(int(code, 16)) for code in _ESCAPE.findall(text))
             return text
 
         self._each_text(conversation, collect)
-        mark = next(chr(point) for point in _PRIVATE if chr(point) not in used)
+        marks = Marks.unused(used)
+        if marks is None:
+            remedy = "leave out some of the characters from U+E000 to U+F8FF, which have no meaning"
+            raise InvalidParameter("messages", len(conversation.messages), remedy)
 
         def hide(text: str, pattern: re.Pattern[str]) -> str:
-            return pattern.sub(lambda m: f"{mark}{self._numbers[m[0]]}{mark}", text)
+            return self._marked(text, pattern, marks)
 
-        rendered = render(self._each_text(conversation, hide))
-        # Templates may write JSON in ASCII.
-        either = f"(?:{mark}|{re.escape(json.dumps(mark)[1:-1])})"
-        pieces: list[str] = []
-        for i, piece in enumerate(re.split(f"{either}([0-9]+){either}", rendered)):
-            pieces += self._cut(self._tokens[int(piece)]) if i % 2 else [piece]
-        return Rendering(tuple(piece for piece in pieces if piece) or ("",))
+        return Rendering(self.pieces(render(self._each_text(conversation, hide)), marks))
+
+    def _marked(self, text: str, pattern: re.Pattern[str], marks: Marks) -> str:
+        return pattern.sub(lambda m: f"{marks.begin}{self._numbers[m[0]]}{marks.end}", text)
 
     def _each_text(
         self, conversation: Conversation, change: Callable[[str, re.Pattern[str]], str]
@@ -121,6 +167,11 @@ class SpecialTokens:
         """The text of `token` in pieces without a special token."""
         rest = token[1:]
         return list(token) if self._pattern.search(rest) else [token[0], rest]
+
+
+def _in_ascii(mark: str) -> str:
+    """As templates may write it in JSON."""
+    return json.dumps(mark)[1:-1]
 
 
 def _one_of(tokens: Iterable[str]) -> re.Pattern[str]:

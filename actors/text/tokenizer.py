@@ -5,6 +5,7 @@ No torch and no transformers here: a gateway without a model in its process stay
 
 import json
 import re
+from array import array
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +17,7 @@ from mallee.protocol.errors import InvalidParameter, ModelNotFound, UnsupportedM
 from mallee.protocol.hashing import Tokens, as_tokens
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # in vocabularies that fall back to bytes
+_WORD = re.compile(r"\w")  # as `single_word` sees it
 _UNFINISHED = "\ufffd"  # what decoders write for bytes that are not (yet) a character
 
 
@@ -57,8 +59,8 @@ class Tokenizer:
     """
 
     __slots__ = (
-        *("_added", "_cache", "_inner", "_is_byte_level", "added_tokens", "bos_token_id"),
-        *("eos_token_ids", "longest_token", "special_tokens", "vocab_size"),
+        *("_added", "_around", "_cache", "_inner", "_is_byte_level", "added_tokens"),
+        *("bos_token_id", "eos_token_ids", "longest_token", "special_tokens", "vocab_size"),
     )
 
     def __init__(
@@ -76,6 +78,7 @@ class Tokenizer:
         self.added_tokens = {str(t.content): i for i, t in added.items()}
         texts = [str(token.content) for token in added.values()]
         self._cache = EncodeCache(self._encode) if is_cuttable(inner, texts) else None
+        self._around = _tokens_around(inner)
         decoder = inner.decoder.__getstate__() if inner.decoder is not None else b""
         self._is_byte_level = b'"ByteLevel"' in decoder
         vocab: dict[str, int] = inner.get_vocab(with_added_tokens=True)
@@ -125,15 +128,42 @@ class Tokenizer:
 
     def tokens(self, text: str, *, add_special_tokens: bool = False, scope: str = "") -> Tokens:
         """As `encode`, without an int for each token."""
-        adds = add_special_tokens and self._inner.num_special_tokens_to_add(False) > 0
-        if adds or self._cache is None:
-            return as_tokens(self._encode([text], add_special_tokens=adds)[0])
-        return as_tokens(self._cache.encode(text, scope))
+        if self._cache is None or (add_special_tokens and self._around is None):
+            return as_tokens(self._encode([text], add_special_tokens=add_special_tokens)[0])
+        found = self._cache.encode(text, scope)
+        if add_special_tokens and self._around is not None:
+            before, after = self._around
+            found = before + found + after
+        return as_tokens(found)
 
     def _encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[list[int]]:
         # The batch form lets other threads run meanwhile, encode does not: 2 MB held them up for 3 s.
         made = self._inner.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in made]
+
+    def delimiters(self, among: Collection[str]) -> tuple[str, ...]:
+        """Added tokens before which any text can be cut: the tokens are those of its two parts.
+
+        Tokenizers look for added tokens first, from left to right; what is between them is normalized,
+        split and tokenized by itself, with a difference at most for what begins the text. So those count
+        that take no white space with them, of which no other can take a part, and that do not begin as a
+        word does, which decides about others before them.
+        """
+        added = list(self._inner.get_added_tokens_decoder().values())
+        found = []
+        for token in added:
+            text = str(token.content)
+            if text not in among or token.lstrip or token.rstrip or token.single_word:
+                continue
+            if _WORD.match(text):
+                continue
+            if token.normalized and self._inner.normalizer is not None:
+                continue
+            # They look for those that are not normalized first, wherever these begin.
+            others = ((str(each.content), each.normalized < token.normalized) for each in added)
+            if not any(_takes_part(each, text, is_first=first) for each, first in others):
+                found.append(text)
+        return tuple(found)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD."""
@@ -164,6 +194,37 @@ class Tokenizer:
         hidden = {i for text, i in self.special_tokens.items() if text not in shown}
         shows_some = len(hidden) < len(self.special_tokens)
         return Detokenizer(self, frozenset(hidden) if shows_some else None)
+
+
+def _takes_part(other: str, text: str, *, is_first: bool) -> bool:
+    """Whether a token may be found where `text` stands, with more before it; `is_first`: anywhere there."""
+    starts = tuple(text[:n] for n in range(1, len(text)))
+    if other.endswith(starts) or (text in other and text != other):
+        return True
+    ends = tuple(text[-n:] for n in range(1, len(text)))
+    return is_first and (other in text or other.startswith(ends))
+
+
+def _tokens_around(inner: tokenizers.Tokenizer) -> "tuple[array[int], array[int]] | None":
+    """The special tokens that the tokenizer puts before and after any text; None: in a way not known here."""
+    if inner.post_processor is None:
+        return array("I"), array("I")
+    step: dict[str, Any] = json.loads(inner.post_processor.__getstate__())
+    steps = step["processors"] if step["type"] == "Sequence" else [step]
+    steps = [each for each in steps if each["type"] != "ByteLevel"]  # which changes offsets alone
+    if not steps:
+        return array("I"), array("I")
+    if len(steps) > 1 or steps[0]["type"] != "TemplateProcessing":
+        return None
+    around = array("I"), array("I")
+    texts = 0
+    for part in steps[0]["single"]:
+        if "Sequence" in part:
+            texts += 1
+        else:
+            special = steps[0]["special_tokens"][part["SpecialToken"]["id"]]
+            around[min(texts, 1)].extend(special["ids"])
+    return around if texts == 1 else None
 
 
 class Detokenizer:

@@ -154,7 +154,7 @@ BROKEN: Final = {
     "hermes": ["<tool_call>{broken", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'],
     "qwen3_coder": ["<tool_call>\n<function=unknown>\n</function>", "<function=", "<tool_call>"],
     "llama3_json": ['{"name": "unknown", "parameters": {}}', '{"a": 1}', "<|python_tag|>print(1)"],
-    "mistral": ['[TOOL_CALLS][{"name": "unknown", "arguments": {}}]', "[TOOL_CALLS]search[ARGS]{"],
+    "mistral": ['[TOOL_CALLS][{"name": "unknown", "arguments": {}}]', "[TOOL_CALLS]search[ARGS]x"],
     "deepseek_v3": ["<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>x"],
     "gemma": ['```json\n{"a": 1}\n```', "```json\n[1, 2]\n```", "```tool_code\nimport os\n```"],
 }

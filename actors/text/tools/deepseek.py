@@ -4,7 +4,7 @@
 from typing import Final
 
 from mallee.actors.text.tools.lark import Lark
-from mallee.actors.text.tools.source import Block, Functions, Source, call_of
+from mallee.actors.text.tools.source import Block, Call, Functions, Source
 
 BEGIN: Final = "<｜tool▁calls▁begin｜>"
 END: Final = "<｜tool▁calls▁end｜>"
@@ -26,7 +26,6 @@ class DeepSeek:
 
     def block(self, source: Source, functions: Functions) -> Block:
         yield from source.literal(BEGIN)
-        is_sound = False
         while True:
             yield from source.space()
             if not (yield from source.literal(CALL)):
@@ -40,16 +39,17 @@ class DeepSeek:
                 name = ((yield from source.until("```json")) or "").strip()
                 yield from source.literal("```json")
                 yield from source.space()
-            value = (yield from source.json()) if name in functions else None
+            if name not in functions or not (yield from source.stands("{")):
+                return False
+            yield Call(name, "")
+            if not (yield from source.arguments()):
+                return False
             if is_fenced:
                 yield from source.space()
                 yield from source.literal("```")
             yield from source.space()
-            is_sound = bool((yield from source.literal(CALL_END)))
-            call = call_of(name, value, functions) if isinstance(value, dict) else None
-            if call is None or not (is_sound or source.pos == len(source.text)):
+            if not (yield from source.literal(CALL_END)) and source.pos < len(source.text):
                 return False
-            yield call
         yield from source.literal(END)
         return True
 

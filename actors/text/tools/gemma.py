@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mallee.actors.text.tools.lark import Lark
-from mallee.actors.text.tools.source import Block, Call, Functions, Source, call_of, call_of_object
+from mallee.actors.text.tools.source import Block, Call, Functions, Source, call_of, json_calls
 
 JSON: Final = "```json"
 PYTHON: Final = "```tool_code"
@@ -29,26 +29,22 @@ class Gemma:
     def block(self, source: Source, functions: Functions) -> Block:
         fence = yield from source.literal(JSON, PYTHON)
         yield from source.space()
-        if fence == PYTHON:
-            code = yield from source.until(FENCE)
-            calls = _python(code or "", functions)
-        elif not fence and (yield from source.stands("[")):
-            calls = _python((yield from source.bracketed("\"'")) or "", functions)
-        else:
-            is_list = yield from source.stands("[")
-            value = yield from (source.json() if is_list else source.call_object())
-            values = value if isinstance(value, list) else [value]
-            found = [call_of_object(each, functions) for each in values]
-            calls = [call for call in found if call is not None]
-            calls = calls if len(calls) == len(found) else []
-        if not calls:
+        is_list = yield from source.stands("[")
+        if fence == PYTHON or (is_list and not fence):
+            text = source.until(FENCE) if fence else source.bracketed("\"'")
+            calls = _python((yield from text) or "", functions)
+            if fence:
+                yield from source.literal(FENCE)
+            yield from calls
+            return bool(calls)
+        if not is_list and not (yield from source.may_be_call()):
             return False
-        if fence:
-            yield from source.space()
-            if not (yield from source.literal(FENCE)) and source.pos < len(source.text):
-                return False
-        yield from calls
-        return True
+        if not (yield from json_calls(source, functions)):
+            return False
+        if not fence:
+            return True
+        yield from source.space()
+        return bool((yield from source.literal(FENCE))) or source.pos == len(source.text)
 
     def grammar(self, lark: Lark, functions: Functions, *, several: bool) -> str:
         calls = []

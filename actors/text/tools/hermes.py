@@ -4,7 +4,7 @@ import json
 from typing import Final
 
 from mallee.actors.text.tools.lark import Lark
-from mallee.actors.text.tools.source import Block, Functions, Source, call_of_object
+from mallee.actors.text.tools.source import Block, Functions, Source, object_call
 
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
@@ -21,14 +21,11 @@ class Hermes:
     def block(self, source: Source, functions: Functions) -> Block:
         yield from source.literal(OPEN)
         yield from source.space()
-        call = call_of_object((yield from source.json()), functions)
-        if call is None:
+        if not (yield from object_call(source, functions)):
             return False
         yield from source.space()
-        if not (yield from source.literal(CLOSE)) and source.pos < len(source.text):
-            return False  # at the end of the text it may be missing
-        yield call
-        return True
+        # At the end of the text it may be missing.
+        return bool((yield from source.literal(CLOSE))) or source.pos == len(source.text)
 
     def grammar(self, lark: Lark, functions: Functions, *, several: bool) -> str:
         end = lark.literal("}\n" + CLOSE)

@@ -8,7 +8,7 @@ import json
 from typing import Final
 
 from mallee.actors.text.tools.lark import Lark
-from mallee.actors.text.tools.source import Block, Functions, Source, call_of_object
+from mallee.actors.text.tools.source import Block, Functions, Source, object_call
 
 TAG: Final = "<|python_tag|>"
 
@@ -24,11 +24,8 @@ class Llama:
     def block(self, source: Source, functions: Functions) -> Block:
         yield from source.literal(TAG, ";")
         yield from source.space()
-        call = call_of_object((yield from source.call_object()), functions)
-        if call is None:
-            return False
-        yield call
-        return True
+        is_call = yield from source.may_be_call()
+        return is_call and (yield from object_call(source, functions))
 
     def grammar(self, lark: Lark, functions: Functions, *, several: bool) -> str:
         calls = []

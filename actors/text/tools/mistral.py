@@ -4,13 +4,7 @@ import json
 from typing import Final
 
 from mallee.actors.text.tools.lark import Lark
-from mallee.actors.text.tools.source import (
-    Block,
-    Functions,
-    Source,
-    call_of,
-    call_of_object,
-)
+from mallee.actors.text.tools.source import Block, Call, Functions, Source, json_calls
 
 OPEN: Final = "[TOOL_CALLS]"
 ARGUMENTS: Final = "[ARGS]"
@@ -32,20 +26,14 @@ class Mistral:
         yield from source.literal(OPEN)
         yield from source.space()
         if (yield from source.stands("[", "{")):
-            value = yield from source.json()
-            values = value if isinstance(value, list) else [value]
-            calls = [call_of_object(each, functions) for each in values]
-        else:
-            text = yield from source.until("{")
-            head = (text or "").partition(ARGUMENTS)[0]
-            name = head.partition(CALL_ID)[0].strip()
-            value = (yield from source.json()) if name in functions else None
-            calls = [call_of(name, value, functions) if isinstance(value, dict) else None]
-        found = [call for call in calls if call is not None]
-        if len(found) < len(calls) or not found:
+            return (yield from json_calls(source, functions))
+        text = yield from source.until("{")
+        head = (text or "").partition(ARGUMENTS)[0]
+        name = head.partition(CALL_ID)[0].strip()
+        if text is None or name not in functions:
             return False
-        yield from found
-        return True
+        yield Call(name, "")
+        return (yield from source.arguments())
 
     def grammar(self, lark: Lark, functions: Functions, *, several: bool) -> str:
         calls = []

@@ -1,7 +1,7 @@
 """Answers apart: their plain text and the calls in it, as the text comes.
 
-Anything that is no sound call of a known function stays plain text, to the character. White space beside a
-call is the call's: templates write it there again.
+Anything that is no call of a known function stays plain text, to the character. White space beside a call is
+the call's: templates write it there again.
 """
 
 import re
@@ -106,7 +106,7 @@ class CallParser:
                 assert not self._is_over, "a block waits for more than the whole text"
                 return False
             pieces.append(call)
-            self._num_calls += 1
+            self._num_calls += bool(call.name)
             self._space, self._opened = "", ""
             source.text, source.pos = source.text[source.pos :], 0
 

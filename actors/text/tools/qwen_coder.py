@@ -1,6 +1,7 @@
 """Qwen3-Coder's form: <function=name><parameter=key>value</parameter></function> in <tool_call>.
 
-Texts stand as they are, between two line breaks; all other values are JSON, or words of Python.
+Texts stand as they are, between two line breaks; all other values are JSON, or words of Python. So arguments
+are written as JSON here, and come by parameter.
 """
 
 from collections.abc import Mapping
@@ -9,11 +10,12 @@ from typing import Any, Final
 from mallee.actors.text.tools.lark import Lark
 from mallee.actors.text.tools.source import (
     Block,
+    Call,
     Functions,
     Source,
     Wait,
-    call_of,
     read_json,
+    written_json,
 )
 
 OPEN: Final = "<tool_call>"
@@ -40,11 +42,12 @@ class QwenCoder:
             return False
         yield from source.literal(">")
         kinds = functions[name].parameters.get("properties")
-        arguments: dict[str, Any] = {}
+        begin = "{"
         while True:
             yield from source.space()
             mark = yield from source.literal("<parameter=", "</function>")
             if mark == "</function>":
+                yield Call(name, "{}" if begin == "{" else "}")
                 break
             key = (yield from source.until(">")) if mark else None
             if key is None:
@@ -54,16 +57,15 @@ class QwenCoder:
             if text is None:
                 return False
             kind = kinds.get(key) if isinstance(kinds, Mapping) else None
-            arguments[key] = _value(text, kind)
-        if is_wrapped:
-            yield from source.space()
-            if not (yield from source.literal(CLOSE)) and source.pos < len(source.text):
+            member = written_json({key: _value(text, kind)})
+            if member is None:
                 return False
-        call = call_of(name, arguments, functions)
-        if call is None:
-            return False
-        yield call
-        return True
+            yield Call(name, begin + member[1:-1])
+            name, begin = "", ", "
+        if not is_wrapped:
+            return True
+        yield from source.space()
+        return bool((yield from source.literal(CLOSE))) or source.pos == len(source.text)
 
     def grammar(self, lark: Lark, functions: Functions, *, several: bool) -> str:
         text = lark.text_until("text", "\n" + VALUE_END)

@@ -2,20 +2,24 @@
 
 A parser is a generator over a `Source`: it yields None where it needs more text, and each call that it found.
 The steps decide by the text alone and not by how it was split, so the results don't depend on that either.
+
+Arguments are the model's own text and come as it is written: a call is one as soon as its name stands there
+and its arguments begin. If it breaks afterwards, it is a call with the text so far, and what follows is text.
+Calls whose arguments stand before the name, or are no object, come whole and are written again.
 """
 
 import json
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
-from mallee.actors.text.conversation import Function
+from mallee.actors.text.conversation import MAX_LEVELS, Function, is_deeper
 
 T = TypeVar("T")
 
 
 class Call(NamedTuple):
-    """A function's name and its arguments, the text of a JSON object."""
+    """A function's name and arguments, the text of a JSON object; without a name, more of that text."""
 
     name: str
     arguments: str
@@ -24,11 +28,14 @@ class Call(NamedTuple):
 Wait: TypeAlias = Generator[None, None, T]
 """A step that waits for text, and its result."""
 Block: TypeAlias = Generator[Call | None, None, bool]
-"""The calls of a block; whether it came to its end. What follows its last call is not read then."""
+"""The calls of a block in parts; whether it came to its end. If not, what follows the last part is text."""
 Functions: TypeAlias = Mapping[str, Function]
 
 _STRUCTURE: Final = re.compile(r"""["'\\(){}\[\]]""")
-_CALL_KEYS: Final = ('"name"', '"type"', '"id"', '"arguments"', '"parameters"')
+_ARGUMENT_KEYS: Final = ('"arguments"', '"parameters"')
+_CALL_KEYS: Final = ('"name"', '"type"', '"id"', *_ARGUMENT_KEYS)
+_IN_STRING: Final = re.compile(r'["\\\x00-\x1f]')
+_BETWEEN: Final = re.compile(r'["{}\[\]]')
 _CLOSES: Final = {"{": "}", "[": "]", "(": ")"}
 
 
@@ -76,11 +83,15 @@ class Source:
         self.pos = at
         return self.text[begin:at]
 
-    def bracketed(self, quotes: str = '"') -> Wait[str | None]:
-        """The text from the bracket here to the one that closes it, strings passed over; else None."""
-        begin, at, closing, quote = self.pos, self.pos, list[str](), ""
+    def bracketed(self, quotes: str = '"', opened: str = "") -> Wait[str | None]:
+        """The text from the bracket here to the one that closes it, strings passed over; else None.
+
+        `opened`: the brackets that stand before it and are closed too.
+        """
+        begin, at, quote = self.pos, self.pos, ""
+        closing = [_CLOSES[bracket] for bracket in opened]
         while True:
-            if at == begin < len(self.text) and self.text[at] not in _CLOSES:
+            if not opened and at == begin < len(self.text) and self.text[at] not in _CLOSES:
                 return None
             found = _STRUCTURE.search(self.text, at)
             at = len(self.text) if found is None else found.end()
@@ -112,17 +123,103 @@ class Source:
         self.pos = begin
         return found
 
-    def call_object(self) -> Wait[Any]:
-        """The object here if it may be a call by its first key, which is passed; else None.
-
-        Other JSON is not waited for: it may be the whole answer.
-        """
+    def may_be_call(self) -> Wait[bool]:
+        """Whether the object here may be a call by its first key. Other JSON may be the whole answer."""
         begin = self.pos
         yield from self.literal("{")
         yield from self.space()
         key = yield from self.literal(*_CALL_KEYS)
         self.pos = begin
-        return (yield from self.json()) if key else None
+        return bool(key)
+
+    def call_head(self, functions: Functions) -> Wait[str]:
+        """The name of the call that the object here is, passed up to its arguments' bracket.
+
+        "" and nothing passed, if the arguments are no object or don't follow a name of `functions`.
+        """
+        begin, name = self.pos, ""
+        yield from self.literal("{")
+        while True:
+            yield from self.space()
+            key = yield from self.literal(*_CALL_KEYS)
+            yield from self.space()
+            if not key or not (yield from self.literal(":")):
+                break
+            yield from self.space()
+            if key in _ARGUMENT_KEYS:
+                if name in functions and (yield from self.stands("{")):
+                    return name
+                break
+            text = (yield from self.until('"')) if (yield from self.literal('"')) else None
+            if text is None or "\\" in text:
+                break
+            name = text if key == '"name"' else name
+            yield from self.literal('"')
+            yield from self.space()
+            if not (yield from self.literal(",")):
+                break
+        self.pos = begin
+        return ""
+
+    def arguments(self) -> "Block":
+        """The JSON object here as it comes, by its brackets; False if it has too many or breaks off.
+
+        Line breaks and such in its strings are escaped, which models forget.
+        """
+        closing, is_quoted = list[str](), False
+        while True:
+            parts: list[str] = []
+            is_open = True
+            while is_open and self.pos < len(self.text):
+                found = (_IN_STRING if is_quoted else _BETWEEN).search(self.text, self.pos)
+                at = len(self.text) if found is None else found.start()
+                parts.append(self.text[self.pos : at])
+                self.pos = at
+                if found is None:
+                    break
+                mark = found[0]
+                if mark == "\\":
+                    mark = self.text[at : at + 2]
+                    if len(mark) < 2:
+                        break  # with the character that it escapes
+                elif mark == '"':
+                    is_quoted = not is_quoted
+                elif is_quoted:
+                    parts.append(json.dumps(mark)[1:-1])
+                    self.pos += 1
+                    continue
+                elif mark in _CLOSES:
+                    if len(closing) == MAX_LEVELS:
+                        is_open = False
+                        break
+                    closing.append(_CLOSES[mark])
+                elif closing[-1] == mark:
+                    closing.pop()
+                else:
+                    is_open = False
+                    break
+                parts.append(mark)
+                self.pos += len(mark)
+                is_open = bool(closing)
+            if text := "".join(parts):
+                yield Call("", text)
+            if not is_open:
+                return not closing
+            if self.is_over:
+                return False
+            yield None
+
+    def call_end(self) -> Wait[bool]:
+        """Pass what stands behind the arguments in a call's object, up to its end."""
+        yield from self.space()
+        begin = self.pos
+        if not (yield from self.stands("}", ",")):
+            return False
+        rest = yield from self.bracketed(opened="{")
+        if rest is None or read_json('{"arguments": 0' + rest) is None:
+            self.pos = begin
+            return False
+        return True
 
     def json(self) -> Wait[Any]:
         """The value of the JSON here, an object or a list, which is passed; else None."""
@@ -150,16 +247,22 @@ def call_of(name: object, arguments: object, functions: Functions) -> Call | Non
         arguments = read_json(arguments) if arguments.strip() else {}
     if arguments is None:
         arguments = {}
-    if not isinstance(arguments, dict):
+    text = written_json(arguments) if isinstance(arguments, dict) else None
+    return Call(name, text) if text is not None else None
+
+
+def written_json(value: object) -> str | None:
+    """The value as JSON, in UTF-8; None if it can't be, or is too deep for a history."""
+    if is_deeper(value, MAX_LEVELS):
         return None
     try:
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair
-        text = json.dumps(arguments, allow_nan=False)
-    except (ValueError, RecursionError):
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
         return None
-    return Call(name, text)
+    return text
 
 
 def call_of_object(value: object, functions: Functions) -> Call | None:
@@ -167,3 +270,41 @@ def call_of_object(value: object, functions: Functions) -> Call | None:
     if not isinstance(value, dict) or not ("arguments" in value or "parameters" in value):
         return None
     return call_of(value.get("name"), value.get("arguments", value.get("parameters")), functions)
+
+
+def object_call(source: Source, functions: Functions) -> Block:
+    """The call that the JSON object here is."""
+    if name := (yield from source.call_head(functions)):
+        yield Call(name, "")
+        return (yield from source.arguments()) and (yield from source.call_end())
+    call = call_of_object((yield from source.json()), functions)
+    if call is None:
+        return False
+    yield call
+    return True
+
+
+def json_calls(source: Source, functions: Functions) -> Block:
+    """The call that the JSON object here is, or those of a list of them."""
+    if not (yield from source.literal("[")):
+        return (yield from object_call(source, functions))
+    while True:
+        yield from source.space()
+        if not (yield from object_call(source, functions)):
+            return False
+        yield from source.space()
+        if (yield from source.literal("]")):
+            return True
+        if not (yield from source.literal(",")):
+            return False
+
+
+def joined_calls(parts: Iterable[Call]) -> tuple[Call, ...]:
+    """The calls, with each part that has no name added to the one before; the first may have none."""
+    found: list[Call] = []
+    for part in parts:
+        if found and not part.name:
+            found[-1] = found[-1]._replace(arguments=found[-1].arguments + part.arguments)
+        else:
+            found.append(part)
+    return tuple(found)

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from mallee.actors.text.conversation import (
@@ -11,6 +12,7 @@ from mallee.actors.text.conversation import (
     Message,
     read_functions,
     read_messages,
+    sound_arguments,
 )
 from mallee.protocol.errors import InvalidParameter
 
@@ -115,10 +117,10 @@ def test_text_parts_are_lines() -> None:
         ([{"role": "user", "content": "x", "function_call": {"name": "f"}}], "function_call"),
         ([{"role": "user", "content": "x", "name": 3}], r"messages\[0\]\.name=3: give a string"),
         (
-            [*HI, *call(name="f", arguments="{")],
+            [*HI, *call(name="f", arguments=[1])],
             r"messages\[1\]\.tool_calls\[0\]\.function\.arguments",
         ),
-        (call(name="f", arguments="[1]"), r"arguments='\[1\]': give the text of a JSON object"),
+        (call(name="f", arguments=True), r"arguments=True: give the text of a JSON object"),
         (call(name="f", arguments=3), r"tool_calls\[0\]\.function\.arguments=3"),
         (call(name="", arguments="{}"), r"tool_calls\[0\]\.function\.name"),
         ([{"role": "assistant", "tool_calls": [{"id": 1}]}], r"tool_calls\[0\]\.function="),
@@ -159,3 +161,13 @@ def test_functions_are_read() -> None:
 def test_bad_tools_are_refused_by_place(tools: object, named: str) -> None:
     with pytest.raises(InvalidParameter, match=named):
         read_functions(tools)
+
+
+def test_half_of_a_pair_in_a_model_s_own_call_breaks_no_answer() -> None:
+    """It comes back as U+FFFD, in answers as objects and in the prompts of what follows."""
+    for text in (r'{"a\ud83d": "\udfffx \ud83d\ude00"}', r'{"a": "\ud83d'):
+        sound = sound_arguments(text)
+        assert msgspec.json.decode(msgspec.json.encode(json.loads(sound))) == json.loads(sound)
+    assert sound_arguments(r'{"a\ud83d": 1}') == '{"a\ufffd": 1}'
+    whole = r'{"a": "\ud83d\ude00 \\ud83d"}'
+    assert sound_arguments(whole) == whole

@@ -235,22 +235,56 @@ def test_others_are_tokenized_whole(inner: tokenizers.Tokenizer) -> None:
     assert tokenizer.encode(text) == inner.encode(text, add_special_tokens=False).ids
 
 
-def test_a_special_token_at_the_beginning_is_kept() -> None:
-    inner = made(BYTES)
-    template = {
+def processed(inner: tokenizers.Tokenizer, step: object) -> tokenizers.Tokenizer:
+    """A copy whose post-processor is `step`."""
+    made_of = {**json.loads(inner.to_str()), "post_processor": step}
+    return tokenizers.Tokenizer.from_str(json.dumps(made_of))
+
+
+def template(*single: str) -> dict[str, object]:
+    """A post-processor that writes special tokens around "A"."""
+    parts = [
+        {"Sequence": {"id": "A", "type_id": 0}}
+        if part == "A"
+        else {"SpecialToken": {"id": part, "type_id": 0}}
+        for part in single
+    ]
+    special = {"id": "<|end|>", "ids": [INNERS["llama"].token_to_id("<|end|>")]}
+    return {
         "type": "TemplateProcessing",
-        "single": [
-            {"SpecialToken": {"id": "<|end|>", "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ],
+        "single": parts,
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {
-            "<|end|>": {"id": "<|end|>", "ids": [inner.token_to_id("<|end|>")], "tokens": ["<|end|>"]}
-        },
-    }  # fmt: skip
-    inner = tokenizers.Tokenizer.from_str(
-        json.dumps({**json.loads(inner.to_str()), "post_processor": template})
-    )
+        "special_tokens": {"<|end|>": {**special, "tokens": ["<|end|>"]}},
+    }
+
+
+OFFSETS = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        None,
+        OFFSETS,
+        template("<|end|>", "A"),
+        template("<|end|>", "<|end|>", "A", "<|end|>"),
+        {"type": "Sequence", "processors": [OFFSETS, template("<|end|>", "A")]},
+        template("A", "<|end|>", "A"),
+    ],
+)
+@examples(20)
+@given(text=texts)
+def test_special_tokens_around_a_text_are_kept(step: object, text: str) -> None:
+    """I17, part: as the library puts them, the first time and from the cache."""
+    inner = processed(INNERS["llama"], step)
     tokenizer = Tokenizer(inner)
-    ids = tokenizer.encode(TEXT * 9, add_special_tokens=True)
-    assert ids == [inner.token_to_id("<|end|>"), *tokenizer.encode(TEXT * 9)]
+    for _ in range(2):
+        assert tokenizer.encode(text, add_special_tokens=True) == inner.encode(text).ids
+
+
+@pytest.mark.parametrize("step", [None, template("<|end|>", "A")])
+def test_a_prompt_with_special_tokens_around_it_is_remembered(step: object) -> None:
+    tokenizer = Tokenizer(processed(INNERS["llama"], step))
+    first = tokenizer.encode(TEXT * 200, add_special_tokens=True)
+    with mock.patch.object(tokenizer._cache, "_encode", side_effect=AssertionError):
+        assert tokenizer.encode(TEXT * 200, add_special_tokens=True) == first

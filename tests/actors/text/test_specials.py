@@ -13,7 +13,7 @@ from mallee.actors.text.conversation import Conversation, Function, Message, Too
 from mallee.actors.text.families import FAMILIES, Family
 from mallee.actors.text.specials import SpecialTokens
 from mallee.actors.text.tokenizer import Tokenizer
-from mallee.protocol.errors import ContextLengthExceeded
+from mallee.protocol.errors import ContextLengthExceeded, InvalidParameter
 from support.tokenizers_made import byte_level
 
 INNER = byte_level()
@@ -238,3 +238,23 @@ def test_a_text_of_special_tokens_is_refused_before_it_is_cut() -> None:
     assert not rendered
     with pytest.raises(ContextLengthExceeded, match="1001"):
         chat.render_continuation(given_.messages, max_tokens=1000)
+
+
+def test_a_text_that_looks_like_a_mark_is_left_as_it_is() -> None:
+    """The number of no token, too."""
+    text = "\\ue0001\\ue000\\ue00099999\\ue001 "
+    special = SpecialTokens(["<|a|>", "<|b|>"])
+    found = special.render(_said(text + "<|a|>"), lambda given: given.messages[0].text)
+    assert found.pieces == (text, "<", "|a|>")
+
+
+def test_a_text_with_all_marks_is_refused() -> None:
+    text = "".join(map(chr, range(0xE000, 0xF900)))
+    special = SpecialTokens(["<|a|>"])
+    with pytest.raises(InvalidParameter, match=r"U\+E000"):
+        special.render(_said(text + "<|a|>"), lambda given: given.messages[0].text)
+    assert special.render(_said(text), lambda given: given.messages[0].text).text == text
+
+
+def _said(text: str) -> Conversation:
+    return Conversation((Message("user", text),))
