@@ -14,6 +14,7 @@ other, and no request is lost.
 import asyncio
 import logging
 import math
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,8 @@ from mallee.actors.bus.accounts import Passwords
 from mallee.actors.bus.broker import check_broker, check_operators_broker
 from mallee.actors.bus.queues import QueueDepths, tell_depth
 from mallee.actors.config import AppConfig, TelemetrySettings, problems
-from mallee.actors.http.entry.gate import Gate
+from mallee.actors.http.entry.gate import Gate, refuse
+from mallee.actors.http.messages.errors import AnthropicErrors
 from mallee.actors.proxy import choice, direct
 from mallee.actors.telemetry import logs
 from mallee.actors.transport.greeting import Secret, new_secret, read_secret
@@ -275,7 +277,8 @@ class GatewayReplica:
         # Serve sends requests as soon as this returns. Without a broker there is no lease to wait for.
         await self._gateway.service.wait_for_worker(FIRST_LEASE_S)
         freeze_heap()
-        self._gate = Gate(self._gateway.api)
+        refusal = AnthropicErrors(refuse, new_id=lambda: uuid.uuid4().hex)
+        self._gate = Gate(self._gateway.api, refusal)
         direct.serve_here(self._gate)
 
     async def drain(self, timeout_s: float) -> None:

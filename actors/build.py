@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from mallee.actors.access.access import Access
     from mallee.actors.gateway.gateway import CapsuleFiles, GatewayService
     from mallee.actors.gateway.service import Service
-    from mallee.actors.http.entry.middleware import CountAnswer
     from mallee.actors.recording.recorder import Recorder
     from mallee.actors.tasks import Tasks
     from mallee.actors.telemetry.listener import MetricsListener
@@ -333,7 +332,7 @@ async def build_gateway(
     )
     prompts = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix=f"prompts of {name}")
     api = await asyncio.to_thread(
-        build_api, config, service, access, scopes, metrics.answered, prompts, service.tasks
+        build_api, config, service, access, scopes, metrics, prompts, service.tasks
     )
     if tracing is not None:
         from mallee.actors.telemetry.tracing.http import HttpSpans  # OpenTelemetry
@@ -428,7 +427,7 @@ def build_api(
     service: "Service",
     access: "Access",
     scopes: Scopes,
-    count_answer: "CountAnswer",
+    metrics: "GatewayMetrics",
     pool: Executor,
     tasks: "Tasks",
 ) -> "Starlette":
@@ -460,7 +459,8 @@ def build_api(
         clock=time.time,
         new_id=lambda: uuid.uuid4().hex,
         draw_seed=lambda: secrets.randbits(64),
-        count_answer=count_answer,
+        count_answer=metrics.answered,
+        count_callback=metrics.called_back,
         pool=pool,
         tasks=tasks,
     )

@@ -3,6 +3,7 @@
 One model, in sections. `docs/configure.md` is written from it (`mallee settings`).
 """
 
+import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self, TypeAlias
@@ -17,6 +18,10 @@ DEFAULT_MOCK_KV_TOKENS = 262_144
 DEFAULT_MOCK_TIMING = "h200-llama-3.1-8b-fp8"
 MIN_WORKER_ROOM = 1024
 LEASES_PER_S = 2500  # of a whole fleet, which a gateway takes in beside its requests
+# Plain on purpose: all that reads one must see the same host and path in it.
+CALLBACK_URL = (
+    r"https?://(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?(?:/[A-Za-z0-9._~+,=-]*)*"
+)
 
 PolicyName: TypeAlias = Literal[
     "cost", "dynamo", "round_robin", "random", "least_loaded", "prefix_only"
@@ -382,6 +387,36 @@ class HttpSettings(Settings):
         ge=1,
         description="Memory for such answers; one has at most an eighth of it, and the oldest go first.",
     )
+    max_graphs: int = Field(
+        default=64,
+        ge=1,
+        description="Graphs that run at once at a gateway; more get 503. As many that are over are kept.",
+    )
+    graph_ttl_s: Positive = Field(
+        default=600.0, description="Seconds for which a gateway remembers a graph that is over."
+    )
+    callbacks: tuple[str, ...] = Field(
+        default=(),
+        description="URLs that requests may have called, each with all paths below it, as"
+        " `[http://127.0.0.1:9000/verify]`: verifiers that score branches while they are drawn"
+        " (`mallee.stop_when.score`). Without any, requests that name one are refused.",
+    )
+    callback_timeout_s: Positive = Field(
+        default=10.0, le=600, description="Seconds that such a call may take."
+    )
+
+    @field_validator("callbacks")
+    @classmethod
+    def _check_callbacks(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if not re.fullmatch(CALLBACK_URL, url) or any(
+                part in (".", "..") for part in url.split("/")
+            ):
+                raise ValueError(
+                    f"{url!r} is no plain URL: give http(s)://HOST[:PORT][/PATH], without a user, a"
+                    " query, or percent signs"
+                )
+        return urls
 
     @model_validator(mode="after")
     def _check_ttl(self) -> Self:

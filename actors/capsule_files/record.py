@@ -135,6 +135,8 @@ def _check_going(record: CapsuleRecord, num_tokens: int, model: ModelSpec) -> No
 def _check_limits(limits: Limits, model: ModelSpec) -> None:
     if not 0 <= limits.min_tokens <= limits.max_tokens < 1 << 31:
         raise _bad(f"min_tokens {limits.min_tokens} of max_tokens {limits.max_tokens}")
+    if limits.reasoning is not None:
+        limits.reasoning.validate(model.vocab_size)
     ids = limits.stop_token_ids
     if len(ids) > MAX_STOP_IDS or not all(0 <= each < model.vocab_size for each in ids):
         raise _bad(f"{len(ids)} stop tokens, not all of the vocabulary")

@@ -89,6 +89,14 @@ class Answer:
         """The worker that branch 0 began on."""
         return self.placed.result()
 
+    async def opened(self) -> None:
+        try:
+            await asyncio.shield(self.placed)
+        except asyncio.CancelledError:
+            self.placed.cancel()
+            await self.aclose()
+            raise
+
     def num_tokens(self, branch: int) -> int:
         """Tokens of its answer so far."""
         return self._life.branches[branch].num_tokens

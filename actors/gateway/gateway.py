@@ -7,7 +7,7 @@ replay drives in virtual time; NATS feeds the router but is never on the path of
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -23,7 +23,7 @@ from mallee.actors.gateway.judge import Judge
 from mallee.actors.gateway.lives import Lives
 from mallee.actors.gateway.peers import Peers
 from mallee.actors.gateway.router_metrics import RouterCollector
-from mallee.actors.gateway.service import BranchStream, CapsuleInfo
+from mallee.actors.gateway.service import CapsuleInfo, Subtree
 from mallee.actors.gateway.sessions.lineage import Lineage
 from mallee.actors.gateway.sessions.sessions import GatewaySessions, SessionLimits
 from mallee.actors.gateway.shared.records import SharedRecords
@@ -36,6 +36,7 @@ from mallee.actors.transport.link import Transport
 from mallee.protocol.errors import (
     BadRequest,
     CapsuleAbandoned,
+    CapsuleComputing,
     CapsuleLost,
     InvalidParameter,
     MalleeError,
@@ -46,8 +47,9 @@ from mallee.protocol.errors import (
     UnknownRequest,
     from_wire,
 )
+from mallee.protocol.gateways.capsule_texts import Promised
 from mallee.protocol.hashing import NO_HASHES, Hashes, Tokens
-from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId, request_of
+from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId, account_of, request_of
 from mallee.protocol.messages import (
     CapsuleReply,
     Capture,
@@ -94,13 +96,15 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 3.0  # for which a busy worker may make no progress
 MAX_MOVES = 16  # of one request's shards from worker to worker
 INSPECT_S = 2.0  # for a worker to tell of a capsule; later it is shown without
+PROMISE_S = 60.0  # for a worker to begin a capsule that is forked at another gateway than its own
+PROMISE_CHECK_S = 0.1
 
 
 class RequestIds(Protocol):
     """Names of requests, by scope."""
 
-    def new(self, scope: Scope) -> RequestId:
-        """A name that was never given before."""
+    def new(self, scope: Scope, account: str = "") -> RequestId:
+        """A name that was never given before; `account_of` tells the account from it."""
         ...
 
     def belongs(self, name: str, scope: Scope) -> bool:
@@ -207,6 +211,7 @@ class GatewayService:
             fleet=fleet,
             num_others=self._num_others,
             on_forgotten=self._on_forgotten,
+            promised=self._promised,
         )
         self.records = SharedRecords(
             bus,
@@ -251,11 +256,12 @@ class GatewayService:
     async def close(self) -> None:
         """End every answer, every link and every task."""
         self._is_closed = True
-        if (heir := self._peers.newest_gateway) is not None:
-            self._texts.leave_to(heir)
+        heir = self._peers.newest_gateway
         await self._peers.stop_listening()
         self._dispatcher.close(_closed())
         self._carry_out()
+        if heir is not None:  # not before: what is promised and not there goes with this gateway
+            self._texts.leave_to(heir)
         if self._timer is not None:
             self._timer.cancel()
         await self.tasks.close()
@@ -291,17 +297,25 @@ class GatewayService:
     def model(self) -> ModelSpec:
         return self._model
 
-    def new_name(self, scope: Scope) -> RequestId:
-        return self._ids.new(scope)
+    def new_name(self, scope: Scope, account: str = "") -> RequestId:
+        return self._ids.new(scope, account)
 
     async def start(
         self, job: Job, prepare_s: float = 0.0, *, name: RequestId | None = None
-    ) -> BranchStream:
+    ) -> Answer:
         """Route the job and send it off, once a worker has room. Raises MalleeError before it is sent."""
+        answer = await self.begin(job, prepare_s, name=name)
+        await answer.opened()
+        return answer
+
+    async def begin(
+        self, job: Job, prepare_s: float = 0.0, *, name: RequestId | None = None
+    ) -> Answer:
         if self._is_closed:
             raise _closed()
         if job.capsule is not None:
             self._check_owner(job.capsule, job.scope)
+            await self._wait_for_promise(job.capsule, job.scope)
         session = await self._record_of(job) if job.terms.is_recorded else None
         request = name or self._ids.new(job.scope)
         self._metrics.prepare_s.observe(prepare_s)
@@ -343,12 +357,6 @@ class GatewayService:
             text = None if job.capsule is None else self._memory.get(job.capsule)
             answer.tape = session.begin(request, job, self._router.weights, text)
         self._carry_out()
-        try:
-            await asyncio.shield(answer.placed)
-        except asyncio.CancelledError:
-            answer.placed.cancel()
-            await answer.aclose()
-            raise
         return answer
 
     async def _record_of(self, job: Job) -> SessionTape:
@@ -452,20 +460,22 @@ class GatewayService:
         return answer.prune(wanted, self._clock())
 
     def prune_below(
-        self, capsule: CapsuleId, scope: Scope
-    ) -> tuple[list[RequestId], list[CapsuleId]]:
+        self, capsule: CapsuleId, origins: Iterable[CapsuleId | RequestId], scope: Scope
+    ) -> Subtree:
         self._check_owner(capsule, scope)
-        requests, left = [], []
-        for request in sorted(self._lineage.below(capsule)):
+        own = [origin for origin in origins if self._ids.belongs(origin, scope)]
+        below = sorted(self._lineage.below(own))
+        ended, left = [], []
+        for request in below:
             answer = self._answers.get(request)
             if answer is not None and answer.num_open:
-                requests.append(request)
+                ended.append(request)
                 if answer.placed.done():
                     answer.prune(range(answer.num_branches), self._clock())
                 else:
                     self._give_up(request, CapsuleAbandoned(capsule))
             left += self._capsules_of(request, scope)
-        return requests, left
+        return Subtree(below, ended, left)
 
     def _capsules_of(self, request: RequestId, scope: Scope) -> list[CapsuleId]:
         """The capsules that a request left, as far as they are known."""
@@ -491,7 +501,7 @@ class GatewayService:
     # Capsules
 
     async def inspect(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
-        info = await self.capsule(capsule, scope)
+        info = await self._find(capsule, scope)
         if info.worker is None:
             return info
         question = Inspect(self._ids.new(scope), capsule)
@@ -499,7 +509,15 @@ class GatewayService:
             status = await self._desk.ask(info.worker, question, INSPECT_S)
         except Unavailable:
             return info
-        return info._replace(status=status, boundary=status.boundary)
+        except UnknownCapsule:
+            if not info.is_computing:
+                raise
+            self._forget_promise(capsule)
+            return await self._find(
+                capsule, scope
+            )  # its prefill has ended, or runs elsewhere by now
+        is_computing = status.computed is not None
+        return info._replace(status=status, boundary=status.boundary, is_computing=is_computing)
 
     def capsules(self, scope: Scope, after: str) -> Iterator[CapsuleInfo]:
         for name in self._router.capsules(scope, after):
@@ -514,7 +532,7 @@ class GatewayService:
         if found is None:
             raise UnknownBranch(request, branch)
         shard, row = found
-        name, answer = self._ids.new(scope), self._answers.get(request)
+        name, answer = self._ids.new(scope, account_of(request)), self._answers.get(request)
         question = Capture(name, shard.name, row, ttl_s)
         status = await self._desk.ask(shard.worker, question)
         capsule = CapsuleId(status.capsule)
@@ -527,7 +545,7 @@ class GatewayService:
 
     async def rewind(self, capsule: CapsuleId, to: int, ttl_s: float, scope: Scope) -> CapsuleInfo:
         worker = await self._holder(capsule, scope)
-        question = Rewind(self._ids.new(scope), capsule, to, ttl_s)
+        question = Rewind(self._ids.new(scope, account_of(capsule)), capsule, to, ttl_s)
         status = await self._desk.ask(worker, question)
         left = CapsuleId(status.capsule)
         self._lineage.add(request_of(left), capsule)
@@ -565,28 +583,94 @@ class GatewayService:
         return info._replace(status=status, boundary=status.boundary)
 
     async def _holder(self, capsule: CapsuleId, scope: Scope) -> WorkerId:
-        """The worker of a capsule. Raises as `capsule`, and CapsuleLost where it has none."""
+        """The worker of a capsule. Raises as `capsule`; CapsuleComputing; CapsuleLost where it has none."""
         info = await self.capsule(capsule, scope)
+        if info.is_computing:
+            raise CapsuleComputing(capsule)
         if info.worker is None:
             raise CapsuleLost(capsule, "its worker is gone; its next fork computes it again")
         return info.worker
 
     async def capsule(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
+        info = await self._find(capsule, scope)
+        if info.error is not None:
+            raise info.error
+        return info
+
+    async def _find(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
+        """As `capsule`; one whose prefill has failed has its `error`."""
         self._check_owner(capsule, scope)
         try:
             entry = self._router.capsule(capsule)
         except UnknownCapsule:
-            await self._texts.fetch(capsule)
-            boundary = self._dispatcher.lost_capsule(capsule)
-            is_stale = not self._dispatcher.is_fresh(capsule)
-            return CapsuleInfo(capsule, None, boundary, time.time(), is_stale)
-        self._texts.want(capsule)
+            return await self._find_elsewhere(capsule, scope)
+        if not entry.is_computing:
+            self._texts.want(capsule)
         return self._info(entry)
 
+    async def _find_elsewhere(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
+        """A capsule that no worker has, as far as is known here."""
+        own = self._dispatcher.promise(capsule)
+        if own is not None:
+            info = CapsuleInfo(capsule, own.worker, own.num_tokens, self._wall_time(own.since))
+            return _promised(info, None if own.error is None else own.error.to_wire())
+        promised = await self._texts.fetch(capsule)
+        if promised is not None:
+            info = CapsuleInfo(capsule, None, promised.num_tokens, time.time())
+            if promised.worker and promised.error is None:
+                worker, tokens = WorkerId(promised.worker), promised.num_tokens
+                more = (worker, tokens, NO_HASHES, scope)
+                self._router.learn_capsule(capsule, *more, is_computing=True)
+                with suppress(UnknownCapsule):  # of a worker that isn't known here
+                    return self._info(self._router.capsule(capsule))
+            return _promised(info, promised.error)
+        boundary = self._dispatcher.lost_capsule(capsule)
+        is_stale = not self._dispatcher.is_fresh(capsule)
+        return CapsuleInfo(capsule, None, boundary, time.time(), is_stale)
+
     def _info(self, entry: CapsuleEntry) -> CapsuleInfo:
-        created = time.time() - (self._clock() - entry.created)
-        is_stale = not self._dispatcher.is_fresh(entry.capsule)
-        return CapsuleInfo(entry.capsule, entry.worker, entry.boundary, created, is_stale)
+        created, capsule = self._wall_time(entry.created), entry.capsule
+        is_stale = not self._dispatcher.is_fresh(capsule)
+        known = (entry.worker, entry.boundary, created, is_stale)
+        return CapsuleInfo(capsule, *known, is_computing=entry.is_computing)
+
+    def _wall_time(self, at: float) -> float:
+        return time.time() - (self._clock() - at)
+
+    # Capsules that are promised
+
+    def _promised(self, capsule: CapsuleId) -> Promised | None:
+        """The promise of a capsule, as other gateways are told it; None: this one has given none."""
+        promise = self._dispatcher.promise(capsule)
+        if promise is None:
+            return None
+        error = None if promise.error is None else promise.error.to_wire()
+        return Promised(promise.num_tokens, promise.worker or "", error)
+
+    def _forget_promise(self, capsule: CapsuleId) -> None:
+        """The worker that was to compute `capsule` does not, or not any more."""
+        with suppress(UnknownCapsule):
+            if self._router.capsule(capsule).is_computing:
+                self._router.forget_capsule(capsule)
+
+    async def _wait_for_promise(self, capsule: CapsuleId, scope: Scope) -> None:
+        """Return when a worker takes forks of `capsule`, if another gateway has promised it.
+
+        Raises as `capsule`, and Unavailable.
+        """
+        if not self._dispatcher.lacks(capsule):
+            return
+        try:
+            async with asyncio.timeout(PROMISE_S):
+                while (await self.capsule(capsule, scope)).is_computing:
+                    if not self._dispatcher.lacks(capsule):
+                        return
+                    await asyncio.sleep(PROMISE_CHECK_S)
+                await self._texts.fetch(capsule)  # its worker may be leaving
+        except TimeoutError:
+            raise Unavailable(
+                f"no worker has begun to compute the capsule for {PROMISE_S:g} s; retry later"
+            ) from None
 
     async def export(self, capsule: CapsuleId, scope: Scope) -> Export:
         worker = await self._holder(capsule, scope)
@@ -614,7 +698,7 @@ class GatewayService:
         return structs.replace(self._model, weights=self._router.weights)
 
     async def release_capsule(self, capsule: CapsuleId, scope: Scope) -> None:
-        info = await self.capsule(capsule, scope)
+        info = await self._find(capsule, scope)
         self._texts.forget(capsule)  # first: no gateway computes it again meanwhile
         if info.worker is not None:
             with suppress(UnknownCapsule):  # it went by itself: its event is under way
@@ -635,6 +719,9 @@ class GatewayService:
 
     def _on_forgotten(self, capsule: CapsuleId) -> None:
         """A client released `capsule`, here or at another gateway."""
+        promise = self._dispatcher.promise(capsule)
+        if promise is not None and promise.error is None:
+            self._give_up(request_of(capsule), CapsuleAbandoned(capsule))
         self._dispatcher.forget_capsule(capsule)
         self._carry_out()
 
@@ -843,6 +930,13 @@ class GatewayService:
         self._dispatcher.check()
         self._sessions.trees.check()
         assert self._dispatcher.num_running == len(self._answers), "answers without a request"
+
+
+def _promised(info: CapsuleInfo, error: tuple[str, str, dict[str, Any]] | None) -> CapsuleInfo:
+    """A capsule that is not there yet, or with `error` won't be."""
+    if error is not None:
+        return info._replace(worker=None, error=from_wire(error))
+    return info._replace(is_computing=True)
 
 
 def _closed() -> Unavailable:

@@ -5,7 +5,7 @@ Everything here is tokens; text (templates, tokenizing, stop strings) belongs to
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from typing import Any, Final, NamedTuple, Protocol
 
 from mallee.actors.capsule_files.exports import Export
@@ -185,7 +185,13 @@ class BranchStream(Protocol):
     def request(self) -> RequestId: ...
 
     @property
-    def worker(self) -> WorkerId: ...
+    def worker(self) -> WorkerId:
+        """Known once it is `opened`."""
+        ...
+
+    async def opened(self) -> None:
+        """Return once a worker has the job. Raises MalleeError if none will; cancelled, it is given up."""
+        ...
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 
@@ -215,11 +221,24 @@ class CapsuleInfo(NamedTuple):
     """A capsule as the gateway knows it."""
 
     capsule: CapsuleId
-    worker: WorkerId | None  # None: it went with its worker, and is computed again by its next fork
+    worker: (
+        WorkerId | None
+    )  # None: it went with its worker, and is computed again by its next fork; or
+    # it is computing, and waits for a worker
     boundary: int  # committed tokens
     created: float  # seconds since the epoch, as this gateway learned of it
     is_stale: bool = False  # made by weights that have been replaced: it can't be forked
     status: CapsuleStatus | None = None  # by its worker, if it was asked and has answered
+    is_computing: bool = False  # its prefill has not ended
+    error: MalleeError | None = None  # by which its prefill has failed: there is no capsule
+
+
+class Subtree(NamedTuple):
+    """Requests that went on from a capsule, or from one that such a request left, as one gateway has them."""
+
+    requests: list[RequestId]
+    ended: list[RequestId]  # of them, those that were not over
+    left: list[CapsuleId]  # capsules that all of them left, which are still there
 
 
 class Service(Protocol):
@@ -228,8 +247,11 @@ class Service(Protocol):
     @property
     def model(self) -> ModelSpec: ...
 
-    def new_name(self, scope: Scope) -> RequestId:
-        """A name for a request to come, which its answer's id is made from before it starts."""
+    def new_name(self, scope: Scope, account: str = "") -> RequestId:
+        """A name for a request to come, which its answer's id is made from before it starts.
+
+        `account`, if one bounds it, can be told from the name, and from those of its capsules.
+        """
         ...
 
     async def start(
@@ -242,12 +264,21 @@ class Service(Protocol):
         """
         ...
 
+    async def begin(
+        self, job: Job, prepare_s: float = 0.0, *, name: RequestId | None = None
+    ) -> BranchStream:
+        """As `start`, but without a wait for a worker: the stream may not be `opened` yet.
+
+        The capsule that `job` `makes` can be forked from now on.
+        """
+        ...
+
     async def capsule(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
-        """Raises UnknownCapsule, also for one of another scope; CapsuleLost."""
+        """Raises UnknownCapsule, also for one of another scope; CapsuleLost; what its prefill failed by."""
         ...
 
     async def inspect(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
-        """As `capsule`, with what its worker says of it."""
+        """As `capsule`, with what its worker says of it; also of one whose prefill has failed."""
         ...
 
     def capsules(self, scope: Scope, after: str) -> Iterator[CapsuleInfo]:
@@ -284,12 +315,12 @@ class Service(Protocol):
         ...
 
     def prune_below(
-        self, capsule: CapsuleId, scope: Scope
-    ) -> tuple[list[RequestId], list[CapsuleId]]:
-        """Cancel all requests that went on from a capsule, or from one that such a request left.
+        self, capsule: CapsuleId, origins: Iterable[CapsuleId | RequestId], scope: Scope
+    ) -> Subtree:
+        """Cancel what of the subtree of `capsule` began here below `origins`, which belong to it.
 
-        Returns those that were not over, and the capsules that all of them left, which are still there.
-        Raises UnknownCapsule for one of another scope.
+        Those are capsules, and requests for the capsules that they left. Raises UnknownCapsule for a
+        capsule of another scope; origins of another one have nothing below them.
         """
         ...
 

@@ -10,9 +10,11 @@ from mallee.actors.gateway.answers import outcome_of
 from mallee.actors.gateway.lives import verdict_body
 from mallee.actors.gateway.service import CapsuleInfo
 from mallee.actors.http.deltas import (
+    CallDelta,
     TextDelta,
     TokenBytes,
     TokenChance,
+    WholeCalls,
     chat_logprobs,
     text_logprobs,
 )
@@ -127,6 +129,10 @@ def extras(delta: TextDelta, *, names_workers: bool) -> dict[str, Any]:
         known["kept"] = delta.kept
     if delta.ended_by:
         known["ended_by"] = delta.ended_by
+    if delta.scored is not None:
+        known["score"] = delta.scored.score
+        if delta.scored.error:
+            known["score_error"] = delta.scored.error
     if delta.error is not None:
         known["error"] = {"message": delta.error.client_message, "code": delta.error.code}
     return known
@@ -184,8 +190,8 @@ class ResponseFormat:
         """The text fields of a finished choice."""
         return {"text": text}
 
-    def chunk(self, delta: TextDelta, *, is_first: bool, num_calls: int) -> dict[str, Any]:
-        """The text fields of a streamed choice, which had `num_calls` calls before."""
+    def chunk(self, delta: TextDelta, *, is_first: bool) -> dict[str, Any]:
+        """The text fields of a streamed choice."""
         return {"text": delta.text}
 
     def logprobs(
@@ -206,7 +212,7 @@ class ChatFormat(ResponseFormat):
             message["tool_calls"] = [_call(call) for call in calls]
         return {"message": message}
 
-    def chunk(self, delta: TextDelta, *, is_first: bool, num_calls: int) -> dict[str, Any]:
+    def chunk(self, delta: TextDelta, *, is_first: bool) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         if is_first:
             has_call = delta.calls or delta.is_in_call
@@ -216,8 +222,7 @@ class ChatFormat(ResponseFormat):
             fields = {"content": delta.text}
         fields |= _reasoning(delta.reasoning)
         if delta.calls:
-            numbered = enumerate(delta.calls, num_calls)
-            fields["tool_calls"] = [{"index": i, **_call(call)} for i, call in numbered]
+            fields["tool_calls"] = [_call_delta(call) for call in delta.calls]
         return {"delta": fields}
 
     def logprobs(
@@ -234,6 +239,12 @@ def _reasoning(text: str) -> dict[str, str]:
 def _call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def _call_delta(delta: CallDelta) -> dict[str, Any]:
+    if delta.id:
+        return {"index": delta.number, **_call(ToolCall(delta.id, delta.name, delta.arguments))}
+    return {"index": delta.number, "function": {"arguments": delta.arguments}}
 
 
 COMPLETION = ResponseFormat("text_completion", "text_completion")
@@ -324,7 +335,7 @@ class WholeAnswer:
         self._token_bytes = token_bytes
         self._texts: list[list[str]] = [[] for _ in range(num_choices)]
         self._reasoning: list[list[str]] = [[] for _ in range(num_choices)]
-        self._calls: list[list[ToolCall]] = [[] for _ in range(num_choices)]
+        self._calls = [WholeCalls() for _ in range(num_choices)]
         self._logprobs = [_Written() for _ in range(num_choices)] if token_bytes else []
         self._last: dict[int, TextDelta] = {}
         self._injected: dict[int, list[tuple[int, int]]] = {}
@@ -334,7 +345,7 @@ class WholeAnswer:
         """Raises AnswerTooLarge."""
         self._texts[delta.index].append(delta.text)
         self._reasoning[delta.index].append(delta.reasoning)
-        self._calls[delta.index] += delta.calls
+        self._calls[delta.index].add(delta.calls)
         if delta.injected:
             self._injected.setdefault(delta.index, []).extend(delta.injected)
         if self._token_bytes is not None:
@@ -349,12 +360,13 @@ class WholeAnswer:
         """Every choice must be finished."""
         assert len(self._last) == len(self._texts), "a choice is unfinished"
         for i, texts in enumerate(self._texts):
+            calls = self._calls[i].found()
             yield _choice(
                 i,
-                self._format.whole("".join(texts), "".join(self._reasoning[i]), self._calls[i]),
+                self._format.whole("".join(texts), "".join(self._reasoning[i]), calls),
                 self._last[i],
                 self._logprobs[i].body() if self._logprobs else None,
-                has_calls=bool(self._calls[i]),
+                has_calls=bool(calls),
                 names_workers=self._names_workers,
                 injected=self._injected.get(i, ()),
             )
@@ -375,7 +387,7 @@ class ChunkWriter:
 
     idle: Final = COMMENT
     __slots__ = (
-        *("_envelope", "_format", "_names_workers", "_num_calls", "_offsets", "_owed", "_started"),
+        *("_called", "_envelope", "_format", "_names_workers", "_offsets", "_owed", "_started"),
         *("_token_bytes", "_with_usage"),
     )
 
@@ -394,7 +406,7 @@ class ChunkWriter:
         self._with_usage = with_usage
         self._token_bytes = token_bytes
         self._started: set[int] = set()
-        self._num_calls: dict[int, int] = {}  # so far, by choice
+        self._called: set[int] = set()  # choices with calls
         self._owed: dict[int, list[TokenChance]] = {}
         self._offsets: dict[int, int] = {}  # characters of the text so far, by choice
 
@@ -406,17 +418,14 @@ class ChunkWriter:
         is_sign_of_life = delta.is_in_call and delta.num_tokens
         if not (is_shown or is_sign_of_life) and delta.finish is None:
             return None
-        num_calls = self._num_calls.get(delta.index, 0)
-        text = self._format.chunk(
-            delta, is_first=delta.index not in self._started, num_calls=num_calls
-        )
+        text = self._format.chunk(delta, is_first=delta.index not in self._started)
         self._started.add(delta.index)
         if delta.calls:
-            self._num_calls[delta.index] = num_calls = num_calls + len(delta.calls)
+            self._called.add(delta.index)
         last = delta if delta.finish is not None else None
         choice = _choice(
             *(delta.index, text, last, self._logprobs(delta)),
-            has_calls=num_calls > 0,
+            has_calls=delta.index in self._called,
             names_workers=self._names_workers,
             injected=delta.injected,
         )
@@ -450,17 +459,24 @@ class ChunkWriter:
 
 def capsule_body(info: CapsuleInfo, model: str, *, names_workers: bool) -> dict[str, Any]:
     """A capsule as `GET` shows it."""
-    body = {
+    body: dict[str, Any] = {
         "id": info.capsule,
         "object": "capsule",
         "created": int(info.created),
         "model": model,
         "worker": info.worker if names_workers else None,
         "tokens": info.boundary,
+        "status": "ready",
     }
+    status = info.status
+    if info.error is not None:
+        return {**body, "status": "failed", **error_body(info.error)}
+    if info.is_computing:
+        computed = {} if status is None else {"computed_tokens": status.computed}
+        return {**body, "status": "computing", **computed}
     if info.is_stale:
         body["stale"] = True
-    if (status := info.status) is not None:
+    if status is not None:
         body |= {
             "pinned": status.is_pinned,
             "ttl_s": status.ttl_s,

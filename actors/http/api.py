@@ -25,6 +25,7 @@ from mallee.actors.http.answers import (
 )
 from mallee.actors.http.branches.budgets import Budgets
 from mallee.actors.http.branches.handlers import BranchHandlers
+from mallee.actors.http.callbacks.callbacks import Callbacks, CountCallback, ignore
 from mallee.actors.http.capsules.handlers import CapsuleHandlers
 from mallee.actors.http.chat.reading import ChatReader
 from mallee.actors.http.entry.asking import SALT_HEADER, Asking
@@ -35,6 +36,7 @@ from mallee.actors.http.entry.middleware import (
     caller_of,
 )
 from mallee.actors.http.errors import RETRY_AFTER_S, install
+from mallee.actors.http.graphs.handlers import GraphHandlers
 from mallee.actors.http.jobs import JobMaker
 from mallee.actors.http.live.handlers import LiveHandlers
 from mallee.actors.http.live.socket import LiveSocket
@@ -58,6 +60,8 @@ from mallee.actors.http.schemas import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from mallee.actors.http.search.handlers import SearchHandlers
+from mallee.actors.http.search.policies import installed_policies
 from mallee.actors.http.serve import Server, json_response
 from mallee.actors.http.sessions.handlers import SessionHandlers
 from mallee.actors.http.tokenizing import Tokenizing
@@ -86,15 +90,20 @@ class Api:
         responses: Responses,
         messages: MessagesHandlers,
         branches: BranchHandlers,
+        graphs: GraphHandlers,
         *,
         created: int,
         draw_seed: Callable[[], int],
     ) -> None:
         self.messages = messages
-        self.sessions = SessionHandlers(server.service, asking, draw_seed=draw_seed)
+        self.sessions = SessionHandlers(server, asking, draw_seed=draw_seed)
         self.branches = branches
+        self.graphs = graphs
         self.capsules = CapsuleHandlers(server, maker, asking)
         self.live_requests = LiveHandlers(server, asking)
+        self.searches = SearchHandlers(
+            *(server, maker, asking, installed_policies()), draw_seed=draw_seed
+        )
         self.responses = responses
         self.conversations = ConversationHandlers(asking, responses.conversations)
         self.operators = OperatorHandlers(server.service, asking)
@@ -197,6 +206,7 @@ def build_api(
     new_id: Callable[[], str],
     draw_seed: Callable[[], int],
     count_answer: CountAnswer = lambda endpoint, status: None,
+    count_callback: CountCallback = ignore,
     pool: Executor | None = None,
     tasks: Tasks | None = None,
 ) -> Starlette:
@@ -204,7 +214,8 @@ def build_api(
 
     `created` and `clock` are seconds since the epoch; `new_id` names failures in the log;
     `draw_seed` gives integers in [0, 2**64), from any thread.
-    `count_answer(endpoint, status)` is called when an answer begins. `pool` reads large requests, by
+    `count_answer(endpoint, status)` is called when an answer begins, `count_callback(outcome, seconds)` when
+    a call of a URL that a request named is over. `pool` reads large requests, by
     default the loop's own. `tasks` are the service's, which closes them.
     """
     reader = PromptReader(
@@ -219,7 +230,12 @@ def build_api(
         limits=limits,
         draw_seed=draw_seed,
     )
-    server = Server(service, tokenizer, model_name, clock, new_id, Budgets(clock))
+    tasks = tasks or Tasks("the HTTP API")
+    callbacks = Callbacks(timeout_s=limits.callback_timeout_s, tasks=tasks, count=count_callback)
+    budgets = Budgets(clock, service.records, lambda: f"{draw_seed():016x}")
+    server = Server(
+        *(service, tokenizer, model_name, clock, new_id, budgets, tasks, callbacks),
+    )
     tokenizing = Tokenizing(reader, chat_reader, tokenizer, service.model.max_model_len)
     asking = Asking(
         scopes,
@@ -228,9 +244,10 @@ def build_api(
         pool=pool,
     )
     turns = TurnMaker(reader, chat_reader, maker)
-    stored = Responses(asking, server, turns, responses, tasks or Tasks("the responses"))
+    stored = Responses(asking, server, turns, responses, tasks)
     messages = MessagesHandlers(server, maker, asking, reader, chat_reader)
-    rooms = (stored, messages, BranchHandlers(service, maker, reader, asking))
+    graphs = GraphHandlers(server, maker, reader, asking, settings=limits)
+    rooms = (stored, messages, BranchHandlers(service, maker, reader, asking), graphs)
     api = Api(server, maker, asking, tokenizing, *rooms, created=created, draw_seed=draw_seed)
     socket = WebSocketRoute("/v1/live", LiveSocket(limits.max_body_bytes))
     app = Starlette(routes=[*_routes(api), socket])

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, Self, TypeAlias
 import xxhash
 
 from mallee.actors.gateway.service import BranchStream, Delta
+from mallee.actors.http.branches.scoring import Scored
 from mallee.actors.http.branches.watch import Watch
 from mallee.actors.http.jobs import Plan
 from mallee.actors.text.answers import Parsed
@@ -28,6 +29,15 @@ ROOM_OF_A_STREAM: Final = 8  # deltas of several streams on their way to one rea
 
 TokenBytes: TypeAlias = Callable[[int], bytes]
 """The bytes that a token stands for; not always whole characters."""
+
+
+class CallDelta(NamedTuple):
+    """The beginning of a choice's call, or more of its arguments, without id and name then."""
+
+    number: int  # of the choice's calls
+    id: str
+    name: str
+    arguments: str
 
 
 class TokenChance(NamedTuple):
@@ -61,12 +71,13 @@ class TextDelta:
         None  # tokens drafted so far, and those of them that were drawn
     )
     reasoning: str = ""
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[CallDelta, ...] = ()  # only the first can be of a call that began before the text
     completion_tokens: int = 0  # of the choice so far
-    is_in_call: bool = False  # its tokens went into what may be a call, which is held back
+    is_in_call: bool = False  # its tokens went into what may be a call
     stop: str = ""  # the stop string that ended it
     injected: tuple[tuple[int, int], ...] = ()  # as `Delta.injected`
     ended_by: str = ""  # of its budget, or of the conditions that it was to stop by
+    scored: Scored | None = None  # at the end, if a verifier scores its request's branches
 
 
 class BranchText:
@@ -157,6 +168,10 @@ class TextStream:
         assert len(streams) == len(plan.jobs)
         self._watch = watch
         self._newest: dict[int, Delta] = {}  # by choices that are watched
+        self._wait: asyncio.Timeout | None = None  # for a delta, if it may be cut short
+        if watch is not None:
+            watch.on_verdict(self._stop_waiting)
+        self._held: tuple[int, Delta] | None = None  # it waits for its budget
         self.streams = streams
         self._merged = _Merged(streams) if len(streams) > 1 else None
         self._only = aiter(streams[0])
@@ -192,15 +207,21 @@ class TextStream:
         while not (self._ready and self._is_good):
             if self._failure is not None or not self._num_open:
                 return None
-            if self._merged is not None:
-                waiting = self._merged.take()
-            else:
-                delta = self.streams[0].take()
-                waiting = (0, delta) if delta is not None else None
+            waiting = self._held or self._taken()
             if waiting is None:
                 return None
+            if self._watch is not None and self._watch.lacks(waiting[1]):
+                self._held = waiting
+                return None
+            self._held = None
             self._push(*waiting)
         return self._ready.popleft()
+
+    def _taken(self) -> tuple[int, Delta] | None:
+        if self._merged is not None:
+            return self._merged.take()
+        delta = self.streams[0].take()
+        return None if delta is None else (0, delta)
 
     async def aclose(self) -> None:
         """End every branch still running. Idempotent."""
@@ -218,18 +239,36 @@ class TextStream:
         assert 0 <= self._num_failed <= len(self._texts) - self._num_open
 
     async def _push_next(self) -> None:
-        """Wait for a delta, but not beyond the time that the choices have."""
-        rest_s = self._watch.rest_s if self._watch is not None else None
-        if rest_s is None:
+        """Wait for a delta, but not beyond the time that the choices have, nor beyond a verdict on one."""
+        watch = self._watch
+        if watch is None:
             self._push(*await self._next_delta())
             return
+        if watch.has_verdicts:
+            self._end_due()
+            return
         try:
-            async with asyncio.timeout(rest_s):
-                delta = await self._next_delta()
+            async with asyncio.timeout(watch.rest_s) as self._wait:
+                delta = await self._next_covered(watch)
         except TimeoutError:
             self._end_due()
         else:
             self._push(*delta)
+        finally:
+            self._wait = None
+
+    def _stop_waiting(self) -> None:
+        """Have what waits for a delta look at once what is due."""
+        if self._wait is not None and not self._wait.expired():
+            self._wait.reschedule(asyncio.get_running_loop().time())
+
+    async def _next_covered(self, watch: Watch) -> tuple[int, Delta]:
+        """The next delta, once its budget has been asked for what it lacks."""
+        if self._held is None:
+            self._held = await self._next_delta()
+        await watch.secure(self._held[1])
+        held, self._held = self._held, None
+        return held
 
     async def _next_delta(self) -> tuple[int, Delta]:
         """(job, delta). Raises InternalError if the service ended too early."""
@@ -245,6 +284,8 @@ class TextStream:
     def _push(self, job: int, delta: Delta) -> None:
         """Make text of a delta. If it was the last choice and all failed, that is the failure of all."""
         index = job * self._branches + delta.branch
+        if self._watch is not None and self._watch.has_verdicts:
+            self._end_due()  # without this delta: its text came after the verdict
         if self._texts[index].is_finished:
             return
         if self._watch is None:
@@ -257,12 +298,13 @@ class TextStream:
     def _end_due(self) -> None:
         """End the choices that are to go no further, where their clients saw them last."""
         assert self._watch is not None
-        for index, finish in self._watch.due():
+        for index, finish, error in self._watch.due():
             job, branch = divmod(index, self._branches)
             last = self._newest.get(index, Delta(branch, (), None, 0, 0, None, 0, None))
             nothing: tuple[()] = ()
             empty = last._replace(tokens=nothing, logprobs=nothing, injected=nothing, drafts=None)
-            self._add(job, index, empty._replace(finish=finish, capsule=None, boundary=0))
+            ended = empty._replace(finish=finish, capsule=None, boundary=0, error=error)
+            self._add(job, index, ended)
 
     def _add(self, job: int, index: int, delta: Delta) -> None:
         text = self._text_delta(job, index, delta)
@@ -286,6 +328,7 @@ class TextStream:
                     self._watch.stopped(index)
             elif self._watch is not None and index in self._watch.reasons:
                 capsule, boundary = self._cut_watched(index, job, delta.branch, finish)
+        scored = self._scored(index, text, reasoning, is_last=finish is not None)
         error = None
         if finish == "error":
             self._num_failed += 1
@@ -317,7 +360,14 @@ class TextStream:
             self._watch.reasons.get(index, "")
             if finish in ("budget", "condition") and self._watch is not None
             else "",
+            scored,
         )
+
+    def _scored(self, index: int, text: str, reasoning: str, *, is_last: bool) -> Scored | None:
+        if self._watch is None:
+            return None
+        num_tokens = self._texts[index].num_tokens
+        return self._watch.score(index, text, reasoning, num_tokens=num_tokens, is_last=is_last)
 
     def _parsed(self, index: int, text: str, *, is_last: bool) -> Parsed:
         """The parts of a choice's new text."""
@@ -327,16 +377,18 @@ class TextStream:
         found = parser.feed(text)
         return found.plus(parser.end()) if is_last else found
 
-    def _named(self, index: int, call: Call) -> ToolCall:
-        """The choice's next call, with an id that no other has."""
+    def _named(self, index: int, call: Call) -> CallDelta:
+        """A part of the choice's last call, or of its next one, with an id that no other has."""
         reading, number = self._plan.reading, self._num_calls[index]
+        if not call.name:
+            return CallDelta(number - 1, "", "", call.arguments)
         assert reading is not None
         assert reading.form is not None
         self._num_calls[index] += 1
         job = index // self._branches
         digest = xxhash.xxh3_128_hexdigest(f"{self.streams[job].request}.{index}.{number}".encode())
         name = digest[:9] if reading.form.has_short_ids else f"call_{digest[:24]}"
-        return ToolCall(name, *call)
+        return CallDelta(number, name, *call)
 
     def _cut(self, index: int, job: int, branch: int) -> tuple[CapsuleId | None, int]:
         """End a branch at its stop string: the capsule of the text that the client saw, and its tokens."""
@@ -412,6 +464,27 @@ class _Merged:
         for task in self._pumps:
             task.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
+
+
+class WholeCalls:
+    """The calls of one choice, put together of their parts."""
+
+    __slots__ = ("_arguments", "_begun")
+
+    def __init__(self) -> None:
+        self._begun: list[CallDelta] = []
+        self._arguments: list[list[str]] = []  # of each
+
+    def add(self, deltas: Sequence[CallDelta]) -> None:
+        for delta in deltas:
+            if delta.id:
+                self._begun.append(delta)
+                self._arguments.append([])
+            self._arguments[delta.number].append(delta.arguments)
+
+    def found(self) -> list[ToolCall]:
+        pairs = zip(self._begun, self._arguments, strict=True)
+        return [ToolCall(begun.id, begun.name, "".join(parts)) for begun, parts in pairs]
 
 
 # Log-probabilities in OpenAI's two shapes.

@@ -1,17 +1,17 @@
 """Requests become jobs: ranges, token limits and defaults are decided here, before any worker."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
-import xxhash
 
 from mallee.actors.capsule_files.imports import Received
 from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.service import CapsuleInfo
-from mallee.actors.http.branches.budgets import Budget, read_budget
+from mallee.actors.http.branches.accounts import Budget, read_budget
 from mallee.actors.http.branches.conditions import Conditions, read_conditions
+from mallee.actors.http.callbacks.callbacks import AllowedUrls
 from mallee.actors.http.chat.reading import Chat, ChatReader
 from mallee.actors.http.files.taking import ImportRequest
 from mallee.actors.http.grammars import FREE_TEXT, OutputFormat, read_output_format
@@ -30,7 +30,6 @@ from mallee.actors.http.schemas import (
 )
 from mallee.actors.http.terms import read_affinity, read_retention
 from mallee.actors.text.answers import Reading
-from mallee.actors.text.conversation import Message
 from mallee.protocol.errors import (
     BadRequest,
     ContextLengthExceeded,
@@ -44,6 +43,7 @@ from mallee.protocol.messages import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     Limits,
+    ReasoningBudget,
     Sampling,
     unpack_tokens,
 )
@@ -103,12 +103,6 @@ class Start(NamedTuple):
     is_cut: bool
 
 
-def digests_of(messages: Sequence[Message]) -> Messages:
-    """Marks of a conversation that was rendered, by which its messages are known again."""
-    digests = tuple(xxhash.xxh3_64_intdigest(msgspec.json.encode(each)) for each in messages)
-    return Messages(digests, messages[0].role == "system")
-
-
 T = TypeVar("T", int, float)
 
 
@@ -139,6 +133,7 @@ class JobMaker:
         self._chat = chat
         self._model_name = model_name
         self._limits = limits
+        self._urls = AllowedUrls(limits.callbacks)
         self._draw_seed = draw_seed
 
     def check_model(self, model: str | None) -> None:
@@ -182,6 +177,8 @@ class JobMaker:
         A request of another API sets `max_completion_tokens`, and names its own fields before.
         """
         self._check_sampling(request)
+        if request.thinking_token_budget is not None:
+            _within("thinking_token_budget", request.thinking_token_budget, 0, (1 << 31) - 1)
         max_tokens = request.max_completion_tokens or request.max_tokens
         begun = 0 if start is None else start.num_tokens
         room = max(self._spec.max_model_len - begun - len(chat.prompt), 1)
@@ -197,7 +194,8 @@ class JobMaker:
                 output=chat.output,
                 scope=scope,
                 terms=terms,
-                messages=digests_of(chat.messages)._replace(changed=chat.changed),
+                messages=chat.messages._replace(changed=chat.changed),
+                reasoning=chat.reasoning,
             )
         return replace(plan, reading=chat.reading)
 
@@ -216,7 +214,7 @@ class JobMaker:
         job = ForkJob(
             start.capsule,
             [chat.prompt],
-            self._branch_limits(request, max_tokens),
+            self._branch_limits(request, max_tokens, chat.reasoning),
             self._sampling(request),
             terms,
             chat.output.grammar,
@@ -238,8 +236,7 @@ class JobMaker:
         if request.messages is None:
             tokens = self._reader.prompt(request.prompt, scope=scope)
         else:
-            tokens, given = self._chat.prefix(request, scope)
-            messages = digests_of(given)
+            tokens, messages = self._chat.prefix(request, scope)
         self._check_fits(len(tokens), 0)
         return PrefillJob(
             tokens,
@@ -271,6 +268,12 @@ class JobMaker:
         """Raises what `imported` would, before the file comes."""
         self.check_model(request.model)
         self._ttl_s(request.ttl_s)
+
+    def check_fork(self, request: ForkRequest) -> None:
+        """Raises what a fork of any capsule would raise for its model and sampling."""
+        self.check_model(request.model)
+        self._check_sampling(request)
+        self._sampling(request)
 
     def fork(
         self, request: ForkRequest, capsule: CapsuleInfo, scope: Scope, terms: QueueTerms
@@ -322,7 +325,7 @@ class JobMaker:
         more = self._max_tokens("max_tokens", request.max_tokens) or 0
         boundary = _checked_at("at", request.at, capsule)
         self._check_fits(boundary, more or 1)
-        conditions = read_conditions(request.mallee.stop_when, 1)
+        conditions = read_conditions(request.mallee.stop_when, 1, self._urls)
         if conditions is not None and conditions.below is not None:
             remedy = "how a restored branch draws is its capsule's; leave it out, or fork"
             raise InvalidParameter("mallee.stop_when.logprob", {"below": conditions.below}, remedy)
@@ -389,10 +392,11 @@ class JobMaker:
         scope: Scope,
         terms: QueueTerms,
         messages: Messages = NO_MESSAGES,
+        reasoning: ReasoningBudget | None = None,
     ) -> Plan:
         for prompt in prompts:
             self._check_fits(len(prompt), max_tokens)
-        limits = self._branch_limits(request, max_tokens)
+        limits = self._branch_limits(request, max_tokens, reasoning)
         keep_s, affinity = self._keep_s(request), read_affinity(request, scope)
         jobs = tuple(
             GenerateJob(
@@ -447,16 +451,22 @@ class JobMaker:
             diagnoses=request.mallee.diagnostics,
             starts=starts,
             budget=read_budget(request.mallee.budget),
-            conditions=read_conditions(request.mallee.stop_when, len(jobs) * branches),
+            conditions=read_conditions(request.mallee.stop_when, len(jobs) * branches, self._urls),
         )
 
-    def _branch_limits(self, request: SamplingFields, max_tokens: int) -> Limits:
+    def _branch_limits(
+        self, request: SamplingFields, max_tokens: int, reasoning: ReasoningBudget | None = None
+    ) -> Limits:
         if not 0 <= request.min_tokens <= max_tokens:
             raise InvalidParameter(
                 "min_tokens", request.min_tokens, f"give 0 to {max_tokens}, which is max_tokens"
             )
         return Limits(
-            max_tokens, tuple(request.stop_token_ids), request.ignore_eos, request.min_tokens
+            max_tokens,
+            tuple(request.stop_token_ids),
+            request.ignore_eos,
+            request.min_tokens,
+            reasoning,
         )
 
     def _sampling(self, request: SamplingFields) -> Sampling:

@@ -6,20 +6,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mallee.actors.text.chat import ChatTemplate
-from mallee.actors.text.conversation import Conversation, read_messages
+from mallee.actors.text.conversation import Conversation, digest_of, read_messages
+from mallee.actors.text.histories import END_CHARS, Histories
 from mallee.actors.text.specials import Rendering
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.errors import BadRequest, ContextLengthExceeded, InvalidParameter
 from mallee.protocol.hashing import Tokens, as_tokens
 
-END_CHARS = 64
-
 
 class RenderedPrompt(NamedTuple):
-    """A conversation as tokens, and the end of its text, before the answer if that is begun."""
+    """A conversation as tokens, and the end of its text, before the answer if that is begun.
+
+    `digests`: of its messages; of the rest of a conversation none.
+    """
 
     tokens: Tokens
     end: str
+    digests: tuple[int, ...] = ()
 
 
 def _is_ids(value: Sequence[object]) -> bool:
@@ -27,9 +30,10 @@ def _is_ids(value: Sequence[object]) -> bool:
 
 
 class PromptReader:
-    """Prompts, messages and suffixes as tokens. Stateless; safe to use from several threads.
+    """Prompts, messages and suffixes as tokens. Safe to use from several threads.
 
-    Texts are remembered for their `scope` (a tenant's) alone: see `Tokenizer.encode`.
+    Texts and conversations are remembered for their `scope` (a tenant's) alone: see `Tokenizer.encode` and
+    `Histories`.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class PromptReader:
     ) -> None:
         self._tokenizer = tokenizer
         self._chat = chat
+        self._histories = Histories(tokenizer, chat)
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
 
@@ -79,6 +84,15 @@ class PromptReader:
 
         `begun`: the beginning of the answer, which goes on.
         """
+        if not starts:
+            prompt = self._histories.prompt(
+                *(conversation, scope),
+                add_generation_prompt=add_generation_prompt,
+                begun=begun,
+                max_tokens=self._max_model_len,
+            )
+            if prompt is not None:
+                return RenderedPrompt(*prompt)
         found = self._chat.render(
             conversation,
             add_generation_prompt=add_generation_prompt,
@@ -89,7 +103,8 @@ class PromptReader:
         if not len(tokens):
             num = len(conversation.messages)
             raise InvalidParameter("messages", num, "they render to no token at all")
-        return RenderedPrompt(tokens, found.pieces[-1][-END_CHARS:])
+        digests = tuple(map(digest_of, conversation.messages))
+        return RenderedPrompt(tokens, found.pieces[-1][-END_CHARS:], digests)
 
     def rendering(self, conversation: Conversation, *, add_generation_prompt: bool) -> Rendering:
         """A conversation as text. Raises InvalidParameter."""

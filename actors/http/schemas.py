@@ -72,7 +72,7 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class BudgetFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bounds of a request, and of all that is forked below it."""
+    """Bounds of a request or a session, and of all that is below it."""
 
     tokens: int | None = None
     branches: int | None = None
@@ -86,12 +86,25 @@ class LogprobFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tokens: int = 16
 
 
+class ScoreFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A verifier at `url` scores the texts so far, one at most each `every` tokens.
+
+    A branch ends when its score is `below`. `required`: a call that fails ends those it asked for.
+    """
+
+    url: str
+    below: float
+    every: int = 32
+    required: bool = False
+
+
 class StopWhenFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`done`: the others end when so many choices have ended by themselves."""
 
     regex: str | None = None
     done: int | None = None
     logprob: LogprobFields | None = None
+    score: ScoreFields | None = None
 
 
 class Extras(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -123,6 +136,7 @@ class AnyRequest(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     is_bounded: ClassVar[bool] = False  # it may have a budget, and conditions to stop by
+    history: ClassVar[str] = ""  # the list that clients send again with more at its end
 
     model: str | None = None
     user: str = ""
@@ -182,12 +196,15 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """`tools` and messages are read by `text.conversation`, the rest of them by `http.chat`."""
 
+    history: ClassVar[str] = "messages"
+
     messages: Any = None
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Any = None
     reasoning_effort: str | None = None
+    thinking_token_budget: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -198,6 +215,7 @@ class CapsuleRequest(AnyRequest, frozen=True, kw_only=True):
     """`add_generation_prompt`: end rendered `messages` where the assistant's answer begins.
 
     `ttl_s`: seconds that the capsule is kept without being used; 0: until it is deleted, if that may be.
+    Without `wait` it is answered at once, before the capsule is there.
     """
 
     prompt: Any = None
@@ -206,6 +224,7 @@ class CapsuleRequest(AnyRequest, frozen=True, kw_only=True):
     chat_template_kwargs: Any = None
     add_generation_prompt: bool = False
     ttl_s: float | None = None
+    wait: bool = True
 
 
 class TokenizeRequest(AnyRequest, frozen=True, kw_only=True):
@@ -295,6 +314,14 @@ class SessionForkRequest(AnyRequest, frozen=True, kw_only=True):
 
     session: str = ""
     capsule: str | None = None
+    budget: BudgetFields | None = None
+
+
+class SessionRequest(AnyRequest, frozen=True, kw_only=True):
+    """The budget of a session, and of all below it; `parent`: the session that a new one is below."""
+
+    budget: BudgetFields | None = None
+    parent: str = ""
 
 
 class CloseSessionRequest(AnyRequest, frozen=True, kw_only=True):
@@ -313,6 +340,11 @@ def parse(raw: bytes, kind: type[R], max_values: int = LEAST_VALUES) -> R:
 
     Raises BadRequest, InvalidParameter naming the field, and TooManyValues beyond `max_values`.
     """
+    return read(decode(raw, max_values), kind)
+
+
+def decode(raw: bytes, max_values: int) -> dict[str, Any]:
+    """The JSON object in `raw`. Raises BadRequest, and TooManyValues beyond `max_values`."""
     _check_values(raw, max_values)
     try:
         body = msgspec.json.decode(raw)
@@ -324,6 +356,11 @@ def parse(raw: bytes, kind: type[R], max_values: int = LEAST_VALUES) -> R:
         raise _too_deep()
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
+    return body
+
+
+def read(body: dict[str, Any], kind: type[R]) -> R:
+    """`body` as a request of type `kind`. Raises BadRequest, and InvalidParameter naming the field."""
     known = kind.__struct_fields__
     given = {
         name: value
@@ -334,6 +371,16 @@ def parse(raw: bytes, kind: type[R], max_values: int = LEAST_VALUES) -> R:
         return msgspec.convert(given, kind, strict=True)
     except (msgspec.ValidationError, OverflowError) as e:
         raise _bad_field(str(e), given) from e
+
+
+def num_values(raw: bytes) -> int:
+    """At least the values and names of the JSON in `raw`."""
+    return _num_values(np.frombuffer(raw, np.uint8))
+
+
+def may_have_long_number(raw: bytes) -> bool:
+    """Whether `decode` may refuse JSON with `raw` in it for a long number, wherever that stands in it."""
+    return _has_long_number(np.frombuffer(raw, np.uint8), MAX_DIGITS // 2)
 
 
 def _check_values(raw: bytes, most: int) -> None:
@@ -360,10 +407,10 @@ def _num_values(text: NDArray[np.uint8]) -> int:
     return sum(int(np.count_nonzero(text == mark)) for mark in b",:[{")
 
 
-def _has_long_number(text: NDArray[np.uint8]) -> bool:
-    """Whether digits fill a block: those of twice its length always do."""
+def _has_long_number(text: NDArray[np.uint8], length: int = MAX_DIGITS) -> bool:
+    """Whether digits fill a block of that length: those of twice of it always do."""
     is_digit = text - np.uint8(ord("0")) < 10
-    blocks = is_digit[: len(text) // MAX_DIGITS * MAX_DIGITS].reshape(-1, MAX_DIGITS)
+    blocks = is_digit[: len(text) // length * length].reshape(-1, length)
     return bool(blocks.all(axis=1).any())
 
 

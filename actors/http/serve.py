@@ -3,9 +3,9 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -19,16 +19,21 @@ from mallee.actors.http.answers import (
     capsule_body,
     usage_body,
 )
-from mallee.actors.http.branches.budgets import Budgets
+from mallee.actors.http.branches.accounts import Budget
+from mallee.actors.http.branches.budgets import Bound, Budgets
 from mallee.actors.http.branches.watch import Watch
+from mallee.actors.http.callbacks.callbacks import Callbacks
 from mallee.actors.http.deltas import TextDelta, TextStream, TokenBytes
 from mallee.actors.http.entry.middleware import age_s, caller_of
 from mallee.actors.http.errors import unexpected
 from mallee.actors.http.jobs import Plan
 from mallee.actors.http.sse import MAX_RUN, EventStream, unless_gone
+from mallee.actors.tasks import Tasks
 from mallee.actors.text.tokenizer import Tokenizer
-from mallee.protocol.errors import InternalError, MalleeError, NotFound, Unavailable
-from mallee.router.dispatch.jobs import PrefillJob
+from mallee.protocol.errors import InternalError, MalleeError, NotFound
+from mallee.protocol.ids import CapsuleId, RequestId, Scope, account_of, capsule_id
+from mallee.router.dispatch.jobs import PrefillJob, QueueTerms
+from mallee.router.dispatch.promises import not_kept
 
 TURN_TOKENS: Final = 2048  # of a backlog, written without a turn of the loop: a few milliseconds
 LOGPROBS_COST: Final = 16  # of a token's log-probabilities, as tokens
@@ -64,6 +69,13 @@ class Writer(Protocol):
         """The last one of an answer that fails after its beginning; `left` are choices that end by it."""
 
 
+class Named(NamedTuple):
+    """The name of a request to come, and the account that bounds it."""
+
+    name: RequestId
+    bound: Bound | None
+
+
 class AnswerFormat(Protocol):
     """The shape of an API's answers. With `token_bytes` they have log-probabilities."""
 
@@ -86,6 +98,8 @@ class Server:
     clock: Callable[[], float]
     new_id: Callable[[], str]
     budgets: Budgets
+    tasks: Tasks  # prefills that no client waits for
+    callbacks: Callbacks
 
     async def answer(self, request: Request, plan: Plan, answer_format: AnswerFormat) -> Response:
         """The whole answer, or a stream whose first delta is there: failures before it are raised.
@@ -122,7 +136,8 @@ class Server:
         caller, tokens = caller_of(request), len(job.tokens)
         with caller.visit.making(tokens, self.service.is_kept) as keep:
             caller.visit.begin(1, tokens)
-            made = await unless_gone(request.receive, prefill(self.service, job, age_s(request)))
+            making = prefill(self.service, job, age_s(request), self._prefill_name(job))
+            made = await unless_gone(request.receive, making)
             assert made.capsule is not None
             assert made.worker is not None
             keep(made.capsule)
@@ -143,14 +158,73 @@ class Server:
             }
         return json_response(body, headers=_worker_header([made.worker], caller))
 
-    async def _start(self, plan: Plan, prepare_s: float) -> TextStream:
-        watch = Watch.begin(plan, self.budgets, self.tokenizer.token_bytes)
+    async def promise(self, request: Request, job: PrefillJob) -> Response:
+        """The answer to `POST /v1/capsules` before its prefill has ended, which goes on after it.
+
+        Raises as `answer`, if it is refused.
+        """
+        caller, tokens = caller_of(request), len(job.tokens)
+        name = self._prefill_name(job)
+        capsule = capsule_id(name)
+        with ExitStack() as stay:
+            visit = stay.enter_context(caller.visit.staying())
+            keep = stay.enter_context(visit.making(tokens, self.service.is_kept))
+            visit.begin(1, tokens)
+            promised = replace(job, makes=capsule)
+            stream = await self.service.begin(promised, age_s(request), name=name)
+            # Nothing is awaited before the task has it all.
+            work = self._keep_promise(stream, capsule, keep, stay.pop_all())
+            self.tasks.spawn(work, name="prefill")
+        info = await self.service.capsule(capsule, job.scope)
+        body = capsule_body(info, self.model_name, names_workers=caller.is_operator)
+        workers = () if info.worker is None else (info.worker,)
+        return json_response(
+            {**body, "ttl_s": job.ttl_s or None}, 202, _worker_header(workers, caller)
+        )
+
+    async def _keep_promise(
+        self,
+        stream: BranchStream,
+        capsule: CapsuleId,
+        keep: Callable[[CapsuleId], None],
+        stay: ExitStack,
+    ) -> None:
+        """Wait for a capsule that was promised; its failure is told by its id."""
+        with stay:
+            try:
+                await stream.opened()
+                await _prefilled(stream)
+            except MalleeError as error:
+                _log.info("capsule %s could not be made: %s", capsule, error)
+            else:
+                keep(capsule)
+
+    async def start(
+        self,
+        plan: Plan,
+        prepare_s: float,
+        *,
+        named: Named | None = None,
+        follow: Callable[[BranchStream], BranchStream] = lambda stream: stream,
+    ) -> TextStream:
+        """The running answer, ended where its budget and its conditions say. The caller closes it.
+
+        `named`: a plan with one job has a name already. `follow(stream)` is read instead of each stream.
+        Raises MalleeError.
+        """
+        bound = self.bound(plan) if named is None else named.bound
+        watch = await Watch.begin(
+            *(plan, self.budgets, bound, self.tokenizer.token_bytes), callbacks=self.callbacks
+        )
         if watch is not None:
             plan = watch.within(plan)
         streams: list[BranchStream] = []
         try:
             for job in plan.jobs:
-                stream = await self.service.start(job, prepare_s)
+                name = named.name if named is not None else None
+                if named is None and bound is not None:
+                    name = self.named(job.scope, bound).name
+                stream = follow(await self.service.start(job, prepare_s, name=name))
                 streams.append(stream)
                 if watch is not None:
                     watch.started(stream.request)
@@ -162,6 +236,33 @@ class Server:
             raise
         return TextStream(streams, plan, self.tokenizer, watch)
 
+    def bound(self, plan: Plan, after: CapsuleId | None = None) -> Bound | None:
+        """The account that bounds a plan: its own, its capsule's (or that of `after`), its session's."""
+        job = plan.jobs[0]  # of all
+        return self.bound_of(plan.budget, job.scope, job.terms, job.capsule or after or "")
+
+    def bound_of(
+        self, budget: Budget | None, scope: Scope, terms: QueueTerms, capsule: str = ""
+    ) -> Bound | None:
+        """The account for `budget`, below those of a capsule and of the session."""
+        return self.budgets.bound(budget, scope, capsule, self._session_budget(scope, terms))
+
+    def named(self, scope: Scope, bound: Bound | None) -> Named:
+        """A name for a request to come, from which its account can be told."""
+        account = "" if bound is None else bound.key
+        return Named(self.service.new_name(scope, account), bound)
+
+    def _prefill_name(self, job: PrefillJob) -> RequestId:
+        """A name for a prefill to come. It draws nothing; what goes on from its capsule is bounded."""
+        account = account_of(self._session_budget(job.scope, job.terms))
+        return self.service.new_name(job.scope, account)
+
+    def _session_budget(self, scope: Scope, terms: QueueTerms) -> str:
+        """The name of the budget of a session, or of one above it; "" if there is none."""
+        if not terms.session:
+            return ""
+        return self.service.sessions.budget(terms.session, scope, terms.parent_session)
+
     async def _whole(
         self, plan: Plan, prepare_s: float, answer_format: AnswerFormat, caller: Caller
     ) -> Response:
@@ -169,7 +270,7 @@ class Server:
         cost = LOGPROBS_COST if plan.logprobs else 1
         answer = answer_format.begin_whole(plan, token_bytes, names_workers=caller.is_operator)
         usage = self._usage(plan, caller)
-        text = await self._start(plan, prepare_s)
+        text = await self.start(plan, prepare_s)
         owed = 0
         try:
             async for delta in text:
@@ -191,7 +292,7 @@ class Server:
 
     async def _opened(self, plan: Plan, prepare_s: float) -> tuple[TextStream, TextDelta]:
         """The answer begun, and its first delta; the caller closes it."""
-        text = await self._start(plan, prepare_s)
+        text = await self.start(plan, prepare_s)
         try:
             return text, await anext(text)
         except BaseException:
@@ -257,26 +358,41 @@ def _worker_header(workers: Iterable[str], caller: Caller) -> dict[str, str]:
     return {"x-mallee-worker": ",".join(workers)} if caller.is_operator else {}
 
 
-async def prefill(service: Service, job: PrefillJob, prepare_s: float) -> Delta:
-    """The last delta of `job`, which names the capsule.
+async def prefill(
+    service: Service,
+    job: PrefillJob,
+    prepare_s: float,
+    name: RequestId,
+    *,
+    placed: Callable[[RequestId], None] = lambda request: None,
+) -> Delta:
+    """The last delta of `job`, which names the capsule. `placed` is called once a worker has it.
 
     Raises MalleeError. Cancelled, it leaves nothing running and no capsule.
     """
-    stream = await service.start(job, prepare_s)
-    last: Delta | None = None
+    stream = await service.start(job, prepare_s, name=name)
     try:
-        async for delta in stream:
-            last = delta
-            if delta.finish is not None:
-                break
+        placed(stream.request)
+        return await _prefilled(stream)
     except asyncio.CancelledError:
         # The capsule may be made already, its delta unread: no client would know it.
+        last: Delta | None = None
         while (unread := stream.take()) is not None:
             last = unread
         if last is not None and last.capsule is not None:
             with suppress(NotFound):
                 await service.release_capsule(last.capsule, job.scope)
         raise
+
+
+async def _prefilled(stream: BranchStream) -> Delta:
+    """The last delta of a prefill, which names the capsule. Raises MalleeError."""
+    last: Delta | None = None
+    try:
+        async for delta in stream:
+            last = delta
+            if delta.finish is not None:
+                break
     finally:
         await stream.aclose()
     if last is None or last.finish is None:
@@ -284,8 +400,5 @@ async def prefill(service: Service, job: PrefillJob, prepare_s: float) -> Delta:
     if last.finish == "error":
         raise last.error or InternalError("the prefill failed")
     if last.capsule is None:
-        raise Unavailable(
-            "the prompt was computed, but the worker kept no capsule; retry later",
-            was_computed=True,
-        )
+        raise not_kept()
     return last._replace(worker=stream.worker)

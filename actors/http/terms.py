@@ -203,11 +203,13 @@ def _control_ttl_s(request: AnyRequest, param: str) -> float | None:
     marks = [request.cache_control] if request.cache_control is not None else []
     messages = getattr(request, "messages", None)
     for message in messages if isinstance(messages, list) else []:
-        content = message.get("content") if isinstance(message, dict) else None
-        parts = [message, *content] if isinstance(content, list) else [message]
-        marks += [
-            p["cache_control"] for p in parts if isinstance(p, dict) and p.get("cache_control")
-        ]
+        if not isinstance(message, dict):
+            continue
+        if mark := message.get("cache_control"):
+            marks.append(mark)
+        if isinstance(content := message.get("content"), list):
+            parts = (part for part in content if isinstance(part, dict))
+            marks += [part["cache_control"] for part in parts if part.get("cache_control")]
     if not all(isinstance(mark, dict) and mark.get("type") == "ephemeral" for mark in marks):
         raise InvalidParameter(param, marks, 'give {"type": "ephemeral", "ttl": "5m" or "1h"}')
     return max((read_ttl_s(mark.get("ttl", "5m"), f"{param}.ttl") for mark in marks), default=None)

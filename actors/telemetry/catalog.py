@@ -140,6 +140,19 @@ _REQUESTS: Final = _area(
     ),
 )
 
+_CALLBACKS: Final = _area(
+    "Callbacks",
+    "gateway",
+    _seconds(
+        "mallee_callback_duration_seconds",
+        "Calls of URLs that requests named (`http.callbacks`), by how they ended: `abandoned`: their request"
+        " was over first, `slow`: no answer came in time, `refused`: its status was not 200, `malformed`: it"
+        " had another shape.",
+        WHOLE_S,
+        Label("outcome", ("answered", "abandoned", "slow", "unreachable", "refused", "malformed")),
+    ),
+)
+
 _REUSE: Final = _area(
     "Reuse of prompts",
     "gateway",
@@ -763,7 +776,7 @@ _PROCESS: Final = _area(
 )
 
 FAMILIES: Final[tuple[Family, ...]] = (
-    *(*_REQUESTS, *_REUSE, *_FORKS, *_ADMISSION, *_FAILURES, *_TENANTS),
+    *(*_REQUESTS, *_CALLBACKS, *_REUSE, *_FORKS, *_ADMISSION, *_FAILURES, *_TENANTS),
     *(*_ROUTING, *_GATEWAYS, *_INDEX, *_LOAD, *_WORK, *_BELOW, *_LENDING),
     *(*_CONTRACT, *_HOST, *_PICKER, *_PROCESS),
 )

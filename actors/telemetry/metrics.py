@@ -69,6 +69,7 @@ class GatewayMetrics:
         self.output_tokens = TokenCounter("mallee_output_tokens_total", self.registry)
         self.recorded_bytes = make.counter("mallee_session_record_bytes_total")
         self._records_stopped = make.counter("mallee_session_records_stopped_total")
+        self._callbacks = make.histogram("mallee_callback_duration_seconds")
         # Reuse and forks
         self._cached = make.counter("mallee_cached_tokens_total")
         self._prefill = make.counter("mallee_prefill_tokens_total")
@@ -98,6 +99,10 @@ class GatewayMetrics:
     def answered(self, endpoint: str, status: int) -> None:
         """Count an HTTP answer that began; `endpoint` is the path's template, not the path."""
         self._answers.labels(endpoint, str(status)).inc()
+
+    def called_back(self, outcome: str, seconds: float) -> None:
+        """Count a call of a URL that a request named."""
+        self._callbacks.labels(outcome).observe(seconds)
 
     def branch_ended(
         self, reason: FinishReason, *, cached_tokens: int, prefill_tokens: int, seconds: float

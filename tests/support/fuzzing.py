@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ CHATML = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 SCHEMAS: Mapping[str, Any] = document()["components"]["schemas"]
-MODEL_LEN = 128
+MODEL_LEN = 192  # a graph leaves 128 free
 MAX_WAIT_S = 20.0
 
 INTS = st.sampled_from([0, 1, 2, 3, 7, -1, 129, 10**9, 2**31, -(2**63), 2**63, 2**64, 10**30])
@@ -123,12 +124,13 @@ class Ask(NamedTuple):
 
 
 @st.composite
-def asks(draw: st.DrawFn, operation: Operation, capsules: st.SearchStrategy[str]) -> Ask:
+def asks(draw: st.DrawFn, operation: Operation, api: "FuzzedApi") -> Ask:
+    """A call of the operation, in half of them of things that exist."""
     path = template(operation.path)
-    path = path.replace("{capsule}", _quoted(draw(capsules)))
-    path = path.replace("{model}", _quoted(draw(st.sampled_from(["tiny", "x"]) | TEXTS)))
-    for name in ("session", "request", "worker", "response", "conversation", "item"):
-        path = path.replace(f"{{{name}}}", _quoted(draw(TEXTS.filter(lambda t: t[:1] != "w"))))
+    ids = api.made(operation) if "{" in path and draw(st.booleans()) else {}
+    for name in re.findall(r"{(\w+)}", path):
+        text = ids.get(name) or draw(TEXTS.filter(lambda t: t[:1] != "w"))
+        path = path.replace(f"{{{name}}}", _quoted(text))
     fields = {name: values(schema) for name, schema in operation.query.items()}
     query = draw(st.fixed_dictionaries({}, optional={**fields, "extra": TEXTS}))
     headers = draw(
@@ -302,15 +304,56 @@ class FuzzedApi:
         if is_busy:
             code = answer.json()["error"]["code"]
             assert code == "capsules_full", answer.text
-            self.send(
-                Ask(OPERATION["DELETE", "/v1/capsules"], "/v1/capsules", {"all": "true"}, b"", {})
-            )
+            self.make_room()
         return answer
 
     def capsule(self) -> str:
         """One that exists."""
-        answer = self.send(ask_of("POST", "/v1/capsules"))
-        return str(answer.json()["id"])
+        return str(self._posted("/v1/capsules")["id"])
+
+    def made(self, operation: Operation) -> dict[str, str]:
+        """Names for the path's parameters, of things that exist."""
+        found = {"model": "tiny", "session": "s", "branch": "0"}
+        names = re.findall(r"{(\w+)}", template(operation.path))
+        if "capsule" in names:
+            found["capsule"] = self.capsule()
+            if operation.handler == "capsules.restore":  # one of an answer
+                choice = self._posted("/v1/completions")["choices"][0]
+                found["capsule"] = choice["mallee"]["capsule"]
+        if "request" in names:
+            found["request"] = self._posted("/v1/completions")["id"]
+        if "session" in names or operation.handler == "sessions.close_named":
+            session = operation.example.get("session_id", "s")
+            self._posted("/v1/completions", session_id=session)
+        if "graph" in names:
+            found |= {"graph": self._posted("/v1/graphs")["id"], "node": "one"}
+        if "response" in names:
+            found["response"] = self._posted("/v1/responses")["id"]
+        if "conversation" in names:
+            path = f"/v1/conversations/{self._posted('/v1/conversations')['id']}"
+            found["conversation"] = path.rpartition("/")[2]
+            items = ask_of("GET", "/v1/conversations/{conversation}/items")
+            found["item"] = self.send(items._replace(path=f"{path}/items")).json()["data"][0]["id"]
+        return found
+
+    def _posted(self, path: str, **more: Any) -> Any:
+        """The answer to the operation's example."""
+        ask = ask_of("POST", path)
+        ask = ask._replace(content=written({**ask.operation.example, **more}))
+        answer = self.send(ask)
+        if answer.status_code in (503, 529):
+            self.make_room()
+            answer = self.send(ask)
+        if answer.status_code == 409 and "session_id" in more:  # an earlier call has bound it
+            self.send(ask_of("DELETE", "/v1/sessions/{session:path}", session=more["session_id"]))
+            answer = self.send(ask)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def make_room(self) -> None:
+        self.send(
+            Ask(OPERATION["DELETE", "/v1/capsules"], "/v1/capsules", {"all": "true"}, b"", {})
+        )
 
 
 OPERATION = {(each.method, each.path): each for each in OPERATIONS}

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -35,6 +35,9 @@ class CharTokenizer:
 
     def tokens(self, text: str, *, add_special_tokens: bool = False, scope: str = "") -> Tokens:
         return as_tokens(self.encode(text))
+
+    def delimiters(self, among: Collection[str]) -> tuple[str, ...]:
+        return ()
 
     def detokenizer(self, shown: Sequence[str] = ()) -> "CharTokenizer":
         return self
@@ -71,6 +74,8 @@ def api_over(
         new_id=lambda: "err",
         draw_seed=lambda: secrets.randbits(64),
         count_answer=gateway._metrics.answered,
+        count_callback=gateway._metrics.called_back,
+        tasks=gateway.tasks,
     )
 
 

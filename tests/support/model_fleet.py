@@ -12,7 +12,12 @@ import numpy as np
 import xxhash
 
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.errors import CapsulesFull, MalleeError, UnknownCapsule
+from mallee.protocol.errors import (
+    CapsuleAbandoned,
+    CapsulesFull,
+    MalleeError,
+    UnknownCapsule,
+)
 from mallee.protocol.events import Lease
 from mallee.protocol.ids import (
     CapsuleId,
@@ -91,8 +96,21 @@ class Row:
     num_told: int = 0  # tokens
 
 
+@dataclass
+class Making:
+    """A capsule that is being computed, and the forks that wait for its tokens."""
+
+    command: Prefill
+    text: list[int]
+    num_done: int = 0
+    forks: list[Fork] = field(default_factory=list)
+
+
 class ModelWorker:
-    """One life of a worker. `max_kept` requested capsules at most."""
+    """One life of a worker. `max_kept` requested capsules at most.
+
+    A prefill computes `chunk` tokens a step; 0: all of them in the step that takes it.
+    """
 
     def __init__(
         self,
@@ -101,12 +119,15 @@ class ModelWorker:
         *,
         max_kept: int,
         borrow: Callable[[Holder], list[int] | None],
+        chunk: int = 0,
     ) -> None:
         """`borrow` gives the text of a capsule that another worker lends, or None."""
         self.borrow = borrow
         self.name = name
         self.life = life
         self.max_kept = max_kept
+        self.chunk = chunk
+        self.making: dict[CapsuleId, Making] = {}
         self.inbox: list[Command] = []
         self.outbox: list[Frame] = []
         self.rows: dict[str, dict[int, Row]] = {}
@@ -124,6 +145,8 @@ class ModelWorker:
         commands, self.inbox = self.inbox, []
         for command in commands:
             self._take(command)
+        for capsule in list(self.making):
+            self._compute(capsule)
         for request, rows in list(self.rows.items()):
             for branch, row in list(rows.items()):
                 self._draw(request, branch, row, split())
@@ -186,21 +209,28 @@ class ModelWorker:
                     i: self._row(command, i, text, 0 if i else len(text)) for i in range(command.n)
                 }
             case Fork(request=request, capsule=capsule):
-                found = self.capsules.get(CapsuleId(capsule))
-                if found is None:
+                making, found = (
+                    each.get(CapsuleId(capsule)) for each in (self.making, self.capsules)
+                )
+                if isinstance(making, Making):
+                    making.forks.append(command)
+                elif isinstance(found, list):
+                    self._fork(command, found)
+                else:
                     self._refuse(request, UnknownCapsule(CapsuleId(capsule)))
-                    return
-                begun = found if command.at is None else found[: command.at]
-                self.rows[request] = {}
-                for i, suffix in enumerate(command.suffixes):
-                    text = [*begun, *(int(token) for token in unpack_tokens(suffix))]
-                    self.rows[request][i] = self._row(command, i, text, len(text) - len(begun))
             case Prefill(request=request):
                 self._prefill(command)
             case Cancel(request=request, branch=branch):
                 self._cancel(request, branch)
             case Release(capsule=capsule):
                 self.drop(CapsuleId(capsule))
+
+    def _fork(self, command: Fork, found: list[int]) -> None:
+        begun = found if command.at is None else found[: command.at]
+        self.rows[command.request] = {}
+        for i, suffix in enumerate(command.suffixes):
+            text = [*begun, *(int(token) for token in unpack_tokens(suffix))]
+            self.rows[command.request][i] = self._row(command, i, text, len(text) - len(begun))
 
     def _row(self, command: Generate | Fork, i: int, text: list[int], computed: int) -> Row:
         seed = branch_seed(command.sampling.seed, command.first_branch + i)
@@ -215,6 +245,28 @@ class ModelWorker:
             self._refuse(command.request, CapsulesFull(1, 1, 1))
             return
         text = [int(token) for token in unpack_tokens(command.tokens)]
+        assert capsule not in self.making, "it computes that already"
+        self.making[capsule] = Making(command, text)
+        if not self.chunk:
+            self._made(command, text)
+
+    def _compute(self, capsule: CapsuleId) -> None:
+        """One step of a prefill: forks begin as their tokens are there."""
+        making = self.making[capsule]
+        making.num_done = min(len(making.text), making.num_done + self.chunk)
+        is_whole = making.num_done == len(making.text)
+        if is_whole:
+            self._made(making.command, making.text)
+        waiting, making.forks = making.forks, []
+        for fork in waiting:
+            if (fork.at or len(making.text)) <= making.num_done:
+                self._fork(fork, making.text)
+            else:
+                making.forks.append(fork)
+
+    def _made(self, command: Prefill, text: list[int]) -> None:
+        capsule = CapsuleId(command.capsule or capsule_id(RequestId(command.request)))
+        del self.making[capsule]
         num, lent = len(text), [self.borrow(each) for each in command.holders if each.capsule]
         self.capsules[capsule] = text
         if not command.replaceable:
@@ -224,10 +276,25 @@ class ModelWorker:
         self._news.append(Update(*told, capsule=capsule, boundary=num))
 
     def _cancel(self, request: str, branch: int | None) -> None:
+        for capsule, making in list(self.making.items()):
+            if making.command.request == request:
+                self._news.append(Update(request, 0, finish="cancelled"))
+                del self.making[capsule]
+                for fork in making.forks:
+                    for i in range(len(fork.suffixes)):
+                        error = CapsuleAbandoned(capsule).to_wire()
+                        self._news.append(Update(fork.request, i, finish="error", error=error))
+            making.forks = [fork for fork in making.forks if fork.request != request]
         for i in list(self.rows.get(request, {})):
             if branch in (None, i):
                 self._tell(request, i, (), "cancelled", self.rows[request][i])
                 self._end(request, i)
+
+    @property
+    def computing(self) -> set[str]:
+        """Requests for capsules that are computed, and for their tokens."""
+        forks = {fork.request for making in self.making.values() for fork in making.forks}
+        return forks | {making.command.request for making in self.making.values()}
 
     def _refuse(self, request: str, error: MalleeError) -> None:
         self._news.append(Update(request, ALL_BRANCHES, finish="error", error=error.to_wire()))
@@ -270,6 +337,7 @@ class Rules(NamedTuple):
     max_moves: int = 16
     patience_s: float | None = 3.0
     lends: bool = False  # workers lend each other KV
+    chunk: int = 0  # tokens of a prefill that a worker computes in a step; 0: all
 
 
 class ModelFleet:
@@ -312,7 +380,8 @@ class ModelFleet:
     def join(self, name: str) -> ModelWorker:
         self._num_lives += 1
         worker, life = WorkerId(name), Incarnation(self._num_lives)
-        made = ModelWorker(worker, life, max_kept=self.rules.max_kept, borrow=self.borrow)
+        rules = {"max_kept": self.rules.max_kept, "chunk": self.rules.chunk}
+        made = ModelWorker(worker, life, borrow=self.borrow, **rules)
         self.workers[worker] = made
         self.lease(made)
         self.dispatcher.on_join(worker, life)
@@ -375,6 +444,8 @@ class ModelFleet:
         request = RequestId(name)
         asked = Asked(job, self._texts_of(job))
         self.asked[request] = asked
+        if job.makes is not None:
+            self.texts[job.makes] = asked.texts[0]
         self.refusal: MalleeError | None = None
         try:
             self.dispatcher.submit(request, job)
@@ -405,7 +476,7 @@ class ModelFleet:
         while self.now < end:
             self._wait_until(min(end, self.now + 1.0))
             for worker in list(self.workers.values()):
-                is_busy = worker.rows or worker.inbox
+                is_busy = worker.rows or worker.inbox or worker.making
                 # What it said before would be delivered before.
                 if is_busy and not worker.is_stopped and not worker.outbox:
                     self.hear(worker.name, Frame(worker.num_steps, ()))
@@ -475,6 +546,7 @@ class ModelFleet:
             self.texts[update.capsule] = asked.texts[branch] + got
             asked.capsules[branch] = update.capsule
             if isinstance(asked.job, PrefillJob):
+                assert asked.job.makes in (None, update.capsule), "it was promised another id"
                 self.is_requested.add(update.capsule)
         if isinstance(asked.job, PrefillJob):
             assert not got
@@ -520,7 +592,8 @@ class ModelFleet:
             names = {name} if shard.recompute is None else {shard.recompute.request}
             told = {each.request for frame in worker.outbox for each in frame.updates}
             known = {getattr(command, "request", "") for command in worker.inbox}
-            assert names & (told | known | worker.rows.keys()), f"{name} is not on its worker"
+            there = told | known | worker.rows.keys() | worker.computing
+            assert names & there, f"{name} is not on its worker"
         for state in dispatcher._requests.values():
             if not state.is_internal:
                 assert self.asked[state.id].open == state.open
@@ -556,7 +629,7 @@ class ModelFleet:
             self.wait(seconds)
             is_idle = not self.dispatcher.num_running and not self.dispatcher.is_rebuilding
             if is_idle and not any(
-                worker.inbox or worker.outbox for worker in self.workers.values()
+                worker.inbox or worker.outbox or worker.making for worker in self.workers.values()
             ):
                 break
         else:

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable
 
 from mallee.actors.access.scopes import Scopes
-from mallee.protocol.ids import RequestId, Scope
+from mallee.protocol.ids import RequestId, Scope, on_account
 
 SCOPES = Scopes(b"secret", draw=secrets.token_bytes)
 
@@ -21,8 +21,8 @@ class PlainIds:
     def __init__(self, make: Callable[[], str]) -> None:
         self._make = make
 
-    def new(self, scope: Scope) -> RequestId:
-        name = self._make()
+    def new(self, scope: Scope, account: str = "") -> RequestId:
+        name = on_account(self._make(), account)
         _issued[name] = scope
         if len(_issued) > MAX_ISSUED:
             del _issued[next(iter(_issued))]

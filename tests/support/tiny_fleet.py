@@ -2,15 +2,18 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
 from mallee.router.config import RouterConfig
+from mallee.testing.bus import LocalBus
 from mallee.testing.random_model import RandomModel
 from support.live_api import served
 from support.live_fleet import LiveFleet, running
+from support.plain_ids import SCOPES
 from support.torch_threads import one_torch_thread
+from support.waiting import until
 
 BLOCK = 4
 
@@ -55,6 +58,40 @@ async def tiny_api(
         for engine in fleet.engines.values():
             engine.check()
         fleet.gateways[0].check()
+
+
+class TwoGateways(NamedTuple):
+    """A client of each."""
+
+    a: httpx.AsyncClient
+    b: httpx.AsyncClient
+    fleet: LiveFleet
+
+    def bus_of(self, gateway: int) -> LocalBus:
+        """Of the first or the second."""
+        bus = self.fleet.gateways[gateway].records._bus
+        assert isinstance(bus, LocalBus)
+        return bus
+
+
+@asynccontextmanager
+async def two_gateways(model: RandomModel, **settings: Any) -> AsyncIterator[TwoGateways]:
+    """Two gateways that know each other, over one worker; at the end they are whole.
+
+    `settings` are of `served`.
+    """
+    async with tiny_fleet(model, 1, gateways=2, syncs=True, ids=SCOPES) as fleet:
+        await until(lambda: all(each._num_others() == 1 for each in fleet.gateways))
+        async with (
+            served(fleet.gateways[0], **settings) as (here, _),
+            served(fleet.gateways[1], **settings) as (there, _),
+            httpx.AsyncClient(base_url=here, timeout=30) as a,
+            httpx.AsyncClient(base_url=there, timeout=30) as b,
+        ):
+            yield TwoGateways(a, b, fleet)
+        for gateway in fleet.gateways:
+            gateway.check()
+            assert gateway.failure is None
 
 
 async def post(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Of one gateway, in memory: for its newest requests.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from mallee.protocol.ids import CapsuleId, RequestId, request_of
@@ -34,10 +34,17 @@ class Lineage:
         """The capsule of `request` was taken of a branch of `running`, before that left one."""
         self.add(request, CapsuleId(f"{running}.captured"))
 
-    def below(self, capsule: CapsuleId) -> list[RequestId]:
-        """All requests that went on from `capsule`, or from one that such a request left."""
+    def below(self, origins: Iterable[CapsuleId | RequestId]) -> list[RequestId]:
+        """All requests that went on from one of these capsules, or from one that such a request left.
+
+        A request among the origins stands for the capsules that it left.
+        """
         found: dict[RequestId, None] = {}
-        left = list(self._forks.get(capsule, ()))
+        left: list[RequestId] = []
+        for origin in origins:
+            left += self._forks.get(CapsuleId(origin), ())
+            for used in self._used.get(RequestId(origin), ()):
+                left += self._forks[used]
         while left:
             request = left.pop()
             if request not in found:

@@ -60,6 +60,7 @@ class SessionView(NamedTuple):
     used: float
     nodes: Sequence[NodeNote]
     num_running: int  # at this gateway
+    budget: str  # names the account that bounds it; "": it has none of its own
     children: Sequence[str] = ()
 
 
@@ -109,7 +110,12 @@ class GatewaySessions:
         """Hear of others' sessions from now on, and ask for those so far. Doesn't wait for the broker."""
         await self._bus.subscribe(self._subjects.sessions_told(), self._on_told)
         await self._bus.subscribe(self._subjects.sessions_asks(), self._on_ask)
-        self._bus.publish(self._subjects.sessions_asks(), encode(SessionsAsk(self._gateway)))
+        self._bus.on_state(self._on_state)
+        self._on_state(is_up=True)
+
+    def _on_state(self, is_up: bool) -> None:
+        if is_up:  # what was told meanwhile was not heard
+            self._bus.publish(self._subjects.sessions_asks(), encode(SessionsAsk(self._gateway)))
 
     async def close_up(self) -> None:
         await self.tasks.close()
@@ -162,11 +168,40 @@ class GatewaySessions:
         tree = self._tree(name, scope)
         return _view(tree)._replace(children=self.trees.children(tree.key))
 
-    def fork(self, name: str, scope: Scope, new: str, capsule: str | None) -> SessionView:
-        """A session `new` that begins with a capsule of this one; None: with the newest.
+    def budget(self, name: str, scope: Scope, parent: str = "") -> str:
+        """The name of the budget that bounds a session, its own or of one above; "" if none does.
 
-        Raises NotFound, InvalidParameter.
+        It names the account: `account_of`. `parent`: above the session, if that is new.
         """
+        return self.trees.budget(SessionKey(scope, name), parent)
+
+    def budget_above(self, name: str, scope: Scope, parent: str = "") -> str:
+        """As `budget`, but for the session's own."""
+        return self.trees.budget_above(SessionKey(scope, name), parent)
+
+    def own_budget(self, name: str, scope: Scope) -> str:
+        """The name of the session's own budget; "" if it has none, or there is no such session."""
+        tree = self.trees.get(SessionKey(scope, name))
+        return "" if tree is None else tree.budget
+
+    def give(
+        self, name: str, scope: Scope, budget: str, *, parent: str, tenant: str
+    ) -> SessionNote:
+        """Have a session, which may be new, bounded by `budget`; what other gateways are to know."""
+        key = SessionKey(scope, name)
+        note = self.trees.give(key, budget, parent=parent, tenant=tenant).told(())
+        self._tell(note)
+        return note
+
+    def hear(self, note: SessionNote) -> None:
+        """News of another gateway, which also come by broadcast."""
+        closed = self.trees.merge(note)
+        if closed is not None:
+            self._end_requests(closed)
+            self.tasks.spawn(self._release_news(closed))
+
+    def root_of_fork(self, name: str, scope: Scope, new: str, capsule: str | None) -> NodeNote:
+        """The capsule that a fork `new` of this session would begin with. Raises as `fork`."""
         tree = self._tree(name, scope)
         if self.trees.get(SessionKey(scope, new)) is not None:
             raise InvalidParameter("session", new, "there is a session of that name; give another")
@@ -175,9 +210,20 @@ class GatewaySessions:
             raise InvalidParameter("capsule", capsule, "it is none of this session's")
         if node is None:
             raise InvalidParameter("session", name, "it has left no capsule yet")
-        forked = self.trees.fork(tree, new, node)
-        self._tell(forked.note())
-        return _view(forked)
+        return node
+
+    def fork(
+        self, name: str, scope: Scope, new: str, capsule: str | None, *, budget: str = ""
+    ) -> tuple[SessionView, SessionNote]:
+        """A session `new` that begins with a capsule of this one; None: with the newest.
+
+        And what other gateways are to know. Raises NotFound, InvalidParameter.
+        """
+        node = self.root_of_fork(name, scope, new, capsule)
+        forked = self.trees.fork(self._tree(name, scope), new, node, budget)
+        note = forked.note()
+        self._tell(note)
+        return _view(forked), note
 
     async def close(self, name: str, scope: Scope) -> Closed:
         """End a session: its running requests end with SessionClosed, its capsules are released.
@@ -259,10 +305,7 @@ class GatewaySessions:
         if told.gateway == self._gateway:
             return
         for note in told.notes:
-            closed = self.trees.merge(note)
-            if closed is not None:
-                self._end_requests(closed)
-                self.tasks.spawn(self._release_news(closed))
+            self.hear(note)
 
     async def _release_news(self, closed: SessionTree) -> None:
         """Release what the gateway that closed a session may not have heard of yet."""
@@ -275,5 +318,6 @@ class GatewaySessions:
 def _view(tree: SessionTree) -> SessionView:
     nodes = list(tree.nodes.values())
     return SessionView(
-        tree.key.name, tree.parent, tree.created, tree.used, nodes, len(tree.running)
+        *(tree.key.name, tree.parent, tree.created, tree.used, nodes, len(tree.running)),
+        tree.budget,
     )

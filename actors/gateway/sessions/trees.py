@@ -44,6 +44,9 @@ class SessionTree:
     used: float
     parent: str = ""
     tenant: str = ""
+    budget: str = ""  # names the account that bounds it
+    given: float = 0.0  # when
+    above: str = ""  # the same of a session above it that is over
     nodes: dict[str, NodeNote] = field(default_factory=dict)  # by capsule, oldest first
     running: set[RequestId] = field(default_factory=set)  # here
 
@@ -62,7 +65,13 @@ class SessionTree:
 
     def told(self, nodes: tuple[NodeNote, ...]) -> SessionNote:
         """News of these nodes for other gateways."""
-        return SessionNote(*self.key, self.parent, nodes, tenant=self.tenant)
+        return SessionNote(
+            *(*self.key, self.parent, nodes),
+            tenant=self.tenant,
+            budget=self.budget,
+            given=self.given,
+            above=self.above,
+        )
 
 
 class _Asked(NamedTuple):
@@ -230,11 +239,40 @@ class SessionTrees:
         trees = self._of_scope.get(key.scope, {})
         return sorted(name for name, tree in trees.items() if tree.parent == key.name)
 
-    def fork(self, source: SessionTree, name: str, node: NodeNote) -> SessionTree:
+    def budget(self, key: SessionKey, parent: str) -> str:
+        """The budget of a session (new ones are below `parent`), or of the nearest above that has one."""
+        tree = self._trees.get(key)
+        return (tree.budget if tree is not None else "") or self.budget_above(key, parent)
+
+    def budget_above(self, key: SessionKey, parent: str) -> str:
+        """As `budget`, but for the session's own."""
+        seen = {key}  # clients may name parents in a circle
+        tree = self._trees.get(key)
+        name = parent if tree is None else tree.parent or parent
+        while name:
+            key = SessionKey(key.scope, name)
+            over = self._trees.get(key)
+            if over is None or key in seen:
+                break
+            if over.budget:
+                return over.budget
+            seen.add(key)
+            tree, name = over, over.parent
+        return tree.above if tree is not None else ""
+
+    def give(self, key: SessionKey, budget: str, *, parent: str, tenant: str) -> SessionTree:
+        """A session, which may be new, is bounded from now on."""
+        tree = self._used(key, parent, tenant)
+        tree.budget, tree.given = budget, self._clock()
+        return tree
+
+    def fork(self, source: SessionTree, name: str, node: NodeNote, budget: str = "") -> SessionTree:
         """A session that begins with a capsule of another's."""
         key = SessionKey(source.key.scope, name)
         assert key not in self._trees, "it is there already"
         tree = self._used(key, source.key.name, source.tenant)
+        if budget:
+            tree.budget, tree.given = budget, self._clock()
         self._put(tree, structs.replace(node, parent="", is_root=True))
         return tree
 
@@ -258,14 +296,15 @@ class SessionTrees:
         if note.is_closed:
             return self.close(key)
         nodes = note.nodes
-        if (
-            key not in self._trees
-            and (closed := self._closed.get(key, -np.inf)) > self._clock() - LATE_S
-        ):
+        is_new, closed = key not in self._trees, self._closed.get(key, -np.inf)
+        if is_new and closed > self._clock() - LATE_S and note.given <= closed:
             nodes = tuple(node for node in nodes if node.created > closed)
             if not nodes:
                 return None
         tree = self._used(key, note.parent, note.tenant)
+        tree.above = tree.above or note.above
+        if note.given > max(tree.given, closed if is_new else 0.0):
+            tree.budget, tree.given = note.budget, note.given
         for node in nodes:
             self._put(tree, node)
         return None
@@ -338,6 +377,9 @@ class SessionTrees:
             self._forget(tree)
 
     def _forget(self, tree: SessionTree) -> None:
+        if bound := self.budget(tree.key, ""):  # it goes on to bound those below
+            for name in self.children(tree.key):
+                self._trees[SessionKey(tree.key.scope, name)].above = bound
         for capsule in tree.nodes:
             self._unname(tree, capsule)
         del self._trees[tree.key]

@@ -42,16 +42,25 @@ class _Key(NamedTuple):
 class _Asked:
     """A question under way."""
 
-    __slots__ = ("answer", "key", "num_left")
+    __slots__ = ("ended", "found", "key", "num_left", "wants_all")
 
-    def __init__(self, key: _Key, num_others: int) -> None:
+    def __init__(self, key: _Key, num_others: int, *, wants_all: bool) -> None:
         self.key = key
-        self.answer: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.found: list[bytes] = []
         self.num_left = num_others
+        self.wants_all = wants_all
 
-    def settle(self, record: bytes | None) -> None:
-        if not self.answer.done():
-            self.answer.set_result(record)
+    def hear(self, record: bytes | None) -> None:
+        self.num_left -= 1
+        if record is not None:
+            self.found.append(record)
+        if self.num_left <= 0 or (self.found and not self.wants_all):
+            self.settle()
+
+    def settle(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
 
 
 class SharedRecords:
@@ -108,26 +117,55 @@ class SharedRecords:
         self, kind: str, name: str, scope: Scope, *, given: bytes = b"", wait_s: float = ASK_S
     ) -> bytes | None:
         """The record as another gateway tells it, which gets `given`; None: no one does, or not in time."""
-        key = _Key(kind, name, scope)
+        return (await self.ask(kind, name, scope, given=given, wait_s=wait_s))[0]
+
+    async def ask(
+        self, kind: str, name: str, scope: Scope, *, given: bytes = b"", wait_s: float = ASK_S
+    ) -> tuple[bytes | None, bool]:
+        """As `fetch`, and whether it is certain that no other has it, if it was not found."""
+        if self._bus.is_up and not self._num_others():
+            return None, True
+        asked = await self._ask(_Key(kind, name, scope), given, wait_s, wants_all=False)
+        if asked is None:
+            return None, False
+        return (asked.found[0] if asked.found else None), asked.num_left <= 0
+
+    @property
+    def is_up(self) -> bool:
+        """Whether other gateways can be asked now."""
+        return self._bus.is_up
+
+    async def gather(
+        self, kind: str, name: str, scope: Scope, *, given: bytes = b"", wait_s: float = ASK_S
+    ) -> tuple[list[bytes], bool]:
+        """The records of all others under a name, and whether each has answered in time."""
+        if not self._num_others():
+            return [], True
+        asked = await self._ask(_Key(kind, name, scope), given, wait_s, wants_all=True)
+        return ([], False) if asked is None else (asked.found, asked.num_left <= 0)
+
+    async def _ask(
+        self, key: _Key, given: bytes, wait_s: float, *, wants_all: bool
+    ) -> _Asked | None:
+        """The question once it is answered or its time is over; None: it can't be asked."""
         num_others = self._num_others()
-        if not self._belongs(name, scope) or key in self._forgotten:
+        if not self._belongs(key.name, key.scope) or key in self._forgotten:
             return None
         if not self._bus.is_up or not num_others or len(self._asked) >= MAX_ASKED:
             return None
         self._num_asked += 1
         number = self._num_asked
-        asked = self._asked[number] = _Asked(key, num_others)
-        ask = RecordAsk(self._gateway, number, kind, name, scope, given)
+        asked = self._asked[number] = _Asked(key, num_others, wants_all=wants_all)
+        ask = RecordAsk(self._gateway, number, *key, given)
         self._bus.publish(self._subjects.record_asks(), encode(ask))
         try:
             async with asyncio.timeout(wait_s):
-                record = await asked.answer
+                await asked.ended
         except TimeoutError:
             log.info("not every gateway answered for a record in %g s", wait_s)
-            return None
         finally:
             del self._asked[number]
-        return None if key in self._forgotten else record
+        return None if key in self._forgotten else asked
 
     def forget(self, kind: str, name: str, scope: Scope) -> None:
         """Have all other gateways forget a record that was deleted here."""
@@ -141,7 +179,7 @@ class SharedRecords:
             self._forgotten.popitem(last=False)
         for asked in self._asked.values():
             if asked.key == key:
-                asked.settle(None)
+                asked.settle()
 
     def _on_ask(self, raw: bytes) -> None:
         ask = decode_record_ask(raw)
@@ -169,11 +207,8 @@ class SharedRecords:
     def _on_told(self, raw: bytes) -> None:
         told = decode_record_told(raw)
         asked = self._asked.get(told.number)
-        if asked is None:
-            return  # too late
-        asked.num_left -= 1
-        if told.record is not None or asked.num_left <= 0:
-            asked.settle(told.record)
+        if asked is not None:  # else it comes too late
+            asked.hear(told.record)
 
     def _on_told_forgotten(self, raw: bytes) -> None:
         gone = decode_record_forgotten(raw)

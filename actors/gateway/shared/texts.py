@@ -11,6 +11,7 @@ from mallee.actors.bus.bus import Bus
 from mallee.actors.tasks import Tasks
 from mallee.protocol.codec import encode
 from mallee.protocol.gateways.capsule_texts import (
+    Promised,
     TextAsk,
     TextForgotten,
     TextTold,
@@ -35,7 +36,7 @@ class _Asked:
     __slots__ = ("answer", "num_left")
 
     def __init__(self, num_others: int) -> None:
-        self.answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[Promised | None] = asyncio.get_running_loop().create_future()
         self.num_left = num_others
 
 
@@ -43,6 +44,7 @@ class SharedTexts:
     """One gateway's share. Belongs to its event loop. `num_others`: gateways that will answer.
 
     `on_forgotten(capsule)` is called when a client releases a capsule, at this gateway or another.
+    `promised(capsule)`: one that this gateway makes for the first time, or could not make.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class SharedTexts:
         fleet: str,
         num_others: Callable[[], int],
         on_forgotten: Callable[[CapsuleId], None],
+        promised: Callable[[CapsuleId], Promised | None] = lambda capsule: None,
     ) -> None:
         self._bus = bus
         self._memory = memory
@@ -61,6 +64,7 @@ class SharedTexts:
         self._subjects = Subjects.of(fleet)
         self._num_others = num_others
         self._on_forgotten = on_forgotten
+        self._promised = promised
         self._asked: dict[CapsuleId, _Asked] = {}
         self.tasks = Tasks("the gateways' memory of capsules")
 
@@ -73,28 +77,35 @@ class SharedTexts:
     async def close(self) -> None:
         await self.tasks.close()
 
-    async def fetch(self, capsule: CapsuleId) -> None:
-        """Ask the others for the text of `capsule`; returns when it is here, or nobody has it."""
+    async def fetch(self, capsule: CapsuleId) -> Promised | None:
+        """Ask the others for the text of `capsule`; returns when it is here, or nobody has it.
+
+        Returns its promise, if another gateway has given that and has no text of it yet.
+        """
         if capsule in self._memory or not self._bus.is_up or not self._num_others():
-            return
+            return None
         asked = self._asked.get(capsule)
         if asked is None:
             if len(self._asked) >= MAX_ASKED:
-                return
+                return None
             asked = self._asked[capsule] = _Asked(self._num_others())
             self._bus.publish(self._subjects.text_asks(), encode(TextAsk(self._gateway, capsule)))
         try:
             async with asyncio.timeout(ASK_S):
-                await asyncio.shield(asked.answer)
+                return await asyncio.shield(asked.answer)
         except TimeoutError:
             log.info("no gateway told the text of a capsule in %g s", ASK_S)
+            return None
         finally:
             self._asked.pop(capsule, None)
 
     def want(self, capsule: CapsuleId) -> None:
         """As `fetch`, in the background: the text will be needed if the capsule's worker is lost."""
         if capsule not in self._memory and self._num_others():
-            self.tasks.spawn(self.fetch(capsule))
+            self.tasks.spawn(self._want(capsule))
+
+    async def _want(self, capsule: CapsuleId) -> None:
+        await self.fetch(capsule)
 
     def forget(self, capsule: CapsuleId) -> None:
         """Forget `capsule` here and everywhere."""
@@ -113,8 +124,11 @@ class SharedTexts:
         if ask.gateway == self._gateway:
             return
         capsule = CapsuleId(ask.capsule)
-        entry = self._memory.get(capsule)
-        told = TextTold(capsule) if entry is None else _told(capsule, entry)
+        entry, promised = self._memory.get(capsule), self._promised(capsule)
+        if promised is not None:
+            told = TextTold(capsule, promised=promised)
+        else:
+            told = TextTold(capsule) if entry is None else _told(capsule, entry)
         self._bus.publish(self._subjects.text_told(ask.gateway), encode(told))
 
     def _on_told(self, raw: bytes) -> None:
@@ -130,15 +144,16 @@ class SharedTexts:
         if asked is None:
             return
         asked.num_left -= 1
-        if (told.tokens is not None or asked.num_left <= 0) and not asked.answer.done():
-            asked.answer.set_result(True)
+        is_found = told.tokens is not None or told.promised is not None
+        if (is_found or asked.num_left <= 0) and not asked.answer.done():
+            asked.answer.set_result(told.promised)
 
     def _on_told_forgotten(self, raw: bytes) -> None:
         capsule = CapsuleId(decode_forgotten(raw).capsule)
         self._memory.forget(capsule)
         self._on_forgotten(capsule)
         if (asked := self._asked.pop(capsule, None)) is not None and not asked.answer.done():
-            asked.answer.set_result(False)
+            asked.answer.set_result(None)
 
 
 def _told(capsule: CapsuleId, entry: CapsuleTokens) -> TextTold:

@@ -1,5 +1,6 @@
 """Conditions by which branches end before their limits: `mallee.stop_when`, read and followed.
 
+Scores come from a verifier, beside decoding (`scoring`); the others are followed here, token by token.
 A regular expression is searched for in the bytes of a branch's tokens, one byte after the other, by the
 lazy automata of llguidance: without backtracking, in bounded memory. A branch ends with the token that
 completes the first match, however its tokens arrive.
@@ -7,19 +8,31 @@ completes the first match, however its tokens arrive.
 
 from collections import deque
 from functools import cache
+from math import isfinite
 from typing import Final, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from mallee.actors.http.schemas import StopWhenFields
+from mallee.actors.http.callbacks.callbacks import AllowedUrls
+from mallee.actors.http.schemas import ScoreFields, StopWhenFields
 from mallee.protocol.errors import InvalidParameter
 
 MAX_REGEX: Final = 512  # characters
 MAX_WINDOW: Final = 1024  # tokens
+MAX_EVERY: Final = 1 << 20  # the same
 # Of one expression's automaton: megabytes, and a few milliseconds for a byte at worst.
 _LIMITS: Final = LLParserLimits(
     initial_lexer_fuel=200_000, step_lexer_fuel=50_000, max_lexer_states=20_000
 )
+
+
+class ScoreTerms(NamedTuple):
+    """The verifier of a request's branches: a branch below `below` ends. `url` may be called."""
+
+    url: str
+    below: float
+    every: int  # tokens of a branch between two questions about it, at least
+    is_required: bool = False
 
 
 class Conditions(NamedTuple):
@@ -29,6 +42,7 @@ class Conditions(NamedTuple):
     done: int | None = None
     below: float | None = None
     window: int = 0
+    score: ScoreTerms | None = None
 
 
 class BranchConditions:
@@ -71,12 +85,14 @@ class BranchConditions:
         return len(self._last) == self._window and sum(self._last) / self._window < self._below
 
 
-def read_conditions(fields: StopWhenFields | None, num_choices: int) -> Conditions | None:
+def read_conditions(
+    fields: StopWhenFields | None, num_choices: int, urls: AllowedUrls
+) -> Conditions | None:
     """Raises InvalidParameter."""
     if fields is None:
         return None
-    if fields.regex is None and fields.done is None and fields.logprob is None:
-        raise InvalidParameter("mallee.stop_when", {}, "give regex, done or logprob")
+    if fields == StopWhenFields():
+        raise InvalidParameter("mallee.stop_when", {}, "give regex, done, logprob or score")
     if fields.done is not None and not 1 <= fields.done <= num_choices:
         remedy = f"give 1 to {num_choices}, the branches"
         raise InvalidParameter("mallee.stop_when.done", fields.done, remedy)
@@ -88,8 +104,19 @@ def read_conditions(fields: StopWhenFields | None, num_choices: int) -> Conditio
         if not 1 <= window <= MAX_WINDOW:
             remedy = f"give 1 to {MAX_WINDOW}"
             raise InvalidParameter("mallee.stop_when.logprob.tokens", window, remedy)
+    score = None if fields.score is None else _read_score(fields.score, urls)
     pattern = None if fields.regex is None else _compiled(fields.regex)
-    return Conditions(pattern, fields.done, below, window)
+    return Conditions(pattern, fields.done, below, window, score)
+
+
+def _read_score(fields: ScoreFields, urls: AllowedUrls) -> ScoreTerms:
+    name = "mallee.stop_when.score"
+    urls.check(f"{name}.url", fields.url)
+    if not isfinite(fields.below):
+        raise InvalidParameter(f"{name}.below", fields.below, "give a finite number")
+    if not 1 <= fields.every <= MAX_EVERY:
+        raise InvalidParameter(f"{name}.every", fields.every, f"give 1 to {MAX_EVERY}")
+    return ScoreTerms(fields.url, fields.below, fields.every, fields.required)
 
 
 def _compiled(regex: str) -> LLMatcher:

@@ -1,26 +1,42 @@
 """Ends the branches of one request where its budget or its conditions say."""
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import inf
-from typing import Final
+from typing import Final, NamedTuple
 
 from mallee.actors.gateway.service import Delta
-from mallee.actors.http.branches.budgets import Account, Budgets
+from mallee.actors.http.branches.accounts import Account
+from mallee.actors.http.branches.budgets import Bound, Budgets
 from mallee.actors.http.branches.conditions import BranchConditions
+from mallee.actors.http.branches.scoring import Scored, Scoring
+from mallee.actors.http.callbacks.callbacks import Callbacks
 from mallee.actors.http.jobs import Plan
-from mallee.protocol.errors import InvalidParameter
+from mallee.protocol.errors import InvalidParameter, MalleeError
+from mallee.protocol.gateways.loans import Amounts
 from mallee.protocol.ids import RequestId
 from mallee.protocol.messages import FinishReason
+
+log = logging.getLogger(__name__)
 
 _FINISHED: Final = ("stop", "length")  # by itself
 _ENDS: Final[dict[str, FinishReason]] = {
     "regex": "condition",
     "logprob": "condition",
     "done": "condition",
+    "score": "condition",
     "tokens": "budget",
     "wall_s": "budget",
 }
+
+
+class Ending(NamedTuple):
+    """A choice that is to go no further; by `error`, if there is one."""
+
+    choice: int
+    finish: FinishReason
+    error: MalleeError | None = None
 
 
 class Watch:
@@ -32,8 +48,10 @@ class Watch:
         budgets: Budgets,
         account: Account | None,
         token_bytes: Callable[[int], bytes],
+        scoring: Scoring | None = None,
     ) -> None:
         self._budgets = budgets
+        self._scoring = scoring
         self._account = account
         self._token_bytes = token_bytes
         self._conditions = plan.conditions
@@ -49,19 +67,31 @@ class Watch:
         self.reasons: dict[int, str] = {}  # by choices that were ended here
 
     @classmethod
-    def begin(
-        cls, plan: Plan, budgets: Budgets, token_bytes: Callable[[int], bytes]
+    async def begin(
+        cls,
+        plan: Plan,
+        budgets: Budgets,
+        bound: Bound | None,
+        token_bytes: Callable[[int], bytes],
+        *,
+        callbacks: Callbacks,
     ) -> "Watch | None":
-        """None if nothing is to be watched. Raises BudgetSpent, InvalidParameter."""
-        account = budgets.begin(plan.budget, plan.jobs[0].capsule, plan.num_choices)
-        if account is None and plan.conditions is None:
+        """None if nothing is to be watched. Raises as `Budgets.begin`."""
+        account, conditions = None, plan.conditions
+        if bound is not None:
+            account = await budgets.begin(bound, plan.budget, plan.num_choices)
+        if account is None and conditions is None:
             return None
-        return cls(plan, budgets, account, token_bytes)
+        scoring = None
+        if conditions is not None and conditions.score is not None:
+            scope = plan.jobs[0].scope
+            scoring = Scoring(conditions.score, plan.num_choices, callbacks, scope)
+        return cls(plan, budgets, account, token_bytes, scoring)
 
     def started(self, request: RequestId) -> None:
-        """`request` runs a part of the plan."""
-        if self._account is not None:
-            self._budgets.keep(request, self._account)
+        """`request` runs a part of the plan, the next one; the answer has the name of the first."""
+        if self._scoring is not None:
+            self._scoring.request = self._scoring.request or request
 
     def within(self, plan: Plan) -> Plan:
         """The plan, whose jobs wait no longer for a worker than there is time."""
@@ -79,6 +109,45 @@ class Watch:
         if self._account is None or self._account.due == inf:
             return None
         return max(0.0, self._account.due - self._budgets.clock())
+
+    @property
+    def has_verdicts(self) -> bool:
+        """Whether choices are to end by their scores."""
+        return self._scoring is not None and self._scoring.has_verdicts
+
+    def on_verdict(self, call: Callable[[], None]) -> None:
+        """Have `call` called when there are verdicts."""
+        if self._scoring is not None:
+            self._scoring.on_verdict = call
+
+    def score(
+        self, index: int, text: str, reasoning: str, *, num_tokens: int, is_last: bool
+    ) -> Scored | None:
+        """Take the new text of a choice that has `num_tokens` now. Of its last, where choices are scored,
+        the scores come back.
+        """
+        if self._scoring is None:
+            return None
+        if is_last:
+            return self._scoring.end(index)
+        self._scoring.add(index, text, reasoning, num_tokens)
+        return None
+
+    def lacks(self, delta: Delta) -> bool:
+        """Whether `secure` is to be awaited before `delta` is taken: it would end by what others may have."""
+        account, num = self._account, len(delta.tokens)
+        if account is None or account.rest("tokens") > num:
+            return False
+        return account.lack(Amounts(num + 1)) is not None
+
+    async def secure(self, delta: Delta) -> None:
+        """Get the tokens of `delta` and one more from the budget's keeper, as far as it has them."""
+        if self._account is None or not self.lacks(delta):
+            return
+        try:
+            await self._budgets.secure(self._account, Amounts(len(delta.tokens) + 1))
+        except MalleeError as error:
+            log.info("branches end where their budget is: %s", error)
 
     def take(self, index: int, delta: Delta) -> Delta:
         """`delta` of an open choice as its client gets it: its first tokens and why, if it ends here."""
@@ -119,8 +188,8 @@ class Watch:
                 most, reason = int(rest), "tokens"
         return most, reason
 
-    def due(self) -> Iterator[tuple[int, FinishReason]]:
-        """The open choices that are to end now, and as what; each once."""
+    def due(self) -> Iterator[Ending]:
+        """The open choices that are to end now, each once."""
         conditions, account = self._conditions, self._account
         done = conditions.done if conditions is not None else None
         reason = ""
@@ -132,7 +201,11 @@ class Watch:
             reason = "wall_s"
         for index in list(self._open) if reason else ():
             self._ended(index, reason)
-            yield index, _ENDS[reason]
+            yield Ending(index, _ENDS[reason])
+        for index, error in self._scoring.take() if self._scoring is not None else ():
+            if index in self._open:
+                self._ended(index, "score")
+                yield Ending(index, "error" if error is not None else _ENDS["score"], error)
         if not self._open:
             self.close()
 
@@ -163,6 +236,8 @@ class Watch:
 
     def close(self) -> None:
         self._open.clear()
+        if self._scoring is not None:
+            self._scoring.close()
         if self._account is not None:
             self._account.close()
             self._account = None

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from mallee.actors.gateway.service import CapsuleInfo
 from mallee.actors.http.answers import FORK, RESTORE, capsule_body
+from mallee.actors.http.branches.subtrees import Subtrees
 from mallee.actors.http.capsules.bulk import (
     Bulk,
     check_wanted,
@@ -35,7 +36,7 @@ from mallee.actors.http.serve import Server, json_response
 from mallee.actors.http.sse import unless_gone
 from mallee.actors.http.terms import read_terms
 from mallee.protocol.errors import QuotaExceeded
-from mallee.protocol.ids import CapsuleId, RequestId, request_of
+from mallee.protocol.ids import CapsuleId, RequestId
 
 
 class CapsuleHandlers:
@@ -46,10 +47,13 @@ class CapsuleHandlers:
         self._service = server.service
         self._maker = maker
         self._asking = asking
+        self._subtrees = Subtrees(server.service)
 
     async def create(self, request: Request) -> Response:
         asked = await self._asking.read(request, CapsuleRequest)
         job = await self._asking.make(request, asked, self._maker.capsule)
+        if not asked.body.wait:
+            return await self._server.promise(request, job)
         return await self._server.capsule(request, job)
 
     async def get(self, request: Request) -> Response:
@@ -99,13 +103,9 @@ class CapsuleHandlers:
         asked = await self._asking.read(request, RewindRequest)
         info = await self._service.capsule(_capsule(request), asked.scope)
         to, ttl_s = self._maker.rewind(asked.body, info)
-
-        async def rewound() -> CapsuleInfo:
-            left = await self._service.rewind(info.capsule, to, ttl_s, asked.scope)
-            self._server.budgets.derive(left.capsule, request_of(info.capsule))
-            return left
-
-        return await self._kept(request, to, rewound)
+        return await self._kept(
+            request, to, lambda: self._service.rewind(info.capsule, to, ttl_s, asked.scope)
+        )
 
     async def capture(self, request: Request) -> Response:
         asked = await self._asking.read(request, CaptureRequest)
@@ -113,7 +113,6 @@ class CapsuleHandlers:
         ttl_s = self._maker.pin(PinRequest(model=asked.body.model, ttl_s=asked.body.ttl_s))
         with caller_of(request).visit.making(0, self._service.is_kept):
             info = await self._service.capture(name, branch, ttl_s, asked.scope)
-            self._server.budgets.derive(info.capsule, name)
 
         async def made() -> CapsuleInfo:
             return info
@@ -128,7 +127,8 @@ class CapsuleHandlers:
         asked = await self._asking.read(request, AnyRequest)
         self._maker.check_model(asked.body.model)
         capsule, visit = _capsule(request), caller_of(request).visit
-        requests, capsules = self._service.prune_below(capsule, asked.scope)
+        pruning = self._subtrees.prune(capsule, asked.scope)
+        requests, capsules = await unless_gone(request.receive, pruning)
         with visit:
             releasing = release_each(self._service, capsules, asked.scope, visit.unkeep)
             num = await unless_gone(request.receive, releasing)

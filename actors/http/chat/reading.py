@@ -14,7 +14,6 @@ from mallee.actors.text.answers import THINKING, Reading, Thinking, thinking_of
 from mallee.actors.text.chat import ChatTemplate, Source
 from mallee.actors.text.conversation import (
     Conversation,
-    Message,
     read_functions,
     read_messages,
 )
@@ -23,7 +22,10 @@ from mallee.actors.text.tools.formats import FORMATS, format_of
 from mallee.actors.text.tools.parser import ToolFormat
 from mallee.protocol.errors import BadRequest, InvalidParameter
 from mallee.protocol.hashing import Tokens
+from mallee.protocol.messages import ReasoningBudget
+from mallee.router.dispatch.jobs import Messages
 
+BUDGET: Final = "thinking_token_budget"
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -31,9 +33,10 @@ class Chat(NamedTuple):
     """A chat request that was read. `reading` is None where answers are plain text."""
 
     prompt: Tokens
-    messages: tuple[Message, ...]
+    messages: Messages
     output: OutputFormat
     reading: Reading | None
+    reasoning: ReasoningBudget | None = None
     changed: str = ""  # the line in front by which the prompt differs from one before it
 
 
@@ -79,10 +82,13 @@ class ChatReader:
         conversation: Conversation,
         prompt: RenderedPrompt,
         output: OutputFormat,
+        *,
+        is_hint: bool = False,
     ) -> Chat:
         """A conversation that was rendered, and the way in which its answer is read.
 
-        `prompt` may be the rest of it alone. Raises BadRequest.
+        `prompt` may be the rest of it alone. `is_hint`: a bound on the reasoning may mean nothing. Raises
+        BadRequest.
         """
         source = self._template.source_for(conversation)
         choice = read_choice(request.tool_choice, tuple(conversation.functions))
@@ -102,11 +108,17 @@ class ChatReader:
         reading = None
         if form is not None or thinking is not None:
             reading = Reading(thinking, is_open, form, choice.functions if form else {})
-        return Chat(prompt.tokens, tuple(conversation.messages), output, reading)
+        bound = None
+        if thinking is not None and request.thinking_token_budget is not None:
+            bound = self._bound(request.thinking_token_budget, thinking, is_open=is_open)
+            if bound is None and not is_hint:
+                remedy = f"{thinking.close} is no token of its own here; leave it out"
+                raise InvalidParameter(BUDGET, request.thinking_token_budget, remedy)
+        return Chat(prompt.tokens, _marks(prompt, conversation), output, reading, bound)
 
     def prefix(
         self, request: CapsuleRequest | TokenizeRequest, scope: str, *, starts: bool = False
-    ) -> tuple[Tokens, tuple[Message, ...]]:
+    ) -> tuple[Tokens, Messages]:
         """The prompt of a capsule, and its messages; `starts`: as the tokenizer begins texts.
 
         Raises BadRequest.
@@ -115,7 +127,7 @@ class ChatReader:
         prompt = self._reader.conversation(
             conversation, scope, add_generation_prompt=request.add_generation_prompt, starts=starts
         )
-        return prompt.tokens, tuple(conversation.messages)
+        return prompt.tokens, _marks(prompt, conversation)
 
     def _conversation(
         self, request: ChatRequest | CapsuleRequest | TokenizeRequest, effort: str | None
@@ -141,6 +153,15 @@ class ChatReader:
         found = thinking_of(source.text) if name == "auto" else name
         return THINKING.get(found or "none")
 
+    def _bound(
+        self, max_tokens: int, thinking: Thinking, *, is_open: bool
+    ) -> ReasoningBudget | None:
+        """None: the model's marks are several tokens, of which others could be made too."""
+        begin, close = (self._added_tokens.get(mark) for mark in thinking)
+        if close is None or (begin is None and not is_open):
+            return None
+        return ReasoningBudget(max_tokens, close, None if is_open else begin)
+
     def _form(self, source: Source) -> ToolFormat:
         name = self.settings.tool_parser
         found = format_of(source.text) if name == "auto" else name
@@ -151,6 +172,12 @@ class ChatReader:
                 param="tools",
             )
         return FORMATS[found]
+
+
+def _marks(prompt: RenderedPrompt, conversation: Conversation) -> Messages:
+    """Marks of a conversation that was rendered, by which its messages are known again."""
+    first = next(iter(conversation.messages), None)
+    return Messages(prompt.digests, first is not None and first.role == "system")
 
 
 def _variables(given: Any, source: Source) -> dict[str, Any]:

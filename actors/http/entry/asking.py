@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 
 from mallee.actors.access.scopes import Scopes
+from mallee.actors.http.entry.bodies import Bodies
 from mallee.actors.http.entry.middleware import caller_of, header, read_body
 from mallee.actors.http.schemas import LEAST_VALUES, AnyRequest, parse
 from mallee.actors.http.sse import unless_gone
@@ -45,6 +46,7 @@ class Asking:
         # The ids of a prompt as long as the window, and the rest of a body.
         self._max_values = max(LEAST_VALUES, max_model_len + LEAST_VALUES // 2)
         self._pool = pool
+        self._bodies = Bodies()
 
     async def read(self, request: Request, kind: type[R]) -> Asked[R]:
         """The request, whose body is a `kind`. Raises BadRequest and as `read_body`."""
@@ -52,7 +54,8 @@ class Asking:
         caller, salt = caller_of(request), _salt(request)
 
         def work() -> Asked[R]:
-            body = parse(raw, kind, self._max_values)
+            owner = f"{caller.tenant}\0{salt}"
+            body = self._bodies.parse(raw, kind, owner, self._max_values)
             if not kind.is_bounded:
                 _check_unbounded(body)
             scope = self._scopes.scope(caller.tenant, checked_salt(body.cache_salt) or salt)

@@ -51,15 +51,26 @@ class Turns:
             loop.call_soon(self._begin, loop)
 
 
+async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer that this gateway is stopping."""
+    answer = error_response(Unavailable("this gateway is stopping; send again"))
+    answer.headers["connection"] = "close"  # the next goes to another gateway
+    if scope["type"] == "websocket":
+        await WebSocket(scope, receive, send).send_denial_response(answer)
+    else:
+        await answer(scope, receive, send)
+
+
 class Gate:
-    """ASGI middleware. Once closed, requests are refused with 503, readiness too; those inside go on.
+    """ASGI middleware. Once closed, `refusal` answers requests, readiness too; those inside go on.
 
     Sockets are inside while they are open; the event in their scope tells them to end.
     Belongs to one event loop.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, refusal: ASGIApp = refuse) -> None:
         self._app = app
+        self._refusal = refusal
         self._num_inside = 0
         self._closing = asyncio.Event()
         self._is_empty = asyncio.Event()
@@ -70,12 +81,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         if self._closing.is_set():
-            answer = error_response(Unavailable("this gateway is stopping; send again"))
-            answer.headers["connection"] = "close"  # the next goes to another gateway
-            if scope["type"] == "websocket":
-                await WebSocket(scope, receive, send).send_denial_response(answer)
-            else:
-                await answer(scope, receive, send)
+            await self._refusal(scope, receive, send)
             return
         scope[CLOSING] = self._closing
         self._num_inside += 1

@@ -35,7 +35,7 @@ CountAnswer: TypeAlias = Callable[[str, int], None]
 
 # Told to everybody: the state of the service, though not whole, and the API's description, alike everywhere.
 _OPEN = frozenset(("/health", "/health/live", "/health/ready", "/openapi.json", "/docs"))
-BATCH: Final = "/v1/batch"  # the requests in it are counted, each by itself
+OUTER: Final = frozenset(("/v1/batch", "/v1/search"))  # the requests in them count, each by itself
 INNER: Final = "mallee.inner"  # in the scope of a request that came inside of another
 _CALLER = "mallee.caller"  # in the scope of a request
 _BEGUN = "mallee.begun"  # in loop seconds
@@ -94,7 +94,7 @@ class AuthMiddleware:
         try:
             try:
                 caller = scope[_CALLER] = self._find_caller(scope)
-                is_work = scope["method"] == "POST" and scope["path"] != BATCH
+                is_work = scope["method"] == "POST" and scope["path"] not in OUTER
                 if is_work or INNER in scope:  # a frame costs its sender too little to be free
                     await self._turns.wait()
                 with caller.visit if is_work else nullcontext():

@@ -9,13 +9,12 @@ import msgspec
 from mallee.actors.gateway.answers import outcome_of
 from mallee.actors.gateway.lives import verdict_body
 from mallee.actors.http.answers import Envelope, UsageCounter, extras
-from mallee.actors.http.deltas import TextDelta, TokenBytes
+from mallee.actors.http.deltas import CallDelta, TextDelta, TokenBytes
 from mallee.actors.http.jobs import Plan
 from mallee.actors.http.messages.errors import anthropic_error
 from mallee.actors.http.messages.reading import input_of
 from mallee.actors.http.messages.schemas import FIVE_MINUTES_S
 from mallee.actors.http.messages.signatures import signature_of
-from mallee.actors.text.conversation import ToolCall
 from mallee.protocol.errors import MalleeError
 
 _encoder: Final = msgspec.json.Encoder()
@@ -111,7 +110,7 @@ def _message(envelope: Envelope, content: list[Any], usage: dict[str, Any]) -> d
     }
 
 
-def _tool_use(call: ToolCall, given: dict[str, Any]) -> dict[str, Any]:
+def _tool_use(call: CallDelta, given: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
 
 
@@ -128,7 +127,8 @@ class WholeMessage:
 
     def add(self, delta: TextDelta) -> None:
         for kind, value in _parts_of(delta):
-            if kind == "tool_use" or not self._parts or self._parts[-1][0] != kind:
+            begins = bool(value.id) if kind == "tool_use" else False
+            if begins or not self._parts or self._parts[-1][0] != kind:
                 self._parts.append((kind, []))
             self._parts[-1][1].append(value)
         if delta.finish is not None:
@@ -138,7 +138,8 @@ class WholeMessage:
         """The content blocks."""
         for kind, values in self._parts:
             if kind == "tool_use":
-                yield _tool_use(values[0], input_of(values[0].arguments))
+                arguments = "".join(each.arguments for each in values)
+                yield _tool_use(values[0], input_of(arguments))
             elif kind == "text":
                 yield {"type": "text", "text": "".join(values)}
             else:
@@ -160,11 +161,15 @@ class WholeMessage:
 
 
 def _parts_of(delta: TextDelta) -> Iterator[tuple[str, Any]]:
+    calls = delta.calls
+    if calls and not calls[0].id:
+        yield "tool_use", calls[0]  # more of one that began before
+        calls = calls[1:]
     if delta.reasoning:
         yield "thinking", delta.reasoning
     if delta.text:
         yield "text", delta.text
-    for call in delta.calls:
+    for call in calls:
         yield "tool_use", call
 
 
@@ -232,10 +237,11 @@ class MessageWriter:
                 return
         found.append(self._delta({"type": f"{kind}_delta", kind: text}))
 
-    def _call(self, call: ToolCall, found: list[dict[str, Any]]) -> None:
-        self._has_calls = True
-        self._begin(_tool_use(call, {}), found)
-        self._open = "tool_use"
+    def _call(self, call: CallDelta, found: list[dict[str, Any]]) -> None:
+        if call.id:
+            self._has_calls = True
+            self._begin(_tool_use(call, {}), found)
+            self._open = "tool_use"
         found.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
 
     def _begin(self, block: dict[str, Any], found: list[dict[str, Any]]) -> None:

@@ -103,9 +103,11 @@ class MessagesHandlers:
             fields,
             max_tokens=min(fields.max_tokens, room),
             cache_control=marked.cache_control,
+            thinking_token_budget=thought.budget,
             mallee=extras,
         )
-        chat = self._chat.begun(fields, conversation, prompt, read_output_format(fields))
+        output = read_output_format(fields)
+        chat = self._chat.begun(fields, conversation, prompt, output, is_hint=True)
         if dialogue.begun and chat.reading is not None and chat.reading.is_open:
             remedy = "this model reasons before it answers, so its answer can't be begun for it"
             raise InvalidParameter("messages", "assistant", remedy)

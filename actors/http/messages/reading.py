@@ -7,10 +7,12 @@ from typing import Any, Final, NamedTuple
 from mallee.actors.http.messages.signatures import hidden_text
 from mallee.actors.text.conversation import (
     MAX_MESSAGES,
+    Known,
     Message,
     ToolCall,
     joined,
     read_arguments,
+    sound_arguments,
     with_names,
 )
 from mallee.protocol.errors import InvalidParameter
@@ -69,6 +71,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self._parts: list[list[Message]] = []  # of each message
+        self._read: list[Message] = []  # of the message that is being read
         self.marks: list[Any] = []
 
     @property
@@ -76,12 +79,27 @@ class _Reader:
         return [joined(parts) for parts in self._parts]
 
     def add(self, message: Message) -> None:
+        self._read.append(message)
         role = message.role
         if not self._parts or self._parts[-1][0].role != role or role == "tool":
             self._parts.append([])
         self._parts[-1].append(message)
 
     def read(self, value: Any, param: str) -> None:
+        """A message, with what was made of it if that is known."""
+        if type(value) is not Known:
+            self._message(value, param)
+        elif value.made is None:
+            num_marks, self._read = len(self.marks), []
+            self._message(value, param)
+            value.made = tuple(self._read), tuple(self.marks[num_marks:])
+        else:
+            parts, marks = value.made
+            for each in parts:
+                self.add(each)
+            self.marks += marks
+
+    def _message(self, value: Any, param: str) -> None:
         if not isinstance(value, dict):
             raise InvalidParameter(param, value, 'a message is {"role": ..., "content": ...}')
         role, content = value.get("role"), value.get("content")
@@ -193,6 +211,5 @@ def _string(block: dict[str, Any], key: str, param: str) -> str:
 
 def input_of(arguments: str) -> dict[str, Any]:
     """The `input` of a call that the model made."""
-    found = json.loads(arguments)
-    assert isinstance(found, dict), "calls have objects as arguments"
+    found: dict[str, Any] = json.loads(sound_arguments(arguments))
     return found

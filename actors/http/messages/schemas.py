@@ -20,6 +20,8 @@ _KEPT_EDITS: Final = ("clear_thinking_20251015",)
 class CountRequest(AnyRequest, frozen=True, kw_only=True):
     """Fields that the prompt depends on, of messages and of their count."""
 
+    history: ClassVar[str] = "messages"
+
     messages: Any = None
     system: Any = None
     tools: Any = None
@@ -57,6 +59,7 @@ class Thought(NamedTuple):
 
     effort: str | None
     is_shown: bool = True
+    budget: int | None = None  # tokens
 
 
 def read_thinking(request: CountRequest, max_tokens: int | None) -> Thought:
@@ -86,7 +89,7 @@ def read_thinking(request: CountRequest, max_tokens: int | None) -> Thought:
     if max_tokens is not None and budget >= max_tokens:
         remedy = f"give less than max_tokens, {max_tokens}"
         raise InvalidParameter("thinking.budget_tokens", budget, remedy)
-    return Thought(effort or "high", is_shown)
+    return Thought(effort or "high", is_shown, budget)
 
 
 def functions_of(request: CountRequest) -> tuple[Function, ...]:

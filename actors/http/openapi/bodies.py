@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from mallee.search.results import NodeResult
+
 OMITTED: Any = msgspec.UNSET
 
 
@@ -62,7 +64,9 @@ class ChoiceExtras(Body, frozen=True, kw_only=True):
     cache: dict[str, Any] = OMITTED
     kept: Literal["kept", "refused"] = OMITTED
     injected: list[dict[str, int]] = OMITTED
-    ended_by: Literal["tokens", "wall_s", "regex", "logprob", "done"] = OMITTED
+    ended_by: Literal["tokens", "wall_s", "regex", "logprob", "done", "score"] = OMITTED
+    score: float | None = OMITTED
+    score_error: str = OMITTED
     error: dict[str, Any] = OMITTED
 
 
@@ -86,6 +90,31 @@ class AnyAnswer(Body, frozen=True, kw_only=True):
     created: int
     model: str
     usage: UsageBody
+
+
+class SpentBody(Body, frozen=True, kw_only=True):
+    """Tokens that were computed for a search, in its tree or not, and the requests that it made."""
+
+    prefill_tokens: int
+    completion_tokens: int
+    requests: int
+
+
+class Search(Body, frozen=True, kw_only=True):
+    """The tree of a search. `principal`: numbers of nodes from the root to the selected one."""
+
+    object: Literal["search"]
+    created: int
+    model: str
+    seed: int
+    text: str
+    score: float | None
+    reason: Literal["done", "found", "tokens", "nodes", "expansions"]
+    principal: list[int]
+    tokens: int
+    expansions: int
+    spent: SpentBody
+    nodes: list[NodeResult]
 
 
 class Completion(AnyAnswer, frozen=True, kw_only=True):
@@ -231,7 +260,7 @@ class TokenCount(Body, frozen=True, kw_only=True):
 
 
 class Capsule(Body, frozen=True, kw_only=True):
-    """Fields that only its worker tells may be left out."""
+    """Fields that only its worker tells may be left out; of a failed one `error` says why."""
 
     id: str
     object: Literal["capsule"]
@@ -239,6 +268,9 @@ class Capsule(Body, frozen=True, kw_only=True):
     model: str
     worker: str | None
     tokens: int
+    status: Literal["computing", "ready", "failed"]
+    computed_tokens: int = OMITTED
+    error: ErrorFields = OMITTED
     stale: bool = OMITTED
     pinned: bool = OMITTED
     ttl_s: float | None = OMITTED
@@ -246,6 +278,73 @@ class Capsule(Body, frozen=True, kw_only=True):
     nbytes: int = OMITTED
     shared_nbytes: int = OMITTED
     drawn: int | None = OMITTED
+
+
+class Failure(Body, frozen=True, kw_only=True):
+    message: str
+    code: str
+
+
+class NodeExtras(Body, frozen=True, kw_only=True):
+    """`capsule`: of a node that keeps it."""
+
+    request: str
+    worker: str | None
+    capsule: str | None
+    cached_tokens: int
+    prefill_tokens: int
+    completion_tokens: int
+
+
+class GraphNode(Body, frozen=True, kw_only=True):
+    """A node as it stands; times are milliseconds since the graph began."""
+
+    kind: Literal["prefill", "branch", "join", "tool", "map"]
+    status: Literal["waiting", "queued", "running", "done", "failed", "cancelled"]
+    after: str | None
+    cause: str | None
+    ready_ms: float | None
+    start_ms: float | None
+    first_token_ms: float | None
+    end_ms: float | None
+    error: Failure = OMITTED
+    output: str = OMITTED
+    items: list[str] = OMITTED
+    finish_reason: str | None = OMITTED
+    mallee: NodeExtras = OMITTED
+
+
+class GraphStep(Body, frozen=True, kw_only=True):
+    node: str
+    ms: float
+
+
+class GraphBody(Body, frozen=True, kw_only=True):
+    """`path`: the nodes that the end waited for, one after the other; their times add up to `wall_ms`."""
+
+    id: str
+    object: Literal["graph"]
+    created: int
+    model: str
+    status: Literal["running", "done", "failed", "cancelled"]
+    outputs: dict[str, str]
+    wall_ms: float | None
+    path: list[GraphStep] = OMITTED
+    usage: UsageBody
+    nodes: dict[str, GraphNode]
+
+
+class GraphDeleted(Body, frozen=True, kw_only=True):
+    id: str
+    object: Literal["graph.deleted"]
+    deleted: bool
+    cancelled: bool
+
+
+class GraphResult(Body, frozen=True, kw_only=True):
+    id: str
+    object: Literal["graph.result"]
+    node: str
 
 
 class Pruned(Body, frozen=True, kw_only=True):
@@ -280,9 +379,11 @@ class Injected(Body, frozen=True, kw_only=True):
 
 
 class NewCapsule(Capsule, frozen=True, kw_only=True):
-    prefill_tokens: int
-    cached_tokens: int
-    usage: UsageBody
+    """Of one that is not waited for, nothing is known of its computing yet."""
+
+    prefill_tokens: int = OMITTED
+    cached_tokens: int = OMITTED
+    usage: UsageBody = OMITTED
     imported: dict[str, int] = OMITTED
 
 
@@ -352,14 +453,38 @@ class SessionNode(Body, frozen=True, kw_only=True):
     tier: Literal["device", "host", "disk", "none"] = OMITTED
 
 
-class SessionTree(Session, frozen=True, kw_only=True):
+class Resource(Body, frozen=True, kw_only=True):
+    """`reserved`: for what runs below or at other gateways; what that doesn't use returns."""
+
+    limit: float
+    used: float
+    reserved: float
+    left: float
+
+
+class SessionBudget(Body, frozen=True, kw_only=True):
+    """null: not bounded by it. Not `kept`: the gateway that kept it is gone, or can't be asked."""
+
+    kept: bool
+    tokens: Resource | None
+    branches: Resource | None
+    wall_s: Resource | None
+
+
+class BoundSession(Session, frozen=True, kw_only=True):
+    """`budget`: the session's own."""
+
+    budget: SessionBudget | None
+
+
+class SessionTree(BoundSession, frozen=True, kw_only=True):
     """Nodes are in the order in which they were left. `children`: sessions whose parent it is."""
 
     children: list[str]
     nodes: list[SessionNode]
 
 
-class SessionFork(Session, frozen=True, kw_only=True):
+class SessionFork(BoundSession, frozen=True, kw_only=True):
     capsule: str
 
 

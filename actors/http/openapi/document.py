@@ -33,7 +33,7 @@ _MEANINGS: Final = {
     403: "The key has not the right",
     404: "There is no such thing",
     408: "The body, or its reader, is too slow",
-    409: "Made by other weights, or its key's answer is too large to be given twice",
+    409: "Made by other weights, still computing, or its key's answer is too large to be given twice",
     410: "It went with its worker",
     413: "The body is too large",
     415: "The body is compressed",
@@ -155,7 +155,7 @@ def statuses(each: Operation) -> list[int]:
     """Of all its answers but those of bugs, 500."""
     with_body = _WITH_BODY if each.body is not None else ()
     with_key = _WITH_KEY if takes_key(each) else ()
-    return sorted({*each.successes, *_ALL, *with_body, *with_key, *each.refusals})
+    return sorted({*each.successes, *_ALL, *with_body, *with_key, *each.refusals, each.busy})
 
 
 def _answer(each: Operation, status: int) -> dict[str, Any]:

@@ -57,6 +57,10 @@ FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
         "description": "Where the template knows it.",
         "enum": ["none", "minimal", "low", "medium", "high", "xhigh", "max", None],
     },
+    "thinking_token_budget": {
+        "description": "At most so many tokens of reasoning: then its end is the next token.",
+        "minimum": 0,
+    },
     "MessagesRequest.messages": {"description": "Anthropic's.", **_MESSAGES},
     "CountRequest.messages": {"description": "Anthropic's.", **_MESSAGES},
     "MessagesRequest.tools": {"description": "Anthropic's, of the client.", **_OBJECTS},
@@ -88,6 +92,22 @@ FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
             ]
         },
     },
+    "policy": {
+        "description": "`type` names it, its own fields beside: docs/api/search.md.",
+        "required": ["type"],
+        "properties": {"type": _STRING},
+        **_OBJECT,
+    },
+    "score": {
+        "description": "By log-probability, or a verifier that asks the model.",
+        "anyOf": [
+            {"enum": ["mean_logprob", "sum_logprob"]},
+            {**_OBJECT, "required": ["prompt", "answers"]},
+        ],
+    },
+    "ends": {"description": "A step with one of these texts ends an answer.", "maxItems": 16},
+    "SearchRequest.capsule": {"description": "Where it begins, instead of a prompt."},
+    "SearchRequest.prompt": {"description": "Text or token ids.", "anyOf": [_STRING, _IDS]},
     "suffix": {
         "description": "Text, token ids, or messages that go on.",
         "anyOf": [
@@ -143,6 +163,7 @@ FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "at": {"description": "Only the capsule's first so many tokens.", "minimum": 1},
     "to": {"description": "The tokens that are left.", "minimum": 1},
     "ttl_s": {"description": "Seconds without use until it ends.", **_TTL},
+    "wait": {"description": "False: answered at once, before the capsule is there."},
     "branch": {"minimum": 0},
     "tier": {"enum": ["host", "disk", None]},
     "tokens": {"description": "Token ids.", **_IDS},
@@ -152,5 +173,13 @@ FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "session": {"description": "The name of a session.", "maxLength": 128},
     "session_id": {"description": "The session, as vLLM and SGLang name it.", "maxLength": 128},
     "SessionForkRequest.capsule": {"description": "One of its capsules."},
+    "parent": {"description": "The session that a new one is below.", "maxLength": 128},
+    "nodes": {"description": "Nodes, which name those that they take from.", "minItems": 1},
+    "outputs": {
+        "description": "Nodes that are wanted; those that no other takes from, if left out."
+    },
+    "max_running": {"description": "Nodes on workers at once.", "minimum": 1, "maximum": 128},
+    "output": {"description": "What the tool says: a text, or a list of texts."},
+    "error": {"description": "Why the call failed.", "minLength": 1, "maxLength": 1024},
     "mallee": {"description": "Fields of Mallee's own."},
 }

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from mallee.actors.http.capsules.bulk import MAX_AGE_S, TIERS
+from mallee.actors.http.graphs.requests import GraphRequest, ResultRequest
 from mallee.actors.http.live.batch import BatchRequest
 from mallee.actors.http.messages.errors import OVERLOADED
 from mallee.actors.http.messages.schemas import CountRequest, MessagesRequest
@@ -32,9 +33,11 @@ from mallee.actors.http.schemas import (
     RestoreRequest,
     RewindRequest,
     SessionForkRequest,
+    SessionRequest,
     TokenizeRequest,
     WeightsRequest,
 )
+from mallee.actors.http.search.requests import SearchRequest
 from mallee.actors.http.tokenizing import Detokenized, Tokenized
 
 JSON, EVENTS, BYTES = "application/json", "text/event-stream", "application/octet-stream"
@@ -99,7 +102,11 @@ _IMPORT: Final[Mapping[str, Mapping[str, Any]]] = {
     "deadline_s": {"type": "number"},
 }
 _MESSAGES: Final = {"messages": [{"role": "user", "content": "Why do mallees re-sprout?"}]}
-_MADE: Final = (404, 409, 410)  # what works on a capsule may not find it, or find it stale
+_MADE: Final = (
+    404,
+    409,
+    410,
+)  # what works on a capsule may not find it, or find it stale or computing
 _CAPSULE: Final = "/v1/capsules/{capsule}"
 _SESSION: Final = "/v1/sessions/{session:path}"
 _RESPONSE: Final = "/v1/responses/{response}"
@@ -110,6 +117,13 @@ _ITEMS: Final = {
     "after": {"type": "string"},
 }
 _BRANCH: Final = "/v1/requests/{request}/branches/{branch}"
+_GRAPH: Final = "/v1/graphs/{graph}"
+_NODES: Final = [
+    {"kind": "prefill", "name": "doc", "text": "A mallee is"},
+    {"kind": "branch", "name": "one", "of": "doc", "text": " a tree", "max_tokens": 8},
+    {"kind": "branch", "name": "two", "of": "doc", "text": " a bird", "max_tokens": 8},
+    {"kind": "join", "name": "both", "inputs": ["one", "two"]},
+]
 _RECORD: Final = "/v1/sessions/{session:path}/record"
 
 
@@ -168,6 +182,13 @@ OPERATIONS: Final = (
         *(Detokenized, DetokenizeRequest),
         {"tokens": [1, 2, 3]},
         refusals=(404,),
+    ),
+    Operation(
+        *("POST", "/v1/search", "searches.create", "A whole search of texts, in one call"),
+        *(bodies.Search, SearchRequest),
+        {"prompt": "A mallee is", "policy": {"type": "best_of_n", "n": 2, "max_tokens": 8}},
+        refusals=_MADE,
+        streams=True,
     ),
     Operation(
         *("POST", "/v1/responses", "responses.create", "An answer that the server remembers"),
@@ -242,6 +263,37 @@ OPERATIONS: Final = (
         bodies.ConversationBody,
         refusals=(404,),
     ),
+    Operation(
+        *(
+            "POST",
+            "/v1/graphs",
+            "graphs.create",
+            "Run a graph of prefills, branches, joins and tools",
+        ),
+        *(bodies.GraphBody, GraphRequest),
+        {"nodes": _NODES},
+        refusals=(404, 409),
+        streams=True,
+    ),
+    Operation(
+        *("GET", _GRAPH, "graphs.get", "A graph as it stands"), bodies.GraphBody, refusals=(404,)
+    ),
+    Operation(
+        *("DELETE", _GRAPH, "graphs.delete", "Cancel a graph, and forget it"),
+        bodies.GraphDeleted,
+        refusals=(404,),
+    ),
+    Operation(
+        *(
+            "POST",
+            f"{_GRAPH}/nodes/{{node}}/result",
+            "graphs.result",
+            "The result of a tool's call",
+        ),
+        *(bodies.GraphResult, ResultRequest),
+        {"output": "42"},
+        refusals=(404, 409),
+    ),
     Operation("GET", "/v1/models", "models", "The models served: one", bodies.ModelList),
     Operation(
         *("GET", "/v1/models/weights", "operators.weights", "Versions of the model's weights"),
@@ -262,6 +314,7 @@ OPERATIONS: Final = (
         *("POST", "/v1/capsules", "capsules.create", "Compute a prompt once and keep its state"),
         *(bodies.NewCapsule, CapsuleRequest),
         {"prompt": "A long document ...", "ttl_s": 600},
+        successes=(200, 202),
         refusals=(404, 409),
     ),
     Operation(
@@ -408,6 +461,12 @@ OPERATIONS: Final = (
         *("GET", _SESSION, "sessions.show", "A session as a tree of capsules"),
         bodies.SessionTree,
         refusals=(404,),
+    ),
+    Operation(
+        *("PUT", _SESSION, "sessions.put", "Give it a budget; it may be new"),
+        *(bodies.BoundSession, SessionRequest),
+        {"budget": {"tokens": 2000, "branches": 50}},
+        refusals=(409,),
     ),
     Operation(
         *("DELETE", _SESSION, "sessions.close", "End it: release its capsules, end its requests"),

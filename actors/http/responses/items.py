@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mallee.actors.http.entry.asking import read_count
-from mallee.actors.http.responses.namespaces import full_name, read_namespace
+from mallee.actors.http.responses.tools import arguments_of, full_name, read_namespace
 from mallee.actors.text.conversation import (
     MAX_MESSAGES,
-    Declared,
+    Known,
     Message,
     joined,
     read_messages,
@@ -20,7 +20,8 @@ from mallee.protocol.errors import BadRequest, InvalidParameter, MalleeError
 ROLES: Final = ("user", "assistant", "system", "developer")
 MAX_ITEMS: Final = 100  # of one page
 STATES: Final = ("in_progress", "completed", "incomplete")
-KINDS: Final = "message, function_call, function_call_output, reasoning"
+_CALLS: Final = "function_call, function_call_output, custom_tool_call, custom_tool_call_output"
+KINDS: Final = f"message, {_CALLS}, reasoning"
 _TEXTS: Final = ("input_text", "output_text", "text")
 _SEALED: Final = "mallee1."  # begins `encrypted_content`
 
@@ -36,15 +37,20 @@ def read_input(value: Any, param: str = "input") -> tuple[list[dict[str, Any]], 
     if (num := len(value)) > MAX_MESSAGES:
         raise InvalidParameter(param, num, f"give at most {MAX_MESSAGES} items")
     items = [_item(each, f"{param}[{i}]") for i, each in enumerate(value)]
-    return items, messages_of(items, param)
+    pairs = enumerate(zip(value, items, strict=True))
+    return items, _joined([_known(each, item, param, i) for i, (each, item) in pairs])
 
 
 def messages_of(items: list[dict[str, Any]], param: str) -> list[Message]:
+    """The messages that the items are."""
+    return _joined([_message(item, f"{param}[{i}]") for i, item in enumerate(items)])
+
+
+def _joined(parts: list[Message]) -> list[Message]:
     """Reasoning, a message and calls in a row are one message of the assistant."""
     found: list[list[Message]] = []  # parts of each message
     is_open = has_answer = False  # the last is an assistant's; it has a text or calls
-    for i, item in enumerate(items):
-        part = _message(item, f"{param}[{i}]")
+    for part in parts:
         if not (is_open and part.role == "assistant") or (part.text and has_answer):
             found.append([])
             has_answer = False
@@ -67,6 +73,15 @@ def _item(value: Any, param: str) -> dict[str, Any]:
     return {**value, "type": kind}
 
 
+def _known(value: Any, item: dict[str, Any], param: str, place: int) -> Message:
+    if type(value) is not Known:
+        return _message(item, f"{param}[{place}]")
+    if value.made is None:
+        value.made = _message(item, f"{param}[{place}]")
+    made: Message = value.made
+    return made
+
+
 def _message(item: dict[str, Any], param: str) -> Message:
     made: Message = _READERS[item["type"]](item, param)
     return made
@@ -77,6 +92,13 @@ def _of_message(item: dict[str, Any], param: str) -> Message:
     if role not in ROLES:
         raise InvalidParameter(f"{param}.role", role, f"give one of {', '.join(ROLES)}")
     return Message(role, _text(item.get("content"), f"{param}.content"))
+
+
+def _of_custom_call(item: dict[str, Any], param: str) -> Message:
+    text = item.get("input")
+    if not isinstance(text, str):
+        raise InvalidParameter(f"{param}.input", text, "give a text")
+    return _of_call({**item, "arguments": arguments_of(text)}, param)
 
 
 def _of_call(item: dict[str, Any], param: str) -> Message:
@@ -118,6 +140,8 @@ _READERS: Final = {
     "message": _of_message,
     "function_call": _of_call,
     "function_call_output": _of_result,
+    "custom_tool_call": _of_custom_call,
+    "custom_tool_call_output": _of_result,
     "reasoning": _of_reasoning,
 }
 
@@ -163,6 +187,16 @@ def _unsealed(value: Any, param: str) -> str:
         ) from None
 
 
+_PREFIXES: Final = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+
+
 def shown(items: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     """Items of an input as lists show them: with ids and states, contents as parts, and nothing unknown."""
     return [_shown(item, f"{name}_in{i}") for i, item in enumerate(items)]
@@ -170,9 +204,8 @@ def shown(items: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 def _shown(item: dict[str, Any], name: str) -> dict[str, Any]:
     kind, status, given = item["type"], item.get("status"), item.get("id")
-    prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}.get(kind, "fco")
     made: dict[str, Any] = {
-        "id": given if isinstance(given, str) and given else f"{prefix}_{name}",
+        "id": given if isinstance(given, str) and given else f"{_PREFIXES[kind]}_{name}",
         "type": kind,
         "status": status if status in STATES else "completed",
     }
@@ -180,12 +213,16 @@ def _shown(item: dict[str, Any], name: str) -> dict[str, Any]:
         case "message":
             text = "output_text" if item["role"] == "assistant" else "input_text"
             made |= {"role": item["role"], "content": _parts(item["content"], text)}
-        case "function_call":
-            (call,) = _of_call(item, "").tool_calls
-            made |= {"call_id": call.id, "name": item["name"], "arguments": call.arguments}
+        case "function_call" | "custom_tool_call":
+            made |= {"call_id": item["call_id"], "name": item["name"]}
+            if kind == "custom_tool_call":
+                made["input"] = item["input"]
+            else:
+                (call,) = _of_call(item, "").tool_calls
+                made["arguments"] = call.arguments
             if item.get("namespace") is not None:
                 made["namespace"] = item["namespace"]
-        case "function_call_output":
+        case "function_call_output" | "custom_tool_call_output":
             output = item["output"]
             shown_output = output if isinstance(output, str) else _parts(output, "input_text")
             made |= {"call_id": item["call_id"], "output": shown_output}
@@ -230,33 +267,6 @@ def page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any
         "last_id": part[-1]["id"] if part else None,
         "has_more": begin + limit < len(found),
     }
-
-
-# Functions, their choice, and forms of the answer, in the shapes of chat requests.
-
-
-def function_tool(tool: Any, param: str) -> Declared:
-    """A function, which names itself. Raises InvalidParameter."""
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if kind != "function":
-        remedy = "this server runs no tools; only function and namespace are supported"
-        raise InvalidParameter(f"{param}.type", kind, remedy)
-    return Declared(tool, param)
-
-
-def chat_choice(value: Any) -> Any:
-    """`tool_choice` as chat requests have it. Raises InvalidParameter for tools that are no functions."""
-    match value:
-        case {"type": "function", "name": str(name)}:
-            name = full_name(read_namespace(value, "tool_choice"), name)
-            return {"type": "function", "function": {"name": name}}
-        case {"type": "allowed_tools", "tools": list(tools), **more}:
-            allowed = {"tools": [chat_choice(tool) for tool in tools], **more}
-            return {"type": "allowed_tools", "allowed_tools": allowed}
-        case {"type": str(kind)}:
-            remedy = "give none, auto, required, a function by its name, or allowed_tools"
-            raise InvalidParameter("tool_choice.type", kind, remedy)
-    return value
 
 
 def renamed(error: MalleeError, old: str, new: str) -> MalleeError:

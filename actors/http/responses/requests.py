@@ -1,11 +1,11 @@
 """The body of `POST /v1/responses`, checked, and as the chat request that it amounts to."""
 
 import json
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from mallee.actors.http.chat.reading import EFFORTS
 from mallee.actors.http.grammars import FREE_TEXT, OutputFormat
-from mallee.actors.http.responses.items import chat_choice
+from mallee.actors.http.responses.tools import chat_choice
 from mallee.actors.http.schemas import AnyRequest, ChatRequest, StreamOptions
 from mallee.protocol.errors import BadRequest, InvalidParameter
 from mallee.protocol.messages import MAX_LOGPROBS, Grammar
@@ -17,7 +17,11 @@ MAX_METADATA: Final = (16, 64, 512)  # pairs, characters of a name, of a value
 
 
 class ResponseRequest(AnyRequest, frozen=True, kw_only=True):
-    """`seed`, `top_k`, `min_p`, `ignore_eos` and `chat_template_kwargs` are not OpenAI's."""
+    """From `seed` on, and `top_k` and `min_p`, fields aren't OpenAI's."""
+
+    is_bounded: ClassVar[bool] = True
+
+    history: ClassVar[str] = "input"
 
     input: Any = None
     instructions: str | None = None
@@ -46,6 +50,7 @@ class ResponseRequest(AnyRequest, frozen=True, kw_only=True):
     seed: int | None = None
     ignore_eos: bool = False
     chat_template_kwargs: Any = None
+    thinking_token_budget: int | None = None
 
 
 def check(body: ResponseRequest) -> None:
@@ -159,6 +164,7 @@ def chat_request(body: ResponseRequest) -> ChatRequest:
         stream=body.stream,
         ignore_eos=body.ignore_eos,
         max_completion_tokens=body.max_output_tokens,
+        thinking_token_budget=body.thinking_token_budget,
         tool_choice=chat_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         logprobs=shows,

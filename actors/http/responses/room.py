@@ -22,6 +22,7 @@ from mallee.actors.http.responses.requests import ResponseRequest, conversation_
 from mallee.actors.http.responses.running import Background, Run
 from mallee.actors.http.responses.sharing import ID_PREFIX, SharedResponses
 from mallee.actors.http.responses.store import Record, ResponseStore
+from mallee.actors.http.responses.tools import offered
 from mallee.actors.http.responses.turns import PlannedTurn, TurnMaker
 from mallee.actors.http.responses.writing import Writer, opening, sse
 from mallee.actors.http.serve import Server, json_response
@@ -87,7 +88,7 @@ class Responses:
             )
 
         planned = await self._asking.make(request, asked, plan)
-        run, record = self._run(request, asked, planned, conversation, plan_whole)
+        run, record = self._run(request, asked, planned, previous, conversation, plan_whole)
         if body.background:
             return self._in_background(request, run, record, streams=body.stream)
         run.admit(caller_of(request).visit)
@@ -188,14 +189,17 @@ class Responses:
         request: Request,
         asked: Asked[ResponseRequest],
         planned: PlannedTurn,
+        previous: Record | None,
         conversation: Record | None,
         plan_whole: Callable[[], Awaitable[PlannedTurn]],
     ) -> tuple[Run, Record]:
         body, scope = asked.body, asked.scope
-        name = self._server.service.new_name(scope)
+        left = previous.left if previous is not None else None
+        bound = self._server.bound(planned.plan, left.capsule if left is not None else None)
+        named = self._server.named(scope, bound)
         begun = opening(
-            *(body, f"{ID_PREFIX}{name.removeprefix('req_')}", int(self._server.clock())),
-            *(self._server.model_name, body.tools or []),
+            *(body, f"{ID_PREFIX}{named.name.removeprefix('req_')}", int(self._server.clock())),
+            *(self._server.model_name, offered(body.tools) or []),
         )
         if conversation is not None:
             check_room(conversation, len(planned.items), "conversation")
@@ -213,7 +217,7 @@ class Responses:
                 change = Change(items=items, at=place(conversation))
                 await self.conversations.change(conversation, change, answer)
 
-        given = (self._server, self.store, planned, record, writer, name)
+        given = (self._server, self.store, planned, record, writer, named)
         return Run(*given, is_stored=body.store, tell=tell, plan_whole=plan_whole), record
 
     def _in_background(

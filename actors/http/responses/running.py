@@ -15,7 +15,7 @@ from mallee.actors.http.errors import unexpected
 from mallee.actors.http.responses.store import Left, Record, ResponseStore, Turn
 from mallee.actors.http.responses.turns import PlannedTurn
 from mallee.actors.http.responses.writing import Writer, sse
-from mallee.actors.http.serve import LOGPROBS_COST, TURN_TOKENS, Server
+from mallee.actors.http.serve import LOGPROBS_COST, TURN_TOKENS, Named, Server
 from mallee.protocol.errors import CapsuleStale, MalleeError, NotFound
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
@@ -40,6 +40,9 @@ class DrawnStream:
     @property
     def worker(self) -> WorkerId:
         return self._stream.worker
+
+    async def opened(self) -> None:
+        await self._stream.opened()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
@@ -81,7 +84,7 @@ class Run:
         planned: PlannedTurn,
         record: Record,
         writer: Writer,
-        name: RequestId,
+        named: Named,
         *,
         is_stored: bool,
         tell: Callable[[Record], Awaitable[None]],
@@ -92,7 +95,7 @@ class Run:
         self._planned = planned
         self._record = record
         self.writer = writer
-        self._name = name
+        self._named = named
         self._is_stored = is_stored
         self._tell = tell
         self._plan_whole = plan_whole
@@ -113,18 +116,17 @@ class Run:
     async def open(self, prepare_s: float) -> TextDelta:
         """Start it; its first delta. Raises MalleeError, with nothing running."""
         try:
-            return await self._begin(prepare_s, self._name)
+            return await self._begin(prepare_s, self._named)
         except (NotFound, CapsuleStale):
             if not isinstance(self._planned.plan.jobs[0], ForkJob):
                 raise
         self._planned = await self._plan_whole()
-        return await self._begin(prepare_s, self._server.service.new_name(self._record.scope))
+        again = self._server.named(self._record.scope, self._named.bound)
+        return await self._begin(prepare_s, again)
 
-    async def _begin(self, prepare_s: float, name: RequestId) -> TextDelta:
+    async def _begin(self, prepare_s: float, named: Named) -> TextDelta:
         plan = self._planned.plan
-        stream = await self._server.service.start(plan.jobs[0], prepare_s, name=name)
-        self._drawn = DrawnStream(stream)
-        self._text = TextStream([self._drawn], plan, self._server.tokenizer)
+        self._text = await self._server.start(plan, prepare_s, named=named, follow=self._follow)
         try:
             first = await anext(self._text)
             if isinstance(first.error, (NotFound, CapsuleStale)):
@@ -133,6 +135,10 @@ class Run:
             await self._text.aclose()
             raise
         return first
+
+    def _follow(self, stream: BranchStream) -> BranchStream:
+        self._drawn = DrawnStream(stream)
+        return self._drawn
 
     @property
     def worker(self) -> str:

@@ -62,8 +62,10 @@ class Turn:
 
 
 def _nbytes(message: Message) -> int:
-    calls = sum(len(call.arguments) + MESSAGE_NBYTES for call in message.tool_calls)
-    return MESSAGE_NBYTES + len(message.text) + len(message.reasoning) + calls
+    nbytes = MESSAGE_NBYTES + len(message.text) + len(message.reasoning)
+    for call in message.tool_calls:
+        nbytes += len(call.arguments) + MESSAGE_NBYTES
+    return nbytes
 
 
 @dataclass(slots=True)

@@ -16,8 +16,7 @@ import numpy as np
 from mallee.actors.http.chat.reading import Chat, ChatReader
 from mallee.actors.http.jobs import JobMaker, Plan, Start
 from mallee.actors.http.prompts import PromptReader, RenderedPrompt
-from mallee.actors.http.responses.items import function_tool, messages_of, read_input, renamed
-from mallee.actors.http.responses.namespaces import flattened
+from mallee.actors.http.responses.items import messages_of, read_input, renamed
 from mallee.actors.http.responses.requests import (
     ResponseRequest,
     chat_request,
@@ -26,6 +25,7 @@ from mallee.actors.http.responses.requests import (
     output_of,
 )
 from mallee.actors.http.responses.store import Left, Record, Turn
+from mallee.actors.http.responses.tools import declared, placed
 from mallee.actors.http.schemas import ChatRequest
 from mallee.actors.text.conversation import Conversation, Message, read_functions
 from mallee.actors.text.specials import Rendering
@@ -126,9 +126,7 @@ class TurnMaker:
     def _head(self, body: ResponseRequest) -> Conversation:
         """Instructions, functions and what the template reads."""
         system = (Message("system", body.instructions),) if body.instructions else ()
-        functions = read_functions(
-            flattened(body.tools), lambda placed, _: function_tool(placed.tool, placed.param)
-        )
+        functions = read_functions(placed(body.tools), declared)
         given = Conversation(system, functions)
         return self._chat.with_variables(
             given, effort_of(body), body.chat_template_kwargs, is_hint=True

@@ -6,15 +6,35 @@ import msgspec
 import xxhash
 
 from mallee.actors.http.answers import MAX_CHANCES, UsageCounter, extras
-from mallee.actors.http.deltas import TextDelta, TokenBytes, TokenChance, chat_logprobs
+from mallee.actors.http.deltas import (
+    CallDelta,
+    TextDelta,
+    TokenBytes,
+    TokenChance,
+    chat_logprobs,
+)
 from mallee.actors.http.errors import AnswerTooLarge
 from mallee.actors.http.responses.items import sealed
-from mallee.actors.http.responses.namespaces import full_name, places_of
 from mallee.actors.http.responses.requests import LOGPROBS, SEALED, ResponseRequest
-from mallee.actors.text.conversation import Message, ToolCall
+from mallee.actors.http.responses.tools import (
+    InputText,
+    Shown,
+    arguments_of,
+    dropped,
+    full_name,
+    offered,
+    shown_tools,
+)
+from mallee.actors.text.conversation import Message, ToolCall, is_object, sound_arguments
 from mallee.protocol.errors import MalleeError
 
-_ENDS: Final = {"stop": "completed", "length": "incomplete", "cancelled": "cancelled"}
+_ENDS: Final = {
+    "stop": "completed",
+    "condition": "completed",  # its client's own, as a stop string
+    "length": "incomplete",
+    "budget": "incomplete",
+    "cancelled": "cancelled",
+}
 _encoder = msgspec.json.Encoder()
 
 
@@ -67,6 +87,8 @@ def opening(
 def _declared(tool: dict[str, Any]) -> dict[str, Any]:
     if tool["type"] == "namespace":
         return {"description": "", **tool}
+    if tool["type"] == "custom":
+        return {"description": None, "format": {"type": "text"}, **tool}
     return {"strict": None, "description": None, "parameters": None, **tool}
 
 
@@ -85,7 +107,9 @@ class Writer:
         self._token_bytes = token_bytes if LOGPROBS in body.include else None
         self._seals = SEALED in body.include
         self._names_workers = names_workers
-        self._places = places_of(body.tools)
+        self._shown = shown_tools(offered(body.tools))
+        self._dropped = dropped(body.tools)
+        self._input: InputText | None = None  # of the custom call that is open
         self._number = 0  # of the next event
         self._kind = ""  # of the item that is open
         self._texts: list[str] = []  # of it
@@ -110,12 +134,17 @@ class Writer:
         """The events of a delta, without the end's. Raises AnswerTooLarge."""
         events: list[dict[str, Any]] = []
         self._count(delta)
+        calls = delta.calls
+        if calls and not calls[0].id:
+            events += self._arguments(calls[0].arguments)
+            calls = calls[1:]
         if delta.reasoning:
             events += [*self._opened("reasoning"), self._reasoning(delta.reasoning)]
         if delta.text:
             events += [*self._opened("message"), self._text(delta.text)]
-        for call in delta.calls:
-            events += [*self._close("completed"), *self._call(call)]
+        for call in calls:
+            events += [*self._close("completed"), self._open_call(call)]
+            events += self._arguments(call.arguments)
         return events
 
     def finish(self, last: TextDelta) -> list[dict[str, Any]]:
@@ -133,9 +162,12 @@ class Writer:
         status = _ENDS.get(last.finish or "stop", "failed")
         self._settle(status, usage)
         self.body["mallee"] = {**extras(last, names_workers=self._names_workers), **more}
+        if self._dropped:
+            self.body["mallee"]["dropped_tools"] = self._dropped
         if status == "completed":
             self.body["completed_at"] = now
         if status == "incomplete":
+            # OpenAI's only word for an answer that was to be no longer; `ended_by` has ours.
             self.body["incomplete_details"] = {"reason": "max_output_tokens"}
         named = "incomplete" if status == "cancelled" else status
         return [self._about(f"response.{named}")]
@@ -162,8 +194,9 @@ class Writer:
                 case "reasoning":
                     reasoning += item["content"][0]["text"]
                 case "function_call":
-                    name = full_name(item.get("namespace", ""), item["name"])
-                    calls.append(ToolCall(item["call_id"], name, item["arguments"]))
+                    calls.append(_call(item, sound_arguments(item["arguments"])))
+                case "custom_tool_call":
+                    calls.append(_call(item, arguments_of(item["input"])))
         return (Message("assistant", text, reasoning, tuple(calls)),)
 
     def _settle(self, status: str, usage: UsageCounter | None) -> None:
@@ -219,10 +252,13 @@ class Writer:
         seed = f"{self.body['id']}.{len(self.output)}"
         return f"{prefix}_{xxhash.xxh3_128_hexdigest(seed.encode())}"
 
+    def _item_place(self) -> dict[str, Any]:
+        """Of the open item."""
+        return {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1}
+
     def _place(self) -> dict[str, Any]:
         """Of the open part."""
-        place = {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1}
-        return {**place, "content_index": 0}
+        return {**self._item_place(), "content_index": 0}
 
     def _added(self, item: dict[str, Any]) -> dict[str, Any]:
         self.output.append(item)
@@ -275,6 +311,8 @@ class Writer:
         if not self._kind:
             return []
         text = "".join(self._texts)
+        if self._kind == "call":
+            return self._close_call()
         part, place = self._part(text), self._place()
         item = {**self.output[-1], "status": status, "content": [part]}
         if self._kind == "message":
@@ -292,22 +330,52 @@ class Writer:
             self._done(item),
         ]
 
-    def _call(self, call: ToolCall) -> list[dict[str, Any]]:
-        named = self._places.get(call.name, {"name": call.name})
+    # Calls
+
+    def _open_call(self, call: CallDelta) -> dict[str, Any]:
+        shown = self._shown.get(call.name) or Shown(call.name)
+        self._kind, self._texts = "call", []
+        self._input = InputText() if shown.is_custom else None
         item = {
-            "id": self._id("fc"),
-            "type": "function_call",
+            "id": self._id("ctc" if shown.is_custom else "fc"),
+            "type": "custom_tool_call" if shown.is_custom else "function_call",
             "status": "in_progress",
             "call_id": call.id,
-            **named,
-            "arguments": "",
+            "name": shown.name,
+            "input" if shown.is_custom else "arguments": "",
         }
-        added = self._added(item)
-        place = {"item_id": item["id"], "output_index": len(self.output) - 1}
-        kind = "response.function_call_arguments"
-        return [
-            added,
-            self._event(f"{kind}.delta", **place, delta=call.arguments),
-            self._event(f"{kind}.done", **place, name=named["name"], arguments=call.arguments),
-            self._done({**item, "status": "completed", "arguments": call.arguments}),
-        ]
+        return self._added({**item, "namespace": shown.namespace} if shown.namespace else item)
+
+    def _arguments(self, text: str) -> list[dict[str, Any]]:
+        """The events of more of the open call's arguments."""
+        if self._input is None:
+            return [self._call_delta("function_call_arguments", text)]
+        found = self._input.feed(text)
+        return [self._call_delta("custom_tool_call_input", found)] if found else []
+
+    def _call_delta(self, kind: str, text: str) -> dict[str, Any]:
+        self._texts.append(text)
+        return self._event(f"response.{kind}.delta", **self._item_place(), delta=text)
+
+    def _close_call(self) -> list[dict[str, Any]]:
+        """A call that broke off or broke is incomplete."""
+        events: list[dict[str, Any]] = []
+        if self._input is not None:
+            if rest := self._input.end():
+                events.append(self._call_delta("custom_tool_call_input", rest))
+            text = "".join(self._texts)
+            status = "completed" if self._input.is_whole else "incomplete"
+            item = {**self.output[-1], "status": status, "input": text}
+            kind, named = "custom_tool_call_input", {"input": text}
+        else:
+            text = "".join(self._texts)
+            status = "completed" if is_object(text) else "incomplete"
+            item = {**self.output[-1], "status": status, "arguments": text}
+            kind, named = "function_call_arguments", {"name": item["name"], "arguments": text}
+        self._kind = ""
+        done = self._event(f"response.{kind}.done", **self._item_place(), **named)
+        return [*events, done, self._done(item)]
+
+
+def _call(item: dict[str, Any], arguments: str) -> ToolCall:
+    return ToolCall(item["call_id"], full_name(item.get("namespace", ""), item["name"]), arguments)

@@ -7,16 +7,18 @@ from typing import Any, Final, TypeAlias
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mallee.actors.gateway.service import CapsuleInfo, Service
+from mallee.actors.gateway.service import CapsuleInfo
 from mallee.actors.gateway.sessions.sessions import SessionView
+from mallee.actors.http.branches.accounts import read_budget
 from mallee.actors.http.entry.asking import Asking, read_count
 from mallee.actors.http.entry.middleware import caller_of
 from mallee.actors.http.openapi.operations import MAX_LISTED
-from mallee.actors.http.schemas import CloseSessionRequest, SessionForkRequest
-from mallee.actors.http.serve import json_response
+from mallee.actors.http.schemas import CloseSessionRequest, SessionForkRequest, SessionRequest
+from mallee.actors.http.serve import Server, json_response
+from mallee.actors.http.sessions.budgets import SessionBudgets
 from mallee.actors.http.sessions.names import check_session
 from mallee.actors.http.sse import unless_gone
-from mallee.protocol.errors import BadRequest, NotFound
+from mallee.protocol.errors import BadRequest, InvalidParameter, NotFound
 from mallee.protocol.gateways.session_notes import NodeNote
 from mallee.protocol.ids import CapsuleId, Scope
 
@@ -26,10 +28,11 @@ NUM_ASKED: Final = 64  # questions to workers at once, of one request
 
 
 class SessionHandlers:
-    """Lists, shows, forks and closes sessions. All state is the service's."""
+    """Lists, shows, bounds, forks and closes sessions. All state is the service's, and its budgets'."""
 
-    def __init__(self, service: Service, asking: Asking, *, draw_seed: Callable[[], int]) -> None:
-        self._service = service
+    def __init__(self, server: Server, asking: Asking, *, draw_seed: Callable[[], int]) -> None:
+        self._service = server.service
+        self._budgets = SessionBudgets(server.service, server.budgets)
         self._asking = asking
         self._draw_seed = draw_seed
 
@@ -44,6 +47,20 @@ class SessionHandlers:
             {"object": "list", "data": bodies, "last_id": last, "has_more": has_more}
         )
 
+    async def put(self, request: Request) -> Response:
+        asked = await self._asking.read(request, SessionRequest)
+        name, body = _session(request), asked.body
+        check_session(name, "session")
+        check_session(body.parent, "parent")
+        budget = read_budget(body.budget, "budget")
+        if budget is None:
+            raise InvalidParameter("budget", None, "give tokens, branches or wall_s")
+        parent = body.parent if body.parent != name else ""
+        giving = self._budgets.give(name, asked.scope, budget, parent, asked.terms.tenant)
+        await unless_gone(request.receive, giving)
+        view = self._service.sessions.show(name, asked.scope)
+        return json_response(await self._bound_body(view, asked.scope))
+
     async def show(self, request: Request) -> Response:
         scope = self._asking.scope(request)
         view = self._service.sessions.show(_session(request), scope)
@@ -53,15 +70,22 @@ class SessionHandlers:
             _node(node, info, names_workers=names_workers)
             for node, info in zip(view.nodes, infos, strict=True)
         ]
-        return json_response({**_body(view), "children": [*view.children], "nodes": nodes})
+        body = await self._bound_body(view, scope)
+        return json_response({**body, "children": [*view.children], "nodes": nodes})
 
     async def fork(self, request: Request) -> Response:
         asked = await self._asking.read(request, SessionForkRequest)
         check_session(asked.body.session, "session")
         new = asked.body.session or f"session_{self._draw_seed():016x}"
         source = _session(request)
-        view = self._service.sessions.fork(source, asked.scope, new, asked.body.capsule)
-        return json_response({**_body(view), "capsule": view.nodes[0].capsule})
+        budget = read_budget(asked.body.budget, "budget")
+        if budget is None:
+            view, _ = self._service.sessions.fork(source, asked.scope, new, asked.body.capsule)
+        else:
+            forking = self._budgets.fork(source, asked.scope, new, asked.body.capsule, budget)
+            view = await unless_gone(request.receive, forking)
+        body = await self._bound_body(view, asked.scope)
+        return json_response({**body, "capsule": view.nodes[0].capsule})
 
     async def close(self, request: Request) -> Response:
         return await self._close(request, _session(request), self._asking.scope(request))
@@ -87,6 +111,9 @@ class SessionHandlers:
                 "cancelled": closed.num_cancelled,
             }
         )
+
+    async def _bound_body(self, view: SessionView, scope: Scope) -> dict[str, Any]:
+        return {**_body(view), "budget": await self._budgets.body(view, scope)}
 
     async def _inspect(self, nodes: Sequence[NodeNote], scope: Scope) -> "Infos":
         """The nodes' capsules as their workers tell; None: it is gone."""

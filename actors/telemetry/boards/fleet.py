@@ -297,6 +297,11 @@ _FAULTS: Final = Row(
             "ops",
             each(_IN.rate, "mallee_session_records_stopped_total", "reason"),
         ),
+        Panel(
+            "Calls of URLs that requests named",
+            "ops",
+            each(_IN.observed, "mallee_callback_duration_seconds", "outcome"),
+        ),
     ),
 )
 

@@ -67,6 +67,9 @@ class _ForkText:
     def note(self, capsule: CapsuleId, row: int, boundary: int, ttl_s: float | None) -> None:
         """Never asked: a replay takes no capsules of running branches."""
 
+    def drop(self, capsule: CapsuleId) -> None:
+        """Never asked: a replay promises no capsules."""
+
     def cut(self, capsule: CapsuleId, row: int, at: int, residue: Tokens) -> None:
         """Never asked: a replay has no stop strings."""
 

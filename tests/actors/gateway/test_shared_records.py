@@ -64,6 +64,23 @@ async def test_a_record_is_found_from_every_gateway(three: list[Gateway]) -> Non
     assert a.kept[name, COMMON] == b"text+"
 
 
+async def test_what_all_gateways_tell_is_gathered(three: list[Gateway]) -> None:
+    a, b, c = three
+    name = SCOPES.new(COMMON)
+    assert await a.records.gather("thing", name, COMMON) == ([], True)
+    b.kept[name, COMMON], c.kept[name, COMMON] = b"b", b"c"
+    found, is_whole = await a.records.gather("thing", name, COMMON)
+    assert (sorted(found), is_whole) == ([b"b", b"c"], True)
+    await c.bus.close()
+    began = time.monotonic()
+    assert await a.records.gather("thing", name, COMMON) == ([b"b"], False)
+    assert ASK_S <= time.monotonic() - began < ASK_S + 1.0
+    await a.bus.close()
+    assert await a.records.gather("thing", name, COMMON) == ([], False)
+    alone = Gateway(LocalHub(), "g0", 0)
+    assert await alone.records.gather("thing", name, COMMON) == ([], True)
+
+
 async def test_another_scope_gets_no_answer_and_is_not_asked_for(three: list[Gateway]) -> None:
     a, b, _ = three
     name = SCOPES.new(COMMON)

@@ -5,7 +5,8 @@ import codecs
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import httpx
@@ -49,6 +50,9 @@ class ByteTokenizer:
 
     def tokens(self, text: str, *, add_special_tokens: bool = False, scope: str = "") -> Tokens:
         return as_tokens(self.encode(text, add_special_tokens=add_special_tokens))
+
+    def delimiters(self, among: Collection[str]) -> tuple[str, ...]:
+        return ()
 
     def detokenizer(self, shown: Sequence[str] = ()) -> "ByteDetokenizer":
         return ByteDetokenizer()
@@ -158,6 +162,7 @@ class FakeService:
             num_others=lambda: 0,
             belongs=SCOPES.belongs,
         )
+        self.sessions = SimpleNamespace(budget=lambda session, scope, parent: "")  # none has one
         self.started = threading.Event()
         self.closed = threading.Event()  # every stream started so far
         self.reset()
@@ -179,8 +184,8 @@ class FakeService:
     def job(self) -> Any:
         return self.streams[-1].job
 
-    def new_name(self, scope: Scope) -> RequestId:
-        return SCOPES.new(scope)
+    def new_name(self, scope: Scope, account: str = "") -> RequestId:
+        return SCOPES.new(scope, account)
 
     async def start(
         self, job: Job, prepare_s: float = 0.0, *, name: RequestId | None = None

@@ -19,12 +19,13 @@ def test_a_capsule_is_made_of_a_prompt(call: Any) -> None:
     assert answer.status == 200
     assert answer.headers["x-mallee-worker"] == "w0"
     assert answer.body == {
-        "id": "req_0.0",
+        "id": f"{call.service.streams[0].request}.0",
         "object": "capsule",
         "created": 1_760_000_005,
         "model": "tiny/bytes",
         "worker": "w0",
         "tokens": 8,
+        "status": "ready",
         "prefill_tokens": 4,
         "cached_tokens": 4,
         "ttl_s": 5.0,
@@ -93,6 +94,7 @@ def test_a_capsule_can_be_looked_at_and_forgotten(call: Any) -> None:
         "model": "tiny/bytes",
         "worker": "w0",
         "tokens": 32,
+        "status": "ready",
     }
     deleted = {"id": "req_x.0", "object": "capsule.deleted", "deleted": True}
     assert call("DELETE", path).body == deleted

@@ -19,6 +19,7 @@ TEXT = "many trunks from one root, which sprout again after fire and after frost
 
 @pytest.mark.nats
 async def test_answers_say_how_their_prompts_were_served(tmp_path: Path) -> None:
+    """X18: also the first token that differs, other salts, and prompts that were never seen."""
     keys = tmp_path / "keys.yaml"
     keys.write_text(yaml.safe_dump({"keys": [key.entry for key in (ACME, EVIL, ROOT)]}))
     config = mock_config(

@@ -12,7 +12,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from uvicorn.lifespan.on import LifespanOn
 
-from mallee.actors.http.entry.gate import Gate, Turns
+from mallee.actors.http.entry.gate import Gate, Turns, refuse
+from mallee.actors.http.messages.errors import AnthropicErrors
 from mallee.actors.proxy import direct
 
 
@@ -54,6 +55,19 @@ async def test_a_closed_gate_answers_those_inside_and_refuses_others() -> None:
         slow.go.set()
         assert await draining == 0
         assert (await inside).text == "done"
+
+
+async def test_a_closed_gate_refuses_in_the_shape_of_the_path() -> None:
+    """I16, part: Anthropic's clients read its errors, and know by the type to send again."""
+    gate = Gate(Slow().gate, AnthropicErrors(refuse, new_id=lambda: "n"))
+    await gate.drain(0)
+    transport = httpx.ASGITransport(gate)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        answer = await client.post("/v1/messages")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (529, "overloaded_error")
+        assert answer.headers["connection"] == "close"
+        answer = await client.post("/v1/chat/completions")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
 
 
 async def test_a_drain_tells_how_many_are_late() -> None:

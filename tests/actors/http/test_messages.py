@@ -365,7 +365,7 @@ async def test_the_client_tries_an_overloaded_server_again(call: Any) -> None:
     call.service.refuses = Unavailable("no room", retry_after_s=0.01)
     start = call.service.start
 
-    async def once(job: Any, prepare_s: float = 0.0) -> Any:
+    async def once(job: Any, prepare_s: float = 0.0, **more: Any) -> Any:
         try:
             return await start(job, prepare_s)
         finally:

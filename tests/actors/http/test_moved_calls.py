@@ -56,7 +56,12 @@ async def streamed(
             delta = choice["delta"]
             message["content"] += delta.get("content") or ""
             message["reasoning"] += delta.get("reasoning") or ""
-            message["tool_calls"] += [part["function"] for part in delta.get("tool_calls", ())]
+            for part in delta.get("tool_calls", ()):
+                if "id" in part:
+                    message["tool_calls"].append({"name": "", "arguments": ""})
+                call = message["tool_calls"][part["index"]]
+                for field, more in part["function"].items():
+                    call[field] += more
             message["logprobs"] += [each["token"] for each in choice["logprobs"]["content"]]
             num += 1
             if num == lose_at:

@@ -20,6 +20,7 @@ from mallee.actors.http.prompts import PromptReader
 from mallee.actors.http.schemas import DetokenizeRequest, TokenizeRequest
 from mallee.actors.http.tokenizing import Tokenizing
 from mallee.actors.tasks import Tasks
+from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.ids import COMMON
@@ -147,7 +148,7 @@ async def test_a_checkpoint_s_own_marks_are_plain_text_in_messages(
     with ThreadPoolExecutor(1) as pool:
         app = build.build_api(
             *(mock_config(folder), service, Access(None, {}), SCOPES),
-            *(lambda endpoint, status: None, pool, Tasks("a service")),
+            *(GatewayMetrics(), pool, Tasks("a service")),
         )
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:

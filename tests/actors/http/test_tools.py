@@ -47,8 +47,13 @@ def assembled(events: list[Any]) -> dict[int, dict[str, Any]]:
                 if delta.get(name) is not None:
                     made[name] = (made.get(name) or "") + delta[name]
             for part in delta.get("tool_calls", ()):
-                assert part["index"] == len(made["tool_calls"])
-                made["tool_calls"].append({k: v for k, v in part.items() if k != "index"})
+                calls = made["tool_calls"]
+                if "id" in part:
+                    assert part["index"] == len(calls)
+                    calls.append({k: v for k, v in part.items() if k != "index"})
+                else:
+                    assert part["index"] == len(calls) - 1
+                    calls[-1]["function"]["arguments"] += part["function"]["arguments"]
             made["finish"] = choice["finish_reason"]
     return found
 
@@ -109,15 +114,32 @@ def test_ids_of_calls_are_all_different(call: Any) -> None:
     assert len(set(ids)) == len(ids) == 8
 
 
-def test_what_breaks_off_stays_text(call: Any) -> None:
+def test_what_breaks_off_before_its_arguments_stays_text(call: Any) -> None:
     call.service.reply = lambda _: CALL
     (choice,) = call("POST", PATH, {**ASKED, "max_tokens": 30}).body["choices"]
     assert choice["finish_reason"] == "length"
     assert choice["message"]["content"] == CALL.encode()[:30].decode()
     assert "tool_calls" not in choice["message"]
-    (choice,) = call("POST", PATH, {**ASKED, "stop": ["Å"]}).body["choices"]
-    assert choice["finish_reason"] == "stop"
-    assert choice["message"]["content"] == CALL.partition("Å")[0]
+
+
+@pytest.mark.parametrize("more", [{"max_tokens": 59}, {"stop": ["Å"]}])
+def test_what_breaks_off_in_its_arguments_is_a_call_as_far_as_it_came(call: Any, more: Any) -> None:
+    """I17, part: as OpenAI's API, whole and streamed; sent back, it is read as a broken call's text."""
+    call.service.reply = lambda _: CALL
+    (choice,) = call("POST", PATH, ASKED | more).body["choices"]
+    assert choice["finish_reason"] == ("length" if "max_tokens" in more else "tool_calls")
+    (made,) = choice["message"]["tool_calls"]
+    assert made["function"] == {"name": "get_weather", "arguments": '{"city": "'}
+    streamed = assembled(call("POST", PATH, {**ASKED, **more, "stream": True}).events)[0]
+    assert [each["function"] for each in streamed["tool_calls"]] == [made["function"]]
+    assert streamed["finish"] == choice["finish_reason"]
+    result = {"role": "tool", "tool_call_id": made["id"], "content": "It broke off."}
+    again = ASKED | {"messages": [*MESSAGES, choice["message"], result]}
+    assert call("POST", PATH, again).status == 200
+    assert (
+        r'{"INVALID_JSON": "{\"city\": \""}'
+        in call.service.job.tokens.astype("u1").tobytes().decode()
+    )
 
 
 def test_tools_that_must_not_be_called_leave_the_text_as_it_is(call: Any) -> None:
@@ -222,7 +244,7 @@ def test_a_form_has_the_whole_answer(call: Any) -> None:
                 "messages": [
                     {
                         "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": "x"}}],
+                        "tool_calls": [{"function": {"name": "f", "arguments": [1]}}],
                     }
                 ]
             },

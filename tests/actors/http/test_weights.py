@@ -15,6 +15,7 @@ PROMPT = "many trunks from one root, which sprout again after fire " * 4
 
 @pytest.mark.nats
 async def test_a_new_version_serves_and_old_capsules_are_stale(tmp_path: Path) -> None:
+    """X16: no older KV is matched, answers carry both versions, stale capsules are refused by name."""
     config = mock_config(make_folder(tmp_path), workers=2, mock__engines_per_worker=1)
     async with (
         MockStack(config, port=free_port()) as stack,

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import redirect_stdout
+from contextlib import asynccontextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -35,15 +35,13 @@ REFUSED = {
     "capsules.demote": "tiers",
     "capsules.take": "a file of an export",
     "capsules.export": "KV that could be read",
-    "capsules.capture": "a branch that still runs",
-    "branches.prune": "a branch that still runs",
-    "branches.prioritize": "a branch that still runs",
-    "capsules.restore": "a capsule of an answer",
     "operators.change_weights": "weights",
     "operators.drain_worker": "a worker to spare",
-    "get_record": "a folder for records",
-    "delete_record": "a folder for records",
 }
+RUNNING = {
+    *("capsules.capture", "branches.prune", "branches.prioritize", "branches.inject"),
+    "live_requests.get",
+}  # of a request that still runs
 
 
 def examples() -> dict[str, tuple[str, str]]:
@@ -63,7 +61,8 @@ async def stack(tmp_path: Path) -> AsyncIterator[MockStack]:
     (tmp_path / "model").mkdir()
     (tmp_path / "a.file").write_bytes(b"no capsule")
     folder = make_folder(tmp_path / "model")
-    config = mock_config(folder, chat__template=str(tmp_path / "chat.jinja"))
+    more = {"chat__template": str(tmp_path / "chat.jinja"), "recording__folder": str(tmp_path)}
+    config = mock_config(folder, mock__speedup=1.0, **more)
     async with MockStack(config, port=free_port()) as made:
         yield made
 
@@ -81,15 +80,16 @@ async def test_every_example_is_answered_as_the_document_says(
                 each.replace(URL, stack.base_url).replace('"MODEL"', '"tiny"')
                 for each in written[heading(operation)]
             )
-            answer = await run_curl(curl, await givens(client, operation))
+            async with givens(client, operation) as given:
+                answer = await run_curl(curl, given)
             problem = oracle.problem(operation, answer)
-            needs_running = "branch" in names(operation)  # of a request that is over by then
-            is_refused = operation.handler in REFUSED or needs_running
+            is_refused = operation.handler in REFUSED
             if problem is None and answer.status_code not in operation.successes and not is_refused:
                 problem = answer.text[:300]
             if problem:
                 problems.append(f"{heading(operation)} by curl: {answer.status_code} {problem}")
-            said = await asyncio.to_thread(run_python, python, await givens(client, operation))
+            async with givens(client, operation) as given:
+                said = await asyncio.to_thread(run_python, python, given)
             if said.startswith("error") or (
                 said[:1] in "45" and said[3:4] == " " and not is_refused
             ):
@@ -97,7 +97,48 @@ async def test_every_example_is_answered_as_the_document_says(
     assert not problems, "\n".join(problems)
 
 
-async def givens(client: httpx.AsyncClient, operation: Operation) -> dict[str, str]:
+@asynccontextmanager
+async def running(client: httpx.AsyncClient) -> AsyncIterator[str]:
+    """The id of a request with three branches that run meanwhile."""
+    body = {"prompt": "A mallee", "max_tokens": 600, "n": 3, "ignore_eos": True, "stream": True}
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        begun: set[int] = set()
+        async for line in answer.aiter_lines():
+            event = json.loads(line.removeprefix("data: ") or "{}")
+            begun |= {choice["index"] for choice in event.get("choices", ())}
+            if len(begun) == 3:
+                yield event["id"]
+                return
+
+
+@asynccontextmanager
+async def calling(client: httpx.AsyncClient) -> AsyncIterator[dict[str, str]]:
+    """The ids of a graph that waits for a tool, and of its node."""
+    body = {"nodes": [{"kind": "tool", "name": "look", "call": "search"}], "stream": True}
+    async with client.stream("POST", "/v1/graphs", json=body) as answer:
+        async for line in answer.aiter_lines():
+            event = json.loads(line.removeprefix("data: ") or "{}")
+            if event.get("type") == "tool.call":
+                yield {"graph": event["id"], "node": event["node"]}
+                return
+
+
+@asynccontextmanager
+async def givens(client: httpx.AsyncClient, operation: Operation) -> AsyncIterator[dict[str, str]]:
+    """Ids that the example names, of things that are there while it runs."""
+    if operation.handler == "graphs.result":
+        async with calling(client) as made:
+            yield made
+        return
+    made = await things(client, operation)
+    if operation.handler not in RUNNING:
+        yield made
+        return
+    async with running(client) as request:
+        yield made | {"request": request}
+
+
+async def things(client: httpx.AsyncClient, operation: Operation) -> dict[str, str]:
     """Ids for the path's parameters, of things just made; a new parameter needs its case here.
 
     The session that the example forks into is none yet, and the one that it closes is there.
@@ -114,9 +155,16 @@ async def givens(client: httpx.AsyncClient, operation: Operation) -> dict[str, s
             case "capsule":
                 body = {"prompt": "A long document", "ttl_s": 600}
                 made[name] = (await client.post("/v1/capsules", json=body)).json()["id"]
+                if operation.handler == "capsules.restore":  # one of an answer
+                    body = {"prompt": "A mallee", "max_tokens": 2}
+                    (choice,) = (await client.post("/v1/completions", json=body)).json()["choices"]
+                    made[name] = choice["mallee"]["capsule"]
             case "request":
                 body = {"prompt": "A mallee", "max_tokens": 2}
                 made[name] = (await client.post("/v1/completions", json=body)).json()["id"]
+            case "graph":
+                body = {"nodes": [{"kind": "prefill", "name": "doc", "text": "A mallee"}]}
+                made[name] = (await client.post("/v1/graphs", json=body)).json()["id"]
             case "response":
                 body = {"input": "A mallee", "max_output_tokens": 2, "background": True}
                 made[name] = (await client.post("/v1/responses", json=body)).json()["id"]
@@ -127,7 +175,8 @@ async def givens(client: httpx.AsyncClient, operation: Operation) -> dict[str, s
                 items = f"/v1/conversations/{made['conversation']}/items"
                 made[name] = (await client.get(items)).json()["data"][0]["id"]
             case "session":
-                body = {"prompt": "A mallee", "max_tokens": 2, "mallee": {"session": "night-3"}}
+                ours = {"session": "night-3", "record": True}
+                body = {"prompt": "A mallee", "max_tokens": 2, "mallee": ours}
                 await client.post("/v1/completions", json=body)
                 made[name] = "night-3"
             case "model":

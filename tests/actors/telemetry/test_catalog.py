@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_late
 from prometheus_client.parser import text_string_to_metric_families
 
 from mallee.actors.gateway.router_metrics import RouterCollector
+from mallee.actors.http.callbacks.callbacks import Outcome
 from mallee.actors.recording.recorder import StopReason
 from mallee.actors.telemetry.catalog import FAMILIES, MOST_TENANTS, OTHERS, exposed_by, family
 from mallee.actors.telemetry.families import Labelled
@@ -84,6 +85,7 @@ def test_values_of_labels_are_those_that_the_code_has() -> None:
     assert values("mallee_pulls_total", "reason") == set(PULL_REASONS)
     assert values("mallee_branches_moved_total", "reason") == set(get_args(MoveReason))
     assert values("mallee_session_records_stopped_total", "reason") == set(get_args(StopReason))
+    assert values("mallee_callback_duration_seconds", "outcome") == set(get_args(Outcome))
 
 
 def test_families_have_names_units_and_bounds() -> None:

@@ -1,152 +1,23 @@
-"""Budgets: accounts against a brute-force model, and over HTTP on a tiny real model."""
+"""Budgets over HTTP, on a tiny real model; at one gateway and at two."""
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from mallee.actors.http.branches.budgets import Account, Budget, Budgets
-from mallee.protocol.errors import BudgetSpent, InvalidParameter
-from mallee.protocol.ids import CapsuleId, RequestId
+from mallee.actors.text.chat import ChatTemplate
+from mallee.protocol.ids import account_of
 from mallee.testing.random_model import random_model
-from support.tiny_fleet import post, tiny_api
+from support.live_api import served
+from support.tiny_fleet import post, tiny_api, tiny_fleet, two_gateways
 from support.waiting import until
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
+CHAT = ChatTemplate("{% for m in messages %}{{ m.role + ':' + m.content + '|' }}{% endfor %}")
 ASKED = {"prompt": "A tree of many trunks", "ignore_eos": True, "seed": 3, "temperature": 1.0}
-
-
-class Tree:
-    """The rule for accounts, counted anew from what happened to each request."""
-
-    def __init__(self) -> None:
-        self.parents: list[int | None] = []  # the account above, by account
-        self.limits: list[int | None] = []
-        self.drawn: list[int] = []  # by requests that share the account, not below
-        self.running: list[int] = []
-
-    def below(self, account: int) -> list[int]:
-        return [i for i, parent in enumerate(self.parents) if parent == account]
-
-    def is_open(self, account: int) -> bool:
-        return self.running[account] > 0 or any(map(self.is_open, self.below(account)))
-
-    def spent(self, account: int) -> int:
-        """Tokens that were drawn by it and below."""
-        return self.drawn[account] + sum(map(self.spent, self.below(account)))
-
-
-@settings(max_examples=120, deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 3),  # begin, draw, end, or begin with a budget
-            st.integers(0, 1 << 16),
-            st.integers(1, 12),
-        ),
-        max_size=60,
-    )
-)
-def test_no_tree_draws_more_than_its_budget_and_what_is_unspent_returns(
-    steps: list[tuple[int, int, int]],
-) -> None:
-    """X19, part: in any order of begins, draws and ends, at any depth."""
-    budgets, tree = Budgets(lambda: 0.0), Tree()
-    root = budgets.begin(Budget(tokens=40), None, 1)
-    assert root is not None
-    budgets.keep(RequestId("r0"), root)
-    tree.parents, tree.limits, tree.drawn, tree.running = [None], [40], [0], [1]
-    accounts: list[Account] = [root]
-    names: list[int] = [0]  # the account of each request
-    runs: list[int] = [0]  # requests that run, as accounts
-    for kind, pick, amount in steps:
-        if kind in (0, 3):
-            of = pick % len(names)
-            above = names[of]
-            budget = Budget(tokens=amount) if kind == 3 else None
-            try:
-                account = budgets.begin(budget, CapsuleId(f"r{of}-3.1"), 1)
-            except (BudgetSpent, InvalidParameter):
-                continue
-            assert account is not None
-            if budget is not None:
-                accounts.append(account)
-                tree.parents.append(above)
-                tree.limits.append(amount)
-                tree.drawn.append(0)
-                tree.running.append(0)
-            mine = accounts.index(account)
-            assert mine == (len(accounts) - 1 if budget is not None else above)
-            budgets.keep(RequestId(f"r{len(names)}"), account)
-            names.append(mine)
-            runs.append(mine)
-            tree.running[mine] += 1
-        elif runs and kind == 1:
-            mine = runs[pick % len(runs)]
-            num = int(min(amount, accounts[mine].rest("tokens")))
-            accounts[mine].spend("tokens", num)
-            tree.drawn[mine] += num
-        elif runs:
-            mine = runs.pop(pick % len(runs))
-            accounts[mine].close()
-            tree.running[mine] -= 1
-        for i, limit in enumerate(tree.limits):
-            assert limit is None or tree.spent(i) <= limit
-            assert accounts[i].is_idle == (not tree.is_open(i))
-            if i == 0 and tree.is_open(0):
-                # Nothing is reserved by what is idle: the rest is all but what is drawn or reserved.
-                held = tree.drawn[0] + sum(_held(tree, accounts, child) for child in tree.below(0))
-                assert accounts[0].rest("tokens") == 40 - held
-    while runs:
-        accounts[runs.pop()].close()
-    root.open()
-    assert root.rest("tokens") == 40 - tree.spent(0)
-
-
-def _held(tree: Tree, accounts: list[Account], account: int) -> int:
-    """An account's part of its parent: all that was drawn, and its rest and below while it is open."""
-    held = tree.drawn[account] + sum(_held(tree, accounts, c) for c in tree.below(account))
-    return held + (int(accounts[account].rest("tokens")) if tree.is_open(account) else 0)
-
-
-def test_a_child_reserves_of_its_parent_until_it_ends() -> None:
-    """X19, part: more than the rest is refused by name; branches and time are inherited."""
-    now = 0.0
-    budgets = Budgets(lambda: now)
-    root = budgets.begin(Budget(100, 4, 60.0), None, 2)
-    assert root is not None
-    budgets.keep(RequestId("r"), root)
-    capsule = CapsuleId("r.0")
-    child = budgets.begin(Budget(tokens=70), capsule, 1)
-    assert child is not None
-    assert (root.rest("tokens"), child.rest("tokens"), child.rest("branches")) == (30, 70, 1)
-    with pytest.raises(InvalidParameter, match=r"budget\.tokens.*31.*30 left"):
-        budgets.begin(Budget(tokens=31), capsule, 1)
-    with pytest.raises(BudgetSpent, match="1 are left, 2 are asked for"):
-        budgets.begin(None, capsule, 2)
-    child.spend("tokens", 20)
-    child.close()
-    assert root.rest("tokens") == 80
-    now = 60.0
-    with pytest.raises(BudgetSpent, match="wall_s"):
-        budgets.begin(None, capsule, 1)
-
-
-def test_what_is_remembered_is_bounded_and_what_runs_is_not_forgotten() -> None:
-    """X19, part: the oldest idle one goes."""
-    budgets = Budgets(lambda: 0.0, max_kept=2)
-    made = [budgets.begin(Budget(tokens=1), None, 1) for _ in range(3)]
-    for i, account in enumerate(made):
-        assert account is not None
-        if i == 1:
-            account.close()
-        budgets.keep(RequestId(f"r{i}"), account)
-    kept = [budgets.of_request(RequestId(f"r{i}")) for i in range(3)]
-    assert kept == [made[0], None, made[2]]
 
 
 def _ends(answer: dict[str, Any]) -> list[tuple[str, str | None]]:
@@ -253,3 +124,137 @@ async def streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -
                 before = choices.get(index, {"text": ""})["text"]
                 choices[index] = {**choice, "text": before + choice["text"]}
     return {"choices": [choices[i] for i in sorted(choices)], "usage": usage}
+
+
+async def test_responses_have_budgets_and_conditions() -> None:
+    """X19, part, F19, part: a response, the turns that fork it, and a stream, with the text of a free run."""
+    async with (
+        tiny_fleet(MODEL, 1) as fleet,
+        served(fleet.gateways[0], chat=CHAT) as (url, _),
+        httpx.AsyncClient(base_url=url, timeout=30) as client,
+    ):
+        asked = {"input": "A tree", "ignore_eos": True, "seed": 3, "max_output_tokens": 60}
+        free = await post(client, "/v1/responses", **asked)
+        text = free["output"][0]["content"][0]["text"]
+        bounded = {**asked, "mallee": {"budget": {"tokens": 25}}, "stream": True}
+        async with client.stream("POST", "/v1/responses", json=bounded) as response:
+            lines = [line async for line in response.aiter_lines()]
+        last = json.loads([line for line in lines if line.startswith("data: ")][-1][6:])
+        first = last["response"]
+        assert last["type"] == "response.incomplete"
+        assert first["output"][0]["content"][0]["text"] == text[:25]
+        assert first["mallee"]["ended_by"] == "tokens"
+        again = {**asked, "previous_response_id": first["id"]}
+        spent = await client.post("/v1/responses", json=again)
+        assert (spent.status_code, spent.json()["error"]["code"]) == (409, "budget_spent")
+        met = {"stop_when": {"regex": re.escape(text[10:13])}}
+        ended = await post(client, "/v1/responses", **asked, mallee=met)
+        assert ended["status"] == "completed"
+        assert ended["mallee"]["ended_by"] == "regex"
+        said = ended["output"][0]["content"][0]["text"]
+        assert said == text[: text.index(text[10:13]) + 3]
+        engine = fleet.engines["w0"]
+        await until(lambda: engine.stats().jobs == 0)
+        engine.check()
+
+
+FORK = {"ignore_eos": True, "seed": 3, "temperature": 1.0}
+
+
+async def test_a_tree_s_budget_holds_at_every_gateway() -> None:
+    """X19, part: forks at both at once draw no more than is left, and all of that; then both refuse."""
+    async with two_gateways(MODEL) as s:
+        first = await post(
+            s.a, "/v1/completions", **ASKED, max_tokens=20, mallee={"budget": {"tokens": 500}}
+        )
+        capsule = first["choices"][0]["mallee"]["capsule"]
+        assert account_of(capsule)
+        await until(lambda: s.fleet.gateways[1].is_kept(capsule))
+        alone = await post(s.a, "/v1/completions", **ASKED, n=1, max_tokens=1500)
+        path = f"/v1/capsules/{capsule}/fork"
+        more = {**FORK, "n": 2, "max_tokens": 1500}
+        answers = await asyncio.gather(
+            post(s.a, path, **more), streamed(s.b, path, more), post(s.b, path, **more)
+        )
+        drawn = [answer["usage"]["completion_tokens"] for answer in answers]
+        assert all(drawn)
+        assert 420 <= sum(drawn) <= 480
+        for answer in answers:
+            assert _ends(answer) == [("budget", "tokens")] * 2
+            text = answer["choices"][0]["text"]
+            assert (first["choices"][0]["text"] + text)[:20] == alone["choices"][0]["text"][:20]
+        last = [choice["mallee"]["capsule"] for answer in answers for choice in answer["choices"]]
+        # What a gateway had taken ahead is back now, and is the rest.
+        rest = 480 - sum(drawn)
+        final = await s.b.post(path, json={**more, "n": 1})
+        if rest:
+            assert final.json()["usage"]["completion_tokens"] == rest
+            final = await s.b.post(path, json={**more, "n": 1})
+        assert (final.status_code, final.json()["error"]["code"]) == (409, "budget_spent")
+        for client in (s.a, s.b):
+            for each in (capsule, last[0]):
+                await until(lambda each=each: all(g.is_kept(each) for g in s.fleet.gateways))  # type: ignore[misc]
+                spent = await client.post(f"/v1/capsules/{each}/fork", json={"n": 1})
+                assert (spent.status_code, spent.json()["error"]["code"]) == (409, "budget_spent")
+
+
+async def test_budgets_below_budgets_go_from_gateway_to_gateway() -> None:
+    """X19, part: a fork's own budget is reserved where it is asked for; branches and time are the tree's."""
+    async with two_gateways(MODEL) as s:
+        budget = {"budget": {"tokens": 300, "branches": 5, "wall_s": 60}}
+        first = await post(s.a, "/v1/completions", **ASKED, max_tokens=10, mallee=budget)
+        capsule = first["choices"][0]["mallee"]["capsule"]
+        await until(lambda: s.fleet.gateways[1].is_kept(capsule))
+        path = f"/v1/capsules/{capsule}/fork"
+        over = await s.b.post(path, json={"n": 1, "mallee": {"budget": {"tokens": 291}}})
+        assert (over.status_code, over.json()["error"]["param"]) == (400, "mallee.budget.tokens")
+        own = {"budget": {"tokens": 50}}
+        below = await post(s.b, path, **FORK, n=2, max_tokens=900, mallee=own)
+        assert below["usage"]["completion_tokens"] == 50
+        leaf = below["choices"][0]["mallee"]["capsule"]
+        await until(lambda: s.fleet.gateways[0].is_kept(leaf))
+        spent = await s.a.post(f"/v1/capsules/{leaf}/fork", json={"n": 1})
+        assert spent.json()["error"]["code"] == "budget_spent"
+        many = await s.b.post(path, json={"n": 3})
+        assert "2 are left, 3 are asked for" in many.json()["error"]["message"]
+        back = await post(s.b, f"/v1/capsules/{capsule}/rewind", to=8)
+        last = await post(s.b, f"/v1/capsules/{back['id']}/fork", **FORK, n=2, max_tokens=500)
+        assert last["usage"]["completion_tokens"] == 240
+
+
+async def test_branches_elsewhere_end_where_their_budget_is_when_its_keeper_dies() -> None:
+    """X19, part: and a fork is refused with 503 while the keeper is silent; other requests go on."""
+    async with two_gateways(MODEL) as s:
+        budget = {"budget": {"tokens": 5000}}
+        first = await post(s.a, "/v1/completions", **ASKED, max_tokens=4, mallee=budget)
+        capsule = first["choices"][0]["mallee"]["capsule"]
+        await until(lambda: s.fleet.gateways[1].is_kept(capsule))
+        path = f"/v1/capsules/{capsule}/fork"
+        engine = s.fleet.engines["w0"]
+        more = {**FORK, "n": 1, "max_tokens": 1900}
+        running = asyncio.create_task(post(s.b, path, **more))
+        await until(lambda: bool(engine.stats().jobs))
+        s.bus_of(0).is_mute = True
+        answer = await running
+        assert _ends(answer) == [("budget", "tokens")]
+        assert 0 < answer["usage"]["completion_tokens"] < 1900
+        silent = await s.b.post(path, json=more)  # nothing that was lent is left here
+        assert silent.status_code in (409, 503)
+        assert (await post(s.b, "/v1/completions", **ASKED, max_tokens=4))["usage"]
+
+
+async def test_a_response_is_below_the_one_that_it_names_wherever_it_is_sent() -> None:
+    """X19, part: by its name alone, also where its capsule is gone."""
+    async with two_gateways(MODEL, chat=CHAT) as s:
+        asked = {"input": "A tree", "ignore_eos": True, "seed": 3, "max_output_tokens": 20}
+        first = await post(s.a, "/v1/responses", **asked, mallee={"budget": {"tokens": 30}})
+        capsule = first["mallee"]["capsule"]
+        await s.a.delete(f"/v1/capsules/{capsule}")
+        again = {**asked, "previous_response_id": first["id"]}
+        second = await post(s.b, "/v1/responses", **again)
+        assert second["mallee"]["ended_by"] == "tokens"
+        assert second["usage"]["output_tokens"] == 10
+        third = await s.a.post(
+            "/v1/responses", json={**asked, "previous_response_id": second["id"]}
+        )
+        assert (third.status_code, third.json()["error"]["code"]) == (409, "budget_spent")

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mallee.actors.http.branches.conditions import BranchConditions, Conditions, read_conditions
+from mallee.actors.http.callbacks.callbacks import AllowedUrls
 from mallee.actors.http.schemas import LogprobFields, StopWhenFields
 from mallee.protocol.errors import InvalidParameter
 from mallee.testing.random_model import random_model
@@ -17,6 +18,7 @@ from support.waiting import until
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
 ASKED = {"prompt": "A tree of many trunks", "ignore_eos": True, "seed": 3, "temperature": 1.0}
+NO_URLS = AllowedUrls(())
 PATTERNS = ["ab", "a+b", "(a|b){3}c", "[^c]{4}", "a.c", "(ab|ba)*cc", "c{2,3}a", "é", r"b\w"]
 
 
@@ -30,7 +32,7 @@ def test_a_branch_ends_with_the_token_that_completes_the_first_match(
     pattern: str, text: str, sizes: list[int]
 ) -> None:
     """F19, part: wherever tokens cut the bytes, also inside a character."""
-    conditions = read_conditions(StopWhenFields(regex=pattern), 1)
+    conditions = read_conditions(StopWhenFields(regex=pattern), 1, NO_URLS)
     assert conditions is not None
     branch, raw, found, at = BranchConditions(conditions), text.encode(), None, 0
     for size in sizes:
@@ -69,7 +71,7 @@ def test_confidence_is_the_mean_of_a_window(values: list[float], below: float, w
 )
 def test_no_expression_takes_long_or_much(regex: str) -> None:
     """F30, part: it is followed, or refused by name once it needs too much; a byte is cheap either way."""
-    conditions = read_conditions(StopWhenFields(regex=regex), 1)
+    conditions = read_conditions(StopWhenFields(regex=regex), 1, NO_URLS)
     assert conditions is not None
     branch, refused = BranchConditions(conditions), ""
     for i in range(20_000):
@@ -100,7 +102,7 @@ def test_no_expression_takes_long_or_much(regex: str) -> None:
 def test_conditions_that_cannot_be_are_refused_by_name(fields: Any, named: str) -> None:
     """F30, part: before anything runs."""
     with pytest.raises(InvalidParameter, match=re.escape(named)):
-        read_conditions(fields, 2)
+        read_conditions(fields, 2, NO_URLS)
 
 
 async def test_a_match_ends_its_branch_alone_with_a_capsule_of_what_was_seen() -> None:

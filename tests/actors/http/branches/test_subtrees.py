@@ -37,7 +37,7 @@ def test_all_below_a_capsule_is_found(forks: list[tuple[int, int, int]], kept: i
             if origin.partition(".")[0].partition("-")[0] in below and r not in below
         }:
             below |= more
-        assert sorted(lineage.below(CapsuleId(capsule))) == sorted(below)
+        assert sorted(lineage.below([CapsuleId(capsule)])) == sorted(below)
 
 
 async def test_a_subtree_is_cancelled_and_its_capsules_are_gone() -> None:

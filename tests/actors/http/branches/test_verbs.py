@@ -1,19 +1,17 @@
 """Verbs of branches, asked of a gateway that doesn't run the request."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import pytest
 
 from mallee.actors.http.branches import verbs
 from mallee.testing.random_model import random_model
-from support.live_api import served
-from support.live_fleet import LiveFleet
-from support.plain_ids import SCOPES
-from support.tiny_fleet import post, tiny_fleet
+from support.tiny_fleet import post, two_gateways
 from support.waiting import until
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
@@ -25,29 +23,6 @@ ASKED: dict[str, Any] = {
     "n": 3,
     "max_tokens": 1200,
 }
-
-
-class Scene(NamedTuple):
-    a: httpx.AsyncClient
-    b: httpx.AsyncClient
-    fleet: LiveFleet
-
-
-@asynccontextmanager
-async def scene() -> AsyncIterator[Scene]:
-    """Two gateways that know each other, over one worker."""
-    async with tiny_fleet(MODEL, 1, gateways=2, syncs=True, ids=SCOPES) as fleet:
-        await until(lambda: all(each._num_others() == 1 for each in fleet.gateways))
-        async with (
-            served(fleet.gateways[0]) as (here, _),
-            served(fleet.gateways[1]) as (there, _),
-            httpx.AsyncClient(base_url=here, timeout=30) as a,
-            httpx.AsyncClient(base_url=there, timeout=30) as b,
-        ):
-            yield Scene(a, b, fleet)
-        for gateway in fleet.gateways:
-            gateway.check()
-            assert gateway.failure is None
 
 
 class Run:
@@ -86,7 +61,7 @@ async def streamed(client: httpx.AsyncClient) -> AsyncIterator[tuple[Run, Any]]:
 
 async def test_another_gateway_passes_them_on() -> None:
     """F19, part, F20, part, F22, part, F29, part: as if the gateway that runs the request had been asked."""
-    async with scene() as s, streamed(s.a) as (run, read):
+    async with two_gateways(MODEL) as s, streamed(s.a) as (run, read):
         await read(3)
         path = f"/v1/requests/{run.name}"
         done = await post(s.b, f"{path}/branches/1/inject", suffix="LOOK")
@@ -119,7 +94,7 @@ async def test_another_gateway_passes_them_on() -> None:
 
 async def test_another_scope_learns_nothing_anywhere() -> None:
     """F7, part: at both gateways its answer is that for an id that never was."""
-    async with scene() as s, streamed(s.a) as (run, read):
+    async with two_gateways(MODEL) as s, streamed(s.a) as (run, read):
         await read(3)
         told = []
         for client in (s.a, s.b):
@@ -141,7 +116,7 @@ async def test_a_gateway_that_takes_too_long_is_told_apart_from_an_unknown_reque
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(verbs, "WAIT_S", 0.1)
-    async with scene() as s, streamed(s.a) as (run, read):
+    async with two_gateways(MODEL) as s, streamed(s.a) as (run, read):
         await read(3)
         records = s.fleet.gateways[0].records
         tell = records._tell.pop(verbs._VERB)
@@ -157,3 +132,33 @@ async def test_a_gateway_that_takes_too_long_is_told_apart_from_an_unknown_reque
         records._tell[verbs._VERB] = tell
         await post(s.b, f"/v1/requests/{run.name}/prune")
         await read()
+
+
+async def test_a_subtree_ends_at_every_gateway() -> None:
+    """F20, part: its requests came to two gateways by turns; either is asked, and the other's end too."""
+    for asked in range(2):
+        async with two_gateways(MODEL) as s:
+            root = (await post(s.a, "/v1/capsules", prompt="A tree", ttl_s=600))["id"]
+            short = {"n": 1, "max_tokens": 3, "ignore_eos": True}
+            names, capsule = [], root
+            for client in (s.a, s.b, s.a, s.b):
+                made = await post(client, f"/v1/capsules/{capsule}/fork", **short)
+                capsule = made["choices"][0]["mallee"]["capsule"]
+                names.append(capsule)
+            long = short | {"max_tokens": 1900}
+            running = [
+                asyncio.create_task(post(client, f"/v1/capsules/{of}/fork", **long))
+                for client, of in ((s.a, capsule), (s.b, capsule), (s.b, names[0]))
+            ]
+            engine: Any = next(iter(s.fleet.engines.values()))
+            await until(lambda engine=engine: len(engine.branches) == 3)
+            pruned = await post((s.a, s.b)[asked], f"/v1/capsules/{root}/prune")
+            assert len(pruned["requests"]) == 3
+            assert (pruned["released"], pruned["left"]) == (4, 0)
+            for answer in await asyncio.gather(*running):
+                assert answer["choices"][0]["finish_reason"] == "cancelled"
+            await until(lambda engine=engine: not engine.branches)
+            for client in (s.a, s.b):
+                for gone in names:
+                    assert (await client.get(f"/v1/capsules/{gone}")).status_code == 404
+                assert (await client.get(f"/v1/capsules/{root}")).status_code == 200

@@ -1,7 +1,9 @@
 """LangChain's and LangGraph's own packages against a real server, unchanged: `make clients` installs them."""
 
+import importlib
 import operator
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Annotated, Any, TypedDict
 
 import pydantic
@@ -16,6 +18,7 @@ from support.tiny_fleet import BLOCK, tiny_fleet
 WHY = "needs the extra clients: make clients"
 langchain_openai = pytest.importorskip("langchain_openai", reason=WHY)
 agents = pytest.importorskip("langchain.agents", reason=WHY)
+langchain_anthropic = pytest.importorskip("langchain_anthropic", reason=WHY)
 messages = pytest.importorskip("langchain_core.messages", reason=WHY)
 tools = pytest.importorskip("langchain_core.tools", reason=WHY)
 graphs = pytest.importorskip("langgraph.graph", reason=WHY)
@@ -33,10 +36,38 @@ class Weather(pydantic.BaseModel):
     days: int
 
 
+ENDS = {
+    "chat": ("finish_reason", "stop"),
+    "responses": ("status", "completed"),
+    "messages": ("stop_reason", "end_turn"),
+}
+APIS = list(ENDS)
+
+
+@asynccontextmanager
+async def closing(model: Any) -> AsyncIterator[Any]:
+    """Ends its asynchronous client, which the packages keep for each address, beyond the event loop."""
+    yield model
+    is_anthropics = isinstance(model, langchain_anthropic.ChatAnthropic)
+    await (model._async_client if is_anthropics else model.root_async_client).close()
+    for name in ("langchain_openai.chat_models._client_utils", "langchain_anthropic._client_utils"):
+        for kept in vars(importlib.import_module(name)).values():
+            if hasattr(kept, "cache_clear"):
+                kept.cache_clear()
+
+
 @pytest.fixture
-def chat(live: Any) -> Callable[..., Any]:
+def api() -> str:
+    return "chat"
+
+
+@pytest.fixture
+def chat(live: Any, api: str) -> Callable[..., Any]:
     def made(**more: Any) -> Any:
         options = {"model": "tiny/bytes", "api_key": "none", "max_retries": 0, "max_tokens": 120}
+        if api == "messages":
+            return langchain_anthropic.ChatAnthropic(base_url=live.url, **options | more)
+        options["use_responses_api"] = api == "responses"
         return langchain_openai.ChatOpenAI(base_url=f"{live.url}/v1", **options | more)
 
     return made
@@ -62,27 +93,31 @@ def calls_once(live: Any) -> Callable[[int], str]:
     return reply
 
 
-def test_langchain_answers_and_counts(chat: Any) -> None:
+@pytest.mark.parametrize("api", APIS)
+def test_langchain_answers_and_counts(chat: Any, api: str) -> None:
     """I17, part: `invoke`, with its usage and its reason of the end."""
-    made = chat(seed=1, temperature=0.5).invoke(QUESTION)
-    assert made.content == "hello 0"
-    assert made.response_metadata["finish_reason"] == "stop"
+    made = chat(temperature=0.5).invoke(QUESTION)
+    assert made.text == "hello 0"
+    name, value = ENDS[api]
+    assert made.response_metadata[name] == value
     assert made.usage_metadata["output_tokens"] == 8
     assert made.usage_metadata["input_token_details"]["cache_read"] == 4
 
 
+@pytest.mark.parametrize("api", APIS)
 async def test_langchain_streams_and_takes_many(chat: Any) -> None:
     """I17, part: `stream`, `astream` with usage, `batch`."""
-    model = chat(stream_usage=True)
-    assert "".join(c.content for c in model.stream(QUESTION)) == "hello 0"
     whole = None
-    async for chunk in model.astream(QUESTION):
-        whole = chunk if whole is None else whole + chunk
+    async with closing(chat(stream_usage=True)) as model:
+        assert "".join(c.text for c in model.stream(QUESTION)) == "hello 0"
+        async for chunk in model.astream(QUESTION):
+            whole = chunk if whole is None else whole + chunk
+        assert [each.text for each in model.batch(["a", "b", "c"])] == ["hello 0"] * 3
     assert whole is not None
-    assert (whole.content, whole.usage_metadata["output_tokens"]) == ("hello 0", 8)
-    assert [each.content for each in model.batch(["a", "b", "c"])] == ["hello 0"] * 3
+    assert (whole.text, whole.usage_metadata["output_tokens"]) == ("hello 0", 8)
 
 
+@pytest.mark.parametrize("api", APIS)
 def test_langchain_runs_a_loop_with_tools(chat: Any, live: Any, get_weather: Any) -> None:
     """I17, part: `bind_tools`: the call, its result sent back, the answer."""
     live.service.reply = calls_once(live)
@@ -92,9 +127,10 @@ def test_langchain_runs_a_loop_with_tools(chat: Any, live: Any, get_weather: Any
     (call,) = history[-1].tool_calls
     assert (call["name"], call["args"]) == ("get_weather", {"city": "Oslo", "days": 2})
     history.append(get_weather.invoke(call))
-    assert model.invoke(history).content == "It rains."
+    assert model.invoke(history).text == "It rains."
 
 
+@pytest.mark.parametrize("api", APIS)
 def test_langchain_puts_streamed_calls_together(chat: Any, live: Any, get_weather: Any) -> None:
     """I17, part: a call in a stream; a forced one is drawn under a grammar."""
     live.service.reply = calls_once(live)
@@ -124,15 +160,27 @@ def test_langchain_raises_the_api_s_errors(chat: Any) -> None:
         chat(logprobs=True, top_logprobs=21).invoke(QUESTION)
 
 
+def test_langchain_goes_on_from_a_response(chat: Any, live: Any) -> None:
+    """F31, part: `use_previous_response_id` sends what is new, and the prompt is the whole."""
+    model = chat(use_responses_api=True, use_previous_response_id=True)
+    first = model.invoke(QUESTION)
+    second = model.invoke([messages.HumanMessage(QUESTION), first, messages.HumanMessage("Why?")])
+    assert second.text == "hello 0"
+    prompt = bytes(live.service.job.tokens.tolist()).decode()
+    assert prompt.endswith(f"<user>{QUESTION}|<assistant>hello 0|<user>Why?|<assistant>")
+
+
+@pytest.mark.parametrize("api", APIS)
 async def test_an_agent_of_langgraph_calls_its_tool(chat: Any, live: Any, get_weather: Any) -> None:
     """I17, part: `create_agent` (once `create_react_agent`), whole and as a stream of steps."""
     live.service.reply = calls_once(live)
-    agent = agents.create_agent(chat(), [get_weather])
     asked = {"messages": [("user", QUESTION)]}
-    found = agent.invoke(asked)["messages"]
+    async with closing(chat()) as model:
+        agent = agents.create_agent(model, [get_weather])
+        found = agent.invoke(asked)["messages"]
+        steps = [list(step) async for step in agent.astream(asked, stream_mode="updates")]
     assert [each.type for each in found] == ["human", "ai", "tool", "ai"]
-    assert (found[2].content, found[3].content) == ("Oslo: rain for 2 days", "It rains.")
-    steps = [list(step) async for step in agent.astream(asked, stream_mode="updates")]
+    assert (found[2].text, found[3].text) == ("Oslo: rain for 2 days", "It rains.")
     assert steps == [["model"], ["tools"], ["model"]]
 
 

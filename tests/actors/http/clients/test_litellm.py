@@ -69,7 +69,32 @@ def test_litellm_runs_a_loop_with_tools(to: Any, live: Any, stream: bool) -> Non
     assert made.choices[0].message.content == "It rains."
 
 
-def test_litellm_asks_for_a_form(to: Any, live: Any) -> None:
+def test_litellm_asks_for_responses(to: Any, live: Any) -> None:
+    """F31, part: `responses`, whole, streamed, and gone on from by id."""
+    options = {key: value for key, value in to.items() if key != "max_tokens"}
+    first = litellm.responses(input="Weather in Oslo?", max_output_tokens=120, **options)
+    assert first.output[0].content[0].text == "hello 0"
+    events = list(
+        litellm.responses(input="Why?", previous_response_id=first.id, stream=True, **options)
+    )
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "hello 0"
+    prompt = bytes(live.service.job.tokens.tolist()).decode()
+    assert prompt.endswith("<user>Weather in Oslo?|<assistant>hello 0|<user>Why?|<assistant>")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_litellm_speaks_to_messages(to: Any, live: Any, stream: bool) -> None:
+    """I16, part: `completion` by Anthropic's API, a call among its events."""
+    live.service.reply = lambda _: CALL
+    asked = to | {"model": "anthropic/tiny/bytes", "api_base": live.url, "stream": stream}
+    made = litellm.completion(messages=MESSAGES, tools=TOOLS, **asked)
+    made = litellm.stream_chunk_builder(list(made)) if stream else made
+    (call,) = made.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == json.loads(ARGUMENTS)
+    assert made.choices[0].message.content == "So."
+
+
+def test_litellm_asks_for_a_form_for_a_form(to: Any, live: Any) -> None:
     live.service.reply = lambda _: ARGUMENTS
     schema = {"type": "object", "properties": {"city": {"type": "string"}}}
     form = {"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}

@@ -191,10 +191,11 @@ async def test_the_sdk_and_the_command_list_show_fork_and_close(capsys: Any) -> 
             (branch,) = await client.stream(PROMPT, **asked).wait()  # type: ignore[arg-type]
             (listed,) = await client.sessions()
             assert (listed.id, listed.capsules) == ("a/b", 1)
-            tree = await client.session("a/b")
+            session = client.session("a/b")
+            tree = await session.show()
             assert [node.tokens for node in tree.nodes] == [len(PROMPT) + 2]
-            fork = await client.fork_session("a/b", "c")
-            assert (fork.capsule, fork.parent) == (tree.nodes[0].capsule, "a/b")
+            fork = await session.fork("c")
+            assert (fork.root, (await fork.show()).parent) == (tree.nodes[0].capsule, "a/b")
             assert branch.text is not None
 
         def work() -> list[Any]:
@@ -209,10 +210,11 @@ async def test_the_sdk_and_the_command_list_show_fork_and_close(capsys: Any) -> 
             assert "a/b" in listed.output
             with Mallee(url) as client:
                 assert [each.id for each in client.sessions()] == ["a/b"]
-                assert client.session("a/b").children == []
-                assert client.close_session("a/b").released == 1
+                left = client.session("a/b")
+                assert left.show().children == []
+                assert left.close().released == 1
                 with pytest.raises(NotFound):
-                    client.session("a/b")
+                    left.show()
             return found
 
         listing, one, closed = await asyncio.to_thread(work)

@@ -1,4 +1,4 @@
-"""Tools of type `namespace`, in shapes that Codex sends."""
+"""Tools of types `namespace`, `custom` and `web_search`, in shapes that Codex sends."""
 
 import json
 from collections.abc import Callable
@@ -7,8 +7,11 @@ from typing import Any
 import msgspec
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mallee.actors.config import HttpSettings
+from mallee.actors.http.responses.tools import InputText
 
 PATH = "/v1/responses"
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
@@ -100,14 +103,20 @@ def test_functions_outside_a_namespace_keep_their_names(roomy: Any, service: Any
         ([namespace("a b")], "tools[0].name"),
         ([namespace("a", description=3)], "tools[0].description"),
         ([{"type": "namespace", "name": "a"}], "tools[0].tools"),
-        ([SHELL, namespace("a", {"type": "custom", "name": "b"})], "tools[1].tools[0].type"),
+        ([SHELL, namespace("a", {"type": "mcp", "name": "b"})], "tools[1].tools[0].type"),
+        ([{"type": "custom"}], "tools[0].name"),
+        ([{"type": "custom", "name": "a", "description": 3}], "tools[0].description"),
+        ([{"type": "custom", "name": "a", "format": {"type": "xml"}}], "tools[0].format"),
+        ([{"type": "custom", "name": "a", "format": {"type": "grammar"}}], "tools[0].format"),
+        ([{"type": "custom", "name": "a"}, function("a")], "tools[1].name"),
+        ([{"type": "image_generation"}], "tools[0].type"),
         ([namespace("a", function(""))], "tools[0].tools[0].name"),
         ([namespace("a", 3)], "tools[0].tools[0].type"),
         ([namespace("a", function("b")), function("a.b")], "tools[1].name"),
         ([namespace("a", namespace("b"))], "tools[0].tools[0].type"),
     ],
 )
-def test_a_wrong_namespace_is_refused_by_its_place(roomy: Any, tools: Any, param: str) -> None:
+def test_a_wrong_tool_is_refused_by_its_place(roomy: Any, tools: Any, param: str) -> None:
     answer = ask(roomy, tools=tools)
     assert (answer.status, answer.body["error"]["param"]) == (400, param)
 
@@ -120,6 +129,118 @@ def test_a_wrong_namespace_of_a_call_or_choice_is_refused(roomy: Any) -> None:
     assert ask(roomy, tools=[FILES], tool_choice=choice).status == 200
     bare = {"type": "function", "name": "read"}
     assert ask(roomy, tools=[FILES], tool_choice=bare).status == 400
+
+
+PATCH = '*** Begin Patch\n+say = "å\\n"\n*** End Patch'
+RULES = "start: begin_patch hunk+ end_patch"
+APPLY = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": RULES},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("space", ["", "edits"])
+def test_a_custom_tool_is_called_with_text(
+    roomy: Any, service: Any, stream: bool, space: str
+) -> None:
+    """F31, part: its call is an item with `input`, also in a namespace, and the turn after has it."""
+    made = {"name": f"{space}.apply_patch".lstrip("."), "arguments": {"input": PATCH}}
+    written = f"<tool_call>{json.dumps(made, ensure_ascii=False)}</tool_call>"
+    service.reply = lambda branch: written
+    tools = [SHELL, namespace(space, APPLY) if space else APPLY]
+    if stream:
+        body, events = streamed(roomy, tools=tools)
+        told = [e for e in events if e["type"].startswith("response.custom_tool_call_input")]
+        assert "".join(each["delta"] for each in told[:-1]) == told[-1]["input"] == PATCH
+        assert len(told) > 20
+    else:
+        body = ask(roomy, tools=tools).body
+    parsed = openai.types.responses.Response.model_validate(body)
+    (item,) = parsed.output
+    assert item.type == "custom_tool_call"
+    assert (item.name, item.namespace or "", item.input) == ("apply_patch", space, PATCH)
+    assert RULES in prompt(service)
+    service.reply = lambda branch: "done"
+    result = {"type": "custom_tool_call_output", "call_id": item.call_id, "output": "ok"}
+    assert ask(roomy, input=[result], previous_response_id=body["id"], tools=tools).status == 200
+    by_id = prompt(service)
+    assert written in by_id
+    history = [{"role": "user", "content": "hi"}, *body["output"], result]
+    whole = ask(roomy, input=history, tools=tools)
+    assert prompt(service) == by_id
+    listed = roomy("GET", f"{PATH}/{whole.body['id']}/input_items").body["data"]
+    assert [each["type"] for each in listed[:2]] == ["custom_tool_call_output", "custom_tool_call"]
+    assert listed[1]["input"] == PATCH
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_custom_tool_s_call_that_broke_off_is_incomplete(
+    roomy: Any, service: Any, stream: bool
+) -> None:
+    """A patch is not to be applied by halves."""
+    made = {"name": "apply_patch", "arguments": {"input": PATCH}}
+    service.reply = lambda branch: f"<tool_call>{json.dumps(made)}"[:-20]
+    body = streamed(roomy, tools=[APPLY])[0] if stream else ask(roomy, tools=[APPLY]).body
+    (item,) = body["output"]
+    assert (item["type"], item["status"]) == ("custom_tool_call", "incomplete")
+    assert PATCH.startswith(item["input"])
+
+
+def test_a_custom_tool_may_have_to_be_called(roomy: Any, service: Any) -> None:
+    service.reply = lambda branch: calling("apply_patch")
+    choice = {"type": "custom", "name": "apply_patch"}
+    answer = ask(roomy, tools=[APPLY], tool_choice=choice)
+    assert answer.status == 200, answer.body
+    assert service.job.grammar is not None
+    # A model that writes other arguments: they are given as they are.
+    assert answer.body["output"][0]["input"] == '{"path": "a.py"}'
+
+
+texts = st.text(max_size=40) | st.text(st.sampled_from('\\"/u{d8n\n😀é'), max_size=12)
+
+
+@given(text=texts, ascii_only=st.booleans(), size=st.integers(1, 9))
+def test_the_input_comes_as_it_is_written(text: str, ascii_only: bool, size: int) -> None:
+    """I17, part: parts of any size add up to the text, and nothing waits but an escape."""
+    raw = json.dumps({"input": text}, ensure_ascii=ascii_only)
+    reader = InputText()
+    found = "".join(reader.feed(raw[i : i + size]) for i in range(0, len(raw), size))
+    assert found == text
+    assert reader.end() == ""
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (r'{"input": "\d+\q\ud83d!"}', "\\d+\\q\ufffd!"),  # escapes that JSON doesn't know
+        (r'{"input": "C:\users\u00zz\u12"}', r"C:\users\u00zz\u12"),
+        (r'{ "input" :"a\u00e', "a"),  # broken off
+        (r'{"input": "a\ud83d', "a\ufffd"),
+        ('{"patch": "a"}', '{"patch": "a"}'),
+        ('{"input": 3}', '{"input": 3}'),
+    ],
+)
+def test_other_arguments_are_kept(raw: str, text: str) -> None:
+    for parts in ([raw], raw):
+        reader = InputText()
+        assert "".join(map(reader.feed, parts)) + reader.end() == text
+
+
+def test_searches_of_the_web_are_left_out_and_named(roomy: Any, service: Any) -> None:
+    """F31, part: Codex declares one in every turn; a model that never calls it keeps to `auto`."""
+    search = {"type": "web_search", "external_web_access": False}
+    body = ask(roomy, tools=[search, SHELL]).body
+    assert [each["type"] for each in body["tools"]] == ["function"]
+    assert body["mallee"]["dropped_tools"] == ["web_search"]
+    assert "web_search" not in prompt(service)
+    assert "dropped_tools" not in ask(roomy, tools=[SHELL]).body["mallee"]
+    for choice in ({"type": "web_search"}, "required"):
+        answer = ask(roomy, tools=[search], tool_choice=choice)
+        assert answer.status == 400
+        assert answer.body["error"]["param"].startswith("tool_choice")
 
 
 def test_codex_s_turns(roomy: Any, service: Any) -> None:

@@ -1,0 +1,470 @@
+"""Branches that a verifier scores beside decoding: poor ones end, the others go on, over HTTP."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from mallee.client import Mallee
+from mallee.testing.random_model import random_model
+from mallee.worker.engine import Engine
+from support.live_api import served
+from support.live_fleet import LiveFleet
+from support.tiny_fleet import post, tiny_fleet
+from support.verifiers import Raw, Verifier, verdict, verifying
+from support.waiting import until
+
+MODEL = random_model("llama", 5, max_position_embeddings=2048)
+ASKED: Any = {
+    **{"prompt": "A verifier scores", "ignore_eos": True, "seed": 3, "temperature": 1.0},
+    **{"n": 3, "max_tokens": 200},
+}
+
+
+class Scene(NamedTuple):
+    client: httpx.AsyncClient
+    fleet: LiveFleet
+    verifier: Verifier
+
+    @property
+    def engine(self) -> Engine:
+        return self.fleet.engines["w0"]
+
+    async def undisturbed(self, **more: Any) -> list[str]:
+        answer = await post(self.client, "/v1/completions", **(ASKED | more))
+        return [choice["text"] for choice in answer["choices"]]
+
+    async def ask(
+        self, *, query: str = "", request: dict[str, Any] | None = None, **terms: Any
+    ) -> Any:
+        """An answer whose branches are scored; `terms` of the scoring."""
+        score = {"url": self.verifier.url + query, "below": 0.5, "every": 8, **terms}
+        body = {**ASKED, **(request or {}), "mallee": {"stop_when": {"score": score}}}
+        return await self.client.post("/v1/completions", json=body)
+
+    async def choices(self, **more: Any) -> list[Any]:
+        answer = await self.ask(**more)
+        assert answer.status_code == 200, answer.text
+        return list(answer.json()["choices"])
+
+
+@asynccontextmanager
+async def scene(
+    *, allowed: Callable[[str], str] = lambda url: url, **settings: Any
+) -> AsyncIterator[Scene]:
+    """An API whose operator allows the URL of a verifier, or what `allowed` makes of it."""
+    with verifying() as verifier:
+        settings = {"callbacks": (allowed(verifier.url),), **settings}
+        async with (
+            tiny_fleet(MODEL, 1) as fleet,
+            served(fleet.gateways[0], **settings) as (url, _),
+            httpx.AsyncClient(base_url=url, timeout=30) as client,
+        ):
+            yield Scene(client, fleet, verifier)
+            await until(lambda: not fleet.engines["w0"].branches)
+            for engine in fleet.engines.values():
+                engine.check()
+            fleet.gateways[0].check()
+            assert fleet.gateways[0].failure is None
+
+
+class Steps:
+    """The steps of an engine, which can be held up; `branches` has the indexes that ran in each."""
+
+    def __init__(self) -> None:
+        self.branches: list[set[int]] = []
+        self._gate = threading.Event()
+        self._gate.set()
+
+    def hold(self) -> int:
+        """Let no further step begin. Returns how many have."""
+        self._gate.clear()
+        return len(self.branches)
+
+    def go_on(self) -> None:
+        self._gate.set()
+
+    def seen(self, engine: Engine) -> None:
+        self._gate.wait(10)
+        self.branches.append({branch.index for branch in engine.branches})
+
+
+@contextmanager
+def steps_of(engine: Engine) -> Iterator[Steps]:
+    steps, step = Steps(), engine.step
+
+    def watched() -> Any:
+        steps.seen(engine)
+        return step()
+
+    engine.step = watched  # type: ignore[method-assign]
+    try:
+        yield steps
+    finally:
+        steps.go_on()
+
+
+def is_poor(index: int, tokens: int) -> Callable[[dict[str, Any]], float | None]:
+    """The score of a verifier that dislikes one branch from so many tokens on."""
+    return lambda branch: float(branch["index"] != index or branch["tokens"] < tokens)
+
+
+async def test_a_poor_branch_ends_within_one_step_of_the_verdict() -> None:
+    """F19, F28, part: even if nothing else comes; its capsule goes on as the undisturbed branch."""
+    async with scene() as s:
+        texts = await s.undisturbed()
+        held = 0
+        with steps_of(s.engine) as steps:
+
+            def score(branch: dict[str, Any]) -> float:
+                nonlocal held
+                if branch["index"] != 1 or branch["tokens"] < 40:
+                    return 1.0
+                held = held or steps.hold()
+                return 0.25
+
+            s.verifier.score = score
+            asking = asyncio.create_task(s.choices())
+            gateway = s.fleet.gateways[0]
+            await until(lambda: held > 0)
+            # The engine stands still in a step, and the verdict ends the branch all the same.
+            await until(lambda: _num_open(gateway) == 2)
+            assert len(steps.branches) <= held + 1
+            steps.go_on()
+            choices = await asking
+            # The step that was under way may have it; no later one.
+            assert all(1 not in ran for ran in steps.branches[held + 1 :])
+            assert any({0, 2} <= ran for ran in steps.branches[held + 1 :])
+        ends = [(c["finish_reason"], c["mallee"].get("ended_by")) for c in choices]
+        assert ends == [("length", None), ("condition", "score"), ("length", None)]
+        assert [c["mallee"]["score"] for c in choices] == [1.0, 0.25, 1.0]
+        assert (choices[0]["text"], choices[2]["text"]) == (texts[0], texts[2])
+        cut = choices[1]["text"]
+        assert texts[1].startswith(cut)
+        assert s.verifier.seen(1)[-1]["text"] == cut[: s.verifier.seen(1)[-1]["tokens"]]
+        assert s.verifier.seen(1)[-1]["tokens"] <= len(cut) < 200
+        left = choices[1]["mallee"]["capsule"]
+        assert choices[1]["mallee"]["boundary"] == len(ASKED["prompt"]) + len(cut)
+        more = await post(s.client, f"/v1/capsules/{left}/restore", max_tokens=20)
+        assert more["choices"][0]["text"] == texts[1][len(cut) :][:20]
+        fork = {"suffixes": [" Why?"], "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        warm = await post(s.client, f"/v1/capsules/{left}/fork", **fork)
+        cold = {"prompt": f"{ASKED['prompt']}{cut} Why?", "cache_salt": "cold", "max_tokens": 20}
+        anew = await post(s.client, "/v1/completions", **cold, temperature=0, ignore_eos=True)
+        assert anew["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert warm["choices"][0]["text"] == anew["choices"][0]["text"]
+
+
+def _num_open(gateway: Any) -> int:
+    """Branches that the gateway's answers have open."""
+    return sum(answer.num_open for answer in gateway._answers.values())
+
+
+async def test_texts_are_shown_at_most_every_so_many_tokens_with_nothing_of_the_client() -> None:
+    """F19, part: one call at a time; a question has the request's id and the newest texts, and no key."""
+    async with scene() as s:
+        answer = await s.ask(
+            query="?problem=7", every=25, request={"user": "somebody", "cache_salt": "salt"}
+        )
+        body = answer.json()
+        questions = s.verifier.questions
+        assert {q["request"] for q in questions} == {body["id"]}
+        assert s.verifier.most_running == 1
+        assert set(s.verifier.paths) == {"/verify?problem=7"}
+        for index, choice in enumerate(body["choices"]):
+            seen = s.verifier.seen(index)
+            assert 1 <= len(seen) <= 200 // 25
+            before = 0
+            for branch in seen:
+                assert branch["tokens"] - before >= 25
+                before = branch["tokens"]
+                assert branch["text"] == choice["text"][: branch["tokens"]]
+                assert branch["reasoning"] == ""
+            assert choice["mallee"]["score"] == 1.0
+        for head in s.verifier.heads:
+            assert set(head) == {"host", "content-type", "accept-encoding", "content-length"}
+
+
+async def test_a_slow_verifier_delays_nothing() -> None:
+    """D12, part, F19, part: the answer is whole while its first call is not answered yet."""
+    async with scene() as s:
+        texts = await s.undisturbed()
+        over = threading.Event()
+
+        def sleep(branch: dict[str, Any]) -> float:
+            over.wait(20)
+            return 0.0
+
+        s.verifier.score = sleep
+        choices = await s.choices()
+        assert [choice["text"] for choice in choices] == texts
+        assert [choice["mallee"]["score"] for choice in choices] == [None] * 3
+        assert len(s.verifier.questions) == 1
+        over.set()
+
+
+async def test_a_slow_verifier_is_asked_less_often_about_the_newest_texts() -> None:
+    """F19, part: branches that waited longest come first."""
+    async with scene() as s:
+
+        def think(branch: dict[str, Any]) -> float:
+            time.sleep(0.02)
+            return 1.0
+
+        s.verifier.score = think
+        choices = await s.choices(every=1, request={"max_tokens": 600})
+        assert {choice["finish_reason"] for choice in choices} == {"length"}
+        assert 3 <= len(s.verifier.questions) < 300
+        for index in range(3):
+            tokens = [branch["tokens"] for branch in s.verifier.seen(index)]
+            assert tokens == sorted(set(tokens))
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        (Raw(500, b'{"scores": [0, 0, 0]}'), "status 500"),
+        (Raw(204), "status 204"),
+        (Raw(302, headers={"location": "/other"}), "status 302"),
+        (Raw(200, b"0.1"), "Expected `object`"),
+        (Raw(200, b"{}"), "missing required field"),
+        (Raw(200, b'{"scores": ["low"]}'), "Expected `float | null`"),
+        (Raw(200, b'{"scores": [true]}'), "Expected `float | null`"),
+        (Raw(200, b'{"scores": [0, 0, 0, 0]}'), "4 scores for"),
+        (Raw(200, b'{"scores": [1e999]}'), "out of range"),
+        (Raw(200, b" " * 70_000), "over 65536 bytes"),
+        (Raw(200, b"{}", {"content-encoding": "gzip"}), "compressed"),
+        (Raw(200, b"x", {"content-length": "9", "connection": "close"}), "can't be reached"),
+    ],
+)
+async def test_branches_go_on_when_their_verifier_fails_and_say_so(reply: Raw, why: str) -> None:
+    """F19, part: whatever it answers instead of scores; redirects are not followed."""
+    async with scene() as s:
+        texts = await s.undisturbed()
+        s.verifier.reply = lambda question: reply
+        for choice, text in zip(await s.choices(query="?key=hush"), texts, strict=True):
+            assert (choice["text"], choice["finish_reason"]) == (text, "length")
+            assert choice["mallee"]["score"] is None
+            assert why in choice["mallee"]["score_error"]
+            assert s.verifier.url in choice["mallee"]["score_error"]
+            assert "hush" not in choice["mallee"]["score_error"]
+        assert set(s.verifier.paths) == {"/verify?key=hush"}
+        outcomes = s.fleet.gateways[0].metrics("").decode()
+        assert 'mallee_callback_duration_seconds_count{outcome="answered"} 0.0' in outcomes
+
+
+async def test_a_verifier_that_takes_too_long_or_is_not_there_fails() -> None:
+    """F19, part: a later call may succeed; the failure is told all the same."""
+    async with scene(callback_timeout_s=0.05, allowed=lambda url: url.partition("/verify")[0]) as s:
+        over = threading.Event()
+        num = 0
+
+        def first_waits(branch: dict[str, Any]) -> float:
+            nonlocal num
+            num += 1
+            if num == 1:
+                over.wait(20)
+            return 0.75
+
+        s.verifier.score = first_waits
+        choices = await s.choices(request={"n": 1, "max_tokens": 800})
+        assert "within 0.05 s" in choices[0]["mallee"]["score_error"]
+        assert choices[0]["mallee"]["score"] == 0.75
+        over.set()
+    gone = s.verifier.url
+    async with scene(callbacks=(gone,)) as s:
+        choices = await s.choices(url=gone)
+        assert all("can't be reached" in c["mallee"]["score_error"] for c in choices)
+        assert all(c["mallee"]["score"] is None for c in choices)
+
+
+async def test_a_required_verifier_that_fails_ends_the_branches_that_it_was_asked_about() -> None:
+    """F19, part: with an error; the others are as undisturbed."""
+    async with scene() as s:
+        texts = await s.undisturbed()
+        failed: set[int] = set()
+
+        def reply(question: dict[str, Any]) -> Raw:
+            asked = [branch["index"] for branch in question["branches"]]
+            if failed or 0 in asked:
+                return verdict([float(index != 0) for index in asked])
+            failed.update(asked)
+            return Raw(500)
+
+        s.verifier.reply = reply
+        choices = await s.choices(required=True, every=16)
+        assert failed
+        assert choices[0]["mallee"]["ended_by"] == "score"
+        for index, (choice, text) in enumerate(zip(choices, texts, strict=True)):
+            if index in failed:
+                assert choice["finish_reason"] == "error"
+                assert choice["mallee"]["error"]["code"] == "callback_failed"
+                assert choice["mallee"]["capsule"] is None
+                assert text.startswith(choice["text"])
+            elif index:
+                assert (choice["text"], choice["finish_reason"]) == (text, "length")
+
+
+async def test_a_request_all_of_whose_branches_end_so_fails() -> None:
+    """F19, part: without the query of the URL in its error."""
+    async with scene() as s:
+        s.verifier.reply = lambda question: Raw(500)
+        answer = await s.ask(required=True, query="?key=hush", request={"n": 1})
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "callback_failed"
+        assert "hush" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [
+        ("http://127.0.0.1:9000/other", "at or below none"),
+        ("http://127.0.0.1:9000/verifying", "at or below none"),
+        ("http://127.0.0.1:9001/verify", "at or below none"),
+        ("https://127.0.0.1:9000/verify", "at or below none"),
+        ("http://127.0.0.2:9000/verify", "at or below none"),
+        ("http://localhost:9000/verify", "at or below none"),
+        ("http://127.0.0.1/verify", "at or below none"),
+        ("http://127.0.0.1:9000/verify/../other", "segments"),
+        ("http://127.0.0.1:9000/verify/%2e%2e/other", "percent signs"),
+        ("http://127.0.0.1:9000/verify\\..\\other", "give http"),
+        ("http://a@127.0.0.1:9000/verify", "a user"),
+        ("http://127.0.0.1:9000@evil.test/verify", "a user"),
+        ("http://127.0.0.1:9000/verify#x", "a fragment"),
+        ("http://127.0.0.1:99999/verify", "at or below none"),
+        ("http://999.0.0.1:9000/verify", "give http"),
+        ("http://127.0.0.1:9000/verify?a b", "give http"),
+        ("HTTP://127.0.0.1:9000/verify", "give http"),
+        ("//127.0.0.1:9000/verify", "give http"),
+        ("file:///etc/passwd", "give http"),
+        ("http://127.0.0.1:9000/verify?" + "a" * 3000, "at most 2048"),
+        ("", "give http"),
+    ],
+)
+async def test_only_urls_that_the_operator_allows_are_called(url: str, named: str) -> None:
+    """F19, part, F30, part: scheme, host, port and path; refused by name before anything runs."""
+    async with scene(callbacks=("http://127.0.0.1:9000/verify",)) as s:
+        answer = await s.ask(url=url)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "mallee.stop_when.score.url")
+        assert named in error["message"]
+        assert s.verifier.questions == []
+
+
+async def test_without_the_setting_no_url_is_called_and_the_refusal_names_it() -> None:
+    """F19, part, F30, part: by default; also of a fork, a restore and a response."""
+    async with scene(callbacks=()) as s:
+        made = await post(s.client, "/v1/completions", prompt="x", max_tokens=1)
+        capsule = made["choices"][0]["mallee"]["capsule"]
+        stop_when = {"score": {"url": s.verifier.url, "below": 0.5}}
+        bodies = {
+            "/v1/completions": {"prompt": "x"},
+            f"/v1/capsules/{capsule}/fork": {"n": 1},
+            f"/v1/capsules/{capsule}/restore": {},
+            "/v1/responses": {"input": "x"},
+        }
+        for path, body in bodies.items():
+            asked = {**body, "mallee": {"stop_when": stop_when}}
+            answer = await s.client.post(path, json=asked)
+            assert answer.status_code == 400, path
+            if path != "/v1/responses":  # this model has no template
+                assert "http.callbacks" in answer.json()["error"]["message"], path
+        prefill = {"prompt": "x", "mallee": {"stop_when": stop_when}}
+        assert (await s.client.post("/v1/capsules", json=prefill)).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("terms", "named"),
+    [
+        ({"every": 0}, "every"),
+        ({"every": 1 << 30}, "every"),
+        ({"below": "low"}, "below"),
+        ({"below": None}, "below"),
+        ({"url": None}, "url"),
+        ({"beside": 1}, "beside"),
+    ],
+)
+async def test_terms_that_cannot_be_are_refused_by_name(terms: Any, named: str) -> None:
+    """F30, part: before anything runs."""
+    async with scene() as s:
+        answer = await s.ask(**terms)
+        assert answer.status_code == 400
+        assert named in answer.json()["error"]["message"]
+
+
+async def test_urls_below_an_allowed_one_are_called() -> None:
+    """F19, part: whatever their query."""
+    async with scene(allowed=lambda url: url.replace("/verify", "/ver/")) as s:
+        base = s.verifier.url.replace("/verify", "/ver")
+        for url in (base, f"{base}/", f"{base}/a/b.c?x=%2F..&y=[]"):
+            assert (await s.ask(url=url, request={"max_tokens": 40})).status_code == 200
+        assert set(s.verifier.paths) == {"/ver", "/ver/", "/ver/a/b.c?x=%2F..&y=[]"}
+
+
+async def test_tenants_share_neither_connections_state_nor_turns() -> None:
+    """F19, part: one tenant's verifier that hangs takes only its own places; no cookie comes back."""
+    async with scene() as s:
+        over = threading.Event()
+
+        def reply(question: dict[str, Any]) -> Raw:
+            if "hang" in s.verifier.paths[-1]:
+                over.wait(20)
+            scores = [1.0] * len(question["branches"])
+            return verdict(scores)._replace(headers={"set-cookie": "tenant=first; Path=/"})
+
+        s.verifier.reply = reply
+        first = [
+            asyncio.create_task(
+                s.ask(query=f"?hang{i}", request={"n": 1, "max_tokens": 400, "user": "first"})
+            )
+            for i in range(4)
+        ]
+        await until(lambda: s.verifier.running >= 2)
+        other = await s.choices(request={"cache_salt": "second"})
+        assert [choice["mallee"]["score"] for choice in other] == [1.0] * 3
+        over.set()
+        await asyncio.gather(*first)
+        assert not any("cookie" in head for head in s.verifier.heads)
+
+
+async def test_a_client_that_leaves_ends_the_call() -> None:
+    """F19, part, F20, part: nothing of it runs on."""
+    async with scene() as s:
+        over = threading.Event()
+
+        def reply(question: dict[str, Any]) -> Raw:
+            over.wait(20)
+            return Raw(500)
+
+        s.verifier.reply = reply
+        asking = asyncio.create_task(s.ask(request={"max_tokens": 1900}))
+        await until(lambda: bool(s.verifier.questions))
+        asking.cancel()
+        tasks = s.fleet.gateways[0].tasks
+        await until(lambda: not any(t.get_name() == "a verifier's call" for t in tasks._tasks))
+        over.set()
+
+
+async def test_the_sdk_tells_scores() -> None:
+    """F19, part: of branches that a verifier ended, and of those that went on."""
+    async with scene() as s:
+        s.verifier.score = is_poor(0, 30)
+
+        def ask() -> list[Any]:
+            with Mallee(str(s.client.base_url)) as client:
+                score: Any = {"url": s.verifier.url, "below": 0.5, "every": 8}
+                return client.stream(
+                    ASKED["prompt"],
+                    **{k: v for k, v in ASKED.items() if k != "prompt"},
+                    mallee={"stop_when": {"score": score}},
+                ).wait()
+
+        found = await asyncio.to_thread(ask)
+        assert [b.finish_reason for b in found] == ["condition", "length", "length"]
+        assert [b.score for b in found] == [0.0, 1.0, 1.0]
+        assert [b.score_error for b in found] == [""] * 3

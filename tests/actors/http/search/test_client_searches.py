@@ -1,0 +1,187 @@
+"""Searches that the SDK runs: over a real gateway and an engine with a tiny model."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from anyio.to_thread import run_sync
+
+from mallee.client import AsyncMallee, InvalidParameter, Mallee
+from mallee.search.policies.levels import Beam
+from mallee.search.policies.mcts import Mcts
+from mallee.search.policies.sampling import BestOfN, SelfConsistency
+from mallee.search.policy import Policy, SearchBudget
+from mallee.search.results import SearchResult
+from mallee.search.scores import Verifier
+from mallee.testing.random_model import random_model
+from support.tiny_fleet import tiny_api
+from support.waiting import until
+
+MODEL = random_model("llama", 5, max_position_embeddings=2048)
+PROMPT = "Once upon a time there was a tree of many trunks"
+VERIFIER = Verifier(
+    prompt=" Good? ", answers={chr(code): (code % 16) / 15 for code in range(48, 64)}
+)
+
+
+def vowels(text: str) -> float:
+    """A value that hangs on the text alone."""
+    return sum(ord(each) % 7 for each in text) / (7 * max(len(text), 1))
+
+
+def same(one: SearchResult, other: SearchResult) -> bool:
+    """Whether trees are equal: but for capsules' names, and for the last digits of log-probabilities,
+    which hang on the batch.
+    """
+    assert len(one.nodes) == len(other.nodes)
+    for this, that in zip(one.nodes, other.nodes, strict=True):
+        for name in ("parent", "text", "tokens", "state", "visits"):
+            assert getattr(this, name) == getattr(that, name)
+        for name in ("logprob", "score", "value"):
+            mine, theirs = getattr(this, name), getattr(that, name)
+            assert mine == (None if theirs is None else pytest.approx(theirs, rel=1e-5))
+    return (one.principal, one.reason) == (other.principal, other.reason)
+
+
+@asynccontextmanager
+async def clients() -> AsyncIterator[tuple[AsyncMallee, Mallee, Any]]:
+    """An asynchronous and a synchronous client, and the engine."""
+    async with tiny_api(MODEL, 1, num_blocks=2048) as (http, fleet):
+        url = str(http.base_url)
+        async with AsyncMallee(url) as client:
+            with Mallee(url) as plain:
+                yield client, plain, next(iter(fleet.engines.values()))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Mcts(expansions=8, width=3, depth=4, step_tokens=5, in_flight=3),
+        Beam(width=2, branch=3, depth=3, step_tokens=5),
+        BestOfN(n=6, wave=2, max_tokens=9),
+    ],
+    ids=["mcts", "beam", "best_of_n"],
+)
+async def test_a_search_draws_the_same_tree_by_tasks_and_by_threads(policy: Policy) -> None:
+    """D32, part: one seed, one tree, by either client; and no token of it is computed twice."""
+    async with clients() as (client, plain, engine):
+        first = await client.search(policy, PROMPT, score=vowels, seed=7, temperature=1.0)
+        stats = engine.stats()
+        # The last token of a node is drawn, and goes through the model once something follows it.
+        followed = {node.parent for node in first.nodes if node.parent}
+        assert stats.num_prefill_tokens == len(PROMPT) + len(followed)
+        assert stats.num_output_tokens == first.tokens == sum(n.tokens for n in first.nodes)
+        again = await run_sync(
+            lambda: plain.search(policy, PROMPT, score=vowels, seed=7, temperature=1.0)
+        )
+        assert same(again, first)
+        other = await client.search(policy, PROMPT, score=vowels, seed=8, temperature=1.0)
+        assert [node.text for node in other.nodes] != [node.text for node in first.nodes]
+        assert first.score is not None
+        assert first.score == pytest.approx(vowels(first.text))
+        for node in first.nodes[1:]:
+            assert node.tokens == len(node.text)
+        await until(lambda: not engine.branches)
+
+
+async def test_log_probabilities_value_texts() -> None:
+    """The sum over a path is that of the undivided text."""
+    async with clients() as (client, _, _):
+        policy = Beam(width=2, branch=3, depth=3, step_tokens=4)
+        result = await client.search(policy, PROMPT, score="sum_logprob", seed=3, temperature=1.0)
+        path = [result.nodes[number].logprob for number in result.principal]
+        assert result.score == pytest.approx(sum(each or 0.0 for each in path))
+        assert all(each is not None and each < 0 for each in path)
+
+
+async def test_a_verifier_is_a_fork_of_the_same_capsule() -> None:
+    """Its question is all that is computed; its values come again, and are those of the answers."""
+    async with clients() as (client, plain, engine):
+        policy = Mcts(expansions=3, width=3, depth=3, step_tokens=5)
+        result = await client.search(policy, PROMPT, score=VERIFIER, seed=7, temperature=1.0)
+        valued = [node for node in result.nodes if node.score is not None]
+        assert len(valued) > 3
+        assert len({node.score for node in valued}) > 1
+        assert all(0 <= (node.score or 0) <= 1 for node in valued)
+        asked = len([n for n in result.nodes[1:] if n.state != "duplicate"])
+        questions = len(VERIFIER.prompt) * asked
+        more = engine.stats().num_prefill_tokens - len(PROMPT) - questions
+        assert 0 <= more <= asked + result.expansions  # last tokens of nodes
+        again = await run_sync(
+            lambda: plain.search(policy, PROMPT, score=VERIFIER, seed=7, temperature=1.0)
+        )
+        assert same(again, result)
+
+
+async def test_steps_end_at_stop_strings_and_answers_at_marks() -> None:
+    async with clients() as (client, _, _):
+        policy = Mcts(expansions=6, width=4, depth=9, step_tokens=30)
+        options: dict[str, Any] = {"score": vowels, "seed": 1, "temperature": 1.0}
+        stops = [chr(code) for code in range(32, 64)]
+        stepped = await client.search(policy, PROMPT, stop=stops[:16], ends=["A"], **options)
+        for node in stepped.nodes[1:]:
+            assert not any(stop in node.text[:-1] for stop in stops[:16])
+            if "A" in node.text:
+                assert node.state == "ended"
+            elif node.text[-1] in stops[:16]:
+                assert node.state in ("open", "duplicate")
+
+
+async def test_a_budget_bounds_what_is_drawn() -> None:
+    async with clients() as (client, _, engine):
+        policy = Mcts(expansions=50, width=4, depth=9, step_tokens=8)
+        budget = SearchBudget(tokens=100)
+        result = await client.search(policy, PROMPT, score=vowels, budget=budget)
+        assert result.reason == "tokens"
+        assert engine.stats().num_output_tokens <= 100
+
+
+async def test_an_error_of_the_score_ends_the_search() -> None:
+    async with clients() as (client, plain, engine):
+
+        def broken(text: str) -> float:
+            raise ZeroDivisionError(text)
+
+        policy = Mcts(expansions=50, width=4, step_tokens=400, in_flight=4)
+        with pytest.raises(ZeroDivisionError):
+            await client.search(policy, PROMPT, score=broken)
+        with pytest.raises(ZeroDivisionError):
+            await run_sync(lambda: plain.search(policy, PROMPT, score=broken))
+        with pytest.raises(InvalidParameter, match="finite"):
+            await client.search(policy, PROMPT, score=lambda text: float("nan"))
+        with pytest.raises(InvalidParameter, match="Verifier"):
+            await client.search(policy, PROMPT, score=3)  # type: ignore[arg-type]
+        await until(lambda: not engine.branches)
+        assert (await client.count_capsules(pinned=True)).count == 0
+
+
+async def test_a_search_that_has_found_its_answer_ends_what_it_still_draws() -> None:
+    """The first to be valued in the tree's order ends it; the others' branches are cancelled."""
+    async with clients() as (client, plain, engine):
+
+        def value(text: str) -> float:
+            return 1.0 if len(text) > 60 else vowels(text) / 2
+
+        policy = Mcts(expansions=50, width=3, depth=3, step_tokens=40, in_flight=4, stop_at=0.9)
+        options: dict[str, Any] = {"score": value, "temperature": 1.0}
+        first = await client.search(policy, PROMPT, **options)
+        assert first.reason == "found"
+        await until(lambda: not engine.branches)
+        again = await run_sync(lambda: plain.search(policy, PROMPT, **options))
+        assert same(again, first)
+        await until(lambda: not engine.branches)
+
+
+async def test_a_search_may_begin_at_a_capsule_and_go_on_at_a_node() -> None:
+    async with clients() as (client, _, _):
+        async with client.prefill(PROMPT, cache_salt="mine") as capsule:
+            found = await capsule.search(SelfConsistency(n=3, max_tokens=6), seed=2)
+            assert found.best.capsule
+            later = client.capsule(found.best.capsule, cache_salt="mine")
+            more = await (await later).search(BestOfN(n=2, max_tokens=3), score=vowels)
+            assert len(more.nodes) == 3
+        async with client.prefill(PROMPT) as capsule:
+            capsule.is_open = True
+            with pytest.raises(InvalidParameter, match="left open"):
+                await capsule.search(BestOfN(n=2))

@@ -1,0 +1,259 @@
+"""`POST /v1/search`: whole searches in one call, over a real gateway and an engine with a tiny model."""
+
+import asyncio
+import json
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import msgspec
+import pytest
+
+from mallee.actors.http.search.policies import installed_policies
+from mallee.client import AsyncMallee
+from mallee.protocol.errors import ConfigError
+from mallee.search.policies.levels import Beam
+from mallee.search.policies.mcts import Mcts
+from mallee.search.policies.named import POLICIES
+from mallee.search.policies.sampling import BestOfN
+from mallee.search.results import SearchResult
+from mallee.search.scores import Verifier
+from mallee.testing.random_model import random_model
+from support.tiny_fleet import post, tiny_api
+from support.waiting import until
+
+MODEL = random_model("llama", 5, max_position_embeddings=2048)
+PROMPT = "Once upon a time there was a tree of many trunks"
+VERIFIER = Verifier(
+    prompt=" Good? ", answers={chr(code): (code % 16) / 15 for code in range(48, 64)}
+)
+MCTS = {"type": "mcts", "expansions": 50, "width": 3, "depth": 6, "step_tokens": 4, "in_flight": 4}
+
+
+def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
+    """Whether nodes are equal; log-probabilities may differ in the last digits between batches."""
+    assert len(one) == len(other)
+    return all(
+        value == pytest.approx(that[name], rel=1e-5)
+        if isinstance(value, float)
+        else value == that[name]
+        for this, that in zip(one, other, strict=True)
+        for name, value in this.items()
+    )
+
+
+def tree(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The nodes without the names of capsules, which no two searches share."""
+    return [{**node, "capsule": ""} for node in body["nodes"]]
+
+
+async def test_a_search_of_50_expansions_is_one_call() -> None:
+    """X10, part, D32, part: no token of the tree is drawn or computed twice, and the prompt once."""
+    async with tiny_api(MODEL, 1, num_blocks=4096) as (client, fleet):
+        engine = next(iter(fleet.engines.values()))
+        found = await post(client, "/v1/search", prompt=PROMPT, policy=MCTS, seed=7)
+        assert found["expansions"] == 50
+        assert found["reason"] == "done"
+        stats = engine.stats()
+        assert stats.num_output_tokens == found["tokens"] == found["spent"]["completion_tokens"]
+        # The last token of a node is drawn, and goes through the model once something follows it.
+        assert stats.num_prefill_tokens == len(PROMPT) + 49
+        assert found["spent"]["requests"] == 51
+        assert sum(node["tokens"] for node in found["nodes"]) == found["tokens"]
+        pinned = await client.get("/v1/capsules/count", params={"pinned": True})
+        assert pinned.json()["count"] == 0
+
+
+@pytest.mark.parametrize("score", ["mean_logprob", VERIFIER], ids=["logprob", "verifier"])
+async def test_gateway_and_client_draw_the_same_tree(score: Any) -> None:
+    """X10, part: one seed, one tree, wherever the policy runs."""
+    async with tiny_api(MODEL, 1, num_blocks=4096) as (client, _):
+        policies = [
+            Mcts(expansions=6, width=3, depth=4, step_tokens=5, in_flight=2),
+            Beam(width=2, branch=2, depth=3, step_tokens=5),
+            BestOfN(n=4, wave=2, max_tokens=9),
+        ]
+        async with AsyncMallee(str(client.base_url)) as sdk:
+            for policy in policies:
+                steps: dict[str, Any] = {"temperature": 0.9, "stop": ["e", "\n"]}
+                body = await post(
+                    *(client, "/v1/search"),
+                    prompt=PROMPT,
+                    policy=msgspec.to_builtins(policy),
+                    score=msgspec.to_builtins(score),
+                    seed=3,
+                    ends=["q"],
+                    **steps,
+                )
+                here = await sdk.search(policy, PROMPT, score=score, seed=3, ends=["q"], **steps)
+                assert same(tree(body), tree(msgspec.to_builtins(here)))
+                assert body["text"] == here.text
+
+
+async def test_a_search_streams_its_nodes_as_they_join() -> None:
+    async with tiny_api(MODEL, 1) as (client, _):
+        policy = {"type": "beam", "width": 2, "branch": 2, "depth": 3, "step_tokens": 4}
+        asked = {"prompt": PROMPT, "policy": policy, "seed": 3}
+        whole = await post(client, "/v1/search", **asked)
+        answer = await client.post("/v1/search", json={**asked, "stream": True})
+        *events, last = answer.text.strip().split("\n\n")
+        assert last == "data: [DONE]"
+        *grown, end = (json.loads(each.removeprefix("data: ")) for each in events)
+        assert {each["object"] for each in grown} == {"search.nodes"}
+        assert same(tree(end), tree(whole))
+        numbers = [node["number"] for each in grown for node in each["nodes"]]
+        assert numbers == list(range(1, len(whole["nodes"])))
+        assert len(grown) > 1
+        assert msgspec.convert(end, SearchResult).text == whole["text"]
+
+
+async def test_a_search_that_is_left_ends_and_leaves_nothing() -> None:
+    """Whole or streamed: its branches end, and its capsules are gone."""
+    async with tiny_api(MODEL, 1, num_blocks=4096) as (client, fleet):
+        engine: Any = next(iter(fleet.engines.values()))
+        policy = {**MCTS, "expansions": 2000, "depth": 50, "step_tokens": 20}
+        asked = {"prompt": PROMPT, "policy": policy, "temperature": 1.0}
+        for stream in (False, True):
+            num = engine.stats().num_output_tokens
+            running = asyncio.create_task(
+                client.post("/v1/search", json={**asked, "stream": stream})
+            )
+            await until(lambda num=num: engine.stats().num_output_tokens > num + 500)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            await until(lambda: not engine.branches)
+            for _ in range(200):
+                left = (await client.get("/v1/capsules/count")).json()["count"]
+                if not left:
+                    break
+                await asyncio.sleep(0.02)
+            assert left == 0
+
+
+async def test_a_search_goes_on_from_a_capsule_of_its_own_scope() -> None:
+    async with tiny_api(MODEL, 1) as (client, _):
+        made = await post(client, "/v1/capsules", prompt=PROMPT, cache_salt="mine", ttl_s=60)
+        asked = {"capsule": made["id"], "policy": {"type": "best_of_n", "n": 2, "max_tokens": 4}}
+        found = await post(client, "/v1/search", **asked, cache_salt="mine")
+        assert len(found["nodes"]) == 3
+        assert found["spent"]["requests"] == 1
+        headers = {"x-cache-salt": "mine"}
+        assert (await client.get(f"/v1/capsules/{made['id']}", headers=headers)).status_code == 200
+        node = found["nodes"][found["principal"][-1]]["capsule"]
+        more = await post(client, "/v1/search", **{**asked, "capsule": node}, cache_salt="mine")
+        assert len(more["nodes"]) == 3
+        strange = await client.post("/v1/search", json=asked)
+        assert (strange.status_code, strange.json()["error"]["code"]) == (404, "capsule_not_found")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "capsule": "b"}, "prompt"),
+        ({"prompt": "a"}, "policy"),
+        ({"prompt": "a", "policy": {"type": "code", "source": "import os"}}, "policy.type"),
+        ({"prompt": "a", "policy": {"type": "mcts", "width": 999}}, "policy.width"),
+        ({"prompt": "a", "policy": MCTS, "score": "best"}, "score"),
+        ({"prompt": "a", "policy": MCTS, "score": {"prompt": "?"}}, "score"),
+        (
+            {"prompt": "a", "policy": MCTS, "score": {"prompt": "", "answers": {"y": 1}}},
+            "score.prompt",
+        ),
+        ({"prompt": "a", "policy": MCTS, "temperature": 3}, "temperature"),
+        ({"prompt": "a", "policy": MCTS, "stop": ["x"] * 17}, "stop"),
+        ({"prompt": "a", "policy": MCTS, "ends": [""]}, "ends"),
+        ({"prompt": "a", "policy": MCTS, "budget": {"tokens": 0}}, "budget.tokens"),
+        ({"prompt": "a", "policy": MCTS, "mallee": {"keep": True}}, "mallee.keep"),
+        ({"prompt": "a", "policy": MCTS, "mallee": {"budget": {"tokens": 9}}}, "mallee.budget"),
+        ({"prompt": "a", "policy": MCTS, "model": "other"}, None),
+    ],
+)
+async def test_what_is_no_search_is_refused_before_anything_is_computed(
+    body: dict[str, Any], param: str | None
+) -> None:
+    async with tiny_api(MODEL, 1) as (client, fleet):
+        answer = await client.post("/v1/search", json=body)
+        error = answer.json()["error"]
+        assert answer.status_code == (404 if param is None else 400), error
+        if param is not None:
+            assert error["param"] == param
+        engine = next(iter(fleet.engines.values()))
+        assert engine.stats().num_prefill_tokens == 0
+
+
+async def test_a_step_that_is_refused_ends_the_search_as_it_was_refused() -> None:
+    async with tiny_api(MODEL, 1) as (client, _):
+        policy = {"type": "best_of_n", "n": 2, "max_tokens": 4000}
+        body: dict[str, Any] = {"prompt": PROMPT, "policy": policy}
+        answer = await client.post("/v1/search", json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        streamed = await client.post("/v1/search", json={**body, "stream": True})
+        assert "context_length_exceeded" in streamed.text
+        assert "[DONE]" not in streamed.text
+        assert (await client.get("/v1/capsules/count")).json()["count"] == 0
+
+
+async def test_a_text_that_fills_the_window_is_not_gone_on() -> None:
+    async with tiny_api(MODEL, 1, num_blocks=4096) as (client, _):
+        prompt = PROMPT * 38  # of 2,048 tokens 224 are left
+        policy = {"type": "beam", "width": 1, "branch": 1, "depth": 9, "step_tokens": 60}
+        steps = {"logit_bias": {"97": 100.0}, "temperature": 1.0}
+        found = await post(client, "/v1/search", prompt=prompt, policy=policy, **steps)
+        assert [node["tokens"] for node in found["nodes"]] == [0, 60, 60, 60]
+        assert found["text"] == "a" * 180
+        async with AsyncMallee(str(client.base_url)) as sdk:
+            beam = Beam(width=1, branch=1, depth=9, step_tokens=60)
+            here = await sdk.search(beam, prompt, logit_bias={"97": 100.0})
+            assert here.text == found["text"]
+
+
+class Widest(msgspec.Struct, frozen=True, kw_only=True, tag="widest"):
+    """An operator's policy: best of n, n fixed."""
+
+    depth: int = 1
+    merges: bool = False
+
+    def propose(self, tree: Any) -> Any:
+        return BestOfN(n=3, max_tokens=2).propose(tree)
+
+    def score(self, proposal: Any) -> bool:
+        return True
+
+    def select(self, tree: Any) -> Any:
+        return BestOfN().select(tree)
+
+    def stop(self, tree: Any) -> bool:
+        return False
+
+
+def point(name: str, value: str) -> EntryPoint:
+    return EntryPoint(name, value, "mallee.search_policies")
+
+
+async def test_an_installed_policy_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never code of a request: entry points of installed packages alone."""
+    monkeypatch.setattr(
+        "mallee.actors.http.api.installed_policies", lambda: {**POLICIES, "widest": Widest}
+    )
+    async with tiny_api(MODEL, 1) as (client, _):
+        found = await post(client, "/v1/search", prompt=PROMPT, policy={"type": "widest"})
+        assert len(found["nodes"]) == 4
+
+
+def test_entry_points_are_checked_when_the_gateway_starts() -> None:
+    assert installed_policies([]) == POLICIES
+    good = point("widest", f"{__name__}:Widest")
+    kinds = installed_policies([good]) if __name__ in __import__("sys").modules else None
+    assert kinds is None or kinds["widest"] is Widest
+    for bad, reason in (
+        (point("mcts", "x:y"), "there already"),
+        (point("a", "nowhere_to_be_found:x"), "can't be loaded"),
+        (point("a", "json:nothing"), "can't be loaded"),
+        (point("a", "json:JSONDecoder"), "no msgspec.Struct"),
+        (point("a", "mallee.search.policy:SearchBudget"), "without depth"),
+        (point("a", "mallee.search.policies.mcts:Mcts"), "needs tag='a'"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            installed_policies([bad])
