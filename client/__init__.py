@@ -10,13 +10,25 @@ Needs only httpx, msgspec and rich. Must not know torch, ray, numba or anything 
                 print(branch.worker, branch.ttft_ms, branch.text)
 """
 
-from mallee.client.aio import AsyncBranch, AsyncBranches, AsyncCapsule, AsyncMallee
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mallee.client.aio import AsyncBranch, AsyncBranches, AsyncCapsule, AsyncMallee, AsyncSession
+from mallee.client.calls import Budget
 from mallee.client.errors import ApiError, ConnectionFailed, NoCapsule, StreamBroken
 from mallee.client.results import BranchEvent, CapsuleCount, CapsuleData, ToolCall, Usage
-from mallee.client.sessions import ClosedSession, SessionData, SessionFork, SessionNode, SessionTree
-from mallee.client.sync import Branch, Branches, Capsule, Mallee
+from mallee.client.sessions import (
+    BoundSession,
+    ClosedSession,
+    SessionBudget,
+    SessionData,
+    SessionNode,
+    SessionTree,
+)
+from mallee.client.sync import Branch, Branches, Capsule, Mallee, Session
 from mallee.protocol.errors import (
     BadRequest,
+    BudgetSpent,
     CapsuleLost,
     CapsulesFull,
     CapsuleStale,
@@ -25,10 +37,13 @@ from mallee.protocol.errors import (
     DeadlineExceeded,
     Forbidden,
     GrammarFailed,
+    GraphContextExceeded,
     IncompatibleCapsule,
+    InvalidGraph,
     InvalidParameter,
     KVMemoryExceeded,
     MalleeError,
+    NotAwaited,
     NotFound,
     NoWorker,
     Overloaded,
@@ -37,24 +52,38 @@ from mallee.protocol.errors import (
     SlowReader,
     TenantQueueFull,
     TierFull,
+    ToolFailed,
+    ToolTimeout,
     Unauthorized,
     Unavailable,
     UnknownBranch,
     UnknownCapsule,
+    UnknownGraph,
     UnknownModel,
     WorkerLost,
 )
+
+if TYPE_CHECKING:  # graphs cost 30 ms to import: loaded by those that use them
+    from mallee.client.graphs.aio import AsyncGraphRun
+    from mallee.client.graphs.builder import Graph, Handle
+    from mallee.client.graphs.results import GraphEvent, GraphNode, GraphResult
+    from mallee.client.graphs.running import GraphRun
 
 __all__ = [
     "ApiError",
     "AsyncBranch",
     "AsyncBranches",
     "AsyncCapsule",
+    "AsyncGraphRun",
     "AsyncMallee",
+    "AsyncSession",
     "BadRequest",
+    "BoundSession",
     "Branch",
     "BranchEvent",
     "Branches",
+    "Budget",
+    "BudgetSpent",
     "Capsule",
     "CapsuleCount",
     "CapsuleData",
@@ -68,19 +97,29 @@ __all__ = [
     "DeadlineExceeded",
     "Forbidden",
     "GrammarFailed",
+    "Graph",
+    "GraphContextExceeded",
+    "GraphEvent",
+    "GraphNode",
+    "GraphResult",
+    "GraphRun",
+    "Handle",
     "IncompatibleCapsule",
+    "InvalidGraph",
     "InvalidParameter",
     "KVMemoryExceeded",
     "Mallee",
     "MalleeError",
     "NoCapsule",
     "NoWorker",
+    "NotAwaited",
     "NotFound",
     "Overloaded",
     "QueueFull",
     "QuotaExceeded",
+    "Session",
+    "SessionBudget",
     "SessionData",
-    "SessionFork",
     "SessionNode",
     "SessionTree",
     "SlowReader",
@@ -88,11 +127,31 @@ __all__ = [
     "TenantQueueFull",
     "TierFull",
     "ToolCall",
+    "ToolFailed",
+    "ToolTimeout",
     "Unauthorized",
     "Unavailable",
     "UnknownBranch",
     "UnknownCapsule",
+    "UnknownGraph",
     "UnknownModel",
     "Usage",
     "WorkerLost",
 ]
+
+_LATE = {
+    "AsyncGraphRun": "aio",
+    "Graph": "builder",
+    "GraphEvent": "results",
+    "GraphNode": "results",
+    "GraphResult": "results",
+    "GraphRun": "running",
+    "Handle": "builder",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A name of graphs, when it is asked for."""
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"mallee.client.graphs.{_LATE[name]}"), name)

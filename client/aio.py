@@ -1,8 +1,10 @@
 """The asynchronous client: `sync`, with await. Both are shells around `base`."""
 
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, BinaryIO, Unpack
+from functools import partial
+from typing import TYPE_CHECKING, Any, BinaryIO, Self, Unpack
 
 from mallee.client import calls
 from mallee.client.base import (
@@ -12,24 +14,32 @@ from mallee.client.base import (
     DEFAULT_URL,
     DELETE_TIMEOUT_S,
     NO_HEADERS,
+    READY_S,
     BaseBranch,
     BaseBranches,
     BaseCapsule,
     BaseMallee,
+    BaseSession,
     failing_as,
+    raise_refusal_async,
+    ready_waits,
     retry_after_s,
     was_cut,
 )
 from mallee.client.calls import (
+    Budget,
     Call,
     Generation,
     Importing,
     InjectMode,
     Message,
     Prompt,
+    Stepping,
     Suffix,
+    Terms,
     Wanted,
 )
+from mallee.client.critic import AsyncCritic, AsyncScore
 from mallee.client.errors import ConnectionFailed, StreamBroken
 from mallee.client.files import (
     PIECE_NBYTES,
@@ -52,23 +62,118 @@ from mallee.client.results import (
     read_health,
 )
 from mallee.client.sessions import (
+    BoundSession,
     ClosedSession,
     SessionData,
     SessionFork,
     SessionTree,
+    bound_session,
     close_session,
     fork_session,
     list_sessions,
+    made_up,
     read_session,
     show_session,
 )
-from mallee.protocol.errors import MalleeError, UnknownCapsule
+from mallee.protocol.errors import MalleeError, NotFound, UnknownCapsule
 
 if TYPE_CHECKING:  # see sync
     import httpx
+    import openai
+
+    from mallee.client.graphs.aio import AsyncGraphRun
+    from mallee.client.graphs.builder import Graph, Handle
+    from mallee.client.searching import AsyncValue, LogprobScore
+    from mallee.search.policy import Policy, SearchBudget
+    from mallee.search.results import SearchResult
+    from mallee.search.scores import Verifier
 
 
-class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
+class AsyncAsking(BaseMallee["AsyncBranches", "PendingCapsule"]):
+    """Requests for answers and capsules, of a client or of one of its sessions."""
+
+    async def complete(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        **params: Unpack[Generation],
+    ) -> "list[AsyncBranch]":
+        """The finished answers to one prompt or conversation: one branch, or `n`; see `Mallee.complete`."""
+        call = calls.generate(prompt, messages, self._with_model(params))
+        return await self._open(call.keyed()).wait()
+
+    def run(
+        self,
+        graph: "Graph",
+        *,
+        outputs: "Sequence[Handle]" = (),
+        max_running: int | None = None,
+        cache_salt: str | None = None,
+        **terms: Unpack[Terms],
+    ) -> "AsyncGraphRun":
+        """Run a graph; see `Asking.run`."""
+        from mallee.client.graphs.aio import AsyncGraphRun
+        from mallee.client.graphs.builder import run_graph
+
+        params = self._with_model({"cache_salt": cache_salt, **terms})
+        call = run_graph(graph, outputs, max_running, params)
+        request = partial(self._request, stream=True)
+        return AsyncGraphRun(
+            *(call, graph.tools), base_url=self.base_url, request=request, send=self._send
+        )
+
+    async def search(
+        self,
+        policy: "Policy",
+        prompt: Prompt | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        score: "AsyncValue | Verifier | LogprobScore" = "mean_logprob",
+        seed: int = 0,
+        budget: "SearchBudget | None" = None,
+        ends: Sequence[str] = (),
+        cache_salt: str | None = None,
+        **params: Unpack[Stepping],
+    ) -> "SearchResult":
+        """As `Mallee.search` and `AsyncCapsule.search`."""
+        begun = self.prefill(
+            prompt,
+            messages=messages,
+            add_generation_prompt=True,
+            cache_salt=cache_salt,
+            **calls.terms_of(params),
+        )
+        async with begun as capsule:
+            return await capsule.search(
+                policy, score=score, seed=seed, budget=budget, ends=ends, **params
+            )
+
+    @abstractmethod
+    async def _request(
+        self,
+        call: Call,
+        *,
+        stream: bool = False,
+        content: AsyncIterator[bytes] | None = None,
+        headers: Mapping[str, str] = NO_HEADERS,
+        max_retries: int | None = None,
+    ) -> "httpx.Response":
+        """As `Asking._request`."""
+
+    async def _send(self, call: Call, *, max_retries: int | None = None) -> Any:
+        response = await self._request(call.keyed(), max_retries=max_retries)
+        raw, headers = response.content, response.headers
+        return read_answer(response.status_code, raw, self.base_url, headers)
+
+    def _open(self, call: Call) -> "AsyncBranches":
+        return AsyncBranches(self, call)
+
+    def _capsule(self, call: Call, *, is_open: bool) -> "PendingCapsule":
+        return PendingCapsule(self, call, is_open=is_open)
+
+
+class AsyncMallee(AsyncAsking):
     """A client of one service, for one event loop. An async context manager; see `Mallee`."""
 
     def __init__(
@@ -87,6 +192,16 @@ class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
         self._http = httpx.AsyncClient(
             base_url=self.base_url, headers=self._headers, timeout=timeout_s, transport=transport
         )
+
+    @classmethod
+    def from_openai(
+        cls, client: "openai.AsyncOpenAI", *, model: str | None = None
+    ) -> "AsyncMallee":
+        """As `Mallee.from_openai`."""
+        from mallee.client.transports.beside_openai import AsyncTransport, settings
+
+        given = settings(client, is_async=True)
+        return cls(**given, model=model, transport=AsyncTransport(client._client))
 
     async def __aenter__(self) -> "AsyncMallee":
         return self
@@ -143,29 +258,9 @@ class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
         page = await self._send(list_sessions(after, limit, cache_salt))
         return [read_session(body, SessionData) for body in page["data"]]
 
-    async def session(self, name: str, *, cache_salt: str | None = None) -> SessionTree:
-        """A session as a tree of capsules. Raises NotFound."""
-        return read_session(await self._send(show_session(name, cache_salt)), SessionTree)
-
-    async def fork_session(
-        self,
-        name: str,
-        new: str | None = None,
-        *,
-        capsule: str | None = None,
-        cache_salt: str | None = None,
-    ) -> SessionFork:
-        """A session `new`, or of a made-up name, that begins with this one's newest capsule, or `capsule`.
-
-        Raises NotFound, InvalidParameter.
-        """
-        call = fork_session(name, new, capsule, cache_salt)
-        return read_session(await self._send(call, max_retries=0), SessionFork)
-
-    async def close_session(self, name: str, *, cache_salt: str | None = None) -> ClosedSession:
-        """Release a session's capsules, end its requests and forget it. Raises NotFound."""
-        call = close_session(name, cache_salt)
-        return read_session(await self._send(call, max_retries=0), ClosedSession)
+    def session(self, name: str | None = None, *, cache_salt: str | None = None) -> "AsyncSession":
+        """A session by name, or one with a name that no other has. Nothing is sent yet."""
+        return AsyncSession(self, made_up() if name is None else name, cache_salt)
 
     async def request(self, request: str, *, cache_salt: str | None = None) -> dict[str, Any]:
         """The course of a request, while it runs and afterwards; see `Mallee.request`. Raises NotFound."""
@@ -184,17 +279,6 @@ class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
         call = calls.import_capsule({"model": self.model, **params}, cache_salt)
         return PendingCapsule(self, call, is_open=False, sends=(source, progress))
 
-    async def complete(
-        self,
-        prompt: Prompt | None = None,
-        *,
-        messages: Sequence[Message] | None = None,
-        **params: Unpack[Generation],
-    ) -> "list[AsyncBranch]":
-        """The finished answers to one prompt or conversation: one branch, or `n`; see `Mallee.complete`."""
-        call = calls.generate(prompt, messages, self._with_model(params))
-        return await self._open(call.keyed()).wait()
-
     async def _request(
         self,
         call: Call,
@@ -204,7 +288,7 @@ class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
         headers: Mapping[str, str] = NO_HEADERS,
         max_retries: int | None = None,
     ) -> "httpx.Response":
-        """As `Mallee._request`."""
+        """As `Asking._request`."""
         from anyio import sleep
 
         most = self.max_retries if max_retries is None else max_retries
@@ -230,22 +314,89 @@ class AsyncMallee(BaseMallee["AsyncBranches", "PendingCapsule"]):
             await sleep(wait_s)
         return response
 
-    async def _send(self, call: Call, *, max_retries: int | None = None) -> Any:
-        response = await self._request(call.keyed(), max_retries=max_retries)
-        raw, headers = response.content, response.headers
-        return read_answer(response.status_code, raw, self.base_url, headers)
 
-    def _open(self, call: Call) -> "AsyncBranches":
-        return AsyncBranches(self, call)
+class AsyncSession(BaseSession["AsyncBranches", "PendingCapsule"], AsyncAsking):
+    """One session of a client; see `Session`. An async context manager."""
 
-    def _capsule(self, call: Call, *, is_open: bool) -> "PendingCapsule":
-        return PendingCapsule(self, call, is_open=is_open)
+    def __init__(
+        self, client: AsyncMallee, name: str, cache_salt: str | None, root: str | None = None
+    ) -> None:
+        super().__init__(client, name, cache_salt, root)
+        self._client = client
+
+    async def show(self) -> SessionTree:
+        """As `Session.show`."""
+        return read_session(await self._send(show_session(self.id, self.cache_salt)), SessionTree)
+
+    async def give_budget(self, budget: Budget, *, parent: str | None = None) -> BoundSession:
+        """As `Session.give_budget`."""
+        call = bound_session(self.id, budget, parent, self.cache_salt)
+        return read_session(await self._send(call), BoundSession)
+
+    async def fork(
+        self,
+        new: str | None = None,
+        *,
+        capsule: str | None = None,
+        budget: Budget | None = None,
+    ) -> "AsyncSession":
+        """As `Session.fork`."""
+        call = fork_session(self.id, new, capsule, self.cache_salt, budget=budget)
+        made = read_session(await self._send(call, max_retries=0), SessionFork)
+        return AsyncSession(self._client, made.id, self.cache_salt, made.capsule)
+
+    async def close(self) -> ClosedSession:
+        """As `Session.close`."""
+        call = close_session(self.id, self.cache_salt)
+        return read_session(await self._send(call, max_retries=0), ClosedSession)
+
+    async def __aenter__(self) -> "AsyncSession":
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        from anyio import move_on_after
+
+        # As a capsule's end.
+        with move_on_after(DELETE_TIMEOUT_S, shield=True):
+            with suppress(*((NotFound,) if kind is None else (MalleeError, RuntimeError))):
+                await self.close()
+
+    async def _request(self, call: Call, **more: Any) -> "httpx.Response":
+        return await self._client._request(call, **more)
 
 
 class AsyncCapsule(BaseCapsule["AsyncBranches", "PendingCapsule"]):
     """A prompt's state on its worker, or a branch's; see `Capsule`."""
 
-    _client: AsyncMallee
+    _client: AsyncAsking
+
+    async def wait(self, *, timeout_s: float = READY_S) -> Self:
+        """As `Capsule.wait`."""
+        from anyio import sleep
+
+        for wait_s in ready_waits(self.id, timeout_s):
+            await sleep(wait_s)
+            if self._hear(read_capsule(await self._client._send(self._shown()))):
+                break
+        return self
+
+    async def search(
+        self,
+        policy: "Policy",
+        *,
+        score: "AsyncValue | Verifier | LogprobScore" = "mean_logprob",
+        seed: int = 0,
+        budget: "SearchBudget | None" = None,
+        ends: Sequence[str] = (),
+        **params: Unpack[Stepping],
+    ) -> "SearchResult":
+        """As `Capsule.search`. `score` may be a coroutine function; a plain one runs in a thread."""
+        from mallee.client.searching import run_async
+
+        plan = self._planned(
+            policy, score=score, seed=seed, budget=budget, ends=ends, params=params
+        )
+        return await run_async(plan)
 
     async def prune(self) -> list[str]:
         """As `Capsule.prune`."""
@@ -296,7 +447,7 @@ class PendingCapsule:
 
     def __init__(
         self,
-        client: AsyncMallee,
+        client: AsyncAsking,
         call: Call,
         *,
         is_open: bool,
@@ -369,7 +520,7 @@ class AsyncBranches(BaseBranches[AsyncBranch]):
     The request is sent when first awaited, iterated or entered; `await` alone sends it.
     """
 
-    def __init__(self, client: AsyncMallee, call: Call) -> None:
+    def __init__(self, client: AsyncAsking, call: Call) -> None:
         super().__init__(client.base_url + call.path)
         self._client = client
         self._call = call
@@ -382,10 +533,20 @@ class AsyncBranches(BaseBranches[AsyncBranch]):
     def __aiter__(self) -> AsyncIterator[BranchEvent]:
         return self._events
 
-    async def wait(self) -> list[AsyncBranch]:
-        """All branches, finished, by index. Raises what the stream raises."""
-        async for _ in self._events:
-            pass
+    async def wait(
+        self, *, score: AsyncScore | None = None, below: float = 0.0
+    ) -> list[AsyncBranch]:
+        """All branches, finished, by index; see `Branches.wait`.
+
+        `score` may be a coroutine function; a plain one runs in a thread.
+        """
+        if score is None:
+            async for _ in self._events:
+                pass
+            return self._finished()
+        async with self, AsyncCritic(self.branches, score, below) as critic:
+            async for event in self._events:
+                critic.see(event)
         return self._finished()
 
     async def close(self) -> None:
@@ -410,16 +571,8 @@ class AsyncBranches(BaseBranches[AsyncBranch]):
             self._begin()
             self._response = await self._client._request(self._call, stream=True)
             if self._response.status_code >= 400:
-                await self._refuse(self._response)
+                await raise_refusal_async(self._response, self._url)
         return self._response
-
-    async def _refuse(self, response: "httpx.Response") -> None:
-        try:
-            with failing_as(StreamBroken, self._url):
-                raw = await response.aread()
-        finally:
-            await response.aclose()
-        read_answer(response.status_code, raw, self._url, response.headers)
 
     async def _read(self) -> AsyncGenerator[BranchEvent, None]:
         response = await self._opened()
@@ -450,6 +603,6 @@ class AsyncBranches(BaseBranches[AsyncBranch]):
         await sleep(CUT_WAIT_S)
         self._response = response = await self._client._request(self._call, stream=True)
         if response.status_code >= 400:
-            await self._refuse(response)
+            await raise_refusal_async(response, self._url)
         self._resume(response.headers)
         return response

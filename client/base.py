@@ -1,4 +1,4 @@
-"""Base of both clients: parameters to calls, bytes to branches; no I/O.
+"""Base of both clients: parameters to calls, bytes to branches; no I/O but that of refused streams.
 
 `sync` and `aio` add sending, waiting and closing.
 """
@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack
 
 from mallee.client import calls
 from mallee.client.calls import (
@@ -21,9 +21,10 @@ from mallee.client.calls import (
     Prefilling,
     Prompt,
     Sampling,
+    Stepping,
     Suffix,
 )
-from mallee.client.errors import ConnectionFailed, StreamBroken
+from mallee.client.errors import ConnectionFailed, StreamBroken, from_body
 from mallee.client.html import tree_html
 from mallee.client.results import (
     NO_END,
@@ -32,10 +33,17 @@ from mallee.client.results import (
     CapsuleData,
     StreamReader,
     Usage,
+    read_answer,
     told_wait_s,
 )
 from mallee.client.sse import SseParser
-from mallee.protocol.errors import InvalidParameter
+from mallee.protocol.errors import InvalidParameter, Unavailable
+
+if TYPE_CHECKING:  # what only searches need is loaded by the first one
+    import httpx
+
+    from mallee.client.searching import Plan
+    from mallee.search.policy import Policy, SearchBudget
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_TIMEOUT_S = 120.0
@@ -43,12 +51,25 @@ NO_HEADERS: Mapping[str, str] = {}
 DELETE_TIMEOUT_S = 10.0  # of a capsule at the end of its block
 DEFAULT_MAX_RETRIES = 2
 MAX_RETRY_WAIT_S = 60.0  # a server that asks for more is not waited for
+READY_WAIT_S = 0.05  # between two questions for a capsule that is computing, and more each time,
+MAX_READY_WAIT_S = 1.0  # up to this
+READY_S = 600.0  # for a capsule to be computed
 CUT_WAIT_S = 0.25  # after a cut connection, until the request is sent again
 _FULL = ("capsules_full", "tier_full", "storage_full")  # that a short wait doesn't change
 
 B = TypeVar("B", bound=BranchState)
 S = TypeVar("S")  # a client's streams of branches
 C = TypeVar("C")  # its capsules
+
+
+def ready_waits(capsule: str, timeout_s: float) -> Iterator[float]:
+    """Seconds before each question for a capsule that is computing. Raises Unavailable after `timeout_s`."""
+    yield 0.0
+    end, wait_s = time.monotonic() + timeout_s, READY_WAIT_S
+    while time.monotonic() + wait_s <= end:
+        yield wait_s
+        wait_s = min(2 * wait_s, MAX_READY_WAIT_S)
+    raise Unavailable(f"{capsule!r} is still computing after {timeout_s:g} s; wait longer")
 
 
 @contextmanager
@@ -60,6 +81,26 @@ def failing_as(kind: type[ConnectionFailed] | type[StreamBroken], url: str) -> I
         yield
     except httpx.RequestError as error:
         raise kind(url, str(error) or type(error).__name__) from error
+
+
+def raise_refusal(response: "httpx.Response", url: str) -> None:
+    """Read and close a response with an error status. Raises that error, or StreamBroken."""
+    try:
+        with failing_as(StreamBroken, url):
+            raw = response.read()
+    finally:
+        response.close()
+    read_answer(response.status_code, raw, url, response.headers)
+
+
+async def raise_refusal_async(response: "httpx.Response", url: str) -> None:
+    """As `raise_refusal`."""
+    try:
+        with failing_as(StreamBroken, url):
+            raw = await response.aread()
+    finally:
+        await response.aclose()
+    read_answer(response.status_code, raw, url, response.headers)
 
 
 def was_cut(error: ConnectionFailed | StreamBroken) -> bool:
@@ -117,6 +158,7 @@ class BaseMallee(ABC, Generic[S, C]):
         add_generation_prompt: bool = False,
         ttl_s: float | None = None,
         cache_salt: str | None = None,
+        wait: bool = True,
         **terms: Unpack[Prefilling],
     ) -> C:
         """Compute a prompt once and keep its state as a capsule, until deleted or `ttl_s` idle.
@@ -124,9 +166,14 @@ class BaseMallee(ABC, Generic[S, C]):
         Without `ttl_s` the server's default holds; 0 keeps it until it is deleted, where the server allows
         that. A conversation is left open for suffixes with messages;
         `add_generation_prompt` ends it where the assistant's answer begins, for forks without any.
+
+        Without `wait` it returns at once, and can be forked: branches begin as soon as the tokens that they
+        continue are there. `Capsule.wait` returns when all are, and raises what the prefill failed by.
         """
         is_open = messages is not None and not add_generation_prompt
         params = self._with_model({"ttl_s": ttl_s, "cache_salt": cache_salt, **terms})
+        if not wait:
+            params["wait"] = False
         call = calls.prefill(prompt, messages, params, is_open=is_open)
         return self._capsule(call, is_open=is_open)
 
@@ -157,6 +204,36 @@ class BaseMallee(ABC, Generic[S, C]):
         return f"{type(self).__name__}({self.base_url!r}{model})"
 
 
+class BaseSession(BaseMallee[S, C]):
+    """One session of a client, by its name `id`: all requests that are made through it name it.
+
+    `root`: the capsule that it began with, if it is a fork of another session. `cache_salt` is that of
+    its requests, where they give no other.
+    """
+
+    def __init__(
+        self, client: BaseMallee[S, C], name: str, cache_salt: str | None, root: str | None = None
+    ) -> None:
+        super().__init__(client.base_url, None, client.model, client.max_retries)
+        self.id = name
+        self.cache_salt = cache_salt
+        self.root = root
+
+    def capsule(self, capsule: str, *, cache_salt: str | None = None) -> C:
+        """A capsule by id, whose forks belong to this session. Raises UnknownCapsule."""
+        salt = self.cache_salt if cache_salt is None else cache_salt
+        return super().capsule(capsule, cache_salt=salt)
+
+    def _with_model(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        salt = params.get("cache_salt")
+        terms = {"session": self.id, **params.get("mallee", {})}
+        salt = self.cache_salt if salt is None else salt
+        return {**super()._with_model(params), "mallee": terms, "cache_salt": salt}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r}, root={self.root!r})"
+
+
 class BaseCapsule(Generic[S, C]):
     """A prompt's state on its worker, or a branch's.
 
@@ -181,6 +258,16 @@ class BaseCapsule(Generic[S, C]):
         self.cached_tokens = data.cached_tokens
         self.is_open = is_open
         self.data = data
+
+    def _shown(self) -> Call:
+        return calls.get_capsule(self.id, self._cache_salt)
+
+    def _hear(self, data: CapsuleData) -> bool:
+        """Take what the server tells of it now; whether it is there. Raises what its prefill failed by."""
+        if data.error is not None:
+            raise from_body({"error": data.error}, 200)
+        self.worker, self.data = data.worker, data
+        return data.status != "computing"
 
     def restore(self, **params: Unpack[Going]) -> S:
         """Go on as the very branch that the capsule was taken from.
@@ -236,15 +323,41 @@ class BaseCapsule(Generic[S, C]):
         Raises InvalidParameter for what is none of these, and for forks of an open conversation that add no
         message.
         """
-        if self.is_open and isinstance(branches, int):
-            raise InvalidParameter(
-                "branches",
-                branches,
-                'the conversation was left open; fork it with {"messages": [...]}, or prefill it with'
-                " add_generation_prompt=True",
-            )
+        if isinstance(branches, int):
+            self._need_closed("branches", branches)
         salt = {"cache_salt": self._cache_salt}
         return self._client._fork(self.id, branches, {"at": at, **salt, **params})
+
+    def _need_closed(self, param: str, value: object) -> None:
+        if self.is_open:
+            remedy = (
+                'the conversation was left open; fork it with {"messages": [...]}, or prefill it with'
+                " add_generation_prompt=True"
+            )
+            raise InvalidParameter(param, value, remedy)
+
+    def _planned(
+        self,
+        policy: "Policy",
+        *,
+        score: Any,
+        seed: int,
+        budget: "SearchBudget | None",
+        ends: Sequence[str],
+        params: Stepping,
+    ) -> "Plan":
+        """A search from here on."""
+        from mallee.client.searching import planned
+
+        self._need_closed("policy", policy)
+        return planned(
+            *(policy, self.id, self._client._fork),
+            score=score,
+            seed=seed,
+            budget=budget,
+            ends=ends,
+            params={"cache_salt": self._cache_salt, **params},
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r}, worker={self.worker!r}, tokens={self.tokens})"

@@ -41,12 +41,25 @@ class Confidence(TypedDict, total=False):
     tokens: int
 
 
+class Verifier(TypedDict, total=False):
+    """A service that scores branches, each at most every `every` tokens; one whose score is `below` ends.
+
+    `required`: a call that fails ends the branches that it was about.
+    """
+
+    url: Required[str]
+    below: Required[float]
+    every: int
+    required: bool
+
+
 class StopWhen(TypedDict, total=False):
     """Conditions by which branches end; `done`: the others, when so many have ended by themselves."""
 
     regex: str
     done: int
     logprob: Confidence
+    score: Verifier
 
 
 class Waiting(TypedDict, total=False):
@@ -94,6 +107,20 @@ class Sampling(Terms, total=False):
     top_logprobs: int | None
     response_format: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None
+
+
+class Stepping(Terms, total=False):
+    """Parameters of the steps of a search; their length and number are the policy's."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    stop: str | Sequence[str] | None
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[str, float]
 
 
 class Importing(TypedDict, total=False):
@@ -185,6 +212,18 @@ class Call(NamedTuple):
             return msgspec.json.encode(self.body)
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidParameter("body", list(self.body), f"not JSON: {error}") from error
+
+
+def terms_of(params: Terms) -> Terms:
+    """Those of the parameters that every request takes."""
+    found: Terms = {}
+    if "model" in params:
+        found["model"] = params["model"]
+    if "user" in params:
+        found["user"] = params["user"]
+    if "mallee" in params:
+        found["mallee"] = params["mallee"]
+    return found
 
 
 HEALTH = Call("GET", "/health")

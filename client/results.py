@@ -1,7 +1,7 @@
 """Answers of the server as values: events while they stream, branches as they grow; no I/O."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import msgspec
@@ -27,7 +27,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function that the model calls. `arguments`: JSON, as the model wrote it."""
+    """A function that the model calls. `arguments`: JSON, as the model wrote it; parts of it in events.
+
+    Without an id and a name it is more of the last call's arguments.
+    """
 
     id: str
     name: str
@@ -53,6 +56,9 @@ class BranchEvent:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     injected: tuple[Mapping[str, int], ...] = ()  # `tokens` of its text, `at` how many before
+    score: float | None = None
+    score_error: str = ""
+    completion_tokens: int | None = None
 
 
 @dataclass(slots=True, repr=False)
@@ -65,6 +71,7 @@ class BranchState:
     `usage` is the request's, all its branches together; None until the last of them has ended. `boundary`
     counts the tokens of `capsule`; `kept` says whether it was pinned, if that was asked for. Of the
     prediction tokens, those that were drafted for it, some were drawn; None where none were drafted.
+    `score`: the last that a critic or a verifier gave it; `score_error`: the last failure of a verifier.
     """
 
     index: int
@@ -86,6 +93,9 @@ class BranchState:
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
     injected: list[Mapping[str, int]] = field(default_factory=list)
+    score: float | None = field(default=None, compare=False)
+    score_error: str = ""
+    completion_tokens: int | None = None
 
     def take(self, event: BranchEvent, elapsed_ms: float) -> None:
         """Add one event that arrived `elapsed_ms` after the request was sent."""
@@ -94,7 +104,12 @@ class BranchState:
         self.total_ms = elapsed_ms
         self.text += event.text
         self.reasoning += event.reasoning
-        self.tool_calls += event.tool_calls
+        for call in event.tool_calls:
+            if call.id:
+                self.tool_calls.append(call)
+            else:
+                last = self.tool_calls[-1]
+                self.tool_calls[-1] = replace(last, arguments=last.arguments + call.arguments)
         self.injected += event.injected
         for name, values in (event.logprobs or {}).items():
             if values is not None:
@@ -106,8 +121,12 @@ class BranchState:
             self.boundary, self.kept = event.boundary, event.kept
             self.cached_tokens = event.cached_tokens
             self.prefill_tokens = event.prefill_tokens
+            self.completion_tokens = event.completion_tokens
             self.accepted_prediction_tokens = event.accepted_prediction_tokens
             self.rejected_prediction_tokens = event.rejected_prediction_tokens
+            self.score_error = event.score_error
+            if event.score is not None:
+                self.score = event.score
 
     def need_capsule(self) -> str:
         """The capsule that the branch left. Raises NoCapsule."""
@@ -126,7 +145,8 @@ class BranchState:
 class CapsuleData(msgspec.Struct, frozen=True, kw_only=True):
     """The server's description of a capsule. Fields that only its creation or its worker tells may be None.
 
-    `worker` is None where the server doesn't name workers to this client.
+    `worker` is None where the server doesn't name workers to this client. `status`: computing, ready, or
+    failed by `error`; `computed_tokens` of one that is computing.
     """
 
     id: str
@@ -142,6 +162,9 @@ class CapsuleData(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int | None = None
     shared_nbytes: int | None = None
     drawn: int | None = None
+    status: str = "ready"
+    computed_tokens: int | None = None
+    error: Mapping[str, Any] | None = None
     imported: Mapping[str, int] | None = None  # bytes, and tokens that were fetched or computed
 
 
@@ -219,6 +242,9 @@ def choice_events(body: Mapping[str, Any]) -> Iterator[BranchEvent]:
             reasoning,
             tool_calls,
             injected,
+            ours.get("score"),
+            ours.get("score_error") or "",
+            ours.get("completion_tokens"),
         )
 
 
@@ -267,9 +293,8 @@ def read_count(body: object) -> CapsuleCount:
 
 
 def _tool_call(body: Mapping[str, Any]) -> ToolCall:
-    """The server sends each call whole, in one chunk."""
     function = body["function"]
-    return ToolCall(body["id"], function["name"], function["arguments"])
+    return ToolCall(body.get("id") or "", function.get("name") or "", function["arguments"])
 
 
 def _usage(body: Mapping[str, Any]) -> Usage:

@@ -1,13 +1,13 @@
 """Sessions as the server tells of them: their calls and answers; no I/O.
 
-Requests name theirs by `mallee={"session": ...}`.
+Requests name theirs by `mallee={"session": ...}`, as those of a `Session` do.
 """
 
 from typing import TypeVar
 
 import msgspec
 
-from mallee.client.calls import Call, query_of
+from mallee.client.calls import Budget, Call, query_of
 from mallee.client.errors import ApiError
 from mallee.client.html import nodes_html
 
@@ -44,7 +44,31 @@ class SessionNode(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.tokens} tokens, {where}{' pinned' if self.pinned else ''}"
 
 
-class SessionTree(SessionData, frozen=True, kw_only=True):
+class Resource(msgspec.Struct, frozen=True, kw_only=True):
+    """`reserved`: for what runs below or at other gateways; what that doesn't use returns."""
+
+    limit: float
+    used: float
+    reserved: float
+    left: float
+
+
+class SessionBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """A budget as it stands; None: not bounded by it. Not `kept`: its gateway is gone, or can't be asked."""
+
+    kept: bool
+    tokens: Resource | None = None
+    branches: Resource | None = None
+    wall_s: Resource | None = None
+
+
+class BoundSession(SessionData, frozen=True, kw_only=True):
+    """A session, and the budget that it was given."""
+
+    budget: SessionBudget | None = None
+
+
+class SessionTree(BoundSession, frozen=True, kw_only=True):
     """A session with its capsules, oldest first. `children`: sessions whose parent it is."""
 
     children: list[str]
@@ -59,7 +83,7 @@ class SessionTree(SessionData, frozen=True, kw_only=True):
         )
 
 
-class SessionFork(SessionData, frozen=True, kw_only=True):
+class SessionFork(BoundSession, frozen=True, kw_only=True):
     """A new session, which begins with `capsule`."""
 
     capsule: str
@@ -85,6 +109,13 @@ def read_session(body: object, kind: type[S]) -> S:
         raise ApiError(f"not a session: {error}", http_status=200) from error
 
 
+def made_up() -> str:
+    """A name that no other session has."""
+    from uuid import uuid4
+
+    return f"session-{uuid4().hex}"
+
+
 def list_sessions(after: str | None, limit: int, cache_salt: str | None) -> Call:
     query = query_of({"limit": limit, "after": after or None})
     return Call("GET", f"/v1/sessions{query}", cache_salt=cache_salt)
@@ -94,10 +125,21 @@ def show_session(session: str, cache_salt: str | None) -> Call:
     return Call("GET", _path(session), cache_salt=cache_salt)
 
 
+def bound_session(session: str, budget: Budget, parent: str | None, cache_salt: str | None) -> Call:
+    given = {"budget": budget, "parent": parent, "cache_salt": cache_salt}
+    body = {name: value for name, value in given.items() if value is not None}
+    return Call("PUT", _path(session), body, cache_salt)
+
+
 def fork_session(
-    session: str, new: str | None, capsule: str | None, cache_salt: str | None
+    session: str,
+    new: str | None,
+    capsule: str | None,
+    cache_salt: str | None,
+    *,
+    budget: Budget | None = None,
 ) -> Call:
-    given = {"session": new, "capsule": capsule, "cache_salt": cache_salt}
+    given = {"session": new, "capsule": capsule, "cache_salt": cache_salt, "budget": budget}
     body = {name: value for name, value in given.items() if value is not None}
     return Call("POST", f"{_path(session)}/fork", body, cache_salt)
 

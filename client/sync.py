@@ -1,9 +1,11 @@
 """The synchronous client: sends, waits and closes around `base`. Its twin is `aio`."""
 
 import time
+from abc import abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Unpack
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from mallee.client import calls
 from mallee.client.base import (
@@ -13,24 +15,32 @@ from mallee.client.base import (
     DEFAULT_URL,
     DELETE_TIMEOUT_S,
     NO_HEADERS,
+    READY_S,
     BaseBranch,
     BaseBranches,
     BaseCapsule,
     BaseMallee,
+    BaseSession,
     failing_as,
+    raise_refusal,
+    ready_waits,
     retry_after_s,
     was_cut,
 )
 from mallee.client.calls import (
+    Budget,
     Call,
     Generation,
     Importing,
     InjectMode,
     Message,
     Prompt,
+    Stepping,
     Suffix,
+    Terms,
     Wanted,
 )
+from mallee.client.critic import Critic, Score
 from mallee.client.errors import ConnectionFailed, StreamBroken
 from mallee.client.files import (
     Counted,
@@ -53,23 +63,132 @@ from mallee.client.results import (
     read_health,
 )
 from mallee.client.sessions import (
+    BoundSession,
     ClosedSession,
     SessionData,
     SessionFork,
     SessionTree,
+    bound_session,
     close_session,
     fork_session,
     list_sessions,
+    made_up,
     read_session,
     show_session,
 )
-from mallee.protocol.errors import MalleeError, UnknownCapsule
+from mallee.protocol.errors import MalleeError, NotFound, UnknownCapsule
 
 if TYPE_CHECKING:  # httpx costs 100 ms to import: loaded by the first client, not by the import
     import httpx
+    import openai
+
+    from mallee.client.graphs.builder import Graph, Handle
+    from mallee.client.graphs.running import GraphRun
+    from mallee.client.searching import LogprobScore, Value
+    from mallee.search.policy import Policy, SearchBudget
+    from mallee.search.results import SearchResult
+    from mallee.search.scores import Verifier
 
 
-class Mallee(BaseMallee["Branches", "Capsule"]):
+class Asking(BaseMallee["Branches", "Capsule"]):
+    """Requests for answers and capsules, of a client or of one of its sessions."""
+
+    def complete(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        **params: Unpack[Generation],
+    ) -> "list[Branch]":
+        """The finished answers to one prompt or conversation: one branch, or `n`.
+
+        If the connection is cut, the rest of the same answer is fetched: nothing is computed twice.
+        """
+        call = calls.generate(prompt, messages, self._with_model(params))
+        return self._open(call.keyed()).wait()
+
+    def run(
+        self,
+        graph: "Graph",
+        *,
+        outputs: "Sequence[Handle]" = (),
+        max_running: int | None = None,
+        cache_salt: str | None = None,
+        **terms: Unpack[Terms],
+    ) -> "GraphRun":
+        """Run a graph. `outputs`: by default the nodes that no other takes from.
+
+        Raises InvalidGraph for one that can't run, before it is sent where that shows here.
+        """
+        from mallee.client.graphs.builder import run_graph
+        from mallee.client.graphs.running import GraphRun
+
+        params = self._with_model({"cache_salt": cache_salt, **terms})
+        call = run_graph(graph, outputs, max_running, params)
+        request = partial(self._request, stream=True)
+        return GraphRun(
+            *(call, graph.tools), base_url=self.base_url, request=request, send=self._send
+        )
+
+    def search(
+        self,
+        policy: "Policy",
+        prompt: Prompt | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        score: "Value | Verifier | LogprobScore" = "mean_logprob",
+        seed: int = 0,
+        budget: "SearchBudget | None" = None,
+        ends: Sequence[str] = (),
+        cache_salt: str | None = None,
+        **params: Unpack[Stepping],
+    ) -> "SearchResult":
+        """Compute a prompt or conversation once and search for the best text that goes on from it.
+
+        See `Capsule.search`. Its capsule is deleted at the end; those of the tree's nodes stay while there
+        is room, as an answer's do.
+        """
+        begun = self.prefill(
+            prompt,
+            messages=messages,
+            add_generation_prompt=True,
+            cache_salt=cache_salt,
+            **calls.terms_of(params),
+        )
+        with begun as capsule:
+            return capsule.search(
+                policy, score=score, seed=seed, budget=budget, ends=ends, **params
+            )
+
+    @abstractmethod
+    def _request(
+        self,
+        call: Call,
+        *,
+        stream: bool = False,
+        timeout_s: float | None = None,
+        content: Iterator[bytes] | None = None,
+        headers: Mapping[str, str] = NO_HEADERS,
+        max_retries: int | None = None,
+    ) -> "httpx.Response":
+        """The answer; a body that is read but once (`content`) is never sent again."""
+
+    def _send(
+        self, call: Call, *, timeout_s: float | None = None, max_retries: int | None = None
+    ) -> Any:
+        response = self._request(call.keyed(), timeout_s=timeout_s, max_retries=max_retries)
+        raw, headers = response.content, response.headers
+        return read_answer(response.status_code, raw, self.base_url, headers)
+
+    def _open(self, call: Call) -> "Branches":
+        return Branches(self, call)
+
+    def _capsule(self, call: Call, *, is_open: bool) -> "Capsule":
+        data = read_capsule(self._send(call))
+        return Capsule(self, data, is_open=is_open, cache_salt=call.cache_salt)
+
+
+class Mallee(Asking):
     """A client of one service, for any number of threads; each stream is for one. A context manager.
 
     `model` goes with every request that names none. `timeout_s` bounds every wait for bytes: a server
@@ -94,6 +213,17 @@ class Mallee(BaseMallee["Branches", "Capsule"]):
         self._http = httpx.Client(
             base_url=self.base_url, headers=self._headers, timeout=timeout_s, transport=transport
         )
+
+    @classmethod
+    def from_openai(cls, client: "openai.OpenAI", *, model: str | None = None) -> "Mallee":
+        """A client of the service that OpenAI's client speaks to, over that one's connections.
+
+        Its key, time limit and retries are that client's, too. Raises InvalidParameter for another kind.
+        """
+        from mallee.client.transports.beside_openai import SyncTransport, settings
+
+        given = settings(client, is_async=False)
+        return cls(**given, model=model, transport=SyncTransport(client._client))
 
     def __enter__(self) -> "Mallee":
         return self
@@ -150,29 +280,9 @@ class Mallee(BaseMallee["Branches", "Capsule"]):
         page = self._send(list_sessions(after, limit, cache_salt))
         return [read_session(body, SessionData) for body in page["data"]]
 
-    def session(self, name: str, *, cache_salt: str | None = None) -> SessionTree:
-        """A session as a tree of capsules. Raises NotFound."""
-        return read_session(self._send(show_session(name, cache_salt)), SessionTree)
-
-    def fork_session(
-        self,
-        name: str,
-        new: str | None = None,
-        *,
-        capsule: str | None = None,
-        cache_salt: str | None = None,
-    ) -> SessionFork:
-        """A session `new`, or of a made-up name, that begins with this one's newest capsule, or `capsule`.
-
-        Raises NotFound, InvalidParameter.
-        """
-        call = fork_session(name, new, capsule, cache_salt)
-        return read_session(self._send(call, max_retries=0), SessionFork)
-
-    def close_session(self, name: str, *, cache_salt: str | None = None) -> ClosedSession:
-        """Release a session's capsules, end its requests and forget it. Raises NotFound."""
-        call = close_session(name, cache_salt)
-        return read_session(self._send(call, max_retries=0), ClosedSession)
+    def session(self, name: str | None = None, *, cache_salt: str | None = None) -> "Session":
+        """A session by name, or one with a name that no other has. Nothing is sent yet."""
+        return Session(self, made_up() if name is None else name, cache_salt)
 
     def request(self, request: str, *, cache_salt: str | None = None) -> dict[str, Any]:
         """The course of a request, while it runs and afterwards: docs/api/requests.md. Raises NotFound."""
@@ -199,20 +309,6 @@ class Mallee(BaseMallee["Branches", "Capsule"]):
         raw, url = response.content, self.base_url
         data = read_capsule(read_answer(response.status_code, raw, url, response.headers))
         return Capsule(self, data, is_open=False, cache_salt=cache_salt)
-
-    def complete(
-        self,
-        prompt: Prompt | None = None,
-        *,
-        messages: Sequence[Message] | None = None,
-        **params: Unpack[Generation],
-    ) -> "list[Branch]":
-        """The finished answers to one prompt or conversation: one branch, or `n`.
-
-        If the connection is cut, the rest of the same answer is fetched: nothing is computed twice.
-        """
-        call = calls.generate(prompt, messages, self._with_model(params))
-        return self._open(call.keyed()).wait()
 
     def _request(
         self,
@@ -250,19 +346,64 @@ class Mallee(BaseMallee["Branches", "Capsule"]):
             time.sleep(wait_s)
         return response
 
-    def _send(
-        self, call: Call, *, timeout_s: float | None = None, max_retries: int | None = None
-    ) -> Any:
-        response = self._request(call.keyed(), timeout_s=timeout_s, max_retries=max_retries)
-        raw, headers = response.content, response.headers
-        return read_answer(response.status_code, raw, self.base_url, headers)
 
-    def _open(self, call: Call) -> "Branches":
-        return Branches(self, call)
+class Session(BaseSession["Branches", "Capsule"], Asking):
+    """One session of a client, by its name `id`: all requests that are made through it name it.
 
-    def _capsule(self, call: Call, *, is_open: bool) -> "Capsule":
-        data = read_capsule(self._send(call))
-        return Capsule(self, data, is_open=is_open, cache_salt=call.cache_salt)
+    `root`: the capsule that it began with, if it is a fork of another session. `cache_salt` is that of
+    its requests, where they give no other. As a context manager it is closed at the block's end, come
+    what may.
+    """
+
+    def __init__(
+        self, client: Mallee, name: str, cache_salt: str | None, root: str | None = None
+    ) -> None:
+        super().__init__(client, name, cache_salt, root)
+        self._client = client
+
+    def show(self) -> SessionTree:
+        """Its tree of capsules. Raises NotFound while it has none."""
+        return read_session(self._send(show_session(self.id, self.cache_salt)), SessionTree)
+
+    def give_budget(self, budget: Budget, *, parent: str | None = None) -> BoundSession:
+        """Bound all that is asked in this session and below it, from now on; it may be new, below `parent`.
+
+        Given again, it changes the limits. Raises InvalidParameter for more than is left above, BudgetSpent.
+        """
+        call = bound_session(self.id, budget, parent, self.cache_salt)
+        return read_session(self._send(call), BoundSession)
+
+    def fork(
+        self,
+        new: str | None = None,
+        *,
+        capsule: str | None = None,
+        budget: Budget | None = None,
+    ) -> "Session":
+        """A session `new`, or of a made-up name, that begins with this one's newest capsule, or `capsule`.
+
+        That is its `root`, from which requests go on. `budget` is reserved of what is left here. Raises
+        NotFound, InvalidParameter, BudgetSpent.
+        """
+        call = fork_session(self.id, new, capsule, self.cache_salt, budget=budget)
+        made = read_session(self._send(call, max_retries=0), SessionFork)
+        return Session(self._client, made.id, self.cache_salt, made.capsule)
+
+    def close(self) -> ClosedSession:
+        """Release its capsules, end its requests and forget it. Raises NotFound."""
+        call = close_session(self.id, self.cache_salt)
+        return read_session(self._send(call, max_retries=0), ClosedSession)
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # As a capsule's end; a session that nothing was asked in is unknown.
+        with suppress(*((NotFound,) if kind is None else (MalleeError, RuntimeError))):
+            self.close()
+
+    def _request(self, call: Call, **more: Any) -> "httpx.Response":
+        return self._client._request(call, **more)
 
 
 class Capsule(BaseCapsule["Branches", "Capsule"]):
@@ -271,7 +412,38 @@ class Capsule(BaseCapsule["Branches", "Capsule"]):
     As a context manager it is kept inside the block, and deleted at its end, come what may.
     """
 
-    _client: Mallee
+    _client: Asking
+
+    def wait(self, *, timeout_s: float = READY_S) -> Self:
+        """Return once it is computed. Raises what its prefill failed by, Unavailable after `timeout_s`."""
+        for wait_s in ready_waits(self.id, timeout_s):
+            time.sleep(wait_s)
+            if self._hear(read_capsule(self._client._send(self._shown()))):
+                break
+        return self
+
+    def search(
+        self,
+        policy: "Policy",
+        *,
+        score: "Value | Verifier | LogprobScore" = "mean_logprob",
+        seed: int = 0,
+        budget: "SearchBudget | None" = None,
+        ends: Sequence[str] = (),
+        **params: Unpack[Stepping],
+    ) -> "SearchResult":
+        """Search for the best text that goes on from here; see docs/sdk.md.
+
+        `score`: a function of a text (from here on), a `Verifier`, "mean_logprob" or "sum_logprob". `ends`: a
+        step with one of these texts ends an answer. One `seed` makes one tree. What `score` raises ends
+        the search, and is raised here. Raises InvalidParameter.
+        """
+        from mallee.client.searching import run
+
+        plan = self._planned(
+            policy, score=score, seed=seed, budget=budget, ends=ends, params=params
+        )
+        return run(plan)
 
     def prune(self) -> list[str]:
         """Cancel all that went on from it, and forget the capsules that this left; returns their requests."""
@@ -349,23 +521,33 @@ class Branches(BaseBranches[Branch]):
     branches that still run.
     """
 
-    def __init__(self, client: Mallee, call: Call) -> None:
+    def __init__(self, client: Asking, call: Call) -> None:
         super().__init__(client.base_url + call.path)
         self._client = client
         self._call = call
         self._begin()
         self._response = client._request(call, stream=True)
         if self._response.status_code >= 400:
-            self._refuse()
+            raise_refusal(self._response, self._url)
         self._events = self._read()
 
     def __iter__(self) -> Iterator[BranchEvent]:
         return self._events
 
-    def wait(self) -> list[Branch]:
-        """All branches, finished, by index. Raises what the stream raises."""
-        for _ in self._events:
-            pass
+    def wait(self, *, score: Score | None = None, below: float = 0.0) -> list[Branch]:
+        """All branches, finished, by index. Raises what the stream raises.
+
+        `score(branch)`: a critic, in a thread beside the reading, again and again with what is there of
+        a branch. One that it gives less than `below` is pruned; the others go on undisturbed. What it
+        raises ends all that still runs, and is raised here.
+        """
+        if score is None:
+            for _ in self._events:
+                pass
+            return self._finished()
+        with self, Critic(self.branches, score, below) as critic:
+            for event in self._events:
+                critic.see(event)
         return self._finished()
 
     def close(self) -> None:
@@ -381,15 +563,6 @@ class Branches(BaseBranches[Branch]):
 
     def _new_branch(self, index: int) -> Branch:
         return Branch(index, client=self._client, cache_salt=self._call.cache_salt)
-
-    def _refuse(self) -> None:
-        """Raise the error that the server answered with."""
-        try:
-            with failing_as(StreamBroken, self._url):
-                raw = self._response.read()
-        finally:
-            self._response.close()
-        read_answer(self._response.status_code, raw, self._url, self._response.headers)
 
     def _read(self) -> Generator[BranchEvent, None, None]:
         num_left = self._client.max_retries if self._call.may_repeat else 0
@@ -416,5 +589,5 @@ class Branches(BaseBranches[Branch]):
         time.sleep(CUT_WAIT_S)
         self._response = self._client._request(self._call, stream=True)
         if self._response.status_code >= 400:
-            self._refuse()
+            raise_refusal(self._response, self._url)
         self._resume(self._response.headers)

@@ -34,7 +34,7 @@ from mallee.client import (
 )
 from mallee.client.results import choice_events
 from mallee.client.view import live, render
-from mallee.protocol.errors import CapsulesFull
+from mallee.protocol.errors import CapsulesFull, Unavailable
 
 CAPSULE = {
     "id": "req_1.0", "object": "capsule", "created": 1, "model": "m", "worker": "w1",
@@ -72,6 +72,7 @@ class Script:
         self.health: tuple[int, Any] = (503, {"status": "unavailable"})
         self.is_gone = False  # the capsule, for DELETE
         self.pinned: bool | None = None  # the capsule, as GET says
+        self.shown: list[dict[str, Any]] = []  # what else it says of it: the next answers
         self.is_full = False  # for pins
         self.refusals: list[
             tuple[int, dict[str, str], str]
@@ -117,7 +118,8 @@ def server() -> Iterator[Script]:
                 self.answer(200, {"data": [{"id": "m"}]})
             elif self.path == "/v1/capsules/req_1.0":
                 seen = {k: CAPSULE[k] for k in CAPSULE if "_tokens" not in k}
-                self.answer(200, {**seen, "pinned": script.pinned})
+                told = script.shown.pop(0) if script.shown else {}
+                self.answer(200, {**seen, "pinned": script.pinned, **told})
             else:
                 error = {"message": "capsule 'x' is not held", "code": "capsule_not_found"}
                 self.answer(404, {"error": error})
@@ -365,6 +367,31 @@ def test_capsules_live_as_long_as_the_server_says_unless_told(server: Script) ->
         assert server.seen[-1][2] == {"prompt": "text"}
         client.prefill("text", ttl_s=0)
         assert server.seen[-1][2] == {"prompt": "text", "ttl_s": 0}
+
+
+COMPUTING = {"status": "computing", "computed_tokens": 30}
+
+
+def test_a_capsule_can_be_used_before_it_is_computed(server: Script) -> None:
+    """S6, part: it is asked for until it is there; a fork is not held up by that."""
+    with Mallee(server.url) as client:
+        capsule = client.prefill("text", wait=False)
+        assert server.seen[-1][2] == {"prompt": "text", "wait": False}
+        capsule.fork(["a"], at=10).close()
+        assert server.seen[-1][2]["at"] == 10
+        server.seen.clear()
+        server.shown = [COMPUTING, COMPUTING, {"status": "ready"}]
+        assert capsule.wait() is capsule
+        assert [seen[:2] for seen in server.seen] == [("GET", "/v1/capsules/req_1.0")] * 3
+        assert capsule.data.status == "ready"
+        server.shown = [COMPUTING]
+        with pytest.raises(Unavailable, match="still computing after 0 s"):
+            capsule.wait(timeout_s=0.0)
+        assert capsule.data.computed_tokens == 30
+        failed = {"message": "no room", "code": "capsules_full", "type": "x", "param": None}
+        server.shown = [{"status": "failed", "error": failed}]
+        with pytest.raises(CapsulesFull, match="no room"):
+            capsule.wait()
 
 
 @pytest.mark.parametrize("suffix", ["hello", {"messages": [{"role": "user", "content": "x"}]}])

@@ -1,21 +1,24 @@
-"""An httpx transport that sends all requests of a client over one WebSocket, `/v1/live`.
+"""httpx transports that send all requests of a client over one WebSocket, `/v1/live`.
 
     from mallee.client import AsyncMallee
-    from mallee.client.live import AsyncLiveTransport
+    from mallee.client.transports.live import AsyncLiveTransport
 
     async with AsyncMallee(transport=AsyncLiveTransport("http://127.0.0.1:8000")) as client:
         ...
 
-OpenAI's asynchronous client takes it too, by its `http_client`. The socket is opened by the first request,
-and again after it was lost: requests that ran on it end with `httpx.ReadError`. A stream that is closed
-early is cancelled. Events that are not read wait here. Files (exports and imports) need HTTP.
+`LiveTransport` is that of a `Mallee`. OpenAI's clients take them too, by `http_client`. The socket is opened
+by the first request, and again after it was lost: requests that ran on it end with `httpx.ReadError`. A
+stream that is closed early is cancelled. Events that are not read wait here. Files (exports and imports) need
+HTTP.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import threading
+import weakref
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -26,7 +29,10 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from mallee.client.calls import KEY_HEADER, SALT_HEADER, checked_url
 from mallee.protocol.errors import InvalidParameter
 
+T = TypeVar("T")
+
 NO_HEADERS: Final[Mapping[str, str]] = {}
+CLOSE_S: Final = 10.0  # for the last frames, then the socket is left to itself
 _PATH: Final = "/v1/live"
 _END: Final = b"data: [DONE]\n\n"
 _EVENTS: Final = "text/event-stream"
@@ -229,3 +235,75 @@ class _AsyncEvents(httpx.AsyncByteStream):
     async def aclose(self) -> None:
         if not self._first.is_last:
             await self._transport._give_up(self._name)
+
+
+class LiveTransport(httpx.BaseTransport):
+    """All requests over one WebSocket, for any number of threads: an `AsyncLiveTransport` in one thread."""
+
+    def __init__(
+        self, base_url: str, *, api_key: str | None = None, headers: Mapping[str, str] = NO_HEADERS
+    ) -> None:
+        self._inner = AsyncLiveTransport(base_url, api_key=api_key, headers=headers)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="live", daemon=True)
+        self._thread.start()
+        # A program that closes nothing ends, too: streams that are left then find the loop closed.
+        self._end = weakref.finalize(self, _end, self._inner, self._loop, self._thread)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """Raises httpx's errors, InvalidParameter."""
+        request.read()
+        found = self._run(self._inner.handle_async_request(request))
+        if not isinstance(found.stream, httpx.SyncByteStream):
+            assert isinstance(found.stream, httpx.AsyncByteStream)
+            found.stream = _Events(self, found.stream)
+        return found
+
+    def close(self) -> None:
+        self._end()
+
+    def _run(self, step: Coroutine[Any, Any, T]) -> T:
+        """The step's result; an interrupt cancels it. Raises httpx.ReadError once the transport is closed."""
+        if self._loop.is_closed():
+            step.close()
+            raise httpx.ReadError("the transport is closed")
+        running = asyncio.run_coroutine_threadsafe(step, self._loop)
+        try:
+            return running.result()
+        except BaseException:
+            running.cancel()
+            raise
+
+
+def _end(
+    inner: AsyncLiveTransport, loop: asyncio.AbstractEventLoop, thread: threading.Thread
+) -> None:
+    """Close the socket and end the thread, which may be the one that collects garbage here."""
+    if threading.current_thread() is thread:
+        loop.stop()
+        return
+    closing = asyncio.run_coroutine_threadsafe(asyncio.wait_for(inner.aclose(), CLOSE_S), loop)
+    with suppress(TimeoutError):
+        closing.result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+class _Events(httpx.SyncByteStream):
+    def __init__(self, transport: LiveTransport, inner: httpx.AsyncByteStream) -> None:
+        self._transport = transport
+        self._inner = inner
+
+    def __iter__(self) -> Iterator[bytes]:
+        chunks = self._inner.__aiter__()
+
+        async def following() -> bytes | None:
+            return await anext(chunks, None)
+
+        while (chunk := self._transport._run(following())) is not None:
+            yield chunk
+
+    def close(self) -> None:
+        with suppress(httpx.ReadError):  # the transport was closed, and with it the stream
+            self._transport._run(self._inner.aclose())
