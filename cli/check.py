@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, get_args
 
 import typer
 
-from mallee.cli.options import require_serve_extra
+from mallee.cli.options import JsonOption, print_json, require_serve_extra
 from mallee.cli.settings import APP_PATH, parse_yaml, read_settings
 from mallee.protocol.errors import ConfigError, MalleeError
 
@@ -57,6 +57,7 @@ def check(
     broker: Annotated[
         bool, typer.Option("--broker", help="Log in at the broker of nats_url, as each role.")
     ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check serve.yaml or a file of settings before it is deployed; exit 1 with a line for each fault.
 
@@ -69,13 +70,17 @@ def check(
             faults += map(each.line, missing_files(each.config))
         if broker:
             faults += map(each.line, broker_faults(each.config))
-    for fault in dict.fromkeys(faults):  # each once
-        sys.stderr.write(f"{file}: {fault}\n")
+    faults = list(dict.fromkeys(faults))  # each once
+    remarks = [] if faults else [each.line(note) for each in applications for note in notes(each)]
+    if as_json:
+        print_json({"file": str(file), "right": not faults, "faults": faults, "notes": remarks})
+    else:
+        sys.stderr.writelines(f"{file}: {fault}\n" for fault in faults)
     if faults:
         raise typer.Exit(1)
-    sys.stdout.write(f"{file}: right\n")
-    for note in [each.line(note) for each in applications for note in notes(each)]:
-        sys.stdout.write(f"note: {note}\n")
+    if not as_json:
+        sys.stdout.write(f"{file}: right\n")
+        sys.stdout.writelines(f"note: {note}\n" for note in remarks)
 
 
 def find_faults(values: dict[str, Any]) -> tuple[list[str], list[Application]]:

@@ -1,14 +1,14 @@
 """`mallee doctor-model`: a checkpoint loaded by Mallee and by transformers, compared layer by layer."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mallee.cli.options import require_serve_extra
+from mallee.cli.options import JsonOption, print_json, require_serve_extra
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,26 +34,40 @@ def doctor_model(
     layers: Annotated[
         int | None, typer.Option(min=0, help="Show this many layers; all are compared.")
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Compare a model layer by layer with transformers; exit 1 and name the place if they differ.
 
     Example: mallee doctor-model smollm2 --dtype bfloat16
     """
     require_serve_extra()
-    if not run_doctor(path, dtype=dtype, prompt=prompt, num_steps=tokens, num_layers=layers):
+    console = Console(stderr=as_json)
+    compared = compare(console, path, dtype=dtype, prompt=prompt, num_steps=tokens)
+    show(console, compared, layers)
+    if as_json:
+        print_json(summary(compared))
+    if compared.diagnosis.first is not None:
         raise typer.Exit(1)
 
 
-def run_doctor(
-    name: str, *, dtype: str, prompt: str | None, num_steps: int, num_layers: int | None
-) -> bool:
-    """Print the comparison; True if nothing differs beyond the tolerance. Raises MalleeError."""
+class Compared(NamedTuple):
+    """A model that was compared; `products` are the routines that computed ours."""
+
+    model: str
+    dtype: str
+    diagnosis: "Diagnosis"
+    products: str
+
+
+def compare(
+    console: Console, name: str, *, dtype: str, prompt: str | None, num_steps: int
+) -> Compared:
+    """Load the model twice and compute with both. Raises MalleeError."""
     from mallee.worker.model.doctor import examine, load_oracle
     from mallee.worker.model.loading.config_json import read_config
     from mallee.worker.model.loading.source import resolve_model
     from mallee.worker.model.runner import load, resolve_dtype
 
-    console = Console()
     folder = resolve_model(name)
     config = read_config(folder)
     if config.quantization is not None:
@@ -77,15 +91,46 @@ def run_doctor(
         oracle = load_oracle(folder, dtype)
     with console.status("computing ..."):
         diagnosis = examine(forward, oracle, tokens, num_steps=num_steps)
+    return Compared(name, dtype, diagnosis, forward.decoder.weights.products)
+
+
+def show(console: Console, compared: Compared, num_layers: int | None) -> None:
+    diagnosis = compared.diagnosis
     console.print(_table(diagnosis, num_layers))
-    console.print(f"products: {escape(forward.decoder.weights.products)}")
+    console.print(f"products: {escape(compared.products)}")
     if diagnosis.first is None:
-        console.print(f"[green]agrees[/] with transformers in {dtype}")
-        return True
+        console.print(f"[green]agrees[/] with transformers in {compared.dtype}")
+        return
     console.print(f"[red]{escape(str(diagnosis.first))}[/]")
     if diagnosis.first.scores is not None:
         console.print(_scores(diagnosis.first, diagnosis.first.scores))
-    return False
+
+
+def summary(compared: Compared) -> dict[str, Any]:
+    """All sites and the first difference, JSON-able."""
+    diagnosis = compared.diagnosis
+    first = diagnosis.first
+    return {
+        "model": compared.model,
+        "dtype": compared.dtype,
+        "products": compared.products,
+        "prompt_tokens": diagnosis.num_prompt,
+        "steps": len(diagnosis.tokens) - diagnosis.num_prompt,
+        "agrees": first is None,
+        "first_difference": None
+        if first is None
+        else {name: value for name, value in first._asdict().items() if name != "scores"},
+        "sites": [
+            {
+                "layer": row.layer,
+                "site": row.site,
+                "max_error": row.max_error,
+                "mean_error": row.mean_error,
+                "of_tolerance": row.excess,
+            }
+            for row in diagnosis.sites
+        ],
+    }
 
 
 def _prompt(folder: Path, config: "ModelConfig", text: str | None) -> list[int]:

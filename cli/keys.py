@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from mallee.cli.options import one_of, require_serve_extra
+from mallee.cli.options import JsonOption, one_of, print_json, require_serve_extra
+from mallee.protocol.errors import ConfigError
 
 
 def add_to(cli: typer.Typer) -> None:
@@ -27,8 +28,14 @@ def new(
     tenant: Annotated[
         str | None, typer.Option(help="The owner of what it makes; the key's name by default.")
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Print a new key, which is told this once, and the entry for the file of keys."""
+    """Print a new key, which is told this once, and the entry for the file of keys.
+
+    The key goes to stderr, the entry to stdout. With --json one object holds both: keep it as a secret.
+
+    Example: mallee keys new alice --tenant acme >> keys.yaml
+    """
     require_serve_extra(is_mocked=True)
     import yaml
 
@@ -38,14 +45,32 @@ def new(
     made = new_key(name, role, tenant)  # type: ignore[arg-type] # one of them
     entry = yaml.safe_dump([made.entry], sort_keys=False)
     parse(f"keys:\n{entry}", "the new entry")
+    if as_json:
+        print_json({"key": made.token, "entry": made.entry})
+        return
     sys.stderr.write(f"{made.token}\n")
     sys.stdout.write(entry)
 
 
-def check(file: Annotated[Path, typer.Argument(help="A file for `http.keys_file`.")]) -> None:
-    """Check a file of keys; exit 2 with its faults."""
+def check(
+    file: Annotated[Path, typer.Argument(help="A file for `http.keys_file`.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Check a file of keys; exit 1 with its faults.
+
+    Example: mallee keys check keys.yaml
+    """
     require_serve_extra(is_mocked=True)
     from mallee.actors.access.keys import read_file
 
-    found = read_file(file)
+    try:
+        found = read_file(file)
+    except ConfigError as error:
+        if not as_json:
+            raise
+        print_json({"file": str(file), "right": False, "faults": [str(error)]})
+        raise typer.Exit(1) from error
+    if as_json:
+        print_json({"file": str(file), "right": True, "keys": [each.name for each in found]})
+        return
     sys.stdout.write(f"{file}: right, {len(found)} keys\n")

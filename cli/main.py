@@ -12,7 +12,7 @@ from mallee import __version__
 from mallee.cli import check, doctor, doctor_model, keys, metrics, sessions, settings, tree
 from mallee.cli.demo import command as demo
 from mallee.cli.mocker import profile, replay, sweep
-from mallee.cli.options import print_error
+from mallee.cli.options import JsonOption, print_error, print_json
 from mallee.cli.remote import capsules, chat, explain, remote_sessions, top, workers
 from mallee.cli.serving import mock, picker, serve, up
 from mallee.cli.synth import group
@@ -62,9 +62,15 @@ def _options(
 
 
 @cli.command()
-def version() -> None:
-    """Print the version."""
-    _print_version(True)
+def version(as_json: JsonOption = False) -> None:
+    """Print the version.
+
+    Example: mallee version --json
+    """
+    if as_json:
+        print_json({"version": __version__})
+    else:
+        _print_version(True)
 
 
 _OLD_OPTIONS = {

@@ -4,9 +4,11 @@ import sys
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from mallee.cli.options import JsonOption, print_json
 
 if TYPE_CHECKING:
     from mallee.actors.telemetry.catalog import Family, Label
@@ -24,15 +26,35 @@ def print_metrics(
             help="Write the Grafana dashboards and Prometheus rules below that folder, instead.",
         ),
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """List every metric family with its labels, as docs/metrics.md does."""
+    """List every metric family with its labels, as docs/metrics.md does.
+
+    Example: mallee metrics --write deploy
+    """
     if write is None:
-        sys.stdout.write(document())
+        if as_json:
+            print_json({"families": families()})
+        else:
+            sys.stdout.write(document())
         return
     from mallee.actors.telemetry.boards import files
 
-    for path in files.write(write):
-        sys.stdout.write(f"{path}\n")
+    paths = [str(path) for path in files.write(write)]
+    if as_json:
+        print_json({"files": paths})
+    else:
+        sys.stdout.writelines(f"{path}\n" for path in paths)
+
+
+def families() -> list[dict[str, Any]]:
+    """All of them, JSON-able; of a label its values, or the most different ones that it has."""
+    from mallee.actors.telemetry.catalog import FAMILIES
+
+    return [
+        {**family._asdict(), "labels": [label._asdict() for label in family.labels]}
+        for family in FAMILIES
+    ]
 
 
 _HEAD = """\

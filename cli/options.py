@@ -1,6 +1,8 @@
 """Options that several commands have, and checks and errors of options."""
 
+import json
 import shlex
+import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -199,6 +201,11 @@ def above_0(name: str, given: float) -> float:
 def print_error(text: str) -> None:
     for line in text.splitlines():
         Console(stderr=True).print(f"[red]error:[/] {escape(line)}", soft_wrap=True)
+
+
+def print_json(body: object) -> None:
+    """One object in a line of stdout, which is the last that a command with --json prints."""
+    sys.stdout.write(json.dumps(body, allow_nan=False) + "\n")
 
 
 def fail(message: str) -> NoReturn:

@@ -11,7 +11,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mallee.cli.options import JsonOption, check_file, print_error, require_serve_extra, say_written
+from mallee.cli.options import (
+    JsonOption,
+    check_file,
+    print_error,
+    print_json,
+    require_serve_extra,
+    say_written,
+)
 from mallee.protocol.errors import ConfigError
 from mallee.sessions.session import RecordedSession
 
@@ -57,6 +64,8 @@ def replay_session(
     """Ask a recorded session's requests again, in this process, and compare every token.
 
     Exit status 1 if a token differs, or a request could not be replayed.
+
+    Example: mallee replay-session bug-7.rec --model smollm2
     """
     require_serve_extra()
     from mallee.sessions.replay import Replay
@@ -87,9 +96,18 @@ def replay_session(
 def export_episode(
     files: FilesArgument,
     out: Annotated[Path, typer.Option(help="The .npz file.")],
+    as_json: JsonOption = False,
 ) -> None:
-    """Write a recorded session as arrays, for readers of .npz files. It replays as its record does."""
-    write_episode(read_files(files), out)
+    """Write a recorded session as arrays, for readers of .npz files. It replays as its record does.
+
+    Example: mallee export-episode bug-7.rec --out bug-7.npz
+    """
+    raw = read_files(files)
+    write_episode(raw, out)
+    if as_json:
+        session = opened(raw)
+        told = {"session": session.parts[0].session, "tokens": session.num_tokens}
+        print_json({"file": str(out), "bytes": out.stat().st_size, **told})
 
 
 # Files

@@ -2,12 +2,13 @@
 
 import json
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from mallee.cli.options import JsonOption, print_json
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -144,16 +145,25 @@ def print_settings(
             help="Print the accounts that a NATS server of yours needs for that fleet, instead.",
         ),
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """List every setting with its default, as docs/configure.md does."""
+    """List every setting with its default, as docs/configure.md does.
+
+    Example: mallee settings --json
+    """
     if nats_permissions is None:
-        sys.stdout.write(document())
+        if as_json:
+            print_json({"settings": list(rows())})
+        else:
+            sys.stdout.write(document())
         return
     from mallee.actors.bus.accounts import authorization
 
-    sys.stdout.write(
-        authorization(nats_permissions, gateway="$GATEWAYS_PASSWORD", worker="$WORKERS_PASSWORD")
-    )
+    text = authorization(nats_permissions, gateway="$GATEWAYS_PASSWORD", worker="$WORKERS_PASSWORD")
+    if as_json:
+        print_json({"fleet": nats_permissions, "authorization": text})
+    else:
+        sys.stdout.write(text)
 
 
 _HEAD = """\
@@ -182,6 +192,25 @@ def document() -> str:
         title = (section.__doc__ or "").splitlines()[0]
         parts += [f"## `{name}`", title, _table(section)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    """Every setting by its dotted key; `schema` is JSON Schema's, with the default unless it is required."""
+    from mallee.actors.config import AppConfig, sections
+
+    inside = sections()
+    pages: dict[str, type[Settings]] = {"": AppConfig, **inside}
+    for prefix, section in pages.items():
+        for name, field in section.model_json_schema()["properties"].items():
+            if prefix or name not in inside:
+                schema = {key: value for key, value in field.items() if key != "description"}
+                key = f"{prefix}.{name}" if prefix else name
+                yield {
+                    "key": key,
+                    "required": "default" not in field,
+                    "schema": schema,
+                    "description": field["description"],
+                }
 
 
 def _table(section: "type[Settings]", without: Container[str] = ()) -> str:

@@ -9,20 +9,24 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
+import msgspec
 import typer
 from rich.console import Console
 
 import mallee
-from mallee.cli.options import check_file, require_serve_extra
+from mallee.cli.options import JsonOption, check_file, print_json, require_serve_extra
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
+    from mallee.mocker.timing.measure import Sweep
     from mallee.protocol.model import ModelSpec
     from mallee.worker.model.runner import TorchForward
 
 BLOCK_SIZE = 16
+
+Conditions: TypeAlias = dict[str, str | int | float]
 
 
 def add_to(cli: typer.Typer) -> None:
@@ -67,19 +71,23 @@ def profile(
     max_step_tokens: Annotated[
         int, typer.Option(min=32, help="Tokens of a chunk to measure prefills up to.")
     ] = 512,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure what a model's passes take on this machine, for `mallee replay --timing FILE`.
 
-    With --trace FILE, record an engine's steps instead, or as well. Examples:
+    With --trace FILE, record an engine's steps instead, or as well.
 
-    mallee profile smollm2 --quick --to cpu.json
+    Example: mallee profile smollm2 --quick --to cpu.json
 
-    mallee profile llama-3.1-8b --random-weights --device cuda --kv-tokens 262144 --to gpu.json
+    Example: mallee profile llama-3.1-8b --random-weights --device cuda --kv-tokens 262144 --to gpu.json
     """
-    from mallee.mocker.timing.profiles import fits_table
+    from mallee.mocker.timing.profiles import fits_table, fitted
 
     if fits:
-        sys.stdout.write("\n".join(fits_table()) + "\n")
+        if as_json:
+            print_json(msgspec.to_builtins(fitted()))
+        else:
+            sys.stdout.write("\n".join(fits_table()) + "\n")
         return
     if model is None or (out is None and trace is None):
         raise ConfigError("profile: give MODEL and --to FILE or --trace FILE (or --fits)")
@@ -89,6 +97,8 @@ def profile(
         if target is not None:
             _check_target(option, target)
     require_serve_extra()
+    from mallee.mocker.timing.measure import Sweep
+
     console = Console(stderr=True)
     threads = threads or os.cpu_count() or 1
     load = _drawn if random_weights else _stored
@@ -96,36 +106,26 @@ def profile(
         forward = load(model, kv_tokens, dtype, device, threads)
     gc.collect()
     gc.freeze()  # as workers do: a full collection would fall into a step
-    conditions: dict[str, str | int | float] = {
+    conditions: Conditions = {
         **_about(forward.spec, device),
         "weights": "random" if random_weights else "stored",
         "threads": threads,
         "block_size": BLOCK_SIZE,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
     }
+    written: dict[str, Any] = {}
     if trace is not None:
         sizes = {"max_context": max_context, "max_rows": max_rows}
         sizes["max_step_tokens"] = max_step_tokens
         with console.status("recording steps ..."):
-            _record(forward, trace, conditions, sizes, console)
-    if out is None:
-        return
-    from mallee.mocker.timing.measure import Profiler, Sweep
-
-    spec = forward.spec
-    wanted = Sweep.quick() if quick else Sweep.up_to(max_rows, max_context, max_step_tokens)
-    sweep = wanted.fitted_to(spec.max_model_len, forward.num_blocks, BLOCK_SIZE)
-    with console.status("measuring ..."):
-
-        def report(line: str) -> None:
-            console.print(f"[dim]{line}[/]", highlight=False)
-
-        profiler = Profiler(
-            forward, sweep, device=_beside_host(forward), wait=wait_of(device), report=report
-        )
-        found = profiler.measure(conditions)
-    found.save(out)
-    console.print(f"wrote {out}: jitter {found.jitter:.3f}", highlight=False)
+            num_steps = _record(forward, trace, conditions, sizes, console)
+        written["trace"] = {"file": str(trace), "steps": num_steps}
+    if out is not None:
+        wanted = Sweep.quick() if quick else Sweep.up_to(max_rows, max_context, max_step_tokens)
+        jitter = _measure(forward, wanted, out, conditions=conditions, console=console)
+        written["profile"] = {"file": str(out), "jitter": jitter}
+    if as_json:
+        print_json({"conditions": conditions, **written})
 
 
 def _stored(model: str, kv_tokens: int, dtype: str, device: str, threads: int) -> "TorchForward":
@@ -193,11 +193,11 @@ def _beside_host(forward: "TorchForward") -> "TorchForward | None":
 def _record(
     forward: "TorchForward",
     trace: Path,
-    conditions: dict[str, str | int | float],
+    conditions: Conditions,
     sizes: dict[str, int],
     console: Console,
-) -> None:
-    """Write the trace of an engine's steps, and print the time of each phase."""
+) -> int:
+    """Write the trace of an engine's steps, and print the time of each phase. Returns their number."""
     from mallee.mocker.timing.measure import warm_up
     from mallee.mocker.timing.steps import record_steps, save_trace, summary
 
@@ -210,6 +210,37 @@ def _record(
     save_trace(trace, steps, conditions)
     console.print("\n".join(summary(steps)), highlight=False)
     console.print(f"wrote {trace}: {len(steps)} steps", highlight=False)
+    return len(steps)
+
+
+def _measure(
+    forward: "TorchForward",
+    wanted: "Sweep",
+    out: Path,
+    *,
+    conditions: Conditions,
+    console: Console,
+) -> float:
+    """Write the times of passes. Returns their jitter."""
+    from mallee.mocker.timing.measure import Profiler
+
+    sweep = wanted.fitted_to(forward.spec.max_model_len, forward.num_blocks, BLOCK_SIZE)
+    with console.status("measuring ..."):
+
+        def report(line: str) -> None:
+            console.print(f"[dim]{line}[/]", highlight=False)
+
+        profiler = Profiler(
+            forward,
+            sweep,
+            device=_beside_host(forward),
+            wait=wait_of(str(conditions["device"])),
+            report=report,
+        )
+        found = profiler.measure(conditions)
+    found.save(out)
+    console.print(f"wrote {out}: jitter {found.jitter:.3f}", highlight=False)
+    return found.jitter
 
 
 def _check_target(option: str, target: Path) -> None:

@@ -114,6 +114,8 @@ def replay(
     """Replay a trace on real routers and schedulers in front of modelled devices.
 
     Exit status 1 if a request failed.
+
+    Example: mallee replay trace.jsonl --engines 8 --policy cost
     """
     from mallee.mocker.device import DeviceConfig
     from mallee.mocker.links import LinkConfig

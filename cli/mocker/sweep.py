@@ -106,6 +106,8 @@ def sweep(
 
     With several seeds figures are medians, with the interval that the median of all seeds lies in.
     Exit status 1 if requests failed on every fleet.
+
+    Example: mallee sweep trace.jsonl --engines 2,4,8 --policy cost,round_robin
     """
     from mallee.mocker.device import DeviceConfig
     from mallee.mocker.replay.config import ReplayConfig
@@ -190,7 +192,10 @@ def figures(
     processes: ProcessesOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Draw TTFT by policy, hit rate by cache size and the spill of fan-outs."""
+    """Draw TTFT by policy, hit rate by cache size and the spill of fan-outs.
+
+    Example: mallee figures --out figures
+    """
     from mallee.mocker.report.scenes import Conditions, all_jobs, make_figures
     from mallee.traces.made import sessions_workload
     from mallee.traces.read import read_workload

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from mallee.cli.options import JsonOption
+from mallee.cli.remote.course import Explained, course_parts, decision_parts, read
 from mallee.cli.remote.service import DEFAULT_URL, UrlOption, ask
 
 
@@ -37,64 +37,10 @@ def explain(
         sys.stdout.write(json.dumps(body) + "\n")
         return
     console = Console(highlight=False)
-    if not (body["data"] or "life" in body):
+    found = read(body, Explained)
+    if not found.data and found.life is None:
         console.print("no decision yet: the service has answered nothing, or forks alone")
-    for decision in body["data"]:
-        _print_decision(console, decision)
-    if "life" in body:
-        _print_life(console, body["life"])
-
-
-def _print_decision(console: Console, decision: dict[str, Any]) -> None:
-    console.print(
-        f"[bold]{escape(decision['request'])}[/] went to [green]{escape(decision['worker'])}[/]"
-        f" ({escape(decision['reason'])}): {decision['prompt_tokens']} tokens,"
-        f" {decision['num_candidates']} workers could take it",
-        soft_wrap=True,
-    )
-    table = Table(box=None, pad_edge=False)
-    table.add_column("worker")
-    for name in ("cached", "pulled", "queued", "prefill", "decode", "fetch", "pull", "price"):
-        table.add_column(name, justify="right")
-    for each in decision["candidates"]:
-        prices = [
-            each.get(f"{part}_s") for part in ("queued", "prefill", "decode", "fetch", "pull")
-        ]
-        table.add_row(
-            each["worker"],
-            *(str(each["overlap_blocks"]), str(each["pulled_blocks"])),
-            *map(_ms, prices),
-            _ms(each["total"]),
-            style="green" if each["worker"] == decision["worker"] else None,
-        )
-    console.print(table)
-    if (spill := decision.get("spill")) is not None:
-        told = ", ".join(f"{n} {_ms(v)}" for n, v in spill.items() if n != "how")
-        console.print(f"a part of a fan-out: {escape(spill['how'])} ({told})")
-    if (pull := decision.get("pull")) is not None:
-        console.print(f"pulls {pull['blocks']} blocks ({escape(pull['reason'])})")
-
-
-def _print_life(console: Console, life: dict[str, Any]) -> None:
-    cache = life["cache"]
-    if cache is not None:
-        missed = f", missed because {cache['reason']}" if cache["reason"] else ""
-        console.print(f"its prompt was served as {escape(cache['served'])}{escape(missed)}")
-    table = Table(box=None, pad_edge=False)
-    for name in ("branch", "state", "worker", "prompt"):
-        table.add_column(name)
-    for name in ("cached", "computed", "tokens", "tokens/s", "first token", "end"):
-        table.add_column(name, justify="right")
-    for index, each in enumerate(life["branches"]):
-        speed = each["tokens_per_s"]
-        table.add_row(
-            *(str(index), each["state"], each["worker"] or "", each["prompt"] or ""),
-            *(str(each[f"{name}_tokens"]) for name in ("cached", "prefill", "output")),
-            "" if speed is None else f"{speed:.0f}",
-            *(_ms(each["first_token_s"]), _ms(each["end_s"])),
-        )
-    console.print(table)
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1000 * seconds:.1f}"
+    parts = [part for decision in found.data for part in decision_parts(decision)]
+    parts += [] if found.life is None else course_parts(found.life)
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, Text))

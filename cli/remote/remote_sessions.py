@@ -2,19 +2,16 @@
 
 import json
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Final
 
 import msgspec
 import typer
-from rich.console import Console, Group, RenderableType
-from rich.markup import escape
+from rich.console import Console
 from rich.table import Table
-from rich.text import Text
-from rich.tree import Tree
 
 from mallee.cli.options import JsonOption
+from mallee.cli.remote.forest import drawn
 from mallee.cli.remote.service import DEFAULT_URL, SaltOption, UrlOption, open_client
 from mallee.cli.remote.watching import IntervalOption, watch
 from mallee.client import Mallee, NotFound
@@ -95,7 +92,7 @@ def show(
         elif live:
             watch(
                 lambda: taken(client, name, limit, cache_salt),
-                lambda now, before: drawn(now, before),
+                drawn,
                 interval_s,
                 console,
             )
@@ -108,62 +105,12 @@ def taken(
 ) -> list[SessionTree]:
     """The session of that name, or the first `limit`. One that is closed meanwhile is left out."""
     if name is not None:
-        return [client.session(name, cache_salt=cache_salt)]
+        return [client.session(name, cache_salt=cache_salt).show()]
     found = []
     for each in listed(client, limit, cache_salt):
         with suppress(NotFound):
-            found.append(client.session(each.id, cache_salt=cache_salt))
+            found.append(client.session(each.id, cache_salt=cache_salt).show())
     return found
-
-
-def drawn(sessions: list[SessionTree], before: list[SessionTree] | None = None) -> RenderableType:
-    """Sessions below those they come from, capsules below those they continue.
-
-    Capsules that `before` has not are new, and bold.
-    """
-    old = None if before is None else {node.capsule for each in before for node in each.nodes}
-    parents = {each.id: each.parent for each in sessions}
-    trees = {each.id: Tree(_head(each, parents)) for each in sessions}
-    roots = []
-    for each in sessions:
-        _add_nodes(trees[each.id], each, old)
-        above = trees.get(each.parent or "")
-        if above is None or _is_looped(each.id, parents):
-            roots.append(trees[each.id])
-        else:
-            above.add(trees[each.id])
-        for child in each.children:
-            if child not in trees:
-                trees[each.id].add(f"session {escape(child)}")
-    return (
-        Group(*roots) if roots else Text("no session: requests name theirs (docs/api/sessions.md)")
-    )
-
-
-def _is_looped(name: str, parents: Mapping[str, str | None]) -> bool:
-    """Whether a session is above itself: clients may name any parents."""
-    seen: set[str] = set()
-    above = parents[name]
-    while above is not None and above in parents and above not in seen and above != name:
-        seen.add(above)
-        above = parents[above]
-    return above == name
-
-
-def _head(session: SessionTree, parents: Mapping[str, str | None]) -> str:
-    hidden = session.parent and session.parent not in parents
-    below = f", below {escape(session.parent or '')}" if hidden else ""
-    runs = f"  [green]{session.running} running[/green]" if session.running else ""
-    return f"{escape(session.id)}{below}{runs}"
-
-
-def _add_nodes(root: Tree, session: SessionTree, old: set[str] | None) -> None:
-    places: dict[str, Tree] = {}
-    for node in session.nodes:
-        above = places.get(node.parent or "", root)
-        words = escape(f"{node.capsule}  {node.words}")
-        is_new = old is not None and node.capsule not in old
-        places[node.capsule] = above.add(f"[bold]{words}[/bold]" if is_new else words)
 
 
 def close(
@@ -177,7 +124,7 @@ def close(
     Example: mallee sessions close bug-7
     """
     with open_client(url) as client:
-        closed = client.close_session(name, cache_salt=cache_salt)
+        closed = client.session(name, cache_salt=cache_salt).close()
     if as_json:
         sys.stdout.write(json.dumps(msgspec.to_builtins(closed)) + "\n")
         return

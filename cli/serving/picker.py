@@ -44,7 +44,10 @@ def picker(
         str | None, typer.Option(help="Broker by which pickers share their bookings.")
     ] = None,
 ) -> None:
-    """Pick vLLM pods for Envoy: the endpoint picker of the Gateway API inference extension."""
+    """Pick vLLM pods for Envoy: the endpoint picker of the Gateway API inference extension.
+
+    Example: mallee picker --model Qwen/Qwen3-8B --endpoint 10.0.0.7:8000
+    """
     _require_extra(wants_events=events_port is not None)
     options = {
         "--listen": ("listen", listen),

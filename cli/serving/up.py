@@ -52,6 +52,8 @@ def up(
 
     Each node has a network namespace, where root or user namespaces are to be had. A node that ends is
     started again. SIGHUP reads --config again and rolls the service to it.
+
+    Example: mallee up --nodes 3 --model smollm2
     """
     require_serve_extra()
 

@@ -74,7 +74,10 @@ def analyze(
     *,
     reading: Reading,
 ) -> None:
-    """Measure lengths, arrivals, prefix tree, reuse, cache curve, sessions and hierarchy of a trace."""
+    """Measure lengths, arrivals, prefix tree, reuse, cache curve, sessions and hierarchy of a trace.
+
+    Example: mallee synth analyze trace.jsonl --out analysis
+    """
     from mallee.synth.analysis.analysis import analyze as measure
     from mallee.synth.analysis.report import report_of, write_analysis
 

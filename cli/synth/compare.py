@@ -67,7 +67,10 @@ def compare(
     *,
     reading: Reading,
 ) -> None:
-    """Check a trace, or models of it, against every gate, beside what chance alone would do."""
+    """Check a trace, or models of it, against every gate, beside what chance alone would do.
+
+    Example: mallee synth compare trace.jsonl --model session
+    """
     if (other is None) == (model is None):
         raise ConfigError(
             "compare with what? give a second trace, or --model tree, session or both"

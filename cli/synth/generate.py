@@ -87,7 +87,10 @@ def generate(
     *,
     reading: Reading,
 ) -> None:
-    """Learn a trace and write a new one that behaves like it."""
+    """Learn a trace and write a new one that behaves like it.
+
+    Example: mallee synth generate --from trace.jsonl --to more.jsonl --requests 10000
+    """
     import msgspec
 
     from mallee.synth.core.knobs import AS_LEARNED, Knobs

@@ -2,19 +2,17 @@
 
 import json
 import os
-import re
 import secrets
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from mallee import __version__
@@ -155,40 +153,74 @@ def _is_left(process: psutil.Process, mark: str) -> bool:
         return False
 
 
-def commands_of(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from commands_of(command, (*words, name))
-        else:
-            yield (*words, name)
-
-
-@pytest.mark.parametrize("words", list(commands_of(typer.main.get_command(cli))), ids=" ".join)
-def test_help_of_what_asks_a_service_has_an_example(words: tuple[str, ...]) -> None:
-    """Each is a command line that the program understands."""
-    text = CliRunner().invoke(cli, [*words, "--help"], env={"COLUMNS": "200"}).stdout
-    found = re.search(rf"Example: mallee ({' '.join(words)}[^│\n]*)", text)
-    module = {"workers", "capsules", "chat", "explain", "top", "doctor"}
-    assert found is not None or words[0] not in module
-    if found is not None:
-        given = shlex.split(found[1])
-        command = typer.main.get_command(cli)
-        for word in words:
-            command = command.commands[word]  # type: ignore[attr-defined]
-        known = {name for param in command.params for name in param.opts + param.secondary_opts}
-        assert {word for word in given if word.startswith("--")} <= known | {"--help"}
-
-
-def test_a_shell_completes_commands() -> None:
-    """By typer's own protocol, as bash asks."""
-    asked = {"_MALLEE_COMPLETE": "complete_bash", "COMP_WORDS": "mallee ca", "COMP_CWORD": "1"}
+@pytest.mark.parametrize(
+    ("shell", "asked"),
+    [
+        ("bash", {"COMP_WORDS": "mallee ca", "COMP_CWORD": "1"}),
+        ("zsh", {"_TYPER_COMPLETE_ARGS": "mallee ca"}),
+    ],
+)
+def test_a_shell_completes_commands(shell: str, asked: dict[str, str]) -> None:
+    """By typer's own protocol, as each shell asks."""
     program = "from mallee.cli.main import cli; cli(prog_name='mallee')"
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, **asked},
+        env={**os.environ, "_MALLEE_COMPLETE": f"complete_{shell}", **asked},
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
     )
-    assert done.stdout.split() == ["capsules"], done.stderr
+    assert "capsules" in done.stdout, done.stderr
+    assert "workers" not in done.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_the_script_for_a_shell_is_shown(shell: str) -> None:
+    script = _completion_of(shell)
+    assert f"complete_{shell}" in script
+    assert "_mallee_completion mallee" in script
+
+
+def _completion_of(shell: str) -> str:
+    program = "from mallee.cli.main import cli; cli(prog_name='mallee')"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--show-completion", shell],
+        env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return done.stdout
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_bash_itself_completes_by_the_script(tmp_path: Path) -> None:
+    command = tmp_path / "mallee"
+    program = "from mallee.cli.main import cli; cli(prog_name='mallee')"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{program}" "$@"\n')
+    command.chmod(0o755)
+    lines = (
+        _completion_of("bash"),
+        "COMP_WORDS=(mallee workers dr); COMP_CWORD=2",
+        f"_mallee_completion {shlex.quote(str(command))}",
+        'echo "${COMPREPLY[@]}"',
+    )
+    done = subprocess.run(
+        ["bash", "--norc", "-c", "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["drain"], done.stderr
+
+
+def test_the_program_loads_no_screen_before_it_opens_one() -> None:
+    """Its help and its other commands don't pay for textual."""
+    code = "import sys, mallee.cli.main; print('textual' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "False\n"

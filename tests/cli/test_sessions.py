@@ -98,7 +98,9 @@ def test_a_session_is_replayed_and_exported(record: Path, model: Path, tmp_path:
     with np.load(episode, allow_pickle=False) as arrays:
         assert len(arrays["tokens"]) == found["tokens"]
     other = tmp_path / "other.npz"
-    assert run("export-episode", record, "--out", other)[0] == 0
+    code, body, _, _ = run("export-episode", record, "--out", other, "--json")
+    assert (code, body["file"], body["bytes"]) == (0, str(other), other.stat().st_size)
+    assert (body["session"], body["tokens"]) == (found["session"], found["tokens"])
     code, again, _, _ = run(
         "replay-session", other, "--model", model, "--kv-gib", 0.05, "--json", "--threads", 1
     )

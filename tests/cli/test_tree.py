@@ -1,6 +1,7 @@
 """A tree of text from one prompt, grown in this process."""
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.cli.main import cli
 from mallee.cli.tree import Branch, draw, grow
-from mallee.protocol.errors import InvalidParameter
+from mallee.protocol.errors import ConfigError, InvalidParameter
 from mallee.testing.random_model import random_model
 
 GOLDEN = Path(__file__).with_name("golden_text_tree.txt")
@@ -86,3 +87,29 @@ def test_a_tree_that_cannot_be_is_refused_by_name(field: str, options: dict[str,
     with pytest.raises(InvalidParameter) as caught:
         grow(forward, [1, 2], **{"width": 2, "depth": 2, "tokens": 2, "seed": 0, **options})
     assert caught.value.fields["param"] == field
+
+
+def test_the_tree_is_an_object_with_the_number_of_each_parent(folder: Path) -> None:
+    options = ["--width", "2", "--depth", "2", "--tokens", "3", "--seed", "7", "--dtype", "float32"]
+    answer = CliRunner().invoke(cli, ["tree", PROMPT, "--model", str(folder), *options, "--json"])
+    told = json.loads(answer.stdout.splitlines()[-1])
+    assert told["texts"][0] == {"number": 0, "parent": None, "text": PROMPT, "tokens": len(PROMPT)}
+    assert [each["parent"] for each in told["texts"]] == [None, 0, 1, 1, 0, 4, 4]
+    assert all(each["tokens"] == 3 for each in told["texts"][1:])
+    assert told["output_tokens"] == 3 * (2 + 4)
+    assert told["prefill_tokens"] == len(PROMPT) + 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "give PROMPT, or --live"),
+        (["--live", "--width", "2"], "--width: is of a tree that grows here"),
+        (["a", "--url", "http://127.0.0.1:1"], "--url: is of --live"),
+        (["a", "--interval-s", "2"], "--interval-s: is of --live"),
+    ],
+)
+def test_options_of_the_other_kind_of_tree_are_refused(arguments: list[str], says: str) -> None:
+    refused = CliRunner(env={"MALLEE_URL": "http://127.0.0.1:1"}).invoke(cli, ["tree", *arguments])
+    assert isinstance(refused.exception, ConfigError)
+    assert says in str(refused.exception)

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from mallee.actors.addresses import free_port
 from mallee.cli.main import cli
-from mallee.cli.remote.top import Sample, draw, read_counts
+from mallee.cli.remote.fleet import Answers, Metrics, Sample, draw
 from mallee.client import Mallee
 from mallee.protocol.errors import ConfigError
 
@@ -30,14 +30,15 @@ def test_the_fleet_is_shown_once_and_as_json(url: str, client: Mallee) -> None:
     assert (len(body["workers"]), body["health"]["status"], body["capsules"]) == (2, "ok", 1)
 
 
-def sample(at: float, tokens: float, active: int = 0) -> Sample:
+def sample(at: float, tokens: float, active: int = 0, gateway: str = "g0") -> Sample:
     worker = {
         **{"worker": "w0", "state": "ready", "active_blocks": active, "num_blocks": 100, "rows": 3},
         **{"waiting": 1, "prefill_tokens": 5, "indexed_blocks": 9, "lease_age_s": 0.5},
         **{"weight_version": "base", "device": "NVIDIA H100"},
     }
-    counts = {"mallee_output_tokens_total": tokens}
-    return Sample(at, {"status": "degraded", "gateway": "g0", "broker": "down"}, [worker], counts)
+    health = {"status": "degraded", "gateway": gateway, "broker": "down", "workers": [{}]}
+    metrics = f'mallee_output_tokens_total{{gateway="{gateway}"}} {tokens}'
+    return Sample.of(at, Answers(health, [worker], metrics))
 
 
 def test_speeds_are_of_the_time_between_two_looks() -> None:
@@ -45,6 +46,7 @@ def test_speeds_are_of_the_time_between_two_looks() -> None:
     assert now.rates(before)["output tokens/s"] == 150.0
     assert sample(14.0, 5.0).rates(now)["output tokens/s"] == 0.0  # the gateway began anew
     assert now.rates(None) == {}
+    assert now.rates(sample(11.0, 100.0, gateway="g1")) == {}  # another's counters
     console = Console(width=100)
     with console.capture() as shown:
         console.print(draw(now, now.rates(before)))
@@ -102,5 +104,28 @@ def test_answers_are_those_that_generate() -> None:
         f'mallee_http_answers_total{{endpoint="{path}",status="200"}} {num}'
         for path, num in paths.items()
     ]
-    counts = read_counts("\n".join([*lines, 'mallee_capsules{worker="w0"} 5', "mallee_x 1"]))
-    assert counts == {"mallee_http_answers_total": 10.0, "mallee_capsules": 5.0, "mallee_x": 1.0}
+    found = Metrics(
+        "\n".join([*lines, 'mallee_capsules{gateway="g0",worker="w0"} 5', "mallee_x 1"])
+    )
+    totals = [
+        found.total(f"mallee_{name}") for name in ("http_answers_total", "capsules", "x", "y")
+    ]
+    assert totals == [10.0, 5.0, 1.0, 0.0]
+
+
+def test_counters_are_told_by_label() -> None:
+    lines = (
+        'mallee_worker_capsules{gateway="g1",tier="0",worker="w0"} 2',
+        'mallee_worker_capsules{gateway="g1",tier="1",worker="w0"} 3',
+        'mallee_worker_capsules{gateway="g1",tier="0",worker="w1"} 4',
+    )
+    found = Metrics("\n".join(lines))
+    assert found.gateway == "g1"
+    assert found.by("mallee_worker_capsules", "worker") == {"w0": 5.0, "w1": 4.0}
+    assert found.by("mallee_worker_capsules", "tier") == {"0": 6.0, "1": 3.0}
+    assert found.by("mallee_none", "tier") == {}
+
+
+def test_answers_of_another_program_are_refused() -> None:
+    with pytest.raises(ConfigError, match="not a list of workers"):
+        Sample.of(0.0, Answers({}, [{"worker": 3}], ""))

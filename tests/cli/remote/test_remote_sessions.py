@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from mallee.cli.main import cli
-from mallee.cli.remote.remote_sessions import drawn
+from mallee.cli.remote.forest import MAX_DEPTH, drawn
 from mallee.cli.remote.watching import watch
 from mallee.client import Mallee, NotFound
 from mallee.client.sessions import SessionNode, SessionTree
@@ -49,7 +49,7 @@ def session(name: str, *nodes: tuple[str, str | None], **more: Any) -> SessionTr
 def test_sessions_are_listed_shown_and_closed(url: str, client: Mallee) -> None:
     (first,) = client.complete("a tree", max_tokens=2, mallee={"session": "bug-7"})
     (second,) = client.complete("a tree", max_tokens=2, mallee={"session": "bug-8"})
-    client.fork_session("bug-7", "bug-7b")
+    client.session("bug-7").fork("bug-7b")
     listed = run("sessions", "list", "--url", url).stdout.splitlines()
     assert [line.split() for line in listed[1:]] == [
         ["bug-7", "1", "0"], ["bug-7b", "bug-7", "1", "0"], ["bug-8", "1", "0"]
@@ -62,6 +62,9 @@ def test_sessions_are_listed_shown_and_closed(url: str, client: Mallee) -> None:
     assert str(second.capsule) in everything
     # The terminal is none here: one look is all.
     assert run("sessions", "show", "--live", "--url", url).stdout == everything
+    assert run("tree", "--live", "--url", url).stdout == everything
+    live = run("tree", "bug-8", "--live", "--url", url, "--json").stdout
+    assert live == run("sessions", "show", "bug-8", "--url", url, "--json").stdout
     body = json.loads(run("sessions", "show", "--url", url, "--json").stdout)
     assert [each["id"] for each in body["sessions"]] == ["bug-7", "bug-7b", "bug-8"]
     for name in ("bug-7", "bug-7b", "bug-8"):
@@ -80,7 +83,7 @@ def test_sessions_stand_below_their_parents_and_new_capsules_in_bold() -> None:
     ]
     assert text(drawn(now, [old])) == [
         "a  2 running",
-        "├── c1  7 tokens, held",
+        "├── c1  7 tokens, held, 2 branches",
         "│   ├── c2  7 tokens, held",
         "│   └── c3  7 tokens, held",
         "├── session z",
@@ -99,8 +102,40 @@ def test_sessions_stand_below_their_parents_and_new_capsules_in_bold() -> None:
 
 def test_sessions_that_name_each_other_as_parents_are_all_shown() -> None:
     loop = [session("a", parent="b"), session("b", parent="a"), session("c", parent="b")]
-    assert text(drawn(loop)) == ["a", "b", "└── c"]
+    assert text(drawn(loop)) == ["a, below b", "b, below a", "└── c"]
     assert text(drawn([session("a", parent="a")])) == ["a"]
+
+
+def test_a_run_of_capsules_stays_in_its_column_and_forks_are_indented() -> None:
+    nodes = [("c1", None), ("c2", "c1"), ("c3", "c2"), ("c4", "c2"), ("c5", "c4"), ("c6", None)]
+    assert text(drawn([session("a", *nodes)])) == [
+        "a",
+        "├── c1  7 tokens, held",
+        "├── ↓ c2  7 tokens, held, 2 branches",
+        "│   ├── c3  7 tokens, held",
+        "│   ├── c4  7 tokens, held",
+        "│   └── ↓ c5  7 tokens, held",
+        "└── c6  7 tokens, held",
+    ]
+
+
+def test_what_lies_too_deep_names_what_it_is_below() -> None:
+    """Nothing is left out, whatever the depth of forks and of sessions."""
+    comb = [("c0", None)]
+    for depth in range(60):
+        comb += [(f"c{depth + 1}", f"c{depth}"), (f"x{depth}", f"c{depth}")]
+    lines = text(drawn([session("a", *comb)]))
+    assert len(lines) == 1 + len(comb)
+    assert max(line.index("── ") for line in lines[1:]) <= 4 * MAX_DEPTH
+    below = [line.split("── ")[1] for line in lines if "below" in line]
+    assert below[0] == "below c11: c12  7 tokens, held, 2 branches"
+    assert len(below) == 2 * (60 - MAX_DEPTH + 1)
+    chain = [session(f"s{i:02}", parent=f"s{i - 1:02}" if i else None) for i in range(60)]
+    lines = text(drawn(chain))
+    assert [line for line in lines if "─" not in line] == [
+        "s00", "s12, below s11", "s24, below s23", "s36, below s35", "s48, below s47"
+    ]  # fmt: skip
+    assert len(lines) == 60
 
 
 def test_a_service_is_looked_at_until_the_watcher_leaves() -> None:

@@ -1,0 +1,225 @@
+"""The fleet at one time: workers, queues, cache and counters of a running service, and their table."""
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from mallee.cli.remote.service import ask, ask_text
+from mallee.protocol.errors import ConfigError
+
+WORKERS_PATH: Final = "/v1/router/workers"
+METRICS_PATH: Final = "/metrics"
+
+_LABELS: Final = r'(?:[^"}]|"(?:[^"\\]|\\.)*")*'  # a path's template has braces in its quotes
+_SAMPLE: Final = re.compile(rf"^(mallee_\w+?)(?:\{{({_LABELS})\}})? (\S+)$", re.MULTILINE)
+_LABEL: Final = r'(?:^|,){}="((?:[^"\\]|\\.)*)"'
+_ANSWERS: Final = "mallee_http_answers_total"
+_GENERATES: Final = re.compile(
+    r'endpoint="/v1/(chat/completions|completions|capsules/\{[^}"]*\}/(fork|restore))"'
+)
+_RATES: Final = {
+    "output tokens/s": "mallee_output_tokens_total",
+    "prompt tokens/s": "mallee_prompt_tokens_total",
+    "answers/s": _ANSWERS,
+}
+_GAUGES: Final = {"waiting": "mallee_requests_waiting", "capsules": "mallee_capsules"}
+_BAR: Final = 10
+_LOOKS: Final = {"ready": "green", "draining": "yellow", "changing": "yellow"}
+
+
+class Metrics:
+    """A gateway's text for Prometheus, by family.
+
+    Of the answers it has those alone that generate text: looks at the service would count as well.
+    """
+
+    __slots__ = ("_samples", "_totals", "gateway")
+
+    def __init__(self, text: str) -> None:
+        self._samples: dict[str, list[tuple[str, float]]] = {}
+        for name, labels, value in _SAMPLE.findall(text):
+            if name != _ANSWERS or _GENERATES.search(labels):
+                self._samples.setdefault(name, []).append((labels, float(value)))
+        self._totals = {
+            name: sum(value for _, value in found) for name, found in self._samples.items()
+        }
+        first = next(iter(self._samples.values()), [("", 0.0)])[0][0]
+        self.gateway = _label(first, "gateway")
+
+    def total(self, family: str) -> float:
+        """Summed over all labels; 0 of one that the service doesn't have."""
+        return self._totals.get(family, 0.0)
+
+    def by(self, family: str, label: str) -> Mapping[str, float]:
+        """Summed over the other labels, by values of `label`."""
+        found: dict[str, float] = {}
+        for labels, value in self._samples.get(family, ()):
+            name = _label(labels, label)
+            found[name] = found.get(name, 0.0) + value
+        return found
+
+
+def _label(labels: str, name: str) -> str:
+    found = re.search(_LABEL.format(name), labels)
+    return "" if found is None else found[1]
+
+
+class TierUse(msgspec.Struct, frozen=True, kw_only=True):
+    """KV below a worker's device: blocks that lie there by tier, and were moved so far by kind of move."""
+
+    blocks: dict[str, int]
+    moved_blocks: dict[str, int]
+    dropped_blocks: int = 0
+
+
+class Worker(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker, as a gateway sees it."""
+
+    worker: str
+    state: str
+    active_blocks: int
+    num_blocks: int
+    rows: int
+    waiting: int
+    prefill_tokens: int
+    indexed_blocks: int
+    lease_age_s: float
+    weight_version: str
+    device: str = ""
+    tiers: TierUse | None = None
+
+    @property
+    def used(self) -> float:
+        """The share of its KV that branches and capsules have."""
+        return self.active_blocks / max(1, self.num_blocks)
+
+
+class Answers(NamedTuple):
+    """A service's account of itself: `/health`, the list of workers, `/metrics`."""
+
+    health: dict[str, Any]
+    workers: list[dict[str, Any]]
+    metrics: str
+
+
+class Sample(NamedTuple):
+    """The fleet at one time."""
+
+    at: float
+    health: Mapping[str, Any]
+    workers: Sequence[Worker]  # by name
+    metrics: Metrics
+
+    @classmethod
+    def of(cls, at: float, answers: Answers) -> "Sample":
+        """Raises ConfigError if these are no answers of a service of this program's."""
+        workers = sorted(read_workers(answers.workers), key=lambda each: each.worker)
+        return cls(at, answers.health, workers, Metrics(answers.metrics))
+
+    def gauges(self) -> dict[str, float]:
+        return {name: self.metrics.total(metric) for name, metric in _GAUGES.items()}
+
+    def rates(self, before: "Sample | None") -> dict[str, float]:
+        """Of the time since `before`; empty without one, or if another gateway answered it."""
+        return {
+            name: rate
+            for name, metric in _RATES.items()
+            if (rate := self.rate(metric, before)) is not None
+        }
+
+    def rate(self, metric: str, before: "Sample | None") -> float | None:
+        """A counter's growth in a second. One that fell began anew."""
+        if before is None or self.at <= before.at:
+            return None
+        if before.metrics.gateway != self.metrics.gateway:
+            return None
+        grown = self.metrics.total(metric) - before.metrics.total(metric)
+        return max(0.0, grown) / (self.at - before.at)
+
+
+def read_workers(listed: object) -> list[Worker]:
+    """Raises ConfigError."""
+    try:
+        return msgspec.convert(listed, list[Worker])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{WORKERS_PATH}: not a list of workers ({error})") from error
+
+
+def ask_fleet(url: str) -> Answers:
+    """Raises ConfigError: no service, or no operator's key."""
+    health = ask("GET", url, "/health")
+    workers = ask("GET", url, WORKERS_PATH).get("data", [])
+    return Answers(health, workers, ask_text(url, METRICS_PATH))
+
+
+def take(url: str) -> Sample:
+    """As `ask_fleet`."""
+    answers = ask_fleet(url)
+    return Sample.of(time.monotonic(), answers)
+
+
+# Drawing
+
+
+def draw(sample: Sample, rates: Mapping[str, float]) -> Group:
+    figures = {**sample.gauges(), **rates}
+    return Group(head(sample.health), figures_line(figures), _table(sample.workers))
+
+
+def head(health: Mapping[str, Any]) -> Text:
+    """The service's state in a line."""
+    status = str(health.get("status", "?"))
+    told = [f"{name} {health[name]}" for name in ("gateway", "broker") if name in health]
+    if "workers" in health:  # which others than operators aren't told
+        told.append(f"{len(health['workers'])} workers")
+    return Text.assemble(
+        ("mallee ", "bold"), (status, "green" if status == "ok" else "red"), f"  {', '.join(told)}"
+    )
+
+
+def figures_line(figures: Mapping[str, float]) -> Text:
+    return Text("  ".join(f"{name} {value:,.0f}" for name, value in figures.items()))
+
+
+COLUMNS: Final = (
+    *("worker", "state", "KV in use", "rows", "queue", "prefill", "cached", "lease", "weights"),
+    "device",
+)
+NUMBERS: Final = frozenset(COLUMNS[3:8])
+"""Columns that stand to the right."""
+
+
+def cells(worker: Worker) -> tuple[Text, ...]:
+    """The worker's, of `COLUMNS`."""
+    return (
+        Text(worker.worker),
+        Text(worker.state, style=_LOOKS.get(worker.state, "red")),
+        bar(worker.used),
+        *(Text(str(each)) for each in (worker.rows, worker.waiting, worker.prefill_tokens)),
+        Text(str(worker.indexed_blocks)),
+        Text(f"{worker.lease_age_s:.1f} s"),
+        Text(worker.weight_version),
+        Text(worker.device),
+    )
+
+
+def _table(workers: Sequence[Worker]) -> Table:
+    names = COLUMNS if any(each.device for each in workers) else COLUMNS[:-1]
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True)
+    for each in workers:
+        table.add_row(*cells(each)[: len(names)])
+    return table
+
+
+def bar(share: float) -> Text:
+    full = min(_BAR, round(_BAR * share))
+    look = "red" if share > 0.9 else "yellow" if share > 0.7 else "green"
+    return Text.assemble(("█" * full, look), ("░" * (_BAR - full), "dim"), f" {share:4.0%}")
