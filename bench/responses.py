@@ -4,7 +4,8 @@
 
 Bodies are read, rendered, tokenized and made into the worker's command, as `POST /v1/responses` does, with a
 family's template and a byte-level tokenizer; no network and no worker. `whole_ms` is the same turn with the
-conversation sent again, as clients of chat completions do. The contexts are conversations of many turns, and
+conversation sent again, as clients of chat completions do, and known (`bench.gateway.turns` has new turns).
+The contexts are conversations of many turns, and
 one long document with a question (`document`). Medians of CPU time; the last line is one JSON object.
 """
 
@@ -23,12 +24,12 @@ import tokenizers
 from bench.measure import machine
 from mallee.actors.config import ChatSettings, HttpSettings
 from mallee.actors.http.chat.reading import ChatReader
+from mallee.actors.http.entry.bodies import Bodies
 from mallee.actors.http.jobs import JobMaker
 from mallee.actors.http.prompts import PromptReader
 from mallee.actors.http.responses.requests import ResponseRequest
 from mallee.actors.http.responses.store import Left, Record, Turn
 from mallee.actors.http.responses.turns import PlannedTurn, TurnMaker
-from mallee.actors.http.schemas import parse
 from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.conversation import Message
 from mallee.actors.text.families import FAMILIES
@@ -111,9 +112,10 @@ class Gateway:
             draw_seed=lambda: next(seeds),
         )
         self.turns = TurnMaker(reader, chat, maker)
+        self._bodies = Bodies()
 
     def plan(self, raw: bytes, previous: Record | None) -> PlannedTurn:
-        body = parse(raw, ResponseRequest, 1 << 20)
+        body = self._bodies.parse(raw, ResponseRequest, "bench", 1 << 20)
         planned = self.turns.plan(body, COMMON, NO_TERMS, previous, has_capsule=True)
         planned.plan.jobs[0].command(RequestId("r"))
         return planned

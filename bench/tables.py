@@ -512,21 +512,19 @@ def responses(data: Json) -> Iterator[str]:
 
 
 def turns(data: Json) -> Iterator[str]:
-    columns = {
-        "JSON": "json",
-        "messages, template, tokens": "text",
-        "hashes": "hashes",
-        "all": "total",
-        "JSON decoded alone": "floor",
-    }
+    columns = {"turn, ms": "turn", "nothing known": "first", "JSON decoded alone": "floor"}
     pairs = zip(data["turns"], data["before"]["turns"], strict=True)
     yield table(
-        ["tokens", *columns, "before"],
+        ["history", "endpoint", "tokens", "messages", *columns, "before", "nothing known, before"],
         [
             (
+                row["history"],
+                row["api"],
                 f"{row['tokens']:,}",
+                str(row["messages"]),
                 *(number(row[k]) for k in columns.values()),
-                number(old["total"]),
+                number(old["turn"]),
+                number(old["first"]),
             )
             for row, old in pairs
         ],
@@ -757,6 +755,25 @@ def ready(data: Json) -> Iterator[str]:
         "stop, s": "stop_s",
     }
     yield grid("", ((names[name], run) for name, run in data["ways"].items()), columns)
+
+
+def scores(data: Json) -> Iterator[str]:
+    names = {
+        "none": "no verifier",
+        "at_once": "one that answers at once",
+        "busy": "one that computes 20 ms a call",
+        "silent": "one that answers no call",
+    }
+    columns: dict[str, Column] = {
+        "step p50, ms": "p50_ms",
+        "p99, ms": "p99_ms",
+        "p99 by that without": "p99_ratio",
+        "longest, ms": "max_ms",
+        "calls": "calls",
+    }
+    for side in ("mock", "serve"):
+        if side in data:
+            yield grid(f"`mallee {side}`", ((names[n], r) for n, r in data[side].items()), columns)
 
 
 def contention(data: Json) -> Iterator[str]:
@@ -1109,6 +1126,14 @@ SECTIONS = {
         " at once, 100 new schemas.",
         stalls,
     ),
+    "scores": Section(
+        "Steps beside a verifier",
+        "python -m bench.serve.scores",
+        "16 branches of 300 tokens, a step each 10 ms, in `mallee mock` over HTTP; each branch is shown to"
+        " the verifier every 8 tokens (`mallee.stop_when.score`). A step is the time between two tokens at"
+        " the client.",
+        scores,
+    ),
     "peer_faults": Section(
         "Ten faults and inputs beside smg and vLLM",
         "python -m bench.peers.faults --smg PATH --vllm PYTHON",
@@ -1148,9 +1173,11 @@ SECTIONS = {
         "Histories sent again",
         "python -m bench.gateway.turns FOLDER",
         "CPU milliseconds of a gateway for a turn of 50 new words whose client sends the whole"
-        " conversation, with SmolLM2's tokenizer, texts searched for special tokens: medians of three runs"
-        " by turns with the commit before. What is known is looked up, but still parsed, searched, rendered,"
-        " cut and hashed, so this grows with the history; a fork sends what is new alone.",
+        " conversation, from the bytes of the body to the worker's command, with SmolLM2's tokenizer and"
+        " template (for agents ChatML's with tools): medians of three runs by turns with a commit before."
+        " A talk has messages of 300 words; an agent one call and its result for each 300 words. Of what is"
+        " known the bytes are compared and the tokens copied and hashed; the rest grows with the number of"
+        " messages alone. *Nothing known*: the first time that a gateway sees the conversation.",
         turns,
     ),
     "fanout": Section(

@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,6 +46,9 @@ class ByteCodec:
 
     longest_token: int | None = None
     added_tokens: ClassVar[dict[str, int]] = {}
+
+    def delimiters(self, among: Collection[str]) -> tuple[str, ...]:
+        return ()
 
     def encode(self, text: str, *, add_special_tokens: bool = False, scope: str = "") -> list[int]:
         ids: list[int] = self.tokens(text).tolist()

@@ -1,10 +1,13 @@
-"""CPU time of the gateway's text side for a turn that adds 50 words to a history which is sent whole.
+"""CPU time of a gateway for a turn that adds some 50 words to a history which is sent whole.
 
-    python -m bench.gateway.turns FOLDER [--tokens 1000 4000 ...]
+    python -m bench.gateway.turns FOLDER [--tokens 0 1000 10000 ...] [--times 15]
 
-FOLDER has a checkpoint's tokenizer and chat template. JSON, messages, template, tokens (all but the last
-turn's are remembered) and block hashes, in milliseconds; beside them the floor, which is to decode the JSON
-and do nothing else. The last line of stdout is one JSON object.
+FOLDER has a checkpoint's tokenizer and chat template. From the bytes of a body to the worker's command, by
+the three endpoints that take conversations, and the hashes of the prompt's blocks; without network, queue
+and worker. A *talk* has messages of 300 words by turns; an *agent* calls a tool for each 300 words that it
+reads. Each turn is a new one: the model's answer or call and the next question or result have not been there
+before. `first`: the same body where nothing is known. `floor`: decoding the JSON and nothing else. Medians
+in milliseconds; the last line of stdout is one JSON object.
 """
 
 import argparse
@@ -14,94 +17,235 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Final
 
 import msgspec
 
-from bench.measure import machine
-from mallee.actors.config import ChatSettings
+from bench.measure import machine, quiet
+from mallee.actors.config import ChatSettings, HttpSettings
 from mallee.actors.http.chat.reading import ChatReader
+from mallee.actors.http.entry.bodies import Bodies
+from mallee.actors.http.jobs import JobMaker, Plan
+from mallee.actors.http.messages.handlers import MessagesHandlers
+from mallee.actors.http.messages.schemas import MessagesRequest
 from mallee.actors.http.prompts import PromptReader
-from mallee.actors.http.schemas import ChatRequest, parse
+from mallee.actors.http.responses.requests import ResponseRequest
+from mallee.actors.http.responses.turns import TurnMaker
+from mallee.actors.http.schemas import ChatRequest
 from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.tokenizer import Tokenizer
+from mallee.protocol.ids import COMMON, RequestId
+from mallee.protocol.model import ModelSpec
+from mallee.router.dispatch.jobs import NO_TERMS, GenerateJob
 from mallee.router.index.hashing import block_hashes, compile_hashing
 
-BLOCK_SIZE = 16
-WORDS = 300  # of a message of the history
-ROUNDS = 9
-MAX_VALUES = 1 << 20
+BLOCK_SIZE: Final = 16
+WORDS: Final = 300  # of a message, or of a tool's result
+MAX_VALUES: Final = 1 << 20
+TOKENS: Final = (0, 1_000, 10_000, 50_000, 200_000)
+APIS: Final = ("chat", "messages", "responses")
+NAME: Final = "read_file"
+SCHEMA: Final = {"type": "object", "properties": {"path": {"type": "string"}}}
+SPEC: Final = ModelSpec(
+    name="m",
+    fingerprint="f" * 16,
+    vocab_size=1 << 20,
+    max_model_len=1 << 19,
+    num_layers=2,
+    num_kv_heads=1,
+    head_dim=8,
+    dtype_nbytes=4,
+    eos_token_ids=(),
+)
 
 
-class Turns:
-    """Conversations of one model, with words of this repository's pages."""
+class Gateway:
+    """The part of a gateway that reads requests."""
 
-    def __init__(self, folder: Path, words: list[str]) -> None:
-        tokenizer = Tokenizer.load(folder)
-        chat = ChatTemplate.load(  # with the protection of special tokens, as gateways have it
-            folder,
-            special_tokens=tokenizer.special_tokens,
-            added_tokens=tokenizer.added_tokens,
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        prompts = PromptReader(
+            tokenizer, template, SPEC.vocab_size, max_model_len=SPEC.max_model_len
         )
-        prompts = PromptReader(tokenizer, chat, 1 << 30, max_model_len=1 << 30)
-        self._reader = ChatReader(prompts, chat, tokenizer.added_tokens, ChatSettings())
+        chat = ChatReader(prompts, template, tokenizer.added_tokens, ChatSettings())
+        seeds = count()
+        self._maker = JobMaker(
+            *(SPEC, prompts, chat),
+            model_name="m",
+            limits=HttpSettings(),
+            draw_seed=lambda: next(seeds),
+        )
+        server: Any = SimpleNamespace(service=SimpleNamespace(model=SPEC))
+        asking: Any = None
+        self._messages = MessagesHandlers(server, self._maker, asking, prompts, chat)
+        self._turns = TurnMaker(prompts, chat, self._maker)
+        self._bodies = Bodies()
+
+    def plan(self, api: str, raw: bytes) -> Plan:
+        if api == "chat":
+            chat = self._bodies.parse(raw, ChatRequest, "bench", MAX_VALUES)
+            return self._maker.chat(chat, COMMON, NO_TERMS)
+        if api == "messages":
+            message = self._bodies.parse(raw, MessagesRequest, "bench", MAX_VALUES)
+            return self._messages._plan(message, COMMON, NO_TERMS)[0]
+        body = self._bodies.parse(raw, ResponseRequest, "bench", MAX_VALUES)
+        return self._turns.plan(body, COMMON, NO_TERMS, None, has_capsule=False).plan
+
+
+class History:
+    """A conversation in the form of one endpoint, with words of this repository's pages."""
+
+    def __init__(self, api: str, words: list[str], *, is_agent: bool) -> None:
+        self._api = api
         self._words = words
+        self._is_agent = is_agent
         self._rng = random.Random(1)
-        self._messages: list[dict[str, Any]] = []
+        self._calls = 0
+        self.items: list[dict[str, Any]] = []
+        self.items.append({"role": "user", "content": self._text(25)})
 
-    def _add(self, num_words: int) -> None:
-        for role in ("user", "assistant"):
-            text = " ".join(self._rng.choice(self._words) for _ in range(num_words))
-            self._messages.append({"role": role, "content": text})
+    def _text(self, num_words: int) -> str:
+        return " ".join(self._rng.choice(self._words) for _ in range(num_words))
 
-    def grow(self, num_tokens: int) -> None:
-        """Add messages until the history has so many tokens."""
-        while self._length() < num_tokens:
-            for _ in range(1 + (num_tokens - self._length()) // (8 * WORDS)):
-                self._add(min(WORDS, num_tokens // 8))
+    def add(self, num_words: int) -> None:
+        """The assistant's part, and what comes back."""
+        if not self._is_agent:
+            for role in ("assistant", "user"):
+                self.items.append({"role": role, "content": self._text(num_words)})
+            return
+        self._calls += 1
+        key, path, text = f"call_{self._calls}", {"path": self._text(8)}, self._text(num_words)
+        made: dict[str, list[dict[str, Any]]] = {
+            "chat": [
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {
+                            "id": key,
+                            "type": "function",
+                            "function": {"name": NAME, "arguments": json.dumps(path)},
+                        }
+                    ],
+                },
+                {"role": "tool", "tool_call_id": key, "content": text},
+            ],
+            "messages": [
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": key, "name": NAME, "input": path}],
+                },
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": key, "content": text}],
+                },
+            ],
+            "responses": [
+                {
+                    "type": "function_call",
+                    "call_id": key,
+                    "name": NAME,
+                    "arguments": json.dumps(path),
+                },
+                {"type": "function_call_output", "call_id": key, "output": text},
+            ],
+        }
+        self.items += made[self._api]
 
-    def _length(self) -> int:
-        if not self._messages:
-            return 0
-        return len(self._reader.read(ChatRequest(messages=self._messages), "bench").prompt)
+    def raw(self) -> bytes:
+        """The body of a request."""
+        match self._api:
+            case "chat":
+                tools = {"type": "function", "function": {"name": NAME, "parameters": SCHEMA}}
+                body: dict[str, Any] = {"messages": self.items}
+            case "messages":
+                tools = {"name": NAME, "input_schema": SCHEMA}
+                body = {"model": "m", "max_tokens": 50, "messages": self.items}
+            case _:
+                tools = {"type": "function", "name": NAME, "parameters": SCHEMA}
+                body = {"input": self.items}
+        return json.dumps(body | ({"tools": [tools]} if self._is_agent else {})).encode()
 
-    def turn(self) -> dict[str, float]:
-        """One more turn: its steps in milliseconds, and its prompt's tokens."""
-        self._add(25)
-        raw = json.dumps({"messages": self._messages[:-1]}).encode()
-        spent: dict[str, float] = {}
 
-        def timed(name: str, work: Callable[[], Any]) -> Any:
-            begin = time.process_time()
-            found = work()
-            spent[name] = 1e3 * (time.process_time() - begin)
-            return found
+def cpu_ms(work: Callable[[], Any]) -> float:
+    begin = time.thread_time()
+    work()
+    return 1e3 * (time.thread_time() - begin)
 
-        request = timed("json", lambda: parse(raw, ChatRequest, MAX_VALUES))
-        chat = timed("text", lambda: self._reader.read(request, "bench"))
-        timed("hashes", lambda: block_hashes(chat.prompt, BLOCK_SIZE))
-        total = sum(spent.values())
-        timed("floor", lambda: msgspec.json.decode(raw))
-        return {"tokens": len(chat.prompt), **spent, "total": total}
+
+def measured(
+    load: Callable[[], Gateway], history: History, api: str, num_tokens: int, times: int
+) -> dict[str, Any]:
+    """The row of one history, which grows to `num_tokens`."""
+    gateway = load()
+
+    def prompt(plan: Plan) -> Any:
+        (job,) = plan.jobs
+        assert isinstance(job, GenerateJob)
+        return job.tokens
+
+    def length() -> int:
+        return len(prompt(gateway.plan(api, history.raw())))
+
+    while (num := length()) < num_tokens:
+        for _ in range(1 + (num_tokens - num) // (8 * WORDS)):
+            history.add(min(WORDS, num_tokens // 8))
+    turns, floors = [], []
+    with quiet():
+        for _ in range(times):
+            history.add(25)
+            raw = history.raw()
+
+            def turn(raw: bytes = raw) -> None:
+                plan = gateway.plan(api, raw)
+                plan.jobs[0].command(RequestId("r"))
+                block_hashes(prompt(plan), BLOCK_SIZE)
+
+            turns.append(cpu_ms(turn))
+            floors.append(cpu_ms(lambda raw=raw: msgspec.json.decode(raw)))  # type: ignore[misc]
+        raw, tokens = history.raw(), length()
+        unused = [load() for _ in range(3)]
+        first = statistics.median(
+            cpu_ms(lambda each=each: each.plan(api, raw))  # type: ignore[misc]
+            for each in unused
+        )
+    return {
+        "tokens": tokens,
+        "messages": len(history.items),
+        "turn": round(statistics.median(turns), 3),
+        "first": round(first, 3),
+        "floor": round(statistics.median(floors), 3),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[1000, 4000, 16_000, 64_000, 200_000]
-    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--times", type=int, default=15)
     args = parser.parse_args()
     compile_hashing()
-    page = Path(__file__).resolve().parents[2] / "docs" / "api.md"
+
+    def load() -> Gateway:
+        tokenizer = Tokenizer.load(args.folder)
+        template = ChatTemplate.load(  # with the protection of special tokens, as gateways have it
+            args.folder,
+            special_tokens=tokenizer.special_tokens,
+            added_tokens=tokenizer.added_tokens,
+        )
+        return Gateway(tokenizer, template)
+
+    words = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text().split()
     rows = []
-    turns = Turns(args.folder, page.read_text().split())
-    for num in sorted(args.tokens):
-        turns.grow(num)
-        found = [turns.turn() for _ in range(ROUNDS)]
-        rows.append({k: round(statistics.median(f[k] for f in found), 3) for k in found[0]})
-        sys.stderr.write(f"{rows[-1]}\n")
+    for is_agent in (False, True):
+        for api in APIS:
+            for num in sorted(args.tokens):
+                history = History(api, words, is_agent=is_agent)
+                row = measured(load, history, api, num, args.times)
+                rows.append({"history": "agent" if is_agent else "talk", "api": api, **row})
+                sys.stderr.write(f"{rows[-1]}\n")
     sys.stdout.write(json.dumps({"turns": rows, "machine": machine()}) + "\n")
 
 
