@@ -3,6 +3,7 @@
 # check: format, lint, types and every test.
 # flashinfer: the package's wheel, unpacked nowhere: a test reads its signatures. No GPU is needed.
 # clients: tests with the packages that others write clients with; schemathesis: CALLS=20000 calls of the API's document.
+# fuzz: BODIES=10000 bodies for each family of endpoints.
 # docs: the site, in build/docs; broken links and anchors end it.
 # image-check: the image's steps, in a clean virtual environment; image: docker build.
 # constraints, licences, sbom: the versions of the image, and what comes with them.
@@ -23,7 +24,7 @@ export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
 
 .PHONY: demo test check lint format types kernels prometheus flashinfer bench docs setup clean
-.PHONY: clients schemathesis image image-check image-packages constraints licences sbom
+.PHONY: clients fuzz schemathesis image image-check image-packages constraints licences sbom
 
 setup: $(VENV)/.ready
 
@@ -111,6 +112,12 @@ schemathesis: setup
 	test -x $(SCHEMATHESIS)/bin/schemathesis || { $(PYTHON) -m venv $(SCHEMATHESIS) \
 		&& $(SCHEMATHESIS)/bin/python -m pip install $(QUIET) $(PINNED) schemathesis; }
 	PYTHONPATH=tests $(BIN)/python -m support.schemathesis_calls $(SCHEMATHESIS)/bin/schemathesis $(CALLS)
+
+# So many bodies for each family of endpoints, which every answer must be described for.
+BODIES ?= 10000
+
+fuzz: setup
+	PYTHONPATH=tests $(BIN)/python -m support.fuzz_families $(BODIES)
 
 bench: setup
 	$(BIN)/python -m bench.engine.fork

@@ -27,10 +27,12 @@ ARROWS: dict[str, set[str]] = {
     "sessions": {"protocol", "worker", "sessions"},
     "mocker": {"protocol", "traces", "figures", "worker", "router", "mocker"},
     "synth": {"protocol", "traces", "figures", "synth"},
-    "client": {"protocol", "client"},
+    "graphs": {"protocol", "graphs"},
+    "search": {"protocol", "search"},
+    "client": {"protocol", "graphs", "search", "client"},
     "actors": {
-        *("protocol", "traces", "figures", "router", "worker", "sessions", "mocker", "client"),
-        "actors",
+        *("protocol", "traces", "figures", "router", "worker", "sessions", "mocker", "graphs"),
+        *("search", "client", "actors"),
     },
     "testing": {
         *("protocol", "traces", "worker", "mocker"),
@@ -63,7 +65,7 @@ CUT = {("http", "telemetry")}
 HEAVY = {"torch", "transformers", "ray", "nats", "fastapi", "uvicorn", "starlette"}
 LIGHT_FLOORS = (
     *("protocol", "traces", "figures", "router", "worker.kv", "worker.sched", "mocker", "synth"),
-    *("worker.storage", "sessions", "client"),
+    *("worker.storage", "sessions", "graphs", "search", "client"),
 )
 TORCH_FREE = (
     "worker.capsules",
@@ -79,7 +81,7 @@ TORCH_FREE = (
 )
 CORE = (
     *("protocol", "router", "worker.kv", "worker.sched", "worker.engine", "worker.storage"),
-    *("sessions", "mocker", "synth"),
+    *("sessions", "mocker", "graphs", "synth", "search"),
 )
 
 # `worker.kv` counts holders, copies and gives up blocks. These words are of those who decide whose state
