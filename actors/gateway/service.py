@@ -55,6 +55,12 @@ class Delta(NamedTuple):
     drafts: tuple[int, int] | None = None  # tokens drafted, and those of them that were drawn
     injected: tuple[tuple[int, int], ...] = ()  # tokens of the answer before, and how many were
 
+    def first(self, num: int, before: int) -> "Delta":
+        """Its first `num` tokens alone; its answer has `before` in front of them."""
+        left = [(at, min(n, before + num - at)) for at, n in self.injected if at < before + num]
+        tokens, logprobs = self.tokens[:num], self.logprobs[:num]
+        return self._replace(tokens=tokens, logprobs=logprobs, injected=tuple(left))
+
 
 MAX_WAITING: Final = 1 << 16
 """Tokens and log-probabilities that may wait for a reader that takes nothing: a few megabytes."""

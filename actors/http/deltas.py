@@ -103,36 +103,66 @@ class BranchText:
         self.num_tokens = 0  # the same
 
     def push(self, delta: Delta) -> tuple[str, FinishReason | None]:
-        """New text, and the reason if the branch ended; a matched stop string ends it early."""
-        tokens = delta.tokens
-        self.num_tokens += len(tokens)
+        """New text, and the reason if the branch ended; a matched stop string ends it early.
+
+        Tokens behind the one that completes a stop string are not taken, however many come at once.
+        """
+        tokens, finish = delta.tokens, delta.finish
         if delta.drafts is not None:
             drafted, accepted = self.drafts or (0, 0)
             self.drafts = (drafted + delta.drafts[0], accepted + delta.drafts[1])
-        if delta.finish == "stop" and tokens and tokens[-1] in self._stop_ids:
+        has_stop_id = bool(finish == "stop" and tokens and tokens[-1] in self._stop_ids)
+        if has_stop_id:
             tokens = tokens[:-1]
         head = tokens[: self._num_unstoppable]
         self._num_unstoppable -= len(head)
-        free = self._detokenizer.push(head) if head else ""
+        self.num_tokens += len(head)
+        text = self._detokenizer.push(head) if head else ""
         tail = tokens[len(head) :]
-        text = self._detokenizer.push(tail) if tail else ""
-        if delta.finish is not None:
-            text += self._detokenizer.flush()
-        finish = delta.finish
-        if self._matcher is not None:
-            self._tokens.extend(tokens)
-            self._is_whole = finish is not None
-        if self._matcher is not None and text:
-            num_chars = len(text)
-            text, self.is_cut = self._matcher.push(text)
-            self._num_hidden += num_chars - len(text)
+        if self._matcher is None:
+            self.num_tokens += len(tail)
+            text += self._detokenizer.push(tail) if tail else ""
+            text += self._detokenizer.flush() if finish is not None else ""
+        else:
+            self._tokens.extend(head)
+            text += self._until_stop(self._matcher, tail, finish, has_stop_id=has_stop_id)
         if self.is_cut:
             finish = "stop"
-        elif self._matcher is not None and finish is not None:
-            text += self._matcher.flush()
-        text = free + text
+        else:
+            self.num_tokens += has_stop_id
         self.is_finished = finish is not None
         return text, finish
+
+    def _until_stop(
+        self,
+        matcher: StopMatcher,
+        tokens: Sequence[int],
+        finish: FinishReason | None,
+        *,
+        has_stop_id: bool,
+    ) -> str:
+        """The text of `tokens`, one by one, up to a stop string; at the end also what was held back."""
+        shown: list[str] = []
+        for number, token in enumerate(tokens, 1):
+            self._tokens.append(token)
+            self.num_tokens += 1
+            if self._is_cut_after(matcher, self._detokenizer.push((token,)), shown):
+                self._is_whole = finish is not None and number == len(tokens) and not has_stop_id
+                return "".join(shown)
+        if finish is None:
+            return "".join(shown)
+        self._is_whole = True
+        if not self._is_cut_after(matcher, self._detokenizer.flush(), shown):
+            shown.append(matcher.flush())
+        return "".join(shown)
+
+    def _is_cut_after(self, matcher: StopMatcher, text: str, shown: list[str]) -> bool:
+        """Whether more text completes a stop string; what of it may be shown is added to `shown`."""
+        if text:
+            new, self.is_cut = matcher.push(text)
+            self._num_hidden += len(text) - len(new)
+            shown.append(new)
+        return self.is_cut
 
     @property
     def stop(self) -> str:
@@ -316,8 +346,11 @@ class TextStream:
         self._ready.append(text)
 
     def _text_delta(self, job: int, index: int, delta: Delta) -> TextDelta:
-        stream = self.streams[job]
+        stream, before = self.streams[job], self._texts[index].num_tokens
         raw, finish = self._texts[index].push(delta)
+        taken = self._texts[index].num_tokens - before
+        if taken < len(delta.tokens):
+            delta = delta.first(taken, before)
         text, reasoning, calls = self._parsed(index, raw, is_last=finish is not None)
         capsule, boundary = delta.capsule, delta.boundary
         if finish is not None:

@@ -223,16 +223,8 @@ class Watch:
 
     def _first(self, index: int, delta: Delta, num: int, finish: FinishReason) -> Delta:
         """The first `num` tokens of `delta`, and that they are the last."""
-        before = self._counts[index]
-        left = [(at, min(n, before + num - at)) for at, n in delta.injected if at < before + num]
-        return delta._replace(
-            tokens=delta.tokens[:num],
-            logprobs=delta.logprobs[:num],
-            finish=finish,
-            capsule=None,
-            boundary=0,
-            injected=tuple(left),
-        )
+        left = delta.first(num, self._counts[index])
+        return left._replace(finish=finish, capsule=None, boundary=0)
 
     def close(self) -> None:
         self._open.clear()

@@ -76,15 +76,17 @@ def tokenizer(call: Any) -> Any:
     return call.tokenizer
 
 
-async def collect(stream: TextStream, n: int) -> list[str]:
-    """The texts of all choices, with the stream's invariants checked at every piece."""
+async def collect(stream: TextStream, n: int) -> list[tuple[str, int]]:
+    """Text and number of tokens of each choice, with the stream's invariants checked at every piece."""
 
-    texts = [""] * n
+    texts, nums = [""] * n, [0] * n
     async for piece in stream:
         stream.check()
         texts[piece.index] += piece.text
+        nums[piece.index] += piece.num_tokens
+        assert piece.completion_tokens == nums[piece.index]
     await stream.aclose()
-    return texts
+    return list(zip(texts, nums, strict=True))
 
 
 _SPLIT = st.lists(st.integers(1, 4), max_size=12)
@@ -107,8 +109,9 @@ def test_every_choice_is_its_text_up_to_the_first_stop(
     stream = TextStream([source], plan(len(branches), stops=tuple(stops)), tokenizer)
     want = []
     for text, _ in branches:
-        found = [i for stop in stops if (i := text.find(stop)) >= 0]
-        want.append(text[: min(found)] if found else text)
+        shown, stop, _ = text.partition(stops[0]) if stops else (text, "", "")
+        num = len((shown + stop).encode())
+        want.append((shown, num if stop else num + 1))  # tokens behind the stop string don't count
     assert asyncio.run(collect(stream, len(branches))) == want
     stream.check()
     assert source.num_closes == 1
@@ -145,6 +148,7 @@ def test_stop_strings_count_from_min_tokens_on_and_may_be_kept(
             piece, finish = text.push(delta(0, raw[start : start + size]))
             out += piece
     assert (out, finish) == (wanted, "stop")
+    assert text.num_tokens == len(wanted) + (0 if keeps_stop else len("END"))
 
 
 async def test_failures_are_held_until_something_good_comes(tokenizer: Any) -> None:
