@@ -332,11 +332,8 @@ class Dispatcher:
         if shard.recompute is not None:
             if is_over:
                 self._send_all(shard, abandon_prefill(shard.recompute.request))
-        elif is_over:
-            self._send_all(shard, shard.job.abandon(shard.name, None))
         else:
-            for row in sorted(rows):
-                self._send_all(shard, shard.job.abandon(shard.name, row))
+            self._send_all(shard, shard.job.abandon(shard.name, rows, is_all=is_over))
         if is_over:
             self._close(shard)
 
@@ -764,7 +761,8 @@ class Dispatcher:
         if update.position < had:
             return update.after(had)
         if update.finish is None:
-            self._send_all(shard, shard.job.abandon(shard.name, row))
+            is_all = shard.open == {row}
+            self._send_all(shard, shard.job.abandon(shard.name, (row,), is_all=is_all))
         reason = f"{had} of {update.position} tokens arrived"
         self._fail_row(shard, row, WorkerLost(shard.worker, reason))
         return None

@@ -4,7 +4,7 @@ All kinds of jobs have the same methods: only this module distinguishes them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final, NamedTuple, Protocol, Self
@@ -157,9 +157,15 @@ class Job(ABC):
         `holders` have KV of its prompt.
         """
 
-    def abandon(self, request: RequestId, branch: int | None) -> list[Command]:
-        """The commands that end `branch`, or all that are left, after its reader gave it up."""
-        return [Cancel(request, branch)]
+    def abandon(
+        self, request: RequestId, rows: Collection[int], *, is_all: bool
+    ) -> list[Command]:
+        """The commands that end `rows`, which their reader gave up; `is_all`: they are all that are left.
+
+        A row may end before its cancel arrives: the capsule that it left, whose id nobody has, is released.
+        """
+        cancels = [Cancel(request)] if is_all else [Cancel(request, row) for row in sorted(rows)]
+        return [*cancels, *(Release(capsule_id(request, row)) for row in sorted(rows))]
 
 
 class _PromptJob(Job):
@@ -292,7 +298,9 @@ class PrefillJob(_PromptJob):
             holders=(*self.holders, *holders)[:MAX_HOLDERS],
         )
 
-    def abandon(self, request: RequestId, branch: int | None) -> list[Command]:
+    def abandon(
+        self, request: RequestId, rows: Collection[int], *, is_all: bool
+    ) -> list[Command]:
         return abandon_prefill(request, self.rebuilt or self.makes)
 
 

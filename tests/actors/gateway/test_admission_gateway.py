@@ -269,8 +269,7 @@ async def test_a_client_that_leaves_as_it_is_sent_is_cancelled_at_the_worker(
         if len(w0.commands) > 2:
             request = RequestId("g0-r2")
             assert Cancel(request, None) in w0.commands
-            release = Release(capsule_id(request))
-            assert (release in w0.commands) == (kind == "prefill")
+            assert Release(capsule_id(request)) in w0.commands, "it may have been made before"
         w0.finish(running[1].request)
         await turns(2)
         s.check_empty()

@@ -464,6 +464,25 @@ def test_a_cancelled_branch_is_not_moved() -> None:
     assert asked.ends.keys() == {0}
 
 
+@pytest.mark.parametrize("cancelled", [None, 1])
+def test_a_branch_that_ends_before_its_cancel_arrives_leaves_no_capsule(
+    cancelled: int | None,
+) -> None:
+    """K28, part: nobody has its id. What was told before the cancel stays."""
+    f = fleet(1)
+    asked = ask(f, "a", n=3, limits=Limits(2, ignore_eos=True))
+    (worker,) = f.workers.values()
+    f.step(worker, lambda: 1)
+    f.deliver(worker)
+    f.step(worker, lambda: 1)
+    assert len(worker.capsules) == 3, "each branch has ended"
+    f.cancel(RequestId("a"), cancelled)
+    f.settle()
+    told = set(asked.capsules.values())
+    assert len(told) == (0 if cancelled is None else 2)
+    assert worker.capsules.keys() == told
+
+
 def test_a_request_that_is_cancelled_while_it_is_a_suspect_lets_the_next_one_go() -> None:
     f = fleet(2)
     asked = [ask(f, name, n=2) for name in "abcd"]
