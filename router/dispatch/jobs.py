@@ -157,9 +157,7 @@ class Job(ABC):
         `holders` have KV of its prompt.
         """
 
-    def abandon(
-        self, request: RequestId, rows: Collection[int], *, is_all: bool
-    ) -> list[Command]:
+    def abandon(self, request: RequestId, rows: Collection[int], *, is_all: bool) -> list[Command]:
         """The commands that end `rows`, which their reader gave up; `is_all`: they are all that are left.
 
         A row may end before its cancel arrives: the capsule that it left, whose id nobody has, is released.
@@ -298,9 +296,7 @@ class PrefillJob(_PromptJob):
             holders=(*self.holders, *holders)[:MAX_HOLDERS],
         )
 
-    def abandon(
-        self, request: RequestId, rows: Collection[int], *, is_all: bool
-    ) -> list[Command]:
+    def abandon(self, request: RequestId, rows: Collection[int], *, is_all: bool) -> list[Command]:
         return abandon_prefill(request, self.rebuilt or self.makes)
 
 
