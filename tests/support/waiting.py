@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 
 async def until(claim: Callable[[], bool], timeout_s: float = 10.0) -> None:
@@ -10,6 +10,13 @@ async def until(claim: Callable[[], bool], timeout_s: float = 10.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not claim():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
+
+
+async def until_asked(claim: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> None:
+    """As `until`, for a claim that has to be asked for."""
+    async with asyncio.timeout(timeout_s):
+        while not await claim():
+            await asyncio.sleep(0.01)
 
 
 def wait_until(claim: Callable[[], bool], *, timeout_s: float) -> float:

@@ -16,7 +16,7 @@ from support.live_api import served
 from support.live_fleet import LiveFleet, lose, running
 from support.plain_ids import SCOPES
 from support.tiny_fleet import post, tiny_api, tiny_fleet, two_gateways
-from support.waiting import until
+from support.waiting import until, until_asked
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -57,12 +57,11 @@ def times_add_up(graph: dict[str, Any]) -> None:
 async def nothing_left(client: httpx.AsyncClient, fleet: LiveFleet, num_kept: int = 0) -> None:
     """No branch runs, and no capsule is there but those that are to stay."""
     await until(lambda: not any(engine.branches for engine in fleet.engines.values()))
-    for _ in range(200):
-        num = (await client.get("/v1/capsules/count")).json()["count"]
-        if num == num_kept:
-            break
-        await asyncio.sleep(0.01)
-    assert num == num_kept
+
+    async def is_left() -> bool:
+        return bool((await client.get("/v1/capsules/count")).json()["count"] == num_kept)
+
+    await until_asked(is_left)
     kept = sum(engine.stats().capsules.kept for engine in fleet.engines.values())
     assert kept == num_kept
 
@@ -401,11 +400,11 @@ async def test_a_graph_draws_of_its_session_s_budget_at_any_gateway() -> None:
         own["budget"] = {"tokens": 20}
         found = await run(s.b, *nodes, mallee=own)
         assert {node["status"] for node in found["nodes"].values()} == {"done"}
-        for _ in range(200):  # what it did not spend comes back a moment later
-            if await tokens() == (12, 0):
-                break
-            await asyncio.sleep(0.01)
-        assert await tokens() == (12, 0)
+
+        async def is_back() -> bool:
+            return await tokens() == (12, 0)
+
+        await until_asked(is_back)  # what it did not spend comes a moment later
         long = (DOC, branch("a", max_tokens=200), branch("b", max_tokens=200))
         found = await run(s.b, *long, mallee={"session": "s"})
         assert {found["nodes"][name]["error"]["code"] for name in "ab"} == {"budget_spent"}
@@ -459,12 +458,14 @@ async def test_no_more_graphs_run_than_may() -> None:
             refused = await client.post("/v1/graphs", json={"nodes": [DOC]})
             assert refused.status_code == 503
             assert "1 graphs run at this gateway" in refused.text
-        for _ in range(200):  # its place is free once all that it held is
-            answer = await client.post("/v1/graphs", json={"nodes": [DOC]})
-            if answer.status_code != 503:
-                break
-            await asyncio.sleep(0.01)
-        first = answer.json()
+        answers: list[httpx.Response] = []
+
+        async def is_taken() -> bool:
+            answers.append(await client.post("/v1/graphs", json={"nodes": [DOC]}))
+            return answers[-1].status_code != 503
+
+        await until_asked(is_taken)  # its place is free once all that it held is
+        first = answers[-1].json()
         assert first["status"] == "done"
         assert (await client.get(f"/v1/graphs/{name}")).status_code == 404  # one is remembered
         assert (await client.get(f"/v1/graphs/{first['id']}")).json() == first

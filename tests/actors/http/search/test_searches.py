@@ -19,7 +19,7 @@ from mallee.search.results import SearchResult
 from mallee.search.scores import Verifier
 from mallee.testing.random_model import random_model
 from support.tiny_fleet import post, tiny_api
-from support.waiting import until
+from support.waiting import until, until_asked
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
 PROMPT = "Once upon a time there was a tree of many trunks"
@@ -112,6 +112,10 @@ async def test_a_search_that_is_left_ends_and_leaves_nothing() -> None:
         engine: Any = next(iter(fleet.engines.values()))
         policy = {**MCTS, "expansions": 2000, "depth": 50, "step_tokens": 20}
         asked = {"prompt": PROMPT, "policy": policy, "temperature": 1.0}
+
+        async def is_empty() -> bool:
+            return bool((await client.get("/v1/capsules/count")).json()["count"] == 0)
+
         for stream in (False, True):
             num = engine.stats().num_output_tokens
             running = asyncio.create_task(
@@ -122,12 +126,7 @@ async def test_a_search_that_is_left_ends_and_leaves_nothing() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await running
             await until(lambda: not engine.branches)
-            for _ in range(200):
-                left = (await client.get("/v1/capsules/count")).json()["count"]
-                if not left:
-                    break
-                await asyncio.sleep(0.02)
-            assert left == 0
+            await until_asked(is_empty)
 
 
 async def test_a_search_goes_on_from_a_capsule_of_its_own_scope() -> None:

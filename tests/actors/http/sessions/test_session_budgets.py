@@ -11,7 +11,7 @@ from mallee.protocol.ids import account_of
 from mallee.testing.random_model import random_model
 from support.live_api import served
 from support.tiny_fleet import post, tiny_api, tiny_fleet, two_gateways
-from support.waiting import until
+from support.waiting import until, until_asked
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
 LONG: dict[str, Any] = {"ignore_eos": True, "seed": 3, "temperature": 1.0, "max_tokens": 1500}
@@ -182,11 +182,11 @@ async def test_a_session_is_bounded_at_every_gateway_once_it_is_answered() -> No
             return await tokens_of(s.a, "s"), await tokens_of(s.b, "s")
 
         spent = 270 + sum(map(num, below))
-        for _ in range(200):  # what was taken ahead comes back a moment later
-            if await left() == ((spent, 0, 400 - spent),) * 2:
-                break
-            await asyncio.sleep(0.01)
-        assert await left() == ((spent, 0, 400 - spent),) * 2
+
+        async def is_back() -> bool:
+            return await left() == ((spent, 0, 400 - spent),) * 2
+
+        await until_asked(is_back)  # what was taken ahead comes a moment later
         many = await asyncio.gather(*(ask(c, "s", n=2) for c in (s.a, s.b, s.a, s.b)))
         going = [answer for answer in many if answer.status_code == 200]
         assert {code(answer) for answer in many if answer not in going} <= {(409, "budget_spent")}
