@@ -1,6 +1,5 @@
 """Graphs over HTTP, on engines that compute a tiny model: one token a character."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
