@@ -15,7 +15,7 @@ async def until(claim: Callable[[], bool], timeout_s: float = 10.0) -> None:
 async def until_asked(claim: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> None:
     """As `until`, for a claim that has to be asked for."""
     async with asyncio.timeout(timeout_s):
-        while not await claim():
+        while not await claim():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
