@@ -133,7 +133,7 @@ class JobMaker:
         self._chat = chat
         self._model_name = model_name
         self._limits = limits
-        self._urls = AllowedUrls(limits.callbacks)
+        self.urls = AllowedUrls(limits.callbacks)
         self._draw_seed = draw_seed
 
     def check_model(self, model: str | None) -> None:
@@ -325,7 +325,7 @@ class JobMaker:
         more = self._max_tokens("max_tokens", request.max_tokens) or 0
         boundary = _checked_at("at", request.at, capsule)
         self._check_fits(boundary, more or 1)
-        conditions = read_conditions(request.mallee.stop_when, 1, self._urls)
+        conditions = read_conditions(request.mallee.stop_when, 1, self.urls)
         if conditions is not None and conditions.below is not None:
             remedy = "how a restored branch draws is its capsule's; leave it out, or fork"
             raise InvalidParameter("mallee.stop_when.logprob", {"below": conditions.below}, remedy)
@@ -451,7 +451,7 @@ class JobMaker:
             diagnoses=request.mallee.diagnostics,
             starts=starts,
             budget=read_budget(request.mallee.budget),
-            conditions=read_conditions(request.mallee.stop_when, len(jobs) * branches, self._urls),
+            conditions=read_conditions(request.mallee.stop_when, len(jobs) * branches, self.urls),
         )
 
     def _branch_limits(

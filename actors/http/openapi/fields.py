@@ -99,10 +99,11 @@ FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
         **_OBJECT,
     },
     "score": {
-        "description": "By log-probability, or a verifier that asks the model.",
+        "description": "By log-probability, a verifier that asks the model, or a service by its URL.",
         "anyOf": [
             {"enum": ["mean_logprob", "sum_logprob"]},
             {**_OBJECT, "required": ["prompt", "answers"]},
+            {**_OBJECT, "required": ["url"]},
         ],
     },
     "ends": {"description": "A step with one of these texts ends an answer.", "maxItems": 16},

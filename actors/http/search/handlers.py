@@ -19,7 +19,7 @@ from mallee.actors.http.search.running import Run
 from mallee.actors.http.serve import Server, json_response
 from mallee.actors.http.sse import DONE, EventStream, event, unless_gone
 from mallee.protocol.errors import MalleeError, UnknownCapsule
-from mallee.protocol.ids import CapsuleId, Scope
+from mallee.protocol.ids import CapsuleId, RequestId, Scope
 from mallee.search.results import node_result
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class SearchHandlers:
         )
         if plan.capsule is not None:
             await self._server.service.capsule(CapsuleId(plan.capsule), asked.scope)
-        run, is_streamed = Run(request, plan), False
+        run, is_streamed = self._run(request, plan, asked.scope), False
 
         async def release() -> None:
             await self._release(request, run, asked.scope, is_own=plan.capsule is None)
@@ -65,6 +65,10 @@ class SearchHandlers:
             if not is_streamed:
                 await release()
         return EventStream(self._events(run, plan), release, {})
+
+    def _run(self, request: Request, plan: SearchPlan, scope: Scope) -> Run:
+        name, callbacks = RequestId(self._server.new_id()), self._server.callbacks
+        return Run(request, plan, name=name, callbacks=callbacks, scope=scope)
 
     async def _whole(self, run: Run, plan: SearchPlan) -> Response:
         async with aclosing(run.nodes()) as nodes:

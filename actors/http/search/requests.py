@@ -5,6 +5,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from mallee.actors.http.callbacks.callbacks import AllowedUrls
 from mallee.actors.http.jobs import JobMaker
 from mallee.actors.http.schemas import AnyRequest, ForkRequest
 from mallee.protocol.errors import BadRequest, InvalidParameter
@@ -40,8 +41,8 @@ _OF_ALL: Final = (
 class SearchRequest(AnyRequest, frozen=True, kw_only=True):
     """`POST /v1/search`: where it begins (`prompt`, `messages` or `capsule`), its policy and its steps.
 
-    `score`: "mean_logprob", "sum_logprob", or a verifier: `prompt`, `answers`, `read`, `max_tokens`. A step
-    with one of the texts `ends` ends an answer.
+    `score`: "mean_logprob", "sum_logprob", a verifier of the same model (`prompt`, `answers`, `read`,
+    `max_tokens`), or one of the client's (`url`). A step with one of the texts `ends` ends an answer.
     """
 
     prompt: Any = None
@@ -66,12 +67,18 @@ class SearchRequest(AnyRequest, frozen=True, kw_only=True):
     stream: bool = False
 
 
+class UrlScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Values by a service of the client's, of those that the operator allows."""
+
+    url: str
+
+
 class SearchPlan(NamedTuple):
     """A search that may run. The mappings are fields of the requests that it makes."""
 
     policy: Policy
     scoring: Scoring
-    verifier: Verifier | None
+    verifier: Verifier | UrlScore | None  # if values come from outside
     seed: int
     budget: SearchBudget
     ends: Ends
@@ -96,7 +103,7 @@ def read_search(
     if request.mallee.session_final:
         raise InvalidParameter("mallee.session_final", True, "close the session after the search")
     _, policy = read_policy(request.policy, kinds)
-    scoring, verifier = _scoring(request.score)
+    scoring, verifier = _scoring(request.score, maker.urls)
     ends = _ends(request)
     steps = {name: getattr(request, name) for name in _OF_STEPS}
     maker.check_fork(msgspec.convert({**steps, "model": request.model, "n": 1}, ForkRequest))
@@ -138,18 +145,24 @@ def _budget(request: SearchRequest) -> SearchBudget:
     return msgspec.structs.replace(budget, nodes=nodes)
 
 
-def _scoring(score: Any) -> tuple[Scoring, Verifier | None]:
+def _scoring(score: Any, urls: AllowedUrls) -> tuple[Scoring, Verifier | UrlScore | None]:
     if score == "mean_logprob":
         return "mean_logprob", None
     if score == "sum_logprob":
         return "sum_logprob", None
     if not isinstance(score, dict):
-        remedy = "give mean_logprob, sum_logprob, or a verifier: an object with prompt and answers"
+        remedy = (
+            "give mean_logprob, sum_logprob, an object with prompt and answers, or one with a url"
+        )
         raise InvalidParameter("score", score, remedy)
+    kind: type[Verifier | UrlScore] = UrlScore if "url" in score else Verifier
     try:
-        return "outside", msgspec.convert(score, Verifier, strict=True)
+        found = msgspec.convert(score, kind, strict=True)
     except msgspec.ValidationError as error:
         raise InvalidParameter("score", score, str(error)) from error
+    if isinstance(found, UrlScore):
+        urls.check("score.url", found.url)
+    return "outside", found
 
 
 def _ends(request: SearchRequest) -> Ends:

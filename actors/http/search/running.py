@@ -8,10 +8,13 @@ from urllib.parse import quote
 import msgspec
 from starlette.requests import Request
 
+from mallee.actors.http.branches.scoring import Question, TextSoFar, Verdict
+from mallee.actors.http.callbacks.callbacks import Callbacks
 from mallee.actors.http.errors import from_answer
 from mallee.actors.http.live.inner import answer_of
-from mallee.actors.http.search.requests import SearchPlan
+from mallee.actors.http.search.requests import SearchPlan, UrlScore
 from mallee.protocol.errors import ContextLengthExceeded
+from mallee.protocol.ids import RequestId, Scope
 from mallee.search.drawn import Drawn, proposal_of
 from mallee.search.driver import Expand, Score, Search
 from mallee.search.results import SearchResult
@@ -63,12 +66,23 @@ class Spent(NamedTuple):
 class Run:
     """One search of one request. `nodes` gives those that join the tree; then there is a `result`.
 
-    `capsules` are those that its branches have left.
+    `capsules` are those that its branches have left. `name` groups its questions to a service by URL.
     """
 
-    def __init__(self, request: Request, plan: SearchPlan) -> None:
+    def __init__(
+        self,
+        request: Request,
+        plan: SearchPlan,
+        *,
+        name: RequestId,
+        callbacks: Callbacks,
+        scope: Scope,
+    ) -> None:
         self._request = request
         self._plan = plan
+        self._name = name
+        self._callbacks = callbacks
+        self._scope = scope
         self._search: Search | None = None
         self._room = asyncio.Semaphore(AT_ONCE)
         self._prefilled = self._drawn = self._requests = 0
@@ -150,8 +164,24 @@ class Run:
     async def _value(self, work: Score) -> list[float | None]:
         verifier = self._plan.verifier
         assert verifier is not None, "log-probabilities are counted by the search"
+        if isinstance(verifier, UrlScore):
+            return await self._called(verifier.url, work)
         asking = (self._verified(verifier, each) for each in work.proposals)
         return list(await asyncio.gather(*asking))
+
+    async def _called(self, url: str, work: Score) -> list[float | None]:
+        """The values of texts by a service of the client's. Raises CallbackFailed."""
+        assert self._search is not None, "it has begun"
+        tree = self._search.tree
+        before = sum(each.proposal.num_tokens for each in tree.path(tree.nodes[work.node])[1:])
+        texts = [
+            TextSoFar(index, text, "", before + proposal.num_tokens)
+            for index, (text, proposal) in enumerate(zip(work.texts, work.proposals, strict=True))
+        ]
+        question = Question(self._name, texts)
+        async with self._callbacks.turn(self._scope) as turn:
+            verdict = await turn.ask(url, question, Verdict, question.flaw)
+        return verdict.scores
 
     async def _verified(self, verifier: Verifier, proposal: Proposal) -> float | None:
         """The value of a text, by a question to the model: greedy, the same everywhere."""

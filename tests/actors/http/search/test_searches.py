@@ -5,6 +5,7 @@ import json
 from importlib.metadata import EntryPoint
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -18,7 +19,10 @@ from mallee.search.policies.sampling import BestOfN
 from mallee.search.results import SearchResult
 from mallee.search.scores import Verifier
 from mallee.testing.random_model import random_model
-from support.tiny_fleet import post, tiny_api
+from support.live_api import served
+from support.live_fleet import lose
+from support.tiny_fleet import post, tiny_api, tiny_fleet
+from support.verifiers import Raw, verifying
 from support.waiting import until, until_asked
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
@@ -87,6 +91,79 @@ async def test_gateway_and_client_draw_the_same_tree(score: Any) -> None:
                 here = await sdk.search(policy, PROMPT, score=score, seed=3, ends=["q"], **steps)
                 assert same(tree(body), tree(msgspec.to_builtins(here)))
                 assert body["text"] == here.text
+
+
+def vowels(text: str) -> float:
+    return sum(map(text.count, "aeiou")) / len(text)
+
+
+async def test_a_service_values_texts_beside_decoding() -> None:
+    """D12, part: the same tree as where the client's function does; its failure ends the search."""
+    with verifying() as verifier:
+        async with (
+            tiny_fleet(MODEL, 1, num_blocks=4096) as fleet,
+            served(fleet.gateways[0], callbacks=(verifier.url,)) as (url, _),
+            httpx.AsyncClient(base_url=url, timeout=30) as client,
+        ):
+            policy = Mcts(expansions=6, width=3, depth=4, step_tokens=5, in_flight=2)
+            asked: dict[str, Any] = {
+                **{"prompt": PROMPT, "policy": msgspec.to_builtins(policy), "seed": 3},
+                "score": {"url": verifier.url},
+            }
+            verifier.score = lambda branch: vowels(branch["text"])
+            found = await post(client, "/v1/search", **asked)
+            async with AsyncMallee(url) as sdk:
+                here = await sdk.search(policy, PROMPT, score=vowels, seed=3)
+            assert same(tree(found), tree(msgspec.to_builtins(here)))
+            (name,) = {question["request"] for question in verifier.questions}
+            assert name
+            branches = [each for question in verifier.questions for each in question["branches"]]
+            nodes = found["nodes"]
+            whole = [
+                sum(nodes[i]["tokens"] for i in path_to(nodes, node["number"])) for node in nodes
+            ]
+            valued = {number for number, node in enumerate(nodes) if node["score"] is not None}
+            assert sorted(each["tokens"] for each in branches) == sorted(whole[n] for n in valued)
+            verifier.reply = lambda question: Raw(500)
+            answer = await client.post("/v1/search", json=asked)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "callback_failed")
+            other = {**asked, "score": {"url": "http://127.0.0.1:9/else"}}
+            refused = await client.post("/v1/search", json=other)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "score.url"
+            assert (await client.get("/v1/capsules/count")).json()["count"] > 0
+            pinned = await client.get("/v1/capsules/count", params={"pinned": True})
+            assert pinned.json()["count"] == 0
+
+
+def path_to(nodes: list[dict[str, Any]], number: int) -> list[int]:
+    found = [number]
+    while (parent := nodes[found[-1]]["parent"]) is not None:
+        found.append(parent)
+    return found
+
+
+async def test_a_worker_that_dies_in_the_middle_changes_no_tree() -> None:
+    """X4, part: the capsules of its nodes are computed again elsewhere."""
+    body = {"prompt": PROMPT, "policy": {**MCTS, "in_flight": 2}, "seed": 5, "temperature": 0.9}
+    async with (
+        tiny_fleet(MODEL, 2, num_blocks=2048) as fleet,
+        served(fleet.gateways[0]) as (url, _),
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+        calm = await post(client, "/v1/search", **body)
+        drawn = sum(engine.stats().num_output_tokens for engine in fleet.engines.values())
+        running = asyncio.create_task(post(client, "/v1/search", **body))
+
+        def is_in_the_middle() -> bool:
+            now = sum(engine.stats().num_output_tokens for engine in fleet.engines.values())
+            return now > drawn + calm["tokens"] // 2
+
+        await until(is_in_the_middle)
+        busy = max(fleet.engines, key=lambda name: fleet.engines[name].stats().num_output_tokens)
+        await lose(fleet, busy)
+        assert same(tree(await running), tree(calm))
+        await until(lambda: not any(engine.branches for engine in fleet.engines.values()))
 
 
 async def test_a_search_streams_its_nodes_as_they_join() -> None:
@@ -159,6 +236,8 @@ async def test_a_search_goes_on_from_a_capsule_of_its_own_scope() -> None:
             {"prompt": "a", "policy": MCTS, "score": {"prompt": "", "answers": {"y": 1}}},
             "score.prompt",
         ),
+        ({"prompt": "a", "policy": MCTS, "score": {"url": "http://x"}}, "score.url"),
+        ({"prompt": "a", "policy": MCTS, "score": {"url": 1}}, "score"),
         ({"prompt": "a", "policy": MCTS, "temperature": 3}, "temperature"),
         ({"prompt": "a", "policy": MCTS, "stop": ["x"] * 17}, "stop"),
         ({"prompt": "a", "policy": MCTS, "ends": [""]}, "ends"),
