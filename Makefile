@@ -100,9 +100,9 @@ $(CLIENTS)/.ready: pyproject.toml tests/actors/http/clients/constraints.txt | se
 		> $$($(CLIENTS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/below.pth
 	touch $@
 
-# Warnings are those of the packages' own code.
+# Warnings are those of the packages' own code. The broker's program is in the environment below.
 clients: $(CLIENTS)/.ready
-	AIPERF=$(CURDIR)/$(CLIENTS)/aiperf/bin/aiperf $(CLIENTS)/bin/python -m pytest -rs -o filterwarnings=default tests/actors/http/clients
+	PATH="$(CURDIR)/$(BIN):$$PATH" AIPERF=$(CURDIR)/$(CLIENTS)/aiperf/bin/aiperf $(CLIENTS)/bin/python -m pytest -rs -o filterwarnings=default tests/actors/http/clients
 
 # So many calls of the API's document against a mocked fleet, none of which may be a 5xx.
 CALLS ?= 20000

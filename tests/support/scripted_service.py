@@ -38,7 +38,7 @@ class ScriptedService:
                 self.send_response(status)
                 self.send_header("content-length", str(len(raw)))
                 self.end_headers()
-                with suppress(BrokenPipeError):  # the client has given up
+                with suppress(BrokenPipeError, ConnectionResetError):  # the client has given up
                     self.wfile.write(raw)
 
             do_POST = do_DELETE = do_GET

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from msgspec.structs import replace
@@ -23,6 +23,7 @@ MAX_DECISIONS: Final = 64
 OPERATORS: Final = "this needs an operator's key, as MALLEE_API_KEY; your own sessions need none"
 PAGE: Final = f"the first {MAX_SESSIONS} by name"
 ACTION_TIMEOUT_S: Final = 45.0  # the server itself gives a close 30 s
+CLOSE_S: Final = 0.2
 _NO_PARAMS: Final[Mapping[str, str]] = {}
 
 T = TypeVar("T")
@@ -71,11 +72,18 @@ class LiveService:
         )
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=timeout_s)
+        self._asked: set[asyncio.Task[Any]] = set()
         self._trees: dict[str, SessionTree] = {}
         self._looked: dict[str, int] = {}  # the number of the look in which a tree was asked for
         self._num_looks = 0
 
     async def close(self) -> None:
+        """Give up what is asked. A moment goes by first, for connections that are just coming up."""
+        if left := list(self._asked):
+            await asyncio.wait(left, timeout=CLOSE_S)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
         await self._client.close()
         await self._http.aclose()
 
@@ -176,13 +184,25 @@ class LiveService:
             read_answer(answer.status_code, answer.content, self.url, answer.headers)
         return answer.content
 
-    async def _within(self, answer: Awaitable[T]) -> T:
-        """Raises ConnectionFailed after the limit."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await answer
-        except TimeoutError as error:
-            raise ConnectionFailed(self.url, f"nothing within {self._timeout_s:g} s") from error
+    async def _within(self, answer: Coroutine[Any, Any, T]) -> T:
+        """Raises ConnectionFailed after the limit.
+
+        If the caller is cancelled the request goes on, until `close`: one that is cancelled as its connection
+        comes up would leave that open.
+        """
+        task = asyncio.create_task(answer)
+        self._asked.add(task)
+        task.add_done_callback(self._settle)
+        done, _ = await asyncio.wait((task,), timeout=self._timeout_s)
+        if not done:
+            task.cancel()
+            raise ConnectionFailed(self.url, f"nothing within {self._timeout_s:g} s")
+        return task.result()
+
+    def _settle(self, task: asyncio.Task[Any]) -> None:
+        self._asked.discard(task)
+        if not task.cancelled():
+            task.exception()  # perhaps nobody waits for it any more
 
 
 async def _told(asked: Awaitable[T]) -> Told[T]:
