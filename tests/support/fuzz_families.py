@@ -1,6 +1,6 @@
 """Unsound bodies, so many for each family of endpoints; no answer may be one that the document lacks.
 
-python -m support.fuzz_families CALLS
+python -m support.fuzz_families CALLS [FAMILY ...]
 """
 
 import json
@@ -43,9 +43,11 @@ def fuzz(api: FuzzedApi, operations: list[Operation], num_calls: int) -> None:
 
 
 def main() -> None:
-    num_calls = int(sys.argv[1])
+    num_calls, wanted = int(sys.argv[1]), sys.argv[2:]
     counts: dict[str, dict[int, int]] = {}
-    for name, operations in families().items():
+    known = families()
+    for name in wanted or known:
+        operations = known[name]
         with tempfile.TemporaryDirectory() as folder, fuzzed_api(Path(folder)) as api:
             fuzz(api, operations, num_calls)
             counts[name] = dict(sorted(api.counts.items()))
