@@ -466,7 +466,7 @@ OPERATIONS: Final = (
         *("PUT", _SESSION, "sessions.put", "Give it a budget; it may be new"),
         *(bodies.BoundSession, SessionRequest),
         {"budget": {"tokens": 2000, "branches": 50}},
-        refusals=(409,),
+        refusals=(404, 409),  # 404: a line break in its name
     ),
     Operation(
         *("DELETE", _SESSION, "sessions.close", "End it: release its capsules, end its requests"),
