@@ -9,6 +9,7 @@ import pytest
 from mallee.actors.addresses import free_port
 from mallee.actors.mock.stack import MockStack
 from support.mock_scene import make_folder, mock_config
+from support.waiting import until_asked
 
 PROMPT = "many trunks from one root, which sprout again after fire " * 4
 
@@ -30,7 +31,11 @@ async def test_a_new_version_serves_and_old_capsules_are_stale(tmp_path: Path) -
 
         before = await complete()
         assert before["weight_version"] == {"start": "base", "end": "base"}
-        assert (await complete())["cached_tokens"] > 0
+
+        async def is_matched() -> bool:
+            return bool((await complete())["cached_tokens"] > 0)
+
+        await until_asked(is_matched)  # news of its blocks take a moment to the router
         capsule = (await client.post("/v1/capsules", json={"prompt": PROMPT})).json()["id"]
         asked = {"version": "step-100", "wait_s": 20}
         changed = await client.post("/v1/models/weights", json=asked)
