@@ -61,6 +61,17 @@ class Policy(Protocol):
         ...
 
 
+class Stepwise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A base of policies for which equal siblings are one, and every step is valued."""
+
+    @property
+    def merges(self) -> bool:
+        return True
+
+    def score(self, proposal: Proposal) -> bool:
+        return True
+
+
 class SearchBudget(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):

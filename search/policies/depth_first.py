@@ -1,9 +1,8 @@
 """Tree of thoughts, depth first."""
 
-import msgspec
-
 from mallee.search.policy import (
     Expansion,
+    Stepwise,
     best,
     check_finite,
     check_steps,
@@ -11,12 +10,10 @@ from mallee.search.policy import (
     is_worth,
     rank,
 )
-from mallee.search.tree import Node, Proposal, Tree
+from mallee.search.tree import Node, Tree
 
 
-class DepthFirst(
-    msgspec.Struct, frozen=True, kw_only=True, tag="tot_dfs", forbid_unknown_fields=True
-):
+class DepthFirst(Stepwise, frozen=True, kw_only=True, tag="tot_dfs"):
     """The best thought first, down to an answer; then back to the next best one that is left.
 
     Thoughts worth less than `prune_below` are left out with all that would follow them. Ends once an
@@ -34,10 +31,6 @@ class DepthFirst(
         check_finite("policy.prune_below", self.prune_below)
         check_finite("policy.stop_at", self.stop_at)
 
-    @property
-    def merges(self) -> bool:
-        return True
-
     def propose(self, tree: Tree) -> list[Expansion]:
         if tree.num_expanding:
             return []
@@ -50,9 +43,6 @@ class DepthFirst(
                 return [Expansion(node, self.branch, self.step_tokens)]
             ahead += sorted(tree.children(node), key=rank, reverse=True)
         return []
-
-    def score(self, proposal: Proposal) -> bool:
-        return True
 
     def select(self, tree: Tree) -> Node:
         return best(tree)

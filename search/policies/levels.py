@@ -1,9 +1,8 @@
 """Searches level by level: beams, tree of thoughts breadth first, diverse verifier trees."""
 
-import msgspec
-
 from mallee.search.policy import (
     Expansion,
+    Stepwise,
     best,
     check_finite,
     check_steps,
@@ -11,10 +10,10 @@ from mallee.search.policy import (
     is_worth,
     rank,
 )
-from mallee.search.tree import Node, Proposal, Tree
+from mallee.search.tree import Node, Tree
 
 
-class Beam(msgspec.Struct, frozen=True, kw_only=True, tag="beam", forbid_unknown_fields=True):
+class Beam(Stepwise, frozen=True, kw_only=True, tag="beam"):
     """The `width` best texts go on, each `branch` ways a level; whole answers keep their place among them.
 
     Ends when all of the beam are whole, or at `depth`.
@@ -29,18 +28,11 @@ class Beam(msgspec.Struct, frozen=True, kw_only=True, tag="beam", forbid_unknown
         check_steps(self.width, self.depth, self.step_tokens, name="width")
         check_steps(self.branch, self.depth, self.step_tokens, name="branch")
 
-    @property
-    def merges(self) -> bool:
-        return True
-
     def propose(self, tree: Tree) -> list[Expansion]:
         if tree.num_expanding:
             return []
         open_ones = [node for node in self.beam(tree) if node.may_expand]
         return [Expansion(node, self.branch, self.step_tokens) for node in open_ones]
-
-    def score(self, proposal: Proposal) -> bool:
-        return True
 
     def select(self, tree: Tree) -> Node:
         """The best of the last beam."""
@@ -64,9 +56,7 @@ class Beam(msgspec.Struct, frozen=True, kw_only=True, tag="beam", forbid_unknown
             kept = sorted(found, key=rank)[: self.width]
 
 
-class BreadthFirst(
-    msgspec.Struct, frozen=True, kw_only=True, tag="tot_bfs", forbid_unknown_fields=True
-):
+class BreadthFirst(Stepwise, frozen=True, kw_only=True, tag="tot_bfs"):
     """Tree of thoughts, breadth first: of each level the `width` best thoughts are expanded `branch` ways.
 
     Thoughts worth less than `prune_below` never are. Ends once an answer is worth `stop_at`.
@@ -86,10 +76,6 @@ class BreadthFirst(
         check_finite("policy.prune_below", self.prune_below)
         check_finite("policy.stop_at", self.stop_at)
 
-    @property
-    def merges(self) -> bool:
-        return True
-
     def propose(self, tree: Tree) -> list[Expansion]:
         if tree.num_expanding:
             return []
@@ -101,9 +87,6 @@ class BreadthFirst(
         kept = sorted(going, key=rank)[: self.width]
         return [Expansion(node, self.branch, self.step_tokens) for node in kept]
 
-    def score(self, proposal: Proposal) -> bool:
-        return True
-
     def select(self, tree: Tree) -> Node:
         return best(tree)
 
@@ -111,9 +94,7 @@ class BreadthFirst(
         return is_found(tree, self.stop_at)
 
 
-class DiverseTrees(
-    msgspec.Struct, frozen=True, kw_only=True, tag="dvts", forbid_unknown_fields=True
-):
+class DiverseTrees(Stepwise, frozen=True, kw_only=True, tag="dvts"):
     """Diverse verifier tree search: `trees` beginnings, in each of which the best of `branch` steps goes on.
 
     The trees don't wait for each other, and none takes another's place. Ends once an answer is worth
@@ -131,18 +112,11 @@ class DiverseTrees(
         check_steps(self.branch, self.depth, self.step_tokens, name="branch")
         check_finite("policy.stop_at", self.stop_at)
 
-    @property
-    def merges(self) -> bool:
-        return True
-
     def propose(self, tree: Tree) -> list[Expansion]:
         if tree.root.may_expand:
             return [Expansion(tree.root, self.trees, self.step_tokens)]
         ends = (self._end(tree, beginning) for beginning in tree.children(tree.root))
         return [Expansion(node, self.branch, self.step_tokens) for node in ends if node.may_expand]
-
-    def score(self, proposal: Proposal) -> bool:
-        return True
 
     def select(self, tree: Tree) -> Node:
         """The best of the ends of all trees."""

@@ -8,23 +8,22 @@ would not change, so finished subtrees are left out of further visits instead of
 import math
 from typing import Literal, TypeAlias
 
-import msgspec
-
 from mallee.search.policy import (
     MAX_EXPANSIONS,
     Expansion,
+    Stepwise,
     best,
     check_finite,
     check_steps,
     is_found,
     within,
 )
-from mallee.search.tree import Node, Proposal, Tree
+from mallee.search.tree import Node, Tree
 
 Selector: TypeAlias = Literal["uct", "puct", "greedy"]
 
 
-class Mcts(msgspec.Struct, frozen=True, kw_only=True, tag="mcts", forbid_unknown_fields=True):
+class Mcts(Stepwise, frozen=True, kw_only=True, tag="mcts"):
     """`expansions` of `width` continuations each, where the selector leads to.
 
     `uct`: mean + c sqrt(ln N / n), N visits of the parent, n of the child. `puct`: mean + c p sqrt(N) /
@@ -53,10 +52,6 @@ class Mcts(msgspec.Struct, frozen=True, kw_only=True, tag="mcts", forbid_unknown
         within("policy.in_flight", self.in_flight, 1, 64)
         check_finite("policy.stop_at", self.stop_at)
 
-    @property
-    def merges(self) -> bool:
-        return True
-
     def propose(self, tree: Tree) -> list[Expansion]:
         """One at a time: the next descent sees those that are being drawn."""
         is_full = tree.num_expanding >= self.in_flight
@@ -64,9 +59,6 @@ class Mcts(msgspec.Struct, frozen=True, kw_only=True, tag="mcts", forbid_unknown
             return []
         node = self._descend(tree)
         return [] if node is None else [Expansion(node, self.width, self.step_tokens)]
-
-    def score(self, proposal: Proposal) -> bool:
-        return True
 
     def select(self, tree: Tree) -> Node:
         if self.answer == "value" and tree.answers:
