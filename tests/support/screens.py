@@ -1,10 +1,12 @@
-"""The text that a textual app shows."""
+"""The text that a textual app shows, and the wait for it."""
 
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from typing import Any
 
 from textual.app import App
+from textual.pilot import Pilot
 
 _CELL = 12.2  # rich's width of a character in its pictures
 
@@ -25,3 +27,18 @@ def _joined(parts: dict[int, str]) -> str:
     for at in sorted(parts):
         found = found.ljust(at) + parts[at]
     return found.rstrip()
+
+
+async def shown(app: App[Any], pilot: Pilot[None], claim: Callable[[list[str]], bool]) -> list[str]:
+    """The screen's lines, once `claim` holds of them."""
+    lines: list[str] = []
+    for _ in range(200):
+        await pilot.pause(0.05)
+        lines = screen_text(app)
+        if claim(lines):
+            return lines
+    raise AssertionError("\n".join(lines))
+
+
+def has(*words: str) -> Callable[[list[str]], bool]:
+    return lambda lines: all(any(word in line for line in lines) for word in words)

@@ -8,12 +8,10 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from textual.pilot import Pilot
 
 from mallee.actors.access.keys import new_key
 from mallee.actors.addresses import free_port
@@ -23,24 +21,9 @@ from mallee.cli.remote.screen.asking import LiveService
 from mallee.cli.remote.screen.sessions import short
 from mallee.client import AsyncMallee, Mallee
 from support.mock_scene import make_folder, mock_config
-from support.screens import screen_text
+from support.screens import has, shown
 
 pytestmark = pytest.mark.nats
-
-
-async def shown(app: Top, pilot: Pilot[None], claim: Callable[[list[str]], bool]) -> list[str]:
-    """The screen's lines, once `claim` holds of them."""
-    lines: list[str] = []
-    for _ in range(200):
-        await pilot.pause(0.05)
-        lines = screen_text(app)
-        if claim(lines):
-            return lines
-    raise AssertionError("\n".join(lines))
-
-
-def has(*words: str) -> Callable[[list[str]], bool]:
-    return lambda lines: all(any(word in line for line in lines) for word in words)
 
 
 async def test_a_fork_grows_on_the_screen_and_is_pruned_from_it(url: str, client: Mallee) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from textual.pilot import Pilot
 
 from mallee.cli.remote.screen.app import Top
 from mallee.cli.remote.screen.asking import LiveService
-from support.screens import screen_text
+from support.screens import has, shown
 from support.scripted_service import Answer, ScriptedService, error
 
 REQUEST = "req_561337a4bdf3028b7bc6fb1dd9fe41570f5e8b57"
@@ -102,21 +102,6 @@ async def opened(
         app = Top(asking, interval_s=0.2)
         async with app.run_test(size=(96, height), notifications=True) as pilot:
             yield app, pilot, service
-
-
-async def shown(app: Top, pilot: Pilot[None], claim: Callable[[list[str]], bool]) -> list[str]:
-    """The screen's lines, once `claim` holds of them."""
-    lines: list[str] = []
-    for _ in range(200):
-        await pilot.pause(0.05)
-        lines = screen_text(app)
-        if claim(lines):
-            return lines
-    raise AssertionError("\n".join(lines))
-
-
-def has(*words: str) -> Callable[[list[str]], bool]:
-    return lambda lines: all(any(word in line for line in lines) for word in words)
 
 
 def body(lines: list[str]) -> list[str]:
