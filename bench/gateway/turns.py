@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,13 +205,10 @@ def measured(
                 block_hashes(prompt(plan), BLOCK_SIZE)
 
             turns.append(cpu_ms(turn))
-            floors.append(cpu_ms(lambda raw=raw: msgspec.json.decode(raw)))  # type: ignore[misc]
+            floors.append(cpu_ms(partial(msgspec.json.decode, raw)))
         raw, tokens = history.raw(), length()
         unused = [load() for _ in range(3)]
-        first = statistics.median(
-            cpu_ms(lambda each=each: each.plan(api, raw))  # type: ignore[misc]
-            for each in unused
-        )
+        first = statistics.median(cpu_ms(partial(each.plan, api, raw)) for each in unused)
     return {
         "tokens": tokens,
         "messages": len(history.items),
