@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import nats.errors
-from nats.aio.client import Client, Srv
+from nats.aio.client import PING_PROTO, Client, Srv
 from nats.aio.msg import Msg
 from nats.aio.transport import TcpTransport
 
@@ -31,10 +31,11 @@ class NoTls(nats.errors.Error):
 
 
 class BusClient(Client):
-    """nats-py's client, but that it leaves a silent broker at once, and keeps to TLS.
+    """nats-py's client, but that it leaves a silent broker at once, keeps to TLS, and flushes in order.
 
     It never speaks in the clear to a URL with `tls://`: nats-py asks the broker whether it wants TLS, and
-    without sends the password as it is.
+    without sends the password as it is. Once `flush` returns, the broker has all that was sent before:
+    nats-py's ping overtakes subscriptions and messages that wait in its buffer.
     """
 
     async def _attempt_reconnect(self) -> None:
@@ -44,6 +45,11 @@ class BusClient(Client):
     async def _connect_to_server(self, s: Srv) -> None:
         self._abort()
         await super()._connect_to_server(s)
+
+    async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
+        self._pongs.append(future or asyncio.get_running_loop().create_future())
+        await self._send_command(PING_PROTO)
+        await self._flush_pending()
 
     def _abort(self) -> None:
         """End the last connection: nats-py waits until all is sent there, or forgets it while it is open."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 import pytest
-from nats.aio.client import Client
 from typer.testing import CliRunner
 
 from mallee.actors.addresses import free_port
@@ -19,7 +18,7 @@ from mallee.actors.bus import broker as broker_module
 from mallee.actors.bus.access import BrokerAccess, operators_broker
 from mallee.actors.bus.broker import Broker, check_broker, check_operators_broker, find_binary
 from mallee.actors.bus.children import end
-from mallee.actors.bus.nats import NatsBus
+from mallee.actors.bus.nats import BusClient, NatsBus
 from mallee.actors.config import AppConfig
 from mallee.cli.main import cli
 from mallee.protocol.errors import ConfigError
@@ -63,7 +62,7 @@ class Account:
 
     def __init__(self, access: BrokerAccess) -> None:
         self._access = access
-        self._client = Client()
+        self._client = BusClient()
         self.heard: list[str] = []
         self.refusals: list[str] = []
 

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 import pytest
+from nats.aio.transport import TcpTransport
 
 import mallee.actors.bus.nats
 from bench.soak.proxy import Proxy
@@ -15,7 +16,7 @@ from mallee.actors.bus.access import BrokerAccess
 from mallee.actors.bus.broker import find_binary
 from mallee.actors.bus.bus import Bus
 from mallee.actors.bus.children import end
-from mallee.actors.bus.nats import NatsBus, SendQueue
+from mallee.actors.bus.nats import BusClient, NatsBus, SendQueue
 from mallee.testing.bus import LocalBus, LocalHub
 from support.brokers import OpenBroker
 from support.waiting import until
@@ -265,6 +266,27 @@ async def test_what_is_published_just_before_close_arrives(place: Place) -> None
             one.publish("a.b", b"%d" % i)
         await one.close()
         await until(lambda: len(heard) == 50)
+
+
+@pytest.mark.nats
+async def test_a_flush_sends_what_was_said_before_first() -> None:
+    broker = OpenBroker()
+    await broker.start()
+    client, sent = BusClient(), list[bytes]()
+    try:
+        await client.connect(**broker.open_access.options())
+        transport = client._transport
+        assert isinstance(transport, TcpTransport)
+        write, write_all = transport.write, transport.writelines
+        transport.write = lambda raw: (sent.append(raw), write(raw))[1]
+        transport.writelines = lambda raws: (sent.extend(raws), write_all(raws))[1]
+        await client.subscribe("a.b")
+        await client.publish("a.c", b"text")
+        await client.flush()
+    finally:
+        await client.close()
+        await broker.stop()
+    assert [raw.split()[0] for raw in sent] == [b"SUB", b"PUB", b"PING"]
 
 
 @pytest.mark.nats
