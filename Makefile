@@ -23,7 +23,7 @@ COMPILE := from mallee.router.router import Router; from mallee.router.config im
 export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo test check lint format types kernels prometheus flashinfer bench docs setup clean
+.PHONY: demo test check lint format types kernels prometheus flashinfer browser bench docs setup clean
 .PHONY: clients fuzz schemathesis image image-check image-packages constraints licences sbom
 
 setup: $(VENV)/.ready
@@ -71,6 +71,13 @@ prometheus: setup
 		&& dpkg -x prometheus_*.deb . && rm -rf lists cache prometheus_*.deb; \
 	} || echo "no Prometheus by apt-get here: tests of dashboards and alerts are skipped"
 
+# Debian's Chromium for the tests of the web page, installed where this is root and apt-get has it; else they are skipped.
+browser: setup
+	@command -v chromium > /dev/null || { test "$$(id -u)" = 0 && export DEBIAN_FRONTEND=noninteractive \
+		&& { timeout 300 $(APT) install --yes --no-install-recommends chromium fonts-dejavu-core > /dev/null \
+			|| { timeout 120 $(APT) update && timeout 300 $(APT) install --yes --no-install-recommends chromium fonts-dejavu-core > /dev/null; }; }; } \
+		|| echo "no Chromium by apt-get here: tests of the web page are skipped"
+
 FLASHINFER := $(VENV)/flashinfer
 FLASHINFER_VERSION := 0.7.2.post1
 
@@ -81,7 +88,7 @@ flashinfer: setup
 		|| echo "no FlashInfer from the registry here: the test of its signatures is skipped"
 
 check: lint
-	$(MAKE) --jobs 2 types kernels prometheus flashinfer
+	$(MAKE) --jobs 2 types kernels prometheus flashinfer browser
 	$(PYTEST) --hypothesis-profile ci -m alone
 	$(PYTEST) --hypothesis-profile ci $(SERVICES) -m service
 	$(PYTEST) --hypothesis-profile ci $(SHARED) -m "not alone and not service"

@@ -398,6 +398,11 @@ class AsyncCapsule(BaseCapsule["AsyncBranches", "PendingCapsule"]):
         )
         return await run_async(plan)
 
+    async def text(self, start: int = 0) -> str:
+        """As `Capsule.text`."""
+        answer = await self._client._send(calls.capsule_text(self.id, start, self._cache_salt))
+        return str(answer["text"])
+
     async def prune(self) -> list[str]:
         """As `Capsule.prune`."""
         answer = await self._client._send(calls.prune_below(self.id, self._cache_salt))

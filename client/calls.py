@@ -325,6 +325,11 @@ def show_request(request: str, cache_salt: str | None) -> Call:
     return Call("GET", _request_path(request), cache_salt=cache_salt)
 
 
+def capsule_text(capsule: str, start: int, cache_salt: str | None) -> Call:
+    query = f"?start={start}" if start else ""
+    return Call("GET", f"{_capsule_path(capsule)}/text{query}", cache_salt=cache_salt)
+
+
 def rewind(capsule: str, params: Mapping[str, Any]) -> Call:
     """A capsule of the beginning of another."""
     return _about(capsule, "rewind", params)

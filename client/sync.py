@@ -445,6 +445,11 @@ class Capsule(BaseCapsule["Branches", "Capsule"]):
         )
         return run(plan)
 
+    def text(self, start: int = 0) -> str:
+        """Its text from token `start` on, special tokens as they are written. Raises NotFound."""
+        answer = self._client._send(calls.capsule_text(self.id, start, self._cache_salt))
+        return str(answer["text"])
+
     def prune(self) -> list[str]:
         """Cancel all that went on from it, and forget the capsules that this left; returns their requests."""
         answer = self._client._send(calls.prune_below(self.id, self._cache_salt))

@@ -398,6 +398,16 @@ class UnknownCapsule(NotFound):
         )
 
 
+class UnknownText(NotFound):
+    code = "text_not_known"
+
+    def __init__(self, capsule: str) -> None:
+        super().__init__(
+            f"the text of capsule {shown(capsule)} is not known any more; the capsule can still be forked",
+            capsule=capsule,
+        )
+
+
 class UnknownRequest(NotFound):
     code = "request_not_found"
 

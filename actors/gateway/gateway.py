@@ -23,7 +23,7 @@ from mallee.actors.gateway.judge import Judge
 from mallee.actors.gateway.lives import Lives
 from mallee.actors.gateway.peers import Peers
 from mallee.actors.gateway.router_metrics import RouterCollector
-from mallee.actors.gateway.service import CapsuleInfo, Subtree
+from mallee.actors.gateway.service import CapsuleInfo, OpenBranch, Subtree
 from mallee.actors.gateway.sessions.lineage import Lineage
 from mallee.actors.gateway.sessions.sessions import GatewaySessions, SessionLimits
 from mallee.actors.gateway.shared.records import SharedRecords
@@ -45,6 +45,7 @@ from mallee.protocol.errors import (
     UnknownBranch,
     UnknownCapsule,
     UnknownRequest,
+    UnknownText,
     from_wire,
 )
 from mallee.protocol.gateways.capsule_texts import Promised
@@ -98,6 +99,7 @@ MAX_MOVES = 16  # of one request's shards from worker to worker
 INSPECT_S = 2.0  # for a worker to tell of a capsule; later it is shown without
 PROMISE_S = 60.0  # for a worker to begin a capsule that is forked at another gateway than its own
 PROMISE_CHECK_S = 0.1
+TAIL_TOKENS = 24  # of a branch under way that are shown
 
 
 class RequestIds(Protocol):
@@ -450,6 +452,17 @@ class GatewayService:
     def runs(self, request: RequestId, scope: Scope) -> bool:
         return request in self._answers and self._ids.belongs(request, scope)
 
+    def open_branches(self, request: RequestId, scope: Scope) -> list[OpenBranch]:
+        life = self._lives.get(request) if self._ids.belongs(request, scope) else None
+        return [
+            OpenBranch(
+                *(i, branch.state, branch.num_tokens),
+                self._dispatcher.tail(request, i, TAIL_TOKENS),
+            )
+            for i, branch in enumerate(() if life is None else life.branches)
+            if branch.end is None
+        ]
+
     def prune(
         self, request: RequestId, branches: Collection[int] | None, scope: Scope
     ) -> list[int]:
@@ -499,6 +512,16 @@ class GatewayService:
         return changed
 
     # Capsules
+
+    async def tokens(self, capsule: CapsuleId, scope: Scope) -> Tokens:
+        self._check_owner(capsule, scope)
+        if (text := self._memory.get(capsule)) is None:
+            await self._texts.fetch(capsule)
+            text = self._memory.get(capsule)
+        if text is None:
+            await self._find(capsule, scope)
+            raise UnknownText(capsule)
+        return text.path.tokens()
 
     async def inspect(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
         info = await self._find(capsule, scope)

@@ -223,6 +223,15 @@ class BranchStream(Protocol):
         ...
 
 
+class OpenBranch(NamedTuple):
+    """A branch that has not ended. `tail` are the last tokens that it drew, `state` as in its life."""
+
+    branch: int
+    state: str
+    num_tokens: int
+    tail: tuple[int, ...]
+
+
 class CapsuleInfo(NamedTuple):
     """A capsule as the gateway knows it."""
 
@@ -283,6 +292,10 @@ class Service(Protocol):
         """Raises UnknownCapsule, also for one of another scope; CapsuleLost; what its prefill failed by."""
         ...
 
+    async def tokens(self, capsule: CapsuleId, scope: Scope) -> Tokens:
+        """The tokens of a capsule, from the first one on. Raises UnknownCapsule, UnknownText."""
+        ...
+
     async def inspect(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
         """As `capsule`, with what its worker says of it; also of one whose prefill has failed."""
         ...
@@ -312,6 +325,10 @@ class Service(Protocol):
 
     def runs(self, request: RequestId, scope: Scope) -> bool:
         """Whether a request of that scope runs at this gateway."""
+        ...
+
+    def open_branches(self, request: RequestId, scope: Scope) -> list[OpenBranch]:
+        """The branches of a request of this gateway that have not ended."""
         ...
 
     def prune(

@@ -65,6 +65,7 @@ from mallee.actors.http.search.policies import installed_policies
 from mallee.actors.http.serve import Server, json_response
 from mallee.actors.http.sessions.handlers import SessionHandlers
 from mallee.actors.http.tokenizing import Tokenizing
+from mallee.actors.http.ui.handlers import UiHandlers
 from mallee.actors.tasks import Tasks
 from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.tokenizer import Tokenizer
@@ -107,6 +108,7 @@ class Api:
         self.responses = responses
         self.conversations = ConversationHandlers(asking, responses.conversations)
         self.operators = OperatorHandlers(server.service, asking)
+        self.ui = UiHandlers(server, asking)
         self._server = server
         self._tokenizing = tokenizing
         self._service = server.service

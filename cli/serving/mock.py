@@ -118,6 +118,7 @@ async def _serve(config: "AppConfig", host: str, port: int) -> None:
     async with MockStack(config, host=host, port=port) as stack:
         Console(stderr=True).print(
             f"[bold]mallee[/] mocks {config.num_workers} engines of {escape(config.model)} at"
-            f" [bold]{stack.base_url}/v1[/], broker {stack.nats_url}  (Ctrl-C ends)"
+            f" [bold]{stack.base_url}/v1[/], its page at {stack.base_url}/ui, broker"
+            f" {stack.nats_url}  (Ctrl-C ends)"
         )
         await stack.wait()

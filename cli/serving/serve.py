@@ -82,7 +82,7 @@ def serve(
         with until_interrupted(console, settings.drain_s):
             console.print(
                 f"[bold]mallee[/] serves {name} at [bold]{stack.base_url}/v1[/] behind {stack.proxy}"
-                "  (Ctrl-C ends)"
+                f", its page at {stack.base_url}/ui  (Ctrl-C ends)"
             )
             threading.Event().wait()
     finally:

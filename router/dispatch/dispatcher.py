@@ -221,6 +221,13 @@ class Dispatcher:
                 return shard, row
         return None
 
+    def tail(self, request: RequestId, branch: int, num: int) -> tuple[int, ...]:
+        """The last `num` tokens that an open branch has drawn where it runs now, if they are known."""
+        found = self.running(request, branch)
+        if found is None or found[0].log is None:
+            return ()
+        return found[0].log.tail(found[1], num)
+
     def inject(self, request: RequestId, branch: int, injection: Injection) -> None:
         """Have a branch go on after other tokens, from its next boundary on, wherever that is.
 

@@ -86,6 +86,10 @@ class AnswerLog(Protocol):
         """`capsule`, which was noted, is not made here."""
         ...
 
+    def tail(self, row: int, num: int) -> tuple[int, ...]:
+        """The last `num` tokens that a row has drawn."""
+        ...
+
 
 class Texts(Protocol):
     """The texts of one gateway's jobs."""
@@ -242,6 +246,10 @@ class TokenLog:
 
     def drop(self, capsule: CapsuleId) -> None:
         self._memory.forget(capsule)
+
+    def tail(self, row: int, num: int) -> tuple[int, ...]:
+        drawn = self._drawn.get(row)
+        return () if drawn is None else tuple(drawn[-num:])
 
     def _entry(self, row: int, boundary: int) -> CapsuleTokens | None:
         """The first `boundary` tokens of a row; None if they are not known here."""

@@ -94,6 +94,7 @@ def routes_with_ids(scope: dict[str, Any]) -> list[tuple[str, str, Any]]:
     """Every route that takes an id."""
     return [
         ("GET", "/v1/capsules/{}", None),
+        ("GET", "/v1/capsules/{}/text", None),
         ("DELETE", "/v1/capsules/{}", None),
         ("POST", "/v1/capsules/{}/fork", {"n": 1, "max_tokens": 2, **scope}),
         ("POST", "/v1/capsules/{}/fork", {"suffixes": [" a"], "max_tokens": 2, "stream": True}),
@@ -217,7 +218,7 @@ async def test_what_tells_of_the_service_wants_the_operator_s_key(tmp_path: Path
         assert mine["choices"][0]["mallee"]["worker"].startswith("w")
 
 
-OPEN = ("/docs", "/openapi.json")  # the same for everybody; they tell of no tenant
+OPEN = ("/docs", "/ui", "/openapi.json")  # the same for everybody; they tell of no tenant
 HEALTH = {"/health": "ok", "/health/live": "live", "/health/ready": "ready"}
 
 
@@ -240,6 +241,8 @@ async def test_every_route_but_health_and_the_api_document_refuses_strangers(
                 assert answer.json() == {"status": HEALTH[path]}
             elif path in OPEN:
                 assert answer.status_code == 200
+            elif path.startswith("/ui/"):  # the page's files
+                assert answer.status_code == 404
             else:
                 assert (answer.status_code, answer.json()["error"]["code"]) == (
                     401,

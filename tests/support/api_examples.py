@@ -20,7 +20,7 @@ from mallee.actors.http.openapi.operations import BYTES, OPERATIONS, Operation
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "api" / "examples.md"
 URL: Final = "http://127.0.0.1:8000"
 # Of operations that mean many things at once: which of them.
-QUERIES: Final = {"capsules.delete_many": "?pinned=false"}
+QUERIES: Final = {"capsules.delete_many": "?pinned=false", "ui.watch": "?seconds=1"}
 OPENAI: Final = f"""\
 from openai import OpenAI
 

@@ -8,7 +8,7 @@ the one with the longest prompt, and of its branches the one whose text goes on 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -49,6 +49,7 @@ class SessionTree:
     above: str = ""  # the same of a session above it that is over
     nodes: dict[str, NodeNote] = field(default_factory=dict)  # by capsule, oldest first
     running: set[RequestId] = field(default_factory=set)  # here
+    num_changes: int = 0  # of `nodes`
 
     @property
     def last(self) -> NodeNote | None:
@@ -177,6 +178,7 @@ class SessionTrees:
         if key is None or tree is None or node is None:
             return None
         tree.nodes[capsule] = node = structs.replace(node, tokens=tokens)
+        tree.num_changes += 1
         return tree.told((node,))
 
     def derived(self, capsule: CapsuleId, source: CapsuleId, tokens: int) -> SessionNote | None:
@@ -234,6 +236,18 @@ class SessionTrees:
         trees = self._of_scope.get(scope, {})
         names = sorted(name for name in trees if name > after)
         return [trees[name] for name in names[:limit]], len(names) > limit
+
+    def newest(self, scope: Scope, tenant: str, most: int) -> list[SessionTree]:
+        """The sessions of `scope`, which is one of `tenant`, that were used last; the last one first."""
+        self._forget_unused()
+        theirs = self._of_tenant.get(tenant)
+        found = () if theirs is None else reversed(theirs.values())
+        return list(islice((tree for tree in found if tree.key.scope == scope), most))
+
+    def start_of(self, request: RequestId) -> tuple[CapsuleId | None, int]:
+        """The capsule that a request under way continues, and the length of its prompt."""
+        asked = self._asked.get(request)
+        return (None, 0) if asked is None else (asked.capsule, asked.prompt_tokens)
 
     def children(self, key: SessionKey) -> list[str]:
         trees = self._of_scope.get(key.scope, {})
@@ -336,12 +350,14 @@ class SessionTrees:
                 self._drop(tree, next(iter(tree.nodes)))
             self._add(tree)
         tree.nodes[node.capsule] = node
+        tree.num_changes += 1
         if not node.is_root:
             self._of_capsule[node.capsule] = tree.key
         self._make_room(tree)
 
     def _drop(self, tree: SessionTree, capsule: str) -> None:
         del tree.nodes[capsule]
+        tree.num_changes += 1
         self._unname(tree, capsule)
 
     def _unname(self, tree: SessionTree, capsule: str) -> None:

@@ -1,7 +1,7 @@
 """The handlers of `/v1/capsules`."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -35,8 +35,11 @@ from mallee.actors.http.schemas import (
 from mallee.actors.http.serve import Server, json_response
 from mallee.actors.http.sse import unless_gone
 from mallee.actors.http.terms import read_terms
-from mallee.protocol.errors import QuotaExceeded
+from mallee.protocol.errors import InvalidParameter, QuotaExceeded
 from mallee.protocol.ids import CapsuleId, RequestId
+
+MAX_START_DIGITS: Final = 9
+MAX_INLINE_TOKENS: Final = 4096  # that are decoded on the event loop
 
 
 class CapsuleHandlers:
@@ -59,6 +62,25 @@ class CapsuleHandlers:
     async def get(self, request: Request) -> Response:
         info = await self._service.inspect(_capsule(request), self._asking.scope(request))
         return json_response(self._body(request, info))
+
+    async def text(self, request: Request) -> Response:
+        """The text from token `start` on; a character that begins before it is left out."""
+        capsule, asked = _capsule(request), request.query_params.get("start", "0")
+        if not (asked.isascii() and asked.isdecimal() and len(asked) <= MAX_START_DIGITS):
+            raise InvalidParameter("start", asked, "give the number of tokens to leave out")
+        reading = self._service.tokens(capsule, self._asking.scope(request))
+        tokens = await unless_gone(request.receive, reading)
+        start = min(int(asked), len(tokens))
+
+        def decode() -> str:
+            ids = tokens[start:].tolist()
+            text = self._server.tokenizer.decode(ids, skip_special_tokens=False)
+            return text.lstrip("\ufffd") if start else text
+
+        is_large = len(tokens) - start > MAX_INLINE_TOKENS
+        text = await self._asking.off_loop(request, decode, is_large=is_large)
+        body = {"id": capsule, "object": "capsule.text", "start": start, "tokens": len(tokens)}
+        return json_response({**body, "text": text})
 
     async def list(self, request: Request) -> Response:
         query = request.query_params

@@ -33,8 +33,10 @@ LINGER_S: Final = 5.0
 CountAnswer: TypeAlias = Callable[[str, int], None]
 """Called with the path's template (not the path) and the HTTP status when an answer begins."""
 
-# Told to everybody: the state of the service, though not whole, and the API's description, alike everywhere.
-_OPEN = frozenset(("/health", "/health/live", "/health/ready", "/openapi.json", "/docs"))
+# Told to everybody: the state of the service, though not whole, and the API's description and the page's
+# files, alike everywhere.
+_OPEN = frozenset(("/health", "/health/live", "/health/ready", "/openapi.json", "/docs", "/ui"))
+_OPEN_FILES = "/ui/"
 OUTER: Final = frozenset(("/v1/batch", "/v1/search"))  # the requests in them count, each by itself
 INNER: Final = "mallee.inner"  # in the scope of a request that came inside of another
 _CALLER = "mallee.caller"  # in the scope of a request
@@ -125,7 +127,7 @@ class AuthMiddleware:
         try:
             return self._access.caller(_bearer(headers), header(headers, TENANT_HEADER))
         except Unauthorized:
-            if scope["path"] in _OPEN:
+            if scope["path"] in _OPEN or scope["path"].startswith(_OPEN_FILES):
                 return NOBODY
             raise
 

@@ -407,6 +407,16 @@ class CapsulesDeleted(Body, frozen=True, kw_only=True):
     deleted: int
 
 
+class CapsuleText(Body, frozen=True, kw_only=True):
+    """`text` is that of the capsule's `tokens` from number `start` on, special tokens as they are written."""
+
+    id: str
+    object: Literal["capsule.text"]
+    start: int
+    tokens: int
+    text: str
+
+
 class CapsuleDeleted(Body, frozen=True, kw_only=True):
     id: str
     object: Literal["capsule.deleted"]

@@ -47,6 +47,7 @@ NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 MAX_LISTED: Final = 100  # capsules of one page
 MAX_DECISIONS: Final = 128
 MAX_CANDIDATES: Final = 4096
+MAX_WATCH_S: Final = 25
 
 
 class Operation(NamedTuple):
@@ -431,6 +432,12 @@ OPERATIONS: Final = (
     ),
     Operation("GET", _CAPSULE, "capsules.get", "A capsule", bodies.Capsule, refusals=(404,)),
     Operation(
+        *("GET", f"{_CAPSULE}/text", "capsules.text", "Its text, from a token on"),
+        bodies.CapsuleText,
+        query={"start": {"type": "integer", "minimum": 0, "default": 0}},
+        refusals=(404, 410),
+    ),
+    Operation(
         *("DELETE", _CAPSULE, "capsules.delete", "Forget it"),
         bodies.CapsuleDeleted,
         refusals=(404,),
@@ -450,6 +457,11 @@ OPERATIONS: Final = (
         *("GET", "/v1/sessions", "sessions.list", "The caller's sessions, a page at a time"),
         bodies.SessionList,
         query=_PAGE,
+    ),
+    Operation(
+        *("GET", "/v1/watch", "ui.watch", "The caller's sessions, as they change"),
+        EVENTS,
+        query={"seconds": _count(MAX_WATCH_S, MAX_WATCH_S)},
     ),
     Operation(
         *("POST", f"{_SESSION}/fork", "sessions.fork", "A session that begins with its capsule"),
@@ -551,4 +563,13 @@ OPERATIONS: Final = (
     Operation("GET", "/metrics", "operators.metrics", "Prometheus' text", TEXT, refusals=(403,)),
     Operation("GET", "/openapi.json", "openapi", "This document", JSON, is_open=True),
     Operation("GET", "/docs", "page", "This document for people", HTML, is_open=True),
+    Operation(
+        "GET", "/ui", "ui.page", "Sessions and workers, live, for people", HTML, is_open=True
+    ),
+    Operation(
+        *("GET", "/ui/{file}", "ui.file", "A file of that page"),
+        TEXT,
+        refusals=(404,),
+        is_open=True,
+    ),
 )

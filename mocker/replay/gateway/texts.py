@@ -73,6 +73,10 @@ class _ForkText:
     def cut(self, capsule: CapsuleId, row: int, at: int, residue: Tokens) -> None:
         """Never asked: a replay has no stop strings."""
 
+    def tail(self, row: int, num: int) -> tuple[int, ...]:
+        """Nothing: tokens have names here."""
+        return ()
+
 
 class Abandoned(NamedTuple):
     """A capsule that nobody will fork any more, and the workers that may have it."""

@@ -162,6 +162,8 @@ async def things(client: httpx.AsyncClient, operation: Operation) -> dict[str, s
             case "request":
                 body = {"prompt": "A mallee", "max_tokens": 2}
                 made[name] = (await client.post("/v1/completions", json=body)).json()["id"]
+            case "file":
+                made[name] = "main.js"
             case "graph":
                 body = {"nodes": [{"kind": "prefill", "name": "doc", "text": "A mallee"}]}
                 made[name] = (await client.post("/v1/graphs", json=body)).json()["id"]

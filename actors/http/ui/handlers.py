@@ -1,0 +1,94 @@
+"""The handlers of `/ui` and `/v1/watch`."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from functools import cache
+from importlib.resources import files
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mallee.actors.http.entry.asking import Asking, read_count
+from mallee.actors.http.entry.middleware import caller_of
+from mallee.actors.http.openapi.operations import MAX_WATCH_S
+from mallee.actors.http.serve import Server
+from mallee.actors.http.sse import DONE, EventStream, event
+from mallee.actors.http.ui.watching import SessionWatch
+from mallee.protocol.errors import NotFound, Unavailable
+
+LOOK_S: Final = 0.25
+MAX_SHARE: Final = 0.02  # of the event loop's time, for one watcher
+MAX_WATCHERS: Final = 64
+_TYPES: Final = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_HEADERS: Final = {
+    "cache-control": "no-cache",
+    "x-content-type-options": "nosniff",
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
+        " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+}
+
+
+class UiHandlers:
+    """Sends the page, and the changes that it draws."""
+
+    def __init__(self, server: Server, asking: Asking) -> None:
+        self._server = server
+        self._asking = asking
+        self._num_watchers = 0
+
+    async def page(self, _: Request) -> Response:
+        return _file("index.html")
+
+    async def file(self, request: Request) -> Response:
+        """Raises NotFound."""
+        return _file(request.path_params["file"])
+
+    async def watch(self, request: Request) -> Response:
+        """The caller's sessions as events, all at first and then what changes, for some seconds.
+
+        A watcher asks again then, so that a gateway that ends waits for none. Raises Unavailable.
+        """
+        seconds = read_count(
+            request.query_params.get("seconds"), "seconds", MAX_WATCH_S, MAX_WATCH_S
+        )
+        if self._num_watchers >= MAX_WATCHERS:
+            raise Unavailable(f"{MAX_WATCHERS} clients watch this gateway; try again later")
+        tenant = caller_of(request).tenant
+        scope = self._asking.scope(request)
+        watch = SessionWatch(self._server.service, self._server.tokenizer, scope, tenant)
+        self._num_watchers += 1
+        return EventStream(_events(watch, seconds), self._leave, {})
+
+    async def _leave(self) -> None:
+        self._num_watchers -= 1
+
+
+async def _events(watch: SessionWatch, seconds: int) -> AsyncGenerator[bytes, None]:
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    yield event(watch.changes() or {"object": "watch.sessions", "sessions": [], "gone": []})
+    took = 0.0
+    while loop.time() < end:
+        await asyncio.sleep(max(LOOK_S, took / MAX_SHARE))
+        begun = loop.time()
+        if (body := watch.changes()) is not None:
+            yield event(body)
+        took = loop.time() - begun
+    yield DONE
+
+
+@cache
+def _files() -> dict[str, bytes]:
+    folder = files("mallee.actors.http.ui") / "page"
+    return {each.name: each.read_bytes() for each in folder.iterdir() if each.is_file()}
+
+
+def _file(name: str) -> Response:
+    raw = _files().get(name)
+    kind = _TYPES.get(name.rpartition(".")[2])
+    if raw is None or kind is None:
+        raise NotFound("no such file of the page", param="file")
+    return Response(raw, media_type=kind, headers=_HEADERS)

@@ -1,0 +1,74 @@
+// What the page knows: sessions with their capsules and running branches, texts and values by node.
+// A node is a capsule, or a branch under way that will leave one: both have the name `REQUEST.BRANCH`.
+
+export class Store {
+  constructor() {
+    this.sessions = new Map(); // by name: { id, parent, created, nodes: Map, running: [] }
+    this.texts = new Map(); // by node: the end of its text, or of its own part
+    this.streams = new Map(); // by node: the text that this page's own requests have streamed
+    this.values = new Map(); // by capsule: the score that a search of this page gave it
+    this.listeners = new Set();
+  }
+
+  /** Call `listener` after each change, at most once a frame. */
+  listen(listener) {
+    this.listeners.add(listener);
+  }
+
+  changed() {
+    if (this.due) return;
+    this.due = requestAnimationFrame(() => {
+      this.due = 0;
+      for (const listener of this.listeners) listener();
+    });
+  }
+
+  clear() {
+    this.sessions.clear();
+    this.texts.clear();
+    this.streams.clear();
+    this.values.clear();
+    this.changed();
+  }
+
+  /** Take in an event of `/v1/watch`; the first one of a watch has all sessions. */
+  take(event, isFirst) {
+    if (isFirst) {
+      const named = new Set(event.sessions.map((each) => each.id));
+      for (const name of this.sessions.keys()) if (!named.has(name)) this.sessions.delete(name);
+    }
+    for (const name of event.gone) this.sessions.delete(name);
+    for (const each of event.sessions) this.#takeSession(each);
+    this.changed();
+  }
+
+  #takeSession(told) {
+    let session = this.sessions.get(told.id);
+    if (session === undefined || told.is_new) {
+      session = { id: told.id, nodes: new Map(), running: [] };
+      this.sessions.set(told.id, session);
+    }
+    Object.assign(session, { parent: told.parent, created: told.created, lastUsed: told.last_used });
+    for (const node of told.nodes) session.nodes.set(node.capsule, node);
+    for (const name of told.gone) session.nodes.delete(name);
+    session.running = told.running;
+    for (const branch of told.running) {
+      if (branch.tail) this.texts.set(nameOf(branch), branch.tail);
+    }
+  }
+
+  /** Add what this page's own request streamed of a branch. */
+  stream(node, text) {
+    this.streams.set(node, (this.streams.get(node) ?? "") + text);
+    this.changed();
+  }
+
+  /** The end of a node's text, if it is known. */
+  tail(node) {
+    const streamed = this.streams.get(node);
+    return streamed ? streamed.slice(-200) : this.texts.get(node);
+  }
+
+}
+
+export const nameOf = (branch) => `${branch.request}.${branch.branch}`;

@@ -1,0 +1,119 @@
+"""The changes of a scope's sessions, look by look, for those who watch them."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from mallee.actors.gateway.service import OpenBranch, Service
+from mallee.actors.gateway.sessions.trees import SessionTree
+from mallee.actors.text.tokenizer import Tokenizer
+from mallee.protocol.gateways.session_notes import NodeNote
+from mallee.protocol.ids import RequestId, Scope
+
+MAX_SESSIONS: Final = 256  # that are watched: those used last
+MAX_TAILS: Final = 128  # of one look: a few milliseconds of the event loop
+_NOTHING: Final[Mapping[str, NodeNote]] = {}
+
+
+class SessionWatch:
+    """Tells one watcher what has changed since it looked last."""
+
+    def __init__(self, service: Service, tokenizer: Tokenizer, scope: Scope, tenant: str) -> None:
+        self._service = service
+        self._tokenizer = tokenizer
+        self._scope = scope
+        self._tenant = tenant
+        self._told: dict[str, _Told] = {}
+        self._num_tails = 0  # of this look
+
+    def changes(self) -> dict[str, Any] | None:
+        """The body of an event; None if nothing has changed. The first one has all that there is."""
+        self._num_tails = 0
+        trees = self._service.sessions.trees.newest(self._scope, self._tenant, MAX_SESSIONS)
+        names = {tree.key.name for tree in trees}
+        gone = [name for name in self._told if name not in names]
+        for name in gone:
+            del self._told[name]
+        changed = [body for tree in reversed(trees) if (body := self._changed(tree)) is not None]
+        if not changed and not gone:
+            return None
+        return {"object": "watch.sessions", "sessions": changed, "gone": gone}
+
+    def _changed(self, tree: SessionTree) -> dict[str, Any] | None:
+        branches = [body for request in sorted(tree.running) for body in self._branches(request)]
+        told = self._told.get(tree.key.name)
+        if told is not None and (told.created, told.num_changes, told.branches) == (
+            *(tree.created, tree.num_changes),
+            branches,
+        ):
+            return None
+        is_new = told is None or told.created != tree.created  # it may be another of that name
+        known = _NOTHING if is_new or told is None else told.nodes
+        nodes = dict(tree.nodes)
+        self._told[tree.key.name] = _Told(tree.created, tree.num_changes, nodes, branches)
+        return {
+            "id": tree.key.name,
+            "parent": tree.parent or None,
+            "created": int(tree.created),
+            "last_used": int(tree.used),
+            "is_new": is_new,
+            "nodes": [_node(each) for name, each in nodes.items() if known.get(name) is not each],
+            "gone": [name for name in known if name not in nodes],
+            "running": branches,
+        }
+
+    def _branches(self, request: RequestId) -> list[dict[str, Any]]:
+        capsule, prompt_tokens = self._service.sessions.trees.start_of(request)
+        return [
+            {
+                "request": request,
+                "capsule": capsule,
+                "prompt_tokens": prompt_tokens,
+                **self._branch(each),
+            }
+            for each in self._service.open_branches(request, self._scope)
+        ]
+
+    def _branch(self, branch: OpenBranch) -> dict[str, Any]:
+        return {
+            "branch": branch.branch,
+            "state": branch.state,
+            "tokens": branch.num_tokens,
+            "tail": self._tail(branch),
+        }
+
+    def _tail(self, branch: OpenBranch) -> str:
+        if not branch.tail or self._num_tails >= MAX_TAILS:
+            return ""
+        self._num_tails += 1
+        text = self._tokenizer.decode(list(branch.tail), skip_special_tokens=True)
+        return text.lstrip("\ufffd")  # it may begin within a character
+
+
+class _Told:
+    """A session as a watcher knows it."""
+
+    __slots__ = ("branches", "created", "nodes", "num_changes")
+
+    def __init__(
+        self,
+        created: float,
+        num_changes: int,
+        nodes: Mapping[str, NodeNote],
+        branches: list[dict[str, Any]],
+    ) -> None:
+        self.created = created
+        self.num_changes = num_changes
+        self.nodes = nodes
+        self.branches = branches
+
+
+def _node(node: NodeNote) -> dict[str, Any]:
+    return {
+        "capsule": node.capsule,
+        "parent": node.parent or None,
+        "request": node.request,
+        "tokens": node.tokens,
+        "prompt_tokens": node.prompt_tokens,
+        "created": int(node.created),
+        "is_root": node.is_root,
+    }
