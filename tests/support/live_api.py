@@ -86,7 +86,7 @@ async def served(
     """The address of the API, and its server."""
     app = api_over(gateway, **settings)
     server = LimitedServer(app, max_connections=2000, max_per_client=2000, log_config=None)
-    with socket.socket() as listener:
+    with socket.socket(proto=socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:

@@ -415,7 +415,7 @@ def live_server() -> Iterator[Live]:
     server = LimitedServer(
         app, max_connections=2000, max_per_client=1500, takes_sockets=True, log_config=None
     )
-    listener = socket.socket()
+    listener = socket.socket(proto=socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # what is read shows soon
     listener.listen()
