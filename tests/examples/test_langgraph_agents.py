@@ -1,0 +1,157 @@
+"""`examples/langgraph_agents.py` over a tiny model: by a stand-in, and by LangGraph where it is installed."""
+
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Barrier
+from types import ModuleType
+from typing import Any, NamedTuple, get_type_hints
+
+import pytest
+from anyio.to_thread import run_sync
+
+from examples.langgraph_agents import Agents, State, compiled, main, run
+from mallee.client import Mallee
+from support.chatting import chat_api
+from support.waiting import until
+
+DOCUMENT = "A mallee is a tree of many stems that rise from one root. " * 20
+START, END = "__start__", "__end__"
+
+
+class Send(NamedTuple):
+    """A node's call with a state of its own."""
+
+    node: str
+    state: Mapping[str, Any]
+
+
+class StateGraph:
+    """As much of LangGraph's graph as the example uses: steps of nodes that run at once, and reducers."""
+
+    def __init__(self, schema: type) -> None:
+        hints = get_type_hints(schema, include_extras=True)
+        self._reducers = {
+            name: hint.__metadata__[0]
+            for name, hint in hints.items()
+            if hasattr(hint, "__metadata__")
+        }
+        self._nodes: dict[str, Callable[[Any], Mapping[str, Any]]] = {}
+        self._edges: dict[str, str] = {}
+        self._spreads: dict[str, Callable[[Any], list[Send]]] = {}
+
+    def add_node(self, name: str, run: Callable[[Any], Mapping[str, Any]]) -> None:
+        self._nodes[name] = run
+
+    def add_edge(self, begin: str, end: str) -> None:
+        self._edges[begin] = end
+
+    def add_conditional_edges(
+        self, begin: str, spread: Callable[[Any], list[Send]], ends: list[str]
+    ) -> None:
+        self._spreads[begin] = spread
+
+    def compile(self) -> "StateGraph":
+        return self
+
+    def invoke(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        found, todo = dict(state), [Send(self._edges[START], state)]
+        with ThreadPoolExecutor() as threads:
+            while todo:
+                done = list(threads.map(lambda each: self._nodes[each.node](each.state), todo))
+                for update in done:
+                    self._add(found, update)
+                names = dict.fromkeys(each.node for each in todo)
+                todo = [send for name in names for send in self._next(name, found)]
+        return found
+
+    def _add(self, found: dict[str, Any], update: Mapping[str, Any]) -> None:
+        for name, value in update.items():
+            reduce = self._reducers.get(name)
+            found[name] = value if reduce is None else reduce(found[name], value)
+
+    def _next(self, node: str, state: Mapping[str, Any]) -> list[Send]:
+        if node in self._spreads:
+            return self._spreads[node](state)
+        end = self._edges[node]
+        return [] if end == END else [Send(end, state)]
+
+
+@pytest.fixture(params=["stand-in", "langgraph"])
+def _langgraph(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package, or modules in its place."""
+    if request.param == "langgraph":
+        pytest.importorskip("langgraph.graph", reason="needs the extra clients: make clients")
+    else:
+        names = {"StateGraph": StateGraph, "START": START, "END": END, "Send": Send}
+        for name in ("langgraph", "langgraph.graph", "langgraph.types"):
+            module = ModuleType(name)
+            vars(module).update(names)
+            monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.usefixtures("_langgraph")
+async def test_all_nodes_fork_one_document_that_is_computed_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """D35: planner, four researchers in parallel, writer; nothing stays at the service."""
+
+    def work(url: str) -> tuple[State, int]:
+        with Mallee(url) as client:
+            return run(client, DOCUMENT, "Why?", num_researchers=4, max_tokens=12)
+
+    async with chat_api() as (url, fleet):
+        state, num_shared = await run_sync(work, url)
+        (engine,) = fleet.engines.values()
+        await until(lambda: not engine.branches and not engine.stats().capsules.kept)
+        computed = engine.stats().num_prefill_tokens
+        path = tmp_path / "document.txt"
+        path.write_text(DOCUMENT)
+        await run_sync(main, [str(path), "Why?", "--tokens", "4", "--url", url])
+    assert len(DOCUMENT) < num_shared < len(DOCUMENT) + 100
+    assert computed == num_shared + sum(each.computed for each in state["prompts"])
+    assert len(state["prompts"]) == 4 + 4 + 1
+    assert all(each.cached >= num_shared for each in state["prompts"])
+    assert len(state["questions"]) == len(state["notes"]) == 4
+    assert all(
+        f"- {question} " in note + " "
+        for question, note in zip(state["questions"], state["notes"], strict=True)
+    )
+    assert state["answer"] == state["answer"].strip() != ""
+    out = capsys.readouterr().out
+    assert "answer: " in out
+    assert " computed, " in out.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("_langgraph")
+def test_researchers_run_at_once() -> None:
+    """D35, part: each gets its own question, and the writer runs once, after all of them."""
+    barrier = Barrier(3, timeout=10)
+
+    class Scripted(Agents):
+        def __init__(self) -> None:
+            self.num_written = 0
+
+        def plan(self, state: State) -> dict[str, Any]:
+            return {"questions": ["a?", "b?", "c?"]}
+
+        def research(self, state: State) -> dict[str, Any]:
+            barrier.wait()
+            return {"notes": state["questions"]}
+
+        def write(self, state: State) -> dict[str, Any]:
+            self.num_written += 1
+            return {"answer": " ".join(sorted(state["notes"]))}
+
+    agents = Scripted()
+    empty = State(task="", questions=[], notes=[], prompts=[], answer="")
+    assert compiled(agents).invoke(empty)["answer"] == "a? b? c?"
+    assert agents.num_written == 1
+
+
+@pytest.mark.skipif(find_spec("langgraph") is not None, reason="LangGraph is installed")
+def test_a_missing_package_is_told_with_its_name() -> None:
+    with pytest.raises(SystemExit, match="pip install langgraph"):
+        compiled(object.__new__(Agents))

@@ -1,0 +1,159 @@
+"""`examples/rollouts.py`: over a tiny model, over weights that change meanwhile, and over stubbed answers."""
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+import pytest
+from anyio.to_thread import run_sync
+
+from examples.rollouts import PROMPT, MixedWeights, advantages, main, reward, rollouts
+from mallee.client import InvalidParameter
+from mallee.mocker.passes import mock_spec
+from mallee.router.config import RouterConfig
+from mallee.testing.random_model import random_model
+from support.live_api import CharTokenizer, served
+from support.live_fleet import LiveFleet, running
+from support.tiny_fleet import tiny_api
+from support.versions import VersionedForward, Weights
+from support.waiting import until
+
+MODEL = random_model("llama", 5, eos_token_id=None)
+LABELS = {
+    "index",
+    "text",
+    "token_ids",
+    "logprobs",
+    "finish_reason",
+    "weights",
+    "reward",
+    "advantage",
+}
+
+
+@pytest.fixture(autouse=True)
+def _decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer of characters decodes, as real ones do."""
+
+    def decode(self: CharTokenizer, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "".join(map(chr, ids))
+
+    monkeypatch.setattr(CharTokenizer, "decode", decode, raising=False)
+
+
+async def test_a_group_is_one_fork_with_ids_log_probabilities_and_a_version(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """X16, part: each sample tells the weights that drew it."""
+    async with tiny_api(MODEL, 1, num_blocks=1024) as (http, fleet):
+        await run_sync(main, ["--url", str(http.base_url), "--tokens", "3"])
+        (engine,) = fleet.engines.values()
+        stats = engine.stats()
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["index"] for row in rows] == list(range(16))
+    for row in rows:
+        assert set(row) == LABELS
+        assert "".join(map(chr, row["token_ids"])) == row["text"]
+        assert len(row["token_ids"]) == len(row["logprobs"]) == 3
+        assert all(value < 0 for value in row["logprobs"])
+        assert (row["weights"], row["finish_reason"]) == ("base", "length")
+    assert len({row["text"] for row in rows}) > 8
+    assert stats.num_prefill_tokens == len(PROMPT), "it is computed once"
+
+
+def test_rewards_and_advantages() -> None:
+    assert [reward(text) for text in (" 42.", " 4 2", "42 or 43", "none", "")] == [1, 0, 1, 0, 0]
+    assert advantages([1.0, 0.0, 0.0, 1.0]) == pytest.approx([1, -1, -1, 1], abs=1e-5)
+    assert advantages([1.0, 1.0]) == [0.0, 0.0]
+
+
+async def test_a_group_that_weights_change_under_is_drawn_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """X16, part: what runs is cut at the change; the second group is all of the new version."""
+    made = LiveFleet(
+        mock_spec(vocab_size=8, max_model_len=4096),  # each token is asked for by a call
+        RouterConfig(block_size=16),
+        forward=VersionedForward,
+        num_blocks=4096,
+        source=lambda *about: Weights(*about),
+    )
+    async with running(made, 1) as fleet, served(fleet.gateways[0]) as (url, _):
+
+        def work() -> Any:
+            with httpx.Client(base_url=url, timeout=30) as http:
+                return rollouts(http, "\1\2\3", 4, max_tokens=1000, ignore_eos=True, seed=1)
+
+        drawing = asyncio.create_task(run_sync(work))
+        (engine,) = fleet.engines.values()
+        await until(lambda: len(engine.branches) == 4)
+        await fleet.gateways[0].change_weights("step-2", path="two", drain_s=0.0, wait_s=5.0)
+        rows = await drawing
+    assert {row["weights"] for row in rows} == {"step-2"}
+    assert len(rows) == 4
+    err = capsys.readouterr().err
+    assert "began with weights 'base', and 'step-2' serve now" in err
+    assert "drawing the group again" in err
+
+
+def stubbed(*groups: Sequence[tuple[str, str]]) -> httpx.Client:
+    """A service that answers with groups of samples of these versions, one after the other."""
+    left: Iterator[Sequence[tuple[str, str]]] = iter(groups)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/tokenize":
+            return httpx.Response(200, json={"tokens": [7]})
+        if request.url.path == "/detokenize":
+            return httpx.Response(200, json={"prompt": "a"})
+        choices = [
+            {
+                **{"text": "a", "finish_reason": "stop"},
+                "logprobs": {"tokens": ["a"], "token_logprobs": [-1.0]},
+                "mallee": {"weight_version": {"start": start, "end": end}},
+            }
+            for start, end in next(left)
+        ]
+        return httpx.Response(200, json={"choices": choices})
+
+    return httpx.Client(base_url="http://stub", transport=httpx.MockTransport(answer))
+
+
+OLD, NEW, CUT = ("a", "a"), ("b", "b"), ("a", "b")
+
+
+@pytest.mark.parametrize("mixed", [[OLD, NEW], [OLD, CUT], [NEW, OLD, NEW]])
+def test_a_mixed_group_is_drawn_once_more(mixed: list[tuple[str, str]]) -> None:
+    with stubbed(mixed, [NEW, NEW]) as http:
+        assert [row["weights"] for row in rollouts(http, "", 2)] == ["b", "b"]
+
+
+def test_a_second_mixed_group_is_refused_by_its_versions() -> None:
+    with (
+        stubbed([OLD, NEW], [OLD, CUT], [NEW, NEW]) as http,
+        pytest.raises(MixedWeights, match="the group has samples of several weights: a, b"),
+    ):
+        rollouts(http, "", 2)
+
+
+def test_tokens_that_ids_dont_tell_are_null() -> None:
+    """A sample whose ids spell another text has none."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        texts = {"/tokenize": {"tokens": [7]}, "/detokenize": {"prompt": " a"}}
+        sample = {
+            **{"text": "a", "finish_reason": "stop"},
+            "logprobs": {"tokens": ["a"], "token_logprobs": [-1.0]},
+            "mallee": {"weight_version": {"start": "a", "end": "a"}},
+        }
+        return httpx.Response(200, json=texts.get(request.url.path, {"choices": [sample]}))
+
+    with httpx.Client(base_url="http://stub", transport=httpx.MockTransport(answer)) as http:
+        assert rollouts(http, "", 1)[0]["token_ids"] is None
+
+
+async def test_what_the_service_refuses_is_told() -> None:
+    async with tiny_api(MODEL, 1) as (http, _):
+        with pytest.raises(InvalidParameter, match="max_tokens"):
+            await run_sync(main, ["--url", str(http.base_url), "--tokens", "0"])
