@@ -22,7 +22,7 @@ SECRET = "xyzzy"
 PROMPT = f"{SECRET} many trunks from one root, which sprout again after fire " * 3
 SESSION = f"{SECRET}-session"
 LISTS = ("/v1/capsules", "/v1/capsules/count", "/v1/sessions")
-OWN = ("model", "worker")  # names in paths that belong to no tenant
+OWN = ("model", "worker", "file")  # names in paths that belong to no tenant
 MAKING = ("sessions.put",)  # what has the name may be new, and is its caller's then
 
 
