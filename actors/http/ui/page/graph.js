@@ -3,6 +3,8 @@
 import { ask, segment } from "./api.js";
 import { make, count } from "./dom.js";
 
+const KINDS = { failed: "failed", cancelled: "cancelled" }; // of what was drawn, where it came to nothing
+
 /** Draw the graph `id` into `place`. Returns whether it still runs. Throws as `ask`. */
 export async function showGraph(place, id, signal) {
   const graph = await ask("GET", `v1/graphs/${segment(id)}`, undefined, signal);
@@ -19,11 +21,10 @@ export async function showGraph(place, id, signal) {
 function lane(name, node, all, isOnWay) {
   const { ready_ms: ready, start_ms: start, first_token_ms: first } = node;
   const end = node.end_ms ?? all;
-  const isOver = node.status === "failed" || node.status === "cancelled";
   const parts = start === null
     ? [span("waited", ready, end, all)]
     : [span("waited", ready, start, all), span("computed", start, first ?? end, all),
-      first === null ? null : span(isOver ? "failed" : "drew", first, end, all)];
+      first === null ? null : span(KINDS[node.status] ?? "drew", first, end, all)];
   return make(isOnWay ? "div.lane.way" : "div.lane", { title: node.error?.message ?? `${node.kind}, ${node.status}` },
     make("span.name", {}, name, " ", make("small", {}, node.status === "done" ? node.kind : `${node.kind}, ${node.status}`)),
     make("span.track", {}, ...parts.filter(Boolean)),

@@ -7,6 +7,7 @@ import { make, count, meter } from "./dom.js";
 export async function showWorkers(place, signal) {
   try {
     const { data } = await ask("GET", "v1/router/workers", undefined, signal);
+    data.sort((one, other) => one.worker.localeCompare(other.worker, "en", { numeric: true }));
     place.replaceChildren(...data.map(card));
     if (!data.length) place.replaceChildren(make("p", {}, "No worker is known here."));
   } catch (error) {
