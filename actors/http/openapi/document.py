@@ -52,7 +52,7 @@ _DESCRIPTION: Final = (
 def document() -> dict[str, Any]:
     """All operations and types; not to be changed."""
     kinds = [kind for each in OPERATIONS for kind in (each.body, each.answer, each.error)]
-    structs = {kind for kind in kinds if kind is not None and not isinstance(kind, str)}
+    structs = {kind for kind in kinds if kind is not None and not isinstance(kind, str | tuple)}
     _, schemas = msgspec.json.schema_components(sorted(structs, key=str), ref_template=_REF)
     for schema in schemas.values():
         schema["description"] = cleandoc(schema.get("description", ""))
@@ -126,6 +126,8 @@ def _schema(kind: Any) -> dict[str, Any]:
 
 
 def _content(kind: Any) -> dict[str, Any]:
+    if isinstance(kind, tuple):
+        return {media: content for each in kind for media, content in _content(each).items()}
     return {kind if isinstance(kind, str) else JSON: {"schema": _schema(kind)}}
 
 

@@ -54,7 +54,7 @@ class Operation(NamedTuple):
     """A method and path, and what it takes and gives.
 
     `handler` is the name of a method of `Api`, or of one of its rooms: "capsules.fork".
-    `body` and `answer` are structs, or a media type. `example` is a body that is answered with success.
+    `body` and `answer` are structs, or a media type; answers may be one of several. `example` is a body that is answered with success.
     `refusals`: statuses beside those that all have.
     """
 
@@ -568,7 +568,7 @@ OPERATIONS: Final = (
     ),
     Operation(
         *("GET", "/ui/{file}", "ui.file", "A file of that page"),
-        TEXT,
+        (HTML, "text/css", "text/javascript"),
         refusals=(404,),
         is_open=True,
     ),
