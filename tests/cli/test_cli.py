@@ -134,6 +134,9 @@ def test_the_demo_forks_on_one_worker_and_leaves_nothing_running() -> None:
     assert {b["worker"] for b in plain} == {"w0", "w1"}
     forked = [b["text"] for b in report["fork"]["branches"]]
     assert [b["text"] for b in plain] == forked
+    search = report["search"]
+    assert 0 < search["search"]["drawn"] <= search["samples"]["drawn"]
+    assert all(way["prefill_tokens"] < 120 for way in search.values())
     assert [each for each in psutil.process_iter() if _is_left(each, mark)] == []
 
 
