@@ -15,6 +15,29 @@ export function make(what, properties = {}, ...children) {
   return element;
 }
 
+/** Make `old` look as `fresh`, in place as far as their elements agree: what is pointed at stays there.
+ *  Returns the element that is shown. Listeners stay those of `old`. */
+export function morph(old, fresh) {
+  if (old.nodeName !== fresh.nodeName) {
+    old.replaceWith(fresh);
+    return fresh;
+  }
+  if (old.nodeType === Node.TEXT_NODE) {
+    if (old.data !== fresh.data) old.data = fresh.data;
+    return old;
+  }
+  for (const name of old.getAttributeNames()) if (!fresh.hasAttribute(name)) old.removeAttribute(name);
+  for (const name of fresh.getAttributeNames()) {
+    const value = fresh.getAttribute(name);
+    if (name !== "style" && old.getAttribute(name) !== value) old.setAttribute(name, value);
+  }
+  old.style.cssText = fresh.style.cssText; // as an attribute it would be refused: the page has no inline styles
+  const before = [...old.childNodes], after = [...fresh.childNodes];
+  after.forEach((child, i) => (i < before.length ? morph(before[i], child) : old.append(child)));
+  before.slice(after.length).forEach((child) => child.remove());
+  return old;
+}
+
 /** A list of names and values; those without a value are left out. */
 export function facts(entries) {
   const list = make("dl.facts");

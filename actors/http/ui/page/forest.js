@@ -1,6 +1,6 @@
 // The forest as rows, of which only those in view are elements: thousands cost as much as forty.
 
-import { make, count } from "./dom.js";
+import { make, morph, count } from "./dom.js";
 import { layout, height, ROW } from "./layout.js";
 
 const MARGIN = 6; // rows beyond the view
@@ -111,9 +111,9 @@ export class Forest {
       const sign = this.#sign(row, i, first, tail);
       let drawn = this.shown.get(row.key);
       if (!drawn || drawn.sign !== sign) {
-        drawn?.element.remove();
-        drawn = { sign, element: this.#element(row, i, first, tail) };
-        this.canvas.append(drawn.element);
+        const fresh = this.#element(row, i, first, tail);
+        drawn = { sign, element: drawn ? morph(drawn.element, fresh) : fresh };
+        if (!drawn.element.isConnected) this.canvas.append(drawn.element);
       }
       kept.set(row.key, drawn);
     }
