@@ -442,6 +442,53 @@ def search(data: Json) -> Iterator[str]:
     )
 
 
+def search_compare(data: Json) -> Iterator[str]:
+    ways = {
+        "server": "`POST /v1/search`",
+        "client": "the SDK, over forks",
+        "prefix": "texts sent again, cached prefixes",
+        "cold": "texts sent again, no cache",
+    }
+    scale = data["scale"]
+    heads = {
+        "game": f"game of 24, {scale['puzzles']} puzzles",
+        "mcts": f"MCTS, {scale['expansions']} expansions of 4",
+    }
+    for scene, head in heads.items():
+        columns: dict[str, Column] = {
+            "s": "seconds",
+            "prompt tokens computed": "prefilled",
+            "tokens drawn": "drawn",
+            "tokens of prompt and tree": "unique",
+            "computed and drawn, by that": "computed_per_unique",
+            "HTTP calls": "requests",
+            "best value": "best",
+            "same tree as the SDK's": lambda run: f"{run['same_tree']:.0%}",
+        }
+        if scene == "game":
+            columns["solved"] = lambda run: f"{run['solved']:.0f} of {scale['puzzles']}"
+        runs = data[scene]
+        yield grid(head, ((text, runs[way]) for way, text in ways.items() if way in runs), columns)
+    num = scale["samples"]
+    sides = {
+        "samples": f"{num} samples, one fork",
+        "rows": f"beam of {num // 2}, 2 ways each: {num} branches a level",
+        "wide": f"beam of {num}, 2 ways each: {2 * num} branches a level",
+    }
+    yield grid(
+        f"texts of {scale['beam_depth'] * scale['step_tokens']} tokens",
+        ((text, data["beam"][side]) for side, text in sides.items()),
+        {
+            "s": "seconds",
+            "by that of the samples (aim 1.2)": lambda run: (
+                f"{run['ratio']:.3g} ({run['least_ratio']:.3g} to {run['most_ratio']:.3g})"
+            ),
+            "tokens drawn": "drawn",
+            "best mean probability": "best",
+        },
+    )
+
+
 def _interval(value: Json) -> str:
     return f"{number(value['median'])} ({number(value['low'])} to {number(value['high'])})"
 
@@ -1250,6 +1297,25 @@ SECTIONS = {
         " prefilled whole. *Block cache*: the same requests, blocks found by their hashes, and siblings wait"
         " for one prefill. *Forks*: of capsules; what rows share is read once. All give the same answers.",
         search,
+    ),
+    "search_compare": Section(
+        "Searches by a service",
+        "python -m bench.search.compare",
+        "`mallee serve` over Ray and HTTP, one worker of SmolLM2 135M in bf16, which shares the 2 cores"
+        " with its clients. All ways by turns in every round, with the same seeds; none finds what another"
+        " left. Medians of three rounds, while other work ran (load 3 to 6). *Texts sent again*: the"
+        " policy runs at the client, each expansion is a `/v1/completions` with the whole text and `n`;"
+        " with *no cache* each has a salt of its own. All of them are of this service: they show forks"
+        " beside a prefix cache, not beside another server's. Against its own prefix cache, which holds"
+        " answers too, forks save no time beyond the spread of the rounds and an eighth of the prompt"
+        " tokens, or none; one call for all is not faster than the SDK over loopback. SmolLM2 solves no"
+        " puzzle: none of its answers is right arithmetic, so the game shows costs alone. In bf16 batches"
+        " round differently, and equal seeds seldom make equal trees of many tokens. In float32 (`--dtype"
+        " float32 --rounds 1 --scenes mcts`) one call and the SDK made the same tree, and texts that were"
+        " sent again another one with the same best answer: they may be split into other tokens. Beams"
+        " begin at a capsule, as the samples do; they are of a run of their own, of seven rounds, with the"
+        " least and the most ratio of a round.",
+        search_compare,
     ),
     "mocker": Section(
         "Replays",
