@@ -1,11 +1,12 @@
-"""`mallee demo`: five questions about one document, forked from one capsule, then asked plainly.
+"""`mallee demo`: five questions about one document, forked from one capsule, then asked plainly; a search.
 
-Both halves go through the real service on this machine over HTTP. Each request of the plain half has a
+All of it goes through the real service on this machine over HTTP. Each request of the plain half has a
 cache salt of its own, so that it finds every worker cold, as on a server that doesn't know forks.
 """
 
 import json
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -17,8 +18,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from mallee.cli.demo.search import search_table, searched, verdict
 from mallee.cli.demo.text import DOCUMENT, QUESTIONS
-from mallee.cli.options import JsonOption, ModelOption, require_serve_extra
+from mallee.cli.options import JsonOption, ModelOption, fail, require_serve_extra
+from mallee.cli.serving.signals import catch_signals, until_interrupted
 
 if TYPE_CHECKING:
     from mallee.client import Branch, Mallee
@@ -34,32 +37,41 @@ def add_to(cli: typer.Typer) -> None:
 def demo(
     model: ModelOption = "smollm2",
     workers: Annotated[int, typer.Option(min=1, help="Engines, each with its own KV cache.")] = 2,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer.")] = 48,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Length of each answer to the five questions.")
+    ] = 48,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Leave the service up afterwards, until Ctrl-C.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Fork five questions over one document; then ask the same five plainly, and compare.
+    """Fork five questions over one document, ask the same five plainly, and search for one answer.
 
     Example: mallee demo --max-tokens 32
     """
+    if keep and as_json:
+        fail("--keep with --json: give one of them, the object comes when the service has ended")
     require_serve_extra()
     with redirect_stdout(sys.stderr) if as_json else nullcontext():  # Ray's messages, if any
-        report = run_demo(model, workers=workers, max_tokens=max_tokens, quiet=as_json)
+        report = run_demo(model, workers=workers, max_tokens=max_tokens, keep=keep, quiet=as_json)
     if as_json:
         sys.stdout.write(json.dumps(report) + "\n")
 
 
-def run_demo(model: str, *, workers: int, max_tokens: int, quiet: bool) -> dict[str, Any]:
-    """Start a service, run both halves, stop it. Returns {"fork": half, "plain": half}.
+def run_demo(
+    model: str, *, workers: int, max_tokens: int, keep: bool, quiet: bool
+) -> dict[str, Any]:
+    """Start a service, run the demo, stop it. Returns {"fork": half, "plain": half, "search": ways}.
 
     A half is {"branches": [{"worker", "cached_tokens", "prefill_tokens", "ttft_ms", "total_ms",
     "text"}], "affinity", "total_ms", "prefill_ms"}. Times are the client's, HTTP included; the fork
     half's `total_ms` includes its `prefill_ms`. `affinity` is the share of branches on the worker that
-    served most of them. With `quiet` nothing is printed.
+    served most of them. `ways` are those of `searched`. With `keep` the service is stopped by a signal
+    only. With `quiet` nothing is printed.
     """
     from mallee.actors.addresses import free_port
     from mallee.actors.config import AppConfig
     from mallee.actors.local import LocalStack
-    from mallee.client import Mallee
 
     console = Console(quiet=quiet)
     config = AppConfig(model=model, workers=workers)
@@ -70,17 +82,62 @@ def run_demo(model: str, *, workers: int, max_tokens: int, quiet: bool) -> dict[
         stack.start()
     try:
         console.print(f"ready in {time.perf_counter() - begin:.1f} s at {stack.base_url}\n")
-        with Mallee(stack.base_url) as client:
-            _warm_up(client, workers)
-            fork = _forked(client, max_tokens, console)
-            plain = _plain(client, max_tokens, console)
+        report = _measured(stack.base_url, console, workers=workers, max_tokens=max_tokens)
+        if keep:
+            _keep_up(stack.base_url, console, config.drain_s)
     finally:
         stack.close()
-    # Eight columns of figures leave no room for the questions on a narrow terminal: number them.
-    labels = QUESTIONS if console.width >= WIDE else [str(i + 1) for i in range(len(QUESTIONS))]
-    console.print(_table(fork, plain, labels))
-    console.print(_summary(fork, plain))
-    return {"fork": fork, "plain": plain}
+    return report
+
+
+def _measured(base_url: str, console: Console, *, workers: int, max_tokens: int) -> dict[str, Any]:
+    """The report of `run_demo`, printed as it grows."""
+    from mallee.client import Mallee
+
+    with Mallee(base_url) as client:
+        _warm_up(client, workers)
+        fork = _forked(client, max_tokens, console)
+        plain = _plain(client, max_tokens, console)
+        # Eight columns of figures leave no room for the questions on a narrow terminal: number them.
+        numbers = [str(i + 1) for i in range(len(QUESTIONS))]
+        labels = QUESTIONS if console.width >= WIDE else numbers
+        console.print(_table(fork, plain, labels))
+        console.print(_summary(fork, plain))
+        search = _search(client, console)
+    return {"fork": fork, "plain": plain, "search": search}
+
+
+def _search(client: "Mallee", console: Console) -> dict[str, Any]:
+    messages = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": QUESTIONS[0]},
+    ]
+    console.print(
+        f"\n[bold]search[/]: likely answers to {QUESTIONS[0]!r}, from one capsule;"
+        " the score is a token's probability, the geometric mean"
+    )
+    with client.prefill(messages=messages, add_generation_prompt=True) as capsule:
+        ways = searched(client.base_url, capsule.id)
+    console.print(search_table(ways))
+    console.print(verdict(ways))
+    return ways
+
+
+def _keep_up(base_url: str, console: Console, drain_s: float) -> None:
+    """Return at the first signal."""
+    catch_signals()
+    body = {"prompt": "Trees branch because", "policy": {"type": "beam", "depth": 4}}
+    asking = (
+        f"curl {base_url}/v1/search -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+    )
+    with until_interrupted(console, drain_s):
+        console.print(
+            f"\nthe service stays up at [bold]{base_url}[/] until Ctrl-C, its page at"
+            f" [bold]{base_url}/ui[/]; try:"
+        )
+        for line in (asking, f"mallee chat --url {base_url}"):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        threading.Event().wait()
 
 
 def _warm_up(client: "Mallee", workers: int) -> None:
