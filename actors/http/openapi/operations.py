@@ -54,8 +54,8 @@ class Operation(NamedTuple):
     """A method and path, and what it takes and gives.
 
     `handler` is the name of a method of `Api`, or of one of its rooms: "capsules.fork".
-    `body` and `answer` are structs, or a media type; answers may be one of several. `example` is a body that is answered with success.
-    `refusals`: statuses beside those that all have.
+    `body` and `answer` are structs, or a media type; an answer may have one of several. `example` is a body
+    that is answered with success. `refusals`: statuses beside those that all have.
     """
 
     method: str

@@ -65,7 +65,7 @@ async def live_branches(page: "Page", num: int) -> None:
 
 
 async def test_a_fork_by_click_arrives_and_a_prune_ends_its_streams(stack: MockStack) -> None:
-    """X12, part."""
+    """X12: in a browser; in a terminal by the tests of `mallee top`."""
     async with httpx.AsyncClient(base_url=stack.base_url, timeout=30) as client:
         (capsule,) = await complete(client, "grove")
         async with browser_page() as page:
