@@ -1,6 +1,7 @@
 """The handlers of `/ui` and `/v1/watch`."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator
 from functools import cache
 from importlib.resources import files
@@ -18,8 +19,9 @@ from mallee.actors.http.ui.watching import SessionWatch
 from mallee.protocol.errors import NotFound, Unavailable
 
 LOOK_S: Final = 0.25
-MAX_SHARE: Final = 0.02  # of the event loop's time, for one watcher
-MAX_WATCHERS: Final = 64
+MAX_SHARE: Final = 0.05  # of the event loop's time, for all watchers together
+MAX_WATCHERS: Final = 128
+MAX_OF_TENANT: Final = 32
 _TYPES: Final = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _HEADERS: Final = {
     "cache-control": "no-cache",
@@ -37,7 +39,7 @@ class UiHandlers:
     def __init__(self, server: Server, asking: Asking) -> None:
         self._server = server
         self._asking = asking
-        self._num_watchers = 0
+        self._watchers: Counter[str] = Counter()  # by tenant
 
     async def page(self, _: Request) -> Response:
         return _file("index.html")
@@ -54,30 +56,36 @@ class UiHandlers:
         seconds = read_count(
             request.query_params.get("seconds"), "seconds", MAX_WATCH_S, MAX_WATCH_S
         )
-        if self._num_watchers >= MAX_WATCHERS:
-            raise Unavailable(f"{MAX_WATCHERS} clients watch this gateway; try again later")
         tenant = caller_of(request).tenant
+        for num, most in (
+            (self._watchers[tenant], MAX_OF_TENANT),
+            (self._watchers.total(), MAX_WATCHERS),
+        ):
+            if num >= most:
+                raise Unavailable(f"{num} clients watch this gateway already; try again later")
         scope = self._asking.scope(request)
         watch = SessionWatch(self._server.service, self._server.tokenizer, scope, tenant)
-        self._num_watchers += 1
-        return EventStream(_events(watch, seconds), self._leave, {})
+        self._watchers[tenant] += 1
 
-    async def _leave(self) -> None:
-        self._num_watchers -= 1
+        async def leave() -> None:
+            self._watchers[tenant] -= 1
+            if not self._watchers[tenant]:
+                del self._watchers[tenant]
 
+        return EventStream(self._events(watch, seconds), leave, {})
 
-async def _events(watch: SessionWatch, seconds: int) -> AsyncGenerator[bytes, None]:
-    loop = asyncio.get_running_loop()
-    end = loop.time() + seconds
-    yield event(watch.changes() or {"object": "watch.sessions", "sessions": [], "gone": []})
-    took = 0.0
-    while loop.time() < end:
-        await asyncio.sleep(max(LOOK_S, took / MAX_SHARE))
-        begun = loop.time()
-        if (body := watch.changes()) is not None:
-            yield event(body)
-        took = loop.time() - begun
-    yield DONE
+    async def _events(self, watch: SessionWatch, seconds: int) -> AsyncGenerator[bytes, None]:
+        loop = asyncio.get_running_loop()
+        end, took = loop.time() + seconds, 0.0
+        yield event(watch.changes() or {"object": "watch.sessions", "sessions": [], "gone": []})
+        while loop.time() < end:
+            await asyncio.sleep(max(LOOK_S, took * self._watchers.total() / MAX_SHARE))
+            begun = loop.time()
+            body = watch.changes()
+            took = loop.time() - begun
+            if body is not None:
+                yield event(body)
+        yield DONE
 
 
 @cache

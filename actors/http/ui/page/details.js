@@ -4,6 +4,7 @@ import { ask, segment, sessionPath } from "./api.js";
 import { make, facts, count, ms } from "./dom.js";
 
 const TEXT_TOKENS = 4096; // of a node, that are shown at most
+const SURE_MS = 8000; // for the second press of what can't be undone
 const PRICES = [["queued", "queued_s"], ["prefill", "prefill_s"], ["decode", "decode_s"], ["fetch", "fetch_s"], ["pull", "pull_s"]];
 const POLICIES = {
   best_of_n: { n: 8, max_tokens: 32 },
@@ -41,13 +42,16 @@ export class Details {
     this.place.querySelector("form.fork [name=suffix]")?.focus();
   }
 
+  /** As a press of the button that prunes, or ends the branch. */
+  pressPrune() {
+    this.place.querySelector("button.prune")?.click();
+  }
+
   #session(session) {
-    const close = make("button.danger", {
-      onclick: () => this.actions.run(`close ${session.id}`, async () => {
-        const body = await ask("DELETE", sessionPath(session.id));
-        return `closed ${session.id}: ${body.released} capsules released, ${body.cancelled} requests ended`;
-      }),
-    }, "Close the session");
+    const close = twice("button.danger", "Close the session", () => this.actions.run(`close ${session.id}`, async () => {
+      const body = await ask("DELETE", sessionPath(session.id));
+      return `closed ${session.id}: ${body.released} capsules released, ${body.cancelled} requests ended`;
+    }));
     return [make("h2", {}, session.id), facts([
       ["capsules", count(session.nodes.size)], ["below", session.parent],
       ["begun", new Date(1000 * session.created).toLocaleString()],
@@ -75,7 +79,7 @@ export class Details {
       ]));
       text.textContent = this.store.streams.get(now.name) ?? `… ${this.store.texts.get(now.name) ?? ""}`;
     };
-    const end = make("button.danger", { onclick: () => this.actions.prune(node) }, "End this branch");
+    const end = make("button.danger.prune", { onclick: () => this.actions.prune(node) }, "End this branch");
     return [make("h3", {}, "Text so far"), text, make("h3", {}, "Its KV is free at the next step"), end];
   }
 
@@ -85,7 +89,7 @@ export class Details {
     this.#once(`facts ${node.capsule}`, () => readFacts(node)).then((made) => known.replaceChildren(...made));
     return [make("h3", {}, "Text"), text, ...this.#forkForm(node), ...this.#searchForm(node),
       make("h3", {}, "Ends what went on from here, and releases its capsules"),
-      make("button.danger", { onclick: () => this.actions.prune(node) }, "Prune below")];
+      twice("button.danger.prune", "Prune below", () => this.actions.prune(node))];
   }
 
   #forkForm(node) {
@@ -143,6 +147,27 @@ export class Details {
       return [make("p", {}, error.message)];
     }
   }
+}
+
+/** A button that acts when it is pressed a second time soon after. */
+function twice(what, label, act) {
+  const button = make(what, {}, label);
+  let timer = 0;
+  const disarm = () => {
+    clearTimeout(timer);
+    timer = 0;
+    button.textContent = label;
+  };
+  button.addEventListener("click", () => {
+    if (timer) {
+      disarm();
+      act();
+      return;
+    }
+    button.textContent = `${label}: press again`;
+    timer = setTimeout(disarm, SURE_MS);
+  });
+  return button;
 }
 
 async function readText(node) {

@@ -5,7 +5,7 @@ import { make, count } from "./dom.js";
 import { Details } from "./details.js";
 import { Forest } from "./forest.js";
 import { showGraph } from "./graph.js";
-import { Store } from "./store.js";
+import { Store, remember } from "./store.js";
 import { showWorkers } from "./workers.js";
 
 const $ = (id) => document.getElementById(id);
@@ -144,7 +144,8 @@ async function wants(nodes) {
     fetching.add(node.name);
     const start = Math.max(node.isRoot ? 0 : node.start, node.tokens - TAIL_TOKENS);
     ask("GET", `v1/capsules/${segment(node.capsule)}/text?start=${start}`)
-      .then((told) => store.texts.set(node.name, told.text), () => store.texts.set(node.name, ""))
+      .then((told) => told.text, () => "")
+      .then((text) => remember(store.texts, node.name, text))
       .finally(() => { fetching.delete(node.name); store.changed(); });
   }
 }
@@ -250,11 +251,10 @@ document.addEventListener("keydown", (event) => {
   const isTyping = event.target.matches("input, textarea, select");
   if (event.key === "Escape" && isTyping) $("forest").focus();
   if (isTyping || event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
-  const node = forest.node;
   const does = {
     1: () => openPane("forest"), 2: () => openPane("workers"), 3: () => openPane("graph"),
     d: turnTheme, "?": () => $("help").showModal(), "/": () => $("filter").focus(),
-    f: () => details.focusFork(), p: () => node && (node.capsule || node.branch) && actions.prune(node),
+    f: () => details.focusFork(), p: () => details.pressPrune(),
   }[event.key];
   if (!does) return;
   event.preventDefault();

@@ -1,6 +1,8 @@
 // What the page knows: sessions with their capsules and running branches, texts and values by node.
 // A node is a capsule, or a branch under way that will leave one: both have the name `REQUEST.BRANCH`.
 
+const MAX_REMEMBERED = 8192; // texts of nodes
+
 export class Store {
   constructor() {
     this.sessions = new Map(); // by name: { id, parent, created, nodes: Map, running: [] }
@@ -53,13 +55,13 @@ export class Store {
     for (const name of told.gone) session.nodes.delete(name);
     session.running = told.running;
     for (const branch of told.running) {
-      if (branch.tail) this.texts.set(nameOf(branch), branch.tail);
+      if (branch.tail) remember(this.texts, nameOf(branch), branch.tail);
     }
   }
 
   /** Add what this page's own request streamed of a branch. */
   stream(node, text) {
-    this.streams.set(node, (this.streams.get(node) ?? "") + text);
+    remember(this.streams, node, (this.streams.get(node) ?? "") + text);
     this.changed();
   }
 
@@ -69,6 +71,12 @@ export class Store {
     return streamed ? streamed.slice(-200) : this.texts.get(node);
   }
 
+}
+
+/** Set a value, and forget the oldest ones beyond so many. */
+export function remember(map, name, value) {
+  map.set(name, value);
+  if (map.size > MAX_REMEMBERED) map.delete(map.keys().next().value);
 }
 
 export const nameOf = (branch) => `${branch.request}.${branch.branch}`;

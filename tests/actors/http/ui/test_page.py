@@ -86,7 +86,11 @@ async def test_a_fork_by_click_arrives_and_a_prune_ends_its_streams(stack: MockS
             await live_branches(page, 2)
 
             await page.locator(f'.node[data-name="{capsule}"]').click()
-            await page.get_by_role("button", name="Prune below").click()
+            prune = page.get_by_role("button", name="Prune below")
+            await prune.click()
+            await page.get_by_role("button", name="press again").wait_for()
+            assert await page.locator(".node.live").count() == 2, "nothing has happened yet"
+            await prune.click()
             await page.locator("#state", has_text="1 requests ended").wait_for()
             await live_branches(page, 0)
 

@@ -17,7 +17,7 @@ from mallee.actors.access.keys import new_key
 from mallee.actors.addresses import free_port
 from mallee.actors.gateway.service import OpenBranch, Service
 from mallee.actors.gateway.sessions.trees import SessionKey, SessionTrees
-from mallee.actors.http.ui.handlers import MAX_WATCHERS
+from mallee.actors.http.ui.handlers import MAX_OF_TENANT
 from mallee.actors.http.ui.watching import MAX_SESSIONS, SessionWatch
 from mallee.actors.mock.stack import MockStack
 from mallee.actors.text.tokenizer import Tokenizer
@@ -254,12 +254,14 @@ async def test_a_watch_ends_by_itself_and_too_many_are_refused(stack: MockStack)
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == "seconds"
         assert (await stranger.get("/v1/watch")).status_code == 401
-        streams = [told(acme) for _ in range(MAX_WATCHERS)]
+        streams = [told(acme) for _ in range(MAX_OF_TENANT)]
         for each in streams:
             await anext(each)
         refused = await acme.get("/v1/watch")
         assert refused.status_code == 503
-        assert f"{MAX_WATCHERS} clients watch this gateway" in refused.text
+        assert f"{MAX_OF_TENANT} clients watch this gateway already" in refused.text
+        async with client(stack, EVIL.token) as other:
+            assert (await other.get("/v1/watch", params={"seconds": 1})).status_code == 200
         for each in streams:
             await each.aclose()
 
