@@ -24,6 +24,7 @@
     |- NotFound                 the named thing is not there                             (404)
     |  |- UnknownModel
     |  |- UnknownCapsule
+    |  |- UnknownText             the text of a capsule is not known any more
     |  |- UnknownRequest          no such request is remembered: it is too old, or never was
     |  |- UnknownBranch           no such branch runs: it is over, or never was
     |  |- UnknownGraph            no such graph is remembered, or no such node of it

@@ -42,7 +42,8 @@ async def broker() -> AsyncIterator[Broker]:
 @asynccontextmanager
 async def server(folder: Path, configuration: str, **environment: str) -> AsyncIterator[int]:
     """An operator's nats-server; its port."""
-    port, file = free_port(), folder / "nats.conf"
+    port = free_port()
+    file = folder / f"nats-{port}.conf"  # its own: a server may read it after another has begun
     file.write_text(f'listen: "127.0.0.1:{port}"\n{configuration}')
     process = await asyncio.create_subprocess_exec(
         str(find_binary()),
