@@ -442,6 +442,39 @@ def search(data: Json) -> Iterator[str]:
     )
 
 
+def agents(data: Json) -> Iterator[str]:
+    two, sweep = data["pair"], data["sweep"]
+    sides = {"apart": "one after the other, each cold", "shared": "both fork one capsule"}
+    yield grid(
+        "two agents on one document",
+        ((text, two[side]) for side, text in sides.items()),
+        {
+            "ms in all": "total_ms",
+            "ms to the second one's first token": "second_first_ms",
+            "prompt tokens computed": "prefilled",
+        },
+    )
+    yield (
+        f"Medians of the rounds' ratios: {two['speedup']:.3g} times as fast end to end, the second agent"
+        f" starts {two['activation']:.3g} times as soon.\n"
+    )
+    yield grid(
+        "agents on one worker",
+        ((num, row) for num, row in sweep.items() if num != "knee"),
+        {
+            "p50 of a turn, ms": "p50_ms",
+            "p95": "p95_ms",
+            "p99": "p99_ms",
+            "jitter": "jitter_ms",
+            "tokens/s": "output_tokens_per_s",
+            "Jain's index": "fairness",
+        },
+    )
+    knee = sweep["knee"]
+    told = "was not reached" if knee is None else f"is at {knee}"
+    yield f"The knee, beyond which twice as many bring less than half as much again, {told}.\n"
+
+
 def search_compare(data: Json) -> Iterator[str]:
     ways = {
         "server": "`POST /v1/search`",
@@ -1316,6 +1349,15 @@ SECTIONS = {
         " begin at a capsule, as the samples do; they are of a run of their own, of seven rounds, with the"
         " least and the most ratio of a round.",
         search_compare,
+    ),
+    "agents": Section(
+        "Agents on one document",
+        "python -m bench.agents",
+        "`mallee serve` over Ray and HTTP, one worker of SmolLM2 135M in bf16, which shares the 2 cores"
+        " with its clients; a document of some 1,100 tokens, answers of 32, turns of 24 that go on from an"
+        " agent's own last capsule. Two agents: sides by turns, medians of five rounds. SwarmKV's authors"
+        " report 1.95 and 52 for theirs, on a GPU.",
+        agents,
     ),
     "mocker": Section(
         "Replays",

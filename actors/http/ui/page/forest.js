@@ -101,10 +101,8 @@ export class Forest {
     const first = Math.max(0, Math.floor(this.view.scrollTop / ROW) - MARGIN);
     const last = Math.min(this.rows.length, Math.ceil((this.view.scrollTop + this.view.clientHeight) / ROW) + MARGIN);
     const kept = new Map(), unknown = [];
-    let widest = 0;
     for (let i = first; i < last; i += 1) {
       const row = this.rows[i];
-      if (row.end > widest) widest = row.end;
       const leaf = row.nodes?.at(-1);
       const tail = leaf ? this.store.tail(leaf.name) : undefined;
       if (leaf?.capsule && tail === undefined) unknown.push(leaf);
