@@ -171,10 +171,10 @@ async def test_requests_are_answered_between_and_within_the_roles(broker: Broker
     ]
     worker, one, two = buses
     try:
-        for bus in buses:
-            await bus.connect()
         await worker.serve(SUBJECTS.snapshot("w"), answer)
         await two.serve(SUBJECTS.bookings_snapshot("g1"), answer)
+        for bus in buses:
+            await bus.connect()
         await until(lambda: all(bus.is_up for bus in buses))
         for _ in range(3):
             assert await one.request(SUBJECTS.snapshot("w"), b"abc", 5.0) == b"cba"
