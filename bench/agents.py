@@ -17,7 +17,6 @@ The table goes to stderr, the last line of stdout is one JSON object.
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import time
@@ -27,9 +26,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from bench.measure import machine, medians, rounded
+from bench.measure import conclude, machine, medians, rounded
 from bench.mocker.scenes import knee
-from bench.search.compare import serving
+from bench.serve.sides import serve_model
 from mallee.cli.demo.text import DOCUMENT, QUESTIONS
 from mallee.client import AsyncCapsule, AsyncMallee
 
@@ -195,7 +194,7 @@ def main(given: Sequence[str] | None = None) -> int:
     args = parser.parse_args(given)
     scale = QUICK if args.quick else Scale()
     scale = scale._replace(rounds=args.rounds or scale.rounds, most=args.most or scale.most)
-    with nullcontext(args.url) if args.url else serving(args.model, args.dtype) as url:
+    with nullcontext(args.url) if args.url else serve_model(args.model, args.dtype) as url:
         found = rounded(asyncio.run(bench(url, scale)))
     for line in _lines(found):
         print(line, file=sys.stderr)
@@ -204,10 +203,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "versions": {name: metadata.version(name) for name in ("mallee", "ray", "torch")},
         **machine(),
     }
-    text = json.dumps(found | about)
-    if args.out is not None:
-        args.out.write_text(text + "\n")
-    print(text)
+    conclude(found | about, args.out)
     return 0
 
 

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -106,6 +107,14 @@ def machine() -> dict[str, str]:
     """Hardware and Python of the figures."""
     cores = f"{platform.machine()}, {os.cpu_count()} cores"
     return {"python": platform.python_version(), "machine": cores}
+
+
+def conclude(result: Any, out: Path | None) -> None:
+    """Print a result as the last line, one JSON object, and write it to `out`, if that is given."""
+    text = json.dumps(rounded(result))
+    if out is not None:
+        out.write_text(text + "\n")
+    print(text)
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:

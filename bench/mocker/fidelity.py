@@ -10,7 +10,6 @@ The last line is one JSON object.
 
 import argparse
 import gc
-import json
 import os
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bench.measure import machine, rounded
+from bench.measure import conclude, machine
 from bench.mocker.fidelity_engine import Shape, Workload, compare, foretell, holds, play
 from mallee.mocker.timing.files import GridData, TimingFile, read_timing
 from mallee.mocker.timing.grid import Decodes, Prefills
@@ -149,10 +148,7 @@ def main() -> int:
     parser.add_argument("--save", type=Path, help="write the measured profile")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    line = json.dumps(rounded(of_engine(args)))
-    if args.out is not None:
-        args.out.write_text(line + "\n")
-    print(line)
+    conclude(of_engine(args), args.out)
     return 0
 
 

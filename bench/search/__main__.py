@@ -10,7 +10,6 @@ Equal seeds give equal figures but there. The last line is one JSON object.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from bench.measure import machine, rounded
+from bench.measure import conclude, machine
 from bench.search.decode import decode_cost
 from bench.search.programs import SHAPES, Shape, steps
 from bench.search.ways import BLOCK_SIZE, WAYS, Run, Setting, play
@@ -214,10 +213,7 @@ def main() -> int:
         print(row(name, report["results"][name]), flush=True)
     if not args.no_scenes:
         report |= scenes(args, report["kv_tokens"])
-    text = json.dumps(rounded(report))
-    if args.out is not None:
-        args.out.write_text(text + "\n")
-    print(text)
+    conclude(report, args.out)
     return 0
 
 

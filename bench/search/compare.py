@@ -19,14 +19,12 @@ stderr, the last line of stdout is one JSON object.
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -35,11 +33,10 @@ from urllib.parse import quote
 
 import httpx
 
-from bench.measure import machine, medians, rounded
+from bench.measure import conclude, machine, medians, rounded
 from bench.search.clients import TIMEOUT_S, WAYS, Played, Task
-from bench.serve.sides import MODEL, answering
+from bench.serve.sides import serve_model
 from examples.game_of_24 import PROMPT, value
-from mallee.actors.addresses import free_port
 from mallee.cli.demo.text import DOCUMENT
 
 PUZZLES: Final = ((4, 5, 6, 10), (1, 3, 4, 6), (2, 4, 6, 8), (1, 2, 4, 6))
@@ -216,19 +213,6 @@ def bench(url: str, scale: Scale, scenes: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-@contextmanager
-def serving(model: str, dtype: str) -> Iterator[str]:
-    """The URL of a service with one worker."""
-    port = free_port()
-    command = [sys.executable, "-m", "mallee.cli", "serve", "--model", model, "--port", str(port)]
-    command += ["--set", f"served_model_name={MODEL}", "--dtype", dtype]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        answering(command, port, Path(folder)) as url,
-    ):
-        yield url
-
-
 def _print_table(found: dict[str, Any]) -> None:
     for scene, sides in found.items():
         for name, row in rounded(sides).items():
@@ -259,7 +243,7 @@ def main(given: Sequence[str] | None = None) -> int:
     args = _arguments(given)
     scale = QUICK if args.quick else Scale()
     scale = scale._replace(rounds=args.rounds or scale.rounds)
-    with nullcontext(args.url) if args.url else serving(args.model, args.dtype) as url:
+    with nullcontext(args.url) if args.url else serve_model(args.model, args.dtype) as url:
         found = bench(url, scale, args.scenes)
     _print_table(found)
     about = {
@@ -267,10 +251,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "versions": {name: metadata.version(name) for name in ("mallee", "ray", "torch")},
         **machine(),
     }
-    text = json.dumps(rounded(found) | about)
-    if args.out is not None:
-        args.out.write_text(text + "\n")
-    print(text)
+    conclude(found | about, args.out)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from importlib import metadata
@@ -68,6 +69,19 @@ def serve(
     command += ["--set", f"gateways={gateways}"]
     env = {} if proxy is None else {"RAY_SERVE_ENABLE_HA_PROXY": str(int(proxy == "haproxy"))}
     with answering(command, port, folder, env) as url:
+        yield url
+
+
+@contextmanager
+def serve_model(model: str, dtype: str) -> Iterator[str]:
+    """`mallee serve` with one worker of a real model, over Ray."""
+    port = free_port()
+    command = [sys.executable, "-m", "mallee.cli", "serve", "--model", model, "--port", str(port)]
+    command += ["--set", f"served_model_name={MODEL}", "--dtype", dtype]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        answering(command, port, Path(folder)) as url,
+    ):
         yield url
 
 
