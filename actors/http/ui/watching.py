@@ -1,7 +1,7 @@
 """The changes of a scope's sessions, look by look, for those who watch them."""
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from mallee.actors.gateway.service import OpenBranch, Service
 from mallee.actors.gateway.sessions.trees import SessionTree
@@ -41,23 +41,24 @@ class SessionWatch:
     def _changed(self, tree: SessionTree) -> dict[str, Any] | None:
         branches = [body for request in sorted(tree.running) for body in self._branches(request)]
         told = self._told.get(tree.key.name)
-        if told is not None and (told.created, told.num_changes, told.branches) == (
-            *(tree.created, tree.num_changes),
-            branches,
-        ):
+        if told is not None and told.created != tree.created:
+            told = None  # it is another of that name
+        is_same = told is not None and told.num_changes == tree.num_changes
+        if told is not None and is_same and told.branches == branches:
             return None
-        is_new = told is None or told.created != tree.created  # it may be another of that name
-        known = _NOTHING if is_new or told is None else told.nodes
-        nodes = dict(tree.nodes)
+        known = _NOTHING if told is None else told.nodes
+        nodes = known if is_same else dict(tree.nodes)
+        changed = [] if is_same else [n for name, n in nodes.items() if known.get(name) is not n]
+        gone = [] if is_same else [name for name in known if name not in nodes]
         self._told[tree.key.name] = _Told(tree.created, tree.num_changes, nodes, branches)
         return {
             "id": tree.key.name,
             "parent": tree.parent or None,
             "created": int(tree.created),
             "last_used": int(tree.used),
-            "is_new": is_new,
-            "nodes": [_node(each) for name, each in nodes.items() if known.get(name) is not each],
-            "gone": [name for name in known if name not in nodes],
+            "is_new": told is None,
+            "nodes": [_node(each) for each in changed],
+            "gone": gone,
             "running": branches,
         }
 
@@ -89,22 +90,13 @@ class SessionWatch:
         return text.lstrip("\ufffd")  # it may begin within a character
 
 
-class _Told:
+class _Told(NamedTuple):
     """A session as a watcher knows it."""
 
-    __slots__ = ("branches", "created", "nodes", "num_changes")
-
-    def __init__(
-        self,
-        created: float,
-        num_changes: int,
-        nodes: Mapping[str, NodeNote],
-        branches: list[dict[str, Any]],
-    ) -> None:
-        self.created = created
-        self.num_changes = num_changes
-        self.nodes = nodes
-        self.branches = branches
+    created: float
+    num_changes: int
+    nodes: Mapping[str, NodeNote]
+    branches: list[dict[str, Any]]
 
 
 def _node(node: NodeNote) -> dict[str, Any]:
