@@ -75,7 +75,7 @@ def ask(before: Capsule | Branch, text: str, max_tokens: int) -> Branches:
 
 
 def statements(last: dict[str, Branch], *, but: str = "") -> str:
-    """What was said last by all others, a line each."""
+    """The last statements of all others, a line each."""
     said = {name: branch.text.strip() for name, branch in last.items() if name != but}
     return "".join(f"{name.capitalize()} said: {text}\n" for name, text in said.items())
 

@@ -212,8 +212,13 @@ async def test_the_tree_is_drawn_live_in_a_terminal(folder: Path) -> None:
     console = Console(file=out, force_terminal=True, width=100, height=40)
     async with tiny_api(MODEL, 1, num_blocks=8192) as (http, _):
         script = self_repair.scripted([GOOD, CODE, CODE, CODE, CODE])
-        options = {"propose": script, "max_tokens": 400, "seed": 1}
-        found = await repair(str(http.base_url), CODE, TESTS, console=console, **options)  # type: ignore[arg-type]
+        found = await repair(
+            *(str(http.base_url), CODE, TESTS),
+            console=console,
+            propose=script,
+            max_tokens=400,
+            seed=1,
+        )
     assert found == GOOD
     assert out.getvalue().count("smallest change") > 2
     assert "of them computed; passed: smallest change" in out.getvalue()
