@@ -41,7 +41,7 @@ class SessionWatch:
     def _changed(self, tree: SessionTree) -> dict[str, Any] | None:
         branches = [body for request in sorted(tree.running) for body in self._branches(request)]
         told = self._told.get(tree.key.name)
-        if told is not None and told.created != tree.created:
+        if told is not None and told.tree is not tree:
             told = None  # it is another of that name
         is_same = told is not None and told.num_changes == tree.num_changes
         if told is not None and is_same and told.branches == branches:
@@ -50,7 +50,7 @@ class SessionWatch:
         nodes = known if is_same else dict(tree.nodes)
         changed = [] if is_same else [n for name, n in nodes.items() if known.get(name) is not n]
         gone = [] if is_same else [name for name in known if name not in nodes]
-        self._told[tree.key.name] = _Told(tree.created, tree.num_changes, nodes, branches)
+        self._told[tree.key.name] = _Told(tree, tree.num_changes, nodes, branches)
         return {
             "id": tree.key.name,
             "parent": tree.parent or None,
@@ -93,7 +93,7 @@ class SessionWatch:
 class _Told(NamedTuple):
     """A session as a watcher knows it."""
 
-    created: float
+    tree: SessionTree
     num_changes: int
     nodes: Mapping[str, NodeNote]
     branches: list[dict[str, Any]]

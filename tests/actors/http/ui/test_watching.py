@@ -164,6 +164,19 @@ class Watching(RuleBasedStateMachine):
 TestWatching = Watching.TestCase
 
 
+def test_a_session_that_takes_the_name_of_one_that_was_closed_is_told_whole() -> None:
+    """Also within one tick of the clock, and after as many changes."""
+    machine = Watching()
+    machine.begin("s0", "")
+    machine.trees.left(RequestId("r1"), CapsuleId("r1.0"), 12)
+    machine.fork("s0", "s2")
+    machine.look()
+    machine.close("s2")
+    machine.trees.cut(RequestId("r1"), CapsuleId("r1.0"), 5)
+    machine.fork("s0", "s2")
+    machine.look()
+
+
 def test_a_watcher_has_the_sessions_that_were_used_last() -> None:
     now = [0.0]
     trees = SessionTrees(max_nodes=4096, ttl_s=1e6, block_size=4, clock=lambda: now[0])
