@@ -1,6 +1,6 @@
 # make demo | test | check | lint | format | bench | prometheus | docs: each sets itself up in .venv first.
 # test: the fast lane, a few minutes, properties on a third of their examples.
-# check: format, lint, types and every test.
+# check: format, lint, types and every test; a failure in one lane of tests does not keep the others from running.
 # flashinfer: the package's wheel, unpacked nowhere: a test reads its signatures. No GPU is needed.
 # clients: tests with the packages that others write clients with; schemathesis: CALLS=20000 calls of the API's document.
 # fuzz: BODIES=10000 bodies for each family of endpoints.
@@ -89,9 +89,11 @@ flashinfer: setup
 
 check: lint
 	$(MAKE) --jobs 2 types kernels prometheus flashinfer browser
-	$(PYTEST) --hypothesis-profile ci -m alone
-	$(PYTEST) --hypothesis-profile ci $(SERVICES) -m service
-	$(PYTEST) --hypothesis-profile ci $(SHARED) -m "not alone and not service"
+	@failed=; \
+	$(PYTEST) --hypothesis-profile ci -m alone || failed="$$failed alone"; \
+	$(PYTEST) --hypothesis-profile ci $(SERVICES) -m service || failed="$$failed service"; \
+	$(PYTEST) --hypothesis-profile ci $(SHARED) -m "not alone and not service" || failed="$$failed others"; \
+	test -z "$$failed" || { echo "tests failed:$$failed"; exit 1; }
 
 # Packages that others write clients with, in an environment of its own over .venv: LiteLLM and LangChain pin an older
 # openai. aiperf has one, too (1.2 GB). A few minutes, most of them downloads; not part of `check`.
