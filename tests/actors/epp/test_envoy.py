@@ -79,7 +79,9 @@ async def test_pickers_behind_envoy_hit_caches_and_one_may_die_at_any_time(tmp_p
                 await until(lambda: len(statuses) > begun + 50, 30)  # one may time out first
                 assert await converse(client, url, found) > 0.8, "the other one serves"
                 failed = [status for status in statuses if status != 200]
-                assert len(failed) <= 2, "at most those whose body the picker had when it was killed"
+                assert len(failed) <= 2, (
+                    "at most those whose body the picker had when it was killed"
+                )
                 two.process.kill()
                 await two.process.wait()
                 # How many fail before Envoy's next health check is a matter of its timing.
