@@ -4,13 +4,17 @@ A shell starts nodes, says how they end, and carries out the effects in their or
 once: done, failed, or cancelled. One that can't be done any more ends at once, with the cause; one that
 nothing waits for any more is cancelled. Equal inputs at equal times give equal effects.
 
+A run may take over what an earlier one of the same graph had done: these nodes are done as soon as they would
+be started, in the order in which they were, and are not started.
+
 A node is claimed by each node that takes from it and is not over, and by the graph if it is an output. A
 join that has what it waited for is over, so its claims fall, and what was claimed by it alone is ended.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from math import inf
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -53,6 +57,7 @@ class Output(NamedTuple):
 
 
 NOTHING: Final = Output()
+NO_NODES: Final[Mapping[str, Output]] = {}
 
 
 @dataclass(slots=True)
@@ -85,6 +90,7 @@ class NodeRun:
     error: MalleeError | None = None
     cause: str | None = None
     has_capsule: bool = False
+    is_resumed: bool = False  # done by an earlier run
 
     @property
     def is_open(self) -> bool:
@@ -127,11 +133,16 @@ class _Queue:
 class Run:
     """The life of every node of one graph. `now` are seconds of any clock that does not go back.
 
-    At `due` all that is not over fails.
+    At `due` all that is not over fails. `done`: outputs of nodes of an earlier run, as they ended.
     """
 
     def __init__(
-        self, graph: Graph, limits: RunLimits, now: float, due: float | None = None
+        self,
+        graph: Graph,
+        limits: RunLimits,
+        now: float,
+        due: float | None = None,
+        done: Mapping[str, Output] = NO_NODES,
     ) -> None:
         self.graph = graph
         self.wall_s: float | None = None  # once it is over
@@ -149,6 +160,9 @@ class Run:
         self._ended: deque[NodeRun] = deque()  # whose end is to be told to their takers
         self._closed: deque[NodeRun] = deque()  # whose claims are to fall
         self._last = ""  # to end
+        self._known = dict(done)
+        self._places = {name: i for i, name in enumerate(done)}
+        self._resuming: list[tuple[int, str]] = []  # a heap of those that are ready
         self._effects: list[Effect] = []
         for node in list(self.nodes.values()):
             if not node.inputs:
@@ -171,17 +185,7 @@ class Run:
 
     def finished(self, name: str, output: Output, now: float) -> None:
         """The node is done; what is computed has left a capsule. One that was ended before gives it back."""
-        node = self.nodes[name]
-        if not node.is_open:
-            if node.leaves_capsule and not node.has_capsule:
-                node.has_capsule = True
-                self._effects.append(Release(name))
-            return
-        assert node.status == "running", "only what was started can be done"
-        self.started(name, now)
-        node.has_capsule = node.leaves_capsule
-        node.output = output
-        self._settle(node, "done", now)
+        self._finish(self.nodes[name], output, now)
         self._spread(now)
 
     def failed(self, name: str, error: MalleeError, now: float) -> None:
@@ -285,6 +289,9 @@ class Run:
         node.after = after
         node.ready_s = now - self._began
         node.status = "queued"
+        if node.name in self._known:
+            self._resume(node)
+            return
         match node.node:
             case Map() if node.item is None:
                 self._expand(node, now)
@@ -294,6 +301,13 @@ class Run:
                 self._calls.add((node.name,), node.name)
             case _:
                 self._queue.add(_group(node, self.is_forked(node.name)), node.name)
+
+    def _resume(self, node: NodeRun) -> None:
+        """Count a node as one that runs; it is done as soon as those that were done before it are."""
+        node.is_resumed = True
+        node.status = "running"
+        self._count(node, 1)
+        heappush(self._resuming, (self._places[node.name], node.name))
 
     def _expand(self, node: NodeRun, now: float) -> None:
         """Have a map run once for each item."""
@@ -322,6 +336,18 @@ class Run:
             self.nodes[name] = fresh
         for name in names:
             self._ready(self.nodes[name], after, now)
+
+    def _finish(self, node: NodeRun, output: Output, now: float) -> None:
+        if not node.is_open:
+            if node.leaves_capsule and not node.has_capsule:
+                node.has_capsule = True
+                self._effects.append(Release(node.name))
+            return
+        assert node.status == "running", "only what was started can be done"
+        self.started(node.name, now)
+        node.has_capsule = node.leaves_capsule
+        node.output = output
+        self._settle(node, "done", now)
 
     def _gathered(self, node: NodeRun, separator: str, now: float) -> None:
         """A join, or a map, has what it waited for."""
@@ -382,7 +408,7 @@ class Run:
         if isinstance(node.node, Tool):
             self._num_calling += change
             if change < 0:
-                del self._dues[node.name]
+                self._dues.pop(node.name, None)  # one that was resumed has none
         elif node.leaves_capsule:
             self._num_running += change
 
@@ -390,6 +416,14 @@ class Run:
 
     def _spread(self, now: float) -> None:
         """Tell all ends to those that they concern, then start what there is room for."""
+        self._tell_ends(now)
+        while self._resuming:
+            _, name = heappop(self._resuming)
+            self._finish(self.nodes[name], self._known[name], now)
+            self._tell_ends(now)
+        self._fill(now)
+
+    def _tell_ends(self, now: float) -> None:
         was_over = self.wall_s is not None
         while self._ended or self._closed:
             if (
@@ -405,7 +439,6 @@ class Run:
         if self._num_open == 0 and not was_over:
             self.wall_s = now - self._began
             self._effects.append(Over())
-        self._fill(now)
 
     def _close(self, ended: NodeRun, now: float) -> None:
         """Give up all that a node held."""

@@ -16,6 +16,7 @@
     |  |- Superseded              other tokens took the place of those to be injected      (409)
     |  |- BudgetSpent             nothing is left of the budget that bounds a request      (409)
     |  |- NotAwaited              a result of a node that waits for none                    (409)
+    |  |- GraphRunning            a graph that is to be resumed has not stopped           (409)
     |  |- ToolFailed              a client says that the call of a graph's node failed      (409)
     |  |- ToolTimeout             a client gave no result of a call in time                 (408)
     |  |- SlowReader              the client doesn't read its answer                       (408)
@@ -321,6 +322,19 @@ class NotAwaited(BadRequest):
         )
 
 
+class GraphRunning(BadRequest):
+    status = 409
+    code = "graph_running"
+
+    def __init__(self, graph: str) -> None:
+        super().__init__(
+            f"graph {shown(graph)} runs: only one that has stopped can be resumed; delete it, or retry when"
+            " its gateway has noticed that nobody reads it",
+            param="resume",
+            graph=graph[:MAX_SHOWN],
+        )
+
+
 class ToolFailed(BadRequest):
     """`why` is the client's own text."""
 
@@ -441,7 +455,7 @@ class UnknownGraph(NotFound):
         what = f"node {shown(node)} of graph {shown(graph)}" if node else f"graph {shown(graph)}"
         super().__init__(
             f"{what} is not known: it never was, is of another scope, ended a while ago, or went with its"
-            " gateway",
+            " gateway (then send it again with `resume`)",
             graph=graph[:MAX_SHOWN],
             node=node[:MAX_SHOWN],
         )

@@ -16,6 +16,7 @@ mallee.{fleet}.texts.forgotten               TextForgotten, published by a gatew
 mallee.{fleet}.records.asks                  RecordAsk, published by a gateway
 mallee.{fleet}.records.told.{gateway}        RecordTold, published for that gateway by the others
 mallee.{fleet}.records.forgotten             RecordForgotten, published by a gateway
+mallee.{fleet}.records.copied                RecordCopied, published by a gateway
 mallee.{fleet}.sessions.asks                 SessionsAsk, published by a gateway that comes
 mallee.{fleet}.sessions.told                 SessionNotes, published by a gateway
 mallee.{fleet}.inbox.>                       answers to requests, which gateways alone make
@@ -104,6 +105,9 @@ class Subjects(NamedTuple):
     def records_forgotten(self) -> str:
         return f"{self.root}.records.forgotten"
 
+    def records_copied(self) -> str:
+        return f"{self.root}.records.copied"
+
     def sessions_asks(self) -> str:
         return f"{self.root}.sessions.asks"
 
@@ -127,6 +131,7 @@ class Subjects(NamedTuple):
             *(self.bookings(), self.bookings_snapshot()),
             *(self.text_asks(), self.text_told(), self.texts_forgotten()),
             *(self.record_asks(), self.record_told(), self.records_forgotten()),
+            self.records_copied(),
             *(self.sessions_asks(), self.sessions_told()),
         )
         return Permissions(

@@ -36,6 +36,17 @@ class RecordForgotten(msgspec.Struct, frozen=True, array_like=True):
     scope: str
 
 
+class RecordCopied(msgspec.Struct, frozen=True, array_like=True):
+    """A record of `gateway`, or what is new in it, for all others to keep in case that it dies."""
+
+    gateway: str
+    kind: str
+    name: str
+    scope: str
+    record: bytes
+
+
 decode_record_ask: Final = Decoder(RecordAsk, "a question for a record")
 decode_record_told: Final = Decoder(RecordTold, "a record")
 decode_record_forgotten: Final = Decoder(RecordForgotten, "a record's end")
+decode_record_copied: Final = Decoder(RecordCopied, "a copy of a record")

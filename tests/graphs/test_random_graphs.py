@@ -18,21 +18,31 @@ LOST = ("failed", "cancelled")
 class Shell:
     """Carries out the effects of a run as workers would, with ends in random order, and checks each."""
 
-    def __init__(self, graph: Graph, rng: Random, limits: RunLimits) -> None:
+    def __init__(
+        self, graph: Graph, rng: Random, limits: RunLimits, before: "Shell | None" = None
+    ) -> None:
+        """`before`: an earlier run of the graph, which came to no end; what it has done is taken over."""
+        done = {} if before is None else before.done
+        self.graph = graph
         self.rng = rng
         self.limits = limits
         self.risk = rng.choice(
             [0.0, 0.002, 0.04]
         )  # of each node to fail, and half of it to be ended
         self.now = 0.0
-        self.run = Run(graph, limits, self.now)
+        self.run = Run(graph, limits, self.now, None, done)
         self.model = PlainRun(graph)
+        self.done = dict(done)  # what was computed, or told by a client, in order
         self.running: list[str] = []
         self.late: list[str] = []  # cancelled, and the end may come all the same
         self.capsules: set[str] = set()  # that are there
         self.own_errors: dict[str, MalleeError] = {}
         self.ended: list[str] = []
         self.num_over = 0
+        for name, output in done.items():
+            self.model.event(name, "done", output.text)
+            if self.run.nodes[name].leaves_capsule:
+                self.capsules.add(name)
         self.carry_out()
 
     def carry_out(self) -> None:
@@ -60,6 +70,7 @@ class Shell:
         assert len(parents) == 1
         assert len(names) == 1 or parents != {""}
         for node, text in zip(nodes, texts, strict=True):
+            assert node.name not in self.done, "what was done is not done again"
             if node.node.parent:
                 assert node.node.parent in self.capsules
             said = self.model.input_text(node.name) if node.item is None else node.item[1]
@@ -92,6 +103,7 @@ class Shell:
             if self.run.nodes[name].leaves_capsule:
                 self.capsules.add(name)
             self.model.event(name, "done", text)
+            self.done[name] = Output(text)
             self.run.finished(name, Output(text), self.now)
 
     def cancel(self) -> None:
@@ -184,6 +196,19 @@ def play(seed: int, num_nodes: int, limits: RunLimits, *, checks_every: int) -> 
     return shell
 
 
+def end(shell: Shell) -> None:
+    """Carry a run to its end."""
+    num_steps = 0
+    while shell.running or shell.late:
+        shell.step()
+        shell.carry_out()
+        shell.check()
+        num_steps += 1
+        assert num_steps < 8 * len(shell.run.nodes) + 8, "nobody waits for ever"
+    shell.check()
+    shell.check_end()
+
+
 LIMITS = st.builds(
     RunLimits, running=st.integers(1, 8), tools=st.integers(1, 4), fork=st.integers(1, 8)
 )
@@ -195,6 +220,31 @@ def test_random_graphs_run_as_a_plain_model_says(
 ) -> None:
     """S4, S14, part: failures, cancels and late ends at random; in the state machine."""
     play(seed, num_nodes, limits, checks_every=1)
+
+
+@given(seed=st.integers(0, 1 << 32), num_nodes=st.integers(1, 60), limits=LIMITS)
+def test_a_run_goes_on_from_what_an_earlier_one_has_done(
+    seed: int, num_nodes: int, limits: RunLimits
+) -> None:
+    """S4, part: whenever that stopped, all that was done is there at once, and is not done again."""
+    rng = Random(seed)
+    shell = Shell(random_graph(rng, num_nodes), rng, limits)
+    for _ in range(3):  # it is resumed, and stops again
+        for _ in range(rng.randrange(num_nodes)):
+            if shell.running:
+                shell.step()
+                shell.carry_out()
+        resumed = Shell(shell.graph, rng, limits, shell)
+        resumed.check()
+        for name, node in shell.run.nodes.items():
+            if node.status == "done":
+                known = resumed.run.nodes[name]
+                assert (known.status, known.output) == ("done", node.output)
+                assert known.is_resumed == (name in shell.done)
+        order = [name for name in resumed.ended if name in shell.done]
+        assert order == list(shell.done)
+        shell = resumed
+    end(shell)
 
 
 @settings(max_examples=5)

@@ -222,3 +222,15 @@ async def lose(f: LiveFleet, worker: str) -> Host:
     await until(lambda: all(len(router.workers()) == len(f.hosts) for router in f.routers))
     del f.engines[worker]
     return host
+
+
+def kill_gateway(f: LiveFleet, number: int) -> None:
+    """Cut a gateway off from the bus and from all workers for good, as if it had died."""
+    gateway, bus = f.gateways[number], f.gateways[number].records._bus
+    assert isinstance(bus, LocalBus)
+    bus.is_mute = True
+    transport = gateway._peers._transport
+    assert isinstance(transport, LocalTransport)
+    transport._here = {}
+    for host in f.hosts.values():
+        host._streams.end(gateway.gateway_id)

@@ -1,6 +1,7 @@
 """Records that gateways keep in memory, found from every gateway: each asks the others for what it lacks.
 
 Names are those of requests and are never given twice, so a record that was deleted is never asked for again.
+What is to outlive its gateway is copied to all others as it comes.
 """
 
 import asyncio
@@ -14,9 +15,11 @@ from mallee.actors.tasks import Tasks
 from mallee.protocol.codec import encode
 from mallee.protocol.gateways.shared_records import (
     RecordAsk,
+    RecordCopied,
     RecordForgotten,
     RecordTold,
     decode_record_ask,
+    decode_record_copied,
     decode_record_forgotten,
     decode_record_told,
 )
@@ -31,6 +34,9 @@ MAX_FORGOTTEN: Final = 4096  # names whose late answers are refused
 
 Tell = Callable[[str, Scope, bytes], Awaitable[bytes | None]]
 """The record of a name, if it is here and of that scope; the last is what the question gives for it."""
+
+Hear = Callable[[str, Scope, bytes], None]
+"""Takes a copy of a record of another gateway, or what is new in it."""
 
 
 class _Key(NamedTuple):
@@ -86,6 +92,7 @@ class SharedRecords:
         self._belongs = belongs
         self._tell: dict[str, Tell] = {}
         self._on_forgotten: dict[str, Callable[[str, Scope], None]] = {}
+        self._on_copied: dict[str, Hear] = {}
         self._asked: dict[int, _Asked] = {}
         self._num_asked = 0
         self._forgotten: OrderedDict[_Key, None] = OrderedDict()
@@ -96,6 +103,7 @@ class SharedRecords:
         await self._bus.subscribe(self._subjects.record_asks(), self._on_ask)
         await self._bus.subscribe(self._subjects.record_told(self._gateway), self._on_told)
         await self._bus.subscribe(self._subjects.records_forgotten(), self._on_told_forgotten)
+        await self._bus.subscribe(self._subjects.records_copied(), self._on_told_copied)
 
     async def close(self) -> None:
         await self.tasks.close()
@@ -105,13 +113,15 @@ class SharedRecords:
         kind: str,
         tell: Tell,
         on_forgotten: Callable[[str, Scope], None] = lambda name, scope: None,
+        on_copied: Hear = lambda name, scope, record: None,
     ) -> None:
         """Answer others' questions for a kind of records with `tell`.
 
-        `on_forgotten` is called when a client deletes one at another gateway.
+        `on_forgotten` is called when a client deletes one at another gateway, `on_copied` with each copy.
         """
         self._tell[kind] = tell
         self._on_forgotten[kind] = on_forgotten
+        self._on_copied[kind] = on_copied
 
     async def fetch(
         self, kind: str, name: str, scope: Scope, *, given: bytes = b"", wait_s: float = ASK_S
@@ -167,6 +177,12 @@ class SharedRecords:
             del self._asked[number]
         return None if key in self._forgotten else asked
 
+    def copy(self, kind: str, name: str, scope: Scope, record: bytes) -> None:
+        """Have all other gateways hear a record, or what is new in it: at most once, and soon."""
+        if self._num_others():
+            raw = encode(RecordCopied(self._gateway, kind, name, scope, record))
+            self._bus.publish(self._subjects.records_copied(), raw)
+
     def forget(self, kind: str, name: str, scope: Scope) -> None:
         """Have all other gateways forget a record that was deleted here."""
         self._mark_forgotten(_Key(kind, name, scope))
@@ -219,3 +235,12 @@ class SharedRecords:
         on_forgotten = self._on_forgotten.get(key.kind)
         if on_forgotten is not None:
             on_forgotten(key.name, key.scope)
+
+    def _on_told_copied(self, raw: bytes) -> None:
+        copied = decode_record_copied(raw)
+        key = _Key(copied.kind, copied.name, Scope(copied.scope))
+        on_copied = self._on_copied.get(key.kind)
+        if copied.gateway == self._gateway or on_copied is None or key in self._forgotten:
+            return
+        if self._belongs(key.name, key.scope):
+            on_copied(key.name, key.scope, copied.record)

@@ -1,6 +1,7 @@
 """Requests for graphs, checked whole before anything of them starts."""
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -35,7 +36,10 @@ SAMPLING: Final = frozenset(
 
 
 class GraphRequest(AnyRequest, frozen=True, kw_only=True):
-    """`outputs`: by default the nodes that no other takes from. `max_running`: nodes on workers at once."""
+    """`outputs`: by default the nodes that no other takes from. `max_running`: nodes on workers at once.
+
+    `resume` names an earlier run of the same nodes, which has stopped: what that had done is taken over.
+    """
 
     is_bounded: ClassVar[bool] = True
 
@@ -43,6 +47,7 @@ class GraphRequest(AnyRequest, frozen=True, kw_only=True):
     outputs: list[str] = msgspec.field(default_factory=list)
     max_running: int = DEFAULT_RUNNING
     stream: bool = False
+    resume: str | None = None
 
 
 class ResultRequest(AnyRequest, frozen=True, kw_only=True):
@@ -63,6 +68,7 @@ class GraphPlan:
     budget: Budget | None
     streams: bool
     model: str | None
+    digest: bytes  # of its nodes and outputs
 
 
 class GraphMaker:
@@ -92,6 +98,7 @@ class GraphMaker:
             read_budget(request.mallee.budget),
             request.stream,
             request.model,
+            _digest(request.nodes, graph),
         )
         known: set[bytes] = set()
         for node in graph.nodes.values():
@@ -153,6 +160,11 @@ class GraphMaker:
         if num > tool.max_tokens:
             remedy = f"{num} tokens > max_tokens {tool.max_tokens} of node {tool.name}; shorten it"
             raise InvalidParameter("output", "".join(output), remedy)
+
+
+def _digest(nodes: list[Node], graph: Graph) -> bytes:
+    raw = msgspec.json.encode((nodes, graph.outputs), order="sorted")
+    return blake2b(raw, digest_size=16).digest()
 
 
 def _check_extras(extras: Extras) -> None:

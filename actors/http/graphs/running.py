@@ -6,7 +6,7 @@ follow are carried out at once, in order. Capsules are given back as soon as the
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,19 +20,22 @@ from mallee.actors.http.branches.budgets import Bound
 from mallee.actors.http.deltas import TextDelta
 from mallee.actors.http.entry.asking import INLINE_BODY_BYTES, Asking
 from mallee.actors.http.errors import unexpected
+from mallee.actors.http.graphs.progress import outputs
 from mallee.actors.http.graphs.requests import GraphMaker, GraphPlan
 from mallee.actors.http.graphs.writing import (
     Computed,
     Events,
+    computed_before,
     graph_body,
     kind_of,
     node_body,
+    node_done,
     spec_of,
     tool_call,
 )
 from mallee.actors.http.serve import Server, prefill
 from mallee.graphs.effects import Cancel, Effect, Ended, Expanded, Over, Release, Start
-from mallee.graphs.nodes import Prefill, Tool, parts, text_of
+from mallee.graphs.nodes import Join, Prefill, Tool, parts, text_of
 from mallee.graphs.run import Output, Run
 from mallee.protocol.errors import (
     BudgetSpent,
@@ -44,6 +47,7 @@ from mallee.protocol.errors import (
     UnknownGraph,
     UnknownRequest,
 )
+from mallee.protocol.gateways.graph_progress import GraphProgress, NodeDone
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId, capsule_id
 
 _log = logging.getLogger(__name__)
@@ -78,10 +82,15 @@ class GraphRun:
         asking: Asking,
         visit: Visit,
         names_workers: bool,
+        copy: Callable[[GraphProgress], None],
+        done: Sequence[NodeDone] | None = None,
         bound: Bound | None = None,
         account: Account | None = None,
     ) -> None:
-        """`account`, which is open, is that of `bound`; it is closed at the graph's end."""
+        """`account`, which is open, is that of `bound`; it is closed at the graph's end.
+
+        `copy` is called with what is new in its progress. `done`: the nodes of an earlier run that stopped.
+        """
         self.name = name
         self.scope = plan.scope
         self.created = server.clock()
@@ -97,8 +106,14 @@ class GraphRun:
         self._account = account
         wall_s = plan.budget.wall_s if plan.budget is not None else None
         due = None if wall_s is None else self._now() + wall_s
-        self._run = Run(plan.graph, plan.limits, self._now(), due)
-        self._computed: dict[str, Computed] = {}
+        nodes = () if done is None else done
+        known = outputs(plan.graph, nodes)
+        self._run = Run(plan.graph, plan.limits, self._now(), due, known)
+        self._computed = {each.node: computed_before(each) for each in nodes if each.request}
+        self._is_resumed = done is not None
+        self._copy = copy
+        self._done: list[NodeDone] = []
+        self._num_copied = 0  # of these
         self._groups: dict[str, _Group] = {}  # by nodes under way
         self._changed = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
@@ -134,6 +149,11 @@ class GraphRun:
                 for name, node in self._run.nodes.items()
             }
         return body
+
+    @property
+    def progress(self) -> GraphProgress:
+        """Its nodes that are done."""
+        return GraphProgress(self._plan.digest, (*self._done,))
 
     @property
     def has_ended(self) -> bool:
@@ -172,7 +192,8 @@ class GraphRun:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                self._tell({"type": "graph.started", "nodes": len(self._run.nodes)})
+                kind = "graph.resumed" if self._is_resumed else "graph.started"
+                self._tell({"type": kind, "nodes": len(self._run.nodes)})
                 self._carry_out()
                 while self._run.wall_s is None:
                     self._changed.clear()
@@ -194,6 +215,10 @@ class GraphRun:
         if self._tasks is not None:
             for effect in self._run.effects():
                 self._carry_out_one(effect)
+            fresh = tuple(self._done[self._num_copied :])
+            if fresh:
+                self._num_copied = len(self._done)
+                self._copy(GraphProgress(self._plan.digest, fresh))
 
     def _carry_out_one(self, effect: Effect) -> None:
         match effect:
@@ -207,6 +232,8 @@ class GraphRun:
                 self._tell({"type": "map.expanded", "node": name, "items": list(items)})
             case Ended(name):
                 node, known = self._run.nodes[name], self._computed.get(name)
+                if node.status == "done" and not isinstance(node.node, Join):
+                    self._done.append(node_done(node, known))
                 body = node_body(node, known, names_workers=self._names_workers)
                 self._tell({"type": "node.ended", "node": name, **body})
             case Over():

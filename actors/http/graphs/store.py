@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from mallee.actors.http.graphs.running import GraphRun
-from mallee.protocol.errors import Unavailable, UnknownGraph
+from mallee.protocol.errors import GraphRunning, Unavailable
 from mallee.protocol.ids import Scope
 
 MAX_CHARS: Final = 64 << 20  # of the texts of those that are over
@@ -33,8 +33,10 @@ class GraphStore:
         self._over: OrderedDict[str, _Kept] = OrderedDict()
         self._num_chars = 0
 
-    def check_room(self) -> None:
-        """Raises Unavailable."""
+    def check_room(self, name: str | None = None) -> None:
+        """Raises Unavailable, and GraphRunning if the graph of that name runs."""
+        if name in self._running:
+            raise GraphRunning(name)
         if len(self._running) >= self._max_running:
             raise Unavailable(
                 f"{len(self._running)} graphs run at this gateway, and no more may (http.max_graphs);"
@@ -42,25 +44,27 @@ class GraphStore:
             )
 
     def add(self, run: GraphRun) -> None:
+        """Add a graph that runs, in place of one of its name that is over."""
+        if run.name in self._over:
+            self._drop(run.name)
         self._running[run.name] = run
 
     def ended(self, run: GraphRun) -> None:
         """A graph is over; one that was forgotten meanwhile stays so."""
-        if self._running.pop(run.name, None) is not None:
+        if self._running.get(run.name) is run:
+            del self._running[run.name]
             kept = _Kept(run, self._clock(), run.num_chars)
             self._over[run.name] = kept
             self._num_chars += kept.num_chars
             self._shrink()
 
-    def get(self, name: str, scope: Scope) -> GraphRun:
-        """Raises UnknownGraph, alike for one of another scope."""
+    def find(self, name: str, scope: Scope) -> GraphRun | None:
+        """None alike for one of another scope."""
         self._shrink()
         run = self._running.get(name)
         if run is None and name in self._over:
             run = self._over[name].run
-        if run is None or run.scope != scope:
-            raise UnknownGraph(name)
-        return run
+        return run if run is not None and run.scope == scope else None
 
     def forget(self, run: GraphRun) -> None:
         self._running.pop(run.name, None)

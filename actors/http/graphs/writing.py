@@ -10,6 +10,7 @@ from mallee.actors.http.answers import usage_body
 from mallee.actors.http.sse import DONE, event
 from mallee.graphs.nodes import Branch, Map, Prefill, Tool
 from mallee.graphs.run import NodeRun, Run
+from mallee.protocol.gateways.graph_progress import NodeDone
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 
 MAX_WAITING: Final = 1024  # events that a client has not read; beyond them answers wait
@@ -51,6 +52,8 @@ def node_body(node: NodeRun, computed: Computed | None, *, names_workers: bool) 
         "first_token_ms": _ms(node.first_s),
         "end_ms": _ms(node.end_s),
     }
+    if node.is_resumed:
+        body["resumed"] = True
     if node.error is not None:
         body["error"] = {"message": node.error.client_message, "code": node.error.code}
     if node.status == "done" and not isinstance(node.node, Prefill):
@@ -69,6 +72,43 @@ def node_body(node: NodeRun, computed: Computed | None, *, names_workers: bool) 
             "completion_tokens": computed.completion_tokens,
         }
     return body
+
+
+def node_done(node: NodeRun, computed: Computed | None) -> NodeDone:
+    """A node that is done, for other gateways."""
+    is_map = isinstance(node.node, Map) and node.item is None
+    text, items = ("", None) if is_map else node.output
+    if computed is None:
+        return NodeDone(node.name, text, items)
+    return NodeDone(
+        node.name,
+        text,
+        items,
+        computed.request,
+        computed.worker,
+        computed.capsule or "",
+        computed.boundary,
+        computed.prompt_tokens,
+        computed.cached_tokens,
+        computed.prefill_tokens,
+        computed.completion_tokens,
+        computed.finish,
+    )
+
+
+def computed_before(node: NodeDone) -> Computed:
+    """The work of workers for a node of an earlier run."""
+    return Computed(
+        RequestId(node.request),
+        WorkerId(node.worker),
+        node.prompt_tokens,
+        CapsuleId(node.capsule) if node.capsule else None,
+        node.boundary,
+        node.cached_tokens,
+        node.prefill_tokens,
+        node.completion_tokens,
+        node.finish,
+    )
 
 
 def graph_body(head: dict[str, Any], run: Run, computed: dict[str, Computed]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from mallee.protocol.ids import COMMON, Scope
 from mallee.protocol.subjects import Subjects
 from mallee.testing.bus import LocalBus, LocalHub
 from support.plain_ids import SCOPES
+from support.waiting import until
 
 EVE = Scope("eve")
 
@@ -29,7 +30,10 @@ class Gateway:
             num_others=lambda: others,
             belongs=SCOPES.belongs,
         )
-        self.records.share("thing", self._tell, lambda *key: self.kept.pop(key, None))
+        self.records.share("thing", self._tell, lambda *key: self.kept.pop(key, None), self._hear)
+
+    def _hear(self, name: str, scope: Scope, record: bytes) -> None:
+        self.kept[name, scope] = self.kept.get((name, scope), b"") + record
 
     async def _tell(self, name: str, scope: Scope, given: bytes) -> bytes | None:
         self.told.append(name)
@@ -106,6 +110,31 @@ async def test_a_deleted_record_is_forgotten_by_all_and_never_found_again(
     assert await c.records.fetch("thing", name, COMMON) is None
 
 
+async def test_what_is_copied_outlives_its_gateway_until_it_is_deleted(
+    three: list[Gateway],
+) -> None:
+    a, b, c = three
+    name = SCOPES.new(COMMON)
+    a.records.copy("thing", name, COMMON, b"one ")
+    a.records.copy("thing", name, COMMON, b"two")
+    a.records.copy("thing", name, EVE, b"forged")  # the name is of another scope
+    await until(lambda: c.kept.get((name, COMMON)) == b"one two")
+    assert b.kept == c.kept == {(name, COMMON): b"one two"}
+    assert not a.kept
+    await a.bus.close()
+    b.records.forget("thing", name, COMMON)
+    await until(lambda: not c.kept)
+    c.records.copy("thing", name, COMMON, b"late")
+    later = SCOPES.new(COMMON)
+    c.records.copy("thing", later, COMMON, b"new")
+    await until(lambda: (later, COMMON) in b.kept)
+    assert name not in {each for each, _ in c.kept}
+    num_before = c.bus.num_published
+    alone = Gateway(LocalHub(), "g0", 0)
+    alone.records.copy("thing", name, COMMON, b"for nobody")
+    assert (alone.bus.num_published, c.bus.num_published) == (0, num_before)
+
+
 async def test_a_gateway_that_is_gone_is_waited_for_no_longer_than_a_bound(
     three: list[Gateway],
 ) -> None:
@@ -125,7 +154,7 @@ async def test_malformed_messages_and_failing_owners_hurt_nobody(three: list[Gat
     a, b, c = three
     subjects = Subjects.of("test")
     for subject in (
-        *(subjects.record_asks(), subjects.records_forgotten()),
+        *(subjects.record_asks(), subjects.records_forgotten(), subjects.records_copied()),
         *(subjects.record_told(each) for each in ("g0", "g1", "g2")),
     ):
         for raw in (b"", b"\xc1", b"\x91\xa1x", b"\x92\x01\xc4", b"\x93" * 3000):
