@@ -120,7 +120,11 @@ class AsyncAsking(BaseMallee["AsyncBranches", "PendingCapsule"]):
         call = run_graph(graph, outputs, max_running, params)
         request = partial(self._request, stream=True)
         return AsyncGraphRun(
-            *(call, graph.tools), base_url=self.base_url, request=request, send=self._send
+            *(call, graph.tools),
+            base_url=self.base_url,
+            request=request,
+            send=self._send,
+            max_retries=self.max_retries,
         )
 
     async def search(

@@ -127,7 +127,11 @@ class Asking(BaseMallee["Branches", "Capsule"]):
         call = run_graph(graph, outputs, max_running, params)
         request = partial(self._request, stream=True)
         return GraphRun(
-            *(call, graph.tools), base_url=self.base_url, request=request, send=self._send
+            *(call, graph.tools),
+            base_url=self.base_url,
+            request=request,
+            send=self._send,
+            max_retries=self.max_retries,
         )
 
     def search(

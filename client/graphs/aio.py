@@ -1,18 +1,21 @@
 """A graph that runs, for asyncio: `running`, with await."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 from mallee.client.base import failing_as, raise_refusal_async
 from mallee.client.calls import Call
 from mallee.client.critic import result_of
-from mallee.client.errors import StreamBroken
+from mallee.client.errors import ConnectionFailed, StreamBroken
 from mallee.client.graphs.builder import ToolFunction, tell_result
 from mallee.client.graphs.results import GraphEvent, GraphReader, GraphResult, failure, outcome
-from mallee.protocol.errors import NotAwaited, NotFound
+from mallee.client.graphs.resuming import resume_graph, resume_waits
+from mallee.protocol.errors import GraphRunning, MalleeError, NotAwaited, NotFound, Unavailable
 
 if TYPE_CHECKING:
+    import asyncio
+
     import httpx
 
 
@@ -31,12 +34,15 @@ class AsyncGraphRun:
         base_url: str,
         request: Callable[[Call], Awaitable["httpx.Response"]],
         send: Callable[[Call], Awaitable[Any]],
+        max_retries: int,
     ) -> None:
         self._url = base_url + call.path
         self._call = call
         self._tools = tools
         self._request = request
         self._send = send
+        self._num_left = max_retries  # times that it may be resumed
+        self._told: dict[str, asyncio.Task[dict[str, Any]]] = {}  # results of calls, by node
         self._reader = GraphReader(self._url)
         self._response: httpx.Response | None = None
         self._events = self._read()
@@ -86,30 +92,77 @@ class AsyncGraphRun:
     async def _read(self) -> AsyncGenerator[GraphEvent, None]:
         import asyncio  # loaded by now, which `import mallee.client` is not to do
 
+        running: set[asyncio.Task[Any]] = set()
         response = await self._opened()
-        running: set[asyncio.Task[None]] = set()
         try:
-            with failing_as(StreamBroken, self._url):
-                async for chunk in response.aiter_raw():
-                    for event in self._reader.feed(chunk):
-                        if event.type == "tool.call" and event.call in self._tools:
-                            task = asyncio.create_task(self._carry_out(event))
-                            running.add(task)
-                            task.add_done_callback(running.discard)
-                        yield event
-                    if self._reader.is_done:
-                        return
-            self._reader.finished()
+            while True:
+                try:
+                    async with aclosing(self._stream(response, running)) as events:
+                        async for event in events:
+                            yield event
+                    return
+                except StreamBroken as error:
+                    await response.aclose()
+                    self._response = response = await self._resumed(error)
+                    self._reader.begin_next()
         finally:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
             await response.aclose()
 
-    async def _carry_out(self, event: GraphEvent) -> None:
+    async def _stream(
+        self, response: "httpx.Response", running: "set[asyncio.Task[Any]]"
+    ) -> AsyncGenerator[GraphEvent, None]:
+        """The events of one response. Raises StreamBroken if it has no end."""
+        import asyncio
+
+        def spawn(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+            task = asyncio.create_task(work)
+            running.add(task)
+            task.add_done_callback(running.discard)
+            return task
+
+        with failing_as(StreamBroken, self._url):
+            async for chunk in response.aiter_raw():
+                for event in self._reader.feed(chunk):
+                    if event.type == "tool.call" and event.call in self._tools:
+                        # One that is asked again gets the result of the first time.
+                        if event.node not in self._told:
+                            self._told[event.node] = spawn(self._carry_out(event))
+                        spawn(self._tell(event, self._told[event.node]))
+                    yield event
+                if self._reader.is_done:
+                    return
+        self._reader.finished()
+
+    async def _resumed(self, error: StreamBroken) -> "httpx.Response":
+        """See `GraphRun._resumed`."""
+        import asyncio
+
+        for wait_s in resume_waits(error, self._reader.id, self._num_left):
+            await asyncio.sleep(wait_s)
+            with suppress(ConnectionFailed):
+                response = await self._request(resume_graph(self._call, self._reader.id))
+                if response.status_code < 400:
+                    self._num_left -= 1
+                    return response
+                try:
+                    await raise_refusal_async(response, self._url)
+                except (GraphRunning, Unavailable, StreamBroken):
+                    continue
+                except MalleeError as refusal:
+                    raise error from refusal
+        raise error
+
+    async def _carry_out(self, event: GraphEvent) -> dict[str, Any]:
         try:
-            told = outcome(await result_of(self._tools[event.call], event.input))
+            return outcome(await result_of(self._tools[event.call], event.input))
         except Exception as error:  # a function of the user's: its node fails with it
-            told = failure(error)
-        with suppress(NotAwaited, NotFound):  # it comes too late
-            await self._send(tell_result(event.id, event.node, told, self._call.cache_salt))
+            return failure(error)
+
+    async def _tell(self, event: GraphEvent, told: "asyncio.Task[dict[str, Any]]") -> None:
+        result = await told
+        # It comes too late, or the gateway has died: then the call is asked again by another.
+        with suppress(NotAwaited, NotFound, ConnectionFailed):
+            await self._send(tell_result(event.id, event.node, result, self._call.cache_salt))

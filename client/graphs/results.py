@@ -113,7 +113,10 @@ class GraphResult(msgspec.Struct, frozen=True):
 
 
 class GraphReader:
-    """Reads the stream of one graph. `result` is there once it has ended."""
+    """Reads the streams of one graph, of which the next goes on where one broke off.
+
+    `result` is there once it has ended. Nodes that ended in an earlier stream are not told of again.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -131,6 +134,8 @@ class GraphReader:
                 return
             try:
                 event = msgspec.json.decode(data, type=GraphEvent)
+                if event.node in self._nodes:
+                    continue
                 if event.type == "node.ended":
                     self._nodes[event.node] = msgspec.json.decode(data, type=GraphNode)
                 elif event.type == "graph.ended":
@@ -141,6 +146,10 @@ class GraphReader:
                 raise StreamBroken(self._url, f"an event can't be read: {error}") from error
             self.id = event.id
             yield event
+
+    def begin_next(self) -> None:
+        """Another stream of the graph comes."""
+        self._parser = SseParser()
 
     def finished(self) -> GraphResult:
         """Raises StreamBroken if the end is missing."""

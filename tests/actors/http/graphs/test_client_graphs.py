@@ -2,9 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
+import httpx
 import pytest
 
 from mallee.client import (
@@ -16,10 +19,12 @@ from mallee.client import (
     ToolFailed,
     ToolTimeout,
 )
+from mallee.client.graphs.builder import Handle
 from mallee.client.graphs.results import GraphReader
 from mallee.testing.random_model import random_model
 from support.live_api import served
-from support.live_fleet import LiveFleet
+from support.live_fleet import LiveFleet, kill_gateway
+from support.plain_ids import SCOPES
 from support.tiny_fleet import tiny_fleet
 from support.waiting import until
 
@@ -150,6 +155,137 @@ async def test_the_servers_refusal_has_its_type() -> None:
         graph.branch(graph.prefill("x"), temperature=9.0)
         with pytest.raises(InvalidGraph, match="node branch-1: sampling: temperature"):
             await client.run(graph).wait()
+
+
+class Entry(httpx.BaseTransport, httpx.AsyncBaseTransport):
+    """A proxy before gateways: it sends everything to the one at `url`."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._sync, self._async = httpx.HTTPTransport(), httpx.AsyncHTTPTransport()
+
+    def _sent_on(self, request: httpx.Request) -> httpx.Request:
+        to = httpx.URL(self.url)
+        request.url = request.url.copy_with(host=to.host, port=to.port)
+        return request
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        return self._sync.handle_request(self._sent_on(request))
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        return await self._async.handle_async_request(self._sent_on(request))
+
+    def close(self) -> None:
+        self._sync.close()
+
+    async def aclose(self) -> None:
+        await self._async.aclose()
+
+
+@asynccontextmanager
+async def dying_gateway() -> AsyncIterator[tuple[Entry, Callable[[], None]]]:
+    """An entry to the first of two gateways, and what kills that one."""
+    async with (
+        tiny_fleet(MODEL, 1, gateways=2, syncs=True, ids=SCOPES) as fleet,
+        served(fleet.gateways[0]) as (url, server),
+        served(fleet.gateways[1]) as (other, _),
+    ):
+        await until(lambda: all(each._num_others() == 1 for each in fleet.gateways))
+        entry = Entry(url)
+
+        def kill() -> None:
+            kill_gateway(fleet, 0)
+            entry.url = other
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()  # type: ignore[union-attr]
+
+        yield entry, kill
+        assert fleet.gateways[1].failure is None
+
+
+def long_graph(*calls: Callable[[str], Any]) -> tuple[Graph, list[Handle]]:
+    """A graph in which `calls` are under way beside a long branch, and what waits for both."""
+    graph = Graph()
+    greedy: Any = {"temperature": 0, "ignore_eos": True}
+    doc = graph.prefill("A document. ")
+    first = graph.branch(doc, "Why?", max_tokens=4, name="first", **greedy)
+    long = graph.branch(doc, "At length?", max_tokens=600, name="long", **greedy)
+    found = [graph.tool(call, max_tokens=16) for call in calls]
+    last = graph.branch(first, [*found, "So?"], max_tokens=4, **greedy)
+    return graph, [last, long]
+
+
+async def test_a_run_goes_on_when_its_gateway_dies() -> None:
+    """S4, part: by itself, at another gateway; what was done is told once, and no function runs twice."""
+    num_asked = 0
+
+    async def look_up(_: str) -> str:
+        nonlocal num_asked
+        num_asked += 1
+        await asyncio.sleep(0.5)
+        return "found"
+
+    async with dying_gateway() as (entry, kill):
+        graph, outputs = long_graph(look_up)
+        async with AsyncMallee(transport=entry) as client:
+            events = []
+            async with client.run(graph, outputs=outputs) as run:
+                async for event in run:
+                    events.append(event)
+                    if event.type == "node.ended" and event.node == "first":
+                        kill()
+                result = await run.wait()
+            calm = await client.run(graph, outputs=outputs).wait()
+        assert [e.type for e in events if not e.node] == [
+            *("graph.started", "graph.resumed", "graph.ended"),
+        ]
+        ended = [event.node for event in events if event.type == "node.ended"]
+        assert sorted(ended) == sorted(result.nodes)
+        assert result.outputs == calm.outputs
+        assert {event.id for event in events} == {result.id}
+        assert num_asked == 2  # once in each of the two graphs
+
+
+async def test_a_blocking_run_goes_on_when_its_gateway_dies() -> None:
+    """S4, part."""
+    asked: list[str] = []
+
+    def look_up(text: str) -> str:
+        asked.append(text)
+        time.sleep(0.5)
+        return "found"
+
+    async with dying_gateway() as (entry, kill):
+        loop = asyncio.get_running_loop()
+
+        def work() -> None:
+            graph, outputs = long_graph(look_up)
+            with Mallee(transport=entry) as client:
+                kinds = []
+                with client.run(graph, outputs=outputs) as run:
+                    for event in run:
+                        kinds += [] if event.node else [event.type]
+                        if event.type == "node.ended" and event.node == "first":
+                            loop.call_soon_threadsafe(kill)
+                    result = run.wait()
+                assert kinds == ["graph.started", "graph.resumed", "graph.ended"]
+                assert result.outputs == client.run(graph, outputs=outputs).wait().outputs
+            assert len(asked) == 2
+
+        await asyncio.to_thread(work)
+
+
+async def test_a_run_that_may_not_be_sent_again_ends_with_its_gateway() -> None:
+    async with dying_gateway() as (entry, kill):
+        graph, outputs = long_graph()
+        async with AsyncMallee(transport=entry, max_retries=0) as client:
+            run = client.run(graph, outputs=outputs)
+            async for event in run:
+                if event.type == "node.ended":
+                    break
+            kill()
+            with pytest.raises(StreamBroken):
+                await run.wait()
 
 
 def test_a_stream_that_breaks_off_is_an_error() -> None:
