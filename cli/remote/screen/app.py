@@ -126,7 +126,7 @@ class Top(App[None]):
     @work(exclusive=True, group="watch")
     async def _watch(self) -> None:
         """Look, and wait for the next time or a key. A look that takes long delays the next, and no key."""
-        while True:
+        while self.is_running:
             self._asked.clear()
             look = await self._service.look(
                 wants_sessions=self.pane == "sessions", wants_decisions=self.pane == "requests"
@@ -203,6 +203,8 @@ class Top(App[None]):
 
     @work(exclusive=True, group="capsule")
     async def _show_capsule(self, place: Place | None) -> None:
+        if not self.is_running:
+            return
         shown, view = self.query_one(Forest), self.query_one("#capsule", Static)
         node = None if place is None else shown.capsule(place)
         details = Details(None if place is None else shown.session(place.session), node)
@@ -214,6 +216,8 @@ class Top(App[None]):
 
     @work(exclusive=True, group="decision")
     async def _show_decision(self, key: str | None) -> None:
+        if not self.is_running:
+            return
         decision, view = self._decisions.get(key or ""), self.query_one("#decision", Static)
         parts: list[RenderableType] = []
         if decision is not None:
