@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -103,24 +103,34 @@ async def still_done(
 
     `find(capsule)` raises NotFound for one that is gone.
     """
-    done = {each.node for each in nodes}
+    gone: dict[str, bool] = {}  # that were asked for
+    left = list(nodes)
+    while True:  # what is to be computed again needs the capsule above it
+        done = {each.node for each in left}
+        needed = [each for each in left if _is_needed(graph, each.node, done)]
+        fresh = [each for each in needed if each.node not in gone]
+        found = await asyncio.gather(*(_is_gone(each, find) for each in fresh))
+        gone.update(zip((each.node for each in fresh), found, strict=True))
+        lost = {each.node for each in needed if gone[each.node]}
+        if not lost:
+            return left
+        left = [each for each in left if each.node not in lost]
 
-    async def holds(node: NodeDone) -> bool:
-        spec = graph.nodes.get(node.node)  # None: an item of a map, which nothing goes on from
-        if not isinstance(spec, Prefill | Branch):
-            return True
-        takers = graph.takers[node.node]
-        is_forked = any(
-            graph.nodes[each].parent == node.node for each in takers if each not in done
-        )
-        if not (is_forked or spec.keep):
-            return True
-        try:
-            if node.capsule:
-                await find(CapsuleId(node.capsule))
-        except NotFound:
-            return False
-        return bool(node.capsule)
 
-    held = await asyncio.gather(*map(holds, nodes))
-    return [node for node, is_held in zip(nodes, held, strict=True) if is_held]
+def _is_needed(graph: Graph, name: str, done: Collection[str]) -> bool:
+    """Whether the capsule of a node is, if these are done."""
+    spec = graph.nodes.get(name)  # None: an item of a map, which nothing goes on from
+    if not isinstance(spec, Prefill | Branch):
+        return False
+    takers = (each for each in graph.takers[name] if each not in done)
+    return spec.keep or any(graph.nodes[each].parent == name for each in takers)
+
+
+async def _is_gone(node: NodeDone, find: Callable[[CapsuleId], Awaitable[object]]) -> bool:
+    if not node.capsule:
+        return True
+    try:
+        await find(CapsuleId(node.capsule))
+    except NotFound:
+        return True
+    return False

@@ -297,7 +297,10 @@ class NodeExtras(Body, frozen=True, kw_only=True):
 
 
 class GraphNode(Body, frozen=True, kw_only=True):
-    """A node as it stands; times are milliseconds since the graph began."""
+    """A node as it stands; times are milliseconds since the graph began.
+
+    `resumed`: an earlier run of the graph has done it.
+    """
 
     kind: Literal["prefill", "branch", "join", "tool", "map"]
     status: Literal["waiting", "queued", "running", "done", "failed", "cancelled"]
@@ -307,6 +310,7 @@ class GraphNode(Body, frozen=True, kw_only=True):
     start_ms: float | None
     first_token_ms: float | None
     end_ms: float | None
+    resumed: bool = OMITTED
     error: Failure = OMITTED
     output: str = OMITTED
     items: list[str] = OMITTED

@@ -3,6 +3,7 @@
 from typing import Any
 
 import httpx
+import pytest
 
 from mallee.mocker.passes import mock_spec
 from mallee.router.config import RouterConfig
@@ -45,6 +46,20 @@ async def test_fifty_evaluators_share_one_prefill_of_their_document() -> None:
         requests = {each["request"] for name, each in told.items() if name != "doc"}
         assert 3 <= len(requests) < 50  # siblings that were ready together went out as one fork
         await nothing_left(client, fleet)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+async def test_what_prefills_begin_with_alike_is_computed_once(workers: int) -> None:
+    """S1, part: also while it is computed, and whichever workers there are."""
+    shared = "A tree of many trunks from one root. " * 20
+    nodes = [{**DOC, "name": f"d{i}", "text": f"{shared}{i} tail"} for i in range(4)]
+    branches = [branch(f"b{i}", f"d{i}", text="?") for i in range(4)]
+    async with tiny_api(MODEL, workers, num_blocks=2048) as (client, _):
+        found = await run(client, *nodes, *branches)
+    assert found["status"] == "done"
+    told = [found["nodes"][f"d{i}"]["mallee"] for i in range(4)]
+    assert sum(each["prefill_tokens"] for each in told) == len(shared) + 4 * len("0 tail")
+    assert len({each["worker"] for each in told}) == 1
 
 
 async def test_a_graph_says_what_calls_by_hand_say() -> None:
