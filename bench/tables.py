@@ -475,6 +475,29 @@ def agents(data: Json) -> Iterator[str]:
     yield f"The knee, beyond which twice as many bring less than half as much again, {told}.\n"
 
 
+def search_overhead(data: Json) -> Iterator[str]:
+    steps = data["steps"]
+    yield grid(
+        "tokens of a step",
+        steps.items(),
+        {
+            "whole search, s": "whole_s",
+            "with steps that take no time, s": "host_s",
+            "share": lambda run: f"{run['share']:.0%}",
+            "ms an expansion": "host_ms_per_expansion",
+        },
+    )
+    turn_s = steps["1"]["host_s"]
+    of_others = " and ".join(
+        f"{turn_s / steps[num]['whole_s']:.0%} of a search by {num} tokens a step"
+        for num in ("16", "50")
+    )
+    yield (
+        f"With one token a step nearly all of it is the turn through the gateway:"
+        f" {steps['1']['host_ms_per_expansion']:.2g} ms an expansion, {of_others}.\n"
+    )
+
+
 def search_compare(data: Json) -> Iterator[str]:
     ways = {
         "server": "`POST /v1/search`",
@@ -1349,6 +1372,15 @@ SECTIONS = {
         " begin at a capsule, as the samples do; they are of a run of their own, of seven rounds, with the"
         " least and the most ratio of a round.",
         search_compare,
+    ),
+    "search_overhead": Section(
+        "The part of a search that is not the model's",
+        "python -m bench.search.overhead",
+        "MCTS of 50 expansions of 4, one at a time, by `POST /v1/search` of `mallee serve` over Ray and"
+        " HTTP, on one mocked engine whose steps take what Llama 3.1 8B takes on an H200, or no time. What"
+        " is left then is policy, gateway, links and the engine's own Python, on 2 cores: a policy beside"
+        " the engine could save a part of that and no more, which is why it runs in the gateway.",
+        search_overhead,
     ),
     "agents": Section(
         "Agents on one document",
