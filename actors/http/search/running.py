@@ -1,9 +1,9 @@
 """A search under way: what it asks for becomes requests inside of its own, some at once.
 
-The policy runs here and not inside the worker: that could save no more than the turn through the gateway, 4 ms
-an expansion, 5 % of a search by 16 tokens a step of an 8B model on an H200 and 2 % of one by 50
-(`bench/search/overhead.py`). The worker would need tokenizers, stop strings, scopes, budgets and callbacks for
-it, and a search could not go on when its worker dies.
+The policy runs here and not inside the worker: that could save no more than the turn through the gateway,
+4 ms an expansion, 5 % of a search by 16 tokens a step of an 8B model on an H200 and 2 % of one by 50
+(`bench/search/overhead.py`). The worker would need tokenizers, stop strings, scopes, budgets and callbacks,
+and a search could not go on when its worker dies.
 """
 
 import asyncio
