@@ -36,7 +36,7 @@ class GraphNode(msgspec.Struct, frozen=True):
     """One node at its end. Times are milliseconds since the graph began.
 
     `after` is the node whose end made it ready, or ended it; `cause` the one that it failed by, or that
-    needed it no more.
+    needed it no more. `resumed`: it was done before the graph went on at another gateway.
     """
 
     node: str
@@ -53,6 +53,12 @@ class GraphNode(msgspec.Struct, frozen=True):
     error: NodeFailure | None = None
     finish_reason: str | None = None
     mallee: NodeExtras | None = None
+    resumed: bool = False
+
+    def says(self, other: "GraphNode") -> bool:
+        """Whether both are done with the same output."""
+        own, others = ((each.status, each.output, each.items) for each in (self, other))
+        return self.status == "done" and own == others
 
     @property
     def failure(self) -> MalleeError | None:
@@ -115,7 +121,8 @@ class GraphResult(msgspec.Struct, frozen=True):
 class GraphReader:
     """Reads the streams of one graph, of which the next goes on where one broke off.
 
-    `result` is there once it has ended. Nodes that ended in an earlier stream are not told of again.
+    `result` is there once it has ended. The end of a node that an earlier stream told alike is left out; of one
+    that failed there, or was done again with another output, it is told.
     """
 
     def __init__(self, url: str) -> None:
@@ -134,10 +141,12 @@ class GraphReader:
                 return
             try:
                 event = msgspec.json.decode(data, type=GraphEvent)
-                if event.node in self._nodes:
-                    continue
                 if event.type == "node.ended":
-                    self._nodes[event.node] = msgspec.json.decode(data, type=GraphNode)
+                    before = self._nodes.get(event.node)
+                    node = msgspec.json.decode(data, type=GraphNode)
+                    self._nodes[event.node] = node
+                    if before is not None and node.says(before):
+                        continue
                 elif event.type == "graph.ended":
                     end = msgspec.json.decode(data, type=_Ended)
                     fields = {name: getattr(end, name) for name in end.__struct_fields__}

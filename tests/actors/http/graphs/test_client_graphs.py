@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from mallee.client import (
@@ -286,6 +287,28 @@ async def test_a_run_that_may_not_be_sent_again_ends_with_its_gateway() -> None:
             kill()
             with pytest.raises(StreamBroken):
                 await run.wait()
+
+
+def test_ends_that_an_earlier_stream_told_alike_are_not_told_again() -> None:
+    """A node that failed there and is done now, or was done again with another output, is told."""
+    reader = GraphReader("u")
+
+    def told(**ends: tuple[str, str]) -> dict[str, str]:
+        events = [
+            {"type": "node.ended", "id": "g", "node": name, "kind": "branch"}
+            | {"status": status, "output": output}
+            for name, (status, output) in ends.items()
+        ]
+        chunk = b"".join(b"data: %s\n\n" % msgspec.json.encode(each) for each in events)
+        return {event.node: event.type for event in reader.feed(chunk)}
+
+    ends = {"a": ("done", "x"), "b": ("failed", ""), "c": ("done", "y"), "d": ("cancelled", "")}
+    assert list(told(**ends)) == ["a", "b", "c", "d"]
+    reader.begin_next()
+    assert list(told(**{**ends, "b": ("done", "z"), "c": ("done", "other")})) == ["b", "c", "d"]
+    assert {name: node.output for name, node in reader._nodes.items()} == {
+        **{"a": "x", "b": "z", "c": "other", "d": ""},
+    }
 
 
 def test_a_stream_that_breaks_off_is_an_error() -> None:
