@@ -121,8 +121,8 @@ class GraphResult(msgspec.Struct, frozen=True):
 class GraphReader:
     """Reads the streams of one graph, of which the next goes on where one broke off.
 
-    `result` is there once it has ended. The end of a node that an earlier stream told alike is left out; of one
-    that failed there, or was done again with another output, it is told.
+    `result` is there once it has ended. The end of a node that an earlier stream told alike is left out; of
+    one that failed there, or was done again with another output, it is told.
     """
 
     def __init__(self, url: str) -> None:
