@@ -117,6 +117,7 @@ async def test_a_child_s_own_budget_is_reserved_of_its_session_s() -> None:
         # Two budgets of which neither is below the other.
         stranger = await client.post(path, json={"n": 1, "mallee": {"session": "c"}})
         assert (stranger.status_code, stranger.json()["error"]["param"]) == (400, "mallee.session")
+        await until(lambda: not fleet.engines["w0"].stats().jobs)  # of the fork that ran out
         asking = asyncio.create_task(ask(client, "c"))
         await until(lambda: bool(fleet.engines["w0"].stats().jobs))
         used, reserved, left = await tokens_of(client, "s")
