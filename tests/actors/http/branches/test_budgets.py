@@ -232,6 +232,7 @@ async def test_branches_elsewhere_end_where_their_budget_is_when_its_keeper_dies
         path = f"/v1/capsules/{capsule}/fork"
         engine = s.fleet.engines["w0"]
         more = {**FORK, "n": 1, "max_tokens": 1900}
+        await until(lambda: not engine.stats().jobs)
         running = asyncio.create_task(post(s.b, path, **more))
         await until(lambda: bool(engine.stats().jobs))
         s.bus_of(0).is_mute = True
