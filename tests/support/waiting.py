@@ -6,10 +6,23 @@ from collections.abc import Awaitable, Callable
 
 
 async def until(claim: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Return once `claim` holds; another task, thread or process makes it hold."""
+    """Return once `claim` holds; another task, thread or process makes it hold.
+
+    A claim that meets a change by another thread while it reads (an engine's, which counts in its own) is
+    asked again.
+    """
     async with asyncio.timeout(timeout_s):
-        while not claim():  # noqa: ASYNC110
+        while not _holds(claim):  # noqa: ASYNC110
             await asyncio.sleep(0.002)
+
+
+def _holds(claim: Callable[[], bool]) -> bool:
+    try:
+        return claim()
+    except RuntimeError as error:
+        if "during iteration" not in str(error):
+            raise
+        return False
 
 
 async def until_asked(claim: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> None:
