@@ -85,7 +85,8 @@ async def test_pickers_behind_envoy_hit_caches_and_one_may_die_at_any_time(tmp_p
                 two.process.kill()
                 await two.process.wait()
                 # How many fail before Envoy's next health check is a matter of its timing.
-                await until(lambda: statuses[-20:] == [200] * 20, 30)
+                killed = len(statuses)
+                await until(lambda: statuses[killed:][-20:] == [200] * 20, 30)
                 noticed = len(statuses)
                 await until(lambda: len(statuses) > noticed + 20, 30)
                 is_over.set()
