@@ -62,13 +62,21 @@ S = TypeVar("S")  # a client's streams of branches
 C = TypeVar("C")  # its capsules
 
 
+def growing_waits(first_s: float, most_s: float) -> Iterator[float]:
+    """Seconds without end, twice as many each time, up to `most_s`."""
+    while True:
+        yield first_s
+        first_s = min(2 * first_s, most_s)
+
+
 def ready_waits(capsule: str, timeout_s: float) -> Iterator[float]:
     """Seconds before each question for a capsule that is computing. Raises Unavailable after `timeout_s`."""
     yield 0.0
-    end, wait_s = time.monotonic() + timeout_s, READY_WAIT_S
-    while time.monotonic() + wait_s <= end:
+    end = time.monotonic() + timeout_s
+    for wait_s in growing_waits(READY_WAIT_S, MAX_READY_WAIT_S):
+        if time.monotonic() + wait_s > end:
+            break
         yield wait_s
-        wait_s = min(2 * wait_s, MAX_READY_WAIT_S)
     raise Unavailable(f"{capsule!r} is still computing after {timeout_s:g} s; wait longer")
 
 

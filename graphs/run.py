@@ -160,8 +160,7 @@ class Run:
         self._ended: deque[NodeRun] = deque()  # whose end is to be told to their takers
         self._closed: deque[NodeRun] = deque()  # whose claims are to fall
         self._last = ""  # to end
-        self._known = dict(done)
-        self._places = {name: i for i, name in enumerate(done)}
+        self._known = {name: (place, output) for place, (name, output) in enumerate(done.items())}
         self._resuming: list[tuple[int, str]] = []  # a heap of those that are ready
         self._effects: list[Effect] = []
         for node in list(self.nodes.values()):
@@ -307,7 +306,8 @@ class Run:
         node.is_resumed = True
         node.status = "running"
         self._count(node, 1)
-        heappush(self._resuming, (self._places[node.name], node.name))
+        place, _ = self._known[node.name]
+        heappush(self._resuming, (place, node.name))
 
     def _expand(self, node: NodeRun, now: float) -> None:
         """Have a map run once for each item."""
@@ -419,7 +419,7 @@ class Run:
         self._tell_ends(now)
         while self._resuming:
             _, name = heappop(self._resuming)
-            self._finish(self.nodes[name], self._known[name], now)
+            self._finish(self.nodes[name], self._known[name][1], now)
             self._tell_ends(now)
         self._fill(now)
 

@@ -23,8 +23,7 @@ from typing import Any, Final
 import httpx
 
 from bench.measure import conclude, machine
-from bench.serve.sides import MODEL, answering
-from mallee.actors.addresses import free_port
+from bench.serve.sides import MODEL, serve
 
 EXPANSIONS: Final = 50
 WIDTH: Final = 4
@@ -36,14 +35,9 @@ PROMPT: Final = "A mallee is a tree of many trunks from one root. " * 100
 @contextmanager
 def service(speedup: float) -> Iterator[httpx.Client]:
     """`mallee serve` with one mocked engine, whose steps are divided by `speedup`; 0: they take no time."""
-    port = free_port()
-    sets = (f"served_model_name={MODEL}", "engine.kind=mock", f"mock.speedup={speedup}")
-    command = [sys.executable, "-m", "mallee.cli", "serve", "--port", str(port)]
-    for each in sets:
-        command += ["--set", each]
     with (
         tempfile.TemporaryDirectory() as folder,
-        answering(command, port, Path(folder)) as url,
+        serve(Path(folder), 1, speedup=speedup) as url,
         httpx.Client(base_url=url, timeout=TIMEOUT_S) as client,
     ):
         yield client

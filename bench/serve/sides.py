@@ -17,7 +17,7 @@ from mallee.worker.model.loading.source import resolve_model
 MODEL = "m"
 NUM_STUBS = 4
 STOP_S = 60.0
-FLEET = ("--model", "smollm2", "--set", f"served_model_name={MODEL}", "--set", "mock.speedup=0")
+FLEET = ("--model", "smollm2", "--set", f"served_model_name={MODEL}")
 
 Side: TypeAlias = Callable[[], AbstractContextManager[str]]
 """Starts a service and gives its URL."""
@@ -57,7 +57,12 @@ def answering(
 
 @contextmanager
 def serve(
-    folder: Path, engines: int, *, gateways: int = 1, proxy: str | None = None
+    folder: Path,
+    engines: int,
+    *,
+    gateways: int = 1,
+    proxy: str | None = None,
+    speedup: float = 0.0,
 ) -> Iterator[str]:
     """`mallee serve`: over Ray, one process of mocked engines; behind the proxy that it takes by itself.
 
@@ -66,7 +71,7 @@ def serve(
     port = free_port()
     command = [sys.executable, "-m", "mallee.cli", "serve", *FLEET, "--port", str(port)]
     command += ["--set", "engine.kind=mock", "--set", f"mock.engines_per_worker={engines}"]
-    command += ["--set", f"gateways={gateways}"]
+    command += ["--set", f"gateways={gateways}", "--set", f"mock.speedup={speedup}"]
     env = {} if proxy is None else {"RAY_SERVE_ENABLE_HA_PROXY": str(int(proxy == "haproxy"))}
     with answering(command, port, folder, env) as url:
         yield url
@@ -90,6 +95,7 @@ def one_process(folder: Path, engines: int) -> Iterator[str]:
     """`mallee mock`: HTTP and gateway in one process, the engines in another; no Ray."""
     port = free_port()
     command = [sys.executable, "-m", "mallee.cli", "mock", *FLEET, "--port", str(port)]
+    command += ["--set", "mock.speedup=0"]
     with answering([*command, "--engines", str(engines)], port, folder) as url:
         yield url
 

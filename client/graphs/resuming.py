@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Final
 
-from mallee.client.base import was_cut
+from mallee.client.base import growing_waits, was_cut
 from mallee.client.calls import Call
 from mallee.client.errors import StreamBroken
 
@@ -22,8 +22,9 @@ def resume_waits(error: StreamBroken, graph: str, num_left: int) -> Iterator[flo
     """Seconds before each call; none for a stream that was not cut, or did not name the graph before."""
     if not (num_left and graph and was_cut(error)):
         return
-    wait_s, waited_s = WAIT_S, 0.0
-    while waited_s < RESUME_S:
+    waited_s = 0.0
+    for wait_s in growing_waits(WAIT_S, MAX_WAIT_S):
+        if waited_s >= RESUME_S:
+            return
         yield wait_s
         waited_s += wait_s
-        wait_s = min(2 * wait_s, MAX_WAIT_S)

@@ -141,6 +141,11 @@ class SharedRecords:
         return (asked.found[0] if asked.found else None), asked.num_left <= 0
 
     @property
+    def has_others(self) -> bool:
+        """Whether there are gateways to ask, and to copy to."""
+        return self._num_others() > 0
+
+    @property
     def is_up(self) -> bool:
         """Whether other gateways can be asked now."""
         return self._bus.is_up
@@ -179,7 +184,7 @@ class SharedRecords:
 
     def copy(self, kind: str, name: str, scope: Scope, record: bytes) -> None:
         """Have all other gateways hear a record, or what is new in it: at most once, and soon."""
-        if self._num_others():
+        if self.has_others:
             raw = encode(RecordCopied(self._gateway, kind, name, scope, record))
             self._bus.publish(self._subjects.records_copied(), raw)
 

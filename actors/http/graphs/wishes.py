@@ -186,6 +186,8 @@ class GraphWishes:
 
     def copy(self, name: str, scope: Scope, news: GraphProgress) -> None:
         """Tell all other gateways what is new in the progress of a graph here."""
+        if not self._records.has_others:
+            return
         for raw in within(news, MAX_NBYTES):
             self._records.copy(_PROGRESS, _request_name(name), scope, raw)
 

@@ -198,7 +198,8 @@ async def dying_gateway() -> AsyncIterator[tuple[Entry, Callable[[], None]]]:
             kill_gateway(fleet, 0)
             entry.url = other
             for connection in list(server.server_state.connections):
-                connection.transport.abort()  # type: ignore[union-attr]
+                assert isinstance(connection.transport, asyncio.Transport)
+                connection.transport.abort()
 
         yield entry, kill
         assert fleet.gateways[1].failure is None
