@@ -39,11 +39,11 @@ class BusClient(Client):
     """
 
     async def _attempt_reconnect(self) -> None:
-        self._abort()
+        self.abort()
         await super()._attempt_reconnect()
 
     async def _connect_to_server(self, s: Srv) -> None:
-        self._abort()
+        self.abort()
         await super()._connect_to_server(s)
 
     async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
@@ -51,7 +51,7 @@ class BusClient(Client):
         await self._send_command(PING_PROTO)
         await self._flush_pending()
 
-    def _abort(self) -> None:
+    def abort(self) -> None:
         """End the last connection: nats-py waits until all is sent there, or forgets it while it is open."""
         if isinstance(self._transport, TcpTransport) and (writer := self._transport._io_writer):
             writer.transport.abort()
@@ -150,6 +150,8 @@ class NatsBus:
                 await self._client.close()
         except (TimeoutError, OSError, nats.errors.Error) as error:
             log.info("the bus was closed while its broker was away: %r", error)
+        finally:
+            self._client.abort()  # nats-py closes nothing if it was stopped while it closed or connected
 
     def check(self) -> None:
         """Raises AssertionError if the outbox is beyond its bounds."""
@@ -207,6 +209,7 @@ class NatsBus:
                 break
             except (OSError, TimeoutError, ConfigError, nats.errors.Error) as error:
                 log.debug("no broker at %s yet: %r", self._access.place, error)
+                self._client.abort()
                 self._client = BusClient()
                 await asyncio.sleep(RETRY_S)
         self._has_connected = True

@@ -349,14 +349,35 @@ async def test_a_broker_that_falls_silent_is_left_for_another(
         await place.close()
 
 
+async def broker_with_a_password() -> tuple[int, asyncio.subprocess.Process]:
+    port, options = free_port(), ["-a", "127.0.0.1", "--user", "u", "--pass", "right"]
+    arguments = (str(find_binary()), "-p", str(port), *options)
+    return port, await asyncio.create_subprocess_exec(*arguments, stderr=asyncio.subprocess.DEVNULL)
+
+
+@pytest.mark.nats
+async def test_a_bus_that_is_closed_while_it_is_refused_leaves_no_connection() -> None:
+    port, server = await broker_with_a_password()
+    bus = NatsBus(BrokerAccess(f"nats://127.0.0.1:{port}", login="u:wrong"), fleet="f")
+    try:
+        await bus.connect()
+        async with asyncio.timeout(10.0):
+            while not bus._client.is_closed:  # noqa: ASYNC110 # as nats-py begins to close
+                await asyncio.sleep(0)
+        transport = bus._client._transport
+    finally:
+        await bus.close()
+        await end(server)
+    assert isinstance(transport, TcpTransport)
+    assert transport._io_writer is not None
+    assert transport._io_writer.transport.is_closing()
+
+
 @pytest.mark.nats
 async def test_wrong_credentials_are_one_error_however_often_they_are_tried(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    port, options = free_port(), ["-a", "127.0.0.1", "--user", "u", "--pass", "right"]
-    server = await asyncio.create_subprocess_exec(
-        *(str(find_binary()), "-p", str(port), *options), stderr=asyncio.subprocess.DEVNULL
-    )
+    port, server = await broker_with_a_password()
     bus = NatsBus(BrokerAccess(f"nats://127.0.0.1:{port}", login="u:wrong"), fleet="f", name="it")
     refusals: list[Exception] = []
     log_error = bus._on_error
