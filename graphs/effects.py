@@ -2,12 +2,14 @@
 
 from typing import NamedTuple, TypeAlias
 
+from mallee.graphs.nodes import Filled
+
 
 class Start(NamedTuple):
-    """Nodes to start, with their texts: one prefill, one call, or branches of one capsule as one fork."""
+    """Nodes to start, with what they begin with: a prefill, a call, or branches that are one fork."""
 
     nodes: tuple[str, ...]
-    texts: tuple[str, ...]
+    texts: tuple[Filled, ...]
 
 
 class Cancel(NamedTuple):

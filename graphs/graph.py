@@ -9,7 +9,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mallee.graphs.nodes import Branch, Join, Map, Node, Prefill, Ref, Text, Tool, Wait, parts
+from mallee.graphs.nodes import (
+    ROLES,
+    Branch,
+    Join,
+    Map,
+    Node,
+    Prefill,
+    Ref,
+    Text,
+    Tool,
+    Wait,
+    parts,
+    refs,
+    texts_of,
+)
 from mallee.protocol.errors import InvalidGraph, shown
 
 MAX_NODES: Final = 2048  # items of maps among them
@@ -76,11 +90,25 @@ def _num_runs(node: Node) -> int:
 
 
 def _check_values(node: Node) -> None:
+    if isinstance(node, Prefill | Branch | Map) and node.messages:
+        if node.text:
+            raise _wrong(node, "text", node.text, "give either text or messages")
+        if len(node.messages) > MAX_PARTS:
+            remedy = f"give at most {MAX_PARTS} messages"
+            raise _wrong(node, "messages", len(node.messages), remedy)
+        for i, turn in enumerate(node.messages):
+            if turn.role not in ROLES:
+                remedy = f"give one of {', '.join(ROLES)}"
+                raise _wrong(node, f"messages[{i}].role", turn.role, remedy)
+    for field, text in texts_of(node).items():
+        _check_text(node, field, text)
     match node:
         case Prefill():
-            _check_text(node, "text", node.text)
+            if not node.text and not node.messages:
+                raise _wrong(node, "text", node.text, "give a text, or messages")
         case Branch():
-            _check_text(node, "text", node.text)
+            if node.at is not None:
+                _check_count(node, "at", node.at)
             _check_count(node, "max_tokens", node.max_tokens)
         case Join():
             if not node.inputs:
@@ -90,7 +118,6 @@ def _check_values(node: Node) -> None:
                 raise _wrong(node, "inputs", twice, "it is named twice; name each node once")
             _check_wait(node, node.wait, len(node.inputs))
         case Tool():
-            _check_text(node, "input", node.input)
             _check_count(node, "max_tokens", node.max_tokens)
             if not node.call or len(node.call) > 64:
                 raise _wrong(node, "call", node.call, "give 1 to 64 characters")
@@ -98,7 +125,6 @@ def _check_values(node: Node) -> None:
                 remedy = f"give up to {MAX_TOOL_S:.0f} seconds, more than 0"
                 raise _wrong(node, "timeout_s", node.timeout_s, remedy)
         case Map():
-            _check_text(node, "text", node.text)
             _check_count(node, "max_tokens", node.max_tokens)
             _check_count(node, "max_items", node.max_items)
             _check_wait(node, node.wait, node.max_items)
@@ -113,7 +139,7 @@ def _check_text(node: Node, field: str, text: Text) -> None:
         if bool(part.node) == part.item:
             given = {"node": part.node, "item": part.item}
             raise _wrong(node, f"{field}[{i}]", given, 'give {"node": name} or {"item": true}')
-        if part.item and not (isinstance(node, Map) and field == "text"):
+        if part.item and not isinstance(node, Map):
             raise _wrong(node, f"{field}[{i}]", {"item": True}, "only a map has items")
 
 
@@ -163,13 +189,10 @@ def _texts_of(node: Node) -> list[str]:
     match node:
         case Join():
             return node.inputs
-        case Prefill() | Tool():
-            return node.takes
-        case Branch():
-            return [part.node for part in parts(node.text) if isinstance(part, Ref)]
         case Map():
-            inner = [part.node for part in parts(node.text) if isinstance(part, Ref) and part.node]
-            return [node.over, *inner]
+            return [node.over, *refs(node)]
+        case _:
+            return [*refs(node)]
 
 
 def _kind(node: Node) -> str:

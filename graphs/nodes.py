@@ -3,11 +3,12 @@
 `takes` of a node are those whose state or output it takes, each once, its parent first.
 
 A text is a string, or a list of parts: strings as they are, `{"node": name}` for the output of another node,
-and in a map `{"item": true}`. There are no templates: braces in a text stay braces.
+and in a map `{"item": true}`. There are no templates: braces in a text stay braces. Where messages stand
+instead of a text, the model's chat template renders them.
 """
 
-from collections.abc import Iterator
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -20,6 +21,19 @@ class Ref(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 Text: TypeAlias = str | list[str | Ref]
+ROLES: Final = ("system", "user", "assistant")
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A message of a conversation; its role is one of `ROLES`."""
+
+    role: str
+    content: Text
+
+
+Filled: TypeAlias = str | list[dict[str, str]]
+"""What a node begins with, its parts filled in: a text, or messages with `role` and `content`."""
+
 Wait: TypeAlias = Literal["all", "first"] | int
 """The inputs that are waited for: all of them, the first that is done, or as many as are done first."""
 
@@ -36,27 +50,32 @@ class _Node(
 
 
 class Prefill(_Node, frozen=True, kw_only=True, tag="prefill"):
-    """A text that is computed once. Its capsule is forked by its branches; it has no output.
+    """A text, or an open conversation, that is computed once. Branches fork its capsule; it has no output.
 
     `keep`: the capsule stays after the graph, here and in a branch.
     """
 
-    text: Text
+    text: Text = ""
+    messages: list[Turn] = []
     keep: bool = False
 
     @property
     def takes(self) -> list[str]:
-        return list(dict.fromkeys(refs(self.text)))
+        return list(dict.fromkeys(refs(self)))
 
 
 class Branch(_Node, frozen=True, kw_only=True, tag="branch"):
-    """An answer after the capsule of `of`, a prefill or a branch, and `text`. Its output is the answer.
+    """An answer after the capsule of `of`, a prefill or a branch, and `text` or `messages`: its output.
 
-    `sampling` has the fields of a fork that say how tokens are drawn, and when it stops.
+    With `at` it goes on from the first so many tokens of the capsule; those of a prefill need not all be
+    computed for it to begin. `sampling` has the fields of a fork that say how tokens are drawn, and when it
+    stops.
     """
 
     of: str
     text: Text = ""
+    messages: list[Turn] = []
+    at: int | None = None
     max_tokens: int = 16
     sampling: dict[str, Any] = {}
     keep: bool = False
@@ -67,7 +86,7 @@ class Branch(_Node, frozen=True, kw_only=True, tag="branch"):
 
     @property
     def takes(self) -> list[str]:
-        return list(dict.fromkeys((self.of, *refs(self.text))))
+        return list(dict.fromkeys((self.of, *refs(self))))
 
 
 class Join(_Node, frozen=True, kw_only=True, tag="join"):
@@ -98,7 +117,7 @@ class Tool(_Node, frozen=True, kw_only=True, tag="tool"):
 
     @property
     def takes(self) -> list[str]:
-        return list(dict.fromkeys(refs(self.input)))
+        return list(dict.fromkeys(refs(self)))
 
 
 class Map(_Node, frozen=True, kw_only=True, tag="map"):
@@ -110,7 +129,8 @@ class Map(_Node, frozen=True, kw_only=True, tag="map"):
 
     of: str
     over: str
-    text: Text
+    text: Text = ""
+    messages: list[Turn] = []
     split: Literal["lines", "json"] = "lines"
     max_items: int = 64
     max_tokens: int = 16
@@ -124,7 +144,7 @@ class Map(_Node, frozen=True, kw_only=True, tag="map"):
 
     @property
     def takes(self) -> list[str]:
-        return list(dict.fromkeys((self.of, self.over, *refs(self.text))))
+        return list(dict.fromkeys((self.of, self.over, *refs(self))))
 
 
 Node: TypeAlias = Prefill | Branch | Join | Tool | Map
@@ -135,20 +155,30 @@ def parts(text: Text) -> list[str | Ref]:
     return [text] if isinstance(text, str) else text
 
 
-def text_of(node: Node) -> Text:
-    """The text with which a node begins; a join has none."""
+def texts_of(node: Node) -> dict[str, Text]:
+    """The texts with which a node begins, by the fields that they stand in; a join has none."""
     match node:
         case Join():
-            return ""
+            return {}
         case Tool():
-            return node.input
+            return {"input": node.input}
+        case _ if node.messages:
+            return {f"messages[{i}].content": turn.content for i, turn in enumerate(node.messages)}
         case _:
-            return node.text
+            return {"text": node.text}
 
 
-def refs(text: Text) -> Iterator[str]:
-    """The nodes that a text has the outputs of, as often as it has them."""
-    return (part.node for part in parts(text) if isinstance(part, Ref) and part.node)
+def filled(node: Node, fill: Callable[[Text], str]) -> Filled:
+    """Fill the parts of what a node begins with; `fill` gives a text as a string."""
+    if isinstance(node, Prefill | Branch | Map) and node.messages:
+        return [{"role": turn.role, "content": fill(turn.content)} for turn in node.messages]
+    return "".join(map(fill, texts_of(node).values()))
+
+
+def refs(node: Node) -> Iterator[str]:
+    """The nodes that its texts have the outputs of, as often as they have them."""
+    for text in texts_of(node).values():
+        yield from (part.node for part in parts(text) if isinstance(part, Ref) and part.node)
 
 
 def num_awaited(wait: Wait, n: int) -> int:

@@ -4,6 +4,8 @@ A shell starts nodes, says how they end, and carries out the effects in their or
 once: done, failed, or cancelled. One that can't be done any more ends at once, with the cause; one that
 nothing waits for any more is cancelled. Equal inputs at equal times give equal effects.
 
+A branch at a place of a prefill is ready once that has begun; all others, when what they take from is done.
+
 A run may take over what an earlier one of the same graph had done: these nodes are done as soon as they would
 be started, in the order in which they were, and are not started.
 
@@ -24,6 +26,7 @@ from mallee.graphs.effects import Cancel, Effect, Ended, Expanded, Over, Release
 from mallee.graphs.graph import Graph
 from mallee.graphs.nodes import (
     Branch,
+    Filled,
     Join,
     Map,
     Node,
@@ -31,9 +34,9 @@ from mallee.graphs.nodes import (
     Ref,
     Text,
     Tool,
+    filled,
     num_awaited,
     parts,
-    text_of,
 )
 from mallee.protocol.errors import BudgetSpent, InvalidParameter, MalleeError, ToolTimeout
 
@@ -163,8 +166,11 @@ class Run:
         self._known = {name: (place, output) for place, (name, output) in enumerate(done.items())}
         self._resuming: list[tuple[int, str]] = []  # a heap of those that are ready
         self._effects: list[Effect] = []
+        for node in self.nodes.values():
+            if node.name in self._known and self._is_early(node):
+                node.done.add(node.node.parent)  # which need not be there again
         for node in list(self.nodes.values()):
-            if not node.inputs:
+            if len(node.done) == node.needed:
                 self._ready(node, None, now)
         self._spread(now)
 
@@ -175,6 +181,9 @@ class Run:
         node = self.nodes[name]
         if node.is_open and node.start_s is None:
             node.start_s = now - self._began
+            if isinstance(node.node, Prefill):
+                self._tell_begun(node, now)
+                self._spread(now)
 
     def first_token(self, name: str, now: float) -> None:
         node = self.nodes[name]
@@ -238,6 +247,10 @@ class Run:
         is_done = all(self.nodes[name].status == "done" for name in self.graph.outputs)
         return "done" if is_done else "failed"
 
+    def is_forked_early(self, name: str) -> bool:
+        """Whether branches begin before the capsule of a prefill is there."""
+        return any(self._is_early(self.nodes[each]) for each in self.nodes[name].takers)
+
     def is_forked(self, name: str) -> bool:
         """Whether other nodes of the graph go on from its capsule."""
         found = self.nodes[name]
@@ -280,6 +293,12 @@ class Run:
             by = sum(self.nodes[name].is_open for name in node.takers)
             assert node.claims == by + (node.name in self.graph.outputs)
             assert node.is_open <= (node.claims > 0), "what nothing needs is over"
+
+    def _is_early(self, node: NodeRun) -> bool:
+        """Whether it can begin once its prefill has begun."""
+        spec = node.node
+        is_placed = isinstance(spec, Branch) and spec.at is not None
+        return is_placed and isinstance(self.nodes[spec.parent].node, Prefill)
 
     # The life of one node
 
@@ -344,7 +363,7 @@ class Run:
                 self._effects.append(Release(node.name))
             return
         assert node.status == "running", "only what was started can be done"
-        self.started(node.name, now)
+        node.start_s = now - self._began if node.start_s is None else node.start_s
         node.has_capsule = node.leaves_capsule
         node.output = output
         self._settle(node, "done", now)
@@ -357,9 +376,20 @@ class Run:
         node.start_s = node.ready_s if node.start_s is None else node.start_s
         self._settle(node, "done", now)
 
+    def _tell_begun(self, node: NodeRun, now: float) -> None:
+        """Tell a prefill's branches that wait for no more than some of its tokens."""
+        for taker in map(self.nodes.__getitem__, node.takers):
+            is_new = taker.is_open and node.name not in taker.done
+            if is_new and self._is_early(taker):
+                taker.done.add(node.name)
+                if len(taker.done) == taker.needed:
+                    self._ready(taker, None, now)
+
     def _input_ended(self, node: NodeRun, ended: NodeRun, now: float) -> None:
         """One of those that an open node takes from is over."""
         if ended.status == "done":
+            if ended.name in node.done:
+                return  # the node went on from it before
             node.done.add(ended.name)
             if len(node.done) < node.needed:
                 return
@@ -374,7 +404,7 @@ class Run:
             node.after = ended.name
             node.cause = ended.cause or ended.name
             node.error = ended.error
-            self._settle(node, "failed" if ended.status == "failed" else "cancelled", now)
+            self._end(node, "failed" if ended.status == "failed" else "cancelled", now)
 
     def _settle(self, node: NodeRun, status: Status, now: float) -> None:
         if node.status == "running":
@@ -481,10 +511,10 @@ class Run:
         texts = tuple(self._text(self.nodes[name]) for name in names)
         self._effects.append(Start(tuple(names), texts))
 
-    def _text(self, node: NodeRun) -> str:
-        return "".join(self._filled(text_of(node.node), node))
+    def _text(self, node: NodeRun) -> Filled:
+        return filled(node.node, lambda text: "".join(self._strings(text, node)))
 
-    def _filled(self, text: Text, node: NodeRun) -> Iterator[str]:
+    def _strings(self, text: Text, node: NodeRun) -> Iterator[str]:
         for part in parts(text):
             if not isinstance(part, Ref):
                 yield part
@@ -525,7 +555,8 @@ def _group(node: NodeRun, is_forked: bool) -> tuple[object, ...]:
     is_seeded = "seed" in spec.sampling and spec.sampling.get("temperature") != 0
     alone = node.name if is_seeded else ""
     sampling = msgspec.json.encode(spec.sampling)
-    return (spec.of, spec.max_tokens, sampling, is_forked, node.stays, alone)
+    at = spec.at if isinstance(spec, Branch) else None
+    return (spec.of, at, spec.max_tokens, sampling, is_forked, node.stays, alone)
 
 
 def _items(spec: Map, output: Output) -> list[str]:

@@ -7,7 +7,8 @@ import msgspec
 
 from mallee.client.calls import Call
 from mallee.graphs.graph import checked_graph
-from mallee.graphs.nodes import Branch, Join, Map, Node, Prefill, Ref, Text, Tool, Wait
+from mallee.graphs.nodes import Branch, Join, Map, Node, Prefill, Ref, Text, Tool, Turn, Wait
+from mallee.protocol.errors import InvalidGraph
 
 ToolFunction: TypeAlias = Callable[[str], Any]
 """From a call's input to a text, or a list of texts. It may be a coroutine function for an `AsyncMallee`."""
@@ -25,13 +26,16 @@ class Item(NamedTuple):
 
 GraphText: TypeAlias = "str | Handle | Sequence[str | Handle | Item]"
 """A text, the output of a node, or parts of both kinds, one after the other; in a map also `graph.item`."""
+Turns: TypeAlias = Sequence[Mapping[str, GraphText]]
+"""Messages with `role` and `content`, which the model's chat template renders."""
 
 
 class Graph:
     """Nodes that take from each other, run by `client.run(graph)`; it may be run again.
 
-    Names are given, or made up: `prefill-0`, `branch-1`, ... Every method raises nothing: what can't run is
-    refused by `client.run`, before it is sent.
+    Names are given, or made up: `prefill-0`, `branch-1`, ... Methods raise InvalidGraph for messages with
+    other fields than `role` and `content`, and nothing else: what can't run is refused by `client.run`,
+    before it is sent.
     """
 
     item: Final = Item()
@@ -40,26 +44,42 @@ class Graph:
         self.nodes: list[Node] = []
         self.tools: dict[str, ToolFunction] = {}
 
-    def prefill(self, text: GraphText, *, keep: bool = False, name: str | None = None) -> Handle:
-        """A text that is computed once, and forked by branches. `keep`: its capsule stays after the graph."""
-        return self._add(Prefill(name=self._name(name, "prefill"), text=_text(text), keep=keep))
+    def prefill(
+        self,
+        text: GraphText = "",
+        *,
+        messages: Turns = (),
+        keep: bool = False,
+        name: str | None = None,
+    ) -> Handle:
+        """A text, or messages, computed once and forked. `keep`: its capsule outlives the graph."""
+        made = self._name(name, "prefill")
+        return self._add(Prefill(name=made, text=_text(text), messages=_turns(messages), keep=keep))
 
     def branch(
         self,
         of: Handle,
         text: GraphText = "",
         *,
+        messages: Turns = (),
+        at: int | None = None,
         max_tokens: int = 16,
         keep: bool = False,
         name: str | None = None,
         **sampling: Any,
     ) -> Handle:
-        """An answer after a prefill or another branch and `text`. `sampling`: as a fork's parameters."""
+        """An answer after a prefill or another branch and `text`, or `messages`.
+
+        `at`: it goes on from so many tokens of a prefill, and begins as soon as they are there.
+        `sampling`: as a fork's parameters.
+        """
         return self._add(
             Branch(
                 name=self._name(name, "branch"),
                 of=of.name,
                 text=_text(text),
+                messages=_turns(messages),
+                at=at,
                 max_tokens=max_tokens,
                 sampling=sampling,
                 keep=keep,
@@ -106,8 +126,9 @@ class Graph:
         self,
         of: Handle,
         over: Handle,
-        text: GraphText,
+        text: GraphText = "",
         *,
+        messages: Turns = (),
         split: Literal["lines", "json"] = "lines",
         max_items: int = 64,
         max_tokens: int = 16,
@@ -116,13 +137,17 @@ class Graph:
         name: str | None = None,
         **sampling: Any,
     ) -> Handle:
-        """A branch of `of` for each item of the output of `over`; `text` has `graph.item` where it goes."""
+        """A branch of `of` for each item of the output of `over`.
+
+        `text`, or `messages`, has `graph.item` where it goes.
+        """
         return self._add(
             Map(
                 name=self._name(name, "map"),
                 of=of.name,
                 over=over.name,
                 text=_text(text),
+                messages=_turns(messages),
                 split=split,
                 max_items=max_items,
                 max_tokens=max_tokens,
@@ -145,6 +170,14 @@ def _text(text: GraphText) -> Text:
         return text
     parts = [text] if isinstance(text, Handle) else text
     return [_part(each) for each in parts]
+
+
+def _turns(messages: Turns) -> list[Turn]:
+    for turn in messages:
+        if set(turn) != {"role", "content"}:
+            given = ", ".join(turn)
+            raise InvalidGraph(f"a message has {given}; give role and content, and no more")
+    return [Turn(role=str(turn["role"]), content=_text(turn["content"])) for turn in messages]
 
 
 def _part(part: str | Handle | Item) -> str | Ref:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mallee.graphs.effects import Cancel, Ended, Expanded, Over, Release, Start
 from mallee.graphs.graph import Graph
-from mallee.graphs.nodes import Join, Map
+from mallee.graphs.nodes import Branch, Join, Map, Prefill
 from mallee.graphs.run import NodeRun, Output, Run, RunLimits
 from mallee.protocol.errors import MalleeError, Unavailable
 from support.random_graphs import PlainRun, random_graph
@@ -34,11 +34,15 @@ class Shell:
         self.model = PlainRun(graph)
         self.done = dict(done)  # what was computed, or told by a client, in order
         self.running: list[str] = []
+        self.begun: set[str] = set()  # prefills that workers have
         self.late: list[str] = []  # cancelled, and the end may come all the same
         self.capsules: set[str] = set()  # that are there
         self.own_errors: dict[str, MalleeError] = {}
         self.ended: list[str] = []
         self.num_over = 0
+        for name in done:
+            if name in graph.nodes:
+                self.model.goes_on(name)
         for name, output in done.items():
             self.model.event(name, "done", output.text)
             if self.run.nodes[name].leaves_capsule:
@@ -72,7 +76,10 @@ class Shell:
         for node, text in zip(nodes, texts, strict=True):
             assert node.name not in self.done, "what was done is not done again"
             if node.node.parent:
-                assert node.node.parent in self.capsules
+                is_early = isinstance(node.node, Branch) and node.node.at is not None
+                assert node.node.parent in self.capsules or is_early & (
+                    node.node.parent in self.begun
+                )
             said = self.model.input_text(node.name) if node.item is None else node.item[1]
             assert text == said
         self.running += names
@@ -86,8 +93,16 @@ class Shell:
                 self.capsules.add(name)
                 self.run.finished(name, Output("late"), self.now)
             return
-        name = self.running.pop(self.rng.randrange(len(self.running)))
-        if self.rng.random() < 0.5:
+        place = self.rng.randrange(len(self.running))
+        name = self.running[place]
+        is_prefill = isinstance(self.run.nodes[name].node, Prefill)
+        if is_prefill and name not in self.begun and self.rng.random() < 0.7:
+            self.begun.add(name)
+            self.model.begun(name)
+            self.run.started(name, self.now)
+            return
+        self.running.pop(place)
+        if self.rng.random() < 0.5 and not is_prefill:
             self.run.first_token(name, self.now)
             self.now += self.rng.random()
         chance = self.rng.random()

@@ -48,7 +48,8 @@ def _node(rng: Random, name: str, before: list[Node]) -> Node:
     text: list[str | Ref] = ["a ", *(Ref(node=each) for each in some(2)), f" {name}"]
     kind = rng.random()
     if kind < 0.55 and capsuled:
-        return Branch(name=name, of=rng.choice(capsuled), text=text, keep=keep)
+        at = rng.choice([None, None, 3, 4])
+        return Branch(name=name, of=rng.choice(capsuled), text=text, at=at, keep=keep)
     if kind < 0.8 and (inputs := some(5)):
         wait: Wait = rng.choice(["all", "first", rng.randint(1, len(inputs))])
         return Join(name=name, inputs=inputs, wait=wait)
@@ -108,6 +109,21 @@ class PlainRun:
             node.state, node.text = state, text
             self.spread(name)
 
+    def begun(self, name: str) -> None:
+        """A prefill has begun: branches at a place of it go on from it."""
+        for each in self.takers[name]:
+            self.goes_on(each)
+
+    def goes_on(self, name: str) -> None:
+        """A node, if it is a branch at a place of a prefill, goes on from that."""
+        node, spec = self.nodes[name], self.graph.nodes[name]
+        if not isinstance(spec, Branch) or spec.at is None or not node.is_open:
+            return
+        if isinstance(self.graph.nodes[spec.of], Prefill) and spec.of not in node.done:
+            node.done.append(spec.of)
+            if len(node.done) == node.needed:
+                node.state = "ready"
+
     def cancel(self) -> None:
         for node in self.nodes.values():
             if node.is_open:
@@ -135,6 +151,8 @@ class PlainRun:
             if node.num_left < node.needed:
                 node.state, node.cause = "failed", self.nodes[end].cause or end
             return not node.is_open
+        if end in node.done:
+            return False  # it went on from it before
         node.done.append(end)
         if len(node.done) < node.needed:
             return False

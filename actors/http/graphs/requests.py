@@ -1,6 +1,8 @@
 """Requests for graphs, checked whole before anything of them starts."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any, ClassVar, Final
 
@@ -20,7 +22,7 @@ from mallee.actors.http.schemas import (
 )
 from mallee.graphs.context import check_context
 from mallee.graphs.graph import Graph, checked_graph
-from mallee.graphs.nodes import Branch, Map, Node, Tool
+from mallee.graphs.nodes import Branch, Filled, Map, Node, Tool
 from mallee.graphs.run import RunLimits
 from mallee.protocol.errors import BadRequest, InvalidGraph, InvalidParameter
 from mallee.protocol.ids import CapsuleId, Scope, branch_seed
@@ -89,7 +91,7 @@ class GraphMaker:
         graph = checked_graph(request.nodes, request.outputs)
         if not request.stream:
             _check_no_tools(graph)
-        check_context(graph, lambda text: self.num_tokens(text, scope), self._n_ctx)
+        check_context(graph, partial(self.num_tokens, scope), self._n_ctx)
         plan = GraphPlan(
             graph,
             RunLimits(request.max_running, MAX_CALLS, self._fork),
@@ -109,19 +111,25 @@ class GraphMaker:
                     known.add(key)
         return plan
 
-    def num_tokens(self, text: str, scope: Scope) -> int:
-        return len(self._reader.text(text, scope, starts=False))
+    def num_tokens(self, scope: Scope, text: Filled, *, opens: bool = False) -> int:
+        """Tokens of a text, or of messages; `opens`: which begin a conversation."""
+        if isinstance(text, str):
+            return len(self._reader.text(text, scope, starts=False))
+        if opens:
+            return len(self._maker.capsule(_capsule(text), scope, QueueTerms()).tokens)
+        return len(self._reader.suffix(_suffix(text), "messages", scope))
 
-    def prefill(self, plan: GraphPlan, text: str) -> PrefillJob:
-        """The job of a prefill."""
-        return self._maker.capsule(CapsuleRequest(prompt=text), plan.scope, plan.terms)
+    def prefill(self, plan: GraphPlan, text: Filled, *, makes: CapsuleId | None) -> PrefillJob:
+        """The job of a prefill; `makes`: its capsule, if that is forked before it is there."""
+        job = self._maker.capsule(_capsule(text), plan.scope, plan.terms)
+        return job if makes is None else replace(job, makes=makes)
 
     def fork(
         self,
         plan: GraphPlan,
         spec: Branch | Map,
         capsule: CapsuleInfo,
-        texts: list[str],
+        texts: Sequence[Filled],
         *,
         keeps: bool,
         item: int = 0,
@@ -132,7 +140,8 @@ class GraphMaker:
         """
         fields: dict[str, Any] = {
             **spec.sampling,
-            "suffixes": texts,
+            "suffixes": [_suffix(text) for text in texts],
+            "at": spec.at if isinstance(spec, Branch) else None,
             "max_tokens": spec.max_tokens,
             "mallee": {"keep": keeps},
         }
@@ -150,16 +159,28 @@ class GraphMaker:
                 error: BadRequest = InvalidParameter(f"sampling.{name}", value, remedy)
                 raise InvalidGraph(f"node {node.name}: {error.message}")
         try:
-            self.fork(plan, node, CapsuleInfo(CapsuleId(""), None, 1, 0.0), [""], keeps=False)
+            size = node.at if isinstance(node, Branch) and node.at else 1
+            self.fork(plan, node, CapsuleInfo(CapsuleId(""), None, size, 0.0), [""], keeps=False)
         except BadRequest as error:
             raise InvalidGraph(f"node {node.name}: sampling: {error.message}") from error
 
     def read_result(self, tool: Tool, output: list[str], scope: Scope) -> None:
         """Raises InvalidParameter for a result of more tokens than its call may have."""
-        num = sum(self.num_tokens(text, scope) for text in output)
+        num = sum(self.num_tokens(scope, text) for text in output)
         if num > tool.max_tokens:
             remedy = f"{num} tokens > max_tokens {tool.max_tokens} of node {tool.name}; shorten it"
             raise InvalidParameter("output", "".join(output), remedy)
+
+
+def _capsule(text: Filled) -> CapsuleRequest:
+    if isinstance(text, str):
+        return CapsuleRequest(prompt=text)
+    return CapsuleRequest(messages=text)
+
+
+def _suffix(text: Filled) -> str | dict[str, Any]:
+    """A fork's: messages end where the assistant's answer begins."""
+    return text if isinstance(text, str) else {"messages": text}
 
 
 def _digest(nodes: list[Node], graph: Graph) -> bytes:

@@ -35,7 +35,7 @@ from mallee.actors.http.graphs.writing import (
 )
 from mallee.actors.http.serve import Server, prefill
 from mallee.graphs.effects import Cancel, Effect, Ended, Expanded, Over, Release, Start
-from mallee.graphs.nodes import Join, Prefill, Tool, parts, text_of
+from mallee.graphs.nodes import Branch, Filled, Join, Prefill, Tool, parts, texts_of
 from mallee.graphs.run import Output, Run
 from mallee.protocol.errors import (
     BudgetSpent,
@@ -129,7 +129,8 @@ class GraphRun:
         given = sum(
             len(part)
             for node in self._plan.graph.nodes.values()
-            for part in parts(text_of(node))
+            for text in texts_of(node).values()
+            for part in parts(text)
             if isinstance(part, str)
         )
         return given + 2 * outputs + 500 * len(nodes)
@@ -241,9 +242,10 @@ class GraphRun:
                 self._tell({"type": "graph.ended", **body})
                 self._changed.set()
 
-    def _start(self, names: tuple[str, ...], texts: tuple[str, ...]) -> None:
+    def _start(self, names: tuple[str, ...], texts: tuple[Filled, ...]) -> None:
         node = self._run.nodes[names[0]]
         if isinstance(node.node, Tool):
+            assert isinstance(texts[0], str), "a call's input is a text"
             self._run.started(node.name, self._now())
             self._tell(tool_call(node, texts[0]))
             self._changed.set()  # it may be due before the others
@@ -317,18 +319,21 @@ class GraphRun:
             self._run.failed(name, error, self._now())
         self._carry_out()
 
-    async def _prefill(self, group: _Group, text: str) -> None:
+    async def _prefill(self, group: _Group, text: Filled) -> None:
         (name,) = group.names
         plan = self._plan
-        job = await self._made(lambda: self._maker.prefill(plan, text), len(text))
+        request = self._server.named(plan.scope, self._bound).name
+        makes = capsule_id(request) if self._run.is_forked_early(name) else None
+        make = partial(self._maker.prefill, plan, text, makes=makes)
+        job = await self._made(make, _num_chars(text))
         num, service = len(job.tokens), self._server.service
 
         def placed(request: RequestId) -> None:
             self._begun(name, request, num)
+            self._carry_out()  # what forks it early is ready
 
         with self._visit.staying() as part, part.making(num, service.is_kept) as keep:
             part.begin(1, num)
-            request = self._server.named(plan.scope, self._bound).name
             last = await prefill(service, job, 0.0, request, placed=placed)
             assert last.capsule is not None
             assert last.worker is not None
@@ -338,17 +343,21 @@ class GraphRun:
         known.cached_tokens, known.prefill_tokens = last.cached_tokens, last.prefill_tokens
         self._finished(name, _NOTHING)
 
-    async def _fork(self, group: _Group, texts: tuple[str, ...]) -> None:
+    async def _fork(self, group: _Group, texts: tuple[Filled, ...]) -> None:
         first = self._run.nodes[group.names[0]]
         spec = spec_of(first)
         parent = self._computed[spec.of]
-        assert parent.capsule is not None, "a capsule stays while something goes on from it"
         keeps = self._run.is_forked(first.name) or first.stays
-        info = CapsuleInfo(parent.capsule, None, parent.boundary, 0.0)
+        if parent.capsule is not None:
+            info = CapsuleInfo(parent.capsule, None, parent.boundary, 0.0)
+        else:  # of a prefill that is under way: else it stays while something goes on from it
+            info = CapsuleInfo(capsule_id(parent.request), None, parent.prompt_tokens, 0.0)
+        at = spec.at if isinstance(spec, Branch) else None
+        begin = at or info.boundary
         item = 0 if first.item is None else first.item[0]
         plan = await self._made(
-            lambda: self._maker.fork(self._plan, spec, info, [*texts], keeps=keeps, item=item),
-            sum(map(len, texts)),
+            lambda: self._maker.fork(self._plan, spec, info, texts, keeps=keeps, item=item),
+            sum(map(_num_chars, texts)),
         )
         server, service = self._server, self._server.service
         with ExitStack() as stack:
@@ -362,7 +371,7 @@ class GraphRun:
             try:
                 group.request = stream.streams[0].request
                 for i, name in enumerate(group.names):
-                    self._begun(name, group.request, plan.starts[i] - parent.boundary)
+                    self._begun(name, group.request, plan.starts[i] - begin)
                 for name in group.cancelled:
                     self._prune(group, name)
                 async for delta in stream:
@@ -438,3 +447,7 @@ class GraphRun:
         for name in group.cancelled:
             if group.request is not None and self._computed[name].finish is None:
                 self._give_back(capsule_id(group.request, group.names.index(name)))
+
+
+def _num_chars(text: Filled) -> int:
+    return len(text) if isinstance(text, str) else sum(len(turn["content"]) for turn in text)

@@ -11,6 +11,7 @@ import httpx
 import msgspec
 import pytest
 
+from mallee.actors.text.chat import ChatTemplate
 from mallee.client import (
     AsyncMallee,
     Graph,
@@ -23,6 +24,7 @@ from mallee.client import (
 from mallee.client.graphs.builder import Handle
 from mallee.client.graphs.results import GraphReader
 from mallee.testing.random_model import random_model
+from support.graphs_asked import CHAT
 from support.live_api import served
 from support.live_fleet import LiveFleet, kill_gateway
 from support.plain_ids import SCOPES
@@ -87,6 +89,30 @@ async def test_a_graph_is_built_and_its_functions_run_here() -> None:
         await asyncio.to_thread(work, url)
 
 
+async def test_messages_and_places_are_those_of_the_api() -> None:
+    def work(url: str) -> None:
+        graph = Graph()
+        doc = graph.prefill(messages=[{"role": "system", "content": "Be short. " * 4}])
+        greedy: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        why = graph.branch(doc, messages=[{"role": "user", "content": "Why?"}], **greedy)
+        so = graph.branch(doc, messages=[{"role": "user", "content": ["So ", why]}], **greedy)
+        early = graph.branch(doc, " mind.", at=8 + 5, **greedy)
+        with Mallee(url) as client:
+            result = client.run(graph, outputs=[doc, so, early]).wait()
+            chat = [{"role": "system", "content": "Be short. " * 4}]
+            alone = client.prefill(messages=chat)
+            asked = {"messages": [{"role": "user", "content": f"So {result[why]}"}]}
+            assert result[so] == alone.fork([asked], **greedy).wait()[0].text
+            text = client.prefill("<system>Be sh")
+            assert result[early] == text.fork([" mind."], **greedy).wait()[0].text
+
+    async with (
+        tiny_fleet(MODEL, 1) as fleet,
+        served(fleet.gateways[0], chat=ChatTemplate(CHAT)) as (url, _),
+    ):
+        await asyncio.to_thread(work, url)
+
+
 async def test_what_a_function_raises_fails_its_node() -> None:
     def broken(_: str) -> str:
         raise ValueError("no such page")
@@ -148,6 +174,8 @@ async def test_what_can_not_run_is_refused_here() -> None:
     with Mallee("http://127.0.0.1:1") as client, pytest.raises(InvalidGraph) as caught:
         client.run(graph)
     assert str(caught.value).startswith("edge elsewhere -> branch-1: the graph has no node")
+    with pytest.raises(InvalidGraph, match="a message has role, text; give role and content"):
+        graph.branch(doc, messages=[{"role": "user", "text": "x"}])
 
 
 async def test_the_servers_refusal_has_its_type() -> None:

@@ -5,10 +5,12 @@ from typing import Any
 import httpx
 import pytest
 
+from mallee.actors.text.chat import ChatTemplate
 from mallee.mocker.passes import mock_spec
 from mallee.router.config import RouterConfig
 from mallee.testing.random_model import random_model
 from support.graphs_asked import (
+    CHAT,
     DOC,
     GREEDY,
     branch,
@@ -442,3 +444,76 @@ async def test_a_thousand_nodes_run_with_a_few_at_once() -> None:
             most = max(most, num)
         assert most <= 8
         await nothing_left(client, fleet)
+
+
+async def test_messages_are_rendered_and_computed_once() -> None:
+    """S1, part: a chat graph says what chats by hand say, with outputs and items in its messages."""
+    system = {"role": "system", "content": "Be short. " * 10}
+    doc = {"name": "doc", "kind": "prefill", "messages": [system]}
+
+    def asks(*content: Any) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": [*content]}]
+
+    each = {**branch("each", messages=asks("Is it ", {"item": True}, "?")), "kind": "map"}
+    nodes = [
+        doc,
+        branch("a", messages=asks("Why?")),
+        branch("b", messages=asks("So ", {"node": "a"}, "?")),
+        tool("t"),
+        {**each, "over": "t"},
+    ]
+    async with (
+        tiny_fleet(MODEL, 1, num_blocks=1024) as fleet,
+        served(fleet.gateways[0], chat=ChatTemplate(CHAT)) as (url, _),
+        httpx.AsyncClient(base_url=url, timeout=30) as client,
+    ):
+        async with streamed(client, *nodes) as stream:
+            await stream.until("tool.call")
+            path = f"/v1/graphs/{stream.events[0]['id']}/nodes/t/result"
+            assert (await client.post(path, json={"output": ["red", "blue"]})).status_code == 200
+            await stream.until("graph.ended")
+            await stream.rest()
+        found = {e["node"]: e for e in stream.events if e["type"] == "node.ended"}
+        await nothing_left(client, fleet)
+
+        async def alone(question: str) -> str:
+            messages = [system, {"role": "user", "content": question}]
+            asked = {"messages": messages, **GREEDY, "max_tokens": 6}
+            answer = await post(client, "/v1/chat/completions", **asked)
+            return str(answer["choices"][0]["message"]["content"])
+
+        assert found["a"]["output"] == (a := await alone("Why?"))
+        assert found["b"]["output"] == await alone(f"So {a}?")
+        assert found["each"]["items"] == [await alone("Is it red?"), await alone("Is it blue?")]
+        assert found["doc"]["mallee"]["prefill_tokens"] == len(f"<system>{system['content']}|")
+        assert found["a"]["mallee"]["prefill_tokens"] == len("<user>Why?|<assistant>")
+
+
+async def test_messages_that_can_not_be_are_refused_with_their_node() -> None:
+    async with (
+        tiny_fleet(MODEL, 1) as fleet,
+        served(fleet.gateways[0], chat=ChatTemplate(CHAT)) as (url, _),
+        httpx.AsyncClient(base_url=url, timeout=30) as client,
+    ):
+
+        async def refusal(*nodes: dict[str, Any]) -> str:
+            answer = await client.post("/v1/graphs", json={"nodes": list(nodes)})
+            assert answer.status_code == 400, answer.text
+            return str(answer.json()["error"]["message"])
+
+        long = {"role": "user", "content": "x" * 1950}
+        told = await refusal({"name": "doc", "kind": "prefill", "messages": [long]}, branch("a"))
+        assert told.startswith("prefix 1957 (doc) + largest branch 6 (a)")
+        odd = branch("a", messages=[{"role": "judge", "content": "x"}])
+        assert (await refusal(DOC, odd)).startswith("node a: messages[0].role='judge': give one of")
+        both = branch("a", text="x", messages=[long])
+        assert (await refusal(DOC, both)).startswith("node a: text='x': give either text or")
+        item = branch("a", messages=[{"role": "user", "content": [{"item": True}]}])
+        assert "node a: messages[0].content[0]" in await refusal(DOC, item)
+        empty = {"name": "doc", "kind": "prefill"}
+        assert await refusal(empty, branch("a")) == "node doc: text='': give a text, or messages"
+        far = branch("a", at=150)
+        assert await refusal(DOC, far) == (
+            "node a: at=150: doc has at most 148 tokens; give 1 to 148"
+        )
+        assert (await refusal(DOC, branch("a", at=0))).startswith("node a: at=0: give at least 1")
