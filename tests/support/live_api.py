@@ -45,6 +45,9 @@ class CharTokenizer:
     def push(self, tokens: Sequence[int]) -> str:
         return "".join(map(chr, tokens))
 
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return self.push(tokens)
+
     def flush(self) -> str:
         return ""
 

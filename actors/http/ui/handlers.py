@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
-from functools import cache
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import cache, partial
 from importlib.resources import files
 from typing import Final
 
@@ -15,7 +15,8 @@ from mallee.actors.http.entry.middleware import caller_of
 from mallee.actors.http.openapi.operations import MAX_WATCH_S
 from mallee.actors.http.serve import Server
 from mallee.actors.http.sse import DONE, EventStream, event
-from mallee.actors.http.ui.watching import SessionWatch
+from mallee.actors.http.ui.elsewhere import Elsewhere
+from mallee.actors.http.ui.watching import Running, SessionWatch
 from mallee.protocol.errors import NotFound, Unavailable
 
 LOOK_S: Final = 0.25
@@ -39,6 +40,7 @@ class UiHandlers:
     def __init__(self, server: Server, asking: Asking) -> None:
         self._server = server
         self._asking = asking
+        self._elsewhere = Elsewhere(server)
         self._watchers: Counter[str] = Counter()  # by tenant
 
     async def page(self, _: Request) -> Response:
@@ -72,16 +74,21 @@ class UiHandlers:
             if not self._watchers[tenant]:
                 del self._watchers[tenant]
 
-        return EventStream(self._events(watch, seconds), leave, {})
+        looks = self._events(watch, partial(self._elsewhere.look, scope, tenant), seconds)
+        return EventStream(looks, leave, {})
 
-    async def _events(self, watch: SessionWatch, seconds: int) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, watch: SessionWatch, elsewhere: Callable[[], Awaitable[Running]], seconds: int
+    ) -> AsyncGenerator[bytes, None]:
         loop = asyncio.get_running_loop()
         end, took = loop.time() + seconds, 0.0
-        yield event(watch.changes() or {"object": "watch.sessions", "sessions": [], "gone": []})
+        first = watch.changes(await elsewhere())
+        yield event(first or {"object": "watch.sessions", "sessions": [], "gone": []})
         while loop.time() < end:
             await asyncio.sleep(max(LOOK_S, took * self._watchers.total() / MAX_SHARE))
+            others = await elsewhere()
             begun = loop.time()
-            body = watch.changes()
+            body = watch.changes(others)
             took = loop.time() - begun
             if body is not None:
                 yield event(body)
