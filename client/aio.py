@@ -61,6 +61,7 @@ from mallee.client.results import (
     read_count,
     read_health,
 )
+from mallee.client.searches.where import Where, at_gateway
 from mallee.client.sessions import (
     BoundSession,
     ClosedSession,
@@ -83,7 +84,8 @@ if TYPE_CHECKING:  # see sync
 
     from mallee.client.graphs.aio import AsyncGraphRun
     from mallee.client.graphs.builder import Graph, Handle
-    from mallee.client.searching import AsyncValue, LogprobScore
+    from mallee.client.searches.local import AsyncValue, LogprobScore
+    from mallee.client.searches.remote import ServiceUrl
     from mallee.search.policy import Policy, SearchBudget
     from mallee.search.results import SearchResult
     from mallee.search.scores import Verifier
@@ -133,14 +135,24 @@ class AsyncAsking(BaseMallee["AsyncBranches", "PendingCapsule"]):
         prompt: Prompt | None = None,
         *,
         messages: Sequence[Message] | None = None,
-        score: "AsyncValue | Verifier | LogprobScore" = "mean_logprob",
+        score: "AsyncValue | Verifier | LogprobScore | ServiceUrl" = "mean_logprob",
         seed: int = 0,
         budget: "SearchBudget | None" = None,
         ends: Sequence[str] = (),
+        where: "Where" = "client",
         cache_salt: str | None = None,
         **params: Unpack[Stepping],
     ) -> "SearchResult":
         """As `Mallee.search` and `AsyncCapsule.search`."""
+        if at_gateway(where):
+            return await self._search(
+                *(policy, {"prompt": prompt, "messages": messages}),
+                score=score,
+                seed=seed,
+                budget=budget,
+                ends=ends,
+                params={"cache_salt": cache_salt, **params},
+            )
         begun = self.prefill(
             prompt,
             messages=messages,
@@ -152,6 +164,15 @@ class AsyncAsking(BaseMallee["AsyncBranches", "PendingCapsule"]):
             return await capsule.search(
                 policy, score=score, seed=seed, budget=budget, ends=ends, **params
             )
+
+    async def _search(
+        self, policy: "Policy", begin: Mapping[str, Any], *, params: Mapping[str, Any], **asked: Any
+    ) -> "SearchResult":
+        """As `Asking._search`."""
+        from mallee.client.searches.remote import run_async, search_call
+
+        call = search_call(policy, begin, params=self._with_model(params), **asked)
+        return await run_async(call, self.base_url, partial(self._request, stream=True))
 
     @abstractmethod
     async def _request(
@@ -388,15 +409,26 @@ class AsyncCapsule(BaseCapsule["AsyncBranches", "PendingCapsule"]):
         self,
         policy: "Policy",
         *,
-        score: "AsyncValue | Verifier | LogprobScore" = "mean_logprob",
+        score: "AsyncValue | Verifier | LogprobScore | ServiceUrl" = "mean_logprob",
         seed: int = 0,
         budget: "SearchBudget | None" = None,
         ends: Sequence[str] = (),
+        where: "Where" = "client",
         **params: Unpack[Stepping],
     ) -> "SearchResult":
         """As `Capsule.search`. `score` may be a coroutine function; a plain one runs in a thread."""
-        from mallee.client.searching import run_async
+        from mallee.client.searches.local import run_async
 
+        if at_gateway(where):
+            self._need_closed("policy", policy)
+            return await self._client._search(
+                *(policy, {"capsule": self.id}),
+                score=score,
+                seed=seed,
+                budget=budget,
+                ends=ends,
+                params={"cache_salt": self._cache_salt, **params},
+            )
         plan = self._planned(
             policy, score=score, seed=seed, budget=budget, ends=ends, params=params
         )

@@ -42,7 +42,7 @@ from mallee.protocol.errors import InvalidParameter, Unavailable
 if TYPE_CHECKING:  # what only searches need is loaded by the first one
     import httpx
 
-    from mallee.client.searching import Plan
+    from mallee.client.searches.local import Plan
     from mallee.search.policy import Policy, SearchBudget
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -355,7 +355,7 @@ class BaseCapsule(Generic[S, C]):
         params: Stepping,
     ) -> "Plan":
         """A search from here on."""
-        from mallee.client.searching import planned
+        from mallee.client.searches.local import planned
 
         self._need_closed("policy", policy)
         return planned(

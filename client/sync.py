@@ -62,6 +62,7 @@ from mallee.client.results import (
     read_count,
     read_health,
 )
+from mallee.client.searches.where import Where, at_gateway
 from mallee.client.sessions import (
     BoundSession,
     ClosedSession,
@@ -84,7 +85,8 @@ if TYPE_CHECKING:  # httpx costs 100 ms to import: loaded by the first client, n
 
     from mallee.client.graphs.builder import Graph, Handle
     from mallee.client.graphs.running import GraphRun
-    from mallee.client.searching import LogprobScore, Value
+    from mallee.client.searches.local import LogprobScore, Value
+    from mallee.client.searches.remote import ServiceUrl
     from mallee.search.policy import Policy, SearchBudget
     from mallee.search.results import SearchResult
     from mallee.search.scores import Verifier
@@ -140,10 +142,11 @@ class Asking(BaseMallee["Branches", "Capsule"]):
         prompt: Prompt | None = None,
         *,
         messages: Sequence[Message] | None = None,
-        score: "Value | Verifier | LogprobScore" = "mean_logprob",
+        score: "Value | Verifier | LogprobScore | ServiceUrl" = "mean_logprob",
         seed: int = 0,
         budget: "SearchBudget | None" = None,
         ends: Sequence[str] = (),
+        where: "Where" = "client",
         cache_salt: str | None = None,
         **params: Unpack[Stepping],
     ) -> "SearchResult":
@@ -152,6 +155,15 @@ class Asking(BaseMallee["Branches", "Capsule"]):
         See `Capsule.search`. Its capsule is deleted at the end; those of the tree's nodes stay while there
         is room, as an answer's do.
         """
+        if at_gateway(where):
+            return self._search(
+                *(policy, {"prompt": prompt, "messages": messages}),
+                score=score,
+                seed=seed,
+                budget=budget,
+                ends=ends,
+                params={"cache_salt": cache_salt, **params},
+            )
         begun = self.prefill(
             prompt,
             messages=messages,
@@ -163,6 +175,15 @@ class Asking(BaseMallee["Branches", "Capsule"]):
             return capsule.search(
                 policy, score=score, seed=seed, budget=budget, ends=ends, **params
             )
+
+    def _search(
+        self, policy: "Policy", begin: Mapping[str, Any], *, params: Mapping[str, Any], **asked: Any
+    ) -> "SearchResult":
+        """The result of a search that the gateway runs."""
+        from mallee.client.searches.remote import run, search_call
+
+        call = search_call(policy, begin, params=self._with_model(params), **asked)
+        return run(call, self.base_url, partial(self._request, stream=True))
 
     @abstractmethod
     def _request(
@@ -430,20 +451,32 @@ class Capsule(BaseCapsule["Branches", "Capsule"]):
         self,
         policy: "Policy",
         *,
-        score: "Value | Verifier | LogprobScore" = "mean_logprob",
+        score: "Value | Verifier | LogprobScore | ServiceUrl" = "mean_logprob",
         seed: int = 0,
         budget: "SearchBudget | None" = None,
         ends: Sequence[str] = (),
+        where: "Where" = "client",
         **params: Unpack[Stepping],
     ) -> "SearchResult":
         """Search for the best text that goes on from here; see docs/sdk.md.
 
         `score`: a function of a text (from here on), a `Verifier`, "mean_logprob" or "sum_logprob". `ends`: a
         step with one of these texts ends an answer. One `seed` makes one tree. What `score` raises ends
-        the search, and is raised here. Raises InvalidParameter.
+        the search, and is raised here. `where="gateway"` runs the policy there, by one call, which no
+        function can value. Raises InvalidParameter.
         """
-        from mallee.client.searching import run
+        from mallee.client.searches.local import run
 
+        if at_gateway(where):
+            self._need_closed("policy", policy)
+            return self._client._search(
+                *(policy, {"capsule": self.id}),
+                score=score,
+                seed=seed,
+                budget=budget,
+                ends=ends,
+                params={"cache_salt": self._cache_salt, **params},
+            )
         plan = self._planned(
             policy, score=score, seed=seed, budget=budget, ends=ends, params=params
         )

@@ -17,7 +17,7 @@ import msgspec
 
 from mallee.client import Branches, Mallee
 from mallee.client.calls import Call
-from mallee.client.searching import Value, planned, run
+from mallee.client.searches.local import Value, planned, run
 from mallee.search.policies.named import read_policy
 from mallee.search.results import SearchResult
 

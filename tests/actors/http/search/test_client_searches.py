@@ -1,5 +1,6 @@
 """Searches that the SDK runs: over a real gateway and an engine with a tiny model."""
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 from anyio.to_thread import run_sync
 
 from mallee.client import AsyncMallee, InvalidParameter, Mallee
+from mallee.protocol.errors import ContextLengthExceeded
 from mallee.search.policies.levels import Beam
 from mallee.search.policies.mcts import Mcts
 from mallee.search.policies.sampling import BestOfN, SelfConsistency
@@ -83,6 +85,51 @@ async def test_a_search_draws_the_same_tree_by_tasks_and_by_threads(policy: Poli
         for node in first.nodes[1:]:
             assert node.tokens == len(node.text)
         await until(lambda: not engine.branches)
+
+
+@pytest.mark.parametrize("score", ["mean_logprob", VERIFIER], ids=["logprobs", "verifier"])
+async def test_the_gateway_runs_the_same_search_by_one_call(score: Any) -> None:
+    """X10: one call for a whole tree, the same as by forks; from a prompt and a capsule, by both clients."""
+    policy = Mcts(expansions=8, width=3, depth=4, step_tokens=5)
+    async with clients() as (client, plain, engine):
+        options: dict[str, Any] = {"score": score, "seed": 7, "temperature": 1.0}
+        here = await client.search(policy, PROMPT, **options)
+        there = await client.search(policy, PROMPT, **options, where="gateway")
+        assert same(there, here)
+        assert there.expansions == 8
+
+        def work() -> SearchResult:
+            with plain.prefill(PROMPT) as capsule:
+                budget = SearchBudget(expansions=3)
+                return capsule.search(policy, **options, budget=budget, where="gateway")
+
+        short = await run_sync(work)
+        assert (short.reason, short.expansions) == ("expansions", 3)
+        assert [n.text for n in short.nodes] == [n.text for n in here.nodes[: len(short.nodes)]]
+        asked = await run_sync(lambda: plain.search(policy, PROMPT, **options, where="gateway"))
+        assert same(asked, here)
+        await until(lambda: not engine.branches)
+
+
+async def test_what_the_gateway_can_not_run_is_refused_with_the_remedy() -> None:
+    class Own:
+        depth = 1
+
+    policy = BestOfN(n=2, max_tokens=4)
+    async with clients() as (client, _, engine):
+        for given, score, told in (
+            (policy, vowels, "score='vowels': it runs here: leave where=\"gateway\" away"),
+            (Own(), "mean_logprob", "policy='Own': the gateway runs the policies of"),
+            (policy, {"url": "http://127.0.0.1:1"}, "score.url="),
+        ):
+            with pytest.raises(InvalidParameter, match=re.escape(told)):
+                await client.search(given, PROMPT, score=score, where="gateway")  # type: ignore[arg-type]
+        with pytest.raises(InvalidParameter, match="where='worker'"):
+            await client.search(policy, PROMPT, where="worker")  # type: ignore[arg-type]
+        long = BestOfN(n=2, max_tokens=4000)
+        with pytest.raises(ContextLengthExceeded):  # told by the stream
+            await client.search(long, PROMPT, where="gateway")
+        assert not engine.branches
 
 
 async def test_log_probabilities_value_texts() -> None:

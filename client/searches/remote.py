@@ -1,0 +1,129 @@
+"""Searches that the gateway runs: one call each, whose stream has the tree as it grows."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, closing
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import msgspec
+
+from mallee.client.base import failing_as, raise_refusal, raise_refusal_async
+from mallee.client.calls import Call
+from mallee.client.errors import StreamBroken, from_body
+from mallee.client.results import NO_END
+from mallee.client.sse import SseParser
+from mallee.protocol.errors import InvalidParameter
+from mallee.search.policy import Policy, SearchBudget
+from mallee.search.results import SearchResult
+from mallee.search.scores import Verifier
+
+if TYPE_CHECKING:
+    import httpx
+
+ServiceUrl: TypeAlias = Mapping[str, str]
+"""`{"url": ...}`: a service of yours that values texts, of those that the operator allows."""
+
+_DONE: Final = "[DONE]"
+
+
+def search_call(
+    policy: Policy,
+    begin: Mapping[str, Any],
+    *,
+    score: Any,
+    seed: int,
+    budget: SearchBudget | None,
+    ends: Sequence[str],
+    params: Mapping[str, Any],
+) -> Call:
+    """The call. `begin` has one of `prompt`, `messages` and `capsule`.
+
+    Raises InvalidParameter for a policy or a score that can't be sent.
+    """
+    body = {
+        **{"policy": _sent_policy(policy), "score": _sent_score(score), "seed": seed},
+        **{"budget": msgspec.to_builtins(budget), "ends": [*ends], "stream": True},
+        **begin,
+        **params,
+    }
+    known = {name: value for name, value in body.items() if value is not None}
+    return Call("POST", "/v1/search", known, cache_salt=params.get("cache_salt"))
+
+
+def run(call: Call, base_url: str, request: Callable[[Call], "httpx.Response"]) -> SearchResult:
+    """The result. Left early, it ends the search. Raises the server's error, StreamBroken."""
+    response, url = request(call), base_url + call.path
+    if response.status_code >= 400:
+        raise_refusal(response, url)
+    reader = _Reader(url)
+    with closing(response), failing_as(StreamBroken, url):
+        for chunk in response.iter_raw():
+            if reader.feed(chunk):
+                break
+    return reader.finished()
+
+
+async def run_async(
+    call: Call, base_url: str, request: Callable[[Call], Awaitable["httpx.Response"]]
+) -> SearchResult:
+    """As `run`. Cancelled, it ends the search."""
+    response, url = await request(call), base_url + call.path
+    if response.status_code >= 400:
+        await raise_refusal_async(response, url)
+    reader = _Reader(url)
+    async with aclosing(response):
+        with failing_as(StreamBroken, url):
+            async for chunk in response.aiter_raw():
+                if reader.feed(chunk):
+                    break
+    return reader.finished()
+
+
+class _Reader:
+    """Reads the stream of one search."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._parser = SseParser()
+        self._result: SearchResult | None = None
+        self._is_done = False
+
+    def feed(self, chunk: bytes) -> bool:
+        """Whether it has ended. Raises the server's error, StreamBroken."""
+        for data in self._parser.feed(chunk):
+            if data == _DONE:
+                self._is_done = True
+                break
+            try:
+                body = msgspec.json.decode(data)
+                if "error" in body:
+                    raise from_body(body, 200)
+                if body["object"] == "search":
+                    self._result = msgspec.convert(body, SearchResult)
+            except (msgspec.MsgspecError, KeyError, TypeError) as error:
+                raise StreamBroken(self._url, f"an event can't be read: {error}") from error
+        return self._is_done
+
+    def finished(self) -> SearchResult:
+        """Raises StreamBroken if the end is missing."""
+        if self._result is None or not self._is_done:
+            raise StreamBroken(self._url, NO_END)
+        return self._result
+
+
+def _sent_policy(policy: Policy) -> Any:
+    tag = getattr(getattr(policy, "__struct_config__", None), "tag", None)
+    if tag is None:
+        remedy = (
+            "the gateway runs the policies of mallee.search.policies, and those installed there"
+        )
+        raise InvalidParameter("policy", type(policy).__name__, remedy)
+    return msgspec.to_builtins(policy)
+
+
+def _sent_score(score: Any) -> Any:
+    if isinstance(score, Verifier):
+        return msgspec.to_builtins(score)
+    if callable(score):
+        remedy = 'it runs here: leave where="gateway" away, or give {"url": ...} of a service'
+        raise InvalidParameter("score", getattr(score, "__name__", "a function"), remedy)
+    return score
