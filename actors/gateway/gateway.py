@@ -299,6 +299,10 @@ class GatewayService:
     def model(self) -> ModelSpec:
         return self._model
 
+    @property
+    def block_size(self) -> int:
+        return self._router.config.block_size
+
     def new_name(self, scope: Scope, account: str = "") -> RequestId:
         return self._ids.new(scope, account)
 

@@ -262,6 +262,11 @@ class Service(Protocol):
     @property
     def model(self) -> ModelSpec: ...
 
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block."""
+        ...
+
     def new_name(self, scope: Scope, account: str = "") -> RequestId:
         """A name for a request to come, which its answer's id is made from before it starts.
 

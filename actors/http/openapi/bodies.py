@@ -113,6 +113,7 @@ class Search(Body, frozen=True, kw_only=True):
     principal: list[int]
     tokens: int
     expansions: int
+    blocks: int
     spent: SpentBody
     nodes: list[NodeResult]
 

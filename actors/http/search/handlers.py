@@ -49,9 +49,11 @@ class SearchHandlers:
             *(request, asked),
             lambda body, scope, terms: read_search(body, self._kinds, self._maker, self._draw_seed),
         )
+        begun = 0
         if plan.capsule is not None:
-            await self._server.service.capsule(CapsuleId(plan.capsule), asked.scope)
-        run, is_streamed = self._run(request, plan, asked.scope), False
+            found = await self._server.service.capsule(CapsuleId(plan.capsule), asked.scope)
+            begun = found.boundary
+        run, is_streamed = self._run(request, plan, asked.scope, begun), False
 
         async def release() -> None:
             await self._release(request, run, asked.scope, is_own=plan.capsule is None)
@@ -66,9 +68,9 @@ class SearchHandlers:
                 await release()
         return EventStream(self._events(run, plan), release, {})
 
-    def _run(self, request: Request, plan: SearchPlan, scope: Scope) -> Run:
+    def _run(self, request: Request, plan: SearchPlan, scope: Scope, begun: int) -> Run:
         name, callbacks = RequestId(self._server.new_id()), self._server.callbacks
-        return Run(request, plan, name=name, callbacks=callbacks, scope=scope)
+        return Run(request, plan, name=name, callbacks=callbacks, scope=scope, begun=begun)
 
     async def _whole(self, run: Run, plan: SearchPlan) -> Response:
         async with aclosing(run.nodes()) as nodes:
@@ -97,6 +99,7 @@ class SearchHandlers:
             "created": int(self._server.clock()),
             "model": self._server.model_name,
             "seed": plan.seed,
+            "blocks": run.num_blocks(self._server.service.block_size),
             "spent": run.spent._asdict(),
             **msgspec.structs.asdict(run.result),
         }

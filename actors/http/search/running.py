@@ -21,6 +21,7 @@ from mallee.actors.http.live.inner import answer_of
 from mallee.actors.http.search.requests import SearchPlan, UrlScore
 from mallee.protocol.errors import ContextLengthExceeded
 from mallee.protocol.ids import RequestId, Scope
+from mallee.search.blocks import num_blocks
 from mallee.search.drawn import Drawn, proposal_of
 from mallee.search.driver import Expand, Score, Search
 from mallee.search.results import SearchResult
@@ -56,6 +57,7 @@ class _Fork(msgspec.Struct, frozen=True):
 
 class _Capsule(msgspec.Struct, frozen=True):
     id: str
+    tokens: int
     prefill_tokens: int = 0
 
 
@@ -83,7 +85,9 @@ class Run:
         name: RequestId,
         callbacks: Callbacks,
         scope: Scope,
+        begun: int,
     ) -> None:
+        """`begun`: tokens of the capsule that it begins with, if one was named."""
         self._request = request
         self._plan = plan
         self._name = name
@@ -92,6 +96,7 @@ class Run:
         self._search: Search | None = None
         self._room = asyncio.Semaphore(AT_ONCE)
         self._prefilled = self._drawn = self._requests = 0
+        self._begun = begun
         self.root: str | None = plan.capsule
         self.capsules: list[str] = []
 
@@ -109,6 +114,11 @@ class Run:
         assert self._search is not None, "it has not begun"
         return self._search.result()
 
+    def num_blocks(self, size: int) -> int:
+        """KV blocks of `size` tokens that its tree takes."""
+        assert self._search is not None, "it has not begun"
+        return num_blocks(self._search.tree.nodes, self._begun, size)
+
     async def begin(self) -> None:
         """Make the capsule that it begins with, if none was named. Raises MalleeError."""
         plan = self._plan
@@ -116,7 +126,7 @@ class Run:
             body = {**plan.prompt, "add_generation_prompt": "messages" in plan.prompt}
             found = await self._ask("/v1/capsules", body, _Capsule)
             self._prefilled += found.prefill_tokens
-            self.root = found.id
+            self.root, self._begun = found.id, found.tokens
         self._search = Search(
             *(plan.policy, Proposal("", 0, self.root)),
             seed=plan.seed,

@@ -141,6 +141,8 @@ class FakeService:
     `holds_after` set, streams fall silent after that many rounds until they are cancelled.
     """
 
+    block_size = 16
+
     def __init__(self) -> None:
         self.model = ModelSpec(
             name=MODEL,

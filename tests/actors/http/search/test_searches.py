@@ -277,6 +277,31 @@ async def test_a_step_that_is_refused_ends_the_search_as_it_was_refused() -> Non
         await until_asked(is_released)
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"type": "mcts", "expansions": 12, "width": 3, "depth": 6},
+        {"type": "mcts", "expansions": 9, "width": 1, "depth": 9},
+        {"type": "beam", "width": 3, "branch": 2, "depth": 4},
+    ],
+    ids=["mcts", "chain", "beam"],
+)
+async def test_blocks_are_those_that_the_tree_takes(policy: dict[str, Any]) -> None:
+    """D32, part: as many as the engine holds, whatever the steps' lengths; answers that end early too."""
+    async with tiny_api(MODEL, 1, num_blocks=4096) as (client, fleet):
+        engine = next(iter(fleet.engines.values()))
+        for step_tokens in (1, 2, 3, 4, 5, 8, 16):
+            for num_prompt in (37, 39, 48):
+                prompt = f"{step_tokens}x{num_prompt}".ljust(num_prompt, "a")
+                made = await post(client, "/v1/capsules", prompt=prompt)
+                asked = {"policy": {**policy, "step_tokens": step_tokens}, "temperature": 1.0}
+                found = await post(client, "/v1/search", capsule=made["id"], seed=5, **asked)
+                await until(lambda n=found["blocks"]: n == engine.stats().memory.live_blocks)
+                assert (await client.delete("/v1/capsules?all=true")).status_code == 200
+        whole = await post(client, "/v1/search", prompt=PROMPT, policy=policy, seed=5)
+        assert whole["blocks"] > -(-len(PROMPT) // 4)
+
+
 async def test_a_text_that_fills_the_window_is_not_gone_on() -> None:
     async with tiny_api(MODEL, 1, num_blocks=4096) as (client, _):
         prompt = PROMPT * 38  # of 2,048 tokens 224 are left
