@@ -545,6 +545,28 @@ def search_compare(data: Json) -> Iterator[str]:
     )
 
 
+def search_peer(data: Json) -> Iterator[str]:
+    scale = data["scale"]
+    tokens = scale["beam_depth"] * scale["step_tokens"]
+    scenes = {
+        "samples": f"{scale['samples']} samples of {tokens} tokens, s",
+        "beam": f"beam of {scale['samples']}, {tokens} tokens, s",
+        "mcts": f"MCTS, {scale['expansions']} expansions of 4, s",
+    }
+    rows = (
+        (
+            head,
+            number(data[scene]["mallee"]["seconds"]),
+            number(data[scene]["vllm"]["seconds"]),
+            f"{data[scene]['ratio']:.3g}"
+            if data[scene]["ratio"] >= 1
+            else f"**{data[scene]['ratio']:.3g}**",
+        )
+        for scene, head in scenes.items()
+    )
+    yield table(["", "Mallee", f"vLLM {at(data, 'versions/vllm')}", "times better"], rows)
+
+
 def _interval(value: Json) -> str:
     return f"{number(value['median'])} ({number(value['low'])} to {number(value['high'])})"
 
@@ -1231,10 +1253,11 @@ SECTIONS = {
     ),
     "scores": Section(
         "Steps beside a verifier",
-        "python -m bench.serve.scores",
-        "16 branches of 300 tokens, a step each 10 ms, in `mallee mock` over HTTP; each branch is shown to"
-        " the verifier every 8 tokens (`mallee.stop_when.score`). A step is the time between two tokens at"
-        " the client.",
+        "python -m bench.serve.scores --serve",
+        "16 branches of 300 tokens over HTTP; each branch is shown to the verifier every 8 tokens"
+        " (`mallee.stop_when.score`). A step is the time between two tokens at the client. `mallee mock`: a"
+        " step each 10 ms; `mallee serve`: SmolLM2 over Ray on one thread, which shares 2 cores with the"
+        " verifier, gateway, proxy and client.",
         scores,
     ),
     "peer_faults": Section(
@@ -1372,6 +1395,18 @@ SECTIONS = {
         " begin at a capsule, as the samples do; they are of a run of their own, of seven rounds, with the"
         " least and the most ratio of a round.",
         search_compare,
+    ),
+    "search_peer": Section(
+        "Samples, beams and searches beside vLLM",
+        "python -m bench.search.peer --vllm PYTHON",
+        "`mallee serve` over Ray and HTTP with one worker, vLLM's server for CPUs; both with SmolLM2 135M in"
+        " bf16 and two threads on the same 2 cores, and with the document in their caches. *Samples*: one"
+        " `/v1/completions` with `n`. *Beam*: `POST /v1/search`, a level is 16 tokens and two ways for each"
+        " of 8 texts; vLLM's `use_beam_search`, a level is one token and two candidates for each of 8. They"
+        " are not the same search: vLLM's finds the likeliest tokens, ours values sampled steps. *MCTS*: one"
+        " `POST /v1/search`; vLLM has no search, so the same policy at the client sends texts to its prefix"
+        " cache.",
+        search_peer,
     ),
     "search_overhead": Section(
         "The part of a search that is not the model's",

@@ -34,11 +34,12 @@ class Programs(NamedTuple):
         found = {name: metadata.version(name) for name in ("mallee", "ray")}
         smg = Path(self.smg).with_name("python") if self.smg else None
         for name, python in (("smg", smg), ("ai-dynamo", self.dynamo)):
-            found[name] = _version(str(python), name) if python else "not installed"
+            found[name] = version_of(str(python), name) if python else "not installed"
         return found
 
 
-def _version(python: str, package: str) -> str:
+def version_of(python: str, package: str) -> str:
+    """The version of a package in the environment of a Python."""
     code = f"from importlib.metadata import version; print(version({package!r}))"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"

@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 from anyio.to_thread import run_sync
 
 from bench.search.clients import WAYS
 from bench.search.compare import GAME_WAYS, QUICK, main
+from bench.search.peer import beam_of_ours, mcts_of_ours, mcts_of_vllm, sampled
 from mallee.testing.random_model import random_model
 from support.tiny_fleet import tiny_api
 
@@ -45,6 +47,24 @@ async def test_searches_are_played_by_all_ways(
     assert beam["samples"]["drawn"] == QUICK.samples * QUICK.beam_depth * QUICK.step_tokens
     assert beam["rows"]["drawn"] <= beam["wide"]["drawn"]
     assert "mcts  server" in printed.err
+
+
+async def test_plain_completions_carry_a_search() -> None:
+    """D24, part: as another server is asked; here the service itself answers."""
+    async with tiny_api(MODEL, 1, num_blocks=2048) as (client, _):
+        url = str(client.base_url)
+
+        def play() -> None:
+            with httpx.Client(base_url=url, timeout=30) as one:
+                ours, plain = mcts_of_ours(one, 1, QUICK), mcts_of_vllm(one, 1, QUICK)
+                assert ours.drawn == plain.drawn == QUICK.expansions * 4 * QUICK.step_tokens
+                assert ours.best is not None
+                assert ours.best == pytest.approx(plain.best, rel=1e-3)
+                samples = sampled(one, 1, QUICK)
+                assert samples.drawn == QUICK.samples * QUICK.beam_depth * QUICK.step_tokens
+                assert beam_of_ours(one, 1, QUICK).seconds > 0
+
+        await run_sync(play)
 
 
 def test_an_unknown_scene_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,24 +18,17 @@ import psutil
 
 from bench.failover.faults import PARTS, processes
 from bench.failover.streams import MODEL
+from bench.peers.vllm_server import vllm_command, vllm_env
 from bench.processes import running, wait_for
+from bench.serve.sides import version_of
 from mallee.actors.addresses import free_port
 from mallee.testing.ports import free_ports
-from mallee.worker.model.loading.source import resolve_model
 
 START_S: Final = 300.0
 STOP_S: Final = 30.0
 KEYS: Final = ("key-of-tenant-a-0123456789", "key-of-tenant-b-0123456789")
 OPERATOR: Final = "key-of-the-operator-0123456789"
-VLLM_ENV: Final = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "OMP_NUM_THREADS": "1",
-}
+VLLM_ENV: Final = vllm_env(threads=1)
 _VLLM_RUNNING = re.compile(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", re.MULTILINE)
 
 
@@ -153,14 +146,6 @@ def mallee(folder: Path) -> Iterator[Service]:
         yield Service(url, pid, lambda: [[p] for p in processes(pid, "worker")], num_running)
 
 
-def _vllm(python: str, port: int, keys: tuple[str, ...]) -> list[str]:
-    """The command of a server of vLLM."""
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
-    command += ["--model", str(resolve_model("smollm2")), "--served-model-name", MODEL]
-    command += ["--port", str(port), "--dtype", "bfloat16", "--enforce-eager"]
-    return [*command, "--api-key", *keys] if keys else command
-
-
 def _vllm_running(port: int) -> float:
     """Requests that it computes or that wait."""
     metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
@@ -171,7 +156,7 @@ def _vllm_running(port: int) -> float:
 def vllm(folder: Path, python: str) -> Iterator[Service]:
     """One server of vLLM for CPUs, and its engine, which is a process of its own."""
     port = free_port()
-    with _started(_vllm(python, port, KEYS), folder, port, VLLM_ENV) as pid:
+    with _started(vllm_command(python, port, MODEL, keys=KEYS), folder, port, VLLM_ENV) as pid:
 
         def engines() -> list[list[int]]:
             return [[each for each in _below(pid) if is_engine(psutil.Process(each))]]
@@ -185,7 +170,9 @@ def smg(folder: Path, program: str, python: str) -> Iterator[Service]:
     port, metrics, *ports = free_ports(4)
     with ExitStack() as stack:
         behind = [
-            stack.enter_context(_begun(_vllm(python, each, ()), folder / f"{each}.log", VLLM_ENV))
+            stack.enter_context(
+                _begun(vllm_command(python, each, MODEL), folder / f"{each}.log", VLLM_ENV)
+            )
             for each in ports
         ]
         for process, each in zip(behind, ports, strict=True):
@@ -210,8 +197,5 @@ def versions(programs: Mapping[str, str]) -> dict[str, str]:
     """Of ours and of theirs, by the Python beside each program."""
     found = {name: metadata.version(name) for name in ("mallee", "ray")}
     for package, program in programs.items():
-        code = f"from importlib.metadata import version; print(version({package!r}))"
-        python = str(Path(program).with_name("python"))
-        done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
-        found[package] = done.stdout.strip() or "unknown"
+        found[package] = version_of(str(Path(program).with_name("python")), package)
     return found
