@@ -35,7 +35,8 @@ async def seen(client: httpx.AsyncClient, count: int) -> Watcher:
     watcher = Watcher()
     async for event in told(client):
         watcher.take(event)
-        if len(watcher.sessions["grove"]["running"]) == count:
+        session = watcher.sessions.get("grove")
+        if session is not None and len(session["running"]) == count:
             return watcher
     raise AssertionError(f"never {count}: {watcher.sessions}")
 
