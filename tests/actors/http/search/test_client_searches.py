@@ -89,7 +89,7 @@ async def test_a_search_draws_the_same_tree_by_tasks_and_by_threads(policy: Poli
 
 @pytest.mark.parametrize("score", ["mean_logprob", VERIFIER], ids=["logprobs", "verifier"])
 async def test_the_gateway_runs_the_same_search_by_one_call(score: Any) -> None:
-    """X10, part: one call for a whole tree, the same as by forks; from a prompt and a capsule, by both clients."""
+    """X10, part: one call for a whole tree, that of forks; from a prompt and a capsule, by both clients."""
     policy = Mcts(expansions=8, width=3, depth=4, step_tokens=5)
     async with clients() as (client, plain, engine):
         options: dict[str, Any] = {"score": score, "seed": 7, "temperature": 1.0}
