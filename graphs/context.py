@@ -22,7 +22,7 @@ from mallee.graphs.nodes import (
     parts,
     texts_of,
 )
-from mallee.protocol.errors import GraphContextExceeded, InvalidGraph
+from mallee.protocol.errors import BadRequest, GraphContextExceeded, InvalidGraph
 
 HEADROOM: Final = 128  # tokens
 
@@ -43,7 +43,10 @@ class Need(NamedTuple):
 
 
 def context_needs(graph: Graph, count: Counter) -> list[Need]:
-    """One for each prefill, in order. Raises InvalidGraph: a branch at a place that its parent can't have."""
+    """One for each prefill, in order.
+
+    Raises InvalidGraph: a branch at a place that its parent can't have, or messages that can't be rendered.
+    """
     outputs: dict[str, int] = {}  # tokens, at most
     roots: dict[str, str] = {}  # the prefill before each node that leaves a capsule
     lengths: dict[str, int] = {}  # tokens of its capsule, at most
@@ -88,12 +91,15 @@ def _begun_at(node: Branch | Map, most: int) -> int:
 def _begin(
     node: Prefill | Branch | Map, outputs: Mapping[str, int], item: int, count: Counter
 ) -> int:
-    """Tokens that it begins with, at most; each item of a map has at most `item`."""
+    """Tokens that it begins with, at most; each item of a map has at most `item`. Raises InvalidGraph."""
     if node.messages:  # rendered without the outputs that are in them
         empty = filled(
             node, lambda text: "".join(each for each in parts(text) if isinstance(each, str))
         )
-        num = count(empty, opens=isinstance(node, Prefill))
+        try:
+            num = count(empty, opens=isinstance(node, Prefill))
+        except BadRequest as error:  # the template can't have them, or there is none
+            raise InvalidGraph(f"node {node.name}: {error.message}") from error
     else:
         num = sum(count(part) for part in parts(node.text) if isinstance(part, str))
     refs = (part for text in texts_of(node).values() for part in parts(text))

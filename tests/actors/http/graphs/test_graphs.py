@@ -489,10 +489,17 @@ async def test_messages_are_rendered_and_computed_once() -> None:
         assert found["a"]["mallee"]["prefill_tokens"] == len("<user>Why?|<assistant>")
 
 
+STRICT = (
+    "{% if messages[0].role == 'assistant' %}"
+    "{{ raise_exception('an answer begins the conversation') }}{% endif %}"
+)
+
+
 async def test_messages_that_can_not_be_are_refused_with_their_node() -> None:
+    template = CHAT.replace("{% for", STRICT + "{% for", 1)
     async with (
         tiny_fleet(MODEL, 1) as fleet,
-        served(fleet.gateways[0], chat=ChatTemplate(CHAT)) as (url, _),
+        served(fleet.gateways[0], chat=ChatTemplate(template)) as (url, _),
         httpx.AsyncClient(base_url=url, timeout=30) as client,
     ):
 
@@ -512,6 +519,10 @@ async def test_messages_that_can_not_be_are_refused_with_their_node() -> None:
         assert "node a: messages[0].content[0]" in await refusal(DOC, item)
         empty = {"name": "doc", "kind": "prefill"}
         assert await refusal(empty, branch("a")) == "node doc: text='': give a text, or messages"
+        unclosed = {"name": "doc", "kind": "prefill", "messages": [{**long, "role": "assistant"}]}
+        told = await refusal(unclosed, branch("a"))
+        assert told.startswith("node doc: messages=")
+        assert told.endswith("an answer begins the conversation")
         far = branch("a", at=150)
         assert await refusal(DOC, far) == (
             "node a: at=150: doc has at most 148 tokens; give 1 to 148"
