@@ -1405,7 +1405,7 @@ SECTIONS = {
         " of 8 texts; vLLM's `use_beam_search`, a level is one token and two candidates for each of 8. They"
         " are not the same search: vLLM's finds the likeliest tokens, ours values sampled steps. *MCTS*: one"
         " `POST /v1/search`; vLLM has no search, so the same policy at the client sends texts to its prefix"
-        " cache.",
+        " cache. Medians of five rounds, while other work ran in some of them.",
         search_peer,
     ),
     "search_overhead": Section(
