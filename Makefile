@@ -1,7 +1,6 @@
 # make demo | test | check | lint | format | bench | prometheus | docs: each sets itself up in .venv first.
 # test: the fast lane, a few minutes, properties on a third of their examples.
-# check: format, lint, types and every test; a failure in one lane of tests does not keep the others from running. Up to
-# three failures of a lane are run once more, and named UNSTABLE if they pass then (tests/support/lane.py).
+# check: format, lint, types and every test; a failure in one lane of tests does not keep the others from running.
 # flashinfer: the package's wheel, unpacked nowhere: a test reads its signatures. No GPU is needed.
 # clients: tests with the packages that others write clients with; schemathesis: CALLS=20000 calls of the API's document.
 # fuzz: BODIES=10000 bodies for each family of endpoints.
@@ -13,8 +12,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-LANE := $(BIN)/python tests/support/lane.py
-PROFILE := --hypothesis-profile ci
 # Test processes at a time. Tests marked `alone` run by themselves; those marked `service`, which wait more than
 # they compute, with others of their kind: a file's share what it started.
 JOBS ?= 2
@@ -93,9 +90,9 @@ flashinfer: setup
 check: lint
 	$(MAKE) --jobs 2 types kernels prometheus flashinfer browser
 	@failed=; \
-	$(LANE) alone $(PROFILE) -m alone || failed="$$failed alone"; \
-	$(LANE) service $(PROFILE) $(SERVICES) -m service || failed="$$failed service"; \
-	$(LANE) others $(PROFILE) $(SHARED) -m "not alone and not service" || failed="$$failed others"; \
+	$(PYTEST) --hypothesis-profile ci -m alone || failed="$$failed alone"; \
+	$(PYTEST) --hypothesis-profile ci $(SERVICES) -m service || failed="$$failed service"; \
+	$(PYTEST) --hypothesis-profile ci $(SHARED) -m "not alone and not service" || failed="$$failed others"; \
 	test -z "$$failed" || { echo "tests failed:$$failed"; exit 1; }
 
 # Packages that others write clients with, in an environment of its own over .venv: LiteLLM and LangChain pin an older
