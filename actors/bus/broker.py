@@ -214,7 +214,6 @@ async def _log_in(access: BrokerAccess) -> None:
             with contextlib.suppress(OSError, TimeoutError, nats.errors.Error):
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     await client.close()
-            client.abort()
             causes = [error, *refusals]
             if any("authorization" in str(cause).lower() for cause in causes):
                 raise ConfigError(_refusal(access)) from error

@@ -38,6 +38,12 @@ class BusClient(Client):
     nats-py's ping overtakes subscriptions and messages that wait in its buffer.
     """
 
+    async def close(self) -> None:
+        try:
+            await super().close()
+        finally:
+            self.abort()  # nats-py closes nothing if it was stopped while it closed or connected
+
     async def _attempt_reconnect(self) -> None:
         self.abort()
         await super()._attempt_reconnect()
@@ -150,8 +156,6 @@ class NatsBus:
                 await self._client.close()
         except (TimeoutError, OSError, nats.errors.Error) as error:
             log.info("the bus was closed while its broker was away: %r", error)
-        finally:
-            self._client.abort()  # nats-py closes nothing if it was stopped while it closed or connected
 
     def check(self) -> None:
         """Raises AssertionError if the outbox is beyond its bounds."""
