@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from mallee.client.errors import ApiError, NoCapsule, StreamBroken, from_body
+from mallee.client.sse import DONE
 
 NO_END: Final = "no end mark"  # the reason of a stream that broke off without an error
 
@@ -189,17 +190,10 @@ class StreamReader:
 
     def read(self, data: str) -> list[BranchEvent]:
         """The branch events in one `data:`. Raises the server's error, or StreamBroken for nonsense."""
-        if data == "[DONE]":
+        if data == DONE:
             self.is_done = True
             return []
-        try:
-            body = msgspec.json.decode(data)
-        except msgspec.DecodeError as error:
-            raise StreamBroken(self._url, f"unreadable event: {error}") from error
-        if not isinstance(body, Mapping):
-            raise StreamBroken(self._url, "an event is not a JSON object")
-        if "error" in body:
-            raise from_body(body, 200)
+        body = event_body(data, self._url)
         self.request_id = body.get("id", self.request_id)
         if body.get("usage"):
             self.usage = _usage(body["usage"])
@@ -209,6 +203,19 @@ class StreamReader:
         """The connection closed. Raises StreamBroken unless the end mark was seen."""
         if not self.is_done:
             raise StreamBroken(self._url, NO_END)
+
+
+def event_body(data: str, url: str) -> Mapping[str, Any]:
+    """The object in an event's `data`. Raises the server's error, or StreamBroken for nonsense."""
+    try:
+        body = msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise StreamBroken(url, f"unreadable event: {error}") from error
+    if not isinstance(body, Mapping):
+        raise StreamBroken(url, "an event is not a JSON object")
+    if "error" in body:
+        raise from_body(body, 200)
+    return body
 
 
 def choice_events(body: Mapping[str, Any]) -> Iterator[BranchEvent]:

@@ -1,5 +1,10 @@
 """Server-sent events, bytes in and data out; no I/O."""
 
+from typing import Final
+
+DONE: Final = "[DONE]"
+"""The data of the last event of a stream that is whole."""
+
 
 class SseParser:
     """Parses chunks of any size into the data of complete events.

@@ -7,10 +7,9 @@ import msgspec
 
 from mallee.client.errors import StreamBroken, from_body
 from mallee.client.graphs.builder import Handle
-from mallee.client.sse import SseParser
+from mallee.client.sse import DONE, SseParser
 from mallee.protocol.errors import MalleeError
 
-_DONE: Final = "[DONE]"
 NO_END: Final = "it ended without its end mark"
 
 
@@ -136,7 +135,7 @@ class GraphReader:
     def feed(self, chunk: bytes) -> Iterator[GraphEvent]:
         """The events that `chunk` completes. Raises StreamBroken for what is none."""
         for data in self._parser.feed(chunk):
-            if data == _DONE:
+            if data == DONE:
                 self.is_done = True
                 return
             try:

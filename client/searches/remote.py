@@ -2,15 +2,15 @@
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, closing
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
 from mallee.client.base import failing_as, raise_refusal, raise_refusal_async
 from mallee.client.calls import Call
-from mallee.client.errors import StreamBroken, from_body
-from mallee.client.results import NO_END
-from mallee.client.sse import SseParser
+from mallee.client.errors import StreamBroken
+from mallee.client.results import NO_END, event_body
+from mallee.client.sse import DONE, SseParser
 from mallee.protocol.errors import InvalidParameter
 from mallee.search.policy import Policy, SearchBudget
 from mallee.search.results import SearchResult
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 ServiceUrl: TypeAlias = Mapping[str, str]
 """`{"url": ...}`: a service of yours that values texts, of those that the operator allows."""
-
-_DONE: Final = "[DONE]"
 
 
 def search_call(
@@ -90,17 +88,16 @@ class _Reader:
     def feed(self, chunk: bytes) -> bool:
         """Whether it has ended. Raises the server's error, StreamBroken."""
         for data in self._parser.feed(chunk):
-            if data == _DONE:
+            if data == DONE:
                 self._is_done = True
                 break
+            body = event_body(data, self._url)
+            if body.get("object") != "search":
+                continue  # nodes that joined the tree
             try:
-                body = msgspec.json.decode(data)
-                if "error" in body:
-                    raise from_body(body, 200)
-                if body["object"] == "search":
-                    self._result = msgspec.convert(body, SearchResult)
-            except (msgspec.MsgspecError, KeyError, TypeError) as error:
-                raise StreamBroken(self._url, f"an event can't be read: {error}") from error
+                self._result = msgspec.convert(body, SearchResult)
+            except msgspec.ValidationError as error:
+                raise StreamBroken(self._url, f"not a search: {error}") from error
         return self._is_done
 
     def finished(self) -> SearchResult:
