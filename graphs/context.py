@@ -80,7 +80,7 @@ def check_context(graph: Graph, count: Counter, n_ctx: int, headroom: int = HEAD
 
 def _begun_at(node: Branch | Map, most: int) -> int:
     """Tokens of its parent, of at most `most`, that it goes on from. Raises InvalidGraph."""
-    if not isinstance(node, Branch) or node.at is None:
+    if node.at is None:
         return most
     if node.at > most:
         remedy = f"{node.of} has at most {most} tokens; give 1 to {most}"

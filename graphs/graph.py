@@ -20,6 +20,7 @@ from mallee.graphs.nodes import (
     Text,
     Tool,
     Wait,
+    Worded,
     parts,
     refs,
     texts_of,
@@ -90,7 +91,7 @@ def _num_runs(node: Node) -> int:
 
 
 def _check_values(node: Node) -> None:
-    if isinstance(node, Prefill | Branch | Map) and node.messages:
+    if isinstance(node, Worded) and node.messages:
         if node.text:
             raise _wrong(node, "text", node.text, "give either text or messages")
         if len(node.messages) > MAX_PARTS:

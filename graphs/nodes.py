@@ -32,7 +32,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 Filled: TypeAlias = str | list[dict[str, str]]
-"""What a node begins with, its parts filled in: a text, or messages with `role` and `content`."""
+"""The beginning of a node, its parts filled in: a text, or messages with `role` and `content`."""
 
 Wait: TypeAlias = Literal["all", "first"] | int
 """The inputs that are waited for: all of them, the first that is done, or as many as are done first."""
@@ -49,14 +49,19 @@ class _Node(
         return ""
 
 
-class Prefill(_Node, frozen=True, kw_only=True, tag="prefill"):
+class Worded(_Node, frozen=True, kw_only=True):
+    """A node that begins with a text, or with messages instead."""
+
+    text: Text = ""
+    messages: list[Turn] = []
+
+
+class Prefill(Worded, frozen=True, kw_only=True, tag="prefill"):
     """A text, or an open conversation, that is computed once. Branches fork its capsule; it has no output.
 
     `keep`: the capsule stays after the graph, here and in a branch.
     """
 
-    text: Text = ""
-    messages: list[Turn] = []
     keep: bool = False
 
     @property
@@ -64,7 +69,7 @@ class Prefill(_Node, frozen=True, kw_only=True, tag="prefill"):
         return list(dict.fromkeys(refs(self)))
 
 
-class Branch(_Node, frozen=True, kw_only=True, tag="branch"):
+class Branch(Worded, frozen=True, kw_only=True, tag="branch"):
     """An answer after the capsule of `of`, a prefill or a branch, and `text` or `messages`: its output.
 
     With `at` it goes on from the first so many tokens of the capsule; those of a prefill need not all be
@@ -73,8 +78,6 @@ class Branch(_Node, frozen=True, kw_only=True, tag="branch"):
     """
 
     of: str
-    text: Text = ""
-    messages: list[Turn] = []
     at: int | None = None
     max_tokens: int = 16
     sampling: dict[str, Any] = {}
@@ -120,7 +123,7 @@ class Tool(_Node, frozen=True, kw_only=True, tag="tool"):
         return list(dict.fromkeys(refs(self)))
 
 
-class Map(_Node, frozen=True, kw_only=True, tag="map"):
+class Map(Worded, frozen=True, kw_only=True, tag="map"):
     """A branch of `of` for each item of the output of `over`; its output is their outputs, in order.
 
     Items of a join and a map are their inputs' outputs, and those of a tool what its client listed; another
@@ -129,14 +132,16 @@ class Map(_Node, frozen=True, kw_only=True, tag="map"):
 
     of: str
     over: str
-    text: Text = ""
-    messages: list[Turn] = []
     split: Literal["lines", "json"] = "lines"
     max_items: int = 64
     max_tokens: int = 16
     sampling: dict[str, Any] = {}
     wait: Wait = "all"
     separator: str = "\n"
+
+    @property
+    def at(self) -> None:
+        """Its branches go on from all of the capsule."""
 
     @property
     def parent(self) -> str:
@@ -169,8 +174,8 @@ def texts_of(node: Node) -> dict[str, Text]:
 
 
 def filled(node: Node, fill: Callable[[Text], str]) -> Filled:
-    """Fill the parts of what a node begins with; `fill` gives a text as a string."""
-    if isinstance(node, Prefill | Branch | Map) and node.messages:
+    """The beginning of a node, where `fill` gives a text as a string."""
+    if isinstance(node, Worded) and node.messages:
         return [{"role": turn.role, "content": fill(turn.content)} for turn in node.messages]
     return "".join(map(fill, texts_of(node).values()))
 

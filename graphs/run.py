@@ -166,10 +166,9 @@ class Run:
         self._known = {name: (place, output) for place, (name, output) in enumerate(done.items())}
         self._resuming: list[tuple[int, str]] = []  # a heap of those that are ready
         self._effects: list[Effect] = []
-        for node in self.nodes.values():
+        for node in list(self.nodes.values()):
             if node.name in self._known and self._is_early(node):
                 node.done.add(node.node.parent)  # which need not be there again
-        for node in list(self.nodes.values()):
             if len(node.done) == node.needed:
                 self._ready(node, None, now)
         self._spread(now)
@@ -251,6 +250,12 @@ class Run:
         """Whether branches begin before the capsule of a prefill is there."""
         return any(self._is_early(self.nodes[each]) for each in self.nodes[name].takers)
 
+    def _is_early(self, node: NodeRun) -> bool:
+        """Whether it can begin once its prefill has begun."""
+        spec = node.node
+        is_placed = isinstance(spec, Branch) and spec.at is not None
+        return is_placed and isinstance(self.nodes[spec.parent].node, Prefill)
+
     def is_forked(self, name: str) -> bool:
         """Whether other nodes of the graph go on from its capsule."""
         found = self.nodes[name]
@@ -293,12 +298,6 @@ class Run:
             by = sum(self.nodes[name].is_open for name in node.takers)
             assert node.claims == by + (node.name in self.graph.outputs)
             assert node.is_open <= (node.claims > 0), "what nothing needs is over"
-
-    def _is_early(self, node: NodeRun) -> bool:
-        """Whether it can begin once its prefill has begun."""
-        spec = node.node
-        is_placed = isinstance(spec, Branch) and spec.at is not None
-        return is_placed and isinstance(self.nodes[spec.parent].node, Prefill)
 
     # The life of one node
 
@@ -555,8 +554,7 @@ def _group(node: NodeRun, is_forked: bool) -> tuple[object, ...]:
     is_seeded = "seed" in spec.sampling and spec.sampling.get("temperature") != 0
     alone = node.name if is_seeded else ""
     sampling = msgspec.json.encode(spec.sampling)
-    at = spec.at if isinstance(spec, Branch) else None
-    return (spec.of, at, spec.max_tokens, sampling, is_forked, node.stays, alone)
+    return (spec.of, spec.at, spec.max_tokens, sampling, is_forked, node.stays, alone)
 
 
 def _items(spec: Map, output: Output) -> list[str]:

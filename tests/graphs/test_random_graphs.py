@@ -77,9 +77,8 @@ class Shell:
             assert node.name not in self.done, "what was done is not done again"
             if node.node.parent:
                 is_early = isinstance(node.node, Branch) and node.node.at is not None
-                assert node.node.parent in self.capsules or is_early & (
-                    node.node.parent in self.begun
-                )
+                has_begun = is_early and node.node.parent in self.begun
+                assert has_begun or node.node.parent in self.capsules
             said = self.model.input_text(node.name) if node.item is None else node.item[1]
             assert text == said
         self.running += names

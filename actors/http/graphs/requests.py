@@ -141,7 +141,7 @@ class GraphMaker:
         fields: dict[str, Any] = {
             **spec.sampling,
             "suffixes": [_suffix(text) for text in texts],
-            "at": spec.at if isinstance(spec, Branch) else None,
+            "at": spec.at,
             "max_tokens": spec.max_tokens,
             "mallee": {"keep": keeps},
         }
@@ -159,8 +159,8 @@ class GraphMaker:
                 error: BadRequest = InvalidParameter(f"sampling.{name}", value, remedy)
                 raise InvalidGraph(f"node {node.name}: {error.message}")
         try:
-            size = node.at if isinstance(node, Branch) and node.at else 1
-            self.fork(plan, node, CapsuleInfo(CapsuleId(""), None, size, 0.0), [""], keeps=False)
+            parent = CapsuleInfo(CapsuleId(""), None, node.at or 1, 0.0)
+            self.fork(plan, node, parent, [""], keeps=False)
         except BadRequest as error:
             raise InvalidGraph(f"node {node.name}: sampling: {error.message}") from error
 

@@ -35,7 +35,7 @@ from mallee.actors.http.graphs.writing import (
 )
 from mallee.actors.http.serve import Server, prefill
 from mallee.graphs.effects import Cancel, Effect, Ended, Expanded, Over, Release, Start
-from mallee.graphs.nodes import Branch, Filled, Join, Prefill, Tool, parts, texts_of
+from mallee.graphs.nodes import Filled, Join, Prefill, Tool, parts, texts_of
 from mallee.graphs.run import Output, Run
 from mallee.protocol.errors import (
     BudgetSpent,
@@ -352,8 +352,7 @@ class GraphRun:
             info = CapsuleInfo(parent.capsule, None, parent.boundary, 0.0)
         else:  # of a prefill that is under way: else it stays while something goes on from it
             info = CapsuleInfo(capsule_id(parent.request), None, parent.prompt_tokens, 0.0)
-        at = spec.at if isinstance(spec, Branch) else None
-        begin = at or info.boundary
+        begin = spec.at or info.boundary
         item = 0 if first.item is None else first.item[0]
         plan = await self._made(
             lambda: self._maker.fork(self._plan, spec, info, texts, keeps=keeps, item=item),
