@@ -6,16 +6,23 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from mallee.actors.http.serve import Server
-from mallee.actors.http.ui.watching import MAX_SESSIONS, NOWHERE, Look, Running
+from mallee.actors.http.ui.watching import MAX_SESSIONS, Look, Running
 from mallee.protocol.ids import Scope
 
-MAX_BRANCHES: Final = (
-    2048  # that one gateway tells: of more, those of the sessions that were used last
-)
+MAX_BRANCHES: Final = 2048  # that a gateway tells: of more, those of the sessions used last
 MAX_SHARE: Final = 0.05  # of the event loop's time, to answer others with
 MAX_ANSWERS: Final = 256  # that are kept, and told again meanwhile
 _KIND: Final = "watch.running"
 _TOLD: Final = msgspec.json.Decoder(dict[str, list[dict[str, Any]]])
+
+
+def running_of(raws: list[bytes]) -> Running:
+    """Branches that several gateways told."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for raw in raws:
+        for session, branches in _TOLD.decode(raw).items():
+            found.setdefault(session, []).extend(branches)
+    return found
 
 
 class _Answer(NamedTuple):
@@ -34,17 +41,13 @@ class Elsewhere:
         self._answers: dict[tuple[Scope, str], _Answer] = {}
         self._records.share(_KIND, self._tell)
 
-    async def look(self, scope: Scope, tenant: str) -> Running:
-        """The branches of a tenant's sessions; without those of a gateway that does not answer in time."""
+    async def ask(self, scope: Scope, tenant: str) -> list[bytes]:
+        """The branches of a tenant's sessions, as each gateway tells them that answers in time."""
         if not self._records.has_others:
-            return NOWHERE
+            return []
         name = self._server.service.new_name(scope)  # of the scope: no record has it
         raws, _ = await self._records.gather(_KIND, name, scope, given=tenant.encode())
-        found: dict[str, list[dict[str, Any]]] = {}
-        for raw in raws:
-            for session, branches in _TOLD.decode(raw).items():
-                found.setdefault(session, []).extend(branches)
-        return found
+        return raws
 
     async def _tell(self, _: str, scope: Scope, given: bytes) -> bytes | None:
         tenant, now = given.decode(), asyncio.get_running_loop().time

@@ -15,8 +15,8 @@ from mallee.actors.http.entry.middleware import caller_of
 from mallee.actors.http.openapi.operations import MAX_WATCH_S
 from mallee.actors.http.serve import Server
 from mallee.actors.http.sse import DONE, EventStream, event
-from mallee.actors.http.ui.elsewhere import Elsewhere
-from mallee.actors.http.ui.watching import Running, SessionWatch
+from mallee.actors.http.ui.elsewhere import Elsewhere, running_of
+from mallee.actors.http.ui.watching import SessionWatch
 from mallee.protocol.errors import NotFound, Unavailable
 
 LOOK_S: Final = 0.25
@@ -74,21 +74,21 @@ class UiHandlers:
             if not self._watchers[tenant]:
                 del self._watchers[tenant]
 
-        looks = self._events(watch, partial(self._elsewhere.look, scope, tenant), seconds)
+        looks = self._events(watch, partial(self._elsewhere.ask, scope, tenant), seconds)
         return EventStream(looks, leave, {})
 
     async def _events(
-        self, watch: SessionWatch, elsewhere: Callable[[], Awaitable[Running]], seconds: int
+        self, watch: SessionWatch, elsewhere: Callable[[], Awaitable[list[bytes]]], seconds: int
     ) -> AsyncGenerator[bytes, None]:
         loop = asyncio.get_running_loop()
         end, took = loop.time() + seconds, 0.0
-        first = watch.changes(await elsewhere())
+        first = watch.changes(running_of(await elsewhere()))
         yield event(first or {"object": "watch.sessions", "sessions": [], "gone": []})
         while loop.time() < end:
             await asyncio.sleep(max(LOOK_S, took * self._watchers.total() / MAX_SHARE))
-            others = await elsewhere()
+            told = await elsewhere()
             begun = loop.time()
-            body = watch.changes(others)
+            body = watch.changes(running_of(told))
             took = loop.time() - begun
             if body is not None:
                 yield event(body)
