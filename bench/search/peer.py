@@ -18,7 +18,6 @@ one JSON object.
 """
 
 import argparse
-import math
 import os
 import statistics
 import sys
@@ -28,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import httpx
 
@@ -36,7 +35,7 @@ from bench.measure import conclude, machine, medians, rounded
 from bench.peers.vllm_server import vllm_command, vllm_env
 from bench.processes import running, wait_for
 from bench.search.clients import TIMEOUT_S, by_server
-from bench.search.compare import QUICK, Scale, mcts
+from bench.search.compare import QUICK, Scale, Timed, asked, beamed, mcts, sampled
 from bench.serve.sides import MODEL, STOP_S, serve_model, version_of
 from mallee.actors.addresses import free_port
 from mallee.cli.demo.text import DOCUMENT
@@ -48,54 +47,38 @@ START_S: Final = 300.0
 SIDES: Final = ("mallee", "vllm")
 
 
-class Turn(NamedTuple):
-    """`drawn` is None where a server doesn't tell; `best`: a mean probability of its best text's tokens."""
-
-    seconds: float
-    drawn: int | None
-    best: float | None
+def prompted(scale: Scale) -> dict[str, Any]:
+    """The document, as both are asked."""
+    return {"model": MODEL, "prompt": DOCUMENT[: scale.prompt_chars]}
 
 
-def sampled(client: httpx.Client, seed: int, scale: Scale) -> Turn:
-    """Answers to one completion."""
+def samples(client: httpx.Client, seed: int, scale: Scale) -> Timed:
+    """Answers to one completion, all of the full length."""
+    begin = {**prompted(scale), "ignore_eos": True}
+    return sampled(client, "/v1/completions", begin, seed, scale)
+
+
+def beam_of_ours(client: httpx.Client, seed: int, scale: Scale) -> Timed:
+    return beamed(client, prompted(scale), seed, scale, scale.samples)
+
+
+def beam_of_vllm(client: httpx.Client, seed: int, scale: Scale) -> Timed:
     body = {
-        **{"model": MODEL, "prompt": DOCUMENT[: scale.prompt_chars], "n": scale.samples},
-        **{"max_tokens": scale.beam_depth * scale.step_tokens, "temperature": 1.0, "seed": seed},
-        **{"ignore_eos": True, "logprobs": 0},
-    }
-    choices, took_s = _asked(client, "/v1/completions", body)
-    chances = [choice["logprobs"]["token_logprobs"] for choice in choices["choices"]]
-    best = max(math.exp(statistics.fmean(each)) for each in chances)
-    return Turn(took_s, sum(map(len, chances)), best)
-
-
-def beam_of_ours(client: httpx.Client, seed: int, scale: Scale) -> Turn:
-    policy = {"type": "beam", "width": scale.samples, "branch": 2, "depth": scale.beam_depth}
-    body = {
-        **{"prompt": DOCUMENT[: scale.prompt_chars], "temperature": 1.0, "seed": seed},
-        "policy": {**policy, "step_tokens": scale.step_tokens},
-    }
-    found, took_s = _asked(client, "/v1/search", body)
-    return Turn(took_s, found["spent"]["completion_tokens"], found["score"])
-
-
-def beam_of_vllm(client: httpx.Client, seed: int, scale: Scale) -> Turn:
-    body = {
-        **{"model": MODEL, "prompt": DOCUMENT[: scale.prompt_chars], "use_beam_search": True},
+        **{**prompted(scale), "use_beam_search": True},
         **{"n": scale.samples, "max_tokens": scale.beam_depth * scale.step_tokens},
         "temperature": 0.0,
     }
-    _, took_s = _asked(client, "/v1/completions", body)
-    return Turn(took_s, None, None)
+    _, took_s = asked(client, "/v1/completions", body)
+    return Timed(took_s, None, None)
 
 
-def mcts_of_ours(client: httpx.Client, seed: int, scale: Scale) -> Turn:
+def mcts_of_ours(client: httpx.Client, seed: int, scale: Scale) -> Timed:
     (task,) = mcts(scale)
     played = by_server(str(client.base_url), task, seed, "")
-    return Turn(played.seconds, played.drawn, played.score)
+    return Timed(played.seconds, played.drawn, played.score)
 
 
-def mcts_of_vllm(client: httpx.Client, seed: int, scale: Scale) -> Turn:
+def mcts_of_vllm(client: httpx.Client, seed: int, scale: Scale) -> Timed:
     (task,) = mcts(scale)
     texts = PlainTexts(client, task.prompt)
     plan = planned(
@@ -105,7 +88,7 @@ def mcts_of_vllm(client: httpx.Client, seed: int, scale: Scale) -> Turn:
     )
     begin = time.perf_counter()
     result = run(plan)
-    return Turn(time.perf_counter() - begin, texts.num_drawn, result.score)
+    return Timed(time.perf_counter() - begin, texts.num_drawn, result.score)
 
 
 class PlainTexts:
@@ -118,20 +101,20 @@ class PlainTexts:
 
     def fork(self, key: str, num: int, params: Mapping[str, Any]) -> "Answered":
         body = {"model": MODEL, "prompt": self._texts[key], "n": num, **params}
-        answer, _ = _asked(self._client, "/v1/completions", body)
+        answer, _ = asked(self._client, "/v1/completions", body)
         branches = []
         for choice in answer["choices"]:
             state = f"{answer['id']}.{choice['index']}"
             self._texts[state] = self._texts[key] + choice["text"]
-            logprobs = choice["logprobs"]
-            self.num_drawn += len(logprobs["token_logprobs"])
+            chances = choice["logprobs"]["token_logprobs"]
+            self.num_drawn += len(chances)
             branches.append(
                 BranchState(
                     choice["index"],
                     choice["text"],
                     choice["finish_reason"],
                     capsule=state,
-                    logprobs={"token_logprobs": logprobs["token_logprobs"]},
+                    logprobs={"token_logprobs": chances},
                 )
             )
         return Answered(branches)
@@ -157,16 +140,10 @@ class Answered:
 
 
 SCENES: Final = {
-    "samples": (sampled, sampled),
+    "samples": (samples, samples),
     "beam": (beam_of_ours, beam_of_vllm),
     "mcts": (mcts_of_ours, mcts_of_vllm),
 }
-
-
-def _asked(client: httpx.Client, path: str, body: Mapping[str, Any]) -> tuple[Any, float]:
-    begin = time.perf_counter()
-    answer = client.post(path, json=body).raise_for_status().json()
-    return answer, time.perf_counter() - begin
 
 
 @contextmanager
@@ -188,7 +165,7 @@ def bench(urls: Sequence[str], scale: Scale) -> dict[str, Any]:
         sides = [
             partial(play, client, scale=scale) for play, client in zip(plays, clients, strict=True)
         ]
-        rows: list[list[Turn]] = []
+        rows: list[list[Timed]] = []
         for number in range(scale.rounds + 1):
             turns = [side(seed=number) for side in sides]
             print(f"  {scene}, round {number}: {turns}", file=sys.stderr)
@@ -204,7 +181,7 @@ def bench(urls: Sequence[str], scale: Scale) -> dict[str, Any]:
     return found
 
 
-def _known(turn: Turn) -> dict[str, Any]:
+def _known(turn: Timed) -> dict[str, Any]:
     return {name: value for name, value in turn._asdict().items() if value is not None}
 
 

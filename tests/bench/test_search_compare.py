@@ -9,7 +9,7 @@ from anyio.to_thread import run_sync
 
 from bench.search.clients import WAYS
 from bench.search.compare import GAME_WAYS, QUICK, main
-from bench.search.peer import beam_of_ours, mcts_of_ours, mcts_of_vllm, sampled
+from bench.search.peer import beam_of_ours, mcts_of_ours, mcts_of_vllm, samples
 from mallee.testing.random_model import random_model
 from support.tiny_fleet import tiny_api
 
@@ -60,8 +60,8 @@ async def test_plain_completions_carry_a_search() -> None:
                 assert ours.drawn == plain.drawn == QUICK.expansions * 4 * QUICK.step_tokens
                 assert ours.best is not None
                 assert ours.best == pytest.approx(plain.best, rel=1e-3)
-                samples = sampled(one, 1, QUICK)
-                assert samples.drawn == QUICK.samples * QUICK.beam_depth * QUICK.step_tokens
+                drawn = samples(one, 1, QUICK).drawn
+                assert drawn == QUICK.samples * QUICK.beam_depth * QUICK.step_tokens
                 assert beam_of_ours(one, 1, QUICK).seconds > 0
 
         await run_sync(play)

@@ -156,7 +156,7 @@ def _vllm_running(port: int) -> float:
 def vllm(folder: Path, python: str) -> Iterator[Service]:
     """One server of vLLM for CPUs, and its engine, which is a process of its own."""
     port = free_port()
-    with _started(vllm_command(python, port, MODEL, keys=KEYS), folder, port, VLLM_ENV) as pid:
+    with _started(vllm_command(python, port, MODEL, KEYS), folder, port, VLLM_ENV) as pid:
 
         def engines() -> list[list[int]]:
             return [[each for each in _below(pid) if is_engine(psutil.Process(each))]]
