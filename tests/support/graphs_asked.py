@@ -9,16 +9,17 @@ import httpx
 import pytest
 
 from support.live_fleet import LiveFleet
-from support.tiny_fleet import post
+from support.tiny_fleet import has_capsules, post
 from support.waiting import until, until_asked
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 DOC = {"name": "doc", "kind": "prefill", "text": "A tree of many trunks from one root. " * 4}
 
+# A template: `<role>content|` for each message.
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
-)  # a template: `<role>content|` for each message
+)
 
 
 def branch(name: str, of: str = "doc", **more: Any) -> dict[str, Any]:
@@ -55,11 +56,7 @@ def times_add_up(graph: dict[str, Any]) -> None:
 async def nothing_left(client: httpx.AsyncClient, fleet: LiveFleet, num_kept: int = 0) -> None:
     """No branch runs, and no capsule is there but those that are to stay."""
     await until(lambda: not any(engine.branches for engine in fleet.engines.values()))
-
-    async def is_left() -> bool:
-        return bool((await client.get("/v1/capsules/count")).json()["count"] == num_kept)
-
-    await until_asked(is_left)
+    await until_asked(lambda: has_capsules(client, num_kept))
     kept = sum(engine.stats().capsules.kept for engine in fleet.engines.values())
     assert kept == num_kept
 

@@ -100,3 +100,8 @@ async def post(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, A
     answer: dict[str, Any] = response.json()
     assert response.status_code == 200, answer
     return answer
+
+
+async def has_capsules(client: httpx.AsyncClient, num: int) -> bool:
+    """Whether so many capsules of the scope are there."""
+    return bool((await client.get("/v1/capsules/count")).json()["count"] == num)

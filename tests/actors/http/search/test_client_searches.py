@@ -117,13 +117,14 @@ async def test_what_the_gateway_can_not_run_is_refused_with_the_remedy() -> None
 
     policy = BestOfN(n=2, max_tokens=4)
     async with clients() as (client, _, engine):
-        for given, score, told in (
+        cases: tuple[tuple[Any, Any, str], ...] = (
             (policy, vowels, "score='vowels': it runs here: leave where=\"gateway\" away"),
             (Own(), "mean_logprob", "policy='Own': the gateway runs the policies of"),
             (policy, {"url": "http://127.0.0.1:1"}, "score.url="),
-        ):
+        )
+        for given, score, told in cases:
             with pytest.raises(InvalidParameter, match=re.escape(told)):
-                await client.search(given, PROMPT, score=score, where="gateway")  # type: ignore[arg-type]
+                await client.search(given, PROMPT, score=score, where="gateway")
         with pytest.raises(InvalidParameter, match="where='worker'"):
             await client.search(policy, PROMPT, where="worker")  # type: ignore[arg-type]
         long = BestOfN(n=2, max_tokens=4000)

@@ -21,7 +21,7 @@ from mallee.search.scores import Verifier
 from mallee.testing.random_model import random_model
 from support.live_api import served
 from support.live_fleet import lose
-from support.tiny_fleet import post, tiny_api, tiny_fleet
+from support.tiny_fleet import has_capsules, post, tiny_api, tiny_fleet
 from support.verifiers import Raw, verifying
 from support.waiting import until, until_asked
 
@@ -190,9 +190,6 @@ async def test_a_search_that_is_left_ends_and_leaves_nothing() -> None:
         policy = {**MCTS, "expansions": 2000, "depth": 50, "step_tokens": 20}
         asked = {"prompt": PROMPT, "policy": policy, "temperature": 1.0}
 
-        async def is_empty() -> bool:
-            return bool((await client.get("/v1/capsules/count")).json()["count"] == 0)
-
         for stream in (False, True):
             num = engine.stats().num_output_tokens
             running = asyncio.create_task(
@@ -203,7 +200,7 @@ async def test_a_search_that_is_left_ends_and_leaves_nothing() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await running
             await until(lambda: not engine.branches)
-            await until_asked(is_empty)
+            await until_asked(lambda: has_capsules(client, 0))
 
 
 async def test_a_search_goes_on_from_a_capsule_of_its_own_scope() -> None:
@@ -270,11 +267,7 @@ async def test_a_step_that_is_refused_ends_the_search_as_it_was_refused() -> Non
         streamed = await client.post("/v1/search", json={**body, "stream": True})
         assert "context_length_exceeded" in streamed.text
         assert "[DONE]" not in streamed.text
-
-        async def is_released() -> bool:  # the last byte comes before
-            return bool((await client.get("/v1/capsules/count")).json()["count"] == 0)
-
-        await until_asked(is_released)
+        await until_asked(lambda: has_capsules(client, 0))  # the last byte comes before
 
 
 @pytest.mark.parametrize(
