@@ -5,6 +5,7 @@
 # clients: tests with the packages that others write clients with; schemathesis: CALLS=20000 calls of the API's document.
 # fuzz: BODIES=10000 bodies for each family of endpoints.
 # docs: the site, in build/docs; broken links and anchors end it.
+# promises: each row of docs/promises.md with its state and the tests that show it.
 # image-check: the image's steps, in a clean virtual environment; image: docker build.
 # constraints, licences, sbom: the versions of the image, and what comes with them.
 
@@ -24,7 +25,7 @@ export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
 
 .PHONY: demo test check lint format types kernels prometheus flashinfer browser bench docs setup clean
-.PHONY: clients fuzz schemathesis image image-check image-packages constraints licences sbom
+.PHONY: promises clients fuzz schemathesis image image-check image-packages constraints licences sbom
 
 setup: $(VENV)/.ready
 
@@ -135,6 +136,9 @@ bench: setup
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+promises: setup
+	@PYTHONPATH=tests $(BIN)/python -m support.promises
 
 DOCKER ?= docker
 VARIANT ?= cpu

@@ -1,7 +1,7 @@
 """The table in docs/promises.md, and the tests that cite its rows.
 
 A test cites a row by its id at the head of its docstring: `K7, X5, part: ...` shows K7 whole and X5 in part.
-`python tests/support/promises.py` writes the table's last column anew.
+`make promises` prints each row with its state and its tests.
 """
 
 import ast
@@ -13,9 +13,8 @@ from typing import NamedTuple
 TESTS = Path(__file__).resolve().parents[1]
 TABLE = TESTS.parent / "docs" / "promises.md"
 STATES = ("works", "part", "not yet")
-MAX_SHOWN = 3
 
-_ROW = re.compile(r"^\| ([A-Z]\d+) \| (.+?) \| (.+?) \| (.*?) ?\|$", re.MULTILINE)
+_ROW = re.compile(r"^\| ([A-Z]\d+) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 _HEAD = re.compile(r"([A-Z]\d+(?:, part)?(?:, [A-Z]\d+(?:, part)?)*)(?:[:.]|$)")
 _ID = re.compile(r"([A-Z]\d+)(, part)?")
 
@@ -26,7 +25,6 @@ class Row(NamedTuple):
     id: str
     promise: str
     state: str
-    shown_by: str
 
 
 class Citation(NamedTuple):
@@ -59,24 +57,15 @@ def citations() -> list[Citation]:
     return found
 
 
-def shown_by(name: str, cited: list[Citation]) -> str:
-    """The first tests of a row, those that show it whole before others, and the number of the rest."""
-    tests = sorted((c.is_part, c.test) for c in cited if c.id == name)
-    text = "<br>".join(f"`{test}`" for _, test in tests[:MAX_SHOWN])
-    return text + (f" and {len(tests) - MAX_SHOWN} more" if len(tests) > MAX_SHOWN else "")
-
-
-def table_with_tests() -> str:
-    """The document, its last column written anew."""
-    cited = citations()
-
-    def renewed(match: re.Match[str]) -> str:
-        name, promise, state, _ = match.groups()
-        tests = shown_by(name, cited)
-        return f"| {name} | {promise} | {state} | {tests}{' ' * bool(tests)}|"
-
-    return _ROW.sub(renewed, TABLE.read_text())
+def rows_with_tests() -> str:
+    """Each row with its state, and below it its tests, those that show it whole before others."""
+    lines = []
+    for row in rows():
+        lines.append(f"{row.id:4} {row.promise} [{row.state}]")
+        tests = sorted((c.is_part, c.test) for c in citations() if c.id == row.id)
+        lines += [f"     {'part ' if is_part else 'whole'} {test}" for is_part, test in tests]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    TABLE.write_text(table_with_tests())
+    print(rows_with_tests())  # noqa: T201
