@@ -58,7 +58,7 @@ def played(path: Path) -> list[str]:
     reason="takes minutes and a C compiler: set MALLEE_TEST_COMPILED=1",
 )
 def test_a_compiled_build_decides_the_same(tmp_path: Path) -> None:
-    """K21, K26: neither a replay's digest nor a token depends on how the engine was built."""
+    """K21, part, K26, part: neither a replay's digest nor a token depends on how the engine was built."""
     source = tmp_path / "source"
     ignored = shutil.ignore_patterns(".venv", ".git", "build", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, source, symlinks=True, ignore=ignored)

@@ -56,7 +56,7 @@ def test_a_mocked_engine_does_what_one_over_content_does(seed: int) -> None:
 @settings(examples(50), phases=QUICK)
 @given(SEEDS, st.sampled_from([2, 5, 1 << 20]))
 def test_strides_are_steps(seed: int, max_multi_step: int) -> None:
-    """K16, K21: many steps planned at once: the same choices, news, events and times."""
+    """K16, K21, part: many steps planned at once: the same choices, news, events and times."""
     scene = random_scene(seed)
     assert_same_but_for_strides(mocked(scene, max_multi_step=max_multi_step), mocked(scene))
 
@@ -146,7 +146,7 @@ def test_a_stride_computes_what_its_steps_would(seed: int, max_multi_step: int) 
 
 
 def test_strides_save_steps_and_a_command_cuts_them() -> None:
-    """K21: the comparisons above are of strides; a late command is heard as soon as after a step."""
+    """K21, part: the comparisons above are of strides; a late command is heard as soon as after a step."""
     config = EngineConfig(SchedulerConfig(max_step_tokens=64, max_rows=8))
     long = [Ask(0.0, "generate", "a", (1,), 8, 200), Ask(0.0, "generate", "b", (2,), 6, 150)]
     alone = Scene(config, 400, tuple(long))
@@ -211,7 +211,7 @@ def test_frames_and_counts_tell_the_same() -> None:
 
 
 def test_the_same_seed_gives_the_same_story_to_the_bit() -> None:
-    """K21: with jitter too; another seed gives other times and the same decisions' kinds."""
+    """K21, part, K26: with jitter too; another seed gives other times and the same decisions' kinds."""
     scene = random_scene(11)
     jittery = replace(TIMING, jitter=0.3)
     stories = [mocked(scene, max_multi_step=99, timing=jittery, seed=seed) for seed in (3, 3, 4)]

@@ -146,7 +146,7 @@ def named(told: Told) -> list[Any]:
 async def test_a_live_fleet_publishes_what_a_replay_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """K16, K21: the same requests on the same workers, the same events in the same order on each."""
+    """K16, K21, part: the same requests on the same workers, the same events in the same order on each."""
     monkeypatch.setattr("mallee.actors.mock.fleet.timing_of", lambda config: TIMING)
     expected = virtual()
     found = await live(make_folder(tmp_path))

@@ -189,7 +189,7 @@ def play_made_up(
 @settings(examples(15), phases=QUICK)
 @given(st.integers(0, 1 << 32))
 def test_a_live_engine_agrees_event_for_event_with_a_virtual_one(seed: int) -> None:
-    """K16, K21: step for step the same, later by the timer's grain at most."""
+    """K16, K21, part: step for step the same, later by the timer's grain at most."""
     scene = slowed(random_scene(seed))
     found, expected = play_made_up(scene, 1), virtual(scene, SLOW)
     assert_same_order(found, expected)
@@ -201,7 +201,7 @@ def test_a_live_engine_agrees_event_for_event_with_a_virtual_one(seed: int) -> N
 @settings(examples(10), phases=QUICK)
 @given(st.integers(0, 1 << 32))
 def test_live_strides_are_virtual_steps(pacer: type[Pacer], seed: int) -> None:
-    """K16, K21: however many steps the loop takes at once, the same events at the same times."""
+    """K16, K21, part: however many steps the loop takes at once, the same events at the same times."""
     scene = slowed(random_scene(seed))
     found = play_made_up(scene, 99, pacer)
     assert_same_but_for_strides(found, virtual(scene, SLOW), abs_s=LIVE_BOUND_S)
@@ -210,7 +210,7 @@ def test_live_strides_are_virtual_steps(pacer: type[Pacer], seed: int) -> None:
 @settings(examples(10), phases=QUICK)
 @given(st.integers(0, 1 << 32))
 def test_a_live_engine_with_tiers_agrees_with_a_virtual_one(seed: int) -> None:
-    """K15, part, K16, K21: it is woken when a move ends, and does the same."""
+    """K15, part, K16, K21, part: it is woken when a move ends, and does the same."""
     tiers = TierConfig(40, 80, 400.0, 100.0, 20.0, 100.0, token_nbytes=1000)
     scene = slowed(random_scene(seed))
     found, expected = play_made_up(scene, 99, tiers=tiers), virtual(scene, SLOW, tiers)
@@ -218,7 +218,7 @@ def test_a_live_engine_with_tiers_agrees_with_a_virtual_one(seed: int) -> None:
 
 
 def test_a_lazy_loop_is_woken_less_often() -> None:
-    """K21: the strides that are compared above are some."""
+    """K21, part: the strides that are compared above are some."""
     scene = slowed(random_scene(9))
     assert len(play_made_up(scene, 99, LazyPacer).steps) < len(virtual(scene, SLOW).steps)
 
@@ -244,7 +244,7 @@ def crowd(num: int) -> Scene:
 @pytest.mark.alone
 @pytest.mark.parametrize("max_multi_step", [1, 99])
 async def test_the_wall_clock_changes_nothing_but_when_things_are_told(max_multi_step: int) -> None:
-    """K16, K21: on this machine's clock: the same order, and nothing before it is over."""
+    """K16, K21, part: on this machine's clock: the same order, and nothing before it is over."""
     scene = crowd(12)
     timing = Timing(ClosedForm(1e-3, 1e-5, 0.0, 0.0, (Plane(1e-3, 5e-5, 0.0),)), 2e-4)
     expected = virtual(scene, timing)

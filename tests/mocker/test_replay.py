@@ -224,6 +224,7 @@ WORKLOADS = {
 
 @pytest.mark.parametrize(("name", "gateways"), [("siblings", 3), ("forks", 3), ("sessions", 1)])
 def test_the_same_seed_gives_the_same_digest(name: str, gateways: int) -> None:
+    """K26: of the log of events, of several gateways and kinds of load; another seed has another."""
     config = ReplayConfig(
         engines=3,
         kv_tokens=3200,

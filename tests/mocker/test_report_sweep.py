@@ -220,6 +220,7 @@ def test_a_sweep_is_written_down(tmp_path: Path) -> None:
 
 
 def test_the_sweep_command_prints_the_frontier_and_one_json_line(tmp_path: Path) -> None:
+    """K26."""
     arguments = [
         "sweep",
         str(TRACE),

@@ -71,7 +71,7 @@ class Halves(httpx2.SyncByteStream):
 
 
 def test_files_go_over_it_too(tmp_path: Path) -> None:
-    """D20, part: a body that is sent in pieces, and one that is read so."""
+    """A body that is sent in pieces, and one that is read so."""
     file = b"a capsule" * 200_000
 
     def answer(request: httpx2.Request) -> httpx2.Response:

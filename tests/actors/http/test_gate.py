@@ -58,7 +58,7 @@ async def test_a_closed_gate_answers_those_inside_and_refuses_others() -> None:
 
 
 async def test_a_closed_gate_refuses_in_the_shape_of_the_path() -> None:
-    """I16, part: Anthropic's clients read its errors, and know by the type to send again."""
+    """I17, part: Anthropic's clients read its errors, and know by the type to send again."""
     gate = Gate(Slow().gate, AnthropicErrors(refuse, new_id=lambda: "n"))
     await gate.drain(0)
     transport = httpx.ASGITransport(gate)

@@ -46,7 +46,7 @@ def refusal(answer: Any, status: int = 400) -> dict[str, Any]:
 def test_a_field_over_its_limit_is_refused_with_the_limit(
     call_with: Callable[[HttpSettings], Any], field: str, value: Any, limit: str
 ) -> None:
-    """F30: stop strings, ids, biases, salts, branches, grammars and sessions."""
+    """F30, part: stop strings, ids, biases, salts, branches, grammars and sessions."""
     call = call_with(HttpSettings())
     error = refusal(call("POST", COMPLETIONS, {"prompt": "a", field: value}))
     assert limit in error["message"]

@@ -236,7 +236,7 @@ def test_an_address_that_leads_nowhere_is_a_named_error(tmp_path: Path) -> None:
 def test_a_proof_of_another_app_or_kind_opens_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: bytes, roles: Roles, reason: str
 ) -> None:
-    """K28, part: at both ends; what proves a gateway to a host is no proof of a borrower."""
+    """At both ends; what proves a gateway to a host is no proof of a borrower."""
     with place(tmp_path) as p:
         monkeypatch.setattr(borrower_module, "LENDING", roles)
         stranger = Borrower("w2", Secret(key), node="n0")
@@ -521,7 +521,7 @@ def test_a_borrower_that_does_not_read_fills_no_memory_and_is_cut(
 
 
 def test_a_thousand_connections_that_say_nothing_cost_few_threads(tmp_path: Path) -> None:
-    """K28, part: of as many as come, few are waited for; then the lender serves as before."""
+    """Of as many as come, few are waited for; then the lender serves as before."""
     times = LendingTimes(greeting_s=0.5)
     with place(tmp_path, times=times, bounds=LendingBounds(4, 8)) as p:
         ends = []

@@ -51,7 +51,7 @@ async def complete(client: openai.AsyncOpenAI, number: int, **options: Any) -> A
 
 
 async def test_twenty_engines_in_two_processes_answer_the_openai_client(folder: Path) -> None:
-    """K21, K28, part: whole, streamed, forked; then one engine crashes and comes back in mid-run."""
+    """K21, part, K28, part: whole, streamed, forked; then one engine crashes and comes back in mid-run."""
     config = mock_config(
         folder, workers=2, mock__engines_per_worker=NUM_ENGINES // 2, routing__policy="round_robin",
         lease_period_s=0.2,

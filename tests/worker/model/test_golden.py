@@ -49,7 +49,7 @@ def _fail(
 def test_fifty_prompts_in_one_batch_give_transformers_greedy_tokens(
     smollm2: Path, forward: TorchForward, sequences: Callable[..., Any]
 ) -> None:
-    """D18, D27: 64 greedy tokens on 50 prompts, all rows in one batch, equal transformers in float32.
+    """D18, part, D27: 64 greedy tokens on 50 prompts, all rows in one batch, equal transformers in float32.
 
     Where two tokens are so close that rounding decides, the gap must be within the tolerance; such
     places are rare, and the row goes on with the oracle's token.
@@ -117,7 +117,7 @@ def test_forks_of_a_shared_prefix_go_on_as_the_parent_would(
 def test_bfloat16_puts_the_same_token_first_where_the_lead_is_clear(
     smollm2: Path, forward: TorchForward, sequences: Callable[..., Any]
 ) -> None:
-    """D18: after each of 20 prompts; and the five likeliest tokens are mostly float32's."""
+    """D18, part: after each of 20 prompts; and the five likeliest tokens are mostly float32's."""
     prompts = GOLDEN[:10] + GOLDEN[-10:]
     narrow = load(smollm2, num_blocks=200, dtype="bfloat16")
     assert narrow.spec.kv_bytes_per_token == 23040
@@ -141,7 +141,7 @@ def test_bfloat16_puts_the_same_token_first_where_the_lead_is_clear(
 def test_the_five_likeliest_tokens_are_transformers_along_a_sampled_text(
     oracle: Any, forward: TorchForward, sequences: Callable[..., Any]
 ) -> None:
-    """D18: at least 98 % of the top 5 in common at T=0.7, real weights."""
+    """D18, part: at least 98 % of the top 5 in common at T=0.7, real weights."""
     run = sequences(forward)
     sampling = Sampling(temperature=0.7)
     names = {f"{i}": GOLDEN[i]["prompt"] for i in (1, 8, 30)}

@@ -259,7 +259,7 @@ def test_missing_per_channel_and_double_scales_are_named(
 
 
 def test_other_scales_are_another_model(tmp_path: Path) -> None:
-    """F15, part: a last bit of one scale in a large file, between all that a digest samples else.
+    """F24, part: a last bit of one scale in a large file, between all that a digest samples else.
 
     So capsules, block hashes and files of one never meet the other's.
     """

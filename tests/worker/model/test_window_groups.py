@@ -110,7 +110,7 @@ def test_a_branch_keeps_its_window_and_no_more_however_long_it_gets(
 
 
 def test_answers_beyond_the_window_are_those_of_transformers(oracles: Callable[..., Any]) -> None:
-    """D18, I1: a prompt in chunks, then a fork inside of it, of which the window is gone."""
+    """D18, part, I1: a prompt in chunks, then a fork inside of it, of which the window is gone."""
     oracle, text = oracles(MODEL), numbers(random.Random(9), 60)
     engine, limits = make_engine(), Limits(60, ignore_eos=True)
     engine.submit(Prefill("p", pack_tokens(text)), "g")

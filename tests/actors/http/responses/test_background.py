@@ -69,7 +69,7 @@ async def scene(monkeypatch: Any, folder: Path, **settings: Any) -> AsyncIterato
 async def test_a_quota_refuses_a_background_response_before_it_is_one(
     monkeypatch: Any, tmp_path: Path
 ) -> None:
-    """F10, part: with 429, and its branch counts as long as it runs."""
+    """F30, part: with 429, and its branch counts as long as it runs."""
     async with scene(monkeypatch, tmp_path) as (_, room, (alice, _bob)):
         first, second = [await alice.responses.create(**LONG, background=True) for _ in range(2)]
         with pytest.raises(openai.RateLimitError, match="branches"):
