@@ -173,7 +173,10 @@ class EngineSettings(Settings):
         description="Finished answers that can still be forked, the newest so many.",
     )
     max_kept_share: float = Field(
-        default=0.9, gt=0, le=1, description="Share of KV memory that requested capsules may keep."
+        default=0.9,
+        ge=0,
+        le=1,
+        description="Share of KV memory that requested capsules may keep; 0: none is kept.",
     )
     max_below_mb: int = Field(
         default=512,

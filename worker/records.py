@@ -66,8 +66,8 @@ class EngineConfig:
         self.speculation.validate()
         if self.max_answer_capsules < 0:
             raise ConfigError(f"max_answer_capsules={self.max_answer_capsules}: give 0 or more")
-        if not 0 < self.max_kept_share <= 1:
-            raise ConfigError(f"max_kept_share={self.max_kept_share}: give more than 0, at most 1")
+        if not 0 <= self.max_kept_share <= 1:
+            raise ConfigError(f"max_kept_share={self.max_kept_share}: give 0 to 1")
         if self.max_below_nbytes < 0:
             raise ConfigError(f"max_below_nbytes={self.max_below_nbytes}: give 0 or more")
         if not 0 <= self.max_retained_share <= 1:

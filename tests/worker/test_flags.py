@@ -187,7 +187,7 @@ def test_everything_off_is_the_plain_old_engine(
             EngineConfig(prefix_cache=False, eviction="lineage"),
             ("eviction='lineage'", "prefix_cache=True", "leave eviction='lru'"),
         ),
-        (EngineConfig(max_kept_share=0.0), ("max_kept_share=0.0",)),
+        (EngineConfig(max_kept_share=-0.1), ("max_kept_share=-0.1",)),
         (EngineConfig(max_answer_capsules=-1), ("max_answer_capsules=-1",)),
         (EngineConfig(eviction="fifo"), ("eviction='fifo'", "lru or lineage")),  # type: ignore[arg-type]
     ],
