@@ -30,36 +30,53 @@ STRICT = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
 )
 HI = [Message("user", "hi")]
-WEATHER = Function(
-    "get_weather",
-    "Weather of a city",
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+FUNCTION = {"name": "get_weather", "description": "Weather of a city", "parameters": SCHEMA}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+WEATHER = Function("get_weather", "Weather of a city", SCHEMA)
+
+
+def weather(call_id: str, **arguments: Any) -> dict[str, Any]:
+    function = {"name": "get_weather", "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def result(call_id: str, text: str) -> dict[str, Any]:
+    return {"role": "tool", "content": text, "tool_call_id": call_id, "name": "get_weather"}
+
+
+AGENT: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Weather in Malmö and Åbo?"},
     {
-        "type": "object",
-        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-        "required": ["city"],
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "Two cities, two calls.",
+        "tool_calls": [
+            weather("call00001", city="Malmö"),
+            weather("call00002", city="Åbo", days=2),
+        ],
     },
-)
-AGENT = Conversation(
-    (
-        Message("system", "Be brief."),
-        Message("user", "Weather in Malmö and Åbo?"),
-        Message(
-            "assistant",
-            reasoning="Two cities, two calls.",
-            tool_calls=(
-                ToolCall("call00001", "get_weather", '{"city": "Malmö"}'),
-                ToolCall("call00002", "get_weather", '{"city": "Åbo", "days": 2}'),
-            ),
-        ),
-        Message("tool", "rain", tool_call_id="call00001", name="get_weather"),
-        Message("tool", "snow", tool_call_id="call00002", name="get_weather"),
-        Message("assistant", "Rain and snow."),
-        Message("user", "And in Oslo?"),
-    ),
-    (WEATHER,),
-)
-LOOP = Conversation(AGENT.messages[:5], AGENT.functions)  # its results are not answered yet
-PLAIN = Conversation((Message("user", "hi"), Message("assistant", "hello"), Message("user", "bye")))
+    result("call00001", "rain"),
+    result("call00002", "snow"),
+    {"role": "assistant", "content": "Rain and snow."},
+    {"role": "user", "content": "And in Oslo?"},
+]
+PLAIN = [
+    {"role": role, "content": text}
+    for role, text in (("user", "hi"), ("assistant", "hello"), ("user", "bye"))
+]
+# The results of "loop" are not answered yet.
+CONVERSATIONS = {"agent": (AGENT, TOOLS), "loop": (AGENT[:5], TOOLS), "plain": (PLAIN, None)}
+
+
+def given(name: str) -> Conversation:
+    messages, tools = CONVERSATIONS[name]
+    return Conversation(read_messages(messages), read_functions(tools))
 
 
 def own(family: Family) -> ChatTemplate:
@@ -79,76 +96,32 @@ def test_messages_render_as_the_template_says() -> None:
     assert clock.render(Conversation(HI)).text == '2001[{"role": "user", "content": "hi"}]'
 
 
-@pytest.mark.parametrize("family", families())
-@pytest.mark.parametrize(
-    ("name", "conversation"), [("agent", AGENT), ("loop", LOOP), ("plain", PLAIN)]
-)
-def test_our_templates_render_as_they_did(
-    family: Family, name: str, conversation: Conversation
-) -> None:
-    """I4: golden renders of our template of each family, with tools, calls, results and reasoning."""
-    golden = GOLDEN / f"{family.name}_{name}.txt"
-    assert own(family).render(conversation).text == golden.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("family", families())
-@pytest.mark.parametrize("conversation", [AGENT, LOOP, PLAIN], ids=["agent", "loop", "plain"])
-def test_rendering_is_that_of_transformers(
-    family: Family, conversation: Conversation, tmp_path: Path
-) -> None:
-    """I4: apply_chat_template of transformers is the oracle, for the same template."""
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    byte_level().save(str(tmp_path / "tokenizer.json"))
-    theirs = PreTrainedTokenizerFast(
-        tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<bos>"
-    )
-    messages = [
-        {
-            "role": each.role,
-            "content": each.text,
-            **({"reasoning_content": each.reasoning} if each.reasoning else {}),
-            **({"tool_call_id": each.tool_call_id} if each.tool_call_id else {}),
-            **({"name": each.name} if each.name else {}),
-            **(
-                {
-                    "tool_calls": [
-                        {
-                            "id": call.id,
-                            "type": "function",
-                            "function": {
-                                "name": call.name,
-                                "arguments": json.loads(call.arguments),
-                            },
-                        }
-                        for call in each.tool_calls
-                    ]
-                }
-                if each.tool_calls
-                else {}
-            ),
-        }
-        for each in conversation.messages
-    ]
-    functions = [
-        {
-            "type": "function",
-            "function": {
-                "name": each.name,
-                "description": each.description,
-                "parameters": each.parameters,
-            },
-        }
-        for each in conversation.functions
-    ]
-    wanted = theirs.apply_chat_template(
+    file = tmp_path_factory.mktemp("oracle") / "tokenizer.json"
+    byte_level().save(str(file))
+    return PreTrainedTokenizerFast(tokenizer_file=str(file), bos_token="<bos>")
+
+
+@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_our_templates_render_as_they_did_and_as_in_transformers(
+    family: Family, name: str, oracle: Any
+) -> None:
+    """I4: golden renders of our template of each family, with tools, calls, results and reasoning."""
+    golden = (GOLDEN / f"{family.name}_{name}.txt").read_text(encoding="utf-8")
+    assert own(family).render(given(name)).text == golden
+    messages, tools = CONVERSATIONS[name]
+    wanted = oracle.apply_chat_template(
         messages,
-        tools=functions or None,
+        tools=tools,
         chat_template=family.template,
         tokenize=False,
         add_generation_prompt=True,
     )
-    assert own(family).render(conversation).text == wanted
+    assert golden == wanted
 
 
 @pytest.mark.parametrize(
@@ -206,12 +179,13 @@ def test_a_template_without_tools_leaves_them_to_the_family_s() -> None:
     """I4, part: SmolLM2's own template drops tools, calls and results."""
     family = next(each for each in FAMILIES if each.name == "chatml")
     chat = ChatTemplate(CHATML, family=family)
-    assert chat.render(PLAIN).text == ChatTemplate(CHATML).render(PLAIN).text
-    assert chat.render(AGENT).text == own(family).render(AGENT).text
+    plain, agent = given("plain"), given("agent")
+    assert chat.render(plain).text == ChatTemplate(CHATML).render(plain).text
+    assert chat.render(agent).text == own(family).render(agent).text
     with pytest.raises(InvalidParameter, match=r"shows no tools.*chat\.template"):
-        ChatTemplate(CHATML).render(AGENT)
+        ChatTemplate(CHATML).render(agent)
     both = ChatTemplate(CHATML, tool_source=family.template)
-    assert both.render(AGENT).text == own(family).render(AGENT).text
+    assert both.render(agent).text == own(family).render(agent).text
 
 
 def test_an_assistant_without_text_is_none_where_the_template_asks() -> None:
@@ -300,26 +274,3 @@ def test_reasoning_stays_in_a_loop_of_tools_and_goes_with_the_next_question() ->
         add_generation_prompt=False,
     ).text
     assert fourth.startswith(third)
-
-
-def test_openai_s_messages_render_like_the_normal_form() -> None:
-    messages = [
-        {"role": "user", "content": [{"type": "text", "text": "Weather in Malmö and Åbo?"}]},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [
-                {
-                    "id": "call00001",
-                    "type": "function",
-                    "function": {"name": "get_weather", "arguments": '{"city":"Malmö"}'},
-                }
-            ],
-        },
-        {"role": "tool", "tool_call_id": "call00001", "content": "rain"},
-    ]
-    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}]
-    given = Conversation(read_messages(messages), read_functions(tools))
-    assert given.messages[2].name == "get_weather"
-    for family in FAMILIES:
-        assert '{"city": "Malmö"}' in own(family).render(given).text

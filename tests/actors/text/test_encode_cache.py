@@ -52,24 +52,8 @@ def made(split: object, *, words: int = 340) -> tokenizers.Tokenizer:
 
 
 INNERS = {name: made(split) for name, split in SPLITS.items()}
-chunks = st.sampled_from(
-    [
-        "the",
-        " trees",
-        " don't",
-        "a b",
-        "  ",
-        "\n",
-        " 12",
-        "ü",
-        "é a",
-        "<|end|>",
-        "'s a",
-        ". A",
-        "\t",
-        "日本",
-    ]
-)
+WORDS = ("the", " trees", " don't", "a b", "'s a", ". A", " 12")
+chunks = st.sampled_from([*WORDS, "  ", "\n", "\t", "ü", "é a", "日本", "<|end|>"])
 texts = st.lists(chunks | st.text(max_size=3), max_size=400).map("".join)
 
 
@@ -130,7 +114,7 @@ def test_a_long_text_is_found_by_few_pieces() -> None:
         tokenizer._cache.check()
 
 
-def test_what_was_seen_is_not_tokenized_again() -> None:
+def test_what_a_scope_saw_is_not_tokenized_again_and_is_news_to_another() -> None:
     asked: list[str] = []
 
     def encode(texts: list[str]) -> list[list[int]]:
@@ -139,13 +123,17 @@ def test_what_was_seen_is_not_tokenized_again() -> None:
 
     cache = EncodeCache(encode)
     history = TEXT * 20
-    first = cache.encode(history)
-    assert len(asked) == len(set(asked)) < len(TEXT) / 3
+    first = cache.encode(history, "a")
+    once = list(asked)
+    assert len(once) == len(set(once)) < len(TEXT) / 3
     asked.clear()
-    again = cache.encode(history + "and then it rained")
+    again = cache.encode(history + "and then it rained", "a")
     assert set(asked) == {" rain. and", " then", " it", " rained"}
     assert again[: len(first) - 1] == first[:-1]
     assert cache.num_hits == len(cut(history, PIECE_CHARS)) - 1
+    asked.clear()
+    cache.encode(history, "b")
+    assert asked == once
 
 
 def test_the_cache_stays_within_its_bound() -> None:
@@ -170,63 +158,34 @@ def test_words_stay_within_their_bound_however_many_come_at_once() -> None:
     assert cache.num_words > 0
 
 
-def test_what_one_scope_saw_is_news_to_another() -> None:
-    asked: list[str] = []
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        asked.extend(texts)
-        return [[len(text)] for text in texts]
-
-    cache = EncodeCache(encode)
-    cache.encode(TEXT * 20, "a")
-    first = list(asked)
-    asked.clear()
-    cache.encode(TEXT * 20, "b")
-    assert asked == first
-    asked.clear()
-    cache.encode(TEXT * 20, "a")
-    assert not asked
-
-
 def with_normalizer() -> tokenizers.Tokenizer:
     inner = made(BYTES)
     inner.normalizer = normalizers.Lowercase()
     return inner
 
 
-def with_token(content: str) -> tokenizers.Tokenizer:
+def with_token(token: AddedToken) -> tokenizers.Tokenizer:
     inner = made(BYTES)
-    inner.add_tokens([AddedToken(content)])
+    inner.add_tokens([token])
     return inner
 
 
-def with_word() -> tokenizers.Tokenizer:
-    inner = made(BYTES)
-    inner.add_tokens([AddedToken("side by side", lstrip=True)])
-    return inner
+PAIRS = pre_tokenizers.Split(tokenizers.Regex("[a-z]+ [a-z]+"), "isolated")
+NO_REGEX = pre_tokenizers.ByteLevel(use_regex=False)
 
 
 @pytest.mark.parametrize(
     "inner",
     [
         made(pre_tokenizers.Metaspace()),
-        made(pre_tokenizers.ByteLevel(use_regex=False)),
-        made(
-            pre_tokenizers.Sequence(
-                [pre_tokenizers.Split(tokenizers.Regex("[a-z]+ [a-z]+"), "isolated"),
-                 pre_tokenizers.ByteLevel(use_regex=False)]
-            )
-        ),
+        made(NO_REGEX),
+        made(pre_tokenizers.Sequence([PAIRS, NO_REGEX])),
+        made(pre_tokenizers.Sequence([PAIRS, BYTES])),
         with_normalizer(),
-        with_word(),
-        with_token("<tree "),
-        made(
-            pre_tokenizers.Sequence(
-                [pre_tokenizers.Split(tokenizers.Regex("[a-z]+ [a-z]+"), "isolated"), BYTES]
-            )
-        ),
+        with_token(AddedToken("side by side", lstrip=True)),
+        with_token(AddedToken("<tree ")),
     ],
-)  # fmt: skip
+)
 def test_others_are_tokenized_whole(inner: tokenizers.Tokenizer) -> None:
     added = [token.content for token in inner.get_added_tokens_decoder().values()]
     assert not is_cuttable(inner, added)
@@ -243,12 +202,8 @@ def processed(inner: tokenizers.Tokenizer, step: object) -> tokenizers.Tokenizer
 
 def template(*single: str) -> dict[str, object]:
     """A post-processor that writes special tokens around "A"."""
-    parts = [
-        {"Sequence": {"id": "A", "type_id": 0}}
-        if part == "A"
-        else {"SpecialToken": {"id": part, "type_id": 0}}
-        for part in single
-    ]
+    kinds = {"A": "Sequence", "<|end|>": "SpecialToken"}
+    parts = [{kinds[part]: {"id": part, "type_id": 0}} for part in single]
     special = {"id": "<|end|>", "ids": [INNERS["llama"].token_to_id("<|end|>")]}
     return {
         "type": "TemplateProcessing",

@@ -4,6 +4,7 @@ import json
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,6 @@ from mallee.actors.text.families import FAMILIES, Family
 from mallee.actors.text.histories import Histories
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.protocol.errors import ContextLengthExceeded, InvalidParameter
-from support.examples import examples
 from support.tokenizers_made import byte_level
 
 MARKS = (
@@ -81,30 +81,34 @@ def marks_everywhere() -> Iterator[None]:
         yield
 
 
+@cache
+def chat_of(family: Family, name: str) -> ChatTemplate:
+    special = TOKENIZERS[name].special_tokens
+    return ChatTemplate(None, family=family, bos_token="<bos>", special_tokens=special)
+
+
 class Both:
     """A reader with histories, and one without."""
 
     def __init__(
-        self, family: Family, tokenizer: Tokenizer, *, max_nbytes: int = 1 << 30, **more: Any
+        self,
+        family: Family,
+        name: str = "bytes",
+        *,
+        max_nbytes: int = 1 << 30,
+        max_model_len: int = 1 << 20,
     ) -> None:
-        chat = ChatTemplate(
-            *(None,),
-            family=family,
-            bos_token="<bos>",
-            special_tokens=tokenizer.special_tokens,
-            **more,
-        )
-        self.tokenizer, self.chat = tokenizer, chat
-        self._with = PromptReader(tokenizer, chat, 1 << 20, max_model_len=1 << 20)
+        chat, tokenizer = chat_of(family, name), TOKENIZERS[name]
         self.histories = Histories(tokenizer, chat, max_nbytes=max_nbytes, least_chars=0)
-        self._with._histories = self.histories
-        self._without = PromptReader(tokenizer, chat, 1 << 20, max_model_len=1 << 20)
-        self._without._histories = Histories(tokenizer, chat, least_chars=1 << 60)
+        self.readers = [
+            PromptReader(tokenizer, chat, 1 << 20, max_model_len=max_model_len) for _ in range(2)
+        ]
+        self.readers[0]._histories = self.histories
+        self.readers[1]._histories = Histories(tokenizer, chat, least_chars=1 << 60)
 
     def read(self, given: Conversation, scope: str = "a", **more: Any) -> RenderedPrompt:
         more = {"add_generation_prompt": True, **more}
-        found = self._with.conversation(given, scope, **more)
-        wanted = self._without.conversation(given, scope, **more)
+        found, wanted = (each.conversation(given, scope, **more) for each in self.readers)
         assert found.tokens.tolist() == wanted.tokens.tolist()
         assert found[1:] == wanted[1:]
         self.histories.check()
@@ -153,15 +157,18 @@ turns = st.lists(
 )
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda each: each.name)
-@examples(60)
-@given(turns=turns, max_nbytes=st.sampled_from([1 << 30, 60_000]), data=st.data())
+@given(
+    name=st.sampled_from([*TOKENIZERS]),
+    turns=turns,
+    max_nbytes=st.sampled_from([1 << 30, 60_000]),
+    data=st.data(),
+)
 def test_prompts_are_those_of_the_whole_conversations(
     family: Family, name: str, turns: list[Any], max_nbytes: int, data: st.DataObject
 ) -> None:
     """F31, part: of conversations that grow, fork and are edited, with other functions, by others."""
-    both = Both(family, TOKENIZERS[name], max_nbytes=max_nbytes)
+    both = Both(family, name, max_nbytes=max_nbytes)
     given = [[Message("system", "You are the tree."), Message("user", "Who are you?")]]
     for which, dropped, more, functions, scope, begun in turns:
         before = given[which % len(given)]
@@ -190,7 +197,7 @@ def talk(num: int, *, words: int = 30) -> list[Message]:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda each: each.name)
 def test_only_what_is_new_is_tokenized(family: Family, name: str) -> None:
     """F31, part: the last messages, whatever came before them."""
-    both = Both(family, TOKENIZERS[name])
+    both = Both(family, name)
     both.read(Conversation(talk(20)))
     seen: list[str] = []
     tokens = Tokenizer.tokens
@@ -211,24 +218,24 @@ def test_only_what_is_new_is_tokenized(family: Family, name: str) -> None:
 
 def test_special_tokens_in_texts_make_nothing_new() -> None:
     """F31, part: a conversation about templates is known as any other."""
-    both = Both(FAMILIES[0], TOKENIZERS["bytes"])
+    both = Both(FAMILIES[0])
     about = [*talk(20), Message("user", "Why <|eot_id|> and <|im_end|>?"), *talk(4)]
     both.read(Conversation(about))
     both.read(Conversation([*about, Message("user", "And <|eot_id|>?")]))
     assert both.histories.num_resumed == 1
 
 
-@pytest.mark.parametrize("num_after", range(20, 100))
-def test_the_end_of_a_text_may_begin_in_the_midst_of_a_special_token(num_after: int) -> None:
+def test_the_end_of_a_text_may_begin_in_the_midst_of_a_special_token() -> None:
     """And a number may stand behind it, before another."""
-    both = Both(FAMILIES[-1], TOKENIZERS["bytes"])
     ends = ("<|im_end|>99999<|im_end|>", "<|im_end|>0<|im_end|>", "<|im_end|>99999<|im_end|>")
-    for i, end in enumerate(ends):
-        both.read(Conversation([*talk(2 * i), Message("user", end + "y" * num_after)]))
+    for num_after in range(20, 100):
+        both = Both(FAMILIES[-1])
+        for i, end in enumerate(ends):
+            both.read(Conversation([*talk(2 * i), Message("user", end + "y" * num_after)]))
 
 
 def test_branches_of_a_conversation_are_known_by_what_they_share() -> None:
-    both = Both(FAMILIES[0], TOKENIZERS["bytes"])
+    both = Both(FAMILIES[0])
     shared = talk(20)
     both.read(Conversation(shared))
     for i in range(4):
@@ -238,7 +245,7 @@ def test_branches_of_a_conversation_are_known_by_what_they_share() -> None:
 
 
 def test_a_conversation_is_news_to_another_scope() -> None:
-    both = Both(FAMILIES[0], TOKENIZERS["bytes"])
+    both = Both(FAMILIES[0])
     both.read(Conversation(talk(20)), "a")
     both.read(Conversation(talk(20)), "b")
     assert both.histories.num_resumed == 0
@@ -248,7 +255,7 @@ def test_a_conversation_is_news_to_another_scope() -> None:
 
 
 def test_the_scope_with_most_loses_its_oldest_first() -> None:
-    both = Both(FAMILIES[0], TOKENIZERS["bytes"], max_nbytes=200_000)
+    both = Both(FAMILIES[0], max_nbytes=200_000)
     both.read(Conversation(talk(8)), "small")
     kept = both.histories.memory.nbytes_of("small")
     for i in range(20):
@@ -262,8 +269,7 @@ def test_the_scope_with_most_loses_its_oldest_first() -> None:
 
 
 def test_short_conversations_are_not_remembered() -> None:
-    chat = Both(FAMILIES[0], TOKENIZERS["bytes"]).chat
-    found = Histories(TOKENIZERS["bytes"], chat)
+    found = Histories(TOKENIZERS["bytes"], chat_of(FAMILIES[0], "bytes"))
     given = Conversation(talk(4, words=1))
     assert found.prompt(given, "a", add_generation_prompt=True, max_tokens=99_999) is None
     assert found.memory.nbytes == 0
@@ -284,7 +290,7 @@ def test_all_that_is_held_is_counted() -> None:
     arguments = json.dumps({"x": [[]] * 20_000})
     message = Message("assistant", tool_calls=(ToolCall("i", "f", arguments),))
     schema = {"x": [[] for _ in range(20_000)]}
-    both = Both(FAMILIES[-1], TOKENIZERS["bytes"])
+    both = Both(FAMILIES[-1])
     both.read(Conversation([*talk(2), message, *talk(2)], FUNCTIONS[1]), "first")
     before = both.histories.memory.nbytes
     tracemalloc.start()
@@ -297,13 +303,11 @@ def test_all_that_is_held_is_counted() -> None:
 
 
 def test_what_grows_beyond_the_window_is_refused_as_ever() -> None:
-    both = Both(FAMILIES[0], TOKENIZERS["bytes"])
+    both = Both(FAMILIES[0], max_model_len=8000)
     both.read(Conversation(talk(20)))
-    for reader in (both._with, both._without):
-        reader._max_model_len = 1000
     more = Conversation([*talk(20), Message("user", "x " * 100_000)])
     errors = []
-    for reader in (both._with, both._without):
+    for reader in both.readers:
         with pytest.raises(ContextLengthExceeded) as caught:
             reader.conversation(more, "a", add_generation_prompt=True)
         errors.append(caught.value.message)

@@ -20,10 +20,7 @@ from support.tokenizers_made import byte_level, metaspace
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     byte_level().save(str(path / "tokenizer.json"))
-    config = {
-        "bos_token": {"content": "<|im_start|>"},
-        "eos_token": "<|im_end|>",
-    }
+    config = {"bos_token": {"content": "<|im_start|>"}, "eos_token": "<|im_end|>"}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     (path / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
     return path
@@ -46,20 +43,19 @@ def joined(detokenizer: Detokenizer, chunks: list[list[int]]) -> str:
 @given(splits(BYTES.vocab_size))
 def test_chosen_special_tokens_may_be_shown(chunks: list[list[int]]) -> None:
     """I4, part: marks of calls that are special tokens stand in the text, others don't."""
-    ids = [*chain.from_iterable(chunks)]
+    ids = [*chain(*chunks)]
     shown = joined(BYTES.detokenizer(["<|im_end|>"]), chunks)
     assert shown == BYTES.decode([i for i in ids if i != 0], skip_special_tokens=False)
     assert joined(BYTES.detokenizer(["<tool_call>"]), chunks) == BYTES.decode(ids)
 
 
-@given(splits(BYTES.vocab_size))
-def test_pushes_add_up_to_the_decoding_of_all_tokens(chunks: list[list[int]]) -> None:
-    assert joined(BYTES.detokenizer(), chunks) == BYTES.decode([*chain.from_iterable(chunks)])
-
-
-@given(splits(SPACES.vocab_size))
-def test_leading_spaces_of_words_survive_streaming(chunks: list[list[int]]) -> None:
-    assert joined(SPACES.detokenizer(), chunks) == SPACES.decode([*chain.from_iterable(chunks)])
+@pytest.mark.parametrize("tokenizer", [BYTES, SPACES])
+@given(data=st.data())
+def test_pushes_add_up_to_the_decoding_of_all_tokens(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
+    chunks = data.draw(splits(tokenizer.vocab_size))
+    assert joined(tokenizer.detokenizer(), chunks) == tokenizer.decode([*chain(*chunks)])
 
 
 @given(st.text(max_size=30))
