@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.promises import STATES, citations, cited_ids, rows, rows_with_tests
+from support.promises import STATES, citations, citations_in, cited_ids, rows, rows_with_tests
 
 
 def test_every_cited_id_is_a_row() -> None:
@@ -10,8 +10,8 @@ def test_every_cited_id_is_a_row() -> None:
     assert not [c for c in citations() if c.id not in known]
 
 
-def test_every_row_that_works_is_shown_whole_by_a_test() -> None:
-    whole = {c.id for c in citations() if not c.is_part}
+def test_every_row_that_works_is_shown_whole_by_a_test_that_runs() -> None:
+    whole = {c.id for c in citations() if c.counts}
     assert not [row.id for row in rows() if row.state == "works" and row.id not in whole]
 
 
@@ -30,6 +30,7 @@ def test_rows_have_a_state_and_say_what_is_missing() -> None:
         state, _, missing = row.state.partition(": ")
         assert state in STATES
         assert missing or state != "part", row
+        assert row.acceptance.count(" ") > 0, row
 
 
 def test_rows_are_printed_with_their_tests() -> None:
@@ -43,6 +44,46 @@ def test_counts_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     counts = ", ".join(f"{found.count(state)} {state}" for state in STATES)
     with capsys.disabled():
         print(f"\npromises: {counts}, of {len(found)}")  # noqa: T201
+
+
+NIGHT = """
+import os
+import pytest
+
+slow = pytest.mark.slow
+told = pytest.mark.skipif(os.environ.get("ASKED") != "1", reason="takes minutes")
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_a():
+    "D1: on a GPU alone."
+
+@pytest.mark.skip(reason="broken")
+async def test_b():
+    "D1."
+
+@told
+def test_c():
+    "D1."
+
+@slow
+@pytest.mark.skipif(not amx.is_available(), reason="no such CPU")
+def test_d():
+    "D1, D2, part: runs where it can."
+
+@pytest.mark.parametrize("a", [pytest.param(1, marks=pytest.mark.gpu), 2])
+def test_e(a):
+    "D1: in one of two cases."
+"""
+
+
+def test_a_citation_by_a_test_that_no_lane_runs_is_rejected() -> None:
+    found = list(citations_in(NIGHT, "test_x.py", frozenset({"test_x.py::test_e"})))
+    assert [c.test[-1] for c in found if c.is_skipped] == ["a", "b", "c", "e"]
+    assert [(c.id, c.test) for c in found if c.counts] == [("D1", "test_x.py::test_d")]
+    of_file = NIGHT + "pytestmark = [slow, pytest.mark.gpu]"
+    assert not any(c.counts for c in citations_in(of_file, "test_x.py", frozenset()))
+    assert any(c.counts for c in citations_in(NIGHT + "pytestmark = slow", "x", frozenset()))
 
 
 def test_ids_are_read_from_the_head_of_a_docstring() -> None:

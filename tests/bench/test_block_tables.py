@@ -12,7 +12,7 @@ SHAPE = Shape(rows=32, context=256, layers=2)
 
 
 def test_it_says_why_it_is_skipped() -> None:
-    """D25, part: off a GB10 nothing is claimed."""
+    """D25: off a GB10 nothing is claimed."""
     assert "no CUDA device" in reason_to_skip(False, "", any_device=True)
     assert "NVIDIA H200 is no GB10" in reason_to_skip(True, "NVIDIA H200", any_device=False)
     assert reason_to_skip(True, "NVIDIA H200", any_device=True) == ""
@@ -28,7 +28,7 @@ def test_without_a_device_the_script_ends_with_the_reason() -> None:
 
 
 def test_every_placement_reads_what_was_written() -> None:
-    """D25, part: also through memory that both sides reach, which on a CPU is any."""
+    """D25: also through memory that both sides reach, which on a CPU is any."""
     steps = Steps(SHAPE, CPU)
     known = placements(steps.first, CPU)
     view = np.zeros_like(steps.first)

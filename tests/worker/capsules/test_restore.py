@@ -255,7 +255,7 @@ def fork_of(engine: Engine, name: str, capsule: str, suffix: list[int]) -> list[
 @pytest.mark.parametrize("chunk", [8, 512], ids=["long", "short"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gate_restore_equals_cold(kind: str, chunk: int) -> None:
-    """F13, part, F3, part: for prompts computed in chunks (the long route) and at once (the short one)."""
+    """F13, F3, part: for prompts computed in chunks (the long route) and at once (the short one)."""
     model = KINDS[kind]
     engine = engine_over(model, chunk)
     course(engine, Prefill("p", pack_tokens(PROMPT)))
@@ -264,7 +264,7 @@ def test_gate_restore_equals_cold(kind: str, chunk: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gate_survives_dirty_buffers(kind: str) -> None:
-    """F13, part: every block that the capsule does not hold is used and written over in between."""
+    """F13: every block that the capsule does not hold is used and written over in between."""
     model = KINDS[kind]
     engine = engine_over(model)
     taken = course(engine, generate("sampled"), later={8: [Capture("c", "r")]})
@@ -279,7 +279,7 @@ def test_gate_survives_dirty_buffers(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gate_restore_and_append_equal_cold_prefix_and_suffix(kind: str) -> None:
-    """F13, part."""
+    """F13."""
     model = KINDS[kind]
     engine = engine_over(model)
     taken = course(engine, generate("sampled"), later={9: [Capture("c", "r")]})
@@ -290,7 +290,7 @@ def test_gate_restore_and_append_equal_cold_prefix_and_suffix(kind: str) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gate_two_forks_equal_two_runs(kind: str) -> None:
-    """F13, part: side by side in one batch, of one capsule that was taken from a running branch."""
+    """F13: side by side in one batch, of one capsule that was taken from a running branch."""
     model = KINDS[kind]
     engine = engine_over(model)
     taken = course(engine, generate("sampled"), later={9: [Capture("c", "r")]})
@@ -308,7 +308,7 @@ def test_gate_two_forks_equal_two_runs(kind: str) -> None:
 
 
 def test_gate_unsupported_modes_raise_instead_of_a_partial_capsule() -> None:
-    """F13, part: where the grammar can't be built again the capsule is refused, not taken without it."""
+    """F13: where the grammar can't be built again the capsule is refused, not taken without it."""
     engine = engine_over(KINDS["llama"])
     course(engine, generate("constrained"), later={6: [Capture("c", "r")]})
     state = record_of(engine, "c.0")

@@ -64,7 +64,7 @@ async def ask(client: openai.AsyncOpenAI, **fields: Any) -> Any:
 
 
 async def test_a_turn_goes_on_at_another_gateway_and_computes_only_what_is_new() -> None:
-    """F6, part, F31, part: ten turns, each at the gateway that didn't make the last one."""
+    """X24, part, F31, part: ten turns, each at the gateway that didn't make the last one."""
     async with scene() as (a, b, fleet):
         jobs: list[Any] = []
         for gateway in fleet.gateways:

@@ -152,7 +152,7 @@ async def test_a_close_ends_what_runs() -> None:
 
 
 async def test_every_gateway_lists_shows_and_closes_all_sessions() -> None:
-    """Replicas; also one that comes later."""
+    """X24, part: replicas; also one that comes later."""
     async with tiny_fleet(MODEL, 1, gateways=2, syncs=True) as fleet:
         await until(lambda: all(each._num_others() == 1 for each in fleet.gateways))
         async with (
