@@ -7,15 +7,7 @@ import pytest
 
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.events import CapsuleStored
-from mallee.protocol.messages import (
-    Fork,
-    Generate,
-    Limits,
-    Prefill,
-    Sampling,
-    Share,
-    pack_tokens,
-)
+from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, Share, pack_tokens
 
 LIMITS = Limits(3, ignore_eos=True)
 PROMPT = pack_tokens([1, 2, 3, 4, 5])

@@ -329,9 +329,7 @@ def test_a_fetch_that_nobody_waits_for_any_more_leaves_nothing(
     assert stats.pool.free + stats.tree.cached_blocks == stats.pool.total
 
 
-def test_a_holder_that_ends_in_the_middle_is_replaced_by_computing(
-    make_bench: MakeBench,
-) -> None:
+def test_a_holder_that_ends_in_the_middle_is_replaced_by_computing(make_bench: MakeBench) -> None:
     pair = Pair(make_bench, is_late=True)
     pair.a.run(generate("g", text(41)))
     pair.b.submit(generate("g", text(41), pair.holds(40)))

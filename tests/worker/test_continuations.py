@@ -32,14 +32,7 @@ from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
-from support.cutting import (
-    AGAIN,
-    HOT,
-    check_cuts,
-    check_forks,
-    continuation,
-    play,
-)
+from support.cutting import AGAIN, HOT, check_cuts, check_forks, continuation, play
 from support.examples import examples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -93,10 +86,7 @@ WAYS: dict[str, tuple[Sampling, Limits]] = {
     ),
     "logit_bias": (Sampling(1.0, seed=8, logit_bias=((7, 6.0), (9, 5.5), (11, -9.0))), LIMITS),
     "logprobs": (Sampling(1.0, seed=9, logprobs=4), LIMITS),
-    "min_tokens": (
-        Sampling(1.0, seed=10),
-        Limits(40, tuple(range(3, 128, 3)), min_tokens=6),
-    ),
+    "min_tokens": (Sampling(1.0, seed=10), Limits(40, tuple(range(3, 128, 3)), min_tokens=6)),
     "stop_token_ids": (Sampling(1.0, seed=1), Limits(60, tuple(range(5, 128, 11)))),
     "end of text": (Sampling(2.0, seed=2, logit_bias=((EOS, 3.0),)), Limits(60)),
 }

@@ -11,15 +11,7 @@ import pytest
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.protocol.messages import (
-    Command,
-    Fork,
-    Generate,
-    Limits,
-    Prefill,
-    Sampling,
-    pack_tokens,
-)
+from mallee.protocol.messages import Command, Fork, Generate, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.forward import MockForward
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
@@ -79,11 +71,7 @@ def is_allowed(off: set[str]) -> bool:
 
 def make_engine(config: EngineConfig, forward: Forward) -> Engine:
     return Engine(
-        forward,
-        config=config,
-        clock=lambda: 0.0,
-        worker=WorkerId("w0"),
-        incarnation=Incarnation(0),
+        forward, config=config, clock=lambda: 0.0, worker=WorkerId("w0"), incarnation=Incarnation(0)
     )
 
 

@@ -144,12 +144,7 @@ class MigratingMachine(TieredMachine):
         self.engine.submit(command, gateway)
 
     @precondition(lambda self: self.peer_texts)
-    @rule(
-        data=st.data(),
-        ttl_s=st.sampled_from([0.0, 3.0]),
-        gateway=GATEWAYS,
-        retain=SPANS,
-    )
+    @rule(data=st.data(), ttl_s=st.sampled_from([0.0, 3.0]), gateway=GATEWAYS, retain=SPANS)
     def migrate(
         self, data: st.DataObject, ttl_s: float, gateway: str, retain: tuple[RetainSpan, ...]
     ) -> None:

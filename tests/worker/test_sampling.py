@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import GrammarFailed, InvalidParameter
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.protocol.messages import (
-    Fork,
-    Generate,
-    Grammar,
-    Limits,
-    Prefill,
-    Sampling,
-    pack_tokens,
-)
+from mallee.protocol.messages import Fork, Generate, Grammar, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.forward import MockForward
 from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine

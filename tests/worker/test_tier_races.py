@@ -66,9 +66,7 @@ def test_a_fork_outlives_the_release_of_its_capsule_on_the_way_up(
 ) -> None:
     movers: list[LateMover] = []
     bench = make_bench(
-        num_blocks=24,
-        below=make_tiers(64, disk=DictDisk(), movers=movers),
-        max_answer_capsules=0,
+        num_blocks=24, below=make_tiers(64, disk=DictDisk(), movers=movers), max_answer_capsules=0
     )
     bench.run(prefill("p", text(num_tokens)))
     bench.run(Demote("d", "p.0", tier))
@@ -160,9 +158,7 @@ def test_a_capsule_made_anew_while_its_record_is_written_keeps_its_own(
     assert again.answers["f", 0].tokens == want(again, text(10))
 
 
-def test_a_capsule_released_while_its_record_is_written_leaves_none(
-    make_bench: MakeBench,
-) -> None:
+def test_a_capsule_released_while_its_record_is_written_leaves_none(make_bench: MakeBench) -> None:
     disk, movers = DictDisk(), list[LateMover]()
     below = make_tiers(0, disk=disk, movers=movers)
     bench = make_bench(num_blocks=24, below=below, max_answer_capsules=0)
@@ -199,9 +195,7 @@ def test_a_durable_capsule_is_kept_after_a_restart_as_it_was_pinned_last(
     assert not disk.named
 
 
-def test_a_record_that_cannot_be_read_keeps_no_worker_from_its_start(
-    make_bench: MakeBench,
-) -> None:
+def test_a_record_that_cannot_be_read_keeps_no_worker_from_its_start(make_bench: MakeBench) -> None:
     disk = DictDisk()
     bench = make_bench(num_blocks=24, below=make_tiers(0, disk=disk))
     bench.run(prefill("p", text(10)), prefill("q", text(9)))

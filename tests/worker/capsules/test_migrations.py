@@ -10,14 +10,7 @@ import pytest
 
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.protocol.messages import (
-    Command,
-    Fork,
-    Holder,
-    Limits,
-    Prefill,
-    pack_tokens,
-)
+from mallee.protocol.messages import Command, Fork, Holder, Limits, Prefill, pack_tokens
 from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.kv.journal import Journal

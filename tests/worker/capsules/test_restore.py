@@ -9,12 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from mallee.protocol.errors import (
-    CapsulesFull,
-    InvalidParameter,
-    UnknownBranch,
-    UnknownCapsule,
-)
+from mallee.protocol.errors import CapsulesFull, InvalidParameter, UnknownBranch, UnknownCapsule
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     Cancel,
@@ -51,10 +46,7 @@ WAYS: dict[str, tuple[Sampling, Grammar | None]] = {
     "greedy": (Sampling(), None),
     "sampled": (Sampling(1.0, seed=11), None),
     "constrained": (Sampling(1.0, seed=12), CHOICE),
-    "penalties": (
-        Sampling(0.8, seed=13, repetition_penalty=1.4, frequency_penalty=0.7),
-        None,
-    ),
+    "penalties": (Sampling(0.8, seed=13, repetition_penalty=1.4, frequency_penalty=0.7), None),
 }
 LIMITS = Limits(NUM, ignore_eos=True)
 

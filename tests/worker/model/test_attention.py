@@ -230,22 +230,13 @@ def tiled(shape: tuple[int, int, int], size: int) -> TiledAttention:
 @examples(25)
 @given(batches(), st.sampled_from(SHAPES), st.sampled_from([None, 1, 20, 64, 500]), st.booleans())
 def test_tiles_agree_with_the_plain_form(
-    batch: tuple[list[Row], int],
-    shape: tuple[int, int, int],
-    window: int | None,
-    is_shared: bool,
+    batch: tuple[list[Row], int], shape: tuple[int, int, int], window: int | None, is_shared: bool
 ) -> None:
     """D7, part, I7, part: random trees, chunks, windows, sizes and shapes, within bfloat16's rounding."""
     rows, size = batch
     attention = tiled(shape, size)
     _, difference = run(
-        attention,
-        rows,
-        torch.bfloat16,
-        shape=shape,
-        size=size,
-        is_shared=is_shared,
-        window=window,
+        attention, rows, torch.bfloat16, shape=shape, size=size, is_shared=is_shared, window=window
     )
     assert difference < 2e-2
 

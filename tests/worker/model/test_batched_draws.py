@@ -109,12 +109,7 @@ class Drawn:
     slab=st.sampled_from([1, 6000, 1 << 22]),
 )
 def test_mixed_batches_draw_what_each_row_alone_draws(
-    seed: int,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    spread: float,
-    num_fields: int,
-    slab: int,
+    seed: int, shape: tuple[int, int], dtype: torch.dtype, spread: float, num_fields: int, slab: int
 ) -> None:
     """I5: every setting with every other, shared and own rows, flat and sharp, in slabs."""
     rng = np.random.default_rng(seed)

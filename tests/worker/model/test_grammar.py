@@ -270,8 +270,7 @@ def references(n: int) -> str:
         (Grammar("json_schema", references(1000)), "out of memory or stack"),
         (
             Grammar(
-                "lark",
-                "start: T\nT: " + " & ".join(f"/(.{{{n}}})*/" for n in (17, 19, 23, 29, 31)),
+                "lark", "start: T\nT: " + " & ".join(f"/(.{{{n}}})*/" for n in (17, 19, 23, 29, 31))
             ),
             "more than 1 s",
         ),

@@ -95,8 +95,7 @@ def read(given: Any) -> Quantization:
         (group(input_activations=None), Scheme("float8_e4m3fn", "row", "float")),
         (
             group(
-                weights={"strategy": "tensor"},
-                input_activations={**_WEIGHTS, "strategy": "tensor"},
+                weights={"strategy": "tensor"}, input_activations={**_WEIGHTS, "strategy": "tensor"}
             ),
             Scheme("float8_e4m3fn", "tensor", "static"),
         ),

@@ -5,12 +5,7 @@ from typing import Any
 
 import pytest
 
-from mallee.protocol.errors import (
-    CapsuleAbandoned,
-    InvalidParameter,
-    UnknownCapsule,
-    from_wire,
-)
+from mallee.protocol.errors import CapsuleAbandoned, InvalidParameter, UnknownCapsule, from_wire
 from mallee.protocol.ids import branch_seed
 from mallee.protocol.messages import (
     Cancel,

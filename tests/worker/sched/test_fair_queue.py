@@ -88,9 +88,7 @@ def test_a_line_serves_in_the_order_of_a_full_search(data: Any) -> None:
                 sessions.charge(one.job.session, data.draw(st.integers(1, 5)))
         queue.check()
         expected = min(
-            inside,
-            key=lambda s: (sessions.order(s.job.session), s.rank, s.ticket),
-            default=None,
+            inside, key=lambda s: (sessions.order(s.job.session), s.rank, s.ticket), default=None
         )
         assert queue.first() is expected
         assert set(queue) == set(inside)

@@ -35,16 +35,7 @@ from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.speculation.drafters import Drafter
 from mallee.worker.speculation.speculator import SpeculationConfig
-from support.speculating import (
-    CheckedModel,
-    Kind,
-    Knowing,
-    Name,
-    Teller,
-    Told,
-    Unsure,
-    draft_by,
-)
+from support.speculating import CheckedModel, Kind, Knowing, Name, Teller, Told, Unsure, draft_by
 
 VOCAB, EOS, SIZE = 24, 23, 4
 SPEC = mock_spec(vocab_size=VOCAB, max_model_len=4096, eos_token_ids=(EOS,))

@@ -7,15 +7,7 @@ import pytest
 import torch
 
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.protocol.messages import (
-    Fork,
-    Generate,
-    Grammar,
-    Limits,
-    Prefill,
-    Sampling,
-    pack_tokens,
-)
+from mallee.protocol.messages import Fork, Generate, Grammar, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.random_model import random_model
 from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
@@ -39,8 +31,7 @@ def make_engine(family: str, *, speculates: bool) -> Engine:
     return Engine(
         random_model(family, 3).forward(num_blocks=300, block_size=SIZE),
         config=EngineConfig(
-            SchedulerConfig(64, 16),
-            speculation=SpeculationConfig("auto" if speculates else "off"),
+            SchedulerConfig(64, 16), speculation=SpeculationConfig("auto" if speculates else "off")
         ),
         clock=lambda: 0.0,
         worker=WorkerId("w0"),
