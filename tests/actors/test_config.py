@@ -125,7 +125,7 @@ def test_kv_memory_in_tokens_is_whole_blocks() -> None:
 
 
 def test_kv_memory_is_sized_by_the_device_where_nothing_else_says_it() -> None:
-    """D25, part: on a CPU it stays 1 GiB."""
+    """X29, part: on a CPU it stays 1 GiB."""
     cuda: dict[str, Any] = {"engine__device": "cuda"}
     assert make().kv_nbytes == 1 << 30
     assert make(**cuda).kv_nbytes is None

@@ -92,7 +92,7 @@ def generate(i: int, num: int = 48, name: str | None = None) -> Generate:
 
 
 def test_a_host_tier_is_that_much_more_kv(tmp_path: Path) -> None:
-    """D25, part: beside KV that is given; with memory of its own a device has what was given, and a tier."""
+    """X29, part: beside KV that is given; with memory of its own a device has what was given, and a tier."""
     model = tmp_path / "model"
     unified = forward_in(model)
     assert unified.num_blocks == NUM_GIVEN + NUM_HOST
@@ -108,7 +108,7 @@ def test_a_host_tier_is_that_much_more_kv(tmp_path: Path) -> None:
 
 
 def test_what_a_device_alone_had_evicted_is_found_again_without_a_copy(tmp_path: Path) -> None:
-    """D25, part: six texts of 14 blocks where 40 were given: each is there again, and no block was moved."""
+    """X29, part: six texts of 14 blocks where 40 were given: each is there again, and no block was moved."""
     model = tmp_path / "model"
     engine = engine_over(forward_in(model), model, disk_path=str(tmp_path / "disk"))
     first = [run(engine, generate(i))[0][f"r{i}"] for i in range(6)]
@@ -125,7 +125,7 @@ def test_what_a_device_alone_had_evicted_is_found_again_without_a_copy(tmp_path:
 
 
 def test_a_disk_is_directly_below_and_outlives_the_worker(tmp_path: Path) -> None:
-    """D25, part, F14, part: byte by byte after a demotion, and in the worker's next life."""
+    """X29, part, F14, part: byte by byte after a demotion, and in the worker's next life."""
     model, disk = tmp_path / "model", str(tmp_path / "disk")
     forward = forward_in(model)
     engine = engine_over(forward, model, disk_path=disk)

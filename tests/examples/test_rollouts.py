@@ -46,7 +46,7 @@ def _decoder(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_group_is_one_fork_with_ids_log_probabilities_and_a_version(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """X16, part: each sample tells the weights that drew it."""
+    """X16, part, X26, part: each sample tells the weights that drew it."""
     async with tiny_api(MODEL, 1, num_blocks=1024) as (http, fleet):
         await run_sync(main, ["--url", str(http.base_url), "--tokens", "3"])
         (engine,) = fleet.engines.values()

@@ -89,7 +89,7 @@ def hashes(*values: int) -> bytes:
     ],
 )
 def test_a_batch_is_an_array_of_tagged_arrays(event: Any, layout: list[Any]) -> None:
-    """K7, part: events as any subscriber reads them."""
+    """K7, part, X29, part: events as any subscriber reads them."""
     batch = EventBatch("w0", 3, 17, (event, event))
     found = msgpack.unpackb(encode(batch))
     assert found == ["w0", 3, 17, [layout, layout]]

@@ -37,7 +37,7 @@ def verdicts(source: Trace, kind: str, seeds: int) -> dict[str, Outcome]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_sessions_keep_by_design_is_kept(name: str) -> None:
-    """K25, X9, part: new text, answers, turns, branches, spawns and the cache curve of each kind of trace."""
+    """K25, X9, part: new text, answers, turns, branches, spawns and the cache curve of all kinds but TOLD."""
     source = trace_of(FAMILIES[name](MORE.get(name, REQUESTS), 1))
     found = verdicts(source, "session", SEEDS)
     failed = {
@@ -63,7 +63,7 @@ def test_agents_that_take_turns_keep_their_contexts() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_walks_keep_by_design_is_kept(name: str) -> None:
-    """K23: answers and gaps of each kind of trace, and its roots; never more shared text."""
+    """K23: answers, gaps and roots of all kinds of traces but TOLD."""
     source = trace_of(FAMILIES[name](REQUESTS, 1))
     found = verdicts(source, "tree", SEEDS)
     kept = ("OSL KS", "OSL W1", "gaps between arrivals KS", "roots")

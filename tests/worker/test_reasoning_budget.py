@@ -81,7 +81,7 @@ def test_without_a_beginning_there_is_no_end(bench: Any) -> None:
 
 @pytest.mark.parametrize("at", [1, 4, 6, 9])
 def test_an_answer_that_goes_on_elsewhere_keeps_to_its_budget(bench: Any, at: int) -> None:
-    """F28: cut at any place and gone on from there, continued or resumed, it is the same."""
+    """X4, part: cut at any place and gone on from there, continued or resumed, it is the same."""
     limits = Limits(16, reasoning=ReasoningBudget(6, CLOSE))
     whole = expected(bench, PROMPT, 16, limits.reasoning)
     told = pack_tokens([*PROMPT, *whole[:at]])

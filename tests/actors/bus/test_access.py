@@ -231,7 +231,7 @@ def files(tmp_path: Path) -> Path:
 async def test_credentials_come_from_a_file_and_wrong_ones_are_told_in_one_sentence(
     files: Path,
 ) -> None:
-    """X8, part: before anything is started with them."""
+    """Before anything is started with them."""
     configuration = 'authorization: {user: "u", password: "right"}\n'
     async with server(files, configuration) as port:
         right = make(port, nats_credentials=str(files / "right"))

@@ -21,7 +21,7 @@ def taken(**changed: Any) -> Any:
 
 
 def test_a_file_tells_nothing_of_its_owner() -> None:
-    """S8, part: no id, scope, salted hash or time; what a branch needs to go on is whole."""
+    """X14, part: no id, scope, salted hash or time; what a branch needs to go on is whole."""
     kept = record()
     sent = as_sent(kept)
     raw = encode(sent)
@@ -136,7 +136,7 @@ def test_logits_have_the_models_type_and_numbers() -> None:
     ],
 )
 def test_kv_that_no_model_computes_is_refused(nbytes: int, odd: bytes) -> None:
-    """S8, part: an infinite number in a block would reach the texts that get the block later."""
+    """F24, part: an infinite number in a block would reach the texts that get the block later."""
     model = spec(dtype_nbytes=nbytes)
     largest = {4: 0x477FFFFF, 2: 0x477F, 1: 0xFE}[nbytes].to_bytes(nbytes, "little")
     check_numbers(largest * 64, 0, model)

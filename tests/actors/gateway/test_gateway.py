@@ -334,7 +334,7 @@ async def test_workers_whose_links_stand_get_requests_though_no_lease_arrives(mu
 async def test_clocks_of_processes_need_not_agree(
     seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """X8, part: leases, bookings, deadlines and pins count the seconds of the process that keeps them."""
+    """Leases, bookings, deadlines and pins count the seconds of the process that keeps them."""
     now, true = {"g0": 0.0, "g1": seconds, "w0": -seconds, "w1": 1e6}, time.time
     made = LiveFleet(
         SPEC,

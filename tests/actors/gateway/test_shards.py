@@ -223,7 +223,7 @@ async def test_branches_are_cancelled_one_by_one_wherever_they_are() -> None:
 
 
 async def test_the_parts_of_a_lost_worker_go_on_elsewhere() -> None:
-    """X4, part, D22, part: each branch after its own last token, with what it had drawn; counted so."""
+    """X4, part: each branch after its own last token, with what it had drawn; counted so."""
     async with fleet() as f:
         made = await make_capsule(f)
         fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(400), HOT))

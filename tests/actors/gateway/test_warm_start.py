@@ -90,7 +90,7 @@ async def is_back(client: httpx.AsyncClient, capsule: str) -> bool:
 
 
 async def test_durable_capsules_survive_the_worker_and_the_whole_service(tmp_path: Path) -> None:
-    """F24, S16: kill -9 of the worker under a living gateway, then of all; others get 404."""
+    """F24, S16, X28, part: kill -9 of the worker under a living gateway, then of all; others get 404."""
     broker = OpenBroker()
     await broker.start()
     worker = WorkerProcess(broker.url, tmp_path)

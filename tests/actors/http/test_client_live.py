@@ -24,7 +24,7 @@ def num_connections(live: Any) -> int:
 
 
 async def test_many_requests_of_both_ways_share_one_socket(live: Any) -> None:
-    """F20, part: streams, whole answers, errors and questions at once; each goes to its own."""
+    """I17, part: streams, whole answers, errors and questions at once; each goes to its own."""
     await until(lambda: num_connections(live) == 0)
     transport = AsyncLiveTransport(live.url)
     async with AsyncMallee(live.url, transport=transport) as client:

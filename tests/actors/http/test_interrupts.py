@@ -48,7 +48,7 @@ def interrupted(live: Any, program: str) -> Iterator[None]:
 
 
 def test_a_capsule_of_a_block_is_deleted(live: Any) -> None:
-    """F30, part: Ctrl-C pins nothing."""
+    """K15, part: Ctrl-C pins nothing."""
     kept = set(live.service.capsules)
     with interrupted(live, "with client.prefill('abc', cache_salt='s') as capsule: wait()"):
         assert len(live.service.capsules) == len(kept) + 1

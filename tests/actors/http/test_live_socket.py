@@ -243,7 +243,7 @@ async def gated(call: Any) -> AsyncIterator[tuple[Gate, str]]:
 
 
 async def test_a_gateway_that_stops_lets_the_requests_of_its_sockets_end(call: Any) -> None:
-    """F20, part: their clients miss nothing, begin nothing more, and are told why by the close's code."""
+    """Their clients miss nothing, begin nothing more, and are told why by the close's code."""
     go = asyncio.Event()
 
     async def slow(stream: Any) -> AsyncIterator[Delta]:

@@ -112,7 +112,7 @@ async def streamed(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[int,
 
 @pytest.mark.usefixtures("marks")
 async def test_each_choice_reasons_within_its_budget_and_then_answers() -> None:
-    """F28, part: n choices, streamed or not, with the reasoning of the same choices without a bound."""
+    """I17, part: n choices, streamed or not, with the reasoning of the same choices without a bound."""
     async with (
         tiny_fleet(MODEL, 1) as fleet,
         served(fleet.gateways[0], chat=TEMPLATE) as (url, _),
@@ -136,7 +136,7 @@ async def test_each_choice_reasons_within_its_budget_and_then_answers() -> None:
 
 @pytest.mark.usefixtures("marks")
 async def test_turns_that_fork_a_response_keep_to_theirs() -> None:
-    """F28, part: a turn from a capsule has the text and the count of tokens of one that begins anew."""
+    """I17, part: a turn from a capsule has the text and the count of tokens of one that begins anew."""
     async with (
         tiny_fleet(MODEL, 1) as fleet,
         served(fleet.gateways[0], chat=TEMPLATE) as (url, _),

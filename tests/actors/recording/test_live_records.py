@@ -255,7 +255,7 @@ async def test_two_gateways_record_two_parts_of_one_session(tmp_path: Path) -> N
 
 
 async def test_another_scope_neither_reads_nor_writes_nor_deletes_a_record(tmp_path: Path) -> None:
-    """F25: the session's name is its owner's alone."""
+    """X14, part: the session's name is its owner's alone."""
     async with api(tmp_path) as (client, _):
         await complete(client, max_tokens=4)
         raw = (await client.get(RECORD)).content

@@ -134,7 +134,7 @@ def test_the_byte_cap_forgets_blocks_but_never_invents_them() -> None:
 
 @pytest.mark.parametrize("max_nbytes", [4 << 20, 7 << 20])
 def test_the_byte_cap_holds_for_unique_blocks(max_nbytes: int) -> None:
-    """K9, part: also while a larger table is filled beside the old one, within a quarter."""
+    """K1, part: also while a larger table is filled beside the old one, within a quarter."""
     rng = np.random.default_rng(3)
     index = PrefixIndex(8, max_nbytes=max_nbytes)
     num_stored = 0
@@ -148,7 +148,7 @@ def test_the_byte_cap_holds_for_unique_blocks(max_nbytes: int) -> None:
 
 
 def test_the_byte_cap_holds_for_blocks_with_sets_of_their_own() -> None:
-    """K9, part: rows take memory from blocks; when more are taken the number of blocks comes down."""
+    """K1, part: rows take memory from blocks; when more are taken the number of blocks comes down."""
     rng = np.random.default_rng(4)
     index = PrefixIndex(1000, max_nbytes=8 << 20)
     pool = random_keys(rng, 150_000)

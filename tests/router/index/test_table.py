@@ -103,7 +103,7 @@ def test_a_burst_of_stores_while_a_table_shrinks_finds_room(num_left: int) -> No
 
 
 def test_memory_is_given_back_when_blocks_are_gone() -> None:
-    """K9, part: after mass removal, or clears, and `work`, a table is small again."""
+    """K1, part: after mass removal, or clears, and `work`, a table is small again."""
     rng = np.random.default_rng(6)
     empty = PrefixIndex(3).nbytes
     for how in ("remove", "clear"):
@@ -161,7 +161,7 @@ def test_segments_that_have_moved_are_given_back_meanwhile() -> None:
 
 
 def test_clearing_more_workers_than_there_are_spare_columns_needs_no_idle_turn() -> None:
-    """K9, part: 200 clears in a row, without `work`, while a table is too large to be swept at once."""
+    """K1, part: 200 clears in a row, without `work`, while a table is too large to be swept at once."""
     rng = np.random.default_rng(8)
     truth = Truth(20, random_keys(rng, 80_000))
     for worker in range(20):
@@ -181,7 +181,7 @@ def test_clearing_more_workers_than_there_are_spare_columns_needs_no_idle_turn()
 
 
 def test_no_clear_pays_for_a_sweep_of_the_whole_table() -> None:
-    """K9, part: where clears outrun idle turns each sweeps a share, and a spare column is always left."""
+    """K1, part: where clears outrun idle turns each sweeps a share, and a spare column is always left."""
     index = PrefixIndex(300)
     rng = np.random.default_rng(14)
     for worker in range(300):
@@ -197,7 +197,7 @@ def test_no_clear_pays_for_a_sweep_of_the_whole_table() -> None:
 
 
 def test_columns_are_swept_while_their_workers_go_on() -> None:
-    """K9, part: stores, removals and further clears between the steps of a sweep and of a move."""
+    """K1, part: stores, removals and further clears between the steps of a sweep and of a move."""
     rng = np.random.default_rng(9)
     truth = Truth(40, random_keys(rng, 90_000))
     for worker in range(40):

@@ -77,7 +77,7 @@ def test_without_graphs_their_memory_is_for_kv() -> None:
 def test_no_byte_is_counted_twice(
     total: int, used: int, share: float, host: int, is_unified: bool
 ) -> None:
-    """D25, part, I23, part: whatever the device, the lines sum to it; else there is a clear refusal."""
+    """X29, part, I23, part: whatever the device, the lines sum to it; else there is a clear refusal."""
     device = DeviceMemory("d", total * GIB, max(0, total - used) * GIB, is_unified)
     made = room(device, share=share, host_tier=host * GIB)
     try:
@@ -94,7 +94,7 @@ def test_no_byte_is_counted_twice(
 
 
 def test_a_host_tier_of_a_unified_device_is_kv() -> None:
-    """D25, part: on a GB10 it adds to KV that is given, and KV that is sized has those bytes anyway."""
+    """X29, part: on a GB10 it adds to KV that is given, and KV that is sized has those bytes anyway."""
     plain, tiered = room(GB10), room(GB10, host_tier=20 * GIB)
     assert plain.split(GB10, LLAMA_8B).share == 0.8
     assert plain.split(GB10, LLAMA_8B) == tiered.split(GB10, LLAMA_8B)
@@ -132,7 +132,7 @@ def test_a_context_that_does_not_fit_is_refused_with_numbers_and_remedies() -> N
 
 
 def test_kv_that_is_given_must_be_free_beside_the_weights() -> None:
-    """D25, part: together with a host tier in the same memory."""
+    """X29, part: together with a host tier in the same memory."""
     assert room(H200, host_tier=50 * GIB).given(H200, 100 * GIB) == 100 * GIB
     with pytest.raises(ConfigError, match=r"KV of 140.00 GiB .* has 139.00 GiB of 140.00 GiB free"):
         room(H200).given(H200, 140 * GIB)

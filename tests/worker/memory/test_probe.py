@@ -47,7 +47,7 @@ def test_a_device_with_memory_of_its_own_tells_it(tmp_path: Path) -> None:
 
 
 def test_unified_memory_is_what_the_host_has_available(tmp_path: Path) -> None:
-    """D25, part: CUDA counts the page cache of a GB10 as used, and NVML is never asked."""
+    """X29, part: CUDA counts the page cache of a GB10 as used, and NVML is never asked."""
     cuda = FakeCuda("NVIDIA GB10", 20 * GIB, 119 * GIB, is_integrated=1)
     path = meminfo(tmp_path, 120 * GIB, 100 * GIB)
     assert probe("cuda", cuda=cuda, meminfo=path) == DeviceMemory(

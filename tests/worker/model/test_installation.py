@@ -92,7 +92,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_with_the_wheels_metadata_alone_all_is_imported_and_the_engine_runs(tmp_path: Path) -> None:
-    """D8, part: every module of the product, and an answer on the CPU."""
+    """X29, part: every module of the product, and an answer on the CPU."""
     done = run(tmp_path, "-c", TRY)
     assert done.returncode == 0, done.stderr
     modules, tokens = done.stdout.splitlines()
@@ -162,7 +162,7 @@ def test_each_reason_against_flashinfer_is_one_line_and_attention_runs_in_torch(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """D8, part: the package's version, the toolkit, the device; the model's are in test_flashinfer.py."""
+    """X29, part: the package's version, the toolkit, the device; the model's are in test_flashinfer.py."""
     monkeypatch.setitem(sys.modules, "flashinfer", flashinfer_emulator)
     monkeypatch.setattr(flashinfer_emulator, "__version__", version)
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", toolkit)

@@ -220,7 +220,7 @@ def test_wider_kv_leaves_them_out_and_says_so(
 @pytest.mark.parametrize("value", [0.0, -0.5, float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 def test_bad_scales_are_refused_by_name(name: str, value: float, tmp_path: Path) -> None:
-    """D31, part, F14, part: with the value, and the way to do without."""
+    """D31, part: with the value, and the way to do without."""
     pairs = [(1.0, 1.0), (value, 1.0) if name == "k_scale" else (1.0, value)]
     with_kv_scales(random_model(), pairs).save(tmp_path)
     said = rf"model\.layers\.1\.self_attn\.{name} is {value}, .* give kv_dtype auto"

@@ -150,7 +150,7 @@ def test_without_continuous_batching_nobody_joins_those_that_run(make_rig: Any) 
 
 
 def test_a_short_prompt_does_not_wait_behind_a_long_one(make_rig: Any) -> None:
-    """S6: it takes a part of the next step; of a lower priority it waits."""
+    """I11, part: it takes a part of the next step; of a lower priority it waits."""
     rig = make_rig()
     rig.add("long", 400)
     rig.step()

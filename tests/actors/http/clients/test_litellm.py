@@ -84,7 +84,7 @@ def test_litellm_asks_for_responses(to: Any, live: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_litellm_speaks_to_messages(to: Any, live: Any, stream: bool) -> None:
-    """I16, part: `completion` by Anthropic's API, a call among its events."""
+    """I17, part: `completion` by Anthropic's API, a call among its events."""
     live.service.reply = lambda _: CALL
     asked = to | {"model": "anthropic/tiny/bytes", "api_base": live.url, "stream": stream}
     made = litellm.completion(messages=MESSAGES, tools=TOOLS, **asked)
