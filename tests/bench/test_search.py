@@ -134,7 +134,7 @@ def test_the_report_says_what_its_figures_depend_on(report: dict[str, Any]) -> N
 
 
 def test_a_search_by_forks_is_five_times_as_fast_as_without(report: dict[str, Any]) -> None:
-    """D24, part, D26, part: four expansions at once, against prefill of each branch; block-hash caching is nearer."""
+    """D24, part, D26, part: four expansions at once, against prefill of each branch, and a cache."""
     speedup = report["results"]["mcts_4"]["speedup"]["tree"]
     assert speedup["resent"]["low"] >= 5
     assert 1.2 <= speedup["cached"]["low"] <= speedup["cached"]["high"] < 3

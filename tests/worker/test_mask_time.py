@@ -76,7 +76,7 @@ def steps_and_tokens(masks_ms: int, *, overlap: bool) -> tuple[set[int], list[in
 
 @pytest.mark.parametrize("masks_ms", [2, 7])
 def test_a_step_takes_the_longer_of_pass_and_masks_not_their_sum(masks_ms: int) -> None:
-    """D11, part: also for masks longer than the pass. The tokens are those of one after the other."""
+    """D11: also for masks longer than the pass. The tokens are those of one after the other."""
     together, tokens = steps_and_tokens(masks_ms, overlap=True)
     one_by_one, same = steps_and_tokens(masks_ms, overlap=False)
     assert together == {max(FORWARD_MS, masks_ms)}

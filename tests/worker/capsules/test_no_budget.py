@@ -55,7 +55,7 @@ def run(max_kept_share: float, *commands: Command) -> tuple[Engine, list[StepRes
 
 
 def test_a_budget_of_zero_changes_no_byte_of_the_default_path() -> None:
-    """F8, part: frames and events, encoded, are those of the default budget, that nothing asks for."""
+    """F8: frames and events, encoded, are those of the default budget, that nothing asks for."""
     engine, results = run(0.0, *requests(1))
     assert engine.stats().tree.num_evicted
     default = run(EngineConfig().max_kept_share, *requests(1))[1]
@@ -63,7 +63,7 @@ def test_a_budget_of_zero_changes_no_byte_of_the_default_path() -> None:
 
 
 def test_a_budget_of_zero_keeps_nothing_and_serves_everything_cold() -> None:
-    """F8, part: each refusal is told and counted, and no other field of an update is changed by it."""
+    """F8: each refusal is told and counted, and no other field of an update is changed by it."""
     engine, results = run(0.0, *requests(2, keep_s=0.0))
     updates = [u for r in results for frame in r.frames.values() for u in frame.updates]
     refused = {update.request for update in updates if update.kept == "refused"}
