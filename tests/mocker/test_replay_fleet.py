@@ -72,7 +72,7 @@ def test_any_gateway_finds_a_capsule_that_another_one_made() -> None:
 
 @pytest.mark.parametrize(("width", "gateways"), [(2, 2), (8, 1), (64, 2)])
 def test_cold_siblings_compute_their_prefix_once(width: int, gateways: int) -> None:
-    """X2, part: they arrive in one instant; prefill tokens = prefix + suffixes, through the router."""
+    """X2: they arrive in one instant; prefill tokens = prefix + suffixes, through the router."""
     scene = siblings(2, width, prefix_tokens=4096, suffix_tokens=32, output_tokens=8, gap_s=30.0)
     config = ReplayConfig(engines=8, kv_tokens=65536, timing=TIMING, gateways=gateways)
     _, result = run(scene, config)

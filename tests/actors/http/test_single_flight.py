@@ -18,7 +18,7 @@ def model() -> RandomModel:
 
 @pytest.mark.parametrize("num", [2, 32, 64])
 async def test_cold_siblings_compute_their_prefix_once(model: RandomModel, num: int) -> None:
-    """X2, part: prefill tokens = prefix + suffixes, of two real engines, for requests that came at once."""
+    """X2: prefill tokens = prefix + suffixes, of two real engines, for requests that came at once."""
     suffixes = [f" {i:02}?"[: 2 + i % 3] for i in range(num)]
     async with tiny_api(model, 2, num_blocks=2048) as (client, fleet):
         answers = await asyncio.gather(
