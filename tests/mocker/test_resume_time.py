@@ -66,7 +66,7 @@ class Worker:
 
 
 def test_a_retained_turn_resumes_as_early_as_one_at_once() -> None:
-    """X17, part: within 10 %, where it takes many times as long without retention."""
+    """X17: within 10 %, where it takes many times as long without retention."""
     found = {}
     for name, spans, has_tool in (
         ("resident", (), False),
@@ -83,7 +83,7 @@ def test_a_retained_turn_resumes_as_early_as_one_at_once() -> None:
 
 
 def test_a_promoted_capsule_resumes_as_early_as_one_that_never_left() -> None:
-    """X17, part: demoted for the time of the tool call; the fork of one still below waits for its fetch."""
+    """X17: demoted for the time of the tool call; the fork of one still below waits for its fetch."""
     found = {}
     for name in ("resident", "promoted", "below"):
         worker = Worker(TIERS)

@@ -29,7 +29,7 @@ def cached(bench: Any, name: str, prompt: list[int]) -> int:
 
 
 def test_a_retained_prompt_survives_what_came_later(make_bench: Any) -> None:
-    """X17, part: what is retained is there; the time of a resume is not measured."""
+    """X17, part: what is retained is there."""
     for spans, found in (((), 4), ((RetainSpan(END_OF_TEXT, 50, 60.0),), 28)):
         bench = make_bench(num_blocks=20, max_answer_capsules=0)
         bench.run(generate("a", FIRST, *spans))

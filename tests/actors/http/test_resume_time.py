@@ -55,7 +55,7 @@ async def resumed(way: str) -> tuple[str, int]:
 
 
 async def test_a_turn_after_a_tool_call_is_the_work_of_one_at_once() -> None:
-    """X17, part: retained or promoted, the same tokens are computed, so its first one is as early."""
+    """X17: retained or promoted, the same tokens are computed, so its first one is as early."""
     at_once = await resumed("resident")
     assert at_once[1] == len(RESULT)
     assert await resumed("retained") == at_once

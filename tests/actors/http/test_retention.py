@@ -85,7 +85,7 @@ def test_times_of_openai_and_anthropic_cover_the_prompt() -> None:
 
 @pytest.mark.nats
 async def test_answers_tell_what_was_retained_and_refusals_are_counted(tmp_path: Path) -> None:
-    """X17, part: applied, clipped or refused, in each answer."""
+    """X17: applied, clipped or refused, in each answer."""
     config = mock_config(make_folder(tmp_path), mock__engines_per_worker=1, engine__kv_tokens=512)
     async with (
         MockStack(config, port=free_port()) as stack,
