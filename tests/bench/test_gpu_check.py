@@ -1,9 +1,6 @@
 """The one command that proves the GPU path: its logic on tiny shapes, on this CPU."""
 
-import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +11,7 @@ import pytest
 import torch
 
 from bench.gpu import exact, loop, steps, trees
-from bench.gpu.shapes import BLOCK_SIZE, FULL, TINY_SCALE, product_flops, random_model
+from bench.gpu.shapes import FULL, TINY_SCALE, product_flops, random_model
 from bench.gpu.targets import TARGETS, row
 from bench.gpu_check import Check, counts, run
 from mallee.mocker.timing.files import read_timing
@@ -22,7 +19,6 @@ from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.model.graphs.decode import GraphOptions
 from mallee.worker.model.loading.stored import expected_shapes
 from support import flashinfer_emulator
-from support.benches import ROOT, run_bench
 from support.recorded_graphs import RecordedGraphs
 from support.torch_threads import one_torch_thread
 
@@ -38,35 +34,6 @@ def check() -> Check:
     return Check("cpu", TINY_SCALE)
 
 
-@pytest.mark.slow
-def test_every_target_is_a_row_of_the_last_line_with_a_figure_or_a_reason() -> None:
-    """I23: with the split of memory; tiny shapes are measured and not judged."""
-    found, _ = run_bench("gpu_check", "--tiny", "--device", "cpu", "--no-tests")
-    assert [each["name"] for each in found["rows"]] == list(TARGETS)
-    assert found["failed"] == []
-    for each in found["rows"]:
-        assert each["meets"] is None
-        if each["name"] == "recaptures":
-            assert each["reason"] == "graphs are CUDA's"
-        else:
-            assert each["measured"] > 0
-    memory = found["figures"]["memory"]
-    assert memory["taken"].keys() == {"weights", "kv", "other", "graphs"}
-    assert memory["budget"]["weights"] == memory["taken"]["weights"]
-    assert found["versions"]["torch"] == torch.__version__
-    search = found["figures"]["search"]
-    scale = TINY_SCALE
-    assert search["drawn"] == scale.expansions * scale.rollouts * scale.rollout_tokens
-    assert search["resent_drawn"] == search["drawn"] * scale.measured_expansions / scale.expansions
-    each_again = scale.measured_expansions * scale.rollouts * scale.shared
-    assert search["resent_prefilled"] >= each_again, "every text is computed again"
-    assert search["prefilled"] < scale.shared + scale.expansions * scale.rollouts
-    # A block of each text at most is computed again.
-    most = scale.shared + scale.expansions * scale.rollouts * BLOCK_SIZE
-    assert search["prefilled"] <= search["cached_prefilled"] <= most
-    assert search["against_cache"] > 0
-
-
 def test_a_grid_of_steps_is_written_for_the_mocker(tmp_path: Path) -> None:
     """I27, part: `--profile FILE`, with what it was measured on."""
     out = tmp_path / "grid.json"
@@ -77,23 +44,6 @@ def test_a_grid_of_steps_is_written_for_the_mocker(tmp_path: Path) -> None:
     assert found.conditions["device"] == "cpu"
     assert found.conditions["torch"] == torch.__version__
     assert 0 < found.timing().step_s([(100, 0)], 2, 200) < 10
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
-def test_without_a_device_it_says_what_is_missing_and_ends_with_2() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.gpu_check"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 2, done.stderr
-    last = json.loads(done.stdout.splitlines()[-1])
-    assert last["rows"] == []
-    assert any("driver" in each for each in last["missing"])
-    assert all(each in done.stdout for each in last["missing"])
 
 
 def test_a_figure_is_judged_by_its_bound() -> None:

@@ -1,0 +1,266 @@
+"""Medians, verdicts, tables and choices of the benches."""
+
+import json
+import os
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bench import agents, measure, tables
+from bench.block_tables import Shape, Shared, Steps, compare, placements, reason_to_skip
+from bench.capsule.replays import live_tokens
+from bench.engine.drafts import cut, rounded
+from bench.failover import __main__ as failover
+from bench.idle import Sample, by_role, medians, role_of, sample
+from bench.nodes.cluster import chosen
+from bench.router import ranking
+from bench.search.__main__ import interval
+from bench.search.compare import main as search_over_http
+from mallee.testing.random_model import random_model
+from mallee.testing.workloads import made
+from mallee.traces.workload import Request
+from mallee.worker.model.runner import load
+from support.tokenizers_made import byte_level
+
+CPU = torch.device("cpu")
+SHAPE = Shape(rows=32, context=256, layers=2)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "p50_us", "slow_us"),
+    [
+        ([[500.0] * 5, *[[2.0, 2.0, 3.0], [40.0, 50.0, 50.0]] * 2], 2.0, 50.0),
+        ([[9.0], [2.0, 2.0], [3.0, 3.0]], 2.5, None),  # noise is not a mode
+        ([[1.0, 2.0, 9.0]], 2.0, None),
+    ],
+)
+def test_two_modes_of_rounds_are_told_apart(
+    rounds: list[list[float]], p50_us: float, slow_us: float | None
+) -> None:
+    """The first round warms up, but if it is the only one."""
+    times = measure.times_of(rounds)
+    assert (times.p50_us, times.slow_us) == (p50_us, slow_us)
+
+
+def test_cases_take_turns_and_every_input_is_used() -> None:
+    seen: list[object] = []
+    times = measure.take_turns({"a": seen.append, "b": seen.append}, {"a": [1, 2], "b": [3]}, 2)
+    assert seen == [2, 1, 2, 3, 3] * 2  # the last input first, as a warm-up that is not timed
+    assert set(times) == {"a", "b"}
+
+
+def test_ratios_say_how_many_times_better_ours_is() -> None:
+    ours = {"x": 2.0, "y": {"p50": 4.0}, "only": 1.0}
+    peer = {"x": 6.0, "y": {"p50": 2.0}}
+    assert measure.ratios(ours, peer, lower_is_better=True) == {"x": 3.0, "y": {"p50": 0.5}}
+    assert measure.ratios(10.0, 5.0, lower_is_better=False) == 2.0
+    assert measure.ratios(0.0, 5.0, lower_is_better=True) is None
+    figures = {"a": 123456.0, "b": 7, "c": {"d": 0.0012345}}
+    assert measure.rounded(figures) == {"a": 123500.0, "b": 7, "c": {"d": 0.001234}}
+
+
+def test_intervals_hold_their_median() -> None:
+    """D26, part."""
+    values = [float(i) for i in range(11)]
+    found = interval(values)
+    assert found["median"] == 5.0
+    assert 1.0 <= found["low"] < 5.0 < found["high"] <= 9.0
+    assert interval(values) == found
+    assert interval([2.0] * 10) == {"median": 2.0, "low": 2.0, "high": 2.0}
+
+
+def test_figures_of_agents_are_those_of_hand_made_ones() -> None:
+    found = agents.figures([agents.Agent([10.0, 30.0], 2.0), agents.Agent([20.0, 20.0], 1.0)])
+    assert (found["p50_ms"], found["p95_ms"], found["p99_ms"]) == (20.0, 30.0, 30.0)
+    assert found["jitter_ms"] == 5.0
+    assert found["fairness"] == pytest.approx(0.9)
+    assert [agents.percentile([1.0, 2.0, 3.0, 4.0], q) for q in (25, 26, 100)] == [1.0, 2.0, 4.0]
+
+
+def test_the_page_is_fresh_and_has_every_result() -> None:
+    assert tables.PAGE.read_text() == tables.page(), "run python -m bench.tables"
+    assert {path.stem for path in tables.RESULTS.glob("*.json")} == set(tables.SECTIONS)
+
+
+def test_losses_are_bold() -> None:
+    assert tables.better(2.0, 1.0, is_less=False) == "2.00"
+    assert tables.better(2.0, 1.0, is_less=True) == "**0.50**"
+    assert tables.better(0.0, 1.0, is_less=True) == "-"
+
+    def side(cut: float | None, pause: float) -> dict[str, object]:
+        return {"1. held": {"says": "cut", "harm": cut}, "2. bomb": {"says": "a", "harm": pause}}
+
+    sides = {"mallee": side(None, 0.1), "smg": {}, "vllm": side(30.0, 9.0)}
+    (text,) = tables.peer_faults(sides)
+    assert "| 1. held | **cut** | not run | cut |" in text
+    assert "| 2. bomb | a | not run | a |" in text
+
+
+def test_a_mask_over_129_thousand_tokens_takes_less_than_a_tenth_of_a_millisecond() -> None:
+    """D10, part, I16, part: committed figures: p50 and mean; constrained steps cost 5 %, counted ones 15."""
+    found = json.loads((tables.RESULTS / "masks.json").read_text())
+    large = [each for each in found["tokenizers"].values() if each["vocab_size"] > 100_000]
+    assert large
+    for each in large:
+        assert each["all"]["p50_us"] < each["all"]["mean_us"] < 100
+        assert each["share_of_8b_step"]["1"] < 0.05
+    for kinds in found["steps"].values():
+        assert kinds["constrained"]["overhead"] < 0.05
+        assert kinds["counted"]["overhead"] < 0.15
+
+
+def runs(*pairs: tuple[float, float]) -> list[ranking.Figures]:
+    return [ranking.Figures(p50, p99, 0.5, 1.0, 0.5, 0, "d") for p50, p99 in pairs]
+
+
+def test_cost_wins_only_with_both_medians_against_everybody() -> None:
+    others = {policy: runs((3, 30), (3, 30)) for policy in ranking.POLICIES[1:]}
+    assert ranking.cost_wins({"cost": runs((1, 10), (4, 29)), **others})
+    assert not ranking.cost_wins({"cost": runs((3, 10)), **others})
+    assert not ranking.cost_wins({"cost": runs((1, 31)), **others})
+    beaten = {**others, "random": runs((0.5, 30))}
+    assert not ranking.cost_wins({"cost": runs((1, 10)), **beaten})
+    found = {"cost": runs((1, 40), (2, 20)), **others}
+    rows = list(ranking.table(ranking.Scene("s", Path("t.jsonl"), 10, 3), found))
+    assert rows[3].startswith("| cost | 2 (1 to 2) | 30 (20 to 40) | - |")
+    assert rows[4].startswith("| round_robin | 3 (3 to 3) | 30 (30 to 30) | 2, 1 of 2 |")
+
+
+def test_all_policies_get_the_same_requests_and_the_same_fleet() -> None:
+    jobs = ranking.jobs_of(ranking.Scene("s", Path("t.jsonl"), 10, 3), 2)
+    assert [policy for policy, _ in jobs] == [*ranking.POLICIES] * 2
+    for seed, part in ((1, jobs[:5]), (2, jobs[5:])):
+        configs = {(job.config.engines, job.config.kv_tokens, job.config.seed) for _, job in part}
+        assert configs == {(3, ranking.KV_TOKENS, seed)}
+        assert all(job.make.keywords == {"limit": 10, "seed": seed} for _, job in part)
+
+
+def test_what_is_live_is_what_sessions_have_in_context_over_time() -> None:
+    requests = [
+        Request(0, 0.0, (), 100, 0, "a"),
+        Request(1, 2.0, (), 300, 0, "b"),
+        Request(2, 4.0, (), 200, 0, "a"),
+        Request(3, 10.0, (), 10, 0, "c"),
+        Request(4, 30.0, (), 500, 0, "b"),
+    ]
+    # Of ten seconds: four of 100 tokens, and, while b is in between, eight of 300.
+    assert live_tokens(made(requests, name="t", id_tokens=4)) == pytest.approx(280.0)
+
+
+@pytest.mark.parametrize(
+    ("command", "role"),
+    [
+        (["ray::ServeReplica:mallee:Gateway"], "gateway"),
+        (["ray::ServeReplica:mallee:Broker"], "broker's supervisor"),
+        (["/x/nats-server", "-c", "y"], "NATS"),
+        (["ray::ServeController"], "Serve's controller"),
+        (["/x/core/src/ray/raylet/raylet", "--raylet_socket_name=z"], "Ray's raylet"),
+        (["/x/python", "-m", "mallee.cli", "serve"], "mallee serve"),
+        (["/x/python", "-u", "/x/monitor.py"], "Ray's others"),
+        ([], "Ray's others"),
+    ],
+)
+def test_processes_have_roles_by_their_command(command: list[str], role: str) -> None:
+    assert role_of(command) == role
+
+
+def test_time_is_counted_by_role_and_of_new_processes_whole() -> None:
+    before = {1: Sample("gateway", 1.0, 50.0), 2: Sample("worker", 5.0, 10.0)}
+    after = {1: Sample("gateway", 1.5, 60.0), 3: Sample("gateway", 0.5, 40.0)}
+    found = by_role(before, after, 10.0)
+    assert found["gateway"] == {"count": 2, "cores": pytest.approx(0.1), "mb": 100.0}
+    assert found["all"] == found["gateway"]
+    assert "worker" not in found
+    assert medians([found, {"all": {"count": 4, "cores": 0.3, "mb": 0.0}}])["all"]["count"] == 3
+    own = sample(psutil.Process())[os.getpid()]
+    assert own.pss_mb > 1
+    assert own.cpu_s > 0
+
+
+def test_the_first_node_that_nothing_else_needs_is_chosen() -> None:
+    assert chosen({1: 2, 3: 1, 2: 4}, {1, 3}, "a worker alone") == 2
+    says = r"no node but Ray's head has a worker alone: .* \{1: 2, 2: 1\}, left out \[1, 2\]; give more"
+    with pytest.raises(RuntimeError, match=says):
+        chosen({1: 2, 2: 1}, {1, 2}, "a worker alone")
+
+
+async def test_what_faults_left_behind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def left(kept: float, rows: int = 0) -> str:
+        def answer(request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/metrics":
+                return httpx.Response(200, text=f'mallee_worker_capsules{{worker="w0"}} {kept}\n')
+            if request.url.path == "/health":
+                return httpx.Response(200, json={"status": "ok"})
+            return httpx.Response(200, json={"data": [{"rows": rows, "active_blocks": 0}]})
+
+        transport = httpx.MockTransport(answer)
+        async with httpx.AsyncClient(base_url="http://test", transport=transport) as client:
+            return await failover.Service(client, 0).leftovers()
+
+    async def look() -> str:
+        return "a worker is gone"
+
+    assert await left(1.0) == ""
+    assert await left(0.0) == """kept capsules: [('worker="w0"', '0.0')]"""
+    assert await left(1.0, rows=3) == "booked: [{'rows': 3, 'active_blocks': 0}]"
+    monkeypatch.setattr(failover, "BACK_S", -1.0)
+    async with httpx.AsyncClient() as client:
+        with pytest.raises(TimeoutError, match="a worker is gone"):
+            await failover.Service(client, 0).wait(look)
+
+
+def test_an_unknown_scene_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        search_over_http(["--scenes", "game,chess"])
+    assert "chess: there are game, mcts, beam" in capsys.readouterr().err
+
+
+def test_block_tables_are_compared_on_a_gb10_alone() -> None:
+    """D25: off a GB10 nothing is claimed."""
+    assert "no CUDA device" in reason_to_skip(False, "", any_device=True)
+    assert "NVIDIA H200 is no GB10" in reason_to_skip(True, "NVIDIA H200", any_device=False)
+    assert reason_to_skip(True, "NVIDIA H200", any_device=True) == ""
+    assert reason_to_skip(True, "NVIDIA GB10", any_device=False) == ""
+
+
+def test_every_placement_of_block_tables_reads_what_was_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """D25: also through memory that both sides reach, which a CPU's is; an old table is found out."""
+    steps = Steps(SHAPE, CPU)
+    known = placements(steps.first, CPU)
+    view = np.zeros_like(steps.first)
+    known["unified"] = Shared(view, torch.from_numpy(view), steps.first)
+    expected = steps.first.copy()
+    for _ in range(5):
+        entries = steps.entries()
+        rows, places, blocks = entries
+        expected[rows, places] = blocks
+        assert len({steps.run(each, entries)[1] for each in known.values()}) == 1
+        for each in known.values():
+            assert np.array_equal(each.table.numpy(), expected)
+    monkeypatch.setattr("bench.block_tables.DeviceEntries.write", lambda *args: None)
+    with pytest.raises(RuntimeError, match="placements read different tables"):
+        compare(SHAPE, CPU, 20)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_draft_model_lacks_layers_or_bits(tmp_path: Path) -> None:
+    model = tmp_path / "m"
+    random_model("llama", 5, vocab_size=320, num_hidden_layers=4).save(model)
+    byte_level().save(str(model / "tokenizer.json"))
+    whole = load_file(model / "model.safetensors")
+    shorter = load(cut(model, tmp_path / "cut", range(1, 3)), num_blocks=4)
+    assert shorter.decoder.config.num_layers == 2
+    kept = load_file(tmp_path / "cut" / "model.safetensors")
+    name = "mlp.down_proj.weight"
+    assert kept[f"model.layers.1.{name}"].equal(whole[f"model.layers.3.{name}"])
+    rounded(model, tmp_path / "rounded", 3)
+    few = load_file(tmp_path / "rounded" / "model.safetensors")
+    assert len(few[f"model.layers.0.{name}"][5].unique()) <= 7
+    assert few["model.embed_tokens.weight"].equal(whole["model.embed_tokens.weight"])

@@ -1,0 +1,210 @@
+"""Scenes of the benches in virtual time, with the product's router, scheduler, pool and tiers."""
+
+from typing import Any
+
+import pytest
+
+from bench.capsule.replays import Way, figures, on, turns
+from bench.contention import virtual
+from bench.engine.matrix import SEED, median, on_mock, setups
+from bench.engine.workloads import SPECS
+from bench.mocker import scenes
+from bench.router import fanout, policies
+from mallee.mocker.device import DeviceConfig
+from mallee.mocker.replay.run import replay
+from mallee.mocker.timing import ClosedForm, Plane, Timing
+
+# Straight lines: the router's prices are what the engines then take.
+STRAIGHT = Timing(ClosedForm(0.0, 2.2e-5, 0.0, 0.0, (Plane(4.8e-3, 1.3e-5, 2.9e-8),)))
+LOAD = virtual.Load(48, 16, prompt_tokens=256, output_tokens=64)
+
+
+def test_two_agents_on_one_document_take_half_as_long() -> None:
+    """S10, part: the measured shape: 1.95 times end to end, the second agent's start 52 times as soon."""
+    found = scenes.two_agents()
+    assert found["apart_ms"] == pytest.approx(10_275, rel=0.01)
+    assert found["shared_ms"] == pytest.approx(found["measured"]["shared_ms"], rel=0.05)
+    assert found["speedup"] == pytest.approx(found["measured"]["speedup"], rel=0.05)
+    assert 1e3 * scenes.PREFILL_S / found["second_activation_ms"] > 52
+
+
+def test_fifty_readers_compute_their_document_once() -> None:
+    """S11: prefill tokens = the document once and each reader's own prompt."""
+    found = scenes.document()
+    assert found["cost"]["prefix_copies"] == 1.0
+    assert found["cost"]["prefill_tokens"] == 50_000 + 50 * 128
+    assert found["round_robin"]["prefix_copies"] == pytest.approx(8.0)
+
+
+def test_agents_on_one_engine_get_equal_shares_and_less_each() -> None:
+    """S12."""
+    found = scenes.agents_sweep(most=8)
+    assert [name for name in found if name != "knee"] == ["1", "2", "4", "8"]
+    waited = [found[name]["turn_ms"]["p50"] for name in ("1", "2", "4", "8")]
+    assert waited == sorted(waited)
+    assert all(found[name]["fairness"] > 0.98 for name in ("1", "2", "4", "8"))
+    # The knee: from there twice as many bring less than half as much again.
+    assert scenes.knee({1: 100.0, 2: 200.0, 4: 290.0, 8: 300.0}) == 2
+    assert scenes.knee({1: 100.0, 2: 200.0}) is None
+
+
+def test_sessions_that_take_turns_share_a_device_a_fourth_of_their_size() -> None:
+    """F26, part, K15, part: nothing is computed twice; moving it takes a part of the time of that."""
+    workload, room = turns(16, 5, 24_000, 20.0), 4 * 27_136
+    fit, lru, tiers = (
+        figures(replay(workload, config))
+        for config in (
+            on(1, 4 * room, Way(), 0),
+            on(1, room, Way(), 0),
+            on(1, room, Way(has_tiers=True), 0),
+        )
+    )
+    for run in (fit, lru, tiers):
+        assert run["requests"] == 80
+        assert not run["errors"]
+    assert lru["hit_rate"] < 0.1 < 0.75 < fit["hit_rate"]
+    assert tiers["hit_rate"] > 0.98 * fit["hit_rate"]
+    assert fit["serving_s"] < tiers["serving_s"] < (fit["serving_s"] + lru["serving_s"]) / 2
+
+
+def test_one_engine_with_all_rows_beats_several_on_its_device() -> None:
+    """S18, part: the weights are read once for all rows; by turns each engine reads them for its own."""
+    found = {k: virtual.run(LOAD, k, 16, DeviceConfig(k), 0) for k in (1, 2, 4)}
+    assert found[1]["tokens_per_s"] > 1.2 * found[2]["tokens_per_s"]
+    assert found[2]["tokens_per_s"] > 1.2 * found[4]["tokens_per_s"]
+    assert found[1]["itl_p50_ms"] < found[2]["itl_p50_ms"] < found[4]["itl_p50_ms"]
+    assert found[1]["switching"] == 0.0 < found[2]["switching"]
+    for engines in (2, 4, 8):  # each holds the weights
+        lost = virtual.kv_tokens_of(1) - engines * virtual.kv_tokens_of(engines)
+        assert 0 <= lost - (engines - 1) * virtual.weight_tokens() < engines
+
+
+def test_short_slices_and_dear_changes_cost_throughput() -> None:
+    """S18, part."""
+    short, middle, dear = (
+        virtual.run(LOAD, 4, 16, DeviceConfig(4, **options), 0)
+        for options in (
+            {"slice_s": 0.0005},
+            {"slice_s": 0.008},
+            {"slice_s": 0.008, "switch_s": 0.002},
+        )
+    )
+    assert short["switching"] > 2 * middle["switching"]
+    assert short["tokens_per_s"] < middle["tokens_per_s"]
+    assert dear["tokens_per_s"] < middle["tokens_per_s"]
+
+
+@pytest.mark.parametrize(
+    ("engines", "trees", "width"),
+    [(4, 1, 2), (4, 16, 8), (4, 16, 64), pytest.param(1000, 4, 32, marks=pytest.mark.slow)],
+)
+def test_children_go_to_their_parents_worker_while_they_fit(
+    engines: int, trees: int, width: int
+) -> None:
+    """X1: 2 to 64 branches, 1 to 16 trees at once, 4 to 1000 engines."""
+    found = fanout.play(fanout.Scene(engines, width, trees))
+    assert found["affinity"] >= 0.99
+    assert found["prefix_copies"] == 1.0
+
+
+@pytest.mark.parametrize("can_migrate", [False, True])
+def test_a_warm_fan_out_of_512_spills_and_is_much_faster(can_migrate: bool) -> None:
+    """X1, X6, part: on eight workers of 256 rows; every spill has its three prices, moved bytes count."""
+    scene = fanout.Scene(8, 512, can_migrate=can_migrate, timing=STRAIGHT)
+    found = fanout.compare(scene)
+    assert found["slowest_child_ms"] <= found["no_spill_slowest_child_ms"] / 4
+    spills = found["spills"]
+    assert spills["count"] == len(spills["list"]) == 7
+    how = "migrate" if can_migrate else "recompute"
+    for spill in spills["list"]:
+        assert spill["how"] == how
+        assert set(spill["prices"]) == {"wait_s", "migrate_s", "recompute_s"}
+        assert 0 < spill["prices"][f"{how}_s"] < spill["prices"]["wait_s"] / 2
+        # The price is what then happens: chunks and batches make the rest of the difference.
+        assert 1000 * spill["prices"][f"{how}_s"] == pytest.approx(
+            found["slowest_child_ms"], rel=0.3
+        )
+    assert found["moved_nbytes"] == (7 * 4096 * (2 << 20) // 16 if can_migrate else 0)
+    assert found["prefix_copies"] == (1.0 if can_migrate else pytest.approx(8.0, rel=0.01))
+
+
+def test_equal_scenes_have_equal_figures() -> None:
+    scene = fanout.Scene(8, 300, 4, gateways=3)
+    assert fanout.play(scene) == fanout.play(scene)
+
+
+@pytest.mark.slow
+def test_eight_replicas_hit_as_often_as_one_and_do_not_herd() -> None:
+    """K6, X7: hit rate within 2 % of one replica's; bookings spread as evenly, if they are told."""
+    workload = policies.made_up(1500, seed=1)
+    one = policies.play(workload, policies.config_for(8, "cost"))
+    told = policies.play(workload, policies.config_for(8, "cost", gateways=8))
+    untold = policies.play(workload, policies.config_for(8, "cost", gateways=8, sync=False))
+    assert told["hit_rate"] == pytest.approx(one["hit_rate"], rel=0.02)
+    assert told["bookings_max_mean"] <= 1.25
+    assert told["bookings_max_mean"] < untold["bookings_max_mean"]
+
+
+@pytest.mark.slow
+def test_our_policy_is_better_than_the_baselines() -> None:
+    """K12: time to first token, and to the last, on sessions that grow turn by turn; fixed seed."""
+    workload = policies.made_up(600, seed=0)
+    names = ("cost", "round_robin", "random", "least_loaded", "dynamo", "prefix_only")
+    found: dict[str, Any] = {
+        name: policies.play(workload, policies.config_for(4, name)) for name in names
+    }
+    ours, herding = found["cost"], found["prefix_only"]
+    for name in names[1:5]:
+        assert ours["hit_rate"] > found[name]["hit_rate"]
+        for key in ("ttft_ms", "whole_s"):
+            assert ours[key]["p50"] < found[name][key]["p50"]
+            assert ours[key]["p99"] < found[name][key]["p99"]
+    assert ours["ttft_ms"]["p99"] < herding["ttft_ms"]["p99"]
+    assert ours["whole_s"]["p50"] < herding["whole_s"]["p50"]
+
+
+@pytest.fixture(scope="module")
+def matrix() -> dict[str, dict[str, Any]]:
+    """Metrics by workload and configuration, on the mock."""
+    return {
+        workload: {
+            name: median([on_mock(workload, setup, SEED)]) for name, setup in setups().items()
+        }
+        for workload in SPECS
+    }
+
+
+def test_every_workload_runs_on_every_configuration_with_equal_answers(
+    matrix: dict[str, dict[str, Any]],
+) -> None:
+    """D22, part, I20, I23, part, I24, part: each feature on and off, every metric of every cell."""
+    assert list(matrix) == ["W1", "W2", "W3", "fan", "tree", "chain"]
+    for results in matrix.values():
+        assert len({metrics["answers"] for metrics in results.values()}) == 1
+        for metrics in results.values():
+            for name in ("ttft_ms", "itl_ms", "latency_ms", "queue_wait_ms"):
+                assert 0 <= metrics[name]["p50"] <= metrics[name]["p95"] <= metrics[name]["p99"]
+            assert metrics["throughput_tok_s"] > 0
+            assert metrics["gb_per_branch"] > 0
+            assert 0 < metrics["slot_fill"] <= 1
+
+
+def test_each_feature_pays_where_it_is_meant_to(matrix: dict[str, dict[str, Any]]) -> None:
+    """D26, part, D37, part, I8, I10, I12, part."""
+    of = matrix
+    assert of["W2"]["static"]["ttft_ms"]["p99"] > 3 * of["W2"]["continuous"]["ttft_ms"]["p99"]
+    assert of["W3"]["continuous"]["queue_wait_ms"]["p99"] > 0
+    assert of["W3"]["paged"]["queue_wait_ms"]["p99"] == 0  # more sequences in the same memory
+    assert of["W3"]["prefix"]["prefill_tokens"] == 1024 + 16 * 32
+    assert of["fan"]["fork"]["prefill_tokens"] == 1024
+    assert of["fan"]["prefix"]["ttft_ms"]["p50"] > 100 * of["fan"]["fork"]["ttft_ms"]["p50"]
+    assert of["fan"]["tree"]["total_s"] < 0.8 * of["fan"]["fork"]["total_s"]
+    assert of["tree"]["fork"]["share_ratio"] > 0.5
+    assert of["tree"]["static"]["total_s"] > 3 * of["tree"]["tree"]["total_s"]
+
+
+def test_those_who_never_branch_pay_nothing_for_it(matrix: dict[str, dict[str, Any]]) -> None:
+    """D26, part: a linear chain and a single request, with all features and without those for trees."""
+    for workload in ("W1", "chain"):
+        results = matrix[workload]
+        assert results["tree"]["total_s"] <= 1.02 * results["prefix"]["total_s"]
