@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,17 +15,14 @@ from mallee.worker.model.attention.torch import MAX_PADDED_BLOCKS, MAX_PADDED_TO
 from mallee.worker.model.kernels import amx
 from mallee.worker.model.kernels.layout import CONTROL
 from mallee.worker.model.plan import Plan, make_plan
-from support.examples import examples
+from support.attention_rows import batches, make_row
+from support.attention_rows import forked as forked_rows
 
 SIZE = 4
 HEADS, KV_HEADS, DIM = 6, 2, 16
 SCALE = 0.2
 
 needs_tiles = pytest.mark.skipif(not amx.is_available(), reason="this CPU has no AMX tiles")
-
-
-def make_row(table: list[int], start: int, n: int) -> Row:
-    return Row(np.zeros(n, dtype=np.uint32), start, np.asarray(table, dtype=np.int32), 1)
 
 
 def run(
@@ -68,12 +64,7 @@ def compare(
 
 
 def forked(num_rows: int, shared: int, own: int, n: int = 1) -> list[Row]:
-    """Rows over `shared` common blocks and `own` blocks each; `n` new tokens at the end."""
-    rows = []
-    for i in range(num_rows):
-        table = [*range(shared), *(shared + i * own + j for j in range(own))]
-        rows.append(make_row(table, (shared + own) * SIZE - n - i % 3, n))
-    return rows
+    return forked_rows(num_rows, shared, own, n, size=SIZE)
 
 
 @pytest.mark.parametrize(
@@ -149,26 +140,17 @@ def test_an_identical_row_still_has_a_tail() -> None:
     assert plan.parts.padded[0].blocks.tolist() == [[40], [41], [42], [43]]
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_random_mixtures_agree_with_the_plain_form(seed: int) -> None:
+@given(
+    batches([SIZE], [1, 1, 1, 2, 7, 16, 17, 40]),
+    st.sampled_from([None, 1, 7, 3 * SIZE, 60]),
+    st.booleans(),
+)
+def test_random_mixtures_agree_with_the_plain_form(
+    batch: tuple[list[Row], int], window: int | None, is_shared: bool
+) -> None:
     """Random page tables, prefixes, chunk lengths (the torch backend's side)."""
-    rng = np.random.default_rng(seed)
-    ids = iter(rng.permutation(4000).tolist())
-    stems: list[list[int]] = [[]]
-    for _ in range(6):
-        stem = stems[int(rng.integers(len(stems)))]
-        stems.append([*stem, *(next(ids) for _ in range(int(rng.integers(1, 40))))])
-    rows = []
-    for _ in range(int(rng.integers(1, 20))):
-        stem = stems[int(rng.integers(len(stems)))]
-        start = len(stem) * SIZE + int(rng.integers(0, 30))
-        n = int(rng.choice([1, 1, 1, 2, 7, 16, 17, 40]))
-        num_own = -(-(start + n) // SIZE) - len(stem)
-        rows.append(make_row([*stem, *(next(ids) for _ in range(num_own))], start, n))
-    for is_shared in (True, False):
-        for window in (None, 1, 7, 3 * SIZE, 60):
-            _, difference = compare(rows, torch.float32, is_shared=is_shared, window=window)
-            assert difference < 1e-5
+    _, difference = compare(batch[0], torch.float32, is_shared=is_shared, window=window)
+    assert difference < 1e-5
 
 
 def test_padding_groups_are_bounded_and_cover_every_short_row_once() -> None:
@@ -189,33 +171,8 @@ def test_padding_groups_are_bounded_and_cover_every_short_row_once() -> None:
 def test_scratch_memory_grows_and_serves_several_dtypes() -> None:
     attention = TorchAttention(SIZE)
     for dtype, own in ((torch.float32, 2), (torch.bfloat16, 9), (torch.float32, 30)):
-        rows = forked(4, shared=20, own=own)
-        num_slots = SIZE * (21 + 4 * own)
-        memory = torch.randn(num_slots, 2, KV_HEADS, DIM).to(dtype)
-        plan = make_plan(rows, block_size=SIZE, device="cpu", prepare=TorchAttention(SIZE).prepare)
-        q = torch.randn(4, HEADS, DIM).to(dtype)
-        ours: Any = attention.attend(plan.reads[None], q, memory, scale=SCALE)
-        plain = attend_plain(rows, q, memory, SIZE, scale=SCALE)
-        assert float((ours.float() - plain.float()).abs().max()) < 2e-2
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> tuple[list[Row], int]:
-    """Rows over a random tree of shared blocks in random places, and their block size."""
-    size = draw(st.sampled_from([16, 32, 48]))
-    ids = iter(np.random.default_rng(draw(st.integers(0, 99))).permutation(1200).tolist())
-    stems: list[list[int]] = [[]]
-    for _ in range(draw(st.integers(0, 4))):
-        stem = draw(st.sampled_from(stems))
-        stems.append([*stem, *(next(ids) for _ in range(draw(st.integers(1, 40))))])
-    rows = []
-    for _ in range(draw(st.integers(1, 9))):
-        stem = draw(st.sampled_from(stems))
-        start = len(stem) * size + draw(st.integers(0, 2 * size))
-        n = draw(st.sampled_from([1, 1, 1, 2, 7, 17, 40, 200]))
-        num_own = -(-(start + n) // size) - len(stem)
-        rows.append(make_row([*stem, *(next(ids) for _ in range(num_own))], start, n))
-    return rows, size
+        _, difference = run(attention, forked(4, shared=20, own=own), dtype)
+        assert difference < 2e-2
 
 
 SHAPES = [(9, 3, 64), (4, 1, 256), (2, 2, 32), (16, 1, 96)]
@@ -227,8 +184,12 @@ def tiled(shape: tuple[int, int, int], size: int) -> TiledAttention:
 
 
 @needs_tiles
-@examples(25)
-@given(batches(), st.sampled_from(SHAPES), st.sampled_from([None, 1, 20, 64, 500]), st.booleans())
+@given(
+    batches([16, 32, 48], [1, 1, 1, 2, 7, 17, 40, 200], longest=25),
+    st.sampled_from(SHAPES),
+    st.sampled_from([None, 1, 20, 64, 500]),
+    st.booleans(),
+)
 def test_tiles_agree_with_the_plain_form(
     batch: tuple[list[Row], int], shape: tuple[int, int, int], window: int | None, is_shared: bool
 ) -> None:

@@ -11,30 +11,9 @@ from mallee.worker.model.attention.base import (
     AttentionSplit,
     split_batch,
 )
-from support.examples import examples
+from support.attention_rows import batches
 
-
-def make_row(table: list[int], start: int, n: int) -> Row:
-    return Row(np.zeros(n, dtype=np.uint32), start, np.asarray(table, dtype=np.int32), 1)
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> tuple[list[Row], int]:
-    """Rows over a random tree of shared blocks, and their block size."""
-    size = draw(st.sampled_from([1, 4, 8, 16, 32]))
-    ids = iter(range(100_000))
-    stems: list[list[int]] = [[]]
-    for _ in range(draw(st.integers(0, 5))):
-        stem = draw(st.sampled_from(stems))
-        stems.append([*stem, *(next(ids) for _ in range(draw(st.integers(1, 50))))])
-    rows = []
-    for _ in range(draw(st.integers(1, 12))):
-        stem = draw(st.sampled_from(stems))
-        start = len(stem) * size + draw(st.integers(0, 3 * size))
-        n = draw(st.sampled_from([1, 1, 1, 2, 5, 16, 17, 40, MAX_WINDOWED_TOKENS + 9]))
-        num_own = -(-(start + n) // size) - len(stem)
-        rows.append(make_row([*stem, *(next(ids) for _ in range(num_own))], start, n))
-    return rows, size
+BATCHES = batches([1, 4, 8, 16, 32], [1, 1, 1, 2, 5, 16, 17, 40, MAX_WINDOWED_TOKENS + 9])
 
 
 def met(split: AttentionSplit) -> list[list[int]]:
@@ -66,8 +45,7 @@ def expected(rows: list[Row], size: int, window: int | None) -> list[list[int]]:
     return found
 
 
-@examples(150)
-@given(batches(), st.sampled_from([None, 1, 3, 16, 50, 200]), st.booleans())
+@given(BATCHES, st.sampled_from([None, 1, 3, 16, 50, 200]), st.booleans())
 def test_every_token_meets_every_key_it_sees_exactly_once(
     batch: tuple[list[Row], int], window: int | None, is_shared: bool
 ) -> None:
@@ -79,8 +57,7 @@ def test_every_token_meets_every_key_it_sees_exactly_once(
         assert split.shared == ()
 
 
-@examples(100)
-@given(batches(), st.sampled_from([None, 16, 200]))
+@given(BATCHES, st.sampled_from([None, 16, 200]))
 def test_a_trunk_spares_what_it_must_and_no_window_reads_out_of_reach(
     batch: tuple[list[Row], int], window: int | None
 ) -> None:

@@ -33,11 +33,10 @@ from mallee.worker.model.attention.flashinfer import (
 )
 from mallee.worker.model.attention.torch import TorchAttention
 from mallee.worker.model.backend import choose_backend
-from mallee.worker.model.ops import write
 from mallee.worker.model.plan import make_plan
 from mallee.worker.model.tolerance import TOLERANCES
 from support import flashinfer_emulator
-from support.examples import examples
+from support.attention_rows import batches, forked, make_row
 from support.forward_schedule import run_schedule
 
 SCALE = 0.11
@@ -96,10 +95,6 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 EMULATED = Kernels(flashinfer_emulator, "cpu")
 
 
-def make_row(table: list[int], start: int, n: int) -> Row:
-    return Row(np.zeros(n, dtype=np.uint32), start, np.asarray(table, dtype=np.int32), True)
-
-
 def random_kv(
     num_slots: int, shape: tuple[int, int, int], dtype: torch.dtype, device: str, seed: int = 1
 ) -> torch.Tensor:
@@ -153,44 +148,17 @@ class Case(NamedTuple):
         torch.testing.assert_close(ours, plain, atol=1e-2, rtol=1e-2)
 
 
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Rows over a random tree of shared blocks in random places, of one shape, type and window."""
-    size = draw(st.sampled_from([1, 4, 16, 32]))
-    ids = iter(np.random.default_rng(draw(st.integers(0, 99))).permutation(2000).tolist())
-    stems: list[list[int]] = [[]]
-    for _ in range(draw(st.integers(0, 5))):
-        stem = draw(st.sampled_from(stems))
-        stems.append([*stem, *(next(ids) for _ in range(draw(st.integers(1, 20))))])
-    rows = []
-    for _ in range(draw(st.integers(1, 9))):
-        stem = draw(st.sampled_from(stems))
-        start = len(stem) * size + draw(st.integers(0, 2 * size))
-        n = draw(st.sampled_from([1, 1, 1, 2, 7, 17, 40, 140]))
-        num_own = -(-(start + n) // size) - len(stem)
-        rows.append(make_row([*stem, *(next(ids) for _ in range(num_own))], start, n))
-    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16]))
-    return Case(
-        rows,
-        size,
-        draw(st.sampled_from(SHAPES)),
-        draw(st.sampled_from([None, None, 1, 20, 64, 500])),
-        dtype,
-        draw(st.sampled_from([None, FP8])),
-    )
+CASES = st.builds(
+    lambda batch, *more: Case(*batch, *more),
+    batches([1, 4, 16, 32], [1, 1, 1, 2, 7, 17, 40], longest=8),
+    st.sampled_from(SHAPES),
+    st.sampled_from([None, None, 1, 20, 64, 500]),
+    st.sampled_from([torch.bfloat16, torch.float16]),
+    st.sampled_from([None, FP8]),
+)
 
 
-def forked(num_rows: int, shared: int, own: int, n: int = 1, size: int = 16) -> list[Row]:
-    """Rows over `shared` common blocks and `own` blocks each; `n` new tokens at the end."""
-    rows = []
-    for i in range(num_rows):
-        table = [*range(shared), *(shared + i * own + j for j in range(own))]
-        rows.append(make_row(table, (shared + own) * size - n - i % 3, n))
-    return rows
-
-
-@examples(30)
-@given(cases(), st.sampled_from([1, 40, 10_000]), st.booleans())
+@given(CASES, st.sampled_from([1, 40, 10_000]), st.booleans())
 def test_plans_agree_with_the_plain_form(
     kernels: Kernels, case: Case, min_shared_tokens: int, is_deterministic: bool
 ) -> None:
@@ -207,26 +175,10 @@ def test_plans_agree_with_the_plain_form(
     case.check(attention, kernels.device)
 
 
-@examples(20)
-@given(cases())
-def test_it_agrees_with_the_torch_backend(case: Case) -> None:
-    """D8, part: the backend that runs where FlashInfer doesn't gives the same, with prefixes of its own."""
-    attention = EMULATED.attention(
-        case.shape,
-        block_size=case.size,
-        dtype=case.dtype,
-        kv_dtype=case.kv_dtype,
-        min_shared_tokens=16,
-    )
-    ours, _ = case.attend(attention, "cpu")
-    torchs, _ = case.attend(TorchAttention(case.size), "cpu")
-    torch.testing.assert_close(ours, torchs, atol=2e-2, rtol=2e-2)
-
-
 @pytest.mark.parametrize("n", [1, 5, 40])
 def test_a_shared_prefix_gives_what_flat_reading_gives(kernels: Kernels, n: int) -> None:
     """D7, part: two levels, merged by log-sum-exp, against every row reading all its keys; bf16 1e-2."""
-    case = Case(forked(9, shared=20, own=3, n=n), 16)
+    case = Case(forked(9, shared=20, own=3, n=n, size=16), 16)
     cascade, flat = kernels.attention(min_shared_tokens=64), kernels.attention()
     assert cascade.min_saving == 4
     shared, alone = case.reads(cascade), case.reads(flat)
@@ -271,18 +223,9 @@ def test_decodes_and_chunks_in_any_order_are_two_plans(kernels: Kernels) -> None
     case.check(attention, kernels.device)
 
 
-def test_a_prefix_under_a_window_keeps_the_distance(kernels: Kernels) -> None:
-    """D7, part, D8, part: keys that all rows see are read together, those at the window's edge apart."""
-    case = Case(forked(6, shared=40, own=2, n=2), 16, window=400)
-    attention = kernels.attention(windows=(400,), min_shared_tokens=64)
-    parts = case.reads(attention).parts
-    assert parts.shared is not None
-    case.check(attention, kernels.device)
-
-
 def test_layers_of_several_windows_have_plans_side_by_side(kernels: Kernels) -> None:
     """A step plans for all its windows before its first layer runs, and each plan lasts the step."""
-    case = Case(forked(5, shared=8, own=2), 16)
+    case = Case(forked(5, shared=8, own=2, size=16), 16)
     windows = (None, 30, 100)
     attention = kernels.attention(windows=windows)
     all_reads = [case._replace(window=window).reads(attention) for window in windows]
@@ -312,7 +255,7 @@ def test_all_numbers_of_a_plan_lie_where_copies_need_not_wait(
     attention = EMULATED.attention(min_shared_tokens=16)
     monkeypatch.setattr(flashinfer, "staged", noted)
     monkeypatch.setattr(_Entry, "plan", planned)
-    rows = [*forked(2, 2, 1), make_row([7, 8], 0, 20)]
+    rows = [*forked(2, 2, 1, size=16), make_row([7, 8], 0, 20)]
     make_plan(rows, block_size=16, device="cpu", prepare=attention.prepare, min_saving=1)
     assert len(given) == 3 + 4 + 4
     assert all(each.data_ptr() in prepared for each in given)
@@ -320,7 +263,7 @@ def test_all_numbers_of_a_plan_lie_where_copies_need_not_wait(
 
 def test_wrappers_are_used_again_when_a_step_is_over() -> None:
     attention = EMULATED.attention(min_shared_tokens=64)
-    case = Case(forked(9, shared=20, own=3, n=1), 16)
+    case = Case(forked(9, shared=20, own=3, n=1, size=16), 16)
     used = set()
     for _ in range(4):
         reads = case.reads(attention)
@@ -364,7 +307,7 @@ def test_a_row_s_bits_do_not_depend_on_its_batch(
 
 
 def test_nothing_is_read_together_in_deterministic_mode() -> None:
-    case = Case(forked(64, shared=60, own=1), 16)
+    case = Case(forked(64, shared=60, own=1, size=16), 16)
     assert case.reads(EMULATED.attention(is_deterministic=True)).parts.shared is None
     assert case.reads(EMULATED.attention()).parts.shared is not None
 
@@ -383,12 +326,17 @@ def test_the_workspace_grows_with_the_splits_of_long_rows(monkeypatch: pytest.Mo
     attention.attend(before, q, memory, scale=SCALE)  # planned in the smaller one
 
 
-FAMILIES = ("llama", "qwen3", "gemma3_text")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "scaled fp8"])
-@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("family", "kv_dtype", "is_deterministic"),
+    [
+        ("llama", "auto", False),
+        ("llama", "fp8", True),
+        ("qwen3", "fp8", False),
+        ("qwen3", "scaled fp8", True),
+        ("gemma3_text", "auto", True),
+        ("gemma3_text", "scaled fp8", False),
+    ],
+)
 def test_a_model_gives_the_reference_s_logits(
     kernels: Kernels,
     family: str,
@@ -452,40 +400,6 @@ def test_deterministic_decoding_is_token_exact_whatever_runs_beside(
     assert texts[0] == texts[1]
 
 
-def test_fp8_memory_is_read_as_it_was_written(kernels: Kernels) -> None:
-    """D31, part: keys and values that `write` rounded and saturated, in the memory that FlashInfer reads."""
-    shape = SHAPES[0]
-    memory = torch.zeros(64, 2, *shape[1:], dtype=FP8, device=kernels.device)
-    kv = random_kv(40, shape, torch.bfloat16, kernels.device) * 3
-    kv[3, 1] = 1e6
-    write(memory, torch.arange(40, device=kernels.device), kv)
-    rows = [make_row([0, 1, 2], 39, 1), make_row([0, 1], 20, 3)]
-    attention = kernels.attention(shape, kv_dtype=FP8)
-    reads = Case(rows, 16, shape).reads(attention)
-    q = random_q(4, shape, torch.bfloat16, kernels.device)
-    ours = attention.attend(reads, q, memory, scale=SCALE)
-    plain = attend_plain(rows, q, memory.float(), 16, scale=SCALE)
-    torch.testing.assert_close(ours, plain, atol=1e-2, rtol=1e-2)
-
-
-def test_scales_of_fp8_memory_fold_into_scores_and_outputs(kernels: Kernels) -> None:
-    """D31, part: keys and values kept as shares of per-tensor scales, one layer's unlike another's."""
-    shape = SHAPES[0]
-    rows = forked(5, shared=6, own=1)
-    attention = kernels.attention(shape, kv_dtype=FP8, min_shared_tokens=16)
-    reads = Case(rows, 16, shape).reads(attention)
-    assert reads.parts.shared is not None
-    q = random_q(5, shape, torch.bfloat16, kernels.device)
-    for k_scale, v_scale in ((0.004, 0.002), (0.02, 0.5)):
-        scales = torch.tensor([k_scale, v_scale], device=kernels.device)[:, None, None]
-        kv = random_kv(16 * 11, shape, torch.float32, kernels.device)
-        memory = (kv / scales).clamp(-448, 448).to(FP8)
-        seen = attention.attend(reads, q, memory, scale=SCALE * k_scale) * v_scale
-        true = (memory.float() * scales).float()
-        plain = attend_plain(rows, q, true, 16, scale=SCALE)
-        torch.testing.assert_close(seen, plain, atol=1e-2, rtol=1e-2)
-
-
 def test_the_backend_is_chosen_where_it_fits(caplog: pytest.LogCaptureFixture) -> None:
     """Elsewhere attention runs in torch, and one line says why, and the remedy."""
     config = random_model(head_dim=64).config
@@ -535,7 +449,7 @@ def test_without_the_package_the_line_says_how_to_install_it(
 def test_a_dropped_model_frees_its_plans() -> None:
     """Nothing that a backend made refers to itself in circles: workspaces are large."""
     attention = EMULATED.attention()
-    reads = Case(forked(3, shared=2, own=1), 16).reads(attention)
+    reads = Case(forked(3, shared=2, own=1, size=16), 16).reads(attention)
     gc.collect()
     gc.disable()
     try:
