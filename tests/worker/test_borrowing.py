@@ -1,6 +1,6 @@
 """Blocks and capsules that workers fetch from each other, and holders that lend less than was asked."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -28,7 +28,7 @@ from mallee.protocol.messages import (
 from mallee.testing.forward import linear_tokens
 from mallee.worker.capsules.record import CapsuleRecord, decode_record
 from mallee.worker.kv.tiers.moves import DISK, HOST
-from mallee.worker.kv.tiers.peers import Ask, Loan
+from mallee.worker.kv.tiers.peers import Ask
 from mallee.worker.kv.tiers.prices import MeasuredPrices
 from mallee.worker.lending import MAX_LOANS
 from support.lending import Neighbours, ShortLoan, holder
@@ -101,55 +101,71 @@ class Pair:
             assert bench.engine.stats().lending.open == 0
             bench.engine.check()
 
+    def fetch(self, tokens: list[int], *holders: Holder, **more: Any) -> Any:
+        """The last update of b's answer to `tokens`, of which others hold a part."""
+        self.b.run(generate("g", tokens, *(holders or [self.holds(len(tokens) - 1)]), **more))
+        self.check_answers(tokens, "g")
+        return self.b.answers["g", 0].last
+
+    def check_answers(self, tokens: list[int], *requests: str) -> None:
+        for request in requests:
+            assert self.b.answers[request, 0].tokens == want(self.b, tokens)
+
+
+MakePair = Callable[..., Pair]
+
 
 @pytest.fixture
-def pair(make_bench: MakeBench) -> Pair:
-    return Pair(make_bench)
+def make_pair(make_bench: MakeBench) -> Iterator[MakePair]:
+    """Pairs of which none lends anything in the end."""
+    made: list[Pair] = []
+
+    def make(**more: Any) -> Pair:
+        made.append(Pair(make_bench, **more))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.check_nothing_is_lent()
+
+
+@pytest.fixture
+def pair(make_pair: MakePair) -> Pair:
+    return make_pair()
 
 
 # Prefixes
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_prompt_fetches_what_another_worker_has(pair: Pair, n: int) -> None:
+@pytest.mark.parametrize(("n", "num_here"), [(1, 0), (3, 0), (1, 5)])
+def test_a_prompt_fetches_what_it_lacks_and_another_worker_has(
+    pair: Pair, n: int, num_here: int
+) -> None:
     pair.a.run(generate("g", text(41)))
-    pair.b.run(generate("g", text(41), pair.holds(40), n=n))
-    assert pair.b.answers["g", 0].tokens == want(pair.b, text(41))
-    assert pair.b.answers["g", 0].last.cached_tokens == 40
-    assert pair.b.engine.stats().tiers.num_fetched_peer == 10
-    assert pair.b.forward.num_tokens <= 1 + 8 * n
+    if num_here:
+        pair.b.run(generate("early", text(4 * num_here + 1)))
+    before = pair.b.forward.num_tokens
+    assert pair.fetch(text(41), n=n).cached_tokens == 40
+    assert pair.b.engine.stats().tiers.num_fetched_peer == 10 - num_here
+    assert pair.b.forward.num_tokens - before <= 1 + 8 * n
     assert pair.a.engine.stats().lending == (1, 1, 0)
     pair.check_nothing_is_lent()
-    assert pair.a.engine.stats().lending == (0, 1, 10)
+    assert pair.a.engine.stats().lending == (0, 1, 10 - num_here)
 
 
-def test_only_blocks_that_lack_are_fetched(pair: Pair) -> None:
-    """The beginning is on the device already; the rest comes by its places."""
+def test_blocks_between_those_of_a_peer_come_from_host_memory(make_pair: MakePair) -> None:
+    pair = make_pair(host_blocks=64, num_blocks=24, max_answer_capsules=0)
     pair.a.run(generate("g", text(41)))
-    pair.b.run(generate("early", text(21)))
-    pair.b.run(generate("g", text(41), pair.holds(40)))
-    assert pair.b.answers["g", 0].tokens == want(pair.b, text(41))
-    assert pair.b.engine.stats().tiers.num_fetched_peer == 5
-    pair.check_nothing_is_lent()
-    assert pair.a.engine.stats().lending.num_blocks == 5
-
-
-def test_blocks_between_those_of_a_peer_come_from_host_memory(make_bench: MakeBench) -> None:
-    pair = Pair(make_bench, host_blocks=64, num_blocks=24, max_answer_capsules=0)
-    pair.a.run(generate("g", text(41)))
-    pair.b.run(generate("g", text(41)))
+    pair.b.run(generate("early", text(41)))
     flood(pair.b)
     lower = pair.b.engine._lower
     for key in list(lower._host):
         if lower._host.slot(key) % 2:
             lower._host.drop(key)
-    pair.b.run(generate("h", text(41), pair.holds(40)))
-    assert pair.b.answers["h", 0].tokens == want(pair.b, text(41))
-    assert pair.b.answers["h", 0].last.cached_tokens == 40
+    assert pair.fetch(text(41)).cached_tokens == 40
     stats = pair.b.engine.stats().tiers
     assert stats.num_fetched_host >= 4
     assert stats.num_fetched_host + stats.num_fetched_peer == 10
-    pair.check_nothing_is_lent()
 
 
 def flood(bench: Any) -> None:
@@ -160,30 +176,28 @@ def flood(bench: Any) -> None:
         bench.run(Generate(f"flood{token}", tokens, Limits(1), SAMPLED))
 
 
-def test_a_holder_lends_what_it_has_in_host_memory(make_bench: MakeBench) -> None:
-    pair = Pair(make_bench, host_blocks=64, num_blocks=24, max_answer_capsules=0)
+def test_a_holder_lends_what_it_has_in_host_memory(make_pair: MakePair) -> None:
+    pair = make_pair(host_blocks=64, num_blocks=24, max_answer_capsules=0)
     pair.a.run(generate("g", text(41)))
     flood(pair.a)
-    pair.b.run(generate("g", text(41), pair.holds(40)))
-    assert pair.b.answers["g", 0].tokens == want(pair.b, text(41))
+    pair.fetch(text(41))
     assert pair.b.engine.stats().tiers.num_fetched_peer == 10
     pair.check_nothing_is_lent()
     assert pair.a.engine.stats().tiers.host_held == 0
 
 
-def test_siblings_wait_for_one_fetch_from_a_peer(make_bench: MakeBench) -> None:
-    pair = Pair(make_bench, is_late=True)
+def test_siblings_wait_for_one_fetch_from_a_peer(make_pair: MakePair) -> None:
+    pair = make_pair(is_late=True)
     pair.a.run(generate("g", text(41)))
     pair.b.submit(*(generate(f"g{i}", text(41), pair.holds(40)) for i in range(4)))
     pair.move_all()
-    assert [pair.b.answers[f"g{i}", 0].tokens for i in range(4)] == [want(pair.b, text(41))] * 4
+    pair.check_answers(text(41), *(f"g{i}" for i in range(4)))
     assert pair.b.engine.stats().tiers.num_fetched_peer == 10
     assert len(pair.lender.asked) == 1
-    pair.check_nothing_is_lent()
 
 
-def test_a_long_text_comes_in_pieces_that_waiters_follow(make_bench: MakeBench) -> None:
-    pair = Pair(make_bench, is_late=True, num_blocks=700)
+def test_a_long_text_comes_in_pieces_that_waiters_follow(make_pair: MakePair) -> None:
+    pair = make_pair(is_late=True, num_blocks=700)
     long, short = text(2001), text(1025)
     pair.a.run(generate("g", long))
     pair.b.submit(generate("g", long, pair.holds(2000)))
@@ -194,65 +208,55 @@ def test_a_long_text_comes_in_pieces_that_waiters_follow(make_bench: MakeBench) 
     pair.b.run()
     pair.movers[0].advance()  # 256 blocks of 500
     pair.b.run()
-    assert pair.b.answers["s", 0].tokens == want(pair.b, short)
+    pair.check_answers(short, "s")
     assert ("g", 0) not in pair.b.answers
     pair.move_all()
-    assert pair.b.answers["g", 0].tokens == want(pair.b, long)
+    pair.check_answers(long, "g")
     assert pair.b.answers["g", 0].last.cached_tokens == 2000
-    pair.check_nothing_is_lent()
 
 
 class Dear(MeasuredPrices):
-    """Prices of a peer that is slower than computing."""
+    """Prices of computing, of host memory, and of a peer."""
+
+    def __init__(self, compute_s: float, host_s: float, peer_s: float) -> None:
+        super().__init__(32)
+        self._own_s = compute_s, host_s, peer_s
 
     def fetch_s(self, tier: int, num_blocks: int) -> float:
-        return 1.0
+        return self._own_s[1 if tier == HOST else 2]
 
     def compute_s(self, num_tokens: int) -> float:
-        return 1e-6
+        return self._own_s[0]
 
 
-def test_what_is_dearer_than_computing_is_not_asked_for(make_bench: MakeBench) -> None:
-    pair = Pair(make_bench, prices=Dear(32))
+def test_what_is_dearer_than_computing_is_not_asked_for(make_pair: MakePair) -> None:
+    pair = make_pair(prices=Dear(1e-6, 1.0, 1.0))
     pair.a.run(generate("g", text(41)))
-    pair.b.run(generate("g", text(41), pair.holds(40)))
-    assert pair.b.answers["g", 0].tokens == want(pair.b, text(41))
+    pair.fetch(text(41))
     assert not pair.lender.asked
     assert pair.b.engine.stats().tiers.num_declined == 10
 
 
-class DearHost(MeasuredPrices):
-    """Prices of host memory that is slower than computing, and of a peer that is not."""
-
-    def fetch_s(self, tier: int, num_blocks: int) -> float:
-        return 1.0 if tier == HOST else 1e-6
-
-    def compute_s(self, num_tokens: int) -> float:
-        return 1e-3
-
-
-def test_a_block_here_that_is_dear_keeps_no_peer_from_being_asked(make_bench: MakeBench) -> None:
-    more: dict[str, Any] = {"num_blocks": 24, "max_answer_capsules": 0}
-    pair = Pair(make_bench, host_blocks=64, prices=DearHost(32), **more)
+def test_a_block_here_that_is_dear_keeps_no_peer_from_being_asked(make_pair: MakePair) -> None:
+    prices = Dear(1e-3, 1.0, 1e-6)
+    pair = make_pair(host_blocks=64, prices=prices, num_blocks=24, max_answer_capsules=0)
     pair.b.run(generate("early", text(13)))
     flood(pair.b)
     pair.a.run(generate("g", text(41)))
-    pair.b.run(generate("g", text(41), pair.holds(40)))
-    assert pair.b.answers["g", 0].tokens == want(pair.b, text(41))
-    assert pair.b.engine.stats().tiers.num_fetched_peer == 10
-    assert pair.b.engine.stats().tiers.num_fetched_host == 0
-    pair.check_nothing_is_lent()
+    pair.fetch(text(41))
+    tiers = pair.b.engine.stats().tiers
+    assert (tiers.num_fetched_peer, tiers.num_fetched_host) == (10, 0)
 
 
-def test_one_holder_goes_on_where_the_other_ends(make_bench: MakeBench) -> None:
-    pair = Pair(make_bench)
+def test_one_holder_goes_on_where_the_other_ends(
+    make_bench: MakeBench, make_pair: MakePair
+) -> None:
+    pair = make_pair()
     third = make_bench(worker="c", below=make_tiers(peers=pair.lender))
     pair.lender.engines["c"] = third.engine
     pair.a.run(generate("g", text(21)))
     third.run(generate("g", text(41)))
-    holders = (pair.holds(20), holder(third.engine, 40))
-    pair.b.run(generate("g", text(41), *holders))
-    assert pair.b.answers["g", 0].tokens == want(pair.b, text(41))
+    pair.fetch(text(41), pair.holds(20), holder(third.engine, 40))
     assert pair.b.engine.stats().tiers.num_fetched_peer == 10
     pair.check_nothing_is_lent()
     third.run()
@@ -264,26 +268,15 @@ def test_what_a_holder_does_not_give_is_computed(pair: Pair, num: int) -> None:
     """The connection is cut after so many blocks; a pass reads 16 of them."""
     pair.a.run(generate("g", text(101)))
     pair.lender.spoil = lambda loan: ShortLoan(loan, num)
-    pair.b.run(generate("g", text(101), pair.holds(100)))
-    assert pair.b.answers["g", 0].tokens == want(pair.b, text(101))
-    assert pair.b.answers["g", 0].last.cached_tokens == 4 * (num // 16 * 16)
+    assert pair.fetch(text(101)).cached_tokens == 4 * (num // 16 * 16)
     assert [type(error).__name__ for error in pair.failures] == ["WorkerLost"]
-    pair.check_nothing_is_lent()
 
 
 def test_a_second_holder_gives_what_the_first_did_not(pair: Pair) -> None:
     pair.a.run(generate("g", text(101)))
-    first = [True]
-
-    def spoil(loan: Loan) -> Loan:
-        return ShortLoan(loan, 16) if first.pop() else loan
-
-    first.insert(0, False)
-    pair.lender.spoil = spoil
-    pair.b.run(generate("g", text(101), pair.holds(100), pair.holds(100)))
-    assert pair.b.answers["g", 0].tokens == want(pair.b, text(101))
-    assert pair.b.answers["g", 0].last.cached_tokens == 100
-    pair.check_nothing_is_lent()
+    is_short = iter([True, False])
+    pair.lender.spoil = lambda loan: ShortLoan(loan, 16) if next(is_short) else loan
+    assert pair.fetch(text(101), pair.holds(100), pair.holds(100)).cached_tokens == 100
 
 
 def test_holders_that_have_nothing_are_gone_or_of_another_life_cost_nothing_else(
@@ -293,20 +286,18 @@ def test_holders_that_have_nothing_are_gone_or_of_another_life_cost_nothing_else
     gone = msgspec.structs.replace(pair.holds(40), worker="x")
     other = text(41)[::-1]
     pair.a.run(generate("g", other))
-    pair.b.run(generate("g", text(41), gone, old, pair.holds(40)))
-    assert pair.b.answers["g", 0].tokens == want(pair.b, text(41))
+    pair.fetch(text(41), gone, old, pair.holds(40))
     assert len(pair.lender.asked) == 3
     assert [type(error).__name__ for error in pair.failures] == ["WorkerLost"] * 2
     assert pair.b.engine.stats().tiers.num_failed == 2
-    pair.check_nothing_is_lent()
 
 
 @pytest.mark.parametrize("num_moves", [0, 1, 2])
 @pytest.mark.parametrize("way", ["cancel", "gateway", "close"])
 def test_a_fetch_that_nobody_waits_for_any_more_leaves_nothing(
-    make_bench: MakeBench, way: str, num_moves: int
+    make_pair: MakePair, way: str, num_moves: int
 ) -> None:
-    pair = Pair(make_bench, is_late=True)
+    pair = make_pair(is_late=True)
     pair.a.run(generate("g", text(41)))
     pair.b.submit(generate("g", text(41), pair.holds(40)))
     pair.b.run()
@@ -329,8 +320,8 @@ def test_a_fetch_that_nobody_waits_for_any_more_leaves_nothing(
     assert stats.pool.free + stats.tree.cached_blocks == stats.pool.total
 
 
-def test_a_holder_that_ends_in_the_middle_is_replaced_by_computing(make_bench: MakeBench) -> None:
-    pair = Pair(make_bench, is_late=True)
+def test_a_holder_that_ends_in_the_middle_is_replaced_by_computing(make_pair: MakePair) -> None:
+    pair = make_pair(is_late=True)
     pair.a.run(generate("g", text(41)))
     pair.b.submit(generate("g", text(41), pair.holds(40)))
     pair.b.run()
@@ -338,12 +329,12 @@ def test_a_holder_that_ends_in_the_middle_is_replaced_by_computing(make_bench: M
     pair.b.run()
     pair.a.engine.close()
     pair.move_all()
-    assert pair.b.answers["g", 0].tokens == want(pair.b, text(41))
+    pair.check_answers(text(41), "g")
     pair.b.engine.check()
 
 
-def test_a_preempted_prompt_ends_its_loan(make_bench: MakeBench) -> None:
-    pair = Pair(make_bench, is_late=True, num_blocks=600, max_answer_capsules=0)
+def test_a_preempted_prompt_ends_its_loan(make_pair: MakePair) -> None:
+    pair = make_pair(is_late=True, num_blocks=600, max_answer_capsules=0)
     pair.a.run(generate("g", text(1601)))
     pair.b.submit(generate("g", text(1601), pair.holds(1600)))
     pair.b.run()
@@ -355,12 +346,11 @@ def test_a_preempted_prompt_ends_its_loan(make_bench: MakeBench) -> None:
     assert branch.phase == "prefill"
     pair.b.engine._scheduler._blocks.preempt(branch)
     pair.move_all()
-    assert pair.b.answers["g", 0].tokens == want(pair.b, text(1601))
-    pair.check_nothing_is_lent()
+    pair.check_answers(text(1601), "g")
 
 
-def test_a_loan_that_is_not_read_is_over(make_bench: MakeBench) -> None:
-    pair = Pair(make_bench)
+def test_a_loan_that_is_not_read_is_over(make_pair: MakePair) -> None:
+    pair = make_pair()
     pair.a.run(generate("g", text(41)))
     taken: list[Any] = []
     keys = tuple(pair.a.engine._tree.notation.hashes(text(40), 4, salt=salt_of(pair.a)).tolist())
@@ -395,10 +385,10 @@ def test_what_was_read_while_the_lenders_life_ended_does_not_count(
 
 @pytest.mark.parametrize("is_below", [False, True])
 def test_a_loan_has_nothing_of_what_others_left_in_a_capsules_last_block(
-    make_bench: MakeBench, *, is_below: bool
+    make_pair: MakePair, *, is_below: bool
 ) -> None:
     """An export of one tenant would tell of another's text."""
-    pair = Pair(make_bench, host_blocks=64, num_blocks=24, max_answer_capsules=0)
+    pair = make_pair(host_blocks=64, num_blocks=24, max_answer_capsules=0)
     for token in (5, 6):
         pair.a.run(generate(f"other{token}", [token] * 88))
     pair.a.run(prefill("p", text(9)))
@@ -414,8 +404,8 @@ def test_a_loan_has_nothing_of_what_others_left_in_a_capsules_last_block(
     assert not slots[1:].any()
 
 
-def test_loans_are_bounded(make_bench: MakeBench) -> None:
-    pair = Pair(make_bench)
+def test_loans_are_bounded(make_pair: MakePair) -> None:
+    pair = make_pair()
     pair.a.run(prefill("p", text(9)))
     taken: list[Any] = []
     ask = Ask(pair.holds(9, "p.0"), (), pair.a.engine.spec.identity)
@@ -425,15 +415,14 @@ def test_loans_are_bounded(make_bench: MakeBench) -> None:
     pair.a.engine.check()
     for loan in taken[:-1]:
         loan.close()
-    pair.check_nothing_is_lent()
 
 
 @pytest.mark.parametrize("num_asked", [0, 1, 3, 4])
 def test_loans_of_a_forked_capsule_are_ready_before_its_step(
-    make_bench: MakeBench, num_asked: int
+    make_pair: MakePair, num_asked: int
 ) -> None:
     """X6, part: other threads take them while the branches of the fork are computed; each once."""
-    pair = Pair(make_bench)
+    pair = make_pair()
     pair.a.run(prefill("p", text(17)))
     engine = pair.a.engine
     ask = Ask(pair.holds(17, "p.0"), (), engine.spec.identity)
@@ -455,13 +444,12 @@ def test_loans_of_a_forked_capsule_are_ready_before_its_step(
     pair.a.run()
     assert engine.take_loan(ask) is None
     assert not engine._loans._ready
-    pair.check_nothing_is_lent()
 
 
 def test_loans_that_are_ready_are_of_this_life_and_model_and_end_with_it(
-    make_bench: MakeBench,
+    make_pair: MakePair,
 ) -> None:
-    pair = Pair(make_bench)
+    pair = make_pair()
     pair.a.run(prefill("p", text(17)))
     engine, there = pair.a.engine, pair.holds(17, "p.0")
     engine.submit(fork("f", "p.0", 1, loans=MAX_LOANS + 9), "g0")
@@ -476,7 +464,6 @@ def test_loans_that_are_ready_are_of_this_life_and_model_and_end_with_it(
     engine.check()
     engine.close()
     assert engine.take_loan(Ask(there, (), engine.spec.identity)) is None
-    pair.check_nothing_is_lent()
 
 
 def salt_of(bench: Any) -> str:
@@ -495,11 +482,11 @@ def kv_of(bench: Any, capsule: str) -> Any:
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 16, 17, 40, 2001])
 @pytest.mark.parametrize("where", ["device", "host", "disk", "disk alone"])
 def test_a_capsule_comes_whole_and_nothing_of_it_is_computed(
-    make_bench: MakeBench, num_tokens: int, where: str
+    make_pair: MakePair, num_tokens: int, where: str
 ) -> None:
     """S8, X6, part: its partial block, its logits, from the device, host memory or disk."""
     host_blocks = 600 if where == "host" else 0
-    pair = Pair(make_bench, host_blocks=host_blocks, num_blocks=600, max_answer_capsules=0)
+    pair = make_pair(host_blocks=host_blocks, num_blocks=600, max_answer_capsules=0)
     tokens = text(num_tokens)
     pair.a.run(prefill("p", tokens))
     before = kv_of(pair.a, "p.0")
@@ -534,10 +521,8 @@ def test_an_answers_capsule_comes_with_what_it_has_pending(pair: Pair) -> None:
     assert moved.continuation == pair.a.engine._capsules.peek("g.0").continuation
     assert pair.b.engine.stats().tiers.num_fetched_peer == 7
     pair.b.run(fork("late", "g.0"))
-    for name in ("early", "late"):
-        assert pair.b.answers[name, 0].tokens == want(pair.b, whole)
-    assert pair.b.answers["at", 0].tokens == want(pair.b, whole[:17])
-    pair.check_nothing_is_lent()
+    pair.check_answers(whole, "early", "late")
+    pair.check_answers(whole[:17], "at")
 
 
 def test_forks_wait_for_a_capsule_that_comes_without_logits(pair: Pair) -> None:
@@ -547,8 +532,7 @@ def test_forks_wait_for_a_capsule_that_comes_without_logits(pair: Pair) -> None:
     pair.b.submit(prefill("m", text(16), pair.holds(16, "p.0"), capsule="p.0"))
     pair.b.submit(fork("f", "p.0", n=2))
     pair.b.run()
-    assert pair.b.answers["f", 0].tokens == want(pair.b, text(16))
-    pair.check_nothing_is_lent()
+    pair.check_answers(text(16), "f")
 
 
 @pytest.mark.parametrize("num_cached", [0, 20, 37])
@@ -561,8 +545,7 @@ def test_what_is_here_of_a_capsule_is_not_fetched(pair: Pair, num_cached: int) -
     assert pair.b.forward.num_tokens == fetched
     assert pair.b.engine.stats().tiers.num_fetched_peer == 10 - num_cached // 4
     pair.b.run(fork("f", "p.0"))
-    assert pair.b.answers["f", 0].tokens == want(pair.b, text(38))
-    pair.check_nothing_is_lent()
+    pair.check_answers(text(38), "f")
 
 
 def test_more_than_its_capsule_may_be_here_already(pair: Pair) -> None:
@@ -573,8 +556,7 @@ def test_more_than_its_capsule_may_be_here_already(pair: Pair) -> None:
     pair.b.run(prefill("m", text(31), pair.holds(31, "r.0"), capsule="r.0"))
     assert pair.b.engine.stats().tiers.num_fetched_peer == 0
     pair.b.run(fork("f", "r.0"))
-    assert pair.b.answers["f", 0].tokens == want(pair.b, text(31))
-    pair.check_nothing_is_lent()
+    pair.check_answers(text(31), "f")
 
 
 @pytest.mark.parametrize("num", [0, 5, 17])
@@ -586,11 +568,10 @@ def test_what_does_not_come_of_a_capsule_is_computed(pair: Pair, num: int) -> No
     pair.b.submit(prefill("m", whole, holds, capsule="g.0"))
     pair.b.submit(fork("early", "g.0"))
     pair.b.run()
-    assert pair.b.answers["early", 0].tokens == want(pair.b, whole)
+    pair.check_answers(whole, "early")
     moved = pair.b.engine._capsules.peek("g.0")
     assert (moved.boundary, moved.pending) == (len(whole), ())
     assert moved.continuation == pair.a.engine._capsules.peek("g.0").continuation
-    pair.check_nothing_is_lent()
 
 
 def test_a_moved_capsule_is_of_the_scope_that_it_moved_to(pair: Pair) -> None:
@@ -603,7 +584,6 @@ def test_a_moved_capsule_is_of_the_scope_that_it_moved_to(pair: Pair) -> None:
         pair.b.run(generate(f"g{salt}", text(38), salt=salt))
         assert pair.b.answers[f"g{salt}", 0].tokens == want(pair.b, text(38))
         assert pair.b.answers[f"g{salt}", 0].last.cached_tokens == cached
-    pair.check_nothing_is_lent()
 
 
 def changed(**fields: Any) -> Callable[[CapsuleRecord], bytes]:
@@ -653,11 +633,10 @@ def test_a_record_that_can_not_be_is_refused_by_name_and_the_text_computed(
     pair.b.run(prefill("m", text(38), pair.holds(38, "p.0"), capsule="p.0"))
     assert pair.b.engine.stats().tiers.num_fetched_peer == 0
     pair.b.run(fork("f", "p.0"))
-    assert pair.b.answers["f", 0].tokens == want(pair.b, text(38))
+    pair.check_answers(text(38), "f")
     (failure,) = pair.failures
     assert failure.code in ("malformed_message", "incompatible_capsule", "invalid_parameter")
     assert pair.b.engine.stats().tiers.num_failed == 1
-    pair.check_nothing_is_lent()
 
 
 def test_a_capsule_that_is_unknown_or_of_another_model_is_computed(pair: Pair) -> None:
@@ -670,20 +649,17 @@ def test_a_capsule_that_is_unknown_or_of_another_model_is_computed(pair: Pair) -
         "incompatible_capsule",
     ]
     assert pair.b.answers["m", 0].last.capsule == "m.0"
-    pair.check_nothing_is_lent()
 
 
 def test_an_answer_takes_no_capsule(pair: Pair) -> None:
     """A holder's capsule is for a command that makes one; the blocks are found by their keys."""
     pair.a.run(prefill("p", text(41)))
-    pair.b.run(generate("g", text(41), pair.holds(41, "p.0"), pair.holds(40)))
-    assert pair.b.answers["g", 0].tokens == want(pair.b, text(41))
+    pair.fetch(text(41), pair.holds(41, "p.0"), pair.holds(40))
     assert pair.b.engine.stats().tiers.num_fetched_peer == 10
-    pair.check_nothing_is_lent()
 
 
-def test_a_capsule_released_while_it_is_lent_comes_whole(make_bench: MakeBench) -> None:
-    pair = Pair(make_bench, is_late=True)
+def test_a_capsule_released_while_it_is_lent_comes_whole(make_pair: MakePair) -> None:
+    pair = make_pair(is_late=True)
     pair.a.run(prefill("p", text(41)))
     pair.b.submit(prefill("m", text(41), pair.holds(41, "p.0"), capsule="p.0"))
     pair.b.run()
@@ -692,6 +668,5 @@ def test_a_capsule_released_while_it_is_lent_comes_whole(make_bench: MakeBench) 
     flood(pair.a)
     pair.move_all()
     pair.b.run(fork("f", "p.0"))
-    assert pair.b.answers["f", 0].tokens == want(pair.b, text(41))
+    pair.check_answers(text(41), "f")
     assert pair.b.engine.stats().num_prefill_tokens == 0
-    pair.check_nothing_is_lent()
