@@ -9,6 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from support.virtual import threads
+from support.virtual.loop import VirtualLoop
+
+threads.install()  # before anything that keeps a function of `time` is imported
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores; before torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -21,26 +26,41 @@ os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 settings.register_profile(
     "all", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-settings.register_profile("dev", settings.get_profile("all"), max_examples=30)
-settings.register_profile("ci", settings.get_profile("all"), derandomize=True, print_blob=True)
+settings.register_profile(
+    "landing",
+    settings.get_profile("all"),
+    max_examples=30,
+    derandomize=True,
+    database=None,
+    print_blob=True,
+)
+settings.register_profile("nightly", settings.get_profile("all"), max_examples=100, print_blob=True)
 settings.register_profile("long", settings.get_profile("all"), max_examples=2000)
-settings.load_profile("dev")  # or as --hypothesis-profile says
+settings.load_profile("landing")  # or as --hypothesis-profile says
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where model tests compute: cpu, cuda, cuda:1")
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Don't import files that have no test of the one mark that is asked for: that takes half a minute.
+_NIGHTLY = re.compile(r"\bmark\.process\b|\bPROCESS_MARKS\b")
+_SMOKE = re.compile(r"\bmark\.smoke\b")
+_REAL_TIME = re.compile(rf"{_NIGHTLY.pattern}|{_SMOKE.pattern}|\bmark\.real_time\b")
 
-    The mark stands in the file itself, or in the name of a list of marks (`IN_PROCESS_SERVICE`).
-    """
-    mark = config.getoption("markexpr")
-    if mark not in ("alone", "service") or not collection_path.name.startswith("test_"):
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Don't import files of the other lane, where one lane is asked for: their imports take half a minute."""
+    asked = config.getoption("markexpr")
+    if not collection_path.name.startswith("test_"):
         return None
-    named = rf"mark\.{mark}\b|_{mark.upper()}\b"
-    return None if re.search(named, collection_path.read_text(encoding="utf-8")) else True
+    if asked.startswith("not process and not smoke"):
+        other = _NIGHTLY
+    elif asked in ("process", "smoke"):
+        text = collection_path.read_text(encoding="utf-8")
+        return None if (_NIGHTLY if asked == "process" else _SMOKE).search(text) else True
+    else:
+        return None
+    return True if other.search(collection_path.read_text(encoding="utf-8")) else None
 
 
 def pytest_collection_finish() -> None:
@@ -49,10 +69,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    """The event loop that runs `async def` tests and fixtures."""
-    return "asyncio"
+@pytest.fixture(scope="module")
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, object]]:
+    """The event loop of `async def` tests and fixtures: in virtual time, but for files marked otherwise."""
+    if _REAL_TIME.search(Path(request.path).read_text(encoding="utf-8")):
+        return "asyncio", {}
+    threads.step_engines()
+    return "asyncio", {"loop_factory": VirtualLoop}
 
 
 @pytest.fixture(scope="session")

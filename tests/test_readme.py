@@ -14,7 +14,7 @@ from mallee.worker.model.loading.source import resolve_model
 from support.serving import serving
 
 pytestmark = [
-    pytest.mark.service,
+    pytest.mark.process,
     pytest.mark.ray,
     pytest.mark.nats,
     pytest.mark.model,

@@ -12,7 +12,7 @@ from mallee.actors.addresses import free_port
 from mallee.actors.proxy.choice import SWITCH, haproxy_binary, serving_environment
 from support.folders import short_folder
 
-pytestmark = [pytest.mark.service, pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.ray, pytest.mark.slow]
 
 APP = """
 import asyncio

@@ -21,10 +21,10 @@ from mallee.cli.main import cli
 from mallee.client import Mallee
 from support.folders import short_folder
 from support.mock_scene import make_folder
-from support.ray_marks import IN_PROCESS_SERVICE
+from support.ray_marks import PROCESS_MARKS
 from support.waiting import wait_until
 
-pytestmark = IN_PROCESS_SERVICE
+pytestmark = PROCESS_MARKS
 
 
 class Cluster:

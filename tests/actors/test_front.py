@@ -23,7 +23,7 @@ from mallee.actors.proxy.choice import SWITCH, haproxy_binary
 from support.mock_scene import make_folder
 from support.waiting import wait_until
 
-pytestmark = [pytest.mark.service, pytest.mark.ray, pytest.mark.nats, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.ray, pytest.mark.nats, pytest.mark.slow]
 
 MODES = {"haproxy": "HAProxy", "python": "Ray's Python proxy"}
 MAX_BODY = 200_000

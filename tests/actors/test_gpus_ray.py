@@ -7,11 +7,11 @@ import pytest
 
 from mallee.actors.config import AppConfig
 from mallee.testing.random_model import random_model
-from support.ray_marks import IN_PROCESS_SERVICE
+from support.ray_marks import PROCESS_MARKS
 from support.serving import serving
 from support.tokenizers_made import byte_level
 
-pytestmark = IN_PROCESS_SERVICE
+pytestmark = PROCESS_MARKS
 
 
 @pytest.fixture

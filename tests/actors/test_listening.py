@@ -10,7 +10,7 @@ import pytest
 from mallee.actors.addresses import free_port
 from support.mock_scene import make_folder, mock_config
 
-pytestmark = [pytest.mark.service, pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.ray, pytest.mark.slow]
 
 _BUILD = """
 import os, sys, ray

@@ -27,7 +27,7 @@ from support.mock_scene import make_folder
 from support.otlp import Receiver, receiving
 from support.waiting import wait_until
 
-pytestmark = [pytest.mark.service, pytest.mark.ray, pytest.mark.nats, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.ray, pytest.mark.nats, pytest.mark.slow]
 
 until = partial(wait_until, timeout_s=120.0)
 OPERATOR = "MALLEE_API_KEY"

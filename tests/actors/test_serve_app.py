@@ -17,7 +17,7 @@ from support.serving import serving
 from support.waiting import wait_until
 
 pytestmark = [
-    pytest.mark.service,
+    pytest.mark.process,
     pytest.mark.ray,
     pytest.mark.nats,
     pytest.mark.slow,

@@ -54,7 +54,7 @@ from support.live_fleet import make_gateway
 from support.local_transport import LocalTransport
 from support.waiting import wait_until
 
-pytestmark = [pytest.mark.alone, pytest.mark.model, pytest.mark.nats, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.model, pytest.mark.nats, pytest.mark.slow]
 
 MODEL = "smollm2"
 NUM_BLOCKS = 512

@@ -14,10 +14,10 @@ from mallee.actors.addresses import free_port
 from mallee.actors.proxy.choice import KEEP_ALIVE_S, serving_environment
 from support.folders import short_folder
 from support.mock_scene import make_folder, mock_config
-from support.ray_marks import IN_PROCESS_SERVICE
+from support.ray_marks import PROCESS_MARKS
 from support.waiting import wait_until
 
-pytestmark = IN_PROCESS_SERVICE
+pytestmark = PROCESS_MARKS
 
 
 def kill(name: str, tasks: Any) -> int:

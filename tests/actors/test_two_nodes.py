@@ -23,10 +23,10 @@ from mallee.protocol.events import (
 )
 from mallee.protocol.subjects import BusRole, Subjects
 from support.mock_scene import make_folder, mock_config
-from support.ray_marks import IN_PROCESS_SERVICE
+from support.ray_marks import PROCESS_MARKS
 from support.waiting import until
 
-pytestmark = IN_PROCESS_SERVICE
+pytestmark = PROCESS_MARKS
 
 MEMORY = {"object_store_memory": 100 << 20}
 PROMPT = "a tree of many trunks"
@@ -218,7 +218,7 @@ async def test_the_app_keeps_its_secret(fleet: Fleet) -> None:
 
 
 async def test_fan_outs_run_on_both_nodes_and_no_event_is_lost(fleet: Fleet) -> None:
-    """K28, part: prompts with n=8 and forks with several suffixes; the index is what is held."""
+    """K28, part, X29, part: prompts with n=8 and forks with several suffixes; the index is what is held."""
     capsules = await fleet.capsules()
     first = await fleet.fan_outs(capsules, 60)
     assert {len(each) for each in first} == {4, 8}

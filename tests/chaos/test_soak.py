@@ -6,7 +6,7 @@ import pytest
 
 from support.benches import run_bench
 
-pytestmark = [pytest.mark.alone, pytest.mark.nats, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.nats, pytest.mark.slow]
 
 
 @pytest.mark.timeout(400)

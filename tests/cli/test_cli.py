@@ -110,7 +110,7 @@ def test_an_option_of_old_is_refused_with_its_new_name() -> None:
 @pytest.mark.nats
 @pytest.mark.model
 @pytest.mark.slow
-@pytest.mark.service
+@pytest.mark.process
 @pytest.mark.timeout(400)
 def test_the_demo_forks_on_one_worker_and_leaves_nothing_running() -> None:
     """X1, part: real Ray, NATS, HTTP and model; affinity 1.0, and nothing of the prefix again."""

@@ -216,7 +216,7 @@ def mocked(folder: Path, records: Path) -> Iterator[tuple[str, subprocess.Popen[
         process.wait()
 
 
-@pytest.mark.service
+@pytest.mark.process
 @pytest.mark.nats
 @pytest.mark.slow
 def test_a_gateway_that_is_killed_leaves_a_record_that_replays(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from support.mock_scene import make_folder
 from support.waiting import wait_until
 
 pytestmark = [
-    *(pytest.mark.service, pytest.mark.ray, pytest.mark.nats, pytest.mark.slow),
+    *(pytest.mark.process, pytest.mark.ray, pytest.mark.nats, pytest.mark.slow),
     pytest.mark.timeout(600),
 ]
 

@@ -4,8 +4,8 @@ from typing import Final
 
 import pytest
 
-IN_PROCESS_SERVICE: Final = [
-    pytest.mark.service,
+PROCESS_MARKS: Final = [
+    pytest.mark.process,
     pytest.mark.ray,
     pytest.mark.nats,
     pytest.mark.slow,

@@ -4,14 +4,18 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+from support.virtual.loop import virtual_loop
+
 
 async def until(claim: Callable[[], bool], timeout_s: float = 10.0) -> None:
     """Return once `claim` holds; another task, thread or process makes it hold.
 
     A claim that meets a change by another thread while it reads (an engine's, which counts in its own) is
-    asked again.
+    asked again. In virtual time it is asked after each round of the loop's callbacks.
     """
     async with asyncio.timeout(timeout_s):
+        if (loop := virtual_loop()) is not None:
+            return await loop.came_true(claim)
         while not _holds(claim):  # noqa: ASYNC110
             await asyncio.sleep(0.002)
 

@@ -16,7 +16,7 @@ from support.brokers import OpenBroker
 from support.pickers import picker_process
 from support.waiting import until
 
-pytestmark = [pytest.mark.alone, pytest.mark.nats]
+pytestmark = [pytest.mark.process, pytest.mark.nats]
 FAMILIES, TURNS, TURN_TOKENS = 7, 5, 800  # 7: round robin on 4 pods meets none again by chance
 
 
@@ -54,7 +54,7 @@ async def converse(client: httpx.AsyncClient, url: str, pods: Sequence[VllmPod])
 
 
 async def test_pickers_behind_envoy_hit_caches_and_one_may_die_at_any_time(tmp_path: Path) -> None:
-    """X21: two, active both: far more hits than round robin. One is killed, then all: requests go on."""
+    """X21, X20, part: two, both active: more hits than round robin; one is killed, then all: none fails."""
     broker = OpenBroker()
     await broker.start()
     try:

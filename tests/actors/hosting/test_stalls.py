@@ -36,7 +36,7 @@ def schema(i: int) -> Grammar:
 
 
 @pytest.mark.model
-@pytest.mark.alone
+@pytest.mark.process
 async def test_a_stream_goes_on_while_a_hundred_new_schemas_are_compiled(rig: Any) -> None:
     """I18: with the tokenizer of a real model."""
     try:

@@ -415,7 +415,6 @@ async def test_the_end_of_an_engine_ends_the_thread_of_its_masks(rig: Any) -> No
         filler.submit(int)
 
 
-@pytest.mark.alone
 async def test_steps_do_not_hold_up_heartbeats(rig: Any) -> None:
     async with rig(heartbeat_s=0.01) as r, aclosing(Reader(r.host, "g")) as frames:
         await hello(frames)

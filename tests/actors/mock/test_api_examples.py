@@ -22,7 +22,7 @@ from support.fuzzing import CHATML, Oracle
 from support.mock_scene import make_folder, mock_config
 
 pytestmark = [
-    pytest.mark.alone,
+    pytest.mark.process,
     pytest.mark.nats,
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed"),

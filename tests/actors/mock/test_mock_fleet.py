@@ -113,7 +113,6 @@ async def test_answers_read_like_words(folder: Path) -> None:
         assert [token for delta in again for token in delta.tokens] == tokens
 
 
-@pytest.mark.alone
 async def test_streams_come_at_the_engines_pace_token_by_token(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +132,6 @@ async def test_streams_come_at_the_engines_pace_token_by_token(
         assert min(t - (0.02 + i * 0.01) for i, t in enumerate(times)) < 0.01
 
 
-@pytest.mark.alone
 async def test_steps_shorter_than_a_millisecond_are_told_together(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

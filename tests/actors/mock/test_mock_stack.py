@@ -23,7 +23,7 @@ from mallee.protocol.errors import ConfigError
 from support.mock_scene import make_folder, mock_config
 from support.waiting import until
 
-pytestmark = [pytest.mark.alone, pytest.mark.nats, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.nats, pytest.mark.slow]
 
 NUM_ENGINES = 20
 

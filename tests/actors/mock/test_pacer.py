@@ -9,7 +9,7 @@ from mallee.actors.mock import process as loops
 from mallee.actors.mock.pacer import GRAIN_S, MAX_PACE_S, PACE_S, Pacer
 from support.waiting import until
 
-pytestmark = pytest.mark.alone  # counts wakes per second of real time
+pytestmark = pytest.mark.process  # counts wakes per second of real time
 
 
 class Sleeper:

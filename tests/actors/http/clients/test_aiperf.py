@@ -19,7 +19,7 @@ from support.mock_scene import make_folder, mock_config
 
 AIPERF = os.environ.get("AIPERF") or shutil.which("aiperf")
 pytestmark = [
-    pytest.mark.alone,
+    pytest.mark.process,
     pytest.mark.nats,
     pytest.mark.slow,
     pytest.mark.skipif(AIPERF is None, reason="aiperf is not installed: make clients"),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from playwright.async_api import Page
 
 pytestmark = [
-    pytest.mark.alone,
+    pytest.mark.process,
     pytest.mark.nats,
     pytest.mark.timeout(120),
     pytest.mark.skipif(MISSING is not None, reason=MISSING or ""),

@@ -21,7 +21,7 @@ from support.mock_scene import make_folder
 from support.waiting import wait_until
 
 pytestmark = [
-    *(pytest.mark.alone, pytest.mark.ray, pytest.mark.nats, pytest.mark.slow),
+    *(pytest.mark.process, pytest.mark.ray, pytest.mark.nats, pytest.mark.slow),
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]
 

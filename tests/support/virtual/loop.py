@@ -1,0 +1,189 @@
+"""An event loop in virtual time, in which tests of what runs in one process take no real time.
+
+When nothing is ready, time jumps to the next timer. Connections between two ends in the loop are pairs of
+sockets, which deliver at once. Threads take their turns in the loop (`support.virtual.threads`). So a run
+depends on its seeds alone, not on how busy the machine is.
+"""
+
+import asyncio
+import errno
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+REAL_MONOTONIC: Final = time.monotonic
+REAL_TIME: Final = time.time
+START: Final = 1000.0  # s, of each loop's time
+OUTSIDE_S: Final = (
+    20.0  # of real time, for a process or a thread outside to be heard of when no timer is left
+)
+MAX_IDLE_S: Final = (
+    7 * 86400.0
+)  # of virtual time in which only timers ring: a test that would never end
+
+
+class Stuck(RuntimeError):
+    """Nothing in the loop can ever happen again, and the test has not ended."""
+
+
+class Pair(socket.socket):
+    """One end of a connection within the loop, which says the addresses that TCP would."""
+
+    def __init__(self, inner: socket.socket, here: tuple[str, int], there: tuple[str, int]) -> None:
+        super().__init__(inner.family, inner.type, inner.proto, fileno=inner.detach())
+        self._here = here
+        self._there = there
+
+    def getsockname(self) -> tuple[str, int]:
+        return self._here
+
+    def getpeername(self) -> tuple[str, int]:
+        return self._there
+
+    def setsockopt(self, level: int, *rest: Any) -> None:
+        if level != socket.IPPROTO_TCP:
+            super().setsockopt(level, *rest)
+
+
+class _Listener(NamedTuple):
+    server: asyncio.Server
+    factory: Callable[[], Any]
+    ssl: Any
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """See the module. `run_thread`, which runs a function as a thread would, comes from its neighbour."""
+
+    run_thread: Callable[..., asyncio.Future[Any]]
+
+    def __init__(self) -> None:
+        self._now = START
+        self._wall = REAL_TIME() - START
+        self._listening: dict[int, _Listener] = {}  # by port
+        self._last_port = 50000
+        self._running: set[asyncio.Task[Any]] = set()
+        self._lively_at = START
+        self._claims: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        super().__init__()
+
+    def time(self) -> float:
+        return self._now
+
+    def wall_time(self) -> float:
+        return self._wall + self._now
+
+    def fall_behind(self, seconds: float) -> None:
+        """Let time pass as if a callback had taken it."""
+        self._now += seconds
+
+    def keep(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """A task of the loop's own, which nobody else has to hold."""
+        task = self.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def came_true(self, claim: Callable[[], bool]) -> None:
+        """Return as soon as `claim` holds, which is asked after each round of callbacks."""
+        if claim():
+            return
+        entry = claim, self.create_future()
+        self._claims.append(entry)
+        try:
+            await entry[1]
+        finally:
+            self._claims.remove(entry)
+
+    def _ask_claims(self) -> None:
+        for claim, waiter in self._claims:
+            if waiter.done():
+                continue
+            try:
+                if claim():
+                    waiter.set_result(None)
+            except Exception as error:
+                waiter.set_exception(error)
+
+    def _run_once(self) -> None:
+        if not self._ready:  # type: ignore[attr-defined]
+            self._process_events(self._selector.select(0))  # type: ignore[attr-defined]
+        if self._ready:  # type: ignore[attr-defined]
+            self._lively_at = self._now
+        else:
+            self._skip()
+        super()._run_once()  # type: ignore[misc]
+        if self._claims:
+            self._ask_claims()
+
+    def _skip(self) -> None:
+        """Go on to the next timer; without one, wait for what is outside."""
+        timers = [each.when() for each in self._scheduled if not each.cancelled()]  # type: ignore[attr-defined]
+        if timers:
+            self._now = max(self._now, min(timers))
+            if self._now > self._lively_at + MAX_IDLE_S:
+                raise Stuck(f"for {MAX_IDLE_S:g} s only timers rang; {self._tasks()}")
+            return
+        events = self._selector.select(OUTSIDE_S)  # type: ignore[attr-defined]
+        if not events:
+            raise Stuck(f"no timer, no callback, nothing to read; {self._tasks()}")
+        self._process_events(events)  # type: ignore[attr-defined]
+
+    def _tasks(self) -> str:
+        return "\n".join(["tasks:", *map(repr, asyncio.all_tasks(self))])
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Executor | None, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        return self.run_thread(executor, partial(func, *args))
+
+    async def create_server(  # type: ignore[override]
+        self, protocol_factory: Callable[[], Any], *args: Any, ssl: Any = None, **more: Any
+    ) -> asyncio.Server:
+        server = await super().create_server(protocol_factory, *args, ssl=ssl, **more)
+        for each in server.sockets:
+            if each.family in (socket.AF_INET, socket.AF_INET6):
+                port = each.getsockname()[1]
+                self._listening[port] = _Listener(server, protocol_factory, ssl)
+        return server
+
+    async def create_connection(  # type: ignore[override]
+        self,
+        protocol_factory: Callable[[], Any],
+        host: Any = None,
+        port: Any = None,
+        *,
+        ssl: Any = None,
+        server_hostname: str | None = None,
+        **more: Any,
+    ) -> Any:
+        given = {"ssl": ssl, "server_hostname": server_hostname}
+        listener = self._listening.get(port)
+        if listener is None:
+            return await super().create_connection(protocol_factory, host, port, **given, **more)
+        if not listener.server.is_serving():
+            raise ConnectionRefusedError(errno.ECONNREFUSED, f"nothing listens at {host}:{port}")
+        self._last_port += 1
+        here, there = ("127.0.0.1", self._last_port), ("127.0.0.1", port)
+        ours, theirs = socket.socketpair()
+        ours, theirs = Pair(ours, here, there), Pair(theirs, there, here)
+        self.keep(self.connect_accepted_socket(listener.factory, theirs, ssl=listener.ssl))
+        if ssl is not None and server_hostname is None:
+            given["server_hostname"] = host
+        return await super().create_connection(protocol_factory, sock=ours, **given)
+
+
+def virtual_loop() -> VirtualLoop | None:
+    """The one that runs in this thread."""
+    loop = asyncio._get_running_loop()
+    return loop if isinstance(loop, VirtualLoop) else None
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run` in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)

@@ -1,0 +1,335 @@
+"""What a program knows of time and threads, in a loop of virtual time: for tests.
+
+`install` puts these in the place of functions of `time`, `threading`, `concurrent.futures`, `anyio` and
+`httpx`. Outside a virtual loop they do as ever. In one, the clocks tell the loop's time, and a thread is a
+greenlet that gives way to the loop whenever it would wait: for a time, a condition (and so for an event, a
+queue, a future), another thread's end, or an answer over HTTP. Locks are not among them: who waits with a
+lock held, holds up all.
+"""
+
+import asyncio
+import contextvars
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final, TypeVar
+from weakref import WeakKeyDictionary
+
+import anyio.to_thread
+import httpx
+from greenlet import getcurrent, greenlet
+
+from support.virtual.loop import REAL_MONOTONIC, REAL_TIME, VirtualLoop, virtual_loop
+
+T = TypeVar("T")
+
+CALL_S: Final = 0.0001  # of virtual time, until a thread runs what it was given
+TURN_S: Final = 0.001  # of virtual time, that each turn of an engine takes
+
+
+class _Thread(greenlet):
+    """A function that runs in the loop's thread and gives way to the loop where it waits."""
+
+
+def _is_thread() -> bool:
+    return isinstance(getcurrent(), _Thread)
+
+
+def wait_for(awaitable: Awaitable[T]) -> T:
+    """In a thread of the loop's: what `awaitable` gives, while the loop goes on."""
+    result: T = getcurrent().parent.switch(awaitable)
+    return result
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """What `work` gives, which runs as a thread of the loop's."""
+    thread = _Thread(work)
+    thread.gr_context = contextvars.copy_context()
+    given = thread.switch()
+    while not thread.dead:
+        try:
+            value = await given
+        except BaseException as error:
+            given = thread.throw(error)
+        else:
+            given = thread.switch(value)
+    result: T = given
+    return result
+
+
+async def _holds(claim: Callable[[], bool], timeout_s: float | None) -> bool:
+    loop = virtual_loop()
+    assert loop is not None
+    try:
+        async with asyncio.timeout(timeout_s):
+            await loop.came_true(claim)
+    except TimeoutError:
+        return claim()
+    return True
+
+
+# --- time ---
+
+
+def _monotonic() -> float:
+    loop = virtual_loop()
+    return REAL_MONOTONIC() if loop is None else loop.time()
+
+
+def _time() -> float:
+    loop = virtual_loop()
+    return REAL_TIME() if loop is None else loop.wall_time()
+
+
+def _sleep(seconds: float, _real: Callable[[float], None] = time.sleep) -> None:
+    if (loop := virtual_loop()) is None:
+        _real(seconds)
+    elif _is_thread():
+        wait_for(asyncio.sleep(seconds))
+    else:
+        loop.fall_behind(seconds)
+
+
+# --- threads ---
+
+_threads: WeakKeyDictionary[threading.Thread, asyncio.Task[None]] = WeakKeyDictionary()
+
+
+def _start(self: threading.Thread, _real: Any = threading.Thread.start) -> None:
+    if (loop := virtual_loop()) is None:
+        _real(self)
+        return
+    if self in _threads:
+        raise RuntimeError("threads can only be started once")
+    self._started.set()  # type: ignore[attr-defined]
+
+    async def live() -> None:
+        await asyncio.sleep(CALL_S)
+        await in_thread(self.run)
+
+    _threads[self] = loop.keep(live())
+
+
+def _is_alive(self: threading.Thread, _real: Any = threading.Thread.is_alive) -> bool:
+    task = _threads.get(self)
+    return bool(_real(self)) if task is None else not task.done()
+
+
+def _join(
+    self: threading.Thread, timeout: float | None = None, _real: Any = threading.Thread.join
+) -> None:
+    task = _threads.get(self)
+    if task is None:
+        _real(self, timeout)
+    elif not task.done():
+        assert _is_thread(), f"{self} ends in the loop, which this call would hold up"
+        wait_for(_holds(task.done, timeout))
+
+
+def _wait(
+    self: threading.Condition,
+    timeout: float | None = None,
+    _real: Any = threading.Condition.wait,
+) -> bool:
+    if not _is_thread():
+        return bool(_real(self, timeout))
+    waiter = threading.Lock()
+    waiter.acquire()
+    self._waiters.append(waiter)  # type: ignore[attr-defined]
+    saved = self._release_save()  # type: ignore[attr-defined]
+    told = wait_for(_holds(lambda: not waiter.locked(), timeout))
+    self._acquire_restore(saved)  # type: ignore[attr-defined]
+    if not told and waiter in self._waiters:  # type: ignore[attr-defined]
+        self._waiters.remove(waiter)  # type: ignore[attr-defined]
+    return told
+
+
+# --- pools ---
+
+
+class _Pool:
+    """Work of one executor: as many at a time as it has threads, in order."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.turns = asyncio.Semaphore(num_threads)
+        self.waiting: set[Future[Any]] = set()
+        self.num = 0  # that wait or run
+
+
+_pools: WeakKeyDictionary[Executor, tuple[VirtualLoop, _Pool]] = WeakKeyDictionary()
+
+
+def _pool_of(executor: Executor | None, loop: VirtualLoop) -> _Pool:
+    if not isinstance(executor, ThreadPoolExecutor):
+        return _Pool(1)
+    known = _pools.get(executor)
+    if known is None or known[0] is not loop:
+        _pools[executor] = known = loop, _Pool(executor._max_workers)
+    return known[1]
+
+
+def _submitted(loop: VirtualLoop, pool: _Pool, work: Callable[[], Any]) -> Future[Any]:
+    answer: Future[Any] = Future()
+    pool.num += 1
+    pool.waiting.add(answer)
+
+    async def go() -> None:
+        try:
+            async with pool.turns:
+                await asyncio.sleep(CALL_S)
+                pool.waiting.discard(answer)
+                if not answer.set_running_or_notify_cancel():
+                    return
+                try:
+                    answer.set_result(await in_thread(work))
+                except Exception as error:
+                    answer.set_exception(error)
+        finally:
+            pool.num -= 1
+
+    loop.keep(go())
+    return answer
+
+
+def _run_thread(
+    loop: VirtualLoop, executor: Executor | None, work: Callable[[], Any]
+) -> asyncio.Future[Any]:
+    if getattr(executor, "_shutdown", False):
+        raise RuntimeError("cannot schedule new futures after shutdown")
+    return asyncio.wrap_future(_submitted(loop, _pool_of(executor, loop), work), loop=loop)
+
+
+def _submit(
+    self: ThreadPoolExecutor,
+    work: Callable[..., Any],
+    /,
+    *args: Any,
+    _real: Any = ThreadPoolExecutor.submit,
+    **more: Any,
+) -> Future[Any]:
+    if (loop := virtual_loop()) is None:
+        answer: Future[Any] = _real(self, work, *args, **more)
+        return answer
+    if self._shutdown:
+        raise RuntimeError("cannot schedule new futures after shutdown")
+    return _submitted(loop, _pool_of(self, loop), partial(work, *args, **more))
+
+
+def _shutdown(
+    self: ThreadPoolExecutor,
+    wait: bool = True,
+    *,
+    cancel_futures: bool = False,
+    _real: Any = ThreadPoolExecutor.shutdown,
+) -> None:
+    _real(self, wait, cancel_futures=cancel_futures)
+    known = _pools.get(self)
+    if known is None or known[0] is not virtual_loop():
+        return
+    pool = known[1]
+    if cancel_futures:
+        for each in [*pool.waiting]:
+            each.cancel()
+    if wait and pool.num and _is_thread():
+        wait_for(_holds(lambda: not pool.num, None))
+
+
+async def _run_sync(
+    func: Callable[..., T], *args: Any, _real: Any = anyio.to_thread.run_sync, **more: Any
+) -> T:
+    if (loop := virtual_loop()) is None:
+        result: T = await _real(func, *args, **more)
+        return result
+    answer: T = await loop.run_in_executor(None, func, *args)
+    return answer
+
+
+# --- HTTP without an event loop ---
+
+
+class _Sent(httpx.AsyncByteStream):
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for part in self._stream:
+            yield part
+
+
+class _Received(httpx.SyncByteStream):
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._parts = aiter(stream)
+
+    def __iter__(self) -> Iterator[bytes]:
+        while (part := wait_for(anext(self._parts, None))) is not None:
+            yield part
+
+    def close(self) -> None:
+        wait_for(self._stream.aclose())
+
+
+_transports: WeakKeyDictionary[httpx.HTTPTransport, httpx.AsyncHTTPTransport] = WeakKeyDictionary()
+
+
+def _handle_request(
+    self: httpx.HTTPTransport,
+    request: httpx.Request,
+    _real: Any = httpx.HTTPTransport.handle_request,
+) -> httpx.Response:
+    if not _is_thread():
+        response: httpx.Response = _real(self, request)
+        return response
+    if self not in _transports:
+        verify = self._pool._ssl_context
+        _transports[self] = httpx.AsyncHTTPTransport(verify=True if verify is None else verify)
+    asked = httpx.Request(
+        request.method,
+        request.url,
+        headers=request.headers,
+        stream=_Sent(request.stream),
+        extensions=request.extensions,
+    )
+    got = wait_for(_transports[self].handle_async_request(asked))
+    return httpx.Response(
+        got.status_code,
+        headers=got.headers,
+        stream=_Received(got.stream),
+        extensions=got.extensions,
+    )
+
+
+def _close(self: httpx.HTTPTransport, _real: Any = httpx.HTTPTransport.close) -> None:
+    _real(self)
+    if (inner := _transports.pop(self, None)) is not None and _is_thread():
+        wait_for(inner.aclose())
+
+
+def install() -> None:
+    """See the module. To be called before anything is imported that keeps one of these functions."""
+    VirtualLoop.run_thread = _run_thread  # type: ignore[assignment, method-assign]
+    time.monotonic, time.time, time.sleep = _monotonic, _time, _sleep  # type: ignore[assignment]
+    threading.Thread.start = _start  # type: ignore[method-assign, assignment]
+    threading.Thread.is_alive = _is_alive  # type: ignore[method-assign, assignment]
+    threading.Thread.join = _join  # type: ignore[method-assign, assignment]
+    threading.Condition.wait = _wait  # type: ignore[method-assign, assignment]
+    ThreadPoolExecutor.submit = _submit  # type: ignore[method-assign, assignment]
+    ThreadPoolExecutor.shutdown = _shutdown  # type: ignore[method-assign, assignment]
+    anyio.to_thread.run_sync = _run_sync  # type: ignore[assignment]
+    httpx.HTTPTransport.handle_request = _handle_request  # type: ignore[method-assign, assignment]
+    httpx.HTTPTransport.close = _close  # type: ignore[method-assign, assignment]
+
+
+def step_engines() -> None:
+    """Have each turn of an engine take a moment, in which the loop goes on."""
+    from mallee.actors.hosting.engine import EngineThread
+
+    def turn(self: EngineThread, taken: Any, _real: Any = EngineThread._turn) -> None:
+        _real(self, taken)
+        if _is_thread():
+            time.sleep(TURN_S)
+
+    if EngineThread._turn.__name__ != turn.__name__:
+        EngineThread._turn = turn  # type: ignore[method-assign, assignment]
