@@ -1,20 +1,28 @@
-"""Writes golden_smollm2.json: transformers' greedy tokens (float32, CPU) for fifty prompts.
+"""Writes transformers' greedy tokens (float32, CPU) for fifty prompts of each model: the golden files.
 
     python tests/worker/model/make_golden.py
 
-Token ids only, so that the test needs no tokenizer. The end-of-sequence token does not stop a row.
+golden_smollm2.json is of SmolLM2, golden_tiny.json of a tiny random model of each family. Token ids
+only, so that the tests need no tokenizer. The end-of-sequence token does not stop a row.
 """
 
 import json
+import random
+import tempfile
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from mallee.testing.random_model import random_model, tensors_digest
+from mallee.worker.model.doctor import load_oracle
 from mallee.worker.model.loading.source import resolve_model
 
 TARGET = Path(__file__).with_name("golden_smollm2.json")
+TINY_TARGET = Path(__file__).with_name("golden_tiny.json")
 NUM_TOKENS = 64
+NUM_TINY_TOKENS = 32
+TINY_FAMILIES = ("llama", "qwen3", "gemma3_text")
 QUESTIONS = (
     "What is the capital of France?",
     "Write a haiku about the sea.",
@@ -104,6 +112,18 @@ def main() -> None:
     prompts += [tokenizer(text)["input_ids"] for text in TEXTS]
     rows = [{"prompt": p, "tokens": greedy(model, p, NUM_TOKENS)} for p in prompts]
     TARGET.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    TINY_TARGET.write_text(json.dumps({family: tiny(family) for family in TINY_FAMILIES}) + "\n")
+
+
+def tiny(family: str) -> dict[str, object]:
+    """Rows of a model and a digest of its weights. With tied embeddings it would repeat its last token."""
+    model, rng = random_model(family, tie_word_embeddings=False), random.Random(family)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(Path(folder))
+        oracle = load_oracle(Path(folder), "float32")
+    prompts = [[rng.randrange(128) for _ in range(n)] for n in range(1, 51)]
+    rows = [{"prompt": p, "tokens": greedy(oracle, p, NUM_TINY_TOKENS)} for p in prompts]
+    return {"weights": tensors_digest(model.tensors.items()), "rows": rows}
 
 
 if __name__ == "__main__":
