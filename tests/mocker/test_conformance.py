@@ -14,6 +14,7 @@ from mallee.mocker.texts import Texts
 from mallee.mocker.timing import Timing
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.testing.forward import MockForward
+from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
@@ -31,6 +32,7 @@ from support.conforming import (
 from support.examples import examples
 
 SPEC = mock_spec(vocab_size=1 << 31)  # an answer never happens to go on like somebody's prompt
+MODEL = random_model("llama", 3)
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a scene that fails is told by its seed
 SEEDS = st.integers(0, 1 << 32)
 
@@ -51,6 +53,17 @@ def test_a_mocked_engine_does_what_one_over_content_does(seed: int) -> None:
     """K16, K17: step for step the same plans, admissions, preemptions, news, events and times."""
     scene = random_scene(seed)
     assert_same(mocked(scene), content(scene))
+
+
+@settings(examples(12), phases=QUICK)
+@given(SEEDS)
+def test_a_mocked_engine_does_what_one_over_a_model_does(one_thread: None, seed: int) -> None:
+    """K16, K17: the model computes every row; who is admitted, cut, preempted and told is the same."""
+    scene = random_scene(seed, num_asks=8)
+    forward = MODEL.forward(num_blocks=scene.num_blocks, block_size=SIZE)
+    expected = play_real(scene, forward)
+    assert_same(play_scene(scene, forward.spec), expected)
+    assert_same_but_for_strides(play_scene(scene, forward.spec, max_multi_step=99), expected)
 
 
 @settings(examples(50), phases=QUICK)

@@ -142,7 +142,7 @@ def named(told: Told) -> list[Any]:
     return found
 
 
-@pytest.mark.alone
+@pytest.mark.process
 async def test_a_live_fleet_publishes_what_a_replay_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,15 +1,11 @@
 """K13, K16, K21: a mocked engine at the pace of a clock does what it does in virtual time.
 
 The live runner is played on a loop whose time is made up, so that any scene can be compared event for
-event, and on the wall clock, with scenes in which no decision hangs on when exactly a command comes.
+event.
 """
 
 import asyncio
 import selectors
-import time
-from collections.abc import Callable
-from itertools import groupby
-from math import inf
 from typing import Any
 
 import pytest
@@ -17,29 +13,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from mallee.actors.mock.pacer import GRAIN_S, Pacer
-from mallee.actors.mock.runner import MockRunner
-from mallee.mocker.passes import mock_spec
 from mallee.mocker.tiers import TierConfig
 from mallee.mocker.timing import ClosedForm, Plane, Timing
-from mallee.protocol.messages import Command
-from mallee.worker.records import EngineConfig, StepResult
-from mallee.worker.sched.policy import SchedulerConfig
-from support.asking import Ask, Scene, TokenWriter, command, random_scene
-from support.conforming import (
-    Done,
-    Spy,
-    Story,
-    Time,
-    assert_same_but_for_strides,
-    make_mocked,
-    news_of,
-    play_mocked,
-    published,
-    story_of,
-)
+from support.asking import Scene, random_scene
+from support.conforming import Story, assert_same_but_for_strides
 from support.examples import examples
+from support.paced import assert_same_order, play_live, virtual
 
-SPEC = mock_spec(vocab_size=1 << 31)
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a scene that fails is told by its seed
 LIVE_BOUND_S = 2 * GRAIN_S
 """A step is told so much later than in virtual time at most, where nothing else keeps the loop."""
@@ -78,98 +58,6 @@ class LazyPacer(Pacer):
         return 1e9
 
 
-class Player:
-    """One runner, its commands at their times, and what it did."""
-
-    def __init__(
-        self,
-        scene: Scene,
-        clock: Callable[[], float],
-        timing: Timing,
-        max_multi_step: int,
-        pacer: Pacer,
-        tiers: TierConfig | None,
-    ) -> None:
-        self.mocked = make_mocked(
-            Time(clock),
-            scene.config,
-            num_blocks=scene.num_blocks,
-            max_multi_step=max_multi_step,
-            spec=SPEC,
-            timing=timing,
-            tiers=tiers,
-        )
-        self.spy = Spy(self.mocked.engine, timing)
-        self.clock = clock
-        self.steps: list[Done] = []
-        self.failures: list[str] = []
-        self.runner = MockRunner(self.mocked, pacer, self, clock=clock)
-        self.runner.start()
-
-    def submit(self, commands: list[Command]) -> None:
-        self.runner.submit("g", commands)
-        self.runner.check()
-
-    def dropped(self, gateway: str) -> None:
-        pass
-
-    def fail(self, reason: str) -> None:
-        self.failures.append(reason)
-
-    def deliver(self, result: StepResult, next_seq: int) -> None:
-        self.mocked.engine.check()
-        updates = [u for frame in result.frames.values() for u in frame.updates]
-        events = result.events
-        before = next_seq - len(events.events) if events is not None else next_seq
-        told = news_of(updates, lambda u: len(u.tokens))
-        self.steps.append(Done(0.0, self.clock(), self.spy.take(), told, published(events, before)))
-
-    def story(self) -> Story:
-        assert not self.failures
-        return story_of(self.mocked.engine, self.steps)
-
-
-async def play_live(
-    scene: Scene,
-    clock: Callable[[], float],
-    timing: Timing,
-    *,
-    max_multi_step: int,
-    pacer: type[Pacer] = Pacer,
-    tiers: TierConfig | None = None,
-) -> Story:
-    """The scene's commands at their times on the loop's clock, until nothing is left to do."""
-    player = Player(scene, clock, timing, max_multi_step, pacer(clock), tiers)
-    begin, loop = clock(), asyncio.get_running_loop()
-    writer = TokenWriter()
-    for at_s, asks in groupby(scene.asks, key=lambda ask: ask.at_s):
-        wait = begin + at_s - clock()
-        if wait > 0:
-            await asyncio.sleep(wait)
-        player.submit([command(ask, writer) for ask in asks])
-    pause_s = 1.0 if isinstance(loop, MadeUpLoop) else 0.005
-    while player.mocked.is_busy or player.mocked.next_due < inf:  # noqa: ASYNC110 - on a clock of its own
-        await asyncio.sleep(pause_s)
-    player.runner.check()
-    return player.story()
-
-
-def virtual(scene: Scene, timing: Timing, tiers: TierConfig | None = None) -> Story:
-    """In virtual time, step by step."""
-
-    def make(clock: Time) -> Any:
-        return make_mocked(
-            clock,
-            scene.config,
-            num_blocks=scene.num_blocks,
-            spec=SPEC,
-            timing=timing,
-            tiers=tiers,
-        )
-
-    return play_mocked(make, scene.asks, TokenWriter())
-
-
 def slowed(scene: Scene) -> Scene:
     """The same at SLOW's pace. No two commands come at almost the same time."""
     asks = [ask._replace(at_s=ask.at_s * SCALE, ttl_s=ask.ttl_s * SCALE) for ask in scene.asks]
@@ -182,7 +70,9 @@ def play_made_up(
     """On a clock that nobody waits for."""
     with asyncio.Runner(loop_factory=MadeUpLoop) as runner:
         clock = runner.get_loop().time
-        playing = play_live(scene, clock, SLOW, max_multi_step=max_multi_step, pacer=pacer, **more)
+        playing = play_live(
+            scene, clock, SLOW, max_multi_step=max_multi_step, pacer=pacer, pause_s=1.0, **more
+        )
         return runner.run(playing)
 
 
@@ -221,38 +111,3 @@ def test_a_lazy_loop_is_woken_less_often() -> None:
     """K21, part: the strides that are compared above are some."""
     scene = slowed(random_scene(9))
     assert len(play_made_up(scene, 99, LazyPacer).steps) < len(virtual(scene, SLOW).steps)
-
-
-def assert_same_order(found: Story, expected: Story) -> None:
-    """All the same, but for times."""
-    assert found.decisions == expected.decisions
-    assert [step.news for step in found.steps] == [step.news for step in expected.steps]
-    assert [event[1:] for event in found.events] == [event[1:] for event in expected.events]
-    assert found[1:] == expected[1:]
-
-
-def crowd(num: int) -> Scene:
-    """Everybody comes at once: what is decided hangs on no clock."""
-    asks = [
-        Ask(0.0, "generate", f"r{i}", (i % 3, 10 + i % 6), 16 - i % 3, 5 + 3 * (i % 7), 1 + i % 2)
-        for i in range(num)
-    ]
-    config = EngineConfig(SchedulerConfig(max_step_tokens=24, max_rows=6, watermark=0.0))
-    return Scene(config, 28, tuple(asks))
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("max_multi_step", [1, 99])
-async def test_the_wall_clock_changes_nothing_but_when_things_are_told(max_multi_step: int) -> None:
-    """K16, K21, part: on this machine's clock: the same order, and nothing before it is over."""
-    scene = crowd(12)
-    timing = Timing(ClosedForm(1e-3, 1e-5, 0.0, 0.0, (Plane(1e-3, 5e-5, 0.0),)), 2e-4)
-    expected = virtual(scene, timing)
-    assert any(choice[0] == "preempt" for choice in expected.choices)
-    begin = time.monotonic()
-    found = await play_live(scene, time.monotonic, timing, max_multi_step=max_multi_step)
-    if max_multi_step == 1:
-        assert_same_order(found, expected)
-    assert_same_but_for_strides(found, expected, abs_s=inf)
-    for ours, theirs in zip(found.events, expected.events, strict=True):
-        assert ours[0] - begin >= theirs[0] - 1e-6, "told before it was over"

@@ -3,8 +3,6 @@
 No request is lost, every index ends up with the truth, capsules that died are built again and counted.
 """
 
-import random
-
 import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
@@ -48,18 +46,6 @@ def test_whatever_happens_nobody_is_lost_and_the_indexes_are_true(
     assert_indexes_are_true(simulation)
     if seed % 3 == 0:
         assert digest(simulate(load, *faults, **more)) == digest(simulation)
-
-
-@pytest.mark.slow
-def test_in_500_random_stories_nobody_is_lost() -> None:
-    """K28, part, X4, part: deaths, drains, slow workers and a broker that is gone for a while."""
-    for seed in range(500):
-        rng = random.Random(seed)
-        timing = Timing(TIMING.model, TIMING.overhead_s, startup_s=rng.choice([0.0, 0.2]))
-        more = {"gateways": rng.choice([1, 1, 2]), "detect_s": rng.choice([0.0, 0.1])}
-        load, faults = traffic(seed, num=30), random_faults(seed)
-        simulation = simulate(load, *faults, timing=timing, **more)
-        assert_indexes_are_true(simulation)
 
 
 def test_requests_of_a_worker_that_dies_go_on_elsewhere_after_their_last_token() -> None:

@@ -1,6 +1,7 @@
 """K28: faults in a file: what is read, what is refused, in which order it happens."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +27,8 @@ class Fleet:
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
 
-    def crash(self, worker: str) -> None:
-        self.told.append(("crash", worker))
-
-    def restart(self, worker: str) -> None:
-        self.told.append(("restart", worker))
-
-    def drain(self, worker: str) -> None:
-        self.told.append(("drain", worker))
-
-    def join(self, worker: str) -> None:
-        self.told.append(("join", worker))
-
-    def slow(self, worker: str, factor: float) -> None:
-        self.told.append(("slow", worker, factor))
-
-    def broker(self, is_up: bool) -> None:
-        self.told.append(("broker", is_up))
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: self.told.append((name, *args))
 
 
 def test_a_file_of_faults_is_played_in_order_of_time(tmp_path: Path) -> None:

@@ -2,13 +2,12 @@
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from bench.mocker import fidelity_engine as fidelity
 from mallee.mocker.passes import mock_spec
-from mallee.mocker.timing.files import TimingFile, read_timing
+from mallee.mocker.timing.files import TimingFile
 from mallee.mocker.timing.measure import Profiler, Sweep
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.ids import Incarnation, WorkerId
@@ -111,14 +110,6 @@ def test_a_profile_predicts_another_workload() -> None:
     assert fidelity.holds(report), report
     assert abs(report["seconds"]["off"]) < 0.05
     assert 0.02 < profile.jitter < 0.1
-
-
-def test_a_profile_is_a_file_with_its_conditions(tmp_path: Path) -> None:
-    """K20: the writer gives what the loader reads."""
-    path = tmp_path / "hidden.json"
-    profile = profiled(Machine(), Sweep.quick())
-    profile.save(path)
-    assert read_timing(path) == profile
     assert profile.conditions["model"] == "hidden"
     assert profile.kv_bytes_per_token == mock_spec().kv_bytes_per_token
     timing = profile.timing()

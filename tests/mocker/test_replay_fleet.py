@@ -1,9 +1,6 @@
 """X1, X2, X7, K21: forks find their parents, cold siblings one prefix, replicas what one router finds."""
 
-import gzip
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,10 +11,8 @@ from mallee.mocker.replay.run import replay
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import ClosedForm, Plane, Timing, load_timing
 from mallee.testing.workloads import forks, made, sessions, siblings
-from mallee.traces.read import read_workload
 from mallee.traces.workload import NO_PARENT, Request, Workload
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
 TIMING = load_timing("h200-llama-3.1-8b-fp8")
 
 
@@ -129,21 +124,3 @@ def test_jain_is_one_when_all_are_equal() -> None:
     assert jain([3.0, 3.0, 3.0]) == pytest.approx(1.0)
     assert jain([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
     assert jain([]) is None
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared traces are not here")
-def test_a_real_trace_runs_alike_whatever_the_block() -> None:
-    """Blocks of 128 and of 512 tokens hold the same text: hit rates differ by rounding only."""
-    trace = SHARED / "mooncake_conversation.jsonl.gz"
-    with gzip.open(trace, "rt") as lines:
-        wanted = [json.loads(next(lines)) for _ in range(400)]
-    config = ReplayConfig(engines=4, max_requests=400)
-    results = {
-        size: replay(read_workload(trace), replace(config, block_size=size, kv_tokens=4096 * 512))
-        for size in (512, 128)
-    }
-    for result in results.values():
-        assert result.columns.input_tokens.sum() == sum(row["input_length"] for row in wanted)
-        assert result.columns.output_tokens.sum() == sum(row["output_length"] for row in wanted)
-    rates = [result.summary["hit_rate"] for result in results.values()]
-    assert rates[0] == pytest.approx(rates[1], rel=0.1)

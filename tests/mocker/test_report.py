@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -122,7 +121,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 # The whole report
 
 
-@pytest.mark.parametrize("num", [1, 3, 200])
+@pytest.mark.parametrize("num", [1, 20])
 def test_a_report_is_complete_and_stands_alone(tmp_path: Path, num: int) -> None:
     paths = write_report(make_result(num), tmp_path / "out")
     names = {path.name for path in paths}
@@ -143,8 +142,8 @@ def test_a_report_is_complete_and_stands_alone(tmp_path: Path, num: int) -> None
 
 
 def test_the_same_result_gives_the_same_bytes(tmp_path: Path) -> None:
-    first = write_report(make_result(50), tmp_path / "one")
-    second = write_report(make_result(50), tmp_path / "two")
+    first = write_report(make_result(5), tmp_path / "one")
+    second = write_report(make_result(5), tmp_path / "two")
     for a, b in zip(first, second, strict=True):
         assert a.read_bytes() == b.read_bytes(), a.name
 
@@ -213,20 +212,12 @@ def test_sums_over_time_lose_nothing() -> None:
 # Words
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(0.0, "0"), (0.012345, "0.0123"), (1.5, "1.5"), (12.345, "12.3"), (1234.5, "1,234")],
-)
-def test_numbers_have_three_digits_that_count(value: float, shown: str) -> None:
-    assert text.number(value) == shown
-
-
-def test_what_there_is_not_is_a_dash() -> None:
-    assert text.number(None) == text.percent(None) == text.milliseconds(NAN) == "-"
+def test_numbers_have_three_digits_that_count_and_what_there_is_not_is_a_dash() -> None:
+    values = (0.0, 0.012345, 1.5, 12.345, 1234.5, None)
+    assert [*map(text.number, values)] == ["0", "0.0123", "1.5", "12.3", "1,234", "-"]
+    assert text.percent(None) == text.milliseconds(NAN) == "-"
     assert text.milliseconds(12_340.0) == "12.3 s"
-    assert text.seconds(90.0) == "90 s"
-    assert text.seconds(600.0) == "10 min"
-    assert text.seconds(36_000.0) == "10 h"
+    assert [*map(text.seconds, (90.0, 600.0, 36_000.0))] == ["90 s", "10 min", "10 h"]
 
 
 def test_a_page_escapes_whatever_it_is_given() -> None:
@@ -260,12 +251,3 @@ def test_a_page_closes_what_it_opens(tiles: list[page.Tile], pictures: list[page
     html = page.render("title", "subtitle", tiles, pictures, tables)
     body = html[html.index("<body>") : html.index("</html>")]
     ET.fromstring(body)  # which would not parse otherwise
-
-
-def test_nothing_is_loaded_for_drawing_before_something_is_drawn() -> None:
-    code = (
-        "import sys, mallee.mocker.report.write_sweep, mallee.mocker.report.scenes\n"
-        "print({'matplotlib', 'asyncio', 'torch', 'ray', 'multiprocessing.connection'} & set(sys.modules))"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "set()"

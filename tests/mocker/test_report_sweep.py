@@ -2,8 +2,6 @@
 
 import csv
 import json
-import os
-import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,7 @@ from typer.testing import CliRunner
 
 from mallee.cli.main import cli
 from mallee.mocker.replay.config import ReplayConfig
-from mallee.mocker.report.pool import Failed, Job, Run, run_jobs
+from mallee.mocker.report.pool import Run
 from mallee.mocker.report.scenes import Conditions, all_jobs, ideal_hit_rate, make_figures
 from mallee.mocker.report.sweep import (
     Fleet,
@@ -27,7 +25,6 @@ from mallee.mocker.report.sweep import (
     interval_of,
     mark_frontier,
     spread_of,
-    sweep,
 )
 from mallee.mocker.report.write_sweep import CSV_COLUMNS, about_seeds, advice, cells, write_sweep
 from mallee.protocol.errors import ConfigError
@@ -83,14 +80,11 @@ def test_fleets_that_failed_are_never_on_the_frontier() -> None:
     failed = Fleet(1, "cost", 1, {}, "it died")
     good = fleet(8, 8, 5.0, 1.0)
     assert [f.on_frontier for f in mark_frontier([failed, good])] == [False, True]
+    never_began = fleet(1, 1, float("inf"), 0.5)
+    assert [f.on_frontier for f in mark_frontier([never_began, good])] == [False, True]
     assert failed.row()["error"] == "it died"
     assert set(failed.row()) == set(good.row())
     assert [set(row) <= set(CSV_COLUMNS) for f in (failed, good) for row in f.rows()] == [True] * 2
-
-
-def test_fleets_on_which_requests_never_began_are_never_on_the_frontier() -> None:
-    small, good = fleet(1, 1, float("inf"), 0.5), fleet(8, 8, 5.0, 1.0)
-    assert [f.on_frontier for f in mark_frontier([small, good])] == [False, True]
 
 
 def test_the_smallest_fleet_that_is_good_enough_is_named() -> None:
@@ -118,41 +112,6 @@ def test_grids_are_tried_in_the_order_given_and_each_combination_once() -> None:
         Grid([1], ["x"], [64]).configs(ReplayConfig(), 16)
     with pytest.raises(ConfigError, match="kv_tokens"):
         Grid([1], ["cost"], []).configs(ReplayConfig(), 16)
-
-
-# Processes
-
-
-def test_children_that_die_are_reported_and_the_others_go_on() -> None:
-    config = ReplayConfig(engines=1, kv_tokens=32_768)
-    jobs = [
-        Job(partial(os._exit, 3), config),
-        Job(make, config),
-        Job(partial(signal.raise_signal, signal.SIGKILL), config),
-        Job(partial(read_workload, DATA / "none.jsonl"), config),
-        Job(make, config),
-    ]
-    told: list[int] = []
-    found = run_jobs(jobs, processes=2, on_done=lambda index, done: told.append(index))
-    assert sorted(told) == [0, 1, 2, 3, 4]
-    exited, first, killed, missing, second = found
-    assert exited == Failed("the process that simulated it died (exit code 3)")
-    assert killed == Failed("the process that simulated it died (signal 9)")
-    assert isinstance(missing, Failed)
-    assert "no such file" in missing.error
-    assert isinstance(first, Run)
-    assert isinstance(second, Run)
-    assert first.summary["digest"] == second.summary["digest"]
-
-
-def test_a_sweep_does_not_depend_on_the_number_of_processes() -> None:
-    grid = Grid([1, 2], ["cost"], [16 * 512, 64 * 512])
-    rows = [
-        [f.row() for f in sweep({0: make}, ReplayConfig(), grid, processes=processes).fleets]
-        for processes in (1, 2)
-    ]
-    assert rows[0] == rows[1]
-    assert all(row["digests"]["0"] for row in rows[0])
 
 
 # Seeds
