@@ -50,6 +50,29 @@ async def complete(client: openai.AsyncOpenAI, number: int, **options: Any) -> A
     )
 
 
+async def test_a_thousand_engines_of_one_process_register_and_serve_over_nats(folder: Path) -> None:
+    """K21, part: each of them answers one request of the client."""
+    config = mock_config(
+        folder,
+        mock__engines_per_worker=1000,
+        engine__kv_tokens=256,
+        routing__policy="round_robin",
+        lease_period_s=5.0,
+    )
+    async with (
+        MockStack(config, port=free_port()) as stack,
+        openai.AsyncOpenAI(
+            base_url=f"{stack.base_url}/v1", api_key="none", max_retries=0
+        ) as client,
+    ):
+        workers: list[str] = []
+        for begin in range(0, 1000, 50):
+            answers = await asyncio.gather(*(complete(client, begin + i) for i in range(50)))
+            workers += [answer.choices[0].mallee["worker"] for answer in answers]
+        assert sorted(workers) == sorted(f"w{i}" for i in range(1000))
+        assert stack.router.stats().gaps == 0
+
+
 async def test_twenty_engines_in_two_processes_answer_the_openai_client(folder: Path) -> None:
     """K21, part, K28, part: whole, streamed, forked; then one engine crashes and comes back in mid-run."""
     config = mock_config(
