@@ -1,6 +1,6 @@
 # make demo | test | check | lint | format | bench | prometheus | docs: each sets itself up in .venv first.
-# test: the fast lane, a few minutes, properties on a third of their examples.
-# check: format, lint, types and every test; a failure in one lane of tests does not keep the others from running.
+# test: what runs in this process and is quick, three minutes. check: what each change has to pass: format, lint,
+# types, layering, all in-process tests and a smoke over processes. docs/contributing.md says which lane is for what.
 # flashinfer: the package's wheel, unpacked nowhere: a test reads its signatures. No GPU is needed.
 # clients: tests with the packages that others write clients with; schemathesis: CALLS=20000 calls of the API's document.
 # fuzz: BODIES=10000 bodies for each family of endpoints.
@@ -13,18 +13,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-# Test processes at a time. Tests marked `alone` run by themselves; those marked `service`, which wait more than
-# they compute, with others of their kind: a file's share what it started.
+# Test processes at a time; the tests of a file may run in any of them.
 JOBS ?= 2
 SHARED := -n $(JOBS) --dist worksteal
-SERVICES := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+IN_PROCESS := not process and not smoke
 COMPILE := from mallee.router.router import Router; from mallee.router.config import RouterConfig; \
 	Router(RouterConfig(), clock=float)
 # Set explicitly: a local Ray otherwise writes a token and later commands fail with 401.
 export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo test check lint format types kernels prometheus flashinfer browser bench docs setup clean
+.PHONY: demo test check landing smoke lint format types kernels prometheus flashinfer browser bench docs setup clean
 .PHONY: promises clients fuzz schemathesis image image-check image-packages constraints licences sbom
 
 setup: $(VENV)/.ready
@@ -42,7 +41,7 @@ demo: setup
 	$(BIN)/mallee demo
 
 test: setup
-	$(PYTEST) $(SHARED) -m "not alone and not service and not slow"
+	$(PYTEST) $(SHARED) -m "$(IN_PROCESS) and not slow"
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -89,12 +88,14 @@ flashinfer: setup
 		|| echo "no FlashInfer from the registry here: the test of its signatures is skipped"
 
 check: lint
-	$(MAKE) --jobs 2 types kernels prometheus flashinfer browser
-	@failed=; \
-	$(PYTEST) --hypothesis-profile ci -m alone || failed="$$failed alone"; \
-	$(PYTEST) --hypothesis-profile ci $(SERVICES) -m service || failed="$$failed service"; \
-	$(PYTEST) --hypothesis-profile ci $(SHARED) -m "not alone and not service" || failed="$$failed others"; \
-	test -z "$$failed" || { echo "tests failed:$$failed"; exit 1; }
+	$(MAKE) --jobs 2 types kernels flashinfer browser
+	$(MAKE) --jobs 2 --keep-going --output-sync=target smoke landing
+
+landing: setup
+	$(PYTEST) $(SHARED) -m "$(IN_PROCESS)"
+
+smoke: setup
+	$(PYTEST) -m smoke
 
 # Packages that others write clients with, in an environment of its own over .venv: LiteLLM and LangChain pin an older
 # openai. aiperf has one, too (1.2 GB). A few minutes, most of them downloads; not part of `check`.
