@@ -101,7 +101,7 @@ def test_replicas_find_what_one_router_finds() -> None:
 
 
 def test_a_fleet_of_a_thousand_runs_a_trace() -> None:
-    """K21, part: a thousand engines in this process, in virtual time."""
+    """K21: a thousand engines in this process, in virtual time."""
     result = replay(
         sessions(400, 3, system_tokens=1024, gap_s=0.01),
         ReplayConfig(engines=1000, kv_tokens=4096, timing=TIMING),

@@ -51,7 +51,7 @@ async def complete(client: openai.AsyncOpenAI, number: int, **options: Any) -> A
 
 
 async def test_a_thousand_engines_of_one_process_register_and_serve_over_nats(folder: Path) -> None:
-    """K21, part: each of them answers one request of the client."""
+    """K21: each of them answers one request of the client."""
     config = mock_config(
         folder,
         mock__engines_per_worker=1000,

@@ -83,7 +83,7 @@ def test_a_bug_planted_in_layer_k_is_located(
 def test_a_window_off_by_one_is_found_where_it_first_hides_a_key(
     oracles: Callable[..., Any],
 ) -> None:
-    """I3, D18, part: layer, head, position and the attention weights of both sides."""
+    """I3, D18: layer, head, position and the attention weights of both sides."""
     right = random_model("gemma3_text", 2)
     wide = random_model("gemma3_text", 2, sliding_window=right.raw["sliding_window"] + 1)
     found = find(oracles(right), wide)
@@ -107,7 +107,7 @@ def test_another_rotary_base_is_found_in_the_layer_that_has_it(oracles: Callable
 def test_a_bug_in_decoding_alone_is_found_at_its_step(
     oracles: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D18, part, S7: positions that lag behind from the third step on; the report names the step."""
+    """D18, S7: positions that lag behind from the third step on; the report names the step."""
     plan = runner.make_plan
 
     def late(rows: Any, **options: Any) -> Any:

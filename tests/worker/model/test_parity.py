@@ -62,7 +62,7 @@ def prompt(n: int, seed: int = 0) -> list[int]:
 
 
 def check_near(oracle: Any, tokens: list[int], ours: torch.Tensor, dtype: str = "float32") -> None:
-    """D18, part: on a mismatch the failure names the first layer, head and position that differ."""
+    """D18: on a mismatch the failure names the first layer, head and position that differ."""
     difference = float((ours.float() - oracle.last(tokens)).abs().max())
     if difference >= TOLERANCES[dtype].logits:
         found = examine(oracle.model.forward(dtype=dtype), oracle.hf, tokens, num_steps=0)
