@@ -48,27 +48,10 @@ def test_hashing_in_pieces_equals_hashing_at_once(
     assert np.concatenate([head, tail]).tolist() == whole.tolist()
 
 
-def test_a_changed_token_changes_its_block_and_all_after_it() -> None:
-    tokens = list(range(64))
-    changed = tokens.copy()
-    changed[20] += 1
-    same = block_hashes(tokens) == block_hashes(changed)
-    assert same.tolist() == [True, False, False, False]
-
-
-def test_equal_blocks_at_different_places_have_different_hashes() -> None:
-    assert len(set(block_hashes([7] * 64).tolist())) == 4
-
-
 def test_salts_share_no_hash() -> None:
     tokens = np.arange(160, dtype=np.uint32)
     seen = [set(block_hashes(tokens, salt=salt).tolist()) for salt in ("", "a", "b")]
     assert len(set.union(*seen)) == 30
-
-
-def test_less_than_a_block_has_no_hash() -> None:
-    assert block_hashes([]).tolist() == []
-    assert block_hashes(range(15), parent=3).tolist() == []
 
 
 def test_any_integer_array_hashes_as_its_tokens_do() -> None:

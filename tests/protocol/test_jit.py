@@ -2,8 +2,6 @@
 
 import ast
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,35 +10,6 @@ from numba.core import config as numba_config
 import mallee.protocol
 from mallee.protocol.jit import cache_folder, kernel_sources
 
-SOURCE = """
-from mallee.protocol.jit import Jit
-
-kernel = Jit(__file__).kernel
-"""
-KERNELS = """
-from decorators import kernel
-
-
-@kernel
-def twice(x: int) -> int:
-    return 2 * x
-"""
-USE = """
-from numbers_ import twice
-
-twice(3)
-print(sum(twice.stats.cache_hits.values()), sum(twice.stats.cache_misses.values()), twice(21))
-"""
-
-
-def use(folder: Path) -> tuple[int, ...]:
-    """(cache hits, misses, what the kernel gives) in a process of its own."""
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), str(folder / "kernels")))}
-    done = subprocess.run(
-        [sys.executable, "-c", USE], capture_output=True, text=True, check=True, env=environ
-    )
-    return tuple(map(int, done.stdout.split()))
-
 
 def sources(package: str, module: str) -> set[str]:
     top = Path(mallee.protocol.__file__).resolve().parents[1]
@@ -48,23 +17,11 @@ def sources(package: str, module: str) -> set[str]:
     return {path.relative_to(package).as_posix() for path in found if path.parts[0] == package}
 
 
-def test_the_next_process_reads_what_one_has_compiled(tmp_path: Path) -> None:
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "decorators.py").write_text(SOURCE)
-    (tmp_path / "kernels" / "numbers_.py").write_text(KERNELS)
-    assert use(tmp_path) == (0, 1, 42)
-    assert use(tmp_path) == (1, 0, 42)
-    assert len(list((tmp_path / "__pycache__").glob("kernels-*"))) == 1
-    (tmp_path / "kernels" / "others.py").write_text("from decorators import kernel\n")
-    assert use(tmp_path) == (0, 1, 42)
-    assert len(list((tmp_path / "__pycache__").glob("kernels-*"))) == 2
-
-
 def test_kernels_that_came_with_an_image_are_copied_where_nothing_there_can_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, home = tmp_path / "decorators.py", tmp_path / "home"
-    source.write_text(SOURCE)
+    source.write_text("from mallee.protocol.jit import Jit\n\nkernel = Jit(__file__).kernel\n")
     monkeypatch.setattr(numba_config, "CACHE_DIR", str(tmp_path / "image"))
     monkeypatch.setenv("HOME", str(home))
     made = cache_folder(source)

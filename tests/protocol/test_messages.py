@@ -1,7 +1,5 @@
 """Commands and frames over the wire, and the range of sampling fields."""
 
-import contextlib
-
 import msgspec
 import pytest
 from hypothesis import given
@@ -103,21 +101,6 @@ def test_an_error_crosses_in_an_update_with_its_type() -> None:
     error = from_wire(update.error)
     assert isinstance(error, UnknownCapsule)
     assert error.fields == {"capsule": "c"}
-
-
-@given(st.binary(max_size=60))
-def test_arbitrary_bytes_decode_or_raise_our_error(raw: bytes) -> None:
-    for decode in (decode_parcels, decode_reports):
-        with contextlib.suppress(CodecError):
-            message = decode(raw)
-            assert decode(msgspec.msgpack.encode(message)) == message
-
-
-def test_text_that_is_not_utf8_is_refused_as_malformed() -> None:
-    with pytest.raises(CodecError, match="not a batch of commands"):
-        decode_parcels(b"\x91\x93\xa1w\x01\x91\x92\xa7release\xa2\xc3\x28")
-    with pytest.raises(CodecError, match="not a run of reports"):
-        decode_reports(b"\x91\x93\xa1w\x01\x92\x00\x91\x92\xa2\xc3\x28\x00")
 
 
 def test_bottomless_nesting_is_refused_as_malformed() -> None:

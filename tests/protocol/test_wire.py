@@ -1,5 +1,7 @@
 """Bytes on the wire, read and written by a msgpack library that knows nothing of ours."""
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -11,8 +13,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from mallee.mocker.passes import mock_spec
+from mallee.protocol.bookings import decode_booking_snapshot, decode_bookings
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import UnknownCapsule
+from mallee.protocol.errors import CodecError, UnknownCapsule
 from mallee.protocol.events import (
     CapsuleReleased,
     CapsuleStored,
@@ -230,6 +233,41 @@ def test_replies_about_capsules_travel_in_frames() -> None:
     told = ["c.0", 9, 640, 128, True, 30.0, 4, "device", 5]
     assert found[0][2] == [3, [], [["a", told, None], ["b", None, list(refused)]]]
     assert decode_reports(msgpack.packb(found)) == tuple(reports)
+
+
+Decode = Callable[[bytes], Any]
+# What each decoder reads, and a message whose text is not UTF-8.
+DECODERS: dict[Decode, tuple[str, bytes]] = {
+    decode_batch: ("an event batch", b"\x94\xa2\xc3\x28\x00\x00\x90"),
+    decode_snapshot: ("a snapshot", b"\x95\xa2\xc3\x28\x00\x00\xc4\x00\x90"),
+    decode_lease: ("a lease", b"\x9a\xa2\xc3\x28" + b"\x00" * 9),
+    decode_bookings: ("a batch of bookings", b"\x94\xa2\xc3\x28\x00\x00\x90"),
+    decode_booking_snapshot: ("a snapshot of bookings", b"\x94\xa2\xc3\x28\x00\x00\x90"),
+    decode_parcels: (
+        "a batch of commands",
+        b"\x91\x93\xa1w\x01\x91\x92\xa7release\xa2\xc3\x28",
+    ),
+    decode_reports: (
+        "a run of reports",
+        b"\x91\x93\xa1w\x01\x92\x00\x91\x92\xa2\xc3\x28\x00",
+    ),
+}
+
+
+@pytest.mark.parametrize("decode", DECODERS, ids=lambda decode: DECODERS[decode][0])
+@given(raw=st.binary(max_size=60))
+def test_arbitrary_bytes_decode_or_raise_our_error(decode: Decode, raw: bytes) -> None:
+    with contextlib.suppress(CodecError):
+        message = decode(raw)
+        assert decode(msgspec.msgpack.encode(message)) == message
+
+
+@pytest.mark.parametrize("decode", DECODERS, ids=lambda decode: DECODERS[decode][0])
+def test_text_that_is_not_utf8_and_another_kind_of_message_are_refused(decode: Decode) -> None:
+    what, malformed = DECODERS[decode]
+    for raw in (malformed, encode(Load(1, 2, 3, 4))):
+        with pytest.raises(CodecError, match=f"not {what}"):
+            decode(raw)
 
 
 RUNS = st.binary(max_size=64).map(lambda raw: raw * 8)  # of whole hashes
