@@ -16,7 +16,7 @@ from support.chart import MINIMAL, PICKERS, objects, one
 from support.chart_nats import Servers, running
 from support.waiting import until
 
-pytestmark = pytest.mark.nats
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,8 @@ from support.chart import (
     values_of,
 )
 
+pytestmark = pytest.mark.process
+
 SCHEMAS = Path(__file__).parent / "schemas"
 KUBERNETES = ("1.28", "1.37")  # the oldest that Chart.yaml takes, and the newest
 EVERYTHING: Mapping[str, Any] = merged(

@@ -22,6 +22,8 @@ from support.pickers import Proxy
 from support.pool_api import PODS, POOLS, FakeApi, pod, pool
 from support.waiting import until
 
+pytestmark = pytest.mark.process
+
 BESIDE: Mapping[str, Any] = merged(
     MINIMAL, {"picker": {"enabled": True, "pool": "theirs"}, "nats": {"tlsSecret": "nats-tls"}}
 )

@@ -23,7 +23,10 @@ from support.chart import (
     values_of,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own schemas
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of Ray's own schemas
+]
 
 FILES = sorted(path.name for path in CHART.glob("values-*.yaml"))
 

@@ -9,6 +9,8 @@ import pytest
 from support.chart import CHART, MINIMAL, NAMESPACE, PICKERS, Object, merged
 from support.fake_kubernetes import Kubernetes, kubernetes
 
+pytestmark = pytest.mark.process
+
 MADE = {
     "mallee-ray-token": {"auth_token"},
     "mallee-link": {"secret"},

@@ -26,6 +26,8 @@ from support.chart import (
     with_table,
 )
 
+pytestmark = pytest.mark.process
+
 REFUSED: list[tuple[Mapping[str, Any], str]] = [
     ({"model": ""}, "model is not set: --set model=Qwen/"),
     ({"model": "/models/mine"}, 'model="/models/mine" needs modelVolume.claim'),
