@@ -71,15 +71,6 @@ def test_a_decision_shows_its_pull_and_every_candidates() -> None:
     assert pulled == {"w0": (100, 0), "w1": (0, 100), "w2": (0, 100)}
 
 
-def test_what_is_computed_sooner_is_not_pulled() -> None:
-    bench = lending(2, spill=SLOW)
-    bench.events("w0", stored(LONG))
-    bench.book("q", prompt(9, 8000), "w0")
-    placed = bench.route("b", LONG)
-    assert (placed.worker, placed.pull, placed.cost.pull_s) == ("w1", None, 0.0)
-    assert bench.router.stats().pulls == {}
-
-
 def test_a_worker_that_measured_pulls_is_priced_by_them() -> None:
     """X6, part: until then by the bytes of its blocks, if it tells them."""
     use = EngineUse(*[0] * 10, tiers=TierUse(500_000, *[0] * 11))
@@ -181,14 +172,6 @@ def test_a_lease_that_is_renewed_lends_again() -> None:
     bench.router.resume(WorkerId("w0"), 1)  # type: ignore[arg-type]
     bench.book("q", prompt(9, 8000), "w0")
     assert bench.route("b", LONG).pull is not None
-
-
-def test_disks_are_not_lent() -> None:
-    for tier, is_lent in ((1, True), (2, False)):
-        bench = lending(2)
-        bench.events("w0", stored(LONG, tier))
-        bench.book("q", prompt(9, 8000), "w0")
-        assert (bench.route("b", LONG).pull is not None) == is_lent
 
 
 def test_a_pull_teaches_the_router_nothing_wrong() -> None:

@@ -103,13 +103,6 @@ def test_a_request_no_worker_has_room_for_is_refused_with_the_numbers() -> None:
     assert bench.route("too-long", prompt(1, 32), max_tokens=9).worker == W1
 
 
-def test_routing_a_booked_request_again_is_refused() -> None:
-    bench = Bench(1)
-    bench.route("r", prompt(1))
-    with pytest.raises(ValueError, match="booked already"):
-        bench.route("r", prompt(2))
-
-
 def test_a_fork_goes_to_its_capsule_however_busy_and_computes_the_suffix_only() -> None:
     """Every child goes to the worker that holds its parent capsule."""
     bench = Bench(4)

@@ -37,6 +37,7 @@ def test_who_may_wait_is_not_sent_to_a_full_worker() -> None:
 def test_a_worker_that_joins_a_running_fleet_gets_a_share_though_others_hold_the_prefix() -> None:
     """K28, part: one decision in eight may go to a new worker, if it is not much dearer."""
     bench = FleetBench(2)
+    assert not any(view.is_new for view in bench.router.workers()), "they start together"
     bench.events("w0", stored(prompt(1, 400)))
     bench.now = 100.0
     for worker in ("w0", "w1", "w2"):
@@ -83,11 +84,6 @@ def test_fetches_are_priced_by_what_each_worker_measured_and_has_under_way() -> 
     bench.lease("w1", life=2)
     bench.events("w1", stored(tokens, tier=1), life=2)
     assert chosen() == ("w1", 100, pytest.approx(100 * COST.host_block_s))
-
-
-def test_a_fleet_that_starts_together_has_no_new_workers() -> None:
-    bench = FleetBench(4)
-    assert not any(view.is_new for view in bench.router.workers())
 
 
 def test_a_prefix_in_host_memory_is_worth_less_than_on_the_device_but_more_than_nothing() -> None:
@@ -282,14 +278,6 @@ def test_tenants_and_adapters_never_share_a_block(
         assert not set(foreign.tolist()) & set(kept.tolist())
         placement = bench.router.route(RequestId(salt), foreign, prompt_tokens=400, max_tokens=8)
         assert placement.best_overlap_blocks == 0
-
-
-def test_temperature_draws_by_price() -> None:
-    """K11: at a high temperature the dear worker is drawn too, at 0 never."""
-    bench = FleetBench(2, temperature=1.0)
-    bench.events("w1", stored(prompt(1, 400)))
-    bench.draws = [0.999, 0.001]
-    assert [bench.route(f"r{i}", prompt(1, 400)).worker for i in range(2)] == ["w1", "w0"]
 
 
 def test_a_decision_is_explained_with_the_numbers_it_was_made_of() -> None:

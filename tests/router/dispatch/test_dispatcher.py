@@ -75,44 +75,6 @@ def prefills(f: ModelFleet) -> list[Prefill]:
     return [command for command in commands if isinstance(command, Prefill)]
 
 
-def test_each_branch_goes_on_from_its_own_last_token() -> None:
-    f = fleet(3)
-    asked = ask(f, "a", n=4)
-    run(f, times=3, tokens=(0, 1, 2, 3))
-    assert len({len(got) for got in asked.got.values()}) > 1
-    f.die(f.workers[asked.workers[0]])
-    f.settle()
-    assert is_whole(asked)
-    assert len(asked.got) == 4
-
-
-def test_a_branch_goes_on_after_several_losses_in_a_row() -> None:
-    f = fleet(2)
-    asked = ask(f, "a")
-    for life in range(5):
-        run(f, times=2)
-        f.join(f"v{life}")
-        f.die(f.workers[asked.workers[-1]])
-    f.settle()
-    assert is_whole(asked)
-    assert len(asked.workers) == 6
-
-
-def test_tokens_that_were_on_their_way_are_drawn_again() -> None:
-    f = fleet(2)
-    asked = ask(f, "a")
-    run(f, times=3)
-    worker = f.workers[asked.workers[0]]
-    f.step(worker, lambda: 5)
-    lost = worker.outbox[:]
-    f.die(worker)
-    for frame in lost:
-        f.hear(worker.name, frame)
-    assert len(asked.got[0]) == 3
-    f.settle()
-    assert is_whole(asked)
-
-
 def test_a_request_that_waits_for_the_only_worker_is_placed_when_it_is_back() -> None:
     f = fleet(1)
     running, new = ask(f, "a"), None
@@ -199,18 +161,6 @@ def test_a_stopped_worker_is_given_up_however_long_its_steps_are() -> None:
     worker.is_stopped = True
     f.wait(4.0)
     assert asked.workers[-1] != worker.name
-    f.settle()
-    assert is_whole(asked)
-
-
-def test_the_only_worker_may_hang_for_a_while() -> None:
-    f = fleet(1)
-    asked = ask(f, "a")
-    run(f, times=3)
-    worker = f.workers[WorkerId("w0")]
-    worker.is_hung = True
-    f.wait(20.0)
-    worker.is_hung = False
     f.settle()
     assert is_whole(asked)
 
@@ -354,20 +304,6 @@ def test_a_fork_whose_text_is_not_known_ends_with_the_reason() -> None:
     f.settle()
 
 
-def test_forks_of_a_moved_branch_continue_it() -> None:
-    f = fleet(3)
-    asked = ask(f, "a", n=2)
-    run(f, times=3)
-    f.die(f.workers[asked.workers[0]])
-    f.settle()
-    forks = [fork(f, f"f{branch}", asked.capsules[branch], 2) for branch in range(2)]
-    f.settle()
-    f.die(f.workers[forks[0].workers[0]])
-    forks += [fork(f, "late", asked.capsules[0], 2), fork(f, "cut", asked.capsules[1], at=23)]
-    f.settle()
-    assert is_whole(asked, *forks)
-
-
 @pytest.mark.parametrize("finish", ["length", "stop"])
 def test_an_answer_with_a_hole_is_an_error(finish: str) -> None:
     """Never an end mark after a loss: what is missing at a branch's end is found."""
@@ -383,21 +319,6 @@ def test_an_answer_with_a_hole_is_an_error(finish: str) -> None:
         assert ends[0].updates[0].finish == "stop"
     f.deliver(worker)
     assert asked.ends == {0: "worker_lost"}
-    f.settle()
-
-
-def test_frames_that_come_twice_change_nothing() -> None:
-    f = fleet(1)
-    asked = ask(f, "a", n=2)
-    worker = f.workers[WorkerId("w0")]
-    told: list[Frame] = []
-    while asked.open:
-        f.step(worker, lambda: 2)
-        told += worker.outbox
-        f.deliver(worker)
-        for frame in [*told[-3:], *told]:
-            f.hear(worker.name, frame)
-    assert is_whole(asked)
     f.settle()
 
 
@@ -542,13 +463,6 @@ def test_a_gateway_that_closes_makes_no_more_capsules_again() -> None:
     f.carry_out()
     assert not f.dispatcher.is_rebuilding
     assert not set(f.dispatcher._rebuilds)
-
-
-def test_a_frame_of_nobody_is_ignored() -> None:
-    f = fleet(1)
-    f.hear(WorkerId("w0"), Frame(1, ()))
-    f.hear(WorkerId("nobody"), Frame(1, ()))
-    f.settle()
 
 
 def under_way_again(workers: int = 2, **rules: object) -> tuple[ModelFleet, CapsuleId, Asked]:

@@ -37,18 +37,24 @@ def judged(first: Asked | None, second: Asked, cached: int, **more: Any) -> Verd
     return judge_prompt(second, likeness, cached_tokens=cached, block_size=SIZE, **more)
 
 
-def test_a_prompt_that_comes_again_is_exact() -> None:
-    """F9: exact."""
-    verdict = judged(asked(EARLIER), asked(EARLIER), 16)
-    assert (verdict.verb, verdict.reason, verdict.missed_tokens) == ("exact", None, 0)
+@pytest.mark.parametrize(
+    ("second", "cached", "verb", "reason", "same", "missed"),
+    [
+        (EARLIER, 16, "exact", None, 20, 0),
+        ([*EARLIER, 1, 2, 3], 20, "append", None, 20, 0),
+        ([*EARLIER, 1, 2], 8, "append", "evicted", 20, 12),  # what was lost is told beside it
+        (EARLIER[:13], 12, "truncate", None, 13, 0),
+        ([*EARLIER[:10], 60, 61, 62, 63, 59, 58], 8, "fork", "input_changed", 10, 8),
+    ],
+)
+def test_a_prompt_after_an_earlier_one_has_its_row(
+    second: list[int], cached: int, verb: str, reason: str | None, same: int, missed: int
+) -> None:
+    """F9: exact, append, truncate, fork."""
+    verdict = judged(asked(EARLIER), asked(second), cached)
+    assert (verdict.verb, verdict.reason, verdict.missed_tokens) == (verb, reason, missed)
     assert verdict.likeness is not None
-    assert (verdict.likeness.request, verdict.likeness.same_tokens) == ("r0", 20)
-
-
-def test_more_after_an_earlier_prompt_is_an_append() -> None:
-    """F9: append."""
-    verdict = judged(asked(EARLIER), asked([*EARLIER, 1, 2, 3]), 20)
-    assert (verdict.verb, verdict.reason) == ("append", None)
+    assert (verdict.likeness.request, verdict.likeness.same_tokens) == ("r0", same)
 
 
 def test_more_messages_are_a_message_append_even_if_they_render_otherwise() -> None:
@@ -58,29 +64,29 @@ def test_more_messages_are_a_message_append_even_if_they_render_otherwise() -> N
     assert judged(first, second, 20).verb == "message-append"
 
 
-def test_the_beginning_of_an_earlier_prompt_is_a_truncation() -> None:
-    """F9: truncate."""
-    assert judged(asked(EARLIER), asked(EARLIER[:13]), 12).verb == "truncate"
-    verdict = judge_fork(1, is_cut=True, is_recomputed=False, cached_tokens=8, missed_tokens=0)
-    assert verdict.verb == "truncate"
-
-
-def test_a_prompt_that_leaves_an_earlier_one_is_a_fork_and_so_are_branches_of_a_capsule() -> None:
-    """F9: fork."""
-    verdict = judged(asked(EARLIER), asked([*EARLIER[:10], 60, 61, 62, 63, 59, 58]), 8)
-    assert (verdict.verb, verdict.reason, verdict.missed_tokens) == ("fork", "input_changed", 8)
-    assert verdict.likeness is not None
-    assert verdict.likeness.same_tokens == 10
-    many = judge_fork(4, is_cut=False, is_recomputed=False, cached_tokens=20, missed_tokens=0)
-    assert (many.verb, many.reason) == ("fork", None)
-
-
-def test_one_branch_of_a_capsule_is_a_restore_and_a_capsule_that_was_gone_a_rebuild() -> None:
-    """F9: restore, rebuild."""
-    verdict = judge_fork(1, is_cut=False, is_recomputed=False, cached_tokens=20, missed_tokens=0)
-    assert (verdict.verb, verdict.reason) == ("restore", None)
-    gone = judge_fork(1, is_cut=False, is_recomputed=True, cached_tokens=0, missed_tokens=20)
-    assert (gone.verb, gone.reason) == ("rebuild", "capsule_computed_again")
+@pytest.mark.parametrize(
+    ("branches", "is_cut", "is_gone", "verb"),
+    [
+        (1, False, False, "restore"),
+        (1, True, False, "truncate"),
+        (4, False, False, "fork"),
+        (1, False, True, "rebuild"),
+    ],
+)
+def test_a_fork_of_a_capsule_has_its_row(
+    branches: int, is_cut: bool, is_gone: bool, verb: str
+) -> None:
+    """F9: restore, truncate, fork, rebuild."""
+    cached, missed = (0, 20) if is_gone else (20, 0)
+    verdict = judge_fork(
+        branches,
+        is_cut=is_cut,
+        is_recomputed=is_gone,
+        cached_tokens=cached,
+        missed_tokens=missed,
+    )
+    assert verdict.verb == verb
+    assert verdict.reason == ("capsule_computed_again" if is_gone else None)
 
 
 def test_a_rebuild_says_why() -> None:
@@ -103,11 +109,6 @@ def test_a_rebuild_says_why() -> None:
         verdict = judged(first, second, 0, **more)
         assert (verdict.verb, verdict.reason) == ("rebuild", reason)
     assert anthropic_reason(judged(asked(EARLIER), new, 0)) == "model_changed"
-
-
-def test_what_was_lost_in_part_is_told_beside_the_row() -> None:
-    verdict = judged(asked(EARLIER), asked([*EARLIER, 1, 2]), 8)
-    assert (verdict.verb, verdict.reason, verdict.missed_tokens) == ("append", "evicted", 12)
 
 
 def test_nothing_is_told_of_other_scopes() -> None:

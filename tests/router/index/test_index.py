@@ -294,15 +294,6 @@ def test_the_hash_zero_is_never_held() -> None:
     index.check()
 
 
-def test_storing_twice_changes_nothing() -> None:
-    """K1"""
-    index = PrefixIndex(1)
-    index.store(0, run(1, 2))
-    index.store(0, run(1, 2))
-    index.remove(0, run(1, 9))
-    assert index.match(run(2)).tolist() == [1]
-
-
 def test_waypoints_count_whole_strides_or_the_whole_path() -> None:
     """K4"""
     index = PrefixIndex(3, is_prefix_closed=True)
@@ -318,14 +309,15 @@ def test_waypoints_count_whole_strides_or_the_whole_path() -> None:
         assert counts.tolist() == want
 
 
-@pytest.mark.parametrize("worker", [-1, 2])
-def test_a_worker_out_of_range_is_refused_with_the_range(worker: int) -> None:
-    index = PrefixIndex(2)
-    with pytest.raises(ValueError, match=f"worker={worker}: the index has workers 0 to 1"):
-        index.store(worker, run(1))
-
-
-@pytest.mark.parametrize("tier", [-1, 3])
-def test_a_tier_that_is_none_is_refused(tier: int) -> None:
-    with pytest.raises(ValueError, match=f"tier={tier}"):
-        PrefixIndex(2).store(0, run(1), tier)
+@pytest.mark.parametrize(
+    ("worker", "tier", "says"),
+    [
+        (-1, 0, "worker=-1: the index has workers 0 to 1"),
+        (2, 0, "worker=2: the index has workers 0 to 1"),
+        (0, -1, "tier=-1"),
+        (0, 3, "tier=3"),
+    ],
+)
+def test_what_is_out_of_range_is_refused_with_the_range(worker: int, tier: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        PrefixIndex(2).store(worker, run(1), tier)

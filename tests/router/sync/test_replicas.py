@@ -8,7 +8,6 @@ from mallee.protocol.bookings import (
     BookingOp,
     BookingSnapshot,
     Freed,
-    PrefillDone,
 )
 from mallee.router.sync.replicas import Replicas
 from support.books import Books
@@ -40,17 +39,6 @@ def booking(request: str, life: int = 1, *, prefill_tokens: int = 32) -> Booked:
 
 
 A, B = booking("a"), booking("b")
-
-
-def test_bookings_count_until_they_are_freed() -> None:
-    """K10: add, prefill-done, free; the ledger agrees after each message."""
-    bench = Bench()
-    assert not bench.hear(0, A, B)
-    assert bench.books.booked == {"a": A, "b": B}
-    bench.hear(2, PrefillDone("a"))
-    assert bench.books.booked["a"] == booking("a", prefill_tokens=0)
-    bench.hear(3, Freed("a"), Freed("b"))
-    assert not bench.books.booked
 
 
 def test_our_own_messages_are_ignored_and_counted() -> None:

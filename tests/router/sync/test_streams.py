@@ -47,15 +47,6 @@ def snapshot(next_seq: int, *blocks: int, life: int = 1) -> Snapshot:
 A, B, C, D = stored(1), stored(2), stored(3), stored(4)
 
 
-def test_a_life_followed_from_its_start_needs_no_snapshot() -> None:
-    sync = StreamSync()
-    assert sync.on_mention(1, 0) == Todo(clear=True)
-    assert sync.on_batch(batch(0, A, B)) == Todo(events=(A, B))
-    assert sync.on_batch(batch(2, C)) == Todo(events=(C,))
-    assert sync.on_mention(1, 3) == Todo()
-    assert sync.is_whole
-
-
 def test_a_gap_asks_for_a_snapshot_once_and_holds_back_what_follows() -> None:
     """K2: events are applied in sequence-number order; a gap becomes a resync request."""
     sync = StreamSync()
