@@ -1,6 +1,6 @@
 """Worth of each feature of the engine: workloads over configurations, each with one feature more.
 
-    python -m bench.engine.matrix [--workloads W1,W2,...] [--rounds N] [--out FILE]
+    python -m bench.engine.matrix [--workloads W1,W2,...] [--orders W2,W3] [--rounds N] [--out FILE]
     python -m bench.engine.matrix --model smollm2        on the torch engine, in real time
 
     static      a batch is filled, run until its last answer ends, and only then filled again; every
@@ -11,6 +11,9 @@
     prefix      blocks are found by their content
     fork        clients fork capsules instead of sending texts again
     tree        what rows share is read once
+
+Orders of the scheduler are compared on the `--orders` workloads, with all features and so little room in
+a step (64 tokens, 4 decode rows) that they matter.
 
 All configurations have the same memory. Without --model the model is mocked and time is virtual
 (`bench/engine/timing.py`): equal runs give equal figures. Every configuration must give the same answers.
@@ -25,7 +28,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -40,7 +43,7 @@ from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Forward
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.sched.policy import POLICIES, SchedulerConfig
 
 MAX_MODEL_LEN = 2048
 MEMORY_TOKENS = 16 * MAX_MODEL_LEN
@@ -82,6 +85,17 @@ def setups() -> dict[str, Setup]:
         "prefix": Setup(prefix, forks=False),
         "fork": Setup(fork, forks=True),
         "tree": Setup(tree, forks=True),
+    }
+
+
+def orders() -> dict[str, Setup]:
+    """One configuration for each order of a scheduler."""
+    return {
+        name: Setup(
+            EngineConfig(SchedulerConfig(policy=name, max_step_tokens=64, max_decodes=4)),
+            forks=False,
+        )
+        for name in POLICIES
     }
 
 
@@ -148,11 +162,11 @@ def median(rounds: Sequence[Metrics]) -> dict[str, Any]:
 
 def conditions(args: argparse.Namespace) -> dict[str, Any]:
     """All that a figure depends on. After the runs: then the model is loaded."""
-    specs = [forward.spec for forward in _loaded.values()]
+    spec = next(iter(_loaded.values())).spec if args.model else mock_spec()
     return {
         "model": args.model or "mock",
-        "fingerprint": specs[0].fingerprint if specs else None,
-        "dtype": {2: "bfloat16", 4: "float32"}[specs[0].dtype_nbytes] if specs else None,
+        "fingerprint": spec.fingerprint,  # of config and weights, whatever a revision is called
+        "dtype": {1: "mock", 2: "bfloat16", 4: "float32"}[spec.dtype_nbytes],
         "timing": None if args.model else Timing()._asdict(),
         "threads": args.threads if args.model else None,
         "seed": SEED,
@@ -161,14 +175,16 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
         "memory_tokens": MEMORY_TOKENS,
         "max_model_len": MAX_MODEL_LEN,
         "workloads": {name: SPECS[name]._asdict() for name in args.workloads},
-        "configs": {
-            name: {**asdict(setup.engine), "block_size": setup.block_size, "forks": setup.forks}
-            for name, setup in setups().items()
-        },
+        "configs": {name: _settings(setup) for name, setup in setups().items()},
+        "order_configs": {name: _settings(setup) for name, setup in orders().items()},
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {name: _version(name) for name in ("mallee", "numpy", "torch")}
         | {"python": platform.python_version()},
     }
+
+
+def _settings(setup: Setup) -> dict[str, Any]:
+    return {**asdict(setup.engine), "block_size": setup.block_size, "forks": setup.forks}
 
 
 def _version(package: str) -> str | None:
@@ -181,7 +197,7 @@ def _version(package: str) -> str | None:
 def row(name: str, metrics: dict[str, Any]) -> str:
     """A line for people."""
     return (
-        f"  {name:<11} {metrics['total_s']:>8.4g} s {metrics['throughput_tok_s']:>7.4g} tok/s"
+        f"  {name:<18} {metrics['total_s']:>8.4g} s {metrics['throughput_tok_s']:>7.4g} tok/s"
         f"  ttft {metrics['ttft_ms']['p50']:>7.4g} / {metrics['ttft_ms']['p99']:<7.4g}"
         f" itl {metrics['itl_ms']['p50']:>6.4g} / {metrics['itl_ms']['p99']:<7.4g}"
         f" prefill {metrics['prefill_tokens']:>6} blocks {metrics['peak_blocks']:>5}"
@@ -189,31 +205,43 @@ def row(name: str, metrics: dict[str, Any]) -> str:
     )
 
 
-def main() -> int:
+def _names(text: str) -> list[str]:
+    return text.split(",") if text else []
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workloads", type=lambda s: s.split(","), default=list(SPECS))
-    parser.add_argument("--configs", type=lambda s: s.split(","), default=list(setups()))
+    parser.add_argument("--workloads", type=_names, default=list(SPECS))
+    parser.add_argument("--configs", type=_names, default=list(setups()))
+    parser.add_argument("--orders", type=_names, default=["W2", "W3"])
     parser.add_argument("--model", help="a checkpoint; without it the model is mocked")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=3, help="with --model")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    results: dict[str, dict[str, Any]] = {}
-    for workload in args.workloads:
-        print(workload)
-        results[workload] = {}
-        for name in args.configs:
-            found = median(rounds_of(workload, setups()[name], args))
-            results[workload][name] = found
-            print(row(name, found), flush=True)
-        answers = {found["answers"] for found in results[workload].values()}
-        if len(answers) > 1 and not args.model:
-            raise RuntimeError(f"{workload}: configurations gave different answers: {answers}")
-    report = json.dumps({**conditions(args), "results": results})
+    args = parser.parse_args(argv)
+    chosen = {name: setup for name, setup in setups().items() if name in args.configs}
+    results = {name: compared(name, chosen, args) for name in args.workloads}
+    by_order = {name: compared(name, orders(), args) for name in args.orders}
+    report = json.dumps({**conditions(args), "results": results, "orders": by_order})
     if args.out is not None:
         args.out.write_text(report + "\n")
     print(report)
     return 0
+
+
+def compared(
+    workload: str, setups: Mapping[str, Setup], args: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """Prints a line for each of `setups`. Raises RuntimeError if a mocked model answered differently."""
+    print(workload)
+    found: dict[str, dict[str, Any]] = {}
+    for name, setup in setups.items():
+        found[name] = median(rounds_of(workload, setup, args))
+        print(row(name, found[name]), flush=True)
+    answers = {each["answers"] for each in found.values()}
+    if len(answers) > 1 and not args.model:
+        raise RuntimeError(f"{workload}: configurations gave different answers: {answers}")
+    return found
 
 
 def rounds_of(workload: str, setup: Setup, args: argparse.Namespace) -> list[Metrics]:

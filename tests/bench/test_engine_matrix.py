@@ -1,0 +1,64 @@
+"""The report of the engine's matrix, on a tiny model and on the mock: its conditions and its orders."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.engine import matrix
+from mallee.testing.random_model import random_model
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[dict[str, Any], str]:
+    """The report, and what is printed before."""
+    assert matrix.main(args) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    report: dict[str, Any] = json.loads(last)
+    return report, "\n".join(table)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_a_report_carries_all_that_its_figures_depend_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """I25, part: of a model that computes: its weights, dtype, machine, versions, settings, seed, warm-up."""
+    model = random_model("llama", max_position_embeddings=matrix.MAX_MODEL_LEN)
+    model.save(tmp_path)
+    small = ("--workloads", "chain", "--configs", "tree", "--orders", "", "--rounds", "1")
+    report, _ = run(capsys, "--model", str(tmp_path), *small, "--threads", "1")
+    assert report["model"] == str(tmp_path)
+    assert report["dtype"] == "float32"
+    assert len(report["fingerprint"]) >= 16
+    assert (report["seed"], report["rounds"], report["warmup_rounds"]) == (11, 1, 1)
+    assert (report["threads"], report["timing"]) == (1, None)
+    assert "cores" in report["machine"]
+    assert {name for name, version in report["versions"].items() if version} >= {
+        "mallee",
+        "numpy",
+        "python",
+        "torch",
+    }
+    assert list(report["configs"]) == list(matrix.setups())
+    for config in (*report["configs"].values(), *report["order_configs"].values()):
+        assert {"paged", "prefix_cache", "tree_attention", "kv_checks", "block_size"} <= set(config)
+        assert {"max_step_tokens", "policy", "chunked", "continuous"} <= set(config["scheduler"])
+
+
+@pytest.mark.slow
+def test_orders_trade_first_tokens_for_even_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    """I21, part: on mixed and shared-prefix loads, with throughput, TTFT, ITL and starvation printed."""
+    report, table = run(capsys, "--workloads", "")
+    assert list(report["orders"]) == ["W2", "W3"]
+    assert report["dtype"] == report["fingerprint"] == "mock"
+    for found in report["orders"].values():
+        assert list(found) == list(matrix.orders())
+        fcfs, eager, turns = (found[p] for p in ("fcfs", "prefill_first", "decode_round_robin"))
+        assert eager["ttft_ms"]["p50"] < fcfs["ttft_ms"]["p50"]
+        assert turns["itl_ms"]["p99"] < 0.2 * fcfs["itl_ms"]["p99"]
+        assert turns["starved"] <= 1 < 6 <= fcfs["starved"]
+        assert all(each["throughput_tok_s"] > 0 for each in found.values())
+    for order in matrix.orders():
+        assert table.count(f"  {order} ") == 2
+    assert table.count("starved") == 2 * len(matrix.orders())
