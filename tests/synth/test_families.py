@@ -6,7 +6,6 @@ import pytest
 from mallee.synth.analysis.analysis import analyze
 from mallee.synth.compare.gates import GATES, Outcome, compare, outcomes
 from mallee.synth.compare.views import shared_views, view
-from mallee.synth.core.prefix_tree import PrefixTree
 from mallee.synth.core.threads import threads_of
 from mallee.synth.fit import fit
 from mallee.traces.trace import Trace, trace_of
@@ -68,14 +67,3 @@ def test_what_walks_keep_by_design_is_kept(name: str) -> None:
     found = verdicts(source, "tree", SEEDS)
     kept = ("OSL KS", "OSL W1", "gaps between arrivals KS", "roots")
     assert name in TOLD or not [gate for gate in kept if found[gate].verdict == "FAIL"]
-
-
-@pytest.mark.parametrize("kind", ["tree", "session"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_any_family_is_generated_longer(name: str, kind: str) -> None:
-    """K22, part, K25, part: four times as long, in order, ids a tree; the same rate of arrivals."""
-    source = trace_of(FAMILIES[name](300, 2))
-    made = trace_of(fit(source, kind).generate(requests=4 * len(source), seed=5))
-    assert len(made) == 4 * len(source)
-    assert (np.diff(made.arrival_s) >= 0).all()
-    PrefixTree.of(made)

@@ -1,11 +1,7 @@
 """K24: what a knob does, on every model: turned against not turned, same seed."""
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -179,37 +175,6 @@ class _Models(dict[str, Model]):
 
 
 MODELS = _Models()
-
-PRINT = """
-import hashlib, importlib.util, sys
-spec = importlib.util.spec_from_file_location("knobs", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-print(module.digest(sys.argv[2], int(sys.argv[3])))
-"""
-
-
-def digest(kind: str, seed: int) -> str:
-    """Of everything that a model generates."""
-    import hashlib
-
-    turned = Knobs(prefix_len=1.3, prefix_root=2, prompt_len=1.7, osl=0.9)
-    found = hashlib.sha256()
-    for request in MODELS[kind].generate(requests=300, seed=seed, knobs=turned):
-        found.update(repr((request, list(request.ids))).encode())
-    return found.hexdigest()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_same_seed_same_requests_in_any_process(kind: str) -> None:
-    """K23: and another seed, other ones."""
-    here = digest(kind, 5)
-    assert digest(kind, 5) == here
-    assert digest(kind, 6) != here
-    command = [sys.executable, "-c", PRINT, __file__, kind, "5"]
-    environ = os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environ)
-    assert done.stdout.strip() == here
 
 
 def wrong() -> Iterator[tuple[str, object]]:

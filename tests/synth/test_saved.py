@@ -3,8 +3,6 @@
 import fcntl
 import os
 import resource
-import subprocess
-import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,18 +72,6 @@ def test_a_model_is_saved_as_the_same_bytes(session: Model, file: Path, tmp_path
     again = tmp_path / "again.model"
     save_model(load_model(file), again)
     assert again.read_bytes() == file.read_bytes()
-
-
-def test_a_file_is_read_in_another_process(file: Path) -> None:
-    code = (
-        "import sys; from mallee.synth.saved import load_model;"
-        "print(sum(r.input_tokens for r in load_model(sys.argv[1]).generate(requests=300, seed=5)))"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True
-    )
-    made = load_model(file).generate(requests=300, seed=5)
-    assert int(ran.stdout) == sum(each.input_tokens for each in made)
 
 
 def test_what_is_a_model(file: Path, tmp_path: Path) -> None:

@@ -1,21 +1,16 @@
 """Search trees: which order a source was searched in, and new trees that keep more than widths by depth."""
 
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.mocker.replay.config import ReplayConfig
-from mallee.mocker.replay.run import replay
 from mallee.protocol.errors import ConfigError
 from mallee.synth.programs.fit import fit_search
 from mallee.synth.programs.forest import Forest, forest_of
@@ -207,25 +202,6 @@ def test_one_round_uses_each_node_once() -> None:
         assert sides[0] == sides[1]
 
 
-def test_the_same_seed_makes_the_same_bytes_in_another_process() -> None:
-    program = (
-        "import hashlib, msgspec\n"
-        "from mallee.synth.programs.fit import fit_search\n"
-        "from mallee.synth.programs.named import Uct\n"
-        "from mallee.traces.trace import trace_of\n"
-        "model = fit_search(trace_of(Uct().generate(requests=500, seed=1)))\n"
-        "made = [(*map(str, msgspec.structs.astuple(r)),) for r in model.generate(requests=900, seed=7)]\n"
-        "print(hashlib.sha256(repr(made).encode()).hexdigest())\n"
-    )
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, check=True
-        ).stdout
-        for _ in range(2)
-    ]
-    assert runs[0] == runs[1]
-
-
 def test_other_seeds_make_other_trees_and_none_is_a_copy() -> None:
     trace = trace_of(DepthFirst(texts=SHORT).generate(requests=3000, seed=3))
     model = fit_search(trace)
@@ -295,16 +271,6 @@ def test_nothing_to_learn_from_is_refused() -> None:
     model = fit_search(trees([[-1, 0, 0]], "none"))
     with pytest.raises(ConfigError, match="requests=0: give at least one"):
         model.generate(requests=0, seed=0)
-
-
-def test_generated_trees_replay() -> None:
-    """K26, part: the mocker answers all of a generated search, in both loops."""
-    trace = trace_of(Beam(texts=SHORT).generate(requests=200, seed=1))
-    made = fit_search(trace).generate(requests=200, seed=2)
-    for keeps_order in (False, True):
-        result = replay(made, ReplayConfig(engines=2, kv_tokens=32_768, keeps_order=keeps_order))
-        assert result.summary["requests"] == 200
-        assert not result.summary.get("failed")
 
 
 # Second order
@@ -405,13 +371,3 @@ def test_beams_and_budgets_of_real_searches_hold(name: str) -> None:
             at = (made.nodes.depth == depth) & (width > 0)
             per_tree = np.bincount(made.program[at], minlength=made.num_programs)[:-1]
             assert np.mean(per_tree == 5) >= 0.95
-
-
-def test_bytes_of_requests_do_not_depend_on_iteration() -> None:
-    trace = trace_of(Uct(visits=30, texts=SHORT).generate(requests=200, seed=1))
-    made = fit_search(trace).generate(requests=50, seed=1)
-    texts = [
-        b"".join(msgspec.json.encode(msgspec.structs.replace(r, ids=list(r.ids))) for r in made)
-        for _ in range(2)
-    ]
-    assert texts[0] == texts[1]

@@ -80,25 +80,3 @@ def test_the_shared_tree_is_a_closed_set(model: TreeModel, mooncake: Trace) -> N
     hits = reuse_of(longer).hit_blocks
     once, whole = (hits[:end].sum() / longer.depth[:end].sum() for end in (num, 4 * num))
     assert once + 0.05 < whole < 0.55
-
-
-def test_whole_blocks_alone_may_have_ids() -> None:
-    """K23: a trace whose partial blocks have none (rule "floor") is learned as well."""
-    swe = source("miniswe_swebench_blk64.jsonl.gz")
-    again = trace_of(fit_tree(swe).generate(requests=len(swe), seed=2))
-    a, b = analyze(swe), analyze(again)
-    assert again.rule == swe.rule == "floor"
-    assert distance("isl", a, b) < 0.1
-    assert b.curve.ideal == pytest.approx(a.curve.ideal, abs=0.02)
-    assert (again.depth == again.input_tokens // swe.block_size).all()
-
-
-@pytest.mark.parametrize("name", ["tot_game24_trees.jsonl.gz", "azure2023_code.csv.gz"])
-def test_forks_and_prompts_without_text_are_learned(name: str) -> None:
-    """K23: forks become requests with whole prompts; Azure's prompts name no text at all."""
-    real = source(name)
-    again = trace_of(fit_tree(real).generate(requests=len(real), seed=2))
-    a, b = analyze(real), analyze(again)
-    assert distance("isl", a, b) < 0.03
-    assert distance("osl", a, b) < 0.03
-    assert again.num_blocks <= real.num_blocks

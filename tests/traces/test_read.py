@@ -362,16 +362,9 @@ def test_azure_times_with_and_without_zone_and_fraction(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
-        ([row(), row(input_length=-1)], r"line 2: .*input_length"),
-        ([row(), row(output_length="x")], r"line 2: .*output_length"),
-        ([row(), row(ids=(1, "x"))], r"line 2: .*hash_ids\[1\]"),
-        ([row(), '{"timestamp": 1}'], r"line 2: .*input_length"),
         ([row(), row(input_length=10**15)], r"line 2: .*<= 100000000 .*input_length"),
         ([row(), row(ids=(1, 1.5))], r"line 2: .*hash_ids\[1\]"),
-        ([row(), "{"], "line 2"),
-        ([row(), "", "[]"], "line 3"),
         ([row(5), row(4)], r"line 2: timestamp 4.0 is before .* 5.0; sort"),
-        ([row(request_id="a"), row(request_id="a")], r"line 2: request_id 'a' is there twice"),
         ([row(request_id="a", wait_for=["b"])], "line 1: wait_for names 'b'"),
         (
             [row(request_id="a", wait_for=["b"]), row(request_id="b", wait_for=["a"])],
@@ -386,7 +379,6 @@ def test_azure_times_with_and_without_zone_and_fraction(tmp_path: Path) -> None:
         (['{"a": 1}'], "line 1: fields a; known are"),
         (["a,b,c"], "line 1: neither"),
         (["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:03.9,1,x"], "line 2: Gen"),
-        (["TIMESTAMP,ContextTokens,GeneratedTokens", "yesterday,1,1"], "line 2: TIMESTAMP"),
         (
             ["TIMESTAMP,ContextTokens,GeneratedTokens", f"2023-11-16 18:17:03.9,{10**15},1"],
             "line 2: ContextTokens=1000000000000000: must be 1 to",
@@ -401,19 +393,6 @@ def test_a_wrong_line_is_named_with_its_field(tmp_path: Path, lines: list[str], 
 def test_a_mark_of_utf_8_at_the_begin_is_no_text(tmp_path: Path) -> None:
     path = write(tmp_path, "\ufeff" + row(), row())
     assert len(list(read_workload(path))) == 2
-
-
-def test_too_many_ids_behind_the_first_rows_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path, *[row()] * 300, row(ids=(1, 2, 3)))
-    with pytest.raises(CodecError, match="line 301: 3 hash_ids of 512 tokens"):
-        list(read_workload(path))
-
-
-def test_dependencies_behind_the_first_rows_are_not_overlooked(tmp_path: Path) -> None:
-    path = write(tmp_path, *[row()] * 300, row(session_id="s"))
-    with pytest.raises(CodecError, match=r"line 301: .*agentic"):
-        list(read_workload(path))
-    assert len(list(read_workload(path, kind="agentic"))) == 301
 
 
 def test_missing_empty_and_damaged_files_are_refused(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ import gzip
 import io
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -227,19 +225,6 @@ def test_the_same_workload_is_the_same_bytes_packed_or_not(
 
 def unpack_zstd(packed: bytes) -> bytes:
     return zstandard.ZstdDecompressor().stream_reader(io.BytesIO(packed)).read()
-
-
-def test_bytes_do_not_depend_on_the_process(tmp_path: Path) -> None:
-    code = (
-        "import sys; from mallee.traces.made import sessions_workload as w;"
-        " from mallee.traces.write import write_workload as write;"
-        " [write(w(40, seed=1), sys.argv[1] + f, format=f) for f in ('mooncake', 'agentic', 'dag')]"
-    )
-    for name, seed in (("a", "1"), ("b", "2")):
-        env = {**os.environ, "PYTHONHASHSEED": seed}
-        subprocess.run([sys.executable, "-c", code, str(tmp_path / name)], check=True, env=env)
-    for how in ("mooncake", "agentic", "dag"):
-        assert (tmp_path / f"a{how}").read_bytes() == (tmp_path / f"b{how}").read_bytes()
 
 
 # Files that are there whole or not at all
