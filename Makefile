@@ -4,6 +4,7 @@
 # flashinfer: the package's wheel, unpacked nowhere: a test reads its signatures. No GPU is needed.
 # clients: tests with the packages that others write clients with; schemathesis: CALLS=20000 calls of the API's document.
 # fuzz: BODIES=10000 bodies for each family of endpoints.
+# affected: the landing tests that a change can reach, which is what differs from BASE=HEAD.
 # docs: the site, in build/docs; broken links and anchors end it.
 # promises: each row of docs/promises.md with its state and the tests that show it.
 # image-check: the image's steps, in a clean virtual environment; image: docker build.
@@ -24,7 +25,7 @@ export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
 
 .PHONY: demo test check landing smoke lint format types kernels prometheus flashinfer browser bench docs setup clean
-.PHONY: promises clients fuzz schemathesis image image-check image-packages constraints licences sbom
+.PHONY: affected promises clients fuzz schemathesis image image-check image-packages constraints licences sbom
 
 setup: $(VENV)/.ready
 
@@ -86,6 +87,11 @@ flashinfer: setup
 		|| $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps \
 			--dest $(FLASHINFER) flashinfer-python==$(FLASHINFER_VERSION) \
 		|| echo "no FlashInfer from the registry here: the test of its signatures is skipped"
+
+BASE ?= HEAD
+
+affected: setup
+	@PYTHONPATH=tests $(BIN)/python -m support.affected $(BASE)
 
 check: lint
 	$(MAKE) --jobs 2 types kernels flashinfer browser

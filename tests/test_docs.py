@@ -162,8 +162,7 @@ def test_the_site_is_built_without_a_broken_link_or_anchor(tmp_path: Path) -> No
         "mkdocs",
         "--quiet",
         "build",
-        "--site-dir",
-        str(tmp_path / "site"),
+        *("--config-file", "mkdocs.yml", "--site-dir", str(tmp_path / "site")),
     ]
     done = subprocess.run(
         command,

@@ -1,0 +1,18 @@
+"""The lanes of tests, told by the marks that a test file names; and the marks' expressions for pytest."""
+
+import re
+from pathlib import Path
+from typing import Final, Literal
+
+Lane = Literal["landing", "smoke", "nightly"]
+
+LANDING: Final = "not process and not smoke"  # the expression after pytest's -m
+NIGHTLY: Final = "process"
+
+_NIGHTLY = re.compile(r"\bmark\.process\b|\bPROCESS_MARKS\b")
+_SMOKE = re.compile(r"\bmark\.smoke\b")
+
+
+def lane_of(path: Path) -> Lane:
+    text = path.read_text(encoding="utf-8")
+    return "nightly" if _NIGHTLY.search(text) else "smoke" if _SMOKE.search(text) else "landing"
