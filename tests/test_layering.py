@@ -2,8 +2,6 @@
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -79,11 +77,6 @@ TORCH_FREE = (
     "worker.updates",
     "worker.passes",
 )
-CORE = (
-    *("protocol", "router", "worker.kv", "worker.sched", "worker.engine", "worker.storage"),
-    *("sessions", "mocker", "graphs", "synth", "search"),
-)
-
 # `worker.kv` counts holders, copies and gives up blocks. These words are of those who decide whose state
 # stays for how long: in its names, its texts and its comments they would be a policy in the wrong place.
 POLICY = re.compile(
@@ -304,36 +297,33 @@ def test_no_test_and_no_bench_changes_the_import_path() -> None:
     assert not [path for path in paths if pattern.search(path.read_text())]
 
 
-def loaded_after(statement: str) -> set[str]:
-    code = f"import sys\n{statement}\nprint(' '.join(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    return set(done.stdout.split())
+# Real time, child processes and real sockets: for files of the nightly lane and of the smoke, and for those
+# marked `real_time`, which are not on the loop in virtual time yet.
+REAL = {
+    *("time.sleep", "socket.socket", "socket.create_connection", "os.fork"),
+    *("subprocess.run", "subprocess.Popen", "subprocess.check_output", "subprocess.check_call"),
+    *("asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell"),
+    *("multiprocessing.Process", "multiprocessing.get_context"),
+}
+MARKED = re.compile(r"\bmark\.(process|smoke|real_time)\b|\bPROCESS_MARKS\b")
 
 
-def test_the_core_loads_no_torch_ray_or_networking() -> None:
-    """D13, part: every module of the core can be imported without ray, nats, asyncio or torch."""
-    names = [n for n in modules() if any(starts(n, floor) for floor in CORE)]
-    names = [n for n in names if not n.endswith("__main__")]
-    loaded = loaded_after("\n".join(f"import mallee.{name}" for name in names))
-    assert not loaded & {*HEAVY, "asyncio"}
+def real_calls(tree: ast.Module) -> Iterator[str]:
+    """Calls of `REAL`, and sleeps of a fixed time, in a test file."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        if name in REAL:
+            yield f"{node.lineno}: {name}"
 
 
-def test_planning_and_forks_load_no_sockets() -> None:
-    """D13, part: nor does the engine load numba, which brings the socket module with it."""
-    names = ("protocol.messages", "worker.engine", "mocker.engine", "synth")
-    loaded = loaded_after("\n".join(f"import mallee.{name}" for name in names))
-    assert not loaded & {"socket", "numba"}
-
-
-def test_the_client_is_cheap_to_import() -> None:
-    """`import mallee.client` takes less than 150 ms and loads no torch, ray, numba or numpy."""
-    loaded = loaded_after("import mallee.client")
-    assert not loaded & {"torch", "ray", "numba", "numpy", "nats", "fastapi", "transformers"}
-    clock = "time.process_time()"  # which other processes don't advance
-    code = f"import time; t = {clock}; import mallee.client; print({clock} - t)"
-    times = [
-        float(subprocess.check_output([sys.executable, "-c", code], timeout=60)) for _ in range(5)
+def test_real_time_and_processes_are_in_files_marked_so() -> None:
+    offenders = [
+        f"{path.relative_to(ROOT)}:{call}"
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if not MARKED.search(path.read_text())
+        for call in real_calls(parsed(path))
     ]
-    assert min(times) < 0.150
+    assert not offenders
+    assert [*real_calls(ast.parse("import time\ntime.sleep(1)"))] == ["2: time.sleep"]

@@ -1,4 +1,4 @@
-"""What a program knows of time and threads, in a loop of virtual time: for tests.
+"""Time and threads as a program sees them in a loop of virtual time: for tests.
 
 `install` puts these in the place of functions of `time`, `threading`, `concurrent.futures`, `anyio` and
 `httpx`. Outside a virtual loop they do as ever. In one, the clocks tell the loop's time, and a thread is a
@@ -44,7 +44,7 @@ def wait_for(awaitable: Awaitable[T]) -> T:
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """What `work` gives, which runs as a thread of the loop's."""
+    """The result of `work`, which runs as a thread of the loop's."""
     thread = _Thread(work)
     thread.gr_context = contextvars.copy_context()
     given = thread.switch()
