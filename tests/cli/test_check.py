@@ -1,6 +1,5 @@
 """`mallee check`: every fault of a serve.yaml in a line of its own, before anything is deployed."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,12 +8,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from mallee.actors.addresses import free_port
 from mallee.actors.proxy.direct import ENVIRONMENT
 from mallee.cli.main import cli
 from mallee.testing.quantized import quantization_config
 from mallee.testing.random_model import random_model
-from support.brokers import OpenBroker
 from support.mock_scene import make_folder
 
 ROOT = Path(__file__).parents[2]
@@ -270,20 +267,3 @@ def test_weights_in_a_form_that_is_not_computed_are_a_fault_before_a_deploy(
     (fault,) = check(serve_yaml(args=args), "--files").faults
     assert "quant_method is 'mxfp4'; supported:" in fault
     assert "planned" in fault
-
-
-@pytest.mark.nats
-async def test_a_broker_that_refuses_is_a_fault_where_that_is_asked_for(
-    check: Any, tmp_path: Path
-) -> None:
-    broker = OpenBroker()
-    await broker.start()
-    try:
-        right = serve_yaml(args={"nats_url": broker.url})
-        assert (await asyncio.to_thread(check, right, "--broker")).status == 0
-    finally:
-        await broker.stop()
-    wrong = serve_yaml(args={"nats_url": f"nats://127.0.0.1:{free_port()}"})
-    answer = await asyncio.to_thread(check, wrong, "--broker")
-    assert answer.status == 1
-    assert "llm: no broker at 127.0.0.1:" in answer.faults[0]

@@ -1,8 +1,5 @@
-"""`mallee demo`: its search and `--keep`, without Ray; the whole of it is in test_cli.py."""
+"""`mallee demo`: its search and `--keep`, without Ray; the whole of it is in test_processes.py."""
 
-import signal
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -16,11 +13,6 @@ from mallee.testing.random_model import random_model
 from support.tiny_fleet import tiny_api
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
-KEEPS = """
-from rich.console import Console
-from mallee.cli.demo.command import _keep_up
-_keep_up("http://127.0.0.1:1", Console(), 0.5)
-"""
 
 
 def way(score: float, drawn: int) -> dict[str, Any]:
@@ -59,29 +51,6 @@ def test_the_table_of_the_search_fits_a_narrow_terminal() -> None:
     lines = captured.get().splitlines()
     assert any("samples" in line and "384" in line and "0.200" in line for line in lines)
     assert any("search" in line and "368" in line and "1.2" in line for line in lines)
-
-
-def test_a_kept_service_says_where_it_is_and_ends_by_a_signal() -> None:
-    kept = subprocess.Popen([sys.executable, "-c", KEEPS], stdout=subprocess.PIPE, text=True)
-    try:
-        assert kept.stdout is not None
-        said = []
-        while not said or not said[-1].startswith("mallee chat"):
-            said.append(kept.stdout.readline())
-            assert said[-1], "".join(said)
-        shown = " ".join("".join(said).split())
-        assert (
-            "stays up at http://127.0.0.1:1 until Ctrl-C, its page at http://127.0.0.1:1/ui"
-            in shown
-        )
-        assert any(line.startswith("curl http://127.0.0.1:1/v1/search -H") for line in said)
-        kept.send_signal(signal.SIGINT)
-        rest, _ = kept.communicate(timeout=30)
-    finally:
-        kept.kill()
-    assert kept.returncode == 0
-    # A signal that comes while a line is printed may have it printed twice.
-    assert "stopping, 0.5 s at most" in rest
 
 
 def test_a_report_of_a_kept_service_is_refused() -> None:

@@ -1,22 +1,14 @@
 """`mallee replay-session` and `mallee export-episode`, as users call them."""
 
 import json
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from mallee.actors.addresses import free_port
 from mallee.actors.build import make_engine
 from mallee.actors.config import AppConfig
 from mallee.cli.main import cli
@@ -24,7 +16,7 @@ from mallee.protocol.errors import CodecError, ConfigError, IncompatibleCapsule
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Fork, Generate, Grammar, Limits, Sampling, pack_tokens
 from mallee.protocol.model import WeightVersion
-from mallee.sessions.record import Asked, Got, Placed, Stopped, frame, read
+from mallee.sessions.record import Asked, Stopped, frame, read
 from mallee.testing.random_model import random_model
 from mallee.worker.model.loading.weights import weights_digest
 from mallee.worker.model.runner import load
@@ -191,65 +183,3 @@ def test_another_model_is_refused_by_its_fields(record: Path, tmp_path: Path) ->
     wrong = tmp_path / "no.session"
     wrong.write_bytes(b"PK\x03\x04 no record")
     assert isinstance(run("replay-session", wrong)[3], CodecError)
-
-
-@contextmanager
-def mocked(folder: Path, records: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    port = free_port()
-    command = [sys.executable, "-m", "mallee.cli", "mock", "--engines", "2", "--speedup", "1"]
-    command += ["--model", str(folder), "--port", str(port)]
-    command += ["--set", f"recording.folder={records}"]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(600):
-            try:
-                if httpx.get(f"{url}/health", timeout=5).json().get("status") == "ok":
-                    break
-            except httpx.HTTPError:
-                pass
-            assert process.poll() is None, "it ended"
-            time.sleep(0.1)
-        yield url, process
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.process
-@pytest.mark.nats
-@pytest.mark.slow
-def test_a_gateway_that_is_killed_leaves_a_record_that_replays(tmp_path: Path) -> None:
-    """F25: kill -9 in mid-session; what was written is whole, and comes out of a mocked engine again."""
-    folder, records = tmp_path / "tiny", tmp_path / "records"
-    folder.mkdir()
-    make_folder(folder)
-    body = {
-        "max_tokens": 600,
-        "ignore_eos": True,
-        "temperature": 1.0,
-        "mallee": {"session": "s", "record": True},
-    }
-    with (
-        mocked(folder, records) as (url, process),
-        httpx.Client(base_url=url, timeout=30) as client,
-    ):
-        short = {**body, "prompt": "a tree of many trunks", "n": 3, "max_tokens": 9}
-        made = client.post("/v1/completions", json=short).json()
-        capsule = made["choices"][1]["mallee"]["capsule"]
-        path, forked = f"/v1/capsules/{capsule}/fork", {**body, "n": 2, "stream": True}
-        with client.stream("POST", path, json=forked) as response:
-            lines = response.iter_lines()
-            for _ in range(200):
-                next(lines)
-            process.kill()
-            process.wait()
-    [part] = records.iterdir()
-    entries = read(part.read_bytes()).entries
-    assert sum(isinstance(entry, Placed) for entry in entries) >= 2
-    got = [len(e.tokens) // 4 for e in entries if isinstance(e, Got)]
-    assert sum(got) > 27 + 20
-    args = ("replay-session", part, "--model", folder, "--json")
-    code, found, _, error = run(*args)
-    assert (code, error) == (0, None)
-    assert found["tokens_equal"] == sum(got)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any, cast
 
-import pytest
 from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
@@ -17,59 +16,6 @@ from mallee.client import Branch, BranchEvent, ConnectionFailed, InvalidParamete
 def talk(url: str, *lines: str, options: tuple[str, ...] = ()) -> Result:
     command = ["chat", "--url", url, "--max-tokens", "6", *options]
     return CliRunner().invoke(cli, command, input="\n".join(lines) + "\n")
-
-
-@pytest.mark.nats
-def test_a_conversation_branches_and_is_drawn(url: str) -> None:
-    """Turns, forks, ways back, the tree; a question goes on from where it is asked."""
-    answer = talk(url, "one", "/fork 2 two", "/go 1", "three", "/back 9", "four", "/tree", "/quit")
-    assert answer.exit_code == 0, answer.output
-    lines = answer.stdout.splitlines()
-    tree = lines[lines.index("conversation") :]
-    shape = [
-        (len(line) - len(line.lstrip("│├└─ ")), line.lstrip("│├└─ ").split(" → ")[0])
-        for line in tree[1:]
-    ]
-    assert shape == [
-        *[(4, "1  one"), (8, "2  two"), (8, "3  two"), (8, "4  three"), (4, "5  four")]
-    ]
-    assert tree[5].endswith("◀")
-    assert sum("◀" in line for line in tree) == 1
-    assert "turn 1, 6 tokens, 0 cached" in answer.stdout
-    forks = [line for line in lines if "computed" in line and line.startswith(("├", "└"))]
-    assert [line.split()[-3:-1] for line in forks][1] == ["computed", "0"]  # the second shares all
-
-
-@pytest.mark.nats
-def test_the_same_seed_gives_the_same_answer_again(url: str) -> None:
-    asked = ("tell", "/back", "tell", "/fork 2", "/tree")
-    lines = talk(url, *asked, options=("--seed", "7", "--temperature", "1")).stdout.splitlines()
-    tree = lines[lines.index("conversation") + 1 :]
-    said = [line.split(" → ")[1].removesuffix(" ◀") for line in tree]
-    assert len(said) == 4
-    assert said[0] == said[1] == said[2]  # branch 0 of a fork draws as one alone
-    assert said[3] != said[2]
-
-
-@pytest.mark.nats
-def test_mistakes_are_told_and_the_conversation_goes_on(url: str) -> None:
-    answer = talk(
-        url, "/fork 2", "/fork x", "/fork 99 hi", "/go 7", "/back x", "/what", "hi", "/help"
-    )
-    for told in (
-        "there is no question yet",
-        "/fork x: give a number",
-        "/fork 99: give a number",
-        "/go 7: give a turn, 0 to 0",
-        "/back x: give a number",
-        "/what: no such command",
-    ):
-        assert told in answer.stderr
-    assert "turn 1, 6 tokens" in answer.stdout
-    assert "/fork N [TEXT]" in answer.stdout
-    too_long = talk(url, "a " * 5000, "hi")
-    assert "tokens that this model serves" in " ".join(too_long.stderr.split())
-    assert "turn 1, 6 tokens" in too_long.stdout
 
 
 def test_a_service_that_is_not_there_is_told_at_once() -> None:

@@ -1,6 +1,4 @@
-"""`mallee top`, `mallee explain` and `mallee doctor` at a running service."""
-
-import json
+"""What `mallee top` makes of answers, and services that are not there."""
 
 import pytest
 from click.testing import Result
@@ -10,24 +8,11 @@ from typer.testing import CliRunner
 from mallee.actors.addresses import free_port
 from mallee.cli.main import cli
 from mallee.cli.remote.fleet import Answers, Metrics, Sample, draw
-from mallee.client import Mallee
 from mallee.protocol.errors import ConfigError
 
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(cli, list(arguments))
-
-
-@pytest.mark.nats
-def test_the_fleet_is_shown_once_and_as_json(url: str, client: Mallee) -> None:
-    client.prefill("a tree of many trunks")
-    shown = run("top", "--url", url, "--once").stdout.splitlines()
-    assert shown[0] == "mallee ok  gateway g0, broker up, 2 workers"
-    assert shown[1].startswith("waiting 0  capsules 1")
-    assert [line.split()[:2] for line in shown[3:]] == [["w0", "ready"], ["w1", "ready"]]
-    assert all(len(line.rstrip()) <= 80 for line in shown)
-    body = json.loads(run("top", "--url", url, "--json").stdout)
-    assert (len(body["workers"]), body["health"]["status"], body["capsules"]) == (2, "ok", 1)
 
 
 def sample(at: float, tokens: float, active: int = 0, gateway: str = "g0") -> Sample:
@@ -59,33 +44,7 @@ def test_speeds_are_of_the_time_between_two_looks() -> None:
     ]
 
 
-@pytest.mark.nats
-def test_a_decision_is_explained_with_its_prices(url: str, client: Mallee) -> None:
-    (branch,) = client.complete("a tree of many trunks", max_tokens=3)
-    name = str(branch.request_id)
-    told = run("explain", name, "--url", url).stdout
-    assert f"{name} went to {branch.worker} (" in told
-    assert "2 workers could take it" in told
-    assert "its prompt was served as" in told
-    assert told.splitlines()[-1].split()[:3] == ["0", "length", str(branch.worker)]
-    assert name in run("explain", "--url", url).stdout
-    body = json.loads(run("explain", name, "--url", url, "--json").stdout)
-    assert body["data"][0]["worker"] == branch.worker
-    refused = run("explain", "req_none", "--url", url)
-    assert isinstance(refused.exception, ConfigError)
-    assert "not in the decision log" in str(refused.exception)
-
-
-@pytest.mark.nats
-def test_the_doctor_finds_the_service(url: str) -> None:
-    answer = run("doctor", "--url", url, "--json")
-    findings = {each["name"]: each for each in json.loads(answer.stdout)["findings"]}
-    assert findings["service"]["verdict"] == "ok"
-    assert "broker up, 2 workers" in findings["service"]["found"]
-    assert findings["broker"]["found"].startswith("nats-server: v")
-
-
-@pytest.mark.parametrize("command", ["top", "explain"])
+@pytest.mark.parametrize("command", ["top", "explain", "workers"])
 def test_a_service_that_is_not_there_is_told(command: str) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     answer = run(command, "--url", url)

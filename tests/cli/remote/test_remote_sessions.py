@@ -1,6 +1,5 @@
 """`mallee sessions` at a running service."""
 
-import json
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from typer.testing import CliRunner
 from mallee.cli.main import cli
 from mallee.cli.remote.forest import MAX_DEPTH, drawn
 from mallee.cli.remote.watching import watch
-from mallee.client import Mallee, NotFound
 from mallee.client.sessions import SessionNode, SessionTree
 from mallee.protocol.errors import ConfigError
 
@@ -43,35 +41,6 @@ def session(name: str, *nodes: tuple[str, str | None], **more: Any) -> SessionTr
     ]
     given = {"parent": None, "children": [], "running": 0, **more}
     return SessionTree(id=name, created=1, last_used=1, capsules=len(made), nodes=made, **given)
-
-
-@pytest.mark.nats
-def test_sessions_are_listed_shown_and_closed(url: str, client: Mallee) -> None:
-    (first,) = client.complete("a tree", max_tokens=2, mallee={"session": "bug-7"})
-    (second,) = client.complete("a tree", max_tokens=2, mallee={"session": "bug-8"})
-    client.session("bug-7").fork("bug-7b")
-    listed = run("sessions", "list", "--url", url).stdout.splitlines()
-    assert [line.split() for line in listed[1:]] == [
-        ["bug-7", "1", "0"], ["bug-7b", "bug-7", "1", "0"], ["bug-8", "1", "0"]
-    ]  # fmt: skip
-    one = run("sessions", "show", "bug-7b", "--url", url).stdout.splitlines()
-    assert one[0] == "bug-7b, below bug-7"
-    everything = run("sessions", "show", "--url", url).stdout
-    assert everything.splitlines()[0] == "bug-7"
-    assert str(first.capsule) in everything
-    assert str(second.capsule) in everything
-    # The terminal is none here: one look is all.
-    assert run("sessions", "show", "--live", "--url", url).stdout == everything
-    assert run("tree", "--live", "--url", url).stdout == everything
-    live = run("tree", "bug-8", "--live", "--url", url, "--json").stdout
-    assert live == run("sessions", "show", "bug-8", "--url", url, "--json").stdout
-    body = json.loads(run("sessions", "show", "--url", url, "--json").stdout)
-    assert [each["id"] for each in body["sessions"]] == ["bug-7", "bug-7b", "bug-8"]
-    for name in ("bug-7", "bug-7b", "bug-8"):
-        assert "released" in run("sessions", "close", name, "--url", url).stdout
-    assert "no session" in run("sessions", "show", "--url", url).stdout
-    missing = run("sessions", "show", "bug-7", "--url", url).exception
-    assert isinstance(missing, NotFound)
 
 
 def test_sessions_stand_below_their_parents_and_new_capsules_in_bold() -> None:

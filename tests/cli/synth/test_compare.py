@@ -14,11 +14,11 @@ from mallee.synth.compare.report import ALL_GATES
 runner = CliRunner()
 
 
-def rows(path: Path, seed: int, answers: float = 1.0) -> Path:
-    """Sixty sessions of four turns, in Mooncake's rows."""
+def rows(path: Path, seed: int, answers: float = 1.0, sessions: int = 60) -> Path:
+    """Sessions of four turns, in Mooncake's rows."""
     rng = np.random.default_rng(seed)
     found = []
-    for session in range(60):
+    for session in range(sessions):
         at_ms, ids = float(rng.uniform(0, 300_000)), [0]
         for turn in range(4):
             ids = [*ids, 1000 * session + 10 * turn + 1, 1000 * session + 10 * turn + 2]
@@ -92,22 +92,23 @@ def test_failed_gates_end_with_1_only_if_asked(trace: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_both_models_stand_side_by_side(trace: Path, tmp_path: Path) -> None:
+def test_both_models_stand_side_by_side(tmp_path: Path) -> None:
     """X9, part: the baseline beside the session model, with noise, replayed; and a page."""
     pytest.importorskip("matplotlib", reason="draws a page")
+    trace = rows(tmp_path / "trace.jsonl", 1, sessions=30)
     page = tmp_path / "page"
     code, out, err = run(
-        trace, "--model", "both", "--seeds", 2, "--replay-requests", 40, "--json", "--out", page
+        trace, "--model", "both", "--seeds", 1, "--replay-requests", 20, "--json", "--out", page
     )
     assert code == 0, err
     found = json.loads(out.splitlines()[-1])
     assert list(found["compared"]) == ["tree model", "session model"]
     for each in found["compared"].values():
-        assert each["samples"] == 2
-        assert len(each["ideal_hit_rates_1x_4x_16x"]) == 2
+        assert each["samples"] == 1
+        assert len(each["ideal_hit_rates_1x_4x_16x"]) == 1
         assert "TTFT p50, cost, small" in each["gates"]
-        assert len(each["replays"]) == 2
-    assert found["source"]["fleet"]["requests"] == 40
+        assert len(each["replays"]) == 1
+    assert found["source"]["fleet"]["requests"] == 20
     assert "tree model" in err
     assert "requests in copied" in err
     html = (page / "compare.html").read_text()

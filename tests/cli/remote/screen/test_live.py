@@ -23,7 +23,7 @@ from mallee.client import AsyncMallee, Mallee
 from support.mock_scene import make_folder, mock_config
 from support.screens import has, shown
 
-pytestmark = pytest.mark.nats
+pytestmark = pytest.mark.process
 
 
 async def test_a_fork_grows_on_the_screen_and_is_pruned_from_it(url: str, client: Mallee) -> None:
