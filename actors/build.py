@@ -461,6 +461,7 @@ def build_api(
         draw_seed=lambda: secrets.randbits(64),
         count_answer=metrics.answered,
         count_callback=metrics.called_back,
+        count_search=metrics.searched,
         pool=pool,
         tasks=tasks,
     )

@@ -62,7 +62,7 @@ from mallee.actors.http.schemas import (
 )
 from mallee.actors.http.search.handlers import SearchHandlers
 from mallee.actors.http.search.policies import installed_policies
-from mallee.actors.http.serve import Server, json_response
+from mallee.actors.http.serve import CountSearch, Server, json_response
 from mallee.actors.http.sessions.handlers import SessionHandlers
 from mallee.actors.http.tokenizing import Tokenizing
 from mallee.actors.http.ui.handlers import UiHandlers
@@ -209,6 +209,7 @@ def build_api(
     draw_seed: Callable[[], int],
     count_answer: CountAnswer = lambda endpoint, status: None,
     count_callback: CountCallback = ignore,
+    count_search: CountSearch = lambda reason, seconds: None,
     pool: Executor | None = None,
     tasks: Tasks | None = None,
 ) -> Starlette:
@@ -217,7 +218,8 @@ def build_api(
     `created` and `clock` are seconds since the epoch; `new_id` names failures in the log;
     `draw_seed` gives integers in [0, 2**64), from any thread.
     `count_answer(endpoint, status)` is called when an answer begins, `count_callback(outcome, seconds)` when
-    a call of a URL that a request named is over. `pool` reads large requests, by
+    a call of a URL that a request named is over, `count_search(reason, seconds)` when a search has its
+    result. `pool` reads large requests, by
     default the loop's own. `tasks` are the service's, which closes them.
     """
     reader = PromptReader(
@@ -236,7 +238,7 @@ def build_api(
     callbacks = Callbacks(timeout_s=limits.callback_timeout_s, tasks=tasks, count=count_callback)
     budgets = Budgets(clock, service.records, lambda: f"{draw_seed():016x}")
     server = Server(
-        *(service, tokenizer, model_name, clock, new_id, budgets, tasks, callbacks),
+        *(service, tokenizer, model_name, clock, new_id, budgets, tasks, callbacks, count_search),
     )
     tokenizing = Tokenizing(reader, chat_reader, tokenizer, service.model.max_model_len)
     asking = Asking(

@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 from starlette.requests import Request
@@ -37,6 +37,9 @@ from mallee.router.dispatch.promises import not_kept
 
 TURN_TOKENS: Final = 2048  # of a backlog, written without a turn of the loop: a few milliseconds
 LOGPROBS_COST: Final = 16  # of a token's log-probabilities, as tokens
+
+CountSearch: TypeAlias = Callable[[str, float], None]
+"""Counts a search that has its result: the reason of its end, and seconds since its request."""
 
 _log = logging.getLogger(__name__)
 
@@ -100,6 +103,7 @@ class Server:
     budgets: Budgets
     tasks: Tasks  # prefills that no client waits for
     callbacks: Callbacks
+    count_search: CountSearch
 
     async def answer(self, request: Request, plan: Plan, answer_format: AnswerFormat) -> Response:
         """The whole answer, or a stream whose first delta is there: failures before it are raised.

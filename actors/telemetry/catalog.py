@@ -138,6 +138,13 @@ _REQUESTS: Final = _area(
         "Records of sessions that ended before their session.",
         Label("reason", ("session_bytes", "sessions", "tenant_sessions", "disk", "disk_slow")),
     ),
+    _seconds(
+        "mallee_search_duration_seconds",
+        "Time to solution: from a search's request to its result. `found`: a solution was found, `done`: the"
+        " policy was through, the others: that part of its budget was used up.",
+        WHOLE_S,
+        Label("reason", ("found", "done", "tokens", "nodes", "expansions")),
+    ),
 )
 
 _CALLBACKS: Final = _area(

@@ -70,6 +70,7 @@ class GatewayMetrics:
         self.recorded_bytes = make.counter("mallee_session_record_bytes_total")
         self._records_stopped = make.counter("mallee_session_records_stopped_total")
         self._callbacks = make.histogram("mallee_callback_duration_seconds")
+        self._searches = make.histogram("mallee_search_duration_seconds")
         # Reuse and forks
         self._cached = make.counter("mallee_cached_tokens_total")
         self._prefill = make.counter("mallee_prefill_tokens_total")
@@ -103,6 +104,10 @@ class GatewayMetrics:
     def called_back(self, outcome: str, seconds: float) -> None:
         """Count a call of a URL that a request named."""
         self._callbacks.labels(outcome).observe(seconds)
+
+    def searched(self, reason: str, seconds: float) -> None:
+        """Count a search that has its result, so long after its request."""
+        self._searches.labels(reason).observe(seconds)
 
     def branch_ended(
         self, reason: FinishReason, *, cached_tokens: int, prefill_tokens: int, seconds: float

@@ -37,11 +37,13 @@ class Spread:
 @dataclass(frozen=True, slots=True)
 class Metrics:
     """`ttft` is a branch's latency: from the request that asked for it to its first token. A branch is
-    starved if it went without a token for `STARVED_STEPS` steps. Peaks are over the run's steps; shares
+    starved if it went without a token for `STARVED_STEPS` steps. The solution is there when the last answer
+    has ended. Peaks are over the run's steps; shares
     are those of the step with the most blocks in use. `gb_per_branch`: KV in use there, by branches.
     """
 
     total_s: float
+    time_to_solution_s: float
     throughput_tok_s: float
     ttft_ms: Spread
     itl_ms: Spread
@@ -130,12 +132,14 @@ def measure(
     """Play `client`; `token_nbytes` is what one token takes of the KV memory."""
     before = engine.stats()
     run = Run(engine, client, clock)
+    begun = clock()
     total = run.play()
     after, lives, peak = engine.stats(), list(run.lives.values()), run.peak
     gaps = [b - a for life in lives for a, b in zip(life.tokens, life.tokens[1:], strict=False)]
     num_tokens = sum(len(life.tokens) for life in lives)
     return Metrics(
         total_s=total,
+        time_to_solution_s=max(life.ended for life in lives) - begun,
         throughput_tok_s=num_tokens / total,
         ttft_ms=spread([life.tokens[0] - life.submitted for life in lives]),
         itl_ms=spread(gaps),

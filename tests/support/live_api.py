@@ -78,6 +78,7 @@ def api_over(
         draw_seed=lambda: secrets.randbits(64),
         count_answer=gateway._metrics.answered,
         count_callback=gateway._metrics.called_back,
+        count_search=gateway._metrics.searched,
         tasks=gateway.tasks,
     )
 

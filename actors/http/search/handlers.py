@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from mallee.actors.http.capsules.bulk import release_each
 from mallee.actors.http.entry.asking import Asking
-from mallee.actors.http.entry.middleware import caller_of
+from mallee.actors.http.entry.middleware import age_s, caller_of
 from mallee.actors.http.errors import error_body, unexpected
 from mallee.actors.http.jobs import JobMaker
 from mallee.actors.http.search.requests import SearchPlan, SearchRequest, read_search
@@ -61,31 +61,33 @@ class SearchHandlers:
         try:
             await unless_gone(request.receive, run.begin())
             if not asked.body.stream:
-                return await unless_gone(request.receive, self._whole(run, plan))
+                return await unless_gone(request.receive, self._whole(request, run, plan))
             is_streamed = True
         finally:
             if not is_streamed:
                 await release()
-        return EventStream(self._events(run, plan), release, {})
+        return EventStream(self._events(request, run, plan), release, {})
 
     def _run(self, request: Request, plan: SearchPlan, scope: Scope, begun: int) -> Run:
         name, callbacks = RequestId(self._server.new_id()), self._server.callbacks
         return Run(request, plan, name=name, callbacks=callbacks, scope=scope, begun=begun)
 
-    async def _whole(self, run: Run, plan: SearchPlan) -> Response:
+    async def _whole(self, request: Request, run: Run, plan: SearchPlan) -> Response:
         async with aclosing(run.nodes()) as nodes:
             async for _ in nodes:
                 pass
-        return json_response(self._body(run, plan))
+        return json_response(self._result(request, run, plan))
 
-    async def _events(self, run: Run, plan: SearchPlan) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, request: Request, run: Run, plan: SearchPlan
+    ) -> AsyncGenerator[bytes, None]:
         """An event for nodes that join the tree together, and one with the whole tree at the end."""
         try:
             async with aclosing(run.nodes()) as nodes:
                 async for fresh in nodes:
                     body = {"object": "search.nodes", "nodes": list(map(node_result, fresh))}
                     yield event(body)
-            yield event(self._body(run, plan)) + DONE
+            yield event(self._result(request, run, plan)) + DONE
         except MalleeError as error:
             yield event(error_body(error))
         except Exception:
@@ -93,7 +95,9 @@ class SearchHandlers:
             _log.exception("search %s failed after its first byte", request_id)
             yield event(error_body(unexpected(request_id)))
 
-    def _body(self, run: Run, plan: SearchPlan) -> dict[str, Any]:
+    def _result(self, request: Request, run: Run, plan: SearchPlan) -> dict[str, Any]:
+        """The result of a search, which is counted now."""
+        self._server.count_search(run.result.reason, age_s(request))
         return {
             "object": "search",
             "created": int(self._server.clock()),

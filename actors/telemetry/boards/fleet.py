@@ -302,6 +302,7 @@ _FAULTS: Final = Row(
             "ops",
             each(_IN.observed, "mallee_callback_duration_seconds", "outcome"),
         ),
+        Panel("Searches until their result", "s", quantiles(_IN, "mallee_search_duration_seconds")),
     ),
 )
 

@@ -29,6 +29,7 @@ from mallee.router.placement.fanout_pricing import How
 from mallee.router.placement.fanouts import SpillReason
 from mallee.router.placement.pulls import PULL_REASONS
 from mallee.router.router import Router
+from mallee.search.driver import Reason as SearchReason
 from support.expositions import check_against_catalog
 
 UNITS: Final = ("seconds", "bytes", "blocks", "tokens")
@@ -86,6 +87,7 @@ def test_values_of_labels_are_those_that_the_code_has() -> None:
     assert values("mallee_branches_moved_total", "reason") == set(get_args(MoveReason))
     assert values("mallee_session_records_stopped_total", "reason") == set(get_args(StopReason))
     assert values("mallee_callback_duration_seconds", "outcome") == set(get_args(Outcome))
+    assert values("mallee_search_duration_seconds", "reason") == set(get_args(SearchReason))
 
 
 def test_families_have_names_units_and_bounds() -> None:
