@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from mallee.protocol.events import CapsuleStored, Event, Removed, Stored, unpack_hashes
-from mallee.protocol.messages import TokenLogprobs
+from mallee.protocol.messages import Command, TokenLogprobs
 from mallee.testing.forward import digest_of
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw, ForwardBatch
@@ -143,7 +143,9 @@ class Teller:
         if result.events is not None:
             self.events += result.events.events
 
-    def run(self, max_steps: int = 5000) -> None:
+    def run(self, *commands: Command, max_steps: int = 5000) -> None:
+        for command in commands:
+            self.engine.submit(command, "g")
         for _ in range(max_steps):
             if not self.engine.has_work:
                 return

@@ -60,8 +60,7 @@ def draw(kind: Kind | Literal["model"] | None) -> Teller:
         draft_by(engine, Knowing(kind, answers, vocab=8))
     teller = Teller(engine)
     limits = Limits(40, ignore_eos=True)
-    engine.submit(Generate("r", pack_tokens([1]), limits, Sampling(0.7, seed=11), 128), "g")
-    teller.run()
+    teller.run(Generate("r", pack_tokens([1]), limits, Sampling(0.7, seed=11), 128))
     return teller
 
 

@@ -90,8 +90,7 @@ def test_a_model_that_drafts_for_itself_is_right_every_time(family: str) -> None
         if model is not None:
             draft_by(engine, model)
         teller, tokens = Teller(engine), text(37)
-        engine.submit(Prefill("p", pack_tokens(tokens)), "g")
-        teller.run()
+        teller.run(Prefill("p", pack_tokens(tokens)))
         for i, sampling in enumerate((Sampling(), Sampling(0.8, seed=5, top_k=40), penalised)):
             limits = Limits(24, ignore_eos=True)
             engine.submit(
@@ -116,15 +115,13 @@ def test_sisters_and_forks_compute_what_they_share_once() -> None:
     forward = Counted()
     engine, model = make_mocked(forward)
     teller = Teller(engine)
-    engine.submit(generate("r", text(120), 6, n=8, sampling=Sampling(0.9, seed=1)), "g")
-    teller.run()
+    teller.run(generate("r", text(120), 6, n=8, sampling=Sampling(0.9, seed=1)))
     before = sum(forward.sizes)
     assert before < 120 + 8 * 2 * 6
     capsule = teller.told()["r", 3].capsule
     assert capsule is not None
     forward.sizes.clear()
-    engine.submit(Fork("f", capsule, (b"",) * 4, Limits(6, ignore_eos=True)), "g")
-    teller.run()
+    teller.run(Fork("f", capsule, (b"",) * 4, Limits(6, ignore_eos=True)))
     assert sum(forward.sizes) < 4 * (SIZE + 2 * 6)
     assert model._tree.stats().num_children > 3
 
@@ -134,8 +131,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_answers_that_go_on() -> None
     forward = Counted()
     engine, _ = make_mocked(forward, max_step_tokens=10)
     teller = Teller(engine)
-    engine.submit(generate("r", text(150), 40), "g")
-    teller.run()
+    teller.run(generate("r", text(150), 40))
     assert max(forward.sizes) == 10
     assert 15 <= forward.sizes.count(10) <= 17
     assert teller.num_steps < 3 + 15 + 10
@@ -196,13 +192,11 @@ def test_the_texts_used_longest_ago_make_way() -> None:
     teller = Teller(engine)
     for _ in range(2):
         for i in range(4):
-            engine.submit(generate(f"r{teller.num_steps}", text(30, seed=i), 8), "g")
-            teller.run()
+            teller.run(generate(f"r{teller.num_steps}", text(30, seed=i), 8))
     assert engine.stats().speculation.num_accepted > 8 * 4
     assert model._tree.stats().num_evicted > 20
     forward.sizes.clear()
-    engine.submit(generate("last", text(30, seed=3), 8), "g")
-    teller.run()
+    teller.run(generate("last", text(30, seed=3), 8))
     assert sum(forward.sizes) < 20, "what was used last is there"
 
 
@@ -241,8 +235,7 @@ def test_a_draft_model_without_memory_rests_and_ends_nothing() -> None:
     failing.clear()
     teller.run()
     plain = Teller(make_engine(MockForward(SPEC, num_blocks=400, block_size=SIZE), None))
-    plain.engine.submit(generate("r", text(9), 200), "g")
-    plain.run()
+    plain.run(generate("r", text(9), 200))
     assert teller.told() == plain.told()
     assert engine.stats().speculation.num_accepted > 50
 
@@ -266,8 +259,7 @@ def test_a_draft_that_takes_longer_than_it_spares_is_given_up(pass_s: float, dra
     model = DraftModel(Timed(pass_s), clock=lambda: now[0])
     engine = make_engine(Timed(1.0), model, clock=lambda: now[0])
     teller = Teller(engine)
-    engine.submit(generate("r", text(9), 120, n=2), "g")
-    teller.run()
+    teller.run(generate("r", text(9), 120, n=2))
     stats = engine.stats().speculation
     assert (stats.num_drafted > 120) == drafts
     if not drafts:
@@ -294,12 +286,10 @@ def test_a_short_answer_is_not_worth_a_long_prompt() -> None:
     model = DraftModel(forward, clock=lambda: now[0], max_step_tokens=64)
     engine = make_engine(Slow(), model, clock=lambda: now[0])
     teller = Teller(engine)
-    engine.submit(generate("r", text(20), 60), "g")
-    teller.run()
+    teller.run(generate("r", text(20), 60))
     num = sum(forward.sizes)
     assert num > 40
-    engine.submit(generate("s", text(900, seed=1), 5), "g")
-    teller.run()
+    teller.run(generate("s", text(900, seed=1), 5))
     assert sum(forward.sizes) == num, "it computed a prompt of 900 tokens for 5"
 
 
@@ -317,8 +307,7 @@ def test_other_weights_in_the_same_memory_are_drafted_for() -> None:
         draft_by(engine, engine._speculator.drafters[0])
         teller = Teller(engine)
         for each in (plain, teller):
-            each.engine.submit(command, "g")
-            each.run()
+            each.run(command)
         assert teller.answers() == plain.answers()
         stats = engine.stats().speculation
         assert stats.num_drafted > 20
@@ -371,13 +360,11 @@ def test_lookups_come_before_the_model() -> None:
     names = [type(each).__name__ for each in engine._speculator.drafters]
     assert names == ["SiblingLookup", "PromptLookup", "DraftModel"]
     teller = Teller(engine)
-    engine.submit(generate("r", text(9), 60), "g")
-    teller.run()
+    teller.run(generate("r", text(9), 60))
     forward: Any = model._forward
     num = sum(forward.sizes)
     assert num > 20
-    engine.submit(generate("s", text(9), 60), "g")
-    teller.run()
+    teller.run(generate("s", text(9), 60))
     assert sum(forward.sizes) - num < 0.3 * num
     assert teller.answers()["s", 0] == teller.answers()["r", 0]
 
@@ -392,7 +379,6 @@ def test_a_bias_of_a_token_that_only_the_answering_model_has_is_not_drafted_with
     draft_by(engine, model)
     sampling = Sampling(0.8, seed=5, logit_bias=((3, 1.0), (size + 8, 1.0)))
     teller = Teller(engine)
-    engine.submit(generate("a", [1, 2, 3, 4, 5], 24, sampling=sampling), "g")
-    teller.run()
+    teller.run(generate("a", [1, 2, 3, 4, 5], 24, sampling=sampling))
     assert [len(answer) for answer in teller.answers().values()] == [24]
     assert engine.stats().speculation.num_drafted > 0

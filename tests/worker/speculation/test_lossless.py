@@ -203,7 +203,7 @@ def read_kv(engine: Engine) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 27])  # 27 cancels nothing
 def test_answers_events_and_kv_are_those_of_plain_decoding(
     seed: int, kind: Kind | Literal["model"]
 ) -> None:
@@ -240,12 +240,9 @@ def test_answers_events_and_kv_are_those_of_plain_decoding(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", [0, 1, 3, 4])
-def test_answers_are_the_same_where_branches_are_preempted(
-    seed: int, kind: Kind | Literal["model"]
-) -> None:
+def test_answers_are_the_same_where_branches_are_preempted(kind: Kind | Literal["model"]) -> None:
     """F27, part: on a device too small for all; drafts take no block that another branch could have."""
-    story = make_story(100 + seed, num_phases=2, num_commands=14, keeps=False)
+    story = make_story(100, num_phases=2, num_commands=14, keeps=False)
     plain = make_engine(num_blocks=81)  # 40 of them are usable
     expected = play(plain, story)
     engine = make_engine(num_blocks=81, speculates=True)
@@ -259,31 +256,33 @@ def generate(name: str, text: Sequence[int], limits: Limits, **options: Any) -> 
     return Generate(name, pack_tokens(list(text)), limits, **options)
 
 
+def played(command: Command) -> Teller:
+    """By an engine that doesn't speculate."""
+    teller = Teller(make_engine())
+    teller.run(command)
+    return teller
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_stop_inside_a_draft_rolls_back_to_it(temperature: float) -> None:
     """F27, F13, part: the capsule goes on from there as a cold prompt of the same text does."""
     sampling, text = Sampling(temperature, seed=3), list(range(1, 14))
-    plain = Teller(make_engine())
-    plain.engine.submit(generate("r", text, Limits(40, ignore_eos=True), sampling=sampling), "g")
-    plain.run()
+    plain = played(generate("r", text, Limits(40, ignore_eos=True), sampling=sampling))
     whole = plain.answers()["r", 0]
     at = next(i for i in range(9, 40) if whole[i] not in whole[:i] and i % 6 not in (0, 1))
     limits = Limits(40, stop_token_ids=(whole[at],), ignore_eos=True)
     engine = make_engine(speculates=True)
     draft_by(engine, Knowing("right", {("r", 0): whole}, vocab=VOCAB))
     teller = Teller(engine)
-    engine.submit(generate("r", text, limits, sampling=sampling), "g")
-    teller.run()
+    teller.run(generate("r", text, limits, sampling=sampling))
     told = teller.told()["r", 0]
     assert told.tokens == tuple(whole[:at])
     assert (told.finish, told.boundary) == ("stop", len(text) + at)
     assert engine.stats().speculation.num_accepted > at // 2
     assert told.capsule is not None
-    after, cold = Limits(12, ignore_eos=True), Teller(make_engine())
-    engine.submit(Fork("f", told.capsule, (b"",), after), "g")
-    teller.run()
-    cold.engine.submit(generate("c", text + whole[:at], after), "g")
-    cold.run()
+    after = Limits(12, ignore_eos=True)
+    teller.run(Fork("f", told.capsule, (b"",), after))
+    cold = played(generate("c", text + whole[:at], after))
     assert teller.answers()["f", 0] == cold.answers()["c", 0]
 
 
@@ -291,9 +290,7 @@ def test_a_stop_inside_a_draft_rolls_back_to_it(temperature: float) -> None:
 def test_a_running_branch_is_captured_at_what_was_accepted(kind: Kind | Literal["model"]) -> None:
     """F27, part: its capsule has the tokens that were told, and goes on as the branch itself."""
     sampling, text = Sampling(0.9, seed=3), list(range(1, 14))
-    plain = Teller(make_engine())
-    plain.engine.submit(generate("r", text, Limits(40, ignore_eos=True), sampling=sampling), "g")
-    plain.run()
+    plain = played(generate("r", text, Limits(40, ignore_eos=True), sampling=sampling))
     whole = plain.answers()["r", 0]
     engine = make_engine(speculates=True)
     draft_by(engine, make_drafter(kind, plain.answers() | {("f", 0): whole[4:]}))
@@ -316,17 +313,14 @@ def test_what_a_sister_drew_is_accepted_and_what_differs_costs_little() -> None:
     engine = make_engine(speculates=True, max_rows=16)
     teller, text = Teller(engine), list(range(1, 14))
     limits = Limits(60, ignore_eos=True)
-    engine.submit(generate("r", text, limits), "g")
-    teller.run()
+    teller.run(generate("r", text, limits))
     num_first = teller.num_steps
-    engine.submit(generate("s", text, limits, n=2), "g")
-    teller.run()
+    teller.run(generate("s", text, limits, n=2))
     assert teller.answers()["s", 1] == teller.answers()["r", 0]
     assert teller.num_steps - num_first < 0.3 * num_first
     before = engine.stats().speculation
     assert before.num_accepted > 90
-    engine.submit(generate("t", text, limits, sampling=Sampling(0.9, seed=2), n=8), "g")
-    teller.run()
+    teller.run(generate("t", text, limits, sampling=Sampling(0.9, seed=2), n=8))
     after = engine.stats().speculation
     assert after.num_drafted - before.num_drafted < 0.2 * 8 * 60
 
@@ -334,9 +328,7 @@ def test_what_a_sister_drew_is_accepted_and_what_differs_costs_little() -> None:
 def test_several_steps_are_taken_at_once_only_while_nothing_is_drafted() -> None:
     """I15, part: a pause of all drafters is such a time; the answers stay."""
     text, limits = list(range(1, 14)), Limits(90, ignore_eos=True)
-    plain = Teller(make_engine())
-    plain.engine.submit(generate("r", text, limits), "g")
-    plain.run()
+    plain = played(generate("r", text, limits))
     engine = make_engine(speculates=True)
     engine._tree.pool.watch = None
     assert engine._speculator is not None
@@ -359,9 +351,7 @@ def test_several_steps_are_taken_at_once_only_while_nothing_is_drafted() -> None
 def test_a_step_too_large_by_its_drafts_ends_no_branch() -> None:
     """F27, part: it is taken again without drafts, and those branches have none for a while."""
     text, limits = list(range(1, 6)), Limits(60, ignore_eos=True)
-    plain = Teller(make_engine())
-    plain.engine.submit(generate("r", text, limits, n=3, sampling=Sampling(0.9, seed=1)), "g")
-    plain.run()
+    plain = played(generate("r", text, limits, n=3, sampling=Sampling(0.9, seed=1)))
     engine = make_engine(speculates=True)
     draft_by(engine, Knowing("right", plain.answers(), vocab=VOCAB))
     forward: Any = engine._forward
@@ -376,8 +366,7 @@ def test_a_step_too_large_by_its_drafts_ends_no_branch() -> None:
 
     forward.forward = narrow
     teller = Teller(engine)
-    engine.submit(generate("r", text, limits, n=3, sampling=Sampling(0.9, seed=1)), "g")
-    teller.run()
+    teller.run(generate("r", text, limits, n=3, sampling=Sampling(0.9, seed=1)))
     assert teller.told() == plain.told()
     assert teller.num_steps > plain.num_steps / 2
 
@@ -387,8 +376,7 @@ def test_ended_branches_are_forgotten() -> None:
     engine = make_engine(speculates=True)
     teller = Teller(engine)
     for i in range(150):
-        engine.submit(generate(f"r{i}", [1 + i % 20, 2, 3], Limits(3, ignore_eos=True)), "g")
-        teller.run()
+        teller.run(generate(f"r{i}", [1 + i % 20, 2, 3], Limits(3, ignore_eos=True)))
     assert engine._speculator is not None
     assert len(engine._speculator._branches) <= 64
     assert all(len(each._drawn) <= 64 for each in engine._speculator.drafters)  # type: ignore[attr-defined]

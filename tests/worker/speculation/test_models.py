@@ -45,8 +45,7 @@ def play(engine: Engine) -> Teller:
     rng = random.Random(3)
     teller = Teller(engine)
     text = [rng.randrange(VOCAB) for _ in range(37)]
-    engine.submit(Prefill("p", pack_tokens(text)), "g")
-    teller.run()
+    teller.run(Prefill("p", pack_tokens(text)))
     suffixes = (b"", pack_tokens([5, 6, 7]))
     for name, sampling in WAYS.items():
         limits = Limits(24, ignore_eos=True, stop_token_ids=(3, 77))
@@ -54,8 +53,7 @@ def play(engine: Engine) -> Teller:
         engine.submit(Generate(name, pack_tokens(text[:21]), limits, sampling, 2), "g")
     paths = [[rng.randrange(VOCAB) for _ in range(12)] for _ in range(4)]
     grammar = Grammar("choice", str(paths))
-    engine.submit(Generate("c", pack_tokens(text[5:9]), Limits(20), grammar=grammar), "g")
-    teller.run()
+    teller.run(Generate("c", pack_tokens(text[5:9]), Limits(20), grammar=grammar))
     return teller
 
 
