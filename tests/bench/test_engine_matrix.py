@@ -23,7 +23,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[dict[str, Any],
 def test_a_report_carries_all_that_its_figures_depend_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """I25, part: of a model that computes: its weights, dtype, machine, versions, settings, seed, warm-up."""
+    """I25: of a model that computes: its weights, dtype, machine, versions, settings, seed, warm-up."""
     model = random_model("llama", max_position_embeddings=matrix.MAX_MODEL_LEN)
     model.save(tmp_path)
     small = ("--workloads", "chain", "--configs", "tree", "--orders", "", "--rounds", "1")
@@ -48,7 +48,7 @@ def test_a_report_carries_all_that_its_figures_depend_on(
 
 @pytest.mark.slow
 def test_orders_trade_first_tokens_for_even_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    """I21, part, D22, part: on mixed and shared-prefix loads, with throughput, TTFT, ITL and starvation."""
+    """I21, D22: on mixed and shared-prefix loads, with throughput, TTFT, ITL and starvation."""
     report, table = run(capsys, "--workloads", "")
     assert list(report["orders"]) == ["W2", "W3"]
     assert report["dtype"] == report["fingerprint"] == "mock"

@@ -87,7 +87,7 @@ def test_prefill_first_fills_the_step_with_prompts(make_rig: Any) -> None:
 
 
 def test_round_robin_gives_every_decode_a_turn(make_rig: Any) -> None:
-    """I21, part: with turns for 2 of 7 decodes each has one at least every 4 steps."""
+    """I21: with turns for 2 of 7 decodes each has one at least every 4 steps."""
     rig = make_rig(policy="decode_round_robin", max_decodes=2, ageing_steps=0)
     for i in range(7):
         rig.add(f"b{i}")

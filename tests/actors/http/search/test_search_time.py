@@ -28,7 +28,7 @@ async def counted(client: httpx.AsyncClient) -> dict[str, tuple[int, float]]:
 
 
 async def test_metrics_have_the_time_to_solution_of_each_search() -> None:
-    """D22, part: whole or streamed, by the reason of their end."""
+    """D22: whole or streamed, by the reason of their end."""
     now = asyncio.get_running_loop().time
     async with tiny_api(MODEL, 1) as (client, _):
         assert await counted(client) == {}
