@@ -52,7 +52,7 @@ class CharTokenizer:
         return ""
 
     def token_bytes(self, token: int) -> bytes:
-        return bytes((token,))
+        return chr(token).encode()
 
 
 def api_over(
