@@ -1,8 +1,6 @@
 """Passes that are launched before the tokens of the step are here."""
 
-import random
 from collections.abc import Sequence
-from threading import Event, Thread
 from typing import Any
 from weakref import WeakSet
 
@@ -11,16 +9,7 @@ import pytest
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import DeviceMemoryExhausted
 from mallee.protocol.ids import Incarnation, WorkerId, branch_seed
-from mallee.protocol.messages import (
-    Cancel,
-    Capture,
-    Fork,
-    Generate,
-    Limits,
-    Prefill,
-    Sampling,
-    pack_tokens,
-)
+from mallee.protocol.messages import Capture, Fork, Generate, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.forward import MockForward, linear_tokens
 from mallee.testing.random_model import random_model
 from mallee.worker.ahead import REST_STEPS, AheadStats
@@ -258,39 +247,6 @@ def test_a_captured_branch_goes_on_in_a_copy_of_its_block(num_steps: int) -> Non
     assert engine.stats().ahead.num_void == num_void
 
 
-@pytest.mark.parametrize("num_steps", range(2, 10))
-def test_blocks_taken_ahead_are_given_back_and_taken_again(num_steps: int) -> None:
-    """D30, part: between steps the books are those of an engine that launches nothing ahead."""
-    ahead, plain = over(FakeDevice(mock(), wrong=0.0)), make_engine(mock())
-    for engine in (ahead, plain):
-        for i in range(5):
-            engine.submit(generate(f"r{i}", range(i + 1), 20), "g")
-    for number in range(30):
-        if number == num_steps:
-            for engine in (ahead, plain):
-                engine.submit(Cancel("r2"), "g")
-        if plain.has_work:
-            assert ahead.step() == plain.step()
-            ahead.check()
-            assert ahead.stats().pool.free == plain.stats().pool.free
-    # Of the cancelled one its row is in vain; its free block may be taken before those of two others.
-    assert 1 <= ahead.stats().ahead.num_void <= 3
-
-
-@pytest.mark.parametrize("k", range(1, 10))
-def test_an_answer_that_ends_leaves_no_block_behind_its_tokens(k: int) -> None:
-    """D14, part: one with a row ahead, maybe in a block of its own, draws a stop token."""
-    whole = expect([8, 9], 12)
-    assert whole.index(whole[k]) == k
-    found = []
-    for device in (FakeDevice(mock(), wrong=0.0), None):
-        engine = over(device) if device is not None else make_engine(mock())
-        engine.submit(generate("r", [8, 9], 30, stop_token_ids=(whole[k],)), "g")
-        assert answers(engine)["r", 0] == whole[:k]
-        found.append((engine.stats().pool.free, engine.stats().tree))
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize("often", [2, 3])
 def test_a_step_that_fails_while_a_pass_is_under_way_is_taken_again(often: int) -> None:
     """I18, part: of two tokens, so that a guess for another position is often right."""
@@ -324,21 +280,6 @@ class _Shaky(FakeDevice):
     def tell(self, call: Call, number: int) -> None:
         if call == "collect" and number % self._often == 1:
             raise PassFailed
-
-
-def test_without_free_blocks_rows_wait_for_their_turn() -> None:
-    """I26, part: nothing is evicted or preempted for the sake of a row ahead; then as ever."""
-    ahead = over(FakeDevice(mock(9), wrong=0.0), max_answer_capsules=0)
-    plain = make_engine(mock(9), max_answer_capsules=0)
-    for engine in (ahead, plain):
-        for i in range(4):
-            engine.submit(generate(f"r{i}", [i, 1, 2], 16), "g")
-    while plain.has_work:
-        assert ahead.step() == plain.step()
-        ahead.check()
-    assert not ahead.has_work
-    assert ahead.stats().sched.num_preemptions == plain.stats().sched.num_preemptions > 0
-    assert ahead.stats().ahead.num_rows > 0
 
 
 def test_a_pass_ahead_without_memory_ends_no_branch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,28 +337,6 @@ class _Tight(FakeDevice):
             self.num_refused += 1
             raise DeviceMemoryExhausted("Tried to allocate")
         return super().forward_drawn(*given)
-
-
-@pytest.mark.timeout(60)
-def test_a_device_in_a_thread_of_its_own_changes_nothing() -> None:
-    """I18, part: it does what is enqueued while the engine goes on, in whatever time it takes."""
-    device, is_over, rng = FakeDevice(mock(200), eagerness=0.3), Event(), random.Random(1)
-
-    def work() -> None:
-        while not is_over.wait(rng.random() / 2000):
-            device.run_some()
-
-    thread = Thread(target=work)
-    thread.start()
-    try:
-        engine = over(device)
-        for i in range(6):
-            engine.submit(generate(f"r{i}", range(i + 1), 40), "g")
-        assert answers(engine) == {(f"r{i}", 0): expect(range(i + 1), 40) for i in range(6)}
-    finally:
-        is_over.set()
-        thread.join()
-    assert engine.stats().ahead.num_rows > 150
 
 
 # Models

@@ -181,24 +181,6 @@ def test_a_grammar_goes_on_where_its_text_was_cut(max_tokens: int, seed: int) ->
         check_forks(mocked, engine, ended, whole, PROMPT_64)
 
 
-def test_a_fork_inside_a_text_goes_on_with_all_of_the_text() -> None:
-    """X4, part, D9: the parent's answer, the suffix and the branch's own tokens are one text."""
-    grammar = Grammar("choice", json.dumps(PATHS[:3]))
-    first = Generate("r", pack_tokens(PROMPT_64), Limits(1), Sampling(), grammar=grammar)
-    engine = mocked()
-    start = play(engine, first)["r", 0]
-    assert start.tokens == [10]
-    inherit = Grammar("inherit")
-    suffix = [30, 31]
-    fork = Fork("f", "r.0", (pack_tokens(suffix),), Limits(3), HOT, grammar=inherit)
-    ended = play(engine, fork)["f", 0]
-    assert ended.tokens == [32, 33, 34]
-    text = [*PROMPT_64, 10, *suffix]
-    own = structs.replace(grammar, consumed=3)
-    whole = Generate("r", pack_tokens(text), Limits(3), HOT, grammar=own)
-    check_cuts(mocked, ended, whole, text)
-
-
 def test_a_continuation_that_is_preempted_goes_on_too(make_bench: Callable[..., Any]) -> None:
     """X4, part: its tokens from before count once, however often it is computed again."""
     prompts = [[i + 3] * 9 for i in range(4)]

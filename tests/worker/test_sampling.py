@@ -19,7 +19,6 @@ from mallee.testing.forward import MockForward
 from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw, ForwardBatch, Logits, TokenHistory, distinct
-from mallee.worker.kv.paths import path_tokens
 from mallee.worker.records import EngineConfig
 
 EOS = 63
@@ -205,20 +204,6 @@ def test_masks_are_computed_while_the_model_computes(overlap: bool) -> None:
     assert (threading.current_thread().name in threads) is not overlap
 
 
-def test_overlap_changes_no_token() -> None:
-    """D11, part, I20: the flag off computes the same."""
-    found = []
-    for overlap in (True, False):
-        forward = MockForward(mock_spec(eos_token_ids=(EOS,)), num_blocks=64, block_size=4)
-        engine = plain_engine(forward, MockStructures(64, (EOS,)), overlap=overlap)
-        engine.submit(generate("r", choice(*PATHS), n=8), "g")
-        updates: list[Any] = []
-        while engine.has_work:
-            updates += [frame.updates for frame in engine.step().frames.values()]
-        found.append(updates)
-    assert found[0] == found[1]
-
-
 def test_min_tokens_holds_back_ends(bench: Any) -> None:
     """I5: no end of text and no stop id before; a grammar's own end comes first."""
     stops = tuple(range(0, 63, 2))
@@ -320,15 +305,3 @@ def test_a_history_counts_like_a_dictionary(tokens: list[int]) -> None:
     assert counts == {t: tokens.count(t) for t in set(tokens)}
     assert history.prompt.tolist() == [1, 3]
     assert np.issubdtype(history.drawn.dtype, np.integer)
-
-
-def test_path_tokens_are_the_whole_sequence(bench: Any) -> None:
-    text = list(range(1, 12))
-    bench.run(Prefill("p", PROMPT))
-    for depth in range(4):
-        capsule = "p.0" if depth == 0 else f"f{depth - 1}.0"
-        fork = Fork(f"f{depth}", capsule, (pack_tokens([depth] * 3), b""), Limits(5))
-        bench.run(fork)
-        text = text + [depth] * 3 + bench.answers[f"f{depth}", 0].tokens
-        found = bench.engine._capsules.get(f"f{depth}.0")
-        assert [*path_tokens(found.node), *found.pending] == text

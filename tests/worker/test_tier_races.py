@@ -10,7 +10,6 @@ from mallee.protocol.messages import (
     Demote,
     Fork,
     Generate,
-    Inspect,
     Limits,
     Pin,
     Prefill,
@@ -95,17 +94,6 @@ def test_the_first_tokens_of_a_capsule_below_are_a_capsule_that_can_be_promoted(
     assert bench.answers["f", 0].tokens == want(bench, text(3))
 
 
-def test_a_capsule_demoted_twice_at_once_is_durable(make_bench: MakeBench) -> None:
-    disk, movers = DictDisk(), list[LateMover]()
-    below = make_tiers(0, disk=disk, movers=movers)
-    bench = make_bench(num_blocks=24, below=below, max_answer_capsules=0)
-    bench.run(prefill("p", text(10)))
-    bench.run(Demote("d1", "p.0", DISK), Demote("d2", "p.0", DISK))
-    move_all(bench, movers[0])
-    assert bench.replies["d1"].status.tier == bench.replies["d2"].status.tier == "disk"
-    assert "p.0" in disk.named
-
-
 def test_a_promotion_is_answered_though_its_capsule_is_made_anew_meanwhile(
     make_bench: MakeBench,
 ) -> None:
@@ -158,17 +146,6 @@ def test_a_capsule_made_anew_while_its_record_is_written_keeps_its_own(
     assert again.answers["f", 0].tokens == want(again, text(10))
 
 
-def test_a_capsule_released_while_its_record_is_written_leaves_none(make_bench: MakeBench) -> None:
-    disk, movers = DictDisk(), list[LateMover]()
-    below = make_tiers(0, disk=disk, movers=movers)
-    bench = make_bench(num_blocks=24, below=below, max_answer_capsules=0)
-    bench.run(prefill("p", text(10)))
-    bench.run(Demote("d1", "p.0", DISK), Demote("d2", "p.0", DISK))
-    bench.run(Release("p.0"))
-    move_all(bench, movers[0])
-    assert not disk.named
-
-
 def test_logits_of_a_capsule_below_go_with_its_pin(make_bench: MakeBench) -> None:
     bench = make_bench(num_blocks=24, below=make_tiers(64))
     bench.run(prefill("p", text(16)))
@@ -176,23 +153,6 @@ def test_logits_of_a_capsule_below_go_with_its_pin(make_bench: MakeBench) -> Non
     bench.run(Pin("u", "p.0", is_pinned=False))
     bench.run(fork("f", "p.0"))
     assert bench.answers["f", 0].tokens == want(bench, text(16))
-
-
-@pytest.mark.parametrize("is_pinned", [True, False])
-def test_a_durable_capsule_is_kept_after_a_restart_as_it_was_pinned_last(
-    make_bench: MakeBench, is_pinned: bool
-) -> None:
-    disk = DictDisk()
-    bench = make_bench(num_blocks=24, below=make_tiers(0, disk=disk))
-    bench.run(prefill("p", text(10), replaceable=is_pinned))
-    bench.run(Demote("d", "p.0", DISK))
-    bench.run(Pin("k", "p.0", is_pinned=is_pinned, ttl_s=50.0))
-    again = make_bench(num_blocks=24, below=make_tiers(0, disk=disk))
-    again.run(Inspect("i", "p.0"))
-    status = again.replies["i"].status
-    assert (status.is_pinned, status.ttl_s) == (is_pinned, 50.0 if is_pinned else None)
-    bench.run(Release("p.0"))
-    assert not disk.named
 
 
 def test_a_record_that_cannot_be_read_keeps_no_worker_from_its_start(make_bench: MakeBench) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from mallee.protocol.messages import (
-    Cancel,
     Demote,
     Fork,
     Generate,
@@ -153,22 +152,6 @@ def test_siblings_wait_for_one_fetch(make_bench: MakeBench) -> None:
     bench.run()
     assert all(bench.answers[f"s{i}", 0].tokens == want(bench, prompt) for i in range(4))
     assert bench.engine.stats().tiers.num_fetched_host == 13  # once, not four times
-
-
-def test_a_branch_cancelled_while_it_fetches_leaves_nothing(make_bench: MakeBench) -> None:
-    movers: list[LateMover] = []
-    bench = make_bench(num_blocks=24, below=make_tiers(64, movers=movers), max_answer_capsules=0)
-    prompt = text(40)
-    bench.run(generate("a", prompt))
-    evict_all(bench)
-    bench.submit(generate("b", prompt))
-    bench.step()
-    bench.submit(Cancel("b"))
-    bench.step()
-    movers[0].advance()
-    bench.run(generate("c", prompt))
-    assert bench.answers["c", 0].tokens == want(bench, prompt)
-    assert bench.engine.usage().live_blocks == 0
 
 
 def test_a_durable_capsule_outlives_its_engine(make_bench: MakeBench) -> None:

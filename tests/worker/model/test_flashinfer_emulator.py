@@ -161,16 +161,6 @@ def test_a_bad_run_is_refused(run: Callable[[], object], error: type[Exception],
         run()
 
 
-def test_only_what_is_emulated_can_be_made() -> None:
-    workspace = torch.zeros(16, dtype=torch.uint8)
-    with pytest.raises(NotImplementedError, match="backend"):
-        emulator.BatchDecodeWithPagedKVCacheWrapper(workspace, backend="auto")
-    with pytest.raises(NotImplementedError, match="use_cuda_graph"):
-        emulator.BatchPrefillWithPagedKVCacheWrapper(workspace, backend="fa2", use_cuda_graph=True)
-    with pytest.raises(NotImplementedError, match="kv_layout"):
-        emulator.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa2")
-
-
 class Fixed:
     """Wrappers of two rows in graph mode, over one set of buffers for three pages."""
 
