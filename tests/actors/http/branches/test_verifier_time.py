@@ -72,7 +72,7 @@ async def gaps_s(client: httpx.AsyncClient, **more: Any) -> list[float]:
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.02, 60.0])
 async def test_a_verifier_delays_no_step(tmp_path: Path, delay_s: float) -> None:
-    """D12, part: the p99 of steps is within 10 % of that without, however slow the verifier is."""
+    """D12: in virtual time the p99 of steps is within 10 % of that without, however slow the verifier is."""
     config = mock_config(make_folder(tmp_path), mock__engines_per_worker=1, mock__speedup=1.0)
     verifier = SlowVerifier(delay_s)
     async with (
