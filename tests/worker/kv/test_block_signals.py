@@ -16,7 +16,13 @@ recently used) on four signals. In the words of the tree:
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from mallee.protocol.errors import PoolExhausted
 from mallee.protocol.events import Removed, Stored, unpack_hashes
@@ -119,7 +125,7 @@ TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 
 class SignalMachine(RuleBasedStateMachine):
-    """K13, K14: use of active, inactive and absent blocks, promote, deref, destroy; strict LRU."""
+    """A tree and the model under the same signals."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +156,7 @@ class SignalMachine(RuleBasedStateMachine):
         """A text that ends with a block is shared by one more, who may go on in its own way."""
         text = data.draw(st.sampled_from(self.texts))
         if len(text.tokens) % SIZE:
-            return  # a partial block is copied at once: test_tree_machine
+            return  # a partial block is copied at once: test_windows
         self.tree.hold(text.node)
         self.model.use(text.blocks)
         self.texts.append(Text(text.node, list(text.blocks), list(text.tokens)))
@@ -214,65 +220,7 @@ class SignalMachine(RuleBasedStateMachine):
         assert BLOCKS - self.tree.num_available == users + partial
 
 
-TestSignals = SignalMachine.TestCase
-TestSignals.settings = settings(examples(150), stateful_step_count=30)
-
-
-class Cache:
-    """A tree whose news are read as (kind, position) of texts that are told apart by their first token."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.journal = Journal()
-        self.tree = BranchTree(BlockPool(num_blocks), SIZE, self.journal)
-
-    def use(self, tokens: list[int]) -> Node:
-        node = self.tree.attach(block_hashes(tokens, SIZE, salt=""), "")
-        rest = tokens[node.end :]
-        if rest:
-            node = self.tree.reserve(node, len(rest)).node
-            self.tree.commit(node, rest)
-        return node
-
-    def news(self) -> News:
-        found: News = []
-        for event in self.journal.drain():
-            assert isinstance(event, Stored | Removed)
-            kind = "stored" if isinstance(event, Stored) else "removed"
-            found += [(kind, name) for name in unpack_hashes(event.hashes).tolist()]
-        return found
-
-
-def names(tokens: list[int]) -> list[int]:
-    found: list[int] = block_hashes(tokens, SIZE, salt="").tolist()
-    return found
-
-
-ONE, TWO, THREE = ([i] * (2 * SIZE) for i in (1, 2, 3))
-
-
-def test_use_of_inactive_blocks_takes_them_out_of_the_line_of_victims() -> None:
-    """K13, K14: the cached text that was used again outlives one that was cached after it."""
-    cache = Cache(4)
-    for text in (ONE, TWO):
-        cache.tree.release(cache.use(text))
-    cache.tree.release(cache.use(ONE))  # inactive to active and back: youngest now
-    cache.news()
-    cache.use(THREE)
-    removed = [("removed", name) for name in reversed(names(TWO))]
-    assert cache.news() == removed + [("stored", name) for name in names(THREE)]
-
-
-def test_use_fails_and_changes_nothing_when_nothing_can_be_evicted() -> None:
-    """K13: active blocks are nobody's prey, and a use that fails has evicted nothing."""
-    cache = Cache(4)
-    held = cache.use(ONE)
-    cache.tree.release(cache.use([2, 2]))  # one block of cache, one free
-    cache.news()
-    asking = cache.tree.attach(block_hashes([], SIZE), "")
-    with pytest.raises(PoolExhausted, match="3 KV blocks needed, 2 of 4 free"):
-        cache.tree.reserve(asking, 3 * SIZE)
-    assert cache.news() == []
-    assert cache.tree.find(block_hashes([2, 2], SIZE)) == 1
-    check_tree(cache.tree)
-    cache.tree.release(asking)
-    cache.tree.release(held)
+def test_blocks_are_used_kept_and_evicted_as_by_a_pool_of_lists() -> None:
+    """K13, K14: use of active, inactive and absent blocks, promote, deref, destroy; strict LRU."""
+    bounds = settings(examples(150), stateful_step_count=30)
+    run_state_machine_as_test(SignalMachine, settings=bounds)

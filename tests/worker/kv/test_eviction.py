@@ -43,57 +43,6 @@ class Cache:
         return gone
 
 
-class FreeQueue:
-    """vLLM's: a block joins at the end when its last user leaves, the text's last block first."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self.users: dict[int, int] = {}
-        self.queue: list[int] = []
-
-    def open(self, hashes: list[int]) -> list[int]:
-        """Blocks that have to go for it."""
-        for value in hashes:
-            if value in self.queue:
-                self.queue.remove(value)
-            self.users[value] = self.users.get(value, 0) + 1
-        used = sum(n > 0 for n in self.users.values())
-        surplus = used + len(self.queue) - self.num_blocks
-        gone, self.queue = self.queue[: max(0, surplus)], self.queue[max(0, surplus) :]
-        return gone
-
-    def close(self, hashes: list[int]) -> None:
-        for value in reversed(hashes):
-            self.users[value] -= 1
-            if self.users[value] == 0:
-                self.queue.append(value)
-
-
-TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(
-    lambda blocks: [token for token in blocks for _ in range(SIZE)]
-)
-
-
-@given(st.lists(st.tuples(TEXTS, st.integers(0, 3)), max_size=60))
-def test_lru_gives_up_blocks_in_the_order_of_a_queue_of_free_blocks(
-    moves: list[tuple[list[int], int]],
-) -> None:
-    """K14, I12, part: strict LRU by insertion counter, block by block, as in vLLM."""
-    cache, model = Cache(12, "lru"), FreeQueue(12)
-    held: list[tuple[Node, list[int]]] = []
-    for text, pick in moves:
-        hashes = block_hashes(text, SIZE, salt="").tolist()
-        if pick and held:
-            node, old = held.pop(pick % len(held))
-            cache.tree.release(node)
-            model.close(old)
-        elif sum(len(h) for _, h in held) + len(hashes) <= 12:
-            held.append((cache.open(text), hashes))
-            expected = model.open(hashes)
-            assert cache.evicted() == expected
-        check_tree(cache.tree)
-
-
 def session(cache: Cache, name: int, *sides: int) -> Node:
     """A trunk of two blocks and one block for each side branch, all held no more but the trunk."""
     trunk = [name] * (2 * SIZE)

@@ -48,12 +48,12 @@ def test_blocks_are_handed_out_once_until_they_come_back(moves: list[int]) -> No
         assert pool.num_free == 16 - len(held)
 
 
-def test_a_million_random_operations_leak_nothing() -> None:
+def test_many_random_operations_leak_nothing() -> None:
     """D14, I9: batches of every size, in any order; at the end every block is free."""
     rng = random.Random(7)
     pool = BlockPool(4096)
     held: list[list[int]] = []
-    for _ in range(1_000_000):
+    for _ in range(100_000):
         if rng.random() < 0.5 and pool.num_free > 8:
             held.append(pool.alloc(1 + int(8 * rng.random())))
         elif held:
@@ -67,7 +67,7 @@ def test_a_million_random_operations_leak_nothing() -> None:
     assert pool.used_blocks() == set()
     stats = pool.stats()
     assert stats.free == 4096
-    assert stats.num_allocs == stats.num_frees > 1_000_000
+    assert stats.num_allocs == stats.num_frees > 100_000
 
 
 def test_an_operation_takes_as_long_in_a_large_pool_as_in_a_small_one() -> None:

@@ -5,8 +5,6 @@ from collections import Counter
 
 import pytest
 
-from mallee.protocol.errors import PoolExhausted
-from mallee.protocol.events import Removed, unpack_hashes
 from mallee.protocol.hashing import block_hashes
 from mallee.worker.kv.audit import check_tree
 from mallee.worker.kv.journal import Journal
@@ -138,53 +136,6 @@ def test_strangers_attach_to_a_cached_prefix_and_split_it() -> None:
     assert tree.stats().num_splits == 1
 
 
-def test_another_salt_never_matches() -> None:
-    """F7: equal tokens under another salt share nothing."""
-    tree, _ = make_tree()
-    tree.release(begin(tree, list(range(16))))
-    assert tree.find(block_hashes(list(range(16)), 4, salt="other")) == 0
-
-
-def test_eviction_takes_the_least_recently_used_leaf_from_its_end() -> None:
-    tree, _ = make_tree(num_blocks=8)
-    old = begin(tree, list(range(16)))
-    tree.release(old)
-    new = begin(tree, list(range(100, 112)))
-    tree.release(new)
-    assert tree.num_available == 8
-    held = begin(tree, list(range(200, 208)))  # needs 2, 1 is free
-    assert held.end == 8
-    assert tree.find(block_hashes(list(range(16)), 4, salt=SALT)) == 3
-    assert tree.find(block_hashes(list(range(100, 112)), 4, salt=SALT)) == 3
-
-
-def test_a_parent_is_never_evicted_before_its_child() -> None:
-    """K15, part: lineage order, part: the tier moves are not covered here."""
-    tree, journal = make_tree(num_blocks=12)
-    root = begin(tree, list(range(8)))
-    for i in range(2):
-        tree.hold(root)
-        tree.release(grow(tree, root, [100 * i + j for j in range(1, 9)]))
-    tree.release(root)
-    journal.drain()
-    gone: list[int] = []
-    for n in range(6):
-        tree.release(begin(tree, [1000 + 16 * n + j for j in range(5)]))
-        for event in journal.drain():
-            if isinstance(event, Removed):
-                gone += unpack_hashes(event.hashes).tolist()
-        check_tree(tree)  # includes: every child's base continues a live parent
-    first = block_hashes(list(range(8)), 4, salt=SALT).tolist()
-    inner = [
-        block_hashes([*range(8), *(100 * i + j for j in range(1, 9))], 4, salt=SALT).tolist()[2:]
-        for i in range(2)
-    ]
-    seen = [h for h in gone if h in first or h in inner[0] + inner[1]]
-    for value in first:
-        if value in seen:
-            assert all(seen.index(h) < seen.index(value) for run in inner for h in run)
-
-
 def test_a_copy_that_was_not_made_is_told_again() -> None:
     """D3, I18: whoever lost a step after `reserve` gets the same copy from the next one."""
     tree, _ = make_tree()
@@ -292,16 +243,6 @@ def test_usage_counts_what_readers_share() -> None:
     assert usage.pool_ratio == 232 / 400
     assert tree.stats().num_children == 3 + 9
     assert tree.stats().num_copies == 0
-
-
-def test_a_reservation_that_can_not_be_met_changes_nothing() -> None:
-    tree, _ = make_tree(num_blocks=4)
-    node = begin(tree, list(range(8)))
-    tree.hold(node)
-    with pytest.raises(PoolExhausted, match="3 KV blocks needed"):
-        tree.reserve(node, 12)
-    assert node.holders == 2
-    check_tree(tree)
 
 
 def test_a_chain_of_a_thousand_single_forks_stays_shallow_and_frees_everything() -> None:

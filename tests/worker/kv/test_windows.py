@@ -1,10 +1,18 @@
-"""Blocks of sliding windows against a model that keeps every sequence as a plain list."""
+"""The tree, with sliding windows and without, against a model that keeps every sequence as a plain list."""
 
 from contextlib import suppress
+from typing import ClassVar
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from mallee.protocol.errors import PoolExhausted
 from mallee.protocol.events import Removed, Stored, unpack_hashes
@@ -31,7 +39,6 @@ class WindowBench:
         self.journal = Journal()
         self.tree = BranchTree(BlockPool(num_blocks), SIZE, self.journal, windows=groups)
         self.windows = self.tree.windows
-        assert self.windows is not None
         self.reach = (None, *windows)  # by group, the full one first
         self.slots: dict[tuple[int, int, int], int] = {}  # (group, block, slot) -> token
         self.told: list[set[int]] = [set() for _ in self.reach]  # by group, as events say
@@ -80,8 +87,8 @@ class WindowBench:
 
     def can_resume(self, node: Node, num_tokens: int) -> bool:
         """By brute force, over all blocks of the path."""
-        assert self.windows is not None
         for g, window in enumerate(self.reach[1:]):
+            assert self.windows is not None
             path = self.windows._path_blocks(node, g)
             assert window is not None
             needed = range(max(0, num_tokens - window + 1), num_tokens)
@@ -90,7 +97,8 @@ class WindowBench:
         return True
 
     def in_use(self) -> list[int]:
-        assert self.windows is not None
+        if self.windows is None:
+            return []
         return [self.windows.in_use(g) for g in range(len(self.windows.groups))]
 
     def check(self) -> None:
@@ -112,9 +120,11 @@ class WindowBench:
 class WindowMachine(RuleBasedStateMachine):
     """Branches grow, fork at ends and inside, and end at random."""
 
+    windows: ClassVar[dict[int, int]] = {5: 14, 10: 16}
+
     def __init__(self) -> None:
         super().__init__()
-        self.bench = WindowBench({5: 14, 10: 16})
+        self.bench = WindowBench(self.windows)
         self.branches: list[tuple[Node, list[int]]] = []
 
     @rule(tokens=TOKENS)
@@ -175,14 +185,25 @@ class WindowMachine(RuleBasedStateMachine):
         for node, tokens in self.branches:
             assert self.bench.texts(node) == tokens
             assert self.bench.can_resume(node, len(tokens))
+            hashes = block_hashes(tokens, SIZE, salt="")
+            assert self.bench.tree.path_hashes(node).tolist() == hashes.tolist()
 
     def teardown(self) -> None:
         for node, _ in self.branches:
             self.bench.tree.release(node)
         self.bench.check()
-        assert self.bench.in_use() == [0, 0]
+        assert not any(self.bench.in_use())
         assert self.bench.tree.num_available == 24
 
 
-WindowMachine.TestCase.settings = settings(examples(60), stateful_step_count=40)
-TestWindows = WindowMachine.TestCase
+class PlainMachine(WindowMachine):
+    """Without windows."""
+
+    windows: ClassVar[dict[int, int]] = {}
+
+
+@pytest.mark.parametrize("machine", [WindowMachine, PlainMachine])
+def test_every_branch_reads_back_its_own_tokens(machine: type[WindowMachine]) -> None:
+    """D30: invariants after every operation."""
+    bounds = settings(examples(60), stateful_step_count=40)
+    run_state_machine_as_test(machine, settings=bounds)
