@@ -237,17 +237,6 @@ def test_a_case_of_replays_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert head.count("|") == rule.count("|") == line.count("|")
 
 
-def test_the_report_of_the_matrix_carries_all_that_its_figures_depend_on(ran: Ran) -> None:
-    """I25, part: model, dtype, timing, seed, warm-up, machine, versions, every setting of every config."""
-    report, _ = ran("engine.matrix")
-    assert (report["model"], report["seed"]) == ("mock", 11)
-    assert report["timing"]["base_s"] > 0
-    assert {"python", "numpy", "torch", "mallee"} == report["versions"].keys()
-    for config in report["configs"].values():
-        assert {"paged", "prefix_cache", "tree_attention", "kv_checks", "forks"} <= config.keys()
-        assert {"chunked", "continuous", "gang", "policy"} <= config["scheduler"].keys()
-
-
 def test_throughput_and_latency_are_printed_by_engines_slices_and_changes(ran: Ran) -> None:
     """S18."""
     found, table = ran("contention --quick --no-processes")

@@ -1,4 +1,4 @@
-"""The program itself: the whole demo, its shells and signals, and what outlives a kill."""
+"""The program itself: the whole demo, its shells and signals, and a record that outlives a kill."""
 
 import json
 import os

@@ -263,57 +263,6 @@ class Stream:
         assert known == set(unpack_hashes(self.engine.snapshot().hashes).tolist())
 
 
-def test_preemption_by_hand() -> None:
-    """K18: two requests of four blocks each on a pool of seven, written out step by step."""
-    engine, forward = make_engine(
-        7, max_step_tokens=8, max_rows=4, policy="fcfs", victims="oldest_decode", watermark=0.0
-    )
-    watch = Watch(engine, oldest_decode)
-    answers: dict[str, list[Update]] = {}
-    stream = Stream(engine)
-    for name, token in (("a", 1), ("b", 2)):
-        prompt = pack_tokens([token] * 8)
-        engine.submit(Generate(name, prompt, Limits(9, ignore_eos=True)), "g")
-    steps = []
-    while engine.has_work:
-        forward.rows = []
-        before = len(stream.events)
-        stream.step(answers)
-        steps.append((list(forward.rows), stream.events[before:]))
-    names = {}
-    for name, token in (("a", 1), ("b", 2)):
-        drawn = [t for update in answers[name] for t in update.tokens]
-        assert drawn == linear_tokens(mock_spec(), [token] * 8, 9, sampling=GREEDY, seed=0)
-        text = [token] * 8 + drawn
-        stream.knows(text)
-        for i, value in enumerate(block_hashes(text, SIZE, salt=mock_spec().salt("")).tolist()):
-            names[value] = f"{name}{i}"
-    stream.check()
-    told = [
-        (rows, [f"{'+' if is_stored else '-'}{names[value]}" for is_stored, value in events])
-        for rows, events in steps
-    ]
-    assert told == [
-        ([(8, 0)], ["+a0", "+a1"]),
-        ([(1, 8), (7, 0)], ["+b0"]),
-        ([(1, 9), (1, 7)], ["+b1"]),
-        ([(1, 10), (1, 8)], []),
-        ([(1, 11), (1, 9)], ["+a2"]),
-        ([(1, 12), (1, 10)], []),
-        ([(1, 13), (1, 11)], ["+b2"]),
-        ([(1, 12)], []),  # b needs a fourth block: a, the older, gives up its partial one
-        ([(1, 13)], []),
-        ([(1, 14)], []),
-        ([(1, 15)], ["+b3"]),  # b has drawn all
-        (
-            [(3, 12)],
-            ["-b3"],
-        ),  # a is back: three blocks were found, its two lost tokens are computed
-        ([(1, 15)], ["+a3"]),
-    ]
-    assert [victim.ticket for victim in watch.victims] == [0]
-
-
 def test_admission_stops_at_the_watermark_to_the_block() -> None:
     """K17: of a pool of 20 with a watermark of a fifth 4 blocks stay free for those that run."""
     # a has 4 blocks and takes a fifth; of the other 15 b needs its own, one to draw into, and leaves 4.

@@ -1,4 +1,4 @@
-"""What a replay and its reports do in other processes, and what a mocked engine does on the wall clock."""
+"""Replays and reports in other processes, and a mocked engine on the wall clock."""
 
 import io
 import os

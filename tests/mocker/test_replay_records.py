@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.mocker.replay.clock import Clock
-from mallee.mocker.replay.records import EventLog, Gaps, Rows
+from mallee.mocker.replay.records import EventLog, Gaps
 from mallee.mocker.replay.sharing import Sharing
 from mallee.mocker.updates import CountedUpdate
 from mallee.protocol.events import CapsuleReleased, CapsuleStored, Cleared, EventBatch, Stored
@@ -106,16 +106,6 @@ def test_the_digest_sees_what_was_delivered_and_in_which_order() -> None:
     assert _log() == _log()
     assert len({_log(order) for order in [(0, 1, 2), (1, 0, 2), (0, 1), (0, 2, 1), ()]}) == 5
     assert len(_log()) == 16
-
-
-def test_rows_come_back_as_columns() -> None:
-    rows = Rows()
-    rows.add(0.5, float("nan"), 1.0, 2.0, 7, 100, 3, 64, 36, 2, 0, 1, 0, 1)
-    columns = rows.columns()
-    assert columns.number.tolist() == [7]
-    assert columns.computed_tokens.tolist() == [36]
-    assert np.isnan(columns.routed_s[0])
-    assert len(rows) == 1
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=40))

@@ -182,16 +182,6 @@ def test_a_prompt_hashes_like_its_tokens(ids: list[int], num: int, id_tokens: in
         texts.notation.read(raw)
 
 
-def test_texts_are_shared_as_far_as_their_ids() -> None:
-    texts = Texts(SIZE)
-    one, two = (texts.hashes(texts.prompt(ids, 40, 8)) for ids in ((1, 9, 80), (1, 9, 81)))
-    assert (one[:4] == two[:4]).all()
-    assert not set(one[4:].tolist()) & set(two[4:].tolist())
-    again = texts.hashes(texts.prompt((1, 9, 80), 40, 8))
-    assert (one[:6] == again[:6]).all()
-    assert not set(one[6:].tolist()) & set(again[6:].tolist())  # what the ids don't name is its own
-
-
 def test_suffixes_are_the_same_for_the_same_key_only() -> None:
     texts = Texts(SIZE)
     assert texts.suffix(7, 0) == b""

@@ -15,7 +15,7 @@ from mallee.cli.main import cli
 from mallee.cli.mocker.profile import wait_of
 from mallee.mocker.engine import MockedEngine
 from mallee.mocker.passes import mock_spec
-from mallee.mocker.timing import Timing, load_timing
+from mallee.mocker.timing import Timing
 from mallee.mocker.timing.files import GridData, read_timing
 from mallee.mocker.timing.grid import Grid
 from mallee.mocker.timing.measure import Profiler, Sweep
@@ -25,28 +25,6 @@ from mallee.protocol.messages import Fork, Generate, Limits, Prefill, pack_token
 from mallee.testing.forward import MockForward
 from mallee.worker.forward import DeviceForward, ForwardBatch, Logits
 from support.fake_device import FakeDevice
-
-
-def test_a_real_engine_becomes_a_file_that_loads(tmp_path: Path) -> None:
-    """K20: the writer produces the file from a real run."""
-    pytest.importorskip("torch")
-    from mallee.testing.random_model import random_model
-
-    random_model("llama", 4).save(tmp_path / "model")
-    out = tmp_path / "tiny.json"
-    sizes = ["--max-rows", "3", "--max-context", "64", "--max-step-tokens", "32"]
-    arguments = ["profile", str(tmp_path / "model"), "--to", str(out), "--dtype", "float32"]
-    answer = CliRunner().invoke(cli, [*arguments, "--threads", "1", "--kv-tokens", "2048", *sizes])
-    assert answer.exit_code == 0, answer.output
-    found = read_timing(out)
-    assert isinstance(found.model, GridData)
-    assert found.model.prefill.new == (16, 32)
-    assert found.model.decode.rows == (1, 2, 3)
-    assert found.conditions["dtype"] == "float32"
-    assert found.kv_bytes_per_token > 0
-    timing = load_timing(str(out))
-    assert 0 < timing.step_s([(20, 0)], 2, 80) < 5
-
 
 SIZES = ["--max-rows", "3", "--max-context", "256", "--max-step-tokens", "32", "--threads", "1"]
 

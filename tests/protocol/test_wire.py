@@ -236,7 +236,7 @@ def test_replies_about_capsules_travel_in_frames() -> None:
 
 
 Decode = Callable[[bytes], Any]
-# What each decoder reads, and a message whose text is not UTF-8.
+# The kind of message that each decoder reads, and one whose text is not UTF-8.
 DECODERS: dict[Decode, tuple[str, bytes]] = {
     decode_batch: ("an event batch", b"\x94\xa2\xc3\x28\x00\x00\x90"),
     decode_snapshot: ("a snapshot", b"\x95\xa2\xc3\x28\x00\x00\xc4\x00\x90"),

@@ -17,7 +17,7 @@ from mallee.synth.analysis.sessions import family_of, sessions_of
 from mallee.synth.analysis.statistics import dense, others_alive, spearman
 from mallee.synth.core.pace import TOKEN_S
 from mallee.synth.core.threads import threads_of
-from support.synth.drawn import SIZE, Line, drawn, paths_trace, tree_paths
+from support.synth.drawn import SIZE, Line, drawn, tree_paths
 
 # Arrivals
 
@@ -53,11 +53,6 @@ def test_ticks_are_seen_where_most_share_them() -> None:
     assert tick_of(np.repeat(np.arange(0.0, 40.0), 5)) == 1.0
     assert tick_of(ticks + np.linspace(0, 1, len(ticks))) is None
     assert tick_of(np.arange(0.0, 90.0, 3.0)) is None  # nobody shares one: they may be exact
-
-
-def test_variation_of_nothing_is_none() -> None:
-    assert np.isnan(variation(np.empty(0)))
-    assert np.isnan(variation(np.zeros(3)))
 
 
 # Ranks and lives
@@ -258,13 +253,6 @@ def test_any_tree_is_analysed_and_told_in_json(paths: list[list[int]], gap_s: fl
     assert len(found.branch_widths) == len(found.branch_depths)
     again = pickle.loads(pickle.dumps(found))
     assert again.hits_at(found.mrc_sizes).tolist() == found.mrc_hits.tolist()
-
-
-def test_a_trace_of_one_request_has_no_gaps() -> None:
-    found = analyze(paths_trace([[1, 2]]))
-    assert found.duration_s == 0.0
-    assert not len(found.gaps_s)
-    assert report_of(found).data["arrivals"]["rate_per_s"] is None
 
 
 def test_quantiles_are_those_of_numpy() -> None:

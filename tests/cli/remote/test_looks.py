@@ -1,4 +1,4 @@
-"""What `mallee top` makes of answers, and services that are not there."""
+"""`mallee top` of given answers, and services that are not there."""
 
 import pytest
 from click.testing import Result

@@ -78,32 +78,6 @@ def test_a_newcomer_waits_for_at_most_one_ticket_of_each_other_tenant(
     assert all(n == 1 for n in before.values())
 
 
-def test_time_without_requests_earns_no_credit() -> None:
-    """Idle while the other was served a thousand times, then equal shares, not a thousand first."""
-    bench = Bench()
-    bench.offer("idle")
-    for _ in range(1100):
-        bench.offer("busy")
-    for _ in range(1001):
-        bench.serve()
-    for _ in range(50):
-        bench.offer("idle")
-    served = Counter(ticket.tenant for ticket, _ in zip(bench.drain(), range(40), strict=False))
-    assert abs(served["idle"] - served["busy"]) <= 1
-
-
-def test_a_short_pause_leaves_no_debt_behind() -> None:
-    """A tenant just served an expensive ticket that comes back at once still waits its turn."""
-    bench = Bench()
-    for _ in range(50):
-        bench.offer("steady", 10.0)
-    bench.offer("hopper", 300.0)
-    assert {bench.serve().tenant, bench.serve().tenant} == {"steady", "hopper"}  # type: ignore[union-attr]
-    bench.offer("hopper", 300.0)
-    served = [ticket.tenant for ticket, _ in zip(bench.drain(), range(29), strict=False)]
-    assert served == ["steady"] * 29
-
-
 def test_a_tenant_is_refused_beyond_its_limit_and_others_are_not() -> None:
     bench = Bench(AdmissionConfig(max_waiting=5, max_waiting_per_tenant=2))
     bench.offer("a")

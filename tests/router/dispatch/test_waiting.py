@@ -124,14 +124,6 @@ class Desk:
         assert self.waiting.next_time() is None
 
 
-def test_with_room_nobody_waits() -> None:
-    desk = Desk(w0=1)
-    desk.ask("r")
-    assert desk.placed == ["r"]
-    desk.check_empty()
-    assert not desk.waiting.queue._num_offered
-
-
 def test_each_freed_row_lets_in_the_fair_next() -> None:
     """One tenant floods, another comes late with one request, and is let in second."""
     desk = Desk(w0=2)
@@ -269,17 +261,6 @@ def test_a_call_tries_a_bounded_number_of_requests() -> None:
     while desk.waiting.next_time() == desk.now:  # at once again: others had their turn
         desk.waiting.on_time()
     assert len(desk.placed) == 150
-
-
-def test_a_dispatch_that_is_given_up_leaves_nothing() -> None:
-    desk = Desk(w0=1)
-    desk.ask("first")
-    second = desk.ask("second")
-    desk.waiting.cancel(second)
-    desk.end("first")
-    assert desk.placed == ["first"]
-    desk.check_empty()
-    assert desk.free == {W0: 1}
 
 
 def test_a_deadline_ends_a_wait_and_no_other() -> None:

@@ -54,17 +54,6 @@ def test_events_make_and_release_but_only_by_the_owner() -> None:
     directory.check()
 
 
-def test_dropping_a_worker_forgets_its_capsules_only() -> None:
-    directory = CapsuleDirectory(4)
-    learn(directory, "a")
-    learn(directory, "b", W1)
-    assert directory.drop_worker(W0) == 1
-    assert directory.drop_worker(W0) == 0
-    assert not directory.forget(CapsuleId("a"))
-    assert directory.forget(CapsuleId("b"))
-    directory.check()
-
-
 def test_drop_older_keeps_the_named_and_the_young() -> None:
     directory = CapsuleDirectory(4)
     for name, at in (("old", 1.0), ("named", 1.0), ("young", 5.0)):

@@ -108,22 +108,6 @@ def test_only_what_a_worker_reports_beyond_its_bookings_is_added() -> None:
     slots.check()
 
 
-def test_a_booking_that_nobody_touches_expires() -> None:
-    """K10: oldest first; a first token is a touch; a late free is ignored and counted."""
-    slots = SlotTracker(1, booking_s=10.0)
-    for i, name in enumerate("abc"):
-        book(slots, name, 0, [i + 1], now=float(i))
-    slots.prefill_done(RequestId("a"), 5.0)
-    assert slots.expire(10.9) == []
-    assert slots.expire(12.0) == ["b", "c"]
-    assert list(slots.requests(0)) == ["a"]
-    assert slots.expire(15.0) == ["a"]
-    assert not slots.free(RequestId("a"))
-    assert slots.expired == 3
-    assert load(slots, 0) == (0, 0, 0)
-    slots.check()
-
-
 def test_a_booking_stays_while_there_is_a_sign_of_its_request() -> None:
     """K10: touched, or among those that its gateway still serves; the others expire behind it."""
     slots = SlotTracker(1, booking_s=10.0)

@@ -173,22 +173,6 @@ def test_a_snapshot_in_pieces_is_walked_until_it_is_whole() -> None:
     assert told.holdings.index.match(np.array(PATH, dtype=np.uint64)).tolist() == [24, 0, 0]
 
 
-def test_a_forgotten_worker_takes_its_backlog_and_capsules_along() -> None:
-    """X5: whoever has the slot next begins with nothing, and nothing late arrives."""
-    told = Told()
-    told.blocks[1][0] = set(PATH)
-    told.capsules[1] = {"1-1"}
-    told.replace(1)
-    told.holdings.apply(1, WorkerId("w1"), [told.event(1, "capsule", 2, 0)])
-    told.forget(1)
-    told.holdings.apply(1, WorkerId("w1"), [told.event(1, "stored", 3, 3)])
-    told.check()
-    while told.holdings.work(100):
-        pass
-    told.check()
-    assert told.holdings.index.num_held(1) == 3
-
-
 def test_a_watch_sees_what_was_stored_since_it_began() -> None:
     """K9, part: any number of watches, each from its own moment on; what is too long ago is not told."""
 

@@ -50,18 +50,6 @@ def test_our_own_messages_are_ignored_and_counted() -> None:
     assert bench.replicas.stats().gateways == 0
 
 
-def test_a_lost_message_is_healed_by_a_snapshot_and_heartbeats_keep_asking() -> None:
-    bench = Bench()
-    bench.hear(0, A)
-    assert bench.hear(2)  # a heartbeat: one operation was lost
-    assert bench.hear(2)
-    assert bench.replicas.stats().incomplete == 1
-    assert not bench.retell(2, B)
-    assert bench.books.booked == {"b": B}
-    assert not bench.hear(2)
-    assert bench.replicas.stats().gaps == 1
-
-
 def test_a_gateway_that_falls_silent_books_nothing_any_more() -> None:
     """K10: a replica's crash expires its load."""
     bench = Bench()
