@@ -23,6 +23,7 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.worker.kv.paths import path_tokens
+from support.conforming import make_mocked
 from support.cutting import Ended, continuation
 from support.mock_scene import make_folder, mock_config
 
@@ -37,15 +38,8 @@ WAYS = {
 
 
 def make(worker: str, **more: Any) -> MockedEngine:
-    return MockedEngine(
-        timing=TIMING,
-        num_blocks=200,
-        block_size=SIZE,
-        worker=WorkerId(worker),
-        incarnation=Incarnation(1),
-        clock=lambda: 0.0,
-        **more,
-    )
+    fixed: dict[str, Any] = {"num_blocks": 200, "timing": TIMING, "block_size": SIZE}
+    return make_mocked(lambda: 0.0, worker=worker, **fixed, **{"max_multi_step": 1 << 20, **more})
 
 
 def play(mocked: MockedEngine, *commands: Command) -> dict[tuple[str, int], Ended]:

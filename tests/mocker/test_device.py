@@ -28,10 +28,6 @@ def ends(device: SharedDevice) -> list[Done]:
     return found
 
 
-def times(found: list[Done]) -> dict[int, float]:
-    return {tenant: pytest.approx(at) for tenant, at in found}
-
-
 def test_work_that_is_alone_takes_its_time() -> None:
     device = SharedDevice(DeviceConfig(2, slice_s=1.0, switch_s=0.5))
     device.begin(1, 3.0, 10.0)

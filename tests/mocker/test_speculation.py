@@ -9,28 +9,19 @@ from mallee.mocker.engine import MockedEngine
 from mallee.mocker.texts import Texts
 from mallee.mocker.timing import ClosedForm, Plane, Timing
 from mallee.protocol.errors import ConfigError
-from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Generate, Limits, pack_tokens
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.speculation.speculator import SpeculationConfig, SpeculationName
+from support.conforming import make_mocked
 
 TIMING = Timing(ClosedForm(1e-3, 1e-5, 1e-7, 1e-6, (Plane(2e-3, 1e-4, 1e-6),)), 5e-4)
 CONFIG = EngineConfig(SchedulerConfig(64, 16))
 
 
 def make(drafters: SpeculationName, **more: Any) -> MockedEngine:
-    return MockedEngine(
-        timing=TIMING,
-        num_blocks=200,
-        block_size=4,
-        worker=WorkerId("w0"),
-        incarnation=Incarnation(1),
-        clock=lambda: 0.0,
-        config=replace(CONFIG, speculation=SpeculationConfig(drafters)),
-        max_multi_step=1,
-        **more,
-    )
+    config = replace(CONFIG, speculation=SpeculationConfig(drafters))
+    return make_mocked(lambda: 0.0, config, num_blocks=200, timing=TIMING, **more)
 
 
 def play(mocked: MockedEngine) -> tuple[list[int], float, int]:

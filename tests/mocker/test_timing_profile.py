@@ -13,17 +13,17 @@ from typer.testing import CliRunner
 
 from mallee.cli.main import cli
 from mallee.cli.mocker.profile import wait_of
-from mallee.mocker.engine import MockedEngine
 from mallee.mocker.passes import mock_spec
 from mallee.mocker.timing import Timing
 from mallee.mocker.timing.files import GridData, read_timing
 from mallee.mocker.timing.grid import Grid
 from mallee.mocker.timing.measure import Profiler, Sweep
 from mallee.protocol.errors import ConfigError, MalleeError
-from mallee.protocol.ids import Incarnation, RequestId, WorkerId, capsule_id
+from mallee.protocol.ids import RequestId, capsule_id
 from mallee.protocol.messages import Fork, Generate, Limits, Prefill, pack_tokens
 from mallee.testing.forward import MockForward
 from mallee.worker.forward import DeviceForward, ForwardBatch, Logits
+from support.conforming import make_mocked
 from support.fake_device import FakeDevice
 
 SIZES = ["--max-rows", "3", "--max-context", "256", "--max-step-tokens", "32", "--threads", "1"]
@@ -31,15 +31,7 @@ SIZES = ["--max-rows", "3", "--max-context", "256", "--max-step-tokens", "32", "
 
 def steps_of(timing: Timing, *rounds: list[Prefill | Fork | Generate]) -> list[float]:
     """Seconds of each step of a mocked engine that is given these commands, round after round."""
-    engine = MockedEngine(
-        timing=timing,
-        num_blocks=256,
-        block_size=16,
-        worker=WorkerId("w"),
-        incarnation=Incarnation(1),
-        clock=lambda: 0.0,
-        max_multi_step=1,
-    )
+    engine = make_mocked(lambda: 0.0, num_blocks=256, timing=timing, block_size=16)
     found, now = [], 0.0
     for commands in rounds:
         for command in commands:

@@ -415,19 +415,21 @@ def story_of(engine: Engine, steps: list[Done]) -> Story:
 
 
 def make_mocked(
-    time: Time,
-    config: EngineConfig,
+    time: Callable[[], float],
+    config: EngineConfig | None = None,
     *,
     num_blocks: int,
     max_multi_step: int = 1,
     timing: Timing = TIMING,
+    block_size: int = SIZE,
+    worker: str = "w0",
     **more: Any,
 ) -> MockedEngine:
     return MockedEngine(
         timing=timing,
         num_blocks=num_blocks,
-        block_size=SIZE,
-        worker=WorkerId("w0"),
+        block_size=block_size,
+        worker=WorkerId(worker),
         incarnation=Incarnation(1),
         clock=time,
         config=config,

@@ -3,19 +3,12 @@
 from typing import Any
 
 import pytest
-from click.testing import Result
 from rich.console import Console
-from typer.testing import CliRunner
 
-from mallee.cli.main import cli
 from mallee.cli.remote.forest import MAX_DEPTH, drawn
 from mallee.cli.remote.watching import watch
 from mallee.client.sessions import SessionNode, SessionTree
 from mallee.protocol.errors import ConfigError
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, list(arguments))
 
 
 def text(shown: Any) -> list[str]:

@@ -9,10 +9,6 @@ from support.index_contents import contents, match_tiers
 Rng = np.random.Generator
 
 
-def run(*blocks: int) -> np.ndarray:
-    return np.array(blocks, dtype=np.uint64)
-
-
 def random_keys(rng: Rng, n: int) -> np.ndarray:
     return rng.integers(1, 1 << 64, n, dtype=np.uint64)
 
