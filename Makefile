@@ -5,6 +5,7 @@
 # clients: tests with the packages that others write clients with; schemathesis: CALLS=20000 calls of the API's document.
 # fuzz: BODIES=10000 bodies for each family of endpoints.
 # affected: the landing tests that a change can reach, which is what differs from BASE=HEAD.
+# rounds: FILES (those with coroutines or threads unless given) TIMES=20 times on a busy machine, by shards SHARD=1/1.
 # docs: the site, in build/docs; broken links and anchors end it.
 # promises: each row of docs/promises.md with its state and the tests that show it.
 # image-check: the image's steps, in a clean virtual environment; image: docker build.
@@ -25,7 +26,7 @@ export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
 
 .PHONY: demo test check landing smoke lint format types kernels prometheus flashinfer browser bench docs setup clean
-.PHONY: affected promises clients fuzz schemathesis image image-check image-packages constraints licences sbom
+.PHONY: affected rounds promises clients fuzz schemathesis image image-check image-packages constraints licences sbom
 
 setup: $(VENV)/.ready
 
@@ -92,6 +93,12 @@ BASE ?= HEAD
 
 affected: setup
 	@PYTHONPATH=tests $(BIN)/python -m support.affected $(BASE)
+
+TIMES ?= 20
+SHARD ?= 1/1
+
+rounds: setup
+	@PYTHONPATH=tests $(BIN)/python -m support.rounds --times $(TIMES) --shard $(SHARD) $(FILES)
 
 check: lint
 	$(MAKE) --jobs 2 types kernels flashinfer browser
