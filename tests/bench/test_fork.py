@@ -1,4 +1,4 @@
-"""What the bench of forks times: the same work at any length, at any depth, and beside any siblings."""
+"""The work that the bench of forks times: the same at any length, at any depth, and beside any siblings."""
 
 import gc
 import sys

@@ -1,6 +1,5 @@
 """The command line: what it refuses."""
 
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -67,8 +66,6 @@ def ended(
         (["--model", "/tmp/[/x]"], "/tmp/[/x]"),
         (["--dtype", "int3"], "--dtype='int3'"),
         (["--kv-dtype", "fp4"], "--kv-dtype='fp4': Input should be 'auto' or 'fp8'"),
-        (["--nats-url", "nats://127.0.0.1:1"], "no broker at 127.0.0.1:1"),
-        (["--port", "PORT"], "can't listen on 127.0.0.1:"),
     ],
 )
 def test_what_can_not_start_is_said_in_one_line_before_anything_starts(
@@ -82,18 +79,11 @@ def test_what_can_not_start_is_said_in_one_line_before_anything_starts(
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
     random_model().save(tmp_path / "llama")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        names = {
-            "EMPTY": str(tmp_path / "empty"),
-            "GPT2": str(tmp_path / "gpt2"),
-            "PORT": str(taken.getsockname()[1]),
-        }
-        arguments = [names.get(option, option) for option in options]
-        if "--model" not in arguments:
-            arguments += ["--model", str(tmp_path / "llama")]
-        status, said = ended(["serve", *arguments], monkeypatch, capsys)
+    names = {"EMPTY": str(tmp_path / "empty"), "GPT2": str(tmp_path / "gpt2")}
+    arguments = [names.get(option, option) for option in options]
+    if "--model" not in arguments:
+        arguments += ["--model", str(tmp_path / "llama")]
+    status, said = ended(["serve", *arguments], monkeypatch, capsys)
     assert status == 1
     assert said.startswith("error:")
     assert says in said

@@ -6,6 +6,7 @@ import secrets
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,10 +21,12 @@ import pytest
 from typer.testing import CliRunner
 
 from mallee.actors.addresses import free_port
+from mallee.cli import doctor
 from mallee.cli.demo.text import QUESTIONS
 from mallee.cli.main import cli
-from mallee.protocol.errors import ModelError
+from mallee.protocol.errors import MalleeError, ModelError
 from mallee.sessions.record import Got, Placed, read
+from mallee.testing.random_model import random_model
 from support.mock_scene import make_folder
 
 pytestmark = pytest.mark.process
@@ -246,3 +249,25 @@ def test_a_gateway_that_is_killed_leaves_a_record_that_replays(tmp_path: Path) -
     done = CliRunner().invoke(cli, args)
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout.splitlines()[-1])["tokens_equal"] == sum(got)
+
+
+def test_a_port_of_another_program_is_a_fault(tmp_path: Path) -> None:
+    random_model().save(tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        found = doctor._port("127.0.0.1", port)
+        assert (found.verdict, "taken by another program" in found.found) == ("fault", True)
+        command = ["serve", "--model", str(tmp_path), "--port", str(port)]
+        done = CliRunner().invoke(cli, command)
+    assert isinstance(done.exception, MalleeError)
+    assert f"can't listen on 127.0.0.1:{port}" in str(done.exception)
+
+
+def test_a_broker_that_does_not_answer_is_named_before_anything_starts(tmp_path: Path) -> None:
+    random_model().save(tmp_path)
+    command = ["serve", "--model", str(tmp_path), "--nats-url", "nats://127.0.0.1:1"]
+    done = CliRunner().invoke(cli, command)
+    assert isinstance(done.exception, MalleeError)
+    assert "no broker at 127.0.0.1:1" in str(done.exception)

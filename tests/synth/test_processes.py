@@ -18,12 +18,12 @@ from support.synth.sources import agents, searches
 pytestmark = pytest.mark.process
 
 PROGRAM = """
-import sys
+import importlib.util, sys
 from mallee.synth.saved import load_model
-sys.path.insert(0, sys.argv[1])
-import test_processes
-print(test_processes.digest(test_processes.learned(sys.argv[2]), 5))
-print(test_processes.digest(load_model(sys.argv[3]), 5))
+spec = importlib.util.spec_from_file_location("own", sys.argv[1])
+own = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(own)
+print(own.digest(own.learned(sys.argv[2]), 5), own.digest(load_model(sys.argv[3]), 5))
 """
 
 
@@ -50,7 +50,7 @@ def test_same_seed_same_requests_in_any_process(kind: str, tmp_path: Path) -> No
     here = digest(model, 5)
     assert digest(model, 5) == here != digest(model, 6)
     environ = os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), kind, str(file)]
+    command = [sys.executable, "-c", PROGRAM, __file__, kind, str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environ)
     assert done.stdout.split() == [here, here]
 
