@@ -4,6 +4,7 @@
 # flashinfer: the package's wheel, unpacked nowhere: a test reads its signatures. No GPU is needed.
 # clients: tests with the packages that others write clients with; schemathesis: CALLS=20000 calls of the API's document.
 # fuzz: BODIES=10000 bodies for each family of endpoints.
+# nightly: the parts that are too slow for each change, PARTS=name or all; the table is in bench/results/nightly.json.
 # affected: the landing tests that a change can reach, which is what differs from BASE=HEAD.
 # rounds: FILES (those with coroutines or threads unless given) TIMES=20 times on a busy machine, by shards SHARD=1/1.
 # docs: the site, in build/docs; broken links and anchors end it.
@@ -26,7 +27,7 @@ export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
 
 .PHONY: demo test check landing smoke lint format types kernels prometheus flashinfer browser bench docs setup clean
-.PHONY: affected rounds promises clients fuzz schemathesis image image-check image-packages constraints licences sbom
+.PHONY: affected rounds nightly promises clients fuzz schemathesis image image-check image-packages constraints licences sbom
 
 setup: $(VENV)/.ready
 
@@ -93,6 +94,11 @@ BASE ?= HEAD
 
 affected: setup
 	@PYTHONPATH=tests $(BIN)/python -m support.affected $(BASE)
+
+# NIGHT has options of `python -m support.nightly`, as --resume, --times 10, --budget-s 1800.
+nightly: setup
+	$(MAKE) --jobs 2 kernels prometheus flashinfer browser
+	@PYTHONPATH=tests $(BIN)/python -m support.nightly $(PARTS:%=--only %) $(NIGHT)
 
 TIMES ?= 20
 SHARD ?= 1/1

@@ -78,7 +78,8 @@ def test_figures_of_agents_are_those_of_hand_made_ones() -> None:
 
 def test_the_page_is_fresh_and_has_every_result() -> None:
     assert tables.PAGE.read_text() == tables.page(), "run python -m bench.tables"
-    assert {path.stem for path in tables.RESULTS.glob("*.json")} == set(tables.SECTIONS)
+    results = {path.stem for path in tables.RESULTS.glob("*.json")} - {"nightly"}  # `make nightly`
+    assert results == set(tables.SECTIONS)
 
 
 def test_losses_are_bold() -> None:

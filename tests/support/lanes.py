@@ -1,4 +1,4 @@
-"""The lanes of tests, told by the marks that a test file names; and the marks' expressions for pytest."""
+"""The lanes of tests, told by the marks that a test file names."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,6 @@ from typing import Final, Literal
 Lane = Literal["landing", "smoke", "nightly"]
 
 LANDING: Final = "not process and not smoke"  # the expression after pytest's -m
-NIGHTLY: Final = "process"
 
 _NIGHTLY = re.compile(r"\bmark\.process\b|\bPROCESS_MARKS\b")
 _SMOKE = re.compile(r"\bmark\.smoke\b")
