@@ -29,6 +29,12 @@ def _holds(claim: Callable[[], bool]) -> bool:
         return False
 
 
+async def elapse(seconds: float) -> None:
+    """Let so much virtual time pass, in which the loop goes on: exact, and at once."""
+    assert virtual_loop() is not None, "only for tests in virtual time"
+    await asyncio.sleep(seconds)
+
+
 async def until_asked(claim: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> None:
     """As `until`, for a claim that has to be asked for."""
     async with asyncio.timeout(timeout_s):
