@@ -22,7 +22,8 @@ from mallee.protocol.errors import MalleeError, type_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FOLDERS = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".")}
+MADE = {"build", "dist"}  # by commands: not there at first
+FOLDERS = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".")} - MADE
 
 COMMANDS = sorted(typer.main.get_command(cli).commands)  # type: ignore[attr-defined]
 SECTIONS = {name: set(section.model_fields) for name, section in sections().items()}
