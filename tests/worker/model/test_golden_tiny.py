@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from mallee.protocol.messages import Sampling
+from bench.sanity import LENGTH, phases
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import Generate, Limits, Sampling, pack_tokens
 from mallee.testing.random_model import random_model, tensors_digest
+from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw
 
 GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("golden_tiny.json").read_text())
@@ -34,3 +37,25 @@ def test_fifty_prompts_in_one_batch_give_transformers_greedy_tokens(
         batch = [run.row(f"{i}", [token]) for i, token in enumerate(tokens)]
     assert len(rows) == 50
     assert found == [row["tokens"] for row in rows]
+
+
+@pytest.mark.parametrize("family", GOLDEN)
+def test_an_engine_with_all_features_off_gives_transformers_greedy_tokens(family: str) -> None:
+    """I30, part: static batches in contiguous memory, 16 sequences at a time."""
+    model = random_model(family, tie_word_embeddings=False, max_position_embeddings=LENGTH)
+    engine = Engine(
+        model.forward(num_blocks=16, block_size=LENGTH, shares_reads=False),
+        config=phases()["plain"],
+        clock=lambda: 0.0,
+        worker=WorkerId("w0"),
+        incarnation=Incarnation(0),
+    )
+    found: dict[str, list[int]] = {}
+    expected = {f"{i}": row["tokens"] for i, row in enumerate(GOLDEN[family]["rows"])}
+    for name, row in zip(expected, GOLDEN[family]["rows"], strict=True):
+        limits = Limits(len(row["tokens"]), ignore_eos=True)
+        engine.submit(Generate(name, pack_tokens(row["prompt"]), limits), "g")
+    while engine.has_work:
+        for update in engine.step().frames["g"].updates:
+            found.setdefault(update.request, []).extend(update.tokens)
+    assert found == expected
