@@ -23,7 +23,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[str],
 def test_every_family_gives_the_plain_engine_s_answers_in_every_phase(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """I30, part: exit status 0 on tiny models, and a log of the drafts that each request accepted."""
+    """I30: exit status 0 on tiny models, and a log of the drafts that each request accepted."""
     status, lines, report = run(capsys)
     assert (status, report["has_failed"]) == (0, False)
     assert list(report["models"]) == list(FAMILIES)

@@ -11,7 +11,7 @@ SCALE = Scale(engines=20, rounds=5, seconds=2.0, warm_up_s=0.5, clients=(16, 64)
 
 
 def test_a_deployed_fleet_answers_at_the_rate_of_one_process() -> None:
-    """X13, part: at least 0.8 of its requests a second, of 16 and 64 clients; medians of rounds by turns."""
+    """X13: at least 0.8 of its requests a second, of 16 and 64 clients; medians of rounds by turns."""
     found = bench(SCALE, ["serve", "one_process"], Programs("", ""))
     deployed, alone = (
         sum(found[side][case]["rps"] for case in ("c16", "c64"))

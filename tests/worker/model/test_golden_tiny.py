@@ -41,7 +41,7 @@ def test_fifty_prompts_in_one_batch_give_transformers_greedy_tokens(
 
 @pytest.mark.parametrize("family", GOLDEN)
 def test_an_engine_with_all_features_off_gives_transformers_greedy_tokens(family: str) -> None:
-    """I30, part: static batches in contiguous memory, 16 sequences at a time."""
+    """I30: static batches in contiguous memory, 16 sequences at a time."""
     model = random_model(family, tie_word_embeddings=False, max_position_embeddings=LENGTH)
     engine = Engine(
         model.forward(num_blocks=16, block_size=LENGTH, shares_reads=False),
