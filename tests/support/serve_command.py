@@ -34,6 +34,7 @@ class ServeCommand:
             env={**os.environ, "COLUMNS": "1000"},  # no line is broken
             stderr=subprocess.PIPE,
             text=True,
+            process_group=0,  # as a shell does
         )
         self._reader.start()
         try:
