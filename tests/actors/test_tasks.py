@@ -2,23 +2,19 @@
 
 import ast
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from mallee.actors.mock.stack import MockStack
 from mallee.actors.tasks import Tasks
-from mallee.protocol.errors import InternalError
 from support.mock_scene import MockScene, make_folder, mock_config, mocked
+from support.task_groups import FLIP_S, groups, running
 from support.waiting import until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FLIP_S = 2.0  # in which health says so
 
 # Calls by which a task or thread begins outside of a group, and why that may be.
 BARE = {
@@ -111,26 +107,6 @@ async def test_a_task_that_is_cancelled_by_nobody_who_may_is_a_failure() -> None
     await part.close()
 
 
-@contextmanager
-def groups() -> Iterator[list[Tasks]]:
-    """The groups that are made meanwhile."""
-    made: list[Tasks] = []
-    init = Tasks.__init__
-
-    def noted(self: Tasks, service: str) -> None:
-        init(self, service)
-        made.append(self)
-
-    with mock.patch.object(Tasks, "__init__", noted):
-        yield made
-
-
-def running(made: list[Tasks]) -> list[tuple[str, asyncio.Task[None]]]:
-    """The tasks that run now, with their group and name, in a fixed order."""
-    found = [(f"{g._service}: {t.get_name()}", t) for g in made for t in g._tasks if not t.done()]
-    return sorted(found, key=lambda each: each[0])
-
-
 @asynccontextmanager
 async def scene(folder: Path) -> AsyncIterator[tuple[MockScene, list[Tasks]]]:
     with groups() as made:
@@ -181,27 +157,6 @@ async def test_a_callback_that_raises_is_a_failure_of_its_service(
         await asyncio.sleep(0.01)
         assert other.failure is None
         asyncio.get_running_loop().set_exception_handler(None)
-
-
-@pytest.mark.nats
-async def test_a_stack_ends_whichever_task_of_its_gateway_was_killed(tmp_path: Path) -> None:
-    """Also those of the bus, the broker and the links. Where Ray replaces it, `mallee mock` ends."""
-    config = mock_config(make_folder(tmp_path), workers=2)
-    seen: Counter[str] = Counter()
-    while True:
-        with groups() as made:
-            async with MockStack(config, port=0) as stack:
-                left = [each for each in running(made) if not seen[each[0]]]
-                if not left:
-                    return
-                name, task = left[0]
-                seen[name] += 1
-                async with asyncio.timeout(FLIP_S):
-                    waiting = asyncio.create_task(stack.wait())
-                    await asyncio.sleep(0)
-                    task.cancel()
-                    with pytest.raises(InternalError, match="failed"):
-                        await waiting
 
 
 async def test_a_host_and_a_gateway_whose_tasks_broke_are_not_healthy(

@@ -20,7 +20,7 @@ from mallee.actors.http.entry.asking import SALT_HEADER
 from mallee.actors.mock.stack import MockStack
 from support.mock_scene import make_folder, mock_config
 
-pytestmark = pytest.mark.nats
+pytestmark = [pytest.mark.process, pytest.mark.nats]
 
 ACME, EVIL = new_key("acme", "client", None), new_key("evil", "client", None)
 SHARED, ROOT = new_key("acme-2", "client", "acme"), new_key("root", "operator", None)

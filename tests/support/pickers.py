@@ -74,6 +74,10 @@ def picker_config(pods: Sequence[str], **more: Any) -> PickerConfig:
     return PickerConfig(listen="127.0.0.1:0", endpoints=tuple(pods), scrape_s=0.1, **more)
 
 
+def prompt(number: int, num_tokens: int = 200) -> dict[str, Any]:
+    return {"model": "m", "prompt": [number * 1000 + i for i in range(num_tokens)], "max_tokens": 4}
+
+
 @asynccontextmanager
 async def running(config: PickerConfig, num_ready: int | None = None) -> AsyncIterator[Picker]:
     """A picker that has asked its pods; waits for so many of them, by default all that are listed."""

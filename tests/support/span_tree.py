@@ -37,10 +37,15 @@ class Spans:
         return list(_lines(self.ended, None, ""))
 
 
+def _place(span: ReadableSpan) -> tuple[int, bool, int]:
+    """Those that took no time come before those that begin with them."""
+    return span.start_time, span.end_time > span.start_time, -span.end_time
+
+
 def _lines(spans: Sequence[ReadableSpan], parent: int | None, indent: str) -> Iterable[str]:
     ids = {span.context.span_id for span in spans}
     by_name = sorted(spans, key=lambda span: span.name, reverse=True)  # those with equal times
-    for span in sorted(by_name, key=lambda span: (span.start_time, -span.end_time)):
+    for span in sorted(by_name, key=_place):
         above = span.parent.span_id if span.parent is not None else None
         if above == parent or (parent is None and above not in ids):
             yield indent + span.name

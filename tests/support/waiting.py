@@ -15,7 +15,8 @@ async def until(claim: Callable[[], bool], timeout_s: float = 10.0) -> None:
     """
     async with asyncio.timeout(timeout_s):
         if (loop := virtual_loop()) is not None:
-            return await loop.came_true(claim)
+            await loop.came_true(claim)
+            return
         while not _holds(claim):  # noqa: ASYNC110
             await asyncio.sleep(0.002)
 

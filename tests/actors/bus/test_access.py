@@ -26,7 +26,7 @@ from mallee.protocol.subjects import BusRole, Subjects
 from support.certificates import certificate
 from support.waiting import until
 
-pytestmark = pytest.mark.nats
+pytestmark = [pytest.mark.process, pytest.mark.nats]
 
 SUBJECTS = Subjects.of("f")
 
@@ -311,31 +311,6 @@ async def test_of_several_servers_one_that_dies_is_left_for_another(files: Path)
         finally:
             for bus in buses:
                 await bus.close()
-
-
-@pytest.mark.parametrize("text", [None, "", "one\ntwo", b"\xff\xfe"])
-def test_a_file_without_credentials_is_one_error_that_does_not_show_it(
-    tmp_path: Path, text: str | bytes | None
-) -> None:
-    file = tmp_path / "file"
-    if text is not None:
-        file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ConfigError, match=f"nats_credentials='{file}': ") as caught:
-        operators_broker(make(1, nats_credentials=str(file)), "worker")
-    assert "two" not in str(caught.value)
-
-
-def test_a_creds_file_needs_the_library_for_its_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "it.creds"
-    file.write_text("-----BEGIN NATS USER JWT-----\nabc\n------END NATS USER JWT------\n")
-    monkeypatch.setattr("mallee.actors.bus.access.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'nats-py\[nkeys\]'"):
-        operators_broker(make(1, nats_credentials=str(file)), "gateway")
-    monkeypatch.setattr("mallee.actors.bus.access.find_spec", lambda name: name)
-    found = operators_broker(make(1, nats_credentials=str(file)), "gateway")
-    assert found.options()["user_credentials"] == str(file)
 
 
 async def test_a_broker_whose_url_says_tls_is_never_spoken_to_in_the_clear(

@@ -13,7 +13,7 @@ from mallee.actors.bus.broker import Broker
 from mallee.protocol.errors import ConfigError
 from support.waiting import until
 
-pytestmark = pytest.mark.nats
+pytestmark = [pytest.mark.process, pytest.mark.nats]
 
 
 def is_alive(pid: int) -> bool:

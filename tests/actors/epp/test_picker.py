@@ -17,18 +17,15 @@ from mallee.actors.tasks import Tasks
 from mallee.actors.telemetry.catalog import exposed_by
 from mallee.protocol.errors import ConfigError
 from mallee.testing.vllm_pod import KVPublisher, VllmPod
-from support.brokers import OpenBroker
 from support.certificates import certificate
 from support.expositions import check_against_catalog
-from support.pickers import Proxy, picker_config, running
+from support.pickers import Proxy, picker_config, prompt, running
 from support.tokenizers_made import byte_level
 from support.waiting import until
 
+pytestmark = pytest.mark.real_time  # gRPC waits in threads of its own
+
 SERVING, NOT_SERVING = 1, 2
-
-
-def prompt(number: int, num_tokens: int = 200) -> dict[str, Any]:
-    return {"model": "m", "prompt": [number * 1000 + i for i in range(num_tokens)], "max_tokens": 4}
 
 
 @asynccontextmanager
@@ -317,37 +314,6 @@ def model_folder(folder: Path) -> str:
     byte_level().save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text("{}")
     return str(folder)
-
-
-@pytest.mark.nats
-async def test_pickers_count_each_others_requests_and_agree() -> None:
-    """X21: active and active: what one sends is load and prefix to the other, and ends with it."""
-    broker = OpenBroker()
-    await broker.start()
-    try:
-        async with pods(2) as found:
-            addresses = [pod.address for pod in found]
-            config = picker_config(addresses, nats_url=broker.url, fleet="test")
-            async with (
-                running(config) as one,
-                running(config) as two,
-                Proxy(one.server.port) as first,
-                Proxy(two.server.port) as second,
-            ):
-                await until(lambda: one._bus.is_up and two._bus.is_up)  # type: ignore[union-attr]
-                exchange = first.stream()
-                chosen = (await exchange.request(prompt(0))).endpoints[0]
-                await until(lambda: two.router.stats().remote_requests == 1)
-                (rows,) = [v.rows for v in two.router.workers() if v.worker == chosen]
-                assert rows == 1
-                assert (await second.ask(prompt(7))).endpoints[0] != chosen, "the other is idle"
-                await exchange.respond(b"{}")
-                await exchange.end()
-                await until(lambda: two.router.stats().remote_requests == 0)
-                # The prompt is predicted there, too, though its events come from nowhere.
-                assert (await second.ask(prompt(0, 400))).endpoints[0] == chosen
-    finally:
-        await broker.stop()
 
 
 async def test_a_picker_whose_task_broke_is_not_ready_and_ends(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from mallee.actors.bus.access import BrokerAccess
 from mallee.actors.bus.children import death_follower
@@ -25,6 +26,8 @@ from support.live_api import served
 from support.live_fleet import make_gateway
 from support.plain_ids import SCOPES
 from support.tiered_worker import SECRET, SPEC
+
+pytestmark = pytest.mark.process
 
 TESTS = Path(tiered_worker.__file__).parents[1]
 PROMPT = [3 + i % 29 for i in range(50)]

@@ -1,15 +1,12 @@
 """New weights in a fleet that serves: no answer, cache or capsule mixes two versions."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from mallee.actors.bus.broker import Broker
-from mallee.actors.bus.bus import Bus
-from mallee.actors.bus.nats import NatsBus
 from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.gateway.service import BranchStream, Delta
 from mallee.mocker.passes import mock_spec
@@ -18,7 +15,6 @@ from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import COMMON
 from mallee.protocol.messages import Generate, Limits, Sampling, pack_tokens
 from mallee.protocol.model import WeightVersion
-from mallee.protocol.subjects import BusRole
 from mallee.router.config import RouterConfig
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
 from support.live_fleet import LiveFleet, make_engine, running
@@ -34,7 +30,7 @@ LONG = 1200
 class Scene(LiveFleet):
     """A fleet whose weights can change; `sources` by worker."""
 
-    def __init__(self, make_bus: Callable[[BusRole], Bus] | None = None) -> None:
+    def __init__(self) -> None:
         self.sources: dict[str, Weights] = {}
 
         def source(*about: Any) -> Weights:
@@ -45,7 +41,6 @@ class Scene(LiveFleet):
             SPEC,
             RouterConfig(block_size=16),
             forward=VersionedForward,
-            make_bus=make_bus,
             source=source,
         )
 
@@ -209,17 +204,8 @@ async def test_two_changes_at_once_end_with_one_version_everywhere() -> None:
         assert (await ask(first))[0] == fresh("two")
 
 
-@pytest.mark.nats
-async def test_no_answer_mixes_versions_while_weights_change_over_nats() -> None:
+async def test_no_answer_mixes_versions_while_weights_change() -> None:
     """Two gateways, two workers, a stream of requests, three changes."""
-    broker = Broker(fleet="test")
-    await broker.start()
-    names = iter(range(100))
-
-    def bus(role: BusRole) -> Bus:
-        return NatsBus(broker.access(role), fleet="test", name=f"test-{next(names)}")
-
-    made = Scene(bus)
     versions = {"base": "", "v1": "one", "v2": "two", "v3": "three"}
     seen: set[str] = set()
     is_over = asyncio.Event()
@@ -232,15 +218,12 @@ async def test_no_answer_mixes_versions_while_weights_change_over_nats() -> None
             assert tokens == fresh(versions[start], 40)[: len(tokens)], last
             seen.add(start)
 
-    try:
-        async with running(made, 2, 2):
-            clients = [asyncio.create_task(client(g)) for g in made.gateways * 2]
-            for label in ("v1", "v2", "v3"):
-                found = await made.change(label, versions[label])
-                assert {w["state"] for w in found["workers"]} == {"serving"}, found
-            await until(lambda: "v3" in seen)
-            is_over.set()
-            await asyncio.gather(*clients)
-            assert seen >= {"base", "v3"}
-    finally:
-        await broker.stop()
+    async with scene() as s:
+        clients = [asyncio.create_task(client(g)) for g in s.gateways * 2]
+        for label in ("v1", "v2", "v3"):
+            found = await s.change(label, versions[label])
+            assert {w["state"] for w in found["workers"]} == {"serving"}, found
+        await until(lambda: "v3" in seen)
+        is_over.set()
+        await asyncio.gather(*clients)
+        assert seen >= {"base", "v3"}

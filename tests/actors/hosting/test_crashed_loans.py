@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from support import crashing_loans
+
+pytestmark = pytest.mark.process
 
 KILLS = 20
 TESTS = Path(crashing_loans.__file__).parents[1]

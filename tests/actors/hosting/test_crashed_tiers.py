@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from mallee.protocol.messages import Fork, Limits, Release
 from mallee.testing.forward import linear_tokens
 from mallee.worker.storage.files import Directory
@@ -12,6 +14,8 @@ from mallee.worker.storage.volume import Volume
 from support import crashing_engine
 from support.crashing_engine import ROOMY, SAMPLED, SPEC, prompt
 from support.run_out import run_out
+
+pytestmark = pytest.mark.process
 
 KILLS = 40
 TESTS = Path(crashing_engine.__file__).parents[1]

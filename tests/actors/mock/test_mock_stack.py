@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from mallee.actors.addresses import free_port
 from mallee.actors.bus.nats import NatsBus
 from mallee.actors.config import EngineSettings
 from mallee.actors.mock.stack import MockStack
-from mallee.protocol.errors import ConfigError
+from mallee.protocol.errors import ConfigError, InternalError
 from support.mock_scene import make_folder, mock_config
+from support.task_groups import FLIP_S, groups, running
 from support.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.nats, pytest.mark.slow]
@@ -165,3 +167,23 @@ def test_the_command_serves_until_it_is_told_to_end(
         assert answer.usage.completion_tokens == 5
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
+
+
+async def test_a_stack_ends_whichever_task_of_its_gateway_was_killed(folder: Path) -> None:
+    """Also those of the bus, the broker and the links. Where Ray replaces it, `mallee mock` ends."""
+    config = mock_config(folder, workers=2)
+    seen: Counter[str] = Counter()
+    while True:
+        with groups() as made:
+            async with MockStack(config, port=0) as stack:
+                left = [each for each in running(made) if not seen[each[0]]]
+                if not left:
+                    return
+                name, task = left[0]
+                seen[name] += 1
+                async with asyncio.timeout(FLIP_S):
+                    waiting = asyncio.create_task(stack.wait())
+                    await asyncio.sleep(0)
+                    task.cancel()
+                    with pytest.raises(InternalError, match="failed"):
+                        await waiting

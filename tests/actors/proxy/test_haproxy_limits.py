@@ -32,6 +32,8 @@ frontend http_frontend
 backend gateways
     server g 127.0.0.1:{server}
 """
+pytestmark = pytest.mark.process
+
 HEAD = b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n"
 MOST = 30
 

@@ -1,0 +1,210 @@
+"""What every bus does: tests for each kind, whose file gives a `place` and imports all of this."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import pytest
+
+from mallee.actors.bus.bus import Bus
+from support.waiting import until
+
+
+class Place(Protocol):
+    """A meeting place of buses: its broker can go away and come back."""
+
+    async def bus(self) -> Bus: ...
+
+    async def down(self) -> None: ...
+
+    async def up(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@asynccontextmanager
+async def connected(place: Place, n: int = 1) -> AsyncIterator[list[Bus]]:
+    buses = [await place.bus() for _ in range(n)]
+    try:
+        for bus in buses:
+            await until(lambda bus=bus: bus.is_up)
+        yield buses
+    finally:
+        for bus in buses:
+            await bus.close()
+
+
+async def test_messages_reach_every_subscriber_in_order(place: Place) -> None:
+    async with connected(place, 2) as (one, two):
+        heard: dict[str, list[bytes]] = {"one": [], "two": []}
+        await one.subscribe("mallee.f.events.*", heard["one"].append)
+        await two.subscribe("mallee.f.events.w0", heard["two"].append)
+        await settle(one, two)
+        for i in range(100):
+            one.publish("mallee.f.events.w0", b"%d" % i)
+        one.publish("mallee.f.events.w1", b"other")
+        await until(lambda: len(heard["one"]) == 101 and len(heard["two"]) == 100)
+        assert heard["two"] == [b"%d" % i for i in range(100)]
+        assert heard["one"] == [*heard["two"], b"other"]
+        assert one.num_published >= 101
+        assert one.num_dropped == 0
+
+
+async def settle(*buses: Bus) -> None:
+    """Everything that the buses asked of their broker so far has been done by it."""
+    for i, bus in enumerate(buses):
+        heard: list[bytes] = []
+        await bus.subscribe(f"settle.{i}", heard.append)
+        bus.publish(f"settle.{i}", b"x")
+        await until(lambda heard=heard: bool(heard))
+
+
+async def test_a_publisher_is_not_called_back_inside_its_own_call(place: Place) -> None:
+    async with connected(place) as (bus,):
+        heard: list[bytes] = []
+        await bus.subscribe("a.b", heard.append)
+        await settle(bus)
+        bus.publish("a.b", b"x")
+        assert heard == []
+        await until(lambda: heard == [b"x"])
+
+
+async def test_a_request_gets_the_servers_answer(place: Place) -> None:
+    async def shout(raw: bytes) -> bytes:
+        return raw.upper()
+
+    async with connected(place, 2) as (asker, server):
+        await server.serve("ask.me", shout)
+        await settle(server)
+        assert await asker.request("ask.me", b"tree", 5.0) == b"TREE"
+
+
+async def test_a_request_does_not_wait_for_the_answer_to_another(place: Place) -> None:
+    async def think(raw: bytes) -> bytes:
+        if raw == b"hard":
+            await asyncio.sleep(60)
+        return raw
+
+    async with connected(place, 2) as (asker, server):
+        await server.serve("ask.me", think)
+        await settle(server)
+        hard = asyncio.ensure_future(asker.request("ask.me", b"hard", 60.0))
+        await asyncio.sleep(0)
+        assert await asker.request("ask.me", b"easy", 5.0) == b"easy"
+        hard.cancel()
+
+
+async def test_a_request_that_nobody_serves_fails_at_once(place: Place) -> None:
+    async with connected(place) as (bus,):
+        with pytest.raises(ConnectionError, match="nobody"):
+            await bus.request("ask.nobody", b"", 5.0)
+
+
+async def test_a_server_that_fails_leaves_its_asker_to_time_out(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(raw: bytes) -> bytes:
+        raise ValueError(raw)
+
+    async with connected(place) as (bus,):
+        await bus.serve("ask.me", fail)
+        await settle(bus)
+        with pytest.raises(TimeoutError):
+            await bus.request("ask.me", b"", 0.1)
+        assert bus.signals.num_failed == 1
+
+
+async def test_a_subscriber_that_raises_keeps_its_subscription(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[bytes] = []
+
+    def receive(raw: bytes) -> None:
+        heard.append(raw)
+        if raw == b"bad":
+            raise ValueError("bad message")
+
+    async with connected(place) as (bus,):
+        await bus.subscribe("a.b", receive)
+        await settle(bus)
+        bus.publish("a.b", b"bad")
+        bus.publish("a.b", b"good")
+        await until(lambda: heard == [b"bad", b"good"])
+        assert bus.signals.num_failed == 1
+        assert "a.b failed" in caplog.text
+
+
+async def test_without_a_broker_publishing_drops_and_counts(place: Place) -> None:
+    async with connected(place) as (bus,):
+        await place.down()
+        await until(lambda: not bus.is_up)
+        before = bus.num_dropped
+        bus.publish("a.b", b"lost")
+        assert bus.num_dropped == before + 1
+        with pytest.raises(ConnectionError):
+            await bus.request("a.b", b"", 1.0)
+
+
+async def test_subscriptions_and_servers_survive_the_brokers_absence(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+
+    async def echo(raw: bytes) -> bytes:
+        return raw
+
+    async with connected(place, 2) as (one, two):
+        states: list[bool] = []
+        heard: list[bytes] = []
+        two.on_state(states.append)
+        await two.subscribe("a.b", heard.append)
+        await two.serve("ask.me", echo)
+        await place.down()
+        await until(lambda: not one.is_up and not two.is_up)
+        one.publish("a.b", b"lost")
+        await place.up()
+        await until(lambda: one.is_up and two.is_up)
+        await settle(two)
+        one.publish("a.b", b"found")
+        await until(lambda: bool(heard))
+        assert heard == [b"found"]
+        assert await one.request("ask.me", b"x", 5.0) == b"x"
+        assert states == [False, True]
+
+
+async def test_a_bus_starts_before_its_broker(place: Place) -> None:
+    await place.down()
+    bus = await place.bus()
+    heard: list[bytes] = []
+    await bus.subscribe("a.b", heard.append)
+    assert not bus.is_up
+    await place.up()
+    await until(lambda: bus.is_up)
+    bus.publish("a.b", b"x")
+    await until(lambda: heard == [b"x"])
+    await bus.close()
+
+
+@pytest.mark.parametrize("is_down", [False, True], ids=["broker up", "broker down"])
+async def test_close_is_quick_and_may_be_repeated(place: Place, is_down: bool) -> None:
+    async with connected(place) as (bus,):
+        if is_down:
+            await place.down()
+            await until(lambda: not bus.is_up)
+        async with asyncio.timeout(3.0):
+            await bus.close()
+            await bus.close()
+        assert not bus.is_up
+
+
+async def test_what_is_published_just_before_close_arrives(place: Place) -> None:
+    async with connected(place, 2) as (one, two):
+        heard: list[bytes] = []
+        await two.subscribe("a.b", heard.append)
+        await settle(two)
+        for i in range(50):
+            one.publish("a.b", b"%d" % i)
+        await one.close()
+        await until(lambda: len(heard) == 50)
