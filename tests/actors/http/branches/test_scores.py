@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from support.live_api import served
 from support.live_fleet import LiveFleet
 from support.tiny_fleet import post, tiny_fleet
 from support.verifiers import Raw, Verifier, verdict, verifying
-from support.waiting import until
+from support.waiting import elapse, until
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
 ASKED: Any = {
@@ -58,19 +57,18 @@ async def scene(
     *, allowed: Callable[[str], str] = lambda url: url, **settings: Any
 ) -> AsyncIterator[Scene]:
     """An API whose operator allows the URL of a verifier, or what `allowed` makes of it."""
-    with verifying() as verifier:
+    async with verifying() as verifier, tiny_fleet(MODEL, 1) as fleet:
+        (gateway,) = fleet.gateways
         settings = {"callbacks": (allowed(verifier.url),), **settings}
         async with (
-            tiny_fleet(MODEL, 1) as fleet,
-            served(fleet.gateways[0], **settings) as (url, _),
+            served(gateway, **settings) as (url, _),
             httpx.AsyncClient(base_url=url, timeout=30) as client,
         ):
             yield Scene(client, fleet, verifier)
             await until(lambda: not fleet.engines["w0"].branches)
-            for engine in fleet.engines.values():
-                engine.check()
-            fleet.gateways[0].check()
-            assert fleet.gateways[0].failure is None
+            fleet.engines["w0"].check()
+            gateway.check()
+            assert gateway.failure is None
 
 
 class Steps:
@@ -194,29 +192,22 @@ async def test_a_slow_verifier_delays_nothing() -> None:
     """D12, part, F19, part: the answer is whole while its first call is not answered yet."""
     async with scene() as s:
         texts = await s.undisturbed()
-        over = threading.Event()
-
-        def sleep(branch: dict[str, Any]) -> float:
-            over.wait(20)
-            return 0.0
-
-        s.verifier.score = sleep
+        s.verifier.reply = lambda question: asyncio.Future()
         choices = await s.choices()
         assert [choice["text"] for choice in choices] == texts
         assert [choice["mallee"]["score"] for choice in choices] == [None] * 3
         assert len(s.verifier.questions) == 1
-        over.set()
 
 
 async def test_a_slow_verifier_is_asked_less_often_about_the_newest_texts() -> None:
     """F19, part: branches that waited longest come first."""
     async with scene() as s:
 
-        def think(branch: dict[str, Any]) -> float:
-            time.sleep(0.02)
-            return 1.0
+        async def think(question: dict[str, Any]) -> Raw:
+            await elapse(0.02)
+            return verdict([1.0] * len(question["branches"]))
 
-        s.verifier.score = think
+        s.verifier.reply = think
         choices = await s.choices(every=1, request={"max_tokens": 600})
         assert {choice["finish_reason"] for choice in choices} == {"length"}
         assert 3 <= len(s.verifier.questions) < 300
@@ -261,21 +252,16 @@ async def test_branches_go_on_when_their_verifier_fails_and_say_so(reply: Raw, w
 async def test_a_verifier_that_takes_too_long_or_is_not_there_fails() -> None:
     """F19, part: a later call may succeed; the failure is told all the same."""
     async with scene(callback_timeout_s=0.05, allowed=lambda url: url.partition("/verify")[0]) as s:
-        over = threading.Event()
-        num = 0
 
-        def first_waits(branch: dict[str, Any]) -> float:
-            nonlocal num
-            num += 1
-            if num == 1:
-                over.wait(20)
-            return 0.75
+        async def first_waits(question: dict[str, Any]) -> Raw:
+            if len(s.verifier.questions) == 1:
+                await asyncio.Future()
+            return verdict([0.75])
 
-        s.verifier.score = first_waits
+        s.verifier.reply = first_waits
         choices = await s.choices(request={"n": 1, "max_tokens": 800})
         assert "within 0.05 s" in choices[0]["mallee"]["score_error"]
         assert choices[0]["mallee"]["score"] == 0.75
-        over.set()
     gone = s.verifier.url
     async with scene(callbacks=(gone,)) as s:
         choices = await s.choices(url=gone)
@@ -409,11 +395,11 @@ async def test_urls_below_an_allowed_one_are_called() -> None:
 async def test_tenants_share_neither_connections_state_nor_turns() -> None:
     """F19, part: one tenant's verifier that hangs takes only its own places; no cookie comes back."""
     async with scene() as s:
-        over = threading.Event()
+        over = asyncio.Event()
 
-        def reply(question: dict[str, Any]) -> Raw:
+        async def reply(question: dict[str, Any]) -> Raw:
             if "hang" in s.verifier.paths[-1]:
-                over.wait(20)
+                await over.wait()
             scores = [1.0] * len(question["branches"])
             return verdict(scores)._replace(headers={"set-cookie": "tenant=first; Path=/"})
 
@@ -435,19 +421,12 @@ async def test_tenants_share_neither_connections_state_nor_turns() -> None:
 async def test_a_client_that_leaves_ends_the_call() -> None:
     """F19, part, F20, part: nothing of it runs on."""
     async with scene() as s:
-        over = threading.Event()
-
-        def reply(question: dict[str, Any]) -> Raw:
-            over.wait(20)
-            return Raw(500)
-
-        s.verifier.reply = reply
+        s.verifier.reply = lambda question: asyncio.Future()
         asking = asyncio.create_task(s.ask(request={"max_tokens": 1900}))
         await until(lambda: bool(s.verifier.questions))
         asking.cancel()
         tasks = s.fleet.gateways[0].tasks
         await until(lambda: not any(t.get_name() == "a verifier's call" for t in tasks._tasks))
-        over.set()
 
 
 async def test_the_sdk_tells_scores() -> None:

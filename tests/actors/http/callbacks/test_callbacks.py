@@ -1,7 +1,6 @@
 """Turns and connections of callbacks, and the setting that allows URLs."""
 
 import asyncio
-import threading
 from typing import Any
 
 import msgspec
@@ -73,7 +72,7 @@ async def test_calls_are_counted_by_their_ends_and_connections_close_with_the_se
     callbacks = Callbacks(
         timeout_s=0.2, tasks=tasks, count=lambda outcome, seconds: ends.append(outcome)
     )
-    with verifying() as verifier:
+    async with verifying() as verifier:
 
         async def ask(flaw: str = "", url: str = verifier.url) -> Answer:
             async with callbacks.turn(Scope("s")) as turn:
@@ -82,15 +81,14 @@ async def test_calls_are_counted_by_their_ends_and_connections_close_with_the_se
         assert (await ask()).scores == [1.0]
         with pytest.raises(CallbackFailed, match="too few"):
             await ask("too few")
-        over = threading.Event()
-        verifier.reply = lambda question: verdict([0.5] if over.wait(10) else [])
+        verifier.reply = lambda question: asyncio.Future()
         given_up = asyncio.create_task(ask())
         await until(lambda: verifier.running == 1)
         given_up.cancel()
         await asyncio.gather(given_up, return_exceptions=True)
         with pytest.raises(CallbackFailed, match=r"within 0\.2 s"):
             await ask()
-        over.set()
+        verifier.reply = lambda question: verdict([0.5])
         assert (await ask()).scores == [0.5]
         with pytest.raises(CallbackFailed, match="can't be reached"):
             await ask(url=f"http://127.0.0.1:{free_port()}/")

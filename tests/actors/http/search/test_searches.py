@@ -99,41 +99,39 @@ def vowels(text: str) -> float:
 
 async def test_a_service_values_texts_beside_decoding() -> None:
     """D12, part: the same tree as where the client's function does; its failure ends the search."""
-    with verifying() as verifier:
-        async with (
-            tiny_fleet(MODEL, 1, num_blocks=4096) as fleet,
-            served(fleet.gateways[0], callbacks=(verifier.url,)) as (url, _),
-            httpx.AsyncClient(base_url=url, timeout=30) as client,
-        ):
-            policy = Mcts(expansions=6, width=3, depth=4, step_tokens=5, in_flight=2)
-            asked: dict[str, Any] = {
-                **{"prompt": PROMPT, "policy": msgspec.to_builtins(policy), "seed": 3},
-                "score": {"url": verifier.url},
-            }
-            verifier.score = lambda branch: vowels(branch["text"])
-            found = await post(client, "/v1/search", **asked)
-            async with AsyncMallee(url) as sdk:
-                here = await sdk.search(policy, PROMPT, score=vowels, seed=3)
-            assert same(tree(found), tree(msgspec.to_builtins(here)))
-            (name,) = {question["request"] for question in verifier.questions}
-            assert name
-            branches = [each for question in verifier.questions for each in question["branches"]]
-            nodes = found["nodes"]
-            whole = [
-                sum(nodes[i]["tokens"] for i in path_to(nodes, node["number"])) for node in nodes
-            ]
-            valued = {number for number, node in enumerate(nodes) if node["score"] is not None}
-            assert sorted(each["tokens"] for each in branches) == sorted(whole[n] for n in valued)
-            verifier.reply = lambda question: Raw(500)
-            answer = await client.post("/v1/search", json=asked)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "callback_failed")
-            other = {**asked, "score": {"url": "http://127.0.0.1:9/else"}}
-            refused = await client.post("/v1/search", json=other)
-            assert refused.status_code == 400
-            assert refused.json()["error"]["param"] == "score.url"
-            assert (await client.get("/v1/capsules/count")).json()["count"] > 0
-            pinned = await client.get("/v1/capsules/count", params={"pinned": True})
-            assert pinned.json()["count"] == 0
+    async with (
+        verifying() as verifier,
+        tiny_fleet(MODEL, 1, num_blocks=4096) as fleet,
+        served(fleet.gateways[0], callbacks=(verifier.url,)) as (url, _),
+        httpx.AsyncClient(base_url=url, timeout=30) as client,
+    ):
+        policy = Mcts(expansions=6, width=3, depth=4, step_tokens=5, in_flight=2)
+        asked: dict[str, Any] = {
+            **{"prompt": PROMPT, "policy": msgspec.to_builtins(policy), "seed": 3},
+            "score": {"url": verifier.url},
+        }
+        verifier.score = lambda branch: vowels(branch["text"])
+        found = await post(client, "/v1/search", **asked)
+        async with AsyncMallee(url) as sdk:
+            here = await sdk.search(policy, PROMPT, score=vowels, seed=3)
+        assert same(tree(found), tree(msgspec.to_builtins(here)))
+        (name,) = {question["request"] for question in verifier.questions}
+        assert name
+        branches = [each for question in verifier.questions for each in question["branches"]]
+        nodes = found["nodes"]
+        whole = [sum(nodes[i]["tokens"] for i in path_to(nodes, node["number"])) for node in nodes]
+        valued = {number for number, node in enumerate(nodes) if node["score"] is not None}
+        assert sorted(each["tokens"] for each in branches) == sorted(whole[n] for n in valued)
+        verifier.reply = lambda question: Raw(500)
+        answer = await client.post("/v1/search", json=asked)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "callback_failed")
+        other = {**asked, "score": {"url": "http://127.0.0.1:9/else"}}
+        refused = await client.post("/v1/search", json=other)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "score.url"
+        assert (await client.get("/v1/capsules/count")).json()["count"] > 0
+        pinned = await client.get("/v1/capsules/count", params={"pinned": True})
+        assert pinned.json()["count"] == 0
 
 
 def path_to(nodes: list[dict[str, Any]], number: int) -> list[int]:
