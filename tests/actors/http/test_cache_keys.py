@@ -5,13 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import yaml
 
 from mallee.actors.access.keys import new_key
-from mallee.actors.addresses import free_port
-from mallee.actors.mock.stack import MockStack
 from support.mock_scene import make_folder, mock_config
+from support.mock_stack import mock_stack
 
 WORKERS = 6
 KEYS = [f"agent-{i}" for i in range(8)]
@@ -25,7 +23,6 @@ async def worker_of(client: httpx.AsyncClient, prompt: str, key: str | None, **m
     return str(worker)
 
 
-@pytest.mark.nats
 async def test_prompts_of_one_key_meet_at_one_worker_and_no_tenant_moves_anothers(
     tmp_path: Path,
 ) -> None:
@@ -38,7 +35,7 @@ async def test_prompts_of_one_key_meet_at_one_worker_and_no_tenant_moves_another
     file.write_text(yaml.safe_dump({"keys": [ann.entry, eve.entry]}))
     settings = {"mock__engines_per_worker": WORKERS, "http__keys_file": str(file)}
     config = mock_config(make_folder(tmp_path), **settings)
-    async with MockStack(config, port=free_port()) as stack:
+    async with mock_stack(config) as stack:
         clients = [
             httpx.AsyncClient(
                 base_url=stack.base_url, headers={"authorization": f"Bearer {key.token}"}

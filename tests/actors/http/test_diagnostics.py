@@ -4,20 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import yaml
 
 from mallee.actors.access.keys import NewKey, new_key
-from mallee.actors.addresses import free_port
-from mallee.actors.mock.stack import MockStack
 from support.mock_scene import make_folder, mock_config
+from support.mock_stack import mock_stack
 
 ACME, EVIL = new_key("acme", "client", None), new_key("evil", "client", None)
 ROOT = new_key("root", "operator", None)
 TEXT = "many trunks from one root, which sprout again after fire and after frost " * 4
 
 
-@pytest.mark.nats
 async def test_answers_say_how_their_prompts_were_served(tmp_path: Path) -> None:
     """X18: also the first token that differs, other salts, and prompts that were never seen."""
     keys = tmp_path / "keys.yaml"
@@ -26,7 +23,7 @@ async def test_answers_say_how_their_prompts_were_served(tmp_path: Path) -> None
         make_folder(tmp_path), mock__engines_per_worker=1, http__keys_file=str(keys)
     )
     async with (
-        MockStack(config, port=free_port()) as stack,
+        mock_stack(config) as stack,
         httpx.AsyncClient(base_url=stack.base_url, timeout=20) as client,
     ):
 

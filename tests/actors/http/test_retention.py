@@ -6,13 +6,12 @@ from typing import Any
 import httpx
 import pytest
 
-from mallee.actors.addresses import free_port
 from mallee.actors.http.schemas import ChatRequest, CompletionRequest
 from mallee.actors.http.terms import read_retention
-from mallee.actors.mock.stack import MockStack
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.messages import END_OF_TEXT
 from support.mock_scene import make_folder, mock_config
+from support.mock_stack import mock_stack
 
 TEXT = "many trunks from one root, which sprout again after fire and after frost " * 4
 
@@ -83,12 +82,11 @@ def test_times_of_openai_and_anthropic_cover_the_prompt() -> None:
             spans(**wrong)
 
 
-@pytest.mark.nats
 async def test_answers_tell_what_was_retained_and_refusals_are_counted(tmp_path: Path) -> None:
     """X17: applied, clipped or refused, in each answer."""
     config = mock_config(make_folder(tmp_path), mock__engines_per_worker=1, engine__kv_tokens=512)
     async with (
-        MockStack(config, port=free_port()) as stack,
+        mock_stack(config) as stack,
         httpx.AsyncClient(base_url=stack.base_url, timeout=20) as client,
     ):
 

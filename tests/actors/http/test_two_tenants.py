@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import yaml
 
 from mallee.actors.access.keys import NewKey, new_key
-from mallee.actors.addresses import free_port
 from mallee.actors.http.openapi.document import template
 from mallee.actors.http.openapi.operations import OPERATIONS, Operation
-from mallee.actors.mock.stack import MockStack
 from support.fuzzing import CHATML
 from support.mock_scene import make_folder, mock_config
+from support.mock_stack import mock_stack
 
 ACME, EVIL = new_key("acme", "client", None), new_key("evil", "client", None)
 SECRET = "xyzzy"
@@ -101,7 +99,6 @@ def unknown(name: str, value: str) -> str:
     return value[:at] + ("a" if last != "a" else "b") + value[at + 1 :]
 
 
-@pytest.mark.nats
 async def test_a_tenant_sees_nothing_of_another_s(tmp_path: Path) -> None:
     """X14, F7, part: of all routes, by ids, lists, names in bodies, equal sessions and salts, cache hits."""
     keys = tmp_path / "keys.yaml"
@@ -116,7 +113,7 @@ async def test_a_tenant_sees_nothing_of_another_s(tmp_path: Path) -> None:
         engine__kv_tokens=16384,
     )
     async with (
-        MockStack(config, port=free_port()) as stack,
+        mock_stack(config) as stack,
         httpx.AsyncClient(base_url=stack.base_url, timeout=20) as client,
     ):
         acme, evil = Tenant(client, ACME), Tenant(client, EVIL)

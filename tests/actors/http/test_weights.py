@@ -4,22 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
-from mallee.actors.addresses import free_port
-from mallee.actors.mock.stack import MockStack
 from support.mock_scene import make_folder, mock_config
+from support.mock_stack import mock_stack
 from support.waiting import until_asked
 
 PROMPT = "many trunks from one root, which sprout again after fire " * 4
 
 
-@pytest.mark.nats
 async def test_a_new_version_serves_and_old_capsules_are_stale(tmp_path: Path) -> None:
     """X16: no older KV is matched, answers carry both versions, stale capsules are refused by name."""
     config = mock_config(make_folder(tmp_path), workers=2, mock__engines_per_worker=1)
     async with (
-        MockStack(config, port=free_port()) as stack,
+        mock_stack(config) as stack,
         httpx.AsyncClient(base_url=stack.base_url, timeout=20) as client,
     ):
 

@@ -5,13 +5,11 @@ import re
 from pathlib import Path
 
 import httpx
-import pytest
 import yaml
 
 from mallee.actors.access.keys import NewKey, new_key
-from mallee.actors.addresses import free_port
-from mallee.actors.mock.stack import MockStack
 from support.mock_scene import make_folder, mock_config
+from support.mock_stack import mock_stack
 
 MANY, ONE, ROOT = (
     new_key("many", "client", None),
@@ -36,7 +34,6 @@ async def search(client: httpx.AsyncClient, key: NewKey, seed: int) -> int:
     return int(answer.json()["tokens"])
 
 
-@pytest.mark.nats
 async def test_four_searches_of_one_tenant_get_no_more_than_one_of_another(tmp_path: Path) -> None:
     """S13, part: at the end of the one they have two forks at most; by order of arrival it would be four."""
     keys = tmp_path / "keys.yaml"
@@ -51,7 +48,7 @@ async def test_four_searches_of_one_tenant_get_no_more_than_one_of_another(tmp_p
         scheduler__max_rows=NUM_ROWS,
     )
     async with (
-        MockStack(config, port=free_port()) as stack,
+        mock_stack(config) as stack,
         httpx.AsyncClient(base_url=stack.base_url, timeout=60) as client,
     ):
         many = [asyncio.create_task(search(client, MANY, seed)) for seed in range(4)]

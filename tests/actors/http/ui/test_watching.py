@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mallee.actors.access.keys import new_key
-from mallee.actors.addresses import free_port
 from mallee.actors.gateway.service import OpenBranch, Service
 from mallee.actors.gateway.sessions.trees import SessionKey, SessionTrees
 from mallee.actors.http.ui.handlers import MAX_OF_TENANT
 from mallee.actors.http.ui.watching import MAX_SESSIONS, SessionWatch
-from mallee.actors.mock.stack import MockStack
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.client import AsyncMallee, Mallee
 from mallee.protocol.ids import CapsuleId, RequestId, Scope
 from support.mock_scene import make_folder, mock_config
+from support.mock_stack import Stack, mock_stack
 from support.waiting import until_asked
 from support.watchers import Watcher, told
 
@@ -170,23 +169,22 @@ def test_a_watcher_has_the_sessions_that_were_used_last() -> None:
 
 
 @pytest.fixture
-async def stack(tmp_path: Path) -> AsyncIterator[MockStack]:
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
     file = tmp_path / "keys.yaml"
     file.write_text(yaml.safe_dump({"keys": [key.entry for key in (ACME, EVIL, ROOT)]}))
     folder = tmp_path / "model"
     folder.mkdir()
     config = mock_config(make_folder(folder), http__keys_file=str(file), mock__speedup=1.0)
-    async with MockStack(config, port=free_port()) as made:
+    async with mock_stack(config) as made:
         yield made
 
 
-def client(stack: MockStack, token: str | None) -> httpx.AsyncClient:
+def client(stack: Stack, token: str | None) -> httpx.AsyncClient:
     headers = {"authorization": f"Bearer {token}"} if token else {}
     return httpx.AsyncClient(base_url=stack.base_url, headers=headers, timeout=30)
 
 
-@pytest.mark.nats
-async def test_a_session_is_seen_as_it_grows_by_its_own_tenant_alone(stack: MockStack) -> None:
+async def test_a_session_is_seen_as_it_grows_by_its_own_tenant_alone(stack: Stack) -> None:
     """X12, part: a branch under way with the end of its text, then its capsule, then nothing."""
     watcher, others = Watcher(), Watcher()
     async with client(stack, ACME.token) as acme, client(stack, EVIL.token) as evil:
@@ -223,8 +221,7 @@ async def test_a_session_is_seen_as_it_grows_by_its_own_tenant_alone(stack: Mock
     assert others.sessions == {}
 
 
-@pytest.mark.nats
-async def test_a_watch_ends_by_itself_and_too_many_are_refused(stack: MockStack) -> None:
+async def test_a_watch_ends_by_itself_and_too_many_are_refused(stack: Stack) -> None:
     async with client(stack, ACME.token) as acme, client(stack, None) as stranger:
         assert [each async for each in told(acme, seconds=1)] == [
             {"object": "watch.sessions", "sessions": [], "gone": []}
@@ -251,8 +248,7 @@ async def test_a_watch_ends_by_itself_and_too_many_are_refused(stack: MockStack)
         await until_asked(is_free)
 
 
-@pytest.mark.nats
-async def test_a_capsules_text_is_that_of_its_answer(stack: MockStack) -> None:
+async def test_a_capsules_text_is_that_of_its_answer(stack: Stack) -> None:
     prompt = "a mallee is a tree of many trunks from one root"
     async with client(stack, ACME.token) as acme, client(stack, EVIL.token) as evil:
         asked = {"prompt": prompt, "max_tokens": 12, "ignore_eos": True}
@@ -268,9 +264,12 @@ async def test_a_capsules_text_is_that_of_its_answer(stack: MockStack) -> None:
         assert rest["text"] == answer["choices"][0]["text"].lstrip("\ufffd")
         async with AsyncMallee(stack.base_url, api_key=ACME.token) as mallee:
             assert await (await mallee.capsule(capsule)).text(num_prompt) == rest["text"]
-        with Mallee(stack.base_url, api_key=ACME.token) as plain:
-            found = await asyncio.to_thread(plain.capsule, capsule)
-            assert await asyncio.to_thread(found.text) == whole["text"]
+
+        def text() -> str:
+            with Mallee(stack.base_url, api_key=ACME.token) as plain:
+                return plain.capsule(capsule).text()
+
+        assert await asyncio.to_thread(text) == whole["text"]
         beyond = (await acme.get(path, params={"start": 10**8})).json()
         assert (beyond["text"], beyond["start"]) == ("", whole["tokens"])
         for bad in ("-1", "x", "1e3", "9" * 10):
@@ -282,8 +281,7 @@ async def test_a_capsules_text_is_that_of_its_answer(stack: MockStack) -> None:
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "capsule_not_found")
 
 
-@pytest.mark.nats
-async def test_the_pages_files_are_open_and_load_nothing_from_elsewhere(stack: MockStack) -> None:
+async def test_the_pages_files_are_open_and_load_nothing_from_elsewhere(stack: Stack) -> None:
     async with client(stack, None) as stranger:
         page = await stranger.get("/ui")
         assert page.status_code == 200
