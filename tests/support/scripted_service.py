@@ -1,14 +1,16 @@
-"""A service over real HTTP whose answers a test gives, and which can go away and come back at its address."""
+"""A service over HTTP whose answers a test gives, and which can go away and come back at its address."""
 
 import json
-import threading
 from collections.abc import Callable
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeAlias
-from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from mallee.actors.addresses import free_port
+from support.live_api import Serving
 
 Body: TypeAlias = str | dict[str, Any]
 Answer: TypeAlias = Body | tuple[int, Body] | Callable[[], Body]
@@ -22,46 +24,33 @@ class ScriptedService:
         self.asked: list[str] = []
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server: ThreadingHTTPServer | None = None
+        everything = Route("/{path:path}", self._answer, methods=["GET", "POST", "DELETE"])
+        self._app = Starlette(routes=[everything])
+        self._serving: Serving | None = None
 
-    def start(self) -> None:
-        service = self
+    async def _answer(self, request: Request) -> Response:
+        asked = f"{request.method} {request.url.path}"
+        self.asked.append(asked)
+        found = self.answers.get(asked, (404, error("no such path", "not_found")))
+        body = found() if callable(found) else found
+        status, body = body if isinstance(body, tuple) else (200, body)
+        return Response(body if isinstance(body, str) else json.dumps(body), status)
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                asked = f"{self.command} {urlsplit(self.path).path}"
-                service.asked.append(asked)
-                found = service.answers.get(asked, (404, error("no such path", "not_found")))
-                body = found() if callable(found) else found
-                status, body = body if isinstance(body, tuple) else (200, body)
-                raw = (body if isinstance(body, str) else json.dumps(body)).encode()
-                self.send_response(status)
-                self.send_header("content-length", str(len(raw)))
-                self.end_headers()
-                with suppress(BrokenPipeError, ConnectionResetError):  # the client has given up
-                    self.wfile.write(raw)
+    async def start(self) -> None:
+        self._serving = Serving(self._app, self.port)
+        await self._serving.start()
 
-            do_POST = do_DELETE = do_GET
+    async def stop(self) -> None:
+        if self._serving is not None:
+            await self._serving.stop()
+            self._serving = None
 
-            def log_message(self, format: str, *args: Any) -> None:
-                """Tells nothing."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def stop(self) -> None:
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
-
-    def __enter__(self) -> "ScriptedService":
-        self.start()
+    async def __aenter__(self) -> "ScriptedService":
+        await self.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
 
 
 def error(message: str, code: str) -> dict[str, Any]:

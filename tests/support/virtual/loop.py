@@ -171,10 +171,17 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         here, there = ("127.0.0.1", self._last_port), ("127.0.0.1", port)
         ours, theirs = socket.socketpair()
         ours, theirs = Pair(ours, here, there), Pair(theirs, there, here)
-        self.keep(self.connect_accepted_socket(listener.factory, theirs, ssl=listener.ssl))
+        self.keep(self._accept(listener, theirs))
         if ssl is not None and server_hostname is None:
             given["server_hostname"] = host
         return await super().create_connection(protocol_factory, sock=ours, **given)
+
+    async def _accept(self, listener: _Listener, end: socket.socket) -> None:
+        try:
+            await self.connect_accepted_socket(listener.factory, end, ssl=listener.ssl)
+        except BaseException:
+            end.close()
+            raise
 
 
 def virtual_loop() -> VirtualLoop | None:

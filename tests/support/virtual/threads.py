@@ -90,6 +90,10 @@ def _sleep(seconds: float, _real: Callable[[float], None] = time.sleep) -> None:
         wait_for(asyncio.sleep(seconds))
     else:
         loop.fall_behind(seconds)
+        for answer in [
+            each for here, pool in _pools.values() if here is loop for each in pool.waiting
+        ]:
+            answer.begin()
 
 
 # --- threads ---
@@ -134,6 +138,8 @@ def _wait(
     _real: Any = threading.Condition.wait,
 ) -> bool:
     if not _is_thread():
+        if virtual_loop() is not None and timeout is None:
+            raise RuntimeError("a wait in the loop, which nothing could end")
         return bool(_real(self, timeout))
     waiter = threading.Lock()
     waiter.acquire()
@@ -154,7 +160,7 @@ class _Pool:
 
     def __init__(self, num_threads: int) -> None:
         self.turns = asyncio.Semaphore(num_threads)
-        self.waiting: set[Future[Any]] = set()
+        self.waiting: dict[_Answer, None] = {}
         self.num = 0  # that wait or run
 
 
@@ -170,22 +176,47 @@ def _pool_of(executor: Executor | None, loop: VirtualLoop) -> _Pool:
     return known[1]
 
 
+class _Answer(Future[Any]):
+    """Of work that waits for a thread. Whoever asks for it in the loop itself has it done at once."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__()
+        self._work = work
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not self.done() and virtual_loop() is not None and not _is_thread():
+            self.begin()
+        return super().result(timeout)
+
+    def begin(self) -> None:
+        """Do the work in the loop, which stands still the while."""
+        if self.done() or not self.set_running_or_notify_cancel():
+            return
+        try:
+            self.set_result(self._work())
+        except Exception as error:
+            self.set_exception(error)
+
+    async def begin_as_thread(self) -> None:
+        if self.done() or not self.set_running_or_notify_cancel():
+            return
+        try:
+            self.set_result(await in_thread(self._work))
+        except Exception as error:
+            self.set_exception(error)
+
+
 def _submitted(loop: VirtualLoop, pool: _Pool, work: Callable[[], Any]) -> Future[Any]:
-    answer: Future[Any] = Future()
+    answer = _Answer(work)
     pool.num += 1
-    pool.waiting.add(answer)
+    pool.waiting[answer] = None
 
     async def go() -> None:
         try:
             async with pool.turns:
                 await asyncio.sleep(CALL_S)
-                pool.waiting.discard(answer)
-                if not answer.set_running_or_notify_cancel():
-                    return
-                try:
-                    answer.set_result(await in_thread(work))
-                except Exception as error:
-                    answer.set_exception(error)
+                pool.waiting.pop(answer, None)
+                await answer.begin_as_thread()
         finally:
             pool.num -= 1
 
@@ -303,8 +334,12 @@ def _handle_request(
 
 def _close(self: httpx.HTTPTransport, _real: Any = httpx.HTTPTransport.close) -> None:
     _real(self)
-    if (inner := _transports.pop(self, None)) is not None and _is_thread():
+    if (inner := _transports.pop(self, None)) is None:
+        return
+    if _is_thread():
         wait_for(inner.aclose())
+    elif (loop := virtual_loop()) is not None:
+        loop.keep(inner.aclose())
 
 
 def install() -> None:

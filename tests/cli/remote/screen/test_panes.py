@@ -102,7 +102,7 @@ async def opened(
     interval_s: float = 0.2,
     height: int = 22,
 ) -> AsyncIterator[tuple[Top, Pilot[None], ScriptedService]]:
-    with ScriptedService(answers) as service:
+    async with ScriptedService(answers) as service:
         asking = LiveService(service.url, api_key=None, timeout_s=timeout_s)
         app = Top(asking, interval_s=interval_s)
         async with app.run_test(size=(96, height), notifications=True) as pilot:
@@ -287,11 +287,11 @@ async def test_a_service_that_goes_away_is_told_and_comes_back() -> None:
     answers = script()
     async with opened(answers) as (app, pilot, service):
         await shown(app, pilot, has("w0"))
-        service.stop()
+        await service.stop()
         lines = await shown(app, pilot, has("no answer from", "what is shown is older"))
         assert has("w0", "mallee ok")(lines)
         answers["GET /v1/router/workers"] = {"data": [worker("w7")]}
-        service.start()
+        await service.start()
         lines = await shown(app, pilot, has("w7"))
         assert not has("no answer from")(lines)
         assert not has("w0")(lines)

@@ -71,7 +71,7 @@ def listed(name: str, **more: Any) -> dict[str, Any]:
 
 async def test_a_look_asks_for_a_bounded_number_of_trees_those_that_changed_first() -> None:
     sessions = [listed(f"s{i:03}") for i in range(100)]
-    with ScriptedService({"GET /v1/sessions": {"data": sessions}}) as service:
+    async with ScriptedService({"GET /v1/sessions": {"data": sessions}}) as service:
         for each in sessions:
             tree = {**each, "children": [], "nodes": []}
             service.answers[f"GET /v1/sessions/{each['id']}"] = tree
@@ -103,7 +103,7 @@ async def test_a_refusal_leaves_the_rest_of_a_look(status: int) -> None:
         "GET /v1/router/workers": (status, refused),
         "GET /v1/sessions": {"data": []},
     }
-    with ScriptedService(answers) as service:
+    async with ScriptedService(answers) as service:
         asking = LiveService(service.url, api_key="k")
         look = await asking.look(wants_sessions=True)
         await asking.close()
