@@ -5,7 +5,6 @@ event.
 """
 
 import asyncio
-import selectors
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from support.asking import Scene, random_scene
 from support.conforming import Story, assert_same_but_for_strides
 from support.examples import examples
 from support.paced import assert_same_order, play_live, virtual
+from support.virtual.loop import START, VirtualLoop
 
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a scene that fails is told by its seed
 LIVE_BOUND_S = 2 * GRAIN_S
@@ -27,27 +27,6 @@ LIVE_BOUND_S = 2 * GRAIN_S
 # Hours: what comes within the timer's grain of a step's end may be in time or late for the next step.
 SLOW = Timing(ClosedForm(200.0, 2.0, 0.02, 0.2, (Plane(400.0, 20.0, 0.2),)), 100.0)
 SCALE = 2e5
-
-
-class MadeUpTime(selectors.DefaultSelector):
-    """Nothing is waited for: what the loop would wait passes at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self.now += max(timeout or 0.0, 1e-6)  # a loop's turn takes time too
-        return super().select(0)
-
-
-class MadeUpLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self.made_up = MadeUpTime()
-        super().__init__(self.made_up)
-
-    def time(self) -> float:
-        return self.made_up.now
 
 
 class LazyPacer(Pacer):
@@ -67,11 +46,17 @@ def slowed(scene: Scene) -> Scene:
 def play_made_up(
     scene: Scene, max_multi_step: int, pacer: type[Pacer] = Pacer, **more: Any
 ) -> Story:
-    """On a clock that nobody waits for."""
-    with asyncio.Runner(loop_factory=MadeUpLoop) as runner:
-        clock = runner.get_loop().time
+    """On a loop in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        time = runner.get_loop().time
         playing = play_live(
-            scene, clock, SLOW, max_multi_step=max_multi_step, pacer=pacer, pause_s=1.0, **more
+            scene,
+            lambda: time() - START,
+            SLOW,
+            max_multi_step=max_multi_step,
+            pacer=pacer,
+            pause_s=1.0,
+            **more,
         )
         return runner.run(playing)
 

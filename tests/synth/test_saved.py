@@ -1,8 +1,5 @@
 """X9, part: a learned model in a file is the model that was saved, or an error that says what is wrong."""
 
-import fcntl
-import os
-import resource
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,42 +155,6 @@ def test_another_layout_is_told_apart(
         save_model(session, path)
     with pytest.raises(CodecError, match=r"old\.model: layout 0123456789abcdef.*learn the trace"):
         load_model(path)
-
-
-def test_a_file_that_cant_be_written_leaves_what_was_there(session: Model, tmp_path: Path) -> None:
-    path = tmp_path / "kept.model"
-    save_model(session, path)
-    before = path.read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (100, limits[1])
-    )  # writes break off, as on a full disk
-    try:
-        with pytest.raises(ConfigError, match=r"kept\.model: can't be written \(File too large\)"):
-            save_model(session, path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_what_is_no_file_is_written_to_and_not_replaced(session: Model, tmp_path: Path) -> None:
-    pipe, link, real = tmp_path / "pipe", tmp_path / "link", tmp_path / "real.model"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
-    with pytest.raises(ConfigError, match="pipe"):
-        save_model(session, pipe / "below")
-    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 1 << 20)
-    save_model(session, pipe)
-    assert os.read(reader, 7) == b"mallee-"
-    os.close(reader)
-    assert pipe.is_fifo()
-    link.symlink_to(real)
-    save_model(session, link)
-    assert link.is_symlink()
-    assert is_model(real)
-    with pytest.raises(ConfigError, match="is a folder; give a file"):
-        save_model(session, tmp_path)
 
 
 def test_places_that_are_not_there(session: Model, tmp_path: Path) -> None:
