@@ -1,7 +1,6 @@
 """Calls and reasoning of answers that went on at another worker: those of an undisturbed one."""
 
 import json
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,13 +30,12 @@ ASKED: dict[str, Any] = {
 
 
 class Script(MockForward):
-    """Draws the characters of `text` behind a prompt of `begin` tokens, one each pass of a millisecond."""
+    """Draws the characters of `text` behind a prompt of `begin` tokens, one each pass."""
 
     text = ""
     begin = 0
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:
-        time.sleep(0.001)
         return [ord(self.text[draw.position - self.begin]) for draw in draws]
 
 

@@ -1,7 +1,6 @@
 """The SDK's critics: branches are scored while they are written, and poor ones end."""
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -9,7 +8,8 @@ import pytest
 from mallee.client import AsyncMallee, InvalidParameter, Mallee
 from mallee.testing.random_model import random_model
 from support.tiny_fleet import tiny_api
-from support.waiting import until
+from support.virtual.threads import wait_for
+from support.waiting import elapse, until
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
 LONG: Any = {"max_tokens": 500, "ignore_eos": True, "seed": 3, "temperature": 1.0}
@@ -81,7 +81,7 @@ async def test_a_slow_critic_looks_less_often() -> None:
 
     def looks(branch: Any) -> float:
         seen.append((branch.index, branch.text))
-        time.sleep(0.05)
+        wait_for(elapse(0.05))
         return 1.0
 
     async with tiny_api(MODEL, 1) as (http, _):

@@ -1,8 +1,6 @@
 """Graphs by the SDK, sync and async, over a tiny real model."""
 
 import asyncio
-import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -29,7 +27,8 @@ from support.live_api import served
 from support.live_fleet import LiveFleet, kill_gateway
 from support.plain_ids import SCOPES
 from support.tiny_fleet import tiny_fleet
-from support.waiting import until
+from support.virtual.threads import wait_for
+from support.waiting import elapse, until
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
 
@@ -51,7 +50,6 @@ async def test_a_graph_is_built_and_its_functions_run_here() -> None:
 
     def look_up(text: str) -> list[str]:
         asked.append(text)
-        assert threading.current_thread().name.startswith("mallee-tool")
         return ["red", "blue"]
 
     def work(url: str) -> None:
@@ -118,7 +116,7 @@ async def test_what_a_function_raises_fails_its_node() -> None:
         raise ValueError("no such page")
 
     async def slow(_: str) -> str:
-        await asyncio.sleep(30)
+        await elapse(30)
         return "late"
 
     async with address() as (url, fleet), AsyncMallee(url) as client:
@@ -252,7 +250,7 @@ async def test_a_run_goes_on_when_its_gateway_dies() -> None:
     async def look_up(_: str) -> str:
         nonlocal num_asked
         num_asked += 1
-        await asyncio.sleep(0.5)
+        await elapse(0.5)
         return "found"
 
     async with dying_gateway() as (entry, kill):
@@ -282,7 +280,7 @@ async def test_a_blocking_run_goes_on_when_its_gateway_dies() -> None:
 
     def look_up(text: str) -> str:
         asked.append(text)
-        time.sleep(0.5)
+        wait_for(elapse(0.5))
         return "found"
 
     async with dying_gateway() as (entry, kill):

@@ -1,7 +1,6 @@
 """Branches that run at other gateways, as a watch of one tells them."""
 
 import asyncio
-import time
 from typing import Any
 
 import httpx
@@ -12,6 +11,7 @@ from mallee.actors.http.ui.watching import Running
 from mallee.protocol.ids import Scope
 from mallee.testing.random_model import random_model
 from support.tiny_fleet import TwoGateways, post, two_gateways
+from support.virtual.loop import virtual_loop
 from support.waiting import until_asked
 from support.watchers import Watcher, told
 
@@ -77,7 +77,9 @@ async def test_answers_take_a_share_of_the_gateways_time_alone(
 
     def slow(self: Elsewhere, scope: Scope, tenant: str) -> Running:
         asked.append(scope)
-        time.sleep(0.05)
+        loop = virtual_loop()
+        assert loop is not None
+        loop.fall_behind(0.05)
         return {}
 
     monkeypatch.setattr(Elsewhere, "_running", slow)
