@@ -332,8 +332,19 @@ def _handle_request(
     )
 
 
+def _exit(
+    self: httpx.HTTPTransport, *error: Any, _real: Any = httpx.HTTPTransport.__exit__
+) -> None:
+    _real(self, *error)
+    _close_inner(self)
+
+
 def _close(self: httpx.HTTPTransport, _real: Any = httpx.HTTPTransport.close) -> None:
     _real(self)
+    _close_inner(self)
+
+
+def _close_inner(self: httpx.HTTPTransport) -> None:
     if (inner := _transports.pop(self, None)) is None:
         return
     if _is_thread():
@@ -354,6 +365,7 @@ def install() -> None:
     ThreadPoolExecutor.shutdown = _shutdown  # type: ignore[method-assign, assignment]
     anyio.to_thread.run_sync = _run_sync  # type: ignore[assignment]
     httpx.HTTPTransport.handle_request = _handle_request  # type: ignore[method-assign, assignment]
+    httpx.HTTPTransport.__exit__ = _exit  # type: ignore[method-assign]
     httpx.HTTPTransport.close = _close  # type: ignore[method-assign, assignment]
 
 
