@@ -115,7 +115,7 @@ def under_load(files: Iterable[str], times: int) -> Part:
 
 
 def outcome_of(part: Part, returncode: int | None, seconds: float) -> Outcome:
-    """What a part did that ended so; None: it was ended, as it took too long."""
+    """The outcome of a part that ended with `returncode`; None: it took too long and was ended."""
     passed, failed, skipped = _counts(part)
     note = "" if returncode is not None else f"ended after {seconds:.0f} s"
     if part.environment and returncode and not (ROOT / part.environment).exists():
@@ -127,7 +127,7 @@ def outcome_of(part: Part, returncode: int | None, seconds: float) -> Outcome:
 
 
 def _counts(part: Part) -> tuple[int, list[str], list[str]]:
-    """How many passed, those that failed, those that were skipped."""
+    """The number of tests that passed, those that failed, and functions that were skipped."""
     if part.name == ROUNDS:
         failures = (each["failures"] for each in Progress(LOGS / "rounds.json").files.values())
         return 0, sorted({each["test"] for some in failures for each in some}), []
