@@ -11,7 +11,7 @@ import pytest
 
 from mallee.client import Mallee
 from support.mock_scene import make_folder, mock_config
-from support.serving import serving
+from support.serve_command import serving
 from support.waiting import wait_until
 
 pytestmark = [
@@ -62,9 +62,9 @@ def test_workers_come_with_a_burst_and_go_after_it_and_capsules_stay(tmp_path: P
     )
     failures: list[str] = []
     with (
-        serving(config) as url,
-        httpx.Client(base_url=url, timeout=30) as reader,
-        Mallee(url) as sdk,
+        serving(config.model_dump(mode="json")) as service,
+        httpx.Client(base_url=service.url, timeout=30) as reader,
+        Mallee(service.url) as sdk,
     ):
         capsules = [sdk.prefill(f"{n} trunks of a tree from one root" * 4) for n in range(4)]
 
@@ -79,8 +79,8 @@ def test_workers_come_with_a_burst_and_go_after_it_and_capsules_stay(tmp_path: P
 
         texts = forks()
         assert workers() == 1
-        with clients(url, 1, failures):
-            with clients(url, 23, failures):
+        with clients(service.url, 1, failures):
+            with clients(service.url, 23, failures):
                 wait_until(lambda: workers() == MOST, timeout_s=120)
                 assert forks() == texts
             wait_until(lambda: workers() == 1, timeout_s=120)

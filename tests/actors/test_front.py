@@ -1,12 +1,9 @@
 """HTTP as users reach it: `mallee serve` with two gateways, behind HAProxy and behind Ray's Python proxy."""
 
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -18,9 +15,9 @@ import httpx
 import psutil
 import pytest
 
-from mallee.actors.addresses import free_port
 from mallee.actors.proxy.choice import SWITCH, haproxy_binary
 from support.mock_scene import make_folder
+from support.serve_command import ServeCommand
 from support.waiting import wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.ray, pytest.mark.nats, pytest.mark.slow]
@@ -31,16 +28,14 @@ ENGINES = 25  # of each worker
 
 
 class Front(NamedTuple):
-    """A running service, its process and what it said at its start."""
+    """A running service, and the proxy before it."""
 
     mode: str
-    port: int
-    process: subprocess.Popen[str]
-    said: str
+    service: ServeCommand
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return self.service.url
 
 
 @pytest.fixture(scope="module", params=list(MODES))
@@ -49,26 +44,16 @@ def front(
 ) -> Iterator[Front]:
     if request.param == "haproxy" and haproxy_binary() is None:
         pytest.skip("HAProxy does not run here")
-    folder, port = make_folder(tmp_path_factory.mktemp("model")), free_port()
-    log = tmp_path_factory.mktemp("log") / "serve.log"
-    command = [sys.executable, "-m", "mallee.cli", "serve", "--model", str(folder)]
-    command += ["--port", str(port), "--served-model-name", "m"]
+    command = ["serve", "--model", str(make_folder(tmp_path_factory.mktemp("model")))]
+    command += ["--served-model-name", "m"]
     for setting in (
         *("gateways=2", "workers=2", "engine.kind=mock", f"mock.engines_per_worker={ENGINES}"),
         *("routing.policy=round_robin", "drain_s=20", f"http.max_body_bytes={MAX_BODY}"),
     ):
         command += ["--set", setting]
-    switch = str(int(request.param == "haproxy"))
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, env={**os.environ, SWITCH: switch}, stderr=file, text=True
-        )
-        try:
-            until(lambda: " serves " in log.read_text() or process.poll() is not None, timeout_s=90)
-            yield Front(request.param, port, process, " ".join(log.read_text().split()))
-        finally:
-            process.terminate()
-            process.wait(60)
+    switch = {SWITCH: str(int(request.param == "haproxy"))}
+    with ServeCommand(*command, environment=switch) as service:
+        yield Front(request.param, service)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,7 +73,7 @@ def left_half_open(front: Front) -> list[bytes]:
     with ExitStack() as stack:
         conns = []
         for sent in (b"", b"POST /v1/comp", request) * 40:
-            address = ("127.0.0.1", front.port)
+            address = ("127.0.0.1", front.service.port)
             conns.append(stack.enter_context(socket.create_connection(address, timeout=40)))
             conns[-1].sendall(sent)
         assert httpx.post(f"{front.url}/v1/completions", json=body()).status_code == 200
@@ -112,7 +97,7 @@ def body(**options: Any) -> dict[str, Any]:
 def talk(front: Front, raw: bytes, *, ends: bytes) -> bytes:
     """Everything that is answered to `raw` on a connection of its own, until `ends` is there."""
     found = b""
-    with socket.create_connection(("127.0.0.1", front.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", front.service.port), timeout=10) as sock:
         sock.sendall(raw)
         while ends not in found and (part := sock.recv(65536)):
             found += part
@@ -133,13 +118,12 @@ def rows(front: Front) -> int:
 
 
 def test_the_start_up_line_names_the_proxy(front: Front) -> None:
-    assert f"at {front.url}/v1 behind {MODES[front.mode]}" in front.said
+    assert f"at {front.url}/v1 behind {MODES[front.mode]}" in front.service.said[-1]
 
 
 def test_nothing_but_the_known_ports_of_ray_listens_beyond_loopback(front: Front) -> None:
     """Ray Serve's gRPC server, one in each replica, has no setting for its address."""
-    family = [psutil.Process(front.process.pid)]
-    family += family[0].children(recursive=True)
+    family = [psutil.Process(front.service.process.pid), *front.service.family()]
     open_wide = []
     for process in family:
         with suppress(psutil.NoSuchProcess):  # one that ended meanwhile: HAProxy's former, say
@@ -176,8 +160,11 @@ def test_no_timeout_of_haproxy_cuts_a_silent_stream(front: Front) -> None:
     """
     if front.mode != "haproxy":
         return
-    family = psutil.Process(front.process.pid).children(recursive=True)
-    commands = [p.cmdline() for p in family if p.name() == "haproxy"]  # two after a reload
+    commands = [  # two after a reload
+        process.cmdline()
+        for process in front.service.family("haproxy")
+        if process.name() == "haproxy"
+    ]
     (path,) = {command[command.index("-f") + 1] for command in commands}
     config = Path(path).read_text()
     assert "timeout client 60s" in config
@@ -190,12 +177,6 @@ def test_health_and_metrics_name_the_gateway_that_answers(front: Front) -> None:
     seen = set()
     until(lambda: seen.add(httpx.get(f"{front.url}/health").json()["gateway"]) or len(seen) == 2)  # type: ignore[func-returns-value]
     assert set(metrics(front)) == seen
-
-
-def test_probes_are_answered_through_the_proxy(front: Front) -> None:
-    for path, status in (("live", "live"), ("ready", "ready")):
-        answer = httpx.get(f"{front.url}/health/{path}")
-        assert (answer.status_code, answer.json()) == (200, {"status": status})
 
 
 def test_all_engines_of_all_replicas_are_workers_and_answer(front: Front) -> None:
@@ -268,7 +249,7 @@ def test_connections_are_kept_and_errors_on_them_end_nothing(front: Front) -> No
 
 def test_a_client_may_wait_for_leave_to_send_its_body(front: Front) -> None:
     content = json.dumps(body()).encode()
-    with socket.create_connection(("127.0.0.1", front.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", front.service.port), timeout=10) as sock:
         sock.sendall(post(b"", length=len(content), headers="Expect: 100-continue\r\n"))
         assert sock.recv(4096).startswith(b"HTTP/1.1 100")
         sock.sendall(content)
@@ -307,8 +288,8 @@ def test_running_streams_end_before_the_service_does(front: Front) -> None:
     with ThreadPoolExecutor(8) as pool:
         answers = pool.map(stream, range(8))
         until(lambda: rows(front) == 8)
-        front.process.send_signal(signal.SIGTERM)
+        front.service.process.send_signal(signal.SIGTERM)
         texts = list(answers)
     assert [text.endswith("data: [DONE]\n\n") for text in texts] == [True] * 8
     assert all('"finish_reason":"length"' in text for text in texts)
-    assert front.process.wait(60) == 0
+    assert front.service.process.wait(60) == 0

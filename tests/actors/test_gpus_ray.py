@@ -5,10 +5,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mallee.actors.config import AppConfig
 from mallee.testing.random_model import random_model
 from support.ray_marks import PROCESS_MARKS
-from support.serving import serving
+from support.serve_command import serving
 from support.tokenizers_made import byte_level
 
 pytestmark = PROCESS_MARKS
@@ -32,7 +31,7 @@ def test_each_worker_has_a_gpu_of_its_own(folder: Path) -> None:
         "engine": {"kv_tokens": 1024, "threads": 1},
         "ray": {"worker_gpus": 1},
     }
-    with serving(AppConfig.model_validate(settings)) as url:
-        workers = httpx.get(f"{url}/v1/router/workers", timeout=30).json()["data"]
+    with serving(settings) as service:
+        workers = httpx.get(f"{service.url}/v1/router/workers", timeout=30).json()["data"]
     assert {each["device"] for each in workers} == {"GPU 0", "GPU 1"}
     assert len(workers) == 2

@@ -1,6 +1,6 @@
 """The whole service but Ray: SmolLM2, a real nats-server, real HTTP, the official openai client.
 
-Two workers and a gateway in one process. What only Ray adds (replicas, restarts) is in test_serve_app.
+Two workers and a gateway in one process. Only Ray adds replicas and restarts: test_front, test_deploy.
 """
 
 import asyncio

@@ -32,7 +32,7 @@ from mallee.worker.model.loading.source import resolve_model
 from support.browser import MISSING, WAIT_MS, browser_page
 from support.chart import MINIMAL, objects, one, pods, settings
 from support.mock_scene import make_folder
-from support.serve_command import ServeCommand
+from support.serve_command import ServeCommand, serving
 from support.waiting import wait_until
 
 pytestmark = [
@@ -60,15 +60,13 @@ until = partial(wait_until, timeout_s=WAIT_S)
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeCommand]:
+def service() -> Iterator[ServeCommand]:
     """Two workers of the demo's model, without keys."""
     try:
         resolve_model("smollm2")
     except ModelError as error:
         pytest.skip(str(error))
-    file = tmp_path_factory.mktemp("settings") / "settings.yaml"
-    file.write_text(yaml.safe_dump(SETTINGS))
-    with ServeCommand("serve", "--config", str(file)) as made:
+    with serving(SETTINGS) as made:
         yield made
 
 

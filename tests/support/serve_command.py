@@ -5,12 +5,16 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import suppress
-from typing import Final
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
 
 import psutil
+import yaml
 
 from mallee.actors.addresses import free_port
+from support.folders import short_folder
 
 READY: Final = "(Ctrl-C ends)"
 STOP_S: Final = 120.0  # a guard: it drains first
@@ -19,11 +23,12 @@ STOP_S: Final = 120.0  # a guard: it drains first
 class ServeCommand:
     """A command that serves at `url`, until the block ends. What it says is in `said`, line by line."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.said: list[str] = []
         self._arguments = (*arguments, "--port", str(self.port))
+        self._environment = environment or {}
         self._has_begun = threading.Event()
         self._reader = threading.Thread(target=self._read)
 
@@ -31,7 +36,7 @@ class ServeCommand:
         """Returns once it says that it serves. Fails if it ends instead."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "mallee.cli", *self._arguments],
-            env={**os.environ, "COLUMNS": "1000"},  # no line is broken
+            env={**os.environ, "COLUMNS": "1000", **self._environment},  # no line is broken
             stderr=subprocess.PIPE,
             text=True,
             process_group=0,  # as a shell does
@@ -76,3 +81,13 @@ class ServeCommand:
                 if part in " ".join(process.cmdline()):
                     found.append(process)
         return found
+
+
+@contextmanager
+def serving(settings: Mapping[str, Any]) -> Iterator[ServeCommand]:
+    """`mallee serve` with these settings."""
+    with short_folder() as folder:
+        file = Path(folder) / "settings.yaml"
+        file.write_text(yaml.safe_dump(dict(settings)))
+        with ServeCommand("serve", "--config", str(file)) as made:
+            yield made
