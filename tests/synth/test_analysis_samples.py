@@ -22,14 +22,6 @@ from support.synth.drawn import SIZE, Line, drawn, tree_paths
 # Arrivals
 
 
-def test_constant_counts_have_no_dispersion_and_no_correlation() -> None:
-    found = counts_of(np.arange(0.0, 700.0, 0.25))
-    assert set(found) == {1.0, 10.0, 60.0}
-    for each in found.values():
-        assert each.dispersion == 0.0
-        assert np.isnan(each.autocorrelation)
-
-
 def test_poisson_arrivals_have_a_dispersion_of_one_at_every_width() -> None:
     """X9, part."""
     at_s = np.cumsum(np.random.default_rng(3).exponential(0.05, 400_000))

@@ -1,7 +1,6 @@
 """The published figures of real traces, found again. They lie beside the repository, or are skipped."""
 
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,18 +8,17 @@ import pytest
 from mallee.synth.analysis.analysis import Analysis, analyze
 from mallee.traces.read import read_workload
 from mallee.traces.trace import trace_of
+from support.public_traces import PUBLIC, needs_public
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
-needs = pytest.mark.skipif(not SHARED.is_dir(), reason=f"the real traces are not at {SHARED}")
+pytestmark = needs_public
 
 
 @cache
 def analysis(name: str, block_size: int) -> Analysis:
-    workload = read_workload(SHARED / name, seed=1)
+    workload = read_workload(PUBLIC / name, seed=1)
     return analyze(trace_of(workload, block_size=block_size))
 
 
-@needs
 def test_mooncake_conversation() -> None:
     """X9, part: K23's curve, roots, branches and hits of the conversation trace."""
     found = analysis("mooncake_conversation.jsonl.gz", 512)
@@ -40,15 +38,13 @@ def test_mooncake_conversation() -> None:
     assert found.tick_s is None
 
 
-@needs
 def test_the_ticks_of_mooncake_are_told() -> None:
-    workload = read_workload(SHARED / "mooncake_conversation.jsonl.gz", spread_ticks=False)
+    workload = read_workload(PUBLIC / "mooncake_conversation.jsonl.gz", spread_ticks=False)
     found = analyze(trace_of(workload))
     assert found.tick_s == 3.0
     assert np.std(found.gaps_s) / np.mean(found.gaps_s) == pytest.approx(3.03, abs=0.01)
 
 
-@needs
 def test_a_fleet_of_coding_agents() -> None:
     """X9, part: sessions, relations and hits of recorded sessions, begun at other times than published."""
     found = analysis("claude_code_sessions.jsonl.gz", 512)
@@ -73,7 +69,6 @@ def test_a_fleet_of_coding_agents() -> None:
     )
 
 
-@needs
 def test_an_agent_trace_with_whole_blocks_only() -> None:
     """X9, part."""
     found = analysis("miniswe_swebench_blk64.jsonl.gz", 64)
@@ -82,7 +77,6 @@ def test_an_agent_trace_with_whole_blocks_only() -> None:
     assert found.branch_widths.tolist() == [2.0] * 6
 
 
-@needs
 def test_search_trees() -> None:
     """K25, part: width and depth of breadth-first, backtracks of depth-first search."""
     game = analysis("tot_game24_trees.jsonl.gz", 16)
@@ -98,7 +92,6 @@ def test_search_trees() -> None:
     assert np.quantile(cross.forks.backtracks, [0.5, 0.9, 0.99]).tolist() == [1, 3, 4]
 
 
-@needs
 def test_a_trace_without_prefixes() -> None:
     """X9, part."""
     found = analysis("azure2023_conv.csv.gz", 512)

@@ -17,31 +17,12 @@ from support.synth.drawn import SIZE, Line, drawn, paths_trace, tree_paths, work
 
 # No deadlines: kernels are compiled in the first call of a process.
 
-# Two roots; blocks are numbered by first appearance:
-#
-#     0 -+- 1 -+- 2
-#        |     `- 3 - 4
-#        `- 5
-#     6
 PATHS = [[10, 11, 12], [10, 11, 13, 14], [10, 15], [16], [], [10, 11], [10, 11, 12]]
-
-
-def test_a_drawn_tree_has_its_parents_depths_visits_and_ends() -> None:
-    """K22, part: hash trace to tree, visits marked."""
-    tree = PrefixTree.of(paths_trace(PATHS))
-    assert tree.parents.tolist() == [ROOT, 0, 1, 1, 3, 0, ROOT]
-    assert tree.depths.tolist() == [1, 2, 3, 3, 4, 2, 1]
-    assert tree.visits.tolist() == [5, 4, 2, 1, 1, 1, 1]
-    assert tree.ends.tolist() == [0, 1, 2, 0, 1, 1, 1]
-    assert tree.children.tolist() == [2, 2, 0, 1, 0, 0, 0]
-    assert tree.roots.tolist() == [0, 6]
-    assert tree.branch_nodes.tolist() == [0, 1]
-    assert len(tree) == 7
 
 
 @given(tree_paths())
 def test_a_tree_holds_what_its_paths_say(paths: list[list[int]]) -> None:
-    """K22, part: against dictionaries."""
+    """K22, part: hash trace to tree, visits marked; against dictionaries."""
     tree = PrefixTree.of(paths_trace(paths))
     number = {name: i for i, name in enumerate(dict.fromkeys(b for p in paths for b in p))}
     parent = {b: (a or None) for p in paths for a, b in zip([0, *p], p, strict=False)}
@@ -53,6 +34,9 @@ def test_a_tree_holds_what_its_paths_say(paths: list[list[int]]) -> None:
         assert tree.visits[i] == visits[name]
         assert tree.children[i] == sum(above == name for above in parent.values())
         assert tree.ends[i] == sum(path[-1:] == [name] for path in paths)
+        assert tree.depths[i] == next(path.index(name) + 1 for path in paths if name in path)
+    assert tree.roots.tolist() == np.flatnonzero(tree.parents == ROOT).tolist()
+    assert tree.branch_nodes.tolist() == np.flatnonzero(tree.children > 1).tolist()
     inside = tree.parents != ROOT
     onward = np.bincount(tree.parents[inside], tree.visits[inside], len(tree))
     assert np.array_equal(onward + tree.ends, tree.visits)
@@ -81,13 +65,6 @@ def test_what_is_no_tree_is_refused_by_name(paths: list[list[int]], named: tuple
     for part in named:
         assert part in caught.value.message
     assert set(caught.value.fields) == {"block", "parents", "requests", "depths"}
-
-
-def test_reuse_of_a_drawn_trace() -> None:
-    found = reuse_of(paths_trace(PATHS))
-    assert found.hit_blocks.tolist() == [0, 2, 1, 0, 0, 2, 3]
-    assert found.touchers.tolist() == [NO_TOUCHER, 0, 1, NO_TOUCHER, NO_TOUCHER, 1, 0]
-    # Request 5 goes on from block 1, which request 1 touched last; request 6 from block 2, of request 0.
 
 
 @given(tree_paths())

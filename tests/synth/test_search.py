@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,9 @@ from mallee.traces.read import read_workload
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
 from support.examples import examples
+from support.public_traces import PUBLIC, needs_public
 from support.synth.swarms import Rounds
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
 SHORT = Texts(shared=64, task=32, output=8.0)
 
 rules = st.one_of(
@@ -43,10 +42,7 @@ rules = st.one_of(
 
 
 def shared_trace(name: str) -> Trace:
-    path = SHARED / name
-    if not path.exists():
-        pytest.skip("the traces are not beside this checkout")
-    return trace_of(read_workload(path), block_size=16)
+    return trace_of(read_workload(PUBLIC / name), block_size=16)
 
 
 def workload(requests: Sequence[Request], id_tokens: int = 16) -> Workload:
@@ -336,6 +332,7 @@ def second_order(all_parents: Sequence[Sequence[int]]) -> dict[str, float]:
     }
 
 
+@needs_public
 @pytest.mark.parametrize("name", ["tot_game24_trees.jsonl.gz", "tot_crosswords_dfs.jsonl.gz"])
 def test_second_order_statistics_are_kept_better_than_by_a_markov_baseline(name: str) -> None:
     """K25, X9, part: child width given what became of the parent and its siblings; beams and budgets."""
@@ -355,6 +352,7 @@ def test_second_order_statistics_are_kept_better_than_by_a_markov_baseline(name:
         assert ours_is < theirs_is, (what, source[what], ours_is, theirs_is)
 
 
+@needs_public
 @pytest.mark.parametrize("name", ["tot_game24_trees.jsonl.gz", "tot_crosswords_dfs.jsonl.gz"])
 def test_beams_and_budgets_of_real_searches_hold(name: str) -> None:
     """K25: five nodes of each level are expanded, and searches stop at a hundred visits."""

@@ -24,10 +24,10 @@ from mallee.traces.read import read_workload
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Request, Runs, Workload
 from support.examples import examples
+from support.public_traces import PUBLIC, needs_public
 from support.synth.families import FAMILIES
 from support.synth.sources import agents
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
 SIZE = 16
 
 
@@ -265,10 +265,10 @@ def test_sub_agents_have_a_root_of_their_own() -> None:
     assert model.classes == ("turn",)
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="no shared traces here")
+@needs_public
 def test_mooncake_from_tables() -> None:
     """X9, part: a real trace; the tables' own loss is what these bounds allow."""
-    trace = trace_of(read_workload(SHARED / "mooncake_conversation.jsonl.gz", seed=1))
+    trace = trace_of(read_workload(PUBLIC / "mooncake_conversation.jsonl.gz", seed=1))
     model = to_shareable(fit_session(trace))
     a, b = analyze(trace), analyze(made(model, len(trace)))
     for name in ("isl", "osl", "new_tokens", "gaps_s", "reuse_gap_s"):

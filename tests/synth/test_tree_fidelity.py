@@ -1,7 +1,5 @@
 """K23: what a tree model makes of a trace is like it in all that the method keeps, and only there."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -11,14 +9,13 @@ from mallee.synth.baseline.model import TreeModel, fit_tree
 from mallee.synth.compare.distances import ks
 from mallee.traces.read import read_workload
 from mallee.traces.trace import Trace, trace_of
+from support.public_traces import PUBLIC, needs_public
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
-
-pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="no shared traces here")
+pytestmark = needs_public
 
 
 def source(name: str) -> Trace:
-    return trace_of(read_workload(SHARED / name, seed=1))
+    return trace_of(read_workload(PUBLIC / name, seed=1))
 
 
 @pytest.fixture(scope="module")

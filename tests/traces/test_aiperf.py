@@ -16,18 +16,9 @@ from mallee.traces.made import fan_out_workload, sessions_workload
 from mallee.traces.read import read_workload
 from mallee.traces.workload import Workload
 from mallee.traces.write import write_workload
+from support.public_traces import KINDS, PUBLIC
 
 pytest.importorskip("aiperf", reason="aiperf is not installed (pip install aiperf==0.13.0)")
-
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
-PUBLIC = [
-    "mooncake_conversation.jsonl.gz",
-    "claude_code_sessions.jsonl.gz",
-    "miniswe_swebench_blk64.jsonl.gz",
-    "tot_game24_trees.jsonl.gz",
-    "tot_crosswords_dfs.jsonl.gz",
-    "azure2023_code.csv.gz",
-]
 
 
 def sources() -> list[Any]:
@@ -37,10 +28,10 @@ def sources() -> list[Any]:
         pytest.param(lambda: fan_out_workload(8, as_forks=True, **fan_out), id="forks"),
         pytest.param(lambda: fan_out_workload(8, as_forks=False, **fan_out), id="plain fan-out"),
     ]
-    if SHARED.is_dir():
+    if PUBLIC.is_dir():
         found += [
-            pytest.param(lambda name=name: read_workload(SHARED / name, limit=300), id=name)
-            for name in PUBLIC
+            pytest.param(lambda name=name: read_workload(PUBLIC / name, limit=300), id=name)
+            for name in KINDS
         ]
     return found
 

@@ -19,9 +19,9 @@ from mallee.traces.files.problems import Problems
 from mallee.traces.read import read_workload
 from mallee.traces.trace import trace_of
 from mallee.traces.workload import Request, Runs, compact
+from support.public_traces import KINDS, PUBLIC, needs_public
 
 DATA = Path(__file__).parent / "data"
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
 
 runs = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5)), max_size=6)
 
@@ -433,23 +433,13 @@ def test_wrong_options_are_refused(wrong: dict[str, Any]) -> None:
 # The public traces
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the public traces are not beside this checkout")
-@pytest.mark.parametrize(
-    ("name", "kind", "requests"),
-    [
-        ("mooncake_conversation.jsonl.gz", "mooncake", 12_031),
-        ("claude_code_sessions.jsonl.gz", "sessions", 40_215),
-        ("miniswe_swebench_blk64.jsonl.gz", "agentic", 402),
-        ("tot_game24_trees.jsonl.gz", "trees", 8_497),
-        ("tot_crosswords_dfs.jsonl.gz", "trees", 3_896),
-        ("azure2023_code.csv.gz", "azure", 8_819),
-    ],
-)
-def test_public_traces_are_read_whole_and_in_order(name: str, kind: str, requests: int) -> None:
-    workload = read_workload(SHARED / name)
+@needs_public
+@pytest.mark.parametrize("name", KINDS)
+def test_public_traces_are_read_whole_and_in_order(name: str) -> None:
+    workload = read_workload(PUBLIC / name)
     found = list(workload)
-    assert (workload.kind, len(found)) == (kind, requests)
-    assert [r.number for r in found] == list(range(requests))
+    assert (workload.kind, len(found)) == KINDS[name]
+    assert [r.number for r in found] == list(range(len(found)))
     assert all(a.arrival_s <= b.arrival_s for a, b in itertools.pairwise(found))
     assert all(max((*r.wait_for, r.parent)) < r.number for r in found)
     assert_chained(found[:4000])

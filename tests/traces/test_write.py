@@ -24,12 +24,9 @@ from mallee.traces.read import read_workload
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
 from mallee.traces.write import write_workload
 from support.examples import examples
+from support.public_traces import KINDS, PUBLIC, needs_public
 
 SIZE = 16
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
-needs_shared = pytest.mark.skipif(
-    not SHARED.is_dir(), reason="the public traces are not beside this checkout"
-)
 
 
 def workload(requests: Sequence[Request], id_tokens: int = SIZE) -> Workload:
@@ -369,20 +366,10 @@ def test_a_pipe_whose_reader_has_seen_enough_is_no_wrong_option(tmp_path: Path) 
         os.close(writer)
 
 
-@needs_shared
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mooncake_conversation.jsonl.gz",
-        "claude_code_sessions.jsonl.gz",
-        "miniswe_swebench_blk64.jsonl.gz",
-        "tot_game24_trees.jsonl.gz",
-        "tot_crosswords_dfs.jsonl.gz",
-        "azure2023_code.csv.gz",
-    ],
-)
+@needs_public
+@pytest.mark.parametrize("name", KINDS)
 def test_public_traces_come_back_from_agentic_rows(tmp_path: Path, name: str) -> None:
-    source = read_workload(SHARED / name, limit=1500)
+    source = read_workload(PUBLIC / name, limit=1500)
     path = tmp_path / "rows.jsonl.zst"
     write_workload(source, path, format="agentic")
     again = read_workload(path, id_tokens=source.id_tokens)

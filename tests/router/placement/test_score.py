@@ -269,23 +269,6 @@ def test_cost_is_the_documented_sum(
     assert bench.totals == pytest.approx([sum(want)], rel=1e-5)
 
 
-def test_a_lower_tier_is_used_only_if_fetching_beats_computing() -> None:
-    """K11, K15, part: blocks on a slow disk count as absent; their worker computes them."""
-    for disk_block_s, overlap in ((0.01, 9), (0.02, 6)):  # computing a block: 0.016
-        model = CostModel(
-            prefill_token_s=0.001, prefill_weight=3.0, host_block_s=0.003, disk_block_s=disk_block_s
-        )
-        bench = Bench(1, model=model)
-        bench.held[:, 0] = (2, 6, 9)
-        choice = bench.choose(Demand(160, 10, 0, 1, 1, 1), num_tiers=3)
-        assert choice is not None
-        assert choice.overlap_blocks == overlap
-        assert choice.cost.fetch_s == pytest.approx(4 * 0.003 + (overlap - 6) * 0.01)
-        choice = bench.choose(Demand(160, 10, 0, 1, 1, 1), num_tiers=1)
-        assert choice is not None
-        assert (choice.overlap_blocks, choice.cost.fetch_s) == (2, 0.0)
-
-
 COST_TABLE = [
     # tokens queued at the holder, seconds a block pulled, and what is cheapest
     (0, 0.004, "wait"),
