@@ -18,7 +18,6 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[dict[str, Any],
     return report, "\n".join(table)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_a_report_carries_all_that_its_figures_depend_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -46,7 +45,6 @@ def test_a_report_carries_all_that_its_figures_depend_on(
         assert {"max_step_tokens", "policy", "chunked", "continuous"} <= set(config["scheduler"])
 
 
-@pytest.mark.slow
 def test_orders_trade_first_tokens_for_even_ones(capsys: pytest.CaptureFixture[str]) -> None:
     """I21, D22: on mixed and shared-prefix loads, with throughput, TTFT, ITL and starvation."""
     report, table = run(capsys, "--workloads", "")
