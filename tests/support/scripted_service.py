@@ -1,7 +1,7 @@
 """A service over HTTP whose answers a test gives, and which can go away and come back at its address."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
@@ -13,7 +13,7 @@ from mallee.actors.addresses import free_port
 from support.live_api import Serving
 
 Body: TypeAlias = str | dict[str, Any]
-Answer: TypeAlias = Body | tuple[int, Body] | Callable[[], Body]
+Answer: TypeAlias = Body | tuple[int, Body] | Callable[[], Body | Awaitable[Body]]
 
 
 class ScriptedService:
@@ -32,7 +32,9 @@ class ScriptedService:
         asked = f"{request.method} {request.url.path}"
         self.asked.append(asked)
         found = self.answers.get(asked, (404, error("no such path", "not_found")))
-        body = found() if callable(found) else found
+        body: Any = found() if callable(found) else found
+        if isinstance(body, Awaitable):
+            body = await body
         status, body = body if isinstance(body, tuple) else (200, body)
         return Response(body if isinstance(body, str) else json.dumps(body), status)
 

@@ -22,6 +22,9 @@ START: Final = 1000.0  # s, of each loop's time
 OUTSIDE_S: Final = (
     20.0  # of real time, for a process or a thread outside to be heard of when no timer is left
 )
+LIMIT_S: Final = (
+    90.0  # of processor time without a moment in which nothing was ready: a circle without an end
+)
 MAX_IDLE_S: Final = (
     7 * 86400.0
 )  # of virtual time in which only timers ring: a test that would never end
@@ -68,6 +71,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._last_port = 50000
         self._running: set[asyncio.Task[Any]] = set()
         self._lively_at = START
+        self._rounds = 0  # since nothing was ready
+        self._rounds_began = 0.0
         self._claims: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         super().__init__()
 
@@ -114,11 +119,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._process_events(self._selector.select(0))  # type: ignore[attr-defined]
         if self._ready:  # type: ignore[attr-defined]
             self._lively_at = self._now
+            self._count_round()
         else:
+            self._rounds = 0
             self._skip()
         super()._run_once()  # type: ignore[misc]
         if self._claims:
             self._ask_claims()
+
+    def _count_round(self) -> None:
+        if not self._rounds:
+            self._rounds_began = time.process_time()
+        self._rounds += 1
+        if self._rounds % 1000 == 0 and time.process_time() - self._rounds_began > LIMIT_S:
+            raise Stuck(f"time stood still for {LIMIT_S:g} s of processor time; {self._tasks()}")
 
     def _skip(self) -> None:
         """Go on to the next timer; without one, wait for what is outside."""

@@ -1,7 +1,6 @@
 """The panes of `mallee top`: texts of its screen, at a service whose answers are given."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from mallee.cli.remote.screen.app import Top
 from mallee.cli.remote.screen.asking import LiveService
 from support.screens import has, shown
 from support.scripted_service import Answer, ScriptedService, error
+from support.waiting import elapse
 
 REQUEST = "req_561337a4bdf3028b7bc6fb1dd9fe41570f5e8b57"
 COUNTERS = """\
@@ -315,10 +315,10 @@ async def test_nonsense_of_a_service_is_told() -> None:
 
 async def test_a_service_that_hangs_blocks_no_key_and_no_end() -> None:
     """A look is given up after its limit."""
-    hung, answers = threading.Event(), script()
+    answers = script()
 
-    def hang() -> dict[str, Any]:
-        hung.wait(20)
+    async def hang() -> dict[str, Any]:
+        await elapse(20)
         return HEALTH
 
     async with opened(answers, timeout_s=0.3) as (app, pilot, _):
@@ -333,4 +333,3 @@ async def test_a_service_that_hangs_blocks_no_key_and_no_end() -> None:
         assert app.current_theme.dark is not dark
         await pilot.press("q")
         assert app.return_code == 0
-        hung.set()
