@@ -2,13 +2,13 @@
 
 import gc
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from support.lanes import LANDING, is_in_real_time, lane_of
 from support.virtual import threads
 from support.virtual.loop import VirtualLoop
 
@@ -22,6 +22,8 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 # Ray's own processes start slowly where the machine is busy; after 30 s it would give up.
 os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+
+_LANES = {"process": "nightly", "smoke": "smoke"}  # by the expression that asks for them
 
 settings.register_profile(
     "all", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -43,24 +45,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where model tests compute: cpu, cuda, cuda:1")
 
 
-_NIGHTLY = re.compile(r"\bmark\.process\b|\bPROCESS_MARKS\b")
-_SMOKE = re.compile(r"\bmark\.smoke\b")
-_REAL_TIME = re.compile(rf"{_NIGHTLY.pattern}|{_SMOKE.pattern}|\bmark\.real_time\b")
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Don't import files of the other lane, where one lane is asked for: their imports take half a minute."""
-    asked = config.getoption("markexpr")
-    if not collection_path.name.startswith("test_"):
+    """Don't import files of other lanes, where one lane is asked for: their imports take half a minute."""
+    asked = str(config.getoption("markexpr"))
+    lane = "landing" if asked.startswith(LANDING) else _LANES.get(asked)
+    if lane is None or not collection_path.name.startswith("test_"):
         return None
-    if asked.startswith("not process and not smoke"):
-        other = _NIGHTLY
-    elif asked in ("process", "smoke"):
-        text = collection_path.read_text(encoding="utf-8")
-        return None if (_NIGHTLY if asked == "process" else _SMOKE).search(text) else True
-    else:
-        return None
-    return True if other.search(collection_path.read_text(encoding="utf-8")) else None
+    return None if lane_of(collection_path) == lane else True
 
 
 def pytest_collection_finish() -> None:
@@ -72,7 +63,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="module")
 def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, object]]:
     """The event loop of `async def` tests and fixtures: in virtual time, but for files marked otherwise."""
-    if _REAL_TIME.search(Path(request.path).read_text(encoding="utf-8")):
+    if is_in_real_time(Path(request.path)):
         return "asyncio", {}
     threads.step_engines()
     return "asyncio", {"loop_factory": VirtualLoop}

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
+from support.lanes import is_in_real_time
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # What modules whose name starts with the key may import of ours. The longest key that fits counts.
@@ -305,7 +307,6 @@ REAL = {
     *("asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell"),
     *("multiprocessing.Process", "multiprocessing.get_context"),
 }
-MARKED = re.compile(r"\bmark\.(process|smoke|real_time)\b|\bPROCESS_MARKS\b")
 
 
 def real_calls(tree: ast.Module) -> Iterator[str]:
@@ -322,7 +323,7 @@ def test_real_time_and_processes_are_in_files_marked_so() -> None:
     offenders = [
         f"{path.relative_to(ROOT)}:{call}"
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
-        if not MARKED.search(path.read_text())
+        if not is_in_real_time(path)
         for call in real_calls(parsed(path))
     ]
     assert not offenders

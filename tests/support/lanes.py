@@ -10,8 +10,14 @@ LANDING: Final = "not process and not smoke"  # the expression after pytest's -m
 
 _NIGHTLY = re.compile(r"\bmark\.process\b|\bPROCESS_MARKS\b")
 _SMOKE = re.compile(r"\bmark\.smoke\b")
+_REAL_TIME = re.compile(r"\bmark\.real_time\b")
 
 
 def lane_of(path: Path) -> Lane:
     text = path.read_text(encoding="utf-8")
     return "nightly" if _NIGHTLY.search(text) else "smoke" if _SMOKE.search(text) else "landing"
+
+
+def is_in_real_time(path: Path) -> bool:
+    """Whether the event loop of the file's tests is the system's; else it is one in virtual time."""
+    return lane_of(path) != "landing" or bool(_REAL_TIME.search(path.read_text(encoding="utf-8")))
