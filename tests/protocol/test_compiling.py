@@ -1,4 +1,4 @@
-"""What processes compile: kernels once for all of them, and none after the router was made."""
+"""Kernels: compiled once for all processes, and none after the router was made."""
 
 import os
 import subprocess
