@@ -24,7 +24,7 @@ from mallee.worker.storage.files import Directory
 from support.live_fleet import LiveFleet, running
 from support.versions import VersionedForward, Weights
 from support.volumes import volume_tiers
-from support.waiting import until
+from support.waiting import elapse, until
 
 SPEC = mock_spec(max_model_len=4096)
 PROMPT = as_tokens([i % 61 for i in range(160)])
@@ -37,13 +37,11 @@ class Gate:
         self.may_go = threading.Event()
         self.may_go.set()
         self.is_waiting = threading.Event()
-        self.threads: list[int] = []
 
     def hold(self) -> None:
         self.may_go.clear()
 
     def passed(self) -> None:
-        self.threads.append(threading.get_ident())
         if not self.may_go.is_set():
             self.is_waiting.set()
             assert self.may_go.wait(20)
@@ -114,13 +112,12 @@ async def test_a_life_that_writes_for_long_ends_before_the_next_one_opens_its_vo
         capsule = await s.keep()
         s.writes.hold()
         demoted = asyncio.create_task(s.gateways[0].demote(capsule, DISK, COMMON))
-        await asyncio.to_thread(s.writes.is_waiting.wait, 10)
+        await until(s.writes.is_waiting.is_set)
         await s.begin_change("one")
         await until(lambda: s.served == [])
-        for _ in range(20):
-            await asyncio.sleep(0.01)
-            assert s.served == [], "two lives share a volume"
-            assert s.host.healthy()
+        await elapse(0.2)
+        assert s.served == [], "two lives share a volume"
+        assert s.host.healthy()
         s.writes.may_go.set()
         await until(lambda: s.served == ["one"])
         with pytest.raises(WorkerLost):
@@ -137,8 +134,8 @@ async def test_the_next_life_looks_through_its_volume_beside_the_loop(tmp_path: 
         await s.gateways[0].demote(await s.keep(), DISK, COMMON)
         s.looks.hold()
         await s.begin_change("one")
-        await asyncio.to_thread(s.looks.is_waiting.wait, 10)
-        assert s.looks.threads[-1] != threading.get_ident()
+        await until(s.looks.is_waiting.is_set)
+        await elapse(5.0)
         assert s.host.healthy()
         assert s.served == []
         s.looks.may_go.set()
@@ -157,7 +154,7 @@ async def test_a_life_that_does_not_end_or_begin_in_time_fails_its_host(
         if limit == "MAX_END_S":
             s.writes.hold()
             waits.append(asyncio.create_task(s.gateways[0].demote(capsule, DISK, COMMON)))
-            await asyncio.to_thread(s.writes.is_waiting.wait, 10)
+            await until(s.writes.is_waiting.is_set)
         else:
             s.looks.hold()
         await s.begin_change("one")
@@ -178,7 +175,7 @@ async def test_the_end_of_an_engine_is_told_when_all_of_it_is_over(tmp_path: Pat
         capsule = await s.keep()
         s.writes.hold()
         waits = asyncio.create_task(s.gateways[0].demote(capsule, DISK, COMMON))
-        await asyncio.to_thread(s.writes.is_waiting.wait, 10)
+        await until(s.writes.is_waiting.is_set)
         assert not await runner.stop(RuntimeError("over"), within_s=0.05)
         s.writes.may_go.set()
         assert await runner.stop(RuntimeError("over"), within_s=10.0)

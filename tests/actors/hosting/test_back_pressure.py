@@ -1,9 +1,6 @@
 """A host with a real engine behind real sockets, and gateways that read nothing, stall or die. K28, part."""
 
 import asyncio
-import socket
-import sys
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -49,22 +46,36 @@ def generate(request: str, max_tokens: int, n: int = 1, logprobs: int = -1) -> G
     )
 
 
-def talk(path: str) -> socket.socket:
-    """A connection whose greeting was right, with small buffers; blocks."""
-    found = socket.socket(socket.AF_UNIX)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    found.connect(path)
-    greeting = DialerGreeting(SECRET, "by hand")
-    answer = greeting.take(_body(found))
-    assert answer is not None
-    found.sendall(wire.message(wire.GREETING, answer))
-    assert greeting.take(_body(found)) is None
-    return found
+class Raw:
+    """A connection whose greeting was right, that sends and reads by hand; until then it takes little in."""
 
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self._writer = writer
 
-def _body(found: socket.socket) -> bytes:
-    size = int.from_bytes(found.recv(4, socket.MSG_WAITALL), "little")
-    return found.recv(1 + size, socket.MSG_WAITALL)[1:]
+    @classmethod
+    async def to(cls, path: str) -> "Raw":
+        found = cls(*await asyncio.open_unix_connection(path, limit=4096))
+        greeting = DialerGreeting(SECRET, "by hand")
+        answer = greeting.take((await found.receive())[1])
+        assert answer is not None
+        found.send(wire.GREETING, answer)
+        assert greeting.take((await found.receive())[1]) is None
+        return found
+
+    async def receive(self) -> tuple[int, bytes]:
+        """The kind of a message, and its body."""
+        head = await self.reader.readexactly(5)
+        return head[4], await self.reader.readexactly(int.from_bytes(head[:4], "little"))
+
+    def send(self, kind: int, body: bytes) -> None:
+        self._writer.write(wire.message(kind, body))
+
+    def ask(self, *commands: Generate) -> None:
+        self.send(wire.BATCH, encode([Parcel(*LIFE, commands)]))
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 class Listener:
@@ -93,11 +104,11 @@ async def test_a_gateway_that_reads_nothing_is_cut_at_a_bound_and_others_go_on(
 ) -> None:
     bound = 1 << 20
     async with served(rig, tmp_path, max_waiting_nbytes=bound) as r:
-        deaf = await asyncio.to_thread(talk, r.path)
+        deaf = await Raw.to(r.path)
         reader = Listener(r.host.address)
         await reader.ask("before", 8)
-        commands = tuple(generate(f"x{i}", 1000, n=4, logprobs=8) for i in range(4))
-        deaf.sendall(wire.message(wire.BATCH, encode([Parcel(*LIFE, commands)])))
+        deaf.ask(*(generate(f"x{i}", 1000, n=4, logprobs=8) for i in range(4)))
+        await until(lambda: "by hand" in r.host.gateways)
         stream = r.host._streams._streams["by hand"]
         most = 0
 
@@ -119,76 +130,27 @@ async def test_a_gateway_that_reads_nothing_is_cut_at_a_bound_and_others_go_on(
 
 async def test_a_gateway_that_stalls_gets_every_token_later(rig: Any, tmp_path: Path) -> None:
     async with served(rig, tmp_path) as r:
-        slow = await asyncio.to_thread(talk, r.path)
-        commands = tuple(generate(f"x{i}", 600, n=4, logprobs=8) for i in range(2))
-        slow.sendall(wire.message(wire.BATCH, encode([Parcel(*LIFE, commands)])))
-        await until(lambda: r.host.stats().open_requests == 2)
+        slow = await Raw.to(r.path)
+        slow.ask(*(generate(f"x{i}", 1000, n=4, logprobs=8) for i in range(4)))
+        await until(lambda: r.engine.stats().jobs > 0)
         await until(lambda: r.engine.stats().jobs == 0)
         assert r.host._streams._streams["by hand"].waiting_nbytes > 0
-        got = await asyncio.to_thread(_tokens, slow, 8 * 600)
-        assert got == 8 * 600
-        slow.close()
-
-
-def _tokens(found: socket.socket, wanted: int) -> int:
-    """The number of tokens that came, once those wanted did: each at its position."""
-    got: Counter[tuple[str, int]] = Counter()
-    with found.makefile("rb") as stream:
-        while got.total() < wanted:
-            head = stream.read(5)
-            raw = stream.read(int.from_bytes(head[:4], "little"))
-            if head[4] == wire.REPORTS:
+        got: Counter[tuple[str, int]] = Counter()
+        while got.total() < 16_000:
+            kind, raw = await slow.receive()
+            if kind == wire.REPORTS:
                 for update in (u for r in decode_reports(raw) for u in r.frame.updates):
                     assert update.position == got[update.request, update.branch]
                     got[update.request, update.branch] += len(update.tokens)
-    return got.total()
+        assert got.total() == 16_000
+        slow.close()
 
 
 async def test_a_gateway_that_goes_frees_its_branches_at_once(rig: Any, tmp_path: Path) -> None:
     async with served(rig, tmp_path) as r:
-        r.forward.delay_s = 0.002
-        gone = await asyncio.to_thread(talk, r.path)
-        gone.sendall(wire.message(wire.BATCH, encode([Parcel(*LIFE, (generate("x", 900),))])))
+        gone = await Raw.to(r.path)
+        gone.ask(generate("x", 900))
         await until(lambda: r.engine.stats().jobs == 1)
         gone.close()
-        await until(lambda: r.engine.stats().jobs == 0, 1.0)
+        await until(lambda: r.engine.stats().jobs == 0, 0.01)
         assert not r.host.gateways
-
-
-DIES = """
-import asyncio, sys
-from mallee.actors.transport.server import SocketServer
-from support.local_transport import SECRET
-
-class Host:
-    def open(self, gateway, sink):
-        return self
-    def submit(self, raw):
-        pass
-    def close(self):
-        pass
-
-async def serve():
-    server = SocketServer(Host(), SECRET)
-    await server.listen_unix(sys.argv[1])
-    await asyncio.Event().wait()
-
-asyncio.run(serve())
-"""
-
-
-async def test_a_worker_that_is_killed_is_lost_within_milliseconds(tmp_path: Path) -> None:
-    path = str(tmp_path / "h.sock")
-    tests = Path(__file__).parents[2]  # where `support` is
-    child = await asyncio.create_subprocess_exec(sys.executable, "-c", DIES, path, cwd=tests)
-    lost: list[float] = []
-    transport = SocketTransport("g", SECRET)
-    transport.link(
-        *LIFE, f"unix:{path}", lambda frame: None, lambda reason: lost.append(time.monotonic())
-    )
-    await until(lambda: transport._hosts[path].is_connected)
-    child.kill()
-    killed = time.monotonic()
-    await until(lambda: bool(lost), 1.0)
-    assert lost[0] - killed < 0.5
-    await child.wait()
