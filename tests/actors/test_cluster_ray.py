@@ -1,4 +1,4 @@
-"""Ray Serve's own settings, as builders and replicas see them, in a Ray of their own process."""
+"""The address that Serve listens on, as builders and replicas see it, in a Ray of their own process."""
 
 import json
 import os
@@ -11,6 +11,7 @@ import pytest
 from mallee.actors.addresses import free_port
 from mallee.actors.proxy.choice import SWITCH, haproxy_binary, serving_environment
 from support.folders import short_folder
+from support.mock_scene import make_folder, mock_config
 
 pytestmark = [pytest.mark.process, pytest.mark.ray, pytest.mark.slow]
 
@@ -32,14 +33,23 @@ def app(args):
 """
 
 DRIVER = """
-import json, sys
+import json, os, sys
 import httpx, ray
 from ray import serve
 from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ServeDeploySchema
+from mallee.actors.app import app as mallee
 from mallee.actors.cluster import exposure, http_host
+from mallee.actors.config import AppConfig
 
-host, port = sys.argv[1], int(sys.argv[2])
+def refusal(config):
+    try:
+        mallee(config)
+    except RayServeException as error:
+        return str(error)
+
+host, port, config = sys.argv[1], int(sys.argv[2]), AppConfig.model_validate_json(sys.argv[3])
 ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", num_cpus=4,
          object_store_memory=100 << 20)
 before = http_host()
@@ -53,22 +63,26 @@ seen = None
 while seen is None:
     answer = httpx.get(f"http://{host}:{port}/")
     seen = answer.json() if answer.status_code == 200 else None
-print(json.dumps([before, *seen]))
+without_key = refusal(config)
+os.environ["MALLEE_API_KEY"] = "a-key-of-the-operator"
+print(json.dumps({"hosts": [before, *seen], "refusals": [without_key, refusal(config)]}))
 """
 
 
 # Each other than the default, which is every interface in HAProxy mode.
-@pytest.mark.parametrize(("is_haproxy", "host"), [(False, "127.0.0.2"), (True, "127.0.0.1")])
-def test_builders_and_replicas_know_the_address_that_serve_listens_on(
-    is_haproxy: bool, host: str
+@pytest.mark.parametrize(("is_haproxy", "host"), [(False, "0.0.0.0"), (True, "127.0.0.1")])
+def test_the_address_that_serve_listens_on_is_known_and_wants_a_key_if_others_reach_it(
+    is_haproxy: bool, host: str, tmp_path: Path
 ) -> None:
     if is_haproxy and haproxy_binary() is None:
         pytest.skip("needs HAProxy")
+    config = mock_config(make_folder(tmp_path)).model_dump_json()
+    environment = {name: value for name, value in os.environ.items() if name != "MALLEE_API_KEY"}
     with short_folder() as folder:
         (Path(folder) / "hosts.py").write_text(APP)
         done = subprocess.run(
-            [sys.executable, "-c", DRIVER, host, str(free_port())],
-            env=os.environ
+            [sys.executable, "-c", DRIVER, host, str(free_port()), config],
+            env=environment
             | (serving_environment(Path(folder)) if is_haproxy else {SWITCH: "0"})
             | {
                 "PYTHONPATH": folder,
@@ -79,4 +93,11 @@ def test_builders_and_replicas_know_the_address_that_serve_listens_on(
             timeout=120,
             check=True,
         )
-    assert json.loads(done.stdout.splitlines()[-1]) == [None, host, host]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["hosts"] == [None, host, host]
+    without_key, with_key = found["refusals"]
+    assert with_key is None
+    if host == "0.0.0.0":
+        assert without_key.startswith(f"{host} listens beyond this machine, and no API key is set")
+    else:
+        assert without_key is None
