@@ -23,24 +23,25 @@ WAYS: Final[dict[str, tuple[Sampling, Grammar | None]]] = {
     "sampled": (Sampling(1.0, seed=11), None),
     "constrained": (Sampling(1.0, seed=12), CHOICE),
 }
-MODELS: Final = [
-    ("llama", "float32", "auto"),
-    ("llama", "bfloat16", "auto"),
-    ("llama", "float32", "fp8"),
-    ("qwen3", "float32", "auto"),
-    ("qwen3", "bfloat16", "fp8"),
-    ("qwen3", "bfloat16", "scaled fp8"),
-    ("gemma3_text", "float32", "auto"),
-    ("gemma3_text", "bfloat16", "fp8"),
-    ("gemma3_text", "float32", "scaled fp8"),
+CASES: Final = [
+    ("llama", "float32", "auto", "greedy"),
+    ("llama", "bfloat16", "auto", "sampled"),
+    ("llama", "float32", "fp8", "constrained"),
+    ("qwen3", "float32", "auto", "sampled"),
+    ("qwen3", "bfloat16", "fp8", "greedy"),
+    ("qwen3", "bfloat16", "scaled fp8", "constrained"),
+    ("gemma3_text", "float32", "auto", "constrained"),
+    ("gemma3_text", "bfloat16", "fp8", "greedy"),
+    ("gemma3_text", "float32", "scaled fp8", "sampled"),
 ]
-"""Families, types of weights, types of KV."""
+"""Families, types of weights, types of KV, ways to draw."""
+MODELS: Final = [case[:3] for case in CASES]
 
 
 def tiny_forward(
     kind: str, dtype: str, kv_dtype: str, *, num_blocks: int, block_size: int
 ) -> TorchForward:
-    """A model for one of MODELS; Gemma's window is shorter than PROMPT."""
+    """A model for one of CASES; Gemma's window is shorter than PROMPT."""
     model = random_model(kind, 5, **({"sliding_window": 10} if kind == "gemma3_text" else {}))
     if kv_dtype == "scaled fp8":
         model, kv_dtype = with_kv_scales(model), "fp8"

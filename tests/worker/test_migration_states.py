@@ -33,7 +33,7 @@ from support.lending import Neighbours, ShortLoan, holder
 from support.tiered_machine import TieredMachine, TieredWindowMachine
 from support.tiers import LateMover, make_tiers
 
-pytestmark = pytest.mark.usefixtures("small_window_pools")
+pytestmark = pytest.mark.usefixtures("one_thread", "small_window_pools")
 
 SPANS = st.one_of(
     st.just(()),

@@ -10,7 +10,7 @@ from support.engine_machine import QUIET
 from support.examples import examples
 from support.tiered_machine import TieredMachine, TieredTorchMachine, TieredWindowMachine
 
-pytestmark = pytest.mark.usefixtures("small_window_pools")
+pytestmark = pytest.mark.usefixtures("one_thread", "small_window_pools")
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from support.exact_capsules import (
+    CASES,
     CUTS,
     LIMITS,
-    MODELS,
     PROMPT,
     WAYS,
     drawn_with_captures,
@@ -118,8 +118,7 @@ def _raise(error: MalleeError) -> None:
     raise error
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("kind", "dtype", "kv_dtype"), MODELS)
+@pytest.mark.parametrize(("kind", "dtype", "kv_dtype", "way"), CASES)
 def test_a_capsule_that_moved_goes_on_as_if_it_had_stayed(
     kind: str, dtype: str, kv_dtype: str, way: str
 ) -> None:

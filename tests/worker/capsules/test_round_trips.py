@@ -30,9 +30,9 @@ from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.storage.files import Directory
 from mallee.worker.storage.volume import Volume, VolumeConfig
 from support.exact_capsules import (
+    CASES,
     CUTS,
     LIMITS,
-    MODELS,
     PROMPT,
     WAYS,
     drawn_with_captures,
@@ -93,8 +93,7 @@ def flood(engine: Engine, name: str) -> None:
     run(engine, Generate(name, pack_tokens([3 + i % 90 for i in range(size)]), Limits(2)))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("kind", "dtype", "kv_dtype"), MODELS)
+@pytest.mark.parametrize(("kind", "dtype", "kv_dtype", "way"), CASES)
 def test_a_capsule_goes_to_every_tier_and_back_bit_by_bit(
     kind: str, dtype: str, kv_dtype: str, way: str, tmp_path: Path
 ) -> None:
