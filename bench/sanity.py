@@ -5,7 +5,7 @@
 A family's name is that of a tiny random model; anything else is a checkpoint, as `mallee serve --model` takes
 it. All compute in float32 on the CPU. A phase has one feature more than the one before it, so that a fault is
 named by the first that differs; the last one drafts, and each request tells how many of its drafts were
-accepted. The last line is one JSON object. Exit status 1: some answer differs from that of `plain`.
+accepted. The last line is one JSON object. Exit status 1: some answer differs from that of the first phase.
 """
 
 import argparse
@@ -123,16 +123,20 @@ def play(forward: TorchForward, config: EngineConfig) -> Answers:
 
 
 def examine(make: MakeForward, wanted: Sequence[str]) -> dict[str, Any]:
-    """By phase the branches that differ from those of `plain`, and the drafts of each request."""
+    """By phase the branches that differ from those of the first, and the drafts of each request.
+
+    Prints a line for each phase.
+    """
     found: dict[str, Any] = {"differ": {}, "requests": {}}
     every, plain = phases(), None
     for name in wanted:
         config = every[name]
         answers = play(make(BLOCK_SIZE if config.paged else LENGTH), config)
         plain = plain or answers
-        found["differ"][name] = [
+        differ = found["differ"][name] = [
             branch for branch, tokens in answers.tokens.items() if tokens != plain.tokens[branch]
         ]
+        print(f"  {name:<12} {'differs in ' + ', '.join(differ) if differ else 'same'}", flush=True)
         for request, num in answers.drafted.items():
             if num:
                 found["requests"][request] = {"drafted": num, "accepted": answers.accepted[request]}
@@ -148,8 +152,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for model in args.models:
         print(model)
         found = models[model] = examine(maker(model), args.phases)
-        for phase, branches in found["differ"].items():
-            print(f"  {phase:<12} {'differs in ' + ', '.join(branches) if branches else 'same'}")
         for request, drafts in found["requests"].items():
             print(
                 f"  request {request}: {drafts['accepted']} of {drafts['drafted']} drafts accepted"
