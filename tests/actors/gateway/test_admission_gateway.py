@@ -33,7 +33,8 @@ from mallee.testing.bus import LocalBus, LocalHub
 from mallee.testing.forward import linear_tokens
 from support.live_fleet import make_gateway
 from support.local_transport import LocalTransport
-from support.waiting import until
+from support.virtual.threads import TURN_S
+from support.waiting import elapse, until
 
 SPEC = mock_spec(max_model_len=4096)
 BLOCK = 16
@@ -381,7 +382,7 @@ async def test_thirty_requests_through_two_rows_of_a_real_engine_all_get_their_t
             nonlocal most
             while True:
                 most = max(most, *(view.rows for view in router.workers()))
-                await asyncio.sleep(0)
+                await elapse(TURN_S / 2)
 
         watching = asyncio.create_task(watch())
         await asyncio.gather(*(one(i) for i in range(30)))
