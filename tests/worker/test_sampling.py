@@ -2,7 +2,6 @@
 
 import json
 import random
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from mallee.protocol.messages import Fork, Generate, Grammar, Limits, Prefill, S
 from mallee.testing.forward import MockForward
 from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
-from mallee.worker.forward import Draw, ForwardBatch, Logits, TokenHistory, distinct
+from mallee.worker.forward import Draw, TokenHistory, distinct
 from mallee.worker.records import EngineConfig
 
 EOS = 63
@@ -157,51 +156,15 @@ def test_only_capsules_inside_a_text_can_be_inherited_from(bench: Any) -> None:
         assert "not inside" in bench.answers[f"f{i}", -1].error.message
 
 
-def plain_engine(
-    forward: Any, structures: MockStructures | None, *, overlap: bool = True
-) -> Engine:
+def plain_engine(forward: Any, structures: MockStructures | None) -> Engine:
     return Engine(
         forward,
-        config=EngineConfig(overlap=overlap),
+        config=EngineConfig(),
         clock=lambda: 0.0,
         worker=WorkerId("w0"),
         incarnation=Incarnation(1),
         structures=structures,
     )
-
-
-class WatchfulForward(MockForward):
-    """Computes only once the masks are being computed, if that is asked for."""
-
-    filling: threading.Event | None = None
-
-    def forward(self, batch: ForwardBatch) -> list[Logits]:
-        if self.filling is not None:
-            assert self.filling.wait(10), "masks wait for the forward pass"
-            self.filling.clear()
-        return list(super().forward(batch))
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_masks_are_computed_while_the_model_computes(overlap: bool) -> None:
-    """D11, part: a forward pass that waits for the masks to begin gets its wish; the order is kept."""
-    forward = WatchfulForward(mock_spec(eos_token_ids=(EOS,)), num_blocks=64, block_size=4)
-    filling = threading.Event()
-    threads: set[str] = set()
-
-    def on_fill(_: int) -> None:
-        threads.add(threading.current_thread().name)
-        filling.set()
-
-    engine = plain_engine(forward, MockStructures(64, (EOS,), on_fill), overlap=overlap)
-    forward.filling = filling
-    engine.submit(generate("r", choice(*PATHS)), "g")
-    tokens: list[int] = []
-    while engine.has_work:
-        for frame in engine.step().frames.values():
-            tokens += [t for update in frame.updates for t in update.tokens]
-    assert tokens in PATHS
-    assert (threading.current_thread().name in threads) is not overlap
 
 
 def test_min_tokens_holds_back_ends(bench: Any) -> None:
