@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -71,12 +72,11 @@ def run(engine: Engine, *commands: Command) -> tuple[dict[str, list[int]], list[
     replies: list[CapsuleReply] = []
     for command in commands:
         engine.submit(command, "g")
-    deadline = time.monotonic() + 30
+    moved = Event()
+    engine.notify(moved.set)
     while engine.has_work or (engine._lower is not None and engine._lower.num_moving):
-        assert time.monotonic() < deadline
-        if not engine.has_work:
-            time.sleep(1e-4)
-            continue
+        assert engine.has_work or moved.wait(30)
+        moved.clear()
         for frame in engine.step().frames.values():
             replies += frame.replies
             for update in frame.updates:

@@ -41,6 +41,7 @@ from mallee.worker.sched.policy import SchedulerConfig
 from support.capturing import Course, course, resume
 from support.exact_capsules import LIMITS, MODELS, NUM, PROMPT, tiny_forward
 from support.lending import Neighbours, holder
+from support.waiting import until
 
 CUT = 19
 BLOCK_SIZE = 4
@@ -75,21 +76,17 @@ def engine_over(forward: TorchForward, peers: Lender, life: int = 1) -> Engine:
     )
 
 
-def run(engine: Engine, *commands: Command, later: Any = None) -> Course:
+async def run(engine: Engine, *commands: Command, later: Any = None) -> Course:
     """Until nothing is left to do or under way."""
     found = course(engine, *commands, later=later)
-    assert engine._lower is not None
-    deadline = time.monotonic() + 30
-    while engine._lower.num_moving and time.monotonic() < deadline:
+    lower = engine._lower
+    assert lower is not None
+    while lower.num_moving:
+        await until(lambda: engine.has_work or not lower.num_moving)
         more = course(engine)
         for key, tokens in more.tokens.items():
             found.tokens.setdefault(key, []).extend(tokens)
         found.last.update(more.last)
-        time.sleep(1e-4)
-    more = course(engine)
-    for key, tokens in more.tokens.items():
-        found.tokens.setdefault(key, []).extend(tokens)
-    found.last.update(more.last)
     return found
 
 
@@ -135,7 +132,7 @@ class Side:
             continuation=record.continuation,
             holders=(found.holder,),
         )
-        course_of = run(self.engine, command)
+        course_of = await run(self.engine, command)
         incoming.close()
         return course_of
 
@@ -154,7 +151,7 @@ async def test_a_file_goes_on_elsewhere_as_the_very_branch_bit_by_bit(
     here, there = Side(forward(), tmp_path), Side(forward(), tmp_path)
     command = Generate("r", pack_tokens(PROMPT), LIMITS, sampling, grammar=grammar)
     first = -(-len(PROMPT) // 16)  # steps until it draws
-    whole = run(here.engine, command, later={first + CUT - 1: [Capture("c", "r")]})
+    whole = await run(here.engine, command, later={first + CUT - 1: [Capture("c", "r")]})
     tokens = whole.tokens["r", 0]
     assert len(tokens) == NUM
     data = await here.sent("c.0")
@@ -165,7 +162,7 @@ async def test_a_file_goes_on_elsewhere_as_the_very_branch_bit_by_bit(
     assert last.cached_tokens == num - 1  # all that had KV
     assert there.engine.stats().num_prefill_tokens == 0
     assert await there.sent("i.0") == data
-    again = run(there.engine, resume("again", "i.0"))
+    again = await run(there.engine, resume("again", "i.0"))
     assert again.tokens["again", 0] == tokens[num - len(PROMPT) :]
     for side in (here, there):
         side.engine.check()
@@ -178,12 +175,12 @@ async def test_nobody_elses_prompt_finds_what_was_imported(tmp_path: Path) -> No
     model = random_model("llama", 5)
     here = Side(model.forward(num_blocks=121), tmp_path)
     there = Side(model.forward(num_blocks=121), tmp_path)
-    run(here.engine, Prefill("p", pack_tokens(PROMPT)))
+    await run(here.engine, Prefill("p", pack_tokens(PROMPT)))
     came = await there.taken("i", await here.sent("p.0"))
     assert came.last["i", 0].cached_tokens == len(PROMPT)
     for salt in ("", "mine", "other"):
         asked = Generate(f"g{salt}", pack_tokens(PROMPT), Limits(1), salt=salt)
-        assert run(there.engine, asked).last[f"g{salt}", 0].cached_tokens == 0
+        assert (await run(there.engine, asked)).last[f"g{salt}", 0].cached_tokens == 0
     for side in (here, there):
         side.engine.close()
         side.pool.shutdown()
@@ -193,12 +190,12 @@ async def test_a_file_whose_lender_is_gone_is_computed_from_its_text(tmp_path: P
     model = random_model("llama", 5)
     here = Side(model.forward(num_blocks=121), tmp_path)
     there = Side(model.forward(num_blocks=121), tmp_path)
-    run(here.engine, Prefill("p", pack_tokens(PROMPT)))
+    await run(here.engine, Prefill("p", pack_tokens(PROMPT)))
     gone = Holder("g0", 1, "nowhere", len(PROMPT), "gone")
-    found = run(there.engine, Prefill("p", pack_tokens(PROMPT), holders=(gone,)))
+    found = await run(there.engine, Prefill("p", pack_tokens(PROMPT), holders=(gone,)))
     assert found.last["p", 0].prefill_tokens == len(PROMPT)
     limits = Limits(9, ignore_eos=True)
-    forks = [run(side.engine, resume_free(limits)).tokens["f", 0] for side in (here, there)]
+    forks = [(await run(side.engine, resume_free(limits))).tokens["f", 0] for side in (here, there)]
     assert forks[0] == forks[1]
     for side in (here, there):
         side.engine.close()

@@ -1,7 +1,6 @@
 """Jobs split over several workers: gateway, workers and engines in one process (mocked model)."""
 
 import asyncio
-import time
 from contextlib import AbstractAsyncContextManager
 
 import pytest
@@ -15,10 +14,9 @@ from mallee.protocol.messages import Limits, Sampling
 from mallee.router.config import CostModel, RouterConfig, SpillModel
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
 from mallee.router.dispatch.shards import Shard
-from mallee.testing.forward import MockForward, linear_tokens
-from mallee.worker.forward import ForwardBatch, Logits
+from mallee.testing.forward import linear_tokens
 from support.live_fleet import LiveFleet, lose, running
-from support.waiting import until
+from support.waiting import elapse, until
 
 SPEC = mock_spec(max_model_len=100_000)
 PROMPT = as_tokens([i % 61 for i in range(200)])
@@ -28,22 +26,11 @@ ROWS = 4  # what a worker says it can run at once
 SUFFIXES = [as_tokens([i] * (i % 3)) for i in range(12)]
 
 
-class SlowForward(MockForward):
-    """Takes `pause_s` for each pass."""
-
-    pause_s = 0.0
-
-    def forward(self, batch: ForwardBatch) -> list[Logits]:
-        if self.pause_s:
-            time.sleep(self.pause_s)
-        return list(super().forward(batch))
-
-
 def fleet(workers: int = 3, gateways: int = 1) -> AbstractAsyncContextManager[LiveFleet]:
     """Gateways that split where it saves anything at all, and workers with few rows."""
     spill = SpillModel(min_gain=0.0, min_gain_fitting=0.0)
     routing = RouterConfig(block_size=BLOCK, cost=CostModel(prefill_weight=1.0), spill=spill)
-    made = LiveFleet(SPEC, routing, forward=SlowForward, num_blocks=512, rows=ROWS, syncs=True)
+    made = LiveFleet(SPEC, routing, num_blocks=512, rows=ROWS, syncs=True)
     return running(made, workers, gateways)
 
 
@@ -190,11 +177,9 @@ async def test_a_tenants_salt_goes_with_its_tokens() -> None:
 async def test_a_reader_that_leaves_ends_every_part(when: str) -> None:
     async with fleet() as f:
         made = await make_capsule(f)
-        for forward in f.forwards.values():
-            forward.pause_s = 0.005
         fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(3000), HOT))
         if when == "while it is computed":
-            await asyncio.sleep(0.003)
+            await elapse(0.003)
         elif when == "while it answers":
             seen = set()
             async for delta in fork:

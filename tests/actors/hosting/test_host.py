@@ -32,14 +32,12 @@ from support.waiting import until
 SPEC = mock_spec()
 
 
-class Slow(MockForward):
-    """Waits before each pass; raises once broken."""
+class Fragile(MockForward):
+    """Raises once broken."""
 
-    delay_s = 0.0
     is_broken = False
 
     def forward(self, batch: Any) -> Any:
-        time.sleep(self.delay_s)
         if self.is_broken:
             raise RuntimeError("the device fell off the bus")
         return super().forward(batch)
@@ -54,12 +52,12 @@ class Crowd:
         self.host = Host(
             "h0", self.bus, address="a0", fleet="test", clock=time.monotonic, **options
         )
-        self.forwards: dict[str, Slow] = {}
+        self.forwards: dict[str, Fragile] = {}
         for i in range(n):
             self.add(f"w{i}", 1)
 
     def add(self, name: str, life: int) -> None:
-        forward = self.forwards[name] = Slow(SPEC, num_blocks=256, block_size=4)
+        forward = self.forwards[name] = Fragile(SPEC, num_blocks=256, block_size=4)
         engine = Engine(
             forward,
             config=EngineConfig(),
@@ -118,7 +116,6 @@ async def test_an_engine_that_fails_takes_only_its_own_along(
     async with crowd(2) as c, aclosing(Reader(c.host, "g")) as frames:
         await anext(frames)
         c.forwards["w0"].is_broken = True
-        c.forwards["w1"].delay_s = 0.01
         parcels = [Parcel(f"w{i}", 1, (generate(f"r{i}", 8),)) for i in range(2)]
         await frames.submit(encode(parcels))
         found, by_worker = await reports(frames, 1)
@@ -154,8 +151,6 @@ async def test_commands_for_a_life_that_is_over_are_answered_with_its_loss() -> 
 async def test_a_gateway_that_gives_one_worker_up_keeps_the_others() -> None:
     async with crowd(2) as c, aclosing(Reader(c.host, "g")) as frames:
         await anext(frames)
-        for forward in c.forwards.values():
-            forward.delay_s = 0.005
         parcels = [Parcel(f"w{i}", 1, (generate(f"r{i}", 40),)) for i in range(2)]
         await frames.submit(encode(parcels))
         await frames.submit(encode([Parcel("w0", 1, (), True)]))
