@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -31,7 +32,10 @@ from mallee.router.config import RouterConfig
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, PrefillJob
 from mallee.router.router import Router
 from mallee.testing.bus import LocalBus, LocalHub
+from support.live_api import serving
 from support.plain_ids import SCOPES
+from support.virtual.loop import run
+from support.waiting import wait_until
 
 EOS, BOS, VOCAB = 256, 257, 300
 MODEL = "tiny/bytes"
@@ -335,7 +339,7 @@ class Caller:
         return decode(self.raw(method, path, json=body, **kwargs))
 
     def raw(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
-        return asyncio.run(self._send(method, path, **kwargs))
+        return run(self._send(method, path, **kwargs))
 
     async def _send(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         transport = httpx.ASGITransport(app=self.app)
@@ -405,33 +409,71 @@ class Live(NamedTuple):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+    async def connect(self) -> "Connection":
+        return Connection(*await asyncio.open_connection("127.0.0.1", self.port))
 
 
-@pytest.fixture(scope="session")
-def live_server() -> Iterator[Live]:
-    service = FakeService()
+class Connection:
+    """A client that sends and reads bytes; closed at the end of its block."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def __aenter__(self) -> "Connection":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._writer.close()
+
+    def send(self, raw: bytes) -> None:
+        self._writer.write(raw)
+
+    async def read_to(self, mark: bytes) -> bytes:
+        """All until `mark` has come."""
+        return await self._reader.readuntil(mark)
+
+    async def read_rest(self) -> bytes:
+        """All that comes until the server closes; an abort counts as the end."""
+        raw = b""
+        with suppress(ConnectionError):
+            while more := await self._reader.read(1 << 16):
+                raw += more
+        return raw
+
+    async def answer(self) -> tuple[int, bytes]:
+        """One answer with a declared length: its status and body."""
+        head = (await self._reader.readuntil(b"\r\n\r\n")).lower()
+        _, _, length = head.partition(b"content-length: ")
+        return int(head.split(b" ")[1]), await self._reader.readexactly(int(length.split()[0]))
+
+
+def live_app(service: FakeService) -> Starlette:
     service.model = msgspec.structs.replace(service.model, max_model_len=1024)  # tools take room
-    app = make_app(service, HttpSettings(max_body_bytes=100_000), ByteTokenizer())
-    server = LimitedServer(
-        app, max_connections=2000, max_per_client=1500, takes_sockets=True, log_config=None
-    )
-    listener = socket.socket(proto=socket.IPPROTO_TCP)
-    listener.bind(("127.0.0.1", 0))
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # what is read shows soon
-    listener.listen()
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    thread.start()
-    try:
-        yield Live(listener.getsockname()[1], service, server)
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        listener.close()
+    return make_app(service, HttpSettings(max_body_bytes=100_000), ByteTokenizer())
 
 
 @pytest.fixture
-def live(live_server: Live) -> Live:
-    live_server.service.reset()
-    return live_server
+async def live(service: FakeService) -> AsyncIterator[Live]:
+    """In the event loop of the test."""
+    options = {"max_per_client": 1500, "takes_sockets": True}
+    async with serving(live_app(service), **options) as (url, server):
+        yield Live(int(url.rpartition(":")[2]), service, server)
+
+
+@pytest.fixture
+def live_in_thread(service: FakeService) -> Iterator[Live]:
+    """In a thread of its own, for tests that block."""
+    server = LimitedServer(
+        live_app(service), max_connections=9, max_per_client=9, takes_sockets=True, log_config=None
+    )
+    with socket.socket(proto=socket.IPPROTO_TCP) as listener:
+        listener.bind(("127.0.0.1", 0))
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        try:
+            wait_until(lambda: server.started, timeout_s=10)
+            yield Live(listener.getsockname()[1], service, server)
+        finally:
+            server.should_exit = True
+            thread.join(10)

@@ -3,7 +3,7 @@
 import asyncio
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,16 @@ from mallee.client import (
     StreamBroken,
     UnknownCapsule,
 )
+from support.waiting import until
 
 TEXTS = ["hello 0", "hello 1"]
 CAPSULE = {"id": "req_1.0", "object": "capsule", "created": 1, "model": "m", "tokens": 7}
 
 
-def test_openai_s_client_is_the_transport(live: Any) -> None:
+async def test_openai_s_client_is_the_transport(live: Any) -> None:
     """I17, part: one connection for both, whose client stays open; whole answers, streams, errors."""
-    with openai.OpenAI(
-        base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=7
-    ) as theirs:
+
+    def ask(theirs: openai.OpenAI) -> None:
         with Mallee.from_openai(theirs, model="tiny/bytes") as client:
             assert (client.base_url, client.max_retries) == (live.url, 0)
             assert client._http.timeout.read == 7
@@ -42,6 +42,18 @@ def test_openai_s_client_is_the_transport(live: Any) -> None:
         assert theirs.models.list().data
         assert len(live.server._connections._open) == 1
 
+    await with_theirs(live, ask, max_retries=0, timeout=7)
+
+
+async def with_theirs(live: Any, work: Callable[[openai.OpenAI], None], **more: Any) -> None:
+    """Do `work` with a synchronous client of theirs, in a thread."""
+
+    def begin() -> None:
+        with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", **more) as theirs:
+            work(theirs)
+
+    await asyncio.to_thread(begin)
+
 
 async def test_openai_s_asynchronous_client_too(live: Any) -> None:
     async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none") as theirs:
@@ -51,7 +63,7 @@ async def test_openai_s_asynchronous_client_too(live: Any) -> None:
             async with client.stream("abc", n=2) as branches:
                 async for _ in branches:
                     break
-            assert await asyncio.to_thread(live.service.closed.wait, 5)
+            await until(live.service.closed.is_set)
             live.service.reset()
             with pytest.raises(UnknownCapsule):
                 await client.capsule("never")
@@ -91,11 +103,12 @@ def test_files_go_over_it_too(tmp_path: Path) -> None:
         assert taken.getvalue() == file
 
 
-def test_its_errors_are_ours(live: Any) -> None:
+async def test_its_errors_are_ours(live: Any) -> None:
     nowhere = openai.OpenAI(base_url="http://127.0.0.1:1/v1", api_key="none", max_retries=0)
     with nowhere, Mallee.from_openai(nowhere) as client, pytest.raises(ConnectionFailed):
         client.models()
-    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", timeout=0.3) as theirs:
+
+    def ask(theirs: openai.OpenAI) -> None:
         live.service.holds_after = 2
         with Mallee.from_openai(theirs) as client, pytest.raises(StreamBroken, match="timed out"):
             client.stream("abc").wait()
@@ -103,3 +116,5 @@ def test_its_errors_are_ours(live: Any) -> None:
             AsyncMallee.from_openai(theirs)  # type: ignore[arg-type]
         with pytest.raises(InvalidParameter, match=r"give an openai\.OpenAI"):
             Mallee.from_openai("http://127.0.0.1")  # type: ignore[arg-type]
+
+    await with_theirs(live, ask, timeout=7)

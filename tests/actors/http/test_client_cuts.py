@@ -49,9 +49,7 @@ class Cutter:
 
 
 @pytest.fixture
-async def cutter(live: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cutter]:
-    for name in ("sync", "aio"):
-        monkeypatch.setattr(f"mallee.client.{name}.CUT_WAIT_S", 0.01)
+async def cutter(live: Any) -> AsyncIterator[Cutter]:
     cutter = Cutter(live.port)
     server = await asyncio.start_server(cutter.relay, "127.0.0.1", 0)
     cutter.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -133,17 +131,56 @@ async def test_one_branch_is_pruned_and_a_request_tells_its_course(live: Any) ->
         assert asked == [(branches.request_id, [1])]
         assert (await client.request("req_7"))["id"] == "req_7"
     del live.service.prune, live.service.life
-    with Mallee(live.url) as sync, pytest.raises(MalleeError) as told:
-        await asyncio.to_thread(sync.request, "req_7")
-    assert told.value.code == "request_not_found"
+
+    def ask() -> str:
+        with Mallee(live.url) as sync, pytest.raises(MalleeError) as told:
+            sync.request("req_7")
+        return str(told.value.code)
+
+    assert await asyncio.to_thread(ask) == "request_not_found"
 
 
-def test_errors_carry_the_time_after_which_to_ask_again(live: Any) -> None:
+async def test_errors_carry_the_time_after_which_to_ask_again(live: Any) -> None:
     """I17, part: `Retry-After` of a refusal that was not waited for."""
     live.service.refuses = TenantQueueFull(3, 3, 7.2)
-    with Mallee(live.url, max_retries=0) as client, pytest.raises(TenantQueueFull) as told:
-        client.complete("abc")
-    assert told.value.retry_after_s == 8.0
-    with Mallee(live.url) as client, pytest.raises(MalleeError) as unknown:
-        client.capsule("never")
-    assert unknown.value.retry_after_s is None
+    async with AsyncMallee(live.url, max_retries=0) as client:
+        with pytest.raises(TenantQueueFull) as told:
+            await client.complete("abc")
+        assert told.value.retry_after_s == 8.0
+        with pytest.raises(MalleeError) as unknown:
+            await client.capsule("never")
+        assert unknown.value.retry_after_s is None
+
+
+async def test_closing_the_client_ends_its_streams(live: Any) -> None:
+    live.service.holds_after = 2
+
+    def ask() -> None:
+        client = Mallee(live.url)
+        branches = client.stream("abc", n=2)
+        next(iter(branches))
+        client.close()
+        assert live.service.closed.wait(5)
+        branches.close()
+
+    await asyncio.to_thread(ask)
+
+
+async def test_what_has_a_salt_is_used_with_it(live: Any) -> None:
+    """Forks of a capsule and of an answer, reading, deleting: all in the scope that made it."""
+    service = live.service
+    async with AsyncMallee(live.url) as client:
+        async with await client.prefill("abc", cache_salt="s") as capsule:
+            scope = service.job.scope
+            await capsule.fork(1).wait()
+            assert service.job.scope == scope
+            await client.capsule(capsule.id, cache_salt="s")
+            assert service.asked_scope == scope
+            await client.capsule(capsule.id)
+            assert service.asked_scope != scope
+        assert service.asked_scope == scope
+        (branch,) = await client.stream("abc", cache_salt="t").wait()
+        scope = service.job.scope
+        service.capsules[branch.capsule] = service.capsules["req_x.0"]
+        await branch.fork(1).wait()
+        assert service.job.scope == scope

@@ -10,7 +10,9 @@ import pytest
 from mallee.actors.access.access import Access
 from mallee.actors.config import HttpSettings
 from mallee.actors.http.entry import idempotency
+from mallee.actors.http.entry.idempotency import GRACE_S
 from mallee.protocol.errors import Overloaded
+from support.waiting import elapse, until
 
 PATH = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -129,7 +131,7 @@ async def test_a_bug_is_told_to_all_that_wait_for_it(client: httpx.AsyncClient, 
         asyncio.create_task(client.post(PATH, json={"prompt": "abc"}, headers=keyed("a")))
         for _ in range(3)
     ]
-    await asyncio.sleep(0.05)
+    await until(call.service.started.is_set)
     go.set()
     for task in asked:
         assert (await task).status_code == 500
@@ -141,7 +143,7 @@ async def test_a_bug_is_told_to_all_that_wait_for_it(client: httpx.AsyncClient, 
 async def test_answers_are_kept_for_a_time_and_in_bounded_memory(
     call_with: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = call_with(HttpSettings(replay_ttl_s=0.05, replay_max_mib=1))
+    call = call_with(HttpSettings(replay_ttl_s=60.0, replay_max_mib=1))
     transport = httpx.ASGITransport(app=call.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
 
@@ -150,7 +152,9 @@ async def test_answers_are_kept_for_a_time_and_in_bounded_memory(
             return REPLAYED in answer.headers
 
         assert not await is_replayed("a")
-        await asyncio.sleep(0.1)
+        await elapse(59.9)
+        assert await is_replayed("a")
+        await elapse(0.2)
         assert not await is_replayed("a"), "its time is over"
         monkeypatch.setattr(idempotency, "_OVERHEAD_NBYTES", 100_000)
         found = [await is_replayed(str(i)) for i in range(12)]
@@ -223,19 +227,20 @@ async def test_a_running_stream_is_joined_from_its_beginning(live: Any) -> None:
 
 
 async def test_a_stream_goes_on_for_a_client_that_comes_back(
-    live: Any, monkeypatch: pytest.MonkeyPatch
+    live: Any,
 ) -> None:
-    monkeypatch.setattr(idempotency, "GRACE_S", 30.0)
     live.service.holds_after = 3
     async with Reading(live, "back") as first:
         seen = await events(first, 2)
-    await asyncio.sleep(0.1)
+    await elapse(GRACE_S - 0.1)
     assert not live.service.closed.is_set()
-    monkeypatch.setattr(idempotency, "GRACE_S", 0.05)
     async with Reading(live, "back") as second:
         assert (await events(second, 3))[:2] == seen
     assert len(live.service.streams) == 1
-    assert await asyncio.to_thread(live.service.closed.wait, 5), "nobody came back"
+    await elapse(GRACE_S - 0.1)
+    assert not live.service.closed.is_set()
+    await elapse(0.2)
+    assert live.service.closed.is_set(), "nobody came back"
     live.service.holds_after = None
     async with Reading(live, "back") as third:
         assert REPLAYED not in third.headers
@@ -247,7 +252,7 @@ async def test_an_answer_without_a_reader_is_cancelled_at_once(live: Any) -> Non
     async with httpx.AsyncClient(base_url=live.url) as client:
         with pytest.raises(httpx.ReadTimeout):
             await client.post(PATH, json={"prompt": "abc"}, headers=keyed("gone"), timeout=0.3)
-    assert await asyncio.to_thread(live.service.closed.wait, 5)
+    await until(live.service.closed.is_set)
 
 
 async def test_a_long_stream_waits_for_its_readers_and_is_not_kept(
@@ -262,7 +267,7 @@ async def test_a_long_stream_waits_for_its_readers_and_is_not_kept(
     await record.put(body)
     await record.put(body)
     writing = asyncio.create_task(record.put(body))
-    await asyncio.sleep(0.01)
+    await elapse(60)
     assert not writing.done()
     assert not record.is_whole
     assert len(await record.read(reader)) == 4

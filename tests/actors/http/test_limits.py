@@ -17,6 +17,7 @@ from mallee.actors.http.serve import LOGPROBS_COST, TURN_TOKENS
 from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.conversation import MAX_MESSAGES, Conversation, Message, read_messages
 from mallee.protocol.errors import MAX_SHOWN, CapsulesFull, InvalidParameter, shown
+from support.waiting import elapse
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 CAPSULES, FORK = "/v1/capsules", "/v1/capsules/req_x.0/fork"
@@ -309,11 +310,8 @@ def test_the_content_type_is_not_looked_at(call: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("held", [0, 3000])
-def test_a_body_that_stops_coming_is_408(
-    call: Any, held: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_body_that_stops_coming_is_408(call: Any, held: int) -> None:
     """F30, part: the bytes that came count as time."""
-    monkeypatch.setattr(middleware, "BODY_S", 0.05)
 
     async def stuck() -> AsyncIterator[bytes]:
         yield b"x" * held
@@ -326,17 +324,15 @@ def test_a_body_that_stops_coming_is_408(
     assert answer.headers["connection"] == "close"
 
 
-def test_a_slow_body_that_keeps_its_rate_is_read(
-    call: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_body_that_keeps_its_rate_is_read(call_with: Any) -> None:
     """All of it takes longer than a body that brings nothing may."""
-    monkeypatch.setattr(middleware, "BODY_S", 0.1)
-    monkeypatch.setattr(middleware, "MIN_BODY_RATE", 1)
+    call = call_with(HttpSettings())
 
     async def slow() -> AsyncIterator[bytes]:
-        for byte in b'{"prompt":"abcd"}':
-            yield bytes((byte,))
-            await asyncio.sleep(0.01)
+        for _ in range(2 * int(middleware.BODY_S)):
+            yield b" " * middleware.MIN_BODY_RATE
+            await elapse(1)
+        yield b'{"prompt":"abcd"}'
 
     assert call.raw("POST", COMPLETIONS, content=slow()).status_code == 200
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,9 +15,9 @@ from mallee.actors.access.access import Access
 from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.service import Delta
 from mallee.actors.http.entry.gate import PER_TURN, Gate
-from mallee.actors.http.live import socket as live_socket
 from mallee.actors.http.live.inner import answer_of
-from mallee.actors.proxy.connections import LimitedServer
+from mallee.actors.http.sse import MAX_WRITE_S
+from support.live_api import serving
 from support.plain_ids import SCOPES
 from support.waiting import until
 
@@ -93,7 +92,7 @@ async def test_one_request_is_cancelled_and_the_others_go_on(live: Any) -> None:
         assert [stream.num_closes > 0 for stream in live.service.streams] == [True, False, True]
         await tell(client, id="d", method="GET", path="/v1/models")
         assert (await hear(client))["id"] == "d"
-    assert await asyncio.to_thread(live.service.closed.wait, 5), "the socket's end ends all"
+    await until(live.service.closed.is_set)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +132,7 @@ async def test_requests_of_a_socket_and_their_ids_are_bounded(live: Any) -> None
         assert (await hear(client))["error"]["param"] == "id"
         await tell(client, id="more", path=PATH, body={"prompt": "abc"})
         assert (await hear(client))["status"] == 429
-    assert await asyncio.to_thread(live.service.closed.wait, 5)
+    await until(live.service.closed.is_set)
 
 
 async def test_a_frame_that_is_too_large_closes_the_socket(live: Any) -> None:
@@ -167,15 +166,8 @@ async def test_pages_of_other_origins_are_refused(
 async def test_a_socket_needs_a_key_in_its_header(call_with: Any) -> None:
     """Not in its address, which ends up in logs; requests that come by it have the key's rights."""
     call = call_with(HttpSettings(), Access(None, {"MALLEE_API_KEY": "k" * 16}))
-    server = LimitedServer(
-        call.app, max_connections=9, max_per_client=9, takes_sockets=True, log_config=None
-    )
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        address = f"ws://127.0.0.1:{listener.getsockname()[1]}/v1/live"
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        await until(lambda: server.started)
-        key = "k" * 16
+    async with serving(call.app, takes_sockets=True) as (served_at, _):
+        address, key = f"{served_at.replace('http', 'ws')}/v1/live", "k" * 16
         for where, headers in [
             (address, {}),
             (f"{address}?token={key}", {}),
@@ -189,15 +181,12 @@ async def test_a_socket_needs_a_key_in_its_header(call_with: Any) -> None:
             await tell(client, id="a", method="GET", path="/v1/capsules/req_x.0")
             assert (await hear(client))["status"] == 200
         assert call.service.asked_scope == SCOPES.scope("", "s")
-        server.should_exit = True
-        await serving
 
 
 async def test_a_client_that_does_not_read_holds_up_its_own_streams(
-    live: Any, monkeypatch: pytest.MonkeyPatch
+    live: Any,
 ) -> None:
     """Its streams stop, so that little waits for it, and its socket is closed."""
-    monkeypatch.setattr(live_socket, "MAX_WRITE_S", 0.5)
     written = 0
 
     async def endless(stream: Any) -> AsyncIterator[Delta]:
@@ -211,7 +200,7 @@ async def test_a_client_that_does_not_read_holds_up_its_own_streams(
     async with connect(url(live), max_queue=1, compression=None, close_timeout=0.1) as client:
         await tell(client, id="a", path=PATH, body={"prompt": "abc", "stream": True})
         await hear(client)
-        assert await asyncio.to_thread(live.service.closed.wait, 20)
+        await until(live.service.closed.is_set, timeout_s=MAX_WRITE_S + 1)
     assert written < 20_000
 
 
@@ -228,18 +217,8 @@ async def test_closed_sockets_leave_the_count_of_connections(live: Any) -> None:
 async def gated(call: Any) -> AsyncIterator[tuple[Gate, str]]:
     """The API behind a gate of its own, and its address."""
     gate = Gate(call.app)
-    server = LimitedServer(
-        gate, max_connections=9, max_per_client=9, takes_sockets=True, log_config=None
-    )
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        await until(lambda: server.started)
-        try:
-            yield gate, f"ws://127.0.0.1:{listener.getsockname()[1]}/v1/live"
-        finally:
-            server.should_exit = True
-            await serving
+    async with serving(gate, takes_sockets=True) as (served_at, _):
+        yield gate, f"{served_at.replace('http', 'ws')}/v1/live"
 
 
 async def test_a_gateway_that_stops_lets_the_requests_of_its_sockets_end(call: Any) -> None:
@@ -281,7 +260,7 @@ async def test_a_drain_waits_for_sockets_no_longer_than_it_may(call: Any) -> Non
     call.service.holds_after = 0
     async with gated(call) as (gate, address), connect(address) as client:
         await tell(client, id="a", path=PATH, body={"prompt": "abc"})
-        await asyncio.to_thread(call.service.started.wait, 5)
+        await until(call.service.started.is_set)
         assert await gate.drain(0.05) == 1
 
 

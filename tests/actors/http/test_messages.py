@@ -14,16 +14,16 @@ from msgspec import structs
 
 from mallee.actors.access.access import Access
 from mallee.actors.config import ChatSettings, HttpSettings
-from mallee.actors.http.sse import EventStream
+from mallee.actors.http.sse import IDLE_S
 from mallee.protocol.errors import (
     InternalError,
     MalleeError,
     TenantQueueFull,
     Unavailable,
 )
+from support.waiting import elapse
 
 PATH = "/v1/messages"
-DEFAULTS = EventStream.__init__.__kwdefaults__
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"name": "get_weather", "description": "Weather of a city.", "input_schema": SCHEMA}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Åbo"}}\n</tool_call>'
@@ -192,15 +192,11 @@ def test_stop_sequences_are_named(call: Any) -> None:
     assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "two"}
 
 
-async def test_silence_is_told_by_pings(
-    call: Any, client: anthropic.AsyncAnthropic, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(EventStream.__init__, "__kwdefaults__", {**DEFAULTS, "idle_s": 0.02})
-
+async def test_silence_is_told_by_pings(call: Any, client: anthropic.AsyncAnthropic) -> None:
     async def late(stream: Any) -> AsyncIterator[Any]:
         async for delta in call.service.plain(stream):
             yield delta
-            await asyncio.sleep(0.03)
+            await elapse(IDLE_S + 1)
 
     call.service.reply, call.service.script = lambda _: "abc", late
     async with client.messages.stream(model="tiny/bytes", **ASKED) as stream:
@@ -208,7 +204,7 @@ async def test_silence_is_told_by_pings(
     asked = {"model": "tiny/bytes", "stream": True, **ASKED}
     transport = httpx.ASGITransport(app=call.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as plain:
-        events = events_of((await plain.post(PATH, json=asked)).text)
+        events = events_of((await plain.post(PATH, json=asked, timeout=None)).text)
     assert sum(event == {"type": "ping"} for event in events) >= 3  # one at the beginning
 
 
@@ -353,11 +349,11 @@ async def test_refusals_are_typed_for_the_client(client: anthropic.AsyncAnthropi
         await client.messages.batches.list()
 
 
-def test_the_example_of_the_docs_runs(live: Any) -> None:
+async def test_the_example_of_the_docs_runs(live: Any) -> None:
     page = (Path(__file__).parents[3] / "docs/api/messages.md").read_text()
     code = page.partition("```python\n")[2].partition("```")[0]
     names: dict[str, Any] = {"URL": live.url, "MODEL": "tiny/bytes"}
-    exec(code, names)
+    await asyncio.to_thread(exec, code, names)
     assert names["text"] == "hello 0"
 
 

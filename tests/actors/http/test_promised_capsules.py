@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +68,9 @@ class Scene:
         while not claim():
             await until(lambda: claim() or self.gate.num_waiting > 0)
             # What the last pass led to is on its way: a pass more would be too many.
-            for _ in range(20):
-                if claim():
-                    return
-                await asyncio.sleep(0.002)
+            with suppress(TimeoutError):
+                await until(claim, timeout_s=0.04)
+                return
             if self.gate.num_waiting:
                 await self.gate.let()
 

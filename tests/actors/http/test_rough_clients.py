@@ -18,6 +18,7 @@ from mallee.actors.http.responses.store import Record, ResponseStore
 from mallee.actors.text.conversation import Conversation
 from mallee.protocol.errors import InternalError
 from mallee.protocol.ids import COMMON
+from support.waiting import elapse, until
 
 PATH = "/v1/completions"
 RESPONSES = "/v1/responses"
@@ -88,12 +89,12 @@ async def test_a_key_sent_again_at_once_after_hanging_up_runs_again(call: Any) -
             "root_path": "",
         }
         first = asyncio.create_task(call.app(scope, receive, send))
-        assert await asyncio.to_thread(service.started.wait, 5)
+        await until(service.started.is_set)
         gone.set()
-        await asyncio.sleep(0.05)
+        await elapse(1)
         service.script = service.plain
         second = asyncio.create_task(client.post(PATH, content=body, headers=head))
-        await asyncio.sleep(0.05)
+        await elapse(1)
         going.set()
         answer = await second
         await first

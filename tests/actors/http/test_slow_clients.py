@@ -1,259 +1,208 @@
-"""Connections that stay half open, and clients that read slowly: sockets against a real server."""
+"""Connections that stay half open, and clients that read slowly, against a real server."""
 
+import asyncio
 import json
-import socket
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import psutil
 import pytest
 
-from mallee.actors.http.entry import middleware
-from mallee.actors.proxy import connections
-from support.waiting import wait_until
+from mallee.actors.http.entry.middleware import BODY_S
+from mallee.actors.proxy.connections import HEAD_S, MIN_READ_RATE, REFUSED_S, WRITE_S
+from support.waiting import elapse, until
 
 BODY = json.dumps({"prompt": "abc"}).encode()
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
-LIMIT_S = 0.5
-SEEN_S = 2.5  # the server looks once a second
+LOOKS_S = 2.1  # the server looks once a second, and counts from the look after the last byte
+NUM = 100
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits that a test can wait for."""
-    monkeypatch.setattr(connections, "HEAD_S", LIMIT_S)
-    monkeypatch.setattr(connections, "WRITE_S", LIMIT_S)
-    monkeypatch.setattr(connections, "MIN_READ_RATE", 1 << 24)
-    monkeypatch.setattr(middleware, "BODY_S", LIMIT_S)
+def now() -> float:
+    return asyncio.get_running_loop().time()
 
 
-def ask(live: Any) -> int:
+async def ask(live: Any) -> int:
     """The status of an ordinary request."""
-    with live.connect() as conn:
-        conn.sendall(HEAD % len(BODY) + BODY)
-        return int(received(conn, b"\r\n").split(b" ")[1])
+    async with await live.connect() as conn:
+        conn.send(HEAD % len(BODY) + BODY)
+        return int((await conn.answer())[0])
 
 
-def received(conn: socket.socket, mark: bytes) -> bytes:
-    raw = b""
-    while mark not in raw and (more := conn.recv(65536)):
-        raw += more
-    return raw
+@asynccontextmanager
+async def crowd(live: Any, num: int, sent: bytes) -> AsyncIterator[list[Any]]:
+    async with AsyncExitStack() as stack:
+        conns = [await stack.enter_async_context(await live.connect()) for _ in range(num)]
+        for conn in conns:
+            conn.send(sent)
+        yield conns
 
 
-def ending(conn: socket.socket) -> bytes:
-    """All that comes until the server closes."""
-    raw = b""
-    try:
-        while more := conn.recv(65536):
-            raw += more
-    except ConnectionResetError:
-        pass
-    return raw
-
-
-def num_open(live: Any) -> int:
-    """Connections of this process's server."""
-    return sum(
-        c.laddr.port == live.port and c.status == psutil.CONN_ESTABLISHED
-        for c in psutil.Process().net_connections("tcp")
-    )
-
-
-def crowd(live: Any, num: int, sent: bytes) -> Iterator[socket.socket]:
-    for _ in range(num):
-        conn = live.connect()
-        conn.sendall(sent)
-        yield conn
-
-
-@pytest.mark.parametrize("num", [100, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("sent", "answer"),
+    ("sent", "answer", "limit_s"),
     [
-        (b"", b""),
-        (b"POST /v1/comp", b"HTTP/1.1 408"),
-        (HEAD % 100 + b'{"prompt"', b"HTTP/1.1 408"),
+        (b"", b"", HEAD_S),
+        (b"POST /v1/comp", b"HTTP/1.1 408", HEAD_S),
+        (HEAD % 100 + b'{"prompt"', b"HTTP/1.1 408", BODY_S),
     ],
     ids=["nothing", "half a head", "half a body"],
 )
-def test_half_open_connections_are_cut_and_the_service_goes_on(
-    live: Any, short: None, num: int, sent: bytes, answer: bytes
+async def test_half_open_connections_are_cut_and_the_service_goes_on(
+    live: Any, sent: bytes, answer: bytes, limit_s: float
 ) -> None:
-    """F30, part, I26, part: others are answered meanwhile, files and memory come back."""
-    assert ask(live) == 200
+    """F30, part, I26, part: others are answered meanwhile, files come back."""
+    assert await ask(live) == 200
     process = psutil.Process()
-    before, memory = process.num_fds(), process.memory_info().rss
-    conns = list(crowd(live, num, sent))
-    assert ask(live) == 200
-    began = time.monotonic()
-    endings = [ending(conn) for conn in conns]
-    assert time.monotonic() - began < SEEN_S + num / 200
-    assert all(raw.startswith(answer) for raw in endings)
-    assert ask(live) == 200
-    for conn in conns:
-        conn.close()
-    wait_until(lambda: process.num_fds() <= before + 2, timeout_s=5)
-    assert process.memory_info().rss - memory < 30 << 20
+    before, began = process.num_fds(), now()
+    async with crowd(live, NUM, sent) as conns:
+        assert await ask(live) == 200
+        endings = await asyncio.gather(*(conn.read_rest() for conn in conns))
+        assert limit_s <= now() - began <= limit_s + LOOKS_S
+        assert all(raw.startswith(answer) for raw in endings)
+        assert await ask(live) == 200
+    await until(lambda: process.num_fds() <= before + 2)
     assert len(live.service.streams) == 3  # those of `ask`
 
 
-@pytest.mark.parametrize("num", [20, pytest.param(1000, marks=pytest.mark.slow)])
-def test_a_head_that_comes_byte_by_byte_is_cut(live: Any, short: None, num: int) -> None:
+@pytest.mark.parametrize(("sent", "drip"), [(b"GET /", b"x"), (b"", b"\r\n")])
+async def test_a_head_that_comes_byte_by_byte_is_cut(live: Any, sent: bytes, drip: bytes) -> None:
     """F30, part: bytes win no time; an empty line before a request is no request."""
-    for drip in (b"X", b"\r\n"):
-        conns = list(crowd(live, num, b""))
-        cut: set[socket.socket] = set()
-        deadline = time.monotonic() + SEEN_S + num / 100
-        while len(cut) < num:
-            assert time.monotonic() < deadline, f"{num - len(cut)} are open"
+    began = now()
+    async with crowd(live, NUM, sent) as conns:
+        endings = [asyncio.create_task(conn.read_rest()) for conn in conns]
+        while not all(each.done() for each in endings):
+            assert now() - began <= HEAD_S + LOOKS_S
             for conn in conns:
-                if conn in cut:
-                    continue
-                try:
-                    conn.setblocking(False)
-                    conn.sendall(drip)
-                    if not conn.recv(1000):
-                        cut.add(conn)
-                except BlockingIOError:
-                    pass
-                except OSError:
-                    cut.add(conn)
-            time.sleep(0.05)
-        assert ask(live) == 200
-        for conn in conns:
-            conn.close()
+                conn.send(drip)
+            await elapse(0.1)
+        assert now() - began >= HEAD_S
+        assert await ask(live) == 200
 
 
 @pytest.mark.parametrize("head", [b"GET /" + b"x" * 10**6, b"GET / HTTP/1.1\r\nX: " + b"y" * 10**6])
-def test_a_head_without_end_is_431(live: Any, head: bytes) -> None:
+async def test_a_head_without_end_is_431(live: Any, head: bytes) -> None:
     """F30, part: the length of a head is bounded."""
-    with live.connect() as conn:
-        try:
-            conn.sendall(head)
-        except ConnectionError:
-            return  # cut while it was sent
-        assert ending(conn)[:12] in (b"HTTP/1.1 431", b"")
+    async with await live.connect() as conn:
+        conn.send(head)
+        assert (await conn.read_rest()).startswith(b"HTTP/1.1 431")
 
 
-def test_a_chunked_body_without_data_is_cut(live: Any, short: None) -> None:
+@pytest.mark.parametrize("more", [b"1;ext=" + b"e" * 10**6, b"0\r\nTrailer: " + b"t" * 10**6])
+async def test_a_chunked_body_without_data_is_cut(live: Any, more: bytes) -> None:
     """Extensions of chunks and trailers are bytes of nothing."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-    for more in (b"1;ext=" + b"e" * 10**6, b"0\r\nTrailer: " + b"t" * 10**6):
-        with live.connect() as conn:
-            try:
-                conn.sendall(head + more)
-            except ConnectionError:
-                continue
-            assert b" 200 " not in ending(conn)
-    assert ask(live) == 200
+    async with await live.connect() as conn:
+        conn.send(head + more)
+        assert b" 200 " not in await conn.read_rest()
+    assert await ask(live) == 200
 
 
-def test_the_rest_of_a_refused_body_is_not_waited_for(live: Any, short: None) -> None:
+async def test_the_rest_of_a_refused_body_is_not_waited_for(live: Any) -> None:
     """An answer given before the body has come (an unknown path) does not hold the connection."""
-    with live.connect() as conn:
-        conn.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n")
-        assert b"404" in received(conn, b"}}")
-        assert ending(conn) == b""
+    async with await live.connect() as conn:
+        conn.send(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n")
+        assert (await conn.answer())[0] == 404
+        began = now()
+        assert await conn.read_rest() == b""
+        assert now() - began <= HEAD_S + LOOKS_S
 
 
-def test_a_client_may_wait_for_the_word_to_go_on(live: Any) -> None:
+async def test_a_client_may_wait_for_the_word_to_go_on(live: Any) -> None:
     """`Expect: 100-continue`: 100, then the answer; one of a body too long gets its 413 alone."""
     ask_first = HEAD.replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n")
-    with live.connect() as conn:
-        conn.sendall(ask_first % len(BODY))
-        assert received(conn, b"\r\n\r\n").startswith(b"HTTP/1.1 100")
-        conn.sendall(BODY)
-        assert received(conn, b"\r\n").startswith(b"HTTP/1.1 200")
-    with live.connect() as conn:
-        conn.sendall(ask_first % 10**9)
-        assert ending(conn).startswith(b"HTTP/1.1 413")
+    async with await live.connect() as conn:
+        conn.send(ask_first % len(BODY))
+        assert (await conn.read_to(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
+        conn.send(BODY)
+        assert (await conn.answer())[0] == 200
+    async with await live.connect() as conn:
+        conn.send(ask_first % 10**9)
+        assert (await conn.read_rest()).startswith(b"HTTP/1.1 413")
 
 
-@contextmanager
-def large_answer(live: Any) -> Iterator[socket.socket]:
-    """The connection of an answer of megabytes whose beginning came."""
+@asynccontextmanager
+async def large_answer(live: Any) -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
+    """An answer of megabytes whose head came: its reader, which takes it when it is asked, and its size."""
     live.service.reply = lambda branch: "x" * 16000
     body = json.dumps({"prompt": "abc", "max_tokens": 190, "n": 128, "logprobs": 20}).encode()
-    with socket.socket() as conn:
-        conn.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        conn.settimeout(10)
-        conn.connect(("127.0.0.1", live.port))
-        conn.sendall(HEAD % len(body) + body)
-        assert conn.recv(100).startswith(b"HTTP/1.1 200")
-        yield conn
+    reader, writer = await asyncio.open_connection("127.0.0.1", live.port, limit=1024)
+    writer.write(HEAD % len(body) + body)
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    try:
+        yield reader, int(head.partition(b"content-length: ")[2].split()[0])
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
 
 
-def test_a_client_that_takes_nothing_of_a_whole_answer_is_cut(live: Any, short: None) -> None:
-    """F30, part: what it doesn't read is given up; the others don't notice."""
-    with large_answer(live):
-        assert num_open(live) >= 1
-        wait_until(lambda: num_open(live) == 0, timeout_s=60)
-        assert ask(live) == 200
+def unread(live: Any) -> int:
+    """Bytes of answers that wait in the server."""
+    found: int = sum(c.transport.get_write_buffer_size() for c in live.server._connections._open)
+    return found
+
+
+async def test_a_client_that_takes_nothing_of_a_whole_answer_is_cut(live: Any) -> None:
+    """F30, part: though its size would give the time to take it all; the others don't notice."""
+    async with large_answer(live):
+        began = now()
+        assert unread(live) > 2 * WRITE_S * MIN_READ_RATE
+        await until(lambda: not live.server._connections._open, timeout_s=2 * WRITE_S)
+        assert WRITE_S <= now() - began <= WRITE_S + LOOKS_S
+        assert await ask(live) == 200
     assert live.service.closed.is_set()
 
 
-def test_a_large_unread_answer_is_no_reason_to_wait_longer(
-    live: Any, short: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("rate", "is_cut"), [(2.0, False), (0.25, True)])
+async def test_a_reader_is_left_alone_as_long_as_it_keeps_the_least_rate(
+    live: Any, rate: float, is_cut: bool
 ) -> None:
-    """F30, part: its size gives the time to take it all, but not to take nothing."""
-    monkeypatch.setattr(connections, "MIN_READ_RATE", 1)
-    with large_answer(live):
-        wait_until(lambda: num_open(live) == 0, timeout_s=10)
-    assert ask(live) == 200
+    """Of the whole answer, though it takes something all the time."""
+    async with large_answer(live) as (reader, size):
+        began, num = now(), 0
+        await elapse(1.1)  # the server has looked
+        patience_s = WRITE_S + unread(live) / MIN_READ_RATE
+        while unread(live):
+            num += len(await reader.readexactly(int(rate * MIN_READ_RATE)))
+            await elapse(1)
+        assert (now() - began >= patience_s) == is_cut
+        assert now() - began <= patience_s + LOOKS_S
+        with suppress(ConnectionError):
+            num += len(await reader.read())
+        assert (num < size) == is_cut
 
 
-def test_a_reader_that_takes_something_now_and_then_is_left_alone(
-    live: Any, short: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As long as it keeps the least rate of the whole."""
-    monkeypatch.setattr(connections, "WRITE_S", 3.0)
-    monkeypatch.setattr(connections, "MIN_READ_RATE", 1)
-    with large_answer(live) as conn:
-        began = time.monotonic()
-        while time.monotonic() - began < 7.0:
-            assert conn.recv(16384)
-            time.sleep(0.03)
-        assert num_open(live) == 1
-        monkeypatch.setattr(connections, "WRITE_S", LIMIT_S)
-        wait_until(lambda: num_open(live) == 0, timeout_s=10)
-
-
-def test_connections_beyond_a_clients_share_are_503(
+async def test_connections_beyond_a_clients_share_are_503(
     live: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """F30, part: with a time to come back and the numbers; room is there again at once."""
     limits = live.server._connections
     monkeypatch.setattr(limits, "_most_of_client", 5)
-    wait_until(lambda: not limits._open, timeout_s=15)
-    conns = list(crowd(live, 5, b""))
-    with live.connect() as refused:
-        raw = ending(refused)
-    head, _, body = raw.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 503")
-    assert b"retry-after: 1" in head
-    assert "6 connections of one client, of 5" in json.loads(body)["error"]["message"]
-    conns.pop().close()
-    wait_until(lambda: len(limits._open) == 4, timeout_s=5)
-    assert ask(live) == 200
-    for conn in conns:
-        conn.close()
-    wait_until(lambda: not limits._by_client, timeout_s=5)
+    async with crowd(live, 4, b""):
+        async with await live.connect(), await live.connect() as refused:
+            raw = await refused.read_rest()
+        head, _, body = raw.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503")
+        assert b"retry-after: 1" in head
+        assert "6 connections of one client, of 5" in json.loads(body)["error"]["message"]
+        await until(lambda: len(limits._open) == 4)
+        assert await ask(live) == 200
+    await until(lambda: not limits._by_client)
 
 
-def test_connections_beyond_all_are_refused(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_beyond_all_are_refused(
+    live: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """F30, part: with a word as long as there are not too many even for that."""
     limits = live.server._connections
-    wait_until(lambda: not limits._open, timeout_s=15)
     monkeypatch.setattr(limits, "_most", 3)
-    monkeypatch.setattr(connections, "REFUSED_S", 60.0)
-    conns = list(crowd(live, 8, b""))
-    endings = [received(conn, b"}}") for conn in conns[3:6]]
-    assert all(raw.startswith(b"HTTP/1.1 503") for raw in endings)
-    assert ending(conns[7]) == b""
-    for conn in conns:
-        conn.close()
-    wait_until(lambda: not limits._open, timeout_s=5)
-    assert ask(live) == 200
+    async with crowd(live, 8, b"") as conns:
+        began = now()
+        assert all([(await conn.answer())[0] == 503 for conn in conns[3:6]])
+        assert await conns[7].read_rest() == b""
+        await until(lambda: len(limits._open) == 3)
+        assert now() - began <= REFUSED_S + LOOKS_S
+    await until(lambda: not limits._open)
+    assert await ask(live) == 200

@@ -8,6 +8,7 @@ import pytest
 from starlette.types import Message
 
 from mallee.actors.http.sse import DONE, EventStream
+from support.waiting import elapse
 
 
 async def never() -> Message:
@@ -59,7 +60,7 @@ async def test_short_waits_are_no_long_one_together() -> None:
 
     async def send(message: Message) -> None:
         sent.append(message)
-        await asyncio.sleep(0.02)
+        await elapse(0.02)
 
     async def close() -> None: ...
 
@@ -92,7 +93,7 @@ async def test_a_silent_stream_tells_that_it_lives() -> None:
 
     async def events() -> AsyncGenerator[bytes, None]:
         for pause_s, number in ((0.0, 0), (0.0, 1), (0.13, 2), (0.07, 3)):
-            await asyncio.sleep(pause_s)
+            await elapse(pause_s)
             yield b"data: %d\n\n" % number
 
     async def send(message: Message) -> None:
@@ -102,7 +103,7 @@ async def test_a_silent_stream_tells_that_it_lives() -> None:
 
     await EventStream(events(), close, {}, idle=b"?", idle_s=0.05)({}, never, send)
     assert b"".join(sent) == b"data: 0\n\ndata: 1\n\n??data: 2\n\n?data: 3\n\n"
-    await asyncio.sleep(0.12)
+    await elapse(0.12)
     assert b"".join(sent).endswith(b"3\n\n")
 
 
@@ -111,14 +112,14 @@ async def test_an_event_waits_for_what_is_written_of_silence() -> None:
     is_writing = False
 
     async def events() -> AsyncGenerator[bytes, None]:
-        await asyncio.sleep(0.05)
+        await elapse(0.05)
         yield b"data: 1\n\n"
 
     async def send(message: Message) -> None:
         nonlocal is_writing
         assert not is_writing, "two writes at once"
         is_writing = True
-        await asyncio.sleep(0.06)
+        await elapse(0.06)
         is_writing = False
         sent.append(message.get("body", b""))
 
@@ -132,7 +133,7 @@ async def test_a_client_that_takes_nothing_of_silence_is_cut_at_the_next_event()
     tried = 0
 
     async def events() -> AsyncGenerator[bytes, None]:
-        await asyncio.sleep(0.1)
+        await elapse(0.1)
         yield b"data: 1\n\n"
 
     async def send(message: Message) -> None:

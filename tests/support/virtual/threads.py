@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import anyio.to_thread
 import httpx
+import httpx2
 from greenlet import getcurrent, greenlet
 
 from support.virtual.loop import REAL_MONOTONIC, REAL_TIME, VirtualLoop, virtual_loop
@@ -280,77 +281,70 @@ async def _run_sync(
 # --- HTTP without an event loop ---
 
 
-class _Sent(httpx.AsyncByteStream):
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+def give_way(http: Any) -> None:
+    """Have the synchronous clients of `http`, which is httpx or its fork, send through the loop."""
+    transport = http.HTTPTransport
+    inners: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for part in self._stream:
-            yield part
+    class Sent(http.AsyncByteStream):  # type: ignore[misc]
+        def __init__(self, stream: Any) -> None:
+            self._stream = stream
 
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            for part in self._stream:
+                yield part
 
-class _Received(httpx.SyncByteStream):
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._parts = aiter(stream)
+    class Received(http.SyncByteStream):  # type: ignore[misc]
+        def __init__(self, stream: Any) -> None:
+            self._stream = stream
+            self._parts = aiter(stream)
 
-    def __iter__(self) -> Iterator[bytes]:
-        while (part := wait_for(anext(self._parts, None))) is not None:
-            yield part
+        def __iter__(self) -> Iterator[bytes]:
+            while (part := wait_for(anext(self._parts, None))) is not None:
+                yield part
 
-    def close(self) -> None:
-        wait_for(self._stream.aclose())
+        def close(self) -> None:
+            wait_for(self._stream.aclose())
 
+    def handle_request(self: Any, request: Any, _real: Any = transport.handle_request) -> Any:
+        if not _is_thread():
+            return _real(self, request)
+        if self not in inners:
+            verify = self._pool._ssl_context
+            inners[self] = http.AsyncHTTPTransport(verify=True if verify is None else verify)
+        asked = http.Request(
+            request.method,
+            request.url,
+            headers=request.headers,
+            stream=Sent(request.stream),
+            extensions=request.extensions,
+        )
+        got = wait_for(inners[self].handle_async_request(asked))
+        return http.Response(
+            got.status_code,
+            headers=got.headers,
+            stream=Received(got.stream),
+            extensions=got.extensions,
+        )
 
-_transports: WeakKeyDictionary[httpx.HTTPTransport, httpx.AsyncHTTPTransport] = WeakKeyDictionary()
+    def leave(self: Any, *error: Any, _real: Any = transport.__exit__) -> None:
+        _real(self, *error)
+        close_inner(self)
 
+    def close(self: Any, _real: Any = transport.close) -> None:
+        _real(self)
+        close_inner(self)
 
-def _handle_request(
-    self: httpx.HTTPTransport,
-    request: httpx.Request,
-    _real: Any = httpx.HTTPTransport.handle_request,
-) -> httpx.Response:
-    if not _is_thread():
-        response: httpx.Response = _real(self, request)
-        return response
-    if self not in _transports:
-        verify = self._pool._ssl_context
-        _transports[self] = httpx.AsyncHTTPTransport(verify=True if verify is None else verify)
-    asked = httpx.Request(
-        request.method,
-        request.url,
-        headers=request.headers,
-        stream=_Sent(request.stream),
-        extensions=request.extensions,
-    )
-    got = wait_for(_transports[self].handle_async_request(asked))
-    return httpx.Response(
-        got.status_code,
-        headers=got.headers,
-        stream=_Received(got.stream),
-        extensions=got.extensions,
-    )
+    def close_inner(self: Any) -> None:
+        if (inner := inners.pop(self, None)) is None:
+            return
+        if _is_thread():
+            wait_for(inner.aclose())
+        elif (loop := virtual_loop()) is not None:
+            loop.keep(inner.aclose())
 
-
-def _exit(
-    self: httpx.HTTPTransport, *error: Any, _real: Any = httpx.HTTPTransport.__exit__
-) -> None:
-    _real(self, *error)
-    _close_inner(self)
-
-
-def _close(self: httpx.HTTPTransport, _real: Any = httpx.HTTPTransport.close) -> None:
-    _real(self)
-    _close_inner(self)
-
-
-def _close_inner(self: httpx.HTTPTransport) -> None:
-    if (inner := _transports.pop(self, None)) is None:
-        return
-    if _is_thread():
-        wait_for(inner.aclose())
-    elif (loop := virtual_loop()) is not None:
-        loop.keep(inner.aclose())
+    transport.handle_request, transport.close = handle_request, close
+    transport.__exit__ = leave
 
 
 def install() -> None:
@@ -364,9 +358,8 @@ def install() -> None:
     ThreadPoolExecutor.submit = _submit  # type: ignore[method-assign, assignment]
     ThreadPoolExecutor.shutdown = _shutdown  # type: ignore[method-assign, assignment]
     anyio.to_thread.run_sync = _run_sync  # type: ignore[assignment]
-    httpx.HTTPTransport.handle_request = _handle_request  # type: ignore[method-assign, assignment]
-    httpx.HTTPTransport.__exit__ = _exit  # type: ignore[method-assign]
-    httpx.HTTPTransport.close = _close  # type: ignore[method-assign, assignment]
+    for http in (httpx, httpx2):
+        give_way(http)
 
 
 def step_engines() -> None:

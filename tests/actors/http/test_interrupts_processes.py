@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from mallee.client import Mallee
-from support.waiting import wait_until
+pytestmark = pytest.mark.process
 
 BEGIN = """
 import signal, sys
@@ -47,17 +46,19 @@ def interrupted(live: Any, program: str) -> Iterator[None]:
         process.communicate()
 
 
-def test_a_capsule_of_a_block_is_deleted(live: Any) -> None:
+def test_a_capsule_of_a_block_is_deleted(live_in_thread: Any) -> None:
     """K15, part: Ctrl-C pins nothing."""
-    kept = set(live.service.capsules)
-    with interrupted(live, "with client.prefill('abc', cache_salt='s') as capsule: wait()"):
-        assert len(live.service.capsules) == len(kept) + 1
-    assert set(live.service.capsules) == kept
+    kept = set(live_in_thread.service.capsules)
+    with interrupted(
+        live_in_thread, "with client.prefill('abc', cache_salt='s') as capsule: wait()"
+    ):
+        assert len(live_in_thread.service.capsules) == len(kept) + 1
+    assert set(live_in_thread.service.capsules) == kept
 
 
-def test_streams_end_with_the_block_that_reads_them(live: Any) -> None:
-    live.service.holds_after = 2
-    kept = set(live.service.capsules)
+def test_streams_end_with_the_block_that_reads_them(live_in_thread: Any) -> None:
+    live_in_thread.service.holds_after = 2
+    kept = set(live_in_thread.service.capsules)
     program = """
 with client.prefill("abc") as capsule:
     branches = capsule.fork(3)
@@ -66,15 +67,15 @@ with client.prefill("abc") as capsule:
     for event in branches:
         pass
 """
-    with interrupted(live, program):
+    with interrupted(live_in_thread, program):
         pass
-    assert set(live.service.capsules) == kept
-    assert live.service.closed.wait(5)
+    assert set(live_in_thread.service.capsules) == kept
+    assert live_in_thread.service.closed.wait(5)
 
 
-def test_a_program_that_goes_on_after_an_interrupt_ends_its_stream(live: Any) -> None:
+def test_a_program_that_goes_on_after_an_interrupt_ends_its_stream(live_in_thread: Any) -> None:
     """A stream that is left in its loop's body ends with its block, though the client lives on."""
-    live.service.holds_after = 2
+    live_in_thread.service.holds_after = 2
     program = """
 try:
     with client.stream("abc") as branches:
@@ -84,7 +85,7 @@ except KeyboardInterrupt:
     say(next(iter([*branches.branches])))
     sys.stdin.read(1)
 """
-    command = [sys.executable, "-c", BEGIN + program, live.url]
+    command = [sys.executable, "-c", BEGIN + program, live_in_thread.url]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -92,28 +93,28 @@ except KeyboardInterrupt:
         assert process.stdout.readline() == "now\n"
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == "0\n"
-        assert live.service.closed.wait(5)
+        assert live_in_thread.service.closed.wait(5)
         assert process.poll() is None
         process.communicate("x", timeout=10)
 
 
-def test_a_prefill_that_is_interrupted_leaves_no_capsule(live: Any) -> None:
+def test_a_prefill_that_is_interrupted_leaves_no_capsule(live_in_thread: Any) -> None:
     """The interrupt comes between the request and its answer: the server cancels."""
 
     async def never(_: Any) -> Any:
         await asyncio.Event().wait()
         yield
 
-    live.service.script = never
-    kept = set(live.service.capsules)
-    with interrupted(live, "say('now')\nwith client.prefill('abc'): pass"):
-        assert live.service.started.wait(10)
-    assert live.service.closed.wait(5)
-    assert set(live.service.capsules) == kept
+    live_in_thread.service.script = never
+    kept = set(live_in_thread.service.capsules)
+    with interrupted(live_in_thread, "say('now')\nwith client.prefill('abc'): pass"):
+        assert live_in_thread.service.started.wait(10)
+    assert live_in_thread.service.closed.wait(5)
+    assert set(live_in_thread.service.capsules) == kept
 
 
 @pytest.mark.parametrize("ends", ["close", "fail"])
-def test_a_failing_delete_hides_no_error_of_the_block(live: Any, ends: str) -> None:
+def test_a_failing_delete_hides_no_error_of_the_block(live_in_thread: Any, ends: str) -> None:
     program = """
 import mallee.client.sync
 def fail(*_, **__):
@@ -129,35 +130,22 @@ except LookupError:
     say("seen")
 """
     done = subprocess.run(
-        [sys.executable, "-c", BEGIN + program, live.url, ends],
+        [sys.executable, "-c", BEGIN + program, live_in_thread.url, ends],
         capture_output=True, text=True, timeout=30, check=True,
     )  # fmt: skip
     assert done.stdout == "seen\n"
 
 
-def test_closing_the_client_ends_its_streams(live: Any) -> None:
-    live.service.holds_after = 2
-    client = Mallee(live.url)
-    branches = client.stream("abc", n=2)
-    next(iter(branches))
-    client.close()
-    wait_until(live.service.closed.is_set, timeout_s=5)
-
-
-def test_what_has_a_salt_is_used_with_it(live: Any) -> None:
-    """Forks of a capsule and of an answer, reading, deleting: all in the scope that made it."""
-    with Mallee(live.url) as client:
-        with client.prefill("abc", cache_salt="s") as capsule:
-            scope = live.service.job.scope
-            capsule.fork(1).wait()
-            assert live.service.job.scope == scope
-            client.capsule(capsule.id, cache_salt="s")
-            assert live.service.asked_scope == scope
-            client.capsule(capsule.id)
-            assert live.service.asked_scope != scope
-        assert live.service.asked_scope == scope
-        (branch,) = client.stream("abc", cache_salt="t").wait()
-        scope = live.service.job.scope
-        live.service.capsules[branch.capsule] = live.service.capsules["req_x.0"]
-        branch.fork(1).wait()
-        assert live.service.job.scope == scope
+def test_a_program_that_closes_nothing_ends(live_in_thread: Any) -> None:
+    program = f"""
+from mallee.client import Mallee
+from mallee.client.transports.live import LiveTransport
+client = Mallee(transport=LiveTransport({live_in_thread.url!r}))
+branches = client.stream("abc", n=2)
+next(iter(branches))
+print(client.models())
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (0, "['tiny/bytes']\n"), ran.stderr

@@ -1,0 +1,71 @@
+"""The synchronous SDK, and OpenAI's client, over one WebSocket, which has an event loop in a thread."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from mallee.client import Mallee, UnknownCapsule
+from mallee.client.errors import ConnectionFailed, StreamBroken
+from mallee.client.transports.live import LiveTransport
+
+pytestmark = pytest.mark.real_time
+
+TEXTS = [f"hello {i}" for i in range(3)]
+
+
+def test_many_threads_share_one_socket(live_in_thread: Any) -> None:
+    """F20, part: a synchronous client: streams, whole answers, errors; one that is left is cancelled."""
+    live = live_in_thread
+    transport = LiveTransport(live.url)
+    with Mallee(live.url, transport=transport) as client, ThreadPoolExecutor(12) as pool:
+        answers = pool.map(lambda i: client.complete(f"prompt {i}", n=3), range(24))
+        assert all([each.text for each in answer] == TEXTS for answer in answers)
+        assert len(live.server._connections._open) == 1
+        assert [each.text for each in client.prefill("abc").fork(3).wait()] == TEXTS
+        with pytest.raises(UnknownCapsule):
+            client.capsule("never")
+        live.service.holds_after = 2
+        with client.stream("abc", n=2) as branches:
+            for _ in branches:
+                if len(branches.branches) == 2:
+                    break
+        assert live.service.closed.wait(5)
+        assert transport._inner._waiting == {}
+        with client.stream("abc") as branches:
+            next(iter(branches))
+            assert transport._inner._socket is not None
+            transport._loop.call_soon_threadsafe(transport._inner._socket.transport.abort)
+            with pytest.raises(StreamBroken):
+                branches.wait()
+        live.service.reset()
+        assert client.models()
+        left = client.stream("abc")
+    left.close()
+    with pytest.raises(ConnectionFailed, match="the transport is closed"):
+        transport_of(client, transport).models()
+    transport.close()
+
+
+def transport_of(client: Mallee, transport: LiveTransport) -> Mallee:
+    return Mallee(client.base_url, transport=transport, max_retries=0)
+
+
+def test_openais_synchronous_client_goes_over_the_socket(live_in_thread: Any) -> None:
+    url = live_in_thread.url
+    http = httpx.Client(transport=LiveTransport(url))
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", http_client=http) as client:
+        whole = client.completions.create(model="tiny/bytes", prompt="abc", n=3)
+        assert [choice.text for choice in whole.choices] == TEXTS
+        stream = client.completions.create(model="tiny/bytes", prompt="abc", stream=True)
+        assert "".join(c.choices[0].text for c in stream if c.choices) == TEXTS[0]
+
+
+def test_nothing_listens() -> None:
+    with (
+        Mallee(transport=LiveTransport("http://127.0.0.1:1")) as nobody,
+        pytest.raises(ConnectionFailed),
+    ):
+        nobody.models()
