@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mallee.protocol.errors import DeviceMemoryExhausted, from_wire
 from mallee.protocol.ids import branch_seed
-from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling
+from mallee.protocol.messages import Generate, Limits, Sampling
 from mallee.protocol.messages import pack_tokens as pack
 from mallee.testing.forward import linear_tokens
 from mallee.worker.forward import Draw, ForwardBatch, Logits
@@ -62,37 +62,6 @@ def test_the_newest_prompt_ends_with_the_error_and_all_others_go_on(
     for i, prompt in enumerate(prompts):
         assert bench.answers[f"r{i}", 0].tokens == expect(bench, prompt, 12)
     assert bench.engine.stats().jobs == 0
-
-
-def test_decodes_without_a_prompt_shed_the_newest_until_the_rest_fits(
-    make_bench: Callable[..., Any],
-) -> None:
-    """I26, part: nothing of what is left is lost or drawn twice."""
-    bench = make_bench()
-    for i in range(6):
-        bench.submit(Generate(f"r{i}", pack([i, 3]), Limits(10), SAMPLED))
-    for _ in range(3):
-        bench.step()
-    tighten(bench, rows=4)
-    bench.run()
-    for i in range(4):
-        assert bench.answers[f"r{i}", 0].tokens == expect(bench, [i, 3], 10)
-    for i in (4, 5):
-        answer = bench.answers[f"r{i}", 0]
-        assert isinstance(answer.error, DeviceMemoryExhausted)
-        assert answer.tokens == expect(bench, [i, 3], 10)[: len(answer.tokens)]
-
-
-def test_a_fork_whose_draw_has_no_memory_sheds_branches(make_bench: Callable[..., Any]) -> None:
-    """I26, part: branches that only draw, of a capsule's logits."""
-    bench = make_bench()
-    bench.run(Prefill("p", pack([1, 2, 3])))
-    tighten(bench, draws=2)
-    bench.run(Fork("f", "p.0", (b"",) * 4, Limits(5), SAMPLED))
-    answers = [bench.answers["f", branch] for branch in range(4)]
-    assert [answer.error is None for answer in answers] == [True, True, False, False]
-    for branch in (0, 1):
-        assert answers[branch].tokens == expect(bench, [1, 2, 3], 5, branch)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

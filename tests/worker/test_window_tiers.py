@@ -179,17 +179,6 @@ def test_a_demoted_capsule_comes_back_and_nothing_of_it_is_computed(
     assert tiers.host_held == 0
 
 
-def test_an_answers_capsule_survives_its_eviction() -> None:
-    bench = Bench(make_tiers(200), answers=64)
-    text = numbers(21)
-    answer = bench.run(generate("a", text))
-    bench.flood()
-    computed = bench.num_computed
-    assert bench.fork("a.0") == want(text + answer)
-    assert bench.num_computed - computed == 1  # the token that was drawn last
-    assert bench.engine.stats().capsules.num_replaced == 0
-
-
 def test_answers_survive_where_windows_alone_lack_room() -> None:
     """Many short texts fill the windows' pool first."""
     bench = Bench(make_tiers(400), answers=64)
@@ -273,25 +262,3 @@ def test_a_durable_capsule_outlives_its_engine() -> None:
     assert len(told[DISK]) == 8 * (len(text) // 4)
     assert again.fork("p.0") == want(text)
     assert again.num_computed == 0
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_random_trees_under_pressure_equal_linear_reruns(seed: int) -> None:
-    """F26, part: texts of several times the memory, parked and evicted, go on exactly."""
-    rng = random.Random(seed)
-    bench = Bench(make_tiers(rng.choice([40, 120, 400]), disk=DictDisk(150)), answers=8)
-    texts = {}
-    for i in range(8):
-        text = numbers(rng.randrange(2, 70))
-        if texts and rng.random() < 0.6:
-            text = rng.choice(list(texts.values())) + numbers(rng.randrange(1, 9))
-        text = text[:130]
-        texts[f"a{i}.0"] = text + bench.run(generate(f"a{i}", text))
-        assert texts[f"a{i}.0"][len(text) :] == want(text)
-        name = rng.choice(list(texts))
-        if rng.random() < 0.4:
-            bench.run(Demote(f"d{i}", name, rng.choice([HOST, DISK])))
-        elif bench.engine._capsules.peek(name) is not None:
-            at = rng.choice([None, rng.randrange(1, len(texts[name]))])
-            assert bench.fork(name, at) == want(texts[name][:at])
-    assert bench.num_fetched > 0

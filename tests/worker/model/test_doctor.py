@@ -96,14 +96,6 @@ def test_a_window_off_by_one_is_found_where_it_first_hides_a_key(
     assert abs(sum(ours) - 1) < 1e-5
 
 
-def test_another_rotary_base_is_found_in_the_layer_that_has_it(oracles: Callable[..., Any]) -> None:
-    right = random_model("gemma3_text", 2)
-    rope = {**right.raw["rope_parameters"], "full_attention": {"rope_type": "default"}}
-    found = find(oracles(right), random_model("gemma3_text", 2, rope_parameters=rope))
-    assert found is not None
-    assert (found.site, found.layer) == ("heads", 2)
-
-
 def test_a_bug_in_decoding_alone_is_found_at_its_step(
     oracles: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -372,34 +372,6 @@ def test_a_model_gives_the_reference_s_logits(
     assert float((found - expected).norm() / expected.norm()) < 4e-2
 
 
-def test_deterministic_decoding_is_token_exact_whatever_runs_beside(
-    kernels: Kernels, sequences: Callable[..., Any]
-) -> None:
-    """D8, part: greedy tokens of a row alone, and among five others; a model's products may round apart."""
-    model = random_model("qwen3", 8, head_dim=64)
-    texts = []
-    for names in (["a"], ["a", "b", "c", "d", "e", "f"]):
-        forward = model.forward(
-            dtype="bfloat16",
-            num_blocks=400,
-            device=kernels.device,
-            is_deterministic=True,
-            flashinfer=kernels.package,
-        )
-        run = sequences(forward)
-        rng = np.random.default_rng(4)
-        prompts = {name: rng.integers(0, 128, 60 + 9 * i) for i, name in enumerate("abcdef")}
-        logits = run.step(*(run.row(name, prompts[name]) for name in names))
-        text = []
-        for _ in range(24):
-            tokens = [int(each.argmax()) for each in logits]
-            text.append(tokens[0])
-            rows = [run.row(name, [token]) for name, token in zip(names, tokens, strict=True)]
-            logits = run.step(*rows)
-        texts.append(text)
-    assert texts[0] == texts[1]
-
-
 def test_the_backend_is_chosen_where_it_fits(caplog: pytest.LogCaptureFixture) -> None:
     """Elsewhere attention runs in torch, and one line says why, and the remedy."""
     config = random_model(head_dim=64).config

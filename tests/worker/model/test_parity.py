@@ -135,13 +135,6 @@ def test_lengths_around_block_edges_have_the_oracles_logits(
             assert float((ours - theirs).norm()) < 1e-4
 
 
-def test_only_rows_that_want_logits_get_them(plain: Any, sequences: Callable[..., Any]) -> None:
-    run = sequences(plain.model.forward())
-    both = run.step(run.row("a", prompt(12), False), run.row("b", prompt(9, 1), True))
-    assert len(both) == 1
-    check_near(plain, prompt(9, 1), both[0])
-
-
 def test_a_tree_of_forks_has_the_oracles_logits(
     oracles: Callable[..., Any], sequences: Callable[..., Any]
 ) -> None:
@@ -204,28 +197,6 @@ def test_random_trees_equal_linear_runs(
             check_near(plain, run.tokens[name], logits)
 
 
-def test_positions_that_start_at_zero_after_a_fork_are_noticed(
-    plain: Any, sequences: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """S7: a branch that turns its keys as if its suffix began at position 0 fails the check."""
-    forward = plain.model.forward()
-    plan = forward._plan
-
-    def from_zero(*args: Any, **options: Any) -> Any:
-        made = plan(*args, **options)
-        return made._replace(positions=made.positions - made.positions.min())
-
-    run = sequences(forward)
-    run.step(run.row("parent", prompt(33)))
-    copies = run.fork("parent", "child")
-    good = run.fork("parent", "good")
-    check_near(plain, [*prompt(33), 9], run.step(run.row("good", [9]), copies=good)[0])
-    monkeypatch.setattr(forward, "_plan", from_zero)
-    logits = run.step(run.row("child", [9]), copies=copies)[0]
-    with pytest.raises(pytest.fail.Exception, match="logits differ"):
-        check_near(plain, [*prompt(33), 9], logits)
-
-
 def test_the_text_model_of_one_that_also_sees_agrees_at_every_site(tmp_path: Path) -> None:
     """I1, I2: a tiny Gemma3ForConditionalGeneration, saved by transformers; its eyes are left out."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
@@ -250,17 +221,3 @@ def test_the_text_model_of_one_that_also_sees_agrees_at_every_site(tmp_path: Pat
     oracle = load_oracle(tmp_path, "float32")
     assert type(oracle) is Gemma3ForConditionalGeneration
     assert examine(forward, oracle, prompt(60), num_steps=4).first is None
-
-
-def test_a_loaded_directory_equals_the_model_it_was_saved_from(
-    tmp_path: Path, sequences: Callable[..., Any]
-) -> None:
-    """D38: weights from safetensors, single file."""
-    for family in FAMILIES:
-        model = random_model(family, 8, tie_word_embeddings=False)
-        model.save(tmp_path / family)
-        ours = sequences(load(tmp_path / family, num_blocks=16, threads=None))
-        theirs = sequences(model.forward(block_size=16, num_blocks=16))
-        tokens = prompt(30)
-        found, expected = (x.step(x.row("a", tokens))[0] for x in (ours, theirs))
-        assert torch.equal(found, expected)

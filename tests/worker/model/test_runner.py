@@ -17,10 +17,10 @@ from mallee.protocol.errors import (
     WeightsMismatch,
     from_wire,
 )
-from mallee.protocol.messages import Generate, Limits, Sampling, pack_tokens
+from mallee.protocol.messages import Generate, Limits, pack_tokens
 from mallee.protocol.model import WeightVersion
 from mallee.testing.random_model import random_model
-from mallee.worker.forward import Draw, Forward, ForwardBatch
+from mallee.worker.forward import Forward, ForwardBatch
 from mallee.worker.kv.node import BlockCopy
 from mallee.worker.memory.budget import GIB, MIB, DeviceMemory, Room
 from mallee.worker.model import runner
@@ -234,44 +234,6 @@ def test_kept_logits_outlive_later_steps_and_pin_nothing(sequences: Callable[...
     copy = kept.clone()
     run.step(*(run.row(name, [5]) for name in "abc"))
     assert torch.equal(kept, copy)
-
-
-def test_equal_steps_give_equal_bits(sequences: Callable[..., Any]) -> None:
-    outcomes = []
-    for _ in range(2):
-        run = sequences(random_model("llama", 9).forward(), seed=4)
-        run.step(run.row("a", list(range(20))), run.row("b", [3] * 30))
-        outcomes.append(torch.stack(run.step(run.row("a", [1]), run.row("b", [2]))))
-    assert torch.equal(outcomes[0], outcomes[1])
-
-
-def test_fused_forks_draw_what_a_linear_run_draws(sequences: Callable[..., Any]) -> None:
-    """D19: sampled text of every child equals the text of a run that never forked."""
-    sampling = Sampling(temperature=0.9, top_k=40, top_p=0.95)
-    model = random_model("llama", 12)
-    prompt = [i % 128 for i in range(3, 150)]
-    run = sequences(model.forward(num_blocks=300))
-    logits = run.step(run.row("parent", prompt))[0]
-    names = [f"c{i}" for i in range(8)]
-    copies = [copy for name in names for copy in run.fork("parent", name)]
-    latest = [logits] * len(names)
-    for _ in range(12):
-        draws = [
-            Draw(own, sampling, 100 + i, len(run.tokens[name]))
-            for i, (name, own) in enumerate(zip(names, latest, strict=True))
-        ]
-        tokens = run.forward.sample(draws)
-        rows = [run.row(name, [token]) for name, token in zip(names, tokens, strict=True)]
-        latest = run.step(*rows, copies=copies)
-        copies = []
-    assert len({tuple(run.tokens[name]) for name in names}) == len(names)
-    for i, name in enumerate(names):
-        alone = sequences(model.forward(num_blocks=300), seed=i + 1)
-        own = alone.step(alone.row("x", prompt))[0]
-        for _ in range(12):
-            draw = Draw(own, sampling, 100 + i, len(alone.tokens["x"]))
-            own = alone.step(alone.row("x", alone.forward.sample([draw])))[0]
-        assert alone.tokens["x"] == run.tokens[name]
 
 
 def _answer(forward: TorchForward, prompt: list[int], life: int = 1) -> list[int]:

@@ -12,35 +12,8 @@ from mallee.worker.model.sampling.logits import filtered
 from mallee.worker.model.sampling.sampler import best, noise, sample, splitmix64
 
 HOT = Sampling(temperature=1.0)
-GOLDEN = [
-    514,
-    219,
-    259,
-    270,
-    403,
-    219,
-    933,
-    47,
-    79,
-    219,
-    219,
-    259,
-    270,
-    403,
-    219,
-    933,
-    219,
-    219,
-    514,
-    219,
-    259,
-    270,
-    403,
-    219,
-    933,
-    47,
-    79,
-]
+FIRST = [219, 259, 270, 403, 219, 933]
+GOLDEN = [514, *FIRST, 47, 79, 219, *FIRST, 219, 219, 514, *FIRST, 47, 79]
 
 
 def vocabulary(seed: int, size: int = 1000, scale: float = 3.0) -> torch.Tensor:
@@ -113,14 +86,6 @@ def test_branches_of_one_capsule_draw_from_one_field_as_each_would_alone() -> No
     assert sample(draws + other) == alone
 
 
-def test_seed_and_position_both_change_the_draw() -> None:
-    logits = torch.zeros(1000)
-    by_seed = {sample([Draw(logits, HOT, seed, 0)])[0] for seed in range(50)}
-    by_position = {sample([Draw(logits, HOT, 0, position)])[0] for position in range(50)}
-    assert len(by_seed) > 40
-    assert len(by_position) > 40
-
-
 @pytest.mark.parametrize("axis", ["seed", "position"])
 def test_frequencies_pass_a_chi_square_test(axis: str) -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, 0.5, 3.0, -3.0])
@@ -152,14 +117,6 @@ def test_filtered_draws_stay_inside_the_kept_set_and_reach_all_of_it() -> None:
     drawn = {sample([Draw(logits, sampling, i, i)])[0] for i in range(600)}
     assert drawn == kept
     assert 1 < len(kept) <= 6
-
-
-def test_a_tiny_change_of_the_logits_hardly_ever_changes_the_draw() -> None:
-    logits = vocabulary(2)
-    moved = logits + 1e-5 * torch.sign(vocabulary(3))
-    before = sample([Draw(logits, HOT, i, 0) for i in range(300)])
-    after = sample([Draw(moved, HOT, i, 0) for i in range(300)])
-    assert sum(a != b for a, b in zip(before, after, strict=True)) <= 1
 
 
 def test_extreme_temperatures_and_masked_logits_are_drawn_soundly() -> None:

@@ -168,25 +168,6 @@ def test_only_allowed_tokens_are_drawn_and_all_of_them() -> None:
     assert sample([greedy]) == [0]
 
 
-@pytest.mark.parametrize("share", [2, 50])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_masks_of_few_and_of_many_tokens_draw_alike(share: int, temperature: float) -> None:
-    """D9: rows of one batch with masks of their own: what each allows, as each alone."""
-    size = 5000
-    batch = torch.stack([vocabulary(i, size) for i in range(40)]).bfloat16()
-    draws = []
-    for i, row in enumerate(batch.unbind(0)):
-        allowed = [t for t in range(size) if (t + i) % share == 0]
-        sampling = Sampling(temperature, 200 if i % 2 else 0, 0.95 if i % 3 else 1.0)
-        draws.append(Draw(row, sampling, i, 3, None, words(allowed, size)))
-    found = sample(draws)
-    assert found == [sample([draw])[0] for draw in draws]
-    assert all((token + i) % share == 0 for i, token in enumerate(found))
-    if temperature == 0.0:
-        for i, (row, token) in enumerate(zip(batch.float(), found, strict=True)):
-            assert row[token] == max(row[t] for t in range(size) if (t + i) % share == 0)
-
-
 def test_banned_tokens_are_not_drawn_unless_nothing_else_is_allowed() -> None:
     """I5: min_tokens bans ends of text; a grammar that allows nothing else wins."""
     logits = torch.zeros(VOCAB)

@@ -114,29 +114,6 @@ def test_a_line_forgets_entries_that_are_out_of_date() -> None:
     assert queue.first() is sequences[4997 % 3]
 
 
-def test_equal_priorities_leave_no_duplicates() -> None:
-    queue = FairQueue(sessions := Sessions())
-    branches = [branch(i) for i in range(4)]
-    for each in branches:
-        each.job.session = sessions.join(("", ""), 1.0)
-        queue.push(each, 1.0)
-    for i in range(4000):
-        queue.push(branches[i % 4], 1.0)
-    assert sum(map(len, queue._by_session.values())) == 4
-
-
-def test_a_branch_that_left_and_came_back_is_queued_once() -> None:
-    queue = FairQueue(sessions := Sessions())
-    stays, goes = branch(0), branch(1)
-    for each in (stays, goes):
-        each.job.session = sessions.join(("", ""), 1.0)
-        queue.push(each, 1.0)
-    queue.remove(goes)
-    queue.push(goes, 1.0)
-    heap = queue._by_session[goes.job.session]
-    assert [queue._is_true(entry) for entry in heap].count(True) == 2
-
-
 def test_gates_let_through_in_the_order_of_what_is_needed() -> None:
     """S6: whoever needs no more than is there, and everybody when it is over."""
     waits = PrefixWaits()

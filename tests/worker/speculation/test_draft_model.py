@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import ConfigError, DeviceMemoryExhausted
@@ -14,8 +13,7 @@ from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, 
 from mallee.testing.forward import MockForward
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
-from mallee.worker.forward import Draw, ForwardBatch
-from mallee.worker.model.sampling.sampler import sample
+from mallee.worker.forward import ForwardBatch
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.branch import Branch, Plan
 from mallee.worker.sched.policy import SchedulerConfig
@@ -312,26 +310,6 @@ def test_other_weights_in_the_same_memory_are_drafted_for() -> None:
         stats = engine.stats().speculation
         assert stats.num_drafted > 20
         assert (stats.num_accepted == stats.num_drafted) == (target is first)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_draws_with_the_branchs_own_noise_are_right_more_often(temperature: float) -> None:
-    """I15, part: two models whose logits are alike; drafts without temperature are the rival."""
-    torch.manual_seed(0)
-    exact = torch.randn(400, 40) * 2
-    rough = exact + torch.randn(400, 40) * 0.4
-    rates = []
-    for draft_at in (temperature, 0.0):
-        num = 0
-        for i in range(400):
-            drawn = sample([Draw(exact[i], Sampling(temperature), 7, i)])
-            draft = sample([Draw(rough[i], Sampling(draft_at), 7, i)])
-            num += drawn == draft
-        rates.append(num / 400)
-    if temperature == 0.0:
-        assert rates[0] == rates[1]
-    else:
-        assert rates[0] > rates[1] + 0.1
 
 
 @pytest.mark.parametrize("drafters", ["off", "prompt", "sibling"])

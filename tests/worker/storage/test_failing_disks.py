@@ -5,41 +5,13 @@ import os
 import resource
 import signal
 from pathlib import Path
-from random import Random
 
 import pytest
 
 from mallee.protocol.errors import StorageFailed, StorageFull
 from mallee.worker.storage.files import Directory
 from mallee.worker.storage.volume import VolumeConfig
-from support.disks import BLOCK, Disk, opened, read, rows
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_a_loss_of_power_loses_no_acknowledged_capsule(seed: int) -> None:
-    """F24, part: whatever the disk did with bytes that were not synced."""
-    rng = Random(seed)
-    disk = Disk(seed)
-    must: dict[str, list[int]] = {}
-    for _ in range(12):
-        volume = opened(disk, VolumeConfig(1 << 30, run_nbytes=3 * BLOCK))
-        for capsule in volume.capsules():
-            record = volume.load(capsule)
-            assert record is not None
-            assert read(volume, record.keys) == (len(record.keys), None)
-        assert {c: r.keys for c in volume.capsules() if (r := volume.load(c))} == must
-        read(volume, range(40))  # a cached block is whole or refused
-        for _ in range(rng.randrange(6)):
-            capsule, first = f"c{rng.randrange(5)}", rng.randrange(30)
-            keys = list(range(first, first + rng.randrange(1, 9)))
-            volume.put(keys, rows(keys))
-            if rng.random() < 0.2:
-                volume.drop(capsule)
-                must.pop(capsule, None)
-            elif rng.random() < 0.7:
-                volume.commit(capsule, capsule.encode(), keys)
-                must[capsule] = keys
-        disk.lose_power()
+from support.disks import BLOCK, opened, read, rows
 
 
 def test_a_disk_that_is_full_keeps_nothing_of_what_did_not_fit(tmp_path: Path) -> None:

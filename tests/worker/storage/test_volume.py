@@ -227,17 +227,6 @@ def test_an_added_field_and_another_block_size_are_named_too() -> None:
     assert caught.value.fields["differences"] == [["block_nbytes", "64", "128"]]
 
 
-def test_the_old_model_finds_its_capsules_again() -> None:
-    disk = Disk()
-    volume = opened(disk)
-    volume.put([1], rows([1]))
-    volume.commit("a", b"x", [1])
-    opened(disk, weights="new").close()
-    volume = opened(disk)
-    assert volume.load("a") is not None
-    assert read(volume, [1]) == (1, None)
-
-
 def stored(keys: list[int]) -> Disk:
     disk = Disk()
     volume = opened(disk)
@@ -327,17 +316,6 @@ def test_bad_blocks_are_told_and_written_again_and_records_are_whole_then() -> N
         assert record is not None
         assert record.keys == keys
         each.check()
-
-
-def test_a_block_that_a_record_lost_is_durable_as_soon_as_it_is_written_again() -> None:
-    disk = stored([1, 2])
-    (run,) = disk.sizes("runs")
-    disk.contents[run] = disk.durable[run] = disk.contents[run][:-1] + b"?"
-    volume = opened(disk)
-    assert read(volume, [1, 2])[0] == 1
-    volume.put([1, 2], rows([1, 2]))
-    disk.lose_power()
-    assert read(opened(disk), [1, 2]) == (2, None)
 
 
 def test_a_dropped_capsule_does_not_come_back_as_an_older_record() -> None:
