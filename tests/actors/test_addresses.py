@@ -3,7 +3,11 @@
 import asyncio
 import socket
 
+import pytest
+
 from mallee.actors.addresses import listener
+
+pytestmark = pytest.mark.real_time  # it asks the kernel
 
 
 async def test_connections_wait_for_no_acknowledgement() -> None:

@@ -41,6 +41,8 @@ from support.reading import Reader
 from support.tokenizers_made import byte_level
 from support.waiting import until
 
+pytestmark = pytest.mark.real_time  # KV is lent by threads that block
+
 PROMPT = [3 + i % 29 for i in range(100)]
 FLIP_S = 2.0
 NO_LOANS = LoanUse(0, 0, 0, 0, 0, 0.0)

@@ -56,6 +56,8 @@ from support.lent_blocks import (
     nothing_left,
 )
 
+pytestmark = pytest.mark.real_time  # its threads block
+
 SECRET = Secret(b"the secret of this app")
 SHORT = LendingTimes(0.3, 0.3, 0.3, 0.3, 0.3, 0.3)
 

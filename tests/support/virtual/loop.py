@@ -193,6 +193,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     async def _accept(self, listener: _Listener, end: socket.socket) -> None:
         try:
             await self.connect_accepted_socket(listener.factory, end, ssl=listener.ssl)
+        except OSError:  # as where TLS fails: asyncio's servers say nothing of it
+            end.close()
         except BaseException:
             end.close()
             raise
