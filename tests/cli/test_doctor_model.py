@@ -13,6 +13,8 @@ from mallee.testing.quantized import quantized_model
 from mallee.testing.random_model import random_model
 from mallee.worker.model import runner
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

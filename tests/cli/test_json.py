@@ -129,7 +129,7 @@ def test_faults_of_settings_are_an_object(tmp_path: Path) -> None:
     assert told["notes"] == []
 
 
-def test_a_model_that_was_compared_is_an_object(tmp_path: Path) -> None:
+def test_a_model_that_was_compared_is_an_object(tmp_path: Path, one_thread: None) -> None:
     random_model("gemma3_text", 4).save(tmp_path)
     told = printed("doctor-model", str(tmp_path), "--tokens", "2")
     assert told["agrees"]

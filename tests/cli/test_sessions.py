@@ -23,6 +23,7 @@ from mallee.worker.model.runner import load
 from support.mock_scene import make_folder
 from support.session_driver import SessionDriver
 
+SMALL = ("--kv-gib", 0.05, "--threads", 1)
 HOT = Sampling(temperature=1.0, seed=7, frequency_penalty=0.3)
 
 
@@ -51,7 +52,7 @@ def make_tokenizer(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def record(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A session on the model: a grammar, forks, a cut, a capture, a cancel."""
-    forward = load(model, num_blocks=256, block_size=16, dtype="float32")
+    forward = load(model, num_blocks=256, block_size=16, dtype="float32", threads=1)
     config = AppConfig(model=str(model))
     engine = make_engine(config, forward, WorkerId("w0"), Incarnation(0))
     driver = SessionDriver(engine, forward.spec)
@@ -81,7 +82,7 @@ def test_a_session_is_replayed_and_exported(record: Path, model: Path, tmp_path:
     """F21, F25: the model is loaded anew; the dtype follows from the record; episodes replay, too."""
     episode = tmp_path / "s.npz"
     code, found, _, error = run(
-        *("replay-session", record, "--model", model, "--kv-gib", 0.05, "--npz", episode, "--json")
+        *("replay-session", record, "--model", model, *SMALL, "--npz", episode, "--json")
     )
     assert (code, error) == (0, None)
     assert found["equal"] == found["requests"] >= 5
@@ -93,9 +94,7 @@ def test_a_session_is_replayed_and_exported(record: Path, model: Path, tmp_path:
     code, body, _, _ = run("export-episode", record, "--out", other, "--json")
     assert (code, body["file"], body["bytes"]) == (0, str(other), other.stat().st_size)
     assert (body["session"], body["tokens"]) == (found["session"], found["tokens"])
-    code, again, _, _ = run(
-        "replay-session", other, "--model", model, "--kv-gib", 0.05, "--json", "--threads", 1
-    )
+    code, again, _, _ = run("replay-session", other, "--model", model, *SMALL, "--json")
     assert (code, again) == (0, found)
 
 
@@ -106,7 +105,7 @@ def test_weights_that_were_served_meanwhile_are_named_by_the_one_who_replays(
     folder = tmp_path / "step-2"
     random_model("llama", 9, vocab_size=340).save(folder)
     make_tokenizer(folder)
-    first = load(model, num_blocks=64, block_size=16, dtype="float32")
+    first = load(model, num_blocks=64, block_size=16, dtype="float32", threads=1)
     forward = first.with_weights(folder, WeightVersion(1, "step-2"))
     config = AppConfig(model=str(model))
     engine = make_engine(config, forward, WorkerId("w0"), Incarnation(0))
@@ -121,7 +120,7 @@ def test_weights_that_were_served_meanwhile_are_named_by_the_one_who_replays(
         replace(each, weights=shown) if isinstance(each, Asked) else each for each in driver.entries
     ]
     file.write_bytes(b"".join(map(frame, entries)))
-    args = ("replay-session", file, "--model", model, "--kv-gib", 0.05, "--json")
+    args = ("replay-session", file, "--model", model, *SMALL, "--json")
     code, found, stderr, _ = run(*args)
     assert (code, found["left_out"]) == (1, 1)
     assert "--weights step-2=FOLDER" in stderr.replace("\n", " ")
@@ -154,9 +153,7 @@ def test_a_divergence_is_the_exit_status_and_a_sentence(
 
     torn = b"".join(frame(other_seed(entry)) for entry in (*entries, Stopped(0.0, "disk"))) + b"ms"
     file.write_bytes(torn)
-    code, found, stderr, _ = run(
-        *("replay-session", file, "--model", model, "--kv-gib", 0.05, "--json")
-    )
+    code, found, stderr, _ = run(*("replay-session", file, "--model", model, *SMALL, "--json"))
     assert code == 1
     assert found["diverged"] == 1
     assert found["left_out"] >= 1
@@ -172,12 +169,12 @@ def test_another_model_is_refused_by_its_fields(record: Path, tmp_path: Path) ->
     folder = tmp_path / "other"
     random_model("llama", 4, vocab_size=340).save(folder)
     make_tokenizer(folder)
-    code, _, _, error = run("replay-session", record, "--model", folder, "--kv-gib", 0.05)
+    code, _, _, error = run("replay-session", record, "--model", folder, *SMALL)
     assert code == 1
     assert isinstance(error, IncompatibleCapsule)
     assert "fingerprint was" in str(error)
     code, found, _, _ = run(
-        *("replay-session", record, "--model", folder, "--kv-gib", 0.05, "--force", "--json")
+        *("replay-session", record, "--model", folder, *SMALL, "--force", "--json")
     )
     assert (code, found["first_divergence"]["branch"]) == (1, 0)
     wrong = tmp_path / "no.session"

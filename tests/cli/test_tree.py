@@ -18,6 +18,8 @@ from mallee.cli.tree import Branch, draw, grow
 from mallee.protocol.errors import ConfigError, InvalidParameter
 from mallee.testing.random_model import random_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GOLDEN = Path(__file__).with_name("golden_text_tree.txt")
 PROMPT = "Once upon a time"
 MODEL = random_model("llama", 5, vocab_size=256, eos_token_id=None)
