@@ -20,6 +20,7 @@ from mallee.actors.config import AppConfig
 from mallee.actors.lending.borrower import Borrower
 from mallee.actors.lending.server import LendingServer
 from mallee.actors.transport.greeting import Secret, new_secret
+from mallee.client import AsyncMallee
 from mallee.protocol.ids import WorkerId
 from mallee.router.config import RouterConfig
 from mallee.testing.random_model import random_model
@@ -35,6 +36,8 @@ from support.live_fleet import LiveFleet, running
 from support.waiting import until
 
 NODE = "n"
+PROMPT = "".join(chr(33 + 7 * i % 90) for i in range(50))
+SAMPLED: dict[str, Any] = {"seed": 3, "temperature": 1.0, "presence_penalty": 0.5}
 
 
 class FileServer(NamedTuple):
@@ -117,6 +120,19 @@ async def _tell_address(fleet: LiveFleet, address: str) -> None:
         return found is not None and found.lends_at == address
 
     await until(is_known)
+
+
+async def cut_answer(client: AsyncMallee, **options: Any) -> tuple[Any, str, str]:
+    """A capsule of an answer under way, its text until there, and all of it."""
+    given = {"max_tokens": 64, "ignore_eos": True, **options}
+    stream = client.stream(PROMPT, **given)
+    capsule = None
+    async for event in stream:
+        if capsule is None and len(stream.branches[event.index].text) > 10:
+            capsule = await stream.branches[0].capture(ttl_s=600)
+    assert capsule is not None
+    text = stream.branches[0].text
+    return capsule, text[: capsule.tokens - len(PROMPT)], text
 
 
 async def _serve(folder: Path, seed: int) -> None:

@@ -465,7 +465,11 @@ async def live(service: FakeService) -> AsyncIterator[Live]:
 def live_in_thread(service: FakeService) -> Iterator[Live]:
     """In a thread of its own, for tests that block."""
     server = LimitedServer(
-        live_app(service), max_connections=9, max_per_client=9, takes_sockets=True, log_config=None
+        live_app(service),
+        max_connections=99,
+        max_per_client=99,
+        takes_sockets=True,
+        log_config=None,
     )
     with socket.socket(proto=socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))

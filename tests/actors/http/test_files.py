@@ -2,11 +2,7 @@
 
 import asyncio
 import os
-import shutil
-import signal
-import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +12,12 @@ import pytest
 from mallee.actors.lending.borrower import BorrowedLoan
 from mallee.client import AsyncMallee, Mallee, StreamBroken, UnknownCapsule
 from mallee.protocol.errors import CorruptExport, MalleeError, WorkerLost
-from support.file_server import FileServer, file_server
+from support.file_server import PROMPT, SAMPLED, FileServer, cut_answer, file_server
 from support.waiting import until
 
-PROMPT = "".join(chr(33 + 7 * i % 90) for i in range(50))
-NUM = 64
-SAMPLED: dict[str, Any] = {"seed": 3, "temperature": 1.0, "presence_penalty": 0.5}
+pytestmark = pytest.mark.real_time  # loans cross sockets between threads
+
 GREEDY: dict[str, Any] = {"temperature": 0.0}
-SUPPORT = Path(__file__).resolve().parents[2]
-
-
-async def cut_answer(client: AsyncMallee, **options: Any) -> tuple[Any, str, str]:
-    """A capsule of an answer under way, its text until there, and all of it."""
-    given = {"max_tokens": NUM, "ignore_eos": True, **options}
-    stream = client.stream(PROMPT, **given)
-    capsule = None
-    async for event in stream:
-        if capsule is None and len(stream.branches[event.index].text) > 10:
-            capsule = await stream.branches[0].capture(ttl_s=600)
-    assert capsule is not None
-    text = stream.branches[0].text
-    return capsule, text[: capsule.tokens - len(PROMPT)], text
 
 
 @pytest.mark.parametrize("way", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
@@ -271,77 +252,6 @@ async def test_a_broken_export_leaves_no_file(
             await capsule.export(tmp_path / "kept")
         assert (tmp_path / "kept").read_bytes() == b"before"
         assert names_in(tmp_path) == ["kept"]
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
-async def test_curl_exports_and_imports(tmp_path: Path) -> None:
-    async with file_server(tmp_path) as server:
-        name, data = await exported(server.url)
-        file = tmp_path / "a.capsule"
-        await curl("-fsS", "-o", str(file), f"{server.url}/v1/capsules/{name}/export")
-        assert file.read_bytes() == data
-        for form in (("-T", str(file), "-X", "POST"), ("--data-binary", f"@{file}")):
-            answer = await curl("-fsS", *form, f"{server.url}/v1/capsules/import?ttl_s=60")
-            assert b'"fetched_tokens":50' in answer
-        file.unlink()
-
-
-async def curl(*arguments: str) -> bytes:
-    process = await asyncio.create_subprocess_exec(
-        "curl", *arguments, stdout=asyncio.subprocess.PIPE
-    )
-    async with asyncio.timeout(20):
-        out, _ = await process.communicate()
-    assert process.returncode == 0
-    return out
-
-
-@asynccontextmanager
-async def other_process(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    paths = [str(SUPPORT), os.environ.get("PYTHONPATH", "")]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "support.file_server", str(folder)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    )
-    try:
-        assert process.stdout is not None
-        async with asyncio.timeout(60):
-            url = (await process.stdout.readline()).decode().strip()
-        assert url, "the server did not start"
-        yield process, url
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-async def test_a_fresh_process_goes_on_and_one_that_is_killed_leaves_no_file(
-    tmp_path: Path,
-) -> None:
-    """F1, part, F24, part: kill -9 in the middle of an import, with gateway and worker."""
-    spools, path = tmp_path / "spools", tmp_path / "kept.capsule"
-    spools.mkdir()
-    async with file_server(spools) as here, AsyncMallee(here.url) as client:
-        capsule, begun, whole = await cut_answer(client, **SAMPLED)
-        nbytes = await capsule.export(path)
-    async with other_process(spools) as (process, url):
-        async with AsyncMallee(url) as client:
-            made = await client.import_capsule(path)
-            assert made.data.imported is not None
-            assert made.data.imported["fetched_tokens"] == made.tokens - 1
-            (gone_on,) = await made.restore().wait()
-            assert begun + gone_on.text == whole
-        host, port = url.removeprefix("http://").split(":")
-        head = f"POST /v1/capsules/import HTTP/1.1\r\nhost: x\r\ncontent-length: {nbytes}\r\n\r\n"
-        _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(head.encode() + path.read_bytes()[:-100])
-        await writer.drain()
-        process.send_signal(signal.SIGKILL)
-        await process.wait()
-        writer.close()
-    assert names_in(spools) == []
 
 
 async def test_the_plain_sdk_exports_and_imports(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ tools = pytest.importorskip("langchain_core.tools", reason=WHY)
 graphs = pytest.importorskip("langgraph.graph", reason=WHY)
 memory = pytest.importorskip("langgraph.checkpoint.memory", reason=WHY)
 
+pytestmark = pytest.mark.process
+
 WEATHER = '{"city": "Oslo", "days": 2}'
 CALL = f'<tool_call>{{"name": "get_weather", "arguments": {WEATHER}}}</tool_call>'
 QUESTION = "Weather in Oslo?"

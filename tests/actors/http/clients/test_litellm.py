@@ -9,6 +9,8 @@ import pytest
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else its import asks the network
 litellm = pytest.importorskip("litellm", reason="needs the extra clients: make clients")
 
+pytestmark = pytest.mark.process
+
 MESSAGES = [{"role": "user", "content": "Weather in Oslo?"}]
 TOOLS = [{"type": "function", "function": {"name": "get_weather"}}]
 ARGUMENTS = '{"city": "Oslo", "days": 2}'
