@@ -36,6 +36,8 @@ from mallee.client.results import choice_events
 from mallee.client.view import live, render
 from mallee.protocol.errors import CapsulesFull, Unavailable
 
+pytestmark = pytest.mark.real_time  # its server has threads
+
 CAPSULE = {
     "id": "req_1.0", "object": "capsule", "created": 1, "model": "m", "worker": "w1",
     "tokens": 100, "prefill_tokens": 90, "cached_tokens": 10, "usage": {},
