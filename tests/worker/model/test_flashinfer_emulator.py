@@ -100,24 +100,15 @@ def test_merging_two_parts_gives_the_whole() -> None:
 @pytest.mark.parametrize(
     ("plan", "error", "says"),
     [
-        (lambda: prefill(qo_indptr=torch.tensor([0, 2, 5])), TypeError, "int64, not int32"),
         (lambda: prefill(qo_indptr=ints(0, 5, 2)), ValueError, "never fall"),
-        (lambda: prefill(paged_kv_indptr=ints(1, 2, 4)), ValueError, "begin with 0"),
         (lambda: prefill(paged_kv_indptr=ints(0, 2, 3)), ValueError, "ends with 3"),
         (lambda: prefill(paged_kv_indptr=ints(0, 2)), ValueError, "shape"),
-        (lambda: prefill(paged_kv_indptr=ints(0, 0, 4)), ValueError, "without pages"),
         (lambda: prefill(paged_kv_last_page_len=ints(0, 4)), ValueError, r"not in 1\.\.4"),
-        (lambda: prefill(paged_kv_last_page_len=ints(1, 5)), ValueError, r"not in 1\.\.4"),
         (lambda: prefill(qo_indptr=ints(0, 6, 9)), ValueError, "6 causal queries over 5 keys"),
         (lambda: prefill(head_dim_qk=32), ValueError, "heads of 32"),
-        (lambda: prefill(num_kv_heads=3), ValueError, "4 / 3 heads"),
-        (lambda: prefill(window_left=-2), ValueError, "window_left=-2"),
         (lambda: prefill(q_data_type=torch.float32), ValueError, "no kernels"),
-        (lambda: prefill(kv_data_type=torch.float16), ValueError, "no kernels"),
-        (lambda: prefill(window=3), TypeError, "unexpected keyword argument 'window'"),
         (lambda: prefill(logits_soft_cap=30.0), NotImplementedError, "logits_soft_cap"),
         (lambda: decode(indices=ints(4, 0, 1, 3).flip(0)[::2]), ValueError, "contiguous"),
-        (lambda: decode(causal=True), TypeError, "unexpected keyword argument 'causal'"),
         (lambda: decode(use_tensor_cores=False, fixed_split_size=2), ValueError, "tensor core"),
         (lambda: decode(fixed_split_size=1, workspace=4096), RuntimeError, "workspace of 4096"),
         (
@@ -138,13 +129,8 @@ def test_a_bad_plan_is_refused(
     ("run", "error", "says"),
     [
         (lambda: prefill().run(queries(4), KV), ValueError, r"q \(4, 4, 64\)"),
-        (lambda: prefill().run(queries(5, torch.float16), KV), ValueError, "float16"),
-        (lambda: prefill().run(queries().transpose(0, 2), KV), ValueError, "q "),
-        (lambda: prefill().run(queries(), KEPT), ValueError, "KV"),
         (lambda: prefill().run(queries(), (KV[0].half(), KV[1].half())), ValueError, "float16"),
         (lambda: prefill().run(queries(), KV, out=queries(6)[1:, ::2]), ValueError, "out"),
-        (lambda: prefill().run(queries(), KV, lse=torch.empty(5, 3)), ValueError, "lse"),
-        (lambda: prefill().run(queries(), KV, scale=1.0), TypeError, "'scale'"),
         (lambda: prefill().run(queries(), KV, sinks=queries()), NotImplementedError, "sinks"),
         (lambda: decode().run(queries(3), KV), ValueError, "planned"),
         (

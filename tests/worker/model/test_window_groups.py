@@ -7,18 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from mallee.protocol.errors import ConfigError, from_wire
-from mallee.protocol.ids import Incarnation, WorkerId, branch_seed
-from mallee.protocol.messages import (
-    Cancel,
-    Fork,
-    Generate,
-    Limits,
-    Prefill,
-    Release,
-    Sampling,
-    pack_tokens,
-)
+from mallee.protocol.errors import ConfigError
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.engine import Engine
 from mallee.worker.kv.windows import Windows
@@ -200,84 +191,6 @@ def test_branches_that_give_way_come_back_the_same(linear: Linear) -> None:
     stats = engine.stats()
     assert stats.sched.num_preemptions
     assert not stats.tree.num_evicted  # for want of room in the window group alone
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_random_trees_under_pressure_equal_linear_reruns(seed: int, linear: Linear) -> None:
-    """I1: forks at ends and inside, prompts that share, capsules, cancels, small pools."""
-    rng = random.Random(seed)
-    engine = make_engine(num_blocks=rng.choice([70, 100, 150]), chunk=rng.choice([8, 16]), rows=6)
-    texts: dict[str, list[int]] = {}  # by capsule
-    kept: list[str] = []
-    asked: dict[tuple[str, int], tuple[list[int], int, Sampling]] = {}
-    answers: dict[tuple[str, int], list[int]] = {}
-    cancelled: set[str] = set()
-    roots = [numbers(rng, 40) for _ in range(2)]
-
-    def step() -> None:
-        for frame in engine.step().frames.values():
-            for update in frame.updates:
-                key = (update.request, update.branch)
-                answers.setdefault(key, []).extend(update.tokens)
-                if update.error is not None:  # the capsule went before the fork came
-                    assert from_wire(update.error).code == "capsule_not_found"
-                    cancelled.add(update.request)
-                elif update.capsule and key in asked:
-                    texts[update.capsule] = asked[key][0] + answers[key]
-        engine.check()
-
-    for number in range(30):
-        request, limits = f"r{number}", Limits(rng.randrange(1, 25), ignore_eos=True)
-        drawn = Sampling(rng.choice([0.0, 0.9]), seed=rng.randrange(1 << 60))
-        kind = rng.choice(["prompt", "prefill", "fork", "fork", "at", "release", "cancel"])
-        if kind in ("prompt", "prefill"):
-            text = rng.choice(roots)[: rng.randrange(1, 41)] + numbers(rng, rng.randrange(12))
-            if kind == "prefill" and not kept:
-                engine.submit(Prefill(request, pack_tokens(text)), "g")
-                texts[f"{request}.0"] = text
-                kept.append(f"{request}.0")
-                for _ in range(rng.randrange(4)):
-                    step()
-                continue
-            n = rng.randrange(1, 4)
-            for i in range(n):
-                own = Sampling(drawn.temperature, seed=branch_seed(drawn.seed, i))
-                asked[request, i] = (text, limits.max_tokens, own)
-            engine.submit(Generate(request, pack_tokens(text), limits, drawn, n), "g")
-        elif kind in ("fork", "at") and texts:
-            capsule = rng.choice(list(texts)[-4:])
-            whole = texts[capsule]
-            if len(whole) > 150:
-                continue
-            at = rng.randrange(1, len(whole) + 1) if kind == "at" else None
-            suffixes = [numbers(rng, rng.randrange(6)) for _ in range(rng.randrange(1, 4))]
-            for i, suffix in enumerate(suffixes):
-                own = Sampling(drawn.temperature, seed=branch_seed(drawn.seed, i))
-                asked[request, i] = (whole[:at] + suffix, limits.max_tokens, own)
-            packed = tuple(map(pack_tokens, suffixes))
-            engine.submit(Fork(request, capsule, packed, limits, drawn, at=at), "g")
-        elif kind == "release" and kept:
-            capsule = kept.pop()
-            if engine.submit(Release(capsule), "g") is None:
-                texts.pop(capsule)
-        elif kind == "cancel" and number:
-            cancelled.add(f"r{number - 1}")
-            engine.submit(Cancel(f"r{number - 1}"), "g")
-        for _ in range(rng.randrange(12)):
-            if engine.has_work:
-                step()
-    while engine.has_work:
-        step()
-    num_compared = 0
-    for (request, i), (text, num, sampling) in asked.items():
-        if request not in cancelled:
-            assert answers[request, i] == linear(text, num, sampling), (request, i)
-            num_compared += 1
-    assert num_compared >= 8
-    for capsule in kept:
-        engine.submit(Release(capsule), "g")
-    drive(engine)
-    engine.check()
 
 
 def test_a_step_that_the_window_group_could_not_hold_is_refused() -> None:
