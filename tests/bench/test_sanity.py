@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bench import sanity
+from bench.engine import sanity
 from mallee.testing.random_model import random_model
 from mallee.worker.model.config import FAMILIES
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.sanity import LENGTH, phases
+from bench.engine.sanity import LENGTH, phases
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Generate, Limits, Sampling, pack_tokens
 from mallee.testing.random_model import random_model, tensors_digest

@@ -1,6 +1,6 @@
 """Sanity of models: the engine's features one after the other, each with the answers of the plainest engine.
 
-    python -m bench.sanity [--models llama,qwen3,gemma3_text] [--phases plain,...]
+    python -m bench.engine.sanity [--models llama,qwen3,gemma3_text] [--phases plain,...]
 
 A family's name is that of a tiny random model; anything else is a checkpoint, as `mallee serve --model` takes
 it. All compute in float32 on the CPU. A phase has one feature more than the one before it, so that a fault is
