@@ -1,12 +1,11 @@
 """Routing beyond the cheapest worker: limits, new workers, tiers, prediction."""
 
 import msgspec
-import numpy as np
 import pytest
 
 from mallee.protocol.bookings import Booked, PrefillDone
 from mallee.protocol.errors import KVMemoryExceeded, NoWorker, Saturated
-from mallee.protocol.events import FetchPrices, Load, Removed, Snapshot, Stored, pack_hashes
+from mallee.protocol.events import FetchPrices, Load, Stored, pack_hashes
 from mallee.protocol.hashing import block_hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
 from mallee.protocol.model import ModelSpec
@@ -14,7 +13,6 @@ from mallee.router.config import CostModel, RouterConfig
 from mallee.router.load.paths import STRIDE
 from mallee.router.router import Router
 from mallee.router.sync.fleet import PREDICTION_S
-from mallee.router.sync.holdings import CHUNK
 from mallee.router.sync.outbox import Outbox
 from support.fleet_bench import SIZE, FleetBench, hashes, prompt, stored
 
@@ -86,27 +84,6 @@ def test_fetches_are_priced_by_what_each_worker_measured_and_has_under_way() -> 
     assert chosen() == ("w1", 100, pytest.approx(100 * COST.host_block_s))
 
 
-def test_a_prefix_in_host_memory_is_worth_less_than_on_the_device_but_more_than_nothing() -> None:
-    """K15, part: tiers come with the events and are priced in seconds."""
-    bench = FleetBench(3, cost=CostModel(disk_block_s=8.5e-5))
-    bench.events("w1", stored(prompt(1, 400), tier=1))
-    bench.events("w2", stored(prompt(1, 400), tier=2))
-    host = bench.route("a", prompt(1, 400))
-    assert host.worker == "w1"
-    assert host.overlap_blocks == 100
-    assert host.cost.fetch_s == pytest.approx(100 * COST.host_block_s)
-    bench.router.free(RequestId("a"))
-    bench.events("w0", stored(prompt(1, 400)))
-    device = bench.route("b", prompt(1, 400))
-    assert (device.worker, device.cost.fetch_s) == ("w0", 0.0)
-    bench.router.free(RequestId("b"))
-    bench.events("w0", Removed(pack_hashes(hashes(prompt(1, 400)))))
-    bench.events("w1", Removed(pack_hashes(hashes(prompt(1, 400))), 1))
-    disk = bench.route("c", prompt(1, 400))
-    assert disk.worker == "w2"
-    assert disk.cost.fetch_s == pytest.approx(100 * 8.5e-5)
-
-
 def test_a_worker_without_events_is_believed_to_hold_what_was_sent_there() -> None:
     """K29: approximate mode: the cache is predicted from our own routing, for a while."""
     bench = FleetBench(0)
@@ -123,16 +100,6 @@ def test_a_worker_without_events_is_believed_to_hold_what_was_sent_there() -> No
     for worker in ("w0", "w1"):
         bench.lease(worker, kv_events=False)
     assert bench.route("c", prompt(1, 400)).overlap_blocks == 0
-
-
-def test_without_a_broker_routing_goes_on_by_prediction() -> None:
-    """X8, part: with the broker down, what was sent somewhere is believed to be there."""
-    bench = FleetBench(2)
-    bench.router.set_broker_up(False)
-    first = bench.route("a", prompt(1, 400))
-    bench.router.free(RequestId("a"))
-    assert bench.route("b", prompt(1, 400)).worker == first.worker
-    assert bench.router.stats().predicted_prompts == 2
 
 
 def test_what_another_gateway_sent_is_predicted_too() -> None:
@@ -223,25 +190,6 @@ def test_a_remote_booking_on_an_unknown_life_is_refused_and_a_lost_worker_drops_
     assert bench.router.book_remote(booking)
     assert bench.router.lose_worker(WorkerId("w0"), Incarnation(2)) == []  # not ours to redo
     assert bench.router.stats().booked_requests == 0
-
-
-def test_a_large_snapshot_is_taken_in_piece_by_piece_and_events_wait_behind_it() -> None:
-    """K8, part: joining never blocks the loop for long, and answers are approximate meanwhile."""
-    bench = FleetBench(1)
-    rng = np.random.default_rng(0)
-    blocks = rng.integers(1, 1 << 63, 3 * CHUNK, dtype=np.uint64)
-    bench.lease("w0", life=2)
-    bench.seq["w0", 2] = 5
-    snapshot = Snapshot("w0", 2, 5, pack_hashes(blocks), ())
-    assert not bench.router.on_snapshot(snapshot, asked_at=0.0)
-    assert bench.router.stats().backlog_blocks == 3 * CHUNK
-    bench.events("w0", Removed(pack_hashes(blocks[:10])), life=2)
-    seen = [bench.router.stats().index.num_entries]
-    while bench.router.work(CHUNK):
-        bench.router.check()
-        seen.append(bench.router.stats().index.num_entries)
-    assert seen[:4] == [0, CHUNK, 2 * CHUNK, 3 * CHUNK]
-    assert bench.router.stats().index.num_entries == 3 * CHUNK - 10
 
 
 @pytest.mark.parametrize(
@@ -373,16 +321,6 @@ def test_a_full_worker_that_alone_is_allowed_is_the_one_that_is_named() -> None:
     bench.lease("w0", num_blocks=90_000)
     with pytest.raises(KVMemoryExceeded, match=r"25003 KV blocks.* has 10000 in all"):
         bench.fork("g", "c", [0], max_tokens=99_972)
-
-
-def test_as_many_parts_as_names_are_given() -> None:
-    bench = FleetBench(4)
-    bench.events("w2", stored(prompt(1, 400)))
-    two = bench.fan_out("f", prompt(1, 400), 64, parts=2, max_tokens=64)
-    assert [row for part in two for row in part.rows] == list(range(64))
-    assert len(two) == 2
-    (one,) = bench.fan_out("g", prompt(1, 400), 64, parts=1, max_tokens=64)
-    assert one.rows == range(64)
 
 
 def test_a_fork_too_wide_for_its_capsules_worker_is_split_only_if_it_may_be() -> None:

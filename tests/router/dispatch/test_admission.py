@@ -1,12 +1,9 @@
 """The admission queue's promises, one by one: shares, order, bounds, limits, deadlines."""
 
-from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mallee.protocol.errors import Overloaded, TenantQueueFull
 from mallee.protocol.ids import WorkerId
@@ -39,43 +36,6 @@ class Bench:
     def drain(self) -> Iterator[Ticket]:
         while (ticket := self.serve()) is not None:
             yield ticket
-
-
-@given(
-    costs=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=20, max_size=200),
-    num_served=st.integers(1, 100),
-)
-def test_backlogged_tenants_share_cost_by_weight_within_one_largest_ticket(
-    costs: list[tuple[int, int]], num_served: int
-) -> None:
-    """S13, part: weights 2 : 1 give 2 : 1 of the cost, at every moment while both wait."""
-    config = AdmissionConfig(max_waiting=1000, weights={"big": 2.0, "small": 1.0})
-    bench = Bench(config)
-    for big, small in costs:
-        bench.offer("big", big)
-        bench.offer("small", small)
-    bound = max(big for big, _ in costs) / 2.0 + max(small for _, small in costs) / 1.0
-    served: Counter[str] = Counter()
-    for ticket in bench.drain():
-        served[ticket.tenant] += ticket.cost  # type: ignore[assignment]
-        if set(bench.queue._per_tenant) != {"big", "small"}:
-            break
-        assert abs(served["big"] / 2.0 - served["small"] / 1.0) <= bound
-
-
-@given(tenants=st.integers(1, 30), served=st.integers(0, 60))
-def test_a_newcomer_waits_for_at_most_one_ticket_of_each_other_tenant(
-    tenants: int, served: int
-) -> None:
-    bench = Bench()
-    for _ in range(10):
-        for i in range(tenants):
-            bench.offer(f"t{i}", 1.0 + i)
-    for _ in range(served):
-        bench.serve()
-    newcomer = bench.offer("new")
-    before = Counter(ticket.tenant for ticket in iter(bench.serve, newcomer) if ticket is not None)
-    assert all(n == 1 for n in before.values())
 
 
 def test_a_tenant_is_refused_beyond_its_limit_and_others_are_not() -> None:

@@ -75,19 +75,6 @@ def prefills(f: ModelFleet) -> list[Prefill]:
     return [command for command in commands if isinstance(command, Prefill)]
 
 
-def test_a_request_that_waits_for_the_only_worker_is_placed_when_it_is_back() -> None:
-    f = fleet(1)
-    running, new = ask(f, "a"), None
-    run(f, times=2)
-    f.die(f.workers[WorkerId("w0")])
-    new = ask(f, "b")
-    f.wait(20.0)
-    assert running.open == new.open == {0}
-    f.join("w0")
-    f.settle()
-    assert is_whole(running, new)
-
-
 def test_a_moved_branch_waits_no_longer_than_any_request() -> None:
     f = fleet(1, max_wait_s=30.0)
     asked = ask(f, "a", terms=QueueTerms(deadline_s=1.0))
@@ -357,23 +344,6 @@ def test_a_hole_in_mid_answer_ends_the_branch_at_once() -> None:
     assert asked.ends[1] in ("stop", "length")
 
 
-def test_late_frames_of_a_worker_that_was_given_up_count_for_nothing() -> None:
-    f = fleet(2)
-    asked = ask(f, "a")
-    run(f, times=3)
-    stuck = f.workers[asked.workers[0]]
-    f.step(stuck, lambda: 4)
-    late, stuck.outbox = stuck.outbox[:], []
-    stuck.is_stopped = True
-    f.wait(4.0)
-    assert len(asked.workers) == 2
-    for frame in [*late, *late]:
-        f.hear(stuck.name, frame)
-    assert len(asked.got[0]) == 3
-    f.settle()
-    assert is_whole(asked)
-
-
 def test_a_cancelled_branch_is_not_moved() -> None:
     f = fleet(2)
     asked = ask(f, "a", n=3)
@@ -561,15 +531,6 @@ def test_a_fan_out_beyond_its_workers_rows_pulls_the_capsule_elsewhere() -> None
     assert stats.pulled_nbytes["spill"] == 2 * (len(PROMPT) // BLOCK) * BLOCK_NBYTES
     run(f)
     assert {each.prompt for each in shards(f)} == {None, (len(PROMPT), 0)}
-    f.settle()
-    assert is_whole(asked)
-
-
-def test_workers_that_do_not_lend_compute_a_spilled_capsule() -> None:
-    f = fleet(3)
-    asked = fork(f, "f", capsule(f)[0], 12)
-    assert f.router.stats().spilled == {("recompute", "full"): 2}
-    assert not copies(f)
     f.settle()
     assert is_whole(asked)
 

@@ -172,29 +172,6 @@ def test_no_clear_pays_for_a_sweep_of_the_whole_table() -> None:
     index.check()
 
 
-def test_columns_are_swept_while_their_workers_go_on() -> None:
-    """K1, part: stores, removals and further clears between the steps of a sweep and of a move."""
-    rng = np.random.default_rng(9)
-    truth = Truth(40, random_keys(rng, 90_000))
-    for worker in range(40):
-        truth.store(worker, np.arange(worker * 500, worker * 500 + 70_000))
-    for step in range(150):
-        worker = int(rng.integers(0, 40))
-        start = int(rng.integers(0, 89_000))
-        which = np.arange(start, start + 1000)
-        match step % 5:
-            case 0:
-                truth.clear(worker)
-            case 1 | 2:
-                truth.store(worker, which)
-            case 3:
-                truth.remove(worker, which)
-        truth.index.work(16)
-        truth.check_match(rng)
-        truth.check_counts()
-    truth.check()
-
-
 def keys_of_one_segment(rng: Rng, n: int) -> np.ndarray:
     """Those whose products with SPREAD have the segment's number on top."""
     products = rng.integers(0, 1 << layout.SEGMENT_SHIFT, n, dtype=np.uint64)
