@@ -21,7 +21,6 @@ from mallee.protocol.messages import (
     Pin,
     Prefill,
     Release,
-    Rewind,
     Sampling,
     pack_tokens,
 )
@@ -320,19 +319,6 @@ def test_a_fetch_that_nobody_waits_for_any_more_leaves_nothing(
     assert stats.pool.free + stats.tree.cached_blocks == stats.pool.total
 
 
-def test_a_holder_that_ends_in_the_middle_is_replaced_by_computing(make_pair: MakePair) -> None:
-    pair = make_pair(is_late=True)
-    pair.a.run(generate("g", text(41)))
-    pair.b.submit(generate("g", text(41), pair.holds(40)))
-    pair.b.run()
-    pair.movers[0].advance()
-    pair.b.run()
-    pair.a.engine.close()
-    pair.move_all()
-    pair.check_answers(text(41), "g")
-    pair.b.engine.check()
-
-
 def test_a_preempted_prompt_ends_its_loan(make_pair: MakePair) -> None:
     pair = make_pair(is_late=True, num_blocks=600, max_answer_capsules=0)
     pair.a.run(generate("g", text(1601)))
@@ -548,17 +534,6 @@ def test_what_is_here_of_a_capsule_is_not_fetched(pair: Pair, num_cached: int) -
     pair.check_answers(text(38), "f")
 
 
-def test_more_than_its_capsule_may_be_here_already(pair: Pair) -> None:
-    """A rewound capsule has tokens pending that are cached here."""
-    pair.a.run(prefill("p", text(38)))
-    pair.a.run(Rewind("r", "p.0", 31))
-    pair.b.run(generate("g", text(38)))
-    pair.b.run(prefill("m", text(31), pair.holds(31, "r.0"), capsule="r.0"))
-    assert pair.b.engine.stats().tiers.num_fetched_peer == 0
-    pair.b.run(fork("f", "r.0"))
-    pair.check_answers(text(31), "f")
-
-
 @pytest.mark.parametrize("num", [0, 5, 17])
 def test_what_does_not_come_of_a_capsule_is_computed(pair: Pair, num: int) -> None:
     pair.a.run(generate("g", text(101)))
@@ -656,17 +631,3 @@ def test_an_answer_takes_no_capsule(pair: Pair) -> None:
     pair.a.run(prefill("p", text(41)))
     pair.fetch(text(41), pair.holds(41, "p.0"), pair.holds(40))
     assert pair.b.engine.stats().tiers.num_fetched_peer == 10
-
-
-def test_a_capsule_released_while_it_is_lent_comes_whole(make_pair: MakePair) -> None:
-    pair = make_pair(is_late=True)
-    pair.a.run(prefill("p", text(41)))
-    pair.b.submit(prefill("m", text(41), pair.holds(41, "p.0"), capsule="p.0"))
-    pair.b.run()
-    pair.movers[0].advance()
-    pair.a.run(Release("p.0"))
-    flood(pair.a)
-    pair.move_all()
-    pair.b.run(fork("f", "p.0"))
-    pair.check_answers(text(41), "f")
-    assert pair.b.engine.stats().num_prefill_tokens == 0

@@ -21,7 +21,6 @@ from mallee.protocol.messages import (
     Generate,
     Limits,
     Prefill,
-    Prioritize,
     Release,
     Sampling,
     pack_tokens,
@@ -197,17 +196,6 @@ def test_a_request_id_is_used_once(bench: Any) -> None:
     assert len(bench.answers["r", 0].tokens) == 4
 
 
-def test_a_refused_priority_leaves_its_request_alone(bench: Any) -> None:
-    bench.submit(Generate("r", pack_tokens(PROMPT), Limits(4)))
-    bench.step()
-    bench.submit(Prioritize("r", float("nan")))
-    bench.run()
-    (error,) = bench.untold
-    assert isinstance(error, InvalidParameter)
-    assert ("r", -1) not in bench.answers
-    assert bench.answers["r", 0].last.finish == "length"
-
-
 def test_an_id_in_use_is_refused_to_another_gateway(bench: Any) -> None:
     bench.submit(Generate("r", pack_tokens(PROMPT), Limits(4)))
     bench.submit(Generate("r", pack_tokens(PROMPT), Limits(4)), gateway="other")
@@ -364,17 +352,3 @@ def test_the_id_of_a_request_that_left_a_capsule_is_refused(bench: Any) -> None:
         bench.run(command)
         assert isinstance(bench.answers[command.request, -1].error, InvalidParameter)
     assert bench.engine.stats().capsules.kept == 1
-
-
-def test_bursts_of_groups_are_bounded_while_their_prompts_run(
-    make_bench: Callable[..., Any],
-) -> None:
-    bench = make_bench(max_waiting=64, max_rows=4, num_blocks=1024)
-    for i in range(40):
-        bench.submit(Generate(f"r{i}", pack_tokens([i] * 40), Limits(8), n=32))
-        bench.step()
-        assert bench.engine.stats().sched.waiting <= 64
-    refused = [name for name, index in bench.answers if index == -1]
-    assert isinstance(bench.answers[refused[0], -1].error, QueueFull)
-    assert len(refused) >= 30
-    bench.run()

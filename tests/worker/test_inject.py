@@ -122,24 +122,6 @@ def test_a_refused_replacement_drops_nothing() -> None:
     assert [each.injected for each in driver.updates if each.injected] == ["a"]
 
 
-def test_a_writer_at_a_quarter_of_the_rate() -> None:
-    """F22, part: tokens come every fourth step, each group once, at the boundary after it was written."""
-    driver = Driver()
-    driver.generate(max_tokens=80)
-    driver.step()
-    for i in range(8):
-        driver.inject(f"i{i}", [i + 1, i + 1])
-        driver.step(4)
-    assert [each.injected for each in driver.updates if each.injected] == [
-        f"i{i}" for i in range(8)
-    ]
-    places = [each.position for each in driver.updates if each.injected]
-    assert places == list(range(places[0], places[0] + 8 * 6, 6))  # 2 injected, 4 drawn
-    text = _tokens(driver)
-    for place, after in zip(places, [*places[1:], len(text)], strict=True):
-        assert text[place + 2 : after] == linear([*PROMPT, *text[: place + 2]], after - place - 2)
-
-
 def test_what_waits_for_a_prompt_comes_after_its_first_token() -> None:
     driver = Driver()
     driver.inject("early", [1])

@@ -100,19 +100,3 @@ def test_shortcuts_change_no_plan(make_rig: Callable[..., Any], scene: Any) -> N
         patch.setattr(Planner, "_is_contended", _is_contended)
         patch.setattr(BlockBudget, "_promised", _promised)
         assert _story(make_rig, scene) == short
-
-
-@examples(60)
-@given(scene=st.composite(_scene)())
-def test_promised_blocks_are_kept_up(make_rig: Callable[..., Any], scene: Any) -> None:
-    """D37, part: at every look the count is what it would be if taken anew."""
-    kept = BlockBudget._promised
-
-    def compared(self: BlockBudget) -> int:
-        found = kept(self)
-        assert found == _promised(self)
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BlockBudget, "_promised", compared)
-        _story(make_rig, scene)
