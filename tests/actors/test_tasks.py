@@ -12,7 +12,7 @@ import pytest
 from mallee.actors.tasks import Tasks
 from support.mock_scene import MockScene, make_folder, mock_config, mocked
 from support.task_groups import FLIP_S, groups, running
-from support.waiting import until
+from support.waiting import elapse, until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -154,7 +154,7 @@ async def test_a_callback_that_raises_is_a_failure_of_its_service(
         other = Tasks("another")
         other.watch_callbacks()
         asyncio.get_running_loop().call_soon(fail)  # of somebody else in this loop
-        await asyncio.sleep(0.01)
+        await elapse(0.01)
         assert other.failure is None
         asyncio.get_running_loop().set_exception_handler(None)
 

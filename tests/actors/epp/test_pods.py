@@ -15,7 +15,7 @@ from mallee.actors.epp.pods.endpoints import (
 from mallee.actors.epp.pods.metrics import read_metrics
 from mallee.protocol.errors import ConfigError
 from mallee.testing.vllm_pod import VllmPod
-from support.waiting import until
+from support.waiting import elapse, until
 
 PAGE = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -103,7 +103,7 @@ async def test_a_file_of_endpoints_is_followed_and_a_broken_one_changes_nothing(
         file.write_text(broken)
         await until(lambda: "stay as they were" in caplog.text)
     file.unlink()
-    await asyncio.sleep(0.05)
+    await elapse(0.05)
     assert len(seen) == 2
     file.write_text("[]")
     await until(lambda: seen[-1] == [])

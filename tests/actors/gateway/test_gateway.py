@@ -20,7 +20,7 @@ from mallee.testing.bus import LocalBus
 from mallee.testing.forward import linear_tokens
 from mallee.worker.forward import ForwardBatch, Logits
 from support.live_fleet import LiveFleet, running
-from support.waiting import until
+from support.waiting import elapse, until
 
 SPEC = mock_spec(max_model_len=4096)
 PROMPT = as_tokens([i % 61 for i in range(200)])
@@ -202,7 +202,7 @@ async def test_a_capsule_that_its_worker_gave_up_is_an_unknown_capsule() -> None
         gateway = f.gateways[0]
         stream = await gateway.start(PrefillJob(PROMPT, ttl_s=0.01))
         ((_, made),) = (await collect(stream)).values()
-        await asyncio.sleep(0.05)
+        await elapse(0.05)
         try:
             answers = await collect(
                 await gateway.start(ForkJob(made.capsule, [as_tokens([])], Limits(3)))
@@ -351,7 +351,7 @@ async def test_clocks_of_processes_need_not_agree(
         (made_it,) = (await collect(await one.start(PrefillJob(PROMPT)))).values()
         assert made_it[1].capsule is not None
         await one.pin(made_it[1].capsule, 30.0, COMMON)
-        await asyncio.sleep(1.2)  # more than two leases
+        await elapse(1.2)  # more than two leases
         for gateway, router in zip(f.gateways, f.routers, strict=True):
             assert [w.state for w in router.all_workers()] == ["ready", "ready"]
             assert router.stats().num_unleased == 0

@@ -78,7 +78,7 @@ async def test_what_all_gateways_tell_is_gathered(three: list[Gateway]) -> None:
     await c.bus.close()
     began = time.monotonic()
     assert await a.records.gather("thing", name, COMMON) == ([b"b"], False)
-    assert ASK_S <= time.monotonic() - began < ASK_S + 1.0
+    assert time.monotonic() - began == pytest.approx(ASK_S)
     await a.bus.close()
     assert await a.records.gather("thing", name, COMMON) == ([], False)
     alone = Gateway(LocalHub(), "g0", 0)
@@ -143,7 +143,7 @@ async def test_a_gateway_that_is_gone_is_waited_for_no_longer_than_a_bound(
     c.bus.is_mute = True
     begun = time.monotonic()
     assert await b.records.fetch("thing", name, COMMON) is None
-    assert ASK_S * 0.9 <= time.monotonic() - begun < ASK_S + 2
+    assert time.monotonic() - begun == pytest.approx(ASK_S)
     a.kept[name, COMMON] = b"text"
     assert await b.records.fetch("thing", name, COMMON, wait_s=60) == b"text"
     a.bus.signals.set_up(False)

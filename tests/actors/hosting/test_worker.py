@@ -24,7 +24,7 @@ from mallee.protocol.messages import (
 )
 from mallee.protocol.parcels import Parcel, Report, decode_reports
 from support.reading import Reader
-from support.waiting import until
+from support.waiting import elapse, until
 
 
 def generate(request: str, max_tokens: int = 4, n: int = 1) -> Generate:
@@ -376,7 +376,7 @@ async def test_an_engine_that_hung_publishes_nothing_afterwards(rig: Any) -> Non
         await until(lambda: runner.turn_age(r.now + 1) > 0)
         r.now += 100.0
         await until(lambda: not runner.is_alive)  # told to end, it does after its step
-        await asyncio.sleep(0.01)
+        await elapse(0.01)
         assert not r.host.healthy()
         assert listener.heard == []
         assert r.host.stats().steps == 0

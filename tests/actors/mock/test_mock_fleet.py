@@ -32,7 +32,7 @@ from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
 from mallee.router.router import Router
 from support.mock_scene import MockScene, make_folder, mock_config, mocked
 from support.reading import Reader
-from support.waiting import until
+from support.waiting import elapse, until
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ async def test_a_loop_that_is_behind_tells_several_steps_at_once_and_keeps_the_t
         assert len(deltas) <= 12  # a stride ends where a block does, too
         assert times[-1] == pytest.approx(0.3)
         stream = await scene.gateway.start(generate(2, 200))
-        await asyncio.sleep(0.02)
+        await elapse(0.02)
         await stream.aclose()  # cuts the stride under way
         await until(lambda: scene.fleet.host.stats().open_requests == 0)
         scene.fleet.check()
@@ -174,7 +174,7 @@ async def test_the_requests_of_a_crashed_worker_go_on_elsewhere(
         streams = [await scene.gateway.start(generate(i, 20)) for i in range(8)]
         victim = str(streams[0].worker)
         running = [asyncio.ensure_future(collect(stream)) for stream in streams]
-        await asyncio.sleep(0.05)
+        await elapse(0.05)
         assert "error" not in await scene.admin("crash", victim)
         ended = await asyncio.gather(*running)
         assert [tokens_of(deltas) for deltas in ended] == undisturbed
@@ -225,7 +225,7 @@ async def test_requests_that_outlast_the_drain_go_on_elsewhere(
         undisturbed = [tokens_of((await ask(scene, generate(i, 40)))[1]) for i in range(4)]
         streams = [await scene.gateway.start(generate(i, 40)) for i in range(4)]
         running = [asyncio.ensure_future(collect(stream)) for stream in streams]
-        await asyncio.sleep(0.05)
+        await elapse(0.05)
         await scene.admin("drain", "w1")
         await until(lambda: scene.names() == {"w0"})
         ended = await asyncio.gather(*running)
@@ -398,11 +398,11 @@ async def test_engines_are_there_after_their_start_up_time(
     begin = time.monotonic()
     async with mocked(mock_config(folder)) as scene:
         await until(lambda: len(scene.names()) == 4)
-        assert time.monotonic() - begin >= 0.1
+        assert 0.0999 < time.monotonic() - begin < 0.12
         begin = time.monotonic()
         assert (await scene.admin("join", "w9"))["starting"] == ["w9"]
         await until(lambda: "w9" in scene.names())
-        assert time.monotonic() - begin >= 0.1
+        assert 0.0999 < time.monotonic() - begin < 0.12
 
 
 async def test_what_is_no_command_of_the_fleet_is_answered_with_why(folder: Path) -> None:
@@ -479,11 +479,11 @@ async def test_a_fleet_whose_every_engine_broke_serves_again_after_a_join(folder
 
         broken._mocked.engine.step = fail
         assert (await ask(scene, generate(1)))[1][-1].error is not None
-        await asyncio.sleep(0.15)  # three leases
+        await elapse(0.15)  # three leases
         await scene.admin("crash", "w0")
         await scene.admin("join", "w0")
         await until(lambda: scene.names() == {"w0"})
-        await asyncio.sleep(0.15)
+        await elapse(0.15)
         before = scene.bus.num_published
         await until(lambda: scene.bus.num_published > before + 2)
         assert num_tokens((await ask(scene, generate(2)))[1]) == 8
@@ -509,12 +509,12 @@ async def test_an_idle_fleet_asks_no_engine_for_its_load(folder: Path) -> None:
     async with mocked(mock_config(folder)) as scene:
         await until(lambda: len(scene.names()) == 4)
         await ask(scene, generate(1, 2))
-        await asyncio.sleep(0.15)
+        await elapse(0.15)
         calls: list[int] = []
         for worker in scene.fleet.host.workers.values():
             engine: Any = worker.runner._mocked.engine  # type: ignore[attr-defined]
             engine.load = counted(calls, engine.load)
-        await asyncio.sleep(0.2)
+        await elapse(0.2)
         assert not calls
         await ask(scene, generate(2, 2))
         await until(lambda: len(calls) == 1)

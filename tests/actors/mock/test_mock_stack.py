@@ -19,6 +19,8 @@ import pytest
 from mallee.actors.addresses import free_port
 from mallee.actors.bus.nats import NatsBus
 from mallee.actors.config import EngineSettings
+from mallee.actors.mock import process as loops
+from mallee.actors.mock.pacer import Pacer
 from mallee.actors.mock.stack import MockStack
 from mallee.protocol.errors import ConfigError, InternalError
 from support.mock_scene import make_folder, mock_config
@@ -187,3 +189,27 @@ async def test_a_stack_ends_whichever_task_of_its_gateway_was_killed(folder: Pat
                     task.cancel()
                     with pytest.raises(InternalError, match="failed"):
                         await waiting
+
+
+def test_the_loop_of_a_process_wakes_no_engine_again_and_again() -> None:
+    """A loop's timers may ring a little early: those of uvloop count milliseconds."""
+
+    async def body() -> None:
+        now = asyncio.get_running_loop().time
+        pacer = Pacer(now)
+
+        class Sleeper:
+            due, num_woken = now(), 0
+
+            def wake(self) -> None:
+                assert now() >= self.due
+                self.due, self.num_woken = self.due + 0.0014, self.num_woken + 1
+                pacer.at(self.due, self)
+
+        sleeper = Sleeper()
+        pacer.at(sleeper.due, sleeper)
+        await until(lambda: sleeper.num_woken > 50)
+        assert pacer.stats().wakes <= 3 * sleeper.num_woken
+        pacer.close()
+
+    loops.run(body())

@@ -1,15 +1,9 @@
 """One timer for many: nobody early, nobody forgotten, the nearly due together."""
 
 import asyncio
-from typing import Any
 
-import pytest
-
-from mallee.actors.mock import process as loops
 from mallee.actors.mock.pacer import GRAIN_S, MAX_PACE_S, PACE_S, Pacer
-from support.waiting import until
-
-pytestmark = pytest.mark.process  # counts wakes per second of real time
+from support.waiting import elapse, until
 
 
 class Sleeper:
@@ -54,17 +48,13 @@ async def test_everybody_is_woken_once_and_never_early() -> None:
     pacer.close()
 
 
-@pytest.mark.parametrize("run", [asyncio.run, loops.run])
-def test_who_waits_is_not_woken_again_and_again(run: Any) -> None:
-    async def body() -> None:
-        pacer = Pacer(asyncio.get_running_loop().time)
-        sleeper = Sleeper(pacer, [0.0014] * 50)
-        sleeper.sleep(here() + 0.0004)
-        await until(lambda: len(sleeper.woken) == 51)
-        assert pacer.stats().wakes <= 3 * 51
-        pacer.close()
-
-    run(body())
+async def test_who_waits_is_not_woken_again_and_again() -> None:
+    pacer = Pacer(asyncio.get_running_loop().time)
+    sleeper = Sleeper(pacer, [0.0014] * 50)
+    sleeper.sleep(here() + 0.0004)
+    await until(lambda: len(sleeper.woken) == 51)
+    assert pacer.stats().wakes <= 51
+    pacer.close()
 
 
 async def test_who_wants_another_time_is_not_woken_at_the_old_one() -> None:
@@ -122,7 +112,7 @@ async def test_nobody_is_woken_after_close() -> None:
     sleeper.sleep(here() + 0.001)
     pacer.close()
     sleeper.sleep(here() + 0.001)
-    await asyncio.sleep(0.005)
+    await elapse(0.005)
     assert not sleeper.woken
     pacer.check()
 

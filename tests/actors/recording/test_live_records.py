@@ -1,6 +1,5 @@
 """Sessions recorded over HTTP on a tiny real model, and replayed on a fresh engine."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
@@ -20,6 +19,7 @@ from support.live_api import served
 from support.live_fleet import LiveFleet, lose
 from support.recording import SESSION, bad, changed, recorder_in, replayed
 from support.tiny_fleet import tiny_api
+from support.waiting import elapse
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
 SPEC = MODEL.forward(num_blocks=2).spec
@@ -306,7 +306,7 @@ async def test_a_record_that_can_not_go_on_ends_and_requests_do_not(
                 await client.get(RECORD)
                 for part in files_in(folder):
                     part.unlink()
-            await asyncio.sleep(0.1)
+            await elapse(0.1)
         answer = await client.get(RECORD)
         assert answer.status_code == (200 if fault == "session_bytes" else 404)
         shown = (await client.get("/metrics")).text

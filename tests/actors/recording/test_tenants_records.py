@@ -1,6 +1,5 @@
 """Records of several tenants in one folder: the parts of each, and nothing of the server's machine."""
 
-import asyncio
 from pathlib import Path
 
 from msgspec import structs
@@ -16,6 +15,7 @@ from mallee.router.dispatch.jobs import GenerateJob, QueueTerms
 from mallee.sessions.record import Asked, Opened, Placed, read
 from support.live_fleet import LiveFleet, running
 from support.recording import recorder_in
+from support.waiting import elapse
 
 WEIGHTS = WeightVersion(3, "step-30", "/srv/models/step-30", "d1ge57")
 SPEC = structs.replace(mock_spec(max_model_len=512), weights=WEIGHTS)
@@ -43,7 +43,7 @@ async def test_a_tenant_fills_its_own_parts_and_no_record_has_a_path_of_the_serv
             async for _ in await gateway.start(job(tenant, session)):
                 pass
             if session in ("3", "4", "5"):
-                await asyncio.sleep(0.1)
+                await elapse(0.1)
                 return b""
             return await gateway.read_record(session, Scope(f"of {tenant}"))
 
