@@ -9,7 +9,6 @@ from msgspec.structs import replace
 from mallee.protocol.errors import (
     CapsuleLost,
     Overloaded,
-    PoisonRequest,
     UnknownCapsule,
     WorkerLost,
 )
@@ -138,20 +137,6 @@ def test_several_workers_that_hang_are_probed_side_by_side() -> None:
     assert is_whole(*asked)
 
 
-def test_a_stopped_worker_is_given_up_however_long_its_steps_are() -> None:
-    f = fleet(2)
-    asked = ask(f, "a")
-    run(f)
-    worker = f.workers[asked.workers[0]]
-    f.wait(2.5)
-    run(f, worker)
-    worker.is_stopped = True
-    f.wait(4.0)
-    assert asked.workers[-1] != worker.name
-    f.settle()
-    assert is_whole(asked)
-
-
 def test_the_only_worker_may_take_its_time() -> None:
     """However long: there is nowhere else to go, and what it computes is not computed twice."""
     f = fleet(1)
@@ -164,57 +149,6 @@ def test_the_only_worker_may_take_its_time() -> None:
     f.settle()
     assert f.dispatcher.num_moved == 0
     assert is_whole(asked)
-
-
-def test_a_slow_worker_is_not_suspected_again_and_again() -> None:
-    """A pause that came to an end is the worker's way: the next as long is none that hangs."""
-    f = fleet(2)
-    asked = [ask(f, f"a{i}") for i in range(4)]
-    run(f, times=3)
-    worker = f.workers[WorkerId("w0")]
-    for _ in range(3):
-        worker.is_hung = True
-        f.wait(8.0)
-        worker.is_hung = False
-        run(f, times=2)
-        asked += [ask(f, f"b{len(asked) + i}") for i in range(4)]
-        run(f, times=2)
-    assert f.dispatcher.num_moved == 2  # the first time, all that ran there
-    f.settle()
-    assert is_whole(*asked)
-
-
-def test_a_request_that_is_slow_everywhere_is_no_poison() -> None:
-    """Its first step takes longer than any before, on every worker: that kills none."""
-    f = fleet(3)
-    warm = [ask(f, f"w{i}", limits=Limits(3, ignore_eos=True)) for i in range(3)]
-    run(f, times=4)
-    asked = ask(f, "a")
-    for worker in f.workers.values():
-        worker.is_hung = True
-    f.wait(20.0)
-    assert len(asked.workers) == 2
-    assert asked.open
-    f.settle()
-    assert is_whole(asked, *warm)
-
-
-def test_a_poison_request_is_refused_and_innocents_go_on() -> None:
-    f = fleet(4)
-    poison = ask(f, "p")
-    killed = 0
-    innocents = [ask(f, f"i{k}") for k in range(7)]
-    while poison.open:
-        worker = f.workers[poison.workers[-1]]
-        f.die(worker)
-        killed += 1
-        while poison.open and poison.workers[-1] == worker.name:
-            f.wait(QUIET_S)
-            run(f, *(w for w in f.workers.values() if w.name != poison.workers[-1]))
-    assert killed == 2
-    assert isinstance(poison.errors[0], PoisonRequest)
-    f.settle()
-    assert is_whole(*innocents)
 
 
 def test_a_lost_capsule_is_computed_once_for_all_that_fork_it() -> None:

@@ -1,7 +1,6 @@
 """Counted paths against a recount over the paths in use."""
 
 import hashlib
-from collections import Counter
 from functools import cache
 
 import numpy as np
@@ -105,44 +104,6 @@ def test_waypoints_are_one_hash_a_stride_and_the_last(n: int) -> None:
     )
     assert waypoints.tolist() == sorted({*range(STRIDE, n + 1, STRIDE), *([n] if n else [])})
     assert waypoints.tolist() == waypoints_of(hashes).tolist()
-
-
-def test_many_paths_on_many_workers_are_counted_through_growth() -> None:
-    """K4: thousands of paths of a shared trunk, used and left in other orders, equal a recount."""
-    rng = np.random.default_rng(1)
-    paths = CountedPaths(50)
-    trunk = rng.integers(1, 1 << 64, 640, dtype=np.uint64)
-    users: list[tuple[int, np.ndarray, int]] = []
-    counted = np.zeros(50, dtype=np.int64)
-    for _ in range(1500):
-        shared = STRIDE * int(rng.integers(0, 640 // STRIDE))
-        tail = rng.integers(1, 1 << 64, int(rng.integers(1, 500)), dtype=np.uint64)
-        hashes = np.concatenate([trunk[:shared], tail])
-        waypoints, worker = waypoints_of(hashes), int(rng.integers(0, 50))
-        waypoints = np.frombuffer(
-            waypoints.tobytes(), dtype=np.uint64
-        )  # as other gateways send them
-        counted[worker] += paths.use(worker, waypoints, len(hashes))
-        users.append((worker, waypoints, len(hashes)))
-        if rng.random() < 0.3:
-            worker, waypoints, n = users.pop(int(rng.integers(0, len(users))))
-            counted[worker] -= paths.leave(worker, waypoints, n)
-            paths.work()
-    paths.check()
-    for each in range(50):
-        sizes = Counter[int]()
-        for worker, waypoints, n in users:
-            if worker == each:
-                blocks = {m: min(STRIDE, n - STRIDE * i) for i, m in enumerate(waypoints.tolist())}
-                sizes |= Counter(blocks)
-        assert counted[each] == sizes.total()
-    assert paths.nbytes > 0
-    for worker, waypoints, n in users:
-        counted[worker] -= paths.leave(worker, waypoints, n)
-    assert not counted.any()
-    while paths.work():
-        pass
-    paths.check()
 
 
 def test_a_stride_of_nothing_is_refused() -> None:

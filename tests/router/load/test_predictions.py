@@ -70,22 +70,3 @@ def test_beliefs_equal_a_list_of_prompts(
         for each, prompts in enumerate(truth):
             longest = max((n for _, r, n in prompts if r == root), default=0)
             assert counts[each] == longest // stride * stride
-
-
-def test_what_runs_out_of_many_prompts_leaves_nothing_behind() -> None:
-    """K29: thousands of prompts on many workers, and all beliefs end with the last of them."""
-    rng = np.random.default_rng(1)
-    predictions = Predictions(100, ttl_s=TTL_S)
-    trunk = rng.integers(1, 1 << 64, 400, dtype=np.uint64)
-    for i in range(2000):
-        tail = rng.integers(1, 1 << 64, int(rng.integers(1, 200)), dtype=np.uint64)
-        hashes = np.concatenate([trunk[: 8 * int(rng.integers(0, 50))], tail])
-        worker = int(rng.integers(0, 100))
-        predictions.add(worker, waypoints_of(hashes), len(hashes), capacity=2_000, now=i * 0.01)
-    predictions.check()
-    predictions.expire(20.0 + TTL_S)
-    predictions.check()
-    assert not predictions
-    counts = np.empty(100, dtype=np.int32)
-    predictions.match_into(waypoints_of(trunk), len(trunk), counts)
-    assert not counts.any()

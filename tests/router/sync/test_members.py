@@ -1,30 +1,11 @@
 """Leases, slots of the table, and lives that are over."""
 
-from mallee.protocol.events import Lease
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.router.sync.members import Registry
 
 
-def lease(worker: str, life: int = 1) -> Lease:
-    return Lease(worker, life, "addr", "m", "f", 16, 100, 8, 1024, 0)
-
-
 def registry(capacity: int = 2) -> Registry:
     return Registry(capacity, lease_s=3.0, max_buffered=4)
-
-
-def test_slots_are_the_lowest_free_and_come_back() -> None:
-    members = registry()
-    first, second = members.admit(lease("a"), 0.0), members.admit(lease("b"), 0.0)
-    assert first is not None
-    assert second is not None
-    assert (first.slot, second.slot) == (0, 1)
-    assert members.admit(lease("c"), 0.0) is None
-    members.remove(first)
-    third = members.admit(lease("c"), 0.0)
-    assert third is not None
-    assert third.slot == 0
-    members.check()
 
 
 def test_a_buried_life_and_all_before_it_are_past() -> None:
