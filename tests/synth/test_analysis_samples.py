@@ -2,7 +2,6 @@
 
 import json
 import pickle
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,9 +12,8 @@ from mallee.synth.analysis.analysis import analyze
 from mallee.synth.analysis.arrivals import counts_of, tick_of, variation
 from mallee.synth.analysis.forks import forks_of
 from mallee.synth.analysis.report import quantiles, report_of
-from mallee.synth.analysis.sessions import family_of, sessions_of
+from mallee.synth.analysis.sessions import sessions_of
 from mallee.synth.analysis.statistics import dense, others_alive, spearman
-from mallee.synth.core.pace import TOKEN_S
 from mallee.synth.core.threads import threads_of
 from support.synth.drawn import SIZE, Line, drawn, tree_paths
 
@@ -82,41 +80,6 @@ def test_others_alive_are_those_that_have_begun_and_not_ended(
 # Sessions
 
 
-def turns(*paths: list[int], session: str = "a", gap_s: float = 10.0) -> list[Line]:
-    return [Line(path, i * gap_s, session=session) for i, path in enumerate(paths)]
-
-
-def chain(*paths: list[int]) -> list[Line]:
-    """Turns of one session, each of which waits for the one before."""
-    return [replace(line, waits=(i - 1,) if i else ()) for i, line in enumerate(turns(*paths))]
-
-
-def test_each_relation_to_the_turn_before_is_told_apart() -> None:
-    """X9, part: extends, rolls back, returns to an older branch, diverges, resets."""
-    text = list(range(1, 9))
-    trace = drawn(
-        chain(
-            text[:4],
-            text,  # extends
-            [*text[:6], 20, 21],  # rolls back two blocks of eight
-            [*text, 30],  # returns: the second turn has it all, the third six blocks
-            [1, 2, *range(40, 47)],  # diverges: two blocks of nine are left, and it is as long
-            [1, 50],  # resets: one of nine is left, and it is short
-            [1, 50],  # extends by nothing
-        )
-    )
-    found = sessions_of(trace, threads_of(trace))
-    assert found.relations == {
-        "extends": 2,
-        "rolls_back": 1,
-        "diverges": 1,
-        "resets": 1,
-        "returns": 1,
-    }
-    assert found.relation_share("extends") == 2 / 6
-    assert found.rollback_tokens.tolist() == [2.0 * SIZE]
-
-
 def test_a_partial_last_block_is_no_part_of_what_a_turn_has_to_keep() -> None:
     lines = [Line([1, 2, 3], 0.0, 2 * SIZE + 1, session="a"), Line([1, 2, 4], 1.0, session="a")]
     trace = drawn(lines, rule="auto")
@@ -142,37 +105,6 @@ def family(*, has_edges: bool) -> list[Line]:
     ]
 
 
-def test_a_spawn_with_its_join_is_measured() -> None:
-    """K25, part: X9's hierarchy: children a spawn, stagger, live siblings, joins."""
-    trace = drawn(family(has_edges=True))
-    found = family_of(trace, threads_of(trace))
-    assert found.children_per_spawn.tolist() == [2.0]
-    assert found.start_stagger_s.tolist() == [3.0]
-    assert found.live_siblings.tolist() == [0.0, 1.0]
-    assert found.join_wait_s.tolist() == [50.0 - 31.0]
-    assert found.spawn_wait_s.tolist() == [40.0]
-    assert found.shared_with_parent.tolist() == [0.0, 0.0]
-
-
-def test_without_dependencies_the_next_call_after_the_last_child_joins() -> None:
-    trace = drawn(family(has_edges=True))
-    threads = replace(threads_of(trace), has_edges=False)
-    found = family_of(trace, threads)
-    assert found.join_wait_s.tolist() == [50.0 - 31.0]
-    assert found.spawn_wait_s.tolist() == [40.0]
-    cut = drawn(family(has_edges=True)[:6])
-    unjoined = family_of(cut, replace(threads_of(cut), has_edges=False))
-    assert unjoined.children_per_spawn.tolist() == [2.0]
-    assert not len(unjoined.join_wait_s)
-
-
-def test_a_trace_without_spawns_has_no_family() -> None:
-    trace = drawn(turns([1], [1, 2]))
-    found = family_of(trace, threads_of(trace))
-    assert not len(found.children_per_spawn)
-    assert not len(found.live_siblings)
-
-
 # Forks
 
 
@@ -191,21 +123,6 @@ def search() -> list[Line]:
         Line((), 5.0, 0, answer=5, session="t", parent=1, waits=(1, 2, 3)),
         Line((), 5.0, 0, answer=5, session="t", parent=1, waits=(1, 2, 3)),
     ]
-
-
-def test_a_drawn_search_tree_is_measured() -> None:
-    """K25, part: widths, depths, live siblings, joins of a breadth-first search."""
-    found = forks_of(drawn(search()))
-    assert found.trees == 1
-    assert found.family.children_per_spawn.tolist() == [3.0, 2.0]
-    assert found.depths.tolist() == [1.0, 2.0]
-    assert found.leaf_depths.tolist() == [2.0, 2.0, 3.0, 3.0]
-    assert found.family.live_siblings.tolist() == [2.0, 2.0, 2.0, 1.0, 1.0]
-    assert found.family.join_wait_s == pytest.approx(
-        [(30 - 10) * TOKEN_S]
-    )  # both wait for the same
-    assert found.expanded_share == pytest.approx(1 / 5)
-    assert not len(found.backtracks)
 
 
 def test_backtracks_of_a_depth_first_search() -> None:

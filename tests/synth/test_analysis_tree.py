@@ -10,14 +10,12 @@ from hypothesis import strategies as st
 from mallee.protocol.errors import CodecError
 from mallee.synth.analysis.analysis import analyze
 from mallee.synth.analysis.reuse import NO_TOUCHER, reuse_of
-from mallee.synth.analysis.stack import SHARES, miss_curve
+from mallee.synth.analysis.stack import miss_curve
 from mallee.synth.core.prefix_tree import ROOT, PrefixTree, require_tree
 from mallee.traces.trace import trace_of
 from support.synth.drawn import SIZE, Line, drawn, paths_trace, tree_paths, workload
 
 # No deadlines: kernels are compiled in the first call of a process.
-
-PATHS = [[10, 11, 12], [10, 11, 13, 14], [10, 15], [16], [], [10, 11], [10, 11, 12]]
 
 
 @given(tree_paths())
@@ -152,28 +150,6 @@ def test_the_curve_of_engines_is_that_of_a_cache_that_keeps_fronts(paths: list[l
     sizes = np.arange(curve.num_blocks + 2)
     hits = curve.hits_at(sizes) * references
     assert hits.round(6).tolist() == [float(engine_hits(paths, size)) for size in sizes.tolist()]
-
-
-def test_the_curve_of_a_drawn_trace() -> None:
-    """In order: 10 11 12 | 10 11 13 14 | 10 15 | 16 | 10 11 | 10 11 12."""
-    curve = miss_curve(paths_trace(PATHS))
-    assert curve.num_references == 15
-    assert curve.num_blocks == 7
-    # 10 and 11 of the second after {11 12}, {12 10}; 10 of the third after {11 13 14}; then 10 after
-    # {15 16}, 11 after {13 14 10 15 16}; at last 10 after {11}, 11 after {10} and 12 after all else.
-    assert curve.distances.tolist() == [1, 2, 3, 5, 6]
-    assert curve.hits.tolist() == [2, 5, 6, 7, 8]
-    assert curve.hits_at([0, 1, 2, 3, 4, 6, 7, 99]).tolist() == [
-        n / 15 for n in (0, 0, 2, 5, 6, 7, 8, 8)
-    ]
-    assert curve.sizes().tolist() == [1, 1, 1, 1, 1, 1, 3, 6]
-    assert len(SHARES) == 8
-
-
-def test_a_trace_without_blocks_has_an_empty_curve() -> None:
-    curve = miss_curve(paths_trace([[], []]))
-    assert curve.ideal == 0.0
-    assert curve.hits_at([0, 5]).tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(("size", "id_tokens"), [(4, 4), (8, 4), (4, 8)])

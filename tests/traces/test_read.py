@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,13 +75,6 @@ def test_mooncake_rows_keep_their_times_lengths_and_ids() -> None:
         Request(2, 2.5, [0, 1, 2, 3], 2000, 7),
     ]
     assert list(workload) == list(workload)
-
-
-@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
-def test_packed_and_plain_files_read_the_same(tmp_path: Path, pack: Any) -> None:
-    packed = tmp_path / "mooncake.jsonl"  # content tells, not the name
-    packed.write_bytes(pack((DATA / "mooncake.jsonl").read_bytes()))
-    assert list(read_workload(packed)) == list(read_workload(DATA / "mooncake.jsonl"))
 
 
 def test_a_limit_ends_the_workload_early() -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from mallee.protocol.errors import CodecError, ConfigError
 from mallee.traces.files import output
 from mallee.traces.formats.agentic import class_of
-from mallee.traces.made import fan_out_workload, sessions_workload
+from mallee.traces.made import sessions_workload
 from mallee.traces.read import read_workload
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
 from mallee.traces.write import write_workload
@@ -186,14 +186,6 @@ def test_mooncake_rows_are_an_open_loop(tmp_path: Path) -> None:
     assert list(rows[0]) == ["timestamp", "input_length", "output_length", "hash_ids"]
     assert (written.rows, written.flattened, written.copies, written.lost_waits) == (6, 2, 2, 3)
     assert "2 forks as whole prompts" in written.summary()
-
-
-def test_forks_of_forks_share_their_parents_answers(tmp_path: Path) -> None:
-    load = fan_out_workload(3, prefix_tokens=64, suffix_tokens=8, output_tokens=9, as_forks=True)
-    write_workload(load, tmp_path / "rows.jsonl", format="agentic")
-    root, child = read_workload(tmp_path / "rows.jsonl")
-    assert (root.output_tokens, root.num_children, root.cls) == (0, 1, "parent")
-    assert (child.parent, child.input_tokens, child.branches, child.wait_for) == (0, 8, 3, ())
 
 
 @pytest.mark.parametrize(("size", "ids"), [(8, [0, 1, 2, 3, 20, 21]), (32, [2, 21]), (64, [21])])
