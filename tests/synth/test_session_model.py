@@ -1,7 +1,5 @@
 """K25, X9: the session model keeps what a source did and makes new sessions of it."""
 
-import functools
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -16,15 +14,12 @@ from mallee.synth.analysis.analysis import analyze
 from mallee.synth.core.arrivals import fit_starts, fit_turnstile
 from mallee.synth.core.jitter import Ranks
 from mallee.synth.core.knobs import Knobs
-from mallee.synth.core.prefix_tree import PrefixTree
 from mallee.synth.session.fit import fit_session
-from mallee.synth.session.model import SessionModel
 from mallee.synth.session.recombine import recombine
 from mallee.traces.made import sessions_workload
 from mallee.traces.numbers import Floats
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Request, Runs, Workload
-from support.examples import examples
 
 SIZE = 16
 
@@ -86,11 +81,6 @@ def agents(num: int, *, seed: int = 0, edges: bool = True) -> Workload:
     return Workload("made-up agents", SIZE, read, kind="agentic")
 
 
-@functools.cache
-def learned() -> SessionModel:
-    return fit_session(trace_of(agents(60)))
-
-
 @pytest.fixture
 def source() -> Trace:
     return trace_of(agents(60))
@@ -111,36 +101,6 @@ def test_every_step_is_done_once_and_at_its_position() -> None:
     assert 0.03 < 1 - follows.mean() < 0.8  # some sessions went on as others did
 
 
-@examples(15)
-@given(
-    seed=st.integers(0, 2**63),
-    part=st.floats(0.05, 3.0),
-    knobs=st.builds(
-        Knobs,
-        prefix_len=st.floats(0.3, 3.0),
-        prefix_root=st.integers(1, 4),
-        prompt_len=st.floats(0.3, 3.0),
-        osl=st.floats(0.2, 3.0),
-        speedup=st.floats(0.2, 5.0),
-    ),
-)
-def test_whatever_is_turned_requests_are_in_order_and_blocks_are_a_tree(
-    seed: int, part: float, knobs: Knobs
-) -> None:
-    """K24, K25: any seed, length and knobs: times ascend, waits name earlier ones, ids are prefix-closed."""
-    count = max(1, int(part * len(learned().steps)))
-    made = list(learned().generate(requests=count, seed=seed, knobs=knobs))
-    assert [r.number for r in made] == list(range(count))
-    assert all(a.arrival_s <= b.arrival_s for a, b in itertools.pairwise(made))
-    for r in made:
-        assert all(0 <= other < r.number for other in r.wait_for)
-        assert all(made[other].session == r.session for other in r.wait_for)
-        assert r.input_tokens >= 1
-        assert r.output_tokens >= 1
-        assert len(r.ids) == r.input_tokens // SIZE
-    PrefixTree.of(trace_of(Workload("made", SIZE, lambda: iter(made))))
-
-
 def test_joins_wait_for_the_last_call_of_every_child(source: Trace) -> None:
     """K25: sub-agents have their own root, and who joins them waits for all of them."""
     made = list(fit_session(source).generate(requests=len(source), seed=3))
@@ -155,23 +115,6 @@ def test_joins_wait_for_the_last_call_of_every_child(source: Trace) -> None:
             assert not later  # it was its line's last
     a, b = analyze(source), analyze(trace_of(_as_workload(made)))
     assert distance(a.family.children_per_spawn, b.family.children_per_spawn) < 0.05
-
-
-@pytest.mark.parametrize("edges", [True, False])
-def test_a_trace_of_its_own_length_keeps_its_figures(edges: bool) -> None:
-    """X9, part, K25: new tokens, answers, turns, branches and reuse of small agents' traffic."""
-    source = trace_of(agents(150, edges=edges))
-    made = trace_of(fit_session(source).generate(requests=len(source), seed=1))
-    a, b = analyze(source), analyze(made)
-    for name, bar in (
-        ("osl", 0.02), ("new_tokens", 0.03), ("isl", 0.05), ("gaps_s", 0.05),
-        ("reuse_gap_s", 0.05), ("branch_widths", 0.1), ("branch_depths", 0.1),
-    ):  # fmt: skip
-        assert distance(getattr(a, name), getattr(b, name)) <= bar, name
-    assert distance(a.sessions.turns_per_session, b.sessions.turns_per_session) <= 0.06
-    assert abs(a.curve.ideal - b.curve.ideal) < 0.01
-    assert np.abs(a.curve.hits_at(a.mrc_sizes) - b.curve.hits_at(a.mrc_sizes)).mean() < 0.02
-    assert a.roots == b.roots
 
 
 def test_a_part_of_a_trace_has_the_rate_of_the_whole() -> None:
