@@ -182,17 +182,6 @@ def test_what_happens_to_a_worker_that_is_still_starting() -> None:
     assert_indexes_are_true(simulation)
 
 
-def test_a_worker_that_joined_or_left_while_the_broker_was_gone_is_known_after() -> None:
-    """X8, K28, part: leases that nobody heard are told again."""
-    load = traffic(10, num=120)
-    faults = (Outage(0.3, 0.8), Join(0.5, "w3"), Drain(0.6, "w0"), Restart(0.7, "w1"))
-    simulation = simulate(load, *faults, gateways=2)
-    assert set(simulation.fleet.workers) == {"w1", "w2", "w3"}
-    columns = simulation.rows.columns()
-    assert (columns.worker[columns.routed_s > 1.2] == 3).any()
-    assert_indexes_are_true(simulation)
-
-
 def test_a_slow_spell_slows_the_steps_that_begin_in_it() -> None:
     """K28, part: 20 tokens at 5 ms, those that begin from 30 to 60 ms at 15 ms."""
     load = workload([Request(0, 0.0, (1,), 4, 20)], "mooncake")

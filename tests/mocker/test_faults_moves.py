@@ -185,21 +185,6 @@ def test_a_fan_out_whose_lender_dies_is_computed() -> None:
     assert digest(fan_out(Crash(0.552, f"w{home}"), can_migrate=True, link=link)) == digest(broken)
 
 
-def test_a_prompt_pulls_its_beginning_from_a_busy_worker() -> None:
-    """X6, part: it goes to an idle worker, which borrows what the one that has it is too busy to continue."""
-    first = Request(0, 0.0, tuple(range(512)), 2048, 400, branches=16)
-    again = Request(1, 1.5, tuple(range(513)), 2052, 4)
-    link = LinkConfig(bytes_s=25e9, latency_s=1e-3, token_nbytes=100_000)
-    fixed: dict[str, Any] = {"engines": 2, "kv_tokens": 32_000, "max_rows": 16, "timing": GPU}
-    computed, pulled = (
-        simulate(workload([first, again], "mooncake"), can_migrate=each, link=link, **fixed)
-        for each in (False, True)
-    )
-    assert peers(pulled).num_blocks == 512
-    assert ends(pulled)[1] < ends(computed)[1]
-    assert pulled.rows.columns().computed_tokens.tolist()[0] == 4
-
-
 @settings(examples(12), phases=QUICK)
 @given(st.integers(0, 1 << 32))
 def test_workers_that_lend_die_and_come_back_and_it_repeats(seed: int) -> None:
@@ -223,14 +208,6 @@ def test_workers_that_lend_die_and_come_back_and_it_repeats(seed: int) -> None:
     assert_indexes_are_true(first)
     for worker in first.fleet.workers.values():
         assert worker.engine.engine.stats().lending.open == 0
-
-
-def test_over_a_slow_link_nobody_pulls() -> None:
-    """X6, part: the cheapest of waiting, moving and computing again is chosen by price."""
-    link = LinkConfig(bytes_s=1e8, latency_s=1e-3, token_nbytes=100_000)
-    simulation = fan_out(can_migrate=True, link=link)
-    assert peers(simulation).num_moves == 0
-    assert simulation.gateways[0].router.stats().spilled["recompute", "full"] == 3
 
 
 # Lower tiers
@@ -278,26 +255,3 @@ def test_what_is_cheaper_to_compute_is_not_fetched() -> None:
     assert prices.token_s == pytest.approx(1e-3)
     assert prices.host_first_s == pytest.approx(2e-4)
     assert prices.host_block_s == pytest.approx(1e-2)
-
-
-def test_a_router_sends_a_prompt_where_it_is_in_host_memory() -> None:
-    """K15, part: fetching is priced: dearer than what is on the device, cheaper than computing it again."""
-    other = [Request(i, float(i), (10 * i, 10 * i + 1), 8, 1) for i in range(1, 5)]
-    again = Request(5, 9.0, (1, 2), 8, 1)
-    load = workload([Request(0, 0.0, (1, 2), 8, 1), *other, again], "mooncake")
-    for tiers, is_back in ((None, False), (TIERS, True)):
-        simulation = simulate(load, engines=2, kv_tokens=16, timing=LINEAR, tiers=tiers)
-        columns = simulation.rows.columns()
-        assert columns.worker[:5].tolist() == [0, 1, 0, 1, 0]
-        assert bool(columns.worker[5] == 0) is is_back
-
-
-def test_a_session_that_wants_its_text_retained_finds_it_after_others_passed() -> None:
-    """K15, part: up to a quarter of the device, as each session is a tenant, while others fill the rest."""
-    first = Request(0, 0.0, (1, 2, 3), 12, 1, "s")
-    others = [Request(i, float(i), (10 * i, 10 * i + 1), 8, 1) for i in range(1, 9)]
-    again = Request(9, 20.0, (1, 2, 3, 4), 16, 1, "s")
-    load = workload([first, *others, again], "mooncake")
-    for retain_s, cached in ((0.0, 0), (60.0, 8)):
-        simulation = simulate(load, engines=1, kv_tokens=32, timing=LINEAR, retain_s=retain_s)
-        assert simulation.rows.columns().cached_tokens[-1] == cached
