@@ -15,11 +15,9 @@ from mallee.protocol.errors import (
     InvalidParameter,
     KVMemoryExceeded,
     MalleeError,
-    NotFound,
     NoWorker,
     PoolExhausted,
     QueueFull,
-    Unavailable,
     UnknownCapsule,
     UnknownModel,
     UnsupportedModel,
@@ -106,10 +104,3 @@ def test_messages_hold_the_numbers_and_the_remedy() -> None:
     long = InvalidParameter("n", "x" * 200, "give 1")
     assert len(str(long)) < 120
     assert str(long).endswith(": give 1")
-
-
-def test_kinds_can_be_caught_as_a_family() -> None:
-    with pytest.raises(Unavailable):
-        raise QueueFull(1, 1)
-    with pytest.raises(NotFound):
-        raise UnknownCapsule("c")

@@ -142,14 +142,3 @@ def test_times_are_those_of_the_timing(tmp_path: Path) -> None:
     assert found["ttft_ms"]["mean"] == pytest.approx((1124 + 612) / 2)
     assert found["duration_s"] == pytest.approx(5 + 0.612 + 4 * 0.01)
     assert found["itl_ms"]["mean"] == pytest.approx(10.0)
-
-
-def test_a_bad_line_is_named(tmp_path: Path) -> None:
-    trace = rows(tmp_path / "t.jsonl", 3)
-    trace.write_text(trace.read_text() + '{"timestamp": 1, "input_length": "x"}\n')
-    code, _, error = run(str(trace))
-    assert code == 1
-    assert isinstance(error, MalleeError)
-    assert "line 4" in str(error)
-    assert "input_length" in str(error)
-    assert run(str(tmp_path / "none.jsonl"))[0] == 1

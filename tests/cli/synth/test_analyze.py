@@ -63,14 +63,6 @@ def test_the_last_line_is_one_object_with_what_was_measured(tmp_path: Path) -> N
     assert found["forks"] is None
 
 
-def test_text_fits_into_a_hundred_columns(tmp_path: Path) -> None:
-    done = run(rows(tmp_path / "a.jsonl"))
-    assert done.exit_code == 0
-    assert max(map(len, done.stdout.splitlines())) <= 100
-    for words in ("new in the prompt", "LRU cache", "counts in 1 s", "distinct blocks"):
-        assert words in done.stdout
-
-
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
 def test_nothing_is_cut_off_on_a_narrow_terminal(tmp_path: Path, width: int) -> None:
     """K22, part: each fact is there with its value, and each size with its hit rates."""

@@ -1,6 +1,5 @@
 """K22, K23, K24: `mallee synth generate`, as users call it."""
 
-import gzip
 import hashlib
 import itertools
 import json
@@ -108,18 +107,6 @@ def test_as_many_as_the_source_by_default(model: str, plain: Path, tmp_path: Pat
     assert told(plain, out, "--model", model, "--read-requests", "50")["requests"] == 50
 
 
-@pytest.mark.parametrize("model", ["tree", "session"])
-def test_same_seed_same_bytes(model: str, plain: Path, tmp_path: Path) -> None:
-    """K23: another seed, other bytes; a packed file has the same in it."""
-    shas = [
-        told(plain, tmp_path / name, "--model", model, "--seed", seed)["sha256"]
-        for name, seed in (("a", "5"), ("b", "5"), ("c", "6"), ("d.gz", "5"), ("e.gz", "5"))
-    ]
-    assert shas[0] == shas[1] != shas[2]
-    assert shas[3] == shas[4]
-    assert gzip.decompress((tmp_path / "d.gz").read_bytes()) == (tmp_path / "a").read_bytes()
-
-
 def test_rows_may_go_to_stdout(plain: Path) -> None:
     """Nothing else does then: what is told goes to stderr."""
     done = run(plain, "-", "--model", "tree", "--requests", "30", "--json")
@@ -140,13 +127,6 @@ def test_knobs_are_turned_and_told(plain: Path, tmp_path: Path) -> None:
     assert [r.output_tokens for r in after] == [3 * r.output_tokens for r in before]
     assert after[-1].arrival_s == pytest.approx(before[-1].arrival_s / 2, abs=1e-6)
     assert len({r.ids[0] for r in after}) == 4 * len({r.ids[0] for r in before})
-
-
-def test_blocks_may_be_smaller(plain: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    found = told(plain, out, "--model", "tree", "--block-size", "64")
-    assert found["block_size"] == 64
-    trace_of(read(out, id_tokens=64))
 
 
 def test_malformed_rows_are_told(plain: Path, tmp_path: Path) -> None:
