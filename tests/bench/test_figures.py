@@ -4,7 +4,6 @@ import json
 import os
 from pathlib import Path
 
-import httpx
 import numpy as np
 import psutil
 import pytest
@@ -13,7 +12,6 @@ import torch
 from bench import agents, measure, tables
 from bench.block_tables import Shape, Shared, Steps, compare, placements, reason_to_skip
 from bench.capsule.replays import live_tokens
-from bench.failover import __main__ as failover
 from bench.idle import Sample, by_role, medians, role_of, sample
 from bench.nodes.cluster import chosen
 from bench.router import ranking
@@ -179,31 +177,6 @@ def test_the_first_node_that_nothing_else_needs_is_chosen() -> None:
     says = r"no node but Ray's head has a worker alone: .* \{1: 2, 2: 1\}, left out \[1, 2\]; give more"
     with pytest.raises(RuntimeError, match=says):
         chosen({1: 2, 2: 1}, {1, 2}, "a worker alone")
-
-
-async def test_what_faults_left_behind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def left(kept: float, rows: int = 0) -> str:
-        def answer(request: httpx.Request) -> httpx.Response:
-            if request.url.path == "/metrics":
-                return httpx.Response(200, text=f'mallee_worker_capsules{{worker="w0"}} {kept}\n')
-            if request.url.path == "/health":
-                return httpx.Response(200, json={"status": "ok"})
-            return httpx.Response(200, json={"data": [{"rows": rows, "active_blocks": 0}]})
-
-        transport = httpx.MockTransport(answer)
-        async with httpx.AsyncClient(base_url="http://test", transport=transport) as client:
-            return await failover.Service(client, 0).leftovers()
-
-    async def look() -> str:
-        return "a worker is gone"
-
-    assert await left(1.0) == ""
-    assert await left(0.0) == """kept capsules: [('worker="w0"', '0.0')]"""
-    assert await left(1.0, rows=3) == "booked: [{'rows': 3, 'active_blocks': 0}]"
-    monkeypatch.setattr(failover, "BACK_S", -1.0)
-    async with httpx.AsyncClient() as client:
-        with pytest.raises(TimeoutError, match="a worker is gone"):
-            await failover.Service(client, 0).wait(look)
 
 
 def test_block_tables_are_compared_on_a_gb10_alone() -> None:

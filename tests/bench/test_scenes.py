@@ -79,34 +79,6 @@ def test_one_engine_with_all_rows_beats_several_on_its_device() -> None:
         assert 0 <= lost - (engines - 1) * virtual.weight_tokens() < engines
 
 
-def test_short_slices_and_dear_changes_cost_throughput() -> None:
-    """S18, part."""
-    short, middle, dear = (
-        virtual.run(LOAD, 4, 16, DeviceConfig(4, **options), 0)
-        for options in (
-            {"slice_s": 0.0005},
-            {"slice_s": 0.008},
-            {"slice_s": 0.008, "switch_s": 0.002},
-        )
-    )
-    assert short["switching"] > 2 * middle["switching"]
-    assert short["tokens_per_s"] < middle["tokens_per_s"]
-    assert dear["tokens_per_s"] < middle["tokens_per_s"]
-
-
-@pytest.mark.parametrize(
-    ("engines", "trees", "width"),
-    [(4, 1, 2), (4, 16, 8), (4, 16, 64), pytest.param(1000, 4, 32, marks=pytest.mark.slow)],
-)
-def test_children_go_to_their_parents_worker_while_they_fit(
-    engines: int, trees: int, width: int
-) -> None:
-    """X1: 2 to 64 branches, 1 to 16 trees at once, 4 to 1000 engines."""
-    found = fanout.play(fanout.Scene(engines, width, trees))
-    assert found["affinity"] >= 0.99
-    assert found["prefix_copies"] == 1.0
-
-
 @pytest.mark.parametrize("can_migrate", [False, True])
 def test_a_warm_fan_out_of_512_spills_and_is_much_faster(can_migrate: bool) -> None:
     """X1, X6, part: on eight workers of 256 rows; every spill has its three prices, moved bytes count."""
