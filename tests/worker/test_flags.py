@@ -21,6 +21,7 @@ from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.updates import switch_on
+from support.driving import drive
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -107,12 +108,9 @@ def play(engine: Engine) -> dict[tuple[str, int], list[int]]:
     for batch in (commands, forks):
         for command in batch:
             engine.submit(command, "g")
-        while engine.has_work:
-            for frame in engine.step().frames.values():
-                for update in frame.updates:
-                    assert update.finish != "error", update
-                    tokens.setdefault((update.request, update.branch), []).extend(update.tokens)
-            engine.check()
+        for key, (answer, last) in drive(engine).items():
+            assert last.finish != "error", last
+            tokens[key] = answer
     return tokens
 
 
@@ -221,11 +219,9 @@ def test_a_fork_copies_a_part_of_a_block_in_paged_memory_and_everything_in_conti
         forward = on_torch(config)
         engine = make_engine(config, forward)
         engine.submit(Prefill("p", pack_tokens(list(range(3, 21)))), "g")
-        while engine.has_work:
-            engine.step()
+        drive(engine)
         engine.submit(Fork("f", "p.0", (b"",) * 3, Limits(2, ignore_eos=True)), "g")
-        while engine.has_work:
-            engine.step()
+        drive(engine)
         assert forward.stats().num_copied_slots == num_slots
 
 

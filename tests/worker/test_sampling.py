@@ -19,6 +19,7 @@ from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw, TokenHistory, distinct
 from mallee.worker.records import EngineConfig
+from support.driving import drive
 
 EOS = 63
 HOT = Sampling(temperature=1.0, seed=5)
@@ -233,14 +234,8 @@ def test_penalties_look_at_the_whole_text_of_a_forked_branch(n: int) -> None:
     penalty = Sampling(temperature=1.0, seed=3, repetition_penalty=1.3, presence_penalty=0.5)
 
     def run(command: Any) -> dict[int, list[int]]:
-        tokens: dict[int, list[int]] = {}
         engine.submit(command, "g")
-        while engine.has_work:
-            for frame in engine.step().frames.values():
-                for update in frame.updates:
-                    assert update.error is None
-                    tokens.setdefault(update.branch, []).extend(update.tokens)
-        return tokens
+        return {branch: tokens for (_, branch), (tokens, _) in drive(engine).items()}
 
     answers = run(Generate("r", pack_tokens(prompt), Limits(6), penalty, n))
     suffix = [7, 7, 9]

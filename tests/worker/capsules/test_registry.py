@@ -24,6 +24,7 @@ from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig
+from support.driving import drive
 
 LIMITS = Limits(4, ignore_eos=True)
 
@@ -159,11 +160,7 @@ def test_children_leave_every_byte_of_their_parent_alone() -> None:
     def run(*commands: Command) -> list[int]:
         for command in commands:
             engine.submit(command, "g")
-        tokens: list[int] = []
-        while engine.has_work:
-            for frame in engine.step().frames.values():
-                tokens += [token for update in frame.updates for token in update.tokens]
-        return tokens
+        return [token for tokens, _ in drive(engine).values() for token in tokens]
 
     run(Prefill("p", pack_tokens(list(range(3, 21)))))
     table = engine._tree.table(engine._capsules.get("p.0").node)

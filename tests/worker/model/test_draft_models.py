@@ -16,6 +16,7 @@ from mallee.worker.engine import Engine
 from mallee.worker.memory.budget import GIB, MIB, DeviceMemory, Room
 from mallee.worker.model.loading.vocabulary import check_same_tokens
 from mallee.worker.model.runner import TorchForward, load
+from support.driving import drive
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -137,13 +138,9 @@ def settings(target: Path, draft: Path | None, **engine: Any) -> AppConfig:
 
 
 def answers(engine: Engine) -> list[int]:
-    tokens: list[int] = []
     limits = Limits(40, ignore_eos=True)
     engine.submit(Generate("r", pack_tokens([5, 6, 7]), limits, Sampling(0.7, seed=1)), "g")
-    while engine.has_work:
-        for frame in engine.step().frames.values():
-            tokens += [token for update in frame.updates for token in update.tokens]
-    return tokens
+    return drive(engine)["r", 0][0]
 
 
 def of_settings(config: AppConfig, forward: TorchForward | None = None) -> Engine:

@@ -26,6 +26,7 @@ from mallee.worker.memory.budget import GIB, MIB, DeviceMemory, Room
 from mallee.worker.model import runner
 from mallee.worker.model.runner import TorchForward, load, resolve_dtype
 from mallee.worker.model.tolerance import TOLERANCES
+from support.driving import drive
 from support.live_fleet import make_engine
 
 
@@ -126,24 +127,13 @@ def test_memory_that_ends_in_a_step_costs_a_request_and_not_the_engine() -> None
         return logits(plan, layers)
 
     forward.decoder = cast(Any, SimpleNamespace(logits=tight, config=forward.decoder.config))
-    tokens: dict[str, list[int]] = {"short": [], "long": []}
-    errors = {}
-    while engine.has_work:
-        for frame in engine.step().frames.values():
-            for update in frame.updates:
-                tokens[update.request] += update.tokens
-                if update.error is not None:
-                    errors[update.request] = from_wire(update.error)
-        engine.check()
-    assert tokens == {"short": _answer_of([1, 2], 6), "long": []}
-    (error,) = errors.values()
-    assert isinstance(errors["long"], DeviceMemoryExhausted)
+    answers = drive(engine)
+    assert answers["short", 0][0] == _answer(random_model().forward(num_blocks=64), [1, 2])[:6]
+    tokens, last = answers["long", 0]
+    error = from_wire(last.error)
+    assert not tokens
+    assert isinstance(error, DeviceMemoryExhausted)
     assert error.fields["reason"] == "CUDA out of memory. Tried to allocate 9.00 GiB"
-
-
-def _answer_of(prompt: list[int], num_tokens: int) -> list[int]:
-    """The tokens of an engine that has nothing else to do."""
-    return _answer(random_model().forward(num_blocks=64), prompt)[:num_tokens]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
@@ -240,12 +230,7 @@ def _answer(forward: TorchForward, prompt: list[int], life: int = 1) -> list[int
     """16 tokens of a new engine over `forward`."""
     engine = make_engine(forward, "w", life)
     engine.submit(Generate("r", pack_tokens(prompt), Limits(16, ignore_eos=True)), "g")
-    tokens: list[int] = []
-    while engine.has_work:
-        for frame in engine.step().frames.values():
-            tokens += [token for update in frame.updates for token in update.tokens]
-    engine.check()
-    return tokens
+    return drive(engine)["r", 0][0]
 
 
 def test_after_other_weights_answers_are_those_of_a_fresh_engine(tmp_path: Path) -> None:
