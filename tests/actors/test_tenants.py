@@ -2,7 +2,6 @@
 
 import logging
 import random
-import statistics
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,12 +14,9 @@ import yaml
 from starlette.routing import WebSocketRoute
 
 from mallee.actors.access.keys import NewKey, new_key
-from mallee.actors.addresses import free_port
 from mallee.actors.http.entry.asking import SALT_HEADER
-from mallee.actors.mock.stack import MockStack
 from support.mock_scene import make_folder, mock_config
-
-pytestmark = [pytest.mark.process, pytest.mark.nats]
+from support.mock_stack import Stack, mock_stack
 
 ACME, EVIL = new_key("acme", "client", None), new_key("evil", "client", None)
 SHARED, ROOT = new_key("acme-2", "client", "acme"), new_key("root", "operator", None)
@@ -41,7 +37,7 @@ class Seen(NamedTuple):
 class Client:
     """Requests with one key."""
 
-    def __init__(self, stack: MockStack, key: NewKey) -> None:
+    def __init__(self, stack: Stack, key: NewKey) -> None:
         headers = {"authorization": f"Bearer {key.token}"}
         self.http = httpx.AsyncClient(base_url=stack.base_url, headers=headers, timeout=20)
 
@@ -67,7 +63,7 @@ class Client:
 
 
 class Scene(NamedTuple):
-    stack: MockStack
+    stack: Stack
     acme: Client
     evil: Client
     shared: Client
@@ -81,7 +77,7 @@ async def scene(folder: Path, **settings: Any) -> AsyncIterator[Scene]:
     file = folder / "keys.yaml"
     file.write_text(yaml.safe_dump({"keys": [key.entry for key in keys]}))
     config = mock_config(make_folder(folder), http__keys_file=str(file), **settings)
-    async with MockStack(config, port=free_port()) as stack:
+    async with mock_stack(config) as stack:
         made = Scene(stack, *(Client(stack, key) for key in keys))
         try:
             yield made
@@ -156,15 +152,12 @@ async def test_a_refused_id_takes_as_long_as_an_unknown_one(tmp_path: Path) -> N
     """With several gateways an unknown capsule is asked for over the broker: not one of another scope."""
     async with scene(tmp_path) as s:
         kept = (await s.acme.ask("POST", "/v1/capsules", {"prompt": SECRET_TEXT})).json()["id"]
-        seconds: dict[str, list[float]] = {kept: [], f"{ABSENT}.0": []}
-        for _ in range(60):
-            for name, taken in seconds.items():
-                begin = time.perf_counter()
-                await s.evil.ask("GET", f"/v1/capsules/{name}")
-                taken.append(time.perf_counter() - begin)
-        theirs, absent = (statistics.median(taken) for taken in seconds.values())
-        assert theirs < 3 * absent
-        assert absent < 3 * theirs
+        taken = []
+        for name in (kept, f"{ABSENT}.0"):
+            begin = time.monotonic()
+            await s.evil.ask("GET", f"/v1/capsules/{name}")
+            taken.append(time.monotonic() - begin)
+        assert taken[0] == taken[1]
 
 
 async def test_what_one_tenant_has_cached_is_cold_for_another(tmp_path: Path) -> None:
@@ -176,10 +169,10 @@ async def test_what_one_tenant_has_cached_is_cold_for_another(tmp_path: Path) ->
         await s.acme.complete("warm up", max_tokens=1)
 
         async def first_token_s(client: Client, **more: Any) -> tuple[float, int]:
-            begin = time.perf_counter()
+            begin = time.monotonic()
             answer = await client.complete(prompt, max_tokens=1, **more)
             cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-            return time.perf_counter() - begin, cached
+            return time.monotonic() - begin, cached
 
         cold, cached = await first_token_s(s.acme)
         assert cached == 0
@@ -189,9 +182,8 @@ async def test_what_one_tenant_has_cached_is_cold_for_another(tmp_path: Path) ->
         assert cached == 0
         theirs, cached = await first_token_s(s.evil)
         assert cached == 0
-        assert again < cold / 2, (again, cold)
-        assert theirs > cold / 2 + again / 2, (theirs, cold)
-        assert salted > cold / 2 + again / 2, (salted, cold)
+        assert again < cold / 2
+        assert theirs == salted == pytest.approx(cold, rel=0.05)
 
 
 async def test_what_tells_of_the_service_wants_the_operator_s_key(tmp_path: Path) -> None:
@@ -227,9 +219,8 @@ async def test_every_route_but_health_and_the_api_document_refuses_strangers(
 ) -> None:
     """Also paths that don't exist: without a key nobody learns which ones do."""
     async with scene(tmp_path) as s, httpx.AsyncClient(base_url=s.stack.base_url) as nobody:
-        assert s.stack._gateway is not None
         routes: list[Any] = [
-            route for route in s.stack._gateway.api.routes if not isinstance(route, WebSocketRoute)
+            route for route in s.stack.gateway.api.routes if not isinstance(route, WebSocketRoute)
         ]
         named = [(method, route.path) for route in routes for method in route.methods]
         assert len(named) > 12
@@ -279,8 +270,7 @@ async def test_a_key_s_limits_are_refusals_with_numbers_over_http(tmp_path: Path
     async with scene(tmp_path) as s:
         entry = {**ACME.entry, "requests_per_minute": 3, "max_capsules": 1}
         (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": [entry, EVIL.entry]}))
-        assert s.stack._gateway is not None
-        await s.stack._gateway.access.reload()
+        await s.stack.gateway.access.reload()
         made = [await s.acme.ask("POST", "/v1/capsules", {"prompt": "a"}) for _ in range(4)]
         assert [answer.status_code for answer in made] == [200, 429, 429, 429]
         messages = [answer.json()["error"]["message"] for answer in made[1:]]
@@ -297,8 +287,7 @@ async def test_an_unpinned_or_deleted_capsule_gives_its_quota_back(tmp_path: Pat
     async with scene(tmp_path) as s:
         entry = {**ACME.entry, "max_capsules": 1}
         (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": [entry, EVIL.entry]}))
-        assert s.stack._gateway is not None
-        await s.stack._gateway.access.reload()
+        await s.stack.gateway.access.reload()
         for path in ("/pin", ""):
             made = await s.acme.ask("POST", "/v1/capsules", {"prompt": "a" + path})
             assert made.status_code == 200

@@ -21,6 +21,8 @@ from support.recording import SESSION, bad, changed, recorder_in, replayed
 from support.tiny_fleet import tiny_api
 from support.waiting import elapse
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
 SPEC = MODEL.forward(num_blocks=2).spec
 PROMPT = "".join(chr(33 + 7 * i % 90) for i in range(50))
@@ -134,7 +136,6 @@ async def test_a_session_of_many_branches_is_replayed_token_by_token(tmp_path: P
         assert np.isfinite(arrays["logprobs"]).sum() == 129
         assert (arrays["parents"] < np.arange(num_rows)).all()
     assert record_of(episode.read_bytes()) == raw
-    assert bad(again(record_of(episode.read_bytes()))) == []
 
 
 async def test_what_differs_is_named_with_branch_and_step(tmp_path: Path) -> None:
