@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +21,9 @@ from anyio.to_thread import run_sync
 from bench import agents, weights
 from bench.contention.processes import Share, together
 from bench.engine import masks, speculation
-from bench.gateway import backends, load
+from bench.gateway import load
 from bench.gpu.shapes import BLOCK_SIZE, TINY_SCALE
 from bench.gpu.targets import TARGETS
-from bench.mocker import __main__ as mocker
 from bench.search import clients, compare, ways
 from bench.search.peer import beam_of_ours, mcts_of_ours, mcts_of_vllm, samples
 from mallee.actors.nodes import network
@@ -222,19 +221,6 @@ def test_those_who_never_branch_neither_lose_nor_gain(ran: Ran, shape: str) -> N
     for way in ("forks", "tree"):
         found = report["results"][shape]["speedup"][way]["cached"]
         assert 0.98 <= found["low"] <= found["high"] <= 1.02
-
-
-def test_a_case_of_replays_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    row = {"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [1, 2]}
-    trace.write_text(json.dumps(row) + "\n")
-    found = mocker.both(
-        trace, None, None, 0, engines=2, policy="cost", block_size=512, kv_tokens=32_768
-    )["mallee"]
-    assert found["requests"] == 1
-    assert found["peak_mb"] > 10
-    (head, rule, line) = mocker.table({"one": {"mallee": found}})
-    assert head.count("|") == rule.count("|") == line.count("|")
 
 
 def test_throughput_and_latency_are_printed_by_engines_slices_and_changes(ran: Ran) -> None:
@@ -507,17 +493,3 @@ async def test_the_load_generator_counts_whole_streams_and_failures() -> None:
     server.close()
     assert (result["requests"], result["errors"]) == (4, 2)
     assert 0 < result["first_p50_ms"] <= result["p50_ms"]
-
-
-async def test_stub_engines_stream_as_many_tokens_as_are_asked_for() -> None:
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(partial(backends.HttpBackend, 1, 0.0), "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    options = ["--stream", "--concurrency", "3", "--requests", "6", "--max-tokens", "40", "--usage"]
-    found = await load.run(load.parse(["--url", url, *options]))
-    server.close()
-    assert (found["requests"], found["errors"]) == (6, 0)
-    assert found["tokens_per_s"] * found["seconds"] == pytest.approx(6 * 40)
-    answer = load.Answer(200, "", 0.1, 0.2, is_done=True, tokens=7)
-    assert answer.is_good(True, 7)
-    assert not answer.is_good(True, 8), "too few tokens are an error"

@@ -107,13 +107,6 @@ def test_a_shell_completes_commands(shell: str, asked: dict[str, str]) -> None:
     assert "workers" not in done.stdout
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_the_script_for_a_shell_is_shown(shell: str) -> None:
-    script = _completion_of(shell)
-    assert f"complete_{shell}" in script
-    assert "_mallee_completion mallee" in script
-
-
 def _completion_of(shell: str) -> str:
     program = "from mallee.cli.main import cli; cli(prog_name='mallee')"
     done = subprocess.run(

@@ -155,23 +155,6 @@ def test_the_operators_crds_take_every_other_object(case: str) -> None:
             jsonschema.validate(each, schema(each["kind"].lower()))
 
 
-@cases_with_ray
-def test_a_field_that_a_crd_does_not_know_is_found(case: str) -> None:
-    """Kubernetes would drop it in silence."""
-    service = yaml.safe_load(yaml.safe_dump(one(made(case), "RayService")))
-    service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["conteiners"] = []
-    head = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        **service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"],
-    }
-    with pytest.raises(kubernetes_validate.ValidationError, match="conteiners"):
-        kubernetes_validate.validate(head, KUBERNETES[-1], strict=True)
-    service["spec"]["rayClusterConfig"]["authOptions"]["secret"] = "x"
-    with pytest.raises(jsonschema.ValidationError, match="'secret' was unexpected"):
-        jsonschema.validate(service, schema("rayservice"))
-
-
 @all_cases
 def test_names_are_used_once(case: str) -> None:
     names = [(each["kind"], each["metadata"]["name"]) for each in made(case)]
