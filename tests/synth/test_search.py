@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mallee.protocol.errors import ConfigError
 from mallee.synth.programs.fit import fit_search
 from mallee.synth.programs.forest import Forest, forest_of
-from mallee.synth.programs.named import Beam, DepthFirst, Uct
+from mallee.synth.programs.named import Beam, DepthFirst, Swarm, Uct
 from mallee.synth.programs.orders import Order, Search, is_depth_first, recognise
 from mallee.synth.programs.rule import Texts
 from mallee.traces.read import read_workload
@@ -21,7 +21,6 @@ from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
 from support.examples import examples
 from support.public_traces import PUBLIC, needs_public
-from support.synth.swarms import Rounds
 
 SHORT = Texts(shared=64, task=32, output=8.0)
 
@@ -36,9 +35,8 @@ rules = st.one_of(
         st.just(SHORT),
     ),
     st.builds(Uct, st.integers(1, 40), st.floats(0, 9), st.just(2.0), st.just(SHORT)),
-    st.builds(Rounds, st.integers(1, 4), st.integers(0, 2), st.sampled_from([None, 1]),
-              rounds=st.integers(1, 3), rollback=st.floats(0, 1), texts=st.just(SHORT)),
-)  # fmt: skip
+    st.builds(Swarm, st.integers(1, 6), st.just(SHORT)),
+)
 
 
 def shared_trace(name: str) -> Trace:
@@ -163,7 +161,7 @@ def test_trees_of_agents_become_programs(waits: str, order: Order) -> None:
 @examples(40)
 @given(rules, st.integers(1, 150), st.integers(0, 99))
 def test_generated_programs_are_sound_and_searched_as_their_source(
-    rule: Beam | DepthFirst | Uct | Rounds, count: int, seed: int
+    rule: Beam | DepthFirst | Uct | Swarm, count: int, seed: int
 ) -> None:
     """K25: whatever the source: so many requests, each after whom it waits for, in a prefix tree."""
     source = rule.generate(requests=120, seed=seed)

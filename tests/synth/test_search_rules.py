@@ -12,11 +12,11 @@ from mallee.mocker.replay.run import replay
 from mallee.synth.core.knobs import Knobs
 from mallee.synth.core.pace import service_s
 from mallee.synth.programs.fit import fit_search
-from mallee.synth.programs.named import PROGRAMS, Beam, DepthFirst, Swarm, uct_tree
+from mallee.synth.programs.named import PROGRAMS, Beam, DepthFirst, Swarm, Uct, uct_tree
 from mallee.synth.programs.orders import Order, depths_of
 from mallee.synth.programs.rule import Texts
 from mallee.traces.trace import trace_of
-from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
+from mallee.traces.workload import NO_PARENT, Request, Workload
 
 SHORT = Texts(shared=64, task=32, output=20.0)
 
@@ -114,73 +114,6 @@ def test_uct_is_what_it_says(exploration: float) -> None:
         assert found == oracle(widths, steps, exploration)
 
 
-def mcts_parents(rng: np.random.Generator, simulations: int) -> list[int]:
-    """A real search: which of 6 digits in turn makes the number nearest to a target; rewards are noisy."""
-    target = rng.integers(0, 6, 7)
-    parents, moves = [-1], [0]
-    children: dict[int, list[int]] = {0: []}
-    visits, totals = [1.0], [0.0]
-    untried = {0: list(rng.permutation(6))}
-
-    def line(node: int) -> list[int]:
-        return [] if node == 0 else [*line(parents[node]), moves[node]]
-
-    for _ in range(simulations):
-        at = 0
-        while not untried[at] and children[at]:
-            at = max(
-                children[at],
-                key=lambda i: (
-                    totals[i] / visits[i]
-                    + 0.2 * math.sqrt(math.log(visits[parents[i]]) / visits[i])
-                ),
-            )
-        if not untried[at]:
-            continue  # a whole number was reached
-        new = len(parents)
-        moves.append(int(untried[at].pop()))
-        parents.append(at)
-        children[at].append(new)
-        children[new] = []
-        depth = len(line(new))
-        # It stops asking for more where the guess went wrong: widths depend on what became of the parent.
-        right = sum(int(a == b) for a, b in zip(line(new), target, strict=False))
-        untried[new] = list(rng.permutation(6))[: 2 + right] if depth < 7 else []
-        reward = right / 7 + 0.05 * rng.standard_normal()
-        visits.append(0.0)
-        totals.append(0.0)
-        up = new
-        while up >= 0:
-            visits[up] += 1
-            totals[up] += reward
-            up = parents[up]
-    return parents
-
-
-def mcts_workload(trees: int, simulations: int) -> Workload:
-    rng = np.random.default_rng(11)
-    requests: list[Request] = []
-    for tree in range(trees):
-        shape = mcts_parents(rng, simulations)
-        base = len(requests)
-        for i, parent in enumerate(shape):
-            is_root = parent == NO_PARENT
-            requests.append(
-                Request(
-                    number=base + i,
-                    arrival_s=20.0 * tree,
-                    ids=Runs([(0, 8), (100 + 2 * tree, 2)]) if is_root else (),
-                    input_tokens=160 if is_root else 4,
-                    output_tokens=0 if is_root else int(rng.integers(5, 30)),
-                    session=f"t{tree}",
-                    wait_for=(base + i - 1,) if i > 1 else (),
-                    parent=NO_PARENT if is_root else base + parent,
-                    num_children=shape.count(i),
-                )
-            )
-    return Workload("mcts", 16, lambda: iter(requests), has_forks=True)
-
-
 def search_shape(requests: Sequence[Request]) -> dict[str, float]:
     """Figures of a best-first search: depth, skew, distance of visits, width given the parent's."""
     trees = [parents(tree) for tree in by_program(requests)]
@@ -207,9 +140,11 @@ def search_shape(requests: Sequence[Request]) -> dict[str, float]:
     }
 
 
-def test_a_real_mcts_is_generated_in_kind() -> None:
+def test_a_search_by_bounds_is_generated_in_kind() -> None:
     """K25: visits stay best first, one after the other; depth, skew and jumps are kept."""
-    source = mcts_workload(30, 80)
+    source = Uct(visits=80, exploration=8.0, width=3.0, texts=SHORT).generate(
+        requests=30 * 81, seed=11
+    )
     trace = trace_of(source)
     model = fit_search(trace)
     assert set(model.forest.order) == {Order.BEST}
@@ -219,7 +154,9 @@ def test_a_real_mcts_is_generated_in_kind() -> None:
     found = defaultdict(list)
     for seed in range(4):
         made = list(model.generate(requests=len(trace), seed=seed))
-        assert all(r.wait_for in ((), (r.number - 1,)) for r in made)
+        for tree in by_program(made):
+            before_it = zip(tree[2:], tree[1:], strict=False)
+            assert all(r.wait_for == (other.number,) for r, other in before_it)
         for what, value in search_shape(made).items():
             found[what].append(value)
     for what, values in found.items():
