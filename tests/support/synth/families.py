@@ -84,29 +84,6 @@ def chats(requests: int, seed: int, *, named: bool = True) -> Workload:
     return texts.workload("chats" if named else "chats without names", calls, until_s=at_s)
 
 
-def orchestras(requests: int, seed: int) -> Workload:
-    """An orchestrator and up to five agents of a session take turns, each with a context of its own."""
-    rng = np.random.default_rng([seed, 3])
-    texts = Texts(64, ceil=False)
-    roles = [texts.add(texts.empty, tokens(rng, 1500, 0.5), ("role", k)) for k in range(6)]
-    calls: list[Call] = []
-    at_s, number = 0.0, 0
-    while len(calls) < requests:
-        at_s += rng.exponential(60.0)
-        number += 1
-        task = tokens(rng, 300)
-        cast = [0, *rng.choice(np.arange(1, 6), int(rng.integers(2, 6)), replace=False).tolist()]
-        held = {role: texts.add(roles[role], task) for role in cast}
-        now_s = at_s
-        for _ in range(int(rng.geometric(0.12))):
-            for role in (0, cast[1 + int(rng.integers(len(cast) - 1))]):
-                answer = tokens(rng, 250)
-                calls.append(Call(now_s, held[role], answer, f"s{number}"))
-                now_s += 0.5 + 0.015 * answer + rng.exponential(2.0)
-                held[role] = texts.add(held[role], answer + tokens(rng, 200))
-    return texts.workload("orchestras", calls, until_s=at_s)
-
-
 def turn_takers(requests: int, seed: int) -> Workload:
     """An orchestrator and agents of one session wait for each other and keep contexts of their own.
 
@@ -318,27 +295,6 @@ def one_session(requests: int, seed: int) -> Workload:
     return texts.workload("one session", calls)
 
 
-def three_rows(requests: int, seed: int) -> Workload:
-    del requests
-    return tool_agents(3, seed)
-
-
-def at_one_time(requests: int, seed: int) -> Workload:
-    rng = np.random.default_rng([seed, 13])
-    texts = Texts(512, ceil=True)
-    system = texts.add(texts.empty, 2000, "system")
-    calls = [Call(0.0, texts.add(system, tokens(rng, 800)), 50) for _ in range(requests)]
-    return texts.workload("at one time", calls)
-
-
-def identical(requests: int, seed: int) -> Workload:
-    rng = np.random.default_rng([seed, 14])
-    texts = Texts(512, ceil=True)
-    prompt = texts.add(texts.empty, 3000)
-    at_s = np.cumsum(rng.exponential(1.0, requests)).tolist()
-    return texts.workload("identical", [Call(each, prompt, 80) for each in at_s])
-
-
 def without_ids(requests: int, seed: int) -> Workload:
     rng = np.random.default_rng([seed, 15])
     at_s = np.cumsum(rng.gamma(0.3, 5.0, requests)).tolist()
@@ -367,16 +323,7 @@ def unnamed_chats(requests: int, seed: int) -> Workload:
 FAMILIES: Final[dict[str, Family]] = {
     each.__name__: each
     for each in (
-        *(tool_agents, chats, unnamed_chats, orchestras, turn_takers, spawns, best_of, retries),
-        *(
-            retrieval,
-            assistants,
-            closed_population,
-            two_tenants,
-            one_session,
-            single_turns,
-            without_ids,
-        ),
-        *(three_rows, at_one_time, identical),
+        *(tool_agents, chats, unnamed_chats, turn_takers, spawns, best_of, retries, retrieval),
+        *(assistants, closed_population, two_tenants, one_session, single_turns, without_ids),
     )
 }

@@ -1,7 +1,5 @@
 """Made-up sources for models to learn: sessions with agents, fan-outs, searches."""
 
-from collections.abc import Iterator
-
 import numpy as np
 from msgspec.structs import replace
 
@@ -79,15 +77,6 @@ def agent(
 def waits(place: dict[tuple[int, int], int], session: int, turn: int) -> tuple[int, ...]:
     before = place.get((session, 0 if turn == 100 else turn - 1))
     return () if before is None else (before,)
-
-
-def fans() -> Workload:
-    """Every seventh request of `agents` has three answers."""
-
-    def read() -> Iterator[Request]:
-        return (replace(r, branches=3) if r.number % 7 == 0 else r for r in turns(0))
-
-    return Workload("fans", SIZE, read, kind="agentic")
 
 
 def searches(seed: int = 0) -> Workload:

@@ -56,19 +56,6 @@ class Texts:
             self._known[context.key, what] = made
         return made
 
-    def cut(self, context: Context, tokens: int) -> Context:
-        """The first `tokens` of the text."""
-        tokens = min(tokens, context.tokens)
-        left, runs = tokens // self.size, []
-        for first, count in context.runs:
-            if left:
-                runs.append((first, min(left, count)))
-                left -= runs[-1][1]
-        known = self._known.get((context.key, "cut", tokens))
-        made = known or Context(self._key(), tuple(runs), tokens)
-        self._known[context.key, "cut", tokens] = made
-        return made
-
     def ids(self, context: Context) -> Runs:
         runs = context.runs
         if self.ceil and context.tokens % self.size:
