@@ -124,19 +124,6 @@ async def test_a_booking_follows_the_endpoint_that_served() -> None:
         await until(lambda: picker.router.stats().booked_requests == 0)
 
 
-async def test_an_answer_comes_back_piece_by_piece_as_it_was() -> None:
-    async with scene(1) as (_, _, proxy):
-        exchange = proxy.stream()
-        await exchange.request(prompt(0))
-        _, *bodies = await exchange.respond(b"data: a\n\n", b"data: [DONE]\n\n")
-        pieces = [each.response_body.response.body_mutation.streamed_response for each in bodies]
-        assert [(p.body, p.end_of_stream) for p in pieces] == [
-            (b"data: a\n\n", False),
-            (b"data: [DONE]\n\n", True),
-        ]
-        await exchange.end()
-
-
 async def test_bodies_that_are_no_prompts_go_somewhere_too() -> None:
     """A pod knows better what it takes, and refuses in its own words."""
     async with scene(2) as (found, _, proxy):

@@ -104,25 +104,6 @@ async def test_no_worker_is_a_clear_error_and_unavailable_health() -> None:
             await gateway.capsule("nope", COMMON)  # type: ignore[arg-type]
 
 
-async def test_a_reader_that_leaves_frees_its_branches_at_once() -> None:
-    async with fleet(workers=1) as f:
-        stream = await f.gateways[0].start(GenerateJob(PROMPT, Limits(3000), HOT, n=3))
-        async for _ in stream:
-            break
-        await stream.aclose()
-        await until(lambda: f.engines["w0"].stats().jobs == 0)
-        assert all(w.rows == 0 for w in f.routers[0].workers())
-
-
-async def test_one_branch_can_be_cancelled_while_the_others_go_on() -> None:
-    async with fleet(workers=1) as f:
-        stream = await f.gateways[0].start(GenerateJob(PROMPT, Limits(40), HOT, n=3))
-        stream.cancel(1)
-        answers = await collect(stream)
-        assert sorted(answers) == [0, 2]
-        assert answers[2][0] == expect(PROMPT.tolist(), 40, 2)
-
-
 async def test_an_answer_goes_on_where_its_worker_is_restarted() -> None:
     """X4, part, X5, part: sampled, token for token; the new life starts from nothing in the index."""
     async with fleet(workers=1) as f:

@@ -367,19 +367,3 @@ async def test_gateways_count_each_others_parts_until_they_end() -> None:
         await until(lambda: two.stats().remote_requests == 0)
         for router in f.routers:
             router.check()
-
-
-def test_requests_that_wait_are_placed_under_uvloop_too() -> None:
-    """Its timers don't tell when they are due, if that is now."""
-    uvloop = pytest.importorskip("uvloop")
-
-    async def work() -> None:
-        async with fleet(1) as f:
-            asking = [f.gateways[0].start(GenerateJob(PROMPT, Limits(4), HOT, n=3)) for _ in "abc"]
-            streams = await asyncio.gather(*asking)
-            for answers in await asyncio.gather(*map(collect, streams)):
-                assert [answers[i][0] for i in range(3)] == [
-                    expect(PROMPT.tolist(), 4, i) for i in range(3)
-                ]
-
-    uvloop.run(work())

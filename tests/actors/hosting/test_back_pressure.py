@@ -144,13 +144,3 @@ async def test_a_gateway_that_stalls_gets_every_token_later(rig: Any, tmp_path: 
                     got[update.request, update.branch] += len(update.tokens)
         assert got.total() == 16_000
         slow.close()
-
-
-async def test_a_gateway_that_goes_frees_its_branches_at_once(rig: Any, tmp_path: Path) -> None:
-    async with served(rig, tmp_path) as r:
-        gone = await Raw.to(r.path)
-        gone.ask(generate("x", 900))
-        await until(lambda: r.engine.stats().jobs == 1)
-        gone.close()
-        await until(lambda: r.engine.stats().jobs == 0, 0.01)
-        assert not r.host.gateways

@@ -129,17 +129,6 @@ async def test_streams_come_at_the_engines_pace_token_by_token(
         assert times == pytest.approx([0.02 + i * 0.01 for i in range(11)])
 
 
-async def test_steps_shorter_than_a_millisecond_are_told_together(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_timing(monkeypatch, Timing(Fixed(0.001, 0.0001)))
-    async with mocked(mock_config(folder)) as scene:
-        await until(lambda: len(scene.names()) == 4)
-        _, deltas = await ask(scene, generate(1, 101))
-        assert num_tokens(deltas) == 101
-        assert 1 < len(deltas) <= 50  # a reader that is late gets several at once
-
-
 async def test_a_loop_that_is_behind_tells_several_steps_at_once_and_keeps_the_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,26 +337,6 @@ async def test_tokens_that_get_lost_on_their_way_make_an_error(
         assert "tokens arrived" in str(deltas[-1].error)
         assert deltas[-1].capsule is None
         scene.gateway.check()
-
-
-async def test_a_capsule_whose_worker_died_is_rebuilt(folder: Path) -> None:
-    """K28, X4, part: under its own id, counted, for the client as if nothing had happened."""
-    async with mocked(mock_config(folder, mock__engines_per_worker=2)) as scene:
-        await until(lambda: len(scene.names()) == 2)
-        stream = await scene.gateway.start(PrefillJob(prompt(3)))
-        (made,) = await collect(stream)
-        assert made.capsule is not None
-        await scene.admin("crash", str(stream.worker))
-        await until(lambda: len(scene.names()) == 1)
-        job = ForkJob(made.capsule, [as_tokens([5])] * 3, Limits(4, ignore_eos=True))
-        for num_computed in (70 + 1, 1):
-            forked = await scene.gateway.start(job)
-            assert forked.worker != stream.worker
-            deltas = await collect(forked)
-            assert num_tokens(deltas) == 12
-            told = {delta.branch: delta.prefill_tokens for delta in deltas}
-            assert sum(told.values()) == num_computed
-        assert (await scene.gateway.capsule(made.capsule, COMMON)).worker == forked.worker
 
 
 async def test_one_engine_that_breaks_leaves_the_others_at_work(

@@ -37,11 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("tiny"))
 
 
-async def play(body: Any, timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        await body
-
-
 async def admin(stack: MockStack, bus: NatsBus, host: str, verb: str, worker: str = "") -> Any:
     asked = json.dumps({"verb": verb, "worker": worker}).encode()
     return json.loads(await bus.request(f"mallee.test.admin.{host}", asked, 5.0))
