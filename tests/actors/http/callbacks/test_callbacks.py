@@ -1,7 +1,6 @@
 """Turns and connections of callbacks, and the setting that allows URLs."""
 
 import asyncio
-from typing import Any
 
 import msgspec
 import pytest
@@ -142,6 +141,9 @@ def test_a_setting_that_is_no_plain_url_is_refused(url: str) -> None:
         ("https://verifier.test/a", "http://verifier.test/a", False),
         ("http://[::1]:9000/a", "http://[::1]:9000/a", True),
         ("http://[::1]:9000/a", "http://[::2]:9000/a", False),
+        ("http://127.0.0.1:9000/a", "http://localhost:9000/a", False),
+        ("http://127.0.0.1:9000/a", "http://127.0.0.1/a", False),
+        ("http://127.0.0.1:9000/a", "http://127.0.0.1:99999/a", False),
     ],
 )
 def test_a_url_is_allowed_by_scheme_host_port_and_path(
@@ -149,9 +151,33 @@ def test_a_url_is_allowed_by_scheme_host_port_and_path(
 ) -> None:
     """F30, part: hosts as they are written, paths part by part."""
     AppConfig(model="m", http={"callbacks": [allowed]})  # type: ignore[arg-type]
-    urls: Any = AllowedUrls((allowed,))
+    urls = AllowedUrls((allowed,))
     if is_allowed:
         urls.check("url", url)
     else:
-        with pytest.raises(InvalidParameter, match=r"http\.callbacks"):
+        with pytest.raises(InvalidParameter, match=r"at or below none .*http\.callbacks"):
             urls.check("url", url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://a.test/verify/../other",
+        "http://a.test/verify/%2e%2e/other",
+        "http://a.test/verify\\..\\other",
+        "http://b@a.test/verify",
+        "http://a.test@evil.test/verify",
+        "http://a.test/verify#x",
+        "http://999.0.0.1:9000/verify",
+        "http://a.test/verify?a b",
+        "HTTP://a.test/verify",
+        "//a.test/verify",
+        "file:///etc/passwd",
+        "http://a.test/verify?" + "a" * 3000,
+        "",
+    ],
+)
+def test_what_is_no_sound_url_is_refused_with_the_form(url: str) -> None:
+    """F30, part: of a request's URL, whatever is allowed."""
+    with pytest.raises(InvalidParameter, match="of at most 2048 characters, without a user"):
+        AllowedUrls(("http://a.test/verify",)).check("url", url)
