@@ -5,8 +5,8 @@ import re
 import signal
 import socket
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,37 +54,6 @@ def front(
     switch = {SWITCH: str(int(request.param == "haproxy"))}
     with ServeCommand(*command, environment=switch) as service:
         yield Front(request.param, service)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def half_open(front: Front) -> Iterator[Future[list[bytes]] | None]:
-    """The ends of connections that send no whole request. They take their time beside the other tests."""
-    if front.mode != "haproxy":
-        yield None
-        return
-    with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(left_half_open, front)
-
-
-def left_half_open(front: Front) -> list[bytes]:
-    """Everything that is answered to each of 120, of three kinds by turns."""
-    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
-    found = []
-    with ExitStack() as stack:
-        conns = []
-        for sent in (b"", b"POST /v1/comp", request) * 40:
-            address = ("127.0.0.1", front.service.port)
-            conns.append(stack.enter_context(socket.create_connection(address, timeout=40)))
-            conns[-1].sendall(sent)
-        assert httpx.post(f"{front.url}/v1/completions", json=body()).status_code == 200
-        for conn in conns:
-            raw = b""
-            # HAProxy itself waits for the rest of a body for a minute.
-            while b"slow_body" not in raw and (more := conn.recv(65536)):
-                raw += more
-            found.append(raw)
-        assert httpx.post(f"{front.url}/v1/completions", json=body()).status_code == 200
-    return found
 
 
 until = partial(wait_until, timeout_s=15.0)
@@ -254,28 +223,6 @@ def test_a_client_may_wait_for_leave_to_send_its_body(front: Front) -> None:
         assert sock.recv(4096).startswith(b"HTTP/1.1 100")
         sock.sendall(content)
         assert sock.recv(4096).startswith(b"HTTP/1.1 200")
-
-
-def test_of_rays_paths_only_health_is_there(front: Front) -> None:
-    """F30, part: the service stays healthy by Serve's own checks."""
-    if front.mode != "haproxy":
-        pytest.skip("Ray's proxy in Python answers them")
-    for path in (b"/-/routes", b"/-/%72outes"):
-        head = b"GET %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % path
-        assert talk(front, head, ends=b"}}").startswith(b"HTTP/1.1 404")
-    assert httpx.get(f"{front.url}/-/healthz").status_code == 200
-    assert httpx.post(f"{front.url}/v1/completions", json=body()).status_code == 200
-
-
-def test_half_open_connections_are_cut_behind_haproxy(
-    half_open: Future[list[bytes]] | None,
-) -> None:
-    """F30, part: no head in 10 s, no body in 20 s; meanwhile others are answered."""
-    if half_open is None:
-        pytest.skip("Ray's proxy in Python has no such limits")
-    for number, raw in enumerate(half_open.result(60)):
-        assert raw.startswith(b"HTTP/1.1 408")
-        assert (b"slow_body" in raw) == (number % 3 == 2)
 
 
 def test_running_streams_end_before_the_service_does(front: Front) -> None:

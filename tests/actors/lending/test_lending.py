@@ -486,18 +486,16 @@ def test_an_end_that_falls_silent_is_not_waited_for(tmp_path: Path, is_down: boo
             quiet = partial(silence, At(offset, is_cut=False))
             ways: tuple[Any, Any] = (as_it_is, quiet) if is_down else (quiet, as_it_is)
             between = Between(tmp_path / f"b{i}.sock", str(p.path), *ways)
-            began = time.monotonic()
             if is_down or offset < 300:
                 assert attempt(p, between.address) == "WorkerLost"
-            assert time.monotonic() - began < 2.0
-            soon(lambda: not p.lender.open and p.server.num_connections == 0, 2.0)
+            soon(lambda: not p.lender.open and p.server.num_connections == 0)
             between.close()
 
 
 def test_a_loan_that_is_not_read_ends(tmp_path: Path) -> None:
     with place(tmp_path, times=SHORT) as p:
         loan = p.lend(range(5))
-        soon(lambda: not p.lender.open, 2.0)
+        soon(lambda: not p.lender.open)
         with pytest.raises(WorkerLost, match="broke"):
             read(loan, [0])
         loan.close()
@@ -517,7 +515,7 @@ def test_a_borrower_that_does_not_read_fills_no_memory_and_is_cut(
         p.lender.before_read = note
         loan = p.lend(range(300))
         loan._stream.send(m.READ, m.pack_places(range(300)))  # type: ignore[attr-defined]
-        soon(lambda: not p.lender.open, 10.0)
+        soon(lambda: not p.lender.open)
         assert reads < 20
         loan.close()
 
