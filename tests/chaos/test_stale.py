@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.actors.gateway.service import BranchStream, Delta
+from mallee.actors.gateway.service import Delta
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import CapsuleLost, UnknownCapsule
@@ -27,7 +27,7 @@ from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
 from mallee.testing.bus import LocalBus
 from mallee.testing.forward import linear_tokens
 from support.index_contents import held
-from support.live_fleet import LiveFleet, running
+from support.live_fleet import LiveFleet, collect, running
 from support.virtual import threads
 from support.virtual.loop import run
 from support.waiting import elapse, until
@@ -96,15 +96,6 @@ def under(f: LiveFleet, seed: int = 0) -> Weather:
 
 def prompt(number: int, length: int = 200) -> list[int]:
     return [(number * 7 + i * (number + 1)) % 61 for i in range(length)]
-
-
-async def collect(stream: BranchStream) -> dict[int, tuple[list[int], Delta]]:
-    """Per branch: its tokens and its last delta."""
-    found: dict[int, tuple[list[int], Delta]] = {}
-    async for delta in stream:
-        tokens, _ = found.get(delta.branch, ([], delta))
-        found[delta.branch] = (tokens + list(delta.tokens), delta)
-    return found
 
 
 def expect(tokens: list[int], n: int, branch: int = 0) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from mallee.actors.bus.bus import Bus
 from mallee.actors.gateway.gateway import CapsuleFiles, GatewayService, RequestIds
+from mallee.actors.gateway.service import BranchStream, Delta
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.weights import WeightSource
@@ -211,6 +212,17 @@ async def running(made: LiveFleet, workers: int, gateways: int = 1) -> AsyncIter
         yield made
     finally:
         await made.close()
+
+
+async def collect(stream: BranchStream) -> dict[int, tuple[list[int], Delta]]:
+    """Per branch: its tokens and its last delta; every branch ends once."""
+    found: dict[int, tuple[list[int], Delta]] = {}
+    async for delta in stream:
+        tokens, last = found.get(delta.branch, ([], None))
+        assert last is None or last.finish is None, "news after the end"
+        found[delta.branch] = (tokens + list(delta.tokens), delta)
+    assert all(last.finish is not None for _, last in found.values())
+    return found
 
 
 async def lose(f: LiveFleet, worker: str) -> Host:

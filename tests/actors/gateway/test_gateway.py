@@ -7,7 +7,6 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from mallee.actors.gateway.service import BranchStream, Delta
 from mallee.actors.http.serve import prefill
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import DeviceMemoryExhausted, NoWorker, UnknownCapsule
@@ -19,7 +18,7 @@ from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueT
 from mallee.testing.bus import LocalBus
 from mallee.testing.forward import linear_tokens
 from mallee.worker.forward import ForwardBatch, Logits
-from support.live_fleet import LiveFleet, running
+from support.live_fleet import LiveFleet, collect, running
 from support.waiting import elapse, until
 
 SPEC = mock_spec(max_model_len=4096)
@@ -33,15 +32,6 @@ def fleet(
 ) -> AbstractAsyncContextManager[LiveFleet]:
     made = LiveFleet(SPEC, RouterConfig(block_size=BLOCK), num_blocks=num_blocks)
     return running(made, workers, gateways)
-
-
-async def collect(stream: BranchStream) -> dict[int, tuple[list[int], Delta]]:
-    """Per branch: its tokens and its last delta."""
-    found: dict[int, tuple[list[int], Delta]] = {}
-    async for delta in stream:
-        tokens, _ = found.get(delta.branch, ([], delta))
-        found[delta.branch] = (tokens + list(delta.tokens), delta)
-    return found
 
 
 def expect(prompt: list[int], n: int, branch: int = 0) -> list[int]:

@@ -15,7 +15,7 @@ from mallee.router.config import CostModel, RouterConfig, SpillModel
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
 from mallee.router.dispatch.shards import Shard
 from mallee.testing.forward import linear_tokens
-from support.live_fleet import LiveFleet, lose, running
+from support.live_fleet import LiveFleet, collect, lose, running
 from support.waiting import elapse, until
 
 SPEC = mock_spec(max_model_len=100_000)
@@ -32,17 +32,6 @@ def fleet(workers: int = 3, gateways: int = 1) -> AbstractAsyncContextManager[Li
     routing = RouterConfig(block_size=BLOCK, cost=CostModel(prefill_weight=1.0), spill=spill)
     made = LiveFleet(SPEC, routing, num_blocks=512, rows=ROWS, syncs=True)
     return running(made, workers, gateways)
-
-
-async def collect(stream: BranchStream) -> dict[int, tuple[list[int], Delta]]:
-    """Per branch: its tokens and its last delta; every branch ends once."""
-    found: dict[int, tuple[list[int], Delta]] = {}
-    async for delta in stream:
-        tokens, last = found.get(delta.branch, ([], None))
-        assert last is None or last.finish is None, "news after the end"
-        found[delta.branch] = (tokens + list(delta.tokens), delta)
-    assert all(last.finish is not None for _, last in found.values())
-    return found
 
 
 def expect(prompt: list[int], n: int, branch: int) -> list[int]:
