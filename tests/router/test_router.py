@@ -5,7 +5,6 @@ import pytest
 
 from mallee.protocol.errors import KVMemoryExceeded, NoWorker, UnknownCapsule
 from mallee.protocol.events import (
-    CapsuleReleased,
     CapsuleStored,
     Removed,
     Snapshot,
@@ -125,38 +124,6 @@ def test_a_group_fork_books_its_rows_and_all_its_suffix_tokens() -> None:
     view = bench.router.workers()[1]
     assert (view.rows, view.prefill_tokens) == (5, 20)
     assert view.active_blocks == 10 + 5 * 2
-
-
-def test_capsules_come_and_go_with_events_and_with_their_worker() -> None:
-    bench = Bench(2)
-    capsule = CapsuleId("c")
-    bench.events("w1", CapsuleStored("c", 40, pack_hashes(hashes(prompt(1)))))
-    assert bench.router.capsule(capsule).worker == W1
-    bench.events("w1", CapsuleReleased("c"))
-    with pytest.raises(UnknownCapsule):
-        bench.fork("a", "c", [0])
-    bench.router.learn_capsule(capsule, W1, 40, hashes(prompt(1)))
-    bench.router.lose_worker(W1, Incarnation(1))
-    with pytest.raises(UnknownCapsule):
-        bench.fork("a", "c", [0])
-    bench.router.learn_capsule(capsule, W1, 40, hashes(prompt(1)))
-    assert not bench.router.forget_capsule(capsule)
-
-
-def test_a_younger_life_forgets_all_of_the_old_one() -> None:
-    """X5: a restart under the same name and sequence numbers leaves no dead block."""
-    bench = Bench(2)
-    bench.events("w0", stored(prompt(1)), CapsuleStored("c", 40, b""))
-    bench.book("r", prompt(1), "w0")
-    bench.lease("w0", life=2)
-    assert bench.indexed() == {"w0": 0, "w1": 0}
-    assert bench.route("again", prompt(1)).best_overlap_blocks == 0
-    with pytest.raises(UnknownCapsule):
-        bench.router.capsule(CapsuleId("c"))
-    bench.events("w0", stored(prompt(1)), life=1)
-    assert bench.indexed()["w0"] == 0
-    assert bench.router.lose_worker(W0, Incarnation(1)) == ["r"]
-    assert bench.router.lose_worker(W0, Incarnation(1)) == []
 
 
 @pytest.mark.parametrize("first_sign", ["lease", "events"])

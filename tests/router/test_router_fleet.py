@@ -269,10 +269,7 @@ def test_a_fan_out_too_wide_for_one_worker_is_split_at_a_price_that_is_logged() 
 def test_a_fan_out_stays_with_its_prefix_however_that_is_known(way: str) -> None:
     """X1: 96 rows over 16,000 tokens fit the worker that holds them, by events, prediction or tier."""
     bench = FleetBench(
-        4,
-        num_blocks=1_000_000,
-        kv_events=way != "no events",
-        cost=CostModel(host_block_s=1e-6),
+        4, num_blocks=1_000_000, kv_events=way != "no events", cost=CostModel(host_block_s=1e-6)
     )
     for i in range(4):
         bench.lease(f"w{i}", max_rows=128)

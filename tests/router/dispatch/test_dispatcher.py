@@ -6,12 +6,7 @@ from itertools import cycle
 import pytest
 from msgspec.structs import replace
 
-from mallee.protocol.errors import (
-    CapsuleLost,
-    Overloaded,
-    UnknownCapsule,
-    WorkerLost,
-)
+from mallee.protocol.errors import CapsuleLost, Overloaded, UnknownCapsule, WorkerLost
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import Frame, Limits, Prefill, Sampling

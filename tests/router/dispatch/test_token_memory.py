@@ -11,12 +11,7 @@ from mallee.protocol.ids import CapsuleId
 from mallee.protocol.messages import Grammar, Limits, Sampling, Update
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, PrefillJob
 from mallee.router.dispatch.texts import TokenLog
-from mallee.router.dispatch.token_memory import (
-    ENTRY_NBYTES,
-    CapsuleTokens,
-    TokenMemory,
-    TokenPath,
-)
+from mallee.router.dispatch.token_memory import ENTRY_NBYTES, CapsuleTokens, TokenMemory, TokenPath
 
 
 def path_of(memory: TokenMemory, name: str) -> TokenPath | None:

@@ -79,11 +79,7 @@ def test_a_fork_of_a_capsule_has_its_row(
     """F9: restore, truncate, fork, rebuild."""
     cached, missed = (0, 20) if is_gone else (20, 0)
     verdict = judge_fork(
-        branches,
-        is_cut=is_cut,
-        is_recomputed=is_gone,
-        cached_tokens=cached,
-        missed_tokens=missed,
+        branches, is_cut=is_cut, is_recomputed=is_gone, cached_tokens=cached, missed_tokens=missed
     )
     assert verdict.verb == verb
     assert verdict.reason == ("capsule_computed_again" if is_gone else None)
@@ -124,10 +120,7 @@ def test_nothing_is_told_of_other_scopes() -> None:
 
 @pytest.mark.parametrize(
     ("first", "second", "reason"),
-    [
-        ((1, 2, 3), (9, 2, 3), "system_changed"),
-        ((1, 2, 3), (1, 9, 3), "messages_changed"),
-    ],
+    [((1, 2, 3), (9, 2, 3), "system_changed"), ((1, 2, 3), (1, 9, 3), "messages_changed")],
 )
 def test_the_first_message_that_differs_is_named_in_anthropics_words(
     first: tuple[int, ...], second: tuple[int, ...], reason: str

@@ -93,15 +93,7 @@ def test_waypoints_are_one_hash_a_stride_and_the_last(n: int) -> None:
     waypoints = room_for_waypoints(n)
     counts = np.empty((2, 1), dtype=np.int32)
     index = PrefixIndex(1)
-    match_all(
-        index.address,
-        0,
-        hashes,
-        waypoints,
-        STRIDE,
-        counts[:1],
-        counts[1],
-    )
+    match_all(index.address, 0, hashes, waypoints, STRIDE, counts[:1], counts[1])
     assert waypoints.tolist() == sorted({*range(STRIDE, n + 1, STRIDE), *([n] if n else [])})
     assert waypoints.tolist() == waypoints_of(hashes).tolist()
 

@@ -29,10 +29,7 @@ def entry(name: str, seed: float) -> Entry:
     return Entry(RequestId(name), 2, "cost", seed, demand, terms(seed), NAMES, None)
 
 
-@given(
-    st.integers(1, 5),
-    st.lists(st.integers(0, 4), max_size=30),
-)
+@given(st.integers(1, 5), st.lists(st.integers(0, 4), max_size=30))
 def test_the_last_decisions_are_kept_with_their_own_prices(size: int, stream: list[int]) -> None:
     """X11"""
     log = DecisionLog(size)

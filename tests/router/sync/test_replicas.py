@@ -2,13 +2,7 @@
 
 import pytest
 
-from mallee.protocol.bookings import (
-    Booked,
-    BookingBatch,
-    BookingOp,
-    BookingSnapshot,
-    Freed,
-)
+from mallee.protocol.bookings import Booked, BookingBatch, BookingOp, BookingSnapshot, Freed
 from mallee.router.sync.replicas import Replicas
 from support.books import Books
 
