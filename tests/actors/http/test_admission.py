@@ -11,6 +11,8 @@ from mallee.protocol.errors import (
     DeadlineExceeded,
     MalleeError,
     Overloaded,
+    PoolExhausted,
+    QueueFull,
     Saturated,
     TenantQueueFull,
     from_wire,
@@ -129,6 +131,8 @@ def test_an_unknown_extra_is_refused(call: Any) -> None:
     [
         (TenantQueueFull(4, 4, 7.2), 429, "tenant_queue_full", "rate_limit_error", "8"),
         (Overloaded(9, 9, 60.0), 503, "overloaded", "service_unavailable_error", "60"),
+        (QueueFull(9, 9), 429, "queue_full", "rate_limit_error", "1"),
+        (PoolExhausted(3, 1, 9), 503, "pool_exhausted", "service_unavailable_error", "1"),
         (Saturated(2, 2), 503, "saturated", "service_unavailable_error", "1"),
         (
             DeadlineExceeded(3.0, 2.0, is_own=True),

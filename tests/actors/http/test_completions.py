@@ -197,20 +197,6 @@ def test_a_lone_stop_string_may_be_given_bare(call: Any) -> None:
     assert answer.body["choices"][0]["text"] == "hel"
 
 
-def test_a_refused_start_is_an_http_error(call: Any) -> None:
-    """A full queue is 429 and says when to come back; so does 503."""
-    call.service.refuses = QueueFull(10, 10)
-    for stream in (False, True):
-        answer = call("POST", PATH, {"prompt": "abc", "stream": stream})
-        assert (answer.status, answer.body["error"]["type"]) == (429, "rate_limit_error")
-        assert int(answer.headers["retry-after"]) >= 1
-    call.service.refuses = PoolExhausted(3, 1, 9)
-    answer = call("POST", PATH, {"prompt": "abc"})
-    assert (answer.status, answer.body["error"]["code"]) == (503, "pool_exhausted")
-    assert answer.body["error"]["type"] == "service_unavailable_error"
-    assert int(answer.headers["retry-after"]) >= 1
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
 def test_failing_as_a_whole_before_the_first_byte_is_an_http_error(

@@ -150,7 +150,10 @@ async def test_an_oversize_body_is_refused_before_all_of_it_came(live: Any, chun
         conn.send(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode())
         if chunked:
             conn.send((b"2710\r\n" + b"x" * 10_000 + b"\r\n") * 11)
-        assert (await conn.answer())[0] == 413
+        status, answer = await conn.answer()
+        error = json.loads(answer)["error"]
+        assert (status, error["code"]) == (413, "request_too_large")
+        assert "100000" in error["message"]
     assert await is_alive(live)
 
 

@@ -205,22 +205,6 @@ def test_a_body_that_is_no_json_object_is_400(call: Any, raw: bytes) -> None:
     assert body["error"]["type"] == "invalid_request_error"
 
 
-def test_a_body_above_the_limit_is_413_declared_or_not(call: Any) -> None:
-    """F30, part: too large a request is refused before it is read or tokenized."""
-
-    async def endless() -> Any:
-        while True:
-            yield b"x" * 1000
-
-    raw = json.dumps({"prompt": "a" * 5000}).encode()
-    for content in (raw, endless()):
-        response = call.raw("POST", COMPLETIONS, content=content)
-        error = json.loads(response.text)["error"]
-        assert response.status_code == 413
-        assert (error["type"], error["code"]) == ("invalid_request_error", "request_too_large")
-        assert "4096" in error["message"]
-
-
 def test_unknown_paths_and_methods_have_the_shape_too(call: Any) -> None:
     check_error(call("GET", "/v2/nothing"), 404, "not_found_error")
     check_error(call("POST", "/v1/completions/", {"prompt": "a"}), 404, "not_found_error")
