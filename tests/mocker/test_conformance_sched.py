@@ -49,11 +49,7 @@ def make_engine(num_blocks: int, **sched: Any) -> tuple[Engine, Recorder]:
     forward = Recorder(num_blocks)
     config = EngineConfig(SchedulerConfig(**sched), max_answer_capsules=0)
     engine = Engine(
-        forward,
-        config=config,
-        clock=lambda: 0.0,
-        worker=WorkerId("w0"),
-        incarnation=Incarnation(1),
+        forward, config=config, clock=lambda: 0.0, worker=WorkerId("w0"), incarnation=Incarnation(1)
     )
     return engine, forward
 

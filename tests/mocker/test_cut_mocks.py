@@ -13,15 +13,7 @@ from mallee.mocker.texts import Texts
 from mallee.mocker.timing import Fixed, Timing
 from mallee.mocker.updates import CountedUpdate
 from mallee.protocol.ids import Incarnation, WorkerId, branch_seed
-from mallee.protocol.messages import (
-    Command,
-    Fork,
-    Generate,
-    Limits,
-    Prefill,
-    Sampling,
-    pack_tokens,
-)
+from mallee.protocol.messages import Command, Fork, Generate, Limits, Prefill, Sampling, pack_tokens
 from mallee.worker.kv.paths import path_tokens
 from support.conforming import make_mocked
 from support.cutting import Ended, continuation

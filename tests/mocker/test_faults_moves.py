@@ -157,11 +157,7 @@ def fan_out(*faults: Any, **more: Any) -> Simulation:
 def test_a_fan_out_spills_to_workers_that_pull_the_capsule() -> None:
     """X6, part: bytes instead of compute; every byte is counted, and every branch is done sooner."""
     link = LinkConfig(bytes_s=25e9, latency_s=1e-3, token_nbytes=100_000)
-    alone, computed, pulled = (
-        fan_out(engines=1),
-        fan_out(),
-        fan_out(can_migrate=True, link=link),
-    )
+    alone, computed, pulled = (fan_out(engines=1), fan_out(), fan_out(can_migrate=True, link=link))
     assert pulled.gateways[0].router.stats().spilled["migrate", "full"] == 3
     moved = peers(pulled)
     assert (moved.num_moves, moved.num_blocks, moved.num_broken) == (3, 3 * 512, 0)

@@ -88,12 +88,7 @@ def _log(order: tuple[int, ...] = (0, 1, 2)) -> str:
                 "w0",
                 1,
                 0,
-                (
-                    Stored(b"12345678"),
-                    CapsuleStored("c", 4, b""),
-                    CapsuleReleased("c"),
-                    Cleared(),
-                ),
+                (Stored(b"12345678"), CapsuleStored("c", 4, b""), CapsuleReleased("c"), Cleared()),
             )
         ),
     ]
