@@ -179,8 +179,10 @@ MODELS = _Models()
 
 def wrong() -> Iterator[tuple[str, object]]:
     for name in ("prefix_len", "prompt_len", "osl", "speedup"):
-        yield from ((name, value) for value in (0.0, -1.0, float("inf"), float("nan")))
-    yield from (("prefix_root", value) for value in (0, -2, 1.5))
+        yield from (
+            (name, value) for value in (0.0, -1.0, float("inf"), float("nan"), 1e-320, 1e30)
+        )
+    yield from (("prefix_root", value) for value in (0, -2, 1.5, 10**9))  # of memory
 
 
 @pytest.mark.parametrize(("name", "value"), list(wrong()))

@@ -120,10 +120,7 @@ def test_a_shared_partial_block_keeps_its_tokens() -> None:
     _, nodes = learned(source)
     stops, own = fit_stops(source, nodes, shared_depths(source, PrefixTree.of(source)))
     rows = list(
-        zip(
-            *(x.tolist() for x in (stops.nodes, stops.kinds, stops.last_tokens)),
-            strict=True,
-        )
+        zip(*(x.tolist() for x in (stops.nodes, stops.kinds, stops.last_tokens)), strict=True)
     )
     assert rows == [(0, PROMPT, 0), (1, TAIL, 0), (2, FIXED, 2), (2, FIXED, 2)]
     assert own.tokens.tolist() == [3, 7]
