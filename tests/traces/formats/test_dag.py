@@ -70,11 +70,7 @@ def test_equal_text_from_the_first_word_on_has_equal_ids(tmp_path: Path) -> None
 def test_a_spawned_session_begins_with_nothing_and_is_waited_for(tmp_path: Path) -> None:
     path = write(
         tmp_path,
-        main=[
-            turn("a", spawns=["one", {"children": ["two"], "join_at": 2}]),
-            turn("b"),
-            turn("c"),
-        ],
+        main=[turn("a", spawns=["one", {"children": ["two"], "join_at": 2}]), turn("b"), turn("c")],
         one=[turn("x"), turn("y")],
         two=[turn("z", delay=1000, spawns=["last"])],
         last=[turn("q")],
@@ -268,10 +264,7 @@ def test_two_that_go_on_from_one_are_a_turn_and_a_fork(tmp_path: Path) -> None:
         Request(2, 0.2, [*long, 300], 406, 2, "s", wait_for=(0,)),
         Request(3, 0.3, [*long, 300, 301], 412, 2, "s", wait_for=(2,)),
     )
-    assert {name: said(turns) for name, turns in sessions.items()} == {
-        "s": [400, 3],
-        "s.2": [4, 4],
-    }
+    assert {name: said(turns) for name, turns in sessions.items()} == {"s": [400, 3], "s.2": [4, 4]}
     assert sessions["s"][0]["forks"] == [{"child": "s.2", "background": True}]
     assert counts.restarts == counts.lost_waits == 0
 
