@@ -60,12 +60,7 @@ def test_next_seq_counts_the_operations() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"waypoints": bytes(15)},
-        {"rows": -1},
-        {"num_blocks": 1 << 31},
-        {"incarnation": -1},
-    ],
+    [{"waypoints": bytes(15)}, {"rows": -1}, {"num_blocks": 1 << 31}, {"incarnation": -1}],
 )
 def test_a_booking_that_no_gateway_makes_is_refused(changes: dict[str, object]) -> None:
     bad = one(**changes)

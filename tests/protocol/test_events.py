@@ -89,8 +89,7 @@ def test_a_hash_run_is_little_endian() -> None:
 
 
 @pytest.mark.parametrize(
-    "event",
-    [["s", b"12345"], ["s", b"12345", 1], ["r", b"12345"], ["k", "c", 4, b"12345"]],
+    "event", [["s", b"12345"], ["s", b"12345", 1], ["r", b"12345"], ["k", "c", 4, b"12345"]]
 )
 def test_an_event_with_a_hash_run_of_broken_length_is_refused(event: list[object]) -> None:
     raw = msgspec.msgpack.encode(["w", 1, 0, [["c"], event]])

@@ -22,14 +22,7 @@ from mallee.protocol.messages import (
     pack_tokens,
     unpack_tokens,
 )
-from mallee.protocol.parcels import (
-    Life,
-    Parcel,
-    Report,
-    decode_parcels,
-    decode_reports,
-    pack,
-)
+from mallee.protocol.parcels import Life, Parcel, Report, decode_parcels, decode_reports, pack
 
 names = st.text(max_size=12)
 tokens = st.lists(st.integers(0, (1 << 32) - 1), max_size=6).map(pack_tokens)
@@ -41,9 +34,7 @@ limits = st.builds(Limits, counts, st.lists(counts, max_size=3).map(tuple), st.b
 commands = st.one_of(
     st.builds(Prefill, names, tokens, names, floats, grammar=grammars, capsule=names),
     st.builds(
-        *(Generate, names, tokens, limits, sampling, counts, names),
-        grammar=grammars,
-        drawn=counts,
+        *(Generate, names, tokens, limits, sampling, counts, names), grammar=grammars, drawn=counts
     ),
     st.builds(Fork, names, names, st.lists(tokens, max_size=3).map(tuple), limits, sampling),
     st.builds(Cancel, names, st.none() | counts),

@@ -22,18 +22,7 @@ def test_without_a_name_they_match_all() -> None:
     assert Subjects.of("f").bookings() == "mallee.f.bookings.*"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "a.b",
-        "*",
-        ">",
-        "a b",
-        "ä",
-        "a\n",
-    ],
-)
+@pytest.mark.parametrize("name", ["", "a.b", "*", ">", "a b", "ä", "a\n"])
 def test_a_name_that_would_break_a_subject_is_refused_with_what_it_was_for(name: str) -> None:
     with pytest.raises(ConfigError, match="fleet="):
         Subjects.of(name)

@@ -57,12 +57,7 @@ from mallee.protocol.messages import (
     Update,
     pack_tokens,
 )
-from mallee.protocol.parcels import (
-    Parcel,
-    Report,
-    decode_parcels,
-    decode_reports,
-)
+from mallee.protocol.parcels import Parcel, Report, decode_parcels, decode_reports
 from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
@@ -243,14 +238,8 @@ DECODERS: dict[Decode, tuple[str, bytes]] = {
     decode_lease: ("a lease", b"\x9a\xa2\xc3\x28" + b"\x00" * 9),
     decode_bookings: ("a batch of bookings", b"\x94\xa2\xc3\x28\x00\x00\x90"),
     decode_booking_snapshot: ("a snapshot of bookings", b"\x94\xa2\xc3\x28\x00\x00\x90"),
-    decode_parcels: (
-        "a batch of commands",
-        b"\x91\x93\xa1w\x01\x91\x92\xa7release\xa2\xc3\x28",
-    ),
-    decode_reports: (
-        "a run of reports",
-        b"\x91\x93\xa1w\x01\x92\x00\x91\x92\xa2\xc3\x28\x00",
-    ),
+    decode_parcels: ("a batch of commands", b"\x91\x93\xa1w\x01\x91\x92\xa7release\xa2\xc3\x28"),
+    decode_reports: ("a run of reports", b"\x91\x93\xa1w\x01\x92\x00\x91\x92\xa2\xc3\x28\x00"),
 }
 
 
