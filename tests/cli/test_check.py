@@ -236,14 +236,7 @@ def test_files_that_are_missing_are_named_where_that_is_asked_for(
     }
     assert check(serve_yaml(args=args)).status == 0
     faults = check(serve_yaml(args=args), "--files").faults
-    named = (
-        "/nowhere/model",
-        "keys",
-        "secret",
-        "nats_credentials",
-        "engine.disk_path=",
-        "record",
-    )
+    named = ("/nowhere/model", "keys", "secret", "nats_credentials", "engine.disk_path=", "record")
     for part in named:
         assert sum(part in fault for fault in faults) == 1, (part, faults)
     (model := tmp_path / "model").mkdir()
