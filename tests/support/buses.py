@@ -1,4 +1,4 @@
-"""What every bus does: tests for each kind, whose file gives a `place` and imports all of this."""
+"""Tests of every kind of bus, whose file gives a `place` and imports all of this."""
 
 import asyncio
 import logging

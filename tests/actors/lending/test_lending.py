@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -349,18 +350,6 @@ def test_a_lender_that_says_what_it_may_not_is_a_named_error(
         assert borrower.counts.use.num_failed == 1
 
 
-def test_a_record_that_is_too_long_is_refused_by_its_head(tmp_path: Path) -> None:
-    def say(stream: Stream) -> None:
-        greeted(stream)
-        stream._sock.sendall(m.HEAD.pack(m.MAX_RECORD_NBYTES + 5000, m.LENT))
-
-    with nothing_left(), scripted(tmp_path, say) as address:
-        borrower = Borrower("w1", SECRET, node="n0")
-        with pytest.raises(CodecError, match="at most"):
-            borrower.lend(ask(address, range(4)))
-        borrower.close()
-
-
 def by_hand(p: Place) -> Stream:
     """A connection to the lender whose greeting was right."""
     sock = socket.socket(socket.AF_UNIX)
@@ -409,10 +398,16 @@ def test_a_borrower_that_says_what_it_may_not_is_told_so_and_closed(
         soon(lambda: p.server.num_connections == 0)
 
 
-def test_questions_and_greetings_that_are_too_long_are_refused_by_their_heads(
-    tmp_path: Path,
-) -> None:
+def test_what_is_too_long_is_refused_by_its_head(tmp_path: Path) -> None:
+    """Records, questions and greetings."""
+
+    def say(stream: Stream) -> None:
+        greeted(stream)
+        stream._sock.sendall(m.HEAD.pack(m.MAX_RECORD_NBYTES + 5000, m.LENT))
+
     with place(tmp_path) as p:
+        with scripted(tmp_path, say) as address, pytest.raises(CodecError, match="at most"):
+            p.lend(range(4), address=address)
         with pytest.raises(CodecError, match="at most"):
             p.lend(range(m.MAX_ASK_NBYTES // 8))
         stream = by_hand(p)
@@ -593,66 +588,38 @@ def test_a_borrower_has_so_many_loans_at_most(
 
 
 def test_a_loan_may_be_closed_while_another_thread_reads_it(tmp_path: Path) -> None:
-    with place(tmp_path) as p:
+    with place(tmp_path) as p, ThreadPoolExecutor(1) as pool:
         gate = threading.Event()
         p.lender.before_read = lambda: gate.wait(5) and None
         loan = p.lend(range(3))
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                read(loan, range(3))
-            except MalleeError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
+        reading = pool.submit(read, loan, range(3))
         soon(lambda: loan._num_using > 0)  # type: ignore[attr-defined]
         loan.close()
-        thread.join(5)
-        assert [type(error) for error in errors] == [WorkerLost]
+        with pytest.raises(WorkerLost):
+            reading.result(5)
         assert p.borrower.counts.use.num_open == 0
         gate.set()
         check_one(p)
 
 
 def test_threads_that_read_one_loan_take_turns(tmp_path: Path) -> None:
-    with place(tmp_path) as p:
+    with place(tmp_path) as p, ThreadPoolExecutor(4) as pool:
         loan = p.lend(range(200))
-        wrong: list[int] = []
-
-        def run(first: int) -> None:
-            mine = range(first, 200, 4)
-            wrong.extend(i for i in mine if not (read(loan, [i])[0] == block(i)).all())
-
-        threads = [threading.Thread(target=run, args=(first,)) for first in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(5)
+        rows = pool.map(lambda i: read(loan, [i])[0], range(200))
+        assert all((row == block(i)).all() for i, row in enumerate(rows))
         loan.close()
-        assert not wrong
         assert p.borrower.counts.use.nbytes == 200 * NBYTES
 
 
 def test_a_question_under_way_ends_when_the_borrower_closes(tmp_path: Path) -> None:
-    with place(tmp_path) as p:
+    with place(tmp_path) as p, ThreadPoolExecutor(1) as pool:
         gate = threading.Event()
         p.lender.before_loan = lambda: gate.wait(5) and None
-        errors: list[MalleeError] = []
-
-        def run() -> None:
-            try:
-                p.lend([1])
-            except MalleeError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
+        asking = pool.submit(p.lend, [1])
         soon(lambda: bool(p.borrower._asking))
         p.borrower.close()
-        thread.join(1)
-        assert [type(error) for error in errors] == [WorkerLost]
+        with pytest.raises(WorkerLost):
+            asking.result(1)
         with pytest.raises(Unavailable, match="shutting down"):
             p.lend([1])
         gate.set()
