@@ -75,12 +75,15 @@ class TwoGateways(NamedTuple):
 
 
 @asynccontextmanager
-async def two_gateways(model: RandomModel, **settings: Any) -> AsyncIterator[TwoGateways]:
+async def two_gateways(
+    model: RandomModel, *, num_blocks: int = 512, **settings: Any
+) -> AsyncIterator[TwoGateways]:
     """Two gateways that know each other, over one worker; at the end they are whole.
 
     `settings` are of `served`.
     """
-    async with tiny_fleet(model, 1, gateways=2, syncs=True, ids=SCOPES) as fleet:
+    options: Any = {"gateways": 2, "syncs": True, "ids": SCOPES}
+    async with tiny_fleet(model, 1, num_blocks=num_blocks, **options) as fleet:
         await until(lambda: all(each._num_others() == 1 for each in fleet.gateways))
         async with (
             served(fleet.gateways[0], **settings) as (here, _),

@@ -21,10 +21,8 @@ from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import CapsuleId, Scope
 from mallee.router.dispatch.jobs import ForkJob
 from mallee.testing.random_model import random_model
-from support.live_api import served
 from support.live_fleet import LiveFleet
-from support.plain_ids import SCOPES
-from support.tiny_fleet import BLOCK, tiny_fleet
+from support.tiny_fleet import BLOCK, two_gateways
 from support.waiting import until
 
 MODEL = random_model("llama", 5, max_position_embeddings=8192)
@@ -40,21 +38,15 @@ class Scene(NamedTuple):
 
 @asynccontextmanager
 async def scene() -> AsyncIterator[Scene]:
-    """Clients of two gateways that know each other, over one worker."""
+    """OpenAI's clients of two gateways that know each other, over one worker."""
     chat = ChatTemplate(None, family=FAMILIES[0])
-    options: Any = {"gateways": 2, "syncs": True, "ids": SCOPES, "num_blocks": 4096}
-    async with tiny_fleet(MODEL, 1, **options) as fleet:
-        await until(lambda: all(each._num_others() == 1 for each in fleet.gateways))
-        async with (
-            served(fleet.gateways[0], chat=chat) as (here, _),
-            served(fleet.gateways[1], chat=chat) as (there, _),
-            openai.AsyncOpenAI(base_url=f"{here}/v1", api_key="-", max_retries=0) as a,
-            openai.AsyncOpenAI(base_url=f"{there}/v1", api_key="-", max_retries=0) as b,
-        ):
-            yield Scene(a, b, fleet)
-        for gateway in fleet.gateways:
-            gateway.check()
-            assert gateway.failure is None
+    options: Any = {"api_key": "-", "max_retries": 0}
+    async with (
+        two_gateways(MODEL, num_blocks=4096, chat=chat) as two,
+        openai.AsyncOpenAI(base_url=f"{two.a.base_url}/v1", **options) as a,
+        openai.AsyncOpenAI(base_url=f"{two.b.base_url}/v1", **options) as b,
+    ):
+        yield Scene(a, b, two.fleet)
 
 
 async def ask(client: openai.AsyncOpenAI, **fields: Any) -> Any:

@@ -90,13 +90,20 @@ async def test_a_search_draws_the_same_tree_by_tasks_and_by_threads(policy: Poli
 @pytest.mark.parametrize("score", ["mean_logprob", VERIFIER], ids=["logprobs", "verifier"])
 async def test_the_gateway_runs_the_same_search_by_one_call(score: Any) -> None:
     """X10, part: one call for a whole tree, that of forks; from a prompt and a capsule, by both clients."""
-    policy = Mcts(expansions=8, width=3, depth=4, step_tokens=5)
+    policies: list[Any] = [
+        Beam(width=2, branch=2, depth=3, step_tokens=5),
+        BestOfN(n=4, wave=2, max_tokens=9),
+        policy := Mcts(expansions=8, width=3, depth=4, step_tokens=5),
+    ]
     async with clients() as (client, plain, engine):
         options: dict[str, Any] = {"score": score, "seed": 7, "temperature": 1.0}
+        for each in policies:
+            more: dict[str, Any] = {**options, "stop": ["e", "\n"], "ends": ["q"]}
+            here = await client.search(each, PROMPT, **more)
+            there = await client.search(each, PROMPT, **more, where="gateway")
+            assert same(there, here)
+            assert there.text == here.text
         here = await client.search(policy, PROMPT, **options)
-        there = await client.search(policy, PROMPT, **options, where="gateway")
-        assert same(there, here)
-        assert there.expansions == 8
 
         def work() -> SearchResult:
             with plain.prefill(PROMPT) as capsule:

@@ -67,32 +67,6 @@ async def test_a_search_of_50_expansions_is_one_call() -> None:
         assert pinned.json()["count"] == 0
 
 
-@pytest.mark.parametrize("score", ["mean_logprob", VERIFIER], ids=["logprob", "verifier"])
-async def test_gateway_and_client_draw_the_same_tree(score: Any) -> None:
-    """X10, part: one seed, one tree, wherever the policy runs."""
-    async with tiny_api(MODEL, 1, num_blocks=4096) as (client, _):
-        policies = [
-            Mcts(expansions=6, width=3, depth=4, step_tokens=5, in_flight=2),
-            Beam(width=2, branch=2, depth=3, step_tokens=5),
-            BestOfN(n=4, wave=2, max_tokens=9),
-        ]
-        async with AsyncMallee(str(client.base_url)) as sdk:
-            for policy in policies:
-                steps: dict[str, Any] = {"temperature": 0.9, "stop": ["e", "\n"]}
-                body = await post(
-                    *(client, "/v1/search"),
-                    prompt=PROMPT,
-                    policy=msgspec.to_builtins(policy),
-                    score=msgspec.to_builtins(score),
-                    seed=3,
-                    ends=["q"],
-                    **steps,
-                )
-                here = await sdk.search(policy, PROMPT, score=score, seed=3, ends=["q"], **steps)
-                assert same(tree(body), tree(msgspec.to_builtins(here)))
-                assert body["text"] == here.text
-
-
 def vowels(text: str) -> float:
     return sum(map(text.count, "aeiou")) / len(text)
 
