@@ -12,8 +12,7 @@ import torch
 from bench import agents, measure, tables
 from bench.block_tables import Shape, Shared, Steps, compare, placements, reason_to_skip
 from bench.capsule.replays import live_tokens
-from bench.idle import Sample, by_role, medians, role_of, sample
-from bench.nodes.cluster import chosen
+from bench.idle import Sample, by_role, medians, sample
 from bench.router import ranking
 from bench.search.__main__ import interval
 from mallee.testing.workloads import made
@@ -124,15 +123,6 @@ def test_cost_wins_only_with_both_medians_against_everybody() -> None:
     assert rows[4].startswith("| round_robin | 3 (3 to 3) | 30 (30 to 30) | 2, 1 of 2 |")
 
 
-def test_all_policies_get_the_same_requests_and_the_same_fleet() -> None:
-    jobs = ranking.jobs_of(ranking.Scene("s", Path("t.jsonl"), 10, 3), 2)
-    assert [policy for policy, _ in jobs] == [*ranking.POLICIES] * 2
-    for seed, part in ((1, jobs[:5]), (2, jobs[5:])):
-        configs = {(job.config.engines, job.config.kv_tokens, job.config.seed) for _, job in part}
-        assert configs == {(3, ranking.KV_TOKENS, seed)}
-        assert all(job.make.keywords == {"limit": 10, "seed": seed} for _, job in part)
-
-
 def test_what_is_live_is_what_sessions_have_in_context_over_time() -> None:
     requests = [
         Request(0, 0.0, (), 100, 0, "a"),
@@ -143,20 +133,6 @@ def test_what_is_live_is_what_sessions_have_in_context_over_time() -> None:
     ]
     # Of ten seconds: four of 100 tokens, and, while b is in between, eight of 300.
     assert live_tokens(made(requests, name="t", id_tokens=4)) == pytest.approx(280.0)
-
-
-@pytest.mark.parametrize(
-    ("command", "role"),
-    [
-        (["ray::ServeReplica:mallee:Gateway"], "gateway"),
-        (["/x/nats-server", "-c", "y"], "NATS"),
-        (["ray::ServeController"], "Serve's controller"),
-        (["/x/python", "-m", "mallee.cli", "serve"], "mallee serve"),
-        ([], "Ray's others"),
-    ],
-)
-def test_processes_have_roles_by_their_command(command: list[str], role: str) -> None:
-    assert role_of(command) == role
 
 
 def test_time_is_counted_by_role_and_of_new_processes_whole() -> None:
@@ -170,13 +146,6 @@ def test_time_is_counted_by_role_and_of_new_processes_whole() -> None:
     own = sample(psutil.Process())[os.getpid()]
     assert own.pss_mb > 1
     assert own.cpu_s > 0
-
-
-def test_the_first_node_that_nothing_else_needs_is_chosen() -> None:
-    assert chosen({1: 2, 3: 1, 2: 4}, {1, 3}, "a worker alone") == 2
-    says = r"no node but Ray's head has a worker alone: .* \{1: 2, 2: 1\}, left out \[1, 2\]; give more"
-    with pytest.raises(RuntimeError, match=says):
-        chosen({1: 2, 2: 1}, {1, 2}, "a worker alone")
 
 
 def test_block_tables_are_compared_on_a_gb10_alone() -> None:
