@@ -14,6 +14,7 @@ import psutil
 import yaml
 
 from mallee.actors.addresses import free_port
+from mallee.actors.bus.children import death_follower
 from support.folders import short_folder
 
 READY: Final = "(Ctrl-C ends)"
@@ -39,7 +40,7 @@ class ServeCommand:
             env={**os.environ, "COLUMNS": "1000", **self._environment},  # no line is broken
             stderr=subprocess.PIPE,
             text=True,
-            process_group=0,  # as a shell does
+            preexec_fn=death_follower(),  # in a process group of its own, as by a shell
         )
         self._reader.start()
         try:
