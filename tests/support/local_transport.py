@@ -5,8 +5,9 @@ import socket
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from mallee.actors.transport import wire
 from mallee.actors.transport.address import Way
-from mallee.actors.transport.greeting import Secret
+from mallee.actors.transport.greeting import DialerGreeting, Secret
 from mallee.actors.transport.link import LinkTimes
 from mallee.actors.transport.server import HostConnection, HostLike, SocketServer
 from mallee.actors.transport.sockets import Dial, SocketTransport
@@ -35,3 +36,29 @@ class LocalTransport(SocketTransport):
         loop = asyncio.get_running_loop()
         await loop.connect_accepted_socket(lambda: HostConnection(server), theirs)
         await loop.create_connection(factory, sock=ours)
+
+
+class ByHand:
+    """A gateway's connection to a host whose greeting was right, and which reads when a test does."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def to(cls, path: str, secret: Secret = SECRET) -> "ByHand":
+        found = cls(*await asyncio.open_unix_connection(path, limit=4096))
+        greeting = DialerGreeting(secret, "by hand")
+        answer = greeting.take((await found.receive())[1])
+        assert answer is not None
+        found.send(wire.GREETING, answer)
+        assert greeting.take((await found.receive())[1]) is None
+        return found
+
+    async def receive(self) -> tuple[int, bytes]:
+        """The kind of a message, and its body."""
+        head = await self.reader.readexactly(5)
+        return head[4], await self.reader.readexactly(int.from_bytes(head[:4], "little"))
+
+    def send(self, kind: int, body: bytes) -> None:
+        self.writer.write(wire.message(kind, body))

@@ -1,6 +1,5 @@
 """A host with a real engine behind real sockets, and gateways that read nothing, stall or die. K28, part."""
 
-import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -8,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from mallee.actors.transport import wire
-from mallee.actors.transport.greeting import DialerGreeting
 from mallee.actors.transport.server import BUFFER_NBYTES, SocketServer
 from mallee.actors.transport.sockets import SocketTransport
 from mallee.protocol.codec import encode
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Frame, Generate, Limits, Sampling, pack_tokens
 from mallee.protocol.parcels import Parcel, decode_reports
-from support.local_transport import SECRET
+from support.local_transport import SECRET, ByHand
 from support.waiting import until
 
 LIFE = WorkerId("w0"), Incarnation(1)
@@ -46,36 +44,10 @@ def generate(request: str, max_tokens: int, n: int = 1, logprobs: int = -1) -> G
     )
 
 
-class Raw:
-    """A connection whose greeting was right, that sends and reads by hand; until then it takes little in."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader = reader
-        self._writer = writer
-
-    @classmethod
-    async def to(cls, path: str) -> "Raw":
-        found = cls(*await asyncio.open_unix_connection(path, limit=4096))
-        greeting = DialerGreeting(SECRET, "by hand")
-        answer = greeting.take((await found.receive())[1])
-        assert answer is not None
-        found.send(wire.GREETING, answer)
-        assert greeting.take((await found.receive())[1]) is None
-        return found
-
-    async def receive(self) -> tuple[int, bytes]:
-        """The kind of a message, and its body."""
-        head = await self.reader.readexactly(5)
-        return head[4], await self.reader.readexactly(int.from_bytes(head[:4], "little"))
-
-    def send(self, kind: int, body: bytes) -> None:
-        self._writer.write(wire.message(kind, body))
-
-    def ask(self, *commands: Generate) -> None:
-        self.send(wire.BATCH, encode([Parcel(*LIFE, commands)]))
-
-    def close(self) -> None:
-        self._writer.close()
+def ask(connection: ByHand, num: int) -> None:
+    """So many requests with four branches of a thousand tokens."""
+    commands = tuple(generate(f"x{i}", 1000, n=4, logprobs=8) for i in range(num))
+    connection.send(wire.BATCH, encode([Parcel(*LIFE, commands)]))
 
 
 class Listener:
@@ -104,10 +76,10 @@ async def test_a_gateway_that_reads_nothing_is_cut_at_a_bound_and_others_go_on(
 ) -> None:
     bound = 1 << 20
     async with served(rig, tmp_path, max_waiting_nbytes=bound) as r:
-        deaf = await Raw.to(r.path)
+        deaf = await ByHand.to(r.path)
         reader = Listener(r.host.address)
         await reader.ask("before", 8)
-        deaf.ask(*(generate(f"x{i}", 1000, n=4, logprobs=8) for i in range(4)))
+        ask(deaf, 4)
         await until(lambda: "by hand" in r.host.gateways)
         stream = r.host._streams._streams["by hand"]
         most = 0
@@ -124,14 +96,14 @@ async def test_a_gateway_that_reads_nothing_is_cut_at_a_bound_and_others_go_on(
         await until(lambda: r.engine.stats().jobs == 0)
         assert r.host.gateways == ("reader",)
         r.host.check()
-        deaf.close()
+        deaf.writer.close()
         await reader.link.close()
 
 
 async def test_a_gateway_that_stalls_gets_every_token_later(rig: Any, tmp_path: Path) -> None:
     async with served(rig, tmp_path) as r:
-        slow = await Raw.to(r.path)
-        slow.ask(*(generate(f"x{i}", 1000, n=4, logprobs=8) for i in range(4)))
+        slow = await ByHand.to(r.path)
+        ask(slow, 4)
         await until(lambda: r.engine.stats().jobs > 0)
         await until(lambda: r.engine.stats().jobs == 0)
         assert r.host._streams._streams["by hand"].waiting_nbytes > 0
@@ -143,4 +115,4 @@ async def test_a_gateway_that_stalls_gets_every_token_later(rig: Any, tmp_path: 
                     assert update.position == got[update.request, update.branch]
                     got[update.request, update.branch] += len(update.tokens)
         assert got.total() == 16_000
-        slow.close()
+        slow.writer.close()

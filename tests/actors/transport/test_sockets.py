@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mallee.actors.transport import server, wire
-from mallee.actors.transport.greeting import DialerGreeting, Secret, new_secret
+from mallee.actors.transport.greeting import Secret, new_secret
 from mallee.actors.transport.link import LinkTimes
 from mallee.actors.transport.server import SocketServer
 from mallee.actors.transport.sockets import SocketTransport
@@ -22,6 +22,7 @@ from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Cancel, Frame, Generate, Limits, Update, pack_tokens
 from mallee.protocol.parcels import Parcel, Report, decode_parcels
 from support.certificates import certificate
+from support.local_transport import ByHand
 from support.waiting import until
 
 TIMES = LinkTimes(connect_s=2.0, retry_s=0.01, silence_s=5.0, keepalive_s=0.05)
@@ -185,23 +186,6 @@ async def test_a_host_that_does_not_know_the_secret_gets_no_commands(tmp_path: P
     await listening.wait_closed()
 
 
-async def greeted(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection whose greeting was right, made by hand."""
-    reader, writer = await asyncio.open_unix_connection(str(path))
-    greeting = DialerGreeting(Secret(KEY), "by hand")
-    answer = greeting.take(await _body(reader))
-    assert answer is not None
-    writer.write(wire.message(wire.GREETING, answer))
-    assert greeting.take(await _body(reader)) is None
-    return reader, writer
-
-
-async def _body(reader: asyncio.StreamReader) -> bytes:
-    size = int.from_bytes(await reader.readexactly(4), "little")
-    await reader.readexactly(1)
-    return await reader.readexactly(size)
-
-
 async def test_a_greeting_that_does_not_come_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,7 +212,8 @@ async def test_a_message_that_is_too_long_is_refused_by_its_head(
     async with place(tmp_path) as p:
         path = tmp_path / "h.sock"
         if is_greeted:
-            reader, writer = await greeted(path)
+            found = await ByHand.to(str(path), Secret(KEY))
+            reader, writer = found.reader, found.writer
             size = wire.MAX_MESSAGE_NBYTES + 1
         else:
             reader, writer = await asyncio.open_unix_connection(str(path))
@@ -246,27 +231,6 @@ async def test_a_gateway_of_another_protocol_is_told_so(tmp_path: Path) -> None:
         assert b"version 99 of the protocol" in await reader.read()
         assert not p.host.sinks
         writer.close()
-
-
-async def test_a_gateway_that_does_not_read_fills_no_memory_and_holds_up_no_other(
-    tmp_path: Path,
-) -> None:
-    async with place(tmp_path) as p:
-        _, writer = await greeted(tmp_path / "h.sock")
-        sink = p.host.sinks["by hand"]
-        frame = encode([Report(W, LIFE, Frame(1, (Update("x", 0, tuple(range(2000))),)))])
-        written = 0
-        while not sink.is_slow:
-            sink.send(frame)
-            written += len(frame)
-            await asyncio.sleep(0)
-        assert written < 16 * server.BUFFER_NBYTES
-        assert sink._transport.get_write_buffer_size() < server.BUFFER_NBYTES + 2 * len(frame)
-        link = p.link()
-        await answered(p, link)
-        await link.close()
-        writer.close()
-        await until(lambda: not p.server.connections)
 
 
 async def test_a_gateway_of_another_node_takes_tcp(tmp_path: Path) -> None:
