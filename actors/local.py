@@ -25,6 +25,8 @@ from mallee.actors.config import AppConfig
 from mallee.actors.proxy.choice import KEEP_ALIVE_S, SWITCH, is_haproxy_on, serving_environment
 from mallee.protocol.errors import ConfigError, NoWorker
 
+log = logging.getLogger(__name__)
+
 APP_NAME = "mallee"
 START_TIMEOUT_S = 180.0
 CLOSE_TIMEOUT_S = 20.0
@@ -32,6 +34,7 @@ DRAIN_MARGIN_S = 5.0
 REMOVE_TIMEOUT_S = 2.0
 NICENESS = "RAY_worker_niceness"
 RAY_IS_LATE = "timed out during startup"
+RAY_STARTS = 3  # times, before that is an error
 OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours lives there
 
 
@@ -254,19 +257,28 @@ def drain_and_delete(drain_s: float | None) -> None:
 
 
 def _start_ray(options: dict[str, Any]) -> None:
-    """Raises ConfigError if Ray's own processes are late."""
+    """Start Ray, again if it is late: it ends itself where its agent takes over 15 s to come up.
+
+    That limit can't be set (ray-project/ray#65983), and a busy machine meets it. Raises ConfigError.
+    """
     import ray
 
-    try:
-        ray.init(**options)
-    except Exception as error:
-        # Ray has no class of its own for a node that is late; by its text no other fault is taken for one.
-        if type(error) is not Exception or RAY_IS_LATE not in str(error):
-            raise
-        ray.shutdown()
-        raise ConfigError(
-            f"Ray did not start: {error} It waits 30 s for its processes: free a core or memory, try again"
-        ) from error
+    for left in reversed(range(RAY_STARTS)):
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:
+            # Ray has no class of its own for a late node; by its text no other fault is taken for one.
+            if type(error) is not Exception or RAY_IS_LATE not in str(error):
+                raise
+            ray.shutdown()
+            if left:
+                log.warning("Ray did not start: %s It is started again", error)
+                continue
+            raise ConfigError(
+                f"Ray did not start, {RAY_STARTS} times: {error} It waits 30 s for its processes:"
+                " free a core or memory, try again"
+            ) from error
 
 
 def cause(error: Exception) -> str:

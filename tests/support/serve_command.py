@@ -19,6 +19,10 @@ from support.folders import short_folder
 
 READY: Final = "(Ctrl-C ends)"
 STOP_S: Final = 120.0  # a guard: it drains first
+SURROUNDINGS: Final = {
+    "COLUMNS": "1000",  # no line is broken
+    "RAY_raylet_start_wait_time_s": "40",  # then Ray is started again
+}
 
 
 class ServeCommand:
@@ -37,7 +41,7 @@ class ServeCommand:
         """Returns once it says that it serves. Fails if it ends instead."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "mallee.cli", *self._arguments],
-            env={**os.environ, "COLUMNS": "1000", **self._environment},  # no line is broken
+            env={**os.environ, **SURROUNDINGS, **self._environment},
             stderr=subprocess.PIPE,
             text=True,
             preexec_fn=death_follower(),  # in a process group of its own, as by a shell
