@@ -111,7 +111,6 @@ async def test_a_task_that_is_cancelled_by_nobody_who_may_is_a_failure() -> None
 async def scene(folder: Path) -> AsyncIterator[tuple[MockScene, list[Tasks]]]:
     with groups() as made:
         async with mocked(mock_config(folder)) as found:
-            await until(lambda: len(found.names()) == 4)
             await until(lambda: not any("open" in name for name, _ in running(made)))
             yield found, made
 
@@ -168,7 +167,6 @@ async def test_a_host_and_a_gateway_whose_tasks_broke_are_not_healthy(
         raise RuntimeError("a bug")
 
     async with mocked(mock_config(make_folder(tmp_path))) as found:
-        await until(lambda: len(found.names()) == 4)
         host, gateway = found.fleet.host, found.gateway
         assert host.healthy()
         assert gateway.failure is None

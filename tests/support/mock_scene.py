@@ -20,6 +20,7 @@ from mallee.router.router import Router
 from mallee.testing.bus import LocalBus, LocalHub
 from support.live_fleet import make_gateway
 from support.local_transport import LocalTransport
+from support.waiting import until
 
 TEXT = "a mallee is a tree of many trunks from one root, which re-sprouts after fire and rain"
 CONFIG = {
@@ -121,7 +122,9 @@ async def mocked(config: AppConfig) -> AsyncIterator[MockScene]:
     await scene.gateway_bus.connect()
     try:
         await scene.gateway.start_up()
-        await scene.fleet.start([f"w{i}" for i in range(config.mock.engines_per_worker)])
+        names = [f"w{i}" for i in range(config.mock.engines_per_worker)]
+        await scene.fleet.start(names)
+        await until(lambda: scene.names() == {*names})
         yield scene
     finally:
         await scene.gateway.close()

@@ -90,7 +90,6 @@ async def test_engines_on_one_device_take_as_many_times_as_long(
             **settings,
         )
         async with mocked(config) as scene:
-            await until(lambda: len(scene.names()) == 3)
             took[share] = await decoded_s(scene, 3, 20)
             scene.fleet.check()
     assert took == pytest.approx({1: 20 * STEP_S, 3: 60 * (STEP_S + DeviceConfig(1).switch_s)})
@@ -102,7 +101,6 @@ async def test_a_crash_frees_the_shared_device_and_a_new_life_uses_it(folder: Pa
         folder, mock__speedup=1.0, mock__engines_per_worker=2, mock__engines_per_device=2
     )
     async with mocked(config) as scene:
-        await until(lambda: len(scene.names()) == 2)
         answers = asyncio.create_task(decoded_s(scene, 4, 12))
         await elapse(0.05)
         await scene.fleet.crash("w0")

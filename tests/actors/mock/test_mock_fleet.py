@@ -74,7 +74,6 @@ async def test_every_engine_answers_and_all_events_arrive(folder: Path) -> None:
     async with mocked(
         mock_config(folder, mock__engines_per_worker=20, routing__policy="round_robin")
     ) as scene:
-        await until(lambda: len(scene.names()) == 20)
         answers = await asyncio.gather(*(ask(scene, generate(i)) for i in range(60)))
         assert {worker for worker, _ in answers} == {f"w{i}" for i in range(20)}
         assert {num_tokens(deltas) for _, deltas in answers} == {8}
@@ -100,7 +99,6 @@ def same_digests(scene: MockScene) -> bool:
 
 async def test_answers_read_like_words(folder: Path) -> None:
     async with mocked(mock_config(folder)) as scene:
-        await until(lambda: len(scene.names()) == 4)
         _, deltas = await ask(scene, generate(1, 40))
         tokenizer = Tokenizer.load(folder)
         words = words_of(tokenizer)
@@ -119,7 +117,6 @@ async def test_streams_come_at_the_engines_pace_token_by_token(
     """Ten steps of 10 ms: ten updates, each when it is due."""
     set_timing(monkeypatch, Timing(Fixed(0.02, 0.01)))
     async with mocked(mock_config(folder)) as scene:
-        await until(lambda: len(scene.names()) == 4)
         begin = time.monotonic()
         stream = await scene.gateway.start(generate(1, 11))
         times = []
@@ -135,7 +132,6 @@ async def test_a_loop_that_is_behind_tells_several_steps_at_once_and_keeps_the_t
     set_timing(monkeypatch, Timing(Fixed(0.0, 0.005)))
     monkeypatch.setattr("mallee.actors.mock.pacer.Pacer.pace_s", 0.05)
     async with mocked(mock_config(folder)) as scene:
-        await until(lambda: len(scene.names()) == 4)
         begin = time.monotonic()
         stream = await scene.gateway.start(generate(1, 61))
         deltas, times = [], []
@@ -158,7 +154,6 @@ async def test_the_requests_of_a_crashed_worker_go_on_elsewhere(
     """K28, X4, part: token for token; the index forgets it, it comes back with an empty cache."""
     set_timing(monkeypatch, Timing(Fixed(0.0, 0.02)))
     async with mocked(mock_config(folder, routing__policy="round_robin")) as scene:
-        await until(lambda: len(scene.names()) == 4)
         undisturbed = [tokens_of((await ask(scene, generate(i, 20)))[1]) for i in range(8)]
         streams = [await scene.gateway.start(generate(i, 20)) for i in range(8)]
         victim = str(streams[0].worker)
@@ -188,7 +183,6 @@ async def test_a_draining_worker_ends_its_work_and_gets_no_more(
     set_timing(monkeypatch, Timing(Fixed(0.0, 0.01)))
     config = mock_config(folder, mock__engines_per_worker=2, routing__policy="round_robin")
     async with mocked(config) as scene:
-        await until(lambda: len(scene.names()) == 2)
         streams = [await scene.gateway.start(generate(i, 60)) for i in range(2)]
         (leaving,) = {str(s.worker) for s in streams} - {"w0"}
         running = [asyncio.ensure_future(collect(stream)) for stream in streams]
@@ -210,7 +204,6 @@ async def test_requests_that_outlast_the_drain_go_on_elsewhere(
         folder, mock__engines_per_worker=2, routing__policy="round_robin", drain_s=0.2
     )
     async with mocked(config) as scene:
-        await until(lambda: len(scene.names()) == 2)
         undisturbed = [tokens_of((await ask(scene, generate(i, 40)))[1]) for i in range(4)]
         streams = [await scene.gateway.start(generate(i, 40)) for i in range(4)]
         running = [asyncio.ensure_future(collect(stream)) for stream in streams]
@@ -228,7 +221,6 @@ async def test_kept_capsules_are_on_another_worker_before_theirs_leaves(folder: 
     """K28, part: under their own ids, with their time to live; the last one is released for good."""
     config = mock_config(folder, mock__engines_per_worker=2, routing__policy="round_robin")
     async with mocked(config) as scene:
-        await until(lambda: len(scene.names()) == 2)
         made = []
         while len(made) < 6:
             stream = await scene.gateway.start(PrefillJob(prompt(len(made))))
@@ -256,7 +248,6 @@ async def test_a_fork_during_a_drain_waits_for_its_capsule_and_finds_it(
     set_timing(monkeypatch, Timing(Fixed(0.01, 0.01)))
     config = mock_config(folder, mock__engines_per_worker=2, routing__policy="round_robin")
     async with mocked(config) as scene:
-        await until(lambda: len(scene.names()) == 2)
         kept = await scene.gateway.start(PrefillJob(prompt(1)))
         (delta,) = await collect(kept)
         assert delta.capsule is not None
@@ -292,7 +283,6 @@ async def test_leases_that_overtake_the_last_frames_of_a_worker_end_no_answer(
     set_timing(monkeypatch, Timing(Fixed(0.0, 0.01)))
     config = mock_config(folder, mock__engines_per_worker=2, routing__policy="round_robin")
     async with mocked(config) as scene:
-        await until(lambda: len(scene.names()) == 2)
         streams = [await scene.gateway.start(generate(i, 12)) for i in range(2)]
         running = [asyncio.ensure_future(collect(stream)) for stream in streams]
         await until(lambda: scene.fleet.host.stats().open_requests == 2)
@@ -324,7 +314,6 @@ async def test_tokens_that_get_lost_on_their_way_make_an_error(
     on_the_way(monkeypatch, lossy)
     set_timing(monkeypatch, Timing(Fixed(0.0, 0.005)))
     async with mocked(mock_config(folder, mock__engines_per_worker=1)) as scene:
-        await until(lambda: len(scene.names()) == 1)
         job = generate(1, 8)
         if ends_early:
             num_reports = 3  # nothing of this one gets lost
@@ -343,7 +332,6 @@ async def test_one_engine_that_breaks_leaves_the_others_at_work(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with mocked(mock_config(folder, routing__policy="round_robin")) as scene:
-        await until(lambda: len(scene.names()) == 4)
         broken: Any = scene.fleet.host.workers["w2"].runner  # type: ignore[index]
 
         def fail(*_: object) -> None:
@@ -366,7 +354,6 @@ async def test_engines_are_there_after_their_start_up_time(
     set_timing(monkeypatch, Timing(Fixed(0.0, 0.0), startup_s=0.1))
     begin = time.monotonic()
     async with mocked(mock_config(folder)) as scene:
-        await until(lambda: len(scene.names()) == 4)
         assert 0.0999 < time.monotonic() - begin < 0.12
         begin = time.monotonic()
         assert (await scene.admin("join", "w9"))["starting"] == ["w9"]
@@ -391,7 +378,6 @@ async def test_what_is_no_command_of_the_fleet_is_answered_with_why(folder: Path
 async def test_a_reader_that_falls_behind_leaves_the_engines_at_work(folder: Path) -> None:
     """Its requests are freed in the very turn that has news of them."""
     async with mocked(mock_config(folder, routing__policy="round_robin")) as scene:
-        await until(lambda: len(scene.names()) == 4)
         host = scene.fleet.host
         others = [asyncio.ensure_future(ask(scene, generate(i, 1500))) for i in range(8)]
         await until(lambda: host.stats().open_requests == 8)
@@ -423,7 +409,6 @@ async def test_who_waits_for_a_snapshot_of_a_worker_that_crashes_is_told(
 ) -> None:
     set_timing(monkeypatch, Timing(Fixed(60.0, 60.0)))
     async with mocked(mock_config(folder, mock__engines_per_worker=1)) as scene:
-        await until(lambda: len(scene.names()) == 1)
         stream = await scene.gateway.start(generate(1))
         host = scene.fleet.host
         await until(lambda: host.stats().open_requests == 1)
@@ -440,7 +425,6 @@ async def test_a_fleet_whose_every_engine_broke_serves_again_after_a_join(folder
     async with mocked(
         mock_config(folder, mock__engines_per_worker=1, admission__max_queue_wait_s=0.2)
     ) as scene:
-        await until(lambda: len(scene.names()) == 1)
         broken: Any = scene.fleet.host.workers["w0"].runner  # type: ignore[index]
 
         def fail(*_: object) -> None:
@@ -462,7 +446,6 @@ async def test_an_engine_that_breaks_while_its_load_is_asked_leaves_the_others_t
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with mocked(mock_config(folder, mock__engines_per_worker=2)) as scene:
-        await until(lambda: len(scene.names()) == 2)
         runner: Any = scene.fleet.host.workers["w0"].runner  # type: ignore[index]
         runner._mocked = SimpleNamespace(
             is_busy=False, engine=SimpleNamespace(has_work=True, next_seq=0)
@@ -476,7 +459,6 @@ async def test_an_engine_that_breaks_while_its_load_is_asked_leaves_the_others_t
 async def test_an_idle_fleet_asks_no_engine_for_its_load(folder: Path) -> None:
     """Leases of idle engines repeat what is known: nothing is counted anew."""
     async with mocked(mock_config(folder)) as scene:
-        await until(lambda: len(scene.names()) == 4)
         await ask(scene, generate(1, 2))
         await elapse(0.15)
         calls: list[int] = []
@@ -503,7 +485,6 @@ async def test_what_an_engine_has_no_room_for_comes_back_from_host_memory(folder
         folder, mock__engines_per_worker=1, engine__kv_tokens=256, mock__host_kv_tokens=4096
     )
     async with mocked(config) as scene:
-        await until(lambda: len(scene.names()) == 1)
         for i in (1, 2, 3, 4, 1):
             await ask(scene, generate(i, length=100))
         (worker,) = scene.fleet.host.workers.values()
