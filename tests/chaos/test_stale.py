@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from math import inf
 from typing import Any
 
 import pytest
@@ -288,7 +289,7 @@ async def play(
         weather.kind = "fair"
         weather.release()
         await agreed(f)
-        await until(f_is_idle(f))
+        await until(lambda: f.is_clean(inf))
 
 
 async def fork_any(
@@ -304,21 +305,6 @@ async def fork_any(
         assert drawn == expect([*capsules[capsule], 3], 5)
     else:
         assert last.error.code in ("capsule_not_found", "capsule_lost")
-
-
-def f_is_idle(f: LiveFleet) -> Callable[[], bool]:
-    """As `LiveFleet.is_clean`, with any number of capsules."""
-
-    def is_idle() -> bool:
-        for gateway in f.gateways:
-            gateway.check()
-        return (
-            all(engine.stats().jobs == 0 for engine in f.engines.values())
-            and all(w.rows == 0 for router in f.routers for w in router.workers())
-            and not any(gateway._answers for gateway in f.gateways)
-        )
-
-    return is_idle
 
 
 def tell_wrong(f: LiveFleet, bus: LocalBus, what: str) -> None:
@@ -381,7 +367,7 @@ async def test_the_next_turn_goes_on_from_what_the_client_saw(end: str) -> None:
                 host._streams.end("g0")  # its link breaks in mid-answer
         await stream.aclose()
         assert seen == undisturbed[: len(seen)]
-        await until(f_is_idle(f))
+        await until(lambda: f.is_clean(inf))
         turn = [*first, *seen, 11, 12, 13]
         assert (await ask(f, turn, 30)).error is None
         if last is not None and last.capsule is not None:
