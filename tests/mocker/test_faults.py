@@ -60,27 +60,6 @@ def test_requests_of_a_worker_that_dies_go_on_elsewhere_after_their_last_token()
     assert columns.end_s[0] == pytest.approx(0.1022 + 0.01 + 20 * 0.005)
 
 
-def test_a_capsule_that_died_is_built_again_once_for_all_its_forks() -> None:
-    """K28, part: the first fork has it computed from its text, under its id; the second finds it."""
-    load = workload(
-        [
-            Request(0, 0.0, (1, 2, 3), 12, 8, num_children=2),
-            Request(1, 1.0, (), 4, 6, tool_wait_s=1.0, parent=0, branches=3),
-            Request(2, 1.1, (), 4, 6, tool_wait_s=1.1, parent=0),
-        ]
-    )
-    quiet = simulate(load)
-    assert quiet.gateways[0].num_rebuilt == 0
-    columns = quiet.rows.columns()
-    assert (columns.cached_tokens[1:] >= 19).all(), "a fork computes its suffix"
-    simulation = simulate(load, Crash(0.5, f"w{columns.worker[0]}"))
-    assert simulation.gateways[0].num_rebuilt == 1
-    again = simulation.rows.columns()
-    assert again.cached_tokens.tolist()[1] == 0, "all of it is computed again, by the first of them"
-    assert again.cached_tokens[2] >= 19, "the second computes its suffix"
-    assert_indexes_are_true(simulation)
-
-
 KEPT = workload(
     [
         Request(0, 0.0, (1, 2, 3), 12, 0, num_children=2),
@@ -107,20 +86,6 @@ def test_a_kept_capsule_is_elsewhere_before_its_worker_leaves(gateways: int) -> 
     assert columns.retries.tolist() == [0, 0, 0]
     assert texts[0] == texts[1]
     assert_indexes_are_true(simulation)
-
-
-def test_a_fan_out_ends_where_it_runs_while_its_capsule_is_made_again() -> None:
-    """K28, part: its worker leaves after it, and the next fork goes to the new one."""
-    quiet = simulate(KEPT)
-    columns = quiet.rows.columns()
-    begun, at = columns.first_s[1], columns.worker[1]
-    simulation = simulate(KEPT, Drain(begun, f"w{at}"))
-    (left,) = [worker for worker in simulation.fleet.lives.values() if not worker.is_alive]
-    again = simulation.rows.columns()
-    assert again.worker.tolist()[:2] == [at, at]
-    assert again.worker[2] != at
-    assert again.retries.tolist() == [0, 0, 0]
-    assert left.left_s >= again.end_s[1]
 
 
 @settings(examples(15), phases=QUICK)

@@ -11,9 +11,9 @@ from mallee.mocker.timing.files import TimingFile
 from mallee.mocker.timing.measure import Profiler, Sweep
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.protocol.messages import TokenLogprobs
+from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
-from mallee.worker.forward import Draw, ForwardBatch, Logits, LogprobQuery
+from mallee.worker.forward import Draw, ForwardBatch, Logits
 from mallee.worker.records import EngineConfig
 
 BLOCK_SIZE = 16
@@ -32,14 +32,12 @@ class Machine:
         self.now += seconds
 
 
-class HiddenForward:
+class HiddenForward(MockForward):
     """Takes time by a law that nobody is told: shared blocks read once, some noise. Computes nothing."""
 
     def __init__(self, machine: Machine, num_blocks: int, noise: float = 0.05) -> None:
-        self.spec = mock_spec(vocab_size=4096, max_model_len=2048)
-        self.block_size = BLOCK_SIZE
-        self.num_blocks = num_blocks
-        self.memory = self
+        spec = mock_spec(vocab_size=4096, max_model_len=2048)
+        super().__init__(spec, num_blocks=num_blocks, block_size=BLOCK_SIZE)
         self._machine = machine
         self._noise = noise
         self._drawn = random.Random(3)
@@ -57,33 +55,8 @@ class HiddenForward:
         self._machine.now += seconds * self._drawn.lognormvariate(0.0, self._noise)
         return [0] * sum(row.num_logits for row in batch.rows)
 
-    @property
-    def row_nbytes(self) -> int:
-        return 0
-
-    def keep(self, logits: Logits) -> Logits:
-        return logits
-
     def sample(self, draws: Sequence[Draw]) -> list[int]:
         return [7] * len(draws)
-
-    def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
-        return [(0.0, ())] * len(queries)
-
-    def are_numbers(self, rows: Sequence[object]) -> bool:
-        return True
-
-    def clear(self, row: object, num_slots: int, group: int = 0, part: int = 0) -> None:
-        """There is no memory."""
-
-    def fill(self, blocks: Sequence[int]) -> None:
-        """There is no memory."""
-
-    def is_filled(self, block: int) -> bool:
-        return True
-
-    def digest(self, block: int, num_slots: int) -> int:
-        return 0
 
 
 def profiled(machine: Machine, sweep: Sweep) -> TimingFile:

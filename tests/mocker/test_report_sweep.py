@@ -183,12 +183,7 @@ def test_the_sweep_command_prints_the_frontier_and_one_json_line(tmp_path: Path)
     arguments = [
         "sweep",
         str(TRACE),
-        "--engines",
-        "1,2",
-        "--policy",
-        "cost",
-        "--kv-tokens",
-        "32768",
+        *["--engines", "1,2", "--policy", "cost", "--kv-tokens", "32768"],
     ]
     done = CliRunner().invoke(
         cli, [*arguments, "--processes", "1", "--json", "--out", str(tmp_path)]

@@ -104,20 +104,6 @@ def test_two_holders_are_named_the_most_blocks_and_the_least_load_first() -> Non
     assert placed.pull.holders == (holder("w1", 400), holder("w2", 400))
 
 
-def test_a_worker_pulls_beyond_what_it_has_itself() -> None:
-    bench = lending(3)
-    bench.events("w0", stored(LONG))
-    bench.events("w1", stored(LONG[:200]))
-    bench.events("w2", stored(LONG[:40]))
-    bench.book("q0", prompt(9, 8000), "w0")
-    bench.book("q2", prompt(9, 8000), "w2")
-    placed = bench.route("b", LONG)
-    assert (placed.worker, placed.overlap_blocks) == ("w1", 50)
-    assert placed.pull is not None
-    assert placed.pull.holders == (holder("w0", 400),)
-    assert placed.pull.num_blocks == 50
-
-
 STATES = {
     "draining": ({"is_draining": True}, True),
     "does not lend": ({"lends_at": ""}, False),

@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 
+from mallee.mocker.passes import mock_spec
 from mallee.protocol.bookings import Booked, PrefillDone
 from mallee.protocol.errors import KVMemoryExceeded, NoWorker, Saturated
 from mallee.protocol.events import FetchPrices, Load, Stored, pack_hashes
 from mallee.protocol.hashing import block_hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
-from mallee.protocol.model import ModelSpec
 from mallee.router.config import CostModel, RouterConfig
 from mallee.router.load.paths import STRIDE
 from mallee.router.router import Router
@@ -205,17 +205,7 @@ def test_tenants_and_adapters_never_share_a_block(
     one: tuple[str, str], other: tuple[str, str]
 ) -> None:
     """Hits are separated by the seed of the hash: tenant, adapter and model are in it."""
-    spec = ModelSpec(
-        name="m",
-        fingerprint="f" * 16,
-        vocab_size=100,
-        max_model_len=4096,
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=8,
-        dtype_nbytes=4,
-        eos_token_ids=(0,),
-    )
+    spec = mock_spec()
     twin = msgspec.structs.replace(spec, fingerprint="e" * 16)
     tokens = prompt(1, 400)
     bench = FleetBench(2)
@@ -289,23 +279,6 @@ def test_a_fan_out_stays_with_its_prefix_however_that_is_known(way: str) -> None
     assert part.placement.overlap_blocks == 4_000
 
 
-@pytest.mark.parametrize("kv_events", [True, False])
-def test_rows_that_leave_go_where_the_prefix_is_known_to_be(kv_events: bool) -> None:
-    """X6, part: a copy that is only predicted is priced as one that events tell of."""
-    bench = FleetBench(6, num_blocks=1_000_000, kv_events=kv_events)
-    tokens = list(range(16_000))
-    for worker in ("w1", "w4"):
-        if kv_events:
-            bench.events(worker, stored(tokens))
-        else:
-            bench.book(f"to {worker}", tokens, worker)
-            bench.router.first_token(RequestId(f"to {worker}"))
-            bench.router.free(RequestId(f"to {worker}"))
-    parts = bench.fan_out("f", tokens, 16, max_tokens=64)
-    assert {part.placement.worker: len(part.rows) for part in parts} == {"w1": 8, "w4": 8}
-    assert all(part.placement.overlap_blocks == 4_000 for part in parts)
-
-
 def test_a_full_worker_that_alone_is_allowed_is_the_one_that_is_named() -> None:
     """K11: other workers' room says nothing about a fork that may not leave its capsule."""
     bench = FleetBench(4)
@@ -318,20 +291,6 @@ def test_a_full_worker_that_alone_is_allowed_is_the_one_that_is_named() -> None:
     bench.lease("w0", num_blocks=90_000)
     with pytest.raises(KVMemoryExceeded, match=r"25003 KV blocks.* has 10000 in all"):
         bench.fork("g", "c", [0], max_tokens=99_972)
-
-
-def test_a_fork_too_wide_for_its_capsules_worker_is_split_only_if_it_may_be() -> None:
-    """X1, part, X6, part."""
-    bench = FleetBench(4)
-    tokens = prompt(1, 400)
-    bench.router.learn_capsule("c", WorkerId("w1"), 400, hashes(tokens))  # type: ignore[arg-type]
-    stays = bench.fan_out("f", [], 64, capsule="c", can_recompute=False, max_tokens=64)
-    assert [(part.placement.worker, part.how) for part in stays] == [("w1", "stay")]
-    bench.router.free(RequestId("f.0"))
-    parts = bench.fan_out("g", [], 64, capsule="c", max_tokens=64)
-    assert {part.how for part in parts[1:]} <= {"migrate", "recompute"}
-    assert parts[0].placement.worker == "w1"
-    assert len(parts) == 4
 
 
 @pytest.mark.parametrize("rows", [1, 4])

@@ -91,9 +91,7 @@ def command(ask: Ask, writer: Writer) -> Command:
         case "generate":
             prompt = writer.prompt(ask.ids, ask.num_tokens)
             return Generate(
-                *(ask.name, prompt, limits, ask.sampling, ask.n),
-                share=ask.share,
-                drawn=ask.drawn,
+                *(ask.name, prompt, limits, ask.sampling, ask.n), share=ask.share, drawn=ask.drawn
             )
         case "prefill":
             prompt = writer.prompt(ask.ids, ask.num_tokens)

@@ -26,7 +26,7 @@ from mallee.mocker.updates import CountedUpdate
 from mallee.protocol.bookings import BookingBatch
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import MalleeError, UnknownCapsule
-from mallee.protocol.events import Lease, Snapshot, Stored, unpack_hashes
+from mallee.protocol.events import Lease, Snapshot
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId, capsule_id
 from mallee.protocol.messages import Command, Frame, Limits, Release
@@ -354,7 +354,6 @@ class LiveWorld:
         self._streams: dict[str, Any] = {}
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.errors: dict[str, str] = {}
-        self.stored: set[int] = set()  # hashes of all blocks that ever were
         self._ended: set[str] = set()
         self._num_leases = 0
 
@@ -485,14 +484,10 @@ class LiveWorld:
     # The fleet's listener
 
     def on_outcome(self, worker: Worker, outcome: Outcome) -> None:
-        if outcome.events is not None:
-            for event in outcome.events.events:
-                if isinstance(event, Stored):
-                    self.stored.update(unpack_hashes(event.hashes).tolist())
-            if self.fleet.is_broker_up:
-                raw = encode(outcome.events)
-                for gateway in self.gateways:
-                    gateway.service._peers._feed._on_events(raw)
+        if outcome.events is not None and self.fleet.is_broker_up:
+            raw = encode(outcome.events)
+            for gateway in self.gateways:
+                gateway.service._peers._feed._on_events(raw)
         frame = worker.engine.result.frames.get("g")  # type: ignore[attr-defined]
         if frame is not None:
             links = [g.links[worker.incarnation] for g in self.gateways if g.is_linked(worker)]

@@ -12,21 +12,9 @@ import numpy as np
 import xxhash
 
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.errors import (
-    CapsuleAbandoned,
-    CapsulesFull,
-    MalleeError,
-    UnknownCapsule,
-)
+from mallee.protocol.errors import CapsuleAbandoned, CapsulesFull, MalleeError, UnknownCapsule
 from mallee.protocol.events import Lease
-from mallee.protocol.ids import (
-    CapsuleId,
-    Incarnation,
-    RequestId,
-    WorkerId,
-    branch_seed,
-    capsule_id,
-)
+from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId, branch_seed, capsule_id
 from mallee.protocol.messages import (
     ALL_BRANCHES,
     MAX_HOLDERS,

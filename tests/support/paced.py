@@ -110,12 +110,7 @@ def virtual(scene: Scene, timing: Timing, tiers: TierConfig | None = None) -> St
 
     def make(clock: Time) -> Any:
         return make_mocked(
-            clock,
-            scene.config,
-            num_blocks=scene.num_blocks,
-            spec=SPEC,
-            timing=timing,
-            tiers=tiers,
+            clock, scene.config, num_blocks=scene.num_blocks, spec=SPEC, timing=timing, tiers=tiers
         )
 
     return play_mocked(make, scene.asks, TokenWriter())

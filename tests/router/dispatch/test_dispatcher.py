@@ -273,17 +273,6 @@ def test_a_hole_in_mid_answer_ends_the_branch_at_once() -> None:
     assert asked.ends[1] in ("stop", "length")
 
 
-def test_a_cancelled_branch_is_not_moved() -> None:
-    f = fleet(2)
-    asked = ask(f, "a", n=3)
-    run(f, times=2)
-    f.cancel(RequestId("a"), 1)
-    f.die(f.workers[asked.workers[0]])
-    f.cancel(RequestId("a"), 2)
-    f.settle()
-    assert asked.ends.keys() == {0}
-
-
 @pytest.mark.parametrize("cancelled", [None, 1])
 def test_a_branch_that_ends_before_its_cancel_arrives_leaves_no_capsule(
     cancelled: int | None,
@@ -462,23 +451,6 @@ def test_a_fan_out_beyond_its_workers_rows_pulls_the_capsule_elsewhere() -> None
     assert {each.prompt for each in shards(f)} == {None, (len(PROMPT), 0)}
     f.settle()
     assert is_whole(asked)
-
-
-@pytest.mark.parametrize("is_drained", [False, True])
-def test_a_command_stands_when_the_worker_that_lends_is_lost(is_drained: bool) -> None:
-    """X6, part: its text is in it."""
-    f = fleet(3, lends=True)
-    hot, owner = capsule(f)
-    asked = fork(f, "f", hot, 12) if not is_drained else None
-    if is_drained:
-        f.drain(owner)
-    assert len(copies(f)) == (1 if is_drained else 2)
-    f.die(owner)
-    if asked is None:
-        asked = fork(f, "f", hot, 12)
-    f.settle()
-    assert is_whole(asked)
-    assert all(f.borrow(each) is None for command in copies(f)[:1] for each in command.holders)
 
 
 def test_a_drain_sends_each_kept_capsule_with_its_holder() -> None:

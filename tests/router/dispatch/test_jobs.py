@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from mallee.mocker.passes import mock_spec
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, capsule_id, private_part
 from mallee.protocol.messages import (
@@ -17,7 +18,6 @@ from mallee.protocol.messages import (
     Share,
     Update,
 )
-from mallee.protocol.model import ModelSpec
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
 from mallee.router.dispatch.texts import TokenTexts
 from mallee.router.dispatch.token_memory import TokenMemory
@@ -78,18 +78,7 @@ def test_a_text_with_a_nonce_is_nobody_elses_also_when_it_is_computed_again() ->
     assert isinstance(told, Prefill)
     assert (told.salt, told.holders, job.scope) == (salt, (holder,), scope)
 
-    spec = ModelSpec(
-        name="m",
-        fingerprint="f",
-        vocab_size=9,
-        max_model_len=9,
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=1,
-        dtype_nbytes=4,
-        eos_token_ids=(),
-    )
-    texts = TokenTexts(TokenMemory(1 << 20), spec, 1)
+    texts = TokenTexts(TokenMemory(1 << 20), mock_spec(), 1)
     plain = texts.hashes(PrefillJob(TOKENS, scope))
     assert not set(texts.hashes(job).tolist()) & set(plain.tolist())
     kept, forked = capsule_id(request), CapsuleId("f.0")
