@@ -36,8 +36,7 @@ CLAIMED: Mapping[str, Any] = merged(
     },
 )
 PLAIN: Mapping[str, Any] = merged(
-    PICKERS,
-    {"picker": {"model": "", "tls": {"enabled": False}}, "nats": {"enabled": False}},
+    PICKERS, {"picker": {"model": "", "tls": {"enabled": False}}, "nats": {"enabled": False}}
 )
 all_cases = pytest.mark.parametrize(
     "values", [PICKERS, BESIDE, CLAIMED, PLAIN], ids=["alone", "beside", "claimed", "plain"]

@@ -34,7 +34,6 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
     ({"modelVolume": {"claim": "c"}}, 'model="Qwen/Qwen3-0.6B" is not below /models'),
     ({"workers": {"gpus": -1}}, "at '/workers/gpus': minimum: got -1, want 0"),
     ({"workers": {"gpus": 1.5}}, "workers.gpus=1.5: Ray gives whole GPUs from 1 on"),
-    ({"workers": {"memory": "8GB"}}, "at '/workers/memory': '8GB' does not match"),
     ({"workers": {"replicas": 0}}, "at '/workers/replicas': minimum: got 0, want 1"),
     ({"worker": {"gpus": 1}}, "additional properties 'worker' not allowed"),
     (
@@ -44,7 +43,6 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
     ({"workers": {"surge": True}, "autoscaling": {"pods": False}}, "workers.surge=true needs"),
     ({"workers": {"disk": {"kind": "claim"}}}, "needs workers.disk.claim"),
     ({"workers": {"disk": {"kind": "url", "url": "bucket"}}}, 'workers.disk.url="bucket"'),
-    ({"workers": {"disk": {"kind": "pvc"}}}, "at '/workers/disk/kind': value must be one of"),
     (
         {"settings": {"workers": 3}},
         "settings.workers is made by the chart: give the value workers.repl",
@@ -73,9 +71,7 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
     ({"nats": {"enabled": False}}, "nats.enabled=false needs nats.url"),
     ({"nats": {"url": "nats://x"}}, "nats.url is given and nats.enabled=true"),
     ({"nats": {"replicas": 2}}, "nats.replicas=2: give an odd number"),
-    ({"nats": {"enabled": False, "url": "http://x"}}, "at '/nats/url': 'http://x' does not match"),
     ({"ray": {"auth": "none"}}, "at '/ray/auth': value must be one of 'token', 'disabled'"),
-    ({"ray": {"version": "2.55.0"}}, "at '/ray/version': '2.55.0' does not match"),
     (
         {"ray": {"auth": "disabled"}, "networkPolicy": {"enabled": False}},
         "ray.auth=disabled with networkPolicy.enabled=false",
@@ -88,17 +84,7 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
         {"picker": {"enabled": True, "inferencePool": {"create": True}}},
         "needs picker.inferencePool.selector: labels of the pods",
     ),
-    (
-        {"picker": {"inferencePool": {"targetPorts": [0]}}},
-        "at '/picker/inferencePool/targetPorts/0': minimum: got 0, want 1",
-    ),
     ({"picker": {"inferencePool": {"targetPorts": [80, 80]}}}, "items at 0 and 1 are equal"),
-    ({"picker": {"inferencePool": {"targetPorts": list(range(1, 10))}}}, "maxItems: got 9, want 8"),
-    (
-        {"picker": {"inferencePool": {"failureMode": "Open"}}},
-        "value must be one of 'FailOpen', 'FailClose'",
-    ),
-    ({"picker": {"replicas": 0}}, "at '/picker/replicas': minimum: got 0, want 1"),
     (
         {"picker": {"enabled": True, "pool": "p", "model": "/models/mine"}},
         'picker.model="/models/mine" needs modelVolume.claim',
