@@ -28,6 +28,8 @@ from support.torch_threads import one_torch_thread
 from support.volumes import volume_tiers
 from support.waiting import until
 
+pytestmark = pytest.mark.real_time  # loans cross sockets between threads
+
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
 SECRET = Secret(b"the secret of this app")
 SAMPLED = {"ignore_eos": True, "seed": 3, "temperature": 1.0, "max_tokens": 12}
