@@ -18,8 +18,8 @@ BY_DESIGN = (
     *("LRU curve, mean", "branch count", "roots", "children per spawn KS", "live siblings KS"),
 )
 """Gates that recombined sessions pass whatever the source: each step is done once."""
-MORE = {"closed_population": 2000, "turn_takers": 2000, "retries": 2000}
-"""Requests where figures come from few things at a time: clients, long sessions, equal prompts."""
+MORE = {"turn_takers": 2000, "retries": 2000}
+"""Requests where figures come from few things at a time: long sessions, equal prompts."""
 
 
 def verdicts(source: Trace, kind: str, seeds: int) -> dict[str, Outcome]:

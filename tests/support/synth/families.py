@@ -3,7 +3,6 @@
 Each function makes about as many requests as it is asked for, the same for the same seed.
 """
 
-import heapq
 import math
 from collections.abc import Callable
 from typing import Final
@@ -221,47 +220,6 @@ def retrieval(requests: int, seed: int) -> Workload:
     return texts.workload("retrieval", calls)
 
 
-def assistants(requests: int, seed: int) -> Workload:
-    """Long-lived sessions whose context falls back to system and summary when it is full."""
-    rng = np.random.default_rng([seed, 8])
-    texts = Texts(64, ceil=False)
-    systems = [texts.add(texts.empty, 4000 + 700 * k, ("system", k)) for k in range(3)]
-    calls: list[Call] = []
-    at_s, number = 0.0, 0
-    while len(calls) < requests:
-        at_s += rng.exponential(120.0)
-        number += 1
-        system = systems[number % 3]
-        context, now_s = system, at_s
-        for _ in range(int(rng.geometric(1 / 60))):
-            context = texts.add(context, tokens(rng, 700, 1.0))
-            answer = tokens(rng, 250)
-            calls.append(Call(now_s, context, answer, f"s{number}"))
-            now_s += 1.0 + 0.02 * answer + rng.lognormal(1.5, 1.2)
-            context = texts.add(context, answer)
-            if context.tokens > 40_000:
-                context = texts.add(system, tokens(rng, 1500, 0.4))
-    return texts.workload("assistants", calls, until_s=at_s)
-
-
-def closed_population(requests: int, seed: int) -> Workload:
-    """Eight clients, each of which begins a session when its last one is over."""
-    rng = np.random.default_rng([seed, 9])
-    texts = Texts(64, ceil=False)
-    system = texts.add(texts.empty, 1500, "system")
-    calls: list[Call] = []
-    free = [(float(client), client) for client in range(8)]
-    number = 0
-    while len(calls) < requests:
-        at_s, client = heapq.heappop(free)
-        number += 1
-        begun = len(calls)
-        conversation(texts, rng, calls, system, at_s, f"s{number}", turns=0.1, gap_s=4, asked=400)
-        heapq.heappush(free, (calls[-1].at_s + 5.0 + rng.exponential(5.0), client))
-        assert len(calls) > begun
-    return texts.workload("eight clients", calls, until_s=free[0][0])
-
-
 def two_tenants(requests: int, seed: int) -> Workload:
     """Tenants with nothing in common: a steady one, and one that is on and off."""
     rng = np.random.default_rng([seed, 11])
@@ -281,18 +239,6 @@ def two_tenants(requests: int, seed: int) -> Workload:
             texts, rng, calls, roots[tenant], at_s[tenant], f"s{number}", turns=0.3, gap_s=10
         )
     return texts.workload("two tenants", calls, until_s=min(at_s))
-
-
-def one_session(requests: int, seed: int) -> Workload:
-    rng = np.random.default_rng([seed, 12])
-    texts = Texts(64, ceil=False)
-    calls: list[Call] = []
-    context, at_s = texts.add(texts.empty, 3000), 0.0
-    for _ in range(requests):
-        context = texts.add(context, tokens(rng, 300))
-        calls.append(Call(at_s, context, tokens(rng, 100), "only"))
-        at_s += rng.lognormal(1.5, 1.0)
-    return texts.workload("one session", calls)
 
 
 def without_ids(requests: int, seed: int) -> Workload:
@@ -324,6 +270,6 @@ FAMILIES: Final[dict[str, Family]] = {
     each.__name__: each
     for each in (
         *(tool_agents, chats, unnamed_chats, turn_takers, spawns, best_of, retries, retrieval),
-        *(assistants, closed_population, two_tenants, one_session, single_turns, without_ids),
+        *(two_tenants, single_turns, without_ids),
     )
 }
