@@ -232,22 +232,3 @@ def test_what_was_evicted_comes_back_from_host_memory_in_bytes_not_compute() -> 
     assert stats is not None
     assert (stats.num_fetched_host, stats.num_declined) == (3, 0)
     assert_indexes_are_true(within)
-
-
-def test_what_is_cheaper_to_compute_is_not_fetched() -> None:
-    """K15, part: once moves and prompts are measured, blocks that take longer to come stay below."""
-    ids = [(10 * (i % 3) + 1, 10 * (i % 3) + 2) for i in range(9)]
-    load = workload([Request(i, float(i), ids[i], 8, 1) for i in range(9)], "mooncake")
-    slow = replace(TIERS, host_bytes_s=40_000.0)  # 10 ms a block, which is computed in 4
-    simulation = simulate(load, engines=1, kv_tokens=16, timing=LINEAR, tiers=slow)
-    (worker,) = simulation.fleet.workers.values()
-    stats = worker.engine.engine.stats().tiers
-    assert stats is not None
-    assert stats.num_fetched_host == 1  # the first tells the price
-    assert stats.num_declined == 5
-    assert [end - i for i, end in enumerate(ends(simulation))][6:] == [pytest.approx(8e-3)] * 3
-    prices = worker.engine.engine.load().fetch
-    assert prices is not None
-    assert prices.token_s == pytest.approx(1e-3)
-    assert prices.host_first_s == pytest.approx(2e-4)
-    assert prices.host_block_s == pytest.approx(1e-2)
