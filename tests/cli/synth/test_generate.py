@@ -1,8 +1,10 @@
-"""K22, K23, K24: `mallee synth generate`, as users call it."""
+"""K22, K23, K24: `mallee synth generate`, as users call it: what it writes and says, and what it refuses."""
 
 import hashlib
+import importlib
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,12 @@ from mallee.traces.workload import Workload
 runner = CliRunner()
 
 
+def generate(out: "Path | str", *args: "Path | str") -> Result:
+    return runner.invoke(synth, ["generate", "--to", str(out), *map(str, args)])
+
+
 def run(source: Path, out: "Path | str", *args: str) -> Result:
-    return runner.invoke(synth, ["generate", "--from", str(source), "--to", str(out), *args])
+    return generate(out, "--from", source, *args)
 
 
 def told(source: Path, out: "Path | str", *args: str) -> dict[str, Any]:
@@ -244,3 +250,116 @@ def test_a_folder_that_is_not_there_is_told_at_once(plain: Path, tmp_path: Path)
     done = run(plain, tmp_path / "none" / "out.jsonl")
     assert done.exit_code == 2
     assert "there is no folder" in done.stderr
+
+
+# What is refused before anything is written over
+
+
+@pytest.fixture
+def saved(plain: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "saved.model"
+    assert generate("/dev/null", "--from", plain, "--save-model", path).exit_code == 0
+    return path
+
+
+def refused(done: Result, says: str) -> None:
+    assert done.exit_code == 2, done.output
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+
+
+def test_a_source_is_not_written_over(plain: Path, tmp_path: Path) -> None:
+    """By any name it has."""
+    before = plain.read_bytes()
+    other = tmp_path / "other.jsonl"
+    other.symlink_to(plain)
+    for out in (plain, other, tmp_path / "." / "plain.jsonl"):
+        refused(generate(out, "--from", plain), "--from reads")
+        refused(generate(tmp_path / "x", "--from", plain, "--save-model", out), "--from reads")
+    assert plain.read_bytes() == before
+
+
+def test_a_model_and_a_trace_go_into_two_files(plain: Path, tmp_path: Path) -> None:
+    both = tmp_path / "both"
+    refused(generate(both, "--from", plain, "--save-model", both), "is --to, too")
+    assert not both.exists()
+
+
+def test_a_model_goes_into_a_plain_file(plain: Path, tmp_path: Path) -> None:
+    """A device would be replaced by a file."""
+    for path in (Path("/dev/null"), tmp_path):
+        refused(generate(tmp_path / "x", "--from", plain, "--save-model", path), "no plain file")
+    none = tmp_path / "none" / "model"
+    refused(generate(tmp_path / "x", "--from", plain, "--save-model", none), "there is no folder")
+    assert Path("/dev/null").is_char_device()
+    assert not (tmp_path / "x").exists()
+
+
+READING = [
+    ["--kind", "azure"],
+    ["--id-tokens", "16"],
+    ["--rule", "ceil"],
+    ["--read-requests", "5"],
+    ["--strict"],
+    ["--keep-ticks"],
+    ["--read-seed", "2"],
+]
+
+
+@pytest.mark.parametrize("args", READING)
+def test_nothing_is_read_of_a_model(args: Sequence[str], saved: Path, tmp_path: Path) -> None:
+    """Options of reading would have no effect, and so would another model's name."""
+    more = ["--requests", "5", *args]
+    refused(generate(tmp_path / "x", "--from", saved, *more), args[0])
+    refused(generate(tmp_path / "x", "--program", "bfs", *more), args[0])
+
+
+def test_a_model_is_of_its_kind(saved: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    refused(
+        generate(out, "--from", saved, "--requests", "5", "--model", "tree"), "is a session model"
+    )
+    assert generate(out, "--from", saved, "--requests", "5", "--model", "session").exit_code == 0
+    assert generate(out, "--program", "dfs", "--requests", "5", "--model", "session").exit_code == 0
+    refused(generate(out, "--program", "dfs", "--requests", "5", "--model", "tree"), "program dfs")
+
+
+def test_programs_are_no_models_to_keep(tmp_path: Path) -> None:
+    args = ["--program", "bfs", "--requests", "5"]
+    refused(generate(tmp_path / "x", *args, "--save-model", tmp_path / "m"), "--save-model")
+    refused(generate(tmp_path / "x", *args, "--shareable"), "--shareable")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_told_of_a_file_is_what_it_holds(plain: Path, saved: Path, tmp_path: Path) -> None:
+    """A model that is shareable stays so when it is saved again."""
+    shared, again = tmp_path / "shared", tmp_path / "again"
+    first = generate("/dev/null", "--from", plain, "--save-model", shared, "--shareable")
+    assert first.exit_code == 0, first.output
+    second = generate("/dev/null", "--from", shared, "--save-model", again, "--requests", "5")
+    assert first.stderr.split(": ", 1)[1].splitlines()[0] in second.stderr
+    assert again.read_bytes() == shared.read_bytes()
+
+
+def test_the_extra_is_named(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions need scipy, trees don't."""
+    importing = importlib.import_module
+
+    def without(name: str, package: str | None = None) -> Any:
+        if name.startswith("scipy"):
+            raise ImportError(name)
+        return importing(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", without)
+    refused(generate(tmp_path / "x", "--from", plain), "mallee[synth]")
+    assert generate(tmp_path / "x", "--from", plain, "--model", "tree").exit_code == 0
+
+
+@pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="no /dev/stdout here")
+def test_stdout_has_nothing_but_the_trace(plain: Path) -> None:
+    """By its other name, too."""
+    one, other = generate("-", "--from", plain), generate("/dev/stdout", "--from", plain)
+    assert one.exit_code == other.exit_code == 0
+    assert len(one.stdout.splitlines()) == 120
+    assert one.stdout == other.stdout
