@@ -1,8 +1,22 @@
-"""An engine run to idle, for tests that look at answers alone."""
+"""Engines of tests that look at answers alone: made, and run to idle."""
 
 from typing import Any
 
+from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.worker.engine import Engine
+from mallee.worker.records import EngineConfig
+
+
+def engine_over(forward: Any, *, config: EngineConfig | None = None, **more: Any) -> Engine:
+    """An engine whose clock stands still, in its first life."""
+    return Engine(
+        forward,
+        config=config or EngineConfig(),
+        clock=lambda: 0.0,
+        worker=WorkerId("w0"),
+        incarnation=Incarnation(1),
+        **more,
+    )
 
 
 def drive(engine: Engine) -> dict[tuple[str, int], tuple[list[int], Any]]:

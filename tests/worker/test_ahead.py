@@ -8,7 +8,7 @@ import pytest
 
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import DeviceMemoryExhausted
-from mallee.protocol.ids import Incarnation, WorkerId, branch_seed
+from mallee.protocol.ids import branch_seed
 from mallee.protocol.messages import Capture, Fork, Generate, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.forward import MockForward, linear_tokens
 from mallee.testing.random_model import random_model
@@ -23,7 +23,7 @@ from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.sched.scheduler import Scheduler
 from mallee.worker.speculation.speculator import SpeculationConfig
 from support import flashinfer_emulator
-from support.driving import drive
+from support.driving import drive, engine_over
 from support.engine_machine import PassFailed
 from support.fake_device import Call, FakeDevice
 from support.recorded_graphs import RecordedGraphs
@@ -37,14 +37,7 @@ def mock(num_blocks: int = 64) -> MockForward:
 
 
 def make_engine(forward: Any, device: Any = None, **switches: Any) -> Engine:
-    return Engine(
-        forward,
-        device=device,
-        config=EngineConfig(**switches),
-        clock=lambda: 0.0,
-        worker=WorkerId("w0"),
-        incarnation=Incarnation(1),
-    )
+    return engine_over(forward, device=device, config=EngineConfig(**switches))
 
 
 def over(device: Any, **switches: Any) -> Engine:

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from mallee.protocol.ids import Incarnation, WorkerId, branch_seed
+from mallee.protocol.ids import branch_seed
 from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
-from support.driving import drive
+from support.driving import drive, engine_over
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,12 +24,9 @@ KINDS = {
 
 
 def make_engine(model: RandomModel, kv_dtype: str, chunk: int) -> Engine:
-    return Engine(
+    return engine_over(
         model.forward(num_blocks=120, block_size=4, kv_dtype=kv_dtype),
         config=EngineConfig(SchedulerConfig(chunk, 32), 32),
-        clock=lambda: 0.0,
-        worker=WorkerId("w0"),
-        incarnation=Incarnation(0),
     )
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import ConfigError
-from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, Fork, Generate, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.forward import MockForward
 from mallee.testing.random_model import random_model
@@ -21,7 +20,7 @@ from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.updates import switch_on
-from support.driving import drive
+from support.driving import drive, engine_over
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,9 +70,7 @@ def is_allowed(off: set[str]) -> bool:
 
 
 def make_engine(config: EngineConfig, forward: Forward) -> Engine:
-    return Engine(
-        forward, config=config, clock=lambda: 0.0, worker=WorkerId("w0"), incarnation=Incarnation(0)
-    )
+    return engine_over(forward, config=config)
 
 
 def mocked(config: EngineConfig) -> Forward:

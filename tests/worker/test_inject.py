@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     CapsuleReply,
     Generate,
@@ -18,8 +17,8 @@ from mallee.protocol.messages import (
 )
 from mallee.testing.forward import MockForward, linear_tokens
 from mallee.testing.structures import MockStructures
-from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
+from support.driving import engine_over
 
 SPEC = mock_spec(vocab_size=64)
 PROMPT = [7, 8, 9, 10, 11]
@@ -31,13 +30,10 @@ class Driver:
     """An engine, and what it said."""
 
     def __init__(self, config: EngineConfig | None = None) -> None:
-        self.engine = Engine(
+        self.engine = engine_over(
             MockForward(SPEC, num_blocks=64, block_size=4),
             config=config or EngineConfig(),
-            clock=lambda: 0.0,
             structures=MockStructures(SPEC.vocab_size, SPEC.eos_token_ids),
-            worker=WorkerId("w"),
-            incarnation=Incarnation(1),
         )
         self.updates: list[Update] = []
         self.replies: list[CapsuleReply] = []

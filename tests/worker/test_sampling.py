@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import GrammarFailed, InvalidParameter
-from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Fork, Generate, Grammar, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.forward import MockForward
 from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw, TokenHistory, distinct
-from mallee.worker.records import EngineConfig
-from support.driving import drive
+from support.driving import drive, engine_over
 
 EOS = 63
 HOT = Sampling(temperature=1.0, seed=5)
@@ -158,14 +156,7 @@ def test_only_capsules_inside_a_text_can_be_inherited_from(bench: Any) -> None:
 
 
 def plain_engine(forward: Any, structures: MockStructures | None) -> Engine:
-    return Engine(
-        forward,
-        config=EngineConfig(),
-        clock=lambda: 0.0,
-        worker=WorkerId("w0"),
-        incarnation=Incarnation(1),
-        structures=structures,
-    )
+    return engine_over(forward, structures=structures)
 
 
 def test_min_tokens_holds_back_ends(bench: Any) -> None:

@@ -10,7 +10,6 @@ import xxhash
 
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import ConfigError, DeviceMemoryExhausted
-from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     Cancel,
     Capture,
@@ -35,6 +34,7 @@ from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.speculation.drafters import Drafter
 from mallee.worker.speculation.speculator import SpeculationConfig
+from support.driving import engine_over
 from support.speculating import CheckedModel, Kind, Knowing, Name, Teller, Told, Unsure, draft_by
 
 VOCAB, EOS, SIZE = 24, 23, 4
@@ -74,7 +74,7 @@ def make_engine(
     *, num_blocks: int = 400, speculates: bool = False, num_tokens: int = 5, **sched: Any
 ) -> Engine:
     config = {"max_step_tokens": 24, "max_rows": 8, **sched}
-    return Engine(
+    return engine_over(
         KeenForward(SPEC, num_blocks=num_blocks, block_size=SIZE),
         config=EngineConfig(
             SchedulerConfig(**config),
@@ -82,9 +82,6 @@ def make_engine(
             kv_checks=KVChecks("guards", sweep_steps=8),
             speculation=SpeculationConfig("auto" if speculates else "off", num_tokens),
         ),
-        clock=lambda: 0.0,
-        worker=WorkerId("w0"),
-        incarnation=Incarnation(1),
         structures=MockStructures(VOCAB, (EOS,)),
     )
 
