@@ -167,6 +167,7 @@ def test_a_fan_out_spills_to_workers_that_pull_the_capsule() -> None:
         for s in (computed, pulled)
     ]
     assert work == [4 * 2048 + 64 * 4, 2048 + 64 * 4]
+    assert not pulled.texts.notation.texts, "texts of nobody"
     assert_indexes_are_true(pulled)
 
 

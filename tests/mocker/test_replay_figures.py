@@ -144,23 +144,3 @@ def test_who_failed_counts_in_no_latency() -> None:
     assert summary["requests"] == 2
     assert summary["e2e_ms"]["p50"] == summary["e2e_ms"]["p99"] > 0
     assert summary["slo_share"] == 0.5
-
-
-def test_prefixes_that_moved_leave_nothing_behind() -> None:
-    """X6, part: a fan-out that its owner has no rows for goes to workers that pull the prefix."""
-    requests = [Request(0, 0.0, list(range(40)), 160, 4, num_children=3)]
-    requests += [Request(i, 0.0, (), 4, 30, parent=0, branches=24) for i in (1, 2, 3)]
-    simulation = run(
-        made(requests, name="test", id_tokens=4),
-        engines=3,
-        kv_tokens=8000,
-        max_rows=16,
-        policy="cost",
-        can_migrate=True,
-    )
-    assert not simulation.errors
-    assert simulation.fleet.peers is not None
-    assert simulation.fleet.peers.num_moves > 0
-    for worker in simulation.fleet.workers.values():
-        assert worker.engine.engine.stats().lending.open == 0
-    assert not simulation.texts.notation.texts
