@@ -6,9 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from mallee.actors.mock.stack import MockStack
 from mallee.protocol.errors import ConfigError, InternalError
 from support.mock_scene import make_folder, mock_config
 from support.task_groups import FLIP_S, groups, running
-from support.waiting import until
+from support.waiting import until, wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.nats, pytest.mark.slow]
 
@@ -137,19 +137,18 @@ def served(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     url = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            try:
-                if len(httpx.get(f"{url}/health", timeout=5).json()["workers"]) == NUM_ENGINES:
-                    break
-            except (httpx.HTTPError, KeyError):
-                pass
-            assert process.poll() is None, "it ended"
-            time.sleep(0.1)
+        wait_until(lambda: process.poll() is not None or has_all(url), timeout_s=60)
+        assert process.poll() is None, "it ended"
         yield url, process
     finally:
         process.kill()
         process.wait()
+
+
+def has_all(url: str) -> bool:
+    with suppress(httpx.HTTPError, KeyError):
+        return len(httpx.get(f"{url}/health", timeout=5).json()["workers"]) == NUM_ENGINES
+    return False
 
 
 def test_the_command_serves_until_it_is_told_to_end(
