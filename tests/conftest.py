@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from support.lanes import LANDING, is_in_real_time, lane_of
+from support.processor_time import pytest_pyfunc_call  # noqa: F401 (a hook)
 from support.virtual import threads
 from support.virtual.loop import VirtualLoop
 

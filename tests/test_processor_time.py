@@ -1,6 +1,7 @@
 """The bound on the processor time of a test."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,8 @@ def test_a_test_that_takes_too_long_fails(
 ) -> None:
     used: Iterator[float] = iter([10.0, 10.0 + spent_s])
     monkeypatch.setattr(processor_time, "used_s", lambda: next(used))
-    item = SimpleNamespace(nodeid="tests/test_a.py::test_b", get_closest_marker=lambda _: None)
+    config = SimpleNamespace(getoption=lambda *_: None)
+    item = SimpleNamespace(nodeid="tests/test_a.py::test_b", path=Path(__file__), config=config)
     hook = pytest_pyfunc_call(item)  # type: ignore[arg-type]
     next(hook)
     if passes:

@@ -11,6 +11,8 @@ from typing import Final
 
 import pytest
 
+from support.lanes import lane_of
+
 LIMIT_S: Final = 20.0
 LANDING_S: Final = 5.0
 LISTED: Final[dict[str, str]] = {}  # part of a test's id -> why it takes more than LANDING_S
@@ -34,7 +36,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     began = used_s()
     result = yield
     spent_s = used_s() - began
-    limit_s = limit_of(pyfuncitem.nodeid, pyfuncitem.get_closest_marker("process") is not None)
+    profile = pyfuncitem.config.getoption("--hypothesis-profile", None)
+    is_nightly = lane_of(pyfuncitem.path) != "landing" or profile not in (None, "landing")
+    limit_s = limit_of(pyfuncitem.nodeid, is_nightly)
     if limit_s is not None and spent_s > limit_s:
         pytest.fail(
             f"took {spent_s:.1f} s of processor time, more than {limit_s:g} s: make it cheaper, "
