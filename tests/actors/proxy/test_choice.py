@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mallee.actors.proxy import choice as proxy
-from mallee.actors.proxy.haproxy import closed
+from mallee.actors.proxy.haproxy import closed, limited
 
 
 @pytest.fixture
@@ -61,13 +61,27 @@ def test_the_slower_proxy_is_pointed_out_unless_it_was_chosen() -> None:
     assert f"{proxy.SWITCH}=1" in advice
 
 
-def test_ray_side_doors_become_sockets_of_the_folder(tmp_path: Path) -> None:
-    """The template of the installed Ray: nothing but the API listens on an address."""
+def template() -> str:
+    """The configuration that the installed Ray writes."""
     spec = find_spec("ray")  # not imported: that takes seconds
     assert spec is not None
     assert spec.origin is not None
-    template = Path(spec.origin).parent / "serve/_private/haproxy_templates.py"
-    written = template.read_text().replace("{{ config.metrics_port }}", "9101")
+    return (Path(spec.origin).parent / "serve/_private/haproxy_templates.py").read_text()
+
+
+def test_rays_template_takes_the_limits() -> None:
+    """It has the places that are looked for."""
+    frontend = "{{ config.frontend_host }}:{{ config.frontend_port }}"
+    found = limited(template().replace(frontend, "127.0.0.1:8000"), 7)
+    assert found.count("timeout http-request 10s") == found.count("option srvtcpka\n") == 1
+    assert found.count("sc0_conn_cur gt 7 }") == 1
+    assert found.index("!{ path /-/healthz }") < found.index("acl routes path -i /-/routes")
+    assert limited(found, 7) == found
+
+
+def test_ray_side_doors_become_sockets_of_the_folder(tmp_path: Path) -> None:
+    """Nothing but the API listens on an address."""
+    written = template().replace("{{ config.metrics_port }}", "9101")
     written = written.replace("{{ config.stats_port }}", "8404")
     found = closed(written, tmp_path)
     doors = [line.split()[1] for line in found.splitlines() if line.strip().startswith("bind ")]

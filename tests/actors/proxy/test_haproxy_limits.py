@@ -219,24 +219,6 @@ def test_rays_own_paths_are_not_there(
     assert is_passed or b'"code":"not_found"' in answer
 
 
-def test_rays_template_takes_the_limits() -> None:
-    """The configuration that the installed Ray writes has the places that are looked for."""
-    from importlib.util import find_spec
-
-    spec = find_spec("ray")  # not imported: that takes seconds
-    assert spec is not None
-    assert spec.origin is not None
-    template = Path(spec.origin).parent / "serve/_private/haproxy_templates.py"
-    written = template.read_text().replace(
-        "{{ config.frontend_host }}:{{ config.frontend_port }}", "127.0.0.1:8000"
-    )
-    found = haproxy.limited(written, 7)
-    assert found.count("timeout http-request 10s") == found.count("option srvtcpka\n") == 1
-    assert found.count("sc0_conn_cur gt 7 }") == 1
-    assert found.index("!{ path /-/healthz }") < found.index("acl routes path -i /-/routes")
-    assert haproxy.limited(found, 7) == found
-
-
 def test_the_program_of_a_cluster_is_the_same(tmp_path: Path) -> None:
     """`mallee-haproxy`: it checks the configuration that it rewrote."""
     if haproxy_binary() is None:
