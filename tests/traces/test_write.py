@@ -23,7 +23,6 @@ from mallee.traces.read import read_workload
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
 from mallee.traces.write import write_workload
 from support.examples import examples
-from support.public_traces import KINDS, PUBLIC, needs_public
 
 SIZE = 16
 
@@ -343,19 +342,3 @@ def test_a_pipe_whose_reader_has_seen_enough_is_no_wrong_option(tmp_path: Path) 
             write_workload(sessions_workload(2000, seed=0), f"/dev/fd/{writer}")
     finally:
         os.close(writer)
-
-
-@needs_public
-@pytest.mark.parametrize("name", KINDS)
-def test_public_traces_come_back_from_agentic_rows(tmp_path: Path, name: str) -> None:
-    source = read_workload(PUBLIC / name, limit=1500)
-    path = tmp_path / "rows.jsonl.zst"
-    write_workload(source, path, format="agentic")
-    again = read_workload(path, id_tokens=source.id_tokens)
-    for one, two in zip(source, again, strict=True):
-        named = one.name or str(one.number)
-        waits = tuple(other for other in one.wait_for if other != one.parent)
-        want = msgspec.structs.replace(one, name=named, wait_for=waits)
-        if want.output_tokens == 0 and not want.num_children:
-            want = msgspec.structs.replace(want, output_tokens=1)
-        assert exact(two) == exact(want)
