@@ -8,19 +8,13 @@ import struct
 import subprocess
 import sys
 import termios
-from pathlib import Path
 
 import pytest
-import yaml
 
-from mallee.actors.access.keys import new_key
-from mallee.actors.addresses import free_port
-from mallee.actors.mock.stack import MockStack
 from mallee.cli.remote.screen.app import Top
 from mallee.cli.remote.screen.asking import LiveService
 from mallee.cli.remote.screen.sessions import short
 from mallee.client import AsyncMallee, Mallee
-from support.mock_scene import make_folder, mock_config
 from support.screens import has, shown
 
 pytestmark = pytest.mark.process
@@ -55,26 +49,6 @@ async def test_a_fork_grows_on_the_screen_and_is_pruned_from_it(url: str, client
         await pilot.press("y")
         await shown(app, pilot, has("closed grown", "no session"))
     assert client.sessions() == []
-
-
-async def test_a_key_of_a_tenant_sees_its_own_sessions_alone(tmp_path: Path) -> None:
-    made = {name: new_key(name, "client", None) for name in ("alice", "bob")}
-    file = tmp_path / "keys.yaml"
-    file.write_text(yaml.safe_dump({"keys": [each.entry for each in made.values()]}))
-    folder = tmp_path / "model"
-    folder.mkdir()
-    config = mock_config(make_folder(folder), http__keys_file=str(file))
-    async with MockStack(config, port=free_port()) as stack:
-        for name, key in made.items():
-            async with AsyncMallee(stack.base_url, api_key=key.token) as asking:
-                await asking.session(f"of-{name}").complete("a tree", max_tokens=2)
-        service = LiveService(stack.base_url, api_key=made["alice"].token)
-        app = Top(service, interval_s=0.2)
-        async with app.run_test(size=(110, 24)) as pilot:
-            await shown(app, pilot, has("mallee ok", "needs an operator's key"))
-            await pilot.press("2")
-            lines = await shown(app, pilot, has("of-alice", "tokens, device"))
-            assert not has("of-bob")(lines)
 
 
 def test_the_program_draws_in_a_terminal_and_ends_by_a_key(url: str) -> None:
