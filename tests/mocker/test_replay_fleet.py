@@ -24,7 +24,10 @@ def run(workload: Workload, config: ReplayConfig) -> tuple[Simulation, Result]:
     return simulation, replay(workload, config)
 
 
-@pytest.mark.parametrize(("trees", "width", "engines"), [(1, 2, 4), (16, 32, 4), (4, 64, 16)])
+@pytest.mark.parametrize(
+    ("trees", "width", "engines"),
+    [(1, 2, 4), (16, 32, 4), (4, 64, 16), pytest.param(4, 32, 1000, marks=pytest.mark.slow)],
+)
 def test_forks_go_to_the_worker_that_holds_their_parent(
     trees: int, width: int, engines: int
 ) -> None:

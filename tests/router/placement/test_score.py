@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -233,6 +234,74 @@ def test_prices_and_choice_equal_the_formulas(
     assert [choice.cost.pull_s, choice.pulled_blocks] == pull
     overlaps = bench.terms[score.TERM_OVERLAP, :num_workers]
     assert choice.best_overlap_blocks == overlaps[allowed].max()
+
+
+HAND_MADE = [
+    # An idle worker: 10 steps of base + own row + own 5 blocks.
+    ((0, 0, 0), Demand(100, 5, 0, 1, 1, 10), (0.0, 0.3, 10 * (0.01 + 0.002 + 0.0005))),
+    # Queued prefill is waited for.
+    ((400, 0, 0), Demand(100, 5, 0, 1, 1, 10), (0.4, 0.3, 10 * (0.01 + 0.002 + 0.0005))),
+    # 3 rows over 20 blocks: they slow the newcomer, the newcomer slows all 4.
+    ((0, 3, 20), Demand(0, 5, 0, 1, 1, 10), (0.0, 0.003, 10 * (0.01 + 0.008 + 4 * 0.0025))),
+    # Two own rows: everybody's slowdown is shared out over them.
+    ((0, 2, 0), Demand(0, 5, 0, 1, 2, 10), (0.0, 0.003, 10 * (0.01 + 0.004 + 2 * 0.0045))),
+    # No decode (a prefill for a capsule), nothing computed.
+    ((0, 7, 70), Demand(0, 5, 0, 1, 1, 0, 0), (0.0, 0.0, 0.0)),
+]
+
+
+@pytest.mark.parametrize(("loads", "demand", "want"), HAND_MADE)
+def test_cost_is_the_documented_sum(
+    loads: tuple[int, int, int], demand: Demand, want: tuple[float, float, float]
+) -> None:
+    """K11: queued prefill + own prefill + decode slowdown, each term as computed by hand."""
+    bench = Bench(1)
+    prefill, rows, blocks = loads
+    bench.loads[[layout.LOAD_PREFILL, layout.LOAD_ROWS, layout.LOAD_BLOCKS], 0] = (
+        prefill,
+        rows,
+        blocks,
+    )
+    bench.loads[layout.LOAD_PREFILL_ENDS, 0] = NOW + 1000
+    choice = bench.choose(demand)
+    assert choice is not None
+    assert tuple(choice.cost) == pytest.approx((*want, 0.0, 0.0), rel=1e-5)
+    assert bench.totals == pytest.approx([sum(want)], rel=1e-5)
+
+
+COST_TABLE = [
+    # tokens queued at the holder, seconds a block pulled, and what is cheapest
+    (0, 0.004, "wait"),
+    (400, 0.004, "move"),  # 60 blocks: 0.26 s pulled, 0.96 s x 3 computed
+    (200, 0.004, "wait"),
+    (100, 0.050, "wait"),  # a pull would take longer than computing
+    (4000, 0.050, "recompute"),
+]
+
+
+@pytest.mark.parametrize(("queued", "block_s", "cheapest"), COST_TABLE)
+def test_a_prompt_waits_moves_or_is_computed_again(
+    queued: int, block_s: float, cheapest: str
+) -> None:
+    """X6, part: the cost table, on a holder with a queue and an idle worker beside it."""
+    bench = Bench(2)
+    bench.loads[layout.LOAD_LENDS, :2] = 1
+    bench.loads[layout.LOAD_PREFILL, 0] = queued
+    bench.loads[layout.LOAD_PREFILL_ENDS, 0] = NOW + queued * MODEL.prefill_token_s
+    bench.held[:, 0] = 60
+    spill = replace(PULLS, migrate_byte_s=block_s / PULLS.kv_block_nbytes)
+    bench.pricer = Pricer(RouterConfig(cost=MODEL, spill=spill), bench.loads, lambda: 0.0)
+    demand = Demand(960, 60, 1, 1, 1, 1)
+    choice = bench.choose(demand)
+    assert choice is not None
+    wait_s, compute_s = queued * MODEL.prefill_token_s, 959 * MODEL.prefill_token_s
+    move_s = spill.migrate_latency_s + 60 * block_s
+    ways = {"wait": wait_s, "recompute": compute_s * MODEL.prefill_weight}
+    if move_s <= 960 * MODEL.prefill_token_s:
+        ways["move"] = move_s
+    assert min(ways, key=lambda way: ways[way]) == cheapest
+    chosen = "wait" if choice.slot == 0 else "move" if choice.pulled_blocks else "recompute"
+    assert chosen == cheapest
 
 
 @pytest.mark.parametrize("policy", ["cost", "round_robin", "least_loaded", "dynamo"])
