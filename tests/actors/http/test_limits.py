@@ -24,6 +24,12 @@ CAPSULES, FORK = "/v1/capsules", "/v1/capsules/req_x.0/fork"
 ROUTES = (COMPLETIONS, CHAT, CAPSULES, FORK)
 
 
+@pytest.fixture
+def roomy(call_with: Callable[[HttpSettings], Any]) -> Any:
+    """Bodies may have their default size."""
+    return call_with(HttpSettings())
+
+
 def refusal(answer: Any, status: int = 400) -> dict[str, Any]:
     assert answer.status == status, answer.body
     error: dict[str, Any] = answer.body["error"]
@@ -44,20 +50,18 @@ def refusal(answer: Any, status: int = 400) -> dict[str, Any]:
     ],
 )
 def test_a_field_over_its_limit_is_refused_with_the_limit(
-    call_with: Callable[[HttpSettings], Any], field: str, value: Any, limit: str
+    roomy: Any, field: str, value: Any, limit: str
 ) -> None:
     """F30, part: stop strings, ids, biases, salts, branches, grammars and sessions."""
-    call = call_with(HttpSettings())
-    error = refusal(call("POST", COMPLETIONS, {"prompt": "a", field: value}))
+    error = refusal(roomy("POST", COMPLETIONS, {"prompt": "a", field: value}))
     assert limit in error["message"]
     assert len(error["message"]) < 300
-    assert not call.service.streams
+    assert not roomy.service.streams
 
 
-def test_suffixes_and_messages_have_a_limit(call_with: Callable[[HttpSettings], Any]) -> None:
+def test_suffixes_and_messages_have_a_limit(roomy: Any) -> None:
     """F30, part."""
-    call = call_with(HttpSettings())
-    assert "128" in refusal(call("POST", FORK, {"suffixes": ["a"] * 129}))["message"]
+    assert "128" in refusal(roomy("POST", FORK, {"suffixes": ["a"] * 129}))["message"]
     message = {"role": "user", "content": "a"}
     assert len(read_messages([message] * MAX_MESSAGES)) == MAX_MESSAGES
     with pytest.raises(InvalidParameter, match=str(MAX_MESSAGES)):
@@ -78,40 +82,36 @@ def nested(depth: int) -> Any:
 )
 @pytest.mark.parametrize("depth", [MAX_DEPTH - 3, MAX_DEPTH + 1, 400, 900, 100_000])
 def test_nesting_is_bounded_wherever_it_stands(
-    call_with: Callable[[HttpSettings], Any], route: str, field: str, depth: int
+    roomy: Any, route: str, field: str, depth: int
 ) -> None:
     """F30, part: deep JSON is the client's error, also where recursive code would read it."""
-    call = call_with(HttpSettings())
     inner = b"[" * depth + b"]" * depth
     if field == "guided_json":
         inner = b'{"a":' * depth + b"1" + b"}" * depth
     raw = b'{"prompt": "a", "' + field.encode() + b'": ' + inner + b"}"
-    answer = call.raw("POST", route, content=raw)
+    answer = roomy.raw("POST", route, content=raw)
     assert answer.status_code in (200, 400)
     if depth > MAX_DEPTH:
         assert str(MAX_DEPTH) in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("depth", [200, 900, 5_000, 100_000])
-def test_nesting_is_bounded_inside_of_texts_that_are_read(
-    call_with: Callable[[HttpSettings], Any], depth: int
-) -> None:
+def test_nesting_is_bounded_inside_of_texts_that_are_read(roomy: Any, depth: int) -> None:
     """F30, part: the arguments of calls, and schemas."""
-    call = call_with(HttpSettings())
     text = '{"a":' * depth + "{}" + "}" * depth
     function = {"name": "f", "arguments": text}
     answered = {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}
     messages: list[Any] = [{"role": "user", "content": "a"}]
-    error = refusal(call("POST", CHAT, {"messages": [*messages, answered]}))
+    error = refusal(roomy("POST", CHAT, {"messages": [*messages, answered]}))
     assert error["param"] == "messages[1].tool_calls[0].function.arguments"
     tools = [{"type": "function", "function": {"name": "f"}}]
     body = {"messages": messages, "tools": tools, "guided_json": text}
-    assert call("POST", CHAT, body).status in (200, 400)
+    assert roomy("POST", CHAT, body).status in (200, 400)
 
 
-def test_brackets_in_texts_are_no_levels(call_with: Callable[[HttpSettings], Any]) -> None:
+def test_brackets_in_texts_are_no_levels(roomy: Any) -> None:
     body = {"prompt": "[{" * 20, "stop": ["[" * 300], "user": "{" * 300, "stop_token_ids": []}
-    assert call_with(HttpSettings())("POST", COMPLETIONS, body).status == 200
+    assert roomy("POST", COMPLETIONS, body).status == 200
 
 
 @pytest.mark.parametrize(
@@ -133,11 +133,9 @@ def test_brackets_in_texts_are_no_levels(call_with: Callable[[HttpSettings], Any
         b'{"prompt": "a", "logit_bias": {"' + b"1" * 3000 + b'": 1}}',
     ],
 )
-def test_hostile_values_are_refused_and_hardly_echoed(
-    call_with: Callable[[HttpSettings], Any], raw: bytes
-) -> None:
+def test_hostile_values_are_refused_and_hardly_echoed(roomy: Any, raw: bytes) -> None:
     """F30, part: no error text repeats more than the beginning of a client's value."""
-    answer = call_with(HttpSettings()).raw("POST", COMPLETIONS, content=raw)
+    answer = roomy.raw("POST", COMPLETIONS, content=raw)
     assert answer.status_code in (400, 404)
     error = answer.json()["error"]
     assert len(error["message"]) < 400
@@ -149,50 +147,40 @@ LARGE = 3 << 20
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("value", [b"1", b"[]", b"{}", b'"a"', b'"\\""', b"null", b'{"a":1}'])
-def test_a_body_of_too_many_values_is_413(
-    call_with: Callable[[HttpSettings], Any], route: str, value: bytes
-) -> None:
+def test_a_body_of_too_many_values_is_413(roomy: Any, route: str, value: bytes) -> None:
     """F30, part: to decode them would stop every other request, also in another thread."""
-    call = call_with(HttpSettings())
     num = LEAST_VALUES + 1
     for field in (b"prompt", b"nvext"):
         raw = b'{"' + field + b'": [' + b",".join([value] * num) + b"]}"
-        answer = call.raw("POST", route, content=raw)
+        answer = roomy.raw("POST", route, content=raw)
         assert answer.status_code == 413
         assert answer.json()["error"]["code"] == "request_too_large"
         assert str(LEAST_VALUES) in answer.json()["error"]["message"]
         half = b'{"zzz": [' + b",".join([value] * (num // 5)) + b"]}"
-        assert call.raw("POST", route, content=half).status_code == 400
+        assert roomy.raw("POST", route, content=half).status_code == 400
 
 
-def test_names_of_an_object_count_too(call_with: Callable[[HttpSettings], Any]) -> None:
+def test_names_of_an_object_count_too(roomy: Any) -> None:
     raw = json.dumps({"prompt": "a", "metadata": {str(i): 1 for i in range(LEAST_VALUES // 2)}})
-    answer = call_with(HttpSettings()).raw("POST", COMPLETIONS, content=raw.encode())
+    answer = roomy.raw("POST", COMPLETIONS, content=raw.encode())
     assert answer.status_code == 413
 
 
 @pytest.mark.parametrize("text", ["a, b [c] {d}: ", '\\", [{" ', "\\\\", '"', "7", ',"\\'])
-def test_a_text_is_one_value_whatever_it_says(
-    call_with: Callable[[HttpSettings], Any], text: str
-) -> None:
-    call = call_with(HttpSettings())
+def test_a_text_is_one_value_whatever_it_says(roomy: Any, text: str) -> None:
     body = {"prompt": "a", "metadata": [text * (LARGE // len(text)), "b"]}
-    assert call.raw("POST", COMPLETIONS, content=json.dumps(body).encode()).status_code == 200
+    assert roomy.raw("POST", COMPLETIONS, content=json.dumps(body).encode()).status_code == 200
 
 
-def test_long_numbers_of_a_large_body_are_refused(
-    call_with: Callable[[HttpSettings], Any],
-) -> None:
+def test_long_numbers_of_a_large_body_are_refused(roomy: Any) -> None:
     """F30, part: reading one takes the square of its length."""
     raw = b'{"prompt": "a", "nvext": [' + (b"9" * 4300 + b",") * 100 + b"1]}"
-    answer = call_with(HttpSettings()).raw("POST", COMPLETIONS, content=raw)
+    answer = roomy.raw("POST", COMPLETIONS, content=raw)
     assert answer.status_code == 400
     assert "256 digits" in answer.json()["error"]["message"]
 
 
-def test_a_prompt_of_the_window_is_read_whatever_the_limit(
-    call_with: Callable[[HttpSettings], Any], service: Any
-) -> None:
+def test_a_prompt_of_the_window_is_read_whatever_the_limit(call_with: Any, service: Any) -> None:
     """The limit of values grows with the model's window."""
     service.model = msgspec.structs.replace(service.model, max_model_len=2 * LEAST_VALUES)
     call = call_with(HttpSettings())
@@ -202,33 +190,16 @@ def test_a_prompt_of_the_window_is_read_whatever_the_limit(
     assert refusal(too_many)["code"] == "context_length_exceeded"
 
 
+COUNTS = ("max_tokens", "min_tokens", "n", "seed", "top_k")
 NUMBERS = {
     COMPLETIONS: (
-        *(
-            "max_tokens",
-            "min_tokens",
-            "n",
-            "seed",
-            "top_k",
-            "logprobs",
-            "temperature",
-            "top_p",
-            "min_p",
-        ),
-        *("repetition_penalty", "presence_penalty", "frequency_penalty", "best_of", "prompt"),
-        *("stop_token_ids", "logit_bias", "nvext", "mallee", "prompt_logprobs"),
+        *(*COUNTS, "logprobs", "temperature", "top_p", "min_p", "repetition_penalty", "best_of"),
+        *("presence_penalty", "frequency_penalty", "prompt", "stop_token_ids", "logit_bias"),
+        *("nvext", "mallee", "prompt_logprobs"),
     ),
-    CHAT: (
-        "max_tokens",
-        "max_completion_tokens",
-        "min_tokens",
-        "n",
-        "seed",
-        "top_k",
-        "top_logprobs",
-    ),
+    CHAT: (*COUNTS, "max_completion_tokens", "top_logprobs"),
     CAPSULES: ("prompt", "ttl_s", "mallee"),
-    FORK: ("n", "at", "max_tokens", "min_tokens", "seed", "top_k", "logprobs", "suffixes"),
+    FORK: (*COUNTS, "at", "logprobs", "suffixes"),
 }
 SHAPES = {
     "prompt": "[%s]",
@@ -243,10 +214,9 @@ SHAPES = {
 @pytest.mark.parametrize("digits", [19, 20, 400, 4299, 4300, 5000])
 @pytest.mark.parametrize("sign", ["", "-"])
 def test_numbers_of_any_length_are_the_clients_fault(
-    call_with: Callable[[HttpSettings], Any], route: str, digits: int, sign: str
+    roomy: Any, route: str, digits: int, sign: str
 ) -> None:
     """F30, part: also beyond those that Python writes out, also where they are added up."""
-    call = call_with(HttpSettings())
     number = sign + "9" * digits
     base = {CHAT: '"messages": [{"role": "user", "content": "a"}], "logprobs": true'}
     base |= {FORK: '"n": 1', COMPLETIONS: '"prompt": "a"', CAPSULES: '"prompt": "a"'}
@@ -257,7 +227,7 @@ def test_numbers_of_any_length_are_the_clients_fault(
             value = f'{{"{inner}": {value}}}' if inner else value
             head = "" if field in base[route] else base[route] + ", "
             raw = f'{{{head}"{field}": {value}}}'
-            answer = call.raw("POST", route, content=raw.encode())
+            answer = roomy.raw("POST", route, content=raw.encode())
             assert answer.status_code in (200, 400), (field, inner, answer.text)
             if answer.status_code == 400:
                 assert len(answer.json()["error"]["message"]) < 500
@@ -265,10 +235,9 @@ def test_numbers_of_any_length_are_the_clients_fault(
                 assert answer.status_code == 400, field
 
 
-def test_two_long_limits_that_differ_are_refused(call_with: Callable[[HttpSettings], Any]) -> None:
-    call = call_with(HttpSettings())
+def test_two_long_limits_that_differ_are_refused(roomy: Any) -> None:
     body = '{"messages": [{"role": "user", "content": "a"}], "max_tokens": %s, "max_completion_tokens": %s}'
-    answer = call.raw("POST", CHAT, content=(body % ("9" * 4300, "8" * 4300)).encode())
+    answer = roomy.raw("POST", CHAT, content=(body % ("9" * 4300, "8" * 4300)).encode())
     assert answer.status_code == 400
     assert len(answer.json()["error"]["message"]) < 300
 
@@ -323,9 +292,8 @@ def test_a_body_that_stops_coming_is_408(call: Any, held: int) -> None:
     assert answer.headers["connection"] == "close"
 
 
-def test_a_slow_body_that_keeps_its_rate_is_read(call_with: Any) -> None:
+def test_a_slow_body_that_keeps_its_rate_is_read(roomy: Any) -> None:
     """All of it takes longer than a body that brings nothing may."""
-    call = call_with(HttpSettings())
 
     async def slow() -> AsyncIterator[bytes]:
         for _ in range(2 * int(middleware.BODY_S)):
@@ -333,7 +301,7 @@ def test_a_slow_body_that_keeps_its_rate_is_read(call_with: Any) -> None:
             await elapse(1)
         yield b'{"prompt":"abcd"}'
 
-    assert call.raw("POST", COMPLETIONS, content=slow()).status_code == 200
+    assert roomy.raw("POST", COMPLETIONS, content=slow()).status_code == 200
 
 
 def test_an_answer_of_too_many_logprobs_has_to_be_streamed(
@@ -353,11 +321,10 @@ def test_an_answer_of_too_many_logprobs_has_to_be_streamed(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_a_large_answer_leaves_turns_to_other_requests(
-    call_with: Callable[[HttpSettings], Any], path: str, *, stream: bool, logprobs: bool
+    roomy: Any, path: str, *, stream: bool, logprobs: bool
 ) -> None:
     """F30, part: however many tokens wait, with log-probabilities fewer at once."""
-    call = call_with(HttpSettings())
-    call.service.reply = lambda branch: "x" * 1000
+    roomy.service.reply = lambda branch: "x" * 1000
     body: dict[str, Any] = {"max_tokens": 200, "n": 128, "stream": stream}
     if path == CHAT:
         body |= {"messages": [{"role": "user", "content": "a"}], "logprobs": logprobs}
@@ -373,7 +340,7 @@ def test_a_large_answer_leaves_turns_to_other_requests(
 
     async def both() -> Any:
         turning = asyncio.create_task(turn())
-        answer = await call._send("POST", path, json=body)
+        answer = await roomy._send("POST", path, json=body)
         turning.cancel()
         return answer
 
