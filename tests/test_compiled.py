@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).resolve().parent.parent
 PLAY = """
 import mallee.worker.engine as engine
@@ -53,10 +55,7 @@ def played(path: Path) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(
-    os.environ.get("MALLEE_TEST_COMPILED") != "1" or shutil.which("cc") is None,
-    reason="takes minutes and a C compiler: set MALLEE_TEST_COMPILED=1",
-)
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_a_compiled_build_decides_the_same(tmp_path: Path) -> None:
     """K21, part, K26, part: neither a replay's digest nor a token depends on how the engine was built."""
     source = tmp_path / "source"

@@ -1,12 +1,8 @@
 """README and docs: links resolve, paths and commands in them exist, the README keeps its size."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -152,31 +148,6 @@ def test_errors_in_the_table_of_troubles_are_codes_of_the_api() -> None:
             kind = type_of(code) or of_http.get(code)
             assert kind is not None, code
             assert str(kind.status) == status, code
-
-
-def test_the_site_is_built_without_a_broken_link_or_anchor(tmp_path: Path) -> None:
-    if find_spec("mkdocs") is None or find_spec("material") is None:
-        pytest.skip("needs the extra docs: pip install '.[docs]'")
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "--quiet",
-        "build",
-        *("--config-file", "mkdocs.yml", "--site-dir", str(tmp_path / "site")),
-    ]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    for page in PAGES[2:]:
-        made = (tmp_path / "site" / page.relative_to(ROOT / "docs")).with_suffix(".html")
-        assert made.exists(), made
 
 
 def test_every_page_is_in_the_index() -> None:

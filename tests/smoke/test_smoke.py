@@ -1,4 +1,4 @@
-"""What each change shows over processes: one `mallee serve`, as a user starts it, for all of these tests.
+"""A smoke over processes: one `mallee serve`, as a user starts it, for all of these tests.
 
 They come in an order: the open service, one whose worker was killed, one that was deployed anew with keys,
 and its end.

@@ -43,10 +43,10 @@ async def until_asked(claim: Callable[[], Awaitable[bool]], timeout_s: float = 1
             await asyncio.sleep(0.01)
 
 
-def wait_until(claim: Callable[[], bool], *, timeout_s: float) -> float:
+def wait_until(claim: Callable[[], bool], *, timeout_s: float, pause_s: float = 0.02) -> float:
     """As `until`, without an event loop. Returns the seconds that it took."""
     begin = time.monotonic()
     while not claim():
         assert time.monotonic() - begin < timeout_s, "it did not come true in time"
-        time.sleep(0.02)
+        time.sleep(pause_s)
     return time.monotonic() - begin

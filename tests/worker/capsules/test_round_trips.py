@@ -39,6 +39,7 @@ from support.exact_capsules import (
     kv_bytes,
     tiny_forward,
 )
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_window_pools")
 
@@ -72,11 +73,12 @@ def run(engine: Engine, *commands: Command) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     for command in commands:
         engine.submit(command, "g")
-    deadline = time.monotonic() + 30
-    assert engine._lower is not None
-    while (engine.has_work or engine._lower.num_moving) and time.monotonic() < deadline:
+    lower = engine._lower
+    assert lower is not None
+    while engine.has_work or lower.num_moving:
         if not engine.has_work:
-            time.sleep(1e-4)
+            is_heard = lambda: engine.has_work or not lower.num_moving  # noqa: E731
+            wait_until(is_heard, timeout_s=30, pause_s=1e-4)
             continue
         for frame in engine.step().frames.values():
             assert all(reply.error is None for reply in frame.replies), frame.replies
