@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -15,6 +16,7 @@ from mallee.protocol.errors import CodecError, ConfigError
 from mallee.synth import saved
 from mallee.synth.core.model import Model
 from mallee.synth.fit import fit
+from mallee.synth.programs.named import PROGRAMS
 from mallee.synth.saved import is_model, load_model, privacy_note, save_model
 from mallee.synth.session.model import SessionModel
 from mallee.synth.session.shareable.model import to_shareable
@@ -22,8 +24,9 @@ from mallee.traces.trace import trace_of
 from mallee.traces.workload import Workload
 from mallee.traces.write import write_workload
 from support.examples import examples
-from support.synth.sources import agents, searches
+from support.synth.sources import agents
 
+searches = partial(PROGRAMS["bfs"].generate, requests=400, seed=1)
 MAKERS = {"session": agents, "tree": agents, "search": searches}
 
 

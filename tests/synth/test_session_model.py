@@ -1,7 +1,8 @@
 """K25, X9: the session model keeps what a source did and makes new sessions of it."""
 
+import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -20,75 +21,23 @@ from mallee.traces.made import sessions_workload
 from mallee.traces.numbers import Floats
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import Request, Runs, Workload
+from support.synth.families import FAMILIES
 
 SIZE = 16
 
 
-def agents(num: int, *, seed: int = 0, edges: bool = True) -> Workload:
-    """Sessions that call, roll back, and now and then spawn sub-agents and wait for them."""
-    rng = np.random.default_rng(seed)
-    requests: list[tuple[float, Request, list[int]]] = []
-    key, fresh = 0, 1000
-
-    def texts(count: int) -> tuple[int, int]:
-        nonlocal fresh
-        fresh += count
-        return fresh - count, count
-
-    def call(
-        at_s: float, runs: list[tuple[int, int]], name: str, cls: str, waits: list[int]
-    ) -> int:
-        nonlocal key
-        ids = Runs(runs)
-        answer = int(rng.integers(5, 60))
-        tokens = len(ids) * SIZE + int(rng.integers(SIZE))
-        requests.append((at_s, Request(key, at_s, ids, tokens, answer, name, cls), waits))
-        key += 1
-        return key - 1
-
-    at_s = 0.0
-    for session in range(num):
-        at_s += float(rng.exponential(20.0))
-        now, runs, waits = at_s, [(int(rng.integers(3)) * 50, 20)], []
-        for _ in range(int(rng.integers(2, 14))):
-            runs = [*runs, texts(int(rng.integers(1, 9)))]
-            last = call(now, runs, f"x{session}", "turn", waits)
-            waits = [last]
-            now += float(rng.exponential(9.0))
-            if rng.random() < 0.15:
-                began = now
-                for _child in range(int(rng.integers(1, 4))):
-                    own, before, then = [(200, 5), texts(4)], [last], began
-                    for _ in range(int(rng.integers(1, 5))):
-                        before = [call(then, own, f"x{session}", "sub-agent", before)]
-                        own = [*own, texts(2)]
-                        then += float(rng.exponential(2.0))
-                    waits = [*waits, before[0]]
-                    now = max(now, then + 1.0)
-            if rng.random() < 0.1 and len(runs) > 3:
-                runs = runs[:-2]
-
-    def read() -> Iterator[Request]:
-        order = sorted(requests, key=lambda each: (each[0], each[1].number))
-        place = {request.number: i for i, (_, request, _) in enumerate(order)}
-        for number, (_, request, waits) in enumerate(order):
-            waited = tuple(sorted({place[other] for other in waits})) if edges else ()
-            yield Request(
-                number, request.arrival_s, request.ids, request.input_tokens, request.output_tokens,
-                request.session, request.cls, waited, 0.5 if waited else 0.0,
-            )  # fmt: skip
-
-    return Workload("made-up agents", SIZE, read, kind="agentic")
+@functools.cache
+def family(name: str, num: int) -> tuple[Request, ...]:
+    return tuple(FAMILIES[name](num, 1))
 
 
-@pytest.fixture
-def source() -> Trace:
-    return trace_of(agents(60))
+def source_of(requests: Sequence[Request]) -> Trace:
+    return trace_of(Workload("family", 64, lambda: iter(requests)))
 
 
 def test_every_step_is_done_once_and_at_its_position() -> None:
     """X9, part: recombining keeps each step, so what steps add, answer and wait keeps its distribution."""
-    steps = fit_session(trace_of(agents(300))).steps
+    steps = fit_session(source_of(family("best_of", 2000))).steps
     plan = recombine(steps, np.random.default_rng(1))
     assert sorted(plan.steps.tolist()) == list(range(len(steps)))
     for low, high in zip(plan.starts[:-1], plan.starts[1:], strict=True):
@@ -101,30 +50,33 @@ def test_every_step_is_done_once_and_at_its_position() -> None:
     assert 0.03 < 1 - follows.mean() < 0.8  # some sessions went on as others did
 
 
-def test_joins_wait_for_the_last_call_of_every_child(source: Trace) -> None:
-    """K25: sub-agents have their own root, and who joins them waits for all of them."""
-    made = list(fit_session(source).generate(requests=len(source), seed=3))
-    joins = [r for r in made if r.cls == "turn" and len(r.wait_for) > 1]
-    then = [r for r in agents(60) if r.cls == "turn" and len(r.wait_for) > 1]
+def test_joins_wait_for_the_last_call_of_every_child() -> None:
+    """K25: sub-agents have their own lines, and who joins them waits for the last calls of those."""
+    spawns = family("spawns", 1200)
+    source = source_of(spawns)
+    workload = fit_session(source).generate(requests=len(source), seed=3)
+    made = list(workload)
+    joins, then = (
+        [r for r in requests if r.cls == "level0" and len(r.wait_for) > 1]
+        for requests in (made, spawns)
+    )
     assert abs(len(joins) - len(then)) <= 4  # where the trace ends, some are cut off
     for join in joins:
-        children = [made[other] for other in join.wait_for if made[other].cls == "sub-agent"]
+        children = [made[other] for other in join.wait_for if made[other].cls != "level0"]
         assert children
         for child in children:
-            later = [r for r in made if child.number in r.wait_for and r.cls == "sub-agent"]
+            later = [r for r in made if child.number in r.wait_for and r.cls == child.cls]
             assert not later  # it was its line's last
-    a, b = analyze(source), analyze(trace_of(_as_workload(made)))
+    a, b = analyze(source), analyze(trace_of(workload))
     assert distance(a.family.children_per_spawn, b.family.children_per_spawn) < 0.05
 
 
 def test_a_part_of_a_trace_has_the_rate_of_the_whole() -> None:
     """X9, part: fewer requests are fewer sessions at the same rate, each of them whole."""
-    rows = [r for r in agents(100, edges=False) if r.cls == "turn"]
-    rows = [msgspec.structs.replace(r, number=i) for i, r in enumerate(rows)]
-    late = msgspec.structs.replace(
-        rows[-1], number=len(rows), arrival_s=rows[-1].arrival_s + 3000.0
-    )
-    model = fit_session(trace_of(_as_workload([*rows, late])))
+    rows = family("best_of", 2000)
+    late_s = rows[-1].arrival_s + 3000.0
+    late = msgspec.structs.replace(rows[-1], number=len(rows), arrival_s=late_s)
+    model = fit_session(source_of([*rows, late]))
     assert model.cut_off is None  # for long nobody began: all sessions ended
     made = list(model.generate(requests=len(rows) // 4, seed=0))
     begun_s = max(
@@ -306,8 +258,8 @@ def test_values_near_others_stay_in_range_and_keep_what_many_share(
     assert abs(near.mean() - array.mean()) <= 1.0
 
 
-def test_what_cannot_be_turned_or_learned_is_refused(source: Trace) -> None:
-    model = fit_session(source)
+def test_what_cannot_be_turned_or_learned_is_refused() -> None:
+    model = fit_session(source_of(family("best_of", 2000)))
     with pytest.raises(ConfigError, match="requests=0"):
         model.generate(requests=0, seed=0)
     with pytest.raises(ConfigError, match="speedup=-1"):

@@ -1,17 +1,13 @@
-"""Made-up sources for models to learn: sessions with agents, fan-outs, searches."""
+"""Made-up sources for models to learn: sessions with agents, and requests of any form."""
 
 import numpy as np
-from msgspec.structs import replace
 
-from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
+from mallee.traces.workload import Request, Runs, Workload
 
 SIZE = 16
 SESSIONS = 60
 TURNS = 6
 SYSTEM = (6, 10)  # blocks of the two system prompts
-TREES = 30
-INSTRUCTIONS = 8  # blocks that all searches begin with
-LEVELS = 3
 
 
 def agents(seed: int = 0) -> Workload:
@@ -77,54 +73,6 @@ def agent(
 def waits(place: dict[tuple[int, int], int], session: int, turn: int) -> tuple[int, ...]:
     before = place.get((session, 0 if turn == 100 else turn - 1))
     return () if before is None else (before,)
-
-
-def searches(seed: int = 0) -> Workload:
-    """Trees grown level by level: all thoughts of a level wait for all of the one above."""
-    grown = [r for tree in range(TREES) for r in search(tree, np.random.default_rng([seed, tree]))]
-    order = sorted(range(len(grown)), key=lambda i: grown[i].arrival_s)
-    place = {old: new for new, old in enumerate(order)}
-    base = 0
-    mended = []
-    for i, each in enumerate(grown):
-        base = i if each.parent == NO_PARENT else base
-        parent = each.parent if each.parent == NO_PARENT else place[base + each.parent]
-        waits = tuple(sorted(place[base + other] for other in each.wait_for))
-        mended.append(replace(each, number=place[i], parent=parent, wait_for=waits))
-    mended.sort(key=lambda each: each.number)
-    return Workload("searches", SIZE, lambda: iter(mended), kind="trees", has_forks=True)
-
-
-def search(tree: int, rng: np.random.Generator) -> list[Request]:
-    """One tree; numbers are from its root's on."""
-    tokens = SIZE * INSTRUCTIONS + int(rng.integers(1, 3 * SIZE))
-    ids = Runs([(0, INSTRUCTIONS)])
-    found = [Request(0, 30.0 * tree, ids, tokens, 0, f"t{tree}", "root")]
-    kept = [0]
-    for level in range(LEVELS):
-        before = tuple(i for i, each in enumerate(found) if each.arrival_s == found[-1].arrival_s)
-        at_s = 30.0 * tree + 2.0 * (level + 1)
-        grown: list[int] = []
-        for parent in kept:
-            width = int(rng.integers(2, 5))
-            found[parent] = replace(found[parent], num_children=width)
-            for _ in range(width):
-                grown.append(len(found))
-                found.append(
-                    Request(
-                        number=len(found),
-                        arrival_s=at_s,
-                        ids=(),
-                        input_tokens=0,
-                        output_tokens=int(rng.integers(4, 30)),
-                        session=f"t{tree}",
-                        cls="thought",
-                        wait_for=before,
-                        parent=parent,
-                    )
-                )
-        kept = grown[:2]
-    return found
 
 
 def anything(seed: int) -> Workload:
