@@ -11,9 +11,10 @@ import pytest
 from mallee.synth.core.knobs import Knobs
 from mallee.synth.core.model import Model
 from mallee.synth.fit import fit
+from mallee.synth.programs.named import PROGRAMS
 from mallee.synth.saved import save_model
 from mallee.traces.trace import trace_of
-from support.synth.sources import agents, searches
+from support.synth.sources import agents
 
 pytestmark = pytest.mark.process
 
@@ -29,7 +30,7 @@ print(own.digest(own.learned(sys.argv[2]), 5), own.digest(load_model(sys.argv[3]
 
 def learned(kind: str) -> Model:
     """A tree, a session model, or one of searches."""
-    source = searches() if kind == "search" else agents()
+    source = PROGRAMS["bfs"].generate(requests=400, seed=1) if kind == "search" else agents()
     return fit(trace_of(source), "tree" if kind == "tree" else "session")
 
 
