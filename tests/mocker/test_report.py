@@ -5,6 +5,7 @@ import json
 import re
 import sys
 import xml.etree.ElementTree as ET
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -14,83 +15,35 @@ from hypothesis import strategies as st
 
 from mallee.figures import page, style, text
 from mallee.figures.charts import Line, cdf_figure, curves_figure
-from mallee.mocker.replay.records import Columns, Histogram
+from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.result import Result
+from mallee.mocker.replay.run import replay
 from mallee.mocker.report import run_charts
 from mallee.mocker.report.write import CSV_COLUMNS, write_csv, write_report
+from mallee.mocker.timing import Fixed, Timing
 from mallee.protocol.errors import ConfigError
+from mallee.testing.workloads import made
+from mallee.traces.workload import Request
 
 NAN = float("nan")
 
 
-def times(**values: float | None) -> dict[str, float | None]:
-    return {"p50": 1.0, "p90": 2.0, "p99": 3.0, "mean": 1.5, **values}
-
-
-def group(requests: int) -> dict[str, object]:
-    names = ("ttft_ms", "e2e_ms", "queue_ms", "tpot_ms")
-    return {"requests": requests, "hit_rate": 0.25, **{name: times() for name in names}}
-
-
-def make_result(num: int = 3, sessions: tuple[str, ...] = ("a<b>", "")) -> Result:
-    """`num` requests a second apart; the last one never began."""
-    arrival = np.arange(num, dtype=float)
-    first = arrival + 0.25
-    end = arrival + 2.0
-    first[-1], end[-1] = NAN, NAN
-    ints = np.arange(num)
-    columns = Columns(
-        number=ints,
-        arrival_s=arrival,
-        routed_s=arrival,
-        first_s=first,
-        end_s=end,
-        input_tokens=ints * 0 + 100,
-        output_tokens=ints * 0 + 8,
-        cached_tokens=ints * 0 + 25,
-        computed_tokens=ints * 0 + 75,
-        worker=np.where(ints == num - 1, -1, ints % 2),
-        session=ints % len(sessions),
-        cls=ints * 0,
-        retries=ints * 0,
-        branches=ints * 0 + 1,
+@cache
+def make_result(num: int = 3) -> Result:
+    """`num` requests a second apart, each of which takes two; the last one never began."""
+    requests = [Request(i, float(i), (), 100, 8, ("a<b>", "")[i % 2], "turn") for i in range(num)]
+    config = ReplayConfig(
+        engines=2,
+        kv_tokens=1024,
+        block_size=16,
+        policy="round_robin",
+        timing=Timing(Fixed(0.25, 0.25)),
+        seed=7,
     )
-    summary = {
-        "requests": num,
-        "duration_s": float(num),
-        "ttft_ms": times(),
-        "itl_ms": times(p99=None),
-        "hit_rate": 0.25,
-        "prefix_copies": 1.0,
-        "slo_share": None,
-        "goodput_per_s": 0.5,
-        "output_tokens_per_s": 8.0,
-        "utilisation": {"mean": None, "least": None, "most": None},
-        "spills": {},
-        "digest": "0123456789abcdef",
-    }
-    conditions = {
-        "trace": "made <up> & small",
-        "engines": 2,
-        "policy": "cost",
-        "kv_tokens": 1024,
-        "block_size": 16,
-        "timing": "fixed",
-        "slo_ttft_ms": 2000.0,
-        "slo_itl_ms": 50.0,
-        "seed": 7,
-    }
-    return Result(
-        summary,
-        conditions,
-        columns,
-        list(sessions),
-        ["turn"],
-        ["w0", "w1"],
-        Histogram(np.array([0.0, 1.0]), np.array([4])),
-        {"turn": group(num)},
-        {name: group(1) for name in sessions},
-    )
+    result = replay(made(requests, name="made <up> & small", id_tokens=16), config)
+    result.columns.first_s[-1] = result.columns.end_s[-1] = NAN
+    result.columns.worker[-1] = -1
+    return result
 
 
 # Tables
@@ -131,13 +84,13 @@ def test_a_report_is_complete_and_stands_alone(tmp_path: Path, num: int) -> None
     }
     assert all(path.stat().st_size for path in paths)
     data = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert data["summary"]["digest"] == "0123456789abcdef"
+    assert data["summary"]["digest"] == make_result(num).summary["digest"]
     assert data["conditions"]["seed"] == 7
     html = (tmp_path / "out" / "report.html").read_text()
     assert "made &lt;up&gt; &amp; small" in html
     assert "made <up>" not in html
     assert "a&lt;b&gt;" in html
-    assert "0123456789abcdef" in html
+    assert make_result(num).summary["digest"] in html
     assert_stands_alone(html)
 
 
