@@ -40,32 +40,14 @@ commands = st.one_of(
     st.builds(Cancel, names, st.none() | counts),
     st.builds(Release, names),
 )
-updates = st.builds(
-    Update,
-    names,
-    st.integers(-1, 1 << 20),
-    st.lists(counts, max_size=4).map(tuple),
-    st.none() | st.sampled_from(["stop", "length", "cancelled", "error"]),
-    counts,
-    counts,
-    st.none() | names,
-    counts,
-)
 
 
 parcels = st.builds(Parcel, names, counts, st.lists(commands, max_size=4).map(tuple), st.booleans())
-frames = st.builds(Frame, counts, st.lists(updates, max_size=3).map(tuple))
-reports = st.builds(Report, names, counts, frames, st.none() | names)
 
 
 @given(st.lists(parcels, max_size=3))
 def test_parcels_come_back_in_order(batch: list[Parcel]) -> None:
     assert decode_parcels(encode(batch)) == tuple(batch)
-
-
-@given(st.lists(reports, max_size=3))
-def test_reports_come_back_as_they_went(news: list[Report]) -> None:
-    assert decode_reports(encode(news)) == tuple(news)
 
 
 lives = st.builds(Life, st.sampled_from(["w0", "w1"]), st.sampled_from([1, 2]))
