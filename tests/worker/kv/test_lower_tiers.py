@@ -178,12 +178,14 @@ def test_questions_that_wait_hold_up_no_loan_that_others_have() -> None:
     peers = Crowded(forward.block_nbytes)
     copier = Copier(forward, np.zeros((0, 0), np.uint8), None, time.monotonic, peers=peers)
     mover, num = ThreadedMover(copier, "test"), 1 + NUM_LANES[PEER] + NUM_ASKING
-    limit = time.monotonic() + 5
+    came = threading.Event()
+    mover.notify(came.set)
     for number in range(num):
         mover.start(Recall(number, Ask(Holder("w", 1, "", 4), (), "")))
     num_repaid = 0
     while num_repaid < num:
-        assert time.monotonic() < limit, f"{num_repaid} of {num} loans came and went"
+        assert came.wait(5), f"{num_repaid} of {num} loans came and went"
+        came.clear()
         for moved in mover.done():
             assert moved.error is None
             match moved.move:
@@ -193,6 +195,5 @@ def test_questions_that_wait_hold_up_no_loan_that_others_have() -> None:
                     mover.start(Repay(2 * num + loan, loan))
                 case Repay():
                     num_repaid += 1
-        time.sleep(1e-4)
     copier.close()
     mover.close()
