@@ -1,149 +1,109 @@
 """X4: requests that may kill workers are tried one by one, and refused after the second death."""
 
-from mallee.mocker.passes import mock_spec
-from mallee.protocol.errors import MalleeError, PoisonRequest
-from mallee.protocol.events import Lease
+from mallee.protocol.errors import PoisonRequest
 from mallee.protocol.hashing import as_tokens
-from mallee.protocol.ids import Incarnation, RequestId, WorkerId
-from mallee.protocol.messages import Limits, Update
-from mallee.router.config import RouterConfig
-from mallee.router.dispatch.dispatcher import DispatchConfig, Dispatcher
-from mallee.router.dispatch.effects import Failed, Placed
+from mallee.protocol.ids import RequestId, WorkerId
+from mallee.protocol.messages import Limits
 from mallee.router.dispatch.jobs import GenerateJob
 from mallee.router.dispatch.recovery.quarantine import QUIET_S
-from mallee.router.dispatch.texts import TokenTexts
-from mallee.router.dispatch.token_memory import TokenMemory
-from mallee.router.router import Router
-
-LIFE = Incarnation(1)
+from support.model_fleet import Asked, ModelFleet, Rules
 
 
-def lease(name: WorkerId) -> Lease:
-    return Lease(name, LIFE, name, "mock", "mock", RouterConfig().block_size, 100, 8, 1000, 0)
-
-
-class Desk:
-    """A dispatcher over workers that are only leases."""
+class Desk(ModelFleet):
+    """A fleet whose requests have nothing in common, so that they take turns at its workers."""
 
     def __init__(self, num_workers: int) -> None:
-        self.now = 0.0
-        routing = RouterConfig(policy="round_robin", lease_s=1e9)
-        self.router = Router(routing, clock=lambda: self.now)
-        self.dispatcher = Dispatcher(
-            self.router,
-            TokenTexts(TokenMemory(0), mock_spec(), routing.block_size),
-            DispatchConfig(recheck_s=None),
-            clock=lambda: self.now,
-        )
+        super().__init__(Rules(max_rows=8))
         for i in range(num_workers):
-            name = WorkerId(f"w{i}")
-            self.router.on_lease(lease(name))
-            self.dispatcher.on_join(name, LIFE)
-        self.where: dict[str, WorkerId] = {}  # by request
-        self.errors: dict[str, MalleeError] = {}
+            self.join(f"w{i}")
 
-    def ask(self, *names: str) -> None:
-        for name in names:
-            self.dispatcher.submit(RequestId(name), GenerateJob(as_tokens([1, 2]), Limits(9)))
-        self.carry_out()
+    def ask(self, *names: str) -> dict[str, Asked]:
+        job = GenerateJob(as_tokens([1, 2]), Limits(9, ignore_eos=True))
+        made = {name: self.submit(name, job) for name in names}
+        return {name: asked for name, asked in made.items() if asked is not None}
 
-    def lose(self, *workers: WorkerId) -> None:
+    def where(self, name: str) -> WorkerId:
+        return self.asked[RequestId(name)].workers[-1]
+
+    def lose(self, *workers: str) -> None:
         for worker in workers:
-            self.router.lose_worker(worker, LIFE)
-            self.dispatcher.on_lost(worker, "it died")
-        self.carry_out()
+            self.die(self.workers[WorkerId(worker)])
 
     def answer(self, name: str) -> None:
-        """Its worker draws a first token."""
-        (shard,) = self.dispatcher._requests[RequestId(name)].shards.values()
-        self.dispatcher.on_updates(shard.worker, [Update(shard.name, 0, (7,), prefill_tokens=2)])
-        self.carry_out()
+        """Its worker draws a token for all that it has."""
+        worker = self.workers[self.where(name)]
+        self.step(worker)
+        self.deliver(worker)
 
-    def wait(self) -> None:
-        at = self.dispatcher.next_time()
-        assert at is not None
-        self.now = max(self.now, at)
-        self.dispatcher.on_time()
-        self.carry_out()
-
-    def carry_out(self) -> None:
-        self.dispatcher.check()
-        for effect in self.dispatcher.effects():
-            if isinstance(effect, Placed):
-                self.where[effect.request] = effect.placement.worker
-            elif isinstance(effect, Failed):
-                self.errors[effect.request] = effect.error
+    @property
+    def has_failed(self) -> bool:
+        return any(asked.errors for asked in self.asked.values())
 
 
 def test_a_request_that_killed_two_workers_is_refused_and_the_others_go_on() -> None:
     desk = Desk(3)
-    desk.ask("a", "b", "c", "d")
-    assert desk.where["a"] == desk.where["d"] == "w0"
+    asked = desk.ask("a", "b", "c", "d")
+    assert desk.where("a") == desk.where("d") == "w0"
     desk.answer("b")
-    desk.lose(desk.where["a"])
-    assert desk.where["a"] == "w0", "nothing is tried right after a death"
-    desk.wait()
-    assert desk.now == QUIET_S
-    killed = desk.where["a"]
+    desk.lose("w0")
+    assert desk.where("a") == "w0", "nothing is tried right after a death"
+    desk.wait(QUIET_S)
+    killed = desk.where("a")
     assert killed != "w0"
-    assert desk.where["d"] == "w0", "one at a time"
+    assert desk.where("d") == "w0", "one at a time"
     desk.lose(killed)
-    assert isinstance(desk.errors.pop("a"), PoisonRequest)
-    desk.wait()
-    assert desk.where["d"] not in ("w0", killed)
-    assert not desk.errors
+    assert isinstance(asked["a"].errors[0], PoisonRequest)
+    desk.wait(QUIET_S)
+    assert desk.where("d") not in ("w0", killed)
+    assert not any(asked[name].errors for name in "bcd")
 
 
 def test_a_suspect_that_draws_a_token_lets_the_next_one_go() -> None:
     desk = Desk(2)
     desk.ask("a", "b", "c", "d")
-    desk.lose(WorkerId("w0"))
-    desk.wait()
-    assert (desk.where["a"], desk.where["c"]) == ("w1", "w0")
+    desk.lose("w0")
+    desk.wait(QUIET_S)
+    assert (desk.where("a"), desk.where("c")) == ("w1", "w0")
     desk.answer("a")
-    assert desk.where["c"] == "w1"
+    assert desk.where("c") == "w1"
 
 
 def test_what_several_workers_left_is_tried_side_by_side() -> None:
     desk = Desk(6)
     desk.ask(*"abcdefghijkl")
-    for name in "cdefijkl":
+    for name in "cdef":
         desk.answer(name)
-    desk.lose(WorkerId("w0"), WorkerId("w1"))
-    desk.wait()
-    tried = {name: desk.where[name] for name in "ab"}
-    assert not {"w0", "w1"} & set(tried.values())
-    assert (desk.where["g"], desk.where["h"]) == ("w0", "w1"), "one of each worker's"
+    desk.lose("w0", "w1")
+    desk.wait(QUIET_S)
+    assert not {"w0", "w1"} & {desk.where("a"), desk.where("b")}
+    assert desk.where("a") != desk.where("b")
+    assert (desk.where("g"), desk.where("h")) == ("w0", "w1"), "one of each worker's"
     desk.answer("b")
-    assert desk.where["g"] == "w0"
-    assert desk.where["h"] != "w1"
+    assert desk.where("g") == "w0"
+    assert desk.where("h") != "w1"
 
 
 def test_of_several_that_are_tried_on_one_worker_none_is_convicted() -> None:
     desk = Desk(3)
     desk.ask(*"abcdef")
     desk.answer("c")
-    desk.answer("f")
-    desk.lose(WorkerId("w0"), WorkerId("w1"))
-    desk.wait()
-    assert desk.where["a"] == desk.where["b"] == "w2"
-    desk.router.on_lease(lease(WorkerId("w3")))
-    desk.dispatcher.on_join(WorkerId("w3"), LIFE)
-    desk.lose(WorkerId("w2"))
-    assert not desk.errors
-    desk.wait()
-    left = [name for name in "ab" if desk.where[name] == "w3"]
-    assert len(left) == 1, "now one by one"
+    desk.lose("w0", "w1")
+    desk.wait(QUIET_S)
+    assert desk.where("a") == desk.where("b") == "w2"
+    desk.join("w3")
+    desk.lose("w2")
+    assert not desk.has_failed
+    desk.wait(QUIET_S)
+    assert len([name for name in "ab" if desk.where(name) == "w3"]) == 1, "now one by one"
 
 
 def test_workers_that_die_together_died_of_no_request() -> None:
     """Their node is lost: whatever ran there, once or twice, goes on elsewhere."""
     desk = Desk(4)
-    desk.ask(*"abcdefgh")
-    desk.lose(*(WorkerId(f"w{i}") for i in range(3)))
-    desk.wait()
-    for name in "aebfcg":
-        assert desk.where[name] == "w3"
-        desk.answer(name)
-    assert set(desk.where.values()) == {"w3"}
-    assert not desk.errors
+    asked = desk.ask(*"abcdefgh")
+    desk.lose("w0", "w1", "w2")
+    for _ in range(6):
+        desk.wait(QUIET_S)
+        desk.answer("d")
+    assert {desk.where(name) for name in asked} == {"w3"}
+    assert not desk.has_failed
