@@ -12,6 +12,7 @@ from typing import Final
 import pytest
 
 from support.lanes import lane_of
+from support.virtual.loop import VirtualLoop
 
 LIMIT_S: Final = 20.0
 LANDING_S: Final = 5.0
@@ -34,6 +35,7 @@ def limit_of(test: str, is_nightly: bool, listed: dict[str, str] = LISTED) -> fl
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     began = used_s()
+    VirtualLoop.test_began = time.process_time()
     result = yield
     spent_s = used_s() - began
     profile = pyfuncitem.config.getoption("--hypothesis-profile", None)

@@ -191,7 +191,7 @@ class _Answer(Future[Any]):
 
     def begin(self) -> None:
         """Do the work in the loop, which stands still the while."""
-        if self.done() or not self.set_running_or_notify_cancel():
+        if self.done() or self.running() or not self.set_running_or_notify_cancel():
             return
         try:
             self.set_result(self._work())
@@ -199,7 +199,7 @@ class _Answer(Future[Any]):
             self.set_exception(error)
 
     async def begin_as_thread(self) -> None:
-        if self.done() or not self.set_running_or_notify_cancel():
+        if self.done() or self.running() or not self.set_running_or_notify_cancel():
             return
         try:
             self.set_result(await in_thread(self._work))
