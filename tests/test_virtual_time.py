@@ -1,4 +1,4 @@
-"""The loop in virtual time, on which in-process tests run: time, threads, connections, waits without an end."""
+"""The loop in virtual time, on which in-process tests run: time, threads, connections, waits without end."""
 
 import asyncio
 import queue
