@@ -105,30 +105,6 @@ def test_an_answer_cut_after_any_token_goes_on_as_if_uncut(way: str) -> None:
     check_forks(on_torch, engine, ended, whole, PROMPT, sampling)
 
 
-def test_each_branch_of_many_goes_on_by_itself() -> None:
-    """X4, part: `first_branch` tells its stream of draws."""
-    whole = Generate("r", pack_tokens(PROMPT), LIMITS, HOT, 4, first_branch=3)
-    answers = play(on_torch(), whole)
-    assert len({tuple(ended.tokens) for ended in answers.values()}) == 4
-    for branch in range(4):
-        alone = structs.replace(whole, n=1, first_branch=3 + branch)
-        check_cuts(on_torch, answers["r", branch], alone, PROMPT, (1, 6, 13))
-
-
-def test_a_fork_goes_on_as_a_prompt() -> None:
-    """X4, part: the capsule's tokens and the suffix are prompt, also for penalties."""
-    sampling = Sampling(0.8, seed=5, repetition_penalty=1.5, frequency_penalty=0.9)
-    engine = on_torch()
-    suffixes = [[], [30, 31, 31], [30, 31, 31]]
-    play(engine, Prefill("p", pack_tokens(PROMPT)))
-    answers = play(engine, Fork("f", "p.0", tuple(map(pack_tokens, suffixes)), LIMITS, sampling))
-    for i, suffix in enumerate(suffixes):
-        text, ended = PROMPT + suffix, answers["f", i]
-        whole = Generate("r", pack_tokens(text), LIMITS, sampling, first_branch=i)
-        check_cuts(on_torch, ended, whole, text, (0, 1, 5, 13))
-        check_forks(on_torch, engine, ended, whole, text, sampling)
-
-
 # Everything that the model has no part in, on an engine whose tokens tell every KV slot that they read.
 
 

@@ -216,38 +216,6 @@ def test_a_fork_inside_a_demoted_capsule_is_exact() -> None:
     assert bench.fork("r.0") == want(text[:33])
 
 
-@pytest.mark.parametrize("group", [0, 1])
-def test_what_is_lost_below_is_computed_again(group: int) -> None:
-    """F24, part: a damaged row of any group takes the cold path; no request fails."""
-    disk = DictDisk()
-    bench = Bench(make_tiers(0, disk=disk))
-    text = numbers(41)
-    bench.run(Prefill("p", pack_tokens(text)))
-    bench.run(Demote("d", "p.0", DISK))
-    bench.flood()
-    num_full = -(-len(text) // 4)
-    disk.broken.add(disk.named["p.0"][1][4 if group == 0 else num_full + 4])
-    assert bench.fork("p.0") == want(text)
-    assert bench.fork("p.0") == want(text)
-
-
-def test_a_text_comes_back_from_two_tiers_at_once() -> None:
-    disk = DictDisk()
-    bench = Bench(make_tiers(80, disk=disk))
-    text = numbers(60)
-    bench.run(Prefill("p", pack_tokens(text)))
-    bench.run(Demote("d", "p.0", DISK))
-    bench.flood()  # some of it is in host memory by now
-    lower: Any = bench.engine._lower
-    keys = bench.engine._capsules.peek("p.0").below.all_keys  # type: ignore[union-attr]
-    lower._host.drop(next(key for key in keys if key in lower._host))
-    tiers = {lower._tier(key) for key in keys}
-    computed = bench.num_computed
-    assert bench.fork("p.0") == want(text)
-    assert bench.num_computed == computed
-    assert tiers == {HOST, DISK}
-
-
 def test_a_durable_capsule_outlives_its_engine() -> None:
     """F24, part: a warm start after a restart; no event tells of rows of windows."""
     disk = DictDisk()

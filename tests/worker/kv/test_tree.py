@@ -184,25 +184,6 @@ def test_a_node_that_only_its_children_need_gives_up_its_partial_block() -> None
     check_tree(tree)
 
 
-def test_forking_ten_and_freeing_every_other_keeps_the_rest_whole() -> None:
-    """D29, part: exact counts; the freed ones' blocks are back."""
-    tree, _ = make_tree()
-    parent = begin(tree, list(range(6)))
-    children = []
-    for i in range(10):
-        tree.hold(parent)
-        children.append(grow(tree, parent, [100 + i, 7]))
-    assert parent.holders == 1
-    assert tree.pool.num_blocks - tree.pool.num_free == 2 + 10
-    for child in children[::2]:
-        tree.release(child)
-    assert (len(parent.children), parent.live) == (10, 1 + 5)
-    assert tree.num_available == tree.pool.num_blocks - (2 + 5)
-    for i, child in list(enumerate(children))[1::2]:
-        assert path_tokens(child) == [*range(6), 100 + i, 7]
-    check_tree(tree)
-
-
 def test_without_cache_nothing_is_found_again_and_everything_is_free_at_once() -> None:
     """I20: prefix_cache off: no hash, no event, no block kept; forks share as before."""
     journal = Journal()

@@ -149,18 +149,6 @@ def test_a_lost_gateway_takes_along_forks_that_wait_for_its_capsules(bench: Any)
     assert bench.engine.stats().jobs == 0
 
 
-def test_gated_forks_can_be_cancelled(bench: Any) -> None:
-    """F20, part: at the next boundary, like any other."""
-    bench.submit(Prefill("p", pack(LONG)))
-    bench.submit(Fork("f", "p.0", (b"", pack([1])), Limits(2), HOT))
-    bench.step()
-    bench.submit(Cancel("f", 0))
-    bench.step()
-    assert bench.answers["f", 0].last.finish == "cancelled"
-    bench.run()
-    assert bench.answers["f", 1].tokens == expect(bench, [*LONG, 1], 2, 1)
-
-
 @pytest.mark.parametrize("at", [0, -1, 351])
 def test_a_boundary_outside_the_capsule_is_refused(bench: Any, at: int) -> None:
     """S6: computing or finished."""
@@ -196,21 +184,6 @@ def test_equal_suffixes_of_different_forks_share_their_blocks(bench: Any) -> Non
     assert bench.engine.stats().num_prefill_tokens - before == 41 + 4 * 4
     for i in range(5):
         assert bench.answers[f"f{i}", 0].tokens == expect(bench, LONG[:23] + suffix, 3)
-
-
-def test_members_of_a_group_can_be_cancelled_and_fail_apart(bench: Any) -> None:
-    """F20, part: while their suffix is computed for all of them."""
-    bench.run(Prefill("p", pack(LONG[:23])))
-    suffixes = ([1] * 40, [1] * 40, [2] * 40, [2] * 40)
-    bench.submit(Fork("f", "p.0", tuple(pack(s) for s in suffixes), Limits(2), HOT))
-    bench.step()
-    bench.submit(Cancel("f", 0), Cancel("f", 2), Cancel("f", 3))
-    bench.step()
-    assert [bench.answers["f", i].last.finish for i in (2, 3)] == ["cancelled"] * 2
-    bench.run()
-    assert bench.answers["f", 0].last.finish == "cancelled"
-    assert bench.answers["f", 1].tokens == expect(bench, LONG[:23] + [1] * 40, 2, 1)
-    assert ("f", -1) not in bench.answers
 
 
 def test_a_prompt_that_continues_one_in_flight_computes_the_rest(bench: Any) -> None:

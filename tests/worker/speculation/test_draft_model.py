@@ -198,19 +198,6 @@ def test_the_texts_used_longest_ago_make_way() -> None:
     assert sum(forward.sizes) < 20, "what was used last is there"
 
 
-def test_more_texts_than_there_is_room_for_go_on_without_drafts() -> None:
-    """I29, part: those that have room are drafted for, the others decode beside them."""
-    plain = Teller(make_engine(MockForward(SPEC, num_blocks=400, block_size=SIZE), None))
-    engine, _ = make_mocked(Counted(num_blocks=13))
-    teller = Teller(engine)
-    for each in (plain, teller):
-        for i in range(4):
-            each.engine.submit(generate(f"r{i}", text(30, seed=i), 8), "g")
-        each.run()
-    assert teller.answers() == plain.answers()
-    assert 0 < engine.stats().speculation.num_accepted < 3 * 7
-
-
 def test_a_draft_model_without_memory_rests_and_ends_nothing() -> None:
     """I29, part: every pass fails for a while; then it drafts again."""
     forward = Counted()

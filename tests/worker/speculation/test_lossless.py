@@ -236,19 +236,6 @@ def test_answers_events_and_kv_are_those_of_plain_decoding(
     assert teller.kv(read_kv(engine)) == expected.kv(read_kv(plain))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_the_same_where_branches_are_preempted(kind: Kind | Literal["model"]) -> None:
-    """F27, part: on a device too small for all; drafts take no block that another branch could have."""
-    story = make_story(100, num_phases=2, num_commands=14, keeps=False)
-    plain = make_engine(num_blocks=81)  # 40 of them are usable
-    expected = play(plain, story)
-    engine = make_engine(num_blocks=81, speculates=True)
-    draft_by(engine, make_drafter(kind, expected.answers()))
-    teller = play(engine, story)
-    assert_same(teller.told(), expected.told(), story)
-    assert plain.stats().sched.num_preemptions, "there was room for all"
-
-
 def generate(name: str, text: Sequence[int], limits: Limits, **options: Any) -> Generate:
     return Generate(name, pack_tokens(list(text)), limits, **options)
 
