@@ -85,7 +85,7 @@ async def test_a_task_that_raises_is_logged_by_its_name_and_noted(
     async def fail() -> None:
         raise RuntimeError("a bug")
 
-    tasks.spawn(asyncio.sleep(60.0), name="a long one")
+    tasks.spawn(elapse(60.0), name="a long one")
     tasks.spawn(fail())
     await until(lambda: tasks.failure is not None)
     assert "a bug" in str(tasks.failure)
@@ -98,10 +98,10 @@ async def test_a_task_that_raises_is_logged_by_its_name_and_noted(
 async def test_a_task_that_is_cancelled_by_nobody_who_may_is_a_failure() -> None:
     whole, part = Tasks("a service"), Tasks("a part of it")
     whole.include(part)
-    part.cancel(part.spawn(asyncio.sleep(60.0)))
+    part.cancel(part.spawn(elapse(60.0)))
     await asyncio.sleep(0)
     assert whole.failure is None
-    part.spawn(asyncio.sleep(60.0), name="the sweep").cancel()
+    part.spawn(elapse(60.0), name="the sweep").cancel()
     await until(lambda: whole.failure is not None)
     assert "the sweep was cancelled" in str(whole.failure)
     await part.close()

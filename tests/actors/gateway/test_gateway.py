@@ -238,7 +238,7 @@ async def test_a_client_that_leaves_during_a_prefill_leaves_no_capsule() -> None
         for i in range(60):
             name = f.gateways[0].new_name(COMMON)
             asking = asyncio.create_task(prefill(f.gateways[0], PrefillJob(PROMPT), 0.0, name))
-            await asyncio.sleep(i / 20_000)
+            await elapse(i / 20_000)
             asking.cancel()
             (answer,) = await asyncio.gather(asking, return_exceptions=True)
             made += not isinstance(answer, BaseException)

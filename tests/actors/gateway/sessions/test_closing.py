@@ -14,6 +14,7 @@ from mallee.protocol.gateways.session_notes import NodeNote, SessionNote, Sessio
 from mallee.protocol.hashing import NO_HASHES, as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope
 from mallee.router.dispatch.jobs import PrefillJob, QueueTerms
+from support.waiting import elapse
 
 SCOPE = Scope("a")
 ERRORS: dict[str, MalleeError] = {
@@ -85,7 +86,7 @@ async def test_silent_workers_hold_a_close_up_for_a_while_in_all(
 
     async def release(capsule: CapsuleId, scope: Scope) -> None:
         if int(capsule) % 2:
-            await asyncio.sleep(60)
+            await elapse(60)
 
     sessions = made(release)
     nodes = tuple(NodeNote(str(i), "", "r", 1, 900.0) for i in range(40))
