@@ -9,14 +9,8 @@ from mallee.worker.records import EngineConfig
 
 def engine_over(forward: Any, *, config: EngineConfig | None = None, **more: Any) -> Engine:
     """An engine whose clock stands still, in its first life."""
-    return Engine(
-        forward,
-        config=config or EngineConfig(),
-        clock=lambda: 0.0,
-        worker=WorkerId("w0"),
-        incarnation=Incarnation(1),
-        **more,
-    )
+    fixed = {"clock": lambda: 0.0, "worker": WorkerId("w0"), "incarnation": Incarnation(1)}
+    return Engine(forward, config=config or EngineConfig(), **{**fixed, **more})
 
 
 def drive(engine: Engine) -> dict[tuple[str, int], tuple[list[int], Any]]:

@@ -14,7 +14,6 @@ from msgspec import structs
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import CapsuleAbandoned, InvalidParameter
 from mallee.protocol.events import CapsuleStored
-from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     Cancel,
     Fork,
@@ -33,6 +32,7 @@ from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from support.cutting import AGAIN, HOT, check_cuts, check_forks, continuation, play
+from support.driving import engine_over
 from support.examples import examples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,26 +47,23 @@ CHOICE = Grammar("choice", json.dumps(PATHS))
 ANY = Grammar("json_object")
 
 
-def engine_over(forward: Any, *, structures: Any = None, **config: Any) -> Engine:
-    return Engine(
+def make_engine(forward: Any, *, structures: Any = None, **config: Any) -> Engine:
+    return engine_over(
         forward,
         config=replace(EngineConfig(SchedulerConfig(16, 32)), **config),
-        clock=lambda: 0.0,
-        worker=WorkerId("w0"),
-        incarnation=Incarnation(1),
         structures=structures,
     )
 
 
 def on_torch() -> Engine:
     """A tiny decoder in float32, drawn from by the real sampler."""
-    return engine_over(MODEL.forward(num_blocks=120))
+    return make_engine(MODEL.forward(num_blocks=120))
 
 
 def mocked(**config: Any) -> Engine:
     spec = mock_spec(vocab_size=64, eos_token_ids=(EOS,))
     forward = MockForward(spec, num_blocks=256, block_size=4)
-    return engine_over(forward, structures=MockStructures(64, (EOS,)), **config)
+    return make_engine(forward, structures=MockStructures(64, (EOS,)), **config)
 
 
 WAYS: dict[str, tuple[Sampling, Limits]] = {

@@ -6,13 +6,12 @@ from threading import Barrier
 import pytest
 
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Generate, Grammar, Limits, pack_tokens
 from mallee.testing.forward import MockForward
 from mallee.testing.structures import MockStructures
-from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw, ForwardBatch, Logits
 from mallee.worker.records import EngineConfig
+from support.driving import engine_over
 
 EOS = 63
 PATHS = [[10, 11, 12, 13], [10, 11, 20, 21], [40, 41, 42, 43]]
@@ -54,12 +53,10 @@ class TimedForward(MockForward):
 def steps_and_tokens(masks_ms: int, *, overlap: bool) -> tuple[set[int], list[int]]:
     """The durations of the steps of one constrained answer, and its tokens."""
     forward = TimedForward(masks_ms, overlap=overlap)
-    engine = Engine(
+    engine = engine_over(
         forward,
         config=EngineConfig(overlap=overlap),
         clock=lambda: forward.now_ms / 1000,
-        worker=WorkerId("w0"),
-        incarnation=Incarnation(1),
         structures=MockStructures(64, (EOS,), forward.fill_masks),
     )
     grammar = Grammar("choice", json.dumps(PATHS))

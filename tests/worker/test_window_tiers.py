@@ -7,7 +7,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     Command,
     Demote,
@@ -30,7 +29,7 @@ from mallee.worker.kv.tiers.window_rows import row_spans
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
-from support.driving import drive
+from support.driving import drive, engine_over
 from support.lending import holder, lent_by
 from support.tiers import DictDisk, make_tiers
 
@@ -51,13 +50,8 @@ class Bench:
         self.num = 0
 
     def over(self, forward: Forward, below: MakeTiers | None, answers: int) -> Engine:
-        return Engine(
-            forward,
-            config=EngineConfig(SchedulerConfig(16, 8), answers),
-            clock=lambda: 0.0,
-            worker=WorkerId("w0"),
-            incarnation=Incarnation(1),
-            below=below,
+        return engine_over(
+            forward, config=EngineConfig(SchedulerConfig(16, 8), answers), below=below
         )
 
     def run(self, *commands: Command) -> list[int]:

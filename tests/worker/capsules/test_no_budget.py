@@ -7,12 +7,13 @@ import msgspec
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import CapsulesFull, from_wire
-from mallee.protocol.ids import Incarnation, WorkerId, branch_seed
+from mallee.protocol.ids import branch_seed
 from mallee.protocol.messages import Command, Generate, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.forward import MockForward, linear_tokens
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig, StepResult
 from mallee.worker.sched.policy import SchedulerConfig
+from support.driving import engine_over
 
 SPEC = mock_spec(vocab_size=64, max_model_len=4096)
 NUM = 60
@@ -36,12 +37,9 @@ def requests(seed: int, keep_s: float | None = None) -> list[Generate]:
 
 def run(max_kept_share: float, *commands: Command) -> tuple[Engine, list[StepResult]]:
     """All steps of an engine with too few rows and blocks, which gets two commands a step."""
-    engine = Engine(
+    engine = engine_over(
         MockForward(SPEC, num_blocks=34, block_size=4),
         config=EngineConfig(SchedulerConfig(16, 8), 0, max_kept_share),
-        clock=lambda: 0.0,
-        worker=WorkerId("w0"),
-        incarnation=Incarnation(1),
     )
     results = []
     for i, command in enumerate(commands):

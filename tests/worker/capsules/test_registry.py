@@ -7,7 +7,6 @@ import pytest
 
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import CapsulesFull, CorruptKV, MalleeError
-from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     Cancel,
     Command,
@@ -21,10 +20,8 @@ from mallee.protocol.messages import (
 )
 from mallee.testing.forward import linear_tokens
 from mallee.testing.random_model import random_model
-from mallee.worker.engine import Engine
 from mallee.worker.kv.watch import KVChecks
-from mallee.worker.records import EngineConfig
-from support.driving import drive
+from support.driving import drive, engine_over
 
 LIMITS = Limits(4, ignore_eos=True)
 
@@ -149,13 +146,7 @@ def test_a_forward_that_runs_over_the_end_of_a_block_is_caught_and_named(
 def test_children_leave_every_byte_of_their_parent_alone() -> None:
     """D2, D3: forks and appends on a real model; the parent's next tokens are what they were."""
     forward = random_model("llama", 1).forward(num_blocks=64, block_size=4)
-    engine = Engine(
-        forward,
-        config=EngineConfig(),
-        clock=lambda: 0.0,
-        worker=WorkerId("w0"),
-        incarnation=Incarnation(0),
-    )
+    engine = engine_over(forward)
 
     def run(*commands: Command) -> list[int]:
         for command in commands:

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from mallee.protocol.errors import CapsulesFull, InvalidParameter, UnknownBranch, UnknownCapsule
-from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     Cancel,
     Capture,
@@ -32,6 +31,7 @@ from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from support.capturing import course, resume
+from support.driving import engine_over
 from support.lending import record_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,13 +51,10 @@ WAYS: dict[str, tuple[Sampling, Grammar | None]] = {
 LIMITS = Limits(NUM, ignore_eos=True)
 
 
-def engine_over(model: RandomModel, chunk: int = 16, **config: Any) -> Engine:
-    return Engine(
+def make_engine(model: RandomModel, chunk: int = 16, **config: Any) -> Engine:
+    return engine_over(
         model.forward(num_blocks=160, block_size=4),
         config=replace(EngineConfig(SchedulerConfig(chunk, 32), 32), **config),
-        clock=lambda: 0.0,
-        worker=WorkerId("w0"),
-        incarnation=Incarnation(0),
         structures=MockStructures(128, (2,)),
     )
 
@@ -79,10 +76,10 @@ def test_a_run_its_restored_capsules_and_a_fork_draw_the_same_64_tokens(
     F13's first gate: the fork of a prompt that was computed in chunks, or at once, equals the cold run.
     """
     model = KINDS[kind]
-    whole = course(engine_over(model), generate(way))
+    whole = course(make_engine(model), generate(way))
     tokens = whole.tokens["r", 0]
     assert len(tokens) == NUM
-    engine = engine_over(model)
+    engine = make_engine(model)
     first = whole.steps["r", 0][0]
     cuts = (2, 19, NUM - 1)
     later = {first + cut - 1: [Capture(f"c{cut}", "r")] for cut in cuts}
@@ -96,7 +93,7 @@ def test_a_run_its_restored_capsules_and_a_fork_draw_the_same_64_tokens(
         state = record_of(engine, f"c{cut}.0")
         assert state.boundary == len(PROMPT) + cut
         assert len(state.keys) // 8 == -(-state.num_computed // 4)
-        fresh = engine_over(model)
+        fresh = make_engine(model)
         rebuilt = Prefill(
             "p", state.tokens, grammar=state.grammar, capsule="c.0", continuation=state.continuation
         )
@@ -104,7 +101,7 @@ def test_a_run_its_restored_capsules_and_a_fork_draw_the_same_64_tokens(
         assert elsewhere[1].tokens["again", 0] == tokens[cut:]
     sampling, grammar = WAYS[way]
     fork = Fork("f", "root.0", (b"",), LIMITS, sampling, grammar=grammar)
-    at_once = engine_over(model, 512)
+    at_once = make_engine(model, 512)
     for each in (engine, at_once):
         course(each, Prefill("root", pack_tokens(PROMPT)))
         assert course(each, fork).tokens["f", 0] == tokens
@@ -117,8 +114,8 @@ def test_a_capture_changes_no_token_no_step_and_no_turn(kind: str) -> None:
         generate("sampled", n=3),
         msgspec.structs.replace(generate("greedy"), request="other"),
     ]
-    whole = course(engine_over(KINDS[kind]), *others)
-    engine = engine_over(KINDS[kind])
+    whole = course(make_engine(KINDS[kind]), *others)
+    engine = make_engine(KINDS[kind])
     first = whole.steps["r", 1][0]
     later = {first + i: [Capture(f"c{i}", "r", i % 3)] for i in range(12)}
     taken = course(engine, *others, later=later)
@@ -128,7 +125,7 @@ def test_a_capture_changes_no_token_no_step_and_no_turn(kind: str) -> None:
         assert (status.boundary, status.drawn) == (len(PROMPT) + i + 1, i + 1)
         again = course(engine, resume(f"again{i}", f"c{i}.0"))
         assert again.tokens[f"again{i}", 0] == whole.tokens["r", i % 3][i + 1 :]
-    engine = engine_over(KINDS[kind])
+    engine = make_engine(KINDS[kind])
     for command in others:
         engine.submit(command, "g")
     for _ in range(first + 3):
@@ -182,7 +179,7 @@ def test_captures_of_what_does_not_run_are_refused(make_bench: Callable[..., Any
 def test_a_branch_goes_on_from_any_earlier_token_of_its_answer(kind: str, way: str) -> None:
     """F5, part: by its own capsule, and by one of the earlier boundary; computing at most a block."""
     model = KINDS[kind]
-    engine = engine_over(model)
+    engine = make_engine(model)
     tokens = course(engine, generate(way)).tokens["r", 0]
     for back in (0, 1, 2, 3, 4, 5, 17, NUM):
         at = len(PROMPT) + NUM - back
@@ -204,7 +201,7 @@ def test_a_branch_goes_on_from_any_earlier_token_of_its_answer(kind: str, way: s
 
 def test_what_can_not_go_on_as_its_branch_is_refused() -> None:
     """F13, part: a prompt's capsule, a boundary before the answer, more branches than one, nothing left."""
-    engine = engine_over(KINDS["llama"])
+    engine = make_engine(KINDS["llama"])
     course(engine, generate("sampled"), Prefill("p", pack_tokens(PROMPT)))
     wrong = {
         "prompt": resume("prompt", "p.0"),
@@ -222,7 +219,7 @@ def test_what_can_not_go_on_as_its_branch_is_refused() -> None:
 
 def test_a_text_that_is_complete_is_not_gone_on_with() -> None:
     """F13, part: its grammar allows nothing more."""
-    engine = engine_over(KINDS["llama"])
+    engine = make_engine(KINDS["llama"])
     grammar = Grammar("choice", json.dumps([[10, 11, 12]]))
     course(engine, Generate("r", pack_tokens(PROMPT), LIMITS, grammar=grammar))
     error = course(engine, resume("again", "r.0", more=4)).error("again")
@@ -236,14 +233,14 @@ def test_a_text_that_is_complete_is_not_gone_on_with() -> None:
 
 def run_cold(model: RandomModel, text: list[int]) -> list[int]:
     cold = Generate("r", pack_tokens(text), LIMITS, WAYS["sampled"][0])
-    return course(engine_over(model, 512), cold).tokens["r", 0]
+    return course(make_engine(model, 512), cold).tokens["r", 0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gate_survives_dirty_buffers(kind: str) -> None:
     """F13: every block that the capsule does not hold is used and written over in between."""
     model = KINDS[kind]
-    engine = engine_over(model)
+    engine = make_engine(model)
     taken = course(engine, generate("sampled"), later={8: [Capture("c", "r")]})
     course(engine, Release("r.0"))
     for i in range(12):
@@ -259,7 +256,7 @@ def test_gate_survives_dirty_buffers(kind: str) -> None:
 def test_gate_forks_with_suffixes_equal_cold_runs(kind: str) -> None:
     """F13: side by side in one batch, of one capsule that was taken from a running branch."""
     model, sampling = KINDS[kind], WAYS["sampled"][0]
-    engine = engine_over(model)
+    engine = make_engine(model)
     taken = course(engine, generate("sampled"), later={9: [Capture("c", "r")]})
     text = PROMPT + taken.tokens["r", 0][: taken.status("c").drawn]
     suffixes = ([7], [9, 8, 7, 6, 5, 4])
@@ -274,15 +271,12 @@ def test_gate_forks_with_suffixes_equal_cold_runs(kind: str) -> None:
 
 def test_gate_unsupported_modes_raise_instead_of_a_partial_capsule() -> None:
     """F13: where the grammar can't be built again the capsule is refused, not taken without it."""
-    engine = engine_over(KINDS["llama"])
+    engine = make_engine(KINDS["llama"])
     course(engine, generate("constrained"), later={6: [Capture("c", "r")]})
     state = record_of(engine, "c.0")
-    plain = Engine(
+    plain = engine_over(
         KINDS["llama"].forward(num_blocks=160, block_size=4),
         config=EngineConfig(SchedulerConfig(16, 32), 32),
-        clock=lambda: 0.0,
-        worker=WorkerId("w1"),
-        incarnation=Incarnation(0),
     )
     rebuilt = Prefill(
         "p", state.tokens, grammar=state.grammar, capsule="c.0", continuation=state.continuation
@@ -318,7 +312,7 @@ def test_a_thousand_resets_to_a_pinned_root_are_exact_and_leak_nothing(
 
 def test_bytes_of_a_capsule_are_told_apart_by_whom_they_belong_to() -> None:
     """F17, part: unique blocks and state, and blocks shared with others; once the others go, it owns all."""
-    engine = engine_over(KINDS["llama"])
+    engine = make_engine(KINDS["llama"])
     block = engine.kv_bytes(1)
     course(engine, Prefill("root", pack_tokens(PROMPT[:40])))
     fork = Fork("f", "root.0", (pack_tokens([5] * 7),), LIMITS)
@@ -341,7 +335,7 @@ def test_bytes_of_a_capsule_are_told_apart_by_whom_they_belong_to() -> None:
 def test_a_text_that_was_cut_inside_its_first_block_is_forked() -> None:
     """F28, part: the whole of it is computed again, and no block of it is held."""
     model = random_model("llama", 3)
-    engine = engine_over(model)
+    engine = make_engine(model)
     asked = Generate("short", pack_tokens([5, 6]), LIMITS, WAYS["sampled"][0])
     assert engine.submit(asked, "g") is None
     for _ in range(4):

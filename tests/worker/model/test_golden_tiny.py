@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from bench.engine.sanity import LENGTH, phases
-from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Generate, Limits, Sampling, pack_tokens
 from mallee.testing.random_model import random_model, tensors_digest
-from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw
+from support.driving import engine_over
 
 GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("golden_tiny.json").read_text())
 
@@ -43,12 +42,9 @@ def test_fifty_prompts_in_one_batch_give_transformers_greedy_tokens(
 def test_an_engine_with_all_features_off_gives_transformers_greedy_tokens(family: str) -> None:
     """I30: static batches in contiguous memory, 16 sequences at a time."""
     model = random_model(family, tie_word_embeddings=False, max_position_embeddings=LENGTH)
-    engine = Engine(
+    engine = engine_over(
         model.forward(num_blocks=16, block_size=LENGTH, shares_reads=False),
         config=phases()["plain"],
-        clock=lambda: 0.0,
-        worker=WorkerId("w0"),
-        incarnation=Incarnation(0),
     )
     found: dict[str, list[int]] = {}
     expected = {f"{i}": row["tokens"] for i, row in enumerate(GOLDEN[family]["rows"])}

@@ -10,7 +10,6 @@ import pytest
 import torch
 from msgspec import structs
 
-from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Generate, Grammar, Limits, Sampling, pack_tokens
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw, ForwardBatch, Row
@@ -18,8 +17,8 @@ from mallee.worker.model.doctor import examine, load_oracle
 from mallee.worker.model.loading.config_json import read_config
 from mallee.worker.model.runner import TorchForward, load
 from mallee.worker.model.sampling.grammar import TokenGrammars
-from mallee.worker.records import EngineConfig
 from support.cutting import check_cuts, check_forks, play
+from support.driving import engine_over
 
 pytestmark = [pytest.mark.process, pytest.mark.model]  # minutes of computing
 GOLDEN: list[dict[str, list[int]]] = json.loads(
@@ -221,14 +220,7 @@ class RealModel:
         forward = TorchForward(
             self._config, self._first.decoder.weights, self._spec, num_blocks=NUM_BLOCKS
         )
-        return Engine(
-            forward,
-            config=EngineConfig(),
-            clock=lambda: 0.0,
-            worker=WorkerId("w0"),
-            incarnation=Incarnation(1),
-            structures=self._grammars,
-        )
+        return engine_over(forward, structures=self._grammars)
 
 
 @pytest.fixture(scope="module")

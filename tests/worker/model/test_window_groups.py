@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from mallee.protocol.errors import ConfigError
-from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.engine import Engine
@@ -16,7 +15,7 @@ from mallee.worker.kv.windows import Windows
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
-from support.driving import drive
+from support.driving import drive, engine_over
 
 pytestmark = pytest.mark.usefixtures("small_window_pools")
 
@@ -28,13 +27,7 @@ def make_engine(
     *, num_blocks: int = 120, block_size: int = 4, chunk: int = 16, rows: int = 32, **config: Any
 ) -> Engine:
     forward = MODEL.forward(num_blocks=num_blocks, block_size=block_size)
-    return Engine(
-        forward,
-        config=EngineConfig(SchedulerConfig(chunk, rows), 32, **config),
-        clock=lambda: 0.0,
-        worker=WorkerId("w0"),
-        incarnation=Incarnation(0),
-    )
+    return engine_over(forward, config=EngineConfig(SchedulerConfig(chunk, rows), 32, **config))
 
 
 class Linear:
@@ -51,12 +44,8 @@ class Linear:
     def __call__(self, text: list[int], num: int, sampling: Sampling) -> list[int]:
         key = (tuple(text), num, sampling)
         if key not in self._known:
-            engine = Engine(
-                self._forward,
-                config=EngineConfig(SchedulerConfig(512, 1), 0, prefix_cache=False),
-                clock=lambda: 0.0,
-                worker=WorkerId("w1"),
-                incarnation=Incarnation(0),
+            engine = engine_over(
+                self._forward, config=EngineConfig(SchedulerConfig(512, 1), 0, prefix_cache=False)
             )
             limits = Limits(num, ignore_eos=True)
             engine.submit(Generate("r", pack_tokens(text), limits, sampling), "g")

@@ -8,7 +8,6 @@ import pytest
 
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import ConfigError, DeviceMemoryExhausted
-from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.forward import MockForward
 from mallee.testing.random_model import random_model
@@ -21,6 +20,7 @@ from mallee.worker.speculation import draft_model as draft_model_module
 from mallee.worker.speculation.draft_model import DraftModel
 from mallee.worker.speculation.drafters import EachAlone, text_of
 from mallee.worker.speculation.speculator import SpeculationConfig, SpeculationName, Speculator
+from support.driving import engine_over
 from support.speculating import Teller, draft_by, draft_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,15 +44,13 @@ class Counted(MockForward):
 def make_engine(
     forward: Any, model: DraftModel | None, *, drafters: SpeculationName = "model", **options: Any
 ) -> Engine:
-    return Engine(
+    return engine_over(
         forward,
         config=EngineConfig(
             SchedulerConfig(options.pop("max_step_tokens", 64), 16),
             speculation=SpeculationConfig(drafters if model else "off"),
         ),
         clock=options.pop("clock", lambda: 0.0),
-        worker=WorkerId("w0"),
-        incarnation=Incarnation(1),
         draft_model=model,
         **options,
     )
@@ -308,13 +306,7 @@ def test_a_draft_model_that_is_not_asked_is_refused(drafters: SpeculationName) -
 def test_a_choice_without_its_model_is_refused() -> None:
     config = EngineConfig(speculation=SpeculationConfig("model"))
     with pytest.raises(ConfigError, match="speculation='model' needs a draft model"):
-        Engine(
-            Counted(),
-            config=config,
-            clock=lambda: 0.0,
-            worker=WorkerId("w0"),
-            incarnation=Incarnation(1),
-        )
+        engine_over(Counted(), config=config)
 
 
 def test_lookups_come_before_the_model() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Fork, Generate, Grammar, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.random_model import random_model
 from mallee.testing.structures import MockStructures
@@ -15,6 +14,7 @@ from mallee.worker.model.tolerance import TOLERANCES
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.speculation.speculator import SpeculationConfig
+from support.driving import engine_over
 from support.speculating import Kind, Knowing, Teller, draft_by
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,14 +28,11 @@ WAYS = {
 
 
 def make_engine(family: str, *, speculates: bool) -> Engine:
-    return Engine(
+    return engine_over(
         random_model(family, 3).forward(num_blocks=300, block_size=SIZE),
         config=EngineConfig(
             SchedulerConfig(64, 16), speculation=SpeculationConfig("auto" if speculates else "off")
         ),
-        clock=lambda: 0.0,
-        worker=WorkerId("w0"),
-        incarnation=Incarnation(1),
         structures=MockStructures(VOCAB, ()),
     )
 
