@@ -13,49 +13,24 @@ from mallee.protocol.messages import (
     Cancel,
     Continuation,
     Demote,
-    Fork,
-    Generate,
     Grammar,
     Holder,
     Limits,
     Pin,
-    Prefill,
     Release,
     Sampling,
     pack_tokens,
 )
-from mallee.testing.forward import linear_tokens
 from mallee.worker.capsules.record import CapsuleRecord, decode_record
 from mallee.worker.kv.tiers.moves import DISK, HOST
 from mallee.worker.kv.tiers.peers import Ask
 from mallee.worker.kv.tiers.prices import MeasuredPrices
 from mallee.worker.lending import MAX_LOANS
 from support.lending import Neighbours, ShortLoan, holder
+from support.tier_commands import flood, fork, generate, prefill, text, want
 from support.tiers import DictDisk, LateMover, make_tiers
 
-SAMPLED = Sampling(temperature=1.0, seed=7)
-LIMITS = Limits(8)
 MakeBench = Callable[..., Any]
-
-
-def text(n: int) -> list[int]:
-    return [3 + i * 5 % 59 for i in range(n)]
-
-
-def prefill(request: str, tokens: list[int], *holders: Holder, **more: Any) -> Prefill:
-    return Prefill(request, pack_tokens(tokens), holders=holders, **more)
-
-
-def generate(request: str, tokens: list[int], *holders: Holder, **more: Any) -> Generate:
-    return Generate(request, pack_tokens(tokens), LIMITS, SAMPLED, holders=holders, **more)
-
-
-def fork(request: str, capsule: str, n: int = 1, **more: Any) -> Fork:
-    return Fork(request, capsule, (b"",) * n, LIMITS, SAMPLED, **more)
-
-
-def want(bench: Any, prompt: list[int]) -> list[int]:
-    return linear_tokens(bench.forward.spec, prompt, 8, sampling=SAMPLED, seed=7)
 
 
 class Pair:
@@ -165,14 +140,6 @@ def test_blocks_between_those_of_a_peer_come_from_host_memory(make_pair: MakePai
     stats = pair.b.engine.stats().tiers
     assert stats.num_fetched_host >= 4
     assert stats.num_fetched_host + stats.num_fetched_peer == 10
-
-
-def flood(bench: Any) -> None:
-    """Nothing that was cached stays on the device."""
-    size = (bench.engine.stats().pool.total - 1) * bench.forward.block_size
-    for token in (1, 2):
-        tokens = pack_tokens([token] * size)
-        bench.run(Generate(f"flood{token}", tokens, Limits(1), SAMPLED))
 
 
 def test_a_holder_lends_what_it_has_in_host_memory(make_pair: MakePair) -> None:

@@ -6,48 +6,22 @@ from typing import Any
 import pytest
 
 from mallee.protocol.messages import (
+    Cut,
     Demote,
     Fork,
     Generate,
     Limits,
-    Prefill,
+    Pin,
     Promote,
     Release,
-    Sampling,
+    Rewind,
     pack_tokens,
 )
-from mallee.testing.forward import linear_tokens
 from mallee.worker.kv.tiers.moves import DISK, HOST
+from support.tier_commands import SAMPLED, flood, fork, generate, move_all, prefill, text, want
 from support.tiers import DictDisk, LateMover, make_tiers
 
-SAMPLED = Sampling(temperature=1.0, seed=7)
 MakeBench = Callable[..., Any]
-
-
-def prefill(request: str, tokens: list[int]) -> Prefill:
-    return Prefill(request, pack_tokens(tokens))
-
-
-def generate(request: str, tokens: list[int], max_tokens: int = 8) -> Generate:
-    return Generate(request, pack_tokens(tokens), Limits(max_tokens), SAMPLED)
-
-
-def fork(request: str, capsule: str, n: int = 1, at: int | None = None) -> Fork:
-    return Fork(request, capsule, (b"",) * n, Limits(8), SAMPLED, at=at)
-
-
-def text(n: int, first: int = 3) -> list[int]:
-    return [first + i % 29 for i in range(n)]
-
-
-def evict_all(bench: Any, name: str = "flood") -> None:
-    """Nothing that is only cache stays on the device."""
-    size = bench.engine.stats().pool.total * bench.forward.block_size
-    bench.run(generate(name, [2] * (size - bench.forward.block_size), 1))
-
-
-def want(bench: Any, prompt: list[int]) -> list[int]:
-    return linear_tokens(bench.forward.spec, prompt, 8, sampling=SAMPLED, seed=7)
 
 
 @pytest.mark.parametrize("tier", [HOST, DISK])
@@ -62,7 +36,7 @@ def test_a_demoted_capsule_comes_back_and_nothing_of_it_is_computed(
     bench.run(Demote("d", "p.0", tier))
     assert bench.replies["d"].status.tier == ("", "host", "disk")[tier]
     assert bench.engine.usage().live_blocks == 0
-    evict_all(bench)
+    flood(bench)
     computed = bench.forward.num_tokens
     bench.run(fork("f", "p.0", n=2))
     assert bench.answers["f", 0].tokens == want(bench, prompt)
@@ -101,7 +75,7 @@ def test_what_the_device_evicts_is_found_in_host_memory(make_bench: MakeBench) -
     bench = make_bench(num_blocks=24, below=make_tiers(64), max_answer_capsules=0)
     prompt = text(40)
     bench.run(generate("a", prompt))
-    evict_all(bench)
+    flood(bench)
     computed = bench.forward.num_tokens
     bench.run(generate("b", prompt))
     assert bench.answers["b", 0].tokens == bench.answers["a", 0].tokens == want(bench, prompt)
@@ -113,7 +87,7 @@ def test_an_answers_capsule_survives_its_eviction(make_bench: MakeBench) -> None
     bench = make_bench(num_blocks=24, below=make_tiers(64))
     prompt = text(21)
     bench.run(generate("a", prompt))
-    evict_all(bench)
+    flood(bench)
     assert bench.engine.stats().capsules.num_replaced == 0
     whole = prompt + bench.answers["a", 0].tokens
     computed = bench.forward.num_tokens
@@ -129,7 +103,7 @@ def test_what_is_lost_below_is_computed_again(make_bench: MakeBench) -> None:
     prompt = text(41)
     bench.run(prefill("p", prompt), Demote("d", "p.0", DISK))
     bench.run(Demote("d2", "p.0", DISK))
-    evict_all(bench)
+    flood(bench)
     disk.broken.add(disk.named["p.0"][1][4])
     computed = bench.forward.num_tokens
     bench.run(fork("f", "p.0"))
@@ -142,7 +116,7 @@ def test_siblings_wait_for_one_fetch(make_bench: MakeBench) -> None:
     bench = make_bench(num_blocks=40, below=make_tiers(64, movers=movers), max_answer_capsules=0)
     prompt = text(60)
     bench.run(generate("a", prompt))
-    evict_all(bench)
+    flood(bench)
     bench.submit(*(generate(f"s{i}", prompt) for i in range(4)))
     for _ in range(8):
         bench.step()
@@ -151,7 +125,7 @@ def test_siblings_wait_for_one_fetch(make_bench: MakeBench) -> None:
     movers[0].advance()
     bench.run()
     assert all(bench.answers[f"s{i}", 0].tokens == want(bench, prompt) for i in range(4))
-    assert bench.engine.stats().tiers.num_fetched_host == 13  # once, not four times
+    assert bench.engine.stats().tiers.num_fetched_host == 14  # once, not four times
 
 
 def test_a_durable_capsule_outlives_its_engine(make_bench: MakeBench) -> None:
@@ -176,7 +150,7 @@ def test_a_fork_inside_a_demoted_capsule_computes_at_most_a_block(make_bench: Ma
     prompt = text(40)
     bench.run(prefill("p", prompt))
     bench.run(Demote("d", "p.0", HOST))
-    evict_all(bench)
+    flood(bench)
     computed = bench.forward.num_tokens
     bench.run(fork("f", "p.0", at=23))
     assert bench.answers["f", 0].tokens == want(bench, prompt[:23])
@@ -208,3 +182,116 @@ def test_sessions_of_four_times_the_device_take_turns_and_compute_nothing_twice(
     assert bench.forward.num_tokens - computed == turns * (
         1 + own + 7
     )  # a drawn token, and its own
+
+
+# Capsules and blocks that end, change or are asked for again while they move between tiers
+
+
+@pytest.mark.parametrize("tier", [HOST, DISK])
+@pytest.mark.parametrize("num_tokens", [16, 17])
+def test_a_fork_outlives_the_release_of_its_capsule_on_the_way_up(
+    make_bench: MakeBench, num_tokens: int, tier: int
+) -> None:
+    movers: list[LateMover] = []
+    bench = make_bench(
+        num_blocks=24, below=make_tiers(64, disk=DictDisk(), movers=movers), max_answer_capsules=0
+    )
+    bench.run(prefill("p", text(num_tokens)))
+    bench.run(Demote("d", "p.0", tier))
+    move_all(bench, movers[0])
+    assert bench.replies["d"].status.tier == ("", "host", "disk")[tier]
+    flood(bench)
+    bench.submit(fork("f", "p.0"))
+    bench.step()
+    bench.submit(Release("p.0"))
+    num_passes = bench.forward.num_passes
+    move_all(bench, movers[0])
+    assert bench.answers["f", 0].tokens == want(bench, text(num_tokens))
+    assert bench.forward.num_passes - num_passes == 7  # none over nothing
+
+
+def test_the_first_tokens_of_a_capsule_below_are_a_capsule_that_can_be_promoted(
+    make_bench: MakeBench,
+) -> None:
+    bench = make_bench(num_blocks=24, below=make_tiers(64), max_answer_capsules=0)
+    bench.run(prefill("p", text(10)))
+    bench.run(Demote("d", "p.0", HOST))
+    bench.run(Rewind("r", "p.0", 3))
+    bench.run(Promote("up", "r.0"))
+    assert bench.replies["up"].status.boundary == 3
+    bench.run(fork("f", "r.0"))
+    assert bench.answers["f", 0].tokens == want(bench, text(3))
+
+
+def test_a_promotion_is_answered_though_its_capsule_is_made_anew_meanwhile(
+    make_bench: MakeBench,
+) -> None:
+    bench = make_bench(num_blocks=24, below=make_tiers(64), max_answer_capsules=0)
+    bench.run(prefill("p", text(10)))
+    bench.run(Demote("d", "p.0", HOST))
+    bench.run(prefill("q", text(10), capsule="p.0"), Promote("up", "p.0"))
+    assert bench.replies["up"].status.tier == "device"
+
+
+def test_a_fork_of_fewer_tokens_than_a_block_needs_no_tiers(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    bench.run(prefill("p", text(10)), Rewind("r", "p.0", 3))
+    bench.run(Rewind("r2", "p.0", 3))
+    bench.run(fork("f", "r2.0", n=2))
+    assert bench.answers["f", 0].tokens == want(bench, text(3))
+
+
+def test_an_answer_cut_while_its_blocks_are_fetched_leaves_what_its_client_saw(
+    make_bench: MakeBench,
+) -> None:
+    movers: list[LateMover] = []
+    bench = make_bench(num_blocks=24, below=make_tiers(64, movers=movers))
+    bench.run(prefill("p", text(40), replaceable=True))
+    flood(bench)
+    bench.submit(Generate("g", pack_tokens(text(40)), Limits(8), SAMPLED))
+    bench.step()
+    assert movers[0].num_under_way
+    bench.submit(Cut("g", 0, 40, b""))
+    bench.step()
+    move_all(bench, movers[0])
+    bench.run(fork("f", "g.0"))
+    assert bench.answers["f", 0].tokens == want(bench, text(40))
+
+
+def test_a_capsule_made_anew_while_its_record_is_written_keeps_its_own(
+    make_bench: MakeBench,
+) -> None:
+    disk, movers = DictDisk(), list[LateMover]()
+    below = make_tiers(0, disk=disk, movers=movers)
+    bench = make_bench(num_blocks=24, below=below, max_answer_capsules=0)
+    bench.run(prefill("p", text(10)))
+    bench.run(Demote("d1", "p.0", DISK))
+    bench.run(prefill("q", text(10), capsule="p.0"))
+    bench.run(Demote("d2", "p.0", DISK))
+    move_all(bench, movers[0])
+    assert bench.replies["d2"].status.tier == "disk"
+    again = make_bench(num_blocks=24, below=make_tiers(0, disk=disk))
+    again.run(fork("f", "p.0"))
+    assert again.answers["f", 0].tokens == want(again, text(10))
+
+
+def test_logits_of_a_capsule_below_go_with_its_pin(make_bench: MakeBench) -> None:
+    bench = make_bench(num_blocks=24, below=make_tiers(64))
+    bench.run(prefill("p", text(16)))
+    bench.run(Demote("d", "p.0", HOST))
+    bench.run(Pin("u", "p.0", is_pinned=False))
+    bench.run(fork("f", "p.0"))
+    assert bench.answers["f", 0].tokens == want(bench, text(16))
+
+
+def test_a_record_that_cannot_be_read_keeps_no_worker_from_its_start(make_bench: MakeBench) -> None:
+    disk = DictDisk()
+    bench = make_bench(num_blocks=24, below=make_tiers(0, disk=disk))
+    bench.run(prefill("p", text(10)), prefill("q", text(9)))
+    bench.run(Demote("d", "p.0", DISK), Demote("e", "q.0", DISK))
+    disk.named["p.0"] = (b"\x91\x00", disk.named["p.0"][1])
+    again = make_bench(num_blocks=24, below=make_tiers(0, disk=disk))
+    again.run(fork("f", "q.0"))
+    assert again.answers["f", 0].tokens == want(again, text(9))
+    again.run(fork("g", "p.0"))
+    assert again.answers["g", -1].error.code == "capsule_not_found"

@@ -18,6 +18,7 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.worker.kv.tiers.moves import DISK, HOST, TIER_NAMES
+from support.tier_commands import move_all
 from support.tiers import DictDisk, LateMover, make_tiers
 
 MakeBench = Callable[..., Any]
@@ -26,13 +27,6 @@ TEXT = [3 + i % 29 for i in range(18)]
 
 def generate(request: str, tokens: list[int], max_tokens: int = 4) -> Generate:
     return Generate(request, pack_tokens(tokens), Limits(max_tokens, ignore_eos=True))
-
-
-def finish(bench: Any, mover: LateMover) -> None:
-    bench.run()
-    while mover.num_under_way:
-        mover.advance()
-        bench.run()
 
 
 def flood(bench: Any, name: str = "flood") -> None:
@@ -54,7 +48,7 @@ def test_a_capsule_that_loses_the_device_on_its_way_down_is_where_the_answer_say
     bench.run(generate("b", [5] * 30))
     bench.run(generate("c", [6] * 50))  # for which a gives up its place first, and then b
     assert bench.engine._capsules.peek("a.0").node is None
-    finish(bench, movers[0])
+    move_all(bench, movers[0])
     assert bench.replies["d"].status.tier == TIER_NAMES[tier]
     held = bench.engine._capsules.peek("a.0").below
     assert (held.is_held, held.is_durable) == (tier == HOST, tier == DISK)
@@ -68,7 +62,7 @@ def test_of_two_demotions_at_once_the_lower_one_counts(make_bench: MakeBench) ->
         bench = make_bench(num_blocks=24, below=make_tiers(64, disk=disk, movers=movers))
         bench.run(Prefill("p", pack_tokens(TEXT)))
         bench.run(*(Demote(f"d{tier}", "p.0", tier) for tier in tiers))
-        finish(bench, movers[0])
+        move_all(bench, movers[0])
         assert bench.replies[f"d{DISK}"].status.tier == "disk"
         assert bench.replies[f"d{tiers[1]}"].status.tier == "disk"
         assert "p.0" in disk.named
@@ -165,7 +159,7 @@ def test_a_text_cut_while_its_record_is_written_is_recorded_as_cut(make_bench: M
     movers[0].advance()
     bench.run()
     assert "d" not in bench.replies
-    finish(bench, movers[0])
+    move_all(bench, movers[0])
     assert bench.replies["d"].status.tier == "disk"
     again = make_bench(num_blocks=24, below=make_tiers(0, disk=disk))
     again.run(Inspect("i", "a.0"))

@@ -16,6 +16,7 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.worker.kv.tiers.moves import DISK
+from support.tier_commands import move_all
 from support.tiers import DictDisk, LateMover, make_tiers
 
 MakeBench = Callable[..., Any]
@@ -40,13 +41,6 @@ def make_late(make_bench: MakeBench) -> tuple[Any, DictDisk, LateMover]:
     return bench, disk, movers[0]
 
 
-def finish(bench: Any, mover: LateMover) -> None:
-    bench.run()
-    while mover.num_under_way:
-        mover.advance()
-        bench.run()
-
-
 def error_of(bench: Any, request: str) -> MalleeError | None:
     wire = bench.replies[request].error
     return None if wire is None else from_wire(wire)
@@ -55,11 +49,11 @@ def error_of(bench: Any, request: str) -> MalleeError | None:
 def test_a_deletion_is_answered_when_the_record_is_gone(make_bench: MakeBench) -> None:
     bench, disk, mover = make_late(make_bench)
     bench.run(Demote("d", "p.0", DISK))
-    finish(bench, mover)
+    move_all(bench, mover)
     bench.run(Delete("x", "p.0"), Delete("y", "p.0"))
     assert "p.0" in disk.named
     assert not {"x", "y"} & bench.replies.keys()
-    finish(bench, mover)
+    move_all(bench, mover)
     assert not disk.named
     assert bench.replies["x"].status.tier == bench.replies["y"].status.tier == "disk"  # as it was
     bench.run(Inspect("i", "p.0"), Delete("z", "p.0"))
@@ -81,15 +75,15 @@ def test_a_deletion_overtakes_no_record_on_its_way_to_disk(make_bench: MakeBench
     assert "x" not in bench.replies
     bench.run(Pin("pin", "p.0", ttl_s=9.0), Demote("d2", "p.0", DISK))
     assert isinstance(error_of(bench, "d2"), UnknownCapsule)
-    finish(bench, mover)
+    move_all(bench, mover)
     assert not disk.named
     assert bench.replies["x"].error is None
     bench.run(Prefill("q", PROMPT.tokens, capsule="p.0"))
     bench.run(Demote("d3", "p.0", DISK))
-    finish(bench, mover)
+    move_all(bench, mover)
     bench.run(Release("p.0"), Delete("y", "p.0"))
     assert "y" not in bench.replies
-    finish(bench, mover)
+    move_all(bench, mover)
     assert isinstance(error_of(bench, "y"), UnknownCapsule)
     assert not disk.named
 

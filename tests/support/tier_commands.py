@@ -1,0 +1,45 @@
+"""Commands and answers of tests about tiers, and what moves all that is there."""
+
+from typing import Any
+
+from mallee.protocol.messages import Fork, Generate, Holder, Limits, Prefill, Sampling, pack_tokens
+from mallee.testing.forward import linear_tokens
+from support.tiers import LateMover
+
+SAMPLED = Sampling(temperature=1.0, seed=7)
+
+
+def text(n: int, first: int = 3) -> list[int]:
+    return [first + i % 29 for i in range(n)]
+
+
+def prefill(request: str, tokens: list[int], *holders: Holder, **more: Any) -> Prefill:
+    return Prefill(request, pack_tokens(tokens), holders=holders, **more)
+
+
+def generate(request: str, tokens: list[int], *holders: Holder, **more: Any) -> Generate:
+    return Generate(request, pack_tokens(tokens), Limits(8), SAMPLED, holders=holders, **more)
+
+
+def fork(request: str, capsule: str, n: int = 1, **more: Any) -> Fork:
+    return Fork(request, capsule, (b"",) * n, Limits(8), SAMPLED, **more)
+
+
+def want(bench: Any, prompt: list[int]) -> list[int]:
+    """The answer of an engine that keeps everything."""
+    return linear_tokens(bench.forward.spec, prompt, 8, sampling=SAMPLED, seed=7)
+
+
+def flood(bench: Any) -> None:
+    """Nothing that was cached stays on the device."""
+    size = (bench.engine.stats().pool.total - 1) * bench.forward.block_size
+    for token in (1, 2):
+        tokens = pack_tokens([token] * size)
+        bench.run(Generate(f"flood{token}", tokens, Limits(1), SAMPLED))
+
+
+def move_all(bench: Any, mover: LateMover) -> None:
+    bench.run()
+    while mover.num_under_way:
+        mover.advance()
+        bench.run()
