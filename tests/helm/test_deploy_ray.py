@@ -219,10 +219,7 @@ def release() -> list[Object]:
 def node(release: list[Object], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     files = tmp_path_factory.mktemp("files")
     model = make_folder(tmp_path_factory.mktemp("model"))
-    with (
-        short_folder() as folder,
-        running(release, files) as servers,
-    ):
+    with short_folder() as folder, running(release, files) as servers:
         made = Node(release, servers, Path(folder), model)
         try:
             wait_until(lambda: made.is_up, timeout_s=TIMEOUT_S)
