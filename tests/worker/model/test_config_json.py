@@ -117,12 +117,6 @@ def test_rope_theta_is_found_wherever_it_stands(fields: dict[str, Any]) -> None:
     assert parse_config({**BASE, **fields}).ropes == (Rope(5e5),)
 
 
-def test_old_rope_scaling_reads_as_the_new_rope_parameters() -> None:
-    old = parse_config({**BASE, "rope_theta": 5e5, "rope_scaling": LLAMA3})
-    new = parse_config({**BASE, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}})
-    assert old == new
-
-
 def nested(**fields: Any) -> dict[str, Any]:
     return {"rope_parameters": {FULL: {"rope_type": "default", **fields}}}
 

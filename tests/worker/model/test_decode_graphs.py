@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from mallee.protocol.messages import Sampling
 from mallee.protocol.model import WeightVersion
-from mallee.testing.quantized import Form, quantized_model
 from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.forward import Draw, ForwardBatch, Row
 from mallee.worker.model.attention.flashinfer import FlashInferAttention
@@ -392,13 +391,3 @@ def test_padding_has_a_block_that_no_pool_knows(sequences: Callable[..., Any]) -
         for memory in forward._memories:
             assert memory[:, -BLOCK].any()
             assert not memory[:, -BLOCK + 1 :].any()
-
-
-@pytest.mark.parametrize("form", ["fp8-block", "fp8-row", "fp8-tensor", "int8-row"])
-def test_products_of_8_bits_can_be_recorded(form: Form, sequences: Callable[..., Any]) -> None:
-    """I13, part: whole models of weights that are widened in each call."""
-    forward = recorded(quantized_model(tiny(), form), RecordedGraphs(), max_rows=2)
-    run = sequences(forward)
-    run.step(run.row("a", list(range(9))))
-    run.step(run.row("a", [3]))
-    assert forward.stats().graphs.num_replays == 1

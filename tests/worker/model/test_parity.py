@@ -69,13 +69,6 @@ def check_near(oracle: Any, tokens: list[int], ours: torch.Tensor, dtype: str = 
         pytest.fail(f"logits differ by {difference} after {len(tokens)} tokens; {found.first}")
 
 
-def test_a_whole_prefill_has_the_oracles_logits(oracle: Any, sequences: Callable[..., Any]) -> None:
-    """I1, D27: every family and option, float32."""
-    run = sequences(oracle.model.forward())
-    tokens = prompt(45)
-    check_near(oracle, tokens, run.step(run.row("a", tokens))[0])
-
-
 def test_chunks_and_decodes_have_the_oracles_logits(
     oracle: Any, sequences: Callable[..., Any]
 ) -> None:

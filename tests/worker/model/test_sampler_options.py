@@ -181,15 +181,6 @@ def test_banned_tokens_are_not_drawn_unless_nothing_else_is_allowed() -> None:
         assert sample([draw])[0] in many
 
 
-def test_a_mask_leaves_the_draw_of_an_allowed_winner_as_it_is() -> None:
-    """The noise belongs to the token: what the mask takes away changes no other token's luck."""
-    hot = Sampling(temperature=1.0)
-    free = sample([Draw(vocabulary(1), hot, i, 0) for i in range(200)])
-    allowed = words(range(0, VOCAB, 2))
-    masked = sample([Draw(vocabulary(1), hot, i, 0, None, allowed) for i in range(200)])
-    assert all(m == f for m, f in zip(masked, free, strict=True) if f % 2 == 0)
-
-
 @pytest.mark.parametrize("size", [97, 4099])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_mask_draws_what_is_drawn_without_the_tokens_that_it_takes_away(

@@ -106,62 +106,39 @@ def test_sessions_of_a_tenant_get_together_what_one_gets(
     rig.check()
 
 
-def test_a_new_session_for_each_request_gains_nothing(make_rig: Any) -> None:
-    """S13, part: the debt is the tenant's."""
+@pytest.mark.parametrize("is_new", [True, False])
+def test_one_request_at_a_time_gains_nothing(make_rig: Any, is_new: bool) -> None:
+    """S13, part: no more than an endless queue does; the debt is the session's, and the tenant's."""
     rig = make_rig(max_rows=4, max_step_tokens=8, ageing_steps=0, num_blocks=8192)
-    rig.add("b", 4000, session="b", tenant="u")
+    rig.add("b", 4000, session="b", tenant="u" if is_new else "")
     for i in range(40):
-        rig.add(f"a{i}", 24, outputs=1, session=f"a{i}", tenant="t")
+        whose = {"session": f"a{i}", "tenant": "t"} if is_new else {"session": "a"}
+        rig.add(f"a{i}", 24, outputs=1, **whose)
         while not rig.branches[f"a{i}"].is_over:
             rig.step(is_checked=False)
     total = rig.total(lambda name: name[0])
     assert abs(total["a"] - total["b"]) <= 16 + 24
 
 
-def test_a_session_that_was_away_banks_nothing(make_rig: Any) -> None:
-    """S13, part: nor one that asked for less than its share."""
+@pytest.mark.parametrize("is_held_back", [False, True])
+def test_a_session_that_was_away_banks_nothing(make_rig: Any, is_held_back: bool) -> None:
+    """S13, part: nor one that asked for less than its share; also while its tenant is held back."""
     rig = make_rig(max_rows=4, max_step_tokens=8, ageing_steps=0, num_blocks=4096)
+    tenant = "t" if is_held_back else ""
+    if is_held_back:
+        rig.add("x", 4000, session="x", tenant="u")
     for i in range(8):
-        rig.add(f"a{i}", session="a")
-    rig.add("b-one", session="b")
+        rig.add(f"a{i}", session="a", tenant=tenant)
+    rig.add("b-one", session="b", tenant=tenant, priority=float(is_held_back))
     rig.run(50)
     for i in range(8):
-        rig.add(f"b{i}", session="b")
-        rig.add(f"c{i}", session="c")
+        rig.add(f"b{i}", session="b", tenant=tenant)
+        rig.add(f"c{i}", session="c", tenant=tenant)
     begin = len(rig.served)
-    rig.run(30)
+    rig.run(60 if is_held_back else 30)
     total = rig.total(lambda name: name[0], begin)
+    total.pop("x", None)
     assert max(total.values()) - min(total.values()) <= 8, total
-
-
-def test_a_session_that_was_away_banks_nothing_within_its_tenant(make_rig: Any) -> None:
-    """S13, part: while the tenant itself is held back all the time."""
-    rig = make_rig(max_rows=4, max_step_tokens=8, ageing_steps=0, num_blocks=4096)
-    rig.add("x", 4000, session="x", tenant="u")
-    for i in range(8):
-        rig.add(f"a{i}", session="a", tenant="t")
-    rig.add("b-one", session="b", tenant="t", priority=1.0)
-    rig.run(50)
-    for i in range(8):
-        rig.add(f"b{i}", session="b", tenant="t")
-        rig.add(f"c{i}", session="c", tenant="t")
-    begin = len(rig.served)
-    rig.run(60)
-    total = rig.total(lambda name: name[0], begin)
-    del total["x"]
-    assert max(total.values()) - min(total.values()) <= 8, total
-
-
-def test_leaving_and_coming_back_loses_no_debt(make_rig: Any) -> None:
-    """S13, part: one request at a time gets no more than an endless queue does."""
-    rig = make_rig(max_rows=4, max_step_tokens=8, ageing_steps=0, num_blocks=8192)
-    rig.add("b", 4000, session="b")
-    for i in range(40):
-        rig.add(f"a{i}", 24, outputs=1, session="a")
-        while not rig.branches[f"a{i}"].is_over:
-            rig.step(is_checked=False)
-    total = rig.total(lambda name: name[0])
-    assert abs(total["a"] - total["b"]) <= 16 + 24
 
 
 def test_sessions_of_different_tenants_are_different(make_rig: Any) -> None:
