@@ -167,29 +167,6 @@ def test_all_engines_of_all_replicas_are_workers_and_answer(front: Front) -> Non
     assert {each["usage"]["completion_tokens"] for each in answers} == {6}
 
 
-def test_a_capsule_of_one_gateway_is_forked_by_the_other(front: Front) -> None:
-    made = httpx.post(f"{front.url}/v1/capsules", json={"prompt": "many trunks " * 8}).json()
-    choices = []
-    forks = 'mallee_http_answers_total{endpoint="/v1/capsules/{capsule}/fork"'
-
-    def have_both() -> bool:
-        return all(forks in text for text in metrics(front).values())
-
-    for number in range(96):  # a proxy may prefer one gateway for a while
-        if number >= 12 and have_both():
-            break
-        answer = httpx.post(
-            f"{front.url}/v1/capsules/{made['id']}/fork",
-            json={"n": 2, "max_tokens": 2, "ignore_eos": True},
-            timeout=30,
-        )
-        assert answer.status_code == 200, answer.text
-        choices += [choice["mallee"] for choice in answer.json()["choices"]]
-    assert {choice["worker"] for choice in choices} == {made["worker"]}
-    assert {choice["prefill_tokens"] for choice in choices} == {0}
-    assert have_both(), "one gateway took them all"
-
-
 def test_a_client_that_hangs_up_ends_its_branches(front: Front) -> None:
     content = json.dumps(body(stream=True, n=3, max_tokens=1900)).encode()
     assert b"data: " in talk(front, post(content), ends=b"data: ")

@@ -59,19 +59,6 @@ async def test_a_fork_goes_to_its_capsule_and_computes_only_suffixes() -> None:
             assert all(w.rows == 0 and w.active_blocks == 0 for w in router.workers())
 
 
-async def test_cold_requests_of_different_prompts_use_both_workers() -> None:
-    async with fleet(workers=2) as f:
-        gateway = f.gateways[0]
-        streams = [
-            await gateway.start(GenerateJob(as_tokens([i] * 100), Limits(4), HOT)) for i in range(6)
-        ]
-        assert {s.worker for s in streams} == {"w0", "w1"}
-        for i, stream in enumerate(streams):
-            tokens, last = (await collect(stream))[0]
-            assert tokens == expect([i] * 100, 4)
-            assert last.cached_tokens == 0
-
-
 async def test_a_warm_prompt_goes_where_it_is_held() -> None:
     async with fleet(workers=3) as f:
         gateway = f.gateways[0]
@@ -92,30 +79,6 @@ async def test_no_worker_is_a_clear_error_and_unavailable_health() -> None:
             await gateway.start(GenerateJob(PROMPT, Limits(2)))
         with pytest.raises(UnknownCapsule):
             await gateway.capsule("nope", COMMON)  # type: ignore[arg-type]
-
-
-async def test_an_answer_goes_on_where_its_worker_is_restarted() -> None:
-    """X4, part, X5, part: sampled, token for token; the new life starts from nothing in the index."""
-    async with fleet(workers=1) as f:
-        gateway, router = f.gateways[0], f.routers[0]
-        stream = await gateway.start(GenerateJob(PROMPT, Limits(1000), HOT))
-        await until(lambda: sum(w.indexed_blocks for w in router.workers()) >= 12)
-        (address,) = f.hosts
-        host = f.hosts.pop(address)
-        await host.tasks.close()  # the process is gone: no lease any more, and its stream breaks
-        host._streams.end("g0")
-        await until(lambda: not router.workers())
-        assert gateway._dispatcher.num_waiting == 1
-        await host.close()
-        await f.add_worker("w0")
-        await f.ready(1)
-        (view,) = router.workers()
-        assert view.indexed_blocks == 0
-        again = await gateway.start(GenerateJob(PROMPT, Limits(2), HOT))
-        assert (await collect(again))[0][0] == expect(PROMPT.tolist(), 2)
-        tokens, last = (await collect(stream))[0]
-        assert tokens == expect(PROMPT.tolist(), 1000)
-        assert last.error is None
 
 
 async def test_with_the_broker_gone_requests_still_work_and_the_index_converges_after() -> None:
@@ -149,39 +112,6 @@ async def test_with_the_broker_gone_requests_still_work_and_the_index_converges_
         )
         hashes = block_hashes(PROMPT, BLOCK, salt=SPEC.salt())
         assert any(set(hashes.tolist()) <= held for held in truth.values())
-
-
-async def test_capsules_made_through_one_gateway_are_known_to_the_other() -> None:
-    async with fleet(workers=2, gateways=2) as f:
-        stream = await f.gateways[0].start(PrefillJob(PROMPT))
-        ((_, made),) = (await collect(stream)).values()
-        other = f.gateways[1]
-
-        await until(lambda: f.routers[1].stats().num_capsules == 1)
-        assert (await other.capsule(made.capsule, COMMON)).worker == stream.worker
-        answers = await collect(
-            await other.start(ForkJob(made.capsule, [as_tokens([])] * 2, Limits(3), HOT))
-        )
-        assert answers[1][0] == expect(PROMPT.tolist(), 3, 1)
-        await other.release_capsule(made.capsule, COMMON)
-        with pytest.raises(UnknownCapsule):
-            await other.capsule(made.capsule, COMMON)
-
-
-async def test_a_capsule_that_its_worker_gave_up_is_an_unknown_capsule() -> None:
-    async with fleet(workers=1) as f:
-        gateway = f.gateways[0]
-        stream = await gateway.start(PrefillJob(PROMPT, ttl_s=0.01))
-        ((_, made),) = (await collect(stream)).values()
-        await elapse(0.05)
-        try:
-            answers = await collect(
-                await gateway.start(ForkJob(made.capsule, [as_tokens([])], Limits(3)))
-            )
-            error = answers[0][1].error
-        except UnknownCapsule as refused:  # the event was faster
-            error = refused
-        assert isinstance(error, UnknownCapsule)
 
 
 async def test_a_step_without_memory_costs_one_request_and_no_worker() -> None:
