@@ -19,7 +19,6 @@ from mallee.protocol.errors import (
 )
 from mallee.router.dispatch.jobs import QueueTerms
 from support.plain_ids import SCOPES
-from support.waiting import elapse
 
 PATH = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -201,23 +200,3 @@ async def test_the_official_client_retries_when_it_is_told_to(
             model="tiny/bytes", prompt="abc"
         )
     assert now() - began == pytest.approx(naps_s, abs=0.1)
-
-
-async def test_the_official_client_gets_its_answer_on_the_second_try(
-    live: Any, client: openai.AsyncOpenAI
-) -> None:
-    live.service.refuses = Overloaded(4, 4, 3.0)
-    asking = asyncio.create_task(
-        client.with_options(max_retries=1).completions.create(
-            model="tiny/bytes",
-            prompt="abc",
-            user="ann",
-            extra_body={"mallee": {"priority": 2}},
-            extra_headers={"x-tenant-id": "acme"},
-        )
-    )
-    await elapse(2.9)
-    assert not asking.done()
-    live.service.refuses = None
-    assert (await asking).choices[0].text == "hello 0"
-    assert live.service.job.terms == QueueTerms("acme", 2)

@@ -192,11 +192,6 @@ def test_a_stop_string_in_the_last_delta_leaves_no_capsule_beyond_it(call: Any) 
     assert call.service.streams[0].cuts == {0: (start + 4, [])}
 
 
-def test_a_lone_stop_string_may_be_given_bare(call: Any) -> None:
-    answer = call("POST", PATH, {"prompt": "abc", "stop": "lo"})
-    assert answer.body["choices"][0]["text"] == "hel"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
 def test_failing_as_a_whole_before_the_first_byte_is_an_http_error(

@@ -108,16 +108,6 @@ def test_an_error_of_the_whole_stream_ends_the_branches_that_are_left(call: Any)
     assert ends(events) == {0: "stop", 1: "pool_exhausted", 2: "stop"}
 
 
-def test_a_bug_ends_the_branches_that_are_left(call: Any) -> None:
-    async def script(stream: Any) -> AsyncIterator[Delta]:
-        yield Delta(0, (97,), None, 0, 3, None, 1, None)
-        raise ZeroDivisionError
-
-    call.service.script = script
-    events = call("POST", PATH, {"prompt": "abc", "n": 2, "stream": True}).events
-    assert ends(events) == {0: "internal_error", 1: "internal_error"}
-
-
 def test_a_cancelled_branch_ends_as_such(call: Any) -> None:
     """As one that is pruned: the worker says so, and the others go on."""
 

@@ -88,19 +88,3 @@ async def test_sessions_beyond_their_number_take_the_place_of_the_idlest(folder:
         assert 1 <= len(names) <= 12
         assert names == [f"s{i:02}" for i in range(40 - len(names), 40)]
         assert (await client.get("/v1/sessions/s00")).status_code == 404
-
-
-async def test_health_is_answered_during_a_long_decode(folder: Path) -> None:
-    """F30, part: and by each address that a load balancer may ask."""
-    body = {"prompt": [1, 2], "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    async with (
-        api(folder, mock__speedup=1.0) as (client, scene),
-        client.stream("POST", COMPLETIONS, json=body) as answer,
-    ):
-        lines = answer.aiter_lines()
-        await anext(lines)
-        for path in ("/health", "/health/live", "/health/ready"):
-            assert (await client.get(path)).status_code == 200
-        assert any(view.rows for view in scene.router.workers()), "the decode is over already"
-        await answer.aclose()
-        await until(lambda: not any(view.rows for view in scene.router.workers()))

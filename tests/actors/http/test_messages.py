@@ -357,26 +357,6 @@ async def test_the_example_of_the_docs_runs(live: Any) -> None:
     assert names["text"] == "hello 0"
 
 
-async def test_the_client_tries_an_overloaded_server_again(call: Any) -> None:
-    call.service.refuses = Unavailable("no room", retry_after_s=0.01)
-    start = call.service.start
-
-    async def once(job: Any, prepare_s: float = 0.0, **more: Any) -> Any:
-        try:
-            return await start(job, prepare_s)
-        finally:
-            call.service.refuses = None
-
-    call.service.start = once
-    transport = httpx2.ASGITransport(app=call.app)
-    http = httpx2.AsyncClient(transport=transport, base_url="http://test")
-    async with anthropic.AsyncAnthropic(
-        api_key="x", base_url="http://test", max_retries=1, http_client=http
-    ) as made:
-        got = await made.messages.create(**{**ASKED, "model": "tiny/bytes"})
-    assert got.stop_reason == "end_turn"
-
-
 async def test_a_failure_in_the_middle_is_an_error_event(
     call: Any, client: anthropic.AsyncAnthropic, failed: Callable[..., Any]
 ) -> None:

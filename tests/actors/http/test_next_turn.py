@@ -128,38 +128,6 @@ async def test_the_turn_after_a_cancelled_prefill_or_fork_is_a_cold_ones() -> No
             await check_next_turn(client, PROMPT + suffix, seen[choice["index"]])
 
 
-async def test_the_turn_after_a_pruned_branch_is_a_cold_ones() -> None:
-    """F28, F19, part: some branches are pruned in mid-stream, the others run to their length."""
-    async with (
-        small_fleet() as fleet,
-        served(fleet.gateways[0]) as (url, _),
-        httpx.AsyncClient(base_url=url, timeout=20) as client,
-    ):
-        seen, ends = dict.fromkeys(range(4), ""), {}
-        asked = body(PROMPT, stream=True, max_tokens=200, n=4) | {"temperature": 1}
-        async with client.stream("POST", "/v1/completions", json=asked) as response:
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line[6:])
-                for choice in chunk["choices"]:
-                    seen[choice["index"]] += choice["text"]
-                    if choice["finish_reason"]:
-                        ends[choice["index"]] = choice
-                if not ends and len(seen[3]) >= 9:
-                    path = f"/v1/requests/{chunk['id']}/prune"
-                    await client.post(path, json={"branches": [0, 2]})
-        await until(lambda: fleet.engines["w0"].stats().jobs == 0)
-        reasons = [ends[index]["finish_reason"] for index in range(4)]
-        assert reasons == ["cancelled", "length", "cancelled", "length"]
-        for index, text in seen.items():
-            assert len(text) == ends[index]["mallee"]["completion_tokens"]
-            assert (len(text) == 200) == (index in (1, 3))
-            assert await check_next_turn(client, PROMPT, text) >= len(PROMPT) // BLOCK * BLOCK
-            await check_next_turn(client, PROMPT, text[:-3] + "~")
-        fleet.engines["w0"].check()
-
-
 async def test_what_an_engine_keeps_is_what_its_client_saw() -> None:
     """F20: after a cancel in mid-stream: capsules end where their clients' texts do, blocks hold those."""
     async with small_fleet() as fleet:

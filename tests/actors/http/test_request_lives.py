@@ -63,21 +63,6 @@ async def test_the_course_of_an_answer_is_told() -> None:
             assert [each["worker"] for each in branch["workers"]] == ["w0"]
 
 
-async def test_another_scope_and_an_unknown_request_are_refused_alike() -> None:
-    async with served() as (client, _):
-        made = (await client.post(PATH, json={"prompt": "abc", "cache_salt": "s"})).json()
-        await life(client, made["id"], **{"x-cache-salt": "s"})
-        for request, headers in [
-            (made["id"], {}),
-            (made["id"], {"x-cache-salt": "t"}),
-            (f"{made['id']}.0", {"x-cache-salt": "s"}),
-            ("req_never", {}),
-        ]:
-            answer = await client.get(f"/v1/requests/{request}", headers=headers)
-            assert answer.status_code == 404
-            assert answer.json()["error"]["code"] == "request_not_found"
-
-
 async def begun(client: httpx.AsyncClient, gateway: Any) -> tuple[asyncio.Task[Any], str]:
     """An answer whose branches have tokens, and its id."""
     known = len(gateway._lives._lives)

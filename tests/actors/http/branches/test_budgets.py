@@ -198,52 +198,6 @@ async def test_a_tree_s_budget_holds_at_every_gateway() -> None:
                 assert (spent.status_code, spent.json()["error"]["code"]) == (409, "budget_spent")
 
 
-async def test_budgets_below_budgets_go_from_gateway_to_gateway() -> None:
-    """X19, part: a fork's own budget is reserved where it is asked for; branches and time are the tree's."""
-    async with two_gateways(MODEL) as s:
-        budget = {"budget": {"tokens": 300, "branches": 5, "wall_s": 60}}
-        first = await post(s.a, "/v1/completions", **ASKED, max_tokens=10, mallee=budget)
-        capsule = first["choices"][0]["mallee"]["capsule"]
-        await until(lambda: s.fleet.gateways[1].is_kept(capsule))
-        path = f"/v1/capsules/{capsule}/fork"
-        over = await s.b.post(path, json={"n": 1, "mallee": {"budget": {"tokens": 291}}})
-        assert (over.status_code, over.json()["error"]["param"]) == (400, "mallee.budget.tokens")
-        own = {"budget": {"tokens": 50}}
-        below = await post(s.b, path, **FORK, n=2, max_tokens=900, mallee=own)
-        assert below["usage"]["completion_tokens"] == 50
-        leaf = below["choices"][0]["mallee"]["capsule"]
-        await until(lambda: s.fleet.gateways[0].is_kept(leaf))
-        spent = await s.a.post(f"/v1/capsules/{leaf}/fork", json={"n": 1})
-        assert spent.json()["error"]["code"] == "budget_spent"
-        many = await s.b.post(path, json={"n": 3})
-        assert "2 are left, 3 are asked for" in many.json()["error"]["message"]
-        back = await post(s.b, f"/v1/capsules/{capsule}/rewind", to=8)
-        last = await post(s.b, f"/v1/capsules/{back['id']}/fork", **FORK, n=2, max_tokens=500)
-        assert last["usage"]["completion_tokens"] == 240
-
-
-async def test_branches_elsewhere_end_where_their_budget_is_when_its_keeper_dies() -> None:
-    """X19, part: and a fork is refused with 503 while the keeper is silent; other requests go on."""
-    async with two_gateways(MODEL) as s:
-        budget = {"budget": {"tokens": 5000}}
-        first = await post(s.a, "/v1/completions", **ASKED, max_tokens=4, mallee=budget)
-        capsule = first["choices"][0]["mallee"]["capsule"]
-        await until(lambda: s.fleet.gateways[1].is_kept(capsule))
-        path = f"/v1/capsules/{capsule}/fork"
-        engine = s.fleet.engines["w0"]
-        more = {**FORK, "n": 1, "max_tokens": 1900}
-        await until(lambda: not engine.stats().jobs)
-        running = asyncio.create_task(post(s.b, path, **more))
-        await until(lambda: bool(engine.stats().jobs))
-        s.bus_of(0).is_mute = True
-        answer = await running
-        assert _ends(answer) == [("budget", "tokens")]
-        assert 0 < answer["usage"]["completion_tokens"] < 1900
-        silent = await s.b.post(path, json=more)  # nothing that was lent is left here
-        assert silent.status_code in (409, 503)
-        assert (await post(s.b, "/v1/completions", **ASKED, max_tokens=4))["usage"]
-
-
 async def test_a_response_is_below_the_one_that_it_names_wherever_it_is_sent() -> None:
     """X19, part: by its name alone, also where its capsule is gone."""
     async with two_gateways(MODEL, chat=CHAT) as s:

@@ -151,21 +151,6 @@ async def test_what_can_be_no_session_s_budget_is_refused_by_name(body: Any, par
         assert num(await ask(client, "s", 9, cache_salt="eve")) == 9
 
 
-async def test_a_session_s_time_runs_from_when_it_was_given() -> None:
-    """X19, part: at both gateways; what runs ends, what comes is refused."""
-    async with two_gateways(MODEL) as s:
-        await put(s.a, "s", budget={"wall_s": 0.4})
-        answers = await asyncio.gather(*(ask(client, "s", n=3) for client in (s.a, s.b)))
-        for answer in answers:
-            assert num(answer) < 4500
-            ends = {choice["mallee"].get("ended_by") for choice in answer.json()["choices"]}
-            assert ends == {"wall_s"}
-        for client in (s.a, s.b):
-            assert code(await ask(client, "s")) == (409, "budget_spent")
-            wall = (await budget_of(client, "s"))["wall_s"]
-            assert (wall["limit"], wall["left"]) == (0.4, 0)
-
-
 async def test_a_session_is_bounded_at_every_gateway_once_it_is_answered() -> None:
     """X19, part: no request slips through; given, shown and changed at either; in sum to the token."""
     async with two_gateways(MODEL) as s:
