@@ -145,6 +145,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             raise Stuck(f"no timer, no callback, nothing to read; {self._tasks()}")
         self._process_events(events)  # type: ignore[attr-defined]
 
+    def close(self) -> None:
+        """End connections that are open, too: else it would be chance which later test is told of them."""
+        if not self.is_closed():
+            for each in [*self._transports.values()]:  # type: ignore[attr-defined]
+                each.abort()
+            for _ in range(3):
+                self.run_until_complete(asyncio.sleep(0))
+        super().close()
+
     def _tasks(self) -> str:
         return "\n".join(["tasks:", *map(repr, asyncio.all_tasks(self))])
 
