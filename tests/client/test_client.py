@@ -91,10 +91,11 @@ def server() -> Iterator[Script]:
         def log_message(self, *_: object) -> None:
             pass
 
-        def answer(self, status: int, body: Any) -> None:
+        def answer(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
             raw = body if isinstance(body, bytes) else json.dumps(body).encode()
             self.send_response(status)
-            self.send_header("Content-Length", str(len(raw)))
+            for name, value in {**(headers or {}), "Content-Length": str(len(raw))}.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(raw)
 
@@ -102,12 +103,7 @@ def server() -> Iterator[Script]:
             if not script.refusals:
                 return False
             status, headers, code = script.refusals.pop(0)
-            raw = json.dumps({"error": {"message": "not now", "code": code}}).encode()
-            self.send_response(status)
-            for name, value in {**headers, "Content-Length": str(len(raw))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(raw)
+            self.answer(status, {"error": {"message": "not now", "code": code}}, headers)
             return True
 
         def do_GET(self) -> None:
@@ -394,13 +390,6 @@ def test_a_capsule_can_be_used_before_it_is_computed(server: Script) -> None:
         server.shown = [{"status": "failed", "error": failed}]
         with pytest.raises(CapsulesFull, match="no room"):
             capsule.wait()
-
-
-@pytest.mark.parametrize("suffix", ["hello", {"messages": [{"role": "user", "content": "x"}]}])
-def test_a_lone_suffix_makes_one_branch(server: Script, suffix: Any) -> None:
-    with Mallee(server.url) as client:
-        client.capsule("req_1.0").fork(suffix).wait()
-    assert server.seen[-1][2]["suffixes"] == [suffix]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """A gateway whose workers are full: who waits, where they go, what becomes of them."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import count
@@ -22,19 +21,16 @@ from mallee.protocol.errors import (
 )
 from mallee.protocol.events import EventBatch, Lease, Stored, pack_hashes
 from mallee.protocol.hashing import as_tokens, block_hashes
-from mallee.protocol.ids import Incarnation, RequestId, WorkerId, branch_seed, capsule_id
-from mallee.protocol.messages import Cancel, Command, Frame, Limits, Release, Sampling, Update
+from mallee.protocol.ids import Incarnation, RequestId, WorkerId, capsule_id
+from mallee.protocol.messages import Cancel, Command, Frame, Limits, Release, Update
 from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
 from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.router import Router
 from mallee.testing.bus import LocalBus, LocalHub
-from mallee.testing.forward import linear_tokens
 from support.live_fleet import make_gateway
-from support.local_transport import LocalTransport
-from support.virtual.threads import TURN_S
-from support.waiting import elapse, until
+from support.waiting import until
 
 SPEC = mock_spec(max_model_len=4096)
 BLOCK = 16
@@ -349,45 +345,3 @@ async def test_time_to_first_token_counts_the_wait() -> None:
         read = s.metrics.registry.get_sample_value
         assert read("mallee_time_to_first_token_seconds_sum") == 14.0
         assert read("mallee_admission_wait_seconds_sum") == 7.0
-
-
-async def test_thirty_requests_through_two_rows_of_a_real_engine_all_get_their_tokens(
-    rig: Any,
-) -> None:
-    """The real engine over a mocked pass: nobody is lost, and never more than two run at once."""
-    hot = Sampling(temperature=1.0, seed=9)
-    made = rig()
-    async with made:
-        bus = LocalBus(made.hub)
-        await bus.connect()
-        config = RouterConfig(block_size=4, lease_s=1e6, busy_ratio=ROWS / 64)
-        router = Router(config, clock=time.monotonic)
-        transport = LocalTransport("g0", {"a0": made.host})
-        gateway = make_gateway("g0", bus, transport, router, mock_spec())
-        await gateway.start_up()
-        assert await gateway.wait_for_worker(10.0)
-        most = 0
-
-        async def one(i: int) -> None:
-            prompt = [i % 7, 3, 5, 8, i]
-            job = GenerateJob(as_tokens(prompt), Limits(6), hot, terms=QueueTerms(f"t{i % 3}"))
-            stream = await gateway.start(job)
-            tokens = []
-            async for delta in stream:
-                tokens += list(delta.tokens)
-            seed = branch_seed(hot.seed, 0)
-            assert tokens == linear_tokens(mock_spec(), prompt, 6, sampling=hot, seed=seed)
-
-        async def watch() -> None:
-            nonlocal most
-            while True:
-                most = max(most, *(view.rows for view in router.workers()))
-                await elapse(TURN_S / 2)
-
-        watching = asyncio.create_task(watch())
-        await asyncio.gather(*(one(i) for i in range(30)))
-        watching.cancel()
-        assert most == ROWS
-        assert all(view.rows == 0 for view in router.workers())
-        await gateway.close()
-        await bus.close()

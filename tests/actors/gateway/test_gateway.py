@@ -9,7 +9,7 @@ import pytest
 
 from mallee.actors.http.serve import prefill
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.errors import DeviceMemoryExhausted, NoWorker, UnknownCapsule
+from mallee.protocol.errors import DeviceMemoryExhausted, UnknownCapsule
 from mallee.protocol.hashing import as_tokens, block_hashes
 from mallee.protocol.ids import COMMON, branch_seed
 from mallee.protocol.messages import Limits, Sampling
@@ -57,28 +57,6 @@ async def test_a_fork_goes_to_its_capsule_and_computes_only_suffixes() -> None:
         for router in f.routers:
             router.check()
             assert all(w.rows == 0 and w.active_blocks == 0 for w in router.workers())
-
-
-async def test_a_warm_prompt_goes_where_it_is_held() -> None:
-    async with fleet(workers=3) as f:
-        gateway = f.gateways[0]
-        first = await gateway.start(GenerateJob(PROMPT, Limits(2), HOT))
-        await collect(first)
-        await until(lambda: max(w.indexed_blocks for w in f.routers[0].workers()) == 12)
-        again = await gateway.start(GenerateJob(PROMPT, Limits(2), HOT))
-        assert again.worker == first.worker
-        _, last = (await collect(again))[0]
-        assert last.cached_tokens == 192
-
-
-async def test_no_worker_is_a_clear_error_and_unavailable_health() -> None:
-    async with fleet(workers=0) as f:
-        gateway = f.gateways[0]
-        assert gateway.health()["status"] == "unavailable"
-        with pytest.raises(NoWorker):
-            await gateway.start(GenerateJob(PROMPT, Limits(2)))
-        with pytest.raises(UnknownCapsule):
-            await gateway.capsule("nope", COMMON)  # type: ignore[arg-type]
 
 
 async def test_with_the_broker_gone_requests_still_work_and_the_index_converges_after() -> None:

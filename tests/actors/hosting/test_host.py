@@ -97,19 +97,6 @@ async def reports(frames: Reader, ends: int) -> tuple[list[Report], dict[str, li
     raise AssertionError("the stream ended")
 
 
-async def test_one_batch_reaches_all_engines_and_one_stream_brings_their_news() -> None:
-    async with crowd(3) as c, aclosing(Reader(c.host, "g")) as frames:
-        assert decode_reports(await anext(frames)) == ()
-        parcels = [Parcel(f"w{i}", 1, (generate(f"r{i}"),)) for i in range(3)]
-        await frames.submit(encode(parcels))
-        _, by_worker = await reports(frames, 3)
-        got = {w: {u.request for u in us} for w, us in by_worker.items()}
-        assert got == {f"w{i}": {f"r{i}"} for i in range(3)}
-        stats = c.host.stats()
-        assert (stats.workers, stats.gateways, stats.open_requests) == (3, 1, 0)
-        c.host.check()
-
-
 async def test_an_engine_that_fails_takes_only_its_own_along(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

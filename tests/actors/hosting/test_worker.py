@@ -15,7 +15,6 @@ from mallee.protocol.events import CapsuleStored, Load, decode_batch, decode_lea
 from mallee.protocol.messages import (
     Cancel,
     Command,
-    Fork,
     Generate,
     Limits,
     Prefill,
@@ -92,16 +91,6 @@ async def test_commands_reach_the_engine_in_order(
             await frames.submit(batch(*(generate(name, 1) for name in names[i : i + 8])))
             assert seen == names[: i + 8]  # the engine has them when submit returns
         assert len(await updates(frames, 40)) == 40
-
-
-async def test_a_refused_command_is_an_update_and_not_an_exception(rig: Any) -> None:
-    async with rig() as r, aclosing(Reader(r.host, "g")) as frames:
-        await hello(frames)
-        await frames.submit(batch(Fork("f", "nobody.0", (b"",), Limits(1))))
-        (update,) = await updates(frames, 1)
-        assert update.error is not None
-        assert update.error[0] == "capsule_not_found"
-        assert r.host.healthy()
 
 
 async def test_a_refused_id_in_use_leaves_its_running_request_open(rig: Any) -> None:
