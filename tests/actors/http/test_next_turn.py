@@ -87,25 +87,6 @@ async def test_the_turn_after_a_disconnect_is_a_cold_ones(temperature: float) ->
         fleet.gateways[0].check()
 
 
-async def test_the_turn_after_a_stop_string_is_a_cold_ones() -> None:
-    """F28: the worker went on beyond the stop, and beyond what was held back for it."""
-    async with small_fleet() as fleet, served(fleet.gateways[0]) as (url, _):
-        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
-            text = (await whole(client, PROMPT, cache_salt="first"))["text"]
-            for begin, length in ((7, 1), (9, 4), (12, 6)):
-                stop = text[begin : begin + length]
-                for stream in (False, True):
-                    asked = body(PROMPT, max_tokens=60, stop=[stop], stream=stream)
-                    async with client.stream("POST", "/v1/completions", json=asked) as response:
-                        if stream:
-                            seen = (await texts_of(response, 1000))[0]
-                        else:
-                            seen = json.loads(await response.aread())["choices"][0]["text"]
-                    assert seen == text[: text.index(stop)]
-                    await check_next_turn(client, PROMPT, seen)
-        fleet.engines["w0"].check()
-
-
 async def test_the_turn_after_a_cancelled_prefill_or_fork_is_a_cold_ones() -> None:
     """F28, part: forks of a capsule cut in mid-stream; the capsule and its forks go on as if new."""
     async with (

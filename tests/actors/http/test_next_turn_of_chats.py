@@ -180,7 +180,8 @@ async def test_a_cancelled_background_response_leaves_no_more_than_its_stream_sa
                 if len(seen) >= NUM_SEEN and ended is None:
                     ended = await post(client, f"{api.path}/{name}/cancel")
         assert ended is not None
-        assert ended["status"] == "cancelled"
+        assert ended["status"] == event["response"]["status"] == "cancelled"
+        assert event["type"] == "response.incomplete"
         await until(lambda: fleet.engines["w0"].stats().jobs == 0)
         assert await capsules_of(client) == []
         await check_next(client, api, seen, num_first)

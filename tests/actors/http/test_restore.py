@@ -218,20 +218,6 @@ async def test_a_refused_pin_is_served_cold() -> None:
         assert sum(each.stats().capsules.num_refused for each in fleet.engines.values()) == 2
 
 
-async def test_resets_over_http_compute_nothing_and_agree() -> None:
-    """F18, part."""
-    async with api() as (client, _):
-        root = await post(client, "/v1/capsules", prompt=PROMPT)
-        seen = set()
-        for _ in range(20):
-            path = f"/v1/capsules/{root['id']}/fork"
-            answer = await post(client, path, n=1, max_tokens=4, **SAMPLED)
-            choice = answer["choices"][0]
-            seen.add(choice["text"])
-            assert choice["mallee"]["prefill_tokens"] == 0
-        assert len(seen) == 1
-
-
 async def test_the_sdk_has_every_verb() -> None:
     """F10, part: capture, restore, rewind, pin, unpin, list; a branch that is over is not captured."""
     async with api() as (http, _), AsyncMallee(str(http.base_url)) as client:

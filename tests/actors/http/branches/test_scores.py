@@ -187,17 +187,6 @@ async def test_texts_are_shown_at_most_every_so_many_tokens_with_nothing_of_the_
             assert set(head) == {"host", "content-type", "accept-encoding", "content-length"}
 
 
-async def test_a_slow_verifier_delays_nothing() -> None:
-    """D12, part, F19, part: the answer is whole while its first call is not answered yet."""
-    async with scene() as s:
-        texts = await s.undisturbed()
-        s.verifier.reply = lambda question: asyncio.Future()
-        choices = await s.choices()
-        assert [choice["text"] for choice in choices] == texts
-        assert [choice["mallee"]["score"] for choice in choices] == [None] * 3
-        assert len(s.verifier.questions) == 1
-
-
 async def test_a_slow_verifier_is_asked_less_often_about_the_newest_texts() -> None:
     """F19, part: branches that waited longest come first."""
     async with scene() as s:

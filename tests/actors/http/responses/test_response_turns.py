@@ -13,19 +13,10 @@ from mallee.router.dispatch.jobs import ForkJob
 from mallee.testing.random_model import random_model
 from support.live_api import served
 from support.live_fleet import LiveFleet
-from support.tiny_fleet import BLOCK, tiny_fleet
+from support.tiny_fleet import tiny_fleet
 from support.waiting import until
 
 MODEL = random_model("llama", 5, max_position_embeddings=8192)
-TOOLS: Any = [
-    {
-        "type": "function",
-        "name": "read_file",
-        "description": "Reads a file. " * 4,
-        "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
-        "strict": False,
-    }
-]
 OPTIONS: Any = {"ignore_eos": True, "seed": 1}
 
 
@@ -64,28 +55,6 @@ async def ask(client: openai.AsyncOpenAI, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda each: each.name)
-async def test_twenty_turns_with_tools_compute_only_what_is_new(family: Family) -> None:
-    """F31, part: a call and its output are sent, with the last response's id."""
-    shared: Any = {"instructions": "You are an agent.", "tools": TOOLS, "tool_choice": "none"}
-    async with scene(family) as (client, _, jobs):
-        last = await ask(client, input="Fix the bug.", **shared)
-        for turn in range(20):
-            result, arguments = f"{turn}: x = 1\n" * 3, f'{{"path": "src/{turn}.py"}}'
-            call = {"type": "function_call", "call_id": f"c{turn}", "name": "read_file"}
-            items: Any = [
-                {**call, "arguments": arguments},
-                {"type": "function_call_output", "call_id": f"c{turn}", "output": result},
-            ]
-            last = await ask(client, input=items, previous_response_id=last.id, **shared)
-            assert last.usage is not None
-            computed = last.usage.input_tokens - last.usage.input_tokens_details.cached_tokens
-            assert isinstance(jobs[-1], ForkJob)
-            assert last.mallee["turn"] in ("capsule", "rewritten")
-            assert computed <= last.mallee["new_tokens"] + BLOCK, turn
-            assert last.mallee["new_tokens"] <= len(result) + 320, turn  # a call, marks of messages
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda each: each.name)
 async def test_a_turns_tokens_are_those_of_the_whole_conversation(family: Family) -> None:
     async with scene(family) as (client, fleet, jobs):
         first = await ask(client, input="What is a mallee?", instructions="Be brief.")
@@ -107,18 +76,6 @@ async def test_a_turns_tokens_are_those_of_the_whole_conversation(family: Family
         assert whole.output_text == second.output_text
 
 
-async def test_a_response_is_forked_any_number_of_times() -> None:
-    async with scene(FAMILIES[0]) as (client, _, jobs):
-        first = await ask(client, input="Once upon a time")
-        for more in ("a", "b", "c"):
-            await ask(client, input=more, previous_response_id=first.id)
-        forks = jobs[1:]
-        assert {fork.capsule for fork in forks} == {first.mallee["capsule"]}
-        texts = [bytes(fork.suffixes[0].tolist()).decode() for fork in forks]
-        for text, more in zip(texts, "abc", strict=True):
-            assert f"\n{more}<|" in text
-
-
 async def test_other_instructions_render_the_whole_again() -> None:
     """Instructions are not carried over, as OpenAI says."""
     async with scene(FAMILIES[0]) as (client, _, __):
@@ -126,15 +83,6 @@ async def test_other_instructions_render_the_whole_again() -> None:
         second = await ask(client, input="more", previous_response_id=first.id)
         assert second.mallee["turn"] == "whole"
         assert second.instructions is None
-
-
-async def test_the_text_of_a_lost_capsule_is_rendered_again() -> None:
-    async with scene(FAMILIES[0]) as (client, fleet, _):
-        first = await ask(client, input="hi")
-        capsule = first.mallee["capsule"]
-        await fleet.gateways[0].release_capsule(capsule, "")  # type: ignore[arg-type]
-        second = await ask(client, input="more", previous_response_id=first.id)
-        assert second.mallee["turn"] == "whole"
 
 
 async def test_a_background_response_runs_and_can_be_cancelled() -> None:
@@ -177,48 +125,3 @@ async def test_a_background_stream_is_read_again_from_any_event() -> None:
         assert [e.sequence_number async for e in again] == list(range(4, len(events)))
         assert events[1].type == "response.queued"
         assert events[-1].type == "response.incomplete"
-
-
-async def test_a_cancelled_stream_ends_with_its_status() -> None:
-    """A reader of a background response is told of the end that another one made."""
-    async with scene(FAMILIES[0]) as (client, fleet, _):
-        stream = await client.responses.create(
-            model="m",
-            input="hi",
-            background=True,
-            stream=True,
-            max_output_tokens=6000,
-            extra_body=OPTIONS,
-        )
-        events: list[Any] = []
-        async for event in stream:
-            events.append(event)
-            if len(events) == 5:
-                await client.responses.cancel(events[0].response.id)
-        assert events[-1].type == "response.incomplete"
-        assert events[-1].response.status == "cancelled"
-        await until(lambda: fleet.engines["w0"].stats().jobs == 0)
-
-
-async def test_another_salt_knows_nothing_of_a_response() -> None:
-    async with scene(FAMILIES[0]) as (client, _, __):
-        first = await ask(client, input="hi")
-        headers = {"x-cache-salt": "another"}
-        messages = []
-        for name in (first.id, "resp_never"):
-            with pytest.raises(openai.NotFoundError) as found:
-                await client.responses.retrieve(name, extra_headers=headers)
-            messages.append(str(found.value).replace(name, "ID"))
-            with pytest.raises(openai.NotFoundError):
-                await client.responses.delete(name, extra_headers=headers)
-            extra = {**OPTIONS, "cache_salt": "another"}
-            with pytest.raises(openai.NotFoundError):
-                await client.responses.create(
-                    model="m", input="x", previous_response_id=name, extra_body=extra
-                )
-        assert messages[0] == messages[1]
-        items = await client.responses.input_items.list(first.id)
-        assert items.data[0].content[0].text == "hi"  # type: ignore[union-attr]
-        await client.responses.delete(first.id)
-        with pytest.raises(openai.NotFoundError):
-            await client.responses.retrieve(first.id)

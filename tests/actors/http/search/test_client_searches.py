@@ -140,16 +140,6 @@ async def test_what_the_gateway_can_not_run_is_refused_with_the_remedy() -> None
         assert not engine.branches
 
 
-async def test_log_probabilities_value_texts() -> None:
-    """The sum over a path is that of the undivided text."""
-    async with clients() as (client, _, _):
-        policy = Beam(width=2, branch=3, depth=3, step_tokens=4)
-        result = await client.search(policy, PROMPT, score="sum_logprob", seed=3, temperature=1.0)
-        path = [result.nodes[number].logprob for number in result.principal]
-        assert result.score == pytest.approx(sum(each or 0.0 for each in path))
-        assert all(each is not None and each < 0 for each in path)
-
-
 async def test_a_verifier_is_a_fork_of_the_same_capsule() -> None:
     """Its question is all that is computed; its values come again, and are those of the answers."""
     async with clients() as (client, plain, engine):
@@ -181,15 +171,6 @@ async def test_steps_end_at_stop_strings_and_answers_at_marks() -> None:
                 assert node.state == "ended"
             elif node.text[-1] in stops[:16]:
                 assert node.state in ("open", "duplicate")
-
-
-async def test_a_budget_bounds_what_is_drawn() -> None:
-    async with clients() as (client, _, engine):
-        policy = Mcts(expansions=50, width=4, depth=9, step_tokens=8)
-        budget = SearchBudget(tokens=100)
-        result = await client.search(policy, PROMPT, score=vowels, budget=budget)
-        assert result.reason == "tokens"
-        assert engine.stats().num_output_tokens <= 100
 
 
 async def test_an_error_of_the_score_ends_the_search() -> None:
