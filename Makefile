@@ -1,5 +1,5 @@
 # make demo | test | check | lint | format | bench | prometheus | docs: each sets itself up in .venv first.
-# test: what runs in this process and is quick, three minutes. check: what each change has to pass: format, lint,
+# test: what runs in this process and is quick, with a third of the examples of properties: three minutes. check: what each change has to pass: format, lint,
 # types, layering, all in-process tests and a smoke over processes. docs/contributing.md says which lane is for what.
 # flashinfer: the package's wheel, unpacked nowhere: a test reads its signatures. No GPU is needed.
 # clients: tests with the packages that others write clients with; schemathesis: CALLS=20000 calls of the API's document.
@@ -44,7 +44,7 @@ demo: setup
 	$(BIN)/mallee demo
 
 test: setup
-	$(PYTEST) $(SHARED) -m "$(IN_PROCESS) and not slow"
+	$(PYTEST) $(SHARED) --hypothesis-profile quick -m "$(IN_PROCESS) and not slow"
 
 lint: setup
 	$(BIN)/ruff format --check .
