@@ -1,6 +1,7 @@
 # make demo | test | check | lint | format | bench | prometheus | docs: each sets itself up in .venv first.
-# test: what runs in this process and is quick, with a third of the examples of properties: three minutes. check: what each change has to pass: format, lint,
-# types, layering, all in-process tests and a smoke over processes. docs/contributing.md says which lane is for what.
+# test: what runs in this process and is quick, with a third of the examples of properties: three minutes.
+# check: what each change has to pass: format, lint, types, layering, all in-process tests, a smoke over processes.
+# docs/contributing.md says which lane is for what.
 # flashinfer: the package's wheel, unpacked nowhere: a test reads its signatures. No GPU is needed.
 # clients: tests with the packages that others write clients with; schemathesis: CALLS=20000 calls of the API's document.
 # fuzz: BODIES=10000 bodies for each family of endpoints.

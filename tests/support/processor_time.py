@@ -16,8 +16,8 @@ from support.virtual.loop import VirtualLoop
 
 LIMIT_S: Final = 20.0
 LANDING_S: Final = 5.0
-# Part of a test's id -> the reason that it may take more than LANDING_S. They take 2 to 4 s on a quiet machine,
-# and more where another process shares the core's caches.
+# Part of a test's id -> the reason that it may take more than LANDING_S: 2 to 4 s on a quiet machine, and more
+# where another process shares the core's caches.
 LISTED: Final = {
     "tests/test_layering.py::": "whichever comes first parses every module",
     "bench/test_scenes.py::": "replays of fleets that the figures of docs/benchmarks.md come from",
