@@ -16,7 +16,7 @@ from support.virtual.loop import VirtualLoop
 
 LIMIT_S: Final = 20.0
 LANDING_S: Final = 5.0
-# Part of a test's id -> the reason that it may take more than LANDING_S: 2 to 4 s on a quiet machine, and more
+# Part of a test's id -> the reason that it may take more than LANDING_S: 2 to 4 s on a quiet machine, more
 # where another process shares the core's caches.
 LISTED: Final = {
     "tests/test_layering.py::": "whichever comes first parses every module",
