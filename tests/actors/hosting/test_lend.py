@@ -117,18 +117,8 @@ async def test_a_loan_waits_until_its_capsule_has_come_from_disk() -> None:
     await lending.stop()
 
 
-async def test_an_engine_that_is_stopped_refuses_a_loan_that_waits_at_once() -> None:
-    """X6, part: and those that are asked for later."""
-    lending = Lending()
-    asked = await lending.waiting()
-    async with asyncio.timeout(AT_ONCE_S):
-        assert await lending.thread.stop(RuntimeError("its worker leaves"))
-        for task in (asked, lending.lend()):
-            with pytest.raises(WorkerLost, match="its engine has ended"):
-                await task
-
-
-async def test_an_engine_that_raises_refuses_a_loan_that_waits_at_once() -> None:
+@pytest.mark.parametrize("way", ["stopped", "raises"])
+async def test_an_engine_that_has_ended_refuses_a_loan_that_waits_at_once(way: str) -> None:
     """X6, part: and those that are asked for later, before its worker has heard of it."""
     lending = Lending()
     asked = await lending.waiting()
@@ -137,12 +127,16 @@ async def test_an_engine_that_raises_refuses_a_loan_that_waits_at_once() -> None
         raise RuntimeError("broken")
 
     async with asyncio.timeout(AT_ONCE_S):
-        lending.thread._put(_Item(before_step=fail))
+        if way == "stopped":
+            await lending.stop()
+        else:
+            lending.thread._put(_Item(before_step=fail))
         for task in (asked, lending.lend()):
             with pytest.raises(WorkerLost, match="its engine has ended"):
                 await task
-        await until(lambda: lending.results.failed == ["RuntimeError: broken"])
-    await lending.stop()
+        if way == "raises":
+            await until(lambda: lending.results.failed == ["RuntimeError: broken"])
+            await lending.stop()
 
 
 async def test_a_loan_that_comes_too_late_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,15 +51,6 @@ def test_grafana_s_own_models_read_every_field(board: Board) -> None:
     assert {path.rpartition(".")[2] for path in lost(told, read)} <= NOT_IN_SCHEMA
 
 
-def test_a_field_that_grafana_does_not_know_is_found() -> None:
-    register_default_plugins()
-    told = json.loads(to_json(BOARDS[0]))
-    lines = next(panel for panel in told["panels"] if panel["type"] == "timeseries")
-    lines["options"]["legend"]["dispalyMode"] = lines["options"]["legend"].pop("displayMode")
-    read = json.loads(JSONEncoder().encode(Dashboard.from_json(told)))
-    assert any(path.endswith(".dispalyMode") for path in lost(told, read))
-
-
 def test_panels_lie_beside_each_other_and_not_on_each_other(board: Board) -> None:
     taken: set[tuple[int, int]] = set()
     for panel in json.loads(to_json(board))["panels"]:
