@@ -1,6 +1,6 @@
 """FlashInfer 0.7 as far as `FlashInferAttention` uses it, by dense attention in torch: on any device.
 
-Signatures are the package's (`test_flashinfer_signatures.py` holds them against it); what it documents is
+Signatures are the package's (`test_flashinfer_emulator.py` holds them against it); what it documents is
 checked, and what isn't emulated is refused. Where the package's results depend on how a plan shares out its
 keys, so do these, in their last bits: by the tile (FA2DetermineCtaTileQ of utils.cuh) and by the split
 (PrefillSplitQOKVIndptr of scheduler.cuh). Log-sum-exps are to the base 2. Of graph mode that of decode
