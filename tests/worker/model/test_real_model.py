@@ -1,4 +1,4 @@
-"""SmolLM2 beyond its golden tokens: transformers now, other types of weights and KV, answers cut off."""
+"""SmolLM2 beyond its golden tokens: transformers now, other types of weights and KV."""
 
 import json
 from collections.abc import Callable
@@ -8,35 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from msgspec import structs
 
-from mallee.protocol.messages import Generate, Grammar, Limits, Sampling, pack_tokens
-from mallee.worker.engine import Engine
+from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw, ForwardBatch, Row
 from mallee.worker.model.doctor import examine, load_oracle
-from mallee.worker.model.loading.config_json import read_config
 from mallee.worker.model.runner import TorchForward, load
-from mallee.worker.model.sampling.grammar import TokenGrammars
-from support.cutting import check_cuts, check_forks, play
-from support.driving import engine_over
 
 pytestmark = [pytest.mark.process, pytest.mark.model]  # minutes of computing
 GOLDEN: list[dict[str, list[int]]] = json.loads(
     Path(__file__).with_name("golden_smollm2.json").read_text()
 )
-TEXT = [504, 3575, 282, 4649, 314, 260, 1343, 28, 284, 357, 418]
-LIMITS = Limits(20, ignore_eos=True)
-NUM_BLOCKS, BLOCK = 64, 16
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "age": {"type": "integer", "minimum": 0, "maximum": 2000},
-        "tags": {"type": "array", "items": {"enum": ["x", "größe", "🌳"]}, "maxItems": 3},
-    },
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
 
 
 @pytest.fixture(scope="module")
@@ -201,50 +182,3 @@ def _loss(logits: torch.Tensor, rows: list[list[int]]) -> float:
         likely = own[:-1].log_softmax(-1)
         losses.append(-likely[torch.arange(len(row) - 1), torch.tensor(row[1:])])
     return float(torch.cat(losses).mean())
-
-
-# Answers that were cut off
-
-
-class RealModel:
-    """SmolLM2 in float32, loaded once; every engine has KV memory of its own."""
-
-    def __init__(self, path: Path) -> None:
-        self._config = read_config(path)
-        self._first = load(path, num_blocks=1, dtype="float32")
-        spec = structs.replace(self._first.spec, max_model_len=NUM_BLOCKS * BLOCK)
-        self._spec = spec
-        self._grammars = TokenGrammars(path / "tokenizer.json", spec.vocab_size, spec.eos_token_ids)
-
-    def make_engine(self) -> Engine:
-        forward = TorchForward(
-            self._config, self._first.decoder.weights, self._spec, num_blocks=NUM_BLOCKS
-        )
-        return engine_over(forward, structures=self._grammars)
-
-
-@pytest.fixture(scope="module")
-def real_model(smollm2: Path) -> RealModel:
-    return RealModel(smollm2)
-
-
-@pytest.mark.parametrize("way", ["greedy", "sampled", "json_schema"])
-def test_the_real_model_goes_on_as_if_uncut(real_model: RealModel, way: str) -> None:
-    """X4, part: in float32, cut here and there; then forks of what is left agree."""
-    sampling = Sampling() if way == "greedy" else Sampling(1.0, seed=5, logprobs=2)
-    grammar = Grammar("json_schema", json.dumps(SCHEMA)) if way == "json_schema" else None
-    whole = Generate("r", pack_tokens(TEXT), LIMITS, sampling, grammar=grammar)
-    engine = real_model.make_engine()
-    ended = play(engine, whole)["r", 0]
-    check_cuts(real_model.make_engine, ended, whole, TEXT, (1, 9))
-    check_forks(real_model.make_engine, engine, ended, whole, TEXT, sampling)
-
-
-def test_each_branch_of_the_real_model_goes_on_by_itself(real_model: RealModel) -> None:
-    """X4, part: four branches in one batch, then each alone."""
-    sampling = Sampling(0.9, seed=6, top_p=0.9)
-    whole = Generate("r", pack_tokens(TEXT), LIMITS, sampling, 4)
-    answers = play(real_model.make_engine(), whole)
-    for i in range(4):
-        own = structs.replace(whole, n=1, first_branch=i)
-        check_cuts(real_model.make_engine, answers["r", i], own, TEXT, (11,))

@@ -74,11 +74,16 @@ def converter(monkeypatch: pytest.MonkeyPatch) -> Converter:
     return found
 
 
+@pytest.fixture
+def gguf(tmp_path: Path) -> Path:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF" * 1000)
+    return file
+
+
 def test_a_gguf_is_converted_once_even_by_several_at_a_time(
-    converter: Converter, tmp_path: Path
+    converter: Converter, gguf: Path, tmp_path: Path
 ) -> None:
-    gguf = tmp_path / "m.gguf"
-    gguf.write_bytes(b"GGUF" * 1000)
     cache = tmp_path / "cache"
     found: list[Path] = []
     threads = [
@@ -96,10 +101,8 @@ def test_a_gguf_is_converted_once_even_by_several_at_a_time(
 
 
 def test_a_failed_conversion_leaves_nothing_and_the_next_one_works(
-    converter: Converter, tmp_path: Path
+    converter: Converter, gguf: Path, tmp_path: Path
 ) -> None:
-    gguf = tmp_path / "m.gguf"
-    gguf.write_bytes(b"GGUF" * 1000)
     cache = tmp_path / "cache"
     converter.fails = True
     with pytest.raises(ModelNotFound, match="half way"):
@@ -110,10 +113,8 @@ def test_a_failed_conversion_leaves_nothing_and_the_next_one_works(
 
 
 def test_another_file_of_the_same_name_is_converted_anew(
-    converter: Converter, tmp_path: Path
+    converter: Converter, gguf: Path, tmp_path: Path
 ) -> None:
-    gguf = tmp_path / "m.gguf"
-    gguf.write_bytes(b"GGUF" * 1000)
     first = resolve_model(str(gguf), cache_dir=tmp_path / "cache")
     gguf.write_bytes(b"GGUG" * 1000)
     assert resolve_model(str(gguf), cache_dir=tmp_path / "cache") != first

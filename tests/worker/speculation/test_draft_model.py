@@ -41,6 +41,18 @@ class Counted(MockForward):
         return super().forward(batch)
 
 
+class Timed(Counted):
+    """A pass takes a time of its own, and little for each token."""
+
+    def __init__(self, now: list[float], pass_s: float, token_s: float) -> None:
+        super().__init__()
+        self._now, self._pass_s, self._token_s = now, pass_s, token_s
+
+    def forward(self, batch: ForwardBatch) -> Sequence[Any]:
+        self._now[0] += self._pass_s + self._token_s * sum(len(row.tokens) for row in batch.rows)
+        return super().forward(batch)
+
+
 def make_engine(
     forward: Any, model: DraftModel | None, *, drafters: SpeculationName = "model", **options: Any
 ) -> Engine:
@@ -228,19 +240,8 @@ def test_a_draft_that_takes_longer_than_it_spares_is_given_up(pass_s: float, dra
     """I15, part: its passes are timed, and count as a part of a position. Of right drafts!"""
     now = [0.0]
 
-    class Timed(Counted):
-        """A pass takes a time of its own, and little for each token."""
-
-        def __init__(self, pass_s: float) -> None:
-            super().__init__()
-            self._pass_s = pass_s
-
-        def forward(self, batch: ForwardBatch) -> Sequence[Any]:
-            now[0] += self._pass_s + 1e-3 * sum(len(row.tokens) for row in batch.rows)
-            return super().forward(batch)
-
-    model = DraftModel(Timed(pass_s), clock=lambda: now[0])
-    engine = make_engine(Timed(1.0), model, clock=lambda: now[0])
+    model = DraftModel(Timed(now, pass_s, 1e-3), clock=lambda: now[0])
+    engine = make_engine(Timed(now, 1.0, 1e-3), model, clock=lambda: now[0])
     teller = Teller(engine)
     teller.run(generate("r", text(9), 120, n=2))
     stats = engine.stats().speculation
@@ -255,19 +256,9 @@ def test_a_short_answer_is_not_worth_a_long_prompt() -> None:
     """I15, part: the time to compute a text is a part of the price of its drafts."""
     now = [0.0]
 
-    class Timed(Counted):
-        def forward(self, batch: ForwardBatch) -> Sequence[Any]:
-            now[0] += 0.1 + 0.01 * sum(len(row.tokens) for row in batch.rows)
-            return super().forward(batch)
-
-    class Slow(Timed):
-        def forward(self, batch: ForwardBatch) -> Sequence[Any]:
-            now[0] += 0.9
-            return super().forward(batch)
-
-    forward = Timed()
+    forward = Timed(now, 0.1, 0.01)
     model = DraftModel(forward, clock=lambda: now[0], max_step_tokens=64)
-    engine = make_engine(Slow(), model, clock=lambda: now[0])
+    engine = make_engine(Timed(now, 1.0, 0.01), model, clock=lambda: now[0])
     teller = Teller(engine)
     teller.run(generate("r", text(20), 60))
     num = sum(forward.sizes)
