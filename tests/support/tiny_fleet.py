@@ -1,5 +1,6 @@
 """A live fleet whose engines compute a tiny model, and its API behind a real server."""
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -46,12 +47,15 @@ async def tiny_fleet(
 
 @asynccontextmanager
 async def tiny_api(
-    model: RandomModel, workers: int, **options: Any
+    model: RandomModel, workers: int, *, settings: dict[str, Any] | None = None, **options: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, LiveFleet]]:
-    """A client of the first gateway; at the end engines and gateway are whole. As `tiny_fleet`."""
+    """A client of the first gateway; at the end engines and gateway are whole. As `tiny_fleet`.
+
+    `settings` are of `served`.
+    """
     async with (
         tiny_fleet(model, workers, **options) as fleet,
-        served(fleet.gateways[0]) as (url, _),
+        served(fleet.gateways[0], **settings or {}) as (url, _),
         httpx.AsyncClient(base_url=url, timeout=30) as client,
     ):
         yield client, fleet
@@ -103,6 +107,13 @@ async def post(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, A
     answer: dict[str, Any] = response.json()
     assert response.status_code == 200, answer
     return answer
+
+
+async def chunks_of(response: httpx.Response) -> AsyncIterator[Any]:
+    """The events of a stream that are JSON, as they come."""
+    async for line in response.aiter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line[6:])
 
 
 async def has_capsules(client: httpx.AsyncClient, num: int) -> bool:

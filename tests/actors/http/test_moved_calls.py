@@ -15,6 +15,7 @@ from mallee.testing.forward import MockForward
 from mallee.worker.forward import Draw
 from support.live_api import served
 from support.live_fleet import LiveFleet, lose, running
+from support.tiny_fleet import chunks_of
 
 PATH = "x" * 300
 CALL = f'<tool_call>\n{{"name": "read_file", "arguments": {{"path": "{PATH}"}}}}\n</tool_call>'
@@ -47,10 +48,8 @@ async def streamed(
     worker, num = "", 0
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         assert response.status_code == 200, await response.aread()
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            (choice,) = json.loads(line[6:])["choices"]
+        async for chunk in chunks_of(response):
+            (choice,) = chunk["choices"]
             delta = choice["delta"]
             message["content"] += delta.get("content") or ""
             message["reasoning"] += delta.get("reasoning") or ""

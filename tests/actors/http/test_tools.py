@@ -279,18 +279,3 @@ def test_a_capsule_of_a_conversation_with_tools_is_the_chat_s_prefix(call: Any) 
     prefix = call.service.job.tokens.tolist()
     call("POST", PATH, ASKED)
     assert call.service.job.tokens.tolist()[: len(prefix)] == prefix
-
-
-def test_the_answer_of_a_turn_stands_in_the_prompt_of_the_next(call: Any) -> None:
-    """F31, part: sent back as it came, its call renders as the model would write it."""
-    call.service.reply = lambda _: CALL
-    message = call("POST", PATH, ASKED).body["choices"][0]["message"]
-    before = call.service.job.tokens.tobytes()
-    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "rain"}
-    answer = call("POST", PATH, ASKED | {"messages": [*MESSAGES, message, result]})
-    assert answer.status == 200, answer.body
-    after = call.service.job.tokens.tobytes()
-    assert after.startswith(before)
-    text = call.service.job.tokens.astype("u1").tobytes().decode()
-    assert '{"name": "get_weather", "arguments": {"city": "Åbo"}}' in text
-    assert text.endswith("<tool>rain|<assistant>")

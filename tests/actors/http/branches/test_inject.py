@@ -1,8 +1,6 @@
 """Tokens into running branches over HTTP, on a tiny real model."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -10,7 +8,7 @@ import httpx
 from mallee.client import AsyncMallee
 from mallee.testing.random_model import random_model
 from support.live_fleet import lose
-from support.tiny_fleet import post, tiny_api
+from support.tiny_fleet import chunks_of, post, tiny_api
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
 PROMPT = "".join(chr(33 + 7 * i % 90) for i in range(50))
@@ -18,18 +16,12 @@ SAMPLED = {"ignore_eos": True, "seed": 3, "temperature": 1.0}
 WORDS = "THE TOOL SAYS: 42."
 
 
-async def _chunks(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in response.aiter_lines():
-        if line.startswith("data: {"):
-            yield json.loads(line[6:])
-
-
 async def _injected(client: httpx.AsyncClient, n: int, **more: Any) -> tuple[list[str], int, Any]:
     """The texts of n streamed branches, where `WORDS` came into the last, and how its stream told that."""
     asked = {"prompt": PROMPT, **SAMPLED, "max_tokens": 160, "n": n, "stream": True, **more}
     texts, place, told = [""] * n, -1, []
     async with client.stream("POST", "/v1/completions", json=asked) as response:
-        async for chunk in _chunks(response):
+        async for chunk in chunks_of(response):
             choice = chunk["choices"][0]
             texts[choice["index"]] += choice["text"]
             told += choice.get("mallee", {}).get("injected", [])
@@ -67,7 +59,7 @@ async def test_a_branch_that_lost_its_worker_keeps_what_was_injected() -> None:
         asked = {"prompt": PROMPT, **SAMPLED, "temperature": 0.0, "max_tokens": 300, "stream": True}
         text, place, lost = "", -1, False
         async with client.stream("POST", "/v1/completions", json=asked) as response:
-            async for chunk in _chunks(response):
+            async for chunk in chunks_of(response):
                 choice = chunk["choices"][0]
                 text += choice["text"]
                 if place < 0 and len(text) > 10:
@@ -91,7 +83,7 @@ async def test_what_cannot_be_injected_is_refused_by_name() -> None:
     async with tiny_api(MODEL, 1) as (client, fleet):
         body = {"prompt": PROMPT, **SAMPLED, "max_tokens": 1900, "stream": True}
         async with client.stream("POST", "/v1/completions", json=body) as response:
-            chunks = _chunks(response)
+            chunks = chunks_of(response)
             chunk = await anext(chunks)
             path = f"/v1/requests/{chunk['id']}/branches"
             for branch, asked, status, named in (

@@ -1,13 +1,12 @@
 """The priority of running branches is changed over HTTP."""
 
 import asyncio
-import json
 from typing import Any
 
 from mallee.client import AsyncMallee
 from mallee.testing.random_model import random_model
 from support.live_fleet import LiveFleet, lose
-from support.tiny_fleet import post, tiny_api
+from support.tiny_fleet import chunks_of, post, tiny_api
 from support.waiting import until
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
@@ -27,10 +26,7 @@ async def test_branches_have_their_new_priority_also_after_their_worker_was_lost
         texts, done = [""] * 3, False
         body = {**ASKED, "max_tokens": 600, "stream": True}
         async with client.stream("POST", "/v1/completions", json=body) as response:
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line[6:])
+            async for chunk in chunks_of(response):
                 for choice in chunk["choices"]:
                     texts[choice["index"]] += choice["text"]
                 if not done and all(texts):

@@ -1,7 +1,6 @@
 """Steps beside a verifier: the times between tokens are those without one."""
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from support.live_api import served
 from support.mock_scene import make_folder, mock_config, mocked
+from support.tiny_fleet import chunks_of
 from support.verifiers import Raw, verdict, verifying
 from support.waiting import elapse, until
 
@@ -24,10 +24,8 @@ async def gaps_s(client: httpx.AsyncClient, **more: Any) -> list[float]:
     found = []
     asked = {**body, "stream": True, **more}
     async with client.stream("POST", "/v1/completions", json=asked) as answer:
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            for choice in json.loads(line[6:])["choices"]:
+        async for chunk in chunks_of(answer):
+            for choice in chunk["choices"]:
                 if choice["index"] in last:
                     found.append(now() - last[choice["index"]])
                 last[choice["index"]] = now()
