@@ -3,13 +3,9 @@
 Two workers and a gateway in one process. Only Ray adds replicas and restarts: test_front, test_deploy.
 """
 
-import asyncio
 import json
-import secrets
-import threading
-import time
-import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,170 +14,75 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-import uvicorn
+from anyio.from_thread import start_blocking_portal
 
-from mallee.actors.access.access import Access
-from mallee.actors.access.scopes import Scopes
-from mallee.actors.addresses import free_port
 from mallee.actors.bus.broker import Broker
 from mallee.actors.bus.nats import NatsBus
-from mallee.actors.config import HttpSettings
-from mallee.actors.hosting.engine import add_engine
-from mallee.actors.hosting.host import Host
-from mallee.actors.hosting.worker import Capacity
-from mallee.actors.http.api import build_api
-from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.client import Mallee
 from mallee.protocol.errors import ModelError
-from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.protocol.subjects import BusRole
 from mallee.router.config import RouterConfig
-from mallee.router.router import Router
-from mallee.worker.engine import Engine
 from mallee.worker.model.loading.source import resolve_model
-from mallee.worker.model.runner import TorchForward, load
+from mallee.worker.model.runner import load
 from mallee.worker.model.sampling.grammar import TokenGrammars
-from mallee.worker.records import EngineConfig
-from support.live_fleet import make_gateway
-from support.local_transport import LocalTransport
+from support.live_api import served
+from support.live_fleet import LiveFleet, running
 
 pytestmark = [pytest.mark.process, pytest.mark.model, pytest.mark.nats, pytest.mark.slow]
 
-MODEL = "smollm2"
+MODEL = "m"
 NUM_BLOCKS = 512
 PROMPT = "The capital of France is"
 
 
-class Stack:
-    """Everything in one event loop in a thread of its own; `base_url` is up after the fixture."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.port = free_port()
-        self.base_url = f"http://127.0.0.1:{self.port}"
-        self.engines: dict[str, Engine] = {}
-        self.router = Router(RouterConfig(), clock=time.monotonic)
-        self.loop = asyncio.new_event_loop()
-        self.broker = Broker(fleet="test")
-        self._thread = threading.Thread(target=self._run)
-        self._stop = asyncio.Event()
-        self._ready = threading.Event()
-        self.failure: BaseException | None = None
-
-    def __enter__(self) -> "Stack":
-        self._thread.start()
-        assert self._ready.wait(60), "the stack did not come up"
-        if self.failure is not None:
-            raise self.failure
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(20)
-
-    def _run(self) -> None:
-        try:
-            self.loop.run_until_complete(self._main())
-        except BaseException as error:
-            self.failure = error
-        finally:
-            self._ready.set()
-            self.loop.close()
-
-    async def _main(self) -> None:
-        await self.broker.start()
-        roles: tuple[BusRole, ...] = ("worker", "worker", "gateway")
-        buses = [
-            NatsBus(self.broker.access(role), fleet="test", name=f"test-{i}")
-            for i, role in enumerate(roles)
-        ]
-        for bus in buses:
-            await bus.connect()
-        # "auto" is bfloat16 on some CPUs, where a cached and a cold prompt may differ in a last bit.
-        forwards = [
-            load(self.path, num_blocks=NUM_BLOCKS, threads=2, name=MODEL, dtype="float32")
-            for _ in "ab"
-        ]
-        hosts = {f"a{i}": self._host(i, f, buses[i]) for i, f in enumerate(forwards)}
-        for host in hosts.values():
-            await host.start()
-        metrics = GatewayMetrics("g0")
-        transport = LocalTransport("g0", hosts)
-        gateway = make_gateway(
-            "g0", buses[2], transport, self.router, forwards[0].spec, metrics=metrics
-        )
-        await gateway.start_up()
-        api = build_api(
-            gateway,
-            Tokenizer.load(self.path),
-            ChatTemplate.load(self.path, special_tokens=Tokenizer.load(self.path).special_tokens),
-            access=Access(None, {}),
-            scopes=Scopes(b"secret", draw=secrets.token_bytes),
-            model_name=MODEL,
-            limits=HttpSettings(),
-            created=1,
-            clock=time.time,
-            new_id=lambda: uuid.uuid4().hex,
-            draw_seed=lambda: secrets.randbits(64),
-            count_answer=metrics.answered,
-        )
-        server = uvicorn.Server(
-            uvicorn.Config(api, port=self.port, log_level="error", lifespan="off", ws="none")
-        )
-        serving = asyncio.create_task(server.serve())
-        while not (server.started and len(self.router.workers()) == 2):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        self._ready.set()
-        await self._stop.wait()
-        server.should_exit = True
-        await serving
-        await gateway.close()
-        for host in hosts.values():
-            await host.close()
-        for bus in buses:
-            await bus.close()
-        await self.broker.stop()
-
-    def _host(self, number: int, forward: TorchForward, bus: NatsBus) -> Host:
-        worker, life = WorkerId(f"w{number}"), Incarnation(time.time_ns())
-        engine = Engine(
-            forward,
-            config=EngineConfig(),
-            clock=time.monotonic,
-            worker=worker,
-            incarnation=life,
-            structures=TokenGrammars(
-                self.path / "tokenizer.json", forward.spec.vocab_size, forward.spec.eos_token_ids
-            ),
-        )
-        self.engines[worker] = engine
-        host = Host(
-            worker,
-            bus,
-            address=f"a{number}",
-            fleet="test",
-            clock=time.monotonic,
-            lease_period_s=0.2,
-        )
-        add_engine(host, engine, Capacity(forward.block_size, NUM_BLOCKS, 256))
-        return host
+@asynccontextmanager
+async def stack(path: Path) -> AsyncIterator[str]:
+    """The address of a gateway with two workers."""
+    # "auto" is bfloat16 on some CPUs, where a cached and a cold prompt may differ in a last bit.
+    forwards = [
+        load(path, num_blocks=NUM_BLOCKS, threads=2, name=MODEL, dtype="float32") for _ in "ab"
+    ]
+    spec, tokenizer = forwards[0].spec, Tokenizer.load(path)
+    broker = Broker(fleet="test")
+    await broker.start()
+    made = LiveFleet(
+        spec,
+        RouterConfig(),
+        forward=lambda *_, **__: forwards.pop(),  # type: ignore[arg-type,return-value]
+        num_blocks=NUM_BLOCKS,
+        make_bus=lambda role: NatsBus(broker.access(role), fleet="test", name="test"),
+        structures=lambda: TokenGrammars(
+            path / "tokenizer.json", spec.vocab_size, spec.eos_token_ids
+        ),
+    )
+    chat = ChatTemplate.load(path, special_tokens=tokenizer.special_tokens)
+    try:
+        async with (
+            running(made, 2) as fleet,
+            served(fleet.gateways[0], tokenizer=tokenizer, chat=chat) as (url, _),
+        ):
+            yield url
+    finally:
+        await broker.stop()
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
+def base_url() -> Iterator[str]:
     try:
         path = resolve_model("smollm2")
     except ModelError as error:
         pytest.skip(f"no SmolLM2 weights: {error}")
-    with Stack(path) as running:
-        yield running
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(stack(path)) as url,
+    ):
+        yield url
 
 
 @pytest.fixture
-def client(stack: Stack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key="none", max_retries=0) as made:
+def client(base_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0) as made:
         yield made
 
 
@@ -306,9 +207,9 @@ def test_the_official_client_gets_objects_of_its_schema_with_logprobs(
     assert isinstance(parsed.choices[0].message.parsed, City)
 
 
-def test_an_object_that_was_cut_is_finished_by_its_forks(stack: Stack) -> None:
+def test_an_object_that_was_cut_is_finished_by_its_forks(base_url: str) -> None:
     """D9, F1, part: over HTTP: cut in mid-object, forked, every child valid; a bad grammar is a 400."""
-    with Mallee(stack.base_url) as client:
+    with Mallee(base_url) as client:
         branches = client.stream(
             "A capital: ", max_tokens=9, guided_json=SCHEMA, seed=5, logprobs=1
         )
@@ -322,7 +223,7 @@ def test_an_object_that_was_cut_is_finished_by_its_forks(stack: Stack) -> None:
             jsonschema.validate(json.loads(text), SCHEMA)
         assert len(set(texts)) > 1
         body = {"prompt": "x", "guided_regex": "[a"}
-        answer = httpx.post(f"{stack.base_url}/v1/completions", json=body)
+        answer = httpx.post(f"{base_url}/v1/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "guided_regex")
         assert "unclosed" in answer.json()["error"]["message"]
 

@@ -58,6 +58,7 @@ class CharTokenizer:
 def api_over(
     gateway: GatewayService,
     *,
+    tokenizer: Any = None,
     chat: ChatTemplate = NO_CHAT,
     access: Access | None = None,
     responses: ResponsesSettings = DEFAULT_RESPONSES,
@@ -65,7 +66,7 @@ def api_over(
 ) -> Starlette:
     return build_api(
         gateway,
-        CharTokenizer(),  # type: ignore[arg-type]
+        tokenizer or CharTokenizer(),
         chat,
         access=access or Access(None, {}),
         responses=responses,

@@ -58,6 +58,7 @@ def make_engine(
     clock: Callable[[], float] = time.monotonic,
     below: MakeTiers | None = None,
     draft_model: Drafter | None = None,
+    structures: Any = None,
 ) -> Engine:
     return Engine(
         forward,
@@ -67,6 +68,7 @@ def make_engine(
         incarnation=Incarnation(life),
         below=below,
         draft_model=draft_model,
+        structures=structures,
     )
 
 
@@ -89,6 +91,7 @@ class LiveFleet:
         files: CapsuleFiles | None = None,
         config: EngineConfig | None = None,
         draft_by: Callable[[], Drafter | None] = lambda: None,
+        structures: Callable[[], Any] = lambda: None,
         tracing: Tracing | None = None,
         clock_of: Callable[[str], Callable[[], float]] = lambda process: time.monotonic,
         ids: RequestIds | None = None,
@@ -106,6 +109,7 @@ class LiveFleet:
         self.files = files
         self.config = config
         self.draft_by = draft_by
+        self.structures = structures
         self.tracing = tracing
         self.clock_of = clock_of
         self.ids = ids
@@ -136,6 +140,7 @@ class LiveFleet:
             *(forward, name, life, self.config, clock),
             below=self.below(name),
             draft_model=self.draft_by(),
+            structures=self.structures(),
         )
         host = Host(
             name,
