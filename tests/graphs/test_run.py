@@ -86,29 +86,6 @@ def test_branches_that_draw_otherwise_or_by_seeds_of_their_own_go_apart() -> Non
     assert starts == [("a", "g"), ("b",), ("c", "f"), ("d",), ("e",)]
 
 
-def test_no_more_run_at_once_than_may_and_a_fork_has_no_more_branches_than_may() -> None:
-    names = [f"b{i}" for i in range(6)]
-    limits = RunLimits(running=4, tools=1, fork=3)
-    play = Play(DOC, *(branch(name) for name in names), limits=limits)
-    play.effects()
-    starts = [each for each in play.done("doc") if isinstance(each, Start)]
-    assert starts == [Start(("b0", "b1", "b2"), ("",) * 3), Start(("b3",), ("",))]
-    assert play.done("b1")[-1] == Start(("b4",), ("",))
-
-
-def test_texts_have_the_outputs_of_other_nodes() -> None:
-    play = Play(
-        DOC,
-        branch("a"),
-        tool("t", input=["find {x}: ", {"node": "a"}]),
-        {"name": "p", "kind": "prefill", "text": [{"node": "t"}, "/", {"node": "a"}]},
-    )
-    play.effects()
-    play.done("doc")
-    assert play.done("a", "{doc}")[-1] == Start(("t",), ("find {x}: {doc}",))
-    assert play.done("t", "found")[-1] == Start(("p",), ("found/{doc}",))
-
-
 def test_the_first_that_is_done_ends_the_others_and_frees_them() -> None:
     play = Play(
         DOC,
@@ -135,15 +112,6 @@ def test_the_first_that_is_done_ends_the_others_and_frees_them() -> None:
     # the worker had ended it before the cancel came: what it left is given back
     assert play.done("a", "A") == [Release("a")]
     assert play.run.nodes["a"].output == Output()
-
-
-def test_an_input_that_something_else_waits_for_goes_on() -> None:
-    play = Play(DOC, branch("a"), branch("b"), join("first", "a", "b", wait=1), branch("c", of="b"))
-    play.effects()
-    play.done("doc")
-    assert play.done("a", "A") == [Ended("a"), Ended("first"), Release("a")]
-    assert play.done("b", "B") == [Ended("b"), Release("doc"), Start(("c",), ("",))]
-    assert play.done("c") == [Ended("c"), Release("b"), Release("c"), Over()]
 
 
 def test_k_of_n_are_joined_in_their_order_and_one_too_few_fails() -> None:
@@ -192,21 +160,6 @@ def test_a_failure_reaches_all_dependents_with_its_cause() -> None:
         assert (node.status, node.cause) == ("failed", "doc")
         assert str(node.error) == "doc broke"
         assert node.end_s == 1.0
-
-
-def test_what_only_a_failed_node_waited_for_is_ended() -> None:
-    play = Play(DOC, branch("a"), branch("b"), join("all", "a", "b"))
-    play.effects()
-    play.done("doc")
-    assert play.fail("a") == [
-        Ended("a"),
-        Ended("all"),
-        Cancel("b"),
-        Ended("b"),
-        Release("doc"),
-        Over(),
-    ]
-    assert play.run.nodes["b"].cause == "all"
 
 
 def test_a_node_that_is_ended_from_elsewhere_takes_its_dependents_along() -> None:
@@ -266,18 +219,6 @@ def test_a_map_fails_where_its_items_are_none(
     assert play.run.status == "failed"
 
 
-def test_a_map_over_nothing_is_done() -> None:
-    each = {"name": "each", "kind": "map", "of": "doc", "over": "t", "text": ""}
-    play = Play(DOC, tool("t"), each)
-    play.effects()
-    play.done("doc")
-    assert play.done("t", "", ()) == [
-        *(Ended("t"), Expanded("each", ()), Ended("each"), Release("doc")),
-        Over(),
-    ]
-    assert play.run.nodes["each"].output == Output("", ())
-
-
 def test_items_of_json_are_texts_or_their_json() -> None:
     each = {"name": "each", "kind": "map", "of": "doc", "over": "l", "text": [{"item": True}]}
     play = Play(DOC, branch("l"), {**each, "split": "json"})
@@ -302,21 +243,6 @@ def test_items_of_joins_and_of_tools_that_list_are_theirs() -> None:
     play.done("doc")
     assert play.done("t", "", ("1\n2", "3"))[-1] == Start(("n[0]", "n[1]"), ("1\n2", "3"))
     assert play.done("u", "4\n5")[-1] == Start(("m[0]", "m[1]"), ("", "4\n5"))
-
-
-def test_the_rest_of_a_map_is_ended_when_enough_are_done() -> None:
-    each = {"name": "each", "kind": "map", "of": "doc", "over": "t", "text": "", "wait": 1}
-    play = Play(DOC, tool("t"), each)
-    play.effects()
-    play.done("doc")
-    play.done("t", "a\nb\nc")
-    play.fail("each[0]")
-    assert play.done("each[2]", "C") == [
-        *(Ended("each[2]"), Ended("each"), Release("each[2]")),
-        *(Cancel("each[1]"), Ended("each[1]"), Release("doc")),
-        Over(),
-    ]
-    assert play.run.nodes["each"].output == Output("C", ("C",))
 
 
 def test_a_call_without_a_result_in_time_fails() -> None:
