@@ -229,18 +229,6 @@ def test_what_is_known_of_a_conversation_is_not_rendered_again(
     assert found.mark.iteration >= len(talk) - 4
 
 
-@pytest.mark.parametrize("name", BACKWARD)
-def test_what_may_change_is_rendered_again(name: str) -> None:
-    source = SOURCES[name]
-    if source.resumable is None:
-        return
-    first = step(source, TALK, None, None)
-    marks = [mark for mark, _ in first.marks]
-    given = given_to([*TALK, *TALK[:2]], tools=None)
-    found = source.resumable.render(given, known=first.trace, marks=marks, num_same=len(TALK))
-    assert found.mark is None
-
-
 def test_what_stands_before_the_messages_is_to_be_the_same() -> None:
     """The date, and a system prompt's change, are seen."""
     days = [2]

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,17 +108,6 @@ def test_admission_leaves_room_for_those_that_run(make_rig: Any) -> None:
     rig.add("c", 1)
     rig.step()
     assert not rig.branches["c"].is_running  # nobody overtakes who waits for room
-
-
-@pytest.mark.parametrize("victims", VICTIMS)
-def test_two_branches_do_not_preempt_each_other_for_ever(make_rig: Any, victims: str) -> None:
-    """D16: each fits, both don't; both end."""
-    rig = make_rig(num_blocks=10, victims=victims, max_step_tokens=5)
-    rig.add("a", 8, outputs=28, session="a")
-    rig.add("b", 8, outputs=28, session="b")
-    rig.drain(400)
-    assert rig.scheduler.stats().num_preemptions > 0
-    assert not rig.failed
 
 
 @examples(60)

@@ -182,15 +182,6 @@ def test_the_policy_says_what_outlives_a_loss_of_power(fsync: Any) -> None:
     assert len(disk.durable) == (2 if fsync == "always" else 0)
 
 
-def test_what_a_commit_syncs_outlives_a_later_loss_of_power_though_it_was_found_by_a_scan() -> None:
-    disk = Disk()
-    volume = opened(disk)
-    volume.put([1, 2], rows([1, 2]))
-    volume = opened(disk)  # the process died, the machine did not
-    volume.commit("a", b"x", [1, 2])
-    assert len(disk.durable) == 2
-
-
 @pytest.mark.parametrize("field", sorted(IDENTITY))
 def test_a_changed_field_is_named_with_both_values(field: str) -> None:
     """F24, part: the record of another model or layout is refused by field."""
