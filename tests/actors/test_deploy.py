@@ -15,13 +15,10 @@ import pytest
 from typer.testing import CliRunner
 from websockets.sync.client import connect
 
-from mallee.actors.addresses import free_port
-from mallee.actors.proxy.choice import KEEP_ALIVE_S, serving_environment
 from mallee.cli.main import cli
 from mallee.client import Mallee
-from support.folders import short_folder
 from support.mock_scene import make_folder
-from support.ray_marks import PROCESS_MARKS
+from support.ray_marks import PROCESS_MARKS, local_serve
 from support.waiting import wait_until
 
 pytestmark = PROCESS_MARKS
@@ -121,43 +118,11 @@ until = partial(wait_until, timeout_s=90.0)
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    port = free_port()
-    with (
-        short_folder() as folder,
-        pytest.MonkeyPatch.context() as environment,
-    ):
-        environment.setenv("RAY_AUTH_MODE", "disabled")
-        for name, value in serving_environment(Path(folder)).items():
-            environment.setenv(name, value)
-        import ray
-        from ray import serve
-
-        options: dict[str, Any] = {
-            "address": "local",
-            "include_dashboard": False,
-            "num_cpus": 8,
-            "object_store_memory": 100 << 20,
-            "log_to_driver": False,
-            "logging_level": "ERROR",
-            "_node_ip_address": "127.0.0.1",
-        }
-        ray.init(**options)
-        try:
-            serve.start(
-                http_options={
-                    "host": "127.0.0.1",
-                    "port": port,
-                    "keep_alive_timeout_s": KEEP_ALIVE_S,
-                },
-                logging_config={"log_level": "ERROR"},
-            )
-            made = Cluster(make_folder(tmp_path_factory.mktemp("model")), port)
-            made.deploy(workers=2)
-            until(lambda: made.status[0] == "RUNNING" and len(made.workers) == 2)
-            yield made
-            serve.delete("mallee")
-        finally:
-            ray.shutdown()
+    with local_serve() as port:
+        made = Cluster(make_folder(tmp_path_factory.mktemp("model")), port)
+        made.deploy(workers=2)
+        until(lambda: made.status[0] == "RUNNING" and len(made.workers) == 2)
+        yield made
 
 
 class Clients:

@@ -4,17 +4,13 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from mallee.actors.addresses import free_port
-from mallee.actors.proxy.choice import KEEP_ALIVE_S, serving_environment
-from support.folders import short_folder
 from support.mock_scene import make_folder, mock_config
-from support.ray_marks import PROCESS_MARKS
+from support.ray_marks import PROCESS_MARKS, local_serve
 from support.waiting import wait_until
 
 pytestmark = PROCESS_MARKS
@@ -48,15 +44,7 @@ def killable() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A service of two gateways and two workers that can be broken."""
-    port = free_port()
-    with (
-        short_folder() as folder,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        for name, value in serving_environment(Path(folder)).items():
-            patch.setenv(name, value)
-        import ray
+    with local_serve() as port, pytest.MonkeyPatch.context() as patch:
         from ray import cloudpickle, serve
 
         cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -64,37 +52,15 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
         for name, deployment in killable().items():
             patch.setattr(app, name, deployment)
-        options: dict[str, Any] = {
-            "address": "local",
-            "include_dashboard": False,
-            "num_cpus": 8,
-            "object_store_memory": 100 << 20,
-            "log_to_driver": False,
-            "logging_level": "ERROR",
-            "_node_ip_address": "127.0.0.1",
-        }
-        ray.init(**options)
-        try:
-            serve.start(
-                http_options={
-                    "host": "127.0.0.1",
-                    "port": port,
-                    "keep_alive_timeout_s": KEEP_ALIVE_S,
-                },
-                logging_config={"log_level": "ERROR"},
-            )
-            config = mock_config(
-                make_folder(tmp_path_factory.mktemp("model")),
-                workers=2,
-                gateways=2,
-                lease_period_s=None,
-                mock__engines_per_worker=1,
-            )
-            serve.run(app.build_application(config), name="mallee", route_prefix="/")
-            yield f"http://127.0.0.1:{port}"
-            serve.delete("mallee")
-        finally:
-            ray.shutdown()
+        config = mock_config(
+            make_folder(tmp_path_factory.mktemp("model")),
+            workers=2,
+            gateways=2,
+            lease_period_s=None,
+            mock__engines_per_worker=1,
+        )
+        serve.run(app.build_application(config), name="mallee", route_prefix="/")
+        yield f"http://127.0.0.1:{port}"
 
 
 def replicas(deployment: str) -> set[int]:
