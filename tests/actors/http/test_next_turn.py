@@ -6,7 +6,6 @@ never saw the first turn, though the workers hold what they computed beyond the 
 
 import itertools
 import json
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import httpx
@@ -19,9 +18,7 @@ from mallee.protocol.ids import Scope
 from mallee.protocol.messages import Limits, Sampling
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob
 from mallee.testing.random_model import random_model
-from support.live_api import served
-from support.live_fleet import LiveFleet
-from support.tiny_fleet import BLOCK, tiny_fleet
+from support.tiny_fleet import BLOCK, tiny_api, tiny_fleet
 from support.waiting import until
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
@@ -29,11 +26,6 @@ PROMPT = "".join(chr(33 + 7 * i % 90) for i in range(50))
 MORE = "what was that? "
 SALTED = Scope("another")
 salts = itertools.count()
-
-
-def small_fleet() -> AbstractAsyncContextManager[LiveFleet]:
-    """One gateway and one worker, whose engine computes a tiny model."""
-    return tiny_fleet(MODEL, 1)
 
 
 def body(prompt: str, **options: Any) -> dict[str, Any]:
@@ -73,27 +65,20 @@ async def check_next_turn(client: httpx.AsyncClient, prompt: str, seen: str) -> 
 @pytest.mark.parametrize("temperature", [0, 1])
 async def test_the_turn_after_a_disconnect_is_a_cold_ones(temperature: float) -> None:
     """F28, I26, part: cut in mid-stream, three branches; the prefix is found all the same."""
-    async with small_fleet() as fleet, served(fleet.gateways[0]) as (url, _):
-        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
-            options = {"stream": True, "max_tokens": 900, "n": 3, "temperature": temperature}
-            asked = body(PROMPT, **options)
-            async with client.stream("POST", "/v1/completions", json=asked) as response:
-                seen = await texts_of(response, 10, 3)
-            await until(lambda: fleet.engines["w0"].stats().jobs == 0)
-            for text in seen.values():
-                assert await check_next_turn(client, PROMPT, text) >= len(PROMPT) // BLOCK * BLOCK
-                await check_next_turn(client, PROMPT, text[:-3] + "~")
-        fleet.engines["w0"].check()
-        fleet.gateways[0].check()
+    async with tiny_api(MODEL, 1) as (client, fleet):
+        options = {"stream": True, "max_tokens": 900, "n": 3, "temperature": temperature}
+        asked = body(PROMPT, **options)
+        async with client.stream("POST", "/v1/completions", json=asked) as response:
+            seen = await texts_of(response, 10, 3)
+        await until(lambda: fleet.engines["w0"].stats().jobs == 0)
+        for text in seen.values():
+            assert await check_next_turn(client, PROMPT, text) >= len(PROMPT) // BLOCK * BLOCK
+            await check_next_turn(client, PROMPT, text[:-3] + "~")
 
 
 async def test_the_turn_after_a_cancelled_prefill_or_fork_is_a_cold_ones() -> None:
     """F28, part: forks of a capsule cut in mid-stream; the capsule and its forks go on as if new."""
-    async with (
-        small_fleet() as fleet,
-        served(fleet.gateways[0]) as (url, _),
-        httpx.AsyncClient(base_url=url, timeout=20) as client,
-    ):
+    async with tiny_api(MODEL, 1) as (client, fleet):
         made = (await client.post("/v1/capsules", json={"prompt": PROMPT})).json()
         path = f"/v1/capsules/{made['id']}/fork"
         options = {"ignore_eos": True, "temperature": 0, "suffixes": ["ab", "cd"]}
@@ -111,7 +96,7 @@ async def test_the_turn_after_a_cancelled_prefill_or_fork_is_a_cold_ones() -> No
 
 async def test_what_an_engine_keeps_is_what_its_client_saw() -> None:
     """F20: after a cancel in mid-stream: capsules end where their clients' texts do, blocks hold those."""
-    async with small_fleet() as fleet:
+    async with tiny_fleet(MODEL, 1) as fleet:
         gateway, engine = fleet.gateways[0], fleet.engines["w0"]
         prompt = [*PROMPT.encode()]
         hot = Sampling(temperature=1.0, seed=4)

@@ -1,6 +1,5 @@
 """Budgets of reasoning over HTTP: the fields of three APIs, and the answers of a tiny real model."""
 
-import json
 from typing import Any
 
 import httpx
@@ -11,8 +10,8 @@ from mallee.actors.config import HttpSettings
 from mallee.actors.text.chat import ChatTemplate
 from mallee.protocol.messages import ReasoningBudget
 from mallee.testing.random_model import random_model
-from support.live_api import CharTokenizer, served
-from support.tiny_fleet import post, tiny_fleet
+from support.live_api import CharTokenizer
+from support.tiny_fleet import chunks_of, post, tiny_api
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
 OPEN, CLOSE = 1, 2
@@ -99,10 +98,8 @@ async def streamed(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[int,
     found: dict[int, tuple[str, str]] = {}
     body = {**body, "stream": True}
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            for choice in json.loads(line[6:])["choices"]:
+        async for chunk in chunks_of(response):
+            for choice in chunk["choices"]:
                 reasoning, text = found.get(choice["index"], ("", ""))
                 delta = choice["delta"]
                 reasoning += delta.get("reasoning_content") or ""
@@ -113,11 +110,7 @@ async def streamed(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[int,
 @pytest.mark.usefixtures("marks")
 async def test_each_choice_reasons_within_its_budget_and_then_answers() -> None:
     """I17, part: n choices, streamed or not, with the reasoning of the same choices without a bound."""
-    async with (
-        tiny_fleet(MODEL, 1) as fleet,
-        served(fleet.gateways[0], chat=TEMPLATE) as (url, _),
-        httpx.AsyncClient(base_url=url, timeout=30) as client,
-    ):
+    async with tiny_api(MODEL, 1, settings={"chat": TEMPLATE}) as (client, _):
         body = {**ASKED, "messages": [QUESTION], "n": 3, "max_tokens": 40}
         free = await post(client, "/v1/chat/completions", **body)
         body["thinking_token_budget"] = BUDGET
@@ -131,17 +124,12 @@ async def test_each_choice_reasons_within_its_budget_and_then_answers() -> None:
             assert before["message"]["reasoning_content"].startswith(reasoning)
             assert 0 < num_tokens(text) <= 40 - BUDGET - 1
             assert choice["finish_reason"] == "length"
-        fleet.engines["w0"].check()
 
 
 @pytest.mark.usefixtures("marks")
 async def test_turns_that_fork_a_response_keep_to_theirs() -> None:
     """I17, part: a turn from a capsule has the text and the count of tokens of one that begins anew."""
-    async with (
-        tiny_fleet(MODEL, 1) as fleet,
-        served(fleet.gateways[0], chat=TEMPLATE) as (url, _),
-        httpx.AsyncClient(base_url=url, timeout=30) as client,
-    ):
+    async with tiny_api(MODEL, 1, settings={"chat": TEMPLATE}) as (client, _):
         more = {**ASKED, "max_output_tokens": 30, "thinking_token_budget": BUDGET}
         first = await post(client, "/v1/responses", input="Why?", **more)
         again = {"previous_response_id": first["id"], "input": "And?"}
@@ -160,4 +148,3 @@ async def test_turns_that_fork_a_response_keep_to_theirs() -> None:
         assert [i["content"][0]["text"] for i in cold["output"]] == [
             i["content"][0]["text"] for i in second["output"]
         ]
-        fleet.engines["w0"].check()

@@ -1,7 +1,5 @@
 """Capsules over HTTP, on a tiny real model: taken in mid-stream, restored, rewound, pinned, listed."""
 
-import json
-from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -12,7 +10,7 @@ from mallee.client import AsyncMallee
 from mallee.protocol.errors import UnknownBranch, UnknownCapsule
 from mallee.testing.random_model import random_model
 from support.live_fleet import LiveFleet, lose
-from support.tiny_fleet import post, tiny_api
+from support.tiny_fleet import chunks_of, post, tiny_api
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
 PROMPT = "".join(chr(33 + 7 * i % 90) for i in range(50))
@@ -28,12 +26,6 @@ async def complete(client: httpx.AsyncClient, prompt: str, **options: Any) -> di
     answer = await post(client, "/v1/completions", prompt=prompt, **{**SAMPLED, **options})
     choice: dict[str, Any] = answer["choices"][0]
     return choice
-
-
-async def chunks_of(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in response.aiter_lines():
-        if line.startswith("data: {"):
-            yield json.loads(line[6:])
 
 
 async def test_a_capsule_of_a_running_stream_goes_on_as_its_branch() -> None:
@@ -150,9 +142,9 @@ async def test_a_capsule_at_a_cut_is_computed_again_where_its_worker_died() -> N
 async def test_a_restored_branch_goes_on_elsewhere_when_its_worker_dies() -> None:
     """F1, part, X4, part: in mid-answer; it counts its penalties and draws from where it was."""
     async with api() as (client, fleet):
-        whole = await complete(client, PROMPT, max_tokens=900)
+        whole = await complete(client, PROMPT, max_tokens=500)
         path = f"/v1/capsules/{whole['mallee']['capsule']}"
-        asked = {"at": len(PROMPT) + 30, "stream": True, "max_tokens": 870}
+        asked = {"at": len(PROMPT) + 30, "stream": True, "max_tokens": 470}
         text, host = "", None
         async with client.stream("POST", f"{path}/restore", json=asked) as response:
             async for chunk in chunks_of(response):

@@ -4,15 +4,13 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import httpx
 import pytest
 
 from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.families import FAMILIES
 from mallee.testing.random_model import random_model
-from support.live_api import served
 from support.live_fleet import lose
-from support.tiny_fleet import BLOCK, tiny_fleet
+from support.tiny_fleet import BLOCK, tiny_api
 
 MODEL = random_model("llama", 5, max_position_embeddings=8192)
 (QWEN,) = (family for family in FAMILIES if family.name == "qwen3")
@@ -134,11 +132,9 @@ class Responses:
 async def run(make: Callable[[], Any], workers: int, losses: Sequence[int] = ()) -> list[Answer]:
     """The answers of one agent; before the turns in `losses` the worker of the turn before dies."""
     agent, found = make(), list[Answer]()
-    async with (
-        tiny_fleet(MODEL, workers, num_blocks=4096) as fleet,
-        served(fleet.gateways[0], chat=ChatTemplate(None, family=QWEN)) as (url, _),
-        httpx.AsyncClient(base_url=url, timeout=20) as client,
-    ):
+    async with tiny_api(
+        MODEL, workers, num_blocks=4096, settings={"chat": ChatTemplate(None, family=QWEN)}
+    ) as (client, fleet):
         for turn in range(NUM_TURNS):
             if turn in losses:
                 await lose(fleet, found[-1].worker)
@@ -148,9 +144,6 @@ async def run(make: Callable[[], Any], workers: int, losses: Sequence[int] = ())
             assert answer.status_code == 200, body
             found.append(Answer(body, answer.headers["x-mallee-worker"], *agent.read(body)))
             agent.go_on(body, turn)
-        for engine in fleet.engines.values():
-            engine.check()
-        fleet.gateways[0].check()
     return found
 
 

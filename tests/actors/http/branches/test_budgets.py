@@ -11,8 +11,7 @@ import pytest
 from mallee.actors.text.chat import ChatTemplate
 from mallee.protocol.ids import account_of
 from mallee.testing.random_model import random_model
-from support.live_api import served
-from support.tiny_fleet import post, tiny_api, tiny_fleet, two_gateways
+from support.tiny_fleet import chunks_of, post, tiny_api, two_gateways
 from support.waiting import until
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
@@ -33,7 +32,8 @@ async def test_branches_end_at_their_budget_with_the_text_of_an_undisturbed_run(
         alone = await post(client, "/v1/completions", **ASKED, n=3, max_tokens=300)
         engine = next(iter(fleet.engines.values()))
         body = {**ASKED, "n": 3, "max_tokens": 300, "mallee": {"budget": {"tokens": 100}}}
-        answer = await (_streamed if stream else _whole)(client, body)
+        path = "/v1/completions"
+        answer = await (streamed(client, path, body) if stream else post(client, path, **body))
         assert answer["usage"]["completion_tokens"] == 100
         assert _ends(answer) == [("budget", "tokens")] * 3
         for cut, whole in zip(answer["choices"], alone["choices"], strict=True):
@@ -99,25 +99,13 @@ async def test_a_budget_that_cannot_be_is_refused_by_name(budget: Any, named: st
         assert (none.status_code, none.json()["error"]["param"]) == (400, "mallee.budget")
 
 
-async def _whole(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
-    return await post(client, "/v1/completions", **body)
-
-
-async def _streamed(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
-    """The chunks as one answer."""
-    return await streamed(client, "/v1/completions", body)
-
-
 async def streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The chunks of an answer put together."""
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
     choices: dict[int, dict[str, Any]] = {}
     usage: Any = None
     async with client.stream("POST", path, json=asked) as response:
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line[6:])
+        async for chunk in chunks_of(response):
             usage = chunk["usage"] or usage
             for choice in chunk["choices"]:
                 index = choice["index"]
@@ -128,11 +116,7 @@ async def streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -
 
 async def test_responses_have_budgets_and_conditions() -> None:
     """X19, part, F19, part: a response, the turns that fork it, and a stream, with the text of a free run."""
-    async with (
-        tiny_fleet(MODEL, 1) as fleet,
-        served(fleet.gateways[0], chat=CHAT) as (url, _),
-        httpx.AsyncClient(base_url=url, timeout=30) as client,
-    ):
+    async with tiny_api(MODEL, 1, settings={"chat": CHAT}) as (client, fleet):
         asked = {"input": "A tree", "ignore_eos": True, "seed": 3, "max_output_tokens": 60}
         free = await post(client, "/v1/responses", **asked)
         text = free["output"][0]["content"][0]["text"]
@@ -153,9 +137,7 @@ async def test_responses_have_budgets_and_conditions() -> None:
         assert ended["mallee"]["ended_by"] == "regex"
         said = ended["output"][0]["content"][0]["text"]
         assert said == text[: text.index(text[10:13]) + 3]
-        engine = fleet.engines["w0"]
-        await until(lambda: engine.stats().jobs == 0)
-        engine.check()
+        await until(lambda: fleet.engines["w0"].stats().jobs == 0)
 
 
 FORK = {"ignore_eos": True, "seed": 3, "temperature": 1.0}

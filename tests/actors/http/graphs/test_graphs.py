@@ -23,9 +23,8 @@ from support.graphs_asked import (
 )
 from support.live_api import served
 from support.live_fleet import LiveFleet, lose, running
-from support.plain_ids import SCOPES
-from support.tiny_fleet import post, tiny_api, tiny_fleet, two_gateways
-from support.waiting import until, until_asked
+from support.tiny_fleet import post, tiny_api, two_gateways
+from support.waiting import until_asked
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
 
@@ -104,11 +103,7 @@ async def test_a_worker_that_dies_in_the_middle_changes_nothing() -> None:
         {"name": "new", "kind": "prefill", "text": ["So ", {"node": "all"}]},
         branch("end", of="new"),
     ]
-    async with (
-        tiny_fleet(MODEL, 2, num_blocks=1024) as fleet,
-        served(fleet.gateways[0]) as (url, _),
-        httpx.AsyncClient(base_url=url, timeout=30) as client,
-    ):
+    async with tiny_api(MODEL, 2, num_blocks=1024) as (client, fleet):
         calm = await run(client, *nodes)
         async with streamed(client, *nodes) as stream:
             for _ in range(30):
@@ -325,14 +320,7 @@ async def test_a_graph_draws_of_its_session_s_budget_at_any_gateway() -> None:
 
 async def test_graphs_are_their_scopes_own_and_are_found_from_every_gateway() -> None:
     """S4, part: another scope gets the 404 of an unknown id; a second gateway passes results on."""
-    async with (
-        tiny_fleet(MODEL, 1, gateways=2, syncs=True, ids=SCOPES) as fleet,
-        served(fleet.gateways[0]) as (url, _),
-        served(fleet.gateways[1]) as (other_url, _),
-        httpx.AsyncClient(base_url=url, timeout=30) as client,
-        httpx.AsyncClient(base_url=other_url, timeout=30) as other,
-    ):
-        await until(lambda: all(each._num_others() == 1 for each in fleet.gateways))
+    async with two_gateways(MODEL) as (client, other, _):
         async with streamed(client, DOC, tool("t"), branch("a", text=[{"node": "t"}])) as s:
             name = (await s.until("tool.call"))["id"]
             path = f"/v1/graphs/{name}"
@@ -356,11 +344,7 @@ async def test_graphs_are_their_scopes_own_and_are_found_from_every_gateway() ->
 
 
 async def test_no_more_graphs_run_than_may() -> None:
-    async with (
-        tiny_fleet(MODEL, 1) as fleet,
-        served(fleet.gateways[0], max_graphs=1) as (url, _),
-        httpx.AsyncClient(base_url=url, timeout=30) as client,
-    ):
+    async with tiny_api(MODEL, 1, settings={"max_graphs": 1}) as (client, _):
         async with streamed(client, tool("t")) as s:
             name = (await s.until("tool.call"))["id"]
             refused = await client.post("/v1/graphs", json={"nodes": [DOC]})
@@ -435,10 +419,9 @@ async def test_messages_are_rendered_and_computed_once() -> None:
         tool("t"),
         {**each, "over": "t"},
     ]
-    async with (
-        tiny_fleet(MODEL, 1, num_blocks=1024) as fleet,
-        served(fleet.gateways[0], chat=ChatTemplate(CHAT)) as (url, _),
-        httpx.AsyncClient(base_url=url, timeout=30) as client,
+    async with tiny_api(MODEL, 1, num_blocks=1024, settings={"chat": ChatTemplate(CHAT)}) as (
+        client,
+        fleet,
     ):
         async with streamed(client, *nodes) as stream:
             await stream.until("tool.call")
@@ -470,11 +453,7 @@ STRICT = (
 
 async def test_messages_that_can_not_be_are_refused_with_their_node() -> None:
     template = CHAT.replace("{% for", STRICT + "{% for", 1)
-    async with (
-        tiny_fleet(MODEL, 1) as fleet,
-        served(fleet.gateways[0], chat=ChatTemplate(template)) as (url, _),
-        httpx.AsyncClient(base_url=url, timeout=30) as client,
-    ):
+    async with tiny_api(MODEL, 1, settings={"chat": ChatTemplate(template)}) as (client, _):
 
         async def refusal(*nodes: dict[str, Any]) -> str:
             answer = await client.post("/v1/graphs", json={"nodes": list(nodes)})

@@ -17,7 +17,6 @@ from mallee.search.policies.mcts import Mcts
 from mallee.search.policies.named import POLICIES
 from mallee.search.policies.sampling import BestOfN
 from mallee.search.results import SearchResult
-from mallee.search.scores import Verifier
 from mallee.testing.random_model import random_model
 from support.live_api import served
 from support.live_fleet import lose
@@ -27,9 +26,6 @@ from support.waiting import until, until_asked
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
 PROMPT = "Once upon a time there was a tree of many trunks"
-VERIFIER = Verifier(
-    prompt=" Good? ", answers={chr(code): (code % 16) / 15 for code in range(48, 64)}
-)
 MCTS = {"type": "mcts", "expansions": 50, "width": 3, "depth": 6, "step_tokens": 4, "in_flight": 4}
 
 
@@ -118,11 +114,7 @@ def path_to(nodes: list[dict[str, Any]], number: int) -> list[int]:
 async def test_a_worker_that_dies_in_the_middle_changes_no_tree() -> None:
     """X4, part: the capsules of its nodes are computed again elsewhere."""
     body = {"prompt": PROMPT, "policy": {**MCTS, "in_flight": 2}, "seed": 5, "temperature": 0.9}
-    async with (
-        tiny_fleet(MODEL, 2, num_blocks=2048) as fleet,
-        served(fleet.gateways[0]) as (url, _),
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
-    ):
+    async with tiny_api(MODEL, 2, num_blocks=2048) as (client, fleet):
         calm = await post(client, "/v1/search", **body)
         drawn = sum(engine.stats().num_output_tokens for engine in fleet.engines.values())
         running = asyncio.create_task(post(client, "/v1/search", **body))

@@ -7,8 +7,7 @@ import httpx
 from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.families import FAMILIES
 from mallee.testing.random_model import random_model
-from support.live_api import served
-from support.tiny_fleet import tiny_fleet
+from support.tiny_fleet import tiny_api
 
 MODEL = random_model("llama", 5, max_position_embeddings=4096)
 SYSTEM = "You are a coding agent. Read before you write. " * 8
@@ -40,11 +39,9 @@ async def test_claude_code_codex_and_opencode_make_trees() -> None:
         {"role": "assistant", "content": "ok"},
     )
     later = [question, answer, {"role": "user", "content": "And the other one, too, please."}]
-    async with (
-        tiny_fleet(MODEL, 1, num_blocks=4096) as fleet,
-        served(fleet.gateways[0], chat=ChatTemplate(None, family=family)) as (url, _),
-        httpx.AsyncClient(base_url=url, timeout=20) as client,
-    ):
+    async with tiny_api(
+        MODEL, 1, num_blocks=4096, settings={"chat": ChatTemplate(None, family=family)}
+    ) as (client, _):
         claude = {"x-claude-code-session-id": "c"}
         asked = {"model": "m", "max_tokens": 4, "system": SYSTEM}
         bodies = [{**asked, "messages": [question]}, {**asked, "messages": later}]

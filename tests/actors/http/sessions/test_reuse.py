@@ -5,14 +5,12 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-import httpx
 import pytest
 
 from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.families import FAMILIES, Family
 from mallee.testing.random_model import random_model
-from support.live_api import served
-from support.tiny_fleet import BLOCK, post, tiny_api, tiny_fleet
+from support.tiny_fleet import BLOCK, post, tiny_api
 
 MODEL = random_model("llama", 5, max_position_embeddings=16384)
 SYSTEM = "You are a coding agent. Read before you write, and run the tests. " * 40
@@ -73,11 +71,9 @@ async def turns_of(family: Family, histories: list[list[Any]]) -> tuple[list[int
     """Prompt tokens of each history in turn, and those of them that were computed."""
     asked = {"tools": TOOLS, "max_tokens": 2, "ignore_eos": True, "tool_choice": "none", "seed": 1}
     lengths, computed = [], []
-    async with (
-        tiny_fleet(MODEL, 1, num_blocks=8192) as fleet,
-        served(fleet.gateways[0], chat=ChatTemplate(None, family=family)) as (url, _),
-        httpx.AsyncClient(base_url=url, timeout=20) as client,
-    ):
+    async with tiny_api(
+        MODEL, 1, num_blocks=8192, settings={"chat": ChatTemplate(None, family=family)}
+    ) as (client, _):
         for messages in histories:
             answer = await post(client, "/v1/chat/completions", messages=messages, **asked)
             usage = answer["usage"]
