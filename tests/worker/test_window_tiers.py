@@ -3,7 +3,6 @@
 import random
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -26,12 +25,12 @@ from mallee.worker.forward import Forward
 from mallee.worker.kv.tiers.moves import DISK, HOST
 from mallee.worker.kv.tiers.peers import Ask
 from mallee.worker.kv.tiers.window_rows import row_spans
-from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from support.driving import drive, engine_over
 from support.lending import holder, lent_by
 from support.tiers import DictDisk, make_tiers
+from support.whole_kv import answer_of_all_kv
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_window_pools")
 
@@ -102,15 +101,7 @@ def generate(name: str, text: list[int]) -> Generate:
 
 
 def want(text: list[int]) -> list[int]:
-    """The answer in one group of layers that keeps all its KV."""
-    split = MODEL.forward(num_blocks=1)
-    spec = msgspec.structs.replace(split.spec, groups=())
-    forward = TorchForward(
-        split.decoder.config, split.decoder.weights, spec, num_blocks=100, block_size=4
-    )
-    alone = Bench(None)
-    alone.engine = alone.over(forward, None, 0)
-    return alone.generate(text)
+    return answer_of_all_kv(MODEL, text, NUM, SAMPLED)
 
 
 def test_every_byte_of_a_block_is_in_its_rows_and_in_no_others() -> None:

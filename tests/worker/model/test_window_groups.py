@@ -4,18 +4,17 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, pack_tokens
-from mallee.testing.random_model import RandomModel, random_model
+from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.kv.windows import Windows
-from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from support.driving import drive, engine_over
+from support.whole_kv import answer_of_all_kv
 
 pytestmark = pytest.mark.usefixtures("small_window_pools")
 
@@ -30,32 +29,8 @@ def make_engine(
     return engine_over(forward, config=EngineConfig(SchedulerConfig(chunk, rows), 32, **config))
 
 
-class Linear:
-    """Each text alone, in one group of layers that keeps all its KV: the oracle."""
-
-    def __init__(self, model: RandomModel) -> None:
-        forward = model.forward(num_blocks=200)
-        spec = msgspec.structs.replace(forward.spec, groups=())
-        self._forward = TorchForward(
-            forward.decoder.config, forward.decoder.weights, spec, num_blocks=200, block_size=4
-        )
-        self._known: dict[tuple[tuple[int, ...], int, Sampling], list[int]] = {}
-
-    def __call__(self, text: list[int], num: int, sampling: Sampling) -> list[int]:
-        key = (tuple(text), num, sampling)
-        if key not in self._known:
-            engine = engine_over(
-                self._forward, config=EngineConfig(SchedulerConfig(512, 1), 0, prefix_cache=False)
-            )
-            limits = Limits(num, ignore_eos=True)
-            engine.submit(Generate("r", pack_tokens(text), limits, sampling), "g")
-            self._known[key] = drive(engine)["r", 0][0]
-        return self._known[key]
-
-
-@pytest.fixture(scope="module")
-def linear() -> Linear:
-    return Linear(MODEL)
+def linear(text: list[int], num: int) -> list[int]:
+    return answer_of_all_kv(MODEL, text, num, Sampling())
 
 
 def windows_of(engine: Engine) -> Windows:
@@ -69,9 +44,7 @@ def numbers(rng: random.Random, n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16])
-def test_a_branch_keeps_its_window_and_no_more_however_long_it_gets(
-    block_size: int, linear: Linear
-) -> None:
+def test_a_branch_keeps_its_window_and_no_more_however_long_it_gets(block_size: int) -> None:
     """I1: a prompt in chunks, then decoding far beyond the window, as the linear run."""
     text = numbers(random.Random(1), 90)
     engine = make_engine(num_blocks=800 // block_size, block_size=block_size)
@@ -84,7 +57,7 @@ def test_a_branch_keeps_its_window_and_no_more_however_long_it_gets(
         engine.check()
         if len(tokens) > 1:
             most = max(most, windows.in_use(0))
-    assert tokens == linear(text, 150, Sampling())
+    assert tokens == linear(text, 150)
     assert most <= -(-WINDOW // block_size) + 2
     assert engine.stats().tree.cached_blocks + engine.load().active_blocks == -(-239 // block_size)
 
@@ -106,7 +79,7 @@ def test_answers_beyond_the_window_are_those_of_transformers(oracles: Callable[.
         assert tokens == likeliest.tolist()
 
 
-def test_many_steps_at_once_give_the_same(linear: Linear) -> None:
+def test_many_steps_at_once_give_the_same() -> None:
     engine = make_engine()
     text = numbers(random.Random(2), 30)
     engine.submit(Generate("r", pack_tokens(text), Limits(100, ignore_eos=True)), "g")
@@ -120,10 +93,10 @@ def test_many_steps_at_once_give_the_same(linear: Linear) -> None:
             tokens += [token for update in frame.updates for token in update.tokens]
         engine.check()
     assert num_ahead > 10
-    assert tokens == linear(text, 100, Sampling())
+    assert tokens == linear(text, 100)
 
 
-def test_a_fork_at_any_depth_equals_a_linear_rerun(linear: Linear) -> None:
+def test_a_fork_at_any_depth_equals_a_linear_rerun() -> None:
     """I1: the window's blocks of most places are gone; what is missing is computed again."""
     engine = make_engine(num_blocks=100)
     rng = random.Random(3)
@@ -139,12 +112,12 @@ def test_a_fork_at_any_depth_equals_a_linear_rerun(linear: Linear) -> None:
     for at in range(1, len(text) + 1, 5):
         engine.submit(Fork(f"f{at}", "p.0", (b"", pack_tokens([7])), limits, at=at), "g")
         answers = drive(engine)
-        assert answers[f"f{at}", 0][0] == linear(text[:at], 13, Sampling())
-        assert answers[f"f{at}", 1][0] == linear([*text[:at], 7], 13, Sampling())
+        assert answers[f"f{at}", 0][0] == linear(text[:at], 13)
+        assert answers[f"f{at}", 1][0] == linear([*text[:at], 7], 13)
     assert engine.stats().num_prefill_tokens > num_before + 100
 
 
-def test_only_what_can_be_gone_on_from_is_a_hit(linear: Linear) -> None:
+def test_only_what_can_be_gone_on_from_is_a_hit() -> None:
     """A text that is held, but not the window before its end, is computed again."""
     engine = make_engine(num_blocks=200)
     rng = random.Random(4)
@@ -154,19 +127,19 @@ def test_only_what_can_be_gone_on_from_is_a_hit(linear: Linear) -> None:
     drive(engine)
     engine.submit(Generate("b", pack_tokens(text[:60]), limits), "g")
     first = drive(engine)["b", 0]
-    assert first[0] == linear(text[:60], 4, Sampling())
+    assert first[0] == linear(text[:60], 4)
     assert first[1].cached_tokens == 56  # idle blocks are still there
     for i in range(6):
         engine.submit(Generate(f"x{i}", pack_tokens(numbers(rng, 90)), limits), "g")
     drive(engine)
     engine.submit(Generate("c", pack_tokens(text[:40]), limits), "g")
     later = drive(engine)["c", 0]
-    assert later[0] == linear(text[:40], 4, Sampling())
+    assert later[0] == linear(text[:40], 4)
     assert later[1].cached_tokens == 0
     assert engine.stats().tree.num_evicted == 0  # the full layers had all of it
 
 
-def test_branches_that_give_way_come_back_the_same(linear: Linear) -> None:
+def test_branches_that_give_way_come_back_the_same() -> None:
     """More branches than the window group has room for: some are preempted, all answer the same."""
     engine = make_engine(num_blocks=400, chunk=8)
     rng = random.Random(5)
@@ -176,7 +149,7 @@ def test_branches_that_give_way_come_back_the_same(linear: Linear) -> None:
         engine.submit(Generate(f"r{i}", pack_tokens(text), limits), "g")
     answers = drive(engine)
     for i, text in enumerate(texts):
-        assert answers[f"r{i}", 0][0] == linear(text, 40, Sampling())
+        assert answers[f"r{i}", 0][0] == linear(text, 40)
     stats = engine.stats()
     assert stats.sched.num_preemptions
     assert not stats.tree.num_evicted  # for want of room in the window group alone
