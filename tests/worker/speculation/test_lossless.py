@@ -70,17 +70,15 @@ def _seen(draw: Draw) -> int:
     return xxhash.xxh3_64_intdigest(np.array(key, dtype=np.uint64).tobytes())
 
 
-def make_engine(
-    *, num_blocks: int = 400, speculates: bool = False, num_tokens: int = 5, **sched: Any
-) -> Engine:
+def make_engine(*, speculates: bool = False, **sched: Any) -> Engine:
     config = {"max_step_tokens": 24, "max_rows": 8, **sched}
     return engine_over(
-        KeenForward(SPEC, num_blocks=num_blocks, block_size=SIZE),
+        KeenForward(SPEC, num_blocks=400, block_size=SIZE),
         config=EngineConfig(
             SchedulerConfig(**config),
             max_answer_capsules=64,
             kv_checks=KVChecks("guards", sweep_steps=8),
-            speculation=SpeculationConfig("auto" if speculates else "off", num_tokens),
+            speculation=SpeculationConfig("auto" if speculates else "off", 5),
         ),
         structures=MockStructures(VOCAB, (EOS,)),
     )
@@ -101,22 +99,20 @@ class Story(NamedTuple):
     cancelled: set[tuple[str, int]]
 
 
-def make_story(
-    seed: int, *, num_phases: int = 3, num_commands: int = 8, keeps: bool = True
-) -> Story:
+def make_story(seed: int) -> Story:
     rng = random.Random(seed)
     phases: list[list[tuple[Command, int]]] = []
     cancelled: set[tuple[str, int]] = set()
     capsules: list[str] = []  # of phases that are over
-    for phase in range(num_phases):
+    for phase in range(3):
         commands: list[tuple[Command, int]] = []
         names: list[tuple[str, int]] = []
         kept: list[str] = []
-        for i in range(num_commands):
+        for i in range(8):
             name = f"r{phase}-{i}"
             kind = rng.choice(["generate", "generate", "prefill", "fork", "fork", "cancel"])
             command: Command
-            if kind == "prefill" and keeps:
+            if kind == "prefill":
                 command = Prefill(name, pack_tokens(_ids(rng, rng.randrange(1, 20))))
                 kept.append(f"{name}.0")
             elif kind == "fork" and capsules + kept:
