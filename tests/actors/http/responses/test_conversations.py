@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import openai
 import pytest
@@ -13,51 +13,17 @@ from hypothesis import strategies as st
 from mallee.actors.http.responses.conversations import Change, changed, pending, place
 from mallee.actors.http.responses.sharing import packed, unpacked
 from mallee.actors.http.responses.store import Record, Turn
-from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.conversation import Conversation, Message
-from mallee.actors.text.families import FAMILIES
 from mallee.protocol.ids import COMMON
 from mallee.router.dispatch.jobs import ForkJob
-from mallee.testing.random_model import random_model
-from support.live_fleet import LiveFleet
-from support.tiny_fleet import BLOCK, two_gateways
-
-MODEL = random_model("llama", 5, max_position_embeddings=8192)
-OPTIONS: Any = {"ignore_eos": True, "seed": 1}
-
-
-class Scene(NamedTuple):
-    a: openai.AsyncOpenAI
-    b: openai.AsyncOpenAI
-    fleet: LiveFleet
-    jobs: list[Any]
+from support.openai_clients import OPTIONS, Scene, ask, two_clients
+from support.tiny_fleet import BLOCK
 
 
 @pytest.fixture
 async def scene() -> AsyncIterator[Scene]:
-    """OpenAI's clients of two gateways that know each other; all jobs that these start."""
-    chat = ChatTemplate(None, family=FAMILIES[0])
-    options: Any = {"api_key": "-", "max_retries": 0}
-    async with (
-        two_gateways(MODEL, num_blocks=4096, chat=chat) as two,
-        openai.AsyncOpenAI(base_url=f"{two.a.base_url}/v1", **options) as a,
-        openai.AsyncOpenAI(base_url=f"{two.b.base_url}/v1", **options) as b,
-    ):
-        jobs: list[Any] = []
-        for gateway in two.fleet.gateways:
-
-            async def spied(job: Any, *more: Any, start: Any = gateway.start, **named: Any) -> Any:
-                jobs.append(job)
-                return await start(job, *more, **named)
-
-            gateway.start = spied  # type: ignore[method-assign]
-        yield Scene(a, b, two.fleet, jobs)
-
-
-async def ask(client: openai.AsyncOpenAI, text: Any, **fields: Any) -> Any:
-    return await client.responses.create(
-        model="m", input=text, max_output_tokens=4, extra_body=OPTIONS, **fields
-    )
+    async with two_clients() as made:
+        yield made
 
 
 def texts(items: Any) -> list[str]:

@@ -1,9 +1,7 @@
 """Responses of one gateway, read, gone on from, ended and deleted at another."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import openai
@@ -13,63 +11,25 @@ from hypothesis import strategies as st
 
 from mallee.actors.http.responses.sharing import packed, unpacked
 from mallee.actors.http.responses.store import Left, Record, Turn
-from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.conversation import Conversation, Function, Message, ToolCall
-from mallee.actors.text.families import FAMILIES
 from mallee.protocol.errors import CodecError
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import CapsuleId, Scope
 from mallee.router.dispatch.jobs import ForkJob
-from mallee.testing.random_model import random_model
-from support.live_fleet import LiveFleet
-from support.tiny_fleet import BLOCK, two_gateways
+from support.openai_clients import OPTIONS, ask, two_clients
+from support.tiny_fleet import BLOCK
 from support.waiting import until
 
-MODEL = random_model("llama", 5, max_position_embeddings=8192)
-OPTIONS: Any = {"ignore_eos": True, "seed": 1}
 LONG: Any = {"max_output_tokens": 6000, "extra_body": OPTIONS, "background": True}
-
-
-class Scene(NamedTuple):
-    a: openai.AsyncOpenAI
-    b: openai.AsyncOpenAI
-    fleet: LiveFleet
-
-
-@asynccontextmanager
-async def scene() -> AsyncIterator[Scene]:
-    """OpenAI's clients of two gateways that know each other, over one worker."""
-    chat = ChatTemplate(None, family=FAMILIES[0])
-    options: Any = {"api_key": "-", "max_retries": 0}
-    async with (
-        two_gateways(MODEL, num_blocks=4096, chat=chat) as two,
-        openai.AsyncOpenAI(base_url=f"{two.a.base_url}/v1", **options) as a,
-        openai.AsyncOpenAI(base_url=f"{two.b.base_url}/v1", **options) as b,
-    ):
-        yield Scene(a, b, two.fleet)
-
-
-async def ask(client: openai.AsyncOpenAI, **fields: Any) -> Any:
-    return await client.responses.create(
-        model="m", max_output_tokens=4, extra_body=OPTIONS, **fields
-    )
 
 
 async def test_a_turn_goes_on_at_another_gateway_and_computes_only_what_is_new() -> None:
     """X24, part, F31, part: ten turns, each at the gateway that didn't make the last one."""
-    async with scene() as (a, b, fleet):
-        jobs: list[Any] = []
-        for gateway in fleet.gateways:
-
-            async def spied(job: Any, *more: Any, start: Any = gateway.start, **named: Any) -> Any:
-                jobs.append(job)
-                return await start(job, *more, **named)
-
-            gateway.start = spied  # type: ignore[method-assign]
-        alone = last = await ask(a, input="Fix the bug. " * 20, instructions="Be brief.")
+    async with two_clients() as (a, b, _, jobs):
+        alone = last = await ask(a, "Fix the bug. " * 20, instructions="Be brief.")
         for turn in range(10):
             text = f"{turn}: x = 1\n"
-            shared = {"input": text, "instructions": "Be brief."}
+            shared = {"text": text, "instructions": "Be brief."}
             client = (b, a)[turn % 2]
             last = await ask(client, previous_response_id=last.id, **shared)
             assert isinstance(jobs[-1], ForkJob)
@@ -83,8 +43,8 @@ async def test_a_turn_goes_on_at_another_gateway_and_computes_only_what_is_new()
 
 
 async def test_a_response_is_read_and_deleted_at_another_gateway_by_its_scope_alone() -> None:
-    async with scene() as (a, b, _):
-        first = await ask(a, input="hi")
+    async with two_clients() as (a, b, _, _):
+        first = await ask(a, "hi")
         for headers in ({"x-cache-salt": "eve"}, None):
             if headers is not None:
                 for call in (b.responses.retrieve, b.responses.delete):
@@ -94,7 +54,7 @@ async def test_a_response_is_read_and_deleted_at_another_gateway_by_its_scope_al
             assert (await b.responses.retrieve(first.id)).to_dict() == first.to_dict()
         items = await b.responses.input_items.list(first.id)
         assert items.data[0].content[0].text == "hi"  # type: ignore[union-attr]
-        second = await ask(a, input="more", previous_response_id=first.id)
+        second = await ask(a, "more", previous_response_id=first.id)
         await b.responses.delete(second.id)
         await b.responses.delete(first.id)
         for client in (a, b, a):
@@ -102,17 +62,17 @@ async def test_a_response_is_read_and_deleted_at_another_gateway_by_its_scope_al
                 with pytest.raises(openai.NotFoundError):
                     await client.responses.retrieve(name)
                 with pytest.raises(openai.NotFoundError):
-                    await ask(client, input="x", previous_response_id=name)
+                    await ask(client, "x", previous_response_id=name)
 
 
 async def test_a_background_response_is_seen_cancelled_and_deleted_from_another_gateway() -> None:
-    async with scene() as (a, b, fleet):
+    async with two_clients() as (a, b, fleet, _):
         queued = await a.responses.create(model="m", input="hi", **LONG)
         await until(lambda: fleet.engines["w0"].stats().jobs == 1)
         seen = await b.responses.retrieve(queued.id)
         assert seen.status in ("queued", "in_progress")
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
-            await ask(b, input="more", previous_response_id=queued.id)
+            await ask(b, "more", previous_response_id=queued.id)
         with pytest.raises(openai.BadRequestError, match="has its events"):
             await b.responses.retrieve(queued.id, stream=True)
         assert (await b.responses.cancel(queued.id)).status == "cancelled"
@@ -128,14 +88,14 @@ async def test_a_background_response_is_seen_cancelled_and_deleted_from_another_
 
 
 async def test_without_its_gateway_an_unknown_response_is_404_in_time() -> None:
-    async with scene() as (a, b, fleet):
-        first = await ask(a, input="hi")
-        known = await ask(a, input="hello")
+    async with two_clients() as (a, b, fleet, _):
+        first = await ask(a, "hi")
+        known = await ask(a, "hello")
         await b.responses.retrieve(known.id)
         fleet.gateways[0].records._bus.is_mute = True  # type: ignore[attr-defined]
         with pytest.raises(openai.NotFoundError):
             await b.responses.retrieve(first.id, timeout=5)
-        again = await ask(b, input="more", previous_response_id=known.id)
+        again = await ask(b, "more", previous_response_id=known.id)
         assert again.mallee["turn"] in ("capsule", "rewritten")
 
 
