@@ -4,7 +4,6 @@ import os
 import resource
 import signal
 from pathlib import Path
-from threading import Event
 
 import pytest
 
@@ -12,8 +11,6 @@ from mallee.actors.build import load_forward, make_engine
 from mallee.actors.config import AppConfig
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
-    CapsuleReply,
-    Command,
     Demote,
     Fork,
     Inspect,
@@ -25,6 +22,7 @@ from mallee.protocol.messages import (
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.kv.tiers.moves import DISK
+from support.run_out import run_out
 from support.tokenizers_made import byte_level
 
 PROMPT = [3 + i % 29 for i in range(40)]
@@ -44,34 +42,16 @@ def worker(model: Path, disk: Path, life: int = 1) -> Engine:
     return make_engine(config, load_forward(config, 1), WorkerId("w0"), Incarnation(life))
 
 
-def ask(engine: Engine, command: Command) -> tuple[list[int], list[CapsuleReply]]:
-    """Step until nothing runs and nothing moves: drawn tokens and replies."""
-    moved = Event()
-    engine.notify(moved.set)
-    tokens: list[int] = []
-    replies: list[CapsuleReply] = []
-    engine.submit(command, "g")
-    while True:
-        moved.clear()
-        while engine.has_work:
-            for frame in engine.step().frames.values():
-                tokens += [token for update in frame.updates for token in update.tokens]
-                replies += frame.replies
-        tiers = engine._lower
-        if tiers is None or not tiers.num_moving:
-            return tokens, replies
-        assert engine.has_work or moved.wait(5)
-
-
 def fork(engine: Engine, request: str) -> list[int]:
-    return ask(engine, Fork(request, "p.0", (b"",), Limits(8), Sampling(seed=7)))[0]
+    command = Fork(request, "p.0", (b"",), Limits(8), Sampling(seed=7))
+    return run_out(engine, command).tokens[request]
 
 
 def make_durable(engine: Engine) -> list[int]:
     """Capsule p.0 is on disk; the answer of a fork of it."""
-    ask(engine, Prefill("p", pack_tokens(PROMPT)))
+    run_out(engine, Prefill("p", pack_tokens(PROMPT)))
     want = fork(engine, "f")
-    _, (reply,) = ask(engine, Demote("d", "p.0", DISK))
+    _, (reply,) = run_out(engine, Demote("d", "p.0", DISK))
     assert reply.status is not None, reply.error
     assert reply.status.tier == "disk"
     return want
@@ -86,15 +66,15 @@ def test_a_worker_finds_its_capsules_again_and_another_of_its_name_serves_withou
     second = worker(model, tmp_path, life=2)
     assert f"in use by process {os.getpid()}" in caplog.text
     assert second.snapshot().capsules == ()
-    ask(second, Prefill("p", pack_tokens(PROMPT)))
+    run_out(second, Prefill("p", pack_tokens(PROMPT)))
     assert fork(second, "f") == want
-    _, (reply,) = ask(second, Demote("d", "p.0", DISK))
+    _, (reply,) = run_out(second, Demote("d", "p.0", DISK))
     assert reply.error is not None
     assert reply.error[0] == "invalid_parameter"
     second.close()
     first.close()
     third = worker(model, tmp_path, life=3)
-    _, (reply,) = ask(third, Inspect("i", "p.0"))
+    _, (reply,) = run_out(third, Inspect("i", "p.0"))
     assert reply.status is not None
     assert (reply.status.tier, reply.status.boundary) == ("disk", len(PROMPT))
     assert fork(third, "f") == want
@@ -123,7 +103,7 @@ def test_a_disk_that_can_not_be_opened_stops_nobody(
     engine = worker(model, tmp_path / "file")
     assert "w0 serves without its disk" in caplog.text
     assert "look after the disk" in caplog.text
-    ask(engine, Prefill("p", pack_tokens(PROMPT)))
+    run_out(engine, Prefill("p", pack_tokens(PROMPT)))
     assert len(fork(engine, "f")) == 8
     engine.check()
     engine.close()
@@ -132,13 +112,13 @@ def test_a_disk_that_can_not_be_opened_stops_nobody(
 def test_a_full_disk_fails_demotions_and_nothing_else(model: Path, tmp_path: Path) -> None:
     """F24, part: the limit of file sizes stops a worker's write in its middle; later there is room."""
     engine = worker(model, tmp_path)
-    ask(engine, Prefill("p", pack_tokens(PROMPT)))
+    run_out(engine, Prefill("p", pack_tokens(PROMPT)))
     want = fork(engine, "f")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, hard))
     try:
-        _, (reply,) = ask(engine, Demote("d", "p.0", DISK))
+        _, (reply,) = run_out(engine, Demote("d", "p.0", DISK))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
@@ -146,7 +126,7 @@ def test_a_full_disk_fails_demotions_and_nothing_else(model: Path, tmp_path: Pat
     assert reply.error[0] == "storage_full"
     engine.check()
     assert fork(engine, "g") == want
-    _, (reply,) = ask(engine, Demote("again", "p.0", DISK))
+    _, (reply,) = run_out(engine, Demote("again", "p.0", DISK))
     assert reply.status is not None
     assert reply.status.tier == "disk"
     assert fork(engine, "h") == want

@@ -2,7 +2,6 @@
 
 import time
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -11,8 +10,6 @@ from mallee.actors.build import tiers_below
 from mallee.actors.config import AppConfig
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
-    CapsuleReply,
-    Command,
     Demote,
     Fork,
     Generate,
@@ -30,6 +27,7 @@ from mallee.worker.model.runner import TorchForward, load
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from support.exact_capsules import kv_bytes
+from support.run_out import run_out
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,26 +64,6 @@ def text(i: int, num: int = 48) -> list[int]:
     return [3 + (i * 31 + j * 7) % 120 for j in range(num)]
 
 
-def run(engine: Engine, *commands: Command) -> tuple[dict[str, list[int]], list[CapsuleReply]]:
-    """Tokens by request and all replies, once nothing is left to do or under way."""
-    tokens: dict[str, list[int]] = {}
-    replies: list[CapsuleReply] = []
-    for command in commands:
-        engine.submit(command, "g")
-    moved = Event()
-    engine.notify(moved.set)
-    while engine.has_work or (engine._lower is not None and engine._lower.num_moving):
-        assert engine.has_work or moved.wait(30)
-        moved.clear()
-        for frame in engine.step().frames.values():
-            replies += frame.replies
-            for update in frame.updates:
-                assert update.error is None, update.error
-                tokens.setdefault(update.request, []).extend(update.tokens)
-    engine.check()
-    return tokens, replies
-
-
 def generate(i: int, num: int = 48, name: str | None = None) -> Generate:
     limits = Limits(8, ignore_eos=True)
     return Generate(name or f"r{i}", pack_tokens(text(i, num)), limits)
@@ -111,9 +89,9 @@ def test_what_a_device_alone_had_evicted_is_found_again_without_a_copy(tmp_path:
     """X29, part: six texts of 14 blocks where 40 were given: each is there again, and no block was moved."""
     model = tmp_path / "model"
     engine = engine_over(forward_in(model), model, disk_path=str(tmp_path / "disk"))
-    first = [run(engine, generate(i))[0][f"r{i}"] for i in range(6)]
+    first = [run_out(engine, generate(i))[0][f"r{i}"] for i in range(6)]
     computed = engine.stats().num_prefill_tokens
-    again = [run(engine, generate(i, name=f"a{i}"))[0][f"a{i}"] for i in range(6)]
+    again = [run_out(engine, generate(i, name=f"a{i}"))[0][f"a{i}"] for i in range(6)]
     assert again == first
     assert engine.stats().num_prefill_tokens - computed <= 6 * SIZE  # the last block of each
     tiers = engine.stats().tiers
@@ -129,22 +107,22 @@ def test_a_disk_is_directly_below_and_outlives_the_worker(tmp_path: Path) -> Non
     model, disk = tmp_path / "model", str(tmp_path / "disk")
     forward = forward_in(model)
     engine = engine_over(forward, model, disk_path=disk)
-    run(engine, Prefill("p", pack_tokens(text(1, 77))))
+    run_out(engine, Prefill("p", pack_tokens(text(1, 77))))
     before = kv_bytes(engine, forward, "p.0")
     fork = Fork("f", "p.0", (b"",), Limits(16, ignore_eos=True))
-    whole = run(engine, fork)[0]["f"]
-    _, replies = run(engine, Demote("d", "p.0", DISK))
+    whole = run_out(engine, fork)[0]["f"]
+    _, replies = run_out(engine, Demote("d", "p.0", DISK))
     assert [reply.error for reply in replies] == [None]
-    run(engine, generate(9, 4 * 90))  # overwrites every block that is only cache
-    run(engine, Promote("u", "p.0"))
+    run_out(engine, generate(9, 4 * 90))  # overwrites every block that is only cache
+    run_out(engine, Promote("u", "p.0"))
     assert kv_bytes(engine, forward, "p.0") == before
     engine.close()
     fresh = forward_in(model)
     again = engine_over(fresh, model, 2, disk_path=disk)
-    run(again, Promote("u", "p.0"))
+    run_out(again, Promote("u", "p.0"))
     assert kv_bytes(again, fresh, "p.0") == before
     assert again.stats().num_prefill_tokens == 0
-    assert run(again, fork)[0]["f"] == whole
+    assert run_out(again, fork)[0]["f"] == whole
     again.close()
 
 
@@ -152,8 +130,8 @@ def test_a_demotion_to_host_memory_is_refused_with_the_reason(tmp_path: Path) ->
     """There is nowhere else to go, and the capsule stays usable."""
     model = tmp_path / "model"
     engine = engine_over(forward_in(model), model)
-    run(engine, Prefill("p", pack_tokens(text(1))))
-    _, (reply,) = run(engine, Demote("d", "p.0", HOST))
+    run_out(engine, Prefill("p", pack_tokens(text(1))))
+    _, (reply,) = run_out(engine, Demote("d", "p.0", HOST))
     assert reply.error is not None
     assert "not on unified memory, where that is KV" in str(reply.error)
-    assert run(engine, Fork("f", "p.0", (b"",), Limits(4, ignore_eos=True)))[0]["f"]
+    assert run_out(engine, Fork("f", "p.0", (b"",), Limits(4, ignore_eos=True)))[0]["f"]

@@ -1,21 +1,33 @@
 """Runs an engine whose moves go on beside it until it has nothing left to do."""
 
 from threading import Event
+from typing import NamedTuple
 
+from mallee.protocol.messages import CapsuleReply, Command
 from mallee.worker.engine import Engine
 
 
-def run_out(engine: Engine, within_s: float) -> list[int]:
-    """Step until nothing runs and nothing moves; the tokens that were drawn. A move may take so long."""
-    tokens: list[int] = []
+class Ran(NamedTuple):
+    """Tokens that were drawn, by request, and all replies."""
+
+    tokens: dict[str, list[int]]
+    replies: list[CapsuleReply]
+
+
+def run_out(engine: Engine, *commands: Command, within_s: float = 30.0) -> Ran:
+    """Step until nothing runs and nothing moves. A move may take so long; no request may fail."""
+    ran = Ran({}, [])
     moved = Event()
     engine.notify(moved.set)
-    while True:
-        moved.clear()
-        while engine.has_work:
-            for frame in engine.step().frames.values():
-                tokens += [token for update in frame.updates for token in update.tokens]
-        assert engine._lower is not None
-        if not engine._lower.num_moving:
-            return tokens
+    for command in commands:
+        engine.submit(command, "g")
+    while engine.has_work or (engine._lower is not None and engine._lower.num_moving):
         assert engine.has_work or moved.wait(within_s)
+        moved.clear()
+        for frame in engine.step().frames.values():
+            ran.replies.extend(frame.replies)
+            for update in frame.updates:
+                assert update.error is None, update.error
+                ran.tokens.setdefault(update.request, []).extend(update.tokens)
+    engine.check()
+    return ran

@@ -49,21 +49,17 @@ def survived(folder: Path, seed: int) -> tuple[int, int]:
         elif verb == "deleted":
             gone.add(int(number))
     engine = crashing_engine.engine(folder, 2)
-    run_out(engine, 5.0)
+    run_out(engine)
     capsules = engine.snapshot().capsules
     found = {int(each.capsule[1:].partition(".")[0]) for each in capsules}
     assert must <= found
     assert not gone & found, "a deletion was acknowledged, and its capsule is there"
     for number in sorted(found):  # also those whose demotion was not answered any more
         name = f"f{number}"
-        engine.submit(Fork(name, f"p{number}.0", (b"",), Limits(4), SAMPLED), "g")
-        text = prompt(seed, number)
-        assert run_out(engine, 5.0) == linear_tokens(SPEC, text, 4, sampling=SAMPLED, seed=7)
-        engine.check()
-    for number in found:
-        engine.submit(Release(f"p{number}.0"), "g")
-    run_out(engine, 5.0)
-    engine.check()
+        fork = Fork(name, f"p{number}.0", (b"",), Limits(4), SAMPLED)
+        want = linear_tokens(SPEC, prompt(seed, number), 4, sampling=SAMPLED, seed=7)
+        assert run_out(engine, fork).tokens == {name: want}
+    run_out(engine, *(Release(f"p{number}.0") for number in found))
     stats = engine.stats()
     assert stats.tiers is not None
     assert (stats.tiers.host_held, stats.tiers.num_failed) == (0, 0)
