@@ -238,7 +238,7 @@ async def test_branches_go_on_when_their_verifier_fails_and_say_so() -> None:
         assert 'mallee_callback_duration_seconds_count{outcome="answered"} 0.0' in outcomes
 
 
-async def test_a_verifier_that_takes_too_long_or_is_not_there_fails() -> None:
+async def test_a_verifier_that_takes_too_long_fails() -> None:
     """F19, part: a later call may succeed; the failure is told all the same."""
     async with scene(callback_timeout_s=0.05, allowed=lambda url: url.partition("/verify")[0]) as s:
 
@@ -251,11 +251,6 @@ async def test_a_verifier_that_takes_too_long_or_is_not_there_fails() -> None:
         choices = await s.choices(request={"n": 1, "max_tokens": 800})
         assert "within 0.05 s" in choices[0]["mallee"]["score_error"]
         assert choices[0]["mallee"]["score"] == 0.75
-    gone = s.verifier.url
-    async with scene(callbacks=(gone,)) as s:
-        choices = await s.choices(url=gone)
-        assert all("can't be reached" in c["mallee"]["score_error"] for c in choices)
-        assert all(c["mallee"]["score"] is None for c in choices)
 
 
 async def test_a_required_verifier_that_fails_ends_the_branches_that_it_was_asked_about() -> None:

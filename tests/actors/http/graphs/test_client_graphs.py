@@ -34,8 +34,8 @@ MODEL = random_model("llama", 5, max_position_embeddings=2048)
 
 
 @asynccontextmanager
-async def address() -> AsyncIterator[tuple[str, LiveFleet]]:
-    async with tiny_fleet(MODEL, 1) as fleet, served(fleet.gateways[0]) as (url, _):
+async def address(**settings: Any) -> AsyncIterator[tuple[str, LiveFleet]]:
+    async with tiny_fleet(MODEL, 1) as fleet, served(fleet.gateways[0], **settings) as (url, _):
         yield url, fleet
 
 
@@ -104,10 +104,7 @@ async def test_messages_and_places_are_those_of_the_api() -> None:
             text = client.prefill("<system>Be sh")
             assert result[early] == text.fork([" mind."], **greedy).wait()[0].text
 
-    async with (
-        tiny_fleet(MODEL, 1) as fleet,
-        served(fleet.gateways[0], chat=ChatTemplate(CHAT)) as (url, _),
-    ):
+    async with address(chat=ChatTemplate(CHAT)) as (url, _):
         await asyncio.to_thread(work, url)
 
 

@@ -17,8 +17,7 @@ from support.graphs_asked import (
 )
 from support.live_api import served
 from support.live_fleet import kill_gateway
-from support.plain_ids import SCOPES
-from support.tiny_fleet import post, tiny_fleet, two_gateways
+from support.tiny_fleet import post, two_gateways
 from support.waiting import until, until_asked
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
@@ -167,13 +166,7 @@ async def test_the_copy_of_a_dead_gateway_s_graph_can_be_deleted() -> None:
 
 
 async def test_a_gateway_that_came_later_asks_the_others() -> None:
-    async with (
-        tiny_fleet(MODEL, 1, gateways=2, syncs=True, ids=SCOPES) as fleet,
-        served(fleet.gateways[0]) as (url, _),
-        served(fleet.gateways[1]),  # it shares records once it has an API
-        httpx.AsyncClient(base_url=url, timeout=30) as client,
-    ):
-        await until(lambda: all(each._num_others() == 1 for each in fleet.gateways))
+    async with two_gateways(MODEL) as (client, _, fleet):
         async with streamed(client, DOC, branch("a"), tool("t")) as stream:
             await stream.until("node.ended", "a")
             name = stream.events[0]["id"]

@@ -1,51 +1,32 @@
-"""Turns of responses over a real engine: what is new is computed, and the text is that of the whole."""
+"""Responses over a real engine: other instructions, and responses in the background."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import openai
 import pytest
 
 from mallee.actors.text.chat import ChatTemplate
-from mallee.actors.text.families import FAMILIES, Family
-from mallee.router.dispatch.jobs import ForkJob
+from mallee.actors.text.families import FAMILIES
 from mallee.testing.random_model import random_model
-from support.live_api import served
 from support.live_fleet import LiveFleet
-from support.tiny_fleet import tiny_fleet
+from support.tiny_fleet import tiny_api
 from support.waiting import until
 
 MODEL = random_model("llama", 5, max_position_embeddings=8192)
 OPTIONS: Any = {"ignore_eos": True, "seed": 1}
 
 
-class Scene(NamedTuple):
-    client: openai.AsyncOpenAI
-    fleet: LiveFleet
-    jobs: list[Any]
-
-
 @asynccontextmanager
-async def scene(family: Family) -> AsyncIterator[Scene]:
-    """A client of one gateway over one worker, and the jobs that the gateway was given."""
+async def scene() -> AsyncIterator[tuple[openai.AsyncOpenAI, LiveFleet]]:
+    """OpenAI's client of one gateway over one worker."""
+    settings = {"chat": ChatTemplate(None, family=FAMILIES[0])}
     async with (
-        tiny_fleet(MODEL, 1, num_blocks=4096) as fleet,
-        served(fleet.gateways[0], chat=ChatTemplate(None, family=family)) as (url, _),
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client,
+        tiny_api(MODEL, 1, num_blocks=4096, settings=settings) as (http, fleet),
+        openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="-", max_retries=0) as client,
     ):
-        jobs: list[Any] = []
-        start = fleet.gateways[0].start
-
-        async def spied(job: Any, *args: Any, **options: Any) -> Any:
-            jobs.append(job)
-            return await start(job, *args, **options)
-
-        fleet.gateways[0].start = spied  # type: ignore[method-assign]
-        yield Scene(client, fleet, jobs)
-        for engine in fleet.engines.values():
-            engine.check()
-        fleet.gateways[0].check()
+        yield client, fleet
 
 
 async def ask(client: openai.AsyncOpenAI, **fields: Any) -> Any:
@@ -54,31 +35,9 @@ async def ask(client: openai.AsyncOpenAI, **fields: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda each: each.name)
-async def test_a_turns_tokens_are_those_of_the_whole_conversation(family: Family) -> None:
-    async with scene(family) as (client, fleet, jobs):
-        first = await ask(client, input="What is a mallee?", instructions="Be brief.")
-        second = await ask(
-            client, input="And then?", instructions="Be brief.", previous_response_id=first.id
-        )
-        fork = jobs[-1]
-        assert isinstance(fork, ForkJob)
-        text = fleet.gateways[0]._memory.get(fork.capsule)
-        assert text is not None
-        forked = [*text.path.tokens()[: fork.at], *fork.suffixes[0]]
-        items: Any = [
-            {"role": "user", "content": "What is a mallee?"},
-            {"role": "assistant", "content": first.output_text},
-            {"role": "user", "content": "And then?"},
-        ]
-        whole = await ask(client, input=items, instructions="Be brief.")
-        assert forked == [*jobs[-1].tokens]
-        assert whole.output_text == second.output_text
-
-
 async def test_other_instructions_render_the_whole_again() -> None:
     """Instructions are not carried over, as OpenAI says."""
-    async with scene(FAMILIES[0]) as (client, _, __):
+    async with scene() as (client, _):
         first = await ask(client, input="hi", instructions="Be brief.")
         second = await ask(client, input="more", previous_response_id=first.id)
         assert second.mallee["turn"] == "whole"
@@ -86,7 +45,7 @@ async def test_other_instructions_render_the_whole_again() -> None:
 
 
 async def test_a_background_response_runs_and_can_be_cancelled() -> None:
-    async with scene(FAMILIES[0]) as (client, fleet, _):
+    async with scene() as (client, fleet):
         queued = await client.responses.create(
             model="m", input="hi", background=True, max_output_tokens=8, extra_body=OPTIONS
         )
@@ -110,7 +69,7 @@ async def test_a_background_response_runs_and_can_be_cancelled() -> None:
 
 
 async def test_a_background_stream_is_read_again_from_any_event() -> None:
-    async with scene(FAMILIES[0]) as (client, _, __):
+    async with scene() as (client, _):
         stream = await client.responses.create(
             model="m",
             input="hi",
