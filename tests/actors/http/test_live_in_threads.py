@@ -1,10 +1,8 @@
-"""The synchronous SDK, and OpenAI's client, over one WebSocket, which has an event loop in a thread."""
+"""The synchronous SDK over one WebSocket, which has an event loop in a thread."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
-import openai
 import pytest
 
 from mallee.client import Mallee, UnknownCapsule
@@ -51,16 +49,6 @@ def test_many_threads_share_one_socket(live_in_thread: Any) -> None:
 
 def transport_of(client: Mallee, transport: LiveTransport) -> Mallee:
     return Mallee(client.base_url, transport=transport, max_retries=0)
-
-
-def test_openais_synchronous_client_goes_over_the_socket(live_in_thread: Any) -> None:
-    url = live_in_thread.url
-    http = httpx.Client(transport=LiveTransport(url))
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", http_client=http) as client:
-        whole = client.completions.create(model="tiny/bytes", prompt="abc", n=3)
-        assert [choice.text for choice in whole.choices] == TEXTS
-        stream = client.completions.create(model="tiny/bytes", prompt="abc", stream=True)
-        assert "".join(c.choices[0].text for c in stream if c.choices) == TEXTS[0]
 
 
 def test_nothing_listens() -> None:
