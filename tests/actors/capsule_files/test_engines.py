@@ -110,6 +110,11 @@ class Side:
             address=lambda: "here",
         )
 
+    def close(self) -> None:
+        self.engine.check()
+        self.engine.close()
+        self.pool.shutdown()
+
     async def sent(self, capsule: str) -> bytes:
         named = holder(self.engine, capsule=capsule)
         export = await self.exports.begin(named, self.model, BLOCK_SIZE)
@@ -165,16 +170,13 @@ async def test_a_file_goes_on_elsewhere_as_the_very_branch_bit_by_bit(
     again = await run(there.engine, resume("again", "i.0"))
     assert again.tokens["again", 0] == tokens[num - len(PROMPT) :]
     for side in (here, there):
-        side.engine.check()
-        side.engine.close()
-        side.pool.shutdown()
+        side.close()
 
 
 async def test_nobody_elses_prompt_finds_what_was_imported(tmp_path: Path) -> None:
     """F7, part: neither the tenant's own nor another's; forks of the capsule do."""
     model = random_model("llama", 5)
-    here = Side(model.forward(num_blocks=121), tmp_path)
-    there = Side(model.forward(num_blocks=121), tmp_path)
+    here, there = (Side(model.forward(num_blocks=121), tmp_path) for _ in "ab")
     await run(here.engine, Prefill("p", pack_tokens(PROMPT)))
     came = await there.taken("i", await here.sent("p.0"))
     assert came.last["i", 0].cached_tokens == len(PROMPT)
@@ -182,25 +184,18 @@ async def test_nobody_elses_prompt_finds_what_was_imported(tmp_path: Path) -> No
         asked = Generate(f"g{salt}", pack_tokens(PROMPT), Limits(1), salt=salt)
         assert (await run(there.engine, asked)).last[f"g{salt}", 0].cached_tokens == 0
     for side in (here, there):
-        side.engine.close()
-        side.pool.shutdown()
+        side.close()
 
 
 async def test_a_file_whose_lender_is_gone_is_computed_from_its_text(tmp_path: Path) -> None:
     model = random_model("llama", 5)
-    here = Side(model.forward(num_blocks=121), tmp_path)
-    there = Side(model.forward(num_blocks=121), tmp_path)
+    here, there = (Side(model.forward(num_blocks=121), tmp_path) for _ in "ab")
     await run(here.engine, Prefill("p", pack_tokens(PROMPT)))
     gone = Holder("g0", 1, "nowhere", len(PROMPT), "gone")
     found = await run(there.engine, Prefill("p", pack_tokens(PROMPT), holders=(gone,)))
     assert found.last["p", 0].prefill_tokens == len(PROMPT)
-    limits = Limits(9, ignore_eos=True)
-    forks = [(await run(side.engine, resume_free(limits))).tokens["f", 0] for side in (here, there)]
+    fork = Fork("f", "p.0", (b"",), Limits(9, ignore_eos=True))
+    forks = [(await run(side.engine, fork)).tokens["f", 0] for side in (here, there)]
     assert forks[0] == forks[1]
     for side in (here, there):
-        side.engine.close()
-        side.pool.shutdown()
-
-
-def resume_free(limits: Limits) -> Command:
-    return Fork("f", "p.0", (b"",), limits)
+        side.close()

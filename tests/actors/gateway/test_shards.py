@@ -5,6 +5,7 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
+from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.gateway.service import BranchStream, Delta
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import CapsuleLost, UnknownCapsule
@@ -245,19 +246,29 @@ async def test_a_capsule_whose_worker_died_answers_again_under_its_own_id() -> N
         await until(f.is_clean)
 
 
+async def met(f: LiveFleet) -> None:
+    """Both gateways know each other, and the capsule."""
+    await until(lambda: all(each._num_others() == 1 for each in f.gateways))
+    await until(lambda: all(router.stats().num_capsules == 1 for router in f.routers))
+
+
+async def check_fork(gateway: GatewayService, capsule: CapsuleId) -> None:
+    """Branches of the prompt draw what they would where its worker lives."""
+    answers = await collect(await gateway.start(ForkJob(capsule, SUFFIXES, Limits(8), HOT)))
+    for k, suffix in enumerate(SUFFIXES):
+        assert answers[k][0] == expect(PROMPT.tolist() + suffix.tolist(), 8, k)
+
+
 async def test_gateways_tell_each_other_the_texts_of_lost_capsules() -> None:
     """X4, part: made through one gateway, its worker dead, forked through another."""
     async with fleet(gateways=2) as f:
         made = await make_capsule(f)
         one, two = f.gateways
-        await until(lambda: f.routers[1].stats().num_capsules == 1)
-        await until(lambda: two._num_others() == 1)
+        await met(f)
         host = await lose(f, (await one.capsule(made.capsule, COMMON)).worker)
         info = await two.capsule(made.capsule, COMMON)
         assert (info.worker, info.boundary) == (None, len(PROMPT))
-        answers = await collect(await two.start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT)))
-        for k, suffix in enumerate(SUFFIXES):
-            assert answers[k][0] == expect(PROMPT.tolist() + suffix.tolist(), 8, k)
+        await check_fork(two, made.capsule)
         await host.close()
 
 
@@ -266,8 +277,7 @@ async def test_a_gateway_that_ends_leaves_the_texts_of_kept_capsules_to_another(
     async with fleet(gateways=2) as f:
         made = await make_capsule(f)
         one, two = f.gateways
-        await until(lambda: f.routers[1].stats().num_capsules == 1)
-        await until(lambda: one._num_others() == two._num_others() == 1)
+        await met(f)
         worker = (await one.capsule(made.capsule, COMMON)).worker
         await one.close()
         f.gateways.remove(one)
@@ -275,9 +285,7 @@ async def test_a_gateway_that_ends_leaves_the_texts_of_kept_capsules_to_another(
         await until(lambda: made.capsule in two._memory)
         assert [capsule for capsule, _ in two._memory.own_kept()] == [made.capsule]
         host = await lose(f, worker)
-        answers = await collect(await two.start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT)))
-        for k, suffix in enumerate(SUFFIXES):
-            assert answers[k][0] == expect(PROMPT.tolist() + suffix.tolist(), 8, k)
+        await check_fork(two, made.capsule)
         await host.close()
 
 
@@ -286,8 +294,7 @@ async def test_an_answer_forked_through_another_gateway_survives_its_worker() ->
     async with fleet(gateways=2) as f:
         made = await make_capsule(f)
         two = f.gateways[1]
-        await until(lambda: f.routers[1].stats().num_capsules == 1)
-        await until(lambda: two._num_others() == 1)
+        await met(f)
         await two.capsule(made.capsule, COMMON)
         job = ForkJob(made.capsule, [as_tokens([7])], Limits(2000), HOT)
         fork = await two.start(job)
@@ -301,8 +308,7 @@ async def test_a_deleted_capsule_stays_deleted_everywhere() -> None:
     async with fleet(gateways=2) as f:
         made = await make_capsule(f)
         one, two = f.gateways
-        await until(lambda: f.routers[1].stats().num_capsules == 1)
-        await until(lambda: two._num_others() == 1)
+        await met(f)
         await two.release_capsule(made.capsule, COMMON)
         await until(lambda: not f.routers[0].stats().num_capsules)
         for gateway in (one, two):
