@@ -16,6 +16,7 @@ from mallee.actors.addresses import free_port
 from mallee.actors.epp import wire
 from mallee.actors.epp.config import PickerConfig
 from mallee.actors.epp.picker import Picker
+from support.tokenizers_made import byte_level
 from support.waiting import until
 
 START_S = 60.0
@@ -72,6 +73,12 @@ class Answer(NamedTuple):
 
 def picker_config(pods: Sequence[str], **more: Any) -> PickerConfig:
     return PickerConfig(listen="127.0.0.1:0", endpoints=tuple(pods), scrape_s=0.1, **more)
+
+
+def model_folder(folder: Path) -> str:
+    byte_level().save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text("{}")
+    return str(folder)
 
 
 def prompt(number: int, num_tokens: int = 200) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 from mallee.testing.envoy import envoy, find_envoy
 from mallee.testing.vllm_pod import KVPublisher, VllmPod
 from support.brokers import OpenBroker
-from support.pickers import picker_process
+from support.pickers import model_folder, picker_process
 from support.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.nats]
@@ -179,7 +179,7 @@ async def test_kv_events_reach_a_picker_behind_envoy(tmp_path: Path) -> None:
         await client.post(f"http://{warm.address}/v1/completions", json={"prompt": prompt})
         settings = {
             "endpoints": addresses,
-            "model": tokenizer_folder(tmp_path),
+            "model": model_folder(tmp_path),
             "events_port": publisher.port,
             "replay_port": publisher.replay_port,
         }
@@ -192,14 +192,6 @@ async def test_kv_events_reach_a_picker_behind_envoy(tmp_path: Path) -> None:
             answer = (await client.post(f"{url}/v1/completions", json=body)).json()
             assert answer["pod"] == warm.address
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 399
-
-
-def tokenizer_folder(folder: Path) -> str:
-    from support.tokenizers_made import byte_level
-
-    byte_level().save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text("{}")
-    return str(folder)
 
 
 async def until_healthy(client: httpx.AsyncClient, url: str, status: int = 200) -> None:

@@ -19,8 +19,7 @@ from mallee.protocol.errors import ConfigError
 from mallee.testing.vllm_pod import KVPublisher, VllmPod
 from support.certificates import certificate
 from support.expositions import check_against_catalog
-from support.pickers import Proxy, picker_config, prompt, running
-from support.tokenizers_made import byte_level
+from support.pickers import Proxy, model_folder, picker_config, prompt, running
 from support.waiting import until
 
 pytestmark = pytest.mark.real_time  # gRPC waits in threads of its own
@@ -295,12 +294,6 @@ async def test_caches_are_known_by_their_events(
                 await until(lambda: overlap(5) == 12)
                 assert overlap(4) == 12, "the replay brought what was lost"
                 assert picker.pods.num_gaps >= 1
-
-
-def model_folder(folder: Path) -> str:
-    byte_level().save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text("{}")
-    return str(folder)
 
 
 async def test_a_picker_whose_task_broke_is_not_ready_and_ends(

