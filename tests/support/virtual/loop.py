@@ -149,7 +149,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """End connections that are open, too: else it would be chance which later test is told of them."""
         if not self.is_closed():
             for each in [*self._transports.values()]:  # type: ignore[attr-defined]
-                each.abort()
+                if each._loop is not None:  # else it has ended
+                    each.abort()
             for _ in range(3):
                 self.run_until_complete(asyncio.sleep(0))
         super().close()
