@@ -94,6 +94,7 @@ def test_paths_in_code_exist(page: Path) -> None:
             assert (ROOT / code).exists(), code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES[:1] + PAGES[2:], ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_in_the_docs_are_commands_of_mallee(page: Path) -> None:
     for words in commands(page.read_text()):

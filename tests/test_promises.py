@@ -15,6 +15,7 @@ from support.promises import (
 HEAD = "| id | promise | acceptance: what tests show | state |"
 
 
+@pytest.mark.slow
 def test_every_cited_id_is_a_row() -> None:
     known = {row.id for row in rows()}
     assert not [c for c in citations() if c.id not in known]

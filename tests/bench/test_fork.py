@@ -47,6 +47,7 @@ def peak_nbytes(work: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", [1, CHILDREN])
 @pytest.mark.parametrize(
     ("few", "many"),

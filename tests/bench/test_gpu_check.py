@@ -78,6 +78,7 @@ def test_a_bench_that_fails_is_a_row_with_the_reason_and_the_others_go_on(
     assert found["search"].reason == "it was not run"
 
 
+@pytest.mark.slow
 def test_forks_of_a_whole_engine_replay_and_capture_nothing() -> None:
     """I13, part, F3, part: over the stand-in for a GPU; each answer draws three tokens by replays."""
     scale = replace(TINY_SCALE, raw={**TINY_SCALE.raw, "head_dim": 64})

@@ -146,6 +146,7 @@ def matrix() -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.slow
 def test_every_workload_runs_on_every_configuration_with_equal_answers(
     matrix: dict[str, dict[str, Any]],
 ) -> None:

@@ -68,6 +68,7 @@ def test_the_exceptions_are_commands() -> None:
     assert set(WITHOUT_JSON) <= {" ".join(words) for words in COMMANDS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_every_help_has_an_example_that_the_program_understands(words: tuple[str, ...]) -> None:
     text = CliRunner().invoke(cli, [*words, "--help"], env={"COLUMNS": "200"}).stdout

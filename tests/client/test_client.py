@@ -578,6 +578,7 @@ def test_logprobs_of_a_branch_add_up_over_its_chunks() -> None:
 SOON = {"Retry-After": "0"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("refusals", "num_sent", "error"),
     [

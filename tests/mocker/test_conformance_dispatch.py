@@ -113,6 +113,7 @@ def agree(found: Decisions, expected: Decisions) -> None:
     assert [at for at, _ in found.log] == pytest.approx(times, abs=1e-6)
 
 
+@pytest.mark.slow
 @settings(examples(25), phases=QUICK)
 @given(
     seed=st.integers(0, 1 << 32),

@@ -72,6 +72,7 @@ def test_a_live_engine_agrees_event_for_event_with_a_virtual_one(seed: int) -> N
         assert ours.ended - theirs.ended == pytest.approx(0.0, abs=LIVE_BOUND_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pacer", [Pacer, LazyPacer])
 @settings(examples(10), phases=QUICK)
 @given(st.integers(0, 1 << 32))
@@ -82,6 +83,7 @@ def test_live_strides_are_virtual_steps(pacer: type[Pacer], seed: int) -> None:
     assert_same_but_for_strides(found, virtual(scene, SLOW), abs_s=LIVE_BOUND_S)
 
 
+@pytest.mark.slow
 @settings(examples(10), phases=QUICK)
 @given(st.integers(0, 1 << 32))
 def test_a_live_engine_with_tiers_agrees_with_a_virtual_one(seed: int) -> None:

@@ -63,6 +63,7 @@ def count(mocked: MockedEngine, *commands: Command) -> dict[tuple[str, int], lis
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_multi_step", [1, 1 << 20])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_mocked_answer_goes_on_as_if_uncut(way: str, max_multi_step: int) -> None:

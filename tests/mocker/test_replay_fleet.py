@@ -81,6 +81,7 @@ def test_cold_siblings_compute_their_prefix_once(width: int, gateways: int) -> N
     assert spread.summary["prefix_copies"] == pytest.approx(min(8, width), rel=0.02)
 
 
+@pytest.mark.slow
 def test_replicas_find_what_one_router_finds() -> None:
     """X7: with 2 and 8 replicas the hit rate is within 2 % of one's, and forks stay at home."""
     scene = sessions(40, 5, system_tokens=512, turn_tokens=512, gap_s=0.05, think_s=0.4)
@@ -103,6 +104,7 @@ def test_replicas_find_what_one_router_finds() -> None:
         assert result.summary["prefix_copies"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_fleet_of_a_thousand_runs_a_trace() -> None:
     """K21: a thousand engines in this process, in virtual time."""
     result = replay(

@@ -74,6 +74,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 # The whole report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [1, 20])
 def test_a_report_is_complete_and_stands_alone(tmp_path: Path, num: int) -> None:
     paths = write_report(make_result(num), tmp_path / "out")
@@ -94,6 +95,7 @@ def test_a_report_is_complete_and_stands_alone(tmp_path: Path, num: int) -> None
     assert_stands_alone(html)
 
 
+@pytest.mark.slow
 def test_the_same_result_gives_the_same_bytes(tmp_path: Path) -> None:
     first = write_report(make_result(5), tmp_path / "one")
     second = write_report(make_result(5), tmp_path / "two")

@@ -293,6 +293,7 @@ def test_a_full_worker_that_alone_is_allowed_is_the_one_that_is_named() -> None:
         bench.fork("g", "c", [0], max_tokens=99_972)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_fan_out_leaves_its_capsules_worker_whole_if_that_is_much_sooner(rows: int) -> None:
     """X6, part: a queue of half a minute there, none elsewhere; the placement is what was priced."""

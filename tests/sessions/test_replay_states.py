@@ -3,6 +3,7 @@
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given
 from msgspec.structs import replace
 
@@ -101,6 +102,7 @@ def can_go_on(driver: SessionDriver, capsule: str, at: int | None) -> bool:
     return left.drawn - back < left.limits.max_tokens
 
 
+@pytest.mark.slow
 @given(sessions(), st.data())
 def test_a_random_session_is_replayed_token_by_token(
     driver: SessionDriver, data: st.DataObject

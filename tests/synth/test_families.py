@@ -33,6 +33,7 @@ def verdicts(source: Trace, kind: str, seeds: int) -> dict[str, Outcome]:
     return {each.gate.name: each for each in outcomes(found, GATES)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_sessions_keep_by_design_is_kept(name: str) -> None:
     """K25, X9, part: new text, answers, turns, branches, spawns and the cache curve of all kinds."""
@@ -59,6 +60,7 @@ def test_agents_that_take_turns_keep_their_contexts() -> None:
     assert (found["LRU curve, mean"].value or 0.0) <= 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_walks_keep_by_design_is_kept(name: str) -> None:
     """K23: answers, gaps and roots of all kinds of traces."""

@@ -74,6 +74,7 @@ def test_one_session_is_followed_by_others() -> None:
     assert float(longer.arrival_s[-1]) == pytest.approx(10 * length_s, rel=0.15)
 
 
+@pytest.mark.slow
 def test_sessions_that_begin_at_once_do_so_again() -> None:
     """X9, part: as many as in the source, and the next when its length has passed."""
     source = trace_of(workload(chats(20, every_s=0.0)))

@@ -330,6 +330,7 @@ def second_order(all_parents: Sequence[Sequence[int]]) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 @needs_public
 @pytest.mark.parametrize("name", ["tot_game24_trees.jsonl.gz", "tot_crosswords_dfs.jsonl.gz"])
 def test_second_order_statistics_are_kept_better_than_by_a_markov_baseline(name: str) -> None:

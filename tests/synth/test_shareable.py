@@ -195,6 +195,7 @@ def distance(name: str, one: Analysis, other: Analysis) -> float:
     return ks(getattr(one, name), getattr(other, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["tool_agents", "chats", "best_of", "retries", "two_tenants", "single_turns"]
 )

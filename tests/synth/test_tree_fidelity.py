@@ -70,6 +70,7 @@ def test_prompts_are_not_cut_to_blocks(mooncake: Trace, made: Trace) -> None:
     assert of_made == pytest.approx(of_source, abs=0.002)
 
 
+@pytest.mark.slow
 def test_the_shared_tree_is_a_closed_set(model: TreeModel, mooncake: Trace) -> None:
     """K23: as the model's docstring says, its hit rate drifts upward with length."""
     num = len(mooncake)

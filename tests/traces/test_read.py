@@ -425,6 +425,7 @@ def test_wrong_options_are_refused(wrong: dict[str, Any]) -> None:
 # The public traces
 
 
+@pytest.mark.slow
 @needs_public
 @pytest.mark.parametrize("name", KINDS)
 def test_public_traces_are_read_whole_and_in_order(name: str) -> None:

@@ -193,6 +193,7 @@ def test_ids_of_another_size_name_the_same_text(tmp_path: Path, size: int, ids: 
     assert json.loads(path.read_text())["hash_ids"] == ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("how", ["mooncake", "agentic", "dag"])
 def test_the_same_workload_is_the_same_bytes_packed_or_not(

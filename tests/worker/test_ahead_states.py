@@ -182,6 +182,7 @@ class TieredAhead(TieredMachine):
     make_linear = FallibleAhead.make_linear
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("machine", "num", "steps"),
     [

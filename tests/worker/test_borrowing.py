@@ -432,6 +432,7 @@ def kv_of(bench: Any, capsule: str) -> Any:
     return bench.forward.kv[blocks].reshape(-1)[: found.num_computed].copy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 16, 17, 40, 2001])
 @pytest.mark.parametrize("where", ["device", "host", "disk", "disk alone"])
 def test_a_capsule_comes_whole_and_nothing_of_it_is_computed(

@@ -89,6 +89,7 @@ WAYS: dict[str, tuple[Sampling, Limits]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_an_answer_cut_after_any_token_goes_on_as_if_uncut(way: str) -> None:
     """X4, part: a real forward pass in float32 and the real sampler; then its forks agree."""
@@ -141,6 +142,7 @@ def test_any_branch_of_any_tree_goes_on_anywhere(
         text, capsule = text + ended.tokens, ended.last.capsule
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("max_tokens", [2, 20])
 def test_a_grammar_goes_on_where_its_text_was_cut(max_tokens: int, seed: int) -> None:

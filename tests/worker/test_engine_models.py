@@ -30,6 +30,7 @@ def make_engine(model: RandomModel, kv_dtype: str, chunk: int) -> Engine:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_branch_equals_a_linear_rerun_beyond_the_window(

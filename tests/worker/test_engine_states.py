@@ -10,6 +10,7 @@ from support.examples import examples
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("machine", "num", "steps"), [(EngineMachine, 80, 40), (TorchMachine, 8, 25)]
 )

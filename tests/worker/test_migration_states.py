@@ -275,6 +275,7 @@ class MigratingWindowMachine(MigratingMachine, TieredWindowMachine):
         return TorchMachine.rerun(self, plan, n, seed)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("machine", "num", "steps"),
     [(MigratingMachine, 30, 40), (MigratingTorchMachine, 5, 20), (MigratingWindowMachine, 5, 25)],

@@ -13,6 +13,7 @@ from support.tiered_machine import TieredMachine, TieredTorchMachine, TieredWind
 pytestmark = pytest.mark.usefixtures("one_thread", "small_window_pools")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("machine", "num", "steps"),
     [(TieredMachine, 80, 50), (TieredTorchMachine, 8, 30), (TieredWindowMachine, 12, 40)],

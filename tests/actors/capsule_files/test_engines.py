@@ -142,6 +142,7 @@ class Side:
         return course_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("kind", "dtype", "kv_dtype"), MODELS)
 async def test_a_file_goes_on_elsewhere_as_the_very_branch_bit_by_bit(

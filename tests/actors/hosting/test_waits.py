@@ -248,6 +248,7 @@ async def test_a_compilation_shows_gateways_progress_while_the_engine_is_idle(
         assert len(set(steps)) == 4
 
 
+@pytest.mark.slow
 async def test_as_many_commands_wait_as_may_and_others_are_refused(
     rig: Any, structures: SlowStructures
 ) -> None:

@@ -79,6 +79,7 @@ def written(draw: st.DrawFn, field: str, given: list[Any]) -> bytes:
     return f'{{{before}"{field}":{text}{after}}}'.encode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @examples(200)
 @given(data=st.data())
@@ -235,6 +236,7 @@ def test_bodies_stay_within_their_bound() -> None:
     assert found.memory.nbytes_of("o") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", [[[]] * 20_000, [0.5] * 20_000, "a" * 500_000 + "\U0001f600"])
 def test_all_that_is_held_is_counted(message: Any) -> None:
     """Small values take ten times as much as their JSON; texts with one odd character, four times."""

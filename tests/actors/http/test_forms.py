@@ -145,6 +145,7 @@ def check_calls(found: Parsed, functions: Mapping[str, Function] = FUNCTIONS) ->
         )
 
 
+@pytest.mark.slow
 def test_required_calls_conform_to_their_schema(form: str, model: Model) -> None:
     """I16, part, I17: `tool_choice: required`: only calls, each with arguments of its schema."""
     names, most = set(), 0
@@ -161,6 +162,7 @@ def test_required_calls_conform_to_their_schema(form: str, model: Model) -> None
     assert (most > 1) == (form != "llama3_json")
 
 
+@pytest.mark.slow
 def test_a_single_call_is_a_single_one(form: str, model: Model) -> None:
     """I17: `parallel_tool_calls: false` with required, and with free text beside it."""
     for mode in ("required", "auto"):
@@ -208,6 +210,7 @@ def test_strict_functions_bind_calls_and_leave_text_free(form: str, model: Model
         assert not accepts(model, auto, "Well. " + wrong)
 
 
+@pytest.mark.slow
 def test_reasoning_may_come_first(form: str, model: Model) -> None:
     """I17: a model that reasons does so before the call that it must make."""
     thinking = THINKING["think"]

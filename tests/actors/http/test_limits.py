@@ -75,6 +75,7 @@ def nested(depth: int) -> Any:
     return value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
     "field",
@@ -145,6 +146,7 @@ def test_hostile_values_are_refused_and_hardly_echoed(roomy: Any, raw: bytes) ->
 LARGE = 3 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("value", [b"1", b"[]", b"{}", b'"a"', b'"\\""', b"null", b'{"a":1}'])
 def test_a_body_of_too_many_values_is_413(roomy: Any, route: str, value: bytes) -> None:
@@ -210,6 +212,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("digits", [19, 20, 400, 4299, 4300, 5000])
 @pytest.mark.parametrize("sign", ["", "-"])
@@ -317,6 +320,7 @@ def test_an_answer_of_too_many_logprobs_has_to_be_streamed(
     assert call("POST", COMPLETIONS, {**body, "n": 1}).status == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("logprobs", [False, True])

@@ -303,6 +303,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fields", "param"), REFUSED, ids=[str(each)[:50] for each, _ in REFUSED])
 def test_a_field_that_cant_be_served_is_named(
     call: Any, fields: dict[str, Any], param: str

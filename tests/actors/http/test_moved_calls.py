@@ -69,6 +69,7 @@ async def streamed(
     return message, worker
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "lose_at"),
     [("", 80), (THOUGHTS, 30), (THOUGHTS, 180)],

@@ -62,6 +62,7 @@ async def check_next_turn(client: httpx.AsyncClient, prompt: str, seen: str) -> 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0, 1])
 async def test_the_turn_after_a_disconnect_is_a_cold_ones(temperature: float) -> None:
     """F28, I26, part: cut in mid-stream, three branches; the prefix is found all the same."""

@@ -107,6 +107,7 @@ async def broken_off(client: httpx.AsyncClient, api: Any, way: str) -> tuple[str
     return seen, kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("api", "way"), CASES)
 async def test_the_turn_after_any_ending_is_a_cold_ones(api: Any, way: str) -> None:
     """F28: by the tokens that the next turn finds and computes."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from mallee.actors.proxy.connections import LimitedServer
 from support.live_api import served
@@ -69,6 +70,7 @@ def is_quiet(scene: MockScene, server: LimitedServer) -> bool:
     )
 
 
+@pytest.mark.slow
 async def test_disconnects_leave_nothing_behind(tmp_path: Path) -> None:
     """F30, part, I26: in heads, bodies, prefills, queues and streams, by close and by reset."""
     config = mock_config(

@@ -80,6 +80,7 @@ def test_examples_are_what_the_document_allows(operation: Operation) -> None:
     jsonschema.validate(dict(operation.example), schema)
 
 
+@pytest.mark.slow
 def test_every_operation_may_be_busy(api: FuzzedApi) -> None:
     """I17, part: full capsules, a stopping gateway, no worker: 503, and 529 on Anthropic's paths."""
     assert all(each.busy in statuses(each) for each in OPERATIONS)
@@ -177,6 +178,7 @@ def test_the_oracle_objects(api: FuzzedApi) -> None:
     assert "more" in str(oracle.problem(operation, type(good)(200, headers=headers, content=body)))
 
 
+@pytest.mark.slow
 @examples(800)
 @given(st.data())
 def test_no_request_is_our_bug(api: FuzzedApi, data: st.DataObject) -> None:

@@ -69,6 +69,7 @@ SAID = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(("said", "grammar"), SAID)
 def test_the_form_is_read_in_every_client_s_way(

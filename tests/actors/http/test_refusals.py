@@ -58,6 +58,7 @@ BAD: dict[str, list[Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("field", "value"), [(field, value) for field in BAD for value in BAD[field]]
 )
@@ -90,6 +91,7 @@ def test_a_bad_element_is_refused_with_its_place_named(call: Any, body: Any, par
     check_error(call("POST", COMPLETIONS, body), 400, "invalid_request_error", param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", sorted(NEUTRAL))
 def test_answer_changing_fields_pass_only_at_their_neutral_value(call: Any, field: str) -> None:
     """I17: an unsupported field gives a clear error, never a silently different answer."""

@@ -28,6 +28,7 @@ async def complete(client: httpx.AsyncClient, prompt: str, **options: Any) -> di
     return choice
 
 
+@pytest.mark.slow
 async def test_a_capsule_of_a_running_stream_goes_on_as_its_branch() -> None:
     """F1, part, F2, part: two branches stream; one is captured; the stream and the restored branch agree."""
     async with api() as (client, _):
@@ -84,6 +85,7 @@ async def test_a_tool_call_is_undone_and_retried_over_http() -> None:
         assert wrong.json()["error"]["param"] == "to"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_cut_at_a_stop_string_leaves_a_capsule_at_the_cut(stream: bool) -> None:
     """F28, part, F20, part: of each of three choices; a fork right behind it is the text's own."""
@@ -139,6 +141,7 @@ async def test_a_capsule_at_a_cut_is_computed_again_where_its_worker_died() -> N
         await host.close()
 
 
+@pytest.mark.slow
 async def test_a_restored_branch_goes_on_elsewhere_when_its_worker_dies() -> None:
     """F1, part, X4, part: in mid-answer; it counts its penalties and draws from where it was."""
     async with api() as (client, fleet):
@@ -210,6 +213,7 @@ async def test_a_refused_pin_is_served_cold() -> None:
         assert sum(each.stats().capsules.num_refused for each in fleet.engines.values()) == 2
 
 
+@pytest.mark.slow
 async def test_the_sdk_has_every_verb() -> None:
     """F10, part: capture, restore, rewind, pin, unpin, list; a branch that is over is not captured."""
     async with api() as (http, _), AsyncMallee(str(http.base_url)) as client:

@@ -155,6 +155,7 @@ async def test_a_client_that_takes_nothing_of_a_whole_answer_is_cut(live: Any) -
     assert live.service.closed.is_set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "is_cut"), [(2.0, False), (0.25, True)])
 async def test_a_reader_is_left_alone_as_long_as_it_keeps_the_least_rate(
     live: Any, rate: float, is_cut: bool

@@ -117,6 +117,7 @@ def test_a_text_comes_back_from_its_tokens(text: str) -> None:
     assert json.loads(back) == {"prompt": text}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [*UNSERVED, "/v1/images/generations", "/v1/audio/speech"])
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_what_is_not_served_is_refused_by_its_name(call: Any, method: str, path: str) -> None:

@@ -147,6 +147,7 @@ async def run(make: Callable[[], Any], workers: int, losses: Sequence[int] = ())
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Chat, Messages, Responses])
 async def test_a_lost_worker_costs_its_prompt_once_and_no_token(make: Callable[[], Any]) -> None:
     """F31, part, X4, part: turns with tools compute what is new; a dead worker's are computed again, once.

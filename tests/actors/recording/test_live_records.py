@@ -102,6 +102,7 @@ async def tree(client: httpx.AsyncClient, fleet: LiveFleet) -> None:
     await host.close()
 
 
+@pytest.mark.slow
 async def test_a_session_of_many_branches_is_replayed_token_by_token(tmp_path: Path) -> None:
     """F25, F21: forks, n, stop strings, captures, rewinds, a hang-up, a dead worker; over HTTP and back."""
     async with api(tmp_path) as (client, fleet):
@@ -286,6 +287,7 @@ async def test_a_record_is_refused_where_it_can_not_be(tmp_path: Path) -> None:
         assert (await client.get(RECORD)).status_code == 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["session_bytes", "sessions", "disk", "gone"])
 async def test_a_record_that_can_not_go_on_ends_and_requests_do_not(
     tmp_path: Path, fault: str

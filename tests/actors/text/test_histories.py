@@ -157,6 +157,7 @@ turns = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda each: each.name)
 @given(
     name=st.sampled_from([*TOKENIZERS]),

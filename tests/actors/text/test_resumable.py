@@ -186,6 +186,7 @@ def step(source: Source, messages: list[dict[str, Any]], before: Step | None, to
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
 @examples(100)
 @given(first=st.lists(message(), min_size=1, max_size=8), steps=edits)

@@ -59,6 +59,7 @@ def num_special(tokens: Any) -> int:
     return sum(int(token) in SPECIAL.values() for token in tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda each: each.name)
 @given(text=TEXTS | st.text())
 def test_no_text_opens_or_ends_a_turn(family: Family, text: str) -> None:

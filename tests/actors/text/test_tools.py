@@ -63,6 +63,7 @@ def test_recorded_answers_are_told_apart(family: str) -> None:
         assert text_of(found) == made.text, made.raw
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_stream_says_what_the_whole_says(family: str) -> None:
     """I17, part: each recorded answer one character at a time, and some cut at every character."""
@@ -74,6 +75,7 @@ def test_a_stream_says_what_the_whole_says(family: str) -> None:
             assert parsed(family, raw[:at], raw[at:]) == whole, (raw[:at], raw[at:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_answer_that_breaks_off_loses_nothing(family: str) -> None:
     """I17, part: cut short anywhere, calls are calls as far as they came, the rest is text."""

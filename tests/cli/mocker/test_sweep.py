@@ -34,6 +34,7 @@ def sweep(*options: str) -> None:
     assert done.exit_code == 0, done.output
 
 
+@pytest.mark.slow
 def test_the_command_of_a_sweep_makes_the_same_trials_again(trace: Path, tmp_path: Path) -> None:
     """S15: trials as CSV and JSON with seeds, the best, plots, and a page whose command reproduces them."""
     options = ["--engines", "1,2", "--kv-tokens", "8192", "--seeds", "2", "--slo-ttft-ms", "900"]

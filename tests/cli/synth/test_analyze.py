@@ -143,6 +143,7 @@ def test_wrong_input_is_one_line_and_status_2(
     assert not done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "figures"),
     [

@@ -13,6 +13,7 @@ def random_keys(rng: Rng, n: int) -> np.ndarray:
     return rng.integers(1, 1 << 64, n, dtype=np.uint64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 63, 64, 65, 130, 1000])
 def test_random_sets_of_many_workers_are_told_apart(num_workers: int) -> None:
     """K1: thousands of distinct sets, in three tiers, equal a matrix of booleans; rows are recycled."""
@@ -79,6 +80,7 @@ def paths(rng: Rng, n: int, length: int, shared: int) -> list[np.ndarray]:
     return [np.concatenate([heads[i // 2], random_keys(rng, length - shared)]) for i in range(n)]
 
 
+@pytest.mark.slow
 def test_the_byte_cap_forgets_blocks_but_never_invents_them() -> None:
     """K9, part: at most the blocks that fit, evictions counted, matches exact for what is left.
 

@@ -59,6 +59,7 @@ class Truth:
             assert found[worker][0] == set(self.keys[held].tolist())
 
 
+@pytest.mark.slow
 def test_answers_stay_right_while_a_table_grows_and_shrinks() -> None:
     """K1: store, remove, clear, match and sweep between the steps of a move equal a matrix."""
     rng = np.random.default_rng(1)
@@ -85,6 +86,7 @@ def test_answers_stay_right_while_a_table_grows_and_shrinks() -> None:
     assert len(sizes) > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_left", [0, 3_000])
 def test_a_burst_of_stores_while_a_table_shrinks_finds_room(num_left: int) -> None:
     """K1: blocks that arrive after a shrink began, more than its target holds, are all there."""
@@ -207,6 +209,7 @@ def test_homes_are_within_a_segment() -> None:
             assert 0 <= home_of(key, cap) < cap
 
 
+@pytest.mark.slow
 def test_counts_survive_growth_and_vanish_at_zero() -> None:
     """K4: a counting table equals numpy's unique counts, through growth and back."""
     rng = np.random.default_rng(12)

@@ -29,6 +29,7 @@ def test_requests_of_a_key_go_to_one_worker_and_keys_to_all() -> None:
     assert all(8 <= n <= 36 for n in shares.values()), shares
 
 
+@pytest.mark.slow
 def test_a_worker_that_comes_or_goes_moves_only_its_own_keys() -> None:
     bench = FleetBench(5)
     before = {key: home(bench, key) for key in KEYS}

@@ -190,6 +190,7 @@ def test_damage_before_the_first_line_is_told(tmp_path: Path) -> None:
         read_workload(path, problems=Problems())
 
 
+@pytest.mark.slow
 def test_many_rows_that_wait_for_themselves_are_mended_in_one_pass(tmp_path: Path) -> None:
     num = 20_000
     path = write(tmp_path, *(row(request_id=f"r{i}", wait_for=[f"r{i}"]) for i in range(num)))

@@ -114,6 +114,7 @@ def some_command(rng: random.Random, bench: Any, i: int) -> Any:
     return rng.choice(commands)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_a_capsule_is_refused_below_exactly_when_its_bytes_do_not_fit(
     make_bench: MakeBench, seed: int

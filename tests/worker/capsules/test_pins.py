@@ -92,6 +92,7 @@ def test_a_worker_that_keeps_no_answers_unpins_none(make_bench: Callable[..., An
     assert isinstance(error, InvalidParameter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_a_cut_answer_leaves_the_text_that_was_seen(
     make_bench: Callable[..., Any], seed: int

@@ -64,6 +64,7 @@ def generate(way: str, **fields: Any) -> Generate:
     return Generate("r", pack_tokens(PROMPT), LIMITS, sampling, grammar=grammar, **fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "way"),
     [*(("llama", way) for way in WAYS), ("qwen3", "sampled"), ("gemma3_text", "sampled")],
@@ -107,6 +108,7 @@ def test_a_run_its_restored_capsules_and_a_fork_draw_the_same_64_tokens(
         assert course(each, fork).tokens["f", 0] == tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_capture_changes_no_token_no_step_and_no_turn(kind: str) -> None:
     """F2: of the branch, of its siblings and of others; and it allocates and copies no block by itself."""
@@ -173,6 +175,7 @@ def test_captures_of_what_does_not_run_are_refused(make_bench: Callable[..., Any
 # Earlier boundaries.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "way"), [("llama", "constrained"), ("llama", "penalties"), ("gemma3_text", "sampled")]
 )

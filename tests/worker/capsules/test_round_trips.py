@@ -95,6 +95,7 @@ def flood(engine: Engine, name: str) -> None:
     run(engine, Generate(name, pack_tokens([3 + i % 90 for i in range(size)]), Limits(2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype", "kv_dtype", "way"), CASES)
 def test_a_capsule_goes_to_every_tier_and_back_bit_by_bit(
     kind: str, dtype: str, kv_dtype: str, way: str, tmp_path: Path

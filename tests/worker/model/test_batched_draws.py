@@ -251,6 +251,7 @@ def elsewhere(draws: Sequence[Draw], device: OtherDevice) -> tuple[list[int], in
     return tokens, sum(first[i] != token for i, token in enumerate(tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("errors", DEVICES.values(), ids=DEVICES.keys())
 def test_a_device_that_rounds_otherwise_draws_the_same_tokens(errors: dict[str, float]) -> None:
     """I5: of all kinds of settings. Where it errs most, its own first is another one now and then."""
@@ -269,6 +270,7 @@ def test_a_device_that_rounds_otherwise_draws_the_same_tokens(errors: dict[str, 
         assert num_others > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("errors", DEVICES.values(), ids=DEVICES.keys())
 def test_sums_that_end_at_top_p_are_told_on_the_host(
     errors: dict[str, float], monkeypatch: pytest.MonkeyPatch

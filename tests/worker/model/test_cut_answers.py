@@ -32,6 +32,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "max_tokens"), [("greedy", 7), ("sampled", 24), ("penalised", 7)])
 @pytest.mark.parametrize("kind", GRAMMARS)
 def test_a_constrained_answer_goes_on_inside_its_grammar(

@@ -166,6 +166,7 @@ def test_tokens_that_only_the_device_knows_go_into_a_replay(sequences: Callable[
     assert forwards[0].stats().graphs.num_replays == 3
 
 
+@pytest.mark.slow
 def test_a_thousand_forks_capture_nothing(sequences: Callable[..., Any]) -> None:
     """I13, part, F3, part: each decodes its first token beside others, by graphs made at the start."""
     device = RecordedGraphs()
@@ -306,6 +307,7 @@ def test_rows_share_what_they_read_where_that_saves_more_than_a_graph(
         assert after - before == (num_blocks > gain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [1, 3, 5])
 def test_a_trial_fits_any_memory(num_blocks: int) -> None:
     """I13, part: fewer blocks than the rows of a graph."""
@@ -316,6 +318,7 @@ def test_a_trial_fits_any_memory(num_blocks: int) -> None:
             assert not memory[:, :-BLOCK].any()
 
 
+@pytest.mark.slow
 def test_other_weights_are_recorded_anew_and_the_old_graphs_go(
     sequences: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

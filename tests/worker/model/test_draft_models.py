@@ -117,6 +117,7 @@ def test_the_budget_has_a_line_for_the_draft_model(target: Path, draft: Path) ->
     assert "draft model" not in str(load(target, room=room(4 * GIB)).budget)
 
 
+@pytest.mark.slow
 def test_a_device_without_room_for_both_is_refused(target: Path, tmp_path: Path) -> None:
     """I29: where the model alone has room. Also for KV that is given."""
     big = save(tmp_path / "big", intermediate_size=1 << 16, num_hidden_layers=4)

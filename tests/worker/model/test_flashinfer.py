@@ -158,6 +158,7 @@ CASES = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(CASES, st.sampled_from([1, 40, 10_000]), st.booleans())
 def test_plans_agree_with_the_plain_form(
     kernels: Kernels, case: Case, min_shared_tokens: int, is_deterministic: bool
@@ -274,6 +275,7 @@ def test_wrappers_are_used_again_when_a_step_is_over() -> None:
     assert len({id(reads.parts.own[0].wrapper) for reads in held}) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", [None, 300])
 def test_a_row_s_bits_do_not_depend_on_its_batch(
@@ -326,6 +328,7 @@ def test_the_workspace_grows_with_the_splits_of_long_rows(monkeypatch: pytest.Mo
     attention.attend(before, q, memory, scale=SCALE)  # planned in the smaller one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kv_dtype", "is_deterministic"),
     [
@@ -418,6 +421,7 @@ def test_without_the_package_the_line_says_how_to_install_it(
     assert "pip install 'mallee[cuda]'" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_dropped_model_frees_its_plans() -> None:
     """Nothing that a backend made refers to itself in circles: workspaces are large."""
     attention = EMULATED.attention()

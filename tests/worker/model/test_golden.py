@@ -27,6 +27,7 @@ def greedy(forward: TorchForward, logits: list[torch.Tensor]) -> list[int]:
     return forward.sample([Draw(row, Sampling(), 0, 0) for row in logits])
 
 
+@pytest.mark.slow
 def test_forks_of_a_shared_prefix_go_on_as_the_parent_would(
     forward: TorchForward, sequences: Callable[..., Any]
 ) -> None:

@@ -38,6 +38,7 @@ def test_fifty_prompts_in_one_batch_give_transformers_greedy_tokens(
     assert found == [row["tokens"] for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", GOLDEN)
 def test_an_engine_with_all_features_off_gives_transformers_greedy_tokens(family: str) -> None:
     """I30: static batches in contiguous memory, 16 sequences at a time."""

@@ -95,6 +95,7 @@ def validate(text: str, schema: Any) -> None:
     jsonschema.Draft202012Validator(schema).validate(json.loads(text))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_answers_are_valid_under_every_schema_also_when_forked_in_mid_object(
     lab: Lab, name: str
@@ -211,6 +212,7 @@ def references(n: int) -> str:
     return json.dumps({"$ref": "#/$defs/d0", "$defs": {**defs, f"d{n}": {}}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grammar", "reason"),
     [

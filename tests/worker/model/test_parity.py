@@ -83,6 +83,7 @@ def test_chunks_and_decodes_have_the_oracles_logits(
     assert done == 70
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "block_size"), [(16, 4), (32, 16), (64, 32)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_stays_within_its_row_of_the_table(

@@ -100,6 +100,7 @@ def test_every_float8_is_widened_exactly() -> None:
         assert found.float().numpy().tobytes() == e4m3(raw).tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("family", "form"), ALL)
 def test_matrices_mean_values_times_scales_to_the_last_bit(
@@ -122,6 +123,7 @@ def test_matrices_mean_values_times_scales_to_the_last_bit(
             assert np.array_equal(matrix_of(linear, width).numpy(), np.concatenate(oracle))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("family", "form"), ALL)
 def test_logits_are_those_of_the_dequantised_model(

@@ -86,6 +86,7 @@ def test_branches_of_one_capsule_draw_from_one_field_as_each_would_alone() -> No
     assert sample(draws + other) == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["seed", "position"])
 def test_frequencies_pass_a_chi_square_test(axis: str) -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, 0.5, 3.0, -3.0])

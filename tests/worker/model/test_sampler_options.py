@@ -223,6 +223,7 @@ def test_options_do_not_make_a_draw_depend_on_its_row() -> None:
     assert sample(draws[::-1]) == alone[::-1]
 
 
+@pytest.mark.slow
 def test_frequencies_under_options_pass_a_chi_square_test() -> None:
     """I5: what is drawn follows the transformed distribution."""
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, 0.5, 3.0, -3.0])

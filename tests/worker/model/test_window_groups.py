@@ -43,6 +43,7 @@ def numbers(rng: random.Random, n: int) -> list[int]:
     return [rng.randrange(128) for _ in range(n)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16])
 def test_a_branch_keeps_its_window_and_no_more_however_long_it_gets(block_size: int) -> None:
     """I1: a prompt in chunks, then decoding far beyond the window, as the linear run."""
@@ -96,6 +97,7 @@ def test_many_steps_at_once_give_the_same() -> None:
     assert tokens == linear(text, 100)
 
 
+@pytest.mark.slow
 def test_a_fork_at_any_depth_equals_a_linear_rerun() -> None:
     """I1: the window's blocks of most places are gone; what is missing is computed again."""
     engine = make_engine(num_blocks=100)
@@ -139,6 +141,7 @@ def test_only_what_can_be_gone_on_from_is_a_hit() -> None:
     assert engine.stats().tree.num_evicted == 0  # the full layers had all of it
 
 
+@pytest.mark.slow
 def test_branches_that_give_way_come_back_the_same() -> None:
     """More branches than the window group has room for: some are preempted, all answer the same."""
     engine = make_engine(num_blocks=400, chunk=8)

@@ -160,6 +160,7 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one(make_rig: Any) -> None:
     assert set(rig.step()) == {"long", "short"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("bound", [8, 16])
 def test_everybody_is_served_within_the_ageing_bound(

@@ -195,6 +195,7 @@ def read_kv(engine: Engine) -> Any:
     return lambda table, num: forward.kv[table].reshape(-1)[:num].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", [0, 27])  # 27 cancels nothing
 def test_answers_events_and_kv_are_those_of_plain_decoding(

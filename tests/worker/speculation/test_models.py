@@ -65,6 +65,7 @@ def read_kv(engine: Engine) -> Any:
     return read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["right", "mixed", "wrong"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
 def test_every_family_answers_as_without_drafts(family: str, kind: Kind) -> None:

@@ -108,6 +108,7 @@ class Drafting(EngineMachine):
         assert tree.num_available == tree.pool.num_blocks, "a leak"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("machine", "num", "steps"),
     [

@@ -176,6 +176,7 @@ class Lending(RuleBasedStateMachine):
             assert (above.used, above.reserved) == (self.drawn["tokens"], 0)
 
 
+@pytest.mark.slow
 def test_holders_never_draw_more_than_the_limit_and_all_returns() -> None:
     """X19, part: whatever is lost, whoever dies; without losses what is unspent is back to the token."""
     run_state_machine_as_test(

@@ -143,6 +143,7 @@ async def test_responses_have_budgets_and_conditions() -> None:
 FORK = {"ignore_eos": True, "seed": 3, "temperature": 1.0}
 
 
+@pytest.mark.slow
 async def test_a_tree_s_budget_holds_at_every_gateway() -> None:
     """X19, part: forks at both at once draw no more than is left, and all of that; then both refuse."""
     async with two_gateways(MODEL) as s:

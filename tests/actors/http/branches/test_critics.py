@@ -30,6 +30,7 @@ def check(branches: list[Any], alone: list[Any]) -> None:
         assert 5 <= len(branches[i].text) < len(alone[i].text) / 2
 
 
+@pytest.mark.slow
 async def test_a_critic_ends_what_it_finds_poor() -> None:
     """F19, part: while they decode; the others' texts are those of an undisturbed answer."""
     async with tiny_api(MODEL, 1) as (http, fleet):

@@ -3,6 +3,8 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from mallee.client import AsyncMallee
 from mallee.testing.random_model import random_model
 from support.live_fleet import LiveFleet, lose
@@ -19,6 +21,7 @@ def _priorities(fleet: LiveFleet) -> list[float]:
     return sorted(branch.priority for engine in engines for branch in engine.branches)
 
 
+@pytest.mark.slow
 async def test_branches_have_their_new_priority_also_after_their_worker_was_lost() -> None:
     """D15, part: at the worker's next step, and on the next worker; the texts are as they were."""
     async with tiny_api(MODEL, 2) as (client, fleet):

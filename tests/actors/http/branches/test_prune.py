@@ -1,5 +1,7 @@
 """Running branches are cancelled together over HTTP."""
 
+import pytest
+
 from mallee.testing.random_model import random_model
 from support.tiny_fleet import chunks_of, post, tiny_api
 from support.waiting import until
@@ -8,6 +10,7 @@ MODEL = random_model("llama", 5, max_position_embeddings=2048)
 ASKED = {"prompt": "A critic scores", "ignore_eos": True, "seed": 3, "temperature": 1.0, "n": 4}
 
 
+@pytest.mark.slow
 async def test_a_critic_prunes_some_branches_and_the_others_are_as_they_were() -> None:
     """F19, part, F20, part: the pruned end as cancelled, their KV is free; the others are undisturbed."""
     async with tiny_api(MODEL, 1) as (client, fleet):

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
 
 import httpx
+import pytest
 
 from mallee.client import Mallee
 from mallee.testing.random_model import random_model
@@ -187,6 +188,7 @@ async def test_texts_are_shown_at_most_every_so_many_tokens_with_nothing_of_the_
             assert set(head) == {"host", "content-type", "accept-encoding", "content-length"}
 
 
+@pytest.mark.slow
 async def test_a_slow_verifier_is_asked_less_often_about_the_newest_texts() -> None:
     """F19, part: branches that waited longest come first."""
     async with scene() as s:

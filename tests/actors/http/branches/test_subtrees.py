@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,6 +41,7 @@ def test_all_below_a_capsule_is_found(forks: list[tuple[int, int, int]], kept: i
         assert sorted(lineage.below([CapsuleId(capsule)])) == sorted(below)
 
 
+@pytest.mark.slow
 async def test_a_subtree_is_cancelled_and_its_capsules_are_gone() -> None:
     """F20, part, D29, part: through an answer that has ended; what stands beside it goes on undisturbed."""
     async with tiny_api(MODEL, 1) as (client, fleet):

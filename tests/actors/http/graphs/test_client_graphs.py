@@ -240,6 +240,7 @@ def long_graph(*calls: Callable[[str], Any]) -> tuple[Graph, list[Handle]]:
     return graph, [last, long]
 
 
+@pytest.mark.slow
 async def test_a_run_goes_on_when_its_gateway_dies() -> None:
     """S4, part: by itself, at another gateway; what was done is told once, and no function runs twice."""
     num_asked = 0
@@ -271,6 +272,7 @@ async def test_a_run_goes_on_when_its_gateway_dies() -> None:
         assert num_asked == 2  # once in each of the two graphs
 
 
+@pytest.mark.slow
 async def test_a_blocking_run_goes_on_when_its_gateway_dies() -> None:
     """S4, part."""
     asked: list[str] = []

@@ -363,6 +363,7 @@ async def test_no_more_graphs_run_than_may() -> None:
         assert (await client.get(f"/v1/graphs/{first['id']}")).json() == first
 
 
+@pytest.mark.slow
 async def test_a_thousand_nodes_run_with_a_few_at_once() -> None:
     """S5, S14: on mocked engines, over HTTP; times of all nodes add up, and nothing is left."""
     nodes: list[dict[str, Any]] = []

@@ -3,6 +3,7 @@
 from typing import Any
 
 import httpx
+import pytest
 
 from mallee.testing.random_model import random_model
 from support.graphs_asked import (
@@ -36,6 +37,7 @@ NODES = [
 ]
 
 
+@pytest.mark.slow
 async def test_a_graph_goes_on_at_another_gateway_when_its_own_has_died() -> None:
     """S4: what was done is not done again, and the outputs are those of a calm run."""
     async with two_gateways(MODEL) as s:
@@ -67,6 +69,7 @@ async def test_a_graph_goes_on_at_another_gateway_when_its_own_has_died() -> Non
         await nothing_left(s.b, s.fleet)
 
 
+@pytest.mark.slow
 async def test_a_graph_that_nobody_read_goes_on_at_any_gateway() -> None:
     """Its capsules were given back, so that a prefill with branches to come is computed again."""
     async with two_gateways(MODEL) as s:

@@ -142,6 +142,7 @@ async def test_all_events_of_a_streamed_one_are_counted(monkeypatch: Any, tmp_pa
         assert kept.nbytes == kept.record.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("error", [UnknownCapsule("c"), CapsuleStale("c", "a", "b")])
 async def test_a_capsule_that_is_lost_on_the_way_is_computed_from_the_stored_conversation(

@@ -138,6 +138,7 @@ async def test_a_conversation_is_changed_and_deleted_at_every_gateway_by_its_sco
         await a.conversations.create(items=[{"role": "user", "content": "x"}] * 21)
 
 
+@pytest.mark.slow
 async def test_streams_and_background_grow_it_and_a_lost_one_fails_the_answer(scene: Scene) -> None:
     a, b, _, _ = scene
     begun = await a.conversations.create()

@@ -125,6 +125,7 @@ def turns(draw: st.DrawFn) -> list[tuple[Any, Message, str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("effort", [None, "none", "high"])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda each: each.name)
 @settings(max_examples=40, deadline=None)

@@ -56,6 +56,7 @@ async def clients() -> AsyncIterator[tuple[AsyncMallee, Mallee, Any]]:
                 yield client, plain, next(iter(fleet.engines.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [
@@ -87,6 +88,7 @@ async def test_a_search_draws_the_same_tree_by_tasks_and_by_threads(policy: Poli
         await until(lambda: not engine.branches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", ["mean_logprob", VERIFIER], ids=["logprobs", "verifier"])
 async def test_the_gateway_runs_the_same_search_by_one_call(score: Any) -> None:
     """X10, part: one call for a whole tree, that of forks; from a prompt and a capsule, by both clients."""

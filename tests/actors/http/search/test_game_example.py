@@ -30,6 +30,7 @@ def test_values_are_those_of_steps_that_may_follow() -> None:
     assert Player24("4 5 6 10").value(solved) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 async def test_the_example_runs_with_every_policy(
     policy: str, capsys: pytest.CaptureFixture[str]

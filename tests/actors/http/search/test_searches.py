@@ -111,6 +111,7 @@ def path_to(nodes: list[dict[str, Any]], number: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 async def test_a_worker_that_dies_in_the_middle_changes_no_tree() -> None:
     """X4, part: the capsules of its nodes are computed again elsewhere."""
     body = {"prompt": PROMPT, "policy": {**MCTS, "in_flight": 2}, "seed": 5, "temperature": 0.9}
@@ -183,6 +184,7 @@ async def test_a_search_goes_on_from_a_capsule_of_its_own_scope() -> None:
         assert (strange.status_code, strange.json()["error"]["code"]) == (404, "capsule_not_found")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -234,6 +236,7 @@ async def test_a_step_that_is_refused_ends_the_search_as_it_was_refused() -> Non
         await until_asked(lambda: has_capsules(client, 0))  # the last byte comes before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [

@@ -88,6 +88,7 @@ def history(client: Callable[[int], list[Any]], num_turns: int) -> list[Any]:
     return messages + [each for turn in range(num_turns) for each in client(turn)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "client"),
     [*product(FAMILIES, CLIENTS)],

@@ -41,6 +41,7 @@ async def seen(client: httpx.AsyncClient, count: int) -> Watcher:
     raise AssertionError(f"never {count}: {watcher.sessions}")
 
 
+@pytest.mark.slow
 async def test_branches_of_another_gateway_are_seen_and_end_by_a_click_here() -> None:
     """X12, part: with the ends of their texts, by their own scope alone."""
     async with two_gateways(MODEL) as two:

@@ -197,6 +197,7 @@ async def test_a_request_is_told_with_its_prices_and_its_course() -> None:
     assert ["w1", "0", "0", "-", "30.0", "20.0", "-", "-", "-"] in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "answer", "claims", "asked"),
     [
@@ -293,6 +294,7 @@ async def test_a_service_that_goes_away_is_told_and_comes_back() -> None:
         assert not has("w0")(lines)
 
 
+@pytest.mark.slow
 async def test_nonsense_of_a_service_is_told() -> None:
     answers = script()
     async with opened(answers) as (app, pilot, _):
