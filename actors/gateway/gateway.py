@@ -143,13 +143,15 @@ class GatewayService:
         token_memory_nbytes: int = 256 << 20,
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
         recorder: Recorder | None = None,
         files: CapsuleFiles | None = None,
         spans: "RequestSpans | None" = None,
         sessions: SessionLimits | None = None,
     ) -> None:
-        """`clock` must be the router's. Without a `recorder` no session is recorded, without `files` no
-        capsule is exported or imported, without `spans` no request is traced.
+        """`clock` must be the router's; `wall_clock` dates capsules and sessions. Without a `recorder` no
+        session is recorded, without `files` no capsule is exported or imported, without `spans` no request
+        is traced.
 
         With fewer than `expected_workers` routable, `health` is degraded. Capsules whose tokens fit into
         `token_memory_nbytes` can be computed on other workers.
@@ -166,6 +168,7 @@ class GatewayService:
         metrics.workers_expected.set(expected_workers)
         self._ids = ids
         self._clock = clock
+        self._wall_clock = wall_clock
         self._memory = TokenMemory(token_memory_nbytes)
         self._dispatcher = Dispatcher(
             router,
@@ -232,7 +235,7 @@ class GatewayService:
             hashes_of=self._hashes_of,
             release=self.release_capsule,
             give_up=self._give_up,
-            clock=time.time,
+            clock=wall_clock,
         )
         self.tasks.include(self._sessions.tasks)
         metrics.registry.register(
@@ -568,7 +571,9 @@ class GatewayService:
         self._lineage.add_captured(name, request)
         self._dispatcher.note_capture(shard, row, capsule, status.boundary, ttl_s)
         self._sessions.left(request, capsule, status.boundary, shard.dispatch.hashes)
-        return CapsuleInfo(capsule, shard.worker, status.boundary, time.time(), status=status)
+        return CapsuleInfo(
+            capsule, shard.worker, status.boundary, self._wall_clock(), status=status
+        )
 
     async def rewind(self, capsule: CapsuleId, to: int, ttl_s: float, scope: Scope) -> CapsuleInfo:
         worker = await self._holder(capsule, scope)
@@ -582,7 +587,7 @@ class GatewayService:
         self._sessions.derived(left, capsule, status.boundary)
         if self._recorder is not None:
             self._recorder.rewound(scope, capsule, left, status.boundary)
-        return CapsuleInfo(left, worker, status.boundary, time.time(), status=status)
+        return CapsuleInfo(left, worker, status.boundary, self._wall_clock(), status=status)
 
     async def pin(self, capsule: CapsuleId, ttl_s: float | None, scope: Scope) -> CapsuleInfo:
         worker = await self._holder(capsule, scope)
@@ -643,7 +648,7 @@ class GatewayService:
             return _promised(info, None if own.error is None else own.error.to_wire())
         promised = await self._texts.fetch(capsule)
         if promised is not None:
-            info = CapsuleInfo(capsule, None, promised.num_tokens, time.time())
+            info = CapsuleInfo(capsule, None, promised.num_tokens, self._wall_clock())
             if promised.worker and promised.error is None:
                 worker, tokens = WorkerId(promised.worker), promised.num_tokens
                 more = (worker, tokens, NO_HASHES, scope)
@@ -653,7 +658,7 @@ class GatewayService:
             return _promised(info, promised.error)
         boundary = self._dispatcher.lost_capsule(capsule)
         is_stale = not self._dispatcher.is_fresh(capsule)
-        return CapsuleInfo(capsule, None, boundary, time.time(), is_stale)
+        return CapsuleInfo(capsule, None, boundary, self._wall_clock(), is_stale)
 
     def _info(self, entry: CapsuleEntry) -> CapsuleInfo:
         created, capsule = self._wall_time(entry.created), entry.capsule
@@ -662,7 +667,7 @@ class GatewayService:
         return CapsuleInfo(capsule, *known, is_computing=entry.is_computing)
 
     def _wall_time(self, at: float) -> float:
-        return time.time() - (self._clock() - at)
+        return self._wall_clock() - (self._clock() - at)
 
     # Capsules that are promised
 

@@ -95,6 +95,7 @@ class LiveFleet:
         tracing: Tracing | None = None,
         clock_of: Callable[[str], Callable[[], float]] = lambda process: time.monotonic,
         ids: RequestIds | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """With `syncs`, gateways tell each other what they book; with a `source` weights can change.
 
@@ -113,6 +114,7 @@ class LiveFleet:
         self.tracing = tracing
         self.clock_of = clock_of
         self.ids = ids
+        self.wall_clock = wall_clock
         self.model = model
         self.routing = routing
         self.make_forward = forward
@@ -170,6 +172,7 @@ class LiveFleet:
         spans = None if self.tracing is None else RequestSpans(self.tracing, "m")
         given: dict[str, Any] = {} if self.ids is None else {"ids": self.ids}
         given |= {"recorder": recorder, "files": self.files, "spans": spans, "clock": clock}
+        given["wall_clock"] = self.wall_clock
         gateway = make_gateway(name, bus, transport, router, self.model, **given)
         await gateway.start_up()
         self.gateways.append(gateway)

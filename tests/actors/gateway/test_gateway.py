@@ -59,6 +59,21 @@ async def test_a_fork_goes_to_its_capsule_and_computes_only_suffixes() -> None:
             assert all(w.rows == 0 and w.active_blocks == 0 for w in router.workers())
 
 
+async def test_capsules_are_dated_by_the_gateways_wall_clock() -> None:
+    dates: list[float] = []
+    made_fleet = LiveFleet(
+        SPEC, RouterConfig(block_size=BLOCK), wall_clock=lambda: 1e6 + time.monotonic()
+    )
+    async with running(made_fleet, workers=1) as f:
+        gateway = f.gateways[0]
+        for _ in range(2):
+            ((_, made),) = (await collect(await gateway.start(PrefillJob(PROMPT)))).values()
+            dates.append((await gateway.capsule(made.capsule, COMMON)).created)
+            await elapse(30.0)
+        assert dates[0] == pytest.approx(1e6 + time.monotonic() - 60.0, abs=1.0)
+        assert dates[1] - dates[0] == pytest.approx(30.0, abs=0.5)
+
+
 async def test_with_the_broker_gone_requests_still_work_and_the_index_converges_after() -> None:
     """X8, part: routing goes on without the broker; afterwards the index equals what is held."""
     async with fleet(workers=2, gateways=2) as f:
