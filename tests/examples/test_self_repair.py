@@ -20,21 +20,12 @@ from examples.self_repair import (
     repair,
 )
 from mallee.client import AsyncMallee
-from mallee.testing.random_model import random_model
+from support.repairs import GOOD, MODEL
 from support.tiny_fleet import tiny_api
 from support.waiting import elapse, until
 
 GOLDEN = Path(__file__).with_name("golden_repair_frames.txt")
-MODEL = random_model("llama", 5, max_position_embeddings=16384, eos_token_id=None)
 
-GOOD = """\
-def median(values):
-    ordered = sorted(values)
-    if not ordered:
-        raise ValueError("no values")
-    half = len(ordered) // 2
-    return (ordered[half] + ordered[~half]) / 2
-"""
 REASONS = {
     GOOD: "",
     GOOD.replace("~half", "half"): "test_even: AssertionError: 3.0 != 2.5",

@@ -11,22 +11,13 @@ from anyio.to_thread import run_sync
 
 from examples import self_repair
 from examples.self_repair import CODE, TESTS, fault_of, main
-from mallee.testing.random_model import random_model
+from support.repairs import GOOD, MODEL
 from support.tiny_fleet import tiny_api
 from support.waiting import until
 
 pytestmark = pytest.mark.process
 
-MODEL = random_model("llama", 5, max_position_embeddings=16384, eos_token_id=None)
 
-GOOD = """\
-def median(values):
-    ordered = sorted(values)
-    if not ordered:
-        raise ValueError("no values")
-    half = len(ordered) // 2
-    return (ordered[half] + ordered[~half]) / 2
-"""
 LOOP = "def median(values):\n    while True:\n        pass\n"
 FAULTS = {
     CODE: "test_empty: IndexError: list index out of range",
