@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -171,6 +171,8 @@ _pools: WeakKeyDictionary[Executor, tuple[VirtualLoop, _Pool]] = WeakKeyDictiona
 def _pool_of(executor: Executor | None, loop: VirtualLoop) -> _Pool:
     if not isinstance(executor, ThreadPoolExecutor):
         return _Pool(1)
+    if executor._shutdown:
+        raise RuntimeError("cannot schedule new futures after shutdown")
     known = _pools.get(executor)
     if known is None or known[0] is not loop:
         _pools[executor] = known = loop, _Pool(executor._max_workers)
@@ -190,19 +192,11 @@ class _Answer(Future[Any]):
         return super().result(timeout)
 
     def begin(self) -> None:
-        """Do the work in the loop, which stands still the while."""
+        """Do the work, unless that has begun: in a thread, or in the loop, which stands still the while."""
         if self.done() or self.running() or not self.set_running_or_notify_cancel():
             return
         try:
             self.set_result(self._work())
-        except Exception as error:
-            self.set_exception(error)
-
-    async def begin_as_thread(self) -> None:
-        if self.done() or self.running() or not self.set_running_or_notify_cancel():
-            return
-        try:
-            self.set_result(await in_thread(self._work))
         except Exception as error:
             self.set_exception(error)
 
@@ -217,7 +211,7 @@ def _submitted(loop: VirtualLoop, pool: _Pool, work: Callable[[], Any]) -> Futur
             async with pool.turns:
                 await asyncio.sleep(CALL_S)
                 pool.waiting.pop(answer, None)
-                await answer.begin_as_thread()
+                await in_thread(answer.begin)
         finally:
             pool.num -= 1
 
@@ -228,8 +222,6 @@ def _submitted(loop: VirtualLoop, pool: _Pool, work: Callable[[], Any]) -> Futur
 def _run_thread(
     loop: VirtualLoop, executor: Executor | None, work: Callable[[], Any]
 ) -> asyncio.Future[Any]:
-    if getattr(executor, "_shutdown", False):
-        raise RuntimeError("cannot schedule new futures after shutdown")
     return asyncio.wrap_future(_submitted(loop, _pool_of(executor, loop), work), loop=loop)
 
 
@@ -244,8 +236,6 @@ def _submit(
     if (loop := virtual_loop()) is None:
         answer: Future[Any] = _real(self, work, *args, **more)
         return answer
-    if self._shutdown:
-        raise RuntimeError("cannot schedule new futures after shutdown")
     return _submitted(loop, _pool_of(self, loop), partial(work, *args, **more))
 
 
@@ -362,6 +352,7 @@ def install() -> None:
         give_way(http)
 
 
+@cache
 def step_engines() -> None:
     """Have each turn of an engine take a moment, in which the loop goes on."""
     from mallee.actors.hosting.engine import EngineThread
@@ -371,5 +362,4 @@ def step_engines() -> None:
         if _is_thread():
             time.sleep(TURN_S)
 
-    if EngineThread._turn.__name__ != turn.__name__:
-        EngineThread._turn = turn  # type: ignore[method-assign, assignment]
+    EngineThread._turn = turn  # type: ignore[method-assign, assignment]
