@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
+from support.imports import HEAVY, ROOT, reached
 from support.lanes import is_in_real_time
-
-ROOT = Path(__file__).resolve().parent.parent
 
 # What modules whose name starts with the key may import of ours. The longest key that fits counts.
 ARROWS: dict[str, set[str]] = {
@@ -62,7 +61,6 @@ FLOORS = (
 CUT = {("http", "telemetry")}
 
 # Third-party packages that whole floors must not name, not even lazily.
-HEAVY = {"torch", "transformers", "ray", "nats", "fastapi", "uvicorn", "starlette"}
 LIGHT_FLOORS = (
     *("protocol", "traces", "figures", "router", "worker.kv", "worker.sched", "mocker", "synth"),
     *("worker.storage", "sessions", "graphs", "search", "client"),
@@ -250,23 +248,13 @@ def test_no_files_import_each_other() -> None:
 
 def circles(graph: dict[str, set[str]]) -> list[set[str]]:
     """Groups of nodes that all reach each other."""
-    reach = {node: reached(graph, node) for node in graph}
+    reach = {node: reached(graph, graph[node]) for node in graph}
     groups: list[set[str]] = []
     for node in graph:
         group = {other for other in reach[node] if node in reach[other]}
         if group and group not in groups:
             groups.append(group)
     return groups
-
-
-def reached(graph: dict[str, set[str]], begin: str) -> set[str]:
-    found: set[str] = set()
-    front = [begin]
-    while front:
-        fresh = graph[front.pop()] - found
-        found |= fresh
-        front += fresh
-    return found
 
 
 def test_folders_hold_about_a_dozen_modules() -> None:

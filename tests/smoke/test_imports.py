@@ -2,14 +2,13 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from support.imports import HEAVY, ROOT, linked, module_of
+
 pytestmark = pytest.mark.smoke
 
-ROOT = Path(__file__).resolve().parents[2]
-HEAVY = {"torch", "transformers", "ray", "nats", "fastapi", "uvicorn", "starlette"}
 CORE = (
     *("protocol", "router", "worker.kv", "worker.sched", "worker.engine", "worker.storage"),
     *("sessions", "mocker", "graphs", "synth", "search"),
@@ -18,13 +17,14 @@ CORE = (
 
 def core_modules() -> list[str]:
     """Names within `mallee` of all modules of `CORE`."""
-    names = [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for package in sorted({part.split(".")[0] for part in CORE})
-        for path in sorted((ROOT / package).rglob("*.py"))
+    packages = linked()
+    paths = (path for package in packages for path in sorted((ROOT / package).rglob("*.py")))
+    modules = (
+        module_of(str(path.relative_to(ROOT)), packages).removeprefix("mallee.")
+        for path in paths
         if path.name != "__main__.py"
-    ]
-    return [n for n in names if any(n == part or n.startswith(part + ".") for part in CORE)]
+    )
+    return [n for n in modules if any(n == part or n.startswith(part + ".") for part in CORE)]
 
 
 def loaded_after(statement: str) -> set[str]:

@@ -19,23 +19,24 @@ ROOT = Path(__file__).resolve().parents[2]
 EVERYWHERE: Final = ("tests/conftest.py", "tests/support/virtual/")
 
 _MODULE = re.compile(r"\b(?:mallee|bench|examples|support)(?:\.\w+)+")
-_OTHERS = (
-    "src/mallee",
-    "bench",
-    "examples",
-    "tests",
-)  # folders of files beside the linked packages
+_OTHERS = ("src/mallee", "bench", "examples", "tests")  # folders beside the linked packages
+# Third-party packages that light parts of the product must not load.
+HEAVY: Final = frozenset(
+    ("torch", "transformers", "ray", "nats", "fastapi", "uvicorn", "starlette")
+)
 
 Graph = Mapping[str, Collection[str]]
 
 
 class Source(NamedTuple):
-    """Names in one file."""
+    """Names in one file.
 
-    modules: frozenset[
-        str
-    ]  # imported, or named in a string; each perhaps with a name within the module
-    strings: tuple[str, ...]  # all of them but docstrings
+    `modules` are imported, or named in a string; each perhaps with a name within the module. `strings` are
+    all but docstrings.
+    """
+
+    modules: frozenset[str]
+    strings: tuple[str, ...]
 
 
 def linked(root: Path = ROOT) -> list[str]:
