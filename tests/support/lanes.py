@@ -1,6 +1,7 @@
 """The lanes of tests, told by the marks that a test file names."""
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Final, Literal
 
@@ -13,6 +14,7 @@ _SMOKE = re.compile(r"\bmark\.smoke\b")
 _REAL_TIME = re.compile(r"\bmark\.real_time\b")
 
 
+@cache
 def lane_of(path: Path) -> Lane:
     text = path.read_text(encoding="utf-8")
     return "nightly" if _NIGHTLY.search(text) else "smoke" if _SMOKE.search(text) else "landing"
