@@ -5,7 +5,7 @@
 # flashinfer: the package's wheel, unpacked nowhere: a test reads its signatures. No GPU is needed.
 # clients: tests with the packages that others write clients with; schemathesis: CALLS=20000 calls of the API's document.
 # fuzz: BODIES=10000 bodies for each family of endpoints.
-# nightly: the parts that are too slow for each change, PARTS=name or all; the table is in bench/results/nightly.json.
+# nightly: the parts that are too slow for each change, those of PARTS or all of them; the table is in bench/results/nightly.json.
 # affected: the landing tests that a change can reach, which is what differs from BASE=HEAD.
 # rounds: FILES (those with coroutines or threads unless given) TIMES=20 times on a busy machine, by shards SHARD=1/1.
 # docs: the site, in build/docs; broken links and anchors end it.

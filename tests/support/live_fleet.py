@@ -171,8 +171,8 @@ class LiveFleet:
         bus, recorder = await self.bus("gateway"), self.make_recorder and self.make_recorder(name)
         spans = None if self.tracing is None else RequestSpans(self.tracing, "m")
         given: dict[str, Any] = {} if self.ids is None else {"ids": self.ids}
-        given |= {"recorder": recorder, "files": self.files, "spans": spans, "clock": clock}
-        given["wall_clock"] = self.wall_clock
+        given |= {"recorder": recorder, "files": self.files, "spans": spans}
+        given |= {"clock": clock, "wall_clock": self.wall_clock}
         gateway = make_gateway(name, bus, transport, router, self.model, **given)
         await gateway.start_up()
         self.gateways.append(gateway)
