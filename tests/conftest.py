@@ -39,6 +39,7 @@ settings.register_profile(
 )
 settings.register_profile("quick", settings.get_profile("landing"), max_examples=10)
 settings.register_profile("nightly", settings.get_profile("all"), max_examples=100, print_blob=True)
+settings.register_profile("stories", settings.get_profile("nightly"), max_examples=500)
 settings.register_profile("long", settings.get_profile("all"), max_examples=2000)
 settings.load_profile("landing")  # or as --hypothesis-profile says
 

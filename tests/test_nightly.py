@@ -34,7 +34,7 @@ def test_every_file_of_the_lane_is_a_part() -> None:
     nightly_files = {file for file in files if lane_of(ROOT / file) == "nightly"}
     assert nightly_files == names & files
     assert len(nightly_files) > 20
-    assert names - files == {"clients", "schemathesis", "fuzz", "properties"}
+    assert names - files == {"clients", "schemathesis", "fuzz", "stories", "properties"}
     assert nightly_files < set(under_load(nightly_files, 10).command)
 
 

@@ -4,5 +4,5 @@ from hypothesis import settings
 
 
 def examples(num: int) -> settings:
-    """`num` in the whole check; the fast lane's profile has fewer, the long one more."""
+    """So many for each 100 of the profile, at least 5."""
     return settings(max_examples=max(5, num * settings.default.max_examples // 100))

@@ -3,8 +3,9 @@
     python -m support.nightly [--only PART ...] [--resume] [--times 10] [--budget-s 3600]
 
 Parts: each file with the mark `process` by itself, two at a time; `properties`, the in-process property tests
-with fresh seeds and 100 examples; `clients`, `schemathesis` and `fuzz`, which the Makefile explains. `--only
-process` means all files. With `--times` the files run so many times under load instead (`support.rounds`).
+with fresh seeds and 100 examples; `stories`, those of faults in fleets with 500; `clients`, `schemathesis` and
+`fuzz`, which the Makefile explains. `--only process` means all files. With `--times` the files run so many
+times under load instead (`support.rounds`).
 The table is written after each part; parts that have not run keep what the last run wrote.
 """
 
@@ -32,6 +33,7 @@ PART_S: Final = 1800.0  # after which a part is ended
 POLL_S: Final = 0.2
 PYTEST: Final = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 ROUNDS: Final = "process, many times"
+STORIES: Final = ("tests/chaos/test_stale.py", "tests/mocker/test_faults.py")
 
 
 class Part(NamedTuple):
@@ -95,14 +97,16 @@ def parts() -> list[Part]:
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
     lanes = {str(path.relative_to(ROOT)): lane_of(path) for path in paths}
     nightly = [path for path, lane in lanes.items() if lane == "nightly"]
-    spread = ("-n", str(SLOTS), "--dist", "worksteal", "--hypothesis-profile", "nightly")
-    properties = (*PYTEST, *spread, "-m", f"{LANDING} and hypothesis")
+    spread = (*PYTEST, "-n", str(SLOTS), "--dist", "worksteal", "-m", f"{LANDING} and hypothesis")
+    properties = (*spread, "--hypothesis-profile", "nightly")
+    stories = (*spread, "--hypothesis-profile", "stories", *STORIES)
     schemathesis = ("make", "schemathesis", "CALLS=5000")
     return [
         *(Part(path, (*PYTEST, path)) for path in nightly),
         Part("clients", ("make", "clients"), ".venv-clients/.ready"),
         Part("schemathesis", schemathesis, "build/schemathesis/bin/schemathesis"),
         Part("fuzz", ("make", "fuzz", "BODIES=2000")),
+        Part("stories", stories, num_slots=SLOTS),
         Part("properties", properties, num_slots=SLOTS),
     ]
 

@@ -16,6 +16,7 @@ from support.virtual.loop import VirtualLoop
 
 LIMIT_S: Final = 20.0
 LANDING_S: Final = 5.0
+QUICK: Final = (None, "landing", "quick")  # profiles with few examples
 # Part of a test's id -> the reason that it may take more than LANDING_S: 2 to 4 s on a quiet machine, more
 # where another process shares the core's caches.
 LISTED: Final = {
@@ -45,7 +46,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     result = yield
     spent_s = used_s() - began
     profile = pyfuncitem.config.getoption("--hypothesis-profile", None)
-    is_nightly = lane_of(pyfuncitem.path) != "landing" or profile == "nightly"
+    is_nightly = lane_of(pyfuncitem.path) != "landing" or profile not in QUICK
     limit_s = limit_of(pyfuncitem.nodeid, is_nightly)
     if limit_s is not None and spent_s > limit_s:
         pytest.fail(
