@@ -3,9 +3,9 @@
     python -m support.nightly [--only PART ...] [--resume] [--times 10] [--budget-s 3600]
 
 Parts: each file with the mark `process` by itself, two at a time; `properties`, the in-process property tests
-with fresh seeds and 100 examples; `stories`, those of faults in fleets with 500; `clients`, `schemathesis` and
-`fuzz`, which the Makefile explains. `--only process` means all files. With `--times` the files run so many
-times under load instead (`support.rounds`).
+with fresh seeds and 100 examples; `stories`, those of faults in fleets with 500; `clients`, `schemathesis`
+and `fuzz`, which the Makefile explains. `--only process` means all files. With `--times` the files run so
+many times under load instead (`support.rounds`).
 The table is written after each part; parts that have not run keep what the last run wrote.
 """
 
