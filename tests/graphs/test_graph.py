@@ -1,4 +1,4 @@
-"""Refusals of graphs before they run, and their texts."""
+"""Refusals of graphs before they run, and their texts; the context that a graph needs."""
 
 from typing import Any
 
@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mallee.graphs.context import Need, check_context, context_needs
 from mallee.graphs.graph import MAX_EDGES, MAX_NODES, Graph, checked_graph
 from mallee.graphs.nodes import Branch, Join, Map, Node, Prefill, Ref, Tool
-from mallee.protocol.errors import InvalidGraph
+from mallee.protocol.errors import GraphContextExceeded, InvalidGraph
 
 
 def read(*nodes: dict[str, Any], outputs: tuple[str, ...] = ()) -> Graph:
@@ -59,7 +60,7 @@ def test_a_graph_is_read_from_json() -> None:
 
 
 def test_a_cycle_is_named_by_the_edge_that_closes_it() -> None:
-    """S2: by a search in depth with three colours, which follows edges as data flows."""
+    """S2: by a search in depth with three colours, which follows edges as data flows; a self-edge too."""
     told = refusal(
         DOC,
         branch("a", text=[{"node": "c"}]),
@@ -69,17 +70,13 @@ def test_a_cycle_is_named_by_the_edge_that_closes_it() -> None:
     assert told == (
         "edge c -> a closes a cycle of 3 nodes (a -> b -> c -> a); take one of its edges out"
     )
-
-
-def test_a_self_edge_is_named() -> None:
-    """S2."""
     told = refusal(DOC, branch("a", text=["again ", {"node": "a"}]))
     assert told == "edge a -> a: a node can't take from itself"
     assert refusal(branch("a", of="a")) == "edge a -> a: a node can't take from itself"
 
 
 def test_an_unknown_node_is_named_with_its_edge() -> None:
-    """S2: what the graph has instead is said too."""
+    """S2: what the graph has instead is said too; long lists and long cycles are told in short."""
     assert refusal(DOC, branch("a", of="docs")) == (
         "edge docs -> a: the graph has no node of the first name; it has doc, a"
     )
@@ -88,9 +85,6 @@ def test_an_unknown_node_is_named_with_its_edge() -> None:
         "edge x -> j: the graph has no node of the first name;"
         " it has doc, b0, b1, b2, b3, b4, b5, b6 and 3 more"
     )
-
-
-def test_a_long_cycle_is_told_in_short() -> None:
     tools = [
         {"name": f"t{i}", "kind": "tool", "call": "x", "input": [{"node": f"t{(i - 1) % 500}"}]}
         for i in range(500)
@@ -204,7 +198,68 @@ def test_nodes_that_lead_to_no_output_are_refused() -> None:
         "no output comes of b: leave them out, or name them in outputs"
     )
     assert refusal(DOC, branch("a"), outputs=("c",)) == "outputs has 'c'; the graph has doc, a"
-
-
-def test_a_node_on_the_way_may_be_an_output_too() -> None:
+    # A node on the way may be an output too.
     assert read(DOC, branch("a"), branch("b", of="a"), outputs=("b", "a")).outputs == ("b", "a")
+
+
+# The context budget: hand-computed needs, one token a character
+
+LONG = Prefill(name="doc", text="d" * 1000)
+
+
+def test_the_largest_branch_of_each_prefill_counts() -> None:
+    nodes: list[Node] = [
+        LONG,
+        Branch(name="short", of="doc", text="ab", max_tokens=10),
+        Branch(name="long", of="short", text="c", max_tokens=20),
+        Branch(name="other", of="doc", text="", max_tokens=30),
+        Prefill(name="alone", text="xyz"),
+    ]
+    # long: 2 + 10 + 1 + 20 after the document
+    needs = context_needs(checked_graph(nodes), len)
+    assert needs == [Need("doc", 1000, "long", 33), Need("alone", 3, "", 0)]
+
+
+def test_outputs_of_other_nodes_count_with_the_most_that_they_can_be() -> None:
+    nodes: list[Node] = [
+        LONG,
+        Branch(name="a", of="doc", max_tokens=5),
+        Branch(name="b", of="doc", max_tokens=7),
+        Tool(name="t", call="x", max_tokens=40),
+        Join(name="all", inputs=["a", "b", "t"], separator="--"),
+        Join(name="two", inputs=["a", "b", "t"], wait=2, separator="--"),
+        Map(name="m", of="doc", over="t", text=["q", Ref(item=True)], max_items=3, max_tokens=6),
+        Prefill(name="p1", text=["=", Ref(node="all")]),  # 1 + 5 + 7 + 40 + 2 * 2
+        Prefill(name="p2", text=[Ref(node="two")]),  # 40 + 7 + 2
+        Prefill(name="p3", text=[Ref(node="m"), Ref(node="m")]),  # 2 * (3 * 6 + 2 * 1)
+    ]
+    needs = {need.prefill: need for need in context_needs(checked_graph(nodes), len)}
+    assert [needs[name].prefix for name in ("p1", "p2", "p3")] == [57, 49, 40]
+    assert needs["doc"] == Need("doc", 1000, "m", 1 + 40 + 6)
+
+
+def test_a_graph_that_does_not_fit_is_refused_with_all_the_numbers() -> None:
+    """S3, part: the arithmetic; nothing is allocated by it."""
+    graph = checked_graph([LONG, Branch(name="a", of="doc", text="why", max_tokens=93)])
+    check_context(graph, len, 1000 + 96 + 128)
+    with pytest.raises(GraphContextExceeded) as caught:
+        check_context(graph, len, 1223)
+    assert caught.value.message == (
+        "prefix 1000 (doc) + largest branch 96 (a) + headroom 128 = 1224 > n_ctx 1223; shorten the"
+        " texts, or lower max_tokens or max_items"
+    )
+    told = {name: caught.value.fields[name] for name in ("prefix", "branch", "headroom", "n_ctx")}
+    assert told == {"prefix": 1000, "branch": 96, "headroom": 128, "n_ctx": 1223}
+    alone = r"prefix 1000 \(doc\) \+ largest branch 0 \+ "
+    with pytest.raises(GraphContextExceeded, match=alone):
+        check_context(checked_graph([LONG]), len, 1127)
+
+
+def test_numbers_of_thousands_of_digits_are_refused_in_short() -> None:
+    endless = Tool(name="t", call="x", max_tokens=10**5000)
+    graph = checked_graph([endless, Prefill(name="p", text=[Ref(node="t")])])
+    with pytest.raises(GraphContextExceeded, match=r"prefix a number of \d+ bits \(p\)"):
+        check_context(graph, len, 2048)
+    many = Map(name="m", of="doc", over="t", text="", max_items=10**5000)
+    with pytest.raises(InvalidGraph, match=r"^a number of \d+ bits nodes > 2048"):
+        checked_graph([LONG, endless, many])

@@ -86,94 +86,6 @@ def test_branches_that_draw_otherwise_or_by_seeds_of_their_own_go_apart() -> Non
     assert starts == [("a", "g"), ("b",), ("c", "f"), ("d",), ("e",)]
 
 
-def test_the_first_that_is_done_ends_the_others_and_frees_them() -> None:
-    play = Play(
-        DOC,
-        *(branch("a"), branch("b"), branch("c"), branch("late", of="c")),
-        join("first", "a", "b", "late", wait="first"),
-        limits=LIMITS._replace(running=2),
-    )
-    play.effects()
-    play.done("doc")
-    assert play.done("b", "B") == [
-        *(Ended("b"), Ended("first"), Release("b")),
-        *(Cancel("a"), Ended("a"), Ended("late")),
-        *(Ended("c"), Release("doc")),
-        Over(),
-    ]
-    assert play.run.nodes["first"].output == Output("B", ("B",))
-    assert play.states() == {
-        **{"doc": "done", "a": "cancelled", "b": "done", "c": "cancelled"},
-        **{"late": "cancelled", "first": "done"},
-    }
-    assert play.run.nodes["a"].cause == "first"
-    assert play.run.nodes["c"].cause == "late"
-    assert play.run.status == "done"
-    # the worker had ended it before the cancel came: what it left is given back
-    assert play.done("a", "A") == [Release("a")]
-    assert play.run.nodes["a"].output == Output()
-
-
-def test_k_of_n_are_joined_in_their_order_and_one_too_few_fails() -> None:
-    nodes = [DOC, *(branch(name) for name in "abc"), join("two", *"abc", wait=2, separator="+")]
-    play = Play(*nodes)
-    play.effects()
-    play.done("doc")
-    play.done("c", "C")
-    assert Cancel("b") in play.done("a", "A")
-    assert play.run.nodes["two"].output == Output("A+C", ("A", "C"))
-
-    play = Play(*nodes)
-    play.effects()
-    play.done("doc")
-    assert play.fail("b") == [Ended("b")]
-    assert play.fail("c") == [
-        Ended("c"),
-        Ended("two"),
-        Cancel("a"),
-        Ended("a"),
-        Release("doc"),
-        Over(),
-    ]
-    two = play.run.nodes["two"]
-    assert (two.status, two.cause) == ("failed", "c")
-    assert two.error is play.run.nodes["c"].error
-    assert play.run.status == "failed"
-
-
-def test_a_failure_reaches_all_dependents_with_its_cause() -> None:
-    """S4, part: in the state machine."""
-    play = Play(
-        DOC,
-        branch("a"),
-        tool("t", input=[{"node": "a"}]),
-        branch("c", text=[{"node": "t"}]),
-        join("all", "c", "d"),
-        branch("d"),
-    )
-    play.effects()
-    assert play.fail("doc") == [Ended(name) for name in ("doc", "a", "c", "d", "t", "all")] + [
-        Over()
-    ]
-    for name in ("a", "t", "c", "d", "all"):
-        node = play.run.nodes[name]
-        assert (node.status, node.cause) == ("failed", "doc")
-        assert str(node.error) == "doc broke"
-        assert node.end_s == 1.0
-
-
-def test_a_node_that_is_ended_from_elsewhere_takes_its_dependents_along() -> None:
-    play = Play(DOC, branch("a"), branch("b", of="a"), branch("c"))
-    play.effects()
-    play.done("doc")
-    play.now += 1
-    play.run.cancelled("a", play.now)
-    assert play.effects() == [Ended("a"), Ended("b")]
-    assert (play.run.nodes["b"].status, play.run.nodes["b"].cause) == ("cancelled", "a")
-    play.done("c")
-    assert play.run.status == "failed"
-
-
 def test_a_map_runs_once_for_each_item() -> None:
     play = Play(
         DOC,
@@ -273,29 +185,6 @@ def test_all_that_is_not_over_fails_when_the_time_is() -> None:
     ]
     assert {type(node.error) for node in play.run.nodes.values()} == {BudgetSpent}
     assert play.done("doc") == [Release("doc")]
-
-
-def test_a_cancelled_graph_ends_all_and_gives_capsules_back() -> None:
-    play = Play(DOC, branch("a"), branch("b", of="a"), tool("t"))
-    play.effects()
-    play.done("doc")
-    play.run.cancel(105.0)
-    assert play.effects() == [
-        *(Cancel("a"), Ended("a"), Ended("b"), Cancel("t"), Ended("t"), Release("doc")),
-        Over(),
-    ]
-    assert play.run.status == "cancelled"
-    play.run.cancel(106.0)
-    assert play.effects() == []
-    assert play.run.wall_s == 5.0
-
-
-def test_capsules_that_are_to_be_kept_stay() -> None:
-    play = Play({**DOC, "keep": True}, branch("a", keep=True), branch("b"))
-    play.effects()
-    play.done("doc")
-    play.done("a")
-    assert play.done("b") == [Ended("b"), Release("b"), Over()]
 
 
 def test_times_of_nodes_add_up_to_the_wall_time() -> None:

@@ -1,6 +1,7 @@
 """Searches of small games, step by step as computed by hand."""
 
 import math
+from functools import partial
 from random import Random
 
 import pytest
@@ -10,9 +11,13 @@ from mallee.search.policies.depth_first import DepthFirst
 from mallee.search.policies.levels import Beam, BreadthFirst, DiverseTrees
 from mallee.search.policies.mcts import Mcts
 from mallee.search.policies.sampling import BestOfN, SelfConsistency
-from mallee.search.policy import SearchBudget
+from mallee.search.policy import Policy, SearchBudget
 from mallee.search.tree import Proposal
 from support.scripted_search import Game, Play, Value
+
+uct = partial(Mcts, width=2, depth=3, c=1.0)
+bfs = partial(BreadthFirst, branch=2, depth=3)
+dfs = partial(DepthFirst, branch=2, depth=3)
 
 # Two moves, a and b, three times; every text of three letters ends.
 #
@@ -50,7 +55,7 @@ def test_uct_goes_where_the_bounds_are_highest() -> None:
     b       6  .3667 + sqrt(1.7918/3) = 1.1395  .5667 + .7728        = 1.3395  b, in it ba: .8 to .4
     ba      8  .3667 + sqrt(2.0794/3) = 1.1992  .54   + sqrt(2.0794/5) = 1.1849  a, in it ab: .3 to .2
     """
-    play = BINARY.play(Mcts(expansions=5, width=2, depth=3, c=1.0))
+    play = BINARY.play(uct(expansions=5))
     assert play.expanded == ["", "a", "b", "ba", "ab"]
     assert figures(play) == {
         "": (10, 0.43),  # (.6+.5 + .2+.3 + .8+.4 + .9+.1 + .5+0) / 10
@@ -71,35 +76,44 @@ def test_uct_goes_where_the_bounds_are_highest() -> None:
     assert (result.tokens, result.expansions) == (10, 5)
 
 
-def test_the_most_visited_path_may_be_asked_for() -> None:
-    """As above; a and b have five visits each, b's mean is higher, then ba 3 to 1, then baa first."""
-    play = BINARY.play(Mcts(expansions=5, width=2, depth=3, c=1.0, answer="visits"))
-    assert play.result.text == "baa"
-    # After three expansions: a 3 visits of mean .3667, b 3 of .5667, and ba .8 to bb .4.
-    play = BINARY.play(Mcts(expansions=3, width=2, depth=3, c=1.0, answer="visits"))
-    assert play.result.text == "ba"
-
-
-def test_puct_follows_the_chances_of_moves() -> None:
-    """D32, part: PUCT with c = 1 and shares .75 and .25 of a and b, .5 below them.
-
-    after   N  a: mean + p sqrt(N) / (1 + n)         b                                 next
-    ""      2  .6    + .75 * 1.4142 / 2 = 1.1303     .5    + .25 * 1.4142 / 2 = .6768  a
-    a       4  .3667 + .75 * 2 / 4 = .7417           .5    + .25 * 2 / 2 = .75         b
-    b       6  .3667 + .75 * 2.4495 / 4 = .8260      .5667 + .25 * 2.4495 / 4 = .7198  a, in it ab
-    """
-    play = BINARY.play(Mcts(expansions=4, width=2, depth=3, c=1.0, selector="puct"))
-    assert play.expanded == ["", "a", "b", "ab"]
-    assert figures(play)["a"] == (5, 0.32)
-
-
-def test_greedy_follows_the_means() -> None:
-    """D32, part: a .6 to .5; then its mean is .3667, so b; then b .5667, in it ba; b .54, in it ba is done
-    with, so bb, whose mean .4 leaves b at (2.7 + .7) / 7 = .4857, but it has nothing left.
-    """
-    play = BINARY.play(Mcts(expansions=6, width=2, depth=3, selector="greedy"))
-    assert play.expanded == ["", "a", "b", "ba", "bb", "ab"]
-    assert figures(play)["b"] == (7, 0.4857)
+@pytest.mark.parametrize(
+    ("policy", "expanded", "text", "reason"),
+    [
+        # The most visited path: as above, a and b have five visits each and b's mean is higher; then ba 3 to
+        # 1, then baa first. After three expansions a has 3 visits of mean .3667, b 3 of .5667, ba .8, bb .4.
+        (uct(expansions=5, answer="visits"), " a b ba ab", "baa", "done"),
+        (uct(expansions=3, answer="visits"), " a b", "ba", "done"),
+        # PUCT with c = 1 and shares .75 and .25 of a and b, .5 below them:
+        # after   N  a: mean + p sqrt(N) / (1 + n)         b                                 next
+        # ""      2  .6    + .75 * 1.4142 / 2 = 1.1303     .5    + .25 * 1.4142 / 2 = .6768  a
+        # a       4  .3667 + .75 * 2 / 4 = .7417           .5    + .25 * 2 / 2 = .75         b
+        # b       6  .3667 + .75 * 2.4495 / 4 = .8260      .5667 + .25 * 2.4495 / 4 = .7198  a, in it ab
+        (uct(expansions=4, selector="puct"), " a b ab", "aba", "done"),  # whole are aba .5, abb 0
+        # The means: a .6 to .5; then its mean is .3667, so b; then b .5667, in it ba; b .54, in it ba is done
+        # with, so bb, whose mean .4 leaves b at (2.7 + .7) / 7 = .4857, but it has nothing left.
+        (uct(expansions=6, selector="greedy"), " a b ba bb ab", "baa", "done"),
+        # Two of aa .2, ab .3, ba .8, bb .4 go on: ba and bb. Then baa .9 and bbb .7 are the best.
+        (Beam(width=2, branch=2, depth=3), " a b ba bb", "baa", "done"),
+        # Breadth first: of a .6 and b .5 both go on; of ba .8, bb .4, ab .3, aa .2 those worth at least .35.
+        (bfs(width=3, prune_below=0.35), " a b ba bb", "baa", "done"),
+        (bfs(width=1), " a ab", "aba", "done"),
+        (bfs(width=2, stop_at=0.85), " a b ba bb", "baa", "found"),
+        # Depth first: a before b, ab .3 before aa .2; neither leads to .85, so back to b, and there ba. Below
+        # .35 are aa and ab: a is left after one look.
+        (dfs(stop_at=0.85), " a ab aa b ba", "baa", "found"),
+        (dfs(stop_at=0.85, prune_below=0.35), " a b ba", "baa", "found"),
+        (dfs(stop_at=2.0, prune_below=0.35), " a b ba bb", "baa", "done"),
+        # Of a the best step is ab, then aba .5; of b ba, then baa .9. No tree takes both places.
+        (DiverseTrees(trees=2, branch=2, depth=3), " a b ab ba", "baa", "done"),
+    ],
+)
+def test_each_policy_expands_what_it_should_and_stops_there(
+    policy: Policy, expanded: str, text: str, reason: str
+) -> None:
+    """D32, part: the order of expansions from the root on, the answer, and why the search ended."""
+    play = BINARY.play(policy)
+    assert play.expanded == expanded.split(" ")
+    assert (play.result.text, play.result.reason) == (text, reason)
 
 
 def test_expansions_in_flight_are_visits_worth_nothing() -> None:
@@ -110,21 +124,12 @@ def test_expansions_in_flight_are_visits_worth_nothing() -> None:
     1.1395, b .1667 + .7728 = .9395: ab. Once b has come (ab still drawn, N = 8): a 1.1/5 + .6449 = .8649,
     b .5667 + .8326 = 1.3993: ba.
     """
-    policy = Mcts(expansions=5, width=2, depth=3, c=1.0, in_flight=2)
+    policy = uct(expansions=5, in_flight=2)
     play = BINARY.play(policy)
     assert play.expanded == ["", "a", "b", "ab", "ba"]
     orders = {tuple(BINARY.play(policy, shuffle=Random(seed)).expanded) for seed in range(20)}
     assert orders == {("", "a", "b", "ab", "ba")}
     assert play.most_at_once == 2
-
-
-def test_a_beam_keeps_the_best_texts_of_each_level() -> None:
-    """D32, part: two of aa .2, ab .3, ba .8, bb .4 go on: ba and bb. Then baa .9 and bbb .7 are the best."""
-    play = BINARY.play(Beam(width=2, branch=2, depth=3))
-    assert play.expanded == ["", "a", "b", "ba", "bb"]
-    result = play.result
-    assert (result.text, result.reason) == ("baa", "done")
-    assert sorted(n.text for n in result.nodes if n.depth == 3) == ["a", "a", "b", "b"]
 
 
 def test_a_whole_answer_keeps_its_place_in_the_beam() -> None:
@@ -151,45 +156,6 @@ def test_beams_may_score_by_log_probability() -> None:
     assert play.result.score == pytest.approx(math.sqrt(0.375))
 
 
-def test_breadth_first_expands_the_best_thoughts_above_the_threshold() -> None:
-    """D32, part: of a .6 and b .5 both go on; of ba .8, bb .4, ab .3, aa .2 those worth at least .35."""
-    play = BINARY.play(BreadthFirst(width=3, branch=2, depth=3, prune_below=0.35))
-    assert play.expanded == ["", "a", "b", "ba", "bb"]
-    assert play.result.text == "baa"
-    play = BINARY.play(BreadthFirst(width=1, branch=2, depth=3))
-    assert play.expanded == ["", "a", "ab"]
-    assert play.result.text == "aba"
-
-
-def test_breadth_first_stops_once_an_answer_is_good_enough() -> None:
-    play = BINARY.play(BreadthFirst(width=2, branch=2, depth=3, stop_at=0.85))
-    assert play.expanded == ["", "a", "b", "ba", "bb"]
-    assert (play.result.text, play.result.reason) == ("baa", "found")
-
-
-def test_depth_first_goes_back_to_the_next_best() -> None:
-    """D32, part: a before b, ab .3 before aa .2; neither leads to .85, so back to b, and there ba."""
-    play = BINARY.play(DepthFirst(branch=2, depth=3, stop_at=0.85))
-    assert play.expanded == ["", "a", "ab", "aa", "b", "ba"]
-    assert (play.result.text, play.result.reason) == ("baa", "found")
-
-
-def test_depth_first_leaves_out_what_is_below_the_threshold() -> None:
-    """Below .35 are aa and ab: a is left after one look."""
-    play = BINARY.play(DepthFirst(branch=2, depth=3, stop_at=0.85, prune_below=0.35))
-    assert play.expanded == ["", "a", "b", "ba"]
-    play = BINARY.play(DepthFirst(branch=2, depth=3, stop_at=2.0, prune_below=0.35))
-    assert play.expanded == ["", "a", "b", "ba", "bb"]
-    assert (play.result.text, play.result.reason) == ("baa", "done")
-
-
-def test_diverse_trees_go_on_side_by_side() -> None:
-    """D32, part: of a the best step is ab, then aba .5; of b ba, then baa .9. No tree takes both places."""
-    play = BINARY.play(DiverseTrees(trees=2, branch=2, depth=3))
-    assert play.expanded == ["", "a", "b", "ab", "ba"]
-    assert play.result.text == "baa"
-
-
 ANSWERS = ("so it is 7", "it is 9", "it is 7", "no idea", "it is 7 ", "it is 8", "it is 9")
 
 
@@ -203,16 +169,13 @@ def sampled(policy: BestOfN | SelfConsistency, value: Value = lambda text: None)
     return Play(policy, draw, value)
 
 
-def test_the_best_of_n_is_the_one_with_the_highest_score() -> None:
+def test_the_best_of_n_has_the_highest_score_of_its_waves() -> None:
     """Samples 1 and 7 are worth 9; the first of them is taken. All are drawn at once."""
     play = sampled(BestOfN(n=7), lambda text: float(text[-1]) if text[-1].isdigit() else None)
     assert (play.result.text, play.result.score) == ("it is 9", 9.0)
     assert play.result.principal == (2,)
     assert (play.result.tokens, play.result.expansions) == (35, 1)
-
-
-def test_the_best_of_n_stops_after_the_wave_with_a_good_answer() -> None:
-    """Waves of two: 7 and 9 already reach 8."""
+    # Waves of two: 7 and 9 already reach 8.
     play = sampled(BestOfN(n=7, wave=2, stop_at=8.0), lambda text: float(text[-1]))
     assert (play.result.text, play.result.reason) == ("it is 9", "found")
     assert (play.result.tokens, play.result.expansions) == (10, 1)
@@ -225,6 +188,11 @@ def test_self_consistency_takes_the_answer_of_most_samples() -> None:
     assert policy.votes(play.search.tree) == {"7": 3.0, "9": 2.0, "8": 1.0}
     assert play.result.text == "so it is 7"
     assert play.num_valued == 0
+    # 9 is worth 2 + 2 against 7 with 1 + 1 + 1.
+    policy = SelfConsistency(n=7, after="it is ", weighted=True)
+    play = sampled(policy, lambda text: 2.0 if "9" in text else 1.0)
+    assert policy.votes(play.search.tree) == {"7": 3.0, "9": 4.0, "8": 1.0}
+    assert play.result.text == "it is 9"
 
 
 def test_self_consistency_stops_once_the_rest_changes_nothing() -> None:
@@ -238,14 +206,6 @@ def test_self_consistency_stops_once_the_rest_changes_nothing() -> None:
     assert (play.result.reason, play.result.expansions) == ("found", 5)
     play = sampled(SelfConsistency(n=3, wave=1, after="it is "))
     assert (play.result.reason, play.result.expansions) == ("done", 3)
-
-
-def test_votes_may_have_weights() -> None:
-    """9 is worth 2 + 2 against 7 with 1 + 1 + 1."""
-    policy = SelfConsistency(n=7, after="it is ", weighted=True)
-    play = sampled(policy, lambda text: 2.0 if "9" in text else 1.0)
-    assert policy.votes(play.search.tree) == {"7": 3.0, "9": 4.0, "8": 1.0}
-    assert play.result.text == "it is 9"
 
 
 def test_an_answer_ends_where_it_is_said_to() -> None:
@@ -267,20 +227,15 @@ def test_texts_like_a_siblings_are_not_followed() -> None:
     assert (play.result.tokens, play.num_valued) == (5, 3)
 
 
-def test_a_budget_of_tokens_draws_fewer_branches_and_then_ends() -> None:
+def test_a_budget_draws_fewer_branches_and_then_ends_the_search() -> None:
     """Each step may draw two tokens and draws one. Of 7: two steps reserve 4, and leave 7 - 2 = 5 for two
     more (a), which leave 3 for one (b: it takes 1), which leaves 2 for one of ab.
     """
-    policy = Mcts(expansions=9, width=2, depth=3, c=1.0, step_tokens=2)
+    policy = uct(expansions=9, step_tokens=2)
     play = BINARY.play(policy, budget=SearchBudget(tokens=7))
     assert [n.text for n in play.result.nodes] == ["", "a", "b", "a", "b", "a", "a"]
     assert (play.result.tokens, play.result.reason) == (6, "tokens")
-
-
-def test_a_budget_of_expansions_ends_a_search() -> None:
-    play = BINARY.play(
-        DepthFirst(branch=2, depth=3, stop_at=0.85), budget=SearchBudget(expansions=3)
-    )
+    play = BINARY.play(dfs(stop_at=0.85), budget=SearchBudget(expansions=3))
     assert play.expanded == ["", "a", "ab"]
     assert play.result.reason == "expansions"
 
