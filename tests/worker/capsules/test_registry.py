@@ -100,6 +100,9 @@ def test_a_fork_of_a_capsule_whose_bytes_changed_is_refused(
     bench = make_bench(kv_checks=KVChecks("digests", sweep_steps=1000))
     prefill(bench, "p", list(range(18)))
     table = bench.engine._tree.table(bench.engine._capsules.get("p.0").node)
+    bench.forward.kv[table[4], 3] = 99  # not filled: nobody's
+    bench.run(Fork("early", "p.0", (b"",), LIMITS))
+    assert refusal(bench, "early") is None
     bench.forward.kv[table[slot[0]], slot[1]] ^= 1
     bench.run(Fork("f", "p.0", (b"",), LIMITS))
     error = refusal(bench, "f")
@@ -111,13 +114,14 @@ def test_a_fork_of_a_capsule_whose_bytes_changed_is_refused(
 def test_a_forward_that_writes_through_a_stale_table_is_caught_and_named(
     make_bench: Callable[..., Any],
 ) -> None:
-    """D20: planted: the block of a released answer is written to once more."""
+    """D20: planted: the block of a released answer is written to once more; who had it last is named."""
     bench = make_bench(num_blocks=16, max_answer_capsules=0, kv_checks=KVChecks("canaries"))
     bench.run(Generate("old", pack_tokens([1, 2]), Limits(1, ignore_eos=True)))
     bench.forward.kv[0, 1] = 4711
     bench.submit(Generate("new", pack_tokens([3, 4]), LIMITS))
-    with pytest.raises(CorruptKV, match="block 0 was written to while it was free"):
+    with pytest.raises(CorruptKV, match="block 0 was written to while it was free") as caught:
         bench.engine.step()
+    assert "freed at step 0 by Node(" in str(caught.value)
 
 
 def test_a_forward_that_runs_over_the_end_of_a_block_is_caught_and_named(

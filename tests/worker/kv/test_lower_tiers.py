@@ -1,10 +1,11 @@
-"""Books of the tiers below the device."""
+"""Books of the tiers below the device, and whether blocks are fetched from there or computed."""
 
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import pytest
 
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import WorkerLost
@@ -16,6 +17,7 @@ from mallee.worker.kv.tiers.host import HostSlots
 from mallee.worker.kv.tiers.lower import Found, LowerTiers, Part
 from mallee.worker.kv.tiers.moves import (
     DISK,
+    HOST,
     NUM_ASKING,
     NUM_LANES,
     PEER,
@@ -27,9 +29,11 @@ from mallee.worker.kv.tiers.moves import (
     ThreadedMover,
 )
 from mallee.worker.kv.tiers.peers import Ask, Loan
-from mallee.worker.kv.tiers.prices import MeasuredPrices
+from mallee.worker.kv.tiers.prices import LATENCY_S, MeasuredPrices
 from mallee.worker.kv.watch import Row
 from support.tiers import DictDisk, LateMover, make_tiers
+
+FORWARD = MockForward(mock_spec(), num_blocks=64, block_size=4)
 
 
 def settle(lower: LowerTiers, mover: LateMover) -> None:
@@ -50,25 +54,10 @@ def test_blocks_that_are_on_disk_too_give_way_first() -> None:
     assert host.oldest(4) == [2, 3, 4, 1]
 
 
-def test_a_snapshot_has_blocks_on_disk_that_are_copied_to_host_memory() -> None:
-    movers: list[LateMover] = []
-    forward = MockForward(mock_spec(), num_blocks=4, block_size=4)
-    lower = make_tiers(4, disk=DictDisk(), movers=movers)(Journal(), forward)
-
-    def ended(moved: Moved) -> None:
-        assert moved.error is None
-
-    lower.commit("c", b"", (7, 8), (0, 1), ended, num_untold=0)
-    settle(lower, movers[0])
-    lower.park((7, 8), (0, 1), ended, num_untold=0)
-    assert lower.keys(DISK) == [7, 8]
-
-
 def test_what_a_spill_writes_and_evicts_is_not_told_to_be_there() -> None:
     movers: list[LateMover] = []
     journal, disk = Journal(), DictDisk(max_blocks=16)
-    forward = MockForward(mock_spec(), num_blocks=64, block_size=4)
-    lower = make_tiers(48, disk=disk, movers=movers)(journal, forward)
+    lower = make_tiers(48, disk=disk, movers=movers)(journal, FORWARD)
     for i in range(44):
         lower.offload((100 + i,), (i,))
     settle(lower, movers[0])
@@ -86,8 +75,7 @@ def test_what_a_spill_writes_and_evicts_is_not_told_to_be_there() -> None:
 def test_blocks_on_their_way_to_host_memory_are_not_lent() -> None:
     """Their slots have other bytes until they are there."""
     movers: list[LateMover] = []
-    forward = MockForward(mock_spec(), num_blocks=4, block_size=4)
-    lower = make_tiers(4, movers=movers)(Journal(), forward)
+    lower = make_tiers(4, movers=movers)(Journal(), FORWARD)
     lower.park((7, 8), (0, 1), lambda moved: None, num_untold=0)
     assert lower.lend((7, 8)) is None
     settle(lower, movers[0])
@@ -131,11 +119,10 @@ class OneLender:
 def test_a_pull_that_fails_teaches_no_price() -> None:
     """Or one silent peer would keep a worker from all others."""
     clock = [0.0]
-    forward = MockForward(mock_spec(), num_blocks=64, block_size=4)
     prices = MeasuredPrices(64)
-    peers = OneLender(Failing(clock, forward.block_nbytes))
+    peers = OneLender(Failing(clock, FORWARD.block_nbytes))
     make = make_tiers(prices=prices, peers=peers, clock=lambda: clock[0])
-    lower = make(Journal(), forward)
+    lower = make(Journal(), FORWARD)
     lower.recall(Ask(Holder("w", 1, "", 128), (), ""), lambda moved: None)
     lower.settle()
     before = prices.fetch_s(PEER, 32)
@@ -174,9 +161,8 @@ class GivenBack(Failing):
 
 def test_questions_that_wait_hold_up_no_loan_that_others_have() -> None:
     """More questions than there are threads wait for room, which is made once a loan is repaid."""
-    forward = MockForward(mock_spec(), num_blocks=4, block_size=4)
-    peers = Crowded(forward.block_nbytes)
-    copier = Copier(forward, np.zeros((0, 0), np.uint8), None, time.monotonic, peers=peers)
+    peers = Crowded(FORWARD.block_nbytes)
+    copier = Copier(FORWARD, np.zeros((0, 0), np.uint8), None, time.monotonic, peers=peers)
     mover, num = ThreadedMover(copier, "test"), 1 + NUM_LANES[PEER] + NUM_ASKING
     came = threading.Event()
     mover.notify(came.set)
@@ -197,3 +183,29 @@ def test_questions_that_wait_hold_up_no_loan_that_others_have() -> None:
                     num_repaid += 1
     copier.close()
     mover.close()
+
+
+def test_a_tier_that_was_never_measured_is_tried() -> None:
+    """K15, part: or a guess that is too low would keep it from ever being measured."""
+    prices = MeasuredPrices(1000)
+    lower = make_tiers(prices=prices)(Journal(), FORWARD)
+    prices.computed(100, 100 * 1e-4)
+    assert lower.is_cheaper([Found(HOST, 10)], 40)
+    assert prices.fetch_s(DISK, 10) == LATENCY_S[DISK]
+    prices.moved(HOST, 10, LATENCY_S[HOST] + 10 * 1000 * 1e-6)
+    assert prices.fetch_s(HOST, 10) == pytest.approx(LATENCY_S[HOST] + 10 * 1000 * 1e-6)
+    assert not lower.is_cheaper([Found(HOST, 10)], 40)
+
+
+def test_a_tier_that_was_slow_is_tried_again() -> None:
+    """K15, part: one fetch in 64 is done although it is dearer; once it was quick, all are."""
+    prices = MeasuredPrices(1000)
+    prices.computed(100, 100 * 1e-4)
+    prices.moved(HOST, 10, 1.0)
+    lower, asked = make_tiers(prices=prices)(Journal(), FORWARD), [Found(HOST, 10)]
+    tried = [lower.is_cheaper(asked, 40) for _ in range(128)]
+    assert [i for i, is_done in enumerate(tried) if is_done] == [63, 127]
+    assert lower.stats().num_declined == 126 * 10
+    for _ in range(40):
+        prices.moved(HOST, 10, 1e-4)
+    assert all(lower.is_cheaper(asked, 40) for _ in range(10))

@@ -1,6 +1,5 @@
 """The branch tree: sharing, copy on write, cache, eviction."""
 
-import random
 from collections import Counter
 
 import pytest
@@ -47,27 +46,20 @@ def path_tokens(node: Node) -> list[int]:
     return tokens
 
 
-def test_a_fork_moves_counters_only() -> None:
-    """D2: no block is allocated or copied by forking."""
+def test_a_fork_moves_counters_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D2, D5, part: forking by node allocates and copies no block, touches no hash and searches nothing."""
     tree, _ = make_tree()
     parent = begin(tree, list(range(10)))
     before = tree.pool.stats()
+    calls: list[str] = []
+    monkeypatch.setattr(BranchTree, "find", lambda *_: calls.append("find"))
+    monkeypatch.setattr("mallee.worker.kv.text.block_hashes", lambda *_, **__: calls.append("hash"))
     tree.hold(parent, 1000)
+    assert calls == []
     assert tree.pool.stats() == before
     assert tree.stats().num_nodes == 1
     tree.release(parent, 1000)
     check_tree(tree)
-
-
-def test_a_fork_asks_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """D5, part: explicit topology; forking by node touches no hash and searches nothing."""
-    tree, _ = make_tree()
-    parent = begin(tree, list(range(10)))
-    calls: list[str] = []
-    monkeypatch.setattr(BranchTree, "find", lambda *_: calls.append("find"))
-    monkeypatch.setattr("mallee.worker.kv.text.block_hashes", lambda *_, **__: calls.append("hash"))
-    tree.hold(parent, 5)
-    assert calls == []
 
 
 def test_the_first_append_of_a_child_copies_one_partial_block() -> None:
@@ -87,53 +79,6 @@ def test_the_first_append_of_a_child_copies_one_partial_block() -> None:
     assert parent.blocks == blocks
     assert tree.table(child).tolist() == [*blocks[:2], child.blocks[0]]
     check_tree(tree)
-
-
-def test_a_fork_at_a_block_boundary_copies_nothing() -> None:
-    tree, _ = make_tree()
-    parent = begin(tree, list(range(8)))
-    tree.hold(parent)
-    child, copy = tree.reserve(parent, 1)
-    assert copy is None
-    assert child.parent is parent
-
-
-def test_the_last_holder_appends_in_place() -> None:
-    tree, _ = make_tree()
-    node = begin(tree, list(range(6)))
-    same, copy = tree.reserve(node, 1)
-    assert same is node
-    assert copy is None
-
-
-def test_a_tree_of_branches_stores_each_shared_prefix_once() -> None:
-    """D4: prefix 1024, 3 x 512, 9 x 128 tokens use 232 blocks, not 936."""
-    tree, _ = make_tree(num_blocks=1000, block_size=16)
-    rng = random.Random(1)
-    root = begin(tree, [rng.randrange(64) for _ in range(1024)])
-    for _ in range(3):
-        tree.hold(root)
-        middle = grow(tree, root, [rng.randrange(64) for _ in range(512)])
-        for _ in range(3):
-            tree.hold(middle)
-            grow(tree, middle, [rng.randrange(64) for _ in range(128)])
-    used = tree.pool.num_blocks - tree.pool.num_free
-    assert used == 64 + 3 * 32 + 9 * 8 == 232
-
-
-def test_strangers_attach_to_a_cached_prefix_and_split_it() -> None:
-    tree, _ = make_tree()
-    first = begin(tree, list(range(16)))
-    tree.release(first)
-    other = [*range(8), 50, 51, 52, 53, 54]
-    hashes = block_hashes(other, 4, salt=SALT)
-    assert tree.find(hashes) == 2
-    node = tree.attach(hashes, SALT)
-    assert node.end == 8
-    check_tree(tree)
-    node = grow(tree, node, other[8:])
-    assert path_tokens(node) == other
-    assert tree.stats().num_splits == 1
 
 
 def test_a_copy_that_was_not_made_is_told_again() -> None:
@@ -169,21 +114,6 @@ def test_the_source_of_a_copy_stays_until_the_copy_is_made() -> None:
     check_tree(tree)
 
 
-def test_a_node_that_only_its_children_need_gives_up_its_partial_block() -> None:
-    """D4: the children have copies of it."""
-    tree, _ = make_tree()
-    parent = begin(tree, list(range(6)))
-    tree.hold(parent)
-    children = []
-    for token in (50, 60):
-        child, _ = tree.reserve(parent, 1)
-        tree.commit(child, [token])
-        children.append(child)
-    assert tree.pool.num_blocks - tree.pool.num_free == 1 + 2
-    assert [path_tokens(child) for child in children] == [[*range(6), 50], [*range(6), 60]]
-    check_tree(tree)
-
-
 def test_without_cache_nothing_is_found_again_and_everything_is_free_at_once() -> None:
     """I20: prefix_cache off: no hash, no event, no block kept; forks share as before."""
     journal = Journal()
@@ -202,7 +132,10 @@ def test_without_cache_nothing_is_found_again_and_everything_is_free_at_once() -
 
 
 def test_usage_counts_what_readers_share() -> None:
-    """D36, part, D37, part: in a tree of 9 leaves over one prefix more than half of all blocks are shared."""
+    """D4, D36, part, D37, part: prefix 1024, 3 x 512, 9 x 128 tokens use 232 blocks, not 936.
+
+    More than half of these are shared.
+    """
     tree, _ = make_tree(num_blocks=400, block_size=16)
     root = begin(tree, list(range(1024)))
     leaves = []
@@ -214,6 +147,7 @@ def test_usage_counts_what_readers_share() -> None:
             leaves.append(grow(tree, middle, [3000 + 3 * i + j] * 128))
         tree.release(middle)
     tree.release(root)
+    assert tree.pool.num_blocks - tree.pool.num_free == 64 + 3 * 32 + 9 * 8 == 232
     usage = tree_usage(tree, Counter(leaves))
     assert usage.readers == 9
     assert usage.live_blocks == 232
@@ -269,7 +203,9 @@ def test_a_node_inside_one_block_gives_way_to_its_children() -> None:
     assert middle.blocks == []
     assert [path_tokens(leaf) for leaf in leaves] == [[*range(6), 50, 60 + i] for i in range(2)]
     assert path_tokens(top) == list(range(6))
-    for node in (top, *leaves):
-        tree.release(node)
+    tree.release(top)  # its own partial block goes: the leaves have copies of it
+    assert tree.pool.num_blocks - tree.pool.num_free == 1 + 2
+    for leaf in leaves:
         check_tree(tree)
+        tree.release(leaf)
     assert tree.num_available == tree.pool.num_blocks
