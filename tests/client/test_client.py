@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,9 @@ from mallee.client import (
     Usage,
     calls,
 )
+from mallee.client.html import MAX_DEPTH, nodes_html
 from mallee.client.results import choice_events
+from mallee.client.sessions import SessionNode, SessionTree
 from mallee.client.view import live, render
 from mallee.protocol.errors import CapsulesFull, Unavailable
 
@@ -205,17 +208,6 @@ def test_a_fork_streams_its_branches_however_the_bytes_are_cut(server: Script, c
     assert {key for *_, key in server.seen} == {"Bearer k"}
 
 
-def test_a_branch_can_be_forked_where_it_ended(server: Script) -> None:
-    with Mallee(server.url) as client:
-        branches = client.capsule("req_1.0").fork(2)
-        cut, kept = branches.wait()
-        kept.fork(3, at=5).wait()
-        assert server.seen[-1][1] == "/v1/capsules/req_2.1/fork"
-        assert server.seen[-1][2].items() >= {"n": 3, "at": 5, "stream": True}.items()
-        with pytest.raises(NoCapsule, match="branch 0 can't be forked: it ended with 'length'"):
-            cut.fork(3)
-
-
 async def test_the_async_client_says_the_same(server: Script) -> None:
     async with AsyncMallee(server.url) as client:
         assert await client.models() == ["m"]
@@ -245,43 +237,16 @@ def test_the_servers_errors_keep_their_type_and_text(server: Script) -> None:
         with pytest.raises(ApiError, match="HTTP 502"):
             client.complete("hi", max_tokens=13)
         assert client.health() == {"status": "unavailable"}
+        server.health = (404, b"Path '/health' not found.")
+        health = client.health()
+        assert health["status"] == "unavailable"
+        assert "Path '/health' not found" in health["reason"]
+        assert "starting or stopping" in health["reason"]
         with pytest.raises(InvalidParameter, match="either prompt or messages"):
             client.stream()
 
 
 DELETED = ("DELETE", "/v1/capsules/req_1.0")
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-def test_a_capsule_is_deleted_whatever_ends_its_block(
-    server: Script, error: type[BaseException]
-) -> None:
-    with Mallee(server.url) as client:
-        with pytest.raises(error), client.prefill("text"):
-            raise error
-        assert server.seen[-1][:2] == DELETED
-        server.is_gone = True
-        with pytest.raises(error), client.prefill("text"):
-            raise error
-
-
-def test_a_capsule_that_its_block_deleted_ends_in_peace(server: Script) -> None:
-    with Mallee(server.url) as client:
-        with client.prefill("text") as capsule:
-            capsule.delete()
-            server.is_gone = True
-        assert [seen[:2] for seen in server.seen[-2:]] == [DELETED, DELETED]
-        with pytest.raises(UnknownCapsule):
-            capsule.delete()
-
-
-async def test_a_cancelled_block_deletes_its_capsule(server: Script) -> None:
-    async with AsyncMallee(server.url) as client:
-        with anyio.move_on_after(0.2) as scope:
-            async with client.prefill("text"):
-                await anyio.sleep_forever()
-        assert scope.cancelled_caught
-        assert server.seen[-1][:2] == DELETED
 
 
 PINNED = ("POST", "/v1/capsules/req_1.0/pin")
@@ -297,9 +262,12 @@ def test_a_block_keeps_the_capsule_that_it_is_given_and_deletes_it(
 ) -> None:
     """K15, part: handles with `with`: kept from the first statement on, released whatever ends the block."""
     server.pinned = pinned
-    raises: Any = nullcontext() if error is None else pytest.raises(error)
+
+    def ends() -> Any:
+        return nullcontext() if error is None else pytest.raises(error)
+
     with Mallee(server.url) as client:
-        with raises, client.capsule("req_1.0") as capsule:
+        with ends(), client.capsule("req_1.0") as capsule:
             assert [seen[:2] for seen in server.seen[1:]] == pins
             assert capsule.data.pinned == (True if pins else pinned)
             capsule.fork(2).wait()
@@ -309,6 +277,14 @@ def test_a_block_keeps_the_capsule_that_it_is_given_and_deletes_it(
             ("POST", "/v1/capsules/req_1.0/fork"),
             DELETED,
         ]
+        for is_gone in (False, True):  # also one that the block makes, and that was deleted in it
+            server.is_gone = is_gone
+            with ends(), client.prefill("text") as capsule:
+                if error is not None:
+                    raise error
+            assert server.seen[-1][:2] == DELETED
+        with pytest.raises(UnknownCapsule):
+            capsule.delete()
 
 
 async def test_an_async_block_keeps_the_capsule_that_it_is_given_and_deletes_it(
@@ -316,23 +292,22 @@ async def test_an_async_block_keeps_the_capsule_that_it_is_given_and_deletes_it(
 ) -> None:
     """K15, part: by the awaited handle, by the one to be awaited, and when the block is cancelled."""
     server.pinned = False
-    want = [("GET", "/v1/capsules/req_1.0"), PINNED, DELETED]
     async with AsyncMallee(server.url) as client:
         async with client.capsule("req_1.0") as capsule:
             assert capsule.data.pinned
-        assert [seen[:2] for seen in server.seen] == want
         async with await client.capsule("req_1.0"):
             pass
-        assert [seen[:2] for seen in server.seen[3:]] == want
-        with anyio.move_on_after(0.2) as scope:
-            async with client.capsule("req_1.0"):
-                await anyio.sleep_forever()
-        assert scope.cancelled_caught
-        assert [seen[:2] for seen in server.seen[6:]] == want
         with pytest.raises(ZeroDivisionError):
             async with client.capsule("req_1.0"):
                 raise ZeroDivisionError
-        assert [seen[:2] for seen in server.seen[9:]] == want
+        for block in (client.capsule("req_1.0"), client.prefill("text")):
+            with anyio.move_on_after(0.2) as scope:
+                async with block:
+                    await anyio.sleep_forever()
+            assert scope.cancelled_caught
+    kept = [("GET", "/v1/capsules/req_1.0"), PINNED, DELETED]
+    made = [("POST", "/v1/capsules"), DELETED]
+    assert [seen[:2] for seen in server.seen] == [*kept * 4, *made]
 
 
 async def test_a_block_whose_capsule_is_not_kept_is_not_entered(server: Script) -> None:
@@ -359,12 +334,28 @@ def test_an_ended_branch_is_kept_in_a_block(server: Script) -> None:
         assert [seen[:2] for seen in server.seen[1:]] == [DELETED]
 
 
-def test_capsules_live_as_long_as_the_server_says_unless_told(server: Script) -> None:
-    with Mallee(server.url) as client:
+def test_prefills_and_forks_ask_for_what_they_were_given(server: Script) -> None:
+    """F31, part: the prompt of a chat with tools begins with that of its prefill."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    template = {"tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
+    messages = [{"role": "user", "content": "x"}]
+    with Mallee(server.url, model="m") as client:
         client.prefill("text")
-        assert server.seen[-1][2] == {"prompt": "text"}
         client.prefill("text", ttl_s=0)
-        assert server.seen[-1][2] == {"prompt": "text", "ttl_s": 0}
+        client.complete("x", model="other")
+        client.prefill(messages=[], **template)  # type: ignore[arg-type]
+        capsule = client.prefill(messages=messages)
+        with pytest.raises(InvalidParameter, match="add_generation_prompt=True"):
+            capsule.fork(2)
+        client.prefill(messages=messages, add_generation_prompt=True).fork(2).wait()
+    plain, brief, other, chat, closed, opened, fork = [body for *_, body, _ in server.seen]
+    assert plain == {"prompt": "text", "model": "m"}  # it lives as long as the server says
+    assert brief == {**plain, "ttl_s": 0}
+    assert (other["model"], fork["model"]) == ("other", "m")
+    assert chat.items() >= template.items()
+    assert [each.get("add_generation_prompt") for each in (closed, opened, fork)] == [
+        *(False, True, None),
+    ]
 
 
 COMPUTING = {"status": "computing", "computed_tokens": 30}
@@ -414,26 +405,6 @@ def test_what_is_no_suffix_is_refused_by_the_sdk(branches: Any) -> None:
         calls.fork("c", branches, {})
 
 
-def test_a_prefill_takes_what_its_template_reads(server: Script) -> None:
-    """F31, part: the prompt of a chat with tools begins with that of its prefill."""
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    with Mallee(server.url) as client:
-        client.prefill(messages=[], tools=tools, chat_template_kwargs={"enable_thinking": False})
-    sent = server.seen[0][2]
-    assert (sent["tools"], sent["chat_template_kwargs"]) == (tools, {"enable_thinking": False})
-
-
-def test_a_conversation_is_forked_by_number_only_where_an_answer_begins(server: Script) -> None:
-    messages = [{"role": "user", "content": "x"}]
-    with Mallee(server.url) as client:
-        capsule = client.prefill(messages=messages)
-        assert server.seen[-1][2]["add_generation_prompt"] is False
-        with pytest.raises(InvalidParameter, match="add_generation_prompt=True"):
-            capsule.fork(2)
-        client.prefill(messages=messages, add_generation_prompt=True).fork(2).wait()
-    assert [body.get("add_generation_prompt") for *_, body, _ in server.seen] == [False, True, None]
-
-
 def test_a_branch_knows_its_request_and_what_it_took(server: Script) -> None:
     with Mallee(server.url) as client:
         branches = client.stream("x", n=2)
@@ -442,34 +413,16 @@ def test_a_branch_knows_its_request_and_what_it_took(server: Script) -> None:
         assert first.request_id == branches.request_id == "req_2"
         assert repr(client) == f"Mallee({server.url!r})"
         assert repr(branches) == "Branches('req_2', 2 of 2 ended)"
+        second.fork(3, at=5).wait()
+        assert server.seen[-1][1] == "/v1/capsules/req_2.1/fork"
+        assert server.seen[-1][2].items() >= {"n": 3, "at": 5, "stream": True}.items()
+        with pytest.raises(NoCapsule, match="branch 0 can't be forked: it ended with 'length'"):
+            first.fork(3)
     assert repr(second) == (
         "Branch(1, ' bü🌱', finish_reason='stop', worker='w1', capsule='req_2.1',"
         " cached_tokens=100, prefill_tokens=3)"
     )
     assert repr(Branch(0, text="x" * 99)) == f"Branch(0, '{'x' * 59}…')"
-
-
-def test_the_clients_model_goes_with_every_request_that_names_none(server: Script) -> None:
-    with Mallee(server.url, model="m") as client:
-        capsule = client.prefill("text")
-        capsule.fork(1).wait()
-        client.complete("x", model="other")
-    assert [body["model"] for *_, body, _ in server.seen] == ["m", "m", "other"]
-
-
-def test_an_address_without_http_is_refused_with_the_remedy() -> None:
-    for kind in (Mallee, AsyncMallee):
-        with pytest.raises(InvalidParameter, match=r"lacks http://, as in http://127\.0\.0\.1"):
-            kind("127.0.0.1:8000")
-
-
-def test_health_is_readable_while_no_gateway_runs(server: Script) -> None:
-    server.health = (404, b"Path '/health' not found.")
-    with Mallee(server.url) as client:
-        health = client.health()
-    assert health["status"] == "unavailable"
-    assert "Path '/health' not found" in health["reason"]
-    assert "starting or stopping" in health["reason"]
 
 
 def test_every_error_of_the_sdk_is_a_mallee_error(server: Script) -> None:
@@ -486,6 +439,9 @@ def test_nobody_at_the_address_is_said_with_the_remedy() -> None:
         for call in (client.models, lambda: client.complete("x")):
             with pytest.raises(ConnectionFailed, match=r"127.0.0.1:9.*is `mallee serve` running"):
                 call()
+    for kind in (Mallee, AsyncMallee):
+        with pytest.raises(InvalidParameter, match=r"lacks http://, as in http://127\.0\.0\.1"):
+            kind("127.0.0.1:8000")
 
 
 @pytest.mark.parametrize(
@@ -537,16 +493,12 @@ def test_the_tree_shows_every_branch_with_its_figures(server: Script) -> None:
         "│   └── bü🌱",
         "└── three  waiting",
     ]
-
-
-def test_long_texts_show_their_end() -> None:
-    out = StringIO()
-    console = Console(file=out, width=60, force_terminal=False)
-    branch = Branch(0, text="begin " + "word " * 100 + "end")
-    console.print(render("t", {0: branch}, width=60))
-    assert "end" in out.getvalue()
-    assert "begin" not in out.getvalue()
-    assert len(out.getvalue().splitlines()) <= 6
+    long = Branch(0, text="begin " + "word " * 100 + "end")
+    with console.capture() as capture:
+        console.print(render("t", {0: long}, width=60))
+    assert "end" in capture.get()
+    assert "begin" not in capture.get()
+    assert len(capture.get().splitlines()) <= 6
 
 
 def test_parsers_hold_partial_lines() -> None:
@@ -573,6 +525,13 @@ def test_logprobs_of_a_branch_add_up_over_its_chunks() -> None:
             branch.take(event, 1.0)
     assert branch.text == "ab"
     assert branch.logprobs == {"tokens": ["a", "b"]}
+    # The first token may be of the reasoning.
+    branch = Branch(0)
+    for at, delta in ((3.0, {"role": "assistant", "content": ""}), (5.0, {"reasoning_content": "a"}),
+                      (9.0, {"content": "b"})):  # fmt: skip
+        for event in choice_events({"choices": [{"index": 0, "delta": delta}]}):
+            branch.take(event, at)
+    assert (branch.ttft_ms, branch.total_ms) == (5.0, 9.0)
 
 
 SOON = {"Retry-After": "0"}
@@ -611,8 +570,9 @@ async def test_what_was_refused_for_now_is_sent_again_and_nothing_else(
             assert len(server.seen) == num_sent
 
 
-def test_retries_are_counted_and_can_be_turned_off(server: Script) -> None:
-    server.refusals = [(503, SOON, "overloaded")] * 9
+async def test_retries_are_counted_and_can_be_turned_off(server: Script) -> None:
+    """I17, part: no deletion of many, as the second answer would not count what the first had deleted."""
+    server.refusals = [(503, SOON, "overloaded")] * 10
     for most in (0, 1, 4):
         server.seen = []
         with Mallee(server.url, max_retries=most) as client, pytest.raises(Overloaded):
@@ -620,6 +580,13 @@ def test_retries_are_counted_and_can_be_turned_off(server: Script) -> None:
         assert len(server.seen) == most + 1
     with pytest.raises(InvalidParameter, match="max_retries=-1"):
         Mallee(server.url, max_retries=-1)
+    server.seen = []
+    with Mallee(server.url) as client, pytest.raises(MalleeError):
+        client.delete_capsules(all=True)
+    async with AsyncMallee(server.url) as aclient:
+        with pytest.raises(MalleeError):
+            await aclient.delete_capsules(all=True)
+    assert [method for method, *_ in server.seen] == ["DELETE"] * 2
 
 
 def test_a_client_is_for_many_threads(server: Script) -> None:
@@ -718,23 +685,48 @@ async def test_reasoning_and_calls_arrive_with_their_logprobs(server: Script) ->
         assert {name: body[name] for name in params} == params
 
 
-def test_the_first_token_may_be_of_the_reasoning() -> None:
-    branch = Branch(0)
-    for at, delta in ((3.0, {"role": "assistant", "content": ""}), (5.0, {"reasoning_content": "a"}),
-                      (9.0, {"content": "b"})):  # fmt: skip
-        for event in choice_events({"choices": [{"index": 0, "delta": delta}]}):
-            branch.take(event, at)
-    assert (branch.ttft_ms, branch.total_ms) == (5.0, 9.0)
+# Sessions as notebooks show them
 
 
-async def test_a_deletion_of_many_is_not_sent_again(server: Script) -> None:
-    """I17, part: the second answer would not count what the first had deleted."""
-    with Mallee(server.url) as client:
-        server.refusals = [(503, SOON, "unavailable")]
-        with pytest.raises(MalleeError):
-            client.delete_capsules(all=True)
-    async with AsyncMallee(server.url) as aclient:
-        server.refusals = [(503, SOON, "unavailable")]
-        with pytest.raises(MalleeError):
-            await aclient.delete_capsules(all=True)
-    assert [method for method, *_ in server.seen] == ["DELETE"] * 2
+def node(capsule: str, parent: str | None, **more: object) -> SessionNode:
+    given = {"tokens": 7, "created": 1, "is_root": False, "held": True, **more}
+    return SessionNode(capsule=capsule, parent=parent, request="r", **given)  # type: ignore[arg-type]
+
+
+def rows_of(html: str) -> list[tuple[float, str]]:
+    """Each row's margin, and its text."""
+    rows = re.findall(r"margin-left:([0-9.]+)em\">(.*?)</div>", html)
+    return [(float(margin), re.sub("<[^>]*>", "", text)) for margin, text in rows]
+
+
+def test_capsules_stand_below_those_that_they_continue() -> None:
+    tree = SessionTree(
+        id="<b>bug-7",
+        parent="a",
+        created=1,
+        last_used=1,
+        capsules=4,
+        running=0,
+        children=[],
+        nodes=[
+            node("c1", None, tier="host", pinned=True),
+            node("c2", "c1"),
+            node("c3", "elsewhere", held=False),
+            node("c4", "c1"),
+        ],
+    )
+    html = tree._repr_html_()
+    assert "<b>session &lt;b&gt;bug-7, below a</b>" in html
+    assert rows_of(html) == [
+        (0.6, "c1 7 tokens, host pinned"),
+        (1.8, "c2 7 tokens, held"),
+        (1.8, "c4 7 tokens, held"),
+        (0.6, "c3 7 tokens, gone"),
+    ]
+
+
+def test_a_long_conversation_stays_on_the_page() -> None:
+    html = nodes_html("s", [(str(i), str(i - 1) if i else None, "") for i in range(1000)])
+    margins = [margin for margin, _ in rows_of(html)]
+    assert len(margins) == 1000
+    assert max(margins) == 0.6 + 1.2 * MAX_DEPTH
