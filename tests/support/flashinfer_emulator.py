@@ -1,15 +1,15 @@
 """FlashInfer 0.7 as far as `FlashInferAttention` uses it, by dense attention in torch: on any device.
 
-Signatures are the package's (`test_flashinfer_emulator.py` holds them against it); what it documents is
-checked, and what isn't emulated is refused. Where the package's results depend on how a plan shares out its
-keys, so do these, in their last bits: by the tile (FA2DetermineCtaTileQ of utils.cuh) and by the split
-(PrefillSplitQOKVIndptr of scheduler.cuh). Log-sum-exps are to the base 2. Of graph mode that of decode
+It takes the package's arguments as far as we give them (`test_flashinfer_emulator.py` holds them against its
+source) and no others; what the package documents is checked. Where the package's results depend on how a plan
+shares out its keys, so do these, in their last bits: by the tile (FA2DetermineCtaTileQ of utils.cuh) and the
+split (PrefillSplitQOKVIndptr of scheduler.cuh). Log-sum-exps are to the base 2. Of graph mode that of decode
 wrappers is emulated.
 """
 
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -25,6 +25,9 @@ _EIGHTHS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _LN2 = math.log(2)
 _PLANS: dict[int, "_Plan"] = {}
 """The plans of graph mode, by the address of the integer workspace that they were written to last."""
+
+Pages: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""indptr, indices and last_page_len."""
 
 
 class _Plan(NamedTuple):
@@ -42,14 +45,13 @@ class _Plan(NamedTuple):
     sm_scale: float
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
-    o_dtype: torch.dtype
     tile: int
     split: int | None  # keys; None: unsplit
 
     @property
     def frozen(self) -> tuple[Any, ...]:
         """The parts that a recorded launch has from the plan that it was recorded with."""
-        return (len(self.tables), *self[3:14], self.split is not None)
+        return (len(self.tables), *self[3:13], self.split is not None)
 
 
 class _Wrapper:
@@ -62,31 +64,23 @@ class _Wrapper:
 
     use_tensor_cores = True
 
-    def _open(self, workspace: torch.Tensor, layout: str, backend: str, **others: object) -> None:
+    def _open(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
         assert workspace.dtype == torch.uint8
         assert workspace.dim() == 1
         assert workspace.data_ptr() % 16 == 0
-        _refuse(kv_layout=layout != "NHD", backend=backend != "fa2", **others)
+        assert (layout, backend) == ("NHD", "fa2"), "not emulated"
         self._workspace = workspace
         self.device = workspace.device
         self._planned: _Plan | None = None
-        self._buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._buffers: Pages | None = None
         self._numbers = torch.empty(16, dtype=torch.uint8, device=self.device)
 
     def _fix(self, *buffers: torch.Tensor | None) -> None:
         """Graph mode: indptr, indices and last_page_len go to these."""
-        for name, own in zip(("indptr", "indices", "last_page_len"), buffers, strict=True):
-            if own is None:
-                raise ValueError(
-                    f"paged_kv_{name}_buffer should be a torch.Tensor in cudagraph mode"
-                )
-            assert own.dtype == torch.int32
-            assert own.is_contiguous()
-            assert own.device == self.device
-        indptr, indices, last = buffers
-        assert indptr is not None
-        assert indices is not None
-        assert last is not None
+        ints = [own for own in buffers if own is not None and own.dtype == torch.int32]
+        if len(ints) != 3 or any(not x.is_contiguous() or x.device != self.device for x in ints):
+            raise ValueError("in graph mode tables lie in given tensors of int32")
+        indptr, indices, last = ints
         if len(indptr) != len(last) + 1:
             raise ValueError("The size of paged_kv_indptr_buffer should be batch_size + 1")
         self._buffers = (indptr, indices, last)
@@ -101,22 +95,21 @@ class _Wrapper:
     def _make_plan(
         self,
         qo_indptr: torch.Tensor | None,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
+        pages: Pages,
         *,
-        num_qo_heads: int,
-        num_kv_heads: int,
+        heads: tuple[int, int],
         head_dim: int,
         page_size: int,
-        causal: bool,
+        causal: bool = False,
         window_left: int,
         sm_scale: float | None,
-        dtypes: tuple[Any, Any, Any],
-        fixed_split_size: int | None,
-        disable_split_kv: bool,
+        dtypes: tuple[torch.dtype | str, torch.dtype | str | None],
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
     ) -> tuple[_Plan, int]:
         """The plan, and the bytes of workspace that it needs."""
+        indptr, indices, last_page_len = pages
+        num_qo_heads, num_kv_heads = heads
         rows = len(last_page_len)
         if qo_indptr is None:
             qo_indptr = torch.arange(rows + 1, dtype=torch.int32)
@@ -143,10 +136,11 @@ class _Wrapper:
             raise ValueError(f"{num_qo_heads} / {num_kv_heads} heads of {head_dim}")
         if window_left < -1:
             raise ValueError(f"window_left={window_left}")
-        q_dtype, kv_dtype, o_dtype = dtypes
-        kv_dtype, o_dtype = kv_dtype or q_dtype, o_dtype or q_dtype
-        if q_dtype not in _HALVES or o_dtype != q_dtype or kv_dtype not in (q_dtype, *_EIGHTHS):
-            raise ValueError(f"no kernels for queries {q_dtype}, KV {kv_dtype}, output {o_dtype}")
+        q_dtype, kv_dtype = dtypes
+        if q_dtype not in _HALVES or kv_dtype not in (q_dtype, *_EIGHTHS):
+            raise ValueError(f"no kernels for queries {q_dtype}, KV {kv_dtype}")
+        assert isinstance(q_dtype, torch.dtype)
+        assert isinstance(kv_dtype, torch.dtype)
         tables = [part.tolist() for part in indices.split(indptr.diff().tolist())]
         lens = ((indptr.diff() - 1) * page_size + last_page_len).tolist()
         sizes = qo_indptr.diff().tolist()
@@ -156,25 +150,15 @@ class _Wrapper:
         group = num_qo_heads // num_kv_heads
         tile = _tile(sum(sizes) * group // rows, head_dim)
         num_tiles = [-(-size * group // tile) for size in sizes]
-        pages = [len(table) for table in tables]
-        split = _split(num_tiles, pages, page_size, fixed_split_size, disable_split_kv)
-        padded = max(NUM_THREAD_BLOCKS // num_kv_heads, sum(num_tiles))
-        if self._buffers is not None and fixed_split_size is not None:
-            chunks = sum(
-                t * -(-p // fixed_split_size) for t, p in zip(num_tiles, pages, strict=True)
-            )
-            if chunks > padded:
-                raise RuntimeError(
-                    "new batch size should not exceed padded batch size. If you are using fixed split size,"
-                    " please consider disabling cuda graph."
-                )
-            split = split if max(pages) > fixed_split_size else None
-        nbytes = 0
-        if self._buffers is not None and split is not None:
-            nbytes = num_qo_heads * -(-padded * tile // group) * (head_dim + 1) * 4
-        elif split is not None and max(pages) > split:
-            chunks = sum(t * -(-p // split) for t, p in zip(num_tiles, pages, strict=True))
-            nbytes = num_qo_heads * -(-chunks * tile // group) * (head_dim + 1) * 4
+        counts = [len(table) for table in tables]
+        split = _split(num_tiles, counts, page_size, fixed_split_size, disable_split_kv)
+        num_chunks = 0
+        if self._buffers is not None:
+            assert fixed_split_size is None, "not emulated: launches that follow from lengths"
+            num_chunks = max(NUM_THREAD_BLOCKS // num_kv_heads, sum(num_tiles))
+        elif split is not None and max(counts) > split:
+            num_chunks = sum(t * -(-p // split) for t, p in zip(num_tiles, counts, strict=True))
+        nbytes = num_qo_heads * -(-num_chunks * tile // group) * (head_dim + 1) * 4
         plan = _Plan(
             qo_indptr.tolist(),
             tables,
@@ -188,13 +172,12 @@ class _Wrapper:
             1 / math.sqrt(head_dim) if sm_scale is None else sm_scale,
             q_dtype,
             kv_dtype,
-            o_dtype,
             tile,
             None if split is None else split * page_size,
         )
         return plan, nbytes
 
-    def _hold(self, plan: tuple[_Plan, int], tables: tuple[torch.Tensor, ...] = ()) -> None:
+    def _hold(self, plan: tuple[_Plan, int], tables: Pages) -> None:
         planned, nbytes = plan
         if nbytes > self._workspace.numel():
             raise RuntimeError(f"workspace of {self._workspace.numel()} bytes, needs {nbytes}")
@@ -224,26 +207,20 @@ class _Wrapper:
         ]
         return plan._replace(tables=tables, kv_lens=lens)
 
-    def _run(
+    def run(
         self,
         q: torch.Tensor,
-        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
         *,
-        scales: tuple[float | None, float | None, float | None],
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-        return_lse: bool,
-        window_left: int | None,
+        q_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
     ) -> Any:
         with _disable_current_modes():
             plan = self._plan_now()
         if plan is None:
             raise RuntimeError("run before plan")
-        if torch.is_tensor(paged_kv_cache):
-            if paged_kv_cache.dim() != 5 or paged_kv_cache.shape[1] != 2:
-                raise ValueError(f"KV {tuple(paged_kv_cache.shape)}, want [pages, 2, ...]")
-            paged_kv_cache = paged_kv_cache.unbind(1)
-        assert isinstance(paged_kv_cache, tuple)
         k, v = paged_kv_cache
         kept = (plan.page_size, plan.num_kv_heads, plan.head_dim)
         for own in (k, v):
@@ -254,29 +231,26 @@ class _Wrapper:
             if own.data_ptr() % 16 or any(s * own.itemsize % 16 for s in own.stride()[:3]):
                 raise ValueError("KV isn't aligned to 16 bytes")
         assert k.stride() == v.stride()
-        assert window_left in (None, plan.window_left)
         shape = (plan.qo_indptr[-1], plan.num_qo_heads, plan.head_dim)
         if q.shape != shape or q.dtype != plan.q_dtype or q.device != self.device:
             raise ValueError(f"q {tuple(q.shape)} {q.dtype} on {q.device}, planned {shape}")
         if q.stride(2) != 1:
             raise ValueError(f"q has strides {q.stride()}")
         if out is None:
-            out = torch.empty(shape, dtype=plan.o_dtype, device=self.device)
-        if out.shape != shape or out.dtype != plan.o_dtype or not out.is_contiguous():
+            out = torch.empty(shape, dtype=plan.q_dtype, device=self.device)
+        if out.shape != shape or out.dtype != plan.q_dtype or not out.is_contiguous():
             raise ValueError(f"out {tuple(out.shape)} {out.dtype}, planned {shape}")
         if lse is None:
             lse = torch.empty(shape[:2], dtype=torch.float32, device=self.device)
         if lse.shape != shape[:2] or lse.dtype != torch.float32 or not lse.is_contiguous():
             raise ValueError(f"lse {tuple(lse.shape)} {lse.dtype}")
-        scale = plan.sm_scale * math.prod(s for s in scales[:2] if s is not None)
+        scale = plan.sm_scale * (1.0 if q_scale is None else q_scale)
         with _disable_current_modes():  # one launch, and no operation of torch
             for i, (table, length) in enumerate(zip(plan.tables, plan.kv_lens, strict=True)):
                 span = slice(plan.qo_indptr[i], plan.qo_indptr[i + 1])
                 pages = torch.tensor(table, device=self.device)
                 keys, values = (_gather(own, pages)[:length] for own in (k, v))
                 out[span], lse[span] = _attend(plan, q[span].float() * scale, keys, values)
-            if scales[2] is not None:
-                out *= scales[2]
         return (out, lse) if return_lse else out
 
 
@@ -285,28 +259,20 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         self,
         float_workspace_buffer: torch.Tensor,
         kv_layout: str = "NHD",
+        *,
         use_cuda_graph: bool = False,
         use_tensor_cores: bool = False,
         paged_kv_indptr_buffer: torch.Tensor | None = None,
         paged_kv_indices_buffer: torch.Tensor | None = None,
         paged_kv_last_page_len_buffer: torch.Tensor | None = None,
         backend: str = "auto",
-        jit_args: list[Any] | None = None,
     ) -> None:
-        self._open(
-            float_workspace_buffer,
-            kv_layout,
-            backend,
-            jit_args=jit_args,
-        )
+        self._open(float_workspace_buffer, kv_layout, backend)
         self.use_tensor_cores = use_tensor_cores
-        buffers = (
-            paged_kv_indptr_buffer,
-            paged_kv_indices_buffer,
-            paged_kv_last_page_len_buffer,
-        )
         if use_cuda_graph:
-            self._fix(*buffers)
+            self._fix(
+                paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
+            )
 
     def workspace_size(
         self,
@@ -317,168 +283,42 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         num_kv_heads: int,
         head_dim: int,
         page_size: int,
-        pos_encoding_mode: str = "NONE",
+        *,
         window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        q_data_type: str | torch.dtype | None = "float16",
-        kv_data_type: str | torch.dtype | None = None,
-        o_data_type: str | torch.dtype | None = None,
-        data_type: str | torch.dtype | None = None,
         sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        block_tables: torch.Tensor | None = None,
-        seq_lens: torch.Tensor | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
         fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        q_len_per_req: int = 1,
     ) -> tuple[int, int]:
-        _refuse(
-            pos_encoding_mode=pos_encoding_mode != "NONE",
-            logits_soft_cap=logits_soft_cap,
-            data_type=data_type,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-            block_tables=block_tables,
-            seq_lens=seq_lens,
-            q_len_per_req=q_len_per_req != 1,
-        )
-        if self._buffers is not None:
-            _check_fixed(self._buffers, (indptr, indices, last_page_len))
-        _, nbytes = self._make_plan(
+        if not self.use_tensor_cores:
+            if fixed_split_size is not None:
+                raise ValueError("fixed_split_size is only supported by tensor core decode")
+            if num_qo_heads // num_kv_heads not in (1, 2, 3, 4, 6, 8, 16):
+                raise RuntimeError(f"unsupported group {num_qo_heads // num_kv_heads}")
+        self._made = self._make_plan(
             None,
-            indptr,
-            indices,
-            last_page_len,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
+            (indptr, indices, last_page_len),
+            heads=(num_qo_heads, num_kv_heads),
             head_dim=head_dim,
             page_size=page_size,
-            causal=False,
             window_left=window_left,
             sm_scale=sm_scale,
-            dtypes=(q_data_type, kv_data_type, o_data_type),
+            dtypes=(q_data_type, kv_data_type),
             fixed_split_size=fixed_split_size,
-            disable_split_kv=disable_split_kv,
         )
-        return nbytes, 0
+        return self._made[1], 0
 
     def plan(
         self,
         indptr: torch.Tensor,
         indices: torch.Tensor,
         last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        *deprecated_positional_args: Any,
-        **kwargs: Any,
+        **options: Any,
     ) -> None:
-        _refuse(deprecated_positional_args=deprecated_positional_args)
-        heads = (num_qo_heads, num_kv_heads, head_dim)
-        self._plan_impl(indptr, indices, last_page_len, *heads, page_size, **kwargs)
-
-    def _plan_impl(
-        self,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        *,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        window_right: int = 0,
-        logits_soft_cap: float | None = None,
-        q_data_type: str | torch.dtype | None = "float16",
-        kv_data_type: str | torch.dtype | None = None,
-        o_data_type: str | torch.dtype | None = None,
-        data_type: str | torch.dtype | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        non_blocking: bool = True,
-        block_tables: torch.Tensor | None = None,
-        seq_lens: torch.Tensor | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        q_len_per_req: int = 1,
-        is_causal: bool | None = None,
-    ) -> None:
-        _refuse(
-            pos_encoding_mode=pos_encoding_mode != "NONE",
-            window_right=window_right,
-            logits_soft_cap=logits_soft_cap,
-            data_type=data_type,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-            block_tables=block_tables,
-            seq_lens=seq_lens,
-            q_len_per_req=q_len_per_req != 1,
-            is_causal=is_causal,
-        )
-        if not self.use_tensor_cores:
-            if fixed_split_size is not None:
-                raise ValueError("fixed_split_size is only supported by tensor core decode")
-            if num_qo_heads // num_kv_heads not in (1, 2, 3, 4, 6, 8, 16):
-                raise RuntimeError(f"unsupported group {num_qo_heads // num_kv_heads}")
-        self._hold(
-            self._make_plan(
-                None,
-                indptr,
-                indices,
-                last_page_len,
-                num_qo_heads=num_qo_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                page_size=page_size,
-                causal=False,
-                window_left=window_left,
-                sm_scale=sm_scale,
-                dtypes=(q_data_type, kv_data_type, o_data_type),
-                fixed_split_size=fixed_split_size,
-                disable_split_kv=disable_split_kv,
-            ),
-            (indptr, indices, last_page_len),
-        )
-
-    def run(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        *args: Any,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        sinks: torch.Tensor | None = None,
-        q_len_per_req: int | None = None,
-        skip_softmax_threshold_scale_factor: float | None = None,
-        kv_cache_sf: Any = None,
-    ) -> Any:
-        _refuse(
-            args=args,
-            sinks=sinks,
-            q_len_per_req=q_len_per_req,
-            skip_softmax=skip_softmax_threshold_scale_factor,
-            kv_cache_sf=kv_cache_sf,
-        )
-        return self._run(
-            q,
-            paged_kv_cache,
-            scales=(q_scale, k_scale, v_scale),
-            out=out,
-            lse=lse,
-            return_lse=return_lse,
-            window_left=window_left,
-        )
+        """With the arguments of `workspace_size`, which are the package's here, too."""
+        pages = (indptr, indices, last_page_len)
+        self.workspace_size(*pages, **options)
+        self._hold(self._made, pages)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
@@ -486,33 +326,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         self,
         float_workspace_buffer: torch.Tensor,
         kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        qo_indptr_buf: torch.Tensor | None = None,
-        paged_kv_indptr_buf: torch.Tensor | None = None,
-        paged_kv_indices_buf: torch.Tensor | None = None,
-        paged_kv_last_page_len_buf: torch.Tensor | None = None,
-        custom_mask_buf: torch.Tensor | None = None,
-        mask_indptr_buf: torch.Tensor | None = None,
+        *,
         backend: str = "auto",
-        jit_args: list[Any] | None = None,
-        jit_kwargs: dict[str, Any] | None = None,
-        variant_owns_mask: bool = False,
     ) -> None:
-        self._open(
-            float_workspace_buffer,
-            kv_layout,
-            backend,
-            use_cuda_graph=use_cuda_graph,
-            qo_indptr_buf=qo_indptr_buf,
-            paged_kv_indptr_buf=paged_kv_indptr_buf,
-            paged_kv_indices_buf=paged_kv_indices_buf,
-            paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
-            custom_mask_buf=custom_mask_buf,
-            mask_indptr_buf=mask_indptr_buf,
-            jit_args=jit_args,
-            jit_kwargs=jit_kwargs,
-            variant_owns_mask=variant_owns_mask,
-        )
+        self._open(float_workspace_buffer, kv_layout, backend)
 
     def plan(
         self,
@@ -524,113 +341,28 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         num_kv_heads: int,
         head_dim_qk: int,
         page_size: int,
-        head_dim_vo: int | None = None,
-        custom_mask: torch.Tensor | None = None,
-        packed_custom_mask: torch.Tensor | None = None,
+        *,
         causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
         sm_scale: float | None = None,
         window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
         q_data_type: str | torch.dtype = "float16",
         kv_data_type: str | torch.dtype | None = None,
-        o_data_type: str | torch.dtype | None = None,
-        non_blocking: bool = True,
-        prefix_len_ptr: torch.Tensor | None = None,
-        token_pos_in_items_ptr: torch.Tensor | None = None,
-        token_pos_in_items_len: int = 0,
-        max_item_len_ptr: torch.Tensor | None = None,
-        seq_lens: torch.Tensor | None = None,
-        seq_lens_q: torch.Tensor | None = None,
-        block_tables: torch.Tensor | None = None,
-        max_token_per_sequence: int | None = None,
-        max_sequence_kv: int | None = None,
-        fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
-        uniform_q_len: int | None = None,
     ) -> None:
-        _refuse(
-            head_dim_vo=head_dim_vo,
-            custom_mask=custom_mask,
-            packed_custom_mask=packed_custom_mask,
-            pos_encoding_mode=pos_encoding_mode != "NONE",
-            use_fp16_qk_reduction=use_fp16_qk_reduction,
-            logits_soft_cap=logits_soft_cap,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-            prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr,
-            token_pos_in_items_len=token_pos_in_items_len,
-            max_item_len_ptr=max_item_len_ptr,
-            seq_lens=seq_lens,
-            seq_lens_q=seq_lens_q,
-            block_tables=block_tables,
-            max_token_per_sequence=max_token_per_sequence,
-            max_sequence_kv=max_sequence_kv,
-            uniform_q_len=uniform_q_len,
-        )
-        self._hold(
-            self._make_plan(
-                qo_indptr,
-                paged_kv_indptr,
-                paged_kv_indices,
-                paged_kv_last_page_len,
-                num_qo_heads=num_qo_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim_qk,
-                page_size=page_size,
-                causal=causal,
-                window_left=window_left,
-                sm_scale=sm_scale,
-                dtypes=(q_data_type, kv_data_type, o_data_type),
-                fixed_split_size=fixed_split_size,
-                disable_split_kv=disable_split_kv,
-            )
-        )
-
-    def run(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        *args: Any,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        return_lse: bool = False,
-        lse_base: str = "log2",
-        lse_layout: str = "NH",
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        sinks: torch.Tensor | None = None,
-        kv_cache_sf: Any = None,
-        skip_softmax_threshold_scale_factor: float | None = None,
-        use_fp16_softmax: bool | None = None,
-        uses_spcompress: bool | None = None,
-    ) -> Any:
-        _refuse(
-            args=args,
-            lse_base=lse_base != "log2",
-            lse_layout=lse_layout != "NH",
-            sinks=sinks,
-            kv_cache_sf=kv_cache_sf,
-            skip_softmax=skip_softmax_threshold_scale_factor,
-            use_fp16_softmax=use_fp16_softmax,
-            uses_spcompress=uses_spcompress,
-        )
-        return self._run(
-            q,
-            paged_kv_cache,
-            scales=(q_scale, k_scale, v_scale),
-            out=out,
-            lse=lse,
-            return_lse=return_lse,
+        pages = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        made = self._make_plan(
+            qo_indptr,
+            pages,
+            heads=(num_qo_heads, num_kv_heads),
+            head_dim=head_dim_qk,
+            page_size=page_size,
+            causal=causal,
             window_left=window_left,
+            sm_scale=sm_scale,
+            dtypes=(q_data_type, kv_data_type),
+            disable_split_kv=disable_split_kv,
         )
+        self._hold(made, pages)
 
 
 def merge_state_in_place(
@@ -638,9 +370,7 @@ def merge_state_in_place(
     s: torch.Tensor,
     v_other: torch.Tensor,
     s_other: torch.Tensor,
-    mask: torch.Tensor | None = None,
 ) -> None:
-    _refuse(mask=mask)
     assert v.shape == v_other.shape
     assert s.shape == s_other.shape == v.shape[:2]
     assert v.dtype == v_other.dtype
@@ -654,9 +384,7 @@ def merge_state_in_place(
     s.copy_(torch.logaddexp2(s, s_other))
 
 
-def _check_fixed(
-    buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor], tables: tuple[torch.Tensor, ...]
-) -> None:
+def _check_fixed(buffers: Pages, tables: Pages) -> None:
     (_, indices, last), (_, own_indices, own_last) = buffers, tables
     if len(own_last) != len(last):
         raise ValueError(
@@ -665,17 +393,6 @@ def _check_fixed(
         )
     if len(own_indices) > len(indices):
         raise ValueError("The size of indices should be less than or equal to the allocated buffer")
-
-
-def _refuse(**given: object) -> None:
-    """Raises NotImplementedError for what the emulator doesn't know."""
-    wrong = [name for name, value in given.items() if value is not None and not _is_off(value)]
-    if wrong:
-        raise NotImplementedError(f"not emulated: {', '.join(wrong)}")
-
-
-def _is_off(value: object) -> bool:
-    return not torch.is_tensor(value) and not value
 
 
 def _tile(mean_packed: int, head_dim: int) -> int:
@@ -737,4 +454,4 @@ def _attend(
             own += torch.einsum("qhk,khd->qhd", w, v)
         total, out = total + own_total, out + own
     lse = (highest + total.log()).squeeze(-1) / _LN2
-    return (out / total).to(plan.o_dtype), lse
+    return (out / total).to(plan.q_dtype), lse
