@@ -7,10 +7,13 @@ import torch
 
 
 @contextmanager
-def one_torch_thread() -> Iterator[None]:
+def torch_threads(num: int = 1) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(num)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+one_torch_thread = torch_threads

@@ -17,6 +17,7 @@ from mallee.worker.model.kernels.layout import CONTROL
 from mallee.worker.model.plan import Plan, make_plan
 from support.attention_rows import batches, make_row
 from support.attention_rows import forked as forked_rows
+from support.torch_threads import torch_threads
 
 SIZE = 4
 HEADS, KV_HEADS, DIM = 6, 2, 16
@@ -55,132 +56,116 @@ def run(
     return plan, float((ours.float() - plain.float()).abs().max())
 
 
-def compare(
-    rows: list[Row], dtype: torch.dtype, *, is_shared: bool = True, window: int | None = None
-) -> tuple[Reads, float]:
-    """Keys that the torch backend reads for `rows`, and its largest error."""
-    plan, difference = run(TorchAttention(SIZE), rows, dtype, is_shared=is_shared, window=window)
-    return plan.reads[window], difference
+ATTENTION = TorchAttention(SIZE)
+"""One for all, whose scratch memory grows and serves several dtypes."""
 
 
-def forked(num_rows: int, shared: int, own: int, n: int = 1) -> list[Row]:
-    return forked_rows(num_rows, shared, own, n, size=SIZE)
+def forked(num_rows: int, shared: int, own: int) -> list[Row]:
+    return forked_rows(num_rows, shared, own, size=SIZE)
+
+
+def decodes(*tables: list[int]) -> list[Row]:
+    """A token in the last block of each."""
+    return [make_row(table, (len(table) - 1) * SIZE + 1, 1) for table in tables]
+
+
+MIDDLES = [[100 + 40 * i + j for j in range(40)] for i in range(3)]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"]
+    ("rows", "shared", "num_blocks"),
+    [
+        pytest.param(forked(32, shared=64, own=2), [64], 64 + 32 * 2, id="once for all rows"),
+        pytest.param(
+            decodes(*([*range(64), *MIDDLES[i // 3], 300 + 10 * i] for i in range(9))),
+            *([64, 40, 40, 40], 64 + 3 * 40 + 9),
+            id="nested",
+        ),
+        pytest.param(forked(3, shared=5, own=2), [], 3 * 7, id="too small a saving"),
+        pytest.param(
+            decodes(*([0, 1, *MIDDLES[i // 3][:30], 300 + i] for i in range(6))),
+            *([32, 32], 2 * 32 + 6),
+            id="sessions that share little, forks of each that share much",
+        ),
+        pytest.param(
+            [make_row([*range(40), 40 + i], 40 * SIZE, 1) for i in range(4)],
+            *([40], 40 + 4),
+            id="all cached blocks",
+        ),
+    ],
 )
-@pytest.mark.parametrize("n", [1, 5, MAX_PADDED_TOKENS + 3])
-def test_a_shared_prefix_gives_what_flat_reading_gives(
-    n: int, dtype: torch.dtype, tolerance: float
+def test_what_rows_share_is_read_once_where_that_spares_enough(
+    rows: list[Row], shared: list[int], num_blocks: int
 ) -> None:
-    """D7, part: cascade output equals flat paged output (fp32 1e-5, bf16 within its rounding)."""
-    rows = forked(9, shared=20, own=6, n=n)
-    cascade, difference = compare(rows, dtype)
-    assert difference < tolerance
-    flat, flat_difference = compare(rows, dtype, is_shared=False)
-    assert flat_difference < tolerance
-    assert any(len(prefix.blocks) == 20 for prefix in cascade.parts.shared)
-    assert flat.parts.shared == ()
-
-
-def test_shared_blocks_are_read_once_for_all_rows() -> None:
     """D7, part: reads are prefix + sum of branches (padded to whole blocks), not rows x prefix."""
-    plan, _ = compare(forked(32, shared=64, own=2), torch.float32)
-    assert plan.num_key_reads == 64 * SIZE + 32 * 2 * SIZE
-    flat, _ = compare(forked(32, shared=64, own=2), torch.float32, is_shared=False)
-    assert flat.num_key_reads == 32 * 66 * SIZE
-
-
-def test_nested_prefixes_become_nested_trunks() -> None:
-    rows = []
-    for i in range(3):
-        middle = [100 + 40 * i + j for j in range(40)]
-        for j in range(3):
-            table = [*range(64), *middle, 300 + 10 * (3 * i + j)]
-            rows.append(make_row(table, 104 * SIZE + 1, 1))
-    plan, difference = compare(rows, torch.float32)
+    plan, difference = run(ATTENTION, rows, torch.float32)
     assert difference < 1e-5
-    assert [len(prefix.blocks) for prefix in plan.parts.shared] == [64, 40, 40, 40]
-    assert plan.parts.shared[0].tokens is None
-    assert plan.num_key_reads == (64 + 3 * 40 + 9) * SIZE
-
-
-def test_a_small_saving_makes_no_trunk() -> None:
-    plan, difference = compare(forked(3, shared=5, own=2), torch.float32)
-    assert difference < 1e-5
-    assert plan.parts.shared == ()
-
-
-def test_a_small_common_beginning_does_not_hide_larger_ones_behind_it() -> None:
-    """Two sessions share a short system prompt; each session's forks share much more."""
-    rows = []
-    for i in range(2):
-        session = [100 + 30 * i + j for j in range(30)]
-        tables = [[0, 1, *session, 200 + 3 * i + j] for j in range(3)]
-        rows += [make_row(table, 32 * SIZE + 1, 1) for table in tables]
-    plan, difference = compare(rows, torch.float32)
-    assert difference < 1e-5
-    assert sorted(len(prefix.blocks) for prefix in plan.parts.shared) == [32, 32]
+    reads = plan.reads[None]
+    assert [len(prefix.blocks) for prefix in reads.parts.shared] == shared
+    assert reads.num_key_reads == num_blocks * SIZE
+    flat, _ = run(ATTENTION, rows, torch.float32, is_shared=False)
+    assert flat.reads[None].num_key_reads == sum(len(row.table) for row in rows) * SIZE
 
 
 def test_very_deep_trees_are_planned() -> None:
     rows = [make_row([*range(i + 1), 2000 + i], (i + 1) * SIZE, 1) for i in range(400)]
-    plan = make_plan(rows, block_size=SIZE, device="cpu", prepare=TorchAttention(SIZE).prepare)
+    plan = make_plan(rows, block_size=SIZE, device="cpu", prepare=ATTENTION.prepare)
     assert len(plan.tokens) == 400
     assert plan.reads[None].num_key_reads < plan.num_flat_key_reads / 4
 
 
-def test_an_identical_row_still_has_a_tail() -> None:
-    """Rows that share all their cached blocks keep their own last block apart."""
-    rows = [make_row([*range(40), 40 + i], 40 * SIZE, 1) for i in range(4)]
-    plan, difference = compare(rows, torch.float32)
-    assert difference < 1e-5
-    assert len(plan.parts.shared) == 1
-    assert plan.parts.padded[0].blocks.tolist() == [[40], [41], [42], [43]]
-
-
 @given(
-    batches([SIZE], [1, 1, 1, 2, 7, 16, 17, 40]),
+    batches([SIZE], [1, 1, 1, 2, 7, MAX_PADDED_TOKENS, MAX_PADDED_TOKENS + 1, 40]),
     st.sampled_from([None, 1, 7, 3 * SIZE, 60]),
     st.booleans(),
+    st.sampled_from([(torch.float32, 1e-5), (torch.bfloat16, 2e-2)]),
 )
 def test_random_mixtures_agree_with_the_plain_form(
-    batch: tuple[list[Row], int], window: int | None, is_shared: bool
+    batch: tuple[list[Row], int],
+    window: int | None,
+    is_shared: bool,
+    dtype: tuple[torch.dtype, float],
 ) -> None:
-    """Random page tables, prefixes, chunk lengths (the torch backend's side)."""
-    _, difference = compare(batch[0], torch.float32, is_shared=is_shared, window=window)
-    assert difference < 1e-5
+    """D7, part: random page tables, prefixes read together or not, chunk lengths (the torch backend's side).
+
+    In fp32 within 1e-5, in bf16 within its rounding.
+    """
+    _, difference = run(ATTENTION, batch[0], dtype[0], is_shared=is_shared, window=window)
+    assert difference < dtype[1]
 
 
-def test_padding_groups_are_bounded_and_cover_every_short_row_once() -> None:
+def test_padding_groups_are_bounded() -> None:
+    """Of rows of very different lengths."""
     rows: list[Row] = []
     first = 0
     for num_blocks in [2, 3, 50, 60, 300, 40, 1, 1, 90, 100, 310, 2, 2, 33] * 3:
         rows.append(make_row(list(range(first, first + num_blocks)), num_blocks * SIZE - 1, 1))
         first += num_blocks
-    plan, difference = compare(rows, torch.float32)
+    plan, difference = run(ATTENTION, rows, torch.float32)
     assert difference < 1e-5
-    covered: list[int] = []
-    for padded in plan.parts.padded:
+    for padded in plan.reads[None].parts.padded:
         assert len(padded.blocks) == 1 or padded.blocks.numel() <= MAX_PADDED_BLOCKS
-        covered += padded.real.tolist()
-    assert sorted(covered) == list(range(len(rows)))
-
-
-def test_scratch_memory_grows_and_serves_several_dtypes() -> None:
-    attention = TorchAttention(SIZE)
-    for dtype, own in ((torch.float32, 2), (torch.bfloat16, 9), (torch.float32, 30)):
-        _, difference = run(attention, forked(4, shared=20, own=own), dtype)
-        assert difference < 2e-2
 
 
 SHAPES = [(9, 3, 64), (4, 1, 256), (2, 2, 32), (16, 1, 96)]
 
 
-def tiled(shape: tuple[int, int, int], size: int) -> TiledAttention:
+def tiled(shape: tuple[int, int, int] = SHAPES[0]) -> TiledAttention:
     heads, kv_heads, dim = shape
     return TiledAttention(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
+
+
+def tiled_over(
+    memory: torch.Tensor, rows: list[Row], q: torch.Tensor
+) -> tuple[torch.Tensor, Reads]:
+    """What rows over 16 tokens a block attend to in `memory`."""
+    attention = tiled((q.shape[1], *memory.shape[2:]))
+    plan = make_plan(rows, block_size=16, device="cpu", prepare=attention.prepare)
+    return attention.attend(plan.reads[None], q, memory, scale=SCALE), plan.reads[None]
+
+
+def random(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 @needs_tiles
@@ -195,10 +180,8 @@ def test_tiles_agree_with_the_plain_form(
 ) -> None:
     """D7, part, I7, part: random trees, chunks, windows, sizes and shapes, within bfloat16's rounding."""
     rows, size = batch
-    attention = tiled(shape, size)
-    _, difference = run(
-        attention, rows, torch.bfloat16, shape=shape, size=size, is_shared=is_shared, window=window
-    )
+    options: dict[str, Any] = {"shape": shape, "is_shared": is_shared, "window": window}
+    _, difference = run(tiled(shape), rows, torch.bfloat16, size=size, **options)
     assert difference < 2e-2
 
 
@@ -207,14 +190,8 @@ def test_tiles_read_a_shared_prefix_once_whoever_computes_it() -> None:
     """D7, part: reads are prefix + sum of branches; a prefix that several threads share out is read once."""
     tables = [[*range(128), 128 + 2 * i, 129 + 2 * i] for i in range(32)]
     rows = [make_row(table, 128 * 16 + 20, 1) for table in tables]
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        plan, difference = run(
-            tiled((9, 3, 64), 16), rows, torch.bfloat16, shape=(9, 3, 64), size=16
-        )
-    finally:
-        torch.set_num_threads(before)
+    with torch_threads(2):
+        plan, difference = run(tiled(), rows, torch.bfloat16, shape=SHAPES[0], size=16)
     assert difference < 2e-2
     assert plan.reads[None].num_key_reads == 128 * 16 + 32 * 21
     num_jobs = plan.reads[None].parts.control[CONTROL.num_tasks] // 3
@@ -225,21 +202,13 @@ def test_tiles_read_a_shared_prefix_once_whoever_computes_it() -> None:
 def test_a_long_prompt_has_the_same_bits_by_one_thread_and_by_several() -> None:
     """Its tasks are enough for all threads: each has all its keys, and nothing is left to merge."""
     rows = [make_row(list(range(128)), 0, 128 * 16)]
+    memory, q = random(2048, 2, 3, 64), random(2048, 9, 64, seed=2)
     found = []
-    before = torch.get_num_threads()
-    try:
-        for num_threads in (1, 2):
-            torch.set_num_threads(num_threads)
-            memory = torch.randn(
-                2048, 2, 3, 64, generator=torch.Generator().manual_seed(1)
-            ).bfloat16()
-            q = torch.randn(2048, 9, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
-            attention = tiled((9, 3, 64), 16)
-            plan = make_plan(rows, block_size=16, device="cpu", prepare=attention.prepare)
-            assert not plan.reads[None].parts.has_merges
-            found.append(attention.attend(plan.reads[None], q, memory, scale=SCALE))
-    finally:
-        torch.set_num_threads(before)
+    for num_threads in (1, 2):
+        with torch_threads(num_threads):
+            outputs, reads = tiled_over(memory, rows, q)
+        assert not reads.parts.has_merges
+        found.append(outputs)
     assert torch.equal(*found)
 
 
@@ -247,12 +216,9 @@ def test_a_long_prompt_has_the_same_bits_by_one_thread_and_by_several() -> None:
 def test_what_was_never_written_is_never_met() -> None:
     """Slots behind a row's last token hold NaN here: their weight is 0, and so is their share."""
     memory = torch.full((64, 2, 3, 64), torch.nan, dtype=torch.bfloat16)
-    memory[:21] = torch.randn(21, 2, 3, 64, generator=torch.Generator().manual_seed(1))
-    rows = [make_row([0, 1], 20, 1)]
-    attention = tiled((9, 3, 64), 16)
-    plan = make_plan(rows, block_size=16, device="cpu", prepare=attention.prepare)
-    q = torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
-    found = attention.attend(plan.reads[None], q, memory, scale=SCALE)
+    memory[:21] = random(21, 2, 3, 64)
+    rows, q = [make_row([0, 1], 20, 1)], random(1, 9, 64, seed=2)
+    found, _ = tiled_over(memory, rows, q)
     plain = attend_plain(rows, q, memory, 16, scale=SCALE)
     assert float((found.float() - plain.float()).abs().max()) < 2e-2
 
@@ -264,21 +230,18 @@ def test_tiles_give_far_keys_as_much_weight_as_near_ones() -> None:
     memory = torch.zeros(num_blocks * 16, 2, 1, 32, dtype=torch.bfloat16)
     memory[: num_blocks * 8, 1] = 1
     rows = [make_row(list(range(num_blocks)), num_blocks * 16 - 1, 1)]
-    attention = tiled((1, 1, 32), 16)
-    plan = make_plan(rows, block_size=16, device="cpu", prepare=attention.prepare)
-    q = torch.ones(1, 1, 32, dtype=torch.bfloat16)
-    found = attention.attend(plan.reads[None], q, memory, scale=SCALE)
+    found, _ = tiled_over(memory, rows, torch.ones(1, 1, 32, dtype=torch.bfloat16))
     assert float((found.float() - 0.5).abs().max()) <= 2e-3
 
 
 @needs_tiles
 def test_tiles_leave_torchs_own_use_of_them_alone() -> None:
     """Products in bfloat16 use the same registers: they give equal bits before, between and after."""
-    x, weight = torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
+    x, weight = random(2, 64, 256, seed=3)
     expected = x @ weight.t()
     rows = [make_row([0, 1], 20, 1)] * 3
     for _ in range(3):
-        run(tiled((9, 3, 64), 16), rows, torch.bfloat16, shape=(9, 3, 64), size=16)
+        run(tiled(), rows, torch.bfloat16, shape=SHAPES[0], size=16)
         assert torch.equal(x @ weight.t(), expected)
 
 

@@ -6,6 +6,7 @@ import torch
 from mallee.worker.model.config import Activation
 from mallee.worker.model.linear.plain import plain_linear
 from mallee.worker.model.ops import MIN_PARALLEL_NUMEL, FusedOps, Ops, Turn
+from support.torch_threads import torch_threads
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
 """Largest difference, relative to the largest number."""
@@ -94,15 +95,12 @@ def test_a_row_is_computed_alike_alone_and_among_many_by_several_threads(
     dtype: torch.dtype,
 ) -> None:
     """A fused row depends on nothing but itself: bit for bit, whatever the batch and the threads."""
-    ops, before = FusedOps(), torch.get_num_threads()
+    ops = FusedOps()
     x, weight = random(64, 576, dtype=dtype), random(576, seed=1, dtype=dtype)
     gate_up = random(64, 512, dtype=dtype)
     assert x.numel() > MIN_PARALLEL_NUMEL
-    try:
-        torch.set_num_threads(2)
+    with torch_threads(2):
         many = ops.norm(x, weight, 1e-5), ops.gated(gate_up, "silu")
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(ops.norm(x[9:10], weight, 1e-5), many[0][9:10])
     assert torch.equal(ops.gated(gate_up[9:10].contiguous(), "silu"), many[1][9:10])
 
