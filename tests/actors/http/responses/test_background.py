@@ -131,11 +131,17 @@ async def test_one_that_is_deleted_while_its_cancel_ends_does_not_come_back(
             await alice.responses.retrieve(made.id)
 
 
-async def test_all_events_of_a_streamed_one_are_counted(monkeypatch: Any, tmp_path: Path) -> None:
+async def test_a_streamed_one_is_read_again_from_any_event_and_all_are_counted(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
     async with scene(monkeypatch, tmp_path) as (_, room, (alice, _bob)):
         short = {**LONG, "max_output_tokens": 8}
         stream = await alice.responses.create(**short, background=True, stream=True)
         events = [event async for event in stream]
+        assert (events[1].type, events[-1].type) == ("response.queued", "response.incomplete")
+        name = events[0].response.id  # type: ignore[union-attr]
+        again = await alice.responses.retrieve(name, stream=True, starting_after=3)
+        assert [e.sequence_number async for e in again] == list(range(4, len(events)))
         await until(lambda: not room._background)
         (kept,) = room.store._records.values()
         assert len(kept.record.events) == len(events)
@@ -169,5 +175,6 @@ async def test_a_capsule_that_is_lost_on_the_way_is_computed_from_the_stored_con
             found = await alice.responses.retrieve(found.id)
         assert jobs == [ForkJob, GenerateJob]
         assert found.mallee["turn"] == "whole"
+        assert found.status == "incomplete"  # at its 6 tokens
         assert found.output_text == expected.output_text
         assert found.usage.input_tokens == expected.usage.input_tokens

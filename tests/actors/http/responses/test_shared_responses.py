@@ -1,6 +1,5 @@
-"""Responses of one gateway, read, gone on from, ended and deleted at another."""
+"""Responses of one gateway, read, gone on from, ended and deleted at another; and where they are stored."""
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -9,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mallee.actors.config import ResponsesSettings
 from mallee.actors.http.responses.sharing import packed, unpacked
-from mallee.actors.http.responses.store import Left, Record, Turn
+from mallee.actors.http.responses.store import Left, Record, ResponseStore, Turn, UnknownResponse
 from mallee.actors.text.conversation import Conversation, Function, Message, ToolCall
 from mallee.protocol.errors import CodecError
 from mallee.protocol.hashing import as_tokens
-from mallee.protocol.ids import CapsuleId, Scope
+from mallee.protocol.ids import COMMON, CapsuleId, Scope
 from mallee.router.dispatch.jobs import ForkJob
 from support.openai_clients import OPTIONS, ask, two_clients
 from support.tiny_fleet import BLOCK
@@ -40,6 +40,9 @@ async def test_a_turn_goes_on_at_another_gateway_and_computes_only_what_is_new()
             alone = await ask(a, previous_response_id=alone.id, **shared)
             assert alone.output_text == last.output_text
             assert alone.usage.input_tokens == last.usage.input_tokens
+        # Instructions are not carried over, as OpenAI says.
+        other = await ask(b, "more", previous_response_id=last.id)
+        assert (other.mallee["turn"], other.instructions) == ("whole", None)
 
 
 async def test_a_response_is_read_and_deleted_at_another_gateway_by_its_scope_alone() -> None:
@@ -68,6 +71,7 @@ async def test_a_response_is_read_and_deleted_at_another_gateway_by_its_scope_al
 async def test_a_background_response_is_seen_cancelled_and_deleted_from_another_gateway() -> None:
     async with two_clients() as (a, b, fleet, _):
         queued = await a.responses.create(model="m", input="hi", **LONG)
+        assert queued.status == "queued"
         await until(lambda: fleet.engines["w0"].stats().jobs == 1)
         seen = await b.responses.retrieve(queued.id)
         assert seen.status in ("queued", "in_progress")
@@ -79,6 +83,8 @@ async def test_a_background_response_is_seen_cancelled_and_deleted_from_another_
         await until(lambda: fleet.engines["w0"].stats().jobs == 0)
         for client in (a, b):
             assert (await client.responses.retrieve(queued.id)).status == "cancelled"
+            with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+                await ask(client, "more", previous_response_id=queued.id)
         other = await a.responses.create(model="m", input="hi", **LONG)
         await until(lambda: fleet.engines["w0"].stats().jobs == 1)
         await b.responses.delete(other.id)
@@ -111,23 +117,6 @@ def record() -> Record:
     return Record("resp_1", Scope("one"), {"id": "resp_1"}, [{"type": "x"}], head, last, left, 99)
 
 
-def test_a_record_is_the_same_at_the_other_end() -> None:
-    made = record()
-    found = unpacked(packed(made))
-    assert found.turn is not None
-    assert found.left is not None
-    assert made.turn is not None
-    assert made.left is not None
-    assert found.head == made.head  # or the whole would be rendered again
-    turns = [each.messages for each in found.turn.path()]
-    assert turns == [each.messages for each in made.turn.path()]
-    assert found.left.asked[1] is [*found.turn.path()][-1]
-    assert found.left.drawn.tolist() == [1, 2, 3]
-    assert (found.left.capsule, found.left.prompt_tokens) == ("req_1.0", 7)
-    plain = {"turn": None, "left": None, "is_copy": False}
-    assert replace(found, **plain) == replace(made, **plain)
-
-
 @given(st.binary(max_size=40) | st.integers(0, 400).map(lambda n: packed(record())[:n]))
 def test_malformed_bytes_are_no_record(raw: bytes) -> None:
     with pytest.raises(CodecError):
@@ -140,3 +129,67 @@ def test_a_turn_that_is_not_there_is_refused(turn: int) -> None:
     fields[8][4] = turn
     with pytest.raises(CodecError, match="of 3"):
         unpacked(msgspec.msgpack.encode(fields))
+
+
+# The store: bounded in count, bytes and time, with turns that several share counted once
+
+
+def stored(name: str, turn: Turn | None = None) -> Record:
+    return Record(name, COMMON, {}, [], Conversation(()), turn)
+
+
+def test_the_least_recently_used_is_forgotten_first() -> None:
+    store = ResponseStore(ResponsesSettings(max_count=2), lambda: 0.0)
+    for name in "ab":
+        store.keep(stored(name))
+    store.get("a", COMMON)
+    store.keep(stored("c"))
+    store.check()
+    with pytest.raises(UnknownResponse):
+        store.get("b", COMMON)
+    assert store.get("a", COMMON).id == "a"
+
+
+def test_bytes_are_bounded_and_shared_turns_count_once() -> None:
+    store = ResponseStore(ResponsesSettings(max_mib=1), lambda: 0.0)
+    first = Turn(None, (Message("user", "x" * 400_000),))
+    store.keep(stored("a", first))
+    for name in "bcd":
+        store.keep(stored(name, Turn(first, (Message("user", name),))))
+    store.check()
+    assert len(store) == 4
+    store.keep(stored("e", Turn(None, (Message("user", "y" * 700_000),))))
+    store.check()
+    assert store.nbytes <= 1 << 20
+    assert len(store) == 1  # the long text was all of theirs
+
+
+def test_an_unused_response_is_forgotten_in_time() -> None:
+    now = 0.0
+    store = ResponseStore(ResponsesSettings(ttl_s=10), lambda: now)
+    store.keep(stored("a"))
+    now = 9.0
+    store.get("a", COMMON)
+    now = 18.0
+    store.get("a", COMMON)
+    now = 29.0
+    with pytest.raises(UnknownResponse):
+        store.get("a", COMMON)
+    store.check()
+    assert store.nbytes == 0
+
+
+def test_one_that_runs_stays_and_changes_its_turn() -> None:
+    store = ResponseStore(ResponsesSettings(max_count=1), lambda: 0.0)
+    running = stored("a")
+    running.is_running = True
+    store.keep(running)
+    store.keep(stored("b"))
+    running.turn = Turn(None, (Message("user", "hi"),))
+    store.check()
+    running.is_running = False
+    store.keep(running)
+    store.check()
+    store.forget(running)
+    store.check()
+    assert store.nbytes == 0
