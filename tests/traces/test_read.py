@@ -328,6 +328,67 @@ def test_when_sessions_begin_follows_from_the_seed() -> None:
     assert begins(1, 480.0) == pytest.approx([at / 2 for at in begins(1)])
 
 
+# Search trees
+
+
+def test_a_beam_search_forks_its_parents_level_by_level() -> None:
+    workload = read_workload(DATA / "beam.jsonl")
+    root, one, two, three, four, other, last = workload
+    assert (root.output_tokens, root.parent, root.num_children, root.input_tokens) == (
+        0,
+        -1,
+        2,
+        2112,
+    )
+    assert (one.parent, one.wait_for, one.output_tokens, one.num_children) == (0, (), 7, 2)
+    assert (three.parent, three.wait_for, three.input_tokens) == (1, (1, 2), 0)
+    assert (four.session, four.cls, len(four.ids)) == ("tree 3", "node", 0)
+    assert (two.num_children, other.number, last.parent) == (0, 5, 5)
+    assert other.ids == root.ids == [0, 1, 2, 3]
+
+
+def tree(*nodes: tuple[int, int, int], steps: tuple[int, ...] = (), task: int = 1) -> str:
+    """Nodes as (id, parent, depth); `steps` of all but the root."""
+    found: list[dict[str, int]] = [
+        {"id": name, "parent": parent, "depth": depth} for name, parent, depth in nodes
+    ]
+    for node, step in zip(found[1:], steps, strict=False):
+        node["step"] = step
+    return json.dumps({"task": task, "nodes": found})
+
+
+def test_nodes_may_be_listed_in_any_order_of_parents_before_children(tmp_path: Path) -> None:
+    """K22, part: nobody waits for who comes later."""
+    nodes = [(0, -1, 0), (1, 0, 1), (3, 1, 2), (2, 0, 1)]
+    _, *levels = read_workload(write(tmp_path, tree(*nodes)))
+    assert [(r.parent, r.wait_for) for r in levels] == [(0, ()), (0, ()), (1, (1, 2))]
+    _, *visits = read_workload(write(tmp_path, tree(*nodes, steps=(0, 2, 1))))
+    assert [(r.parent, r.wait_for) for r in visits] == [(0, ()), (0, (1,)), (1, (2,))]
+    with pytest.raises(CodecError, match=r"line 1: some nodes have a step"):
+        list(read_workload(write(tmp_path, tree(*nodes, steps=(0, 2)))))
+    with pytest.raises(CodecError, match=r"line 1: node 3 .* has no place"):
+        list(read_workload(write(tmp_path, tree(*nodes, steps=(1, 0, 2)))))
+
+
+def test_a_root_that_nobody_forks_answers_and_a_task_may_be_searched_twice(tmp_path: Path) -> None:
+    path = write(tmp_path, tree((0, -1, 0)), tree((0, -1, 0), (1, 0, 1)), tree((0, -1, 0), task=2))
+    found = list(read_workload(path))
+    assert [r.session for r in found] == ["tree 1", "tree 1 (2)", "tree 1 (2)", "tree 2"]
+    assert [r.output_tokens > 0 for r in found] == [True, False, True, True]
+
+
+def test_a_depth_first_search_visits_one_node_after_the_other() -> None:
+    root, one, two, three = read_workload(DATA / "depth_first.jsonl")
+    assert [r.parent for r in (root, one, two, three)] == [-1, 0, 1, 0]
+    assert [r.wait_for for r in (one, two, three)] == [(), (1,), (2,)]
+    assert root.session == "tree 0 prune"
+
+
+def test_a_limit_inside_a_tree_counts_only_the_children_that_are_left() -> None:
+    nodes = list(read_workload(DATA / "beam.jsonl", limit=4))
+    assert [r.num_children for r in nodes] == [2, 1, 0, 0]
+
+
 # Azure's tables
 
 
@@ -351,37 +412,6 @@ def test_azure_times_with_and_without_zone_and_fraction(tmp_path: Path) -> None:
 # Wrong files
 
 
-@pytest.mark.parametrize(
-    ("lines", "says"),
-    [
-        ([row(), row(input_length=10**15)], r"line 2: .*<= 100000000 .*input_length"),
-        ([row(), row(ids=(1, 1.5))], r"line 2: .*hash_ids\[1\]"),
-        ([row(5), row(4)], r"line 2: timestamp 4.0 is before .* 5.0; sort"),
-        ([row(request_id="a", wait_for=["b"])], "line 1: wait_for names 'b'"),
-        (
-            [row(request_id="a", wait_for=["b"]), row(request_id="b", wait_for=["a"])],
-            "line 1: wait_for.*circle",
-        ),
-        (
-            [row(), row(ids=tuple(range(99)))],
-            "line 2: more hash_ids than input_length.*--id-tokens",
-        ),
-        (['{"task": 1, "nodes": [{"id": 0, "parent": 3, "depth": 0}]}'], "line 1: node 0 .*place"),
-        (['{"id": "a", "block_size": 64, "requests": [{"k": "r", "t": 0}]}'], r"line 1: .*`in`"),
-        (['{"a": 1}'], "line 1: fields a; known are"),
-        (["a,b,c"], "line 1: neither"),
-        (["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:03.9,1,x"], "line 2: Gen"),
-        (
-            ["TIMESTAMP,ContextTokens,GeneratedTokens", f"2023-11-16 18:17:03.9,{10**15},1"],
-            "line 2: ContextTokens=1000000000000000: must be 1 to",
-        ),
-    ],
-)
-def test_a_wrong_line_is_named_with_its_field(tmp_path: Path, lines: list[str], says: str) -> None:
-    with pytest.raises(CodecError, match=says):
-        list(read_workload(write(tmp_path, *lines)))
-
-
 def test_a_mark_of_utf_8_at_the_begin_is_no_text(tmp_path: Path) -> None:
     path = write(tmp_path, "\ufeff" + row(), row())
     assert len(list(read_workload(path))) == 2
@@ -399,6 +429,9 @@ def test_missing_empty_and_damaged_files_are_refused(tmp_path: Path) -> None:
     for other in (tmp_path, Path("/dev/null")):
         with pytest.raises(ConfigError, match="no plain file"):
             read_workload(other)
+    for line, says in (('{"a": 1}', "line 1: fields a; known are"), ("a,b,c", "line 1: neither")):
+        with pytest.raises(CodecError, match=says):
+            read_workload(write(tmp_path, line))
     damaged = tmp_path / "damaged.gz"
     damaged.write_bytes(gzip.compress((DATA / "mooncake.jsonl").read_bytes())[:-12])
     with pytest.raises(CodecError, match="damaged"):
