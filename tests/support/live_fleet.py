@@ -22,6 +22,7 @@ from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec
 from mallee.protocol.subjects import BusRole
 from mallee.router.config import RouterConfig
+from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
 from mallee.testing.bus import LocalBus, LocalHub
@@ -96,6 +97,7 @@ class LiveFleet:
         clock_of: Callable[[str], Callable[[], float]] = lambda process: time.monotonic,
         ids: RequestIds | None = None,
         wall_clock: Callable[[], float] = time.time,
+        admission: AdmissionConfig | None = None,
     ) -> None:
         """With `syncs`, gateways tell each other what they book; with a `source` weights can change.
 
@@ -115,6 +117,7 @@ class LiveFleet:
         self.clock_of = clock_of
         self.ids = ids
         self.wall_clock = wall_clock
+        self.admission = admission
         self.model = model
         self.routing = routing
         self.make_forward = forward
@@ -172,7 +175,7 @@ class LiveFleet:
         spans = None if self.tracing is None else RequestSpans(self.tracing, "m")
         given: dict[str, Any] = {} if self.ids is None else {"ids": self.ids}
         given |= {"recorder": recorder, "files": self.files, "spans": spans}
-        given |= {"clock": clock, "wall_clock": self.wall_clock}
+        given |= {"clock": clock, "wall_clock": self.wall_clock, "admission": self.admission}
         gateway = make_gateway(name, bus, transport, router, self.model, **given)
         await gateway.start_up()
         self.gateways.append(gateway)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.actors.access.scopes import Scopes
-from mallee.protocol.ids import COMMON, CapsuleId, RequestId, Scope, capsule_id
+from mallee.protocol.ids import COMMON, CapsuleId, RequestId, capsule_id
 
 SCOPES = Scopes(b"one secret", draw=secrets.token_bytes)
 NAMES = st.text(max_size=8)
@@ -62,10 +62,3 @@ def test_gateways_with_one_secret_know_each_other_s_ids_and_others_do_not() -> N
     assert SCOPES.belongs(name, scope)
     assert not strange.belongs(name, scope)
     assert again.new(COMMON) != again.new(COMMON)
-
-
-def test_ids_tell_nothing_of_the_tenant() -> None:
-    scope = SCOPES.scope("acme", "salt")
-    assert isinstance(Scope(scope), str)
-    assert "acme" not in scope
-    assert "acme" not in SCOPES.new(scope)

@@ -17,10 +17,8 @@ from mallee.protocol.ids import Incarnation, Scope, WorkerId, private_part
 from mallee.protocol.messages import (
     Capture,
     Command,
-    Fork,
     Generate,
     Grammar,
-    Holder,
     Limits,
     Prefill,
     Sampling,
@@ -184,19 +182,5 @@ async def test_nobody_elses_prompt_finds_what_was_imported(tmp_path: Path) -> No
     for salt in ("", "mine", "other"):
         asked = Generate(f"g{salt}", pack_tokens(PROMPT), Limits(1), salt=salt)
         assert (await run(there.engine, asked)).last[f"g{salt}", 0].cached_tokens == 0
-    for side in (here, there):
-        side.close()
-
-
-async def test_a_file_whose_lender_is_gone_is_computed_from_its_text(tmp_path: Path) -> None:
-    model = random_model("llama", 5)
-    here, there = (Side(model.forward(num_blocks=121), tmp_path) for _ in "ab")
-    await run(here.engine, Prefill("p", pack_tokens(PROMPT)))
-    gone = Holder("g0", 1, "nowhere", len(PROMPT), "gone")
-    found = await run(there.engine, Prefill("p", pack_tokens(PROMPT), holders=(gone,)))
-    assert found.last["p", 0].prefill_tokens == len(PROMPT)
-    fork = Fork("f", "p.0", (b"",), Limits(9, ignore_eos=True))
-    forks = [(await run(side.engine, fork)).tokens["f", 0] for side in (here, there)]
-    assert forks[0] == forks[1]
     for side in (here, there):
         side.close()

@@ -18,7 +18,6 @@ from mallee.protocol.errors import (
     Unavailable,
     UnknownCapsule,
 )
-from mallee.protocol.messages import Holder
 from mallee.protocol.model import WeightVersion
 from mallee.worker.capsules.record import decode_record
 from mallee.worker.kv.tiers.peers import Ask
@@ -183,38 +182,6 @@ async def test_a_slow_reader_has_a_run_read_ahead_and_no_more(
     export.close()
     await until(lambda: desk.shelf.loans[0].is_closed)
     assert desk.shelf.num_read < len(blocks)
-
-
-async def test_a_loan_that_breaks_ends_the_export_with_its_error(desk: Desk) -> None:
-    holder = desk.shelf.put("c", record(), rows())
-    desk.shelf.fails_at = 0
-    with pytest.raises(MalleeError, match="gone"):
-        await desk.sent(holder)
-    assert desk.exports.num_open == 0
-    await until(lambda: desk.shelf.loans[0].is_closed)
-    with pytest.raises(UnknownCapsule):
-        await desk.sent(Holder("w0", 1, "", 0, "nope"))
-
-
-async def test_an_end_in_the_middle_leaves_nothing(desk: Desk) -> None:
-    """F24, part: clients that are gone, at every step."""
-    data = await file_of(desk)
-    for num_bytes in (0, 10, 400, 1300, len(data)):
-        incoming = await desk.imports.begin(SPEC, BLOCK_SIZE)
-        feeding = asyncio.ensure_future(incoming.feed(data[:num_bytes]))
-        await asyncio.sleep(0)
-        feeding.cancel()
-        incoming.close()
-        await asyncio.gather(feeding, return_exceptions=True)
-    await until(lambda: desk.spools.num_open == 0)
-    assert desk.spools.nbytes == 0
-    holder = desk.shelf.put("c", record(), rows())
-    beginning = asyncio.ensure_future(desk.exports.begin(holder, SPEC, BLOCK_SIZE))
-    await asyncio.sleep(0)
-    beginning.cancel()
-    await asyncio.gather(beginning, return_exceptions=True)
-    await until(lambda: all(loan.is_closed for loan in desk.shelf.loans))
-    assert desk.exports.num_open == 0
 
 
 async def test_a_record_of_another_shape_than_the_model_is_never_sent(desk: Desk) -> None:

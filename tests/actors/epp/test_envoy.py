@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from mallee.testing.envoy import envoy, find_envoy
-from mallee.testing.vllm_pod import KVPublisher, VllmPod
+from mallee.testing.vllm_pod import VllmPod
 from support.brokers import OpenBroker
-from support.pickers import model_folder, picker_process
+from support.pickers import picker_process
 from support.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.nats]
@@ -164,34 +164,6 @@ async def test_the_booking_follows_envoys_retry(tmp_path: Path) -> None:
             await dying.__aexit__()
             served = [await pod_of(client, url, number) for number in range(6)]
             assert gone not in served
-
-
-async def test_kv_events_reach_a_picker_behind_envoy(tmp_path: Path) -> None:
-    """A replay tells of a prompt that a pod had before the picker came."""
-    publisher = KVPublisher()
-    async with (
-        VllmPod(host="127.0.0.2", publisher=publisher) as warm,
-        VllmPod(host="127.0.0.3") as cold,
-        httpx.AsyncClient(timeout=20) as client,
-    ):
-        addresses = [cold.address, warm.address]
-        prompt = list(range(3000, 3400))
-        await client.post(f"http://{warm.address}/v1/completions", json={"prompt": prompt})
-        settings = {
-            "endpoints": addresses,
-            "model": model_folder(tmp_path),
-            "events_port": publisher.port,
-            "replay_port": publisher.replay_port,
-        }
-        async with (
-            picker_process(tmp_path, **settings) as picker,
-            envoy(tmp_path, addresses, [picker.port], fails_open=False) as url,
-        ):
-            await until_healthy(client, url)
-            body = {"prompt": prompt}
-            answer = (await client.post(f"{url}/v1/completions", json=body)).json()
-            assert answer["pod"] == warm.address
-            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 399
 
 
 async def until_healthy(client: httpx.AsyncClient, url: str, status: int = 200) -> None:

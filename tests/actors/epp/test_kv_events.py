@@ -213,18 +213,6 @@ def test_a_gap_without_replays_keeps_what_is_known_and_says_that_it_is_not_all()
     assert contents.names.num_unknown == 1
 
 
-def test_a_live_message_that_a_replay_brought_already_is_no_restart() -> None:
-    order = EventOrder(can_replay=True)
-    order.begin_replay()
-    for seq in range(4):
-        assert order.on_replayed(seq, b"") == Arrival(False, (b"",))
-    order.end_replay(is_complete=True)
-    assert order.on_live(3, b"") == Arrival()
-    assert order.on_live(4, b"4") == Arrival(False, (b"4",))
-    assert order.is_whole
-    assert not order.has_restarted
-
-
 def test_batches_that_wait_for_a_replay_are_bounded() -> None:
     order = EventOrder(can_replay=True)
     for seq in range(1, 6000):

@@ -343,23 +343,3 @@ async def test_an_address_that_is_taken_is_named() -> None:
                 await failed.__aenter__()
             assert failed._client.is_closed
             assert not failed.tasks._tasks
-
-
-async def test_a_start_that_is_cancelled_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with pods(1) as found:
-        picker = Picker(picker_config([found[0].address]))
-        has_begun = asyncio.Event()
-
-        async def hang(*_: object) -> None:
-            has_begun.set()
-            await asyncio.Event().wait()
-
-        monkeypatch.setattr(picker.server, "start_up", hang)
-        starting = asyncio.ensure_future(picker.__aenter__())
-        await has_begun.wait()
-        assert picker.tasks._tasks
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
-        assert picker._client.is_closed
-        assert not picker.tasks._tasks

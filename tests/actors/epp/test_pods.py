@@ -14,7 +14,6 @@ from mallee.actors.epp.pods.endpoints import (
 )
 from mallee.actors.epp.pods.metrics import read_metrics
 from mallee.protocol.errors import ConfigError
-from mallee.testing.vllm_pod import VllmPod
 from support.waiting import elapse, until
 
 PAGE = """\
@@ -60,12 +59,6 @@ def test_what_a_pod_does_not_say_is_not_made_up() -> None:
     assert read_metrics("go_goroutines 7\n") is None
     nonsense = "vllm:num_requests_waiting NaN\nvllm:num_requests_waiting -3\n{}{}{\n"
     assert read_metrics(nonsense) is None
-
-
-def test_the_stub_pod_speaks_as_vllm_does() -> None:
-    report = read_metrics(VllmPod(num_blocks=77).metrics())
-    assert report is not None
-    assert (report.num_blocks, report.block_size, report.model) == (77, 16, "m")
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:8000", "[fd00::1]:80"])

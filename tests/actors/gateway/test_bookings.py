@@ -113,8 +113,8 @@ async def test_loads_agree_within_one_message() -> None:
             gateway.feed.replicas.check()
 
 
-async def test_gateways_know_where_others_serve_their_metrics() -> None:
-    """By their heartbeats; those of one that is gone are forgotten."""
+async def test_gateways_know_where_others_serve_their_metrics_until_they_die() -> None:
+    """K10, X7: by their heartbeats; what a dead one told is forgotten, and its load expires."""
     hub = LocalHub()
     async with Gateway(hub, "g0") as one:
         other = Gateway(hub, "g1")
@@ -123,20 +123,13 @@ async def test_gateways_know_where_others_serve_their_metrics() -> None:
         await other.__aenter__()
         await until(lambda: one.feed.others_metrics == {"g1": "10.0.0.1:9400"})
         await until(lambda: other.feed.others_metrics == {"g0": "10.0.0.2:9400"})
+        one.book("a")
+        other.book("b")
+        await until(lambda: one.loads()["w0"][0] == 2)
         await other.die()
         await until(lambda: not one.feed.others_metrics)
-
-
-async def test_a_dead_gateways_load_expires() -> None:
-    """K10, X7: a replica's crash expires its load."""
-    hub = LocalHub()
-    async with Gateway(hub, "g0") as one, Gateway(hub, "g1") as two:
-        one.book("a")
-        two.book("b")
-        await until(lambda: two.loads()["w0"][0] == 2)
-        await one.die()
-        await until(lambda: two.loads()["w0"][0] == 1)
-        assert two.feed.replicas.stats().expired_gateways == 1
+        await until(lambda: one.loads()["w0"][0] == 1)
+        assert one.feed.replicas.stats().expired_gateways == 1
 
 
 async def test_a_gateway_that_closes_says_what_it_freed() -> None:
@@ -177,16 +170,6 @@ async def test_what_was_booked_while_the_broker_was_away_is_told_afterwards() ->
         assert sum(rows for rows, *_ in one.loads().values()) == 2
         hub.set_up(True)
         await until(lambda: two.loads() == one.loads())
-
-
-async def test_bookings_on_a_worker_not_met_yet_count_once_it_is_met() -> None:
-    hub = LocalHub()
-    async with Gateway(hub, "g0") as one, Gateway(hub, "g1") as two:
-        one.meet("w2")
-        one.book("a", worker="w2")
-        await until(lambda: two.feed.replicas.stats().waiting == 1)
-        two.meet("w2")
-        assert two.loads()["w2"] == one.loads()["w2"]
 
 
 async def test_malformed_messages_are_refused_and_the_rest_goes_on() -> None:

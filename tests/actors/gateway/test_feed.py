@@ -91,17 +91,6 @@ def run(*blocks: int) -> bytes:
     return pack_hashes(np.array(blocks, dtype=np.uint64))
 
 
-async def test_events_arrive_after_the_lease_that_came_before_them() -> None:
-    """K2: order of arrival is kept on the way through the queue."""
-    async with Place() as place:
-        place.lease("w0", 0)
-        place.store("w0", 0, 1, 2)
-        place.store("w0", 1, 3)
-        await until(lambda: place.sizes() == {"w0": 3})
-        assert place.joined == ["w0"]
-        assert place.router.stats().gaps == 0
-
-
 async def test_a_lease_that_overtook_the_events_sent_before_it_is_no_gap() -> None:
     async with Place() as place:
         place.lease("w0", 0)

@@ -7,7 +7,6 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from mallee.actors.http.serve import prefill
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import DeviceMemoryExhausted, UnknownCapsule
 from mallee.protocol.hashing import as_tokens
@@ -138,23 +137,6 @@ async def test_a_worker_whose_link_broke_is_met_again_at_its_next_lease(
         await until(lambda: gateway.health()["status"] == "ok")
         fork = await gateway.start(ForkJob(made.capsule, [as_tokens([])], Limits(3), HOT))
         assert (await collect(fork))[0][0] == expect(PROMPT.tolist(), 3)
-
-
-async def test_a_client_that_leaves_during_a_prefill_leaves_no_capsule() -> None:
-    """At whatever moment: only answers that were read leave one."""
-    async with fleet(workers=1) as f:
-        engine = f.engines["w0"]
-        made = 0
-        for i in range(60):
-            name = f.gateways[0].new_name(COMMON)
-            asking = asyncio.create_task(prefill(f.gateways[0], PrefillJob(PROMPT), 0.0, name))
-            await elapse(i / 20_000)
-            asking.cancel()
-            (answer,) = await asyncio.gather(asking, return_exceptions=True)
-            made += not isinstance(answer, BaseException)
-        await until(lambda: engine.stats().jobs == 0)
-        await until(lambda: engine.stats().capsules.kept == made)
-        assert made < 60
 
 
 async def test_a_fork_that_finds_its_capsule_gone_repairs_the_directory() -> None:

@@ -81,28 +81,8 @@ async def test_a_split_fork_draws_what_it_would_draw_unsplit() -> None:
             router.check()
 
 
-async def test_branches_of_a_split_fork_leave_capsules_like_any_other() -> None:
-    """X1: wherever a branch ran, its children follow it there, and can be computed elsewhere again."""
-    async with fleet() as f:
-        made = await make_capsule(f)
-        gateway = f.gateways[0]
-        first = await collect(await gateway.start(ForkJob(made.capsule, SUFFIXES, Limits(20), HOT)))
-        for i in (0, 5, 11):
-            tokens, last = first[i]
-            text = PROMPT.tolist() + SUFFIXES[i].tolist() + tokens
-            assert (
-                (await gateway.capsule(last.capsule, COMMON)).boundary == len(text) == last.boundary
-            )
-            again = await gateway.start(ForkJob(last.capsule, SUFFIXES, Limits(4), HOT))
-            assert len(workers_of(f, again)) == 3
-            answers = await collect(again)
-            for k, suffix in enumerate(SUFFIXES):
-                assert answers[k][0] == expect(text + suffix.tolist(), 4, k)
-        await until(f.is_clean)
-
-
 async def test_a_split_fork_of_a_capsules_beginning_draws_what_it_would_draw_unsplit() -> None:
-    """F5, part, X6, part: every worker continues the same first tokens, and so do the children's children."""
+    """F5, part, X1, X6, part: all go on from the same first tokens, as do the children's children."""
     cut = len(PROMPT) - 3
     async with fleet() as f:
         made = await make_capsule(f)
@@ -115,7 +95,8 @@ async def test_a_split_fork_of_a_capsules_beginning_draws_what_it_would_draw_uns
             assert answers[i][0] == expect(begun + suffix.tolist(), 8, i)
         tokens, last = answers[5]
         text = begun + SUFFIXES[5].tolist() + tokens
-        assert (await gateway.capsule(last.capsule, COMMON)).boundary == len(text)
+        known = await gateway.capsule(last.capsule, COMMON)
+        assert known.boundary == len(text) == last.boundary
         again = await gateway.start(ForkJob(last.capsule, SUFFIXES, Limits(4), HOT))
         assert len(workers_of(f, again)) == 3
         for k, (drawn, _) in (await collect(again)).items():

@@ -135,21 +135,6 @@ async def test_what_is_copied_outlives_its_gateway_until_it_is_deleted(
     assert (alone.bus.num_published, c.bus.num_published) == (0, num_before)
 
 
-async def test_a_gateway_that_is_gone_is_waited_for_no_longer_than_a_bound(
-    three: list[Gateway],
-) -> None:
-    a, b, c = three
-    name = SCOPES.new(COMMON)
-    c.bus.is_mute = True
-    begun = time.monotonic()
-    assert await b.records.fetch("thing", name, COMMON) is None
-    assert time.monotonic() - begun == pytest.approx(ASK_S)
-    a.kept[name, COMMON] = b"text"
-    assert await b.records.fetch("thing", name, COMMON, wait_s=60) == b"text"
-    a.bus.signals.set_up(False)
-    assert await a.records.fetch("thing", SCOPES.new(COMMON), COMMON, wait_s=60) is None
-
-
 async def test_malformed_messages_and_failing_owners_hurt_nobody(three: list[Gateway]) -> None:
     a, b, c = three
     subjects = Subjects.of("test")

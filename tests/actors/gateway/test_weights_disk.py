@@ -11,7 +11,6 @@ import pytest
 
 from mallee.actors.hosting import engine as engine_thread
 from mallee.actors.hosting import weights as changes
-from mallee.actors.hosting.engine import EngineThread
 from mallee.actors.hosting.host import Host
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import WorkerLost
@@ -166,17 +165,3 @@ async def test_a_life_that_does_not_end_or_begin_in_time_fails_its_host(
         s.writes.may_go.set()
         s.looks.may_go.set()
         await asyncio.gather(*waits, return_exceptions=True)
-
-
-async def test_the_end_of_an_engine_is_told_when_all_of_it_is_over(tmp_path: Path) -> None:
-    async with scene(tmp_path) as s:
-        runner = s.host.workers[next(iter(s.host.workers))].runner
-        assert isinstance(runner, EngineThread)
-        capsule = await s.keep()
-        s.writes.hold()
-        waits = asyncio.create_task(s.gateways[0].demote(capsule, DISK, COMMON))
-        await until(s.writes.is_waiting.is_set)
-        assert not await runner.stop(RuntimeError("over"), within_s=0.05)
-        s.writes.may_go.set()
-        assert await runner.stop(RuntimeError("over"), within_s=10.0)
-        waits.cancel()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mallee.actors.hosting.numa import Neighbours, neighbours, parse_cpus, pin
+from mallee.actors.hosting.numa import Neighbours, neighbours, pin
 
 PCI = "0000:9b:00.0"
 
@@ -87,13 +87,6 @@ def test_where_there_is_nothing_to_choose_nothing_changes_but_a_line_of_the_log(
     assert seen.cpus == {}
     (record,) = caplog.records
     assert (record.levelno, reason in record.getMessage()) == (logging.DEBUG, True)
-
-
-def test_a_list_of_cpus_is_read() -> None:
-    assert parse_cpus("0-2,5,8-8\n") == {0, 1, 2, 5, 8}
-    assert parse_cpus("\n") == frozenset()
-    with pytest.raises(ValueError, match="many"):
-        parse_cpus("many")
 
 
 @pytest.mark.skipif(

@@ -73,26 +73,6 @@ async def test_a_batch_is_answered_on_the_stream_of_its_gateway(rig: Any) -> Non
         assert r.host.stats().gateways == 2
 
 
-async def test_commands_reach_the_engine_in_order(
-    rig: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with rig() as r, aclosing(Reader(r.host, "g")) as frames:
-        seen: list[str] = []
-        submit = r.engine.submit
-
-        def record(command: Generate, gateway: str) -> None:
-            seen.append(command.request)
-            submit(command, gateway)
-
-        monkeypatch.setattr(r.engine, "submit", record)
-        await hello(frames)
-        names = [f"r{i}" for i in range(40)]
-        for i in range(0, 40, 8):
-            await frames.submit(batch(*(generate(name, 1) for name in names[i : i + 8])))
-            assert seen == names[: i + 8]  # the engine has them when submit returns
-        assert len(await updates(frames, 40)) == 40
-
-
 async def test_a_refused_id_in_use_leaves_its_running_request_open(rig: Any) -> None:
     async with rig() as r, aclosing(Reader(r.host, "g")) as frames:
         await hello(frames)
@@ -121,14 +101,6 @@ async def test_a_gateway_whose_stream_has_ended_may_not_submit(rig: Any) -> None
         await frames.aclose()
         with pytest.raises(WorkerLost, match="has ended"):
             await frames.submit(batch(generate("a")))
-
-
-async def test_an_idle_stream_beats_and_the_engine_sleeps(rig: Any) -> None:
-    async with rig(heartbeat_s=0.01) as r, aclosing(Reader(r.host, "g")) as frames:
-        for _ in range(4):
-            await hello(frames)
-        assert r.host.stats().steps == 0
-        assert r.forward.num_passes == 0
 
 
 def running(r: Any) -> int:
@@ -188,23 +160,6 @@ async def test_a_slow_reader_gets_what_it_missed_as_one(rig: Any) -> None:
         r.host.check()
 
 
-async def test_a_reader_that_falls_too_far_behind_is_cut_and_no_other(rig: Any) -> None:
-    async with rig(max_waiting_nbytes=10_000) as r, aclosing(
-        Reader(r.host, "slow")
-    ) as frames, aclosing(Reader(r.host, "other")) as other:  # fmt: skip
-        await hello(frames)
-        frames.is_slow = True
-        await frames.submit(batch(generate("a", 500)))
-        await other.submit(batch(generate("b", 500)))
-        await until(lambda: r.host.stats().slow_streams == 1)
-        async with asyncio.timeout(5):
-            assert not [raw async for raw in frames]
-        assert r.host.stats().gateways == 1
-        assert sum(len(u.tokens) for u in await updates(other, 1)) == 500
-        await until(lambda: running(r) == 0)
-        r.host.check()
-
-
 async def test_heartbeats_tell_how_far_a_busy_worker_is(rig: Any) -> None:
     """Chunks of a long prefill report nothing: without it they would look like a hang."""
     async with rig(heartbeat_s=0.01) as r, aclosing(Reader(r.host, "g")) as frames:
@@ -232,22 +187,15 @@ async def test_a_silent_gateway_is_cut_and_an_empty_batch_is_no_silence(rig: Any
         r.now += 9
         await frames.submit(batch())
         r.now += 9
-        await hello(frames)
-        r.now += 9
-        async with asyncio.timeout(5):
-            async for raw in frames:
-                assert decode_reports(raw) == ()
-        assert r.host.stats().silent_gateways == 1
-
-
-async def test_a_silent_gateway_is_cut_while_its_branches_run(
-    rig: Any,
-) -> None:
-    async with rig(heartbeat_s=0.01) as r, aclosing(Reader(r.host, "g")) as frames:
-        await hello(frames)
+        for _ in range(4):  # it beats while the engine sleeps
+            await hello(frames)
+        assert (r.host.stats().steps, r.forward.num_passes) == (0, 0)
         await frames.submit(batch(generate("a", 900)))
-        r.now += 11  # and nobody reads: the reader was killed
+        r.now += 11
         await until(lambda: running(r) == 0)
+        async with asyncio.timeout(5):
+            async for _ in frames:
+                pass  # what was on its way, then the end
         assert r.host.stats().silent_gateways == 1
 
 

@@ -6,9 +6,7 @@ dead.
 
 import asyncio
 import time
-from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +22,10 @@ from mallee.mocker.timing import Fixed, Timing
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import ConfigError, WorkerLost
 from mallee.protocol.hashing import Tokens, as_tokens
-from mallee.protocol.ids import COMMON
 from mallee.protocol.messages import Generate, Limits
-from mallee.protocol.parcels import Parcel, decode_reports
+from mallee.protocol.parcels import Parcel
 from mallee.router.config import RouterConfig
-from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
+from mallee.router.dispatch.jobs import GenerateJob
 from mallee.router.router import Router
 from support.mock_scene import MockScene, make_folder, mock_config, mocked
 from support.reading import Reader
@@ -111,21 +108,6 @@ async def test_answers_read_like_words(folder: Path) -> None:
         assert [token for delta in again for token in delta.tokens] == tokens
 
 
-async def test_streams_come_at_the_engines_pace_token_by_token(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ten steps of 10 ms: ten updates, each when it is due."""
-    set_timing(monkeypatch, Timing(Fixed(0.02, 0.01)))
-    async with mocked(mock_config(folder)) as scene:
-        begin = time.monotonic()
-        stream = await scene.gateway.start(generate(1, 11))
-        times = []
-        async for delta in stream:
-            assert len(delta.tokens) == 1
-            times.append(time.monotonic() - begin)
-        assert times == pytest.approx([0.02 + i * 0.01 for i in range(11)])
-
-
 async def test_a_loop_that_is_behind_tells_several_steps_at_once_and_keeps_the_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,69 +152,16 @@ async def test_requests_that_outlast_the_drain_go_on_elsewhere(
         scene.gateway.check()
 
 
-async def test_kept_capsules_are_on_another_worker_before_theirs_leaves(folder: Path) -> None:
-    """K28, part: under their own ids, with their time to live; the last one is released for good."""
-    config = mock_config(folder, mock__engines_per_worker=2, routing__policy="round_robin")
-    async with mocked(config) as scene:
-        made = []
-        while len(made) < 6:
-            stream = await scene.gateway.start(PrefillJob(prompt(len(made))))
-            (delta,) = await collect(stream)
-            assert delta.capsule is not None
-            made += [delta.capsule]
-        owners = [(await scene.gateway.capsule(capsule, COMMON)).worker for capsule in made]
-        assert set(owners) == {"w0", "w1"}
-        await scene.admin("drain", "w1")
-        await until(lambda: "w1" not in scene.fleet.host.workers)
-        assert scene.names() == {"w0"}
-        for capsule in made:
-            assert (await scene.gateway.capsule(capsule, COMMON)).worker == "w0"
-            job = ForkJob(capsule, [as_tokens([5])] * 2, Limits(3, ignore_eos=True))
-            deltas = await collect(await scene.gateway.start(job))
-            assert num_tokens(deltas) == 6
-            assert {d.prefill_tokens for d in deltas if d.finish} <= {0, 1}  # its suffix alone
-        scene.gateway.check()
-
-
-async def test_a_fork_during_a_drain_waits_for_its_capsule_and_finds_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """K28, part: a kept capsule is made again first; one that an answer left, by the fork itself."""
-    set_timing(monkeypatch, Timing(Fixed(0.01, 0.01)))
-    config = mock_config(folder, mock__engines_per_worker=2, routing__policy="round_robin")
-    async with mocked(config) as scene:
-        kept = await scene.gateway.start(PrefillJob(prompt(1)))
-        (delta,) = await collect(kept)
-        assert delta.capsule is not None
-        fork = ForkJob(delta.capsule, [as_tokens([5])], Limits(3, ignore_eos=True))
-        answer = (await collect(await scene.gateway.start(fork)))[-1]
-        await scene.admin("drain", str(kept.worker))
-        await until(lambda: len(scene.names()) == 1)
-        for capsule in (delta.capsule, answer.capsule):
-            assert capsule is not None
-            job = ForkJob(capsule, [as_tokens([5])], Limits(3, ignore_eos=True))
-            assert num_tokens(await collect(await scene.gateway.start(job))) == 3
-        scene.gateway.check()
-
-
-def on_the_way(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], bytes], delay_s: float = 0.0
-) -> None:
-    """Have `change` made to each message from a host to a gateway, and have it come later."""
-    whole = HostLink.on_reports
-
-    def on_reports(link: HostLink, raw: bytes) -> None:
-        asyncio.get_running_loop().call_later(delay_s, whole, link, change(raw))
-
-    monkeypatch.setattr(HostLink, "on_reports", on_reports)
-
-
 async def test_leases_that_overtake_the_last_frames_of_a_worker_end_no_answer(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """K28, part: leases take the bus, frames a stream; the worker is long gone when its last ones come."""
+    whole = HostLink.on_reports
 
-    on_the_way(monkeypatch, lambda raw: raw, 0.05)
+    def on_reports(link: HostLink, raw: bytes) -> None:
+        asyncio.get_running_loop().call_later(0.05, whole, link, raw)
+
+    monkeypatch.setattr(HostLink, "on_reports", on_reports)
     set_timing(monkeypatch, Timing(Fixed(0.0, 0.01)))
     config = mock_config(folder, mock__engines_per_worker=2, routing__policy="round_robin")
     async with mocked(config) as scene:
@@ -247,39 +176,6 @@ async def test_leases_that_overtake_the_last_frames_of_a_worker_end_no_answer(
             assert ended[-1].error is None
             assert num_tokens(ended) == 12
         await until(lambda: list(scene.gateway._peers._peers) == ["w0"])
-
-
-@pytest.mark.parametrize("ends_early", [False, True])
-async def test_tokens_that_get_lost_on_their_way_make_an_error(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, ends_early: bool
-) -> None:
-    """The answer says how many arrived, and never ends as if it were whole."""
-    num_reports = 0
-
-    def lossy(raw: bytes) -> bytes:
-        nonlocal num_reports
-        kept = []
-        for report in decode_reports(raw):
-            num_reports += 1
-            if num_reports != 3:
-                kept.append(report)
-        return encode(kept)
-
-    on_the_way(monkeypatch, lossy)
-    set_timing(monkeypatch, Timing(Fixed(0.0, 0.005)))
-    async with mocked(mock_config(folder, mock__engines_per_worker=1)) as scene:
-        job = generate(1, 8)
-        if ends_early:
-            num_reports = 3  # nothing of this one gets lost
-            _, whole = await ask(scene, generate(1, 8))
-            tokens = [token for delta in whole for token in delta.tokens]
-            job = replace(job, limits=Limits(8, (tokens[-1],), ignore_eos=True))
-            num_reports = 0
-        _, deltas = await ask(scene, job)
-        assert isinstance(deltas[-1].error, WorkerLost)
-        assert "tokens arrived" in str(deltas[-1].error)
-        assert deltas[-1].capsule is None
-        scene.gateway.check()
 
 
 async def test_engines_are_there_after_their_start_up_time(
@@ -388,29 +284,6 @@ async def test_an_engine_that_breaks_while_its_load_is_asked_leaves_the_others_t
         before = scene.bus.num_published
         await until(lambda: scene.bus.num_published > before + 2)
     assert any("SimpleNamespace" in str(record.exc_info) for record in caplog.records)
-
-
-async def test_an_idle_fleet_asks_no_engine_for_its_load(folder: Path) -> None:
-    """Leases of idle engines repeat what is known: nothing is counted anew."""
-    async with mocked(mock_config(folder)) as scene:
-        await ask(scene, generate(1, 2))
-        await elapse(0.15)
-        calls: list[int] = []
-        for worker in scene.fleet.host.workers.values():
-            engine: Any = worker.runner._mocked.engine  # type: ignore[attr-defined]
-            engine.load = counted(calls, engine.load)
-        await elapse(0.2)
-        assert not calls
-        await ask(scene, generate(2, 2))
-        await until(lambda: len(calls) == 1)
-
-
-def counted(calls: list[int], function: Callable[[], Any]) -> Callable[[], Any]:
-    def call() -> Any:
-        calls.append(1)
-        return function()
-
-    return call
 
 
 async def test_what_an_engine_has_no_room_for_comes_back_from_host_memory(folder: Path) -> None:

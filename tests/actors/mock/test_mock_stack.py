@@ -2,17 +2,10 @@
 
 import asyncio
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -25,7 +18,7 @@ from mallee.actors.mock.stack import MockStack
 from mallee.protocol.errors import ConfigError, InternalError
 from support.mock_scene import make_folder, mock_config
 from support.task_groups import FLIP_S, groups, running
-from support.waiting import until, wait_until
+from support.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.nats, pytest.mark.slow]
 
@@ -126,43 +119,6 @@ async def test_a_fleet_that_cannot_start_says_why_and_leaves_nothing(folder: Pat
         MockStack(mock_config(folder).model_copy(update={"engine": EngineSettings(kind="model")}))
     with pytest.raises(ConfigError, match=r"max_workers=2: .* use `mallee serve "):
         MockStack(mock_config(folder, autoscaling__max_workers=2))
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """`mallee mock` as a command."""
-    port = free_port()
-    command = [sys.executable, "-m", "mallee.cli", "mock", "--engines", "20"]
-    command += ["--model", str(folder), "--port", str(port), "--speedup", "20"]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_until(lambda: process.poll() is not None or has_all(url), timeout_s=60)
-        assert process.poll() is None, "it ended"
-        yield url, process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def has_all(url: str) -> bool:
-    with suppress(httpx.HTTPError, KeyError):
-        return len(httpx.get(f"{url}/health", timeout=5).json()["workers"]) == NUM_ENGINES
-    return False
-
-
-def test_the_command_serves_until_it_is_told_to_end(
-    served: tuple[str, subprocess.Popen[bytes]], folder: Path
-) -> None:
-    url, process = served
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        answer = client.completions.create(
-            model=folder.name, prompt="many trunks", max_tokens=5, extra_body={"ignore_eos": True}
-        )
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens == 5
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
 
 
 async def test_a_stack_ends_whichever_task_of_its_gateway_was_killed(folder: Path) -> None:

@@ -48,15 +48,6 @@ async def test_everybody_is_woken_once_and_never_early() -> None:
     pacer.close()
 
 
-async def test_who_waits_is_not_woken_again_and_again() -> None:
-    pacer = Pacer(asyncio.get_running_loop().time)
-    sleeper = Sleeper(pacer, [0.0014] * 50)
-    sleeper.sleep(here() + 0.0004)
-    await until(lambda: len(sleeper.woken) == 51)
-    assert pacer.stats().wakes <= 51
-    pacer.close()
-
-
 async def test_who_wants_another_time_is_not_woken_at_the_old_one() -> None:
     pacer = Pacer(asyncio.get_running_loop().time)
     begin = here()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from mallee.protocol.messages import Fork, Generate, Prefill
+from mallee.protocol.messages import Fork, Generate
 from mallee.sessions.episode import episode_of, record_of
 from mallee.sessions.record import Asked, Got, Manifest, Placed, read
 from mallee.testing.random_model import random_model
@@ -254,28 +254,6 @@ async def test_two_gateways_record_two_parts_of_one_session(tmp_path: Path) -> N
     assert [type(each.request.command) for each in outcomes] == [Generate, Fork, Fork]
     for part in parts:
         assert bad(again(part.read_bytes())) == []
-
-
-async def test_another_scope_neither_reads_nor_writes_nor_deletes_a_record(tmp_path: Path) -> None:
-    """X14, part: the session's name is its owner's alone."""
-    async with api(tmp_path) as (client, _):
-        await complete(client, max_tokens=4)
-        raw = (await client.get(RECORD)).content
-        salt = {"x-cache-salt": "other"}
-        for method in ("GET", "DELETE"):
-            answer = await client.request(method, RECORD, headers=salt)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
-        await complete(client, "theirs", max_tokens=4, cache_salt="other")
-        theirs = (await client.get(RECORD, headers=salt)).content
-        assert (await client.get(RECORD)).content == raw
-        [asked] = [entry for entry in read(theirs).entries if isinstance(entry, Asked)]
-        assert isinstance(asked.command, Generate | Prefill)
-        assert len(asked.command.tokens) // 4 == len("theirs")
-        assert (await client.delete(RECORD)).status_code == 200
-        assert (await client.get(RECORD)).status_code == 404
-        assert (await client.get(RECORD, headers=salt)).content == theirs
-        await complete(client, max_tokens=4)
-        assert bad(again((await client.get(RECORD)).content)) == []
 
 
 async def test_a_record_is_refused_where_it_can_not_be(tmp_path: Path) -> None:

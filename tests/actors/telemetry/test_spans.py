@@ -18,12 +18,10 @@ from mallee.actors.telemetry.tracing import genai
 from mallee.actors.telemetry.tracing.http import HttpSpans
 from mallee.actors.telemetry.tracing.provider import check_exporters, exporter_names, open_tracing
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.codec import encode
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.hashing import as_tokens
-from mallee.protocol.ids import CapsuleId, Incarnation, WorkerId
-from mallee.protocol.messages import Generate, Limits, traced
-from mallee.protocol.parcels import Life, decode_parcels, pack
+from mallee.protocol.ids import CapsuleId
+from mallee.protocol.messages import Limits
 from mallee.router.config import RouterConfig
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
 from support.live_api import api_over
@@ -60,7 +58,8 @@ async def client_of(fleet: LiveFleet, spans: Spans) -> AsyncIterator[httpx.Async
 
 async def test_a_request_is_one_tree_from_http_to_the_engine() -> None:
     spans = Spans()
-    body = {"model": "m", "prompt": "a tree of trunks", "max_tokens": 5, "n": 2, "temperature": 0.5}
+    body = {"model": "m", "prompt": "a secret of tree", "max_tokens": 5, "n": 2, "temperature": 0.5}
+    body |= {"stop": ["secret stop"], "user": "secret user", "mallee": {"session": "secret"}}
 
     async def parts() -> AsyncIterator[bytes]:
         await elapse(0.25)
@@ -110,6 +109,7 @@ async def test_a_request_is_one_tree_from_http_to_the_engine() -> None:
     assert engine.attributes[genai.OUTPUT_TOKENS] == 10
     assert engine.attributes[genai.STEPS] >= 5
     assert [event.name for event in engine.events] == ["first token"]
+    assert "secret" not in "".join(span.to_json() for span in spans.ended)
 
 
 async def test_times_of_spans_are_those_of_the_life() -> None:
@@ -133,35 +133,23 @@ async def test_times_of_spans_are_those_of_the_life() -> None:
 
 
 async def test_w3c_context_comes_in_and_goes_out() -> None:
+    """Health, metrics and requests with an unsampled parent have no span."""
     spans = Spans()
     body = {"prompt": "a tree", "max_tokens": 2}
     async with traced_fleet(spans) as fleet, client_of(fleet, spans) as client:
+        for path in ("/health", "/metrics"):
+            assert (await client.get(path)).status_code == 200
+        headers = {"traceparent": PARENT[:-2] + "00"}
+        answer = await client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        assert "traceresponse" not in answer.headers
+        assert spans.ended == ()
         answer = await client.post("/v1/completions", json=body, headers={"traceparent": PARENT})
     http = spans.one("POST /v1/completions")
     assert http.parent is not None
     assert f"{http.parent.span_id:016x}" == "b7ad6b7169203331"
     assert {f"{span.context.trace_id:032x}" for span in spans.ended} == {TRACE}
     assert answer.headers["traceresponse"] == f"00-{TRACE}-{http.context.span_id:016x}-01"
-
-
-async def test_an_unsampled_parent_leaves_no_span() -> None:
-    spans = Spans()
-    headers = {"traceparent": PARENT[:-2] + "00"}
-    async with traced_fleet(spans) as fleet, client_of(fleet, spans) as client:
-        body = {"prompt": "a tree", "max_tokens": 2}
-        answer = await client.post("/v1/completions", json=body, headers=headers)
-        assert answer.status_code == 200
-        assert "traceresponse" not in answer.headers
-    assert spans.ended == ()
-
-
-async def test_health_and_metrics_have_no_span() -> None:
-    spans = Spans()
-    async with traced_fleet(spans) as fleet, client_of(fleet, spans) as client:
-        for path in ("/health", "/metrics"):
-            assert (await client.get(path)).status_code == 200
-        await client.get("/v1/models")
-    assert spans.tree == ["GET /v1/models"]
 
 
 async def test_a_fork_links_to_the_request_that_made_its_capsule() -> None:
@@ -215,55 +203,20 @@ async def test_a_client_that_hangs_up_ends_all_its_spans() -> None:
     assert len(spans.named("shard")) == 1
 
 
-async def test_a_refused_request_has_the_code_of_its_error() -> None:
+async def test_refused_requests_have_the_codes_of_their_errors_and_no_text_of_a_client() -> None:
     spans = Spans()
-    fleet = LiveFleet(SPEC, RouterConfig(block_size=16), tracing=spans.tracing)
-    async with running(fleet, 0) as made:
-        with pytest.raises(Exception, match="no worker"):
-            await made.gateways[0].start(GenerateJob(PROMPT, Limits(4)))
+    async with traced_fleet(spans, 0) as made, client_of(made, spans) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 503
+        refused = {"prompt": "john", "user": "john", "model": "john"}
+        assert (await client.post("/v1/completions", json=refused)).status_code == 404
+        assert (await client.get("/v1/sessions/john@example.com/record")).status_code == 400
+    assert spans.named("POST /v1/completions")[0].status.status_code is StatusCode.ERROR
     span = spans.one("text_completion m")
     assert span.status.status_code is StatusCode.ERROR
     assert span.status.description is None, "it may quote a client"
     assert dict(span.attributes or {})[genai.ERROR] == "no_worker"
-
-
-async def test_a_failed_request_of_http_is_an_error() -> None:
-    spans = Spans()
-    fleet = LiveFleet(SPEC, RouterConfig(block_size=16), tracing=spans.tracing)
-    async with running(fleet, 0) as made, client_of(made, spans) as client:
-        answer = await client.post("/v1/completions", json={"prompt": "a"})
-        assert answer.status_code == 503
-        assert (await client.get("/v1/sessions/john@example.com/record")).status_code == 400
-    http = spans.one("POST /v1/completions")
-    assert http.status.status_code is StatusCode.ERROR
     assert "john" not in str([span.to_json() for span in spans.ended])
-
-
-async def test_spans_have_no_text_of_a_client() -> None:
-    spans = Spans()
-    body = {
-        "prompt": "secret words",
-        "max_tokens": 4,
-        "stop": ["secret stop"],
-        "user": "secret user",
-        "mallee": {"session": "secret session"},
-    }
-    async with traced_fleet(spans) as fleet, client_of(fleet, spans) as client:
-        assert (await client.post("/v1/completions", json=body)).status_code == 200
-        await client.post("/v1/completions", json={**body, "model": "secret model"})
-    assert len(spans.named("POST /v1/completions")) == 2
-    assert "secret" not in "".join(span.to_json() for span in spans.ended)
-
-
-def test_a_traceparent_travels_with_its_command() -> None:
-    command = Generate("r", PROMPT.tobytes(), Limits(4))
-    life = Life(WorkerId("w0"), Incarnation(1))
-    raw = encode(pack([(life, traced(command, PARENT))]))
-    (parcel,) = decode_parcels(raw)
-    (read,) = parcel.commands
-    assert isinstance(read, Generate)
-    assert read.trace == PARENT
-    assert len(encode(command)) - len(encode(traced(command, ""))) == 0
 
 
 def test_our_names_are_those_of_the_semantic_conventions() -> None:

@@ -226,15 +226,6 @@ def test_special_tokens_in_texts_make_nothing_new() -> None:
     assert both.histories.num_resumed == 1
 
 
-def test_the_end_of_a_text_may_begin_in_the_midst_of_a_special_token() -> None:
-    """And a number may stand behind it, before another."""
-    ends = ("<|im_end|>99999<|im_end|>", "<|im_end|>0<|im_end|>", "<|im_end|>99999<|im_end|>")
-    for num_after in range(20, 100):
-        both = Both(FAMILIES[-1])
-        for i, end in enumerate(ends):
-            both.read(Conversation([*talk(2 * i), Message("user", end + "y" * num_after)]))
-
-
 def test_branches_of_a_conversation_are_known_by_what_they_share() -> None:
     both = Both(FAMILIES[0])
     shared = talk(20)

@@ -36,6 +36,8 @@ DEMOTED = 'mallee_http_answers_total{job="m",endpoint="/v1/capsules/{capsule}/de
 PROBED = 'mallee_http_answers_total{job="m",endpoint="/health",status="503"}'
 G0, G1 = ('job="m",gateway="g0"', 'job="m",gateway="g1"')
 W0 = f'{G0},worker="w0"'
+A = 'job="m",instance="a"'
+OVERLOADED = f'{G0},reason="overloaded"'
 
 
 def histogram(name: str, below: str, bound: float, labels: str = G0, rate: int = 100) -> Series:
@@ -59,20 +61,39 @@ def counter(name: str, labels: str = G0, minutes: int = 30) -> Case:
     )
 
 
+def of(labels: str = G0, **values: str) -> Series:
+    """Our families with those labels, without "mallee_" before their names."""
+    return {f"mallee_{name}{{{labels}}}": told for name, told in values.items()}
+
+
+def ended(reason: str, told: str) -> Series:
+    return of(f'{G0},reason="{reason}"', branches_ended_total=told)
+
+
+def on_disk(capsules: str) -> Series:
+    """A disk that is nearly full."""
+    return {
+        **of(f'{W0},tier="2"', worker_capsule_bytes=capsules),
+        **of(f'{W0},tier="disk"', worker_tier_bytes="960x30"),
+        **of(W0, worker_disk_limit_bytes="1000x30"),
+    }
+
+
+def files(num: str) -> Series:
+    return {f"process_open_fds{{{A}}}": num, f"process_max_fds{{{A}}}": "1024x30"}
+
+
 CASES: dict[str, Case] = {
-    "MalleeGatewaysAbsent": Case({}, {f"mallee_workers_alive{{{G0}}}": "2x30"}),
+    "MalleeGatewaysAbsent": Case({}, of(workers_alive="2x30")),
     "MalleeWorkersGone": Case(
-        {f"mallee_workers_alive{{{G0}}}": "2x10 0x20"},
+        of(workers_alive="2x10 0x20"),
         # A gateway that has just started knows no worker yet.
-        {f"mallee_workers_alive{{{G0}}}": "0x30", f"mallee_workers_alive{{{G1}}}": "2x30"},
+        of(workers_alive="0x30") | of(G1, workers_alive="2x30"),
     ),
     "MalleeWorkersMissing": Case(
-        {f"mallee_workers_alive{{{G0}}}": "3x30", f"mallee_workers_expected{{{G0}}}": "4x30"},
+        of(workers_alive="3x30", workers_expected="4x30"),
         # One that is replaced within minutes.
-        {
-            f"mallee_workers_alive{{{G0}}}": "4x20 3x5 4x5",
-            f"mallee_workers_expected{{{G0}}}": "4x30",
-        },
+        of(workers_alive="4x20 3x5 4x5", workers_expected="4x30"),
     ),
     "MalleeAnswersFailFast": Case(
         {ANSWERED: "0+90x100", FAILED: "0+10x100"},
@@ -86,14 +107,8 @@ CASES: dict[str, Case] = {
         480,
     ),
     "MalleeBranchesFail": Case(
-        {
-            f'mallee_branches_ended_total{{{G0},reason="error"}}': "0+5x30",
-            f'mallee_branches_ended_total{{{G0},reason="stop"}}': "0+95x30",
-        },
-        {
-            f'mallee_branches_ended_total{{{G0},reason="cancelled"}}': "0+50x30",
-            f'mallee_branches_ended_total{{{G0},reason="stop"}}': "0+50x30",
-        },
+        ended("error", "0+5x30") | ended("stop", "0+95x30"),
+        ended("cancelled", "0+50x30") | ended("stop", "0+50x30"),
     ),
     "MalleeFirstTokensLateFast": Case(histogram(FIRST, "20", 2.0), histogram(FIRST, "40", 2.0), 90),
     "MalleeFirstTokensLateSlow": Case(
@@ -101,112 +116,67 @@ CASES: dict[str, Case] = {
     ),
     "MalleeTokensSlow": Case(histogram(NEXT, "90", 0.5), histogram(NEXT, "100", 0.5)),
     "MalleeQueueGrows": Case(
-        {f"mallee_requests_waiting{{{G0}}}": "0+10x30"},
-        {f"mallee_requests_waiting{{{G0}}}": "300-10x30"},  # many, and they become fewer
+        of(requests_waiting="0+10x30"),
+        of(requests_waiting="300-10x30"),  # many, and they become fewer
         29,
     ),
     "MalleeRequestsRefused": Case(
-        {
-            f'mallee_admission_refusals_total{{{G0},reason="overloaded"}}': "0+5x30",
-            ANSWERED: "0+100x30",
-        },
-        {
-            f'mallee_admission_refusals_total{{{G0},reason="overloaded"}}': "0x30",
-            ANSWERED: "0+100x30",
-        },
+        of(OVERLOADED, admission_refusals_total="0+5x30") | {ANSWERED: "0+100x30"},
+        of(OVERLOADED, admission_refusals_total="0x30") | {ANSWERED: "0+100x30"},
     ),
     "MalleeBrokerDown": Case(
-        {f"mallee_broker_up{{{G0}}}": "1x10 0x20", f"mallee_broker_up{{{G1}}}": "1x30"},
-        {f"mallee_broker_up{{{G0}}}": "1x10 0 1x19"},
+        of(broker_up="1x10 0x20") | of(G1, broker_up="1x30"), of(broker_up="1x10 0 1x19")
     ),
     "MalleeEventsLate": Case(histogram(LAG, "90", 1.0), histogram(LAG, "100", 1.0)),
     "MalleeEventsMissing": Case(
-        {f"mallee_workers_with_event_gaps{{{G0}}}": "0x10 1x20"},
-        {f"mallee_workers_with_event_gaps{{{G0}}}": "0x26 1x2 0x2"},  # a snapshot mended it
+        of(workers_with_event_gaps="0x10 1x20"),
+        of(workers_with_event_gaps="0x26 1x2 0x2"),  # a snapshot mended it
     ),
     "MalleeEventsDropped": counter("mallee_event_messages_dropped_total"),
     "MalleeGatewaysApart": Case(
-        {
-            **{f"mallee_broker_up{{{g}}}": "1x30" for g in (G0, G1)},
-            f"mallee_other_gateways{{{G0}}}": "1x30",
-            f"mallee_other_gateways{{{G1}}}": "0x30",
-        },
-        {
-            **{f"mallee_broker_up{{{g}}}": "1x30" for g in (G0, G1)},
-            **{f"mallee_other_gateways{{{g}}}": "1x30" for g in (G0, G1)},
-        },
+        of(broker_up="1x30", other_gateways="1x30")
+        | of(G1, broker_up="1x30", other_gateways="0x30"),
+        of(broker_up="1x30", other_gateways="1x30")
+        | of(G1, broker_up="1x30", other_gateways="1x30"),
     ),
     "MalleeReplicaSkew": Case(
-        {
-            f"mallee_replica_skew_rows{{{G0}}}": "50x30",
-            f"mallee_booked_rows{{{G0}}}": "100x30",
-        },
+        of(replica_skew_rows="50x30", booked_rows="100x30"),
         # All of very few.
-        {f"mallee_replica_skew_rows{{{G0}}}": "4x30", f"mallee_booked_rows{{{G0}}}": "4x30"},
+        of(replica_skew_rows="4x30", booked_rows="4x30"),
     ),
     "MalleeRegretHigh": Case(
-        {
-            f"mallee_route_regret_blocks_total{{{G0}}}": "0+50x60",
-            f"mallee_route_best_overlap_blocks_total{{{G0}}}": "0+100x60",
-        },
-        {
-            f"mallee_route_regret_blocks_total{{{G0}}}": "0+5x60",
-            f"mallee_route_best_overlap_blocks_total{{{G0}}}": "0+100x60",
-        },
+        of(route_regret_blocks_total="0+50x60", route_best_overlap_blocks_total="0+100x60"),
+        of(route_regret_blocks_total="0+5x60", route_best_overlap_blocks_total="0+100x60"),
         60,
     ),
     "MalleeIndexFull": Case(
-        {f"mallee_index_evictions_total{{{G0}}}": "0+50x60"},
-        {f"mallee_index_evictions_total{{{G0}}}": "9x60"},
-        60,
+        of(index_evictions_total="0+50x60"), of(index_evictions_total="9x60"), 60
     ),
     "MalleeBookingsExpire": Case(
-        {f"mallee_expired_bookings_total{{{G0}}}": "0+5x60"},
-        {f"mallee_expired_bookings_total{{{G0}}}": "0x10 3x50"},
-        60,
+        of(expired_bookings_total="0+5x60"), of(expired_bookings_total="0x10 3x50"), 60
     ),
     "MalleeCapsulesNearLimit": Case(
         {
-            f'mallee_worker_capsule_bytes{{{W0},tier="0"}}': "900x30",
-            f"mallee_worker_capsule_limit_bytes{{{W0}}}": "1000x30",
-            f"mallee_worker_live_blocks{{{W0}}}": "90x30",
-            f"mallee_worker_total_blocks{{{W0}}}": "100x30",
+            **of(f'{W0},tier="0"', worker_capsule_bytes="900x30"),
+            **of(W0, worker_capsule_limit_bytes="1000x30"),
+            **of(W0, worker_live_blocks="90x30", worker_total_blocks="100x30"),
         },
         # Capsules that share nearly everything.
         {
-            f'mallee_worker_capsule_bytes{{{W0},tier="0"}}': "9000x30",
-            f"mallee_worker_capsule_limit_bytes{{{W0}}}": "1000x30",
-            f"mallee_worker_live_blocks{{{W0}}}": "20x30",
-            f"mallee_worker_total_blocks{{{W0}}}": "100x30",
+            **of(f'{W0},tier="0"', worker_capsule_bytes="9000x30"),
+            **of(W0, worker_capsule_limit_bytes="1000x30"),
+            **of(W0, worker_live_blocks="20x30", worker_total_blocks="100x30"),
         },
     ),
     "MalleeHostTierFull": Case(
-        {
-            f"mallee_worker_host_held_blocks{{{W0}}}": "95x30",
-            f"mallee_worker_host_room_blocks{{{W0}}}": "5x30",
-        },
-        {
-            f"mallee_worker_host_held_blocks{{{W0}}}": "40x30",
-            f"mallee_worker_host_room_blocks{{{W0}}}": "60x30",
-        },
+        of(W0, worker_host_held_blocks="95x30", worker_host_room_blocks="5x30"),
+        of(W0, worker_host_held_blocks="40x30", worker_host_room_blocks="60x30"),
     ),
-    "MalleeDiskTierFull": Case(
-        {
-            f'mallee_worker_capsule_bytes{{{W0},tier="2"}}': "950x30",
-            f'mallee_worker_tier_bytes{{{W0},tier="disk"}}': "960x30",
-            f"mallee_worker_disk_limit_bytes{{{W0}}}": "1000x30",
-        },
-        # Full of cached blocks, which give way.
-        {
-            f'mallee_worker_capsule_bytes{{{W0},tier="2"}}': "100x30",
-            f'mallee_worker_tier_bytes{{{W0},tier="disk"}}': "960x30",
-            f"mallee_worker_disk_limit_bytes{{{W0}}}": "1000x30",
-        },
-    ),
+    # Cached blocks give way.
+    "MalleeDiskTierFull": Case(on_disk("950x30"), on_disk("100x30")),
     "MalleeCapsulesRefused": counter("mallee_worker_refused_capsules_total", W0),
     "MalleeMemoryShort": Case(
-        {f"mallee_worker_preemptions_total{{{W0}}}": "0+5x30"},
-        {f"mallee_worker_preemptions_total{{{W0}}}": "0x20 5x10"},
+        of(W0, worker_preemptions_total="0+5x30"), of(W0, worker_preemptions_total="0x20 5x10")
     ),
     "MalleeMemoryFaults": counter("mallee_worker_kv_faults_total", W0),
     "MalleeDemotionsRefused": Case(
@@ -214,36 +184,21 @@ CASES: dict[str, Case] = {
     ),
     "MalleeMovesFail": counter("mallee_worker_failed_moves_total", W0),
     "MalleeLoansFail": Case(
-        {f'mallee_worker_failed_loans_total{{{W0},direction="borrowed"}}': "0+5x30"},
-        {f'mallee_worker_failed_loans_total{{{W0},direction="borrowed"}}': "0x20 1x10"},
+        of(f'{W0},direction="borrowed"', worker_failed_loans_total="0+5x30"),
+        of(f'{W0},direction="borrowed"', worker_failed_loans_total="0x20 1x10"),
     ),
     "MalleeFailovers": counter("mallee_branches_moved_total", f'{G0},reason="death"'),
     "MalleeWorkersStall": counter("mallee_branches_moved_total", f'{G0},reason="stall"'),
     "MalleePausesLong": Case(histogram(STALL, "50", 5.0), histogram(STALL, "100", 5.0)),
     "MalleeStreamsCut": Case(
-        {
-            'mallee_host_slow_streams_total{job="m",instance="a"}': "0x25 1x5",
-            'mallee_host_silent_gateways_total{job="m",instance="a"}': "0x30",
-        },
-        {
-            'mallee_host_slow_streams_total{job="m",instance="a"}': "1x30",
-            'mallee_host_silent_gateways_total{job="m",instance="a"}': "1x30",
-        },
+        of(A, host_slow_streams_total="0x25 1x5", host_silent_gateways_total="0x30"),
+        of(A, host_slow_streams_total="1x30", host_silent_gateways_total="1x30"),
     ),
     "MalleeRecordsStopped": Case(
-        {f'mallee_session_records_stopped_total{{{G0},reason="disk_slow"}}': "0x25 1x5"},
-        {f'mallee_session_records_stopped_total{{{G0},reason="session_bytes"}}': "0x25 1x5"},
+        of(f'{G0},reason="disk_slow"', session_records_stopped_total="0x25 1x5"),
+        of(f'{G0},reason="session_bytes"', session_records_stopped_total="0x25 1x5"),
     ),
-    "MalleeFilesNearLimit": Case(
-        {
-            'process_open_fds{job="m",instance="a"}': "1000x30",
-            'process_max_fds{job="m",instance="a"}': "1024x30",
-        },
-        {
-            'process_open_fds{job="m",instance="a"}': "100x30",
-            'process_max_fds{job="m",instance="a"}': "1024x30",
-        },
-    ),
+    "MalleeFilesNearLimit": Case(files("1000x30"), files("100x30")),
 }
 
 
@@ -325,18 +280,9 @@ def test_a_firing_alert_tells_its_figures(rules: Path, tmp_path: Path) -> None:
     assert "SUCCESS" in promtool("test", "rules", str(file))
 
 
-def test_alerts_name_only_what_the_catalog_has() -> None:
-    for alert in ALERTS.values():
-        assert list(families_in(alert.expression)), alert.name
-
-
-def test_the_runbook_has_a_section_for_each_alert_and_no_other() -> None:
+def test_the_runbook_tells_of_each_alert_and_no_other_what_the_rules_say() -> None:
     text = (ROOT / "docs" / "runbook.md").read_text()
     assert re.findall(r"^### (\w+)$", text, re.MULTILINE) == list(ALERTS)
-
-
-def test_the_runbook_tells_of_each_alert_what_the_rules_say() -> None:
-    text = (ROOT / "docs" / "runbook.md").read_text()
     sections = re.split(r"^##+ ", text, flags=re.MULTILINE)
     told = {section.partition("\n")[0]: section for section in sections}
     for alert in ALERTS.values():
