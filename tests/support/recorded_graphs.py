@@ -19,6 +19,8 @@ class Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, ...]] = []
+        self.given: dict[int, torch.Tensor] = {}
+        """Integers that the run read and did not make, by their addresses."""
         self._made: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []  # so that no address is used twice
 
@@ -34,6 +36,9 @@ class Recording(TorchDispatchMode):
             raise RuntimeError(f"{name}: operation not permitted when stream is capturing")
         given = {_storage(x) for x in leaves if torch.is_tensor(x)}
         self.calls.append((name, *map(self._described, leaves)))
+        for x in leaves:
+            if torch.is_tensor(x) and x.dtype == torch.int64 and _storage(x) not in self._made:
+                self.given[x.data_ptr()] = x
         found = func(*args, **(kwargs or {}))
         for each in tree_leaves(found):
             if torch.is_tensor(each) and _storage(each) not in given:
@@ -57,31 +62,39 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class RecordedGraph:
-    """Work that is run again, and must be the same."""
+    """Work that is run again, and must be the same. Until then, nonsense lies where it reads numbers."""
 
-    def __init__(self, device: "RecordedGraphs", work: Callable[[], None]) -> None:
+    def __init__(self, device: "RecordedGraphs", number: int, work: Callable[[], None]) -> None:
         self._device = device
+        self._number = number
         self._work = work
         with Recording() as recording:
             work()
         self.calls = recording.calls
+        self._numbers = [
+            x for x in recording.given.values() if len(x) > 1 and x.tolist() != list(range(len(x)))
+        ]  # the order of outputs stays; single numbers are the first ones of larger graphs'
+
+    def poison(self) -> None:
+        for tensor in self._numbers:
+            tensor.fill_(POISON)
 
     def replay(self) -> None:
-        self._device.num_replays += 1
+        self._device.replayed.append(self._number)
         with Recording() as recording:
             self._work()
         assert len(recording.calls) == len(self.calls)
         for again, call in zip(recording.calls, self.calls, strict=True):
             assert again == call, f"{again}, recorded was {call}"
-        for tensor in self._device.poisoned:
-            tensor.fill_(POISON if tensor.dtype == torch.int64 else -POISON >> 20)
+        for graph in self._device.alive():
+            graph.poison()
 
 
 class RecordedGraphs:
     """Stands in for a CUDA device.
 
     `refuse(n)` is called before capture n and may raise; it takes `graph_nbytes(n)` as long as it lives.
-    `times`: answers of `seconds`, by turns. Tensors in `poisoned` hold nonsense after each replay.
+    `times`: answers of `seconds`, by turns.
     """
 
     def __init__(
@@ -91,8 +104,9 @@ class RecordedGraphs:
         graph_nbytes: Callable[[int], int] = lambda n: 1 << 20,
         times: tuple[float, ...] = (1.0, 2.0, 1.0),
     ) -> None:
-        self.num_tried = self.num_captures = self.num_replays = self.num_timed = 0
-        self.poisoned: list[torch.Tensor] = []
+        self.num_tried = self.num_captures = self.num_timed = 0
+        self.replayed: list[int] = []
+        """The numbers of captures."""
         self.shares: list[bool] = []
         """For each capture, whether it was to share another's memory."""
         self._refuse = refuse
@@ -106,9 +120,12 @@ class RecordedGraphs:
         self._refuse(number)
         self.num_captures += 1
         self.shares.append(beside is not None)
-        graph = RecordedGraph(self, work)
+        graph = RecordedGraph(self, number, work)
         self._taken[graph] = self._graph_nbytes(number)
         return graph
+
+    def alive(self) -> list[RecordedGraph]:
+        return list(self._taken)
 
     def taken(self) -> int:
         return sum(self._taken.values())
