@@ -159,6 +159,8 @@ class EngineMachine(RuleBasedStateMachine):
         victims=st.sampled_from(["least_due", "youngest", "oldest_decode"]),
         ageing_steps=st.sampled_from([0, 5, 256]),
         max_step_tokens=st.sampled_from([6, 16, 64]),
+        max_decodes=st.sampled_from([None, None, 2]),
+        max_chunks=st.sampled_from([None, None, 1]),
     )
     def begin(self, eviction: Any, **scheduling: Any) -> None:
         scheduler = SchedulerConfig(max_rows=6, max_waiting=24, **scheduling)

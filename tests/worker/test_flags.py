@@ -173,14 +173,18 @@ def test_everything_off_is_the_plain_old_engine(
         (EngineConfig(max_kept_share=-0.1), ("max_kept_share=-0.1",)),
         (EngineConfig(max_answer_capsules=-1), ("max_answer_capsules=-1",)),
         (EngineConfig(eviction="fifo"), ("eviction='fifo'", "lru or lineage")),  # type: ignore[arg-type]
+        (EngineConfig(SchedulerConfig(16, chunked=False)), ("max_step_tokens=16",)),
+        (EngineConfig(SchedulerConfig(watermark=1.0)), ("watermark=1.0",)),
+        (EngineConfig(SchedulerConfig(max_decodes=0)), ("max_decodes=0",)),
+        (EngineConfig(SchedulerConfig(ageing_steps=-1)), ("ageing_steps=-1",)),
     ],
 )
 def test_a_refusal_names_both_switches_and_the_remedy(
     config: EngineConfig, flags: tuple[str, ...]
 ) -> None:
-    """I20: rejected at config time."""
+    """I20: rejected when the engine is made."""
     with pytest.raises(ConfigError) as caught:
-        config.validate()
+        make_engine(config, mocked(config))
     assert all(flag in str(caught.value) for flag in flags)
 
 

@@ -57,7 +57,6 @@ class Rig:
         tenant_weight: float = 1.0,
         priority: float = 0.0,
         origin: Node | None = None,
-        logits: object | None = None,
     ) -> Branch:
         """A branch with a prompt of that many tokens (all different from others'), or of these."""
         if isinstance(prompt, int):
@@ -69,7 +68,7 @@ class Rig:
         share = Share(session, weight, priority, tenant, tenant_weight)
         job = Job(Generate(name, b"", Limits(outputs), share=share), "g", "")
         base = origin.end if origin else 0
-        start = ForkPoint(base, base, [], origin, logits=logits)
+        start = ForkPoint(base, base, [], origin)
         branch = Branch(job, (0,), ticket, list(prompt), start, origin)
         self.branches[name] = branch
         self._names[branch] = name

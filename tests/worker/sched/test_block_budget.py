@@ -1,8 +1,8 @@
 """Blocks run out: who gives way, who comes back, and that everybody ends."""
 
-from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,23 +18,27 @@ def preempted(rig: Any) -> list[str]:
     ]
 
 
-def fill(rig: Any, priorities: list[float], sessions: str = "") -> None:
-    """Decodes that need a block each at the same time, of a pool that has too few."""
+@pytest.mark.parametrize(
+    ("victims", "priorities", "victim"),
+    [
+        ("least_due", [2.0, 0.0, 1.0, 3.0], "b1"),
+        ("least_due", [1.0, 1.0, 1.0, 1.0], "b3"),
+        ("oldest_decode", [0.0, 1.0, 2.0, 3.0], "b0"),
+    ],
+)
+def test_the_lowest_priority_gives_way(
+    make_rig: Any, victims: str, priorities: list[float], victim: str
+) -> None:
+    """D16, K18: the victim is the minimum; among equals the youngest.
+
+    If asked, it is the oldest decode: the order of Dynamo's mocker and vLLM.
+    """
+    rig = make_rig(num_blocks=12, victims=victims, ageing_steps=0)
     for i, priority in enumerate(priorities):
-        session = sessions[i] if sessions else ""
-        rig.add(f"b{i}", 4, priority=priority, session=session)
-    while not preempted(rig):
+        rig.add(f"b{i}", 4, priority=priority)
+    while not preempted(rig):  # they need a block each at the same time
         rig.step()
-
-
-def test_the_lowest_priority_gives_way(make_rig: Any) -> None:
-    """D16: the victim is the minimum; among equals the youngest."""
-    rig = make_rig(num_blocks=12, ageing_steps=0)
-    fill(rig, [2.0, 0.0, 1.0, 3.0])
-    assert preempted(rig) == ["b1"]
-    rig = make_rig(num_blocks=12, ageing_steps=0)
-    fill(rig, [1.0, 1.0, 1.0, 1.0])
-    assert preempted(rig) == ["b3"]
+    assert preempted(rig) == [victim]
 
 
 def test_the_session_over_its_share_gives_way(make_rig: Any) -> None:
@@ -46,13 +50,6 @@ def test_the_session_over_its_share_gives_way(make_rig: Any) -> None:
     while not preempted(rig):
         rig.step()
     assert all(name.startswith("a") for name in preempted(rig))
-
-
-def test_the_oldest_decode_gives_way_if_asked(make_rig: Any) -> None:
-    """K18: the order of Dynamo's mocker and vLLM."""
-    rig = make_rig(num_blocks=12, victims="oldest_decode", ageing_steps=0)
-    fill(rig, [0.0, 1.0, 2.0, 3.0])
-    assert preempted(rig) == ["b0"]
 
 
 def test_what_a_victim_shares_is_not_computed_again(make_rig: Any) -> None:
@@ -112,7 +109,7 @@ def test_admission_leaves_room_for_those_that_run(make_rig: Any) -> None:
 
 @examples(60)
 @given(st.data())
-def test_everybody_ends_on_a_tiny_pool(make_rig: Callable[..., Any], data: Any) -> None:
+def test_everybody_ends_on_a_tiny_pool(make_rig: Any, data: Any) -> None:
     """I8, S13, part, D16: many sessions, all policies and victim orders, little room."""
     policy = data.draw(st.sampled_from(["fair", "fcfs", "prefill_first", "decode_round_robin"]))
     rig = make_rig(

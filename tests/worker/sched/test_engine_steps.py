@@ -6,18 +6,11 @@ from typing import Any
 
 import pytest
 
-from mallee.protocol.errors import ConfigError, KVBudgetExceeded
-from mallee.protocol.ids import branch_seed
+from mallee.protocol.errors import KVBudgetExceeded
 from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, Share
 from mallee.protocol.messages import pack_tokens as pack
-from mallee.testing.forward import linear_tokens
 
 POLICIES = ["fair", "fcfs", "prefill_first", "decode_round_robin"]
-
-
-def expect(bench: Any, prompt: list[int], n: int, sampling: Sampling, branch: int) -> list[int]:
-    seed = branch_seed(sampling.seed, branch)
-    return linear_tokens(bench.forward.spec, prompt, n, sampling=sampling, seed=seed)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -42,50 +35,6 @@ def test_equal_commands_between_equal_steps_give_equal_events(
         assert bench.engine.stats().sched.num_preemptions > 0
         logs.append((bench.gateways, bench.events))
     assert logs[0] == logs[1]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("gang", [True, False])
-def test_no_policy_changes_an_answer(
-    make_bench: Callable[..., Any], policy: str, gang: bool
-) -> None:
-    """I20: on and off, the same tokens; also uncut, static and with few decodes a step."""
-    prompts = [[(i * 7 + j) % 60 for j in range(5 + 3 * i)] for i in range(8)]
-    for more in (
-        {},
-        {"chunked": False},
-        {"continuous": False},
-        {"max_decodes": 2, "max_chunks": 1},
-    ):
-        bench = make_bench(
-            num_blocks=40,
-            max_step_tokens=64,
-            max_model_len=64,
-            sched={"policy": policy, "gang": gang, "watermark": 0.0, **more},
-        )
-        sampling = Sampling(temperature=1.0, seed=3)
-        bench.run(
-            *(
-                Generate(f"r{i}", pack(p), Limits(9), sampling, 2, share=Share(f"s{i % 3}", 1.0, i))
-                for i, p in enumerate(prompts)
-            )
-        )
-        for i, prompt in enumerate(prompts):
-            for branch in range(2):
-                tokens = bench.answers[f"r{i}", branch].tokens
-                assert tokens == expect(bench, prompt, 9, sampling, branch)
-
-
-def test_contradicting_settings_are_refused_with_the_remedy(make_bench: Callable[..., Any]) -> None:
-    """I20: when the engine is made."""
-    for sched, text in (
-        ({"chunked": False}, "max_step_tokens=16"),
-        ({"watermark": 1.0}, "watermark=1.0"),
-        ({"max_decodes": 0}, "max_decodes=0"),
-        ({"ageing_steps": -1}, "ageing_steps=-1"),
-    ):
-        with pytest.raises(ConfigError, match=text):
-            make_bench(max_model_len=1000, sched=sched)
 
 
 @pytest.mark.parametrize(("watermark", "most"), [(0.0, 200), (0.05, 60)])
