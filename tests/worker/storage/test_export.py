@@ -16,7 +16,7 @@ from mallee.worker.storage.format import (
     pack_record,
     with_block_nbytes,
 )
-from support.disks import BLOCK, IDENTITY, Disk, opened, read, row, rows
+from support.disks import BLOCK, IDENTITY, row, rows
 from support.examples import examples
 
 KEYS = [5, 9, 1 << 63, 7, 8]
@@ -127,16 +127,3 @@ def with_another_run() -> bytes:
 def test_what_is_too_much_or_odd_is_refused_before_it_is_held(data: bytes, says: str) -> None:
     with pytest.raises(CorruptExport, match=says):
         read_all(data)
-
-
-def test_a_capsule_goes_from_volume_to_volume() -> None:
-    here, there = opened(Disk()), opened(Disk())
-    here.put(KEYS, rows(KEYS))
-    here.commit("c", b"state", KEYS)
-    found, blocks = read_all(stream())
-    there.put([b.key for b in blocks], [b.data for b in blocks])
-    there.commit(found.capsule, found.payload, found.keys or [])
-    assert read(there, KEYS) == (5, None)
-    ours, theirs = here.load("c"), there.load("c")
-    assert ours is not None
-    assert ours == theirs

@@ -1,7 +1,9 @@
 """A volume's promises: what is stored comes back, and nothing else does."""
 
+import resource
+import signal
 from collections.abc import Iterator
-from errno import EACCES, EIO, ENOSPC
+from errno import EIO
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -43,41 +45,35 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
 
 
 def test_blocks_and_records_come_back_after_a_restart(files: Any) -> None:
+    """From rows that lie anywhere; a record takes the place of an older one."""
     keys = [3, 1 << 63, 7, 9]
     volume = opened(files, VolumeConfig(1 << 20, run_nbytes=3 * BLOCK))
-    assert volume.put(keys, rows(keys)) == 4
+    scattered = np.zeros((9, BLOCK), np.uint8)
+    scattered[1::2] = rows(keys)
+    assert volume.put(keys, scattered[1::2]) == 4
     assert volume.put([9, 11], rows([9, 11])) == 1  # each is stored once
     assert volume.stats().num_runs == 3
+    volume.commit("r1.0", b"first", keys[:1])
     volume.commit("r1.0", b"tokens", keys, owner="tenant", is_kept=False)
+    volume.check()
     volume.close()
     volume = opened(files)
     assert read(volume, keys) == (4, None)
     assert read(volume, [11, 7, 9]) == (3, None)
+    into = [bytearray(BLOCK) for _ in keys]
+    assert volume.get(keys, into) == (4, None)
+    assert [bytes(each) for each in into] == [bytes(each) for each in rows(keys)]
     assert volume.load("r1.0") == Record("r1.0", b"tokens", keys, "tenant", False)
     assert volume.load("r1.1") is None
     assert volume.capsules() == ["r1.0"]
     assert sorted(volume.keys()) == sorted([*keys, 11])
     volume.check()
-    volume.close()
-
-
-def test_a_record_takes_the_place_of_an_older_one(files: Any) -> None:
-    volume = opened(files)
-    volume.put([1, 2], rows([1, 2]))
-    volume.commit("a", b"first", [1])
-    volume.commit("a", b"second", [1, 2])
-    volume.check()
+    assert volume.drop("r1.0")
+    assert not volume.drop("r1.0")
     volume.close()
     volume = opened(files)
-    record = volume.load("a")
-    assert record is not None
-    assert (record.payload, record.keys) == (b"second", [1, 2])
-    assert volume.drop("a")
-    assert not volume.drop("a")
-    volume.close()
-    volume = opened(files)
-    assert volume.load("a") is None
-    assert read(volume, [1, 2]) == (2, None)
+    assert volume.load("r1.0") is None
+    assert read(volume, keys) == (4, None)
     volume.close()
 
 
@@ -147,14 +143,6 @@ def test_a_block_that_is_not_stored_ends_a_read() -> None:
     assert isinstance(error, BlocksMissing)
     assert error.fields == {"missing": 2, "asked": 5, "key": 4}
     assert read(volume, []) == (0, None)
-
-
-def test_a_capsule_whose_blocks_are_not_stored_is_refused() -> None:
-    volume = opened(Disk())
-    volume.put([1], rows([1]))
-    with pytest.raises(BlocksMissing):
-        volume.commit("a", b"", [1, 2])
-    assert volume.capsules() == []
 
 
 def test_one_sync_makes_a_capsule_durable_and_no_block_is_synced_on_its_own() -> None:
@@ -365,31 +353,6 @@ def test_a_file_that_can_t_be_read_at_the_start_is_left_and_told() -> None:
     assert read(opened(disk), [1]) == (1, None)
 
 
-@pytest.mark.parametrize(("errno", "kind"), [(ENOSPC, StorageFull), (EIO, StorageFailed)])
-def test_a_call_that_fails_leaves_what_was_there(errno: int, kind: type[StorageError]) -> None:
-    for failing in range(12):
-        disk = stored([1, 2])
-        volume = opened(disk, VolumeConfig(1 << 20, run_nbytes=BLOCK))
-        disk.fail_next(errno, after=failing)
-        happened = None
-        try:
-            volume.put([3, 4], rows([3, 4]))
-            volume.commit("b", b"b", [1, 2, 3, 4])
-            volume.drop("b")
-        except StorageError as error:
-            happened = error
-        expected: list[type[Exception]] = [kind, kind, BlocksMissing, kind, kind, kind]
-        assert happened is None or type(happened) is expected[failing]
-        assert (happened is None) == (failing >= len(expected))
-        disk.fails.clear()
-        for each in (volume, opened(disk)):
-            each.check()
-            assert each.load("a") is not None
-            could_read = failing != 2 or each is not volume
-            assert read(each, [1, 2])[0] == (2 if could_read else 0)
-            assert each.load("b") is None or read(each, [1, 2, 3, 4]) == (4, None)
-
-
 def test_runs_whose_sync_failed_are_not_trusted() -> None:
     disk = Disk()
     volume = opened(disk)
@@ -404,8 +367,35 @@ def test_runs_whose_sync_failed_are_not_trusted() -> None:
         volume.commit("a", b"", [1, 2])
 
 
-def test_a_volume_that_can_t_be_opened_says_so() -> None:
-    disk = Disk()
-    disk.refuses["acquire"] = EACCES
-    with pytest.raises(StorageFailed, match="open a disk in memory"):
-        opened(disk)
+def test_a_disk_that_is_full_keeps_nothing_of_what_did_not_fit(tmp_path: Path) -> None:
+    """F24, part: the limit of file sizes stops a write in its middle, as a full disk does."""
+    keys = list(range(100))
+    volume = opened(Directory(tmp_path), VolumeConfig(1 << 30, run_nbytes=10 * BLOCK))
+    volume.put(keys[:5], rows(keys[:5]))
+    volume.commit("a", b"small", keys[:5])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * BLOCK, hard))
+    try:
+        with pytest.raises(StorageFull, match="no room in the disk"):
+            volume.put(keys, rows(keys))
+        with pytest.raises(StorageFull, match="no room in the disk"):
+            volume.commit("b", bytes(9 * BLOCK), keys[:5])
+        assert volume.put([200], rows([200])) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    volume.check()
+    assert volume.capsules() == ["a"]
+    assert {path.parent.name for path in tmp_path.rglob("*") if path.is_file()} == {
+        *("runs", "capsules"),
+        tmp_path.name,
+    }
+    assert len(list(tmp_path.rglob("*.tmp"))) == 0
+    volume.close()
+
+
+def test_a_directory_that_can_t_be_written_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "volume").write_text("a file where a folder should be")
+    with pytest.raises(StorageFailed, match=f"open {tmp_path}/volume"):
+        opened(Directory(tmp_path / "volume"))

@@ -6,7 +6,7 @@ from errno import EIO, ENOSPC
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mallee.protocol.errors import BlocksMissing, CorruptStorage, StorageError
+from mallee.protocol.errors import BlocksMissing, CorruptStorage, StorageFailed, StorageFull
 from mallee.worker.storage.volume import Record, VolumeConfig
 from support.disks import BLOCK, Disk, opened, read, rows
 from support.examples import examples
@@ -113,7 +113,7 @@ class VolumeMachine(RuleBasedStateMachine):
         try:
             self.volume.put(keys, rows(keys))
             self.volume.commit(name, b"failing", keys)
-        except StorageError:
+        except (StorageFull if errno == ENOSPC else StorageFailed, BlocksMissing):
             held = set(self.volume.keys())
             self.unread |= (self.sure | self.maybe) - held
             self.maybe &= held
