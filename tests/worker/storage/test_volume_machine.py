@@ -110,10 +110,11 @@ class VolumeMachine(RuleBasedStateMachine):
     @rule(errno=st.sampled_from((EIO, ENOSPC)), after=st.integers(0, 4), keys=KEYS, name=CAPSULES)
     def fail(self, errno: int, after: int, keys: list[int], name: str) -> None:
         self.disk.fail_next(errno, after)
+        kind = StorageFull if errno == ENOSPC else StorageFailed
         try:
             self.volume.put(keys, rows(keys))
             self.volume.commit(name, b"failing", keys)
-        except (StorageFull if errno == ENOSPC else StorageFailed, BlocksMissing):
+        except (kind, BlocksMissing):
             held = set(self.volume.keys())
             self.unread |= (self.sure | self.maybe) - held
             self.maybe &= held
