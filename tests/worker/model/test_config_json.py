@@ -1,4 +1,4 @@
-"""config.json: what is read from where, and what is refused by name."""
+"""config.json: what is read from where, and what is refused by name before any weights are read."""
 
 import copy
 import dataclasses
@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from mallee.protocol.errors import ModelNotFound, UnsupportedModel
+from mallee.testing.quantized import quantization_config
+from mallee.testing.random_model import random_model
 from mallee.worker.model.config import LinearScaling, ModelConfig, Rope, model_spec
+from mallee.worker.model.linear.scheme import Quantization, Scheme
 from mallee.worker.model.loading.config_json import parse_config, read_config
+from mallee.worker.model.runner import load
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 100,
@@ -29,6 +33,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+DTYPES = ("bfloat16", "float32")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -36,23 +41,9 @@ def windows(config: ModelConfig) -> list[int | None]:
     return [layer.window for layer in config.layers]
 
 
-def test_absent_fields_have_transformers_defaults() -> None:
-    config = parse_config(BASE)
-    assert (config.num_kv_heads, config.head_dim, config.num_layers) == (4, 16, 4)
-    assert config.ropes == (Rope(10000.0),)
-    assert config.windows == (None,)
-    assert (config.tie_word_embeddings, config.activation, config.query_scale) == (
-        False,
-        "silu",
-        0.25,
-    )
-    assert (config.max_positions, config.norm_eps, config.dtype) == (2048, 1e-6, "float32")
-
-
 @pytest.mark.parametrize(
     "sparse",
     [
-        {"model_type": "llama", "num_key_value_heads": 8},
         {"model_type": "llama", "head_dim": 48, "num_key_value_heads": 8, "rope_theta": 5e5},
         {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": LLAMA3},
         {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -67,11 +58,9 @@ def test_absent_fields_have_transformers_defaults() -> None:
             "num_hidden_layers": 5,
         },
         {"model_type": "gemma3_text"},
-        {"model_type": "gemma3_text", "num_hidden_layers": 18, "sliding_window": 512},
         {"model_type": "gemma3_text", "sliding_window_pattern": 2, "num_hidden_layers": 5},
         {"model_type": "gemma3_text", "rope_theta": 2e6, "rope_local_base_freq": 3e4},
         {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-        {"model_type": "gemma3_text", "final_logit_softcapping": 30.0},
     ],
     ids=lambda sparse: "-".join(str(value) for value in sparse.values())[:60],
 )
@@ -87,7 +76,7 @@ def test_a_sparse_or_old_file_means_what_transformers_reads_in_it(sparse: dict[s
 
 
 def test_gemma3_alternates_windows_and_rotary_bases() -> None:
-    """I1, part: five sliding layers to one full layer; only the full one is stretched."""
+    """I1, part: five sliding layers to one full layer, unless types are given; the full one is stretched."""
     scaling = {"rope_type": "linear", "factor": 8.0}
     config = parse_config({**GEMMA3, "num_hidden_layers": 7, "rope_scaling": scaling})
     assert windows(config) == [4096] * 5 + [None, 4096]
@@ -95,26 +84,9 @@ def test_gemma3_alternates_windows_and_rotary_bases() -> None:
     assert config.layers[5].rope == Rope(1e6, LinearScaling(8.0))
     assert (config.query_scale, config.activation) == (1 / 16, "gelu_tanh")
     assert config.tie_word_embeddings
-
-
-def test_layer_types_win_over_the_pattern() -> None:
     fields = {"layer_types": [FULL, SLIDING, SLIDING, FULL], "sliding_window": 8}
-    assert windows(parse_config({**GEMMA3, **fields})) == [None, 8, 8, None]
-    sliding = {**QWEN3, **fields, "use_sliding_window": True}
-    assert windows(parse_config(sliding)) == [None, 8, 8, None]
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"rope_theta": 5e5},
-        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
-        {"rope_theta": 5e5, "rope_scaling": None},
-        {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}},
-    ],
-)
-def test_rope_theta_is_found_wherever_it_stands(fields: dict[str, Any]) -> None:
-    assert parse_config({**BASE, **fields}).ropes == (Rope(5e5),)
+    for base in (GEMMA3, {**QWEN3, "use_sliding_window": True}):
+        assert windows(parse_config({**base, **fields})) == [None, 8, 8, None]
 
 
 def nested(**fields: Any) -> dict[str, Any]:
@@ -125,17 +97,13 @@ def nested(**fields: Any) -> dict[str, Any]:
     ("base", "fields", "named"),
     [
         (BASE, {"model_type": "mamba"}, "llama, qwen3, gemma3_text"),
-        (BASE, {"model_type": None}, "llama"),
         (BASE, {"model_type": "llava", "text_config": {}}, "the text model of gemma3"),
         (BASE, {"model_type": "gemma3", "text_config": None}, "the text model of gemma3"),
         (BASE, {"attention_bias": True}, "attention_bias"),
-        (BASE, {"mlp_bias": True}, "mlp_bias"),
-        (BASE, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         (BASE, {"hidden_act": "gelu"}, "gelu"),
         (BASE, {"rope_interleaved": True}, "rope_interleaved"),
         (BASE, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (BASE, {"original_max_position_embeddings": 64}, "belongs into rope_parameters"),
-        (BASE, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         (BASE, {"rope_scaling": "linear"}, "rope_scaling='linear' must be an object"),
         (BASE, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         (BASE, {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
@@ -146,31 +114,21 @@ def nested(**fields: Any) -> dict[str, Any]:
         (BASE, {"rope_theta": -1.0}, "rope_theta"),
         (BASE, {"num_key_value_heads": 3}, "evenly"),
         (BASE, {"head_dim": 15}, "evenly"),
-        (BASE, {"head_dim": "16"}, "head_dim='16'"),
-        (BASE, {"hidden_size": None}, "hidden_size"),
         (BASE, {"num_hidden_layers": 0}, "num_hidden_layers"),
         (BASE, {"num_hidden_layers": True}, "num_hidden_layers"),
-        (BASE, {"rms_norm_eps": "tiny"}, "rms_norm_eps"),
+        (BASE, {"head_dim": "16"}, "head_dim='16'"),
+        (BASE, {"hidden_size": None}, "hidden_size"),
         (BASE, {"rms_norm_eps": float("inf")}, "rms_norm_eps"),
-        (BASE, {"rope_theta": float("nan")}, "rope_theta"),
-        (BASE, {"eos_token_id": "</s>"}, "eos_token_id"),
         (BASE, {"eos_token_id": [2, None]}, "eos_token_id"),
         (BASE, {"tie_word_embeddings": "no"}, "tie_word_embeddings"),
         (BASE, {"layer_types": [SLIDING] * 4, "sliding_window": 8}, "use_sliding_window"),
         (BASE, {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
-        (BASE, {"query_pre_attn_scalar": 30}, "query_pre_attn_scalar"),
-        (QWEN3, {"layer_types": [SLIDING] * 4}, "use_sliding_window"),
-        (QWEN3, {"use_sliding_window": "yes"}, "use_sliding_window"),
         (QWEN3, {"use_sliding_window": True, "max_window_layers": 0}, None),
         (QWEN3, {"use_sliding_window": True, "sliding_window": None}, None),
         (GEMMA3, {"layer_types": [FULL] * 3}, "each of 4 layers"),
-        (GEMMA3, {"layer_types": FULL}, "each of 4 layers"),
         (GEMMA3, {"layer_types": [FULL, FULL, FULL, "linear_attention"]}, "linear_attention"),
         (GEMMA3, {"sliding_window": None}, "sliding_window"),
-        (GEMMA3, {"sliding_window": 0}, "sliding_window"),
-        (GEMMA3, {"hidden_activation": "relu"}, "relu"),
         (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-        (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (GEMMA3, {"rope_parameters": {"rope_type": "default"}}, "an object per layer type"),
         (GEMMA3, nested(partial_rotary_factor=0.25), "partial_rotary_factor"),
         (GEMMA3, {**nested(), "rope_scaling": {"factor": 2.0}}, "contradict"),
@@ -239,10 +197,270 @@ def test_the_spec_follows_the_config_and_its_fingerprint_every_part() -> None:
     others = [
         model_spec(config, **{**options, "weights_digest": "v"}),
         model_spec(config, **{**options, "dtype": "float32"}),
+        *(model_spec(config, **{**options, "dtype": d, "kv_dtype": "fp8"}) for d in DTYPES),
         model_spec(parse_config({**BASE, "rope_theta": 1e6}), **options),
         *(
             model_spec(parse_config(raw), **options)
             for raw in (QWEN3, GEMMA3, {**GEMMA3, "sliding_window": 7})
         ),
     ]
-    assert len({spec.fingerprint, *(other.fingerprint for other in others)}) == 7
+    assert len({spec.fingerprint, *(other.fingerprint for other in others)}) == 9
+
+
+# quantization_config, as published checkpoints have it
+
+RAW = random_model("llama").raw
+QWEN3_FP8 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.down_proj", "input_layernorm"],
+}
+AUTO_FP8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+_WEIGHTS = {
+    "actorder": None,
+    "block_structure": None,
+    "dynamic": False,
+    "group_size": None,
+    "num_bits": 8,
+    "observer": "minmax",
+    "observer_kwargs": {},
+    "strategy": "channel",
+    "symmetric": True,
+    "type": "float",
+}
+_TOKENS = {**_WEIGHTS, "dynamic": True, "observer": None, "strategy": "token"}
+FP8_DYNAMIC = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": _TOKENS,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": _WEIGHTS,
+        }
+    },
+    "format": "float-quantized",
+    "global_compression_ratio": 1.5,
+    "ignore": ["lm_head", "re:.*layers\\.1\\.self_attn.*"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+    "sparsity_config": {"format": "dense", "global_sparsity": 0.1},
+    "transform_config": {},
+    "version": "0.12.2",
+}
+
+
+def group(**changes: Any) -> dict[str, Any]:
+    """FP8_DYNAMIC with other fields of its group; of its weights where `weights` is given."""
+    own = FP8_DYNAMIC["config_groups"]["group_0"]  # type: ignore[index]
+    weights = {**_WEIGHTS, **changes.pop("weights", {})}
+    top = {name: changes.pop(name) for name in list(changes) if name in FP8_DYNAMIC}
+    return {**FP8_DYNAMIC, **top, "config_groups": {"a": {**own, "weights": weights, **changes}}}
+
+
+def int8(**changes: Any) -> dict[str, Any]:
+    weights = {"type": "int", **changes.pop("weights", {})}
+    return group(
+        weights=weights, **{"format": "int-quantized", "input_activations": None, **changes}
+    )
+
+
+def kv_scales(**changes: Any) -> dict[str, Any]:
+    """FP8_DYNAMIC with scales of KV, and these fields of their scheme."""
+    return group(kv_cache_scheme={**_WEIGHTS, "strategy": "tensor", **changes})
+
+
+def form_of(given: Any) -> Quantization:
+    found = parse_config({**RAW, "quantization_config": given}).quantization
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "scheme"),
+    [
+        (QWEN3_FP8, Scheme("float8_e4m3fn", "block", "dynamic")),
+        (AUTO_FP8, Scheme("float8_e4m3fn", "tensor", "static")),
+        (
+            {**AUTO_FP8, "activation_scheme": "dynamic"},
+            Scheme("float8_e4m3fn", "tensor", "dynamic"),
+        ),
+        (FP8_DYNAMIC, Scheme("float8_e4m3fn", "row", "dynamic")),
+        (group(input_activations=None), Scheme("float8_e4m3fn", "row", "float")),
+        (
+            group(
+                weights={"strategy": "tensor"}, input_activations={**_WEIGHTS, "strategy": "tensor"}
+            ),
+            Scheme("float8_e4m3fn", "tensor", "static"),
+        ),
+        (
+            group(
+                weights={"strategy": "block", "block_structure": [128, 128]},
+                input_activations={**_TOKENS, "strategy": "group", "group_size": 128},
+            ),
+            Scheme("float8_e4m3fn", "block", "dynamic"),
+        ),
+        (int8(), Scheme("int8", "row", "float")),
+        (int8(input_activations={**_TOKENS, "type": "int"}), Scheme("int8", "row", "dynamic")),
+        (int8(format="pack-quantized"), Scheme("int8", "row", "float", is_packed=True)),
+        (
+            {**int8(), "config_groups": int8(format="pack-quantized")["config_groups"]},
+            Scheme("int8", "row", "float"),
+        ),
+    ],
+)
+def test_published_forms_are_read(given: dict[str, Any], scheme: Scheme) -> None:
+    """I14, part: detected from config.json alone."""
+    found = form_of(given)
+    assert [own.scheme for own in found.groups] == [scheme]
+    assert found.scheme_of("model.layers.3.mlp.up_proj") == scheme
+    assert found.scheme_of("lm_head") is None or given not in (QWEN3_FP8, AUTO_FP8, FP8_DYNAMIC)
+
+
+def test_a_plain_model_has_no_form_and_the_old_name_of_the_field_is_refused() -> None:
+    assert parse_config(RAW).quantization is None
+    assert parse_config({**RAW, "quantization_config": None}).quantization is None
+    with pytest.raises(UnsupportedModel, match="compression_config"):
+        parse_config({**RAW, "compression_config": FP8_DYNAMIC})
+
+
+@pytest.mark.parametrize(
+    ("given", "ignored", "kept"),
+    [
+        (QWEN3_FP8, "model.layers.0.mlp.down_proj", "model.layers.10.mlp.down_proj"),
+        (
+            {**QWEN3_FP8, "modules_to_not_convert": ["up_proj"]},
+            "model.layers.7.mlp.up_proj",
+            "lm_head",
+        ),
+        (
+            {**QWEN3_FP8, "modules_to_not_convert": ["model.layers.1"]},
+            "model.layers.1.mlp.up_proj",
+            "model.layers.11.mlp.up_proj",
+        ),
+        (FP8_DYNAMIC, "model.layers.1.self_attn.q_proj", "model.layers.10.self_attn.q_proj"),
+        (group(ignore=["re:model.*down_proj"]), "model.layers.1.mlp.down_proj", "lm_head"),
+        (group(ignore=["model.layers.1.mlp.up_proj"]), "model.layers.1.mlp.up_proj", "up_proj"),
+        (group(ignore=["up_proj"]), "up_proj", "model.layers.1.mlp.up_proj"),
+        (
+            group(targets=["re:.*mlp.*"]),
+            "model.layers.1.self_attn.q_proj",
+            "model.layers.1.mlp.up_proj",
+        ),
+    ],
+)
+def test_names_are_ignored_as_their_format_matches_them(
+    given: dict[str, Any], ignored: str, kept: str
+) -> None:
+    """I14, part: whole names and `re:` of compressed-tensors; beginnings and ends of "fp8"."""
+    found = form_of(given)
+    assert found.scheme_of(ignored) is None
+    assert found.scheme_of(kept) is not None
+
+
+def test_names_may_have_the_prefix_of_a_model_that_sees() -> None:
+    found = form_of(group(ignore=["language_model.lm_head", "re:vision_tower.*"]))
+    assert found.scheme_of("lm_head", "language_model.") is None
+    assert found.scheme_of("lm_head") is not None
+
+
+def test_each_group_has_its_own_form() -> None:
+    one = group(targets=["re:.*self_attn.*"])["config_groups"]["a"]
+    two = int8(format="int-quantized")["config_groups"]["a"]
+    given = {
+        **FP8_DYNAMIC,
+        "format": "mixed-precision",
+        "config_groups": {
+            "a": {**one, "format": "float-quantized"},
+            "b": {**two, "format": "int-quantized"},
+        },
+    }
+    found = form_of(given)
+    kinds = [found.scheme_of(f"model.layers.0.{x}") for x in ("self_attn.q_proj", "mlp.up_proj")]
+    assert [kind and kind.values for kind in kinds] == ["float8_e4m3fn", "int8"]
+
+
+OTHERS: list[tuple[Any, str]] = [
+    ({}, "quant_method is None"),
+    ([], r"it is \[\]"),
+    ({"quant_method": "awq", "bits": 4}, "quant_method is 'awq'"),
+    ({**QWEN3_FP8, "fmt": "e5m2"}, "fmt is 'e5m2'"),
+    ({**QWEN3_FP8, "weight_block_size": [1, 128]}, r"weight_block_size is \[1, 128\]"),
+    ({**QWEN3_FP8, "activation_scheme": "static"}, "activation_scheme is"),
+    ({**QWEN3_FP8, "modules_to_convert": ["model.embed_tokens"]}, "modules_to_convert"),
+    ({**QWEN3_FP8, "modules_to_not_convert": "lm_head"}, "no list of names"),
+    ({**QWEN3_FP8, "modules_to_not_convert": ["("]}, "no regular expression"),
+    (group(weights={"num_bits": 4, "type": "int"}), "num_bits 4, type 'int'"),
+    (group(weights={"strategy": "group", "group_size": 128}), "group_size is 128"),
+    (group(weights={"actorder": "group"}), "weights.actorder is 'group'"),
+    (group(weights={"symmetric": False}), "weights.symmetric is False"),
+    (group(weights={"dynamic": True}), "weights.dynamic is True"),
+    (group(weights={"strategy": "block", "block_structure": [16, 16]}), "block_structure"),
+    (group(weights={"type": "int"}), "format is 'float-quantized', of int weights"),
+    (int8(weights={"strategy": "block", "block_structure": [128, 128]}), "strategy is 'block'"),
+    (int8(format="marlin-24"), "format is 'marlin-24'"),
+    (group(input_activations={**_TOKENS, "num_bits": 4}), "input_activations has num_bits 4"),
+    (group(input_activations={**_TOKENS, "symmetric": False}), "activations.symmetric"),
+    (group(output_activations=_TOKENS), "output_activations"),
+    (group(targets=[]), "targets names nothing"),
+    (group(ignore=["re:("]), "no regular expression"),
+    (group(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme has num_bits 8, type None"),
+    (kv_scales(strategy="channel"), r"kv_cache_scheme\.strategy is 'channel'"),
+    (kv_scales(dynamic=True), r"kv_cache_scheme\.dynamic is True"),
+    (kv_scales(symmetric=False), r"kv_cache_scheme\.symmetric is False"),
+    (group(kv_cache_scheme="static"), "kv_cache_scheme is 'static'"),
+    ({**QWEN3_FP8, "kv_cache_scheme": "dynamic"}, "kv_cache_scheme is 'dynamic'"),
+    (group(transform_config={"config_groups": {"R1": {}}}), "transform_config"),
+    (group(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),
+    (group(quantization_status="initialized"), "quantization_status"),
+    ({**FP8_DYNAMIC, "config_groups": {}}, r"config_groups is \{\}"),
+]
+PLANNED: list[tuple[Any, str]] = [
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt'"),
+    ({"quant_method": "mxfp4"}, "'mxfp4'"),
+    ({**QWEN3_FP8, "scale_fmt": "ue8m0"}, "scale_fmt is 'ue8m0'"),
+    ({**QWEN3_FP8, "expert_dtype": "fp4"}, "expert_dtype is 'fp4'"),
+    (group(weights={"num_bits": 4}, format="nvfp4-pack-quantized"), r"num_bits 4.* \(FP4\)"),
+    (group(weights={"strategy": "group", "group_size": 32}), "MXFP8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "is_planned"),
+    [*((*each, False) for each in OTHERS), *((*each, True) for each in PLANNED)],
+)
+def test_other_forms_are_refused_by_name_with_those_supported(
+    given: Any, named: str, is_planned: bool
+) -> None:
+    """D39, I14, part: what was found, and what can be had instead: FP8 now, FP4 and MXFP8 later."""
+    with pytest.raises(UnsupportedModel, match=named) as caught:
+        parse_config({**RAW, "quantization_config": given})
+    assert "supported: bfloat16 or float32 weights; FP8 (e4m3)" in str(caught.value)
+    assert ("FP4 (NVFP4, MXFP4) and MXFP8 are planned" in str(caught.value)) == is_planned
+    assert caught.value.fields["field"] == "quantization_config"
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"hidden_size": 72}, "hidden_size=72"),
+        ({"intermediate_size": 100}, "intermediate_size=100"),
+        ({"head_dim": 10}, r"num_attention_heads x head_dim=40"),
+    ],
+)
+def test_odd_dimensions_are_refused(fields: dict[str, Any], named: str) -> None:
+    """D39: matrices of 8 bits have dimensions in multiples of 16; plain ones have any."""
+    parse_config({**RAW, **fields})
+    config = quantization_config("fp8-row")
+    with pytest.raises(UnsupportedModel, match=f"{named}: .*multiples of 16"):
+        parse_config({**RAW, **fields, "quantization_config": config})
+
+
+def test_a_refusal_comes_before_any_weights(tmp_path: Path) -> None:
+    """I14, part: the folder holds no weights at all."""
+    raw = {**RAW, "quantization_config": {"quant_method": "awq"}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UnsupportedModel, match="awq"):
+        load(tmp_path, num_blocks=4)
