@@ -5,6 +5,7 @@ The emulation says that our plans are right, not that the package's kernels are:
 
 import gc
 import logging
+import re
 import sys
 import weakref
 from collections.abc import Callable
@@ -21,14 +22,11 @@ from mallee.testing.attention import attend_plain
 from mallee.testing.quantized import with_kv_scales
 from mallee.testing.random_model import random_model
 from mallee.worker.forward import Row
-from mallee.worker.memory.transfer import staged
-from mallee.worker.model.attention import flashinfer
 from mallee.worker.model.attention.base import Reads
 from mallee.worker.model.attention.flashinfer import (
     SPLIT_TOKENS,
     FlashInferAttention,
     FlashInferUnavailable,
-    _Entry,
     find_flashinfer,
 )
 from mallee.worker.model.attention.torch import TorchAttention
@@ -178,10 +176,13 @@ def test_plans_agree_with_the_plain_form(
 
 @pytest.mark.parametrize("n", [1, 5, 40])
 def test_a_shared_prefix_gives_what_flat_reading_gives(kernels: Kernels, n: int) -> None:
-    """D7, part: two levels, merged by log-sum-exp, against every row reading all its keys; bf16 1e-2."""
+    """D7, part: two levels, merged by log-sum-exp, against every row reading all its keys; bf16 1e-2.
+
+    In deterministic mode nothing is read together.
+    """
     case = Case(forked(9, shared=20, own=3, n=n, size=16), 16)
-    cascade, flat = kernels.attention(min_shared_tokens=64), kernels.attention()
-    assert cascade.min_saving == 4
+    cascade = kernels.attention(min_shared_tokens=64)
+    flat = kernels.attention(min_shared_tokens=64, is_deterministic=True)
     shared, alone = case.reads(cascade), case.reads(flat)
     assert shared.parts.shared is not None
     assert alone.parts.shared is None
@@ -238,30 +239,6 @@ def test_layers_of_several_windows_have_plans_side_by_side(kernels: Kernels) -> 
         torch.testing.assert_close(ours, plain, atol=1e-2, rtol=1e-2)
 
 
-def test_all_numbers_of_a_plan_lie_where_copies_need_not_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """I13, part: page tables and bounds of decodes, prompts and shared prefixes go through `staged`."""
-    given, prepared, plan = [], set(), _Entry.plan
-
-    def noted(values: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-        tensor = staged(values, device)
-        prepared.add(tensor.data_ptr())
-        return tensor
-
-    def planned(entry: _Entry, tokens: Any, *args: torch.Tensor, **options: Any) -> Any:
-        given.extend(args)
-        return plan(entry, tokens, *args, **options)
-
-    attention = EMULATED.attention(min_shared_tokens=16)
-    monkeypatch.setattr(flashinfer, "staged", noted)
-    monkeypatch.setattr(_Entry, "plan", planned)
-    rows = [*forked(2, 2, 1, size=16), make_row([7, 8], 0, 20)]
-    make_plan(rows, block_size=16, device="cpu", prepare=attention.prepare, min_saving=1)
-    assert len(given) == 3 + 4 + 4
-    assert all(each.data_ptr() in prepared for each in given)
-
-
 def test_wrappers_are_used_again_when_a_step_is_over() -> None:
     attention = EMULATED.attention(min_shared_tokens=64)
     case = Case(forked(9, shared=20, own=3, n=1, size=16), 16)
@@ -306,12 +283,6 @@ def test_a_row_s_bits_do_not_depend_on_its_batch(
     assert all(is_equal[0])
     if kernels.device == "cpu" and window is None:  # the emulation would show it if plans were free
         assert not all(is_equal[1])
-
-
-def test_nothing_is_read_together_in_deterministic_mode() -> None:
-    case = Case(forked(64, shared=60, own=1, size=16), 16)
-    assert case.reads(EMULATED.attention(is_deterministic=True)).parts.shared is None
-    assert case.reads(EMULATED.attention()).parts.shared is not None
 
 
 def test_the_workspace_grows_with_the_splits_of_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,8 +346,11 @@ def test_a_model_gives_the_reference_s_logits(
     assert float((found - expected).norm() / expected.norm()) < 4e-2
 
 
-def test_the_backend_is_chosen_where_it_fits(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_backend_is_chosen_where_it_fits(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Elsewhere attention runs in torch, and one line says why, and the remedy."""
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
     config = random_model(head_dim=64).config
     half: dict[str, Any] = {
         "dtype": torch.bfloat16,
@@ -395,30 +369,20 @@ def test_the_backend_is_chosen_where_it_fits(caplog: pytest.LogCaptureFixture) -
         (config, single, "doesn't compute in torch.float32; give dtype bfloat16"),
         (config, {**half, "kv_dtype": torch.float32}, "give kv_dtype auto or fp8"),
         (odd, half, r"no kernels for head_dim 32, only for \(64, 128, 256\)"),
+        (config, {**half, "flashinfer": None}, r"is not installed.*pip install 'mallee\[cuda\]'"),
     ):
         caplog.clear()
         found = choose_backend(own, device="cuda", **options).attention
         assert isinstance(found, TorchAttention)
         (record,) = caplog.records
         assert record.levelno == logging.WARNING
+        assert re.search(f"attention on cuda runs in torch operations: .*{says}", record.message)
         with pytest.raises(ConfigError, match=says):
             choose_backend(own, device="cuda", is_deterministic=True, **options)
     with pytest.raises(ConfigError, match="deterministic=True needs FlashInfer"):
         choose_backend(config, device="cpu", is_deterministic=True, **{**half, "flashinfer": None})
     reference = choose_backend(config, device="cpu", uses_kernels=False, **half)
     assert isinstance(reference.attention, TorchAttention)
-
-
-def test_without_the_package_the_line_says_how_to_install_it(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-    config = random_model(head_dim=64).config
-    half = {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16, "block_size": 16}
-    chosen = choose_backend(config, device="cuda", **half)  # type: ignore[arg-type]
-    assert isinstance(chosen.attention, TorchAttention)
-    assert "on cuda runs in torch operations: FlashInfer is not installed" in caplog.text
-    assert "pip install 'mallee[cuda]'" in caplog.text
 
 
 @pytest.mark.slow
@@ -429,7 +393,7 @@ def test_a_dropped_model_frees_its_plans() -> None:
     gc.collect()
     gc.disable()
     try:
-        workspace = weakref.ref(attention._workspace)
+        workspace = weakref.ref(attention.workspace)
         del attention, reads
         assert workspace() is None
     finally:

