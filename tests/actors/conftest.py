@@ -34,7 +34,7 @@ class FaultyForward(MockForward):
 
 
 class Rig:
-    """One worker host on a bus of its own."""
+    """One worker host on a bus of its own; more workers may be added to its first."""
 
     def __init__(
         self, hub: LocalHub | None = None, *, num_blocks: int = 256, **options: Any
@@ -45,21 +45,29 @@ class Rig:
         self.forward = options.pop("forward", None) or FaultyForward(
             mock_spec(), num_blocks=num_blocks, block_size=4
         )
-        worker = WorkerId(options.pop("worker", "w0"))
-        incarnation = Incarnation(options.pop("incarnation", 1))
-        self.engine = Engine(
-            self.forward,
+        worker, life = options.pop("worker", "w0"), options.pop("incarnation", 1)
+        structures, address = options.pop("structures", None), options.pop("address", "a0")
+        self.host = Host(
+            options.pop("host", worker),
+            self.bus,
+            address=address,
+            fleet="test",
+            clock=lambda: self.now,
+            **options,
+        )
+        self.engine = self.add(worker, life, self.forward, structures=structures)
+
+    def add(self, worker: str, life: int, forward: MockForward, structures: Any = None) -> Engine:
+        engine = Engine(
+            forward,
             config=EngineConfig(SchedulerConfig(64, 64, 1024), 0),
             clock=lambda: self.now,
-            worker=worker,
-            incarnation=incarnation,
-            structures=options.pop("structures", None),
+            worker=WorkerId(worker),
+            incarnation=Incarnation(life),
+            structures=structures,
         )
-        address = options.pop("address", "a0")
-        self.host = Host(
-            worker, self.bus, address=address, fleet="test", clock=lambda: self.now, **options
-        )
-        add_engine(self.host, self.engine, Capacity(4, num_blocks, 64))
+        add_engine(self.host, engine, Capacity(4, forward.num_blocks, 64))
+        return engine
 
     async def __aenter__(self) -> "Rig":
         await self.bus.connect()

@@ -13,12 +13,12 @@ from mallee.actors.capsule_files.imports import Imports, SpoolLender
 from mallee.actors.capsule_files.record import num_rows
 from mallee.actors.capsule_files.spool import Spools
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import MalleeError, UnknownCapsule
+from mallee.protocol.errors import UnknownCapsule
 from mallee.protocol.events import pack_hashes
 from mallee.protocol.messages import Continuation, Grammar, Holder, Limits, Sampling, pack_tokens
 from mallee.protocol.model import GroupSpec, ModelSpec
 from mallee.worker.capsules.record import CapsuleRecord
-from mallee.worker.kv.tiers.peers import Ask
+from mallee.worker.kv.tiers.peers import Ask, Lender
 from mallee.worker.kv.watch import Row
 
 BLOCK_SIZE = 4
@@ -81,7 +81,7 @@ def rows(model: ModelSpec = SPEC, *, num: int = 11) -> list[bytes]:
 
 
 class HeldLoan:
-    """A loan of `blocks`. `gate`, if set, is waited for by reads."""
+    """A loan of `blocks`."""
 
     def __init__(self, lender: "Shelf", record: bytes, blocks: Sequence[bytes]) -> None:
         self.record = record
@@ -94,8 +94,6 @@ class HeldLoan:
     def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
         assert not self.is_closed
         assert list(places) == sorted(places)
-        if self._lender.fails_at is not None and places[-1] >= self._lender.fails_at:
-            raise self._lender.error
         self._lender.num_read += len(places)
         for place, row in zip(places, rows, strict=True):
             row[:] = np.frombuffer(self._blocks[place], np.uint8)
@@ -111,17 +109,13 @@ class Shelf:
         self.block_nbytes = model.block_nbytes(BLOCK_SIZE)
         self.capsules: dict[str, tuple[bytes, list[bytes]]] = {}
         self.loans: list[HeldLoan] = []
-        self.asked: list[Ask] = []
         self.num_read = 0
-        self.fails_at: int | None = None
-        self.error: Exception = MalleeError("gone")
 
     def put(self, name: str, kept: CapsuleRecord, blocks: list[bytes]) -> Holder:
         self.capsules[name] = encode(kept), blocks
         return Holder("w0", 1, "unix:/x", 0, name)
 
     def lend(self, ask: Ask) -> HeldLoan:
-        self.asked.append(ask)
         if ask.holder.capsule not in self.capsules:
             raise UnknownCapsule(ask.holder.capsule)
         loan = HeldLoan(self, *self.capsules[ask.holder.capsule])
@@ -130,7 +124,7 @@ class Shelf:
 
 
 class Desk:
-    """Exports from a `Shelf`, and imports."""
+    """Exports from a `Shelf` or another lender, and imports."""
 
     def __init__(
         self,
@@ -138,19 +132,19 @@ class Desk:
         *,
         model: ModelSpec = SPEC,
         max_spool_nbytes: int = 1 << 20,
-        most: int = 2,
+        lender: Lender | None = None,
     ) -> None:
         self.model = model
         self.shelf = Shelf(model)
         self.pool = ThreadPoolExecutor(2)
-        self.exports = Exports(self.shelf, self.pool, most=most)
-        self.spools = Spools(folder, max_spool_nbytes, most=most)
+        self.exports = Exports(lender or self.shelf, self.pool, most=2)
+        self.spools = Spools(folder, max_spool_nbytes, most=2)
         self.lender = SpoolLender(lambda: secrets.token_hex(8))
         self.imports = Imports(
             "g0",
             self.spools,
             self.pool,
-            max_nbytes=1 << 20,
+            max_nbytes=max_spool_nbytes,
             lender=self.lender,
             address=lambda: "unix:/spools",
         )

@@ -1,18 +1,13 @@
 """Capsules of real engines that go as files to engines that never saw them."""
 
 import json
-import secrets
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mallee.actors.capsule_files.exports import Exports
-from mallee.actors.capsule_files.imports import Imports, SpoolLender
-from mallee.actors.capsule_files.spool import Spools
 from mallee.protocol.ids import Incarnation, Scope, WorkerId, private_part
 from mallee.protocol.messages import (
     Capture,
@@ -38,11 +33,11 @@ from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from support.capturing import Course, course, resume
 from support.exact_capsules import LIMITS, MODELS, NUM, PROMPT, tiny_forward
+from support.files import BLOCK_SIZE, Desk
 from support.lending import Neighbours, holder
 from support.waiting import until
 
 CUT = 19
-BLOCK_SIZE = 4
 PATHS = [[10 + (i * j) % 50 for j in range(1, 100)] for i in range(1, 4)]
 CHOICE = Grammar("choice", json.dumps(PATHS))
 WAYS: dict[str, tuple[Sampling, Grammar | None]] = {
@@ -88,37 +83,21 @@ async def run(engine: Engine, *commands: Command, later: Any = None) -> Course:
     return found
 
 
-class Side:
+class Side(Desk):
     """An engine, and the files that come from it and go to it."""
 
     def __init__(self, forward: TorchForward, folder: Path) -> None:
-        self.pool = ThreadPoolExecutor(2)
-        self.spools = SpoolLender(lambda: secrets.token_hex(8))
-        self.engine = engine_over(forward, self.spools)
-        self.model = forward.spec
-        lender = Neighbours()
-        lender.engines["w0"] = self.engine
-        self.exports = Exports(lender, self.pool)
-        self.imports = Imports(
-            "g0",
-            Spools(folder, 1 << 30),
-            self.pool,
-            max_nbytes=1 << 30,
-            lender=self.spools,
-            address=lambda: "here",
-        )
+        own = Neighbours()
+        super().__init__(folder, model=forward.spec, max_spool_nbytes=1 << 30, lender=own)
+        self.engine = own.engines["w0"] = engine_over(forward, self.lender)
 
     def close(self) -> None:
         self.engine.check()
         self.engine.close()
         self.pool.shutdown()
 
-    async def sent(self, capsule: str) -> bytes:
-        named = holder(self.engine, capsule=capsule)
-        export = await self.exports.begin(named, self.model, BLOCK_SIZE)
-        data = b"".join([piece async for piece in export.pieces()])
-        export.close()
-        return data
+    async def file_of(self, capsule: str) -> bytes:
+        return await self.sent(holder(self.engine, capsule=capsule))
 
     async def taken(self, name: str, data: bytes) -> Course:
         """Import `data` as capsule NAME.0."""
@@ -158,14 +137,14 @@ async def test_a_file_goes_on_elsewhere_as_the_very_branch_bit_by_bit(
     whole = await run(here.engine, command, later={first + CUT - 1: [Capture("c", "r")]})
     tokens = whole.tokens["r", 0]
     assert len(tokens) == NUM
-    data = await here.sent("c.0")
+    data = await here.file_of("c.0")
     came = await there.taken("i", data)
     last = came.last["i", 0]
     num = last.boundary
     assert len(PROMPT) < num < len(PROMPT) + NUM
     assert last.cached_tokens == num - 1  # all that had KV
     assert there.engine.stats().num_prefill_tokens == 0
-    assert await there.sent("i.0") == data
+    assert await there.file_of("i.0") == data
     again = await run(there.engine, resume("again", "i.0"))
     assert again.tokens["again", 0] == tokens[num - len(PROMPT) :]
     for side in (here, there):
@@ -177,7 +156,7 @@ async def test_nobody_elses_prompt_finds_what_was_imported(tmp_path: Path) -> No
     model = random_model("llama", 5)
     here, there = (Side(model.forward(num_blocks=121), tmp_path) for _ in "ab")
     await run(here.engine, Prefill("p", pack_tokens(PROMPT)))
-    came = await there.taken("i", await here.sent("p.0"))
+    came = await there.taken("i", await here.file_of("p.0"))
     assert came.last["i", 0].cached_tokens == len(PROMPT)
     for salt in ("", "mine", "other"):
         asked = Generate(f"g{salt}", pack_tokens(PROMPT), Limits(1), salt=salt)

@@ -2,82 +2,43 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Callable
+from contextlib import aclosing
 from typing import Any
 
 import pytest
 
 from mallee.actors.gateway.feed import FleetFeed
-from mallee.actors.hosting.engine import add_engine
-from mallee.actors.hosting.host import LEASES_PER_MESSAGE, Host
-from mallee.actors.hosting.worker import Capacity
+from mallee.actors.hosting.host import LEASES_PER_MESSAGE
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import decode_leases, decode_snapshot
-from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.ids import WorkerId
 from mallee.protocol.messages import Cancel, Generate, Limits, Prefill, Update, pack_tokens
 from mallee.protocol.parcels import LEAVING, Parcel, Report, decode_reports
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
-from mallee.testing.bus import LocalBus, LocalHub
+from mallee.testing.bus import LocalBus
 from mallee.testing.forward import MockForward
-from mallee.worker.engine import Engine
-from mallee.worker.records import EngineConfig
 from support.reading import Reader
 from support.waiting import until
 
 SPEC = mock_spec()
 
 
-class Fragile(MockForward):
-    """Raises once broken."""
+@pytest.fixture
+def crowd(rig: Any) -> Callable[..., Any]:
+    """A host with so many engines, each in its thread."""
 
-    is_broken = False
+    def make(n: int, **options: Any) -> Any:
+        made = rig(host="h0", **options)
+        for i in range(1, n):
+            made.add(f"w{i}", 1, MockForward(SPEC, num_blocks=256, block_size=4))
+        return made
 
-    def forward(self, batch: Any) -> Any:
-        if self.is_broken:
-            raise RuntimeError("the device fell off the bus")
-        return super().forward(batch)
-
-
-class Crowd:
-    """A host with `n` engines, each in its thread."""
-
-    def __init__(self, n: int, **options: Any) -> None:
-        self.hub = LocalHub()
-        self.bus = LocalBus(self.hub)
-        self.host = Host(
-            "h0", self.bus, address="a0", fleet="test", clock=time.monotonic, **options
-        )
-        self.forwards: dict[str, Fragile] = {}
-        for i in range(n):
-            self.add(f"w{i}", 1)
-
-    def add(self, name: str, life: int) -> None:
-        forward = self.forwards[name] = Fragile(SPEC, num_blocks=256, block_size=4)
-        engine = Engine(
-            forward,
-            config=EngineConfig(),
-            clock=time.monotonic,
-            worker=WorkerId(name),
-            incarnation=Incarnation(life),
-        )
-        add_engine(self.host, engine, Capacity(4, 256, 64))
-
-
-@asynccontextmanager
-async def crowd(n: int, **options: Any) -> AsyncIterator[Crowd]:
-    made = Crowd(n, **options)
-    await made.bus.connect()
-    await made.host.start()
-    try:
-        yield made
-    finally:
-        await made.host.close()
-        await made.bus.close()
+    return make
 
 
 def generate(request: str, max_tokens: int = 4) -> Generate:
@@ -98,11 +59,11 @@ async def reports(frames: Reader, ends: int) -> tuple[list[Report], dict[str, li
 
 
 async def test_an_engine_that_fails_takes_only_its_own_along(
-    caplog: pytest.LogCaptureFixture,
+    crowd: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with crowd(2) as c, aclosing(Reader(c.host, "g")) as frames:
         await anext(frames)
-        c.forwards["w0"].is_broken = True
+        c.forward.is_broken = True
         parcels = [Parcel(f"w{i}", 1, (generate(f"r{i}", 8),)) for i in range(2)]
         await frames.submit(encode(parcels))
         found, by_worker = await reports(frames, 1)
@@ -119,7 +80,7 @@ async def test_an_engine_that_fails_takes_only_its_own_along(
     assert caplog.records
 
 
-async def test_commands_for_a_life_that_is_over_are_answered_with_its_loss() -> None:
+async def test_commands_for_a_life_that_is_over_are_answered_with_its_loss(crowd: Any) -> None:
     async with crowd(1) as c, aclosing(Reader(c.host, "g")) as frames:
         await anext(frames)
         batch = [
@@ -135,7 +96,7 @@ async def test_commands_for_a_life_that_is_over_are_answered_with_its_loss() -> 
         assert {u.request for u in by_worker["w0"]} == {"b"}
 
 
-async def test_a_gateway_that_gives_one_worker_up_keeps_the_others() -> None:
+async def test_a_gateway_that_gives_one_worker_up_keeps_the_others(crowd: Any) -> None:
     async with crowd(2) as c, aclosing(Reader(c.host, "g")) as frames:
         await anext(frames)
         parcels = [Parcel(f"w{i}", 1, (generate(f"r{i}", 40),)) for i in range(2)]
@@ -148,40 +109,37 @@ async def test_a_gateway_that_gives_one_worker_up_keeps_the_others() -> None:
         c.host.check()
 
 
-async def test_a_worker_that_is_removed_or_crashes_is_gone_for_gateways_at_once() -> None:
+async def test_a_worker_that_is_removed_or_crashes_is_gone_for_gateways_at_once(crowd: Any) -> None:
     async with crowd(3) as c, aclosing(Reader(c.host, "g")) as frames:
         await anext(frames)
         await c.host.crash(WorkerId("w0"), "it crashed")
         await c.host.remove(WorkerId("w1"))
         lost = [(r.worker, r.lost) for _ in range(2) for r in decode_reports(await anext(frames))]
         assert lost == [("w0", "it crashed"), ("w1", LEAVING)]
-        c.add("w0", 2)
+        c.add("w0", 2, MockForward(SPEC, num_blocks=256, block_size=4))
         await frames.submit(encode([Parcel("w0", 2, (generate("a"),))]))
         _, by_worker = await reports(frames, 1)
         assert by_worker["w0"][-1].finish == "length"
 
 
-async def test_leases_of_a_host_share_messages_and_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leases_of_a_host_share_messages_and_name_it(crowd: Any) -> None:
     n = LEASES_PER_MESSAGE + 4
-    made = Crowd(n, lease_period_s=60.0)
-    heard: list[bytes] = []
-    listener = LocalBus(made.hub)
-    await listener.connect()
-    await listener.subscribe("mallee.test.lease.*", heard.append)
-    await made.bus.connect()
-    await made.host.start()
-    await until(lambda: len(heard) == 2)
-    leases = [lease for raw in heard for lease in decode_leases(raw)]
-    assert {lease.worker for lease in leases} == {f"w{i}" for i in range(n)}
-    assert {(lease.host, lease.address) for lease in leases} == {("h0", "a0")}
-    await made.host.close()
-    await until(lambda: len(heard) == 4)
-    assert all(lease.is_leaving for raw in heard[2:] for lease in decode_leases(raw))
-    with pytest.raises(WorkerLost, match="shutting down"):
-        Reader(made.host, "g")
+    made = crowd(n, lease_period_s=60.0)
+    async with made.listen() as listener:
+        await listener.to("mallee.test.lease.*")
+        async with made:
+            await until(lambda: len(listener.heard) == 2)
+            leases = [lease for raw in listener.heard for lease in decode_leases(raw)]
+            assert {lease.worker for lease in leases} == {f"w{i}" for i in range(n)}
+            assert {(lease.host, lease.address) for lease in leases} == {("h0", "a0")}
+        await until(lambda: len(listener.heard) == 4)
+        left = [lease for raw in listener.heard[2:] for lease in decode_leases(raw)]
+        assert all(lease.is_leaving for lease in left)
+        with pytest.raises(WorkerLost, match="shutting down"):
+            Reader(made.host, "g")
 
 
-async def test_a_late_gateway_gets_every_workers_snapshot_from_the_host() -> None:
+async def test_a_late_gateway_gets_every_workers_snapshot_from_the_host(crowd: Any) -> None:
     """K8, part: one subject answers for all workers of a process."""
     async with crowd(3, lease_period_s=0.05) as c, aclosing(Reader(c.host, "g")) as frames:
         await anext(frames)
@@ -210,7 +168,7 @@ async def test_a_late_gateway_gets_every_workers_snapshot_from_the_host() -> Non
         await feed.close()
 
 
-async def test_a_snapshot_of_nobody_is_not_answered() -> None:
+async def test_a_snapshot_of_nobody_is_not_answered(crowd: Any) -> None:
     async with crowd(1) as c:
         with pytest.raises(TimeoutError):
             await c.bus.request("mallee.test.snapshot.h0", b"w7", 0.05)
