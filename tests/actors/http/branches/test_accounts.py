@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import pytest
@@ -184,6 +185,13 @@ def test_holders_never_draw_more_than_the_limit_and_all_returns() -> None:
     )
 
 
+def figures(account: Account, now: float) -> tuple[float, float, float]:
+    """Of its tokens: used, reserved, left."""
+    view = account.view(now).tokens
+    assert view is not None
+    return view.used, view.reserved, view.left
+
+
 def test_a_holder_takes_at_most_half_of_the_rest_ahead() -> None:
     """X19, part: others go on; what a silent one has counts as spent until it is heard of again."""
     root = Account("r", Budget(tokens=1000, wall_s=10), None, 5.0)
@@ -204,19 +212,14 @@ def test_a_holder_takes_at_most_half_of_the_rest_ahead() -> None:
     assert last is not None
     assert last.lent.tokens == 990
     loan.hear(last, 106.0)
-    view = root.view(6.0).tokens
-    assert view is not None
-    assert (view.used, view.reserved, view.left) == (60, 930, 10)
+    assert figures(root, 6.0) == (60, 930, 10)
     root.expire("h")
-    view = root.view(6.0).tokens
-    assert view is not None
-    assert (view.used, view.reserved, view.left, root.is_idle) == (990, 0, 10, True)
+    assert figures(root, 6.0) == (990, 0, 10)
+    assert root.is_idle
     loan.spend("tokens", 5)
     loan.close()
     root.take_back(sent[0])
-    view = root.view(6.0).tokens
-    assert view is not None
-    assert (view.used, view.reserved, view.left) == (65, 0, 935)
+    assert figures(root, 6.0) == (65, 0, 935)
     other = Loan("r", "n", COMMON, lambda: "x", lambda _, returned: None)
     other.open()
     other.hear(last, 6.0)
@@ -242,11 +245,8 @@ def test_limits_change_while_accounts_run() -> None:
     below.close()
     assert above.rest("tokens") == 85
     middle.close()
-    views = [account.view(9.0) for account in (above, middle)]
-    assert [view.tokens and (view.tokens.used, view.tokens.reserved) for view in views] == [
-        (15, 0),
-        None,
-    ]
+    assert figures(above, 9.0) == (15, 0, 85)
+    assert middle.view(9.0).tokens is None
 
 
 # Over the bus
@@ -270,11 +270,6 @@ class Gateway:
             clock, self.records, lambda: f"{number:08x}{next(keys):08x}", renew_s=0.02
         )
 
-    async def close(self) -> None:
-        assert self.records.tasks.failure is None
-        await self.records.close()
-        await self.bus.close()
-
 
 class Clock:
     def __init__(self) -> None:
@@ -284,13 +279,18 @@ class Clock:
         return self.now
 
 
-async def gateways(num: int, clock: Callable[[], float]) -> list[Gateway]:
+@asynccontextmanager
+async def gateways(num: int, clock: Callable[[], float]) -> AsyncIterator[list[Gateway]]:
     hub = LocalHub()
     made = [Gateway(hub, f"g{i}", num - 1, clock) for i in range(num)]
     for each in made:
         await each.bus.connect()
         await each.records.start_up()
-    return made
+    yield made
+    for each in made:
+        assert each.records.tasks.failure is None
+        await each.records.close()
+        await each.bus.close()
 
 
 class Run(NamedTuple):
@@ -323,47 +323,49 @@ STEP = st.tuples(st.integers(0, 4), st.integers(0, 1 << 16), st.integers(1, 30),
 
 
 async def _play(steps: list[tuple[int, int, int, int]]) -> None:
-    made = await gateways(3, Clock())
-    limits, drawn = [LIMIT], [0]
-    first = bound_of(made[0], Budget(tokens=LIMIT))
-    await made[0].budgets.give(first, Budget(tokens=LIMIT))
-    names: list[tuple[str, tuple[int, ...], Gateway]] = [(named(first), (0,), made[0])]
-    runs: list[Run] = []
-    for kind, pick, amount, where in steps:
-        gateway = made[where]
-        if kind in (0, 1):
-            name, path, _ = names[pick % len(names)]
-            budget = Budget(tokens=amount) if kind else None
-            bound = bound_of(gateway, budget, name)
-            try:
-                account = await gateway.budgets.begin(bound, budget, 1)
-            except (BudgetSpent, InvalidParameter):
-                continue
-            if kind:
-                path = (*path, len(limits))
-                limits.append(amount)
-                drawn.append(0)
-                names.append((named(bound), path, gateway))
-            runs.append(Run(gateway, account, path))
-        elif kind == 2 and runs:
-            runs.pop(pick % len(runs)).account.close()
-        elif runs:
-            run = runs[pick % len(runs)]
-            await run.gateway.budgets.secure(run.account, Amounts(amount))
-            num = int(min(amount, run.account.rest("tokens")))
-            run.account.spend("tokens", num)
-            for i in run.path:
-                drawn[i] += num
-        assert all(n <= limit for n, limit in zip(drawn, limits, strict=True))
-    for run in runs:
-        run.account.close()
-    for _ in range(50):  # what is given back arrives, from gateway to gateway
-        await asyncio.sleep(0)
-    for name, path, keeper in names:
-        assert await used(keeper, name) == (drawn[path[-1]], 0, limits[path[-1]] - drawn[path[-1]])
-        assert await used(made[1], name) == await used(keeper, name)
-    for gateway in made:
-        await gateway.close()
+    async with gateways(3, Clock()) as made:
+        limits, drawn = [LIMIT], [0]
+        first = bound_of(made[0], Budget(tokens=LIMIT))
+        await made[0].budgets.give(first, Budget(tokens=LIMIT))
+        names: list[tuple[str, tuple[int, ...], Gateway]] = [(named(first), (0,), made[0])]
+        runs: list[Run] = []
+        for kind, pick, amount, where in steps:
+            gateway = made[where]
+            if kind in (0, 1):
+                name, path, _ = names[pick % len(names)]
+                budget = Budget(tokens=amount) if kind else None
+                bound = bound_of(gateway, budget, name)
+                try:
+                    account = await gateway.budgets.begin(bound, budget, 1)
+                except (BudgetSpent, InvalidParameter):
+                    continue
+                if kind:
+                    path = (*path, len(limits))
+                    limits.append(amount)
+                    drawn.append(0)
+                    names.append((named(bound), path, gateway))
+                runs.append(Run(gateway, account, path))
+            elif kind == 2 and runs:
+                runs.pop(pick % len(runs)).account.close()
+            elif runs:
+                run = runs[pick % len(runs)]
+                await run.gateway.budgets.secure(run.account, Amounts(amount))
+                num = int(min(amount, run.account.rest("tokens")))
+                run.account.spend("tokens", num)
+                for i in run.path:
+                    drawn[i] += num
+            assert all(n <= limit for n, limit in zip(drawn, limits, strict=True))
+        for run in runs:
+            run.account.close()
+        for _ in range(50):  # what is given back arrives, from gateway to gateway
+            await asyncio.sleep(0)
+        for name, path, keeper in names:
+            assert await used(keeper, name) == (
+                drawn[path[-1]],
+                0,
+                limits[path[-1]] - drawn[path[-1]],
+            )
+            assert await used(made[1], name) == await used(keeper, name)
 
 
 @settings(max_examples=80, deadline=None)
@@ -377,141 +379,125 @@ def test_a_tree_over_three_gateways_keeps_to_every_budget(
 
 async def test_a_keeper_that_dies_leaves_its_holders_what_they_have() -> None:
     """X19, part: then they end; new requests are 503 while it may come back, and refused after that."""
-    a, b, c = await gateways(3, Clock())
-    bound = bound_of(a, Budget(tokens=1000))
-    await a.budgets.give(bound, Budget(tokens=1000))
-    name = named(bound)
-    account = await b.budgets.begin(bound_of(b, None, name), None, 1)
-    assert account.rest("tokens") == 64
-    a.bus.is_mute = True
-    with pytest.raises(Unavailable, match="does not answer"):
-        await b.budgets.secure(account, Amounts(65))
-    account.spend("tokens", 64)
-    with pytest.raises(Unavailable):
-        await c.budgets.begin(bound_of(c, None, name), None, 1)
-    for each in (b, c):
-        each.records._num_others = lambda: 1  # its lease has run out
-        with pytest.raises(BudgetSpent, match="is gone"):
-            await each.budgets.begin(bound_of(each, Budget(tokens=1), name), Budget(tokens=1), 1)
-    account.close()
-    for each in (a, b, c):
-        await each.close()
+    async with gateways(3, Clock()) as (a, b, c):
+        bound = bound_of(a, Budget(tokens=1000))
+        await a.budgets.give(bound, Budget(tokens=1000))
+        name = named(bound)
+        account = await b.budgets.begin(bound_of(b, None, name), None, 1)
+        assert account.rest("tokens") == 64
+        for each in (a, c):
+            each.bus.signals.set_up(False)
+        with pytest.raises(Unavailable):  # without a broker the keeper alone goes on
+            await c.budgets.begin(bound_of(c, None, name), None, 1)
+        (await a.budgets.begin(bound_of(a, None, name), None, 1)).close()
+        for each in (a, c):
+            each.bus.signals.set_up(True)
+        a.bus.is_mute = True
+        with pytest.raises(Unavailable, match="does not answer"):
+            await b.budgets.secure(account, Amounts(65))
+        account.spend("tokens", 64)
+        with pytest.raises(Unavailable):
+            await c.budgets.begin(bound_of(c, None, name), None, 1)
+        for each in (b, c):
+            each.records._num_others = lambda: 1  # its lease has run out
+            with pytest.raises(BudgetSpent, match="is gone"):
+                await each.budgets.begin(
+                    bound_of(each, Budget(tokens=1), name), Budget(tokens=1), 1
+                )
+        account.close()
 
 
 async def test_what_a_dead_holder_had_counts_as_spent_and_blocks_nobody_else() -> None:
     """X19, part: after the time of a lease; one that was cut off goes on with what it has."""
     clock = Clock()
-    a, b, c = await gateways(3, clock)
-    top = bound_of(a, Budget(tokens=100))
-    await a.budgets.give(top, Budget(tokens=100))
-    bound = bound_of(a, Budget(tokens=80), named(top))
-    await a.budgets.give(bound, Budget(tokens=80))
-    name = named(bound)
-    account = await b.budgets.begin(bound_of(b, None, name), None, 1)
-    held = int(account.rest("tokens"))
-    account.spend("tokens", 3)
-    assert await used(c, named(top)) == (0, 80, 20)
-    b.bus.is_mute = True
-    clock.now += EXPIRE_S + 1
-    assert await used(a, name) == (held, 0, 80 - held)
-    assert await used(a, named(top)) == (held, 0, 100 - held)
-    b.bus.is_mute = False
-    account.close()
-    kept = a.budgets._kept(name, COMMON)
-    assert kept is not None
-    await until(lambda: not kept._grants)
-    assert await used(c, name) == (3, 0, 77)
-    assert await used(c, named(top)) == (3, 0, 97)
-    for each in (a, b, c):
-        await each.close()
+    async with gateways(3, clock) as (a, b, c):
+        top = bound_of(a, Budget(tokens=100))
+        await a.budgets.give(top, Budget(tokens=100))
+        bound = bound_of(a, Budget(tokens=80), named(top))
+        await a.budgets.give(bound, Budget(tokens=80))
+        name = named(bound)
+        account = await b.budgets.begin(bound_of(b, None, name), None, 1)
+        held = int(account.rest("tokens"))
+        account.spend("tokens", 3)
+        assert await used(c, named(top)) == (0, 80, 20)
+        b.bus.is_mute = True
+        clock.now += EXPIRE_S + 1
+        assert await used(a, name) == (held, 0, 80 - held)
+        assert await used(a, named(top)) == (held, 0, 100 - held)
+        b.bus.is_mute = False
+        account.close()
+        kept = a.budgets._kept(name, COMMON)
+        assert kept is not None
+        await until(lambda: not kept._grants)
+        assert await used(c, name) == (3, 0, 77)
+        assert await used(c, named(top)) == (3, 0, 97)
 
 
 async def test_what_runs_elsewhere_is_renewed() -> None:
     """X19, part: a holder that runs for long is not taken for dead."""
     clock = Clock()
-    a, b = await gateways(2, clock)
-    bound = bound_of(a, Budget(tokens=100))
-    await a.budgets.give(bound, Budget(tokens=100))
-    account = await b.budgets.begin(bound_of(b, None, named(bound)), None, 1)
-    for _ in range(3):
-        clock.now += EXPIRE_S - 1
-        heard = [*a.budgets._heard.values()]
-        await until(lambda heard=heard: [*a.budgets._heard.values()] != heard)  # type: ignore[misc]
-    assert (await used(a, named(bound)))[1] > 0
-    account.close()
-    await until(lambda: not a.budgets._heard)
-    assert await used(b, named(bound)) == (0, 0, 100)
-    assert not b.budgets._renewing
-    for each in (a, b):
-        await each.close()
-
-
-async def test_without_a_broker_only_the_keeper_goes_on() -> None:
-    """X19, part: elsewhere a bounded request is refused with 503."""
-    a, b = await gateways(2, Clock())
-    bound = bound_of(a, Budget(tokens=100))
-    await a.budgets.give(bound, Budget(tokens=100))
-    for each in (a, b):
-        each.bus.signals.set_up(False)
-    with pytest.raises(Unavailable):
-        await b.budgets.begin(bound_of(b, None, named(bound)), None, 1)
-    account = await a.budgets.begin(bound_of(a, None, named(bound)), None, 1)
-    assert account.rest("tokens") == 100
-    account.close()
-    for each in (a, b):
-        await each.close()
+    async with gateways(2, clock) as (a, b):
+        bound = bound_of(a, Budget(tokens=100))
+        await a.budgets.give(bound, Budget(tokens=100))
+        account = await b.budgets.begin(bound_of(b, None, named(bound)), None, 1)
+        for _ in range(3):
+            clock.now += EXPIRE_S - 1
+            heard = [*a.budgets._heard.values()]
+            await until(lambda heard=heard: [*a.budgets._heard.values()] != heard)  # type: ignore[misc]
+        assert (await used(a, named(bound)))[1] > 0
+        account.close()
+        await until(lambda: not a.budgets._heard)
+        assert await used(b, named(bound)) == (0, 0, 100)
+        assert not b.budgets._renewing
 
 
 async def test_a_request_below_two_budgets_runs_on_the_lower_one() -> None:
     """X19, part: a capsule's and a session's; if neither is below the other it is refused."""
-    a, b = await gateways(2, Clock())
-    top = bound_of(a, Budget(tokens=100))
-    await a.budgets.give(top, Budget(tokens=100))
-    lower = [bound_of(a, Budget(tokens=50), named(top)) for _ in range(2)]
-    for each in lower:
-        await a.budgets.give(each, Budget(tokens=50))
-    low = named(lower[0])
-    for gateway in (a, b):
-        for names in ((named(top), low), (low, named(top))):
-            bound = bound_of(gateway, None, *names)
-            assert bound.key not in (top.key, lower[0].key)
-            account = await gateway.budgets.begin(bound, None, 1)
-            assert account.keys == (bound.key, lower[0].key, top.key)
-            account.spend("tokens", 2)
-            account.close()
-        with pytest.raises(BadRequest, match="neither is below the other"):
-            await gateway.budgets.begin(bound_of(gateway, None, low, named(lower[1])), None, 1)
-    await until(lambda: not a.budgets._heard)
-    assert (await used(a, named(top)))[0] == (await used(a, low))[0] == 8
-    for gateway in (a, b):
-        await gateway.close()
+    async with gateways(2, Clock()) as (a, b):
+        top = bound_of(a, Budget(tokens=100))
+        await a.budgets.give(top, Budget(tokens=100))
+        lower = [bound_of(a, Budget(tokens=50), named(top)) for _ in range(2)]
+        for each in lower:
+            await a.budgets.give(each, Budget(tokens=50))
+        low = named(lower[0])
+        for gateway in (a, b):
+            for names in ((named(top), low), (low, named(top))):
+                bound = bound_of(gateway, None, *names)
+                assert bound.key not in (top.key, lower[0].key)
+                account = await gateway.budgets.begin(bound, None, 1)
+                assert account.keys == (bound.key, lower[0].key, top.key)
+                account.spend("tokens", 2)
+                account.close()
+            with pytest.raises(BadRequest, match="neither is below the other"):
+                await gateway.budgets.begin(bound_of(gateway, None, low, named(lower[1])), None, 1)
+        await until(lambda: not a.budgets._heard)
+        assert (await used(a, named(top)))[0] == (await used(a, low))[0] == 8
 
 
 async def test_budgets_are_nested_to_a_bound_and_forgotten_beyond_another() -> None:
     """X19, part: what is forgotten is spent, not free; what runs is not forgotten."""
-    (a,) = await gateways(1, Clock())
-    bound = bound_of(a, Budget(tokens=9))
-    for _ in range(module.MAX_DEPTH - 1):
+    async with gateways(1, Clock()) as [a]:
+        bound = bound_of(a, Budget(tokens=9))
+        for _ in range(module.MAX_DEPTH - 1):
+            await a.budgets.give(bound, Budget(tokens=9))
+            bound = bound_of(a, Budget(tokens=9), named(bound))
         await a.budgets.give(bound, Budget(tokens=9))
-        bound = bound_of(a, Budget(tokens=9), named(bound))
-    await a.budgets.give(bound, Budget(tokens=9))
-    with pytest.raises(InvalidParameter, match="64 budgets"):
-        await a.budgets.give(bound_of(a, Budget(tokens=9), named(bound)), Budget(tokens=9))
-    few = Budgets(Clock(), a.records, lambda: f"{next(keys):016x}", max_kept=2)
-    keys = iter(range(1 << 20, 1 << 21))
-    made = []
-    for i in range(3):
-        each = few.bound(Budget(tokens=1), COMMON)
-        assert each is not None
-        account = await few.begin(each, Budget(tokens=1), 1)
-        if i == 1:
-            account.close()
-        made.append(named(each))
-    shown = [await few.show(name, COMMON) for name in made]
-    assert [view is not None for view in shown] == [True, False, True]
-    assert account_of(made[1])
-    again = few.bound(None, COMMON, made[1])
-    assert again is not None
-    with pytest.raises(BudgetSpent, match="has forgotten it"):
-        await few.begin(again, None, 1)
-    await a.close()
+        with pytest.raises(InvalidParameter, match="64 budgets"):
+            await a.budgets.give(bound_of(a, Budget(tokens=9), named(bound)), Budget(tokens=9))
+        few = Budgets(Clock(), a.records, lambda: f"{next(keys):016x}", max_kept=2)
+        keys = iter(range(1 << 20, 1 << 21))
+        made = []
+        for i in range(3):
+            each = few.bound(Budget(tokens=1), COMMON)
+            assert each is not None
+            account = await few.begin(each, Budget(tokens=1), 1)
+            if i == 1:
+                account.close()
+            made.append(named(each))
+        shown = [await few.show(name, COMMON) for name in made]
+        assert [view is not None for view in shown] == [True, False, True]
+        assert account_of(made[1])
+        again = few.bound(None, COMMON, made[1])
+        assert again is not None
+        with pytest.raises(BudgetSpent, match="has forgotten it"):
+            await few.begin(again, None, 1)

@@ -1,21 +1,24 @@
-"""Branches that a verifier scores beside decoding: poor ones end, the others go on, over HTTP."""
+"""Branches that a verifier, or a critic of the SDK, scores beside decoding: poor ones end, others go on."""
 
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
 
-from mallee.client import Mallee
+from mallee.client import AsyncMallee, InvalidParameter, Mallee
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from support.live_api import served
 from support.live_fleet import LiveFleet
-from support.tiny_fleet import post, tiny_fleet
+from support.mock_scene import make_folder, mock_config, mocked
+from support.tiny_fleet import chunks_of, post, tiny_api, tiny_fleet
 from support.verifiers import Raw, Verifier, verdict, verifying
+from support.virtual.threads import wait_for
 from support.waiting import elapse, until
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
@@ -107,11 +110,6 @@ def steps_of(engine: Engine) -> Iterator[Steps]:
         steps.go_on()
 
 
-def is_poor(index: int, tokens: int) -> Callable[[dict[str, Any]], float | None]:
-    """The score of a verifier that dislikes one branch from so many tokens on."""
-    return lambda branch: float(branch["index"] != index or branch["tokens"] < tokens)
-
-
 async def test_a_poor_branch_ends_within_one_step_of_the_verdict() -> None:
     """F19, F28, part: even if nothing else comes; its capsule goes on as the undisturbed branch."""
     async with scene() as s:
@@ -188,24 +186,6 @@ async def test_texts_are_shown_at_most_every_so_many_tokens_with_nothing_of_the_
             assert set(head) == {"host", "content-type", "accept-encoding", "content-length"}
 
 
-@pytest.mark.slow
-async def test_a_slow_verifier_is_asked_less_often_about_the_newest_texts() -> None:
-    """F19, part: branches that waited longest come first."""
-    async with scene() as s:
-
-        async def think(question: dict[str, Any]) -> Raw:
-            await elapse(0.02)
-            return verdict([1.0] * len(question["branches"]))
-
-        s.verifier.reply = think
-        choices = await s.choices(every=1, request={"max_tokens": 600})
-        assert {choice["finish_reason"] for choice in choices} == {"length"}
-        assert 3 <= len(s.verifier.questions) < 300
-        for index in range(3):
-            tokens = [branch["tokens"] for branch in s.verifier.seen(index)]
-            assert tokens == sorted(set(tokens))
-
-
 FLAWS = {
     "status 500": Raw(500, b'{"scores": [0, 0, 0]}'),
     "status 204": Raw(204),
@@ -256,7 +236,7 @@ async def test_a_verifier_that_takes_too_long_fails() -> None:
 
 
 async def test_a_required_verifier_that_fails_ends_the_branches_that_it_was_asked_about() -> None:
-    """F19, part: with an error; the others are as undisturbed."""
+    """F19, part: with an error; the others are as undisturbed. If all do, the request fails."""
     async with scene() as s:
         texts = await s.undisturbed()
         failed: set[int] = set()
@@ -280,11 +260,6 @@ async def test_a_required_verifier_that_fails_ends_the_branches_that_it_was_aske
                 assert text.startswith(choice["text"])
             elif index:
                 assert (choice["text"], choice["finish_reason"]) == (text, "length")
-
-
-async def test_a_request_all_of_whose_branches_end_so_fails() -> None:
-    """F19, part: without the query of the URL in its error."""
-    async with scene() as s:
         s.verifier.reply = lambda question: Raw(500)
         answer = await s.ask(required=True, query="?key=hush", request={"n": 1})
         assert answer.status_code == 503
@@ -379,18 +354,152 @@ async def test_a_client_that_leaves_ends_the_call() -> None:
 async def test_the_sdk_tells_scores() -> None:
     """F19, part: of branches that a verifier ended, and of those that went on."""
     async with scene() as s:
-        s.verifier.score = is_poor(0, 30)
+        s.verifier.score = lambda branch: float(branch["index"] != 0 or branch["tokens"] < 30)
 
         def ask() -> list[Any]:
             with Mallee(str(s.client.base_url)) as client:
                 score: Any = {"url": s.verifier.url, "below": 0.5, "every": 8}
-                return client.stream(
-                    ASKED["prompt"],
-                    **{k: v for k, v in ASKED.items() if k != "prompt"},
-                    mallee={"stop_when": {"score": score}},
-                ).wait()
+                return client.stream(**ASKED, mallee={"stop_when": {"score": score}}).wait()
 
         found = await asyncio.to_thread(ask)
         assert [b.finish_reason for b in found] == ["condition", "length", "length"]
         assert [b.score for b in found] == [0.0, 1.0, 1.0]
         assert [b.score_error for b in found] == [""] * 3
+
+
+# Steps beside a verifier
+
+BRANCHES, TOKENS = 8, 80
+
+
+async def gaps_s(client: httpx.AsyncClient, **more: Any) -> list[float]:
+    """Seconds between two tokens of a branch, in order of length; of all branches."""
+    body = {"prompt": [1, 2, 3], "n": BRANCHES, "max_tokens": TOKENS, "ignore_eos": True}
+    now = asyncio.get_running_loop().time
+    last: dict[int, float] = {}
+    found = []
+    asked = {**body, "stream": True, **more}
+    async with client.stream("POST", "/v1/completions", json=asked) as answer:
+        async for chunk in chunks_of(answer):
+            for choice in chunk["choices"]:
+                if choice["index"] in last:
+                    found.append(now() - last[choice["index"]])
+                last[choice["index"]] = now()
+    return sorted(found)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 60.0])
+async def test_a_verifier_delays_no_step(tmp_path: Path, delay_s: float) -> None:
+    """D12: in virtual time the p99 of steps is within 10 % of that without, however slow the verifier is."""
+    config = mock_config(make_folder(tmp_path), mock__engines_per_worker=1, mock__speedup=1.0)
+
+    async def think(question: dict[str, Any]) -> Raw:
+        await elapse(delay_s)
+        return verdict([1.0] * len(question["branches"]))
+
+    async with (
+        mocked(config) as scene,
+        verifying() as verifier,
+        served(scene.gateway, callbacks=(verifier.url,)) as (api, _),
+        httpx.AsyncClient(base_url=api, timeout=100) as client,
+    ):
+        await until(lambda: any(view.is_whole for view in scene.router.workers()))
+        verifier.reply = think
+        alone = await gaps_s(client)
+        score = {"score": {"url": verifier.url, "below": 0.5, "every": 8}}
+        beside = await gaps_s(client, mallee={"stop_when": score})
+        assert len(alone) == len(beside) > TOKENS
+        assert len(verifier.questions) >= (1 if delay_s > 1 else 5)
+        at = len(alone) * 99 // 100
+        assert 0 < beside[at] <= 1.1 * alone[at]
+
+
+# Critics of the SDK
+
+LONG: Any = {"max_tokens": 500, "ignore_eos": True, "seed": 3, "temperature": 1.0}
+
+
+def plays(branch: Any) -> float | None:
+    """The favourite is the second; nobody is known before five characters."""
+    return None if len(branch.text) < 5 else float(branch.index == 1)
+
+
+def check(branches: list[Any], alone: list[Any]) -> None:
+    assert [b.finish_reason for b in branches] == ["cancelled", "length", "cancelled"]
+    assert branches[1].text == alone[1].text
+    assert branches[1].score == 1.0
+    for i in (0, 2):
+        assert branches[i].score == 0.0
+        assert alone[i].text.startswith(branches[i].text)
+        assert 5 <= len(branches[i].text) < len(alone[i].text) / 2
+
+
+@pytest.mark.slow
+async def test_a_critic_ends_what_it_finds_poor() -> None:
+    """F19, part: while they decode; the others' texts are those of an undisturbed answer."""
+    async with tiny_api(MODEL, 1) as (http, fleet):
+        url = str(http.base_url)
+
+        def ask(**more: Any) -> list[Any]:
+            with Mallee(url) as client:
+                return client.stream("A critic scores", n=3, **LONG).wait(**more)
+
+        alone = await asyncio.to_thread(ask)
+        check(await asyncio.to_thread(ask, score=plays, below=0.5), alone)
+        async with AsyncMallee(url) as client:
+
+            async def thinks(branch: Any) -> float | None:
+                await asyncio.sleep(0)
+                return plays(branch)
+
+            for score in (plays, thinks):
+                branches = client.stream("A critic scores", n=3, **LONG)
+                check(await branches.wait(score=score, below=0.5), alone)
+        engine: Any = next(iter(fleet.engines.values()))
+        await until(lambda: not engine.branches)
+
+
+async def test_an_error_of_a_critic_ends_all_of_it() -> None:
+    """F19, part: it is raised where the branches are waited for, and nothing runs on."""
+    async with tiny_api(MODEL, 1) as (http, fleet):
+        url, engine = str(http.base_url), next(iter(fleet.engines.values()))
+
+        def fails(branch: Any) -> float:
+            raise ZeroDivisionError(branch.index)
+
+        def ask() -> None:
+            with Mallee(url) as client, pytest.raises(ZeroDivisionError):
+                client.stream("A critic scores", n=3, **LONG).wait(score=fails)
+
+        await asyncio.to_thread(ask)
+        async with AsyncMallee(url) as client:
+            with pytest.raises(ZeroDivisionError):
+                await client.stream("A critic scores", n=3, **LONG).wait(score=fails)
+            with pytest.raises(InvalidParameter, match="score"):
+                await client.stream("A critic scores", **LONG).wait(score="good")  # type: ignore[arg-type]
+        await until(lambda: not engine.branches)
+
+
+async def test_a_slow_critic_looks_less_often() -> None:
+    """F19, part: reading doesn't wait for it, and it sees the newest text of each branch in turn."""
+    seen: list[tuple[int, str]] = []
+
+    def looks(branch: Any) -> float:
+        seen.append((branch.index, branch.text))
+        wait_for(elapse(0.05))
+        return 1.0
+
+    async with tiny_api(MODEL, 1) as (http, _):
+
+        def ask() -> list[Any]:
+            with Mallee(str(http.base_url)) as client:
+                return client.stream("A critic scores", n=3, **LONG).wait(score=looks, below=0.5)
+
+        found = await asyncio.to_thread(ask)
+    assert {branch.finish_reason for branch in found} == {"length"}
+    assert 3 <= len(seen) < 200
+    for index in range(3):
+        texts = [text for i, text in seen if i == index]
+        assert texts == sorted(texts, key=len)
+        assert found[index].text.startswith(texts[-1])
+    assert {index for index, _ in seen[:3]} == {0, 1, 2}
