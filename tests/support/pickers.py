@@ -5,7 +5,7 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from mallee.actors.addresses import free_port
 from mallee.actors.epp import wire
 from mallee.actors.epp.config import PickerConfig
 from mallee.actors.epp.picker import Picker
+from mallee.testing.vllm_pod import VllmPod
 from support.tokenizers_made import byte_level
 from support.waiting import until
 
@@ -83,6 +84,12 @@ def model_folder(folder: Path) -> str:
 
 def prompt(number: int, num_tokens: int = 200) -> dict[str, Any]:
     return {"model": "m", "prompt": [number * 1000 + i for i in range(num_tokens)], "max_tokens": 4}
+
+
+@asynccontextmanager
+async def pods(num: int, **options: Any) -> AsyncIterator[list[VllmPod]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(VllmPod(**options)) for _ in range(num)]
 
 
 @asynccontextmanager
@@ -194,6 +201,7 @@ class Exchange:
         (option,) = found.request_headers.response.header_mutation.set_headers
         value = option.header.raw_value.decode()
         assert option.header.key == DESTINATION
+        assert found.request_headers.response.clear_route_cache
         assert found.dynamic_metadata["envoy.lb"][DESTINATION] == value
         back = b""
         while body is not None:
