@@ -1,4 +1,6 @@
-"""Block hashes against constants computed with python-xxhash, and the properties of chains."""
+"""Block hashes, portable and compiled, against constants of python-xxhash and the written definition."""
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.hashing import as_tokens, block_hashes, salted_seed
+from mallee.router.index import hashing as compiled
 
+compiled.compile_hashing()
+both = pytest.mark.parametrize("block_hashes", [block_hashes, compiled.block_hashes])
 token_lists = st.lists(st.integers(0, (1 << 32) - 1), max_size=60)
 
 
@@ -20,47 +25,46 @@ def test_hashes_equal_the_known_vectors() -> None:
     assert salted_seed("tenant-a") == 0xB8B180C3EDDF6496
 
 
-@given(token_lists, st.integers(1, 9), st.sampled_from(["", "tenant"]))
-def test_hashes_follow_the_written_definition(tokens: list[int], size: int, salt: str) -> None:
+parents = st.none() | st.just(0) | st.integers(0, (1 << 64) - 1)
+
+
+@both
+@given(token_lists, st.integers(1, 9) | st.integers(10, 60), st.text(max_size=8), parents)
+def test_hashes_follow_the_written_definition(
+    block_hashes: Any, tokens: list[int], size: int, salt: str, parent: int | None
+) -> None:
+    """Blocks of 4 to 240 bytes, under any seed, at the root and further down."""
     seed = salted_seed(salt)
-    want: list[int] = []
+    chain = [] if parent is None else [parent]
     for start in range(0, len(tokens) // size * size, size):
         raw = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + size])
         local = xxhash.xxh3_64_intdigest(raw, seed=seed)
-        if want:
-            pair = want[-1].to_bytes(8, "little") + local.to_bytes(8, "little")
+        if chain:
+            pair = chain[-1].to_bytes(8, "little") + local.to_bytes(8, "little")
             local = xxhash.xxh3_64_intdigest(pair, seed=seed)
-        want.append(local)
-    have = block_hashes(tokens, size, salt=salt)
+        chain.append(local)
+    have = block_hashes(tokens, size, salt=salt, parent=parent)
     assert have.dtype == np.uint64
-    assert have.tolist() == want
+    assert have.tolist() == chain[parent is not None :]
 
 
-@given(token_lists, st.integers(1, 5), st.data())
-def test_hashing_in_pieces_equals_hashing_at_once(
-    tokens: list[int], size: int, data: st.DataObject
-) -> None:
-    whole = block_hashes(tokens, size)
-    cut = data.draw(st.integers(0, len(tokens) // size))
-    head = block_hashes(tokens[: cut * size], size)
-    parent = int(head[-1]) if cut else None
-    tail = block_hashes(tokens[cut * size :], size, parent=parent)
-    assert np.concatenate([head, tail]).tolist() == whole.tolist()
-
-
-def test_salts_share_no_hash() -> None:
-    tokens = np.arange(160, dtype=np.uint32)
-    seen = [set(block_hashes(tokens, salt=salt).tolist()) for salt in ("", "a", "b")]
-    assert len(set.union(*seen)) == 30
-
-
-def test_any_integer_array_hashes_as_its_tokens_do() -> None:
-    want = block_hashes(range(32)).tolist()
-    assert block_hashes(np.arange(32, dtype=np.int64)).tolist() == want
-    assert block_hashes(np.arange(64, dtype=np.uint32)[::2] // 2).tolist() == want
-    frozen = np.arange(32, dtype=np.uint32)
-    frozen.flags.writeable = False
-    assert block_hashes(frozen).tolist() == want
+@both
+def test_any_memory_that_tokens_come_in_hashes_the_same(block_hashes: Any) -> None:
+    """Read-only, unaligned, strided and wider arrays, lists, tuples and ranges."""
+    want = block_hashes(range(64)).tolist()
+    tokens = np.arange(64, dtype=np.uint32)
+    unaligned = np.frombuffer(b"x" + tokens.tobytes(), dtype="<u4", offset=1)
+    assert not unaligned.flags.aligned
+    assert not unaligned.flags.writeable
+    ways = [
+        unaligned,
+        np.frombuffer(tokens.tobytes(), dtype="<u4"),
+        np.arange(128, dtype=np.uint32)[::2] // 2,
+        tokens.astype(np.int64),
+        tokens.tolist(),
+        tuple(tokens.tolist()),
+    ]
+    assert [block_hashes(way).tolist() for way in ways] == [want] * len(ways)
 
 
 def test_tokens_are_not_copied_when_they_are_right_already() -> None:
@@ -79,6 +83,7 @@ def test_a_list_of_anything_but_ids_of_32_bits_is_refused(
         as_tokens(ids)
 
 
-def test_a_block_size_below_one_is_refused() -> None:
+@both
+def test_a_block_size_below_one_is_refused(block_hashes: Any) -> None:
     with pytest.raises(ValueError, match="block_size=0"):
         block_hashes([1], 0)

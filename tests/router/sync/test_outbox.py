@@ -20,19 +20,6 @@ def outbox(**options: int) -> Outbox:
     return Outbox("g0", Incarnation(1), **options)
 
 
-def test_operations_are_numbered_in_the_order_they_were_made() -> None:
-    """K10: add, prefill-done and free reach the others in order."""
-    box = outbox()
-    box.booked(booking("a"))
-    assert box.prefill_done(A)
-    assert box.freed(A)
-    assert box.take(2) == BookingBatch("g0", 1, 0, (booking("a"), PrefillDone("a")))
-    assert box.heartbeat() == BookingBatch("g0", 1, 2, ())
-    assert box.take() == BookingBatch("g0", 1, 2, (Freed("a"),))
-    assert box.take() is None
-    box.check()
-
-
 def test_what_is_not_live_is_not_told() -> None:
     box = outbox()
     assert not box.freed(A)

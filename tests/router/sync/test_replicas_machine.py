@@ -1,17 +1,17 @@
-"""Several gateways on a bus that loses, repeats and reorders, against what each really booked."""
+"""Bookings of other gateways: on a bus that loses, repeats and reorders, against what each really booked."""
 
 from dataclasses import dataclass, field
 
 import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from mallee.protocol.bookings import Booked, BookingBatch, BookingSnapshot
+from mallee.protocol.bookings import Booked, BookingBatch, BookingOp, BookingSnapshot, Freed
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId
 from mallee.router.sync.outbox import Outbox
 from mallee.router.sync.replicas import Replicas
-from support.books import Books
 from support.examples import examples
 
 LEASE_S = 3.0
@@ -20,6 +20,34 @@ fates = st.lists(st.sampled_from(("now", "later", "twice", "lost", "lost")), min
 workers = st.integers(0, 2)
 picks = st.integers(0, 1000)
 Message = BookingBatch | BookingSnapshot
+
+
+class Books:
+    """The remote half of a router: knows some workers, counts bookings on them."""
+
+    def __init__(self, lives: dict[str, int]) -> None:
+        self.lives = lives  # worker -> incarnation
+        self.booked: dict[str, Booked] = {}
+
+    def book_remote(self, booking: Booked) -> bool:
+        if self.lives.get(booking.worker) != booking.incarnation:
+            return False
+        self.booked.setdefault(booking.request, booking)
+        return True
+
+    def prefill_done_remote(self, request: RequestId) -> bool:
+        booking = self.booked.get(request)
+        if booking is None:
+            return False
+        self.booked[request] = msgspec.structs.replace(booking, prefill_tokens=0)
+        return True
+
+    def free_remote(self, request: RequestId) -> bool:
+        return self.booked.pop(request, None) is not None
+
+    def forget(self, worker: str) -> None:
+        self.lives.pop(worker, None)
+        self.booked = {r: b for r, b in self.booked.items() if b.worker != worker}
 
 
 @dataclass
@@ -210,3 +238,54 @@ class ReplicaMachine(RuleBasedStateMachine):
 
 ReplicaMachine.TestCase.settings = settings(examples(200), stateful_step_count=50)
 TestReplicas = ReplicaMachine.TestCase
+
+
+class Bench:
+    """Gateway g0, which hears of others."""
+
+    def __init__(self, **options: int) -> None:
+        self.now = 0.0
+        self.books = Books({"w0": 1})
+        self.replicas = Replicas(
+            self.books, gateway="g0", clock=lambda: self.now, lease_s=LEASE_S, **options
+        )
+
+    def hear(self, first_seq: int, *ops: BookingOp, gateway: str = "g1", life: int = 1) -> None:
+        self.replicas.on_batch(BookingBatch(gateway, life, first_seq, ops))
+        self.replicas.check()
+
+
+def booking(request: str) -> Booked:
+    return Booked(request, "w0", 1, bytes(8), 2, 1, 32, 1, 8)
+
+
+def test_only_the_youngest_life_keeps_a_gateway_alive_and_its_own_messages_none() -> None:
+    """K10: a dead replica's load expires when its lease is over; own messages are counted."""
+    bench = Bench()
+    bench.hear(7, booking("own"), gateway="g0")
+    bench.hear(0, booking("a"), life=2)
+    assert set(bench.books.booked) == {"a"}
+    assert bench.replicas.stats().own_messages == 1
+    bench.now = 2.0
+    bench.hear(0, booking("b"), life=1)
+    bench.now = 2.9
+    assert bench.replicas.expire() == []
+    bench.now = 3.0
+    assert bench.replicas.expire() == ["g1"]
+    assert not bench.books.booked
+
+
+def test_memory_is_bounded_in_gateways_and_in_bookings_of_each() -> None:
+    bench = Bench(max_gateways=1, max_bookings=2)
+    bench.hear(0, booking("a"), booking("b"), booking("c"))
+    bench.hear(0, booking("d"), gateway="g2")
+    assert set(bench.books.booked) == {"a", "b"}
+    stats = bench.replicas.stats()
+    assert (stats.bookings, stats.refused, stats.strangers) == (2, 1, 1)
+    bench.hear(3, Freed("c"), Freed("a"), booking("e"))
+    assert set(bench.books.booked) == {"b", "e"}
+
+
+def test_a_lease_of_no_time_is_refused() -> None:
+    with pytest.raises(ValueError, match="lease_s=0"):
+        Replicas(Books({}), gateway="g", clock=lambda: 0.0, lease_s=0)

@@ -17,8 +17,9 @@ from mallee.protocol.events import (
     pack_hashes,
     unpack_hashes,
 )
+from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.router.index.index import PrefixIndex
-from mallee.router.sync.members import Todo
+from mallee.router.sync.members import Registry, Todo
 from mallee.router.sync.streams import StreamSync
 from support.examples import examples
 from support.index_contents import held
@@ -47,29 +48,6 @@ def snapshot(next_seq: int, *blocks: int, life: int = 1) -> Snapshot:
 A, B, C, D = stored(1), stored(2), stored(3), stored(4)
 
 
-def test_a_gap_asks_for_a_snapshot_once_and_holds_back_what_follows() -> None:
-    """K2: events are applied in sequence-number order; a gap becomes a resync request."""
-    sync = StreamSync()
-    sync.on_batch(batch(0, A))
-    assert sync.on_batch(batch(2, C)) == Todo(needs_snapshot=True)
-    assert sync.on_batch(batch(3, D)) == Todo()
-    answer = snapshot(3, 1, 2, 3)
-    assert sync.on_snapshot(answer) == Todo(snapshot=answer, events=(D,))
-    assert sync.is_whole
-    sync.check()
-
-
-def test_a_lease_reveals_what_was_lost_and_asks_until_it_is_there() -> None:
-    sync = StreamSync()
-    sync.on_batch(batch(0, A))
-    assert sync.on_mention(1, 4).needs_snapshot
-    assert sync.on_mention(1, 4).needs_snapshot
-    assert sync.on_snapshot(snapshot(2, 1, 2)).needs_snapshot
-    assert not sync.on_snapshot(snapshot(4, 1)).needs_snapshot
-    assert not sync.on_mention(1, 4).needs_snapshot
-    assert sync.gaps == 1
-
-
 def test_a_younger_life_clears_the_old_and_the_old_stays_dead() -> None:
     """X5: after the first message of a new life nothing of the old one is taken in."""
     sync = StreamSync()
@@ -85,6 +63,19 @@ def test_lives_that_were_over_before_are_ignored_from_the_start() -> None:
     sync = StreamSync(oldest=5)
     assert sync.on_batch(batch(0, A, life=4)) == Todo()
     assert sync.on_batch(batch(0, A, life=5)).events == (A,)
+
+
+def test_a_buried_life_and_all_before_it_are_past_in_a_bounded_memory() -> None:
+    members, life = Registry(1, lease_s=3.0, max_buffered=4), Incarnation(5)
+    assert not members.is_past(WorkerId("w0"), Incarnation(1))
+    members.bury(WorkerId("w0"), life)
+    members.bury(WorkerId("w0"), Incarnation(3))
+    assert members.is_past(WorkerId("w0"), life)
+    assert not members.is_past(WorkerId("w0"), Incarnation(6))
+    for i in range(1, 5):
+        members.bury(WorkerId(f"w{i}"), life)
+    assert not members.is_past(WorkerId("w0"), life)
+    assert members.is_past(WorkerId("w4"), life)
 
 
 @dataclass

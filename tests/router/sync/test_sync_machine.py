@@ -1,13 +1,19 @@
-"""A small fleet and its routers on a bad bus: what each router holds of each worker, against the worker."""
+"""A small fleet and its routers on a bad bus: what each router holds of each worker, against the worker.
+
+And what each has booked, against a list.
+"""
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from mallee.protocol.errors import KVMemoryExceeded, NoWorker, UnknownCapsule
 from mallee.protocol.events import (
+    CapsuleStored,
     Cleared,
     Event,
     EventBatch,
@@ -18,7 +24,7 @@ from mallee.protocol.events import (
     pack_hashes,
 )
 from mallee.protocol.hashing import Hashes
-from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
 from mallee.router.config import RouterConfig
 from mallee.router.index.index import PrefixIndex
 from mallee.router.router import Router
@@ -45,6 +51,7 @@ class Worker:
     life: int
     seq: int = 0
     held: set[int] = field(default_factory=set)
+    capsules: list[CapsuleStored] = field(default_factory=list)
 
     def batch(self, *events: Event) -> EventBatch:
         batch = EventBatch(self.name, self.life, self.seq, events)
@@ -52,19 +59,21 @@ class Worker:
         return batch
 
     def lease(self) -> Lease:
-        return Lease(self.name, self.life, "a", "m", "f", 4, 100, 8, 99, self.seq)
+        lease = Lease(self.name, self.life, "a", "m", "f", 4, 100, 8, 99, self.seq)
+        return msgspec.structs.replace(lease, lends_at="at" if self.seq % 2 else "")
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(self.name, self.life, self.seq, run(self.held), ())
+        return Snapshot(self.name, self.life, self.seq, run(self.held), tuple(self.capsules))
 
 
 @dataclass
 class Gateway:
-    """One life of a router, what is on its way to it, and whom it wants to ask."""
+    """One life of a router, what is on its way to it, whom it wants to ask, and what it has booked."""
 
     router: Router
     inbox: list[Message] = field(default_factory=list)
     wants: set[str] = field(default_factory=set)
+    booked: set[str] = field(default_factory=set)
 
 
 def hashes(blocks: set[int]) -> Hashes:
@@ -75,13 +84,22 @@ def run(blocks: set[int]) -> bytes:
     return pack_hashes(hashes(blocks))
 
 
+def chain(num: int) -> set[int]:
+    """Blocks of a path, of which all others are beginnings or continuations."""
+    return set(range(101, 101 + num))
+
+
 class FleetMachine(RuleBasedStateMachine):
-    """K2, X5, X8: after quiescence every router holds of every worker exactly what that holds."""
+    """K2, K5, X5, X8: after quiescence every router holds of every worker exactly what that holds.
+
+    Its bookings are live or orphaned until they are freed, and leave no load anywhere.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.is_up = True
+        self.num_steps = 0
         self.workers: dict[str, Worker] = {}
         self.gateways: list[Gateway] = []
 
@@ -104,7 +122,9 @@ class FleetMachine(RuleBasedStateMachine):
         # Names carry the life: what is left of a dead one is recognised wherever it turns up.
         new = {1 + worker.life * 100 + block for block in stored}
         worker.held |= new
-        self.publish(worker.batch(Stored(run(new))), fates)
+        capsule = CapsuleStored(f"c{stored[0]}", 4 * stored[0], run(chain(stored[0])))
+        worker.capsules.append(capsule)
+        self.publish(worker.batch(Stored(run(new)), capsule), fates)
 
     @rule(name=workers, pick=picks, fates=fates)
     def change(self, name: str, pick: int, fates: list[str]) -> None:
@@ -118,6 +138,7 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(name=workers, fates=fates)
     def clear(self, name: str, fates: list[str]) -> None:
         self.workers[name].held.clear()
+        self.workers[name].capsules.clear()
         self.publish(self.workers[name].batch(Cleared()), fates)
 
     @rule(name=workers, fates=fates)
@@ -166,9 +187,49 @@ class FleetMachine(RuleBasedStateMachine):
         """This router can't reach the worker, or was told that its life before this is over."""
         router, life = self.gateways[which].router, Incarnation(self.workers[name].life)
         if is_final:
-            router.lose_worker(WorkerId(name), Incarnation(life - 1))
+            lost = router.lose_worker(WorkerId(name), Incarnation(life - 1))
         else:
-            router.detach_worker(WorkerId(name), life)
+            lost = router.detach_worker(WorkerId(name), life)
+        assert set(lost) <= self.gateways[which].booked
+        self.gateways[which].booked -= set(lost)
+
+    @rule(which=routers, number=st.integers(0, 3), num=st.integers(0, 7), is_fork=st.booleans())
+    def route(self, which: int, number: int, num: int, is_fork: bool) -> None:
+        gateway, request = self.gateways[which], RequestId(f"r{number}")
+        if request in gateway.booked:
+            return
+        given = {
+            "prompt_tokens": 0 if is_fork else 4 * num + 1,
+            "max_tokens": 5,
+            "suffix_tokens": [1, 2] if is_fork else [0],
+            "capsule": CapsuleId(f"c{num}") if is_fork else None,
+        }
+        try:
+            (part,) = gateway.router.route_fanout([request], hashes(chain(num)), **given)
+        except (KVMemoryExceeded, NoWorker, UnknownCapsule):
+            return
+        gateway.booked.add(request)
+        placement = part.placement
+        alive = {view.worker: view.incarnation for view in gateway.router.workers()}
+        assert alive[placement.worker] == placement.incarnation
+        assert placement.overlap_blocks <= placement.best_overlap_blocks <= num
+
+    @rule(
+        which=routers,
+        number=st.integers(0, 3),
+        what=st.sampled_from(("first token", "hit", "end")),
+        hit=st.integers(0, 5),
+    )
+    def go_on(self, which: int, number: int, what: str, hit: int) -> None:
+        """Of a request that may not be there."""
+        gateway, request = self.gateways[which], RequestId(f"r{number}")
+        if what == "first token":
+            gateway.router.first_token(request)
+        elif what == "hit":
+            gateway.router.observe_hit(request, 4 * hit)
+        else:
+            gateway.router.free(request)
+            gateway.booked.discard(request)
 
     @rule(seconds=st.sampled_from((0.5, 5.0)))
     def wait(self, seconds: float) -> None:
@@ -223,10 +284,25 @@ class FleetMachine(RuleBasedStateMachine):
         if needs:
             gateway.wants.add(message.worker)
 
+    @invariant()
+    def books_are_kept(self) -> None:
+        """Of one gateway after each second step: of all, each time, it takes long."""
+        self.num_steps += 1
+        if self.gateways and self.num_steps % 2:
+            gateway = self.gateways[self.num_steps % ROUTERS]
+            gateway.router.check()
+            stats = gateway.router.stats()
+            assert stats.booked_requests + stats.num_orphans == len(gateway.booked)
+
     def teardown(self) -> None:
         if self.gateways:
             self.settle()
-            self.gateways[0].router.check()
+        for gateway in self.gateways:
+            for request in gateway.booked:
+                gateway.router.free(RequestId(request))
+            for view in gateway.router.workers():
+                assert (view.rows, view.prefill_tokens, view.active_blocks) == (0, 0, 0)
+            assert gateway.router.stats().num_orphans == 0
 
 
 FleetMachine.TestCase.settings = settings(examples(80), stateful_step_count=40)

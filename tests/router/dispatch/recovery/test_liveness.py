@@ -41,9 +41,20 @@ def look(
     return found
 
 
-def test_heartbeats_of_a_worker_that_hangs_are_no_progress() -> None:
-    """X4, part: the step's number stands still; it is found once, after three seconds."""
-    assert look(busy(), 110.0) == 103.5
+@pytest.mark.parametrize(
+    ("pause_s", "step", "is_tried", "found"),
+    [
+        (0.1, 8, False, 103.5),  # heartbeats while the step's number stands still are no progress
+        (5.0, 8, False, 120.5),  # with long steps it may take four times the longest
+        (5.0, None, False, 103.5),  # silent: its process has stopped; while it hangs it would beat
+        (0.1, 8, True, 130.5),  # what held up one worker may be long, and no poison
+    ],
+)
+def test_a_worker_without_progress_is_found_once(
+    pause_s: float, step: int | None, is_tried: bool, found: float
+) -> None:
+    """X4, part: after three seconds, unless its steps are long or a suspect is tried on it."""
+    assert look(busy(pause_s=pause_s), 140.0, step=step, is_tried=is_tried) == found
 
 
 @pytest.mark.parametrize("has_updates", [True, False])
@@ -54,15 +65,6 @@ def test_steps_are_progress_with_and_without_updates(has_updates: bool) -> None:
         assert not liveness.stalled(100.0 + second)
 
 
-def test_a_worker_with_long_steps_may_take_four_times_the_longest() -> None:
-    assert look(busy(pause_s=5.0), 130.0) == 120.5
-
-
-def test_a_worker_that_is_silent_is_found_however_long_its_steps_are() -> None:
-    """X4, part: its process has stopped; while it hangs it would beat."""
-    assert look(busy(pause_s=5.0), 130.0, step=None) == 103.5
-
-
 def test_a_worker_that_was_suspected_wrongly_may_take_half_as_long_again() -> None:
     liveness = busy()
     assert look(liveness, 130.0) == 103.5
@@ -70,16 +72,12 @@ def test_a_worker_that_was_suspected_wrongly_may_take_half_as_long_again() -> No
     assert look(liveness, 200.0, begin=130.5, step=9) == 175.5
 
 
-def test_a_worker_of_which_no_step_is_known_has_more_time() -> None:
+@pytest.mark.parametrize("step", [5, None])
+def test_a_worker_of_which_no_step_or_nothing_is_known_has_more_time(step: int | None) -> None:
+    """It had done five before, or it may be being connected."""
     liveness = Liveness(3.0)
     liveness.watch(W, 100.0)
-    assert look(liveness, 140.0, step=5) == 130.5  # it had done five before
-
-
-def test_a_worker_that_nothing_was_heard_of_yet_may_be_being_connected() -> None:
-    liveness = Liveness(3.0)
-    liveness.watch(W, 100.0)
-    assert look(liveness, 140.0, step=None) == 130.5
+    assert look(liveness, 140.0, step=step) == 130.5
 
 
 def test_a_late_look_proves_nothing() -> None:
@@ -100,8 +98,3 @@ def test_an_idle_worker_is_never_suspect_and_a_new_life_is_not_judged_by_the_las
     liveness.watch(W, 1000.0)
     liveness.heard(W, 1, 1000.1, has_updates=True)
     assert look(liveness, 1010.0, begin=1000.5, step=1) == 1003.5
-
-
-def test_a_worker_that_a_suspect_is_tried_on_has_more_time() -> None:
-    """A request that held up one worker may be long, and no poison."""
-    assert look(busy(), 140.0, is_tried=True) == 130.5

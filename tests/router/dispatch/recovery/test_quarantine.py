@@ -58,16 +58,6 @@ def test_a_request_that_killed_two_workers_is_refused_and_the_others_go_on() -> 
     assert not any(asked[name].errors for name in "bcd")
 
 
-def test_a_suspect_that_draws_a_token_lets_the_next_one_go() -> None:
-    desk = Desk(2)
-    desk.ask("a", "b", "c", "d")
-    desk.lose("w0")
-    desk.wait(QUIET_S)
-    assert (desk.where("a"), desk.where("c")) == ("w1", "w0")
-    desk.answer("a")
-    assert desk.where("c") == "w1"
-
-
 def test_what_several_workers_left_is_tried_side_by_side() -> None:
     desk = Desk(6)
     desk.ask(*"abcdefghijkl")
