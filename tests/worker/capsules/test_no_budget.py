@@ -6,9 +6,8 @@ import msgspec
 
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import CapsulesFull, from_wire
 from mallee.protocol.ids import branch_seed
-from mallee.protocol.messages import Command, Generate, Limits, Prefill, Sampling, pack_tokens
+from mallee.protocol.messages import Command, Generate, Limits, Sampling, pack_tokens
 from mallee.testing.forward import MockForward, linear_tokens
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig, StepResult
@@ -66,6 +65,7 @@ def test_a_budget_of_zero_keeps_nothing_and_serves_everything_cold() -> None:
     updates = [u for r in results for frame in r.frames.values() for u in frame.updates]
     refused = {update.request for update in updates if update.kept == "refused"}
     assert refused == {f"r{i}" for i in range(0, NUM, 3)}
+    assert not any(update.capsule for update in updates)
     stats = engine.stats().capsules
     assert (stats.kept, stats.num_refused) == (0, len(refused))
     plain = [u for r in run(0.0, *requests(2))[1] for f in r.frames.values() for u in f.updates]
@@ -78,12 +78,3 @@ def test_a_budget_of_zero_keeps_nothing_and_serves_everything_cold() -> None:
         prompt = list(memoryview(request.tokens).cast("I"))
         seed = branch_seed(sampling.seed, 0)
         assert tokens == linear_tokens(SPEC, prompt, num, sampling=sampling, seed=seed)
-
-
-def test_a_budget_of_zero_refuses_a_prompts_capsule_before_it_computes() -> None:
-    """F8, part."""
-    engine, (result,) = run(0.0, Prefill("p", pack_tokens([1, 2, 3])))
-    (update,) = result.frames["g"].updates
-    assert update.error is not None
-    assert isinstance(from_wire(update.error), CapsulesFull)
-    assert engine.stats().num_prefill_tokens == 0

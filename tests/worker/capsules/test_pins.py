@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mallee.protocol.errors import CapsulesFull, InvalidParameter, UnknownCapsule
+from mallee.protocol.errors import InvalidParameter, UnknownCapsule
 from mallee.protocol.messages import (
     Cut,
     Fork,
@@ -59,30 +59,6 @@ def test_a_pin_has_its_own_time_to_live(make_bench: Callable[..., Any]) -> None:
     bench.now += 6.0
     bench.run()
     assert isinstance(course(bench.engine, Inspect("j", "a.0")).error("j"), UnknownCapsule)
-
-
-def test_an_unpinned_prompt_goes_on_without_its_logits(make_bench: Callable[..., Any]) -> None:
-    engine = make_bench().engine
-    course(engine, Prefill("p", pack_tokens(PROMPT)))
-    fork = Fork("f", "p.0", (b"",), Limits(6), HOT)
-    kept = course(engine, fork).tokens["f", 0]
-    course(engine, Pin("u", "p.0", is_pinned=False))
-    again = Fork("g", "p.0", (b"",), Limits(6), HOT)
-    assert course(engine, again).tokens["g", 0] == kept
-
-
-def test_a_refused_pin_is_a_value_and_the_answer_comes(make_bench: Callable[..., Any]) -> None:
-    """F8, part: the request is served, its capsule is not kept, both are told and counted."""
-    engine = make_bench(num_blocks=40, max_kept_share=0.3).engine
-    first = course(engine, generate("a", keep_s=0.0)).last["a", 0]
-    assert (first.kept, first.capsule) == ("kept", "a.0")
-    found = course(engine, Generate("b", pack_tokens(list(range(30))), Limits(20), keep_s=9.0))
-    last = found.last["b", 0]
-    assert (last.kept, last.capsule, last.finish) == ("refused", None, "length")
-    assert len(found.tokens["b", 0]) == 20
-    course(engine, Generate("c", pack_tokens(list(range(30))), Limits(20)))
-    assert isinstance(course(engine, Pin("p", "c.0")).error("p"), CapsulesFull)
-    assert engine.stats().capsules.num_refused == 2
 
 
 def test_a_worker_that_keeps_no_answers_unpins_none(make_bench: Callable[..., Any]) -> None:

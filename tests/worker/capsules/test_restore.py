@@ -1,7 +1,6 @@
 """Capsules of running branches, restored: the same branch goes on, from there or from an earlier token."""
 
 import json
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -30,25 +29,17 @@ from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
+from support import exact_capsules
 from support.capturing import course, resume
 from support.driving import engine_over
+from support.exact_capsules import LIMITS, NUM, PROMPT
 from support.lending import record_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 KINDS = {kind: random_model(kind, 5) for kind in ("llama", "qwen3", "gemma3_text")}
-NUM = 64
-RNG = random.Random(4)
-PROMPT = [RNG.randrange(3, 128) for _ in range(45)]
-PATHS = [[RNG.randrange(3, 128) for _ in range(6)] * 11 for _ in range(40)]
-CHOICE = Grammar("choice", json.dumps([path + [3 + i] * 9 for i, path in enumerate(PATHS)]))
-WAYS: dict[str, tuple[Sampling, Grammar | None]] = {
-    "greedy": (Sampling(), None),
-    "sampled": (Sampling(1.0, seed=11), None),
-    "constrained": (Sampling(1.0, seed=12), CHOICE),
-    "penalties": (Sampling(0.8, seed=13, repetition_penalty=1.4, frequency_penalty=0.7), None),
-}
-LIMITS = Limits(NUM, ignore_eos=True)
+PENALTIES = Sampling(0.8, seed=13, repetition_penalty=1.4, frequency_penalty=0.7)
+WAYS = exact_capsules.WAYS | {"penalties": (PENALTIES, None)}
 
 
 def make_engine(model: RandomModel, chunk: int = 16, **config: Any) -> Engine:

@@ -1,12 +1,10 @@
 """Capsules that go down to host memory and to a real disk and come back, beside the engine's thread."""
 
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from mallee.protocol.ids import CapsuleId, Incarnation, WorkerId
+from mallee.protocol.ids import CapsuleId, Incarnation
 from mallee.protocol.messages import (
     Command,
     Demote,
@@ -19,16 +17,12 @@ from mallee.protocol.messages import (
 )
 from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
-from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import DISK, HOST, Copier, ThreadedMover
-from mallee.worker.kv.tiers.prices import MeasuredPrices
-from mallee.worker.kv.watch import KVChecks, KVMemory
+from mallee.worker.kv.tiers.moves import DISK, HOST
+from mallee.worker.kv.watch import KVChecks
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
-from mallee.worker.storage.files import Directory
-from mallee.worker.storage.volume import Volume, VolumeConfig
+from support.driving import engine_over
 from support.exact_capsules import (
     CASES,
     CUTS,
@@ -39,53 +33,27 @@ from support.exact_capsules import (
     kv_bytes,
     tiny_forward,
 )
-from support.waiting import wait_until
+from support.run_out import run_out
+from support.volumes import volume_tiers
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_window_pools")
 
 
-def engine_over(forward: TorchForward, folder: Path, life: int = 1) -> Engine:
+def engine_in(forward: TorchForward, folder: Path, life: int = 1) -> Engine:
     """An engine with 60 blocks of host memory and a disk in `folder`, both moved by threads."""
-
-    def below(journal: Journal, memory: KVMemory) -> LowerTiers:
-        volume = Volume.open(
-            Directory(folder), {"fingerprint": "f"}, memory.block_nbytes, VolumeConfig(1 << 30)
-        )
-        arena = np.zeros((60, memory.block_nbytes), np.uint8)
-        copier = Copier(memory, arena, volume, time.monotonic)
-        prices = MeasuredPrices(memory.block_nbytes)
-        mover = ThreadedMover(copier, "w0")
-        return LowerTiers(journal, copier, prices=prices, mover=mover, always_fetches=True)
-
-    return Engine(
+    return engine_over(
         forward,
         config=EngineConfig(SchedulerConfig(16, 32), 0, kv_checks=KVChecks("guards")),
-        clock=time.monotonic,
-        worker=WorkerId("w0"),
         incarnation=Incarnation(life),
         structures=MockStructures(128, (2,)),
-        below=below,
+        below=volume_tiers(folder, host_blocks=60),
     )
 
 
 def run(engine: Engine, *commands: Command) -> dict[str, list[int]]:
     """Tokens by request, once nothing is left to do or under way."""
-    tokens: dict[str, list[int]] = {}
-    for command in commands:
-        engine.submit(command, "g")
-    lower = engine._lower
-    assert lower is not None
-    while engine.has_work or lower.num_moving:
-        if not engine.has_work:
-            is_heard = lambda: engine.has_work or not lower.num_moving  # noqa: E731
-            wait_until(is_heard, timeout_s=30, pause_s=1e-4)
-            continue
-        for frame in engine.step().frames.values():
-            assert all(reply.error is None for reply in frame.replies), frame.replies
-            for update in frame.updates:
-                assert update.error is None, update.error
-                tokens.setdefault(update.request, []).extend(update.tokens)
-    engine.check()
+    tokens, replies = run_out(engine, *commands)
+    assert all(reply.error is None for reply in replies), replies
     return tokens
 
 
@@ -122,7 +90,7 @@ def test_a_capsule_goes_to_every_tier_and_back_bit_by_bit(
             assert run(engine, resume)[name + capsule] == rest
 
     first = forward()
-    engine = engine_over(first, tmp_path)
+    engine = engine_in(first, tmp_path)
     whole = drawn_with_captures(engine, way)
     run(engine, Prefill("p", pack_tokens(PROMPT)))
     before = {name: kv_bytes(engine, first, name) for name in capsules}
@@ -137,7 +105,7 @@ def test_a_capsule_goes_to_every_tier_and_back_bit_by_bit(
         go_on(engine, f"f{i}")
     engine.close()
     fresh = forward()
-    again = engine_over(fresh, tmp_path, life=2)
+    again = engine_in(fresh, tmp_path, life=2)
     run(again, *(Promote(f"u{name}", name) for name in capsules))
     assert {name: kv_bytes(again, fresh, name) for name in capsules} == before
     assert again.stats().num_prefill_tokens == 0
