@@ -6,12 +6,20 @@ from itertools import cycle
 import pytest
 from msgspec.structs import replace
 
-from mallee.protocol.errors import CapsuleLost, Overloaded, UnknownCapsule, WorkerLost
+from mallee.protocol.errors import (
+    CapsuleAbandoned,
+    CapsuleLost,
+    CapsulesFull,
+    Overloaded,
+    UnknownCapsule,
+    WorkerLost,
+)
 from mallee.protocol.hashing import as_tokens
-from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
-from mallee.protocol.messages import Frame, Limits, Prefill, Sampling
+from mallee.protocol.ids import CapsuleId, RequestId, WorkerId, capsule_id
+from mallee.protocol.messages import Fork, Frame, Limits, Prefill, Sampling
 from mallee.router.config import SpillModel
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
+from mallee.router.dispatch.promises import MAX_BROKEN, BrokenPromises, Promise
 from mallee.router.dispatch.recovery.quarantine import QUIET_S
 from mallee.router.dispatch.shards import Shard
 from support.model_fleet import BLOCK, Asked, ModelFleet, ModelWorker, Rules
@@ -94,27 +102,9 @@ def test_a_branch_is_moved_a_bounded_number_of_times() -> None:
     assert any(isinstance(error, WorkerLost) for error in asked.errors.values())
 
 
-def test_a_worker_that_hangs_loses_its_requests_and_gets_none_until_it_answers() -> None:
-    f = fleet(2)
-    asked = ask(f, "a")
-    run(f, times=3)
-    stuck = f.workers[asked.workers[0]]
-    stuck.is_hung = True
-    f.wait(4.0)
-    assert asked.workers[-1] != stuck.name
-    others = [ask(f, f"b{i}", Limits(2, ignore_eos=True).max_tokens) for i in range(2)]
-    assert all(stuck.name not in other.workers for other in others)
-    assert stuck.name not in {view.worker for view in f.router.workers()}
-    stuck.is_hung = False
-    run(f, times=2)
-    assert stuck.name in {view.worker for view in f.router.workers()}
-    f.settle()
-    assert is_whole(asked, *others)
-
-
 def test_several_workers_that_hang_are_probed_side_by_side() -> None:
-    """Each is back as soon as it answers, whatever the others do."""
-    f = fleet(3)
+    """They lose their requests and get none; each is back as soon as it answers, whatever others do."""
+    f = fleet(3, max_rows=16)
     asked = [ask(f, f"a{i}") for i in range(6)]
     run(f, times=3)
     stuck = [f.workers[WorkerId(name)] for name in ("w0", "w1")]
@@ -125,6 +115,8 @@ def test_several_workers_that_hang_are_probed_side_by_side() -> None:
         assert [c.request[:8] for c in worker.inbox if isinstance(c, Prefill)] == [
             f"probe-{worker.name}"
         ]
+    asked += [ask(f, f"b{i}", limits=Limits(2, ignore_eos=True)) for i in range(2)]
+    assert {each.workers[-1] for each in asked} == {"w2"}
     stuck[1].is_hung = False
     run(f, stuck[1])
     assert {view.worker for view in f.router.workers()} == {"w1", "w2"}
@@ -144,19 +136,6 @@ def test_the_only_worker_may_take_its_time() -> None:
     f.settle()
     assert f.dispatcher.num_moved == 0
     assert is_whole(asked)
-
-
-def test_a_lost_capsule_is_computed_once_for_all_that_fork_it() -> None:
-    f = fleet(3, max_rows=8)
-    kept, owner = capsule(f)
-    f.die(owner)
-    forks = [fork(f, f"f{i}", kept, 2) for i in range(4)]
-    assert len(prefills(f)) == 1
-    assert prefills(f)[0].capsule == kept
-    f.settle()
-    assert is_whole(*forks)
-    assert f.dispatcher.num_rebuilt == 1
-    assert f.router.capsule(kept).worker in f.workers
 
 
 def test_a_lost_capsule_is_computed_once_for_all_that_waited_to_fork_it() -> None:
@@ -220,19 +199,15 @@ def test_a_fork_whose_text_is_not_known_ends_with_the_reason() -> None:
     f.settle()
 
 
-@pytest.mark.parametrize("finish", ["length", "stop"])
-def test_an_answer_with_a_hole_is_an_error(finish: str) -> None:
+def test_an_answer_with_a_hole_is_an_error() -> None:
     """Never an end mark after a loss: what is missing at a branch's end is found."""
-    stops = (7, 8, 9, 10, 11, 12) if finish == "stop" else ()
     f = fleet(1)
-    asked = ask(f, "a", limits=Limits(12, stops, ignore_eos=True, min_tokens=3))
+    asked = ask(f, "a", limits=Limits(12, ignore_eos=True))
     worker = f.workers[WorkerId("w0")]
     for _ in range(40):
         f.step(worker)
     ends = [frame for frame in worker.outbox if frame.updates[0].finish is not None]
     worker.outbox[:] = [frame for frame in worker.outbox if frame is not ends[0]][:2] + ends
-    if finish == "stop":
-        assert ends[0].updates[0].finish == "stop"
     f.deliver(worker)
     assert asked.ends == {0: "worker_lost"}
     f.settle()
@@ -290,17 +265,6 @@ def test_a_branch_that_ends_before_its_cancel_arrives_leaves_no_capsule(
     told = set(asked.capsules.values())
     assert len(told) == (0 if cancelled is None else 2)
     assert worker.capsules.keys() == told
-
-
-def test_a_request_that_is_cancelled_while_it_is_a_suspect_lets_the_next_one_go() -> None:
-    f = fleet(2)
-    asked = [ask(f, name, n=2) for name in "abcd"]
-    f.die(f.workers[asked[0].workers[0]])
-    f.wait(QUIET_S)
-    for each in "abc":
-        f.cancel(RequestId(each), None)
-    f.settle()
-    assert is_whole(asked[3])
 
 
 def test_a_drained_worker_keeps_what_it_runs_and_gets_nothing_more() -> None:
@@ -363,25 +327,18 @@ def under_way_again(workers: int = 2, **rules: object) -> tuple[ModelFleet, Caps
     return f, kept, fork(f, "first", kept)
 
 
-def test_a_fork_waits_for_its_capsule_no_longer_than_its_own_deadline() -> None:
-    f, kept, first = under_way_again()
+def test_a_fork_waits_for_its_capsule_no_longer_than_it_may() -> None:
+    """Its own deadline, and the time that any request may wait."""
+    f, kept, first = under_way_again(max_wait_s=20.0)
     soon = fork(f, "soon", kept, 2, terms=QueueTerms(deadline_s=1.0))
-    late = fork(f, "late", kept, terms=QueueTerms(deadline_s=2.0))
+    held = fork(f, "held", kept)
     f.wait(1.1)
     assert soon.ends == {0: "deadline_exceeded", 1: "deadline_exceeded"}
     assert "capsule 'c.0', lost with its worker, was not there again in 1.0 s" in str(
         soon.errors[0]
     )
     assert soon.errors[0].fields["is_own"]
-    assert late.open
-    f.settle()
-    assert is_whole(first, late)
-
-
-def test_a_fork_waits_for_its_capsule_no_longer_than_any_request() -> None:
-    f, kept, first = under_way_again(max_wait_s=20.0)
-    held = fork(f, "held", kept)
-    f.wait(19.0)
+    f.wait(18.0)
     assert held.open
     f.wait(2.0)
     assert held.ends == {0: "deadline_exceeded"}
@@ -390,12 +347,15 @@ def test_a_fork_waits_for_its_capsule_no_longer_than_any_request() -> None:
 
 
 def test_as_many_forks_wait_for_a_capsule_as_requests_for_a_worker() -> None:
+    """It is computed once for all of them."""
     f, kept, first = under_way_again(max_waiting=2)
     held = [fork(f, f"held{i}", kept) for i in range(2)]
     assert f.submit("more", ForkJob(kept, [NO_SUFFIX], LONG, HOT)) is None
     assert isinstance(f.refusal, Overloaded)
+    assert [command.capsule for command in prefills(f)] == [kept]
     f.settle()
     assert is_whole(first, *held)
+    assert f.dispatcher.num_rebuilt == 1
 
 
 def test_a_fork_that_waited_for_its_capsule_goes_on_waiting_for_room_in_the_same_time() -> None:
@@ -415,16 +375,6 @@ def test_a_fork_that_waited_for_its_capsule_goes_on_waiting_for_room_in_the_same
     assert "no worker took the request in 5.0 s" in str(held.errors[0])
     f.settle()
     assert is_whole(first)
-
-
-def test_a_capsule_and_the_fork_that_waits_for_it_can_run_out_of_time_together() -> None:
-    f = fleet(1)
-    kept, owner = capsule(f)
-    f.drain(owner)
-    held = fork(f, "held", kept)
-    f.wait(61.0)
-    assert held.ends == {0: "deadline_exceeded"}
-    f.settle()
 
 
 def copies(f: ModelFleet) -> list[Prefill]:
@@ -504,3 +454,132 @@ def test_a_fork_of_part_of_a_capsule_pulls_its_blocks() -> None:
 
 def shards(f: ModelFleet) -> set[Shard]:
     return set(f.dispatcher._shards.values())
+
+
+# S6, part: capsules that are forked before they are made
+
+CHUNK = 2
+
+
+def promised(f: ModelFleet, name: str = "p") -> tuple[CapsuleId, Asked]:
+    makes = capsule_id(RequestId(name))
+    asked = f.submit(name, PrefillJob(PROMPT[:20], makes=makes))
+    assert asked is not None, f.refusal
+    return makes, asked
+
+
+def fill(f: ModelFleet) -> list[Asked]:
+    """Leave no room on any worker."""
+    made = [ask(f, f"full{i}") for i in range(len(f.workers) * f.rules.max_rows)]
+    assert all(each.workers for each in made)
+    return made
+
+
+def test_a_fork_follows_its_prefill_to_the_same_worker_at_once() -> None:
+    """S6, part: its command is right behind, and it draws as soon as its tokens are there."""
+    f = fleet(chunk=CHUNK)
+    made, prefill = promised(f)
+    early, whole = fork(f, "e", made, at=5), fork(f, "f", made)
+    (worker,) = {*prefill.workers, *early.workers, *whole.workers}
+    kinds = [type(command) for command in f.workers[worker].inbox]
+    assert kinds == [Prefill, Fork, Fork]
+    run(f, times=3)
+    assert (len(early.got[0]), whole.got, prefill.ends) == (1, {}, {})
+    run(f, times=7)
+    assert (len(early.got[0]), len(whole.got[0]), prefill.ends) == (8, 1, {0: "stop"})
+    f.settle()
+    assert prefill.capsules == {0: made}
+
+
+def test_a_prefill_and_its_forks_go_on_together_when_their_worker_dies() -> None:
+    """S6, X4, part: the capsule keeps its id."""
+    f = fleet(chunk=CHUNK)
+    made, prefill = promised(f)
+    early, whole = fork(f, "e", made, at=5), fork(f, "f", made)
+    run(f, times=5)
+    assert len(early.got[0]) == 3
+    f.die(f.workers[prefill.workers[0]])
+    f.settle()
+    assert prefill.workers[0] != prefill.workers[1]
+    assert (early.ends, whole.ends) == ({0: "length"}, {0: "length"})
+    assert prefill.capsules == {0: made}
+    assert fork(f, "g", made).workers == [prefill.workers[1]]
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_forks_are_held_while_the_prefill_waits_for_a_worker(is_closed: bool) -> None:
+    """S6, part: they are placed with it, or end with it when the gateway does."""
+    f = fleet(1, chunk=CHUNK, max_rows=2)
+    fill(f)
+    made, prefill = promised(f)
+    forked = fork(f, "f", made, at=3)
+    assert f.dispatcher.promise(made) == Promise(20, None, f.now)
+    assert not prefill.workers
+    assert not forked.workers
+    if is_closed:
+        f.dispatcher.close(CapsuleAbandoned("x"))
+        f.carry_out()
+        assert prefill.is_over
+        assert forked.is_over
+    else:
+        f.settle()
+        assert forked.ends == {0: "length"}
+
+
+def test_what_waits_for_a_prefill_that_is_given_up_ends() -> None:
+    """S6, part: whether its prefill had a worker or not; its id is unknown then."""
+    for is_placed in (True, False):
+        f = fleet(1, chunk=CHUNK, max_rows=4)
+        others = [] if is_placed else fill(f)
+        made, _ = promised(f)
+        forked = fork(f, "f", made)
+        f.cancel(RequestId("p"), None)
+        f.settle()
+        assert isinstance(forked.errors[0], CapsuleAbandoned)
+        assert f.dispatcher.promise(made) is None
+        assert f.submit("g", ForkJob(made, [NO_SUFFIX], Limits(3))) is None
+        assert isinstance(f.refusal, UnknownCapsule)
+        assert all(each.is_over for each in others)
+        assert not any(worker.capsules.get(made) for worker in f.workers.values())
+
+
+def test_a_prefill_that_fails_leaves_its_error_under_its_id() -> None:
+    """S6, part: forks that wait get it, later ones too, until it is forgotten."""
+    f = fleet(1, chunk=CHUNK, max_kept=0)
+    made, prefill = promised(f)
+    waiting = fork(f, "f", made)
+    f.settle()
+    assert prefill.ends == {0: CapsulesFull.code}
+    assert waiting.ends[0] in (CapsulesFull.code, UnknownCapsule.code)
+    broken = f.dispatcher.promise(made)
+    assert broken is not None
+    assert isinstance(broken.error, CapsulesFull)
+    assert f.submit("g", ForkJob(made, [NO_SUFFIX], Limits(3))) is None
+    assert isinstance(f.refusal, CapsulesFull)
+    f.dispatcher.forget_capsule(made)
+    assert f.submit("h", ForkJob(made, [NO_SUFFIX], Limits(3))) is None
+    assert isinstance(f.refusal, UnknownCapsule)
+
+
+def test_forks_wait_for_a_prefill_on_a_worker_that_drains() -> None:
+    """S6, part: it takes nothing new, and what it computes is made again elsewhere for them."""
+    f = fleet(2, chunk=CHUNK)
+    made, prefill = promised(f)
+    leaving = f.workers[prefill.workers[0]]
+    run(f, times=1)
+    f.drain(leaving)
+    forked = fork(f, "f", made, at=5)
+    assert not forked.workers
+    f.settle()
+    assert prefill.ends == {0: "stop"}
+    assert forked.ends == {0: "length"}
+    assert leaving.name not in forked.workers
+
+
+@pytest.mark.parametrize("num", [MAX_BROKEN, MAX_BROKEN + 3])
+def test_as_many_causes_are_remembered_as_may_be(num: int) -> None:
+    broken = BrokenPromises()
+    for i in range(num):
+        broken.add(CapsuleId(f"c{i}"), Promise(1, error=CapsulesFull(i, 1, 1)))
+    known = [i for i in range(num) if broken.get(CapsuleId(f"c{i}"))]
+    assert known == list(range(num - MAX_BROKEN, num))

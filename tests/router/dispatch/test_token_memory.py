@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import CapsuleId
 from mallee.protocol.messages import Grammar, Limits, Sampling, Update
-from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, PrefillJob
+from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job
 from mallee.router.dispatch.texts import TokenLog
 from mallee.router.dispatch.token_memory import ENTRY_NBYTES, CapsuleTokens, TokenMemory, TokenPath
 
@@ -134,29 +134,6 @@ def with_capsule(*suffixes: list[int]) -> tuple[TokenMemory, ForkJob]:
     return memory, ForkJob(CapsuleId("c.0"), [as_tokens(s) for s in suffixes], Limits(9))
 
 
-def test_a_capsule_stands_for_its_prompt_its_suffix_and_its_answer() -> None:
-    memory, job = with_capsule([], [4])
-    logged(
-        job,
-        Update("r", 1, (5,)),
-        Update("r", 0, (8,)),
-        Update("r", 1, (6,), "length", capsule="r.1", boundary=6),
-        Update("r", 0, (), "stop", capsule="r.0", boundary=4),
-        memory=memory,
-    )
-    assert known(memory, "r.1") == [1, 2, 3, 4, 5, 6]
-    assert known(memory, "r.0") == [1, 2, 3, 8]
-
-
-def test_a_prefill_stands_for_its_prompt_alone() -> None:
-    update = Update("r", 0, (), "stop", capsule="r.0", boundary=3)
-    memory = logged(PrefillJob(PROMPT, "acme", 9.0), update)
-    assert known(memory, "r.0") == [1, 2, 3]
-    entry = memory.get(CapsuleId("r.0"))
-    assert entry is not None
-    assert (entry.path.scope, entry.ttl_s) == ("acme", 9.0)
-
-
 def test_a_capsule_with_tokens_that_were_not_heard_is_not_kept() -> None:
     memory = logged(ONE, Update("r", 0, (9,), "stop", capsule="r.0", boundary=7))
     assert known(memory, "r.0") is None
@@ -205,13 +182,6 @@ def test_a_fork_inside_a_grammar_goes_on_in_what_its_capsule_was_in() -> None:
     left = memory.get(CapsuleId("r.0"))
     assert left is not None
     assert left.grammar == Grammar("regex", "a+", 5)
-
-
-def test_a_fork_of_a_text_that_is_not_known_can_not_go_on_elsewhere() -> None:
-    fork = ForkJob(CapsuleId("c.9"), [as_tokens([4])], Limits(9))
-    log = TokenLog(TokenMemory(1 << 20), fork, 0)
-    log.take(Update("r", 0, (8,)))
-    assert log.resumed(0, 1) is None
 
 
 def as_list(job: GenerateJob) -> list[int]:

@@ -184,12 +184,6 @@ def test_room_that_nobody_told_of_is_found() -> None:
     desk.check_empty()
 
 
-def test_without_rechecks_only_deadlines_are_waited_for() -> None:
-    desk = Desk(w0=0, recheck_s=None)
-    desk.ask("r", deadline_s=7.0)
-    assert desk.waiting.next_time() == 7.0
-
-
 def test_news_of_room_anywhere_reaches_those_who_wait_for_one_worker() -> None:
     desk = Desk(recheck_s=None, w0=0)
     desk.ask("pinned", W0)
