@@ -1,22 +1,26 @@
-"""Searches that the SDK runs: over a real gateway and an engine with a tiny model."""
+"""Searches that the SDK and an example run: over a real gateway and an engine with a tiny model."""
 
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from fractions import Fraction
 from typing import Any
 
 import pytest
 from anyio.to_thread import run_sync
 
+from examples.game_of_24 import main, value
 from mallee.client import AsyncMallee, InvalidParameter, Mallee
 from mallee.protocol.errors import ContextLengthExceeded
 from mallee.search.policies.levels import Beam
 from mallee.search.policies.mcts import Mcts
-from mallee.search.policies.sampling import BestOfN, SelfConsistency
+from mallee.search.policies.named import POLICIES
+from mallee.search.policies.sampling import BestOfN
 from mallee.search.policy import Policy, SearchBudget
 from mallee.search.results import SearchResult
 from mallee.search.scores import Verifier
 from mallee.testing.random_model import random_model
+from support.game_of_24 import Player24, moves, numbers
 from support.tiny_fleet import tiny_api
 from support.waiting import until
 
@@ -99,9 +103,15 @@ async def test_the_gateway_runs_the_same_search_by_one_call(score: Any) -> None:
     ]
     async with clients() as (client, plain, engine):
         options: dict[str, Any] = {"score": score, "seed": 7, "temperature": 1.0}
+        stops, ends = ([chr(first + i) for i in range(16)] for first in (32, 64))
         for each in policies:
-            more: dict[str, Any] = {**options, "stop": ["e", "\n"], "ends": ["q"]}
+            more: dict[str, Any] = {**options, "stop": stops, "ends": ends}
             here = await client.search(each, PROMPT, **more)
+            for node in here.nodes[1:]:
+                assert not any(stop in node.text[:-1] for stop in stops)
+                assert node.state == "ended" or not any(end in node.text for end in ends)
+                is_step = not isinstance(each, BestOfN) and node.text[-1:] in stops
+                assert not is_step or node.state != "ended"
             there = await client.search(each, PROMPT, **more, where="gateway")
             assert same(there, here)
             assert there.text == here.text
@@ -136,6 +146,10 @@ async def test_what_the_gateway_can_not_run_is_refused_with_the_remedy() -> None
                 await client.search(given, PROMPT, score=score, where="gateway")
         with pytest.raises(InvalidParameter, match="where='worker'"):
             await client.search(policy, PROMPT, where="worker")  # type: ignore[arg-type]
+        async with client.prefill(PROMPT) as capsule:
+            capsule.is_open = True
+            with pytest.raises(InvalidParameter, match="left open"):
+                await capsule.search(policy)
         long = BestOfN(n=2, max_tokens=4000)
         with pytest.raises(ContextLengthExceeded):  # told by the stream
             await client.search(long, PROMPT, where="gateway")
@@ -159,20 +173,6 @@ async def test_a_verifier_is_a_fork_of_the_same_capsule() -> None:
             lambda: plain.search(policy, PROMPT, score=VERIFIER, seed=7, temperature=1.0)
         )
         assert same(again, result)
-
-
-async def test_steps_end_at_stop_strings_and_answers_at_marks() -> None:
-    async with clients() as (client, _, _):
-        policy = Mcts(expansions=6, width=4, depth=9, step_tokens=30)
-        options: dict[str, Any] = {"score": vowels, "seed": 1, "temperature": 1.0}
-        stops = [chr(code) for code in range(32, 64)]
-        stepped = await client.search(policy, PROMPT, stop=stops[:16], ends=["A"], **options)
-        for node in stepped.nodes[1:]:
-            assert not any(stop in node.text[:-1] for stop in stops[:16])
-            if "A" in node.text:
-                assert node.state == "ended"
-            elif node.text[-1] in stops[:16]:
-                assert node.state in ("open", "duplicate")
 
 
 async def test_an_error_of_the_score_ends_the_search() -> None:
@@ -203,7 +203,11 @@ async def test_a_search_that_has_found_its_answer_ends_what_it_still_draws() -> 
 
         policy = Mcts(expansions=50, width=3, depth=3, step_tokens=40, in_flight=4, stop_at=0.9)
         options: dict[str, Any] = {"score": value, "temperature": 1.0}
-        first = await client.search(policy, PROMPT, **options)
+        async with client.prefill(PROMPT, cache_salt="mine") as capsule:  # a search may begin there
+            first = await capsule.search(policy, **options)
+            later = await client.capsule(first.best.capsule, cache_salt="mine")
+            more = await later.search(BestOfN(n=2, max_tokens=3), score=vowels)
+            assert len(more.nodes) == 3
         assert first.reason == "found"
         await until(lambda: not engine.branches)
         again = await run_sync(lambda: plain.search(policy, PROMPT, **options))
@@ -211,15 +215,32 @@ async def test_a_search_that_has_found_its_answer_ends_what_it_still_draws() -> 
         await until(lambda: not engine.branches)
 
 
-async def test_a_search_may_begin_at_a_capsule_and_go_on_at_a_node() -> None:
-    async with clients() as (client, _, _):
-        async with client.prefill(PROMPT, cache_salt="mine") as capsule:
-            found = await capsule.search(SelfConsistency(n=3, max_tokens=6), seed=2)
-            assert found.best.capsule
-            later = client.capsule(found.best.capsule, cache_salt="mine")
-            more = await (await later).search(BestOfN(n=2, max_tokens=3), score=vowels)
-            assert len(more.nodes) == 3
-        async with client.prefill(PROMPT) as capsule:
-            capsule.is_open = True
-            with pytest.raises(InvalidParameter, match="left open"):
-                await capsule.search(BestOfN(n=2))
+# `examples/game_of_24.py`
+
+
+def test_values_are_those_of_steps_that_may_follow() -> None:
+    """Every move of the rules is a step worth more than none; one that is altered is worth nothing."""
+    given = [4, 5, 6, 10]
+    assert value("", given) == 0.125
+    for line, after in moves(numbers("4 5 6 10")):
+        if any(each < 0 or Fraction(each).denominator > 1 for each in after):
+            continue
+        assert value(line, given) == 0.25
+        assert value(line.replace("left: ", "left: 1 "), given) == 0.0
+    solved = "4 * 5 = 20 (left: 6 10 20)\n10 - 6 = 4 (left: 4 20)\n4 + 20 = 24 (left: 24)\n"
+    assert value(solved, given) == 1.0
+    assert value(solved.replace("24", "25"), given) == 0.0
+    assert value("4 / 0 = 1 (left: 1)", given) == 0.0
+    assert Player24("4 5 6 10").value(solved) == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+async def test_the_example_runs_with_every_policy(
+    policy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """D33, part: against a service; a tiny model of random weights solves nothing."""
+    async with tiny_api(MODEL, 1, num_blocks=2048) as (client, _):
+        given = ["4", "5", "6", "10", "--policy", policy, "--url", str(client.base_url)]
+        await run_sync(main, [*given, "--tokens", "600"])
+    assert "not solved: " in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -131,12 +132,34 @@ async def test_a_worker_that_dies_in_the_middle_changes_no_tree() -> None:
         await until(lambda: not any(engine.branches for engine in fleet.engines.values()))
 
 
-async def test_a_search_streams_its_nodes_as_they_join() -> None:
+async def counted(client: httpx.AsyncClient) -> dict[str, tuple[int, float]]:
+    """By reason the number of searches, and their seconds in all; reasons without any are left out."""
+    text = (await client.get("/metrics")).text
+    found = dict(re.findall(r'mallee_search_duration_seconds_(\w+\{reason="\w+"\}) (\S+)', text))
+    pairs = {
+        reason: (int(float(found[f'count{{reason="{reason}"}}'])), float(value))
+        for key, value in found.items()
+        if key.startswith("sum") and (reason := key.split('"')[1])
+    }
+    return {reason: pair for reason, pair in pairs.items() if pair[0]}
+
+
+async def test_a_search_streams_its_nodes_as_they_join_and_its_time_is_counted() -> None:
+    """D22: time to solution is in /metrics, of searches whole or streamed, by the reason of their end."""
+    now = asyncio.get_running_loop().time
     async with tiny_api(MODEL, 1) as (client, _):
         policy = {"type": "beam", "width": 2, "branch": 2, "depth": 3, "step_tokens": 4}
         asked = {"prompt": PROMPT, "policy": policy, "seed": 3}
+        assert await counted(client) == {}
+        begun = now()
         whole = await post(client, "/v1/search", **asked)
         answer = await client.post("/v1/search", json={**asked, "stream": True})
+        took = now() - begun
+        cut = await post(client, "/v1/search", **asked, budget={"tokens": 10})
+        assert (whole["reason"], cut["reason"]) == ("done", "tokens")
+        found = await counted(client)
+        assert {reason: num for reason, (num, _) in found.items()} == {"done": 2, "tokens": 1}
+        assert 0.5 * took < found["done"][1] <= took
         *events, last = answer.text.strip().split("\n\n")
         assert last == "data: [DONE]"
         *grown, end = (json.loads(each.removeprefix("data: ")) for each in events)
@@ -149,7 +172,7 @@ async def test_a_search_streams_its_nodes_as_they_join() -> None:
 
 
 async def test_a_search_that_is_left_ends_and_leaves_nothing() -> None:
-    """Whole or streamed: its branches end, and its capsules are gone."""
+    """Whole or streamed: its branches end, its capsules are gone, and as no solution it has no time."""
     async with tiny_api(MODEL, 1, num_blocks=4096) as (client, fleet):
         engine: Any = next(iter(fleet.engines.values()))
         policy = {**MCTS, "expansions": 2000, "depth": 50, "step_tokens": 20}
@@ -166,6 +189,7 @@ async def test_a_search_that_is_left_ends_and_leaves_nothing() -> None:
                 await running
             await until(lambda: not engine.branches)
             await until_asked(lambda: has_capsules(client, 0))
+        assert await counted(client) == {}
 
 
 async def test_a_search_goes_on_from_a_capsule_of_its_own_scope() -> None:
@@ -185,40 +209,36 @@ async def test_a_search_goes_on_from_a_capsule_of_its_own_scope() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
+async def test_what_is_no_search_is_refused_before_anything_is_computed() -> None:
+    mcts = {"prompt": "a", "policy": MCTS}
+    cases: list[tuple[dict[str, Any], str | None]] = [
         ({}, "prompt"),
         ({"prompt": "a", "capsule": "b"}, "prompt"),
         ({"prompt": "a"}, "policy"),
         ({"prompt": "a", "policy": {"type": "code", "source": "import os"}}, "policy.type"),
         ({"prompt": "a", "policy": {"type": "mcts", "width": 999}}, "policy.width"),
-        ({"prompt": "a", "policy": MCTS, "score": "best"}, "score"),
-        ({"prompt": "a", "policy": MCTS, "score": {"prompt": "?"}}, "score"),
+        ({**mcts, "score": "best"}, "score"),
+        ({**mcts, "score": {"prompt": "?"}}, "score"),
         (
-            {"prompt": "a", "policy": MCTS, "score": {"prompt": "", "answers": {"y": 1}}},
+            {**mcts, "score": {"prompt": "", "answers": {"y": 1}}},
             "score.prompt",
         ),
-        ({"prompt": "a", "policy": MCTS, "score": {"url": "http://x"}}, "score.url"),
-        ({"prompt": "a", "policy": MCTS, "score": {"url": 1}}, "score"),
-        ({"prompt": "a", "policy": MCTS, "temperature": 3}, "temperature"),
-        ({"prompt": "a", "policy": MCTS, "stop": ["x"] * 17}, "stop"),
-        ({"prompt": "a", "policy": MCTS, "ends": [""]}, "ends"),
-        ({"prompt": "a", "policy": MCTS, "budget": {"tokens": 0}}, "budget.tokens"),
-        ({"prompt": "a", "policy": MCTS, "mallee": {"keep": True}}, "mallee.keep"),
-        ({"prompt": "a", "policy": MCTS, "mallee": {"budget": {"tokens": 9}}}, "mallee.budget"),
-        ({"prompt": "a", "policy": MCTS, "model": "other"}, None),
-    ],
-)
-async def test_what_is_no_search_is_refused_before_anything_is_computed(
-    body: dict[str, Any], param: str | None
-) -> None:
+        ({**mcts, "score": {"url": "http://x"}}, "score.url"),
+        ({**mcts, "score": {"url": 1}}, "score"),
+        ({**mcts, "temperature": 3}, "temperature"),
+        ({**mcts, "stop": ["x"] * 17}, "stop"),
+        ({**mcts, "ends": [""]}, "ends"),
+        ({**mcts, "budget": {"tokens": 0}}, "budget.tokens"),
+        ({**mcts, "mallee": {"keep": True}}, "mallee.keep"),
+        ({**mcts, "mallee": {"budget": {"tokens": 9}}}, "mallee.budget"),
+        ({**mcts, "model": "other"}, None),
+    ]
     async with tiny_api(MODEL, 1) as (client, fleet):
-        answer = await client.post("/v1/search", json=body)
-        error = answer.json()["error"]
-        assert answer.status_code == (404 if param is None else 400), error
-        if param is not None:
-            assert error["param"] == param
+        for body, param in cases:
+            answer = await client.post("/v1/search", json=body)
+            error = answer.json()["error"]
+            assert answer.status_code == (404 if param is None else 400), error
+            assert param is None or error["param"] == param
         engine = next(iter(fleet.engines.values()))
         assert engine.stats().num_prefill_tokens == 0
 
@@ -276,23 +296,11 @@ async def test_a_text_that_fills_the_window_is_not_gone_on() -> None:
             assert here.text == found["text"]
 
 
-class Widest(msgspec.Struct, frozen=True, kw_only=True, tag="widest"):
+class Widest(BestOfN, frozen=True, kw_only=True, tag="widest"):
     """An operator's policy: best of n, n fixed."""
 
-    depth: int = 1
-    merges: bool = False
-
-    def propose(self, tree: Any) -> Any:
-        return BestOfN(n=3, max_tokens=2).propose(tree)
-
-    def score(self, proposal: Any) -> bool:
-        return True
-
-    def select(self, tree: Any) -> Any:
-        return BestOfN().select(tree)
-
-    def stop(self, tree: Any) -> bool:
-        return False
+    n: int = 3
+    max_tokens: int = 2
 
 
 def point(name: str, value: str) -> EntryPoint:
