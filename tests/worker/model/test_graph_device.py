@@ -118,22 +118,19 @@ def test_after_a_failed_recording_work_goes_on_where_it_was() -> None:
     assert cuda.current is before
 
 
-def test_memory_is_what_torch_holds_after_it_gave_back_the_rest() -> None:
-    """I13, part: not the device's figure, that other processes move."""
-    cuda = Cuda()
-    assert CudaGraphs("cuda", cuda=cuda).taken() == 20 * MIB
-    assert cuda.log == ["synchronize", "empty"]
-
-
-def test_work_is_timed_until_the_device_is_done() -> None:
+def test_memory_and_time_are_taken_when_the_device_is_done() -> None:
+    """I13, part: memory is what torch holds after it gave back the rest, not the device's figure."""
     cuda = Cuda()
     times = iter([9.0, 8.0, 4.0, 3.0, 5.0, 6.0, 7.0])
 
     def work() -> None:
         cuda.now += next(times)
 
-    assert CudaGraphs("cuda", clock=lambda: cuda.now, cuda=cuda).seconds(work) == 3.0
-    assert cuda.log == ["synchronize"] * 14
+    device = CudaGraphs("cuda", clock=lambda: cuda.now, cuda=cuda)
+    assert device.taken() == 20 * MIB
+    assert cuda.log == ["synchronize", "empty"]
+    assert device.seconds(work) == 3.0
+    assert cuda.log[2:] == ["synchronize"] * 14
 
 
 # On a GPU
@@ -159,24 +156,16 @@ def on_gpu() -> tuple[TorchForward, TorchForward]:
     return model.forward(**options, graphs=graphs), model.forward(**options)
 
 
-def decodes(num: int, start: int, token: int) -> list[Row]:
-    return [
-        Row(
-            np.array([(token + i) % 128], np.uint32),
-            start,
-            np.array([2 * i, 2 * i + 1], np.int32),
-            1,
-        )
-        for i in range(num)
-    ]
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_replays_give_the_logits_of_eager_steps_and_capture_nothing(
     on_gpu: tuple[TorchForward, TorchForward],
 ) -> None:
-    """I13, part, F3, part: steps of 1 to 65 rows, of which all but the last size are replays."""
+    """I13, part, F3, part: steps of 1 to 65 rows, of which all but the last size are replays.
+
+    Graphs take no more memory than they may.
+    """
     graphed, eager = on_gpu
+    assert 0 < graphed.memory_stats().graphs <= 512 * MIB
     before = graphed.stats().graphs
     assert before.sizes, "no graph won"
     tables = [np.array([2 * i, 2 * i + 1], np.int32) for i in range(65)]
@@ -184,7 +173,10 @@ def test_on_a_gpu_replays_give_the_logits_of_eager_steps_and_capture_nothing(
     for forward in on_gpu:
         forward.forward(ForwardBatch((), prompts))
     for step, num in enumerate([1, 2, 3, 7, 8, 33, 64, 65, 5]):
-        rows = decodes(num, 17 + step, step)
+        tokens = [np.array([(step + i) % 128], np.uint32) for i in range(num)]
+        rows = [
+            Row(token, 17 + step, table, 1) for token, table in zip(tokens, tables, strict=False)
+        ]
         found = [torch.stack([*each.forward(ForwardBatch((), rows))]).float() for each in on_gpu]
         error = (found[0] - found[1]).norm() / found[1].norm()
         assert float(error) < 4e-2, num
@@ -193,15 +185,6 @@ def test_on_a_gpu_replays_give_the_logits_of_eager_steps_and_capture_nothing(
     assert after.num_replays > before.num_replays
     assert dict(after.num_eager)["rows"] == 1
     assert eager.stats().graphs.sizes == ()
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_graphs_take_no_more_than_they_may(
-    on_gpu: tuple[TorchForward, TorchForward],
-) -> None:
-    """I13, part: as the device says; the sum is told with its parts in the log."""
-    found = on_gpu[0].memory_stats()
-    assert 0 < found.graphs <= 512 * MIB
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 import logging
 import sys
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +13,6 @@ import torch
 
 from mallee.testing.quantized import FORMS, Activations, Form, quantized_tensors
 from mallee.worker.model.linear.base import Linear
-from mallee.worker.model.linear.block_gemm import block_gemm
 from mallee.worker.model.linear.choose import Machine, make_linear
 from mallee.worker.model.linear.int8_rows import FewRows
 from mallee.worker.model.linear.matrix import Quantized
@@ -68,11 +68,17 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_the_reference_multiplies_by_values_times_scales(
     form: Form, dtype: torch.dtype, rows: int, width: int
 ) -> None:
-    """I14, part: any shape, cut blocks, several chunks (1300 rows), with and without a residual."""
+    """I14, part: any shape, cut blocks, several chunks (1300 rows), with and without a residual.
+
+    For int8 below 17 rows also by torch's own kernel.
+    """
     matrix = made(rows, width, form)
-    linear = weight_only(matrix)
-    assert isinstance(linear, BlockScaled if form == "fp8-block" else RowScaled)
-    for n in (1, 5, 33):
+    linears: list[Linear] = [weight_only(matrix)]
+    assert isinstance(linears[0], BlockScaled if form == "fp8-block" else RowScaled)
+    assert linears[0].nbytes_beside(torch.empty(1)) == rows * width + matrix.scales.nbytes
+    if form == "int8-row" and dtype == HALF:
+        linears.append(FewRows(matrix))
+    for n, linear in product((1, 5, 16, 17, 33), linears):
         x, residual = random(n, width, dtype=dtype), random(n, rows, seed=2, dtype=dtype)
         expected = x.double() @ exact(matrix).t()
         bound = 1e-5 if dtype == FLOAT else 1e-2
@@ -83,19 +89,6 @@ def test_the_reference_multiplies_by_values_times_scales(
         kept = residual.clone()
         assert error(linear.add(x, residual), expected + residual.double()) < bound
         assert torch.equal(residual, kept)
-    assert linear.nbytes_beside(torch.empty(1)) == rows * width + matrix.scales.nbytes
-
-
-@pytest.mark.parametrize("n", [1, 2, 16, 17, 40])
-def test_few_rows_of_int8_are_those_of_the_reference(n: int) -> None:
-    """I14, part: below 17 rows torch's own kernel; scales stay float32."""
-    matrix = made(208, 144, "int8-row")
-    x, residual = random(n, 144, dtype=HALF), random(n, 208, seed=2, dtype=HALF)
-    linear = FewRows(matrix)
-    expected = x.double() @ exact(matrix).t()
-    assert error(linear(x), expected) < 1e-2
-    assert error(linear.add(x, residual), expected + residual.double()) < 1e-2
-    assert linear(x).dtype == HALF
 
 
 def test_int8_times_int8_is_exact_in_whole_numbers() -> None:
@@ -141,31 +134,26 @@ def test_rounded_activations_use_all_of_their_range(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heights", "num_products"),
-    [((128, 256, 100), 1), ((192, 64, 64), 3), ((64,), 1), ((256, 40), 1)],
+    ("form", "heights", "num_products"),
+    [
+        ("fp8-block", (128, 256, 100), 1),
+        ("fp8-block", (192, 64, 64), 3),  # a block would hold rows of two parts
+        ("fp8-block", (64,), 1),
+        *((form, (48, 16, 32), 1) for form in ("fp8-row", "fp8-tensor", "int8-row")),
+    ],
 )
-def test_blocks_are_fused_where_none_would_hold_rows_of_two_parts(
-    heights: tuple[int, ...], num_products: int
+def test_parts_are_fused_where_no_scale_is_of_two(
+    form: Form, heights: tuple[int, ...], num_products: int
 ) -> None:
     """I14, part: fused scales stay right; what can't be fused is computed side by side."""
-    parts = [made(rows, 144, "fp8-block", seed=i) for i, rows in enumerate(heights)]
+    parts = [made(rows, 144, form, seed=i) for i, rows in enumerate(heights)]
     linear = make_linear(parts, FLOAT, CPU)
     x, expected = random(3, 144), torch.cat([exact(part) for part in parts])
     assert error(linear(x), x.double() @ expected.t()) < 1e-5
     residual = random(3, len(expected), seed=3)
     assert error(linear.add(x, residual), residual + x.double() @ expected.t()) < 1e-5
-    found = linear._parts if hasattr(linear, "_parts") else (linear,)
-    assert len(found) == num_products
+    assert len(getattr(linear, "_parts", (linear,))) == num_products
     assert linear.nbytes_beside(x) == sum(part.nbytes for part in parts)
-
-
-@pytest.mark.parametrize("form", ["fp8-row", "fp8-tensor", "int8-row"])
-def test_scales_by_row_or_matrix_are_fused_always(form: Form) -> None:
-    parts = [made(rows, 144, form, seed=i) for i, rows in enumerate((48, 16, 32))]
-    linear = make_linear(parts, FLOAT, CPU)
-    assert isinstance(linear, RowScaled)
-    x, expected = random(3, 144), torch.cat([exact(part) for part in parts])
-    assert error(linear(x), x.double() @ expected.t()) < 1e-5
 
 
 # Chosen
@@ -244,12 +232,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return left.flatten(1) @ exact(Quantized(b, b_scale, _BLOCKS)).t()
 
     def fp8_blockscale_gemm_sm90(
-        input: Any,
-        weight: Any,
-        input_scale: Any = None,
-        weight_scale: Any = None,
-        out: Any = None,
-        out_dtype: Any = None,
+        input: Any, weight: Any, input_scale: Any, weight_scale: Any, *, out_dtype: Any
     ) -> torch.Tensor:
         calls.append("sm90")
         assert input.dtype == HALF
@@ -260,16 +243,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return by_groups(rounded.view(shape), weight, own.view(shape), weight_scale).to(out_dtype)
 
     def gemm_fp8_nt_groupwise(
-        a: Any,
-        b: Any,
-        a_scale: Any,
-        b_scale: Any,
-        scale_major_mode: Any = None,
-        mma_sm: int = 1,
-        scale_granularity_mnk: Any = (1, 128, 128),
-        out: Any = None,
-        out_dtype: Any = None,
-        backend: str = "cutlass",
+        a: Any, b: Any, a_scale: Any, b_scale: Any, *, scale_major_mode: Any, out_dtype: Any
     ) -> torch.Tensor:
         calls.append("groupwise")
         assert len(a) % 4 == 0
@@ -307,20 +281,24 @@ def test_blocks_go_to_flashinfers_kernel_of_the_gpu(
     assert set(kernels) == {call}
 
 
-def test_blocks_without_a_kernel_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    matrix = made(256, 384, "fp8-block", "dynamic")
-    monkeypatch.setitem(sys.modules, "flashinfer.gemm", None)  # as if it were not installed
-    assert type(make_linear([matrix], HALF, H100)) is BlockScaled
-
-
 @pytest.mark.parametrize(
-    ("rows", "width", "capability"), [(200, 384, (9, 0)), (256, 144, (9, 0)), (256, 384, (8, 9))]
+    ("rows", "width", "capability"),
+    [(200, 384, (9, 0)), (256, 144, (9, 0)), (256, 384, (8, 9)), (128, 384, (9, 0))],
 )
-def test_shapes_and_gpus_without_a_kernel_are_known(
-    rows: int, width: int, capability: tuple[int, int], kernels: list[str]
+def test_blocks_without_a_kernel_are_widened(
+    rows: int,
+    width: int,
+    capability: tuple[int, int],
+    kernels: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    linear: Linear | None = block_gemm(made(rows, width, "fp8-block", "dynamic"), capability)
-    assert linear is None
+    """Of other shapes, on other GPUs, and where FlashInfer is not installed."""
+    if rows == 128:
+        monkeypatch.setitem(sys.modules, "flashinfer.gemm", None)
+    linear = make_linear(
+        [made(rows, width, "fp8-block", "dynamic")], HALF, Machine("cuda", capability)
+    )
+    assert type(linear) is BlockScaled
     assert not kernels
 
 
@@ -332,14 +310,14 @@ def test_a_product_can_be_part_of_a_graph(form: Form, n: int) -> None:
     products: list[Linear] = [weight_only(matrix)]
     if form.startswith("fp8") and not matrix.has_blocks:
         products.append(RoundedFloat8(matrix))
-    for product in products:
+    for linear in products:
         x = random(n, 256, dtype=HALF)
         out = torch.zeros(n, 128, dtype=HALF)
-        graph = RecordedGraphs().capture(partial(_copied, product, x, out), None)
+        graph = RecordedGraphs().capture(partial(_copied, linear, x, out), None)
         x.copy_(random(n, 256, seed=7))
         graph.replay()
-        assert torch.equal(out, product(x))
+        assert torch.equal(out, linear(x))
 
 
-def _copied(product: Linear, x: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(product(x))
+def _copied(linear: Linear, x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(linear(x))
