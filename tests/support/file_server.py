@@ -5,34 +5,24 @@ python -m support.file_server FOLDER [SEED]
 
 import asyncio
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-
 from mallee.actors.addresses import socket_path
 from mallee.actors.build import FileDesk, build_files
 from mallee.actors.config import AppConfig
+from mallee.actors.hosting.lending import HostLender
 from mallee.actors.lending.borrower import Borrower
 from mallee.actors.lending.server import LendingServer
 from mallee.actors.transport.greeting import Secret, new_secret
 from mallee.client import AsyncMallee
 from mallee.protocol.ids import WorkerId
-from mallee.router.config import RouterConfig
 from mallee.testing.random_model import random_model
-from mallee.worker.engine import MakeTiers
-from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import Copier, ThreadedMover
-from mallee.worker.kv.tiers.peers import Ask, Loan
-from mallee.worker.kv.tiers.prices import MeasuredPrices
-from mallee.worker.kv.watch import KVMemory
-from support.live_api import served
-from support.live_fleet import LiveFleet, running
+from support.live_fleet import LiveFleet
+from support.tiny_fleet import tiny_api
+from support.volumes import volume_tiers
 from support.waiting import until
 
 NODE = "n"
@@ -44,69 +34,30 @@ class FileServer(NamedTuple):
     url: str
     fleet: LiveFleet
     desk: FileDesk
-    lending: LendingServer
-
-
-class _Lends:
-    """The engine of the only worker, as a lender."""
-
-    def __init__(self, fleet: LiveFleet) -> None:
-        self._fleet = fleet
-
-    def lend(self, ask: Ask) -> Loan:
-        (host,) = self._fleet.hosts.values()
-        runner: Any = host.workers[WorkerId("w0")].runner
-        loan: Loan = runner.lend(ask)
-        return loan
-
-
-def fetching(borrower: Borrower) -> MakeTiers:
-    """Nothing below the device but what others lend."""
-
-    def make(journal: Journal, memory: KVMemory) -> LowerTiers:
-        arena = np.zeros((64, memory.block_nbytes), np.uint8)
-        copier = Copier(memory, arena, None, time.monotonic, peers=borrower)
-        prices, mover = MeasuredPrices(memory.block_nbytes), ThreadedMover(copier, "w0")
-        return LowerTiers(journal, copier, prices=prices, mover=mover, always_fetches=True)
-
-    return make
 
 
 @asynccontextmanager
 async def file_server(folder: Path, *, seed: int = 5, **imports: Any) -> AsyncIterator[FileServer]:
     """One gateway and one worker, whose KV crosses real sockets. `imports`: settings of that section."""
     model = random_model("llama", seed, max_position_embeddings=2048)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     secret = Secret(new_secret())
     config = AppConfig(model="tiny", imports={"folder": str(folder), **imports})  # type: ignore[arg-type]
     desk = build_files(config, "g0", secret, NODE, lambda: None)
     borrower = Borrower("w0", secret, node=NODE)
-
-    def forward(_: Any, *, num_blocks: int, block_size: int) -> Any:
-        return model.forward(num_blocks=num_blocks, block_size=block_size)
-
-    made = LiveFleet(
-        model.forward(num_blocks=2).spec,
-        RouterConfig(block_size=4),
-        forward=forward,  # type: ignore[arg-type]
-        num_blocks=256,
-        below=lambda worker: fetching(borrower),
-        files=desk.files,
-    )
-    lending = LendingServer(_Lends(made), secret, node=NODE)
-    lending.listen_unix(socket_path("w0"))
+    below = volume_tiers(None, host_blocks=64, peers=borrower)  # nothing but what others lend
+    options: Any = {"num_blocks": 256, "below": lambda worker: below, "files": desk.files}
     try:
-        async with running(made, 1) as fleet, served(fleet.gateways[0]) as (url, _):
-            await _tell_address(fleet, str(lending.address))
-            yield FileServer(url, fleet, desk, lending)
-            for engine in fleet.engines.values():
-                engine.check()
-            fleet.gateways[0].check()
+        async with tiny_api(model, 1, **options) as (client, fleet):
+            (host,) = fleet.hosts.values()
+            lending = LendingServer(HostLender(host.workers), secret, node=NODE)
+            try:
+                lending.listen_unix(socket_path("w0"))
+                await _tell_address(fleet, str(lending.address))
+                yield FileServer(str(client.base_url), fleet, desk)
+            finally:
+                await asyncio.to_thread(lending.close)
     finally:
-        torch.set_num_threads(threads)
         await asyncio.to_thread(desk.close)
-        await asyncio.to_thread(lending.close)
         await asyncio.to_thread(borrower.close)
 
 

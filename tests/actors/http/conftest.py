@@ -3,7 +3,6 @@
 import asyncio
 import codecs
 import json
-import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import suppress
@@ -12,7 +11,9 @@ from typing import Any, NamedTuple
 
 import httpx
 import msgspec
+import openai
 import pytest
+from anyio.from_thread import start_blocking_portal
 from starlette.applications import Starlette
 
 from mallee.actors.access.access import Access
@@ -35,7 +36,6 @@ from mallee.testing.bus import LocalBus, LocalHub
 from support.live_api import serving
 from support.plain_ids import SCOPES
 from support.virtual.loop import run
-from support.waiting import wait_until
 
 EOS, BOS, VOCAB = 256, 257, 300
 MODEL = "tiny/bytes"
@@ -341,9 +341,13 @@ class Caller:
     def raw(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         return run(self._send(method, path, **kwargs))
 
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=self.app), base_url="http://test"
+        )
+
     async def _send(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
-        transport = httpx.ASGITransport(app=self.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with self.client() as client:
             return await client.request(method, path, **kwargs)
 
 
@@ -385,6 +389,12 @@ def call(service: FakeService) -> Caller:
 @pytest.fixture
 def call_with(service: FakeService) -> Callable[..., Caller]:
     return lambda limits, access=None, **more: Caller(service, limits, access, **more)
+
+
+@pytest.fixture(scope="session")
+def fake_service() -> Callable[[], FakeService]:
+    """Makes one."""
+    return FakeService
 
 
 @pytest.fixture(scope="session")
@@ -462,22 +472,20 @@ async def live(service: FakeService) -> AsyncIterator[Live]:
 
 
 @pytest.fixture
+async def official(live: Live) -> AsyncIterator[openai.AsyncOpenAI]:
+    """OpenAI's own client."""
+    async with openai.AsyncOpenAI(
+        base_url=f"{live.url}/v1", api_key="none", max_retries=0
+    ) as client:
+        yield client
+
+
+@pytest.fixture
 def live_in_thread(service: FakeService) -> Iterator[Live]:
     """In a thread of its own, for tests that block."""
-    server = LimitedServer(
-        live_app(service),
-        max_connections=99,
-        max_per_client=99,
-        takes_sockets=True,
-        log_config=None,
-    )
-    with socket.socket(proto=socket.IPPROTO_TCP) as listener:
-        listener.bind(("127.0.0.1", 0))
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-        thread.start()
-        try:
-            wait_until(lambda: server.started, timeout_s=10)
-            yield Live(listener.getsockname()[1], service, server)
-        finally:
-            server.should_exit = True
-            thread.join(10)
+    behind = serving(live_app(service), takes_sockets=True)
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(behind) as (url, server),
+    ):
+        yield Live(int(url.rpartition(":")[2]), service, server)

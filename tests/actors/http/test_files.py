@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from mallee.actors.lending.borrower import BorrowedLoan
@@ -160,30 +161,6 @@ async def test_a_file_larger_than_may_be_is_refused_with_and_without_its_length(
         assert (answer.status_code, "imports.max_gib" in answer.text) == (400, True)
 
 
-async def test_tenants_can_not_tell_each_others_capsules_from_none(tmp_path: Path) -> None:
-    """F7, part: an export asks for the owner; an import belongs to who sends it."""
-    async with file_server(tmp_path) as server, AsyncMallee(server.url) as client:
-        mine = await client.prefill(PROMPT, cache_salt="mine")
-        other = await client.capsule(mine.id, cache_salt="mine")
-        path = tmp_path / "x"
-        await other.export(path)
-        async with httpx.AsyncClient(base_url=server.url) as http:
-            asked = [
-                await http.get(f"/v1/capsules/{name}/export", headers={"x-cache-salt": salt})
-                for name, salt in ((mine.id, "other"), (mine.id, ""), ("req_none.0", "mine"))
-            ]
-        assert {answer.status_code for answer in asked} == {404}
-        texts = {answer.text.replace(mine.id, "req_none.0") for answer in asked}
-        assert len(texts) == 1
-        theirs = await client.import_capsule(path, cache_salt="other")
-        with pytest.raises(UnknownCapsule):
-            await client.capsule(theirs.id, cache_salt="mine")
-        await client.capsule(theirs.id, cache_salt="other")
-        path.unlink()
-        (warm,) = await client.complete(PROMPT, max_tokens=1, cache_salt="other")
-        assert warm.cached_tokens == 0
-
-
 async def test_clients_that_are_gone_in_the_middle_leave_nothing(tmp_path: Path) -> None:
     async with file_server(tmp_path) as server:
         name, data = await exported(server.url)
@@ -238,11 +215,18 @@ async def test_a_broken_export_leaves_no_file(
         assert names_in(tmp_path) == ["kept"]
 
 
-async def test_the_plain_sdk_exports_and_imports(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["plain", "over OpenAI's client"])
+async def test_the_plain_sdk_exports_and_imports(kind: str, tmp_path: Path) -> None:
+    """F7, part: what is imported belongs to who sends it."""
     path = tmp_path / "a.capsule"
 
+    def connected(url: str) -> Mallee:
+        if kind == "plain":
+            return Mallee(url)
+        return Mallee.from_openai(openai.OpenAI(base_url=f"{url}/v1", api_key="none"))
+
     def there_and_back(url: str) -> tuple[str, str]:
-        with Mallee(url) as client, client.prefill(PROMPT) as capsule:
+        with connected(url) as client, client.prefill(PROMPT) as capsule:
             with path.open("wb") as file:
                 nbytes = capsule.export(file)
             with path.open("rb") as file:
@@ -253,6 +237,12 @@ async def test_the_plain_sdk_exports_and_imports(tmp_path: Path) -> None:
                 kept.fork(1, max_tokens=4, ignore_eos=True, **SAMPLED).wait()[0].text
                 for kept in (capsule, made)
             ]
+            theirs = client.import_capsule(path, cache_salt="other")
+            with pytest.raises(UnknownCapsule):
+                client.capsule(theirs.id, cache_salt="mine")
+            client.capsule(theirs.id, cache_salt="other")
+            (cold,) = client.complete(PROMPT, max_tokens=1, cache_salt="other")
+            assert cold.cached_tokens == 0
             path.write_bytes(b"nonsense")
             with pytest.raises(CorruptExport):
                 client.import_capsule(path)

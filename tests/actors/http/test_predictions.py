@@ -38,18 +38,6 @@ async def api(*, drafts_by: Any) -> AsyncIterator[tuple[httpx.AsyncClient, LiveF
         yield client, fleet
 
 
-async def test_a_choice_tells_its_own_and_usage_tells_all() -> None:
-    """I15, part: three choices, by a draft model that is right every time."""
-    async with api(drafts_by=MODEL) as (client, fleet):
-        answer = await post(client, PATH, **ASKED, n=3, temperature=0.8)
-        own = [choice["mallee"] for choice in answer["choices"]]
-        details = answer["usage"]["completion_tokens_details"]
-        stats = fleet.engines["w0"].stats().speculation
-        assert details == {ACCEPTED: stats.num_accepted, REJECTED: 0}
-        assert all(12 <= each[ACCEPTED] < 24 and each[REJECTED] == 0 for each in own)
-        assert sum(each[ACCEPTED] for each in own) == details[ACCEPTED]
-
-
 async def test_rejected_tokens_are_those_that_were_not_drawn() -> None:
     """I15, part: by a model that knows nothing of the answers."""
     async with api(drafts_by=OTHER) as (client, fleet):
@@ -61,10 +49,28 @@ async def test_rejected_tokens_are_those_that_were_not_drawn() -> None:
         assert usage["completion_tokens"] == 24
 
 
-async def test_streams_tell_the_same_at_their_end() -> None:
-    """I15, part: the SDK has it by branch and by request; a fork too."""
-    async with api(drafts_by=MODEL) as (http, _), AsyncMallee(str(http.base_url)) as client:
+async def test_a_choice_tells_its_own_and_usage_tells_all() -> None:
+    """I15, part: by a draft model that is right every time; streams tell the same at their end.
+
+    The SDK has it by branch and by request; a fork too. An answer that is cut at a stop string tells what was
+    drafted before.
+    """
+    async with api(drafts_by=MODEL) as (http, fleet), AsyncMallee(str(http.base_url)) as client:
         whole = await post(http, PATH, **ASKED, n=2, cache_salt="a")
+        own = [choice["mallee"] for choice in whole["choices"]]
+        stats = fleet.engines["w0"].stats().speculation
+        assert whole["usage"]["completion_tokens_details"] == {
+            ACCEPTED: stats.num_accepted,
+            REJECTED: 0,
+        }
+        assert all(12 <= each[ACCEPTED] < 24 and each[REJECTED] == 0 for each in own)
+        assert sum(each[ACCEPTED] for each in own) == stats.num_accepted
+        text = whole["choices"][0]["text"]
+        cut = await post(http, PATH, **ASKED, stop=[text[12:15]])
+        assert cut["choices"][0]["text"] == text[: text.index(text[12:15])]
+        accepted = cut["usage"]["completion_tokens_details"][ACCEPTED]
+        assert 0 < accepted <= 24
+        assert cut["choices"][0]["mallee"][ACCEPTED] == accepted
         branches = await client.complete(**ASKED, n=2, cache_salt="b")  # type: ignore[arg-type]
         details = whole["usage"]["completion_tokens_details"]
         for branch, choice in zip(branches, whole["choices"], strict=True):
@@ -76,16 +82,6 @@ async def test_streams_tell_the_same_at_their_end() -> None:
             assert branch.usage.rejected_prediction_tokens == details[REJECTED]
         fork = await branches[0].fork(1, max_tokens=12, ignore_eos=True).wait()
         assert (fork[0].accepted_prediction_tokens or 0) > 4
-
-
-async def test_an_answer_cut_at_a_stop_string_tells_what_was_drafted_before() -> None:
-    async with api(drafts_by=MODEL) as (client, _):
-        text = (await post(client, PATH, **ASKED))["choices"][0]["text"]
-        answer = await post(client, PATH, **ASKED, stop=[text[12:15]])
-        assert answer["choices"][0]["text"] == text[: text.index(text[12:15])]
-        accepted = answer["usage"]["completion_tokens_details"][ACCEPTED]
-        assert 0 < accepted <= 24
-        assert answer["choices"][0]["mallee"][ACCEPTED] == accepted
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -228,35 +228,29 @@ def _reaches(rows: list[Any], end: int) -> bool:
     return any(part.end == end and part.end - part.start < STEP // 2 for part in rows)
 
 
-@pytest.mark.parametrize("gateway", [0, 1])
-async def test_a_fork_without_a_watermark_begins_when_the_prefill_has_ended(gateway: int) -> None:
-    """S6, part: it is asked at once, computes its suffix alone, and answers as the whole text does."""
-    async with scene(gateways=2) as s:
-        s.gate.shut()
-        made = await s.promise()
-        fork = s.fork(made["id"], gateway)
-        await s.run(lambda: fork.has_begun)
-        assert s.gate.first(len(PROMPT)) < s.gate.first(len(PROMPT) + len(SUFFIX))
-        s.gate.open()
-        await fork.task
-        computed = sum(part.end - part.start for rows in s.gate.passes for part in rows)
-        assert computed == len(PROMPT) + len(SUFFIX) + 7
-        assert fork.text == (await s.expected(PROMPT + SUFFIX, max_tokens=8))["text"]
-
-
 async def test_many_branches_begin_at_their_watermarks() -> None:
-    """S6, part: in the order of their tokens, though they were asked the other way round."""
+    """S6, part: in the order of their tokens, though they were asked the other way round.
+
+    Without a watermark when the prefill has ended; each computes its suffix alone.
+    """
     async with scene() as s:
         s.gate.shut()
         made = await s.promise()
-        places = [3000, 2000, 1000, 1, 16]
-        forks = [s.fork(made["id"], at=at, max_tokens=2) for at in places]
-        await until(lambda: len(s.fleet.gateways[0]._answers) == 6)
+        places = [3500, 3000, 2000, 1000, 1, 16]
+        wholes: dict[str, Any] = {"max_tokens": 2}
+        forks = [
+            s.fork(made["id"], **(wholes if at == 3500 else {**wholes, "at": at})) for at in places
+        ]
+        await until(lambda: len(s.fleet.gateways[0]._answers) == 7)
         s.gate.open()
         await asyncio.gather(*(fork.task for fork in forks))
-        firsts = [s.gate.first(at + len(SUFFIX)) for at in places[:3]]
+        firsts = [s.gate.first(at + len(SUFFIX)) for at in places[:4]]
         assert firsts == sorted(firsts, reverse=True)
-        assert len(set(firsts)) == 3
+        assert len(set(firsts)) == 4
+        assert s.gate.first(len(PROMPT)) < firsts[0]
+        computed = sum(part.end - part.start for rows in s.gate.passes for part in rows)
+        again = sum(at % 16 for at in places[1:])  # of blocks that are not full
+        assert computed <= len(PROMPT) + again + len(places) * (len(SUFFIX) + 1)
         for at, fork in zip(places, forks, strict=True):
             alone = await s.expected(PROMPT[:at] + SUFFIX, max_tokens=2)
             assert fork.text == alone["text"]
@@ -313,21 +307,15 @@ async def test_a_prefill_ends_when_no_branch_needs_more_of_it() -> None:
         await until(lambda: s.num_jobs == 0 and s.num_kept == 0)
 
 
-async def test_a_place_behind_the_end_is_refused_at_once() -> None:
-    async with scene() as s:
-        s.gate.shut()
-        made = await s.promise()
-        fork = s.fork(made["id"], at=3501)
-        await fork.task
-        assert (fork.error["param"], fork.error["type"]) == ("at", "invalid_request_error")
-
-
 # Ends
 
 
-@pytest.mark.parametrize("gateway", [0, 1])
-async def test_a_deleted_capsule_is_computed_no_further(gateway: int) -> None:
-    """S6, part: its forks that wait end, one that has begun goes on, nothing is left, its id is unknown."""
+@pytest.mark.parametrize(("way", "gateway"), [("delete", 0), ("delete", 1), ("prune", 0)])
+async def test_a_deleted_capsule_is_computed_no_further(way: str, gateway: int) -> None:
+    """S6, part: its forks that wait end, one that has begun goes on, nothing is left, its id is unknown.
+
+    By its own id, or as a branch of its request.
+    """
     async with scene(gateways=2) as s:
         s.gate.shut()
         made = await s.promise()
@@ -338,16 +326,21 @@ async def test_a_deleted_capsule_is_computed_no_further(gateway: int) -> None:
         )
         await s.run(lambda: early.has_begun)
         assert early.text
-        deleting = asyncio.create_task(s.clients[gateway].delete(f"/v1/capsules/{made['id']}"))
+        if way == "delete":
+            asked = s.clients[gateway].delete(f"/v1/capsules/{made['id']}")
+        else:
+            request = made["id"].rpartition(".")[0]
+            asked = s.clients[gateway].post(f"/v1/requests/{request}/prune", json={})
+        deleting = asyncio.create_task(asked)
         await s.run(deleting.done)
-        assert deleting.result().json()["deleted"]
+        assert deleting.result().status_code == 200
         s.gate.open()
         await asyncio.gather(early.task, late.task, whole.task)
         assert late.error["code"] == whole.error["code"] == "capsule_abandoned"
         alone = await s.expected(PROMPT[:AT] + SUFFIX, max_tokens=40)
         assert early.text == alone["text"]
         assert not any(part.end == len(PROMPT) for rows in s.gate.passes for part in rows)
-        assert s.num_kept == 0
+        await until(lambda: s.num_kept == s.num_jobs == 0)
         for client in s.clients:
             answer = await client.get(f"/v1/capsules/{made['id']}")
             assert (answer.status_code, answer.json()["error"]["code"]) == (
@@ -380,23 +373,6 @@ async def test_a_capsule_that_could_not_be_made_says_why(gateway: int) -> None:
         assert (await client.delete(path)).status_code == 404
 
 
-async def test_a_pruned_prefill_is_gone() -> None:
-    """S6, part: by its request's id."""
-    async with scene() as s:
-        s.gate.shut()
-        made = await s.promise()
-        waiting = s.fork(made["id"])
-        await until(lambda: len(s.fleet.gateways[0]._answers) == 2)
-        request = made["id"].rpartition(".")[0]
-        answer = await s.client.post(f"/v1/requests/{request}/prune", json={})
-        assert answer.status_code == 200
-        s.gate.open()
-        await waiting.task
-        assert waiting.error["code"] == "capsule_abandoned"
-        assert (await s.client.get(f"/v1/capsules/{made['id']}")).status_code == 404
-        await until(lambda: s.num_kept == s.num_jobs == 0)
-
-
 async def test_only_its_tenant_knows_a_capsule_that_is_computing() -> None:
     """S6, part, X14, part: others get the 404 of an unknown one, from any gateway."""
     async with scene(gateways=2) as s:
@@ -417,7 +393,7 @@ async def test_only_its_tenant_knows_a_capsule_that_is_computing() -> None:
         assert mine.text
 
 
-async def test_what_needs_the_whole_capsule_is_refused_while_it_computes() -> None:
+async def test_what_needs_the_whole_capsule_or_more_is_refused_while_it_computes() -> None:
     async with scene() as s:
         s.gate.shut()
         made = await s.promise()
@@ -429,6 +405,9 @@ async def test_what_needs_the_whole_capsule_is_refused_while_it_computes() -> No
                 "capsule_computing",
             )
         assert (await s.client.get(f"{path}/export")).status_code == 409
+        fork = s.fork(made["id"], at=3501)
+        await fork.task
+        assert (fork.error["param"], fork.error["type"]) == ("at", "invalid_request_error")
 
 
 # Losses
@@ -545,20 +524,6 @@ async def test_a_prefill_runs_on_its_key_s_account_until_it_ends(tmp_path: Path)
         assert answer.status_code == 200
 
 
-async def test_a_key_is_answered_with_the_same_capsule_again() -> None:
-    """S6, part: under one idempotency key one prefill runs."""
-    async with scene() as s:
-        asked = {"prompt": PROMPT, "wait": False}
-        ids = set()
-        for _ in range(2):
-            headers = {"idempotency-key": "one"}
-            answer = await s.client.post("/v1/capsules", json=asked, headers=headers)
-            assert answer.status_code == 202
-            ids.add(answer.json()["id"])
-        await until(lambda: s.num_kept > 0)
-        assert len(ids) == s.num_kept == 1
-
-
 async def test_a_refusal_is_the_answer_itself() -> None:
     """S6, part: there is no id of what never began."""
     async with scene(workers=0) as s:
@@ -568,10 +533,16 @@ async def test_a_refusal_is_the_answer_itself() -> None:
 
 
 async def test_a_session_has_the_capsule_when_it_is_there_and_ends_it_before() -> None:
-    """S6, part: the capsule of a session that is closed meanwhile is computed no further."""
+    """S6, part: the capsule of a session that is closed meanwhile is computed no further.
+
+    Under one idempotency key one prefill runs.
+    """
     async with scene() as s:
         terms = {"mallee": {"session": "tree"}}
+        s.client.headers["idempotency-key"] = "one"
         made = await s.promise(**terms)
+        assert (await s.promise(**terms))["id"] == made["id"]
+        del s.client.headers["idempotency-key"]
         await until(lambda: s.num_kept == 1)
         (await s.client.get("/v1/sessions/tree")).raise_for_status()
         s.gate.shut()

@@ -1,30 +1,24 @@
 """KV that workers pull from each other over real sockets, as a client over HTTP finds it: it does not."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from threading import Event
 from typing import Any
 
 import httpx
 import pytest
 
 from mallee.actors.addresses import socket_path
-from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.lending import HostLender
 from mallee.actors.lending.borrower import Borrower
 from mallee.actors.lending.server import LendingServer
 from mallee.actors.transport.greeting import Secret
 from mallee.protocol.ids import WorkerId
-from mallee.router.config import RouterConfig
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import MakeTiers
-from mallee.worker.kv.tiers.peers import Ask, Lender, Loan
 from mallee.worker.kv.tiers.prices import MeasuredPrices
-from support.live_api import served
-from support.live_fleet import LiveFleet, lose, running
-from support.tiny_fleet import post
-from support.torch_threads import one_torch_thread
+from support.live_fleet import LiveFleet
+from support.tiny_fleet import post, tiny_api
 from support.volumes import volume_tiers
 from support.waiting import until
 
@@ -39,50 +33,6 @@ FAN_OUT = 6
 
 def prompt(number: int) -> str:
     return "".join(chr(33 + (7 * i + number) % 90) for i in range(50))
-
-
-class LendingFleet(LiveFleet):
-    """Workers that lend to each other over sockets. `by` is put between each and the others' KV."""
-
-    def __init__(self, by: Callable[[Lender], Lender] = lambda peers: peers) -> None:
-        def forward(_: Any, *, num_blocks: int, block_size: int) -> Any:
-            return MODEL.forward(num_blocks=num_blocks, block_size=block_size)
-
-        def below(worker: str) -> MakeTiers:
-            self.borrowers[worker] = Borrower(worker, SECRET)
-            return volume_tiers(None, peers=by(self.borrowers[worker]))
-
-        super().__init__(
-            MODEL.forward(num_blocks=2).spec,
-            RouterConfig(block_size=4),
-            forward=forward,  # type: ignore[arg-type]
-            rows=ROWS,
-            below=below,
-        )
-        self.borrowers: dict[str, Borrower] = {}
-        self.servers: dict[str, LendingServer] = {}
-
-    async def add_worker(self, name: str) -> Host:
-        host = await super().add_worker(name)
-        server = self.servers[name] = LendingServer(HostLender(host.workers), SECRET)
-        server.listen_unix(socket_path(f"{host.name}-loans"))
-        host.lends_at = str(server.address)
-        for router in self.routers:
-            await until(lambda router=router: _lends(router, name))
-        return host
-
-    async def close(self) -> None:
-        for borrower in self.borrowers.values():
-            borrower.close()
-        await super().close()
-        for server in self.servers.values():
-            await asyncio.to_thread(server.close)
-
-    @property
-    def nbytes(self) -> tuple[int, int]:
-        """Bytes that were lent, and those that were borrowed."""
-        lent = sum(server.counts.use.nbytes for server in self.servers.values())
-        return lent, sum(borrower.counts.use.nbytes for borrower in self.borrowers.values())
 
 
 def _lends(router: Any, name: str) -> bool:
@@ -100,21 +50,53 @@ def _worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MeasuredPrices, "compute_s", lambda self, num_tokens: float(num_tokens))
 
 
+class Lending:
+    """Workers of a fleet that lend to each other over sockets."""
+
+    def __init__(self) -> None:
+        self.borrowers: dict[str, Borrower] = {}
+        self.servers: list[LendingServer] = []
+
+    def below(self, worker: str) -> MakeTiers:
+        borrower = self.borrowers[worker] = Borrower(worker, SECRET)
+        return volume_tiers(None, peers=borrower)
+
+    async def lend(self, fleet: LiveFleet) -> None:
+        """Have the worker that came last lend what it holds."""
+        *_, host = fleet.hosts.values()
+        server = LendingServer(HostLender(host.workers), SECRET)
+        self.servers.append(server)
+        server.listen_unix(socket_path(f"{host.name}-loans"))
+        host.lends_at = str(server.address)
+        (name,) = host.workers
+        await until(lambda: all(_lends(router, name) for router in fleet.routers))
+
+    async def close(self) -> None:
+        for borrower in self.borrowers.values():
+            borrower.close()
+        for server in self.servers:
+            await asyncio.to_thread(server.close)
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes that were lent, and those that were borrowed."""
+        lent = sum(server.counts.use.nbytes for server in self.servers)
+        return lent, sum(borrower.counts.use.nbytes for borrower in self.borrowers.values())
+
+
 @asynccontextmanager
-async def api(
-    workers: int, made: LendingFleet | None = None
-) -> AsyncIterator[tuple[httpx.AsyncClient, LendingFleet]]:
-    made = made or LendingFleet()
-    with one_torch_thread():
-        async with (
-            running(made, workers),
-            served(made.gateways[0]) as (url, _),
-            httpx.AsyncClient(base_url=url, timeout=30) as client,
-        ):
-            yield client, made
-            for engine in made.engines.values():
-                engine.check()
-            made.gateways[0].check()
+async def api(workers: int) -> AsyncIterator[tuple[httpx.AsyncClient, LiveFleet, Lending]]:
+    lending = Lending()
+    try:
+        async with tiny_api(MODEL, 1, rows=ROWS, below=lending.below) as (client, fleet):
+            await lending.lend(fleet)
+            for number in range(1, workers):
+                await fleet.add_worker(f"w{number}")
+                await lending.lend(fleet)
+            await fleet.ready(workers)
+            yield client, fleet, lending
+    finally:
+        await lending.close()
 
 
 async def capsule(client: httpx.AsyncClient, number: int = 0) -> dict[str, Any]:
@@ -130,19 +112,19 @@ async def fork(client: httpx.AsyncClient, made: dict[str, Any], n: int) -> list[
 
 async def undisturbed(*numbers: int, n: int) -> list[list[tuple[str, int]]]:
     """The forks of such capsules on one worker."""
-    async with api(1) as (client, _):
+    async with api(1) as (client, *_):
         return [await fork(client, await capsule(client, number), n) for number in numbers]
 
 
 async def test_a_hot_capsules_fan_out_is_pulled_by_other_workers() -> None:
     """X6: beyond its worker's rows; bytes are counted, nothing is computed, and the texts are the same."""
     (want,) = await undisturbed(0, n=FAN_OUT)
-    async with api(3) as (client, fleet):
+    async with api(3) as (client, fleet, lending):
         assert await fork(client, await capsule(client), FAN_OUT) == want
         assert all(computed == 0 for _, computed in want)
         stats = fleet.routers[0].stats()
         assert (stats.spilled, stats.pulls) == ({("migrate", "full"): 2}, {"spill": 2})
-        lent, borrowed = fleet.nbytes
+        lent, borrowed = lending.nbytes
         assert lent == borrowed == stats.pulled_nbytes["spill"] + 2 * _block_nbytes(fleet)
         metrics = (await client.get("/metrics")).text
         assert 'mallee_pulls_total{reason="spill"} 2.0' in metrics
@@ -151,7 +133,7 @@ async def test_a_hot_capsules_fan_out_is_pulled_by_other_workers() -> None:
         assert [each["from"][0]["worker"] for each in pulls] == [shown[-1]["worker"]] * 2
 
 
-def _block_nbytes(fleet: LendingFleet) -> int:
+def _block_nbytes(fleet: LiveFleet) -> int:
     """Bytes of a block: the last of a capsule is in part full, and goes with it."""
     tiers = fleet.engines["w0"].stats().tiers
     assert tiers is not None
@@ -162,54 +144,17 @@ async def test_a_worker_that_drains_hands_over_its_capsules() -> None:
     """X6, part: by pulls, and not a token of them is computed."""
     numbers = range(3)
     want = await undisturbed(*numbers, n=2)
-    async with api(1) as (client, fleet):
+    async with api(1) as (client, fleet, lending):
         made = [await capsule(client, number) for number in numbers]
         await fleet.add_worker("w1")
+        await lending.lend(fleet)
         await fleet.ready(2)
         await fleet.gateways[0].drain_worker(WorkerId("w0"))
         await until(lambda: [w.worker for w in fleet.routers[0].all_workers()] == ["w1"])
         new = fleet.engines["w1"].stats()
         assert new.num_prefill_tokens == 0
         assert fleet.routers[0].stats().pulls == {"drain": 3}
-        await until(lambda: fleet.nbytes[0] == fleet.nbytes[1] > 0)  # the lender counts after
+        await until(lambda: lending.nbytes[0] == lending.nbytes[1] > 0)  # the lender counts after
         for each, texts in zip(made, want, strict=True):
             assert (await client.get(f"/v1/capsules/{each['id']}")).json()["worker"] == "w1"
             assert await fork(client, each, 2) == texts
-
-
-class _Struck:
-    """A way to other workers whose first loan is cut once it is granted."""
-
-    def __init__(self, inner: Lender, strike: Callable[[], None]) -> None:
-        self._inner = inner
-        self._strike = strike
-
-    def lend(self, ask: Ask) -> Loan:
-        loan = self._inner.lend(ask)
-        self._strike()
-        return loan
-
-
-async def test_a_lender_that_dies_while_it_lends_costs_time_and_no_answer() -> None:
-    """X6, part: what did not arrive is computed from the text in the command."""
-    (want,) = await undisturbed(0, n=FAN_OUT)
-    is_struck = Event()
-
-    def strike() -> None:
-        is_struck.set()
-        made.servers[owner].close()
-
-    made, owner = LendingFleet(lambda inner: _Struck(inner, strike)), ""
-    async with api(3, made) as (client, fleet):
-        hot = await capsule(client)
-        owner = hot["worker"]
-        for _ in range(5):  # while a busy machine's leases are late, all stay with their capsule
-            answer = asyncio.create_task(fork(client, hot, FAN_OUT))
-            await until(lambda answer=answer: is_struck.is_set() or answer.done(), 30.0)
-            if is_struck.is_set():
-                break
-        assert is_struck.is_set(), "nothing was ever pulled"
-        host = await lose(fleet, owner)
-        texts = await answer
-        assert [text for text, _ in texts] == [text for text, _ in want]
-        await host.close()

@@ -61,6 +61,14 @@ async def test_the_course_of_an_answer_is_told() -> None:
             assert branch["cached_tokens"] == choice["mallee"]["cached_tokens"]
             assert branch["capsule"] == choice["mallee"]["capsule"]
             assert [each["worker"] for each in branch["workers"]] == ["w0"]
+        # A stop string ends as its client saw it, though the worker was told to cut the branch.
+        body = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True, "seed": 3}
+        text = (await client.post(PATH, json=body)).json()["choices"][0]["text"]
+        made = (await client.post(PATH, json={**body, "stop": text[5:8]})).json()
+        assert made["choices"][0]["finish_reason"] == "stop"
+        stopped = (await life(client, made["id"]))["branches"][0]
+        assert (stopped["state"], stopped["error"]) == ("stop", None)
+        assert stopped["capsule"] == made["choices"][0]["mallee"]["capsule"]
 
 
 async def begun(client: httpx.AsyncClient, gateway: Any) -> tuple[asyncio.Task[Any], str]:
@@ -75,8 +83,8 @@ async def begun(client: httpx.AsyncClient, gateway: Any) -> tuple[asyncio.Task[A
     return asked, request
 
 
-async def test_a_running_answer_and_its_hang_up_are_told() -> None:
-    """F29, part: cancelled."""
+async def test_a_running_answer_its_hang_up_and_its_error_are_told() -> None:
+    """F29, part: cancelled; and error, of a worker that is lost for good."""
     async with served() as (client, gateway):
         asked, request = await begun(client, gateway)
         told = await life(client, request)
@@ -88,33 +96,13 @@ async def test_a_running_answer_and_its_hang_up_are_told() -> None:
         assert told["state"] == "ended"
         assert [branch["state"] for branch in told["branches"]] == ["cancelled", "cancelled"]
         assert [each["state"] for each in told["branches"][0]["states"]] == [*ORDER, "cancelled"]
-
-
-async def test_an_error_is_told_by_its_code() -> None:
-    """F29, part: error, of a worker that is lost for good."""
-    async with served() as (client, gateway):
         asked, request = await begun(client, gateway)
+        lost = WorkerLost("w0", "test")
         for branch in range(2):
-            gateway._answers[request].fail(
-                branch, WorkerLost("w0", "test"), gateway._clock(), "base"
-            )
+            gateway._answers[request].fail(branch, lost, gateway._clock(), "base")
         await asyncio.wait([asked])
-        told = await life(client, request)
-        assert {(each["state"], each["error"]) for each in told["branches"]} == {
-            ("error", "worker_lost")
-        }
-
-
-async def test_a_stop_string_ends_as_its_client_saw_it() -> None:
-    """F29, part: stop, though the worker was told to cut the branch."""
-    async with served() as (client, _):
-        body = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True, "seed": 3}
-        text = (await client.post(PATH, json=body)).json()["choices"][0]["text"]
-        made = (await client.post(PATH, json={**body, "stop": text[5:8]})).json()
-        assert made["choices"][0]["finish_reason"] == "stop"
-        told = (await life(client, made["id"]))["branches"][0]
-        assert (told["state"], told["error"]) == ("stop", None)
-        assert told["capsule"] == made["choices"][0]["mallee"]["capsule"]
+        ends = (await life(client, request))["branches"]
+        assert {(each["state"], each["error"]) for each in ends} == {("error", "worker_lost")}
 
 
 async def test_a_refusal_is_told_by_its_code() -> None:

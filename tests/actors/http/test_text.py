@@ -96,22 +96,35 @@ _SPLIT = st.lists(st.integers(1, 4), max_size=12)
 @given(
     st.lists(st.tuples(st.text("abéX", max_size=10), _SPLIT), min_size=1, max_size=4),
     st.lists(st.text("abéX", min_size=1, max_size=3), max_size=1),
+    st.integers(0, 6),
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
 def test_every_choice_is_its_text_up_to_the_first_stop(
-    tokenizer: Any, branches: list[tuple[str, list[int]]], stops: list[str], rng: Any
+    tokenizer: Any,
+    branches: list[tuple[str, list[int]]],
+    stops: list[str],
+    min_tokens: int,
+    keeps_stop: bool,
+    rng: Any,
 ) -> None:
+    """I5: however the text arrives. Stop strings count from `min_tokens` on, and may be kept."""
     queues = [_deltas(branch, text, split) for branch, (text, split) in enumerate(branches)]
     mixed: list[Delta] = []
     while any(queues):
         mixed.append(rng.choice([q for q in queues if q]).pop(0))
     source: Any = Scripted(mixed)
-    stream = TextStream([source], plan(len(branches), stops=tuple(stops)), tokenizer)
+    more: dict[str, Any] = {"keeps_stop": keeps_stop, "min_tokens": min_tokens}
+    stream = TextStream([source], plan(len(branches), stops=tuple(stops), **more), tokenizer)
     want = []
     for text, _ in branches:
-        shown, stop, _ = text.partition(stops[0]) if stops else (text, "", "")
-        num = len((shown + stop).encode())
-        want.append((shown, num if stop else num + 1))  # tokens behind the stop string don't count
+        raw, stop = text.encode(), "".join(stops).encode()
+        at = raw.find(stop, min_tokens) if stop else -1
+        if at < 0:
+            want.append((text, len(raw) + 1))
+        else:  # tokens behind the stop string don't count
+            end = at + len(stop)
+            want.append((raw[: end if keeps_stop else at].decode(), end))
     assert asyncio.run(collect(stream, len(branches))) == want
     stream.check()
     assert source.num_closes == 1
@@ -129,44 +142,6 @@ def test_the_stop_token_is_not_text_but_counts(tokenizer: Any) -> None:
     for finish, found in (("stop", "hi"), ("length", "hi!")):
         text = BranchText(tokenizer, plan(1, stop_id=ord("!")))
         assert text.push(delta(0, b"hi!", finish)) == (found, finish)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 50])
-@pytest.mark.parametrize(
-    ("min_tokens", "keeps_stop", "wanted"),
-    [(0, False, "a "), (0, True, "a END"), (3, False, "a END b "), (6, True, "a END b END")],
-)
-def test_stop_strings_count_from_min_tokens_on_and_may_be_kept(
-    tokenizer: Any, size: int, min_tokens: int, keeps_stop: bool, wanted: str
-) -> None:
-    """I5: however the text arrives, over several deltas or in one."""
-    made = plan(1, stops=("END",), keeps_stop=keeps_stop, min_tokens=min_tokens)
-    text, raw = BranchText(tokenizer, made), b"a END b END c"
-    out, finish = "", None
-    for start in range(0, len(raw), size):
-        if finish is None:
-            piece, finish = text.push(delta(0, raw[start : start + size]))
-            out += piece
-    assert (out, finish) == (wanted, "stop")
-    assert text.num_tokens == len(wanted) + (0 if keeps_stop else len("END"))
-
-
-async def test_failures_are_held_until_something_good_comes(tokenizer: Any) -> None:
-    lost = WorkerLost("w0", "gone")
-    source: Any = Scripted([delta(1, (), "error", lost), delta(0, b"a"), delta(0, b"b", "stop")])
-    stream = TextStream([source], plan(2), tokenizer)
-
-    ends = [(piece.index, piece.finish) async for piece in stream]
-    assert ends == [(1, "error"), (0, None), (0, "stop")]
-
-
-async def test_the_last_failure_of_all_is_raised(tokenizer: Any) -> None:
-    lost = WorkerLost("w0", "gone")
-    for good in ([], [delta(0, b"a")]):
-        deltas = [*good, delta(1, (), "error", lost), delta(0, (), "error", lost)]
-        source: Any = Scripted(deltas)
-        with pytest.raises(WorkerLost):
-            await collect(TextStream([source], plan(2), tokenizer), 2)
 
 
 async def test_streams_of_several_jobs_are_closed_together(tokenizer: Any) -> None:
