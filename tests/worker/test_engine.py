@@ -1,5 +1,6 @@
 """The engine over a mocked forward pass whose tokens depend on every KV slot it reads."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from mallee.protocol.errors import (
     ContextLengthExceeded,
     InvalidParameter,
+    KVBudgetExceeded,
     PoolExhausted,
     QueueFull,
     UnknownCapsule,
@@ -19,10 +21,14 @@ from mallee.protocol.messages import (
     Cancel,
     Fork,
     Generate,
+    Grammar,
     Limits,
     Prefill,
+    ReasoningBudget,
     Release,
+    RetainSpan,
     Sampling,
+    Share,
     pack_tokens,
 )
 from mallee.testing.forward import linear_tokens
@@ -37,28 +43,26 @@ def expect(bench: Any, prompt: list[int], n: int, sampling: Sampling, branch: in
     return linear_tokens(bench.forward.spec, prompt, n, sampling=sampling, seed=seed)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, HOT])
-def test_one_request_draws_what_a_linear_run_draws(bench: Any, sampling: Sampling) -> None:
-    """D27: branch count 1 (the real model's part is in tests/worker/model)."""
-    bench.run(Generate("r", pack_tokens(PROMPT), Limits(20), sampling))
-    answer = bench.answers["r", 0]
-    assert answer.tokens == expect(bench, PROMPT, 20, sampling)
-    assert answer.last.finish == "length"
-    assert (answer.last.cached_tokens, answer.last.prefill_tokens) == (0, 23)
-
-
-def test_n_branches_cost_one_prefill_and_each_equals_its_own_run(bench: Any) -> None:
-    """F4: one prefill, N continuations."""
-    bench.run(Generate("r", pack_tokens(PROMPT), Limits(8), HOT, n=4))
-    for branch in range(4):
-        assert bench.answers["r", branch].tokens == expect(bench, PROMPT, 8, HOT, branch)
+@pytest.mark.parametrize(("n", "sampling"), [(1, GREEDY), (1, HOT), (4, HOT)])
+def test_n_branches_cost_one_prefill_and_each_equals_its_own_run(
+    bench: Any, n: int, sampling: Sampling
+) -> None:
+    """F4, D27: one prefill, N continuations; one, too (the real model's part is in tests/worker/model)."""
+    bench.run(Generate("r", pack_tokens(PROMPT), Limits(20), sampling, n=n))
+    answers = [bench.answers["r", branch] for branch in range(n)]
+    for branch, answer in enumerate(answers):
+        assert answer.tokens == expect(bench, PROMPT, 20, sampling, branch)
+        assert answer.last.finish == "length"
     assert bench.engine.stats().num_prefill_tokens == len(PROMPT)
-    assert [bench.answers["r", i].last.prefill_tokens for i in range(4)] == [23, 0, 0, 0]
-    assert [bench.answers["r", i].last.cached_tokens for i in range(4)] == [0, 23, 23, 23]
+    assert [answer.last.prefill_tokens for answer in answers] == [23, *[0] * (n - 1)]
+    assert [answer.last.cached_tokens for answer in answers] == [0, *[23] * (n - 1)]
 
 
 def test_a_fork_of_a_capsule_computes_nothing_of_the_capsule(bench: Any) -> None:
-    """F4, D19: zero prefill for the shared part; every branch equals a linear rerun."""
+    """F4, D19: zero prefill for the shared part; every branch equals a linear rerun.
+
+    Without a suffix its first token is drawn without a pass.
+    """
     bench.run(Prefill("p", pack_tokens(PROMPT)))
     assert bench.answers["p", 0].last.capsule == "p.0"
     assert bench.answers["p", 0].last.boundary == 23
@@ -70,19 +74,15 @@ def test_a_fork_of_a_capsule_computes_nothing_of_the_capsule(bench: Any) -> None
         assert answer.tokens == expect(bench, PROMPT + suffix, 6, HOT, i)
         assert (answer.last.cached_tokens, answer.last.prefill_tokens) == (23, 2)
     assert bench.forward.num_tokens - before == 5 * (2 + 5)  # suffix, and all drawn but the last
-
-
-def test_a_fork_without_suffix_draws_its_first_token_without_a_pass(bench: Any) -> None:
-    bench.run(Prefill("p", pack_tokens(PROMPT)))
     passes = bench.forward.num_passes
-    bench.submit(Fork("f", "p.0", (b"", b"", b""), Limits(2), HOT))
+    bench.submit(Fork("g", "p.0", (b"", b"", b""), Limits(2), HOT))
     bench.step()
     assert bench.forward.num_passes == passes
-    assert all(len(bench.answers["f", i].tokens) == 1 for i in range(3))
+    assert all(len(bench.answers["g", i].tokens) == 1 for i in range(3))
     bench.run()
     for i in range(3):
-        assert bench.answers["f", i].tokens == expect(bench, PROMPT, 2, HOT, i)
-        assert bench.answers["f", i].last.prefill_tokens == 0
+        assert bench.answers["g", i].tokens == expect(bench, PROMPT, 2, HOT, i)
+        assert bench.answers["g", i].last.prefill_tokens == 0
 
 
 def test_a_stop_token_ends_the_branch_and_is_not_part_of_it(bench: Any) -> None:
@@ -109,19 +109,17 @@ def test_end_of_sequence_stops_unless_ignored(make_bench: Callable[..., Any]) ->
 
 
 def test_a_repeated_prompt_is_found_in_the_cache(bench: Any) -> None:
-    """I12, part: identical output with a warm cache; a full hit computes the last block's rest only."""
+    """I12, part, F7: identical output with a warm cache; a full hit computes the last block's rest only.
+
+    The same tokens under another salt are computed again.
+    """
     for name in ("a", "b"):
         bench.run(Generate(name, pack_tokens(PROMPT), Limits(6), HOT))
     assert bench.answers["a", 0].tokens == bench.answers["b", 0].tokens
     assert bench.answers["b", 0].last.cached_tokens == 20
     assert bench.answers["b", 0].last.prefill_tokens == 3
-
-
-def test_salts_separate_tenants(bench: Any) -> None:
-    """F7: the same tokens under another salt are computed again."""
-    bench.run(Generate("a", pack_tokens(PROMPT), Limits(2), GREEDY, salt="one"))
-    bench.run(Generate("b", pack_tokens(PROMPT), Limits(2), GREEDY, salt="two"))
-    assert bench.answers["b", 0].last.cached_tokens == 0
+    bench.run(Generate("c", pack_tokens(PROMPT), Limits(2), HOT, salt="another"))
+    assert bench.answers["c", 0].last.cached_tokens == 0
 
 
 def test_answers_capsules_make_room_before_anyone_is_preempted(
@@ -148,25 +146,34 @@ def test_a_capsule_that_fills_the_pool_fails_others_clearly(make_bench: Callable
     assert bench.answers["s", 0].tokens == expect(bench, [1, 2, 3], 12, GREEDY)
 
 
+ONE = Limits(1)
+
+
+def ask(limits: Limits = ONE, **fields: Any) -> Generate:
+    return Generate("r", pack_tokens([1]), limits, **fields)
+
+
 @pytest.mark.parametrize(
     ("command", "error", "text"),
     [
         (Generate("r", b"", Limits(1)), InvalidParameter, "at least one token"),
         (Generate("r", pack_tokens([64]), Limits(1)), InvalidParameter, "tokens=64"),
-        (Generate("r", pack_tokens([1]), Limits(0)), InvalidParameter, "max_tokens=0"),
-        (Generate("r", pack_tokens([1]), Limits(-3)), InvalidParameter, "max_tokens=-3"),
-        (Generate("r", pack_tokens([1]), Limits(1), n=0), InvalidParameter, "n=0"),
-        (Generate("r", pack_tokens([1]), Limits(1 << 21)), ContextLengthExceeded, "max_tokens"),
-        (
-            Generate("r", pack_tokens([1]), Limits(1), Sampling(temperature=-1.0)),
-            InvalidParameter,
-            "temperature=-1.0",
-        ),
-        (
-            Generate("r", pack_tokens([1]), Limits(1), Sampling(top_p=0.0)),
-            InvalidParameter,
-            "top_p=0.0",
-        ),
+        (ask(Limits(0)), InvalidParameter, "max_tokens=0"),
+        (ask(Limits(-3)), InvalidParameter, "max_tokens=-3"),
+        (ask(n=0), InvalidParameter, "n=0"),
+        (ask(Limits(1 << 21)), ContextLengthExceeded, "max_tokens"),
+        (ask(sampling=Sampling(temperature=-1.0)), InvalidParameter, "temperature=-1.0"),
+        (ask(sampling=Sampling(top_p=0.0)), InvalidParameter, "top_p=0.0"),
+        (ask(Limits(3, min_tokens=4)), InvalidParameter, "min_tokens"),
+        (ask(Limits(4, reasoning=ReasoningBudget(1, 64))), InvalidParameter, "reasoning"),
+        (ask(Limits(4, reasoning=ReasoningBudget(1, 2, -1))), InvalidParameter, "reasoning"),
+        (ask(Limits(4, reasoning=ReasoningBudget(-1, 2))), InvalidParameter, "reasoning"),
+        (ask(grammar=Grammar("lark", "start: ")), InvalidParameter, "grammar"),
+        (ask(grammar=Grammar("inherit")), InvalidParameter, "grammar"),
+        (ask(retain=(RetainSpan(8, 20, 1.0), RetainSpan(16, 30, 1.0))), InvalidParameter, "retain"),
+        (ask(retain=(RetainSpan(8, 20, 1.0), RetainSpan(4, 20, 1.0))), InvalidParameter, "retain"),
+        (ask(retain=(RetainSpan(8, 101, 1.0),)), InvalidParameter, "retain"),
+        (ask(retain=(RetainSpan(8, 1, float("inf")),)), InvalidParameter, "retain"),
         (Prefill("r", pack_tokens([1]), ttl_s=-1.0), InvalidParameter, "ttl_s"),
         (Prefill("r", pack_tokens([1]), ttl_s=float("nan")), InvalidParameter, "ttl_s"),
         (Fork("r", "no.0", (b"",), Limits(1)), UnknownCapsule, "no.0"),
@@ -176,6 +183,7 @@ def test_a_capsule_that_fills_the_pool_fails_others_clearly(make_bench: Callable
 def test_bad_commands_come_back_as_errors(
     bench: Any, command: Any, error: type[Exception], text: str
 ) -> None:
+    """D9, part: they name the field, and no block was touched."""
     bench.run(command)
     name = command.capsule if isinstance(command, Release) else "r"
     answer = bench.answers[name, -1]
@@ -187,21 +195,25 @@ def test_bad_commands_come_back_as_errors(
 
 
 def test_a_request_id_is_used_once(bench: Any) -> None:
-    bench.submit(Generate("r", pack_tokens(PROMPT), Limits(4)))
-    bench.submit(Generate("r", pack_tokens(PROMPT), Limits(4)))
-    bench.run()
-    (error,) = bench.untold
-    assert isinstance(error, InvalidParameter)
-    assert ("r", -1) not in bench.answers, "an update would end the request that runs"
-    assert len(bench.answers["r", 0].tokens) == 4
-
-
-def test_an_id_in_use_is_refused_to_another_gateway(bench: Any) -> None:
+    """Nor by another gateway, nor once its request is over and has left a capsule."""
+    bench.submit(Generate("r", pack_tokens(PROMPT), Limits(4), n=2))
     bench.submit(Generate("r", pack_tokens(PROMPT), Limits(4)))
     bench.submit(Generate("r", pack_tokens(PROMPT), Limits(4)), gateway="other")
-    bench.run()
+    bench.run(Prefill("p", pack_tokens(PROMPT)))
+    (error,) = bench.untold
+    assert isinstance(error, InvalidParameter)
     assert [update.branch for update in bench.gateways["other"]] == [-1]
-    assert all(update.branch == 0 for update in bench.gateways["g"])
+    assert all(u.branch >= 0 for u in bench.gateways["g"]), "else the request that runs would end"
+    assert len(bench.answers["r", 0].tokens) == 4
+    for command in (
+        Prefill("p", pack_tokens(PROMPT)),
+        Generate("r", pack_tokens(PROMPT), Limits(2)),
+        Fork("r", "p.0", (b"", b""), Limits(2)),
+    ):
+        bench.answers.clear()
+        bench.run(command)
+        assert isinstance(bench.answers[command.request, -1].error, InvalidParameter)
+    assert bench.engine.stats().capsules.kept == 1
 
 
 def test_the_queue_has_a_limit(make_bench: Callable[..., Any]) -> None:
@@ -271,17 +283,6 @@ def test_events_and_snapshot_tell_what_is_held(bench: Any) -> None:
     assert snapshot.next_seq == bench.engine.next_seq == len(bench.events)
 
 
-def test_a_thousand_branches_take_turns_on_a_few_rows(make_bench: Callable[..., Any]) -> None:
-    bench = make_bench(num_blocks=512, max_rows=32, max_step_tokens=64, max_answer_capsules=0)
-    bench.engine.check = lambda: None  # O(everything) a step; checked once below
-    bench.run(Prefill("p", pack_tokens(PROMPT)))
-    bench.run(Fork("f", "p.0", (b"",) * 1000, Limits(3), HOT))
-    assert all(len(bench.answers["f", i].tokens) == 3 for i in range(1000))
-    assert bench.answers["f", 999].tokens == expect(bench, PROMPT, 3, HOT, 999)
-    del bench.engine.check
-    bench.engine.check()
-
-
 @pytest.mark.parametrize("n", [2, 8, 64])
 def test_cold_siblings_compute_their_shared_prefix_once(
     make_bench: Callable[..., Any], n: int
@@ -341,14 +342,111 @@ def test_forks_do_not_starve_a_request_that_has_to_compute(make_bench: Callable[
     assert bench.answers["f0", 7].tokens == expect(bench, PROMPT, 4, HOT, 7)
 
 
-def test_the_id_of_a_request_that_left_a_capsule_is_refused(bench: Any) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ({"sampling": Sampling(temperature=-1.0)}, {"sampling": Sampling()}),
+        ({"sampling": Sampling(logit_bias=((1 << 30, 1.0),))}, {"sampling": Sampling()}),
+        ({"share": Share(weight=-1.0)}, {"share": Share()}),
+    ],
+)
+def test_what_is_wrong_is_refused_every_time(
+    make_bench: Callable[..., Any], wrong: dict[str, Any], right: dict[str, Any]
+) -> None:
+    """What is checked once is skipped for the very same object, unless it is wrong; twice, too."""
+    bench = make_bench()
+    for i, options in enumerate([wrong, wrong, right, right, wrong, right]):
+        bench.run(Generate(f"r{i}", pack_tokens(PROMPT), Limits(3), **options))
+        answer = bench.answers.get((f"r{i}", -1))
+        is_refused = answer is not None and isinstance(answer.error, InvalidParameter)
+        assert is_refused == (options is wrong)
+
+
+def test_where_answers_leave_nothing_prompts_still_do(make_bench: Callable[..., Any]) -> None:
+    """With no room for answers' capsules none is made or announced; asked-for ones are, and fork."""
+    bench = make_bench(max_answer_capsules=0)
+    bench.run(Generate("g", pack_tokens(PROMPT), Limits(3)))
+    assert not [event for event in bench.events if isinstance(event, CapsuleStored)]
     bench.run(Prefill("p", pack_tokens(PROMPT)))
-    bench.run(Generate("r", pack_tokens(PROMPT), Limits(2), n=2))
-    for command in (
-        Prefill("p", pack_tokens(PROMPT)),
-        Generate("r", pack_tokens(PROMPT), Limits(2)),
-        Fork("r", "p.0", (b"", b""), Limits(2)),
-    ):
-        bench.run(command)
-        assert isinstance(bench.answers[command.request, -1].error, InvalidParameter)
-    assert bench.engine.stats().capsules.kept == 1
+    bench.run(Fork("f", "p.0", (b"", pack_tokens([7])), Limits(3)))
+    assert len(bench.answers["f", 0].tokens) == len(bench.answers["f", 1].tokens) == 3
+    kept = [event.capsule for event in bench.events if isinstance(event, CapsuleStored)]
+    assert kept == ["p.0"]
+    bench.engine.check()
+
+
+def test_draws_are_counted_in_strides_too(make_bench: Callable[..., Any]) -> None:
+    bench = make_bench(block_size=16)
+    bench.submit(Generate("g", pack_tokens(PROMPT[:5]), Limits(9)))
+    bench.step()
+    bench.step()
+    limit = bench.engine.multi_step_limit()
+    assert limit == 7
+    bench.engine.multi_step(limit)
+    assert bench.engine.stats().num_output_tokens == 9
+
+
+# Equal steps, and what a tight pool costs
+
+
+@pytest.mark.parametrize("policy", ["fair", "fcfs", "prefill_first", "decode_round_robin"])
+def test_equal_commands_between_equal_steps_give_equal_events(
+    make_bench: Callable[..., Any], policy: str
+) -> None:
+    """I18: same seed and queue, same log; with sessions, priorities and preemption."""
+    logs = []
+    for _ in range(2):
+        rng = random.Random(7)
+        sched = {"policy": policy, "ageing_steps": 12}
+        bench = make_bench(num_blocks=24, max_rows=5, sched=sched)
+        for i in range(30):
+            share = Share(rng.choice("abc"), rng.choice([0.5, 2.0]), rng.randint(0, 2))
+            tokens = pack_tokens([rng.randrange(4) for _ in range(rng.randint(1, 30))])
+            sampling = Sampling(temperature=1.0, seed=i)
+            bench.submit(
+                Generate(f"r{i}", tokens, Limits(8), sampling, rng.randint(1, 3), share=share)
+            )
+            bench.step()
+        bench.run()
+        assert bench.engine.stats().sched.num_preemptions > 0
+        logs.append((bench.gateways, bench.events))
+    assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize(("watermark", "most"), [(0.0, 200), (0.05, 60)])
+def test_the_watermark_keeps_admitted_branches_running(
+    make_bench: Callable[..., Any], watermark: float, most: int
+) -> None:
+    """D37, part: on a tight pool; everybody gets an answer all the same."""
+    bench = make_bench(num_blocks=200, max_rows=64, sched={"watermark": watermark})
+    bench.engine.check = lambda: None
+    for i in range(80):
+        bench.submit(Generate(f"r{i}", pack_tokens([i % 60] * (20 + i % 7)), Limits(24)))
+    bench.run()
+    assert all(len(answer.tokens) == 24 for answer in bench.answers.values())
+    assert bench.engine.stats().sched.num_preemptions <= most
+
+
+def test_what_can_never_fit_is_refused_with_all_the_numbers(make_bench: Callable[..., Any]) -> None:
+    """S3, part: prefix, longest branch and headroom, before any block is taken."""
+    bench = make_bench(num_blocks=12, max_model_len=1000, sched={"headroom_tokens": 8})
+    bench.run(Prefill("p", pack_tokens([1] * 21)))
+    allocated = bench.engine.stats().pool.num_allocs
+    bench.run(Fork("f", "p.0", (b"", pack_tokens([2] * 10)), Limits(7)))
+    error = bench.answers["f", -1].error
+    assert isinstance(error, KVBudgetExceeded)
+    assert error.fields["needed"] == 13  # 21 + 10 + 6 + 8 tokens, and a copy of a block
+    assert "prefix 31 + branch 7 + headroom 8 = 46 tokens" in str(error)
+    assert bench.engine.stats().pool.num_allocs == allocated
+    bench.run(Fork("h", "p.0", (b"", pack_tokens([2] * 2)), Limits(7)))
+    assert len(bench.answers["h", 1].tokens) == 7
+
+
+def test_the_engine_tells_what_a_sequence_takes_up(bench: Any) -> None:
+    """S9: asked from the engine; equal to what it takes from the pool."""
+    spec = bench.forward.spec
+    for i, n in enumerate((1, 4, 5, 63)):
+        before = bench.engine.stats().pool
+        bench.run(Prefill(f"p{i}", pack_tokens([i * 7 + 1] + [i] * (n - 1))))
+        blocks = bench.engine.stats().pool.num_allocs - before.num_allocs
+        assert bench.engine.kv_bytes(n) == blocks * 4 * spec.kv_bytes_per_token

@@ -6,7 +6,6 @@ import pytest
 
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.messages import (
-    CapsuleReply,
     Generate,
     Grammar,
     Inject,
@@ -15,10 +14,7 @@ from mallee.protocol.messages import (
     Update,
     pack_tokens,
 )
-from mallee.testing.forward import MockForward, linear_tokens
-from mallee.testing.structures import MockStructures
-from mallee.worker.records import EngineConfig
-from support.driving import engine_over
+from mallee.testing.forward import linear_tokens
 
 SPEC = mock_spec(vocab_size=64)
 PROMPT = [7, 8, 9, 10, 11]
@@ -27,87 +23,68 @@ SAMPLING = Sampling(temperature=1.0, seed=SEED)
 
 
 class Driver:
-    """An engine, and what it said."""
+    """A bench for one request, "r"."""
 
-    def __init__(self, config: EngineConfig | None = None) -> None:
-        self.engine = engine_over(
-            MockForward(SPEC, num_blocks=64, block_size=4),
-            config=config or EngineConfig(),
-            structures=MockStructures(SPEC.vocab_size, SPEC.eos_token_ids),
-        )
-        self.updates: list[Update] = []
-        self.replies: list[CapsuleReply] = []
+    def __init__(self, make_bench: Any) -> None:
+        self.bench = make_bench(max_step_tokens=2048)
 
     def generate(self, max_tokens: int = 24, sampling: Sampling = SAMPLING, **more: Any) -> None:
         limits = Limits(max_tokens, ignore_eos=True)
-        self.engine.submit(Generate("r", pack_tokens(PROMPT), limits, sampling, **more), "g")
+        self.bench.submit(Generate("r", pack_tokens(PROMPT), limits, sampling, **more))
 
-    def inject(
-        self, name: str, tokens: list[int], *, replaces: bool = False, of: str = "r"
-    ) -> None:
-        self.engine.submit(Inject(name, of, 0, pack_tokens(tokens), replaces), "g")
+    def inject(self, name: str, tokens: list[int], *, replaces: bool = False) -> None:
+        self.bench.submit(Inject(name, "r", 0, pack_tokens(tokens), replaces))
 
     def step(self, n: int = 1) -> None:
         for _ in range(n):
-            for frame in self.engine.step().frames.values():
-                self.updates += frame.updates
-                self.replies += frame.replies
-            self.engine.check()
+            self.bench.step()
 
     def finish(self) -> list[int]:
-        while self.engine.has_work:
-            self.step()
-        return [token for update in self.updates for token in update.tokens]
+        self.bench.run()
+        return self.tokens
+
+    @property
+    def tokens(self) -> list[int]:
+        return list(self.bench.answers["r", 0].tokens)
+
+    @property
+    def injected(self) -> list[Update]:
+        return [each for each in self.bench.gateways["g"] if each.injected]
 
     @property
     def errors(self) -> dict[str, str]:
-        return {each.request: each.error[0] for each in self.replies if each.error is not None}
+        replies = self.bench.replies.values()
+        return {each.request: each.error[0] for each in replies if each.error is not None}
+
+
+@pytest.fixture
+def driver(make_bench: Any) -> Driver:
+    return Driver(make_bench)
 
 
 def linear(text: list[int], n: int) -> list[int]:
     return linear_tokens(SPEC, text, n, sampling=SAMPLING, seed=SEED)
 
 
-def test_a_branch_goes_on_as_a_linear_run_with_these_tokens() -> None:
-    """F22, part: consumed at the next boundary, and exact; the update says where."""
-    driver = Driver()
-    driver.generate()
-    driver.step(4)
-    drawn = _tokens(driver)
-    driver.inject("i", [1, 2, 3])
-    driver.step()
-    told = next(each for each in driver.updates if each.injected)
-    assert (told.injected, told.position, told.tokens) == ("i", len(drawn), (1, 2, 3))
-    tokens = driver.finish()
-    assert tokens[: len(drawn)] == drawn == linear(PROMPT, len(drawn))
-    left = 24 - len(drawn) - 3
-    assert tokens == [*drawn, 1, 2, 3, *linear([*PROMPT, *drawn, 1, 2, 3], left)]
-    assert driver.updates[-1].finish == "length"
-
-
-def _tokens(driver: Driver) -> list[int]:
-    return [token for update in driver.updates for token in update.tokens]
-
-
-def test_the_last_of_several_wins_before_the_boundary_and_none_is_lost_otherwise() -> None:
+def test_the_last_of_several_wins_before_the_boundary_and_none_is_lost_otherwise(
+    driver: Driver,
+) -> None:
     """F22, part: overwrite before consume wins; appended ones come in order."""
-    driver = Driver()
     driver.generate()
     driver.step(2)
-    before = len(_tokens(driver))
+    before = len(driver.tokens)
     driver.inject("a", [1])
     driver.inject("b", [2])
     driver.inject("c", [3, 3], replaces=True)
     driver.inject("d", [4])
     driver.step()
     assert driver.errors == {"a": "superseded", "b": "superseded"}
-    assert [each.injected for each in driver.updates if each.injected] == ["c", "d"]
-    assert _tokens(driver)[before : before + 3] == [3, 3, 4]
+    assert [each.injected for each in driver.injected] == ["c", "d"]
+    assert driver.tokens[before : before + 3] == [3, 3, 4]
 
 
-def test_a_refused_replacement_drops_nothing() -> None:
+def test_a_refused_replacement_drops_nothing(driver: Driver) -> None:
     """F22, part: a replacement that has no room takes no other's place."""
-    driver = Driver()
     driver.generate()
     driver.step(2)
     driver.inject("much", [5] * 40)
@@ -115,11 +92,10 @@ def test_a_refused_replacement_drops_nothing() -> None:
     driver.inject("much too", [5] * 40, replaces=True)
     driver.step()
     assert driver.errors == dict.fromkeys(("much", "much too"), "invalid_parameter")
-    assert [each.injected for each in driver.updates if each.injected] == ["a"]
+    assert [each.injected for each in driver.injected] == ["a"]
 
 
-def test_what_waits_for_a_prompt_comes_after_its_first_token() -> None:
-    driver = Driver()
+def test_what_waits_for_a_prompt_comes_after_its_first_token(driver: Driver) -> None:
     driver.inject("early", [1])
     driver.generate(max_tokens=8)
     driver.inject("i", [5, 6])
@@ -129,12 +105,11 @@ def test_what_waits_for_a_prompt_comes_after_its_first_token() -> None:
     assert tokens[3:] == linear([*PROMPT, *tokens[:3]], 5)
 
 
-def test_tokens_count_against_the_limit_and_leave_one_to_draw() -> None:
+def test_tokens_count_against_the_limit_and_leave_one_to_draw(driver: Driver) -> None:
     """F22, part: the budget counts them."""
-    driver = Driver()
     driver.generate(max_tokens=8)
     driver.step(3)
-    num = len(_tokens(driver))
+    num = len(driver.tokens)
     driver.inject("much", [1] * 8)
     driver.inject("late", [1] * (8 - num))
     driver.inject("none", [])
@@ -146,29 +121,26 @@ def test_tokens_count_against_the_limit_and_leave_one_to_draw() -> None:
 
 
 @pytest.mark.parametrize("branch", [1, -1])
-def test_a_branch_under_a_grammar_takes_none(branch: int) -> None:
-    driver = Driver()
+def test_a_branch_under_a_grammar_takes_none(driver: Driver, branch: int) -> None:
     driver.generate(grammar=Grammar("choice", "[[3, 4, 5, 6]]"))
     driver.step()
     driver.inject("i", [3])
-    driver.engine.submit(Inject("j", "r", branch, pack_tokens([3])), "g")
+    driver.bench.submit(Inject("j", "r", branch, pack_tokens([3])))
     driver.finish()
     assert driver.errors == {"i": "invalid_parameter", "j": "branch_not_found"}
 
 
-def test_penalties_and_log_probabilities_count_injected_tokens_as_drawn() -> None:
+def test_penalties_and_log_probabilities_count_injected_tokens_as_drawn(driver: Driver) -> None:
     """F22, part: penalties see them; their log-probability is 0."""
     sampling = Sampling(1.0, seed=SEED, presence_penalty=2.0, logprobs=1)
-    driver = Driver()
     driver.generate(sampling=sampling)
     driver.step(3)
     driver.inject("i", [1, 2])
     tokens = driver.finish()
-    told = next(each for each in driver.updates if each.injected)
+    (told,) = driver.injected
     assert told.logprobs == ((0.0, ()), (0.0, ()))
     num = told.position + 2
-    again = Driver()
     text = pack_tokens([*PROMPT, *tokens[:num]])
-    limits = Limits(24, ignore_eos=True)
-    again.engine.submit(Generate("r", text, limits, sampling, drawn=num), "g")
-    assert again.finish() == tokens[num:]
+    again = Generate("again", text, Limits(24, ignore_eos=True), sampling, drawn=num)
+    driver.bench.run(again)
+    assert driver.bench.answers["again", 0].tokens == tokens[num:]

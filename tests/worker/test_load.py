@@ -54,48 +54,39 @@ def test_a_long_queue_is_estimated_by_its_head(bench: Any) -> None:
 
 
 def test_load_says_how_the_memory_is_used(bench: Any) -> None:
-    """D36, part, D37, part: three forks of a capsule of 10 blocks and 2 slots."""
+    """D36, D37, part: a capsule of 10 blocks and 2 slots, three plain forks, and two under a grammar."""
+    engine = bench.engine
     bench.run(Prefill("p", pack_tokens(list(range(42)))))
+    assert engine.load().use.references == 11
     bench.submit(Fork("f", "p.0", (b"",) * 3, Limits(8, ignore_eos=True)))
     for _ in range(3):
         bench.step()
-    use = bench.engine.load().use
+    use = engine.load().use
     assert (use.total_blocks, use.live_blocks, use.shared_blocks) == (256, 11 + 3, 11)
     assert (use.readers, use.kept_capsules, use.num_copied_blocks) == (4, 1, 3)
     assert (use.num_evicted_blocks, use.num_preemptions, use.num_faults) == (0, 0, 0)
     assert use.references == 11 + 3 * 11
     assert (use.used_blocks, use.num_forks, use.num_prefill_tokens) == (11 + 3, 3, 42)
     assert [(each.capsules, each.blocks) for each in use.kept_by_tier] == [(1, 11), (0, 0), (0, 0)]
-    bench.run()
-    bench.engine.submit(Release("p.0"), "g")
-    while bench.engine._capsules.stats().replaceable:
-        bench.engine._capsules.replace_oldest()
-    use = bench.engine.load().use
-    assert (use.live_blocks, use.readers) == (0, 0)
-    assert use.cached_blocks == 10 + 3 * 2
-
-
-def test_stats_tell_references_pages_and_grammar_states(bench: Any) -> None:
-    """D36: of a capsule of 10 blocks and 2 slots, three plain forks, and two under a grammar."""
-    engine = bench.engine
-    bench.run(Prefill("p", pack_tokens(list(range(42)))))
-    stats = engine.stats()
-    assert (stats.memory.references, stats.memory.pages_per_reader) == (11, 11.0)
-    assert stats.constraint_states == 0
-    bench.submit(Fork("f", "p.0", (b"",) * 3, Limits(8, ignore_eos=True)))
+    assert use.constraint_states == 0
     grammar = Grammar("choice", "[[5, 6, 7, 8], [5, 6, 9, 8]]")
     bench.submit(Fork("c", "p.0", (b"",) * 2, Limits(8), grammar=grammar))
     bench.step()
     bench.step()
     stats = engine.stats()
-    assert stats.memory.readers == 1 + 3 + 2
-    assert stats.memory.references == 6 * 11
-    assert stats.memory.pages_per_reader == 11.0
+    assert (stats.memory.readers, stats.memory.references) == (1 + 3 + 2, 6 * 11 + 3)
+    assert stats.memory.pages_per_reader == 11.5, "three have begun their twelfth block"
     assert stats.tree.num_copies == 5, "the last block, on write"
     assert 1 <= stats.constraint_states <= 2, "branches that drew the same share a state"
     assert engine.load().use.constraint_states == stats.constraint_states
     bench.run()
     assert engine.stats().constraint_states == 0
+    engine.submit(Release("p.0"), "g")
+    while engine._capsules.stats().replaceable:
+        engine._capsules.replace_oldest()
+    use = engine.load().use
+    assert (use.live_blocks, use.readers) == (0, 0)
+    assert use.cached_blocks == 10 + 3 * 2 + 2
 
 
 def test_the_longest_text_that_is_offered_can_be_forked_anywhere(

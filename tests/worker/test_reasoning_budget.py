@@ -20,7 +20,7 @@ from mallee.protocol.messages import (
 )
 from mallee.testing.forward import linear_tokens
 
-CLOSE, OPEN, VOCAB = 9, 7, 64
+CLOSE, OPEN = 9, 7
 SAMPLING = Sampling(temperature=1.0, seed=3)
 PROMPT = [1, 2, 3, 4, 5]
 MakeBench = Callable[..., Any]
@@ -45,38 +45,29 @@ def expected(
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 12), st.integers(1, 3), st.integers(1, 60), st.booleans())
+@given(
+    st.integers(0, 12),
+    st.integers(1, 3),
+    st.integers(1, 60),
+    st.sampled_from([None, None, 0, 1, 2]),
+)
 def test_reasoning_takes_its_budget_and_one_token(
-    make_bench: MakeBench, most: int, n: int, first: int, is_open: bool
+    make_bench: MakeBench, most: int, n: int, first: int, begins: int | None
 ) -> None:
-    """F28, part: n branches equal the rule applied to one sequence each, from any prompt."""
+    """F28, part: n branches equal the rule applied to one sequence each, from any prompt.
+
+    It has begun before the answer, or begins with the answer's first or second token, or perhaps never.
+    """
     bench = make_bench(max_step_tokens=8)
-    budget = ReasoningBudget(most, CLOSE, None if is_open else OPEN)
-    prompt = [*PROMPT, first]
+    prompt, seed = [*PROMPT, first], branch_seed(SAMPLING.seed, 0)
+    plain = linear_tokens(bench.forward.spec, prompt, 2, sampling=SAMPLING, seed=seed)
+    budget = ReasoningBudget(most, CLOSE, None if begins is None else [*plain, OPEN][begins])
     bench.run(Generate("r", pack_tokens(prompt), Limits(20, reasoning=budget), SAMPLING, n=n))
     for i in range(n):
         tokens = bench.answers["r", i].tokens
         assert tokens == expected(bench, prompt, 20, budget, branch=i)
-        if is_open:
+        if begins is None:
             assert CLOSE in tokens[: most + 1]
-
-
-def test_without_a_beginning_there_is_no_end(bench: Any) -> None:
-    """An answer that doesn't begin with the opening token is left alone; behind one token it is seen."""
-    free = Generate("free", pack_tokens(PROMPT), Limits(20), SAMPLING)
-    bench.run(free)
-    drawn = bench.answers["free", 0].tokens
-    absent = next(t for t in range(VOCAB) if t not in drawn)
-    others = next(t for t in range(VOCAB) if t not in drawn and t != absent)
-    for name, begin, at in (("none", absent, None), ("0", drawn[0], 1), ("1", drawn[1], 2)):
-        budget = ReasoningBudget(3, others, begin)
-        bench.run(Generate(name, pack_tokens(PROMPT), Limits(20, reasoning=budget), SAMPLING))
-        tokens = bench.answers[name, 0].tokens
-        if at is None:
-            assert tokens == drawn
-        else:
-            assert tokens[: at + 3] == drawn[: at + 3]
-            assert tokens[at + 3] == others
 
 
 @pytest.mark.parametrize("at", [1, 4, 6, 9])
@@ -105,12 +96,3 @@ def test_injected_tokens_count(bench: Any) -> None:
     tokens = bench.answers["r", 0].tokens
     at = tokens.index(20)
     assert tokens[at : at + 9] == [*more, CLOSE]
-
-
-def test_a_token_outside_the_vocabulary_is_refused(bench: Any) -> None:
-    """The error names it."""
-    for budget in (ReasoningBudget(1, VOCAB), ReasoningBudget(1, 2, -1), ReasoningBudget(-1, 2)):
-        bench.run(Generate("r", pack_tokens(PROMPT), Limits(4, reasoning=budget)))
-        error = bench.answers.pop(("r", -1)).error
-        assert error is not None
-        assert "reasoning" in error.message

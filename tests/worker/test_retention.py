@@ -2,9 +2,6 @@
 
 from typing import Any
 
-import pytest
-
-from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.messages import (
     END_OF_TEXT,
     Generate,
@@ -55,17 +52,3 @@ def test_the_reply_tells_what_was_retained(make_bench: Any) -> None:
         "c": Retained(10 * size, 0),
         "d": None,
     }
-
-
-@pytest.mark.parametrize(
-    "spans",
-    [
-        (RetainSpan(8, 20, 1.0), RetainSpan(16, 30, 1.0)),
-        (RetainSpan(8, 20, 1.0), RetainSpan(4, 20, 1.0)),
-        (RetainSpan(8, 101, 1.0),),
-        (RetainSpan(8, 1, float("inf")),),
-    ],
-)
-def test_spans_that_rise_are_refused(bench: Any, spans: tuple[RetainSpan, ...]) -> None:
-    bench.run(generate("a", FIRST, *spans))
-    assert isinstance(bench.answers["a", -1].error, InvalidParameter)
