@@ -167,8 +167,5 @@ def test_what_is_no_tree_is_refused_by_the_files_own_ids(size: int, id_tokens: i
     assert caught.value.fields["parents"] == [70 + last, 90 + last]
     assert caught.value.fields["requests"] == [0, 1]
     assert f"hash id {80 + last} comes after hash id {70 + last} in request 0" in str(caught.value)
-
-
-def test_a_tree_is_no_error() -> None:
-    source = workload([Line([1, 2], 0.0), Line([1, 3], 1.0)])
-    require_tree(source, trace_of(source))
+    tree = workload([Line(paths[0], 0.0), Line(ids[70], 1.0)], id_tokens)
+    require_tree(tree, trace_of(tree, block_size=size))

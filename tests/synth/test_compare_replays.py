@@ -60,15 +60,11 @@ def test_the_smallest_fleet_that_is_not_saturated_is_taken(
     assert min(sizes) in (engines, engines // 2)
 
 
-def test_a_fleet_that_fails_requests_is_too_small() -> None:
+def test_a_fleet_is_tried_with_the_first_requests_and_fails_none() -> None:
     pretended = Pretended(failing_below=8)
-    assert fleet_for(trace_of(WORKLOAD), WORKLOAD, pretended, 400).engines == 8
-
-
-def test_a_fleet_is_tried_with_the_first_requests() -> None:
-    pretended = Pretended()
     many = sessions_workload(PILOT + 500, seed=3)
-    assert fleet_for(trace_of(many), many, pretended, PILOT + 400).requests == PILOT + 400
+    fleet = fleet_for(trace_of(many), many, pretended, PILOT + 400)
+    assert (fleet.engines, fleet.requests) == (8, PILOT + 400)
     assert {each.requests for each, _ in pretended.asked} == {PILOT}
 
 
@@ -79,12 +75,9 @@ def test_caches_hold_a_part_of_the_blocks_but_the_longest_request() -> None:
     assert fleet.kv_tokens > int((trace.input_tokens + trace.output_tokens).max())
     assert fleet.block_size == trace.block_size
     assert not fleet.keeps_order
-    assert fleet_for(trace, WORKLOAD, Pretended(), 50).requests == 50
-
-
-def test_search_trees_keep_their_order() -> None:
     forks = fan_out_workload(8, prefix_tokens=256, suffix_tokens=16, output_tokens=8, as_forks=True)
     assert fleet_for(trace_of(forks), forks, Pretended(), 400).keeps_order
+    assert fleet_for(trace, WORKLOAD, Pretended(), 50).requests == 50
 
 
 def test_all_policies_run_at_both_sizes_of_cache() -> None:

@@ -200,11 +200,16 @@ def turned(workload: Workload, **knobs: float) -> tuple[list[Request], list[Requ
 BEAMS = Beam(beam=2, levels=3, texts=Texts(shared=64, task=32, step=6, output=20.0))
 
 
-def test_answers_three_times_as_long_triple_the_mean() -> None:
-    """K24: osl x3 triples means."""
-    plain, longer = turned(BEAMS.generate(requests=600, seed=1), osl=3.0)
-    sums = [sum(r.output_tokens for r in side) for side in (plain, longer)]
-    assert sums[1] == 3 * sums[0]
+def test_answers_texts_of_forks_and_gaps_are_turned_alone() -> None:
+    """K24: osl x3 triples means, prompt_len is of what a request has for itself, and speed halves gaps."""
+    source = BEAMS.generate(requests=600, seed=1)
+    plain, longer = turned(source, osl=3.0)
+    assert sum(r.output_tokens for r in longer) == 3 * sum(r.output_tokens for r in plain)
+    plain, longer = turned(source, prompt_len=2.0)
+    assert [r.input_tokens for r in plain if r.ids] == [r.input_tokens for r in longer if r.ids]
+    assert {r.input_tokens for r in longer if not r.ids} == {12}
+    plain, faster = turned(BEAMS.generate(requests=3000, seed=1), speedup=2.0)
+    assert [r.arrival_s / 2 for r in plain] == pytest.approx([r.arrival_s for r in faster])
 
 
 def test_a_prefix_twice_as_long_doubles_shared_blocks() -> None:
@@ -220,13 +225,6 @@ def test_a_prefix_twice_as_long_doubles_shared_blocks() -> None:
         assert sum(rest[0]) == sum(rest[1])
 
 
-def test_more_text_of_forks_leaves_roots_alone() -> None:
-    """K24: prompt_len is of what a request has for itself."""
-    plain, longer = turned(BEAMS.generate(requests=600, seed=1), prompt_len=2.0)
-    assert [r.input_tokens for r in plain if r.ids] == [r.input_tokens for r in longer if r.ids]
-    assert {r.input_tokens for r in longer if not r.ids} == {12}
-
-
 def test_four_times_the_roots_are_four_families_and_split_no_program() -> None:
     """K24."""
     plain, families = turned(BEAMS.generate(requests=600, seed=1), prefix_root=4)
@@ -237,10 +235,3 @@ def test_four_times_the_roots_are_four_families_and_split_no_program() -> None:
         for name in r.ids:
             assert seen.setdefault(name, r.ids[0]) == r.ids[0]
     assert [len(p) for p in by_program(plain)] == [len(p) for p in by_program(families)]
-
-
-def test_speed_halves_gaps() -> None:
-    """K24."""
-    source = BEAMS.generate(requests=3000, seed=1)
-    plain, faster = turned(source, speedup=2.0)
-    assert [r.arrival_s / 2 for r in plain] == pytest.approx([r.arrival_s for r in faster])

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.protocol.errors import CodecError, ConfigError
+from mallee.protocol.errors import ConfigError
 from mallee.synth.baseline.arrivals import Bursts, arrivals, fit_bursts
 from mallee.synth.baseline.core import Core, core_of, owners, shared_depths
 from mallee.synth.baseline.layout import ANY_FAMILY, Layout, lay_out
@@ -84,12 +84,6 @@ def test_chains_become_one_node() -> None:
     assert core.lengths.tolist() == [0, 2, 1, 1, 2]
     assert core.visits.tolist() == [8, 5, 3, 2, 2]
     assert nodes.tolist() == [3, 2, 1, 1, 0, 4, 4, 3]
-
-
-def test_what_is_no_tree_is_rejected() -> None:
-    """K22: naming the block and both that it came after."""
-    with pytest.raises(CodecError, match=r"block 1 .* block 0 .* block 2"):
-        fit_tree(trace(([0, 1], [2, 1])))
 
 
 def test_nothing_can_be_learned_from_no_requests() -> None:

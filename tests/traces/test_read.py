@@ -19,23 +19,11 @@ from mallee.traces.read import read_workload
 from mallee.traces.trace import trace_of
 from mallee.traces.workload import Request, Runs, compact
 from support.public_traces import KINDS, PUBLIC, needs_public
+from support.trace_rows import chat, row, write
 
 DATA = Path(__file__).parent / "data"
 
 runs = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5)), max_size=6)
-
-
-def row(
-    timestamp: float = 0, tokens: int = 1000, ids: tuple[int, ...] = (0, 1), **more: Any
-) -> str:
-    fields = {"timestamp": timestamp, "input_length": tokens, "output_length": 4, "hash_ids": ids}
-    return json.dumps({**fields, **more})
-
-
-def write(tmp_path: Path, *lines: str) -> Path:
-    path = tmp_path / "trace.jsonl"
-    path.write_text("".join(line + "\n" for line in lines))
-    return path
 
 
 # Runs of ids
@@ -252,16 +240,10 @@ def test_a_limit_counts_only_the_forks_that_are_left(tmp_path: Path) -> None:
 # Bailian's chats
 
 
-def chat(chat_id: int, parent: int, at_s: float, **more: Any) -> str:
-    fields = {"chat_id": chat_id, "parent_chat_id": parent, "timestamp": at_s, "turn": 1}
-    lengths = {"input_length": 40, "output_length": 0, "type": "text", "hash_ids": [4, 5, 6]}
-    return json.dumps({**fields, **lengths, **more})
-
-
 def test_chats_wait_for_their_parents_in_one_session(tmp_path: Path) -> None:
     path = write(
         tmp_path,
-        chat(159, -1, 61.114),
+        chat(159, -1, 61.114, output_length=0),
         chat(160, 159, 62.5, type="search"),
         chat(7, 3, 63.0, type=""),  # chat 3 was before the file begins
         chat(161, 160, 64.114),
@@ -275,7 +257,7 @@ def test_chats_wait_for_their_parents_in_one_session(tmp_path: Path) -> None:
         ("159", (1,), "text", "161"),
     ]
     first, *_, last = workload
-    assert (list(first.ids), first.input_tokens, first.output_tokens) == ([4, 5, 6], 40, 1)
+    assert (list(first.ids), first.input_tokens, first.output_tokens) == ([1, 2, 3], 40, 1)
     assert last.arrival_s == pytest.approx(3.0)
 
 
@@ -392,13 +374,10 @@ def test_a_limit_inside_a_tree_counts_only_the_children_that_are_left() -> None:
 # Azure's tables
 
 
-def test_azure_rows_have_no_text_in_common() -> None:
+def test_azure_rows_have_no_text_in_common_and_times_with_and_without_zone(tmp_path: Path) -> None:
     workload = read_workload(DATA / "azure.csv")
     assert workload.kind == "azure"
     assert list(workload) == [Request(0, 0.0, (), 4808, 10), Request(1, 1.052, (), 3180, 8)]
-
-
-def test_azure_times_with_and_without_zone_and_fraction(tmp_path: Path) -> None:
     lines = ["2024-05-10 00:00:00.009930+00:00,10,3", "2024-05-10 00:00:01+00:00,10,0"]
     header = "TIMESTAMP,ContextTokens,GeneratedTokens"
     path = write(tmp_path, header, *lines, "2024-05-10T00:00:02Z,10,1")

@@ -17,6 +17,7 @@ from mallee.synth.analysis.analysis import analyze
 from mallee.synth.analysis.report import report_of
 from mallee.traces.read import read_workload
 from mallee.traces.trace import trace_of
+from support.trace_rows import row
 
 NODES = [
     {"id": i, "parent": parent, "depth": depth, "tok": 5 + i}
@@ -35,11 +36,6 @@ def told(*args: object) -> dict[str, Any]:
     assert done.exit_code == 0, done.output
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
-
-
-def row(timestamp: float, tokens: int, ids: list[int], **more: Any) -> str:
-    fields = {"timestamp": timestamp, "input_length": tokens, "output_length": 4, "hash_ids": ids}
-    return json.dumps({**fields, **more})
 
 
 def rows(path: Path, *more: str) -> Path:

@@ -14,22 +14,10 @@ from mallee.protocol.errors import CodecError, ConfigError
 from mallee.traces.files.problems import Problems, field_of
 from mallee.traces.read import read_workload
 from support.examples import examples
+from support.trace_rows import chat, row, write
 
 DATA = Path(__file__).parents[1] / "data"
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
-
-
-def row(
-    timestamp: float = 0, tokens: int = 1000, ids: tuple[int, ...] = (0, 1), **more: Any
-) -> str:
-    fields = {"timestamp": timestamp, "input_length": tokens, "output_length": 4, "hash_ids": ids}
-    return json.dumps({**fields, **more})
-
-
-def chat(chat_id: int, parent: int = -1, at: float = 0.0, **more: Any) -> str:
-    fields = {"chat_id": chat_id, "parent_chat_id": parent, "timestamp": at, "type": "text"}
-    lengths = {"input_length": 40, "output_length": 4, "turn": 1, "hash_ids": [1, 2, 3]}
-    return json.dumps({**fields, **lengths, **more})
 
 
 def dag(name: str, *turns: dict[str, Any], **more: Any) -> str:
@@ -42,12 +30,6 @@ def dag(name: str, *turns: dict[str, Any], **more: Any) -> str:
 def session(name: str = "a", /, **call: Any) -> str:
     calls = [{"k": "r", "t": 0, "in": 200, "out": 1, "h": [[0, 3]], **call}]
     return json.dumps({"id": name, "block_size": 64, "requests": calls})
-
-
-def write(tmp_path: Path, *lines: str) -> Path:
-    path = tmp_path / "trace.jsonl"
-    path.write_text("".join(line + "\n" for line in lines))
-    return path
 
 
 TREE = '{"task": 1, "nodes": [{"id": 0, "parent": -1, "depth": 0}]}'
