@@ -79,38 +79,25 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS)
-@pytest.mark.parametrize("more", [{}, {"tools": TOOLS}])
+@pytest.mark.parametrize("more", [{}, {"tools": TOOLS}, {"enable_thinking": True}])
 def test_messages_are_rendered_as_transformers_does(
     reader: PromptReader,
     oracle: PreTrainedTokenizerFast,
     messages: list[dict[str, Any]],
     more: dict[str, Any],
 ) -> None:
-    """Tools and tool calls too; arguments come as text in requests."""
-    text = oracle.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **more)
+    """Tools, tool calls and variables too; arguments come as text in requests."""
+    opens = "enable_thinking" not in more
+    text = oracle.apply_chat_template(messages, add_generation_prompt=opens, tokenize=False, **more)
     ids = oracle.encode(text, add_special_tokens=False)
     sent = json.loads(json.dumps(messages))
     for message in sent:
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-    found = read(reader, {"messages": sent, **more})
+    body = more if opens else {"add_generation_prompt": False, "chat_template_kwargs": more}
+    found = read(reader, {"messages": sent, **body})
     assert found.num_tokens == len(ids)
     assert found.hashes.tolist() == hashes(ids)
-
-
-def test_variables_of_the_template_may_come_with_the_request(
-    reader: PromptReader, oracle: PreTrainedTokenizerFast
-) -> None:
-    messages = CONVERSATIONS[0]
-    text = oracle.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=False, enable_thinking=True
-    )
-    body = {
-        "messages": messages,
-        "add_generation_prompt": False,
-        "chat_template_kwargs": {"enable_thinking": True},
-    }
-    assert read(reader, body).hashes.tolist() == hashes(oracle.encode(text))
 
 
 def test_texts_parts_ids_and_the_other_apis_are_prompts(reader: PromptReader) -> None:

@@ -1,14 +1,11 @@
 """Gateway, transport, worker host and engine together in one process (bus in memory, mocked model)."""
 
-import asyncio
 import time
-from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 
 import pytest
 
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.errors import DeviceMemoryExhausted, UnknownCapsule
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import COMMON, branch_seed
 from mallee.protocol.messages import Limits, Sampling
@@ -16,7 +13,6 @@ from mallee.router.config import RouterConfig
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
 from mallee.testing.bus import LocalBus
 from mallee.testing.forward import linear_tokens
-from mallee.worker.forward import ForwardBatch, Logits
 from support.live_fleet import LiveFleet, collect, running
 from support.waiting import elapse, until
 
@@ -93,32 +89,6 @@ async def test_with_the_broker_gone_requests_still_work_and_the_index_converges_
         )
 
 
-async def test_a_step_without_memory_costs_one_request_and_no_worker() -> None:
-    """I26, part: the caller reads 503, what ran beside it goes on, and the worker serves the next one."""
-    async with fleet(workers=1) as f:
-        gateway, forward = f.gateways[0], f.forwards["w0"]
-        compute = forward.forward
-
-        def tight(batch: ForwardBatch) -> Sequence[Logits]:
-            if any(len(row.tokens) > 40 for row in batch.rows):
-                raise DeviceMemoryExhausted("Tried to allocate 2.00 GiB")
-            found: Sequence[Logits] = compute(batch)
-            return found
-
-        forward.forward = tight
-        running = asyncio.create_task(
-            collect(await gateway.start(GenerateJob(PROMPT[:20], Limits(200), HOT)))
-        )
-        large = await collect(await gateway.start(GenerateJob(PROMPT[60:121], Limits(4), HOT)))
-        error = large[0][1].error
-        assert isinstance(error, DeviceMemoryExhausted)
-        assert error.status == 503
-        assert (await running)[0][0] == expect(PROMPT[:20].tolist(), 200)
-        again = await collect(await gateway.start(GenerateJob(PROMPT[:9], Limits(4), HOT)))
-        assert again[0][0] == expect(PROMPT[:9].tolist(), 4)
-        assert all(host.healthy() for host in f.hosts.values())
-
-
 async def test_a_worker_whose_link_broke_is_met_again_at_its_next_lease(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -137,25 +107,6 @@ async def test_a_worker_whose_link_broke_is_met_again_at_its_next_lease(
         await until(lambda: gateway.health()["status"] == "ok")
         fork = await gateway.start(ForkJob(made.capsule, [as_tokens([])], Limits(3), HOT))
         assert (await collect(fork))[0][0] == expect(PROMPT.tolist(), 3)
-
-
-async def test_a_fork_that_finds_its_capsule_gone_repairs_the_directory() -> None:
-    """K9, part: it was promised and is gone. Its text is not known here, so it is unknown from now on."""
-    async with fleet(workers=1) as f:
-        gateway = f.gateways[0]
-        ((_, made),) = (await collect(await gateway.start(PrefillJob(PROMPT)))).values()
-        f.hub.set_up(False)
-        other = await f.add_gateway()
-        assert abs((await gateway.capsule(made.capsule, COMMON)).created - time.time()) < 60
-        f.engines["w0"]._capsules.release(made.capsule)  # its event is lost
-        gateway._memory.forget(made.capsule)
-        answers = await collect(
-            await gateway.start(ForkJob(made.capsule, [as_tokens([])], Limits(3)))
-        )
-        assert isinstance(answers[0][1].error, UnknownCapsule)
-        with pytest.raises(UnknownCapsule):
-            await gateway.capsule(made.capsule, COMMON)
-        assert other.health()["status"] == "unavailable"
 
 
 async def test_fewer_workers_than_expected_show_in_health_and_in_metrics() -> None:

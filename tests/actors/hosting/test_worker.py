@@ -11,7 +11,7 @@ import pytest
 from mallee.actors.hosting.host import Host
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import CodecError, WorkerLost
-from mallee.protocol.events import CapsuleStored, Load, decode_batch, decode_lease, decode_snapshot
+from mallee.protocol.events import Load, decode_lease
 from mallee.protocol.messages import (
     Cancel,
     Command,
@@ -52,25 +52,6 @@ async def updates(frames: Reader, ends: int) -> list[Update]:
         if sum(u.finish is not None for u in found) >= ends:
             return found
     raise AssertionError(f"the stream ended after {found}")
-
-
-async def test_a_batch_is_answered_on_the_stream_of_its_gateway(rig: Any) -> None:
-    async with (
-        rig() as r,
-        aclosing(Reader(r.host, "g1")) as one,
-        aclosing(Reader(r.host, "g2")) as two,
-    ):
-        await hello(one)
-        await hello(two)
-        await one.submit(batch(generate("a", n=2)))
-        await two.submit(batch(generate("b")))
-        got = await updates(one, 2)
-        assert {u.request for u in got} == {"a"}
-        assert {u.branch for u in got} == {0, 1}
-        assert {u.request for u in await updates(two, 1)} == {"b"}
-        r.host.check()
-        assert r.host.stats().open_requests == 0
-        assert r.host.stats().gateways == 2
 
 
 async def test_a_refused_id_in_use_leaves_its_running_request_open(rig: Any) -> None:
@@ -249,24 +230,6 @@ async def test_leases_say_what_the_worker_is_and_that_it_leaves(
         assert (leases[0].block_size, leases[0].num_blocks, leases[0].max_rows) == (4, 256, 64)
         assert [lease.is_leaving for lease in leases] == [*[False] * (len(leases) - 1), True]
         assert leases[-1].next_seq == r.engine.next_seq
-
-
-async def test_events_add_up_to_the_snapshot(rig: Any) -> None:
-    r = rig()
-    async with r.listen() as listener, r, aclosing(Reader(r.host, "g")) as frames:
-        await listener.to("mallee.test.events.w0")
-        await hello(frames)
-        await frames.submit(batch(Prefill("p", pack_tokens(range(1, 11)))))
-        await frames.submit(batch(generate("a", 8, n=3)))
-        await updates(frames, 4)
-        raw = await listener.bus.request("mallee.test.snapshot.w0", b"", 5.0)
-        snapshot = decode_snapshot(raw)
-        batches = [decode_batch(raw) for raw in listener.heard]
-        seqs = [(b.first_seq, b.next_seq) for b in batches]
-        assert [first for first, _ in seqs] == [0, *(end for _, end in seqs[:-1])]
-        assert snapshot.next_seq == seqs[-1][1]
-        capsules = [e.capsule for b in batches for e in b.events if isinstance(e, CapsuleStored)]
-        assert [c.capsule for c in snapshot.capsules] == capsules == ["p.0"]
 
 
 async def test_a_broken_engine_is_lost_to_every_gateway_and_says_why(

@@ -251,27 +251,6 @@ async def test_who_waits_for_a_snapshot_of_a_worker_that_crashes_is_told(
         assert host.stats().open_requests == 0
 
 
-async def test_a_fleet_whose_every_engine_broke_serves_again_after_a_join(folder: Path) -> None:
-    async with mocked(
-        mock_config(folder, mock__engines_per_worker=1, admission__max_queue_wait_s=0.2)
-    ) as scene:
-        broken: Any = scene.fleet.host.workers["w0"].runner  # type: ignore[index]
-
-        def fail(*_: object) -> None:
-            raise RuntimeError("a bug")
-
-        broken._mocked.engine.step = fail
-        assert (await ask(scene, generate(1)))[1][-1].error is not None
-        await elapse(0.15)  # three leases
-        await scene.admin("crash", "w0")
-        await scene.admin("join", "w0")
-        await until(lambda: scene.names() == {"w0"})
-        await elapse(0.15)
-        before = scene.bus.num_published
-        await until(lambda: scene.bus.num_published > before + 2)
-        assert num_tokens((await ask(scene, generate(2)))[1]) == 8
-
-
 async def test_an_engine_that_breaks_while_its_load_is_asked_leaves_the_others_their_leases(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from msgspec import structs
 
-from mallee.actors.recording.files import RecordFolder
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import Scope
@@ -71,24 +70,3 @@ async def test_a_tenant_fills_its_own_parts_and_no_record_has_a_path_of_the_serv
         assert {(each.label, each.digest, each.path) for each in weights} == {
             ("step-30", "d1ge57", "")
         }
-
-
-def test_parts_are_counted_for_each_tenant_and_in_all(tmp_path: Path) -> None:
-    """Of a nameless tenant, where there are no keys, the number in all alone counts."""
-    folder = RecordFolder(tmp_path, most=6, most_each=2)
-    a, b = Scope("a's"), Scope("b's")
-    for number in range(2):
-        assert folder.is_full_for("a") is None
-        folder.new_part(a, f"s{number}", "a")
-    assert folder.is_full_for("a") == "tenant_sessions"
-    assert folder.is_full_for("b") is None
-    folder.new_part(b, "s0", "b")
-    for number in range(3):
-        assert folder.is_full_for("") is None
-        folder.new_part(Scope(""), f"s{number}", "")
-    assert {folder.is_full_for(tenant) for tenant in ("a", "b", "c", "")} == {"sessions"}
-    assert len(folder.parts(a, "s0")) == 1
-    assert folder.delete(a, "s0") == 1
-    assert folder.is_full_for("a") is None
-    (tmp_path / "a stranger's file").touch()
-    assert folder.is_full_for("c") is None

@@ -251,26 +251,3 @@ def test_the_prompt_of_the_next_turn_begins_with_the_last_one_and_its_answer(
         # Between the prompts stand the answer's own text and the result, nothing else.
         assert answered in text[len(before) :]
         before, answered = text, arguments
-
-
-def test_reasoning_stays_in_a_loop_of_tools_and_goes_with_the_next_question() -> None:
-    """F31, part: Qwen 3 drops the reasoning of answered questions; what is computed again begins there."""
-    family = next(each for each in FAMILIES if each.name == "qwen3")
-    chat = own(family)
-    question = Message("user", "Weather?")
-    call = ToolCall("c", "get_weather", '{"city": "Oslo"}')
-    thought = Message("assistant", reasoning="Look it up.", tool_calls=(call,))
-    result = Message("tool", "rain", tool_call_id="c", name="get_weather")
-    answer = Message("assistant", "Rain.", reasoning="So it rains.")
-    first = chat.render(Conversation((question,), (WEATHER,))).text
-    second = chat.render(Conversation((question, thought, result), (WEATHER,))).text
-    assert second.startswith(first + "<think>\nLook it up.\n</think>\n\n<tool_call>\n")
-    history = (question, thought, result, answer)
-    third = chat.render(Conversation((*history, Message("user", "And now?")), (WEATHER,))).text
-    assert third.startswith(first)
-    assert "Look it up." not in third
-    fourth = chat.render(
-        Conversation((*history, Message("user", "And now?"), thought), (WEATHER,)),
-        add_generation_prompt=False,
-    ).text
-    assert fourth.startswith(third)

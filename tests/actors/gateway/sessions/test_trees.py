@@ -159,29 +159,12 @@ def test_a_session_without_use_is_forgotten_unless_it_runs() -> None:
     scene.now += 9
     assert scene.trees.get(KEY) is not None
     scene.trees.begin(RequestId("long"), KEY)
+    scene.ask([1] * 8, [[2]], SessionKey(KEY.scope, "other"))
     scene.now += 60
-    assert scene.trees.get(KEY) is not None
+    assert [tree.key for tree in scene.trees.page(KEY.scope, "", 9)[0]] == [KEY]
     scene.trees.ended(RequestId("long"))
     assert scene.trees.get(KEY) is None
     scene.trees.check()
-
-
-def test_notes_make_the_same_trees_elsewhere_and_close_them() -> None:
-    here, there = Scene(), Scene()
-    rng = random.Random(3)
-    (turn,) = here.ask(words(rng, 40), [words(rng, 8)])
-    here.ask([], [[1], [2]], capsule=turn, parent="above")
-    for note in here.trees.notes():
-        assert there.trees.merge(note) is None
-    for a, b in ((here, there), (there, here)):
-        assert [t.note() for t in a.trees.page(KEY.scope, "", 9)[0]] == list(b.trees.notes())
-    tree = here.trees.get(KEY)
-    assert tree is not None
-    closed = there.trees.merge(tree.note().__class__(*KEY, is_closed=True))
-    assert closed is not None
-    assert closed.own == tree.own
-    assert there.trees.get(KEY) is None
-    there.trees.check()
 
 
 def test_late_news_brings_no_closed_session_back() -> None:
@@ -208,16 +191,6 @@ def test_late_news_brings_no_closed_session_back() -> None:
     there.trees.merge(late[0])
     assert there.trees.get(KEY) is not None
     there.trees.check()
-
-
-def test_sessions_that_run_keep_no_others() -> None:
-    scene = Scene(ttl_s=50)
-    scene.trees.begin(RequestId("long"), KEY)
-    other = SessionKey(KEY.scope, "other")
-    scene.ask([1] * 8, [[2]], other)
-    scene.now += 60
-    assert [tree.key for tree in scene.trees.page(KEY.scope, "", 9)[0]] == [KEY]
-    scene.trees.check()
 
 
 def test_a_request_of_a_closed_session_leaves_nothing() -> None:
