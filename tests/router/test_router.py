@@ -73,21 +73,6 @@ def test_a_popular_prefix_spills_when_its_worker_is_too_busy() -> None:
     assert 24 <= chosen.count(W0) <= 40
 
 
-def test_first_token_takes_the_prefill_off_the_queue_and_free_takes_the_rest() -> None:
-    """K5: a request leaves no trace; freeing twice or the unknown is ignored."""
-    bench = Bench(1)
-    before = bench.router.workers()
-    bench.fan_out("r", prompt(1, 42), 2, parts=1)
-    (view,) = bench.router.workers()
-    assert (view.prefill_tokens, view.rows) == (42, 2)
-    assert view.active_blocks == 10 + 2 * 3  # 42 + 8 tokens: 13 blocks, of which 10 are shared
-    bench.router.first_token(RequestId("r.0"))
-    assert bench.router.workers()[0].prefill_tokens == 0
-    bench.router.free(RequestId("r.0"))
-    bench.router.free(RequestId("r.0"))
-    assert bench.router.workers() == before
-
-
 def test_a_request_no_worker_has_room_for_is_refused_with_the_numbers() -> None:
     bench = Bench(1, num_blocks=10)
     bench.route("fits", prompt(1, 32), max_tokens=8)
@@ -355,16 +340,6 @@ def test_workers_beyond_the_table_are_refused_and_slots_are_reused() -> None:
     bench.lease("w8")
     assert bench.indexed()["w8"] == 0
     assert bench.route("r", prompt(1)).best_overlap_blocks == 0
-
-
-def test_a_lost_request_can_be_routed_again_under_its_own_name() -> None:
-    bench = Bench(2)
-    bench.book("r", prompt(1), "w0")
-    bench.lease("w0", life=2)
-    assert bench.book("r", prompt(1), "w1").placement.worker == W1
-    assert bench.router.lose_worker(W0, Incarnation(1)) == []
-    bench.router.free(RequestId("r"))
-    assert bench.router.stats().booked_requests == 0
 
 
 def test_an_event_that_the_snapshot_outran_leaves_no_capsule_behind() -> None:

@@ -1,5 +1,8 @@
 """Routing beyond the cheapest worker: limits, new workers, tiers, prediction."""
 
+from math import inf, nan
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -9,12 +12,12 @@ from mallee.protocol.errors import KVMemoryExceeded, NoWorker, Saturated
 from mallee.protocol.events import FetchPrices, Load, Stored, pack_hashes
 from mallee.protocol.hashing import block_hashes
 from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
-from mallee.router.config import CostModel, RouterConfig
-from mallee.router.load.paths import STRIDE
+from mallee.router.config import CostModel, RouterConfig, SpillModel
 from mallee.router.router import Router
 from mallee.router.sync.fleet import PREDICTION_S
 from mallee.router.sync.outbox import Outbox
 from support.fleet_bench import SIZE, FleetBench, hashes, prompt, stored
+from support.index_contents import waypoints_of
 
 COST = CostModel()
 
@@ -85,40 +88,30 @@ def test_fetches_are_priced_by_what_each_worker_measured_and_has_under_way() -> 
 
 
 def test_a_worker_without_events_is_believed_to_hold_what_was_sent_there() -> None:
-    """K29: approximate mode: the cache is predicted from our own routing, for a while."""
+    """K29: approximate mode: the cache is predicted from all gateways' routing, for a while."""
     bench = FleetBench(0)
-    for worker in ("w0", "w1"):
-        bench.lease(worker, kv_events=False)
+
+    def leases() -> None:
+        for worker in ("w0", "w1"):
+            bench.lease(worker, kv_events=False)
+
+    leases()
     first = bench.route("a", prompt(1, 400))
     bench.router.first_token(RequestId("a"))
     bench.router.free(RequestId("a"))
     again = bench.route("b", prompt(1, 400))
     assert (again.worker, again.overlap_blocks) == (first.worker, 100)
     bench.router.free(RequestId("b"))
+    waypoints = pack_hashes(waypoints_of(hashes(prompt(2, 400))))
+    assert bench.router.book_remote(Booked("t", "w1", 1, waypoints, 100, 1, 9, 1, 8))
+    bench.router.free_remote(RequestId("t"))
+    theirs = bench.route("mine", prompt(2, 400))
+    assert (theirs.worker, theirs.overlap_blocks) == ("w1", 100)
+    bench.router.free(RequestId("mine"))
     bench.now = PREDICTION_S + 1.0
     bench.router.work()
-    for worker in ("w0", "w1"):
-        bench.lease(worker, kv_events=False)
+    leases()
     assert bench.route("c", prompt(1, 400)).overlap_blocks == 0
-
-
-def test_what_another_gateway_sent_is_predicted_too() -> None:
-    """Gateways that share their bookings know alike of workers that publish no events."""
-    bench = FleetBench(2)
-    for worker in ("w0", "w1"):
-        bench.lease(worker, kv_events=False)
-    tokens = prompt(1, 400)
-    waypoints = pack_hashes(hashes(tokens)[STRIDE - 1 :: STRIDE])
-    last = pack_hashes(hashes(tokens)[-1:])
-    num_blocks = len(hashes(tokens))
-    rest = b"" if num_blocks % STRIDE == 0 else last
-    assert bench.router.book_remote(Booked("t", "w1", 1, waypoints + rest, num_blocks, 1, 9, 1, 8))
-    bench.router.free_remote(RequestId("t"))
-    placement = bench.route("mine", tokens)
-    assert (placement.worker, placement.overlap_blocks) == ("w1", num_blocks)
-    bench.now += PREDICTION_S + 1
-    bench.router.work()
-    bench.router.check()
 
 
 def test_a_request_goes_to_one_of_those_that_may_take_it() -> None:
@@ -338,12 +331,23 @@ def test_a_booking_that_nobody_frees_runs_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("policy", "best"), ("temperature", -1.0), ("busy_ratio", 0.0), ("max_workers", 0)],
+    ("settings", "name", "values"),
+    [
+        (RouterConfig, "policy", ["best"]),
+        (RouterConfig, "temperature", [-1.0]),
+        (RouterConfig, "busy_ratio", [0.0]),
+        (RouterConfig, "max_workers", [0]),
+        (CostModel, "step_row_s", [-1.0, nan, inf]),
+        (SpillModel, "migrate_latency_s", [-1.0]),
+        (SpillModel, "migrate_byte_s", [inf]),
+        (SpillModel, "min_gain", [1.0]),
+        (SpillModel, "kv_block_nbytes", [0]),
+    ],
 )
-def test_a_bad_setting_is_named(name: str, value: object) -> None:
-    with pytest.raises(ValueError, match=name):
-        RouterConfig(**{name: value})  # type: ignore[arg-type]
+def test_a_bad_setting_is_named(settings: Any, name: str, values: list[object]) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=name):
+            settings(**{name: value})
 
 
 def test_a_fan_out_that_no_worker_has_room_for_waits_unless_it_is_split() -> None:

@@ -1,4 +1,4 @@
-"""Large tables: growing and shrinking a few segments at a time, with operations in between."""
+"""Large indexes: tables that grow and shrink a few segments at a time, interned sets, and the byte cap."""
 
 import numpy as np
 import psutil
@@ -20,43 +20,80 @@ def random_keys(rng: Rng, n: int) -> np.ndarray:
 
 
 class Truth:
-    """Matrix of booleans: keys held, by worker."""
+    """Matrix of booleans: keys held, by tier and worker."""
 
-    def __init__(self, num_workers: int, keys: np.ndarray) -> None:
+    def __init__(self, num_workers: int, keys: np.ndarray, num_tiers: int = 1) -> None:
         self.index = PrefixIndex(num_workers)
         self.keys = keys
-        self.held = np.zeros((num_workers, len(keys)), dtype=bool)
+        self.held = np.zeros((num_tiers, num_workers, len(keys)), dtype=bool)
 
-    def store(self, worker: int, which: np.ndarray) -> None:
-        self.index.store(worker, self.keys[which])
-        self.held[worker, which] = True
+    def store(self, worker: int, which: np.ndarray, tier: int = 0) -> None:
+        self.index.store(worker, self.keys[which], tier)
+        self.held[tier, worker, which] = True
 
-    def remove(self, worker: int, which: np.ndarray) -> None:
-        self.index.remove(worker, self.keys[which])
-        self.held[worker, which] = False
+    def remove(self, worker: int, which: np.ndarray, tier: int = 0) -> None:
+        self.index.remove(worker, self.keys[which], tier)
+        self.held[tier, worker, which] = False
 
     def clear(self, worker: int) -> None:
         self.index.clear(worker)
-        self.held[worker] = False
+        self.held[:, worker] = False
+
+    def check_keys(self, which: np.ndarray) -> None:
+        """They are matched up to the first that no tier has."""
+        unions = np.logical_or.accumulate(self.held[:, :, which], axis=0)
+        want = np.logical_and.accumulate(unions, axis=2).sum(axis=2)
+        for tier, counts in enumerate(want):
+            assert (self.index.match(self.keys[which], tier) == counts).all()
 
     def check_match(self, rng: Rng) -> None:
         """Runs of keys, in which holes are rare or common."""
         start = int(rng.integers(0, len(self.keys) - 200))
         for at in range(start, start + 200, 20):
-            part = self.held[:, at : at + 40]
-            want = np.where(part.all(axis=1), 40, np.argmin(part, axis=1))
-            assert (self.index.match(self.keys[at : at + 40]) == want).all()
+            self.check_keys(np.arange(at, min(at + 40, len(self.keys))))
 
     def check_counts(self) -> None:
-        for worker, held in enumerate(self.held):
-            assert self.index.num_held(worker) == held.sum()
+        for worker in range(self.held.shape[1]):
+            assert self.index.num_held(worker) == self.held[:, worker].sum()
 
     def check(self) -> None:
         self.check_counts()
         self.index.check()
-        found = contents(self.index)
-        for worker, held in enumerate(self.held):
-            assert found[worker][0] == set(self.keys[held].tolist())
+        for worker, tiers in enumerate(contents(self.index)):
+            for tier, held in enumerate(self.held[:, worker]):
+                assert tiers[tier] == set(self.keys[held].tolist())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [1, 63, 64, 65, 130, 1000])
+def test_random_sets_of_many_workers_are_told_apart(num_workers: int) -> None:
+    """K1: thousands of distinct sets, in three tiers, equal a matrix of booleans; rows are recycled."""
+    rng = np.random.default_rng(num_workers)
+    num_blocks = 1500
+    truth = Truth(num_workers, random_keys(rng, num_blocks), 3)
+    index = truth.index
+    for step in range(4 * min(num_workers, 150)):
+        worker = int(rng.integers(0, num_workers)) if step % 9 else num_workers - 1
+        tier = int(rng.integers(0, 3)) if step > 50 else 0
+        which = np.flatnonzero(rng.random(num_blocks) < rng.choice([0.02, 0.5]))
+        if rng.random() < 0.3:
+            truth.remove(worker, which, tier)
+        elif rng.random() < 0.95:
+            truth.store(worker, which, tier)
+        else:
+            truth.clear(worker)
+        if rng.random() < 0.2:
+            index.work(64)
+        truth.check_keys(rng.integers(0, num_blocks, 3))
+    truth.check()
+    if num_workers > 100:
+        assert index.stats().num_sets > 1000
+    for worker in range(num_workers):
+        index.clear(worker)
+    while index.work():
+        pass
+    index.check()
+    assert index.stats().num_sets == index.stats().num_entries == index.num_blocks == 0
 
 
 @pytest.mark.slow
@@ -72,7 +109,7 @@ def test_answers_stay_right_while_a_table_grows_and_shrinks() -> None:
             n = int(rng.choice([1, 16, 500, 20_000 if phase == "grow" else 500]))
             truth.store(worker, np.arange(start, min(start + n, len(truth.keys))))
             if phase == "shrink" or step % 8 == 7:
-                held = np.flatnonzero(truth.held[worker])
+                held = np.flatnonzero(truth.held[0, worker])
                 truth.remove(worker, held[rng.random(len(held)) < (0.2 + 0.7 * (step % 2))])
             if (phase == "empty" and step % 7 == 0) or rng.random() < 0.04:
                 truth.clear(worker)
@@ -155,7 +192,7 @@ def test_clearing_more_workers_than_there_are_spare_columns_needs_no_idle_turn()
     while truth.index.work():
         truth.check_match(rng)
     truth.check()
-    assert truth.index.num_blocks == truth.held.any(axis=0).sum()
+    assert truth.index.num_blocks == truth.held[0].any(axis=0).sum()
 
 
 def test_no_clear_pays_for_a_sweep_of_the_whole_table() -> None:
@@ -236,3 +273,104 @@ def test_counts_survive_growth_and_vanish_at_zero() -> None:
     while table.work(64):
         pass
     assert table.capacity < 2 * AT_ONCE
+
+
+def test_a_further_worker_on_a_shared_block_costs_no_memory() -> None:
+    """K1: 1000 workers over the same 20,000 blocks take what the first took, and one set."""
+    index = PrefixIndex(1000)
+    keys = random_keys(np.random.default_rng(1), 20_000)
+    index.store(0, keys)
+    before = index.nbytes
+    for worker in range(1, 1000):
+        index.store(worker, keys)
+    assert index.nbytes == before
+    assert index.stats().num_sets == 1
+    assert index.stats().num_entries == 20_000_000
+    assert (index.match(keys) == 20_000).all()
+    for worker in range(999):
+        index.remove(worker, keys)
+    assert index.stats().num_sets == 0
+    assert index.match(keys).tolist() == [0] * 999 + [20_000]
+    index.check()
+
+
+def paths(rng: Rng, n: int, length: int, shared: int) -> list[np.ndarray]:
+    """Prefixes of `shared` blocks, each with two tails."""
+    heads = [random_keys(rng, shared) for _ in range(n // 2)]
+    return [np.concatenate([heads[i // 2], random_keys(rng, length - shared)]) for i in range(n)]
+
+
+@pytest.mark.slow
+def test_the_byte_cap_forgets_blocks_but_never_invents_them() -> None:
+    """K9, part: at most the blocks that fit, evictions counted, matches exact for what is left.
+
+    Workers without holes are walked once eviction may have made one.
+    """
+    rng = np.random.default_rng(2)
+    index = PrefixIndex(6, is_prefix_closed=True, max_nbytes=4 << 20)
+    index.set_prefix_closed(5, False)
+    most = (4 << 20) // 48
+    truth: list[set[int]] = [set() for _ in range(6)]
+    trunks = paths(rng, 1000, 400, 200)
+    for step in range(900):
+        worker = int(rng.integers(0, 6))
+        path = trunks[int(rng.integers(0, len(trunks)))]
+        if step % 10 == 9:
+            tail = path[int(rng.integers(200, 400)) :]  # of one path only: what is left has no hole
+            index.remove(worker, tail[::-1].copy())
+            truth[worker] -= set(tail.tolist())
+        elif step % 97 == 96:
+            index.clear(worker)
+            truth[worker].clear()
+            assert index.stats().num_walked <= 6
+        else:
+            index.store(worker, path)
+            truth[worker] |= set(path.tolist())
+        assert index.num_blocks <= most
+        counts = index.match(path)
+        believed = [tiers[0] for tiers in contents(index)] if step % 30 == 0 else None
+        for each in range(6):
+            true = next((i for i, k in enumerate(path.tolist()) if k not in truth[each]), 400)
+            assert counts[each] <= true
+            if believed is not None:
+                left = next(
+                    (i for i, k in enumerate(path.tolist()) if k not in believed[each]), 400
+                )
+                assert counts[each] == left
+                assert believed[each] <= truth[each]
+        if step % 100 == 0:
+            index.check()
+    index.check()
+    assert index.stats().evicted > 10_000
+    assert index.num_blocks > most * 0.9
+    assert index.nbytes <= 1.25 * (4 << 20)
+
+
+@pytest.mark.parametrize("max_nbytes", [4 << 20, 7 << 20])
+def test_the_byte_cap_holds_for_unique_blocks(max_nbytes: int) -> None:
+    """K1, part: also while a larger table is filled beside the old one, within a quarter."""
+    rng = np.random.default_rng(3)
+    index = PrefixIndex(8, max_nbytes=max_nbytes)
+    num_stored = 0
+    while num_stored < 2 * max_nbytes // 48:
+        index.store(num_stored % 8, random_keys(rng, 2_000))
+        num_stored += 2_000
+        assert index.nbytes <= 1.25 * max_nbytes
+    assert index.num_blocks == max_nbytes // 48 - index._sets.nbytes // 48
+    assert index.stats().evicted == num_stored - index.num_blocks
+    index.check()
+
+
+def test_the_byte_cap_holds_for_blocks_with_sets_of_their_own() -> None:
+    """K1, part: rows take memory from blocks; when more are taken the number of blocks comes down."""
+    rng = np.random.default_rng(4)
+    index = PrefixIndex(1000, max_nbytes=8 << 20)
+    pool = random_keys(rng, 150_000)
+    most = 0
+    for _ in range(3_000):
+        index.store(int(rng.integers(0, 1000)), pool[rng.integers(0, len(pool), 200)])
+        most = max(most, index.num_blocks)
+        assert index.nbytes <= 1.25 * (8 << 20)
+    assert index.num_blocks < most
+    assert index.stats().evicted > 0
+    index.check()
