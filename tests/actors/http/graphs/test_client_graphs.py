@@ -161,8 +161,8 @@ async def test_leaving_a_run_ends_its_graph() -> None:
         await until(lambda: is_idle(fleet))
 
 
-async def test_what_can_not_run_is_refused_here() -> None:
-    """S2, part: before it is sent."""
+async def test_what_can_not_run_is_refused_here_and_there() -> None:
+    """S2, part: before it is sent, if that can be told here."""
     graph, other = Graph(), Graph()
     doc = graph.prefill("x")
     graph.branch(doc, other.tool("t", name="elsewhere"))
@@ -171,14 +171,12 @@ async def test_what_can_not_run_is_refused_here() -> None:
     assert str(caught.value).startswith("edge elsewhere -> branch-1: the graph has no node")
     with pytest.raises(InvalidGraph, match="a message has role, text; give role and content"):
         graph.branch(doc, messages=[{"role": "user", "text": "x"}])
-
-
-async def test_the_servers_refusal_has_its_type() -> None:
-    async with address() as (url, _), AsyncMallee(url) as client:
+    # The server's refusal has its type.
+    async with address() as (url, _), AsyncMallee(url) as aclient:
         graph = Graph()
         graph.branch(graph.prefill("x"), temperature=9.0)
         with pytest.raises(InvalidGraph, match="node branch-1: sampling: temperature"):
-            await client.run(graph).wait()
+            await aclient.run(graph).wait()
 
 
 class Entry(httpx.BaseTransport, httpx.AsyncBaseTransport):

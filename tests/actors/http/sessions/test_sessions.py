@@ -1,21 +1,26 @@
-"""`/v1/sessions` over real gateways: trees, forks, closes, other scopes and other gateways."""
+"""`/v1/sessions` over real gateways: trees, forks, closes, scopes, other gateways; by the SDK, by agents."""
 
 import asyncio
 import json
+from contextlib import suppress
 from typing import Any
 
 import httpx
+import pytest
 from typer.testing import CliRunner
 
+from mallee.actors.text.chat import ChatTemplate
+from mallee.actors.text.families import FAMILIES
 from mallee.cli.main import cli
-from mallee.client import AsyncMallee
+from mallee.client import AsyncMallee, Mallee, NotFound, Session, UnknownCapsule
 from mallee.testing.random_model import random_model
 from support.live_api import served
 from support.tiny_fleet import post, tiny_api, tiny_fleet, two_gateways
 from support.waiting import until
 
-MODEL = random_model("llama", 5, max_position_embeddings=2048)
+MODEL = random_model("llama", 5, max_position_embeddings=4096)
 PROMPT = "".join(chr(33 + 7 * i % 90) for i in range(60))
+FEW: Any = {"max_tokens": 3, "ignore_eos": True}
 SHORT = {"max_tokens": 4, "ignore_eos": True, "seed": 1}
 
 
@@ -177,6 +182,10 @@ async def test_every_gateway_lists_shows_and_closes_all_sessions() -> None:
 async def test_the_sdk_and_the_command_list_show_fork_and_close(capsys: Any) -> None:
     async with tiny_fleet(MODEL, 1) as fleet, served(fleet.gateways[0]) as (url, _):
         async with AsyncMallee(url) as client:
+            with suppress(ZeroDivisionError):
+                async with client.session("left") as left:
+                    await left.complete("abc", **FEW)
+                    raise ZeroDivisionError
             asked = {"mallee": {"session": "a/b"}, "max_tokens": 2}
             (branch,) = await client.stream(PROMPT, **asked).wait()  # type: ignore[arg-type]
             (listed,) = await client.sessions()
@@ -204,3 +213,115 @@ async def test_the_sdk_and_the_command_list_show_fork_and_close(capsys: Any) -> 
         assert [each["id"] for each in listing["sessions"]] == ["a/b", "c"]
         assert one["children"] == ["c"]
         assert (closed["released"], closed["cancelled"]) == (0, 0)
+
+
+def talk(url: str) -> None:
+    with Mallee(url) as client:
+        with client.session("bug-7", cache_salt="s") as session:
+            with pytest.raises(NotFound):
+                session.show()
+            (first,) = session.complete("A tree", **FEW)
+            more = first.fork([" of", " and"], **FEW).wait()
+            with session.stream("A tree of", **FEW) as branches:
+                streamed = branches.wait()
+            tree = session.show()
+            capsules = [each.capsule for each in (first, *more, *streamed)]
+            assert {node.capsule for node in tree.nodes} == set(capsules)
+            parents = {node.capsule: node.parent for node in tree.nodes}
+            assert [parents[each.capsule] for each in more] == [first.capsule] * 2
+            with session.fork("bug-7b", capsule=first.capsule) as other:
+                assert (other.id, other.root) == ("bug-7b", first.capsule)
+                (again,) = other.capsule(first.capsule).fork(1, **FEW).wait()
+                assert {n.capsule for n in other.show().nodes} == {first.capsule, again.capsule}
+                assert other.show().parent == "bug-7"
+                assert session.show().children == ["bug-7b"]
+            with pytest.raises(UnknownCapsule):
+                client.capsule(again.capsule, cache_salt="s")
+            assert client.capsule(first.capsule, cache_salt="s").id == first.capsule
+            assert client.sessions() == []  # of another salt
+            assert [each.id for each in client.sessions(cache_salt="s")] == ["bug-7"]
+        for capsule in capsules:
+            with pytest.raises(UnknownCapsule):
+                client.capsule(capsule, cache_salt="s")
+        mine = client.session()
+        assert mine.id != client.session().id
+        (branch,) = mine.complete("abc", mallee={"priority": 2}, **FEW)
+        assert [node.capsule for node in mine.show().nodes] == [branch.capsule]
+        assert mine.close().released == 1
+        with pytest.raises(NotFound):
+            mine.close()
+        with client.session("nothing is asked in it"):
+            pass
+        with suppress(ZeroDivisionError), client.session("left") as left:
+            left.complete("abc", **FEW)
+            raise ZeroDivisionError
+        assert client.sessions() == []
+        assert repr(Session(client, "x", None)) == "Session('x', root=None)"
+
+
+async def test_a_session_is_an_object_with_verbs() -> None:
+    """F29, part: its requests name it, also those of its capsules and branches; its block closes it."""
+    async with tiny_api(MODEL, 1) as (http, _):
+        await asyncio.to_thread(talk, str(http.base_url))
+
+
+# Agents' own APIs and headers
+
+SYSTEM = "You are a coding agent. Read before you write. " * 8
+
+
+async def turns(
+    client: httpx.AsyncClient, path: str, headers: dict[str, str], bodies: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    answers = []
+    for body in bodies:
+        response = await client.post(path, json=body, headers=headers)
+        assert response.status_code == 200, response.text
+        answers.append(response.json())
+    return answers
+
+
+async def parents(client: httpx.AsyncClient, session: str) -> list[int | None]:
+    """Of each node in order, the place of its parent."""
+    nodes = (await client.get(f"/v1/sessions/{session}")).json()["nodes"]
+    places = {node["capsule"]: i for i, node in enumerate(nodes)}
+    return [None if node["parent"] is None else places[node["parent"]] for node in nodes]
+
+
+async def test_claude_code_codex_and_opencode_make_trees() -> None:
+    """F31: sessions of real agents: messages, responses and chat; a subagent's is a child."""
+    (family,) = (each for each in FAMILIES if each.name == "chatml")
+    question, answer = (
+        {"role": "user", "content": "Fix it."},
+        {"role": "assistant", "content": "ok"},
+    )
+    later = [question, answer, {"role": "user", "content": "And the other one, too, please."}]
+    async with tiny_api(
+        MODEL, 1, num_blocks=4096, settings={"chat": ChatTemplate(None, family=family)}
+    ) as (client, _):
+        claude = {"x-claude-code-session-id": "c"}
+        asked = {"model": "m", "max_tokens": 4, "system": SYSTEM}
+        bodies = [{**asked, "messages": [question]}, {**asked, "messages": later}]
+        await turns(client, "/v1/messages", claude, bodies)
+        agent = claude | {"x-claude-code-agent-id": "a"}
+        await turns(
+            client, "/v1/messages", agent, [{**asked, "system": "Else.", "messages": later}]
+        )
+        assert await parents(client, "c") == [None, 0]
+        shown = (await client.get("/v1/sessions/c:a")).json()
+        assert (shown["parent"], [node["parent"] for node in shown["nodes"]]) == ("c", [None])
+        assert (await client.get("/v1/sessions/c")).json()["children"] == ["c:a"]
+
+        codex = {"thread-id": "t"}
+        said: dict[str, Any] = {"model": "m", "instructions": SYSTEM, "max_output_tokens": 16}
+        (first,) = await turns(client, "/v1/responses", codex, [{**said, "input": "Fix it."}])
+        again = {**said, "previous_response_id": first["id"]}
+        await turns(client, "/v1/responses", codex, [{**again, "input": t} for t in ("a", "b")])
+        assert await parents(client, "t") == [None, 0, 0]
+
+        system = {"role": "system", "content": SYSTEM}
+        chat = [{"messages": [system, *each], "max_tokens": 4} for each in ([question], later)]
+        await turns(client, "/v1/chat/completions", {"x-session-id": "o"}, chat)
+        assert await parents(client, "o") == [None, 0]
+        names = [each["id"] for each in (await client.get("/v1/sessions")).json()["data"]]
+        assert names == ["c", "c:a", "o", "t"]
