@@ -29,7 +29,7 @@ MakeBench = Callable[..., Any]
 def test_a_demoted_capsule_comes_back_and_nothing_of_it_is_computed(
     make_bench: MakeBench, num_tokens: int, tier: int
 ) -> None:
-    """F6, part: everything but a GPU."""
+    """F6, part: everything but a GPU. A fork inside of it computes at most a block."""
     bench = make_bench(num_blocks=24, below=make_tiers(64, disk=DictDisk()), max_answer_capsules=0)
     prompt = text(num_tokens)
     bench.run(prefill("p", prompt))
@@ -41,6 +41,12 @@ def test_a_demoted_capsule_comes_back_and_nothing_of_it_is_computed(
     bench.run(fork("f", "p.0", n=2))
     assert bench.answers["f", 0].tokens == want(bench, prompt)
     assert bench.forward.num_tokens - computed == 2 * 7  # the answers alone
+    bench.answers.clear()
+    flood(bench)
+    computed, at = bench.forward.num_tokens, max(1, num_tokens * 3 // 5)
+    bench.run(fork("inside", "p.0", at=at))
+    assert bench.answers["inside", 0].tokens == want(bench, prompt[:at])
+    assert bench.forward.num_tokens - computed <= 4 + 7
     bench.run(Release("p.0"))
     tiers = bench.engine.stats().tiers
     assert (tiers.host_held, tiers.host_room) == (0, 64)
@@ -71,31 +77,6 @@ def test_moves_give_way_while_answers_are_drawn_and_only_then(make_bench: MakeBe
     assert sum(paused) == 5 * bench.forward.block_nbytes
 
 
-def test_what_the_device_evicts_is_found_in_host_memory(make_bench: MakeBench) -> None:
-    bench = make_bench(num_blocks=24, below=make_tiers(64), max_answer_capsules=0)
-    prompt = text(40)
-    bench.run(generate("a", prompt))
-    flood(bench)
-    computed = bench.forward.num_tokens
-    bench.run(generate("b", prompt))
-    assert bench.answers["b", 0].tokens == bench.answers["a", 0].tokens == want(bench, prompt)
-    assert bench.answers["b", 0].last.cached_tokens == 36  # the last block runs for its logits
-    assert bench.forward.num_tokens - computed == 4 + 7
-
-
-def test_an_answers_capsule_survives_its_eviction(make_bench: MakeBench) -> None:
-    bench = make_bench(num_blocks=24, below=make_tiers(64))
-    prompt = text(21)
-    bench.run(generate("a", prompt))
-    flood(bench)
-    assert bench.engine.stats().capsules.num_replaced == 0
-    whole = prompt + bench.answers["a", 0].tokens
-    computed = bench.forward.num_tokens
-    bench.run(fork("f", "a.0"))
-    assert bench.answers["f", 0].tokens == want(bench, whole)
-    assert bench.forward.num_tokens - computed == 1 + 7  # the token that was drawn last
-
-
 def test_what_is_lost_below_is_computed_again(make_bench: MakeBench) -> None:
     """F24, part: a damaged block takes the cold path; no request fails."""
     disk = DictDisk()
@@ -112,6 +93,7 @@ def test_what_is_lost_below_is_computed_again(make_bench: MakeBench) -> None:
 
 
 def test_siblings_wait_for_one_fetch(make_bench: MakeBench) -> None:
+    """What the device evicted is found in host memory; the last block runs for its logits."""
     movers: list[LateMover] = []
     bench = make_bench(num_blocks=40, below=make_tiers(64, movers=movers), max_answer_capsules=0)
     prompt = text(60)
@@ -125,36 +107,8 @@ def test_siblings_wait_for_one_fetch(make_bench: MakeBench) -> None:
     movers[0].advance()
     bench.run()
     assert all(bench.answers[f"s{i}", 0].tokens == want(bench, prompt) for i in range(4))
+    assert bench.answers["s0", 0].last.cached_tokens == 56
     assert bench.engine.stats().tiers.num_fetched_host == 14  # once, not four times
-
-
-def test_a_durable_capsule_outlives_its_engine(make_bench: MakeBench) -> None:
-    """F24, part: a warm start after a restart."""
-    disk = DictDisk()
-    first = make_bench(num_blocks=24, below=make_tiers(0, disk=disk))
-    prompt = text(26)
-    first.run(prefill("p", prompt))
-    first.run(Demote("d", "p.0", DISK))
-    again = make_bench(num_blocks=24, below=make_tiers(0, disk=disk))
-    again.run(Promote("up", "p.0"))
-    assert again.replies["up"].status.tier == "device"
-    again.run(fork("f", "p.0"))
-    assert again.answers["f", 0].tokens == want(again, prompt)
-    assert again.forward.num_tokens == 7
-    again.run(Release("p.0"))
-    assert not disk.named
-
-
-def test_a_fork_inside_a_demoted_capsule_computes_at_most_a_block(make_bench: MakeBench) -> None:
-    bench = make_bench(num_blocks=24, below=make_tiers(64), max_answer_capsules=0)
-    prompt = text(40)
-    bench.run(prefill("p", prompt))
-    bench.run(Demote("d", "p.0", HOST))
-    flood(bench)
-    computed = bench.forward.num_tokens
-    bench.run(fork("f", "p.0", at=23))
-    assert bench.answers["f", 0].tokens == want(bench, prompt[:23])
-    assert bench.forward.num_tokens - computed <= 4 + 7
 
 
 def test_sessions_of_four_times_the_device_take_turns_and_compute_nothing_twice(

@@ -148,17 +148,26 @@ def test_a_loan_clears_the_slots_that_a_capsule_does_not_fill_in_every_group() -
 def test_a_demoted_capsule_comes_back_and_nothing_of_it_is_computed(
     num_tokens: int, tier: int
 ) -> None:
-    """F6, part: full blocks and, of the windows, what is read after them; longer than the windows' pool."""
+    """F6, part: full blocks and, of the windows, what is read after them; longer than the windows' pool.
+
+    Forks inside of it, and of a capsule of its beginning, are exact too.
+    """
     bench = Bench(make_tiers(80, disk=DictDisk()))
     text = numbers(num_tokens)
     bench.run(Prefill("p", pack_tokens(text)))
     bench.run(Demote("d", "p.0", tier))
     assert bench.engine.usage().live_blocks == 0
+    told = bench.engine.snapshot().by_tier[tier]
+    assert len(told) == 8 * (num_tokens // 4), "no event tells of rows of windows"
     bench.flood()
     computed = bench.num_computed
     assert bench.fork("p.0") == want(text)
     assert bench.num_computed == computed
-    bench.run(Release("p.0"))
+    for at in {max(1, num_tokens * part // 8) for part in (3, 7)}:
+        assert bench.fork("p.0", at) == want(text[:at])
+    bench.run(Rewind("r", "p.0", max(1, num_tokens // 2)))
+    assert bench.fork("r.0") == want(text[: max(1, num_tokens // 2)])
+    bench.run(Release("p.0"), Release("r.0"))
     tiers = bench.engine.stats().tiers
     assert tiers is not None
     assert tiers.host_held == 0
@@ -187,31 +196,3 @@ def test_a_prompt_goes_on_from_what_the_device_evicted() -> None:
     assert bench.generate(longer) == want(longer)
     assert bench.num_fetched > 0
     assert bench.num_computed - computed <= 12
-
-
-def test_a_fork_inside_a_demoted_capsule_is_exact() -> None:
-    bench = Bench(make_tiers(200))
-    text = numbers(60)
-    bench.run(Prefill("p", pack_tokens(text)))
-    bench.run(Demote("d", "p.0", HOST))
-    bench.flood()
-    for at in (3, 22, 41, 59):
-        assert bench.fork("p.0", at) == want(text[:at])
-    bench.run(Rewind("r", "p.0", 33))
-    assert bench.fork("r.0") == want(text[:33])
-
-
-def test_a_durable_capsule_outlives_its_engine() -> None:
-    """F24, part: a warm start after a restart; no event tells of rows of windows."""
-    disk = DictDisk()
-    first = Bench(make_tiers(0, disk=disk))
-    text = numbers(46)
-    first.run(Prefill("p", pack_tokens(text)))
-    first.run(Demote("d", "p.0", DISK))
-    told = first.engine.snapshot().by_tier
-    again = Bench(make_tiers(0, disk=disk))
-    again.run()
-    assert again.engine.snapshot().by_tier[DISK] == told[DISK]
-    assert len(told[DISK]) == 8 * (len(text) // 4)
-    assert again.fork("p.0") == want(text)
-    assert again.num_computed == 0
