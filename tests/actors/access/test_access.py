@@ -200,16 +200,13 @@ def use(access: Access, key: NewKey = ALICE) -> Any:
     return access.caller(key.token, None).visit
 
 
-def test_requests_at_once_are_limited_by_key(made: Callable[..., Access]) -> None:
+def test_requests_and_branches_at_once_are_limited_by_key(made: Callable[..., Access]) -> None:
     access = made(ALICE, BOB, max_running=2)
     refusal = pytest.raises(QuotaExceeded, match="2 of 2 requests at once")
     with use(access), use(access), use(access, BOB), refusal, use(access):
         raise AssertionError("a third one is not let in")
     with use(access), use(access):
         pass
-
-
-def test_branches_at_once_are_limited_by_key(made: Callable[..., Access]) -> None:
     access = made(ALICE, max_branches=8)
     first, second, third = (use(access) for _ in range(3))
     with first, second:

@@ -147,10 +147,7 @@ def test_blocks_cross_whole_and_connections_are_used_again(tmp_path: Path) -> No
         assert (borrowed.num_granted, borrowed.num_failed, borrowed.num_refused) == (5, 0, 0)
         assert borrowed.nbytes == lent.nbytes == (3 * 150 + 15) * NBYTES
         assert borrowed.seconds > 0 < lent.seconds
-
-
-def test_large_blocks_and_records_cross_in_pieces(tmp_path: Path) -> None:
-    with place(tmp_path, nbytes=m.CHUNK_NBYTES + 1) as p:
+    with place(tmp_path, nbytes=m.CHUNK_NBYTES + 1) as p:  # in pieces
         loan = p.lend(range(3))
         rows = read(loan, range(3))
         assert all((row == block(i, len(row))).all() for i, row in enumerate(rows))
@@ -487,15 +484,6 @@ def test_an_end_that_falls_silent_is_not_waited_for(tmp_path: Path, is_down: boo
             between.close()
 
 
-def test_a_loan_that_is_not_read_ends(tmp_path: Path) -> None:
-    with place(tmp_path, times=SHORT) as p:
-        loan = p.lend(range(5))
-        soon(lambda: not p.lender.open)
-        with pytest.raises(WorkerLost, match="broke"):
-            read(loan, [0])
-        loan.close()
-
-
 def test_a_borrower_that_does_not_read_fills_no_memory_and_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -512,6 +500,11 @@ def test_a_borrower_that_does_not_read_fills_no_memory_and_is_cut(
         loan._stream.send(m.READ, m.pack_places(range(300)))  # type: ignore[attr-defined]
         soon(lambda: not p.lender.open)
         assert reads < 20
+        loan.close()
+        loan = p.lend(range(5))  # of which nothing is asked for
+        soon(lambda: not p.lender.open)
+        with pytest.raises(WorkerLost, match="broke"):
+            read(loan, [0])
         loan.close()
 
 

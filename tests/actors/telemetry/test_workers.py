@@ -30,7 +30,7 @@ def lease(worker: str, use: EngineUse | None = None, **more: Any) -> Lease:
 
 
 def test_the_last_report_of_each_living_worker_is_shown() -> None:
-    """D36, part, D22, part: gauges and counters by worker; a worker that is gone leaves nothing behind."""
+    """D36, part, D22, part, I23, part: gauges and counters by worker; one that is gone leaves nothing."""
     metrics = GatewayMetrics()
     assert "mallee_worker_" not in metrics.render().decode()
     metrics.workers.heard(lease("a", EngineUse(100, 40, 30, 20, 9, 2, 7, 5, 3, 0)))
@@ -51,15 +51,7 @@ def test_the_last_report_of_each_living_worker_is_shown() -> None:
         'mallee_worker_total_blocks{worker="b"} 50.0',
     ):
         assert line in text
-    metrics.workers.keep({WorkerId("b")})
-    text = metrics.render().decode()
-    assert 'worker="a"' not in text
-    assert 'mallee_worker_total_blocks{worker="b"} 50.0' in text
-
-
-def test_memory_is_shown_by_branch_and_by_part() -> None:
-    """D22, part, D36, part, I23, part: of a fleet without branches and of one with ten over 40 blocks."""
-    metrics = GatewayMetrics()
+    # Memory by branch and by part, of a worker without branches and of one with ten over 40 blocks.
     kept = (KeptUse(2, 30), KeptUse(1, 8), KeptUse())
     use = EngineUse(
         *(100, 40, 30, 20, 10, 3, 7, 5, 3, 0),
@@ -70,13 +62,12 @@ def test_memory_is_shown_by_branch_and_by_part() -> None:
         max_kept_blocks=90,
     )
     metrics.workers.heard(lease("a", use, memory=MemoryUse(7000, 2000, 1000, 500)))
-    metrics.workers.heard(lease("idle", EngineUse(50, 0, 0, 0, 0, 0, 0, 0, 0, 0)))
     lines = metrics.render().decode().splitlines()
     for line in (
         'mallee_worker_block_references{worker="a"} 90.0',
         'mallee_worker_branch_blocks{worker="a"} 9.0',
         'mallee_worker_branch_bytes{worker="a"} 8192.0',
-        'mallee_worker_branch_bytes{worker="idle"} 0.0',
+        'mallee_worker_branch_bytes{worker="b"} 0.0',
         'mallee_worker_constraint_states{worker="a"} 4.0',
         'mallee_worker_capsules{tier="0",worker="a"} 2.0',
         'mallee_worker_capsule_bytes{tier="1",worker="a"} 16384.0',
@@ -87,9 +78,11 @@ def test_memory_is_shown_by_branch_and_by_part() -> None:
         'mallee_worker_memory_bytes{part="graphs",worker="a"} 500.0',
     ):
         assert line in lines, line
-    assert not any("memory" in line and "idle" in line for line in lines), (
-        "a mocked engine has none"
-    )
+    assert not any("memory" in line and '"b"' in line for line in lines), "a mocked engine has none"
+    metrics.workers.keep({WorkerId("b")})
+    text = metrics.render().decode()
+    assert 'worker="a"' not in text
+    assert 'mallee_worker_total_blocks{worker="b"} 50.0' in text
 
 
 def test_a_large_fleet_has_few_time_series() -> None:

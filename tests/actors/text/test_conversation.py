@@ -49,10 +49,7 @@ def test_an_answer_of_ours_is_a_message_of_the_next_turn() -> None:
     assert answer == Message("assistant", "", "hm", answer.tool_calls)
     assert answer.tool_calls[0] == ("c1", "f", '{"a":1}')
     assert found == Message("tool", "4", tool_call_id="c1", name="f")
-
-
-def test_what_clients_libraries_add_to_messages_changes_no_text() -> None:
-    """I17, part: LiteLLM's fields, Anthropic's marks of the cache, and assistants that said nothing."""
+    # LiteLLM's fields, Anthropic's marks of the cache, and assistants that said nothing.
     added = {
         "provider_specific_fields": {"refusal": None},
         "thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "x"}],

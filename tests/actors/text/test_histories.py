@@ -4,7 +4,7 @@ import json
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -306,29 +306,31 @@ def test_what_grows_beyond_the_window_is_refused_as_ever() -> None:
     assert errors[0] == errors[1]
 
 
+SpecialToken = partial(tokenizers.AddedToken, special=True)
+
+
 @pytest.mark.parametrize(
-    ("token", "cuts"),
+    ("token", "others", "cuts"),
     [
-        (tokenizers.AddedToken("<cut>", special=True), True),
-        (tokenizers.AddedToken("<cut>", special=True, lstrip=True), False),
-        (tokenizers.AddedToken("<cut>", special=True, rstrip=True), False),
-        (tokenizers.AddedToken("<cut>", special=True, single_word=True), False),
-        (tokenizers.AddedToken("<cutting>", special=True), True),
-        (tokenizers.AddedToken("<<", special=True), False),
+        (SpecialToken("<cut>"), [], True),
+        (SpecialToken("<cut>", lstrip=True), [], False),
+        (SpecialToken("<cut>", rstrip=True), [], False),
+        (SpecialToken("<cut>", single_word=True), [], False),
+        (SpecialToken("<cutting>"), [], True),
+        (SpecialToken("<<"), [], False),
+        # Of others that may take a part of it.
+        *((SpecialToken("<cut>"), [other], False) for other in ("<cut>s", "a<cut>", "x<c", "<")),
+        # One before it may have to be a word of its own.
+        (SpecialToken("cut"), [SpecialToken("yes", single_word=True)], False),
     ],
 )
-def test_a_text_is_cut_where_a_token_surely_is(token: tokenizers.AddedToken, cuts: bool) -> None:
+def test_a_text_is_cut_where_a_token_surely_is(
+    token: tokenizers.AddedToken, others: list[Any], cuts: bool
+) -> None:
     inner = byte_level()
-    inner.add_special_tokens([token])
+    inner.add_special_tokens([token, *others])
     found = Tokenizer(inner)
     assert (str(token.content) in found.delimiters(found.added_tokens)) == cuts
-
-
-@pytest.mark.parametrize("other", ["<cut>s", "a<cut>", "x<c", "<"])
-def test_a_token_that_another_may_take_a_part_of_cuts_nothing(other: str) -> None:
-    inner = byte_level()
-    inner.add_special_tokens(["<cut>", other])
-    assert "<cut>" not in Tokenizer(inner).delimiters(["<cut>", other])
 
 
 @pytest.mark.parametrize("other", ["ut", "t>s"])
@@ -349,12 +351,3 @@ def test_tokens_that_are_not_normalized_are_found_before_others(
     parts = found.encode("o") + found.encode("<cut>s")
     assert (whole == parts) == (not is_normalized)
     assert found.delimiters(["<cut>"]) == (() if is_normalized else ("<cut>",))
-
-
-def test_a_token_that_begins_as_a_word_cuts_nothing() -> None:
-    """One before it may have to be a word of its own."""
-    inner = byte_level()
-    inner.add_special_tokens(["cut", tokenizers.AddedToken("yes", single_word=True)])
-    found = Tokenizer(inner)
-    assert found.encode("yescut") != found.encode("yes") + found.encode("cut")
-    assert found.delimiters(["cut"]) == ()
