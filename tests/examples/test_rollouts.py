@@ -49,6 +49,8 @@ async def test_a_group_is_one_fork_with_ids_log_probabilities_and_a_version(
     """X16, part, X26, part: each sample tells the weights that drew it."""
     async with tiny_api(MODEL, 1, num_blocks=1024) as (http, fleet):
         await run_sync(main, ["--url", str(http.base_url), "--tokens", "3"])
+        with pytest.raises(InvalidParameter, match="max_tokens"):  # what is refused is told
+            await run_sync(main, ["--url", str(http.base_url), "--tokens", "0"])
         (engine,) = fleet.engines.values()
         stats = engine.stats()
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -98,15 +100,15 @@ async def test_a_group_that_weights_change_under_is_drawn_again(
     assert "drawing the group again" in err
 
 
-def stubbed(*groups: Sequence[tuple[str, str]]) -> httpx.Client:
-    """A service that answers with groups of samples of these versions, one after the other."""
+def stubbed(*groups: Sequence[tuple[str, str]], spelled: str = "a") -> httpx.Client:
+    """A service that answers with groups of samples of these versions, whose ids spell a text."""
     left: Iterator[Sequence[tuple[str, str]]] = iter(groups)
 
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/tokenize":
             return httpx.Response(200, json={"tokens": [7]})
         if request.url.path == "/detokenize":
-            return httpx.Response(200, json={"prompt": "a"})
+            return httpx.Response(200, json={"prompt": spelled})
         choices = [
             {
                 **{"text": "a", "finish_reason": "stop"},
@@ -127,33 +129,13 @@ OLD, NEW, CUT = ("a", "a"), ("b", "b"), ("a", "b")
 def test_a_mixed_group_is_drawn_once_more(mixed: list[tuple[str, str]]) -> None:
     with stubbed(mixed, [NEW, NEW]) as http:
         assert [row["weights"] for row in rollouts(http, "", 2)] == ["b", "b"]
-
-
-def test_a_second_mixed_group_is_refused_by_its_versions() -> None:
-    with (
-        stubbed([OLD, NEW], [OLD, CUT], [NEW, NEW]) as http,
-        pytest.raises(MixedWeights, match="the group has samples of several weights: a, b"),
-    ):
+    # A second one is refused by its versions.
+    told = "the group has samples of several weights: a, b"
+    with stubbed(mixed, [OLD, CUT], [NEW, NEW]) as http, pytest.raises(MixedWeights, match=told):
         rollouts(http, "", 2)
 
 
 def test_tokens_that_ids_dont_tell_are_null() -> None:
     """A sample whose ids spell another text has none."""
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        texts = {"/tokenize": {"tokens": [7]}, "/detokenize": {"prompt": " a"}}
-        sample = {
-            **{"text": "a", "finish_reason": "stop"},
-            "logprobs": {"tokens": ["a"], "token_logprobs": [-1.0]},
-            "mallee": {"weight_version": {"start": "a", "end": "a"}},
-        }
-        return httpx.Response(200, json=texts.get(request.url.path, {"choices": [sample]}))
-
-    with httpx.Client(base_url="http://stub", transport=httpx.MockTransport(answer)) as http:
+    with stubbed([OLD], spelled=" a") as http:
         assert rollouts(http, "", 1)[0]["token_ids"] is None
-
-
-async def test_what_the_service_refuses_is_told() -> None:
-    async with tiny_api(MODEL, 1) as (http, _):
-        with pytest.raises(InvalidParameter, match="max_tokens"):
-            await run_sync(main, ["--url", str(http.base_url), "--tokens", "0"])
