@@ -184,29 +184,6 @@ def test_room_that_nobody_told_of_is_found() -> None:
     desk.check_empty()
 
 
-def test_news_of_room_anywhere_reaches_those_who_wait_for_one_worker() -> None:
-    desk = Desk(recheck_s=None, w0=0)
-    desk.ask("pinned", W0)
-    desk.free[W0] = 1
-    desk.waiting.wake_all()
-    desk.waiting.pump()
-    assert desk.placed == ["pinned"]
-
-
-def test_all_who_waited_for_a_worker_that_is_gone_go_to_others() -> None:
-    """X4, part: none is left behind in a lane that nothing wakes any more."""
-    desk = Desk(recheck_s=None, w0=0, w1=0)
-    pinned = [desk.ask(name, W0) for name in "abc"]
-    del desk.free[W0]
-    for dispatch in pinned:
-        dispatch.lane = None  # their capsule is computed again, on any worker
-    desk.wake(W0)
-    desk.free[W1] = 3
-    desk.wake(W1)
-    assert desk.placed == ["a", "b", "c"]
-    desk.check_empty()
-
-
 def test_common_and_pinned_requests_take_turns_at_a_worker() -> None:
     """Neither starves the other, whichever came first."""
     desk = Desk(w0=1)
@@ -270,17 +247,6 @@ def test_a_deadline_ends_a_wait_and_no_other() -> None:
     desk.wake(W0)
     assert desk.placed == ["patient"]
     desk.check_empty()
-
-
-def test_a_fleet_without_workers_keeps_those_who_wait() -> None:
-    desk = Desk(w0=0)
-    desk.ask("waits")
-    desk.free.clear()
-    desk.wake(W0)
-    assert not desk.failed
-    desk.free[W1] = 1
-    desk.wake(W1)
-    assert desk.placed == ["waits"]
 
 
 @pytest.mark.parametrize(
