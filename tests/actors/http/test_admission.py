@@ -1,7 +1,6 @@
 """Priorities, tenants and deadlines of requests, and the refusals when they can't be served."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import openai
@@ -26,13 +25,6 @@ FORK = "/v1/capsules/req_x.0/fork"
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture
-async def client(live: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    url = f"{live.url}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        yield client
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -42,12 +34,13 @@ async def client(live: Any) -> AsyncIterator[openai.AsyncOpenAI]:
         (FORK, {"n": 2}),
     ],
 )
-def test_priority_deadline_and_tenant_reach_the_job(
+def test_whose_work_it_is_and_how_urgent_reaches_the_job(
     call: Any, path: str, body: dict[str, Any]
 ) -> None:
-    extras = {"user": "ann", "mallee": {"priority": 7, "deadline_s": 2.5}}
-    assert call("POST", path, {**body, **extras}).status == 200
-    assert call.service.job.terms == QueueTerms("ann", 7, 2.5)
+    """S13, part: whose work it is on its worker."""
+    ours = {"priority": 7, "deadline_s": 2.5, "session": "tree 1", "weight": 2.5}
+    assert call("POST", path, {**body, "user": "ann", "mallee": ours}).status == 200
+    assert call.service.job.terms == QueueTerms("ann", 7, 2.5, session="tree 1", weight=2.5)
     assert call("POST", path, body).status == 200
     assert call.service.job.terms == QueueTerms()
 
@@ -106,6 +99,9 @@ def test_dynamos_priority_hint_counts_unless_ours_is_given(
         ({"mallee": {"deadline_s": -1}}, "mallee.deadline_s"),
         ({"mallee": {"deadline_s": 1e9}}, "mallee.deadline_s"),
         ({"mallee": {"deadline_s": "soon"}}, "mallee.deadline_s"),
+        ({"mallee": {"weight": 0}}, "mallee.weight"),
+        ({"mallee": {"weight": 1e9}}, "mallee.weight"),
+        ({"mallee": {"session": "x" * 129}}, "mallee.session"),
         ({"mallee": []}, "mallee"),
         ({"user": 5}, "user"),
     ],
@@ -116,12 +112,6 @@ def test_terms_that_make_no_sense_are_refused_by_name(
     answer = call("POST", PATH, {"prompt": "a", **fields})
     assert (answer.status, answer.body["error"]["param"]) == (400, param)
     assert not call.service.streams
-
-
-def test_an_unknown_extra_is_refused(call: Any) -> None:
-    answer = call("POST", PATH, {"prompt": "a", "mallee": {"prio": 1}})
-    assert answer.status == 400
-    assert "prio" in answer.body["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -164,39 +154,31 @@ def test_refusals_have_openais_shape_and_say_when_to_come_back(
     )
 
 
-async def test_the_official_client_reads_a_full_tenant_queue_as_its_rate_limit(
-    live: Any, client: openai.AsyncOpenAI
-) -> None:
-    """I17: 429 is RateLimitError, 503 is InternalServerError, both with our code."""
-    live.service.refuses = TenantQueueFull(4, 4, 7.0)
-    with pytest.raises(openai.RateLimitError) as limited:
-        await client.completions.create(model="tiny/bytes", prompt="abc")
-    assert limited.value.code == "tenant_queue_full"
-    live.service.refuses = Overloaded(4, 4, 7.0)
-    with pytest.raises(openai.InternalServerError) as refused:
-        await client.chat.completions.create(model="tiny/bytes", messages=MESSAGES, stream=True)
-    assert (refused.value.status_code, refused.value.code) == (503, "overloaded")
-
-
 @pytest.mark.parametrize(
-    ("refusal", "naps_s"),
+    ("refusal", "kind", "naps_s"),
     [
-        (lambda: TenantQueueFull(4, 4, 7.0), 14.0),
-        (lambda: Overloaded(4, 4, 12.0), 24.0),
-        (lambda: DeadlineExceeded(60.0, 8.0, is_own=False), 16.0),
-        (lambda: DeadlineExceeded(3.0, 8.0, is_own=True), 0.0),
+        (TenantQueueFull(4, 4, 7.0), openai.RateLimitError, 14.0),
+        (Overloaded(4, 4, 12.0), openai.InternalServerError, 24.0),
+        (DeadlineExceeded(60.0, 8.0, is_own=False), openai.InternalServerError, 16.0),
+        (DeadlineExceeded(3.0, 8.0, is_own=True), openai.InternalServerError, 0.0),
     ],
     ids=["429", "503", "waited too long", "own deadline"],
 )
-async def test_the_official_client_retries_when_it_is_told_to(
-    live: Any, client: openai.AsyncOpenAI, refusal: Callable[[], MalleeError], naps_s: float
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_official_client_has_its_own_error_and_retries_when_it_is_told_to(
+    live: Any,
+    official: openai.AsyncOpenAI,
+    refusal: MalleeError,
+    kind: type[openai.APIStatusError],
+    naps_s: float,
+    stream: bool,
 ) -> None:
     """I17: it waits twice as long as Retry-After says; not at all if its own deadline is over."""
-    live.service.refuses = refusal()
+    live.service.refuses = refusal
     now = asyncio.get_running_loop().time
     began = now()
-    with pytest.raises(openai.APIStatusError):
-        await client.with_options(max_retries=2).completions.create(
-            model="tiny/bytes", prompt="abc"
-        )
+    client: Any = official.with_options(max_retries=2)
+    with pytest.raises(kind) as refused:
+        await client.chat.completions.create(model="tiny/bytes", messages=MESSAGES, stream=stream)
+    assert refused.value.code == refusal.code
     assert now() - began == pytest.approx(naps_s, abs=0.1)

@@ -7,13 +7,13 @@ import pytest
 
 from mallee.protocol.errors import GrammarFailed, InvalidParameter
 from mallee.protocol.messages import Grammar
-from mallee.router.dispatch.jobs import GenerateJob
+from support.plain_ids import SCOPES
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 FORK = "/v1/capsules/req_x.0/fork"
 MESSAGES = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
-BODIES = {COMPLETIONS: {"prompt": "abc"}, CHAT: {"messages": MESSAGES}, FORK: {"n": 1}}
+BODIES = {COMPLETIONS: {"prompt": [1, 2, 299]}, CHAT: {"messages": MESSAGES}, FORK: {"n": 1}}
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -21,6 +21,13 @@ def test_sampling_options_reach_the_job(call: Any, path: str) -> None:
     """I17, I5: every kind of generation takes every option."""
     body = {
         **BODIES[path],
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "seed": -1,
+        "stop_token_ids": [5],
+        "ignore_eos": True,
+        "cache_salt": "tenant",
         "min_p": 0.1,
         "repetition_penalty": 1.2,
         "presence_penalty": -1,
@@ -30,18 +37,26 @@ def test_sampling_options_reach_the_job(call: Any, path: str) -> None:
         "max_tokens": 9,
     }
     assert call("POST", path, body).status == 200
-    sampling = call.service.job.sampling
+    sampling, limits = call.service.job.sampling, call.service.job.limits
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 7)
+    assert sampling.seed == (1 << 64) - 1
     assert (sampling.min_p, sampling.repetition_penalty) == (0.1, 1.2)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (-1.0, 0.5)
     assert sampling.logit_bias == ((7, -100.0), (8, 2.5))
     assert sampling.logprobs == -1
-    assert call.service.job.limits.min_tokens == 2
+    assert (limits.min_tokens, limits.max_tokens) == (2, 9)
+    assert (limits.stop_token_ids, limits.ignore_eos) == ((5,), True)
+    assert call.service.job.scope == SCOPES.scope("", "tenant")
 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_without_options_nothing_is_asked_for(call: Any, path: str) -> None:
-    answer = call("POST", path, BODIES[path])
-    sampling, job = call.service.job.sampling, call.service.job
+    """I17: the defaults are OpenAI's, and a seed is drawn."""
+    for seed in (1000, 1001):
+        answer = call("POST", path, {**BODIES[path], "seed": None, "logprobs": None})
+        job, sampling = call.service.job, call.service.job.sampling
+        assert (sampling.temperature, sampling.seed) == (1.0, seed)
+    assert (path == CHAT) == (job.limits.max_tokens != 16)
     assert (sampling.min_p, sampling.repetition_penalty, sampling.logit_bias) == (0.0, 1.0, ())
     assert (sampling.logprobs, job.grammar, job.limits.min_tokens) == (-1, None, 0)
     assert answer.body["choices"][0]["logprobs"] is None
@@ -190,12 +205,6 @@ def test_streamed_logprobs_add_up_to_the_whole(call: Any, path: str) -> None:
             assert added.get(name) == wanted.get(name)
 
 
-def test_top_logprobs_without_logprobs_is_refused(call: Any) -> None:
-    answer = call("POST", CHAT, {"messages": MESSAGES, "top_logprobs": 2})
-    assert (answer.status, answer.body["error"]["param"]) == (400, "top_logprobs")
-    assert call("POST", CHAT, {"messages": MESSAGES, "top_logprobs": 0}).status == 200
-
-
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, FORK])
 def test_a_stop_string_may_stay_in_the_text(call: Any, path: str) -> None:
     """I5: include_stop_str_in_output; min_tokens looks for no stop before."""
@@ -205,17 +214,3 @@ def test_a_stop_string_may_stay_in_the_text(call: Any, path: str) -> None:
         (choice,) = call("POST", path, {**body, "min_tokens": min_tokens}).body["choices"]
         found = choice["message"]["content"] if path == CHAT else choice["text"]
         assert (found, choice["finish_reason"]) == (wanted, "stop")
-
-
-def test_session_weight_and_priority_reach_the_job(call: Any) -> None:
-    """S13, part: whose work it is on its worker."""
-    ours = {"session": "tree 1", "weight": 2.5, "priority": 7}
-    body = {"prompt": "a", "user": "ada", "mallee": ours}
-    assert call("POST", COMPLETIONS, body).status == 200
-    job = call.service.job
-    assert isinstance(job, GenerateJob)
-    assert (job.terms.tenant, job.terms.session, job.terms.weight) == ("ada", "tree 1", 2.5)
-    assert job.terms.priority == 7
-    for field, value in (("weight", 0), ("weight", 1e9), ("session", "x" * 129)):
-        answer = call("POST", COMPLETIONS, {"prompt": "a", "mallee": {field: value}})
-        assert (answer.status, answer.body["error"]["param"]) == (400, f"mallee.{field}")

@@ -1,4 +1,4 @@
-"""Tools, their choice and reasoning in POST /v1/chat/completions, over scripted answers."""
+"""POST /v1/chat/completions over scripted answers: shapes, tools and their choice, reasoning."""
 
 import random
 from typing import Any
@@ -58,6 +58,61 @@ def assembled(events: list[Any]) -> dict[int, dict[str, Any]]:
     return found
 
 
+def test_a_chat_answer_has_openai_s_shape(call: Any) -> None:
+    """I17: chat."""
+    answer = call("POST", PATH, {"model": "tiny/bytes", "messages": MESSAGES})
+    assert answer.status == 200
+    assert answer.headers["x-mallee-worker"] == "w0"
+    assert answer.body["object"] == "chat.completion"
+    (choice,) = answer.body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "hello 0", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    assert choice["mallee"]["capsule"] == "req_0.0"
+    prompt = b"<user>hi|<assistant>"
+    assert call.service.job.tokens.tolist() == list(prompt)
+    assert answer.body["usage"]["prompt_tokens"] == len(prompt)
+
+
+def test_without_a_limit_the_setting_s_counts_as_far_as_the_window_goes(call_with: Any) -> None:
+    """I17: chat without `max_tokens` ends."""
+    room = 4096 - len("<user>hi|<assistant>")
+    for chats, wanted in (
+        (ChatSettings(), room),
+        (ChatSettings(max_tokens=40), 40),
+        (ChatSettings(max_tokens=None), room),
+    ):
+        call = call_with(HttpSettings(), chats=chats)
+        call("POST", PATH, {"messages": MESSAGES})
+        assert call.service.job.limits.max_tokens == wanted
+
+
+def test_both_names_of_the_token_limit_are_understood(call: Any) -> None:
+    for field in ("max_tokens", "max_completion_tokens"):
+        call("POST", PATH, {"messages": MESSAGES, field: 3})
+        assert call.service.job.limits.max_tokens == 3
+    messages = '[{"role": "user", "content": "hi"}]'
+    for one, other in (("3", "4"), ("9" * 4300, "8" * 4300)):
+        both = f'"max_tokens": {one}, "max_completion_tokens": {other}'
+        answer = call.raw("POST", PATH, content=f'{{"messages": {messages}, {both}}}'.encode())
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "max_tokens")
+        assert len(error["message"]) < 300
+
+
+def test_an_answer_without_text_still_names_the_role(call: Any) -> None:
+    call.service.reply = lambda _: ""
+    (chunk, done) = call("POST", PATH, {"messages": MESSAGES, "stream": True}).events
+    assert chunk["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert done == "[DONE]"
+
+
+def test_bad_messages_are_refused_by_the_template(call: Any) -> None:
+    bad = [{"role": "x"}]
+    for messages, param in ((None, "messages"), ([], "messages"), (bad, "messages[0].content")):
+        answer = call("POST", PATH, {"messages": messages})
+        assert (answer.status, answer.body["error"]["param"]) == (400, param)
+
+
 def test_a_call_is_a_call_and_not_text(call: Any) -> None:
     """I17: tools in chat: the call's message, its id and its finish reason."""
     call.service.reply = lambda _: f"Let me see.\n{CALL}"
@@ -74,14 +129,6 @@ def test_a_call_is_a_call_and_not_text(call: Any) -> None:
     prompt = bytes(call.service.job.tokens.tolist()).decode()
     assert '<tool>{"type": "function", "function": {"name": "get_weather"' in prompt
     assert call.service.job.grammar is None  # free to call or not
-
-
-def test_a_call_alone_has_no_content(call: Any) -> None:
-    call.service.reply = lambda _: CALL
-    message = call("POST", PATH, ASKED).body["choices"][0]["message"]
-    assert message["content"] is None
-    events = call("POST", PATH, {**ASKED, "stream": True}).events
-    assert events[0]["choices"][0]["delta"]["content"] is None
 
 
 @pytest.mark.parametrize("number", range(12))
@@ -150,16 +197,6 @@ def test_tools_that_must_not_be_called_leave_the_text_as_it_is(call: Any) -> Non
     assert unasked["message"]["content"] == CALL
 
 
-def test_logprobs_are_of_all_tokens_also_those_of_calls(call: Any) -> None:
-    call.service.reply = lambda _: f"So: {CALL}"
-    asked = {**ASKED, "logprobs": True}
-    (choice,) = call("POST", PATH, asked).body["choices"]
-    events = call("POST", PATH, {**asked, "stream": True}).events[:-1]
-    streamed = [e for c in events for e in c["choices"][0]["logprobs"]["content"]]
-    assert streamed == choice["logprobs"]["content"]
-    assert len(streamed) == len(f"So: {CALL}".encode()) + 1
-
-
 @pytest.mark.parametrize("family", WRITERS)
 def test_a_call_under_way_shows_signs_of_life_with_its_chances(call_with: Any, family: str) -> None:
     """I17, part: its chunks are empty, and each has the chances of the tokens that came with it."""
@@ -171,8 +208,10 @@ def test_a_call_under_way_shows_signs_of_life_with_its_chances(call_with: Any, f
     assert choices[-1]["finish_reason"] == "tool_calls"
     assert choices[0]["delta"]["content"] is None
     assert len(choices) > 300
+    assert sum(len(choice["logprobs"]["content"]) for choice in choices) == len(raw.encode()) + 1
     assert max(len(choice["logprobs"]["content"]) for choice in choices) < 40
     whole = call("POST", PATH, asked).body["choices"][0]
+    assert whole["message"]["content"] is None, "a call alone has none"
     streamed = [each for choice in choices for each in choice["logprobs"]["content"]]
     assert streamed == whole["logprobs"]["content"]
 
@@ -237,6 +276,8 @@ def test_a_form_has_the_whole_answer(call: Any) -> None:
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"reasoning_effort": "much"}, "reasoning_effort"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"thinking_token_budget": -1}, "thinking_token_budget"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
         (
@@ -263,13 +304,6 @@ def test_an_unknown_parser_is_refused_by_name() -> None:
 
     with pytest.raises(ValidationError, match="hermes"):
         ChatSettings.model_validate({"tool_parser": "hermess"})
-
-
-def test_the_setting_names_another_form(call_with: Any) -> None:
-    call = call_with(HttpSettings(), chats=ChatSettings(tool_parser="gemma"))
-    call.service.reply = lambda _: '```json\n{"name": "get_weather", "parameters": {}}\n```'
-    (choice,) = call("POST", PATH, {**ASKED, "max_tokens": 90}).body["choices"]
-    assert choice["finish_reason"] == "tool_calls"
 
 
 def test_a_capsule_of_a_conversation_with_tools_is_the_chat_s_prefix(call: Any) -> None:
