@@ -11,6 +11,7 @@ from mallee.protocol.errors import UnknownBranch, UnknownCapsule
 from mallee.testing.random_model import random_model
 from support.live_fleet import LiveFleet, lose
 from support.tiny_fleet import chunks_of, post, tiny_api
+from support.waiting import until
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
 PROMPT = "".join(chr(33 + 7 * i % 90) for i in range(50))
@@ -109,6 +110,7 @@ async def test_an_answer_cut_at_a_stop_string_leaves_a_capsule_at_the_cut(stream
             for index, text in enumerate(texts):
                 left = ends[index]["mallee"]
                 assert full[index].startswith(text + stop[index])
+                assert ends[index]["finish_reason"] == "stop"
                 assert left["boundary"] == len(PROMPT) + len(text)
                 path = f"/v1/capsules/{left['capsule']}"
                 forked = await post(
@@ -161,6 +163,36 @@ async def test_a_restored_branch_goes_on_elsewhere_when_its_worker_dies() -> Non
         assert again["drawn"] == 300 - len(PROMPT)
         assert host is not None
         await host.close()
+
+
+async def test_forks_that_were_hung_up_on_leave_their_capsule_as_it_was() -> None:
+    """F28, part: it and its forks go on as if new; the turn after a fork that broke off is a cold one's."""
+    async with api() as (client, fleet):
+        made = await post(client, "/v1/capsules", prompt=PROMPT)
+        path = f"/v1/capsules/{made['id']}/fork"
+        greedy = {"ignore_eos": True, "temperature": 0, "frequency_penalty": 0}
+        asked = {**greedy, "suffixes": ["ab", "cd"]}
+        seen = ["", ""]
+        cut = {**asked, "stream": True, "max_tokens": 900}
+        async with client.stream("POST", path, json=cut) as response:
+            async for chunk in chunks_of(response):
+                (choice,) = chunk["choices"]
+                seen[choice["index"]] += choice["text"]
+                if min(map(len, seen)) >= 6:
+                    break
+        await until(lambda: not any(each.stats().jobs for each in fleet.engines.values()))
+        again = await post(client, path, **asked, max_tokens=24)
+        for choice, suffix, text in zip(again["choices"], asked["suffixes"], seen, strict=True):
+            turn = f"{PROMPT}{suffix}{text}what was that? "
+            for prompt in (PROMPT + suffix, turn, turn[:-20] + "~"):
+                options: dict[str, Any] = {**greedy, "max_tokens": 24}
+                warm = await complete(client, prompt, **options)
+                cold = await complete(client, prompt, **options, cache_salt=f"cold {prompt}")
+                assert cold["mallee"]["cached_tokens"] == 0
+                assert warm["text"] == cold["text"]
+                if prompt == PROMPT + suffix:
+                    assert choice["text"] == cold["text"]
+                    assert choice["text"].startswith(text[:24])
 
 
 async def test_pins_are_asked_for_seen_changed_and_listed() -> None:
