@@ -1,14 +1,18 @@
-"""The capsule routes."""
+"""The capsule routes, and many operations on them in one request."""
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from mallee.actors.access.access import Access
+from mallee.actors.config import HttpSettings
 from mallee.actors.gateway.service import Delta
-from mallee.protocol.errors import PoolExhausted
 from support.plain_ids import SCOPES
+from support.waiting import until
 
+CAPSULES = "/v1/capsules"
 FORK = "/v1/capsules/req_x.0/fork"
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -46,32 +50,6 @@ def test_a_capsule_of_messages_leaves_the_answer_open_unless_asked(call: Any) ->
     assert call.service.job.ttl_s == 3600.0
     call("POST", "/v1/capsules", {"messages": MESSAGES, "add_generation_prompt": True})
     assert bytes(call.service.job.tokens.tolist()) == b"<user>hi|<assistant>"
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "prompt"),
-        ({"prompt": "a", "messages": MESSAGES}, "prompt"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": ["a"]}, "prompt"),
-        ({"prompt": "a", "ttl_s": -1}, "ttl_s"),
-        ({"prompt": "a", "n": 2}, "n"),
-        ({"prompt": [1] * 257}, "prompt"),
-    ],
-)
-def test_a_bad_capsule_request_names_its_field(call: Any, body: Any, param: str) -> None:
-    answer = call("POST", "/v1/capsules", body)
-    assert (answer.status, answer.body["error"]["param"]) == (400, param)
-
-
-def test_a_prefill_that_fails_is_an_http_error(call: Any, failed: Callable[..., Delta]) -> None:
-    async def script(_: Any) -> AsyncIterator[Delta]:
-        yield failed(0, PoolExhausted(3, 1, 9))
-
-    call.service.script = script
-    answer = call("POST", "/v1/capsules", {"prompt": "a"})
-    assert (answer.status, answer.body["error"]["code"]) == (503, "pool_exhausted")
 
 
 def test_a_prefill_that_keeps_no_capsule_is_not_called_one(call: Any) -> None:
@@ -122,71 +100,157 @@ def test_a_fork_takes_strings_ids_and_messages(call: Any) -> None:
     assert [c["mallee"]["prefill_tokens"] for c in answer.body["choices"]] == [2, 3, 20, 0]
 
 
-def test_a_fork_of_n_samples_the_capsule_s_own_next_token(call: Any) -> None:
-    answer = call("POST", FORK, {"n": 4, "seed": 3, "max_tokens": 2})
-    assert [len(s) for s in call.service.job.suffixes] == [0] * 4
-    assert call.service.job.sampling.seed == 3
-    assert [c["text"] for c in answer.body["choices"]] == ["he"] * 4
-
-
-def test_a_fork_may_continue_the_beginning_of_a_capsule(call: Any) -> None:
-    """F5, part: `at` names the boundary; the prompt is as long as that and the suffix."""
-    answer = call("POST", FORK, {"suffixes": ["ab"], "at": 10})
+def test_a_fork_of_n_may_continue_the_beginning_of_a_capsule(call: Any) -> None:
+    """F5, part: `at` names the boundary; the prompt is as long as that."""
+    answer = call("POST", FORK, {"n": 4, "seed": 3, "max_tokens": 2, "at": 10})
     assert answer.status == 200
-    assert call.service.job.at == 10
-    assert answer.body["usage"]["prompt_tokens"] == 10 + 2
-
-
-def test_a_forked_stream_is_multiplexed_by_index(call: Any) -> None:
-    body = {"n": 2, "stream": True, "stream_options": {"include_usage": True}}
-    answer = call("POST", FORK, body)
-    chunks = answer.events[:-2]
-    assert [c["choices"][0]["index"] for c in chunks[:4]] == [0, 1, 0, 1]
-    assert {c["object"] for c in answer.events[:-1]} == {"capsule.fork.chunk"}
-    assert answer.events[-2]["choices"] == []
-    assert answer.events[-1] == "[DONE]"
-    last = chunks[-1]["choices"][0]
-    assert last == {
-        "index": 1,
-        "text": "",
-        "logprobs": None,
-        "finish_reason": "stop",
-        "mallee": {
-            "worker": "w0",
-            "capsule": "req_0.1",
-            "boundary": 8,
-            "cached_tokens": 32,
-            "prefill_tokens": 0,
-            "completion_tokens": 8,
-            "weight_version": {"start": "base", "end": "base"},
-        },
-    }
+    assert [len(s) for s in call.service.job.suffixes] == [0] * 4
+    assert (call.service.job.sampling.seed, call.service.job.at) == (3, 10)
+    assert [c["text"] for c in answer.body["choices"]] == ["he"] * 4
+    assert answer.body["usage"]["prompt_tokens"] == 10
 
 
 @pytest.mark.parametrize(
-    ("body", "param"),
+    ("path", "body", "param"),
     [
-        ({}, "suffixes"),
-        ({"n": 2, "suffixes": ["a"]}, "suffixes"),
-        ({"suffixes": []}, "suffixes"),
-        ({"suffixes": "ab"}, "suffixes"),
-        ({"suffixes": ["a"] * 129}, "suffixes"),
-        ({"n": 0}, "n"),
-        ({"n": 129}, "n"),
-        ({"n": True}, "n"),
-        ({"suffixes": [1, 2]}, "suffixes[0]"),
-        ({"suffixes": ["a", None]}, "suffixes[1]"),
-        ({"suffixes": ["a", [300]]}, "suffixes[1][0]"),
-        ({"suffixes": [{"messages": MESSAGES, "x": 1}]}, "suffixes[0]"),
-        ({"suffixes": [{"messages": []}]}, "suffixes[0].messages"),
-        ({"suffixes": ["a", "b" * 300]}, "prompt"),
-        ({"n": 1, "max_tokens": 225}, "prompt"),
-        ({"n": 1, "at": 0}, "at"),
-        ({"n": 1, "at": 33}, "at"),
-        ({"n": 1, "at": "end"}, "at"),
+        (CAPSULES, {}, "prompt"),
+        (CAPSULES, {"prompt": "a", "messages": MESSAGES}, "prompt"),
+        (CAPSULES, {"prompt": ""}, "prompt"),
+        (CAPSULES, {"prompt": ["a"]}, "prompt"),
+        (CAPSULES, {"prompt": "a", "ttl_s": -1}, "ttl_s"),
+        (CAPSULES, {"prompt": "a", "n": 2}, "n"),
+        (CAPSULES, {"prompt": [1] * 257}, "prompt"),
+        (FORK, {}, "suffixes"),
+        (FORK, {"n": 2, "suffixes": ["a"]}, "suffixes"),
+        (FORK, {"suffixes": []}, "suffixes"),
+        (FORK, {"suffixes": "ab"}, "suffixes"),
+        (FORK, {"suffixes": ["a"] * 129}, "suffixes"),
+        (FORK, {"n": 0}, "n"),
+        (FORK, {"n": 129}, "n"),
+        (FORK, {"n": True}, "n"),
+        (FORK, {"suffixes": [1, 2]}, "suffixes[0]"),
+        (FORK, {"suffixes": ["a", None]}, "suffixes[1]"),
+        (FORK, {"suffixes": ["a", [300]]}, "suffixes[1][0]"),
+        (FORK, {"suffixes": [{"messages": MESSAGES, "x": 1}]}, "suffixes[0]"),
+        (FORK, {"suffixes": [{"messages": []}]}, "suffixes[0].messages"),
+        (FORK, {"suffixes": ["a", "b" * 300]}, "prompt"),
+        (FORK, {"n": 1, "max_tokens": 225}, "prompt"),
+        (FORK, {"n": 1, "at": 0}, "at"),
+        (FORK, {"n": 1, "at": 33}, "at"),
+        (FORK, {"n": 1, "at": "end"}, "at"),
     ],
 )
-def test_a_bad_fork_names_its_field(call: Any, body: Any, param: str) -> None:
-    answer = call("POST", FORK, body)
+def test_a_bad_request_names_its_field(call: Any, path: str, body: Any, param: str) -> None:
+    answer = call("POST", path, body)
     assert (answer.status, answer.body["error"]["param"]) == (400, param)
     assert not call.service.streams
+
+
+BATCH = "/v1/batch"
+
+
+def op(method: str, path: str, **more: Any) -> dict[str, Any]:
+    return {"method": method, "path": path, **more}
+
+
+def test_each_operation_has_the_answer_that_it_has_alone(call: Any) -> None:
+    """In the order of the operations; some fail and the others don't."""
+    made = [call("POST", "/v1/capsules", {"prompt": text}).body["id"] for text in ("a", "b")]
+    operations = [
+        op("POST", FORK, body={"n": 2, "seed": 1}),
+        op("GET", "/v1/capsules/req_x.0"),
+        op("GET", "/v1/capsules/never"),
+        op("POST", FORK, body={"n": 0}),
+        op("POST", "/v1/capsules", body={"prompt": "abc"}),
+        op("GET", "/v1/requests/never"),
+        op("POST", "/v1/capsules/req_x.0/nothing"),
+        *(op("DELETE", f"/v1/capsules/{capsule}") for capsule in (*made, "never")),
+    ]
+    answer = call("POST", BATCH, {"operations": operations})
+    assert answer.status == 200
+    assert (answer.body["object"], answer.body["failed"]) == ("batch", 5)
+    results = answer.body["data"]
+    statuses = [each["status"] for each in results]
+    assert statuses == [200, 200, 404, 400, 200, 404, 404, 200, 200, 404]
+    assert not set(made) & set(call.service.capsules)
+    forked = results[0]["body"]
+    assert [choice["text"] for choice in forked["choices"]] == ["hello 0", "hello 1"]
+    assert results[1]["body"] == call("GET", "/v1/capsules/req_x.0").body
+    assert results[2]["body"] == call("GET", "/v1/capsules/never").body
+    assert results[3]["body"]["error"]["param"] == "n"
+    assert results[5]["body"]["error"]["code"] == "request_not_found"
+
+
+@pytest.mark.parametrize(
+    ("operations", "param"),
+    [
+        ([], "operations"),
+        ([op("GET", "/v1/models")], "operations[0].path"),
+        ([op("POST", BATCH, body={"operations": []})], "operations[0].path"),
+        ([op("GET", "/v1/capsules/a"), op("GET", "/v1/capsules/a/export")], "operations[1].path"),
+        ([op("POST", "/v1/capsules/%69mport")], "operations[0].path"),
+        ([op("GET", "/v1/capsules/a#b")], "operations[0].path"),
+        ([op("GET", "/v1/capsules/" + "a" * 2000)], "operations[0].path"),
+        ([op("POST", FORK, body={"n": 1, "stream": True})], "operations[0].body.stream"),
+        ([op("DELETE", "/v1/capsules/a", body={})], "operations[0].body"),
+        ([op("PUT", "/v1/capsules/a")], "operations"),
+        ([op("GET", "/v1/capsules/a", other=1)], "operations"),
+    ],
+)
+def test_a_wrong_operation_is_named_before_any_has_run(
+    call: Any, operations: list[Any], param: str
+) -> None:
+    body = {"operations": [op("DELETE", "/v1/capsules/req_x.0"), *operations]}
+    if param == "operations" and len(operations) != 1:
+        body = {"operations": operations}
+    elif "[" in param:
+        number = int(param[11]) + 1
+        param = f"operations[{number}]{param[13:]}"
+    answer = call("POST", BATCH, body)
+    assert answer.status == 400
+    assert answer.body["error"]["param"].startswith(param)
+    assert "req_x.0" in call.service.capsules
+
+
+def test_the_number_of_operations_is_bounded(call_with: Any) -> None:
+    many = [op("GET", "/v1/capsules/req_x.0")] * 257
+    call = call_with(HttpSettings())
+    assert call("POST", BATCH, {"operations": many}).body["error"]["param"] == "operations"
+    assert call("POST", BATCH, {"operations": many[1:]}).body["failed"] == 0
+
+
+def test_operations_belong_to_their_sender(call_with: Any) -> None:
+    """Key, tenant and salt of the batch are those of each operation; each counts in the key's limits."""
+    key = "k" * 16
+    call = call_with(HttpSettings(), Access(None, {"MALLEE_API_KEY": key}))
+    operations = [op("GET", "/v1/capsules/req_x.0")]
+    assert call("POST", BATCH, {"operations": operations}).status == 401
+    scopes = []
+    for more in ({}, {"x-tenant-id": "t"}, {"x-cache-salt": "s"}):
+        headers = {"authorization": f"Bearer {key}", **more}
+        answer = call("POST", BATCH, {"operations": operations}, headers=headers)
+        assert answer.body["data"][0]["status"] == 200
+        scopes.append(call.service.asked_scope)
+    assert len(set(scopes)) == 3
+
+
+def test_keys_of_operations_run_them_once(call: Any) -> None:
+    fork = op("POST", FORK, body={"n": 1}, idempotency_key="a")
+    first = call("POST", BATCH, {"operations": [fork, fork]}).body
+    assert first["data"][0] == first["data"][1]
+    assert len(call.service.streams) == 1
+    other = {**fork, "body": {"n": 2}}
+    answer = call("POST", BATCH, {"operations": [fork, other]}).body
+    assert [each["status"] for each in answer["data"]] == [200, 422]
+
+
+async def test_a_client_that_leaves_cancels_what_runs(call: Any) -> None:
+    call.service.holds_after = 2
+    body = {"operations": [op("POST", FORK, body={"n": 2})] * 20}
+    async with call.client() as client:
+        asked = asyncio.create_task(client.post(BATCH, json=body))
+        await until(lambda: len(call.service.streams) == 16)
+        asked.cancel()
+        await asyncio.wait([asked])
+    assert len(call.service.streams) == 16, "so many at once"
+    assert all(stream.num_closes for stream in call.service.streams)

@@ -1,14 +1,22 @@
-"""The SDK, and OpenAI's client, over one WebSocket."""
+"""The SDK, and OpenAI's client, over one WebSocket; the SDK over the connections of OpenAI's client."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from mallee.client import AsyncMallee, InvalidParameter, MalleeError, UnknownCapsule
-from mallee.client.errors import ConnectionFailed, StreamBroken
+from mallee.client import (
+    AsyncMallee,
+    ConnectionFailed,
+    InvalidParameter,
+    Mallee,
+    MalleeError,
+    StreamBroken,
+    UnknownCapsule,
+)
 from mallee.client.transports.live import AsyncLiveTransport
 from mallee.protocol.errors import TenantQueueFull
 from support.waiting import until
@@ -35,30 +43,21 @@ async def test_many_requests_of_both_ways_share_one_socket(live: Any) -> None:
         assert transport._waiting == {}
 
 
-async def test_a_stream_that_is_left_is_cancelled_and_the_socket_stays(live: Any) -> None:
+async def test_what_goes_wrong_with_one_stream_leaves_the_others(live: Any) -> None:
+    """One that is left is cancelled, one that is silent is given up; with its socket it ends, and another
+    socket is opened.
+    """
     live.service.holds_after = 2
-    async with AsyncMallee(live.url, transport=AsyncLiveTransport(live.url)) as client:
+    transport = AsyncLiveTransport(live.url)
+    async with AsyncMallee(live.url, transport=transport, timeout_s=30.0, max_retries=0) as client:
         async with client.stream("abc", n=2) as branches:
             async for _ in branches:
                 if len(branches.branches) == 2:
                     break
         await until(live.service.closed.is_set)
-        assert await client.models()
-
-
-async def test_refusals_say_when_to_ask_again(live: Any) -> None:
-    live.service.refuses = TenantQueueFull(3, 3, 7.2)
-    transport = AsyncLiveTransport(live.url)
-    async with AsyncMallee(live.url, transport=transport, max_retries=0) as client:
-        with pytest.raises(TenantQueueFull) as told:
-            await client.complete("abc")
-        assert told.value.retry_after_s == 8.0
-
-
-async def test_a_lost_socket_ends_what_ran_on_it_and_another_is_opened(live: Any) -> None:
-    live.service.holds_after = 2
-    transport = AsyncLiveTransport(live.url)
-    async with AsyncMallee(live.url, transport=transport, max_retries=0) as client:
+        with pytest.raises(StreamBroken, match="in time"):
+            await client.stream("abc").wait()
+        assert len(live.server._connections._open) == 1
         async with client.stream("abc") as branches:
             async for _ in branches:
                 break
@@ -66,7 +65,10 @@ async def test_a_lost_socket_ends_what_ran_on_it_and_another_is_opened(live: Any
             transport._socket.transport.abort()
             with pytest.raises(StreamBroken):
                 await branches.wait()
-        assert await client.models()
+        live.service.refuses = TenantQueueFull(3, 3, 7.2)
+        with pytest.raises(TenantQueueFull) as told:
+            await client.complete("abc")
+        assert told.value.retry_after_s == 8.0
 
 
 async def test_what_a_frame_cannot_say_is_refused(live: Any, tmp_path: Any) -> None:
@@ -83,6 +85,8 @@ async def test_what_a_frame_cannot_say_is_refused(live: Any, tmp_path: Any) -> N
     with pytest.raises(ConnectionFailed):
         async with AsyncMallee(transport=AsyncLiveTransport("http://127.0.0.1:1")) as nobody:
             await nobody.models()
+    with pytest.raises(MalleeError, match="http://localhost:1"):
+        AsyncLiveTransport("localhost:1")
 
 
 async def test_openais_client_goes_over_the_socket(live: Any) -> None:
@@ -100,26 +104,71 @@ async def test_openais_client_goes_over_the_socket(live: Any) -> None:
             await client.completions.create(model="tiny/bytes", prompt="abc", max_tokens=10**6)
 
 
-async def test_a_silent_server_is_not_waited_for(live: Any) -> None:
-    live.service.holds_after = 2
-    transport = AsyncLiveTransport(live.url)
-    async with AsyncMallee(live.url, transport=transport, timeout_s=30.0) as client:
-        with pytest.raises(StreamBroken, match="in time"):
-            await client.stream("abc").wait()
-        assert await client.models()
+async def test_openai_s_client_is_the_transport(live: Any) -> None:
+    """I17, part: one connection for both, whose client stays open; whole answers, streams, errors."""
+
+    def ask(theirs: openai.OpenAI) -> None:
+        with Mallee.from_openai(theirs, model="tiny/bytes") as client:
+            assert (client.base_url, client.max_retries) == (live.url, 0)
+            assert client._http.timeout.read == 7
+            assert client._headers["Authorization"] == "Bearer none"
+            assert [each.text for each in client.complete("abc", n=2)] == TEXTS[:2]
+            capsule = client.prefill("abc")
+            with capsule.fork(2) as branches:
+                assert "".join(e.text for e in branches if not e.index) == TEXTS[0]
+            with pytest.raises(UnknownCapsule):
+                client.capsule("never")
+        assert theirs.models.list().data
+        assert len(live.server._connections._open) == 1
+
+    await with_theirs(live, ask, max_retries=0, timeout=7)
 
 
-def test_an_address_without_http_is_refused_with_the_remedy() -> None:
-    with pytest.raises(MalleeError, match="http://localhost:1"):
-        AsyncLiveTransport("localhost:1")
+async def with_theirs(live: Any, work: Callable[[openai.OpenAI], None], **more: Any) -> None:
+    """Do `work` with a synchronous client of theirs, in a thread."""
+
+    def begin() -> None:
+        with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", **more) as theirs:
+            work(theirs)
+
+    await asyncio.to_thread(begin)
 
 
-async def test_an_answer_of_openais_client_is_forked(live: Any) -> None:
-    """I17, part: by its address and key, and the capsule that the answer names."""
-    async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none") as client:
-        answer = await client.completions.create(model="tiny/bytes", prompt="abc")
+async def test_openai_s_asynchronous_client_too(live: Any) -> None:
+    """I17, part: and its answers are forked."""
+    async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none") as theirs:
+        async with AsyncMallee.from_openai(theirs) as client:
+            assert [each.text for each in await client.complete("abc", n=2)] == TEXTS[:2]
+            live.service.holds_after = 2
+            async with client.stream("abc", n=2) as branches:
+                async for _ in branches:
+                    break
+            await until(live.service.closed.is_set)
+            live.service.reset()
+            with pytest.raises(UnknownCapsule):
+                await client.capsule("never")
+        assert (await theirs.models.list()).data
+        # By its address and key, and the capsule that an answer names, as well.
+        answer = await theirs.completions.create(model="tiny/bytes", prompt="abc")
         name = (answer.choices[0].model_extra or {})["mallee"]["capsule"]
         live.service.capsules[name] = live.service.capsules["req_x.0"]
-        async with AsyncMallee(str(client.base_url), api_key=client.api_key) as mallee:
-            capsule = await mallee.capsule(name)
-            assert [each.text for each in await capsule.fork(3).wait()] == TEXTS
+        async with AsyncMallee(str(theirs.base_url), api_key=theirs.api_key) as mallee:
+            forked = await (await mallee.capsule(name)).fork(2).wait()
+            assert [each.text for each in forked] == TEXTS[:2]
+
+
+async def test_its_errors_are_ours(live: Any) -> None:
+    nowhere = openai.OpenAI(base_url="http://127.0.0.1:1/v1", api_key="none", max_retries=0)
+    with nowhere, Mallee.from_openai(nowhere) as client, pytest.raises(ConnectionFailed):
+        client.models()
+
+    def ask(theirs: openai.OpenAI) -> None:
+        live.service.holds_after = 2
+        with Mallee.from_openai(theirs) as client, pytest.raises(StreamBroken, match="ReadTimeout"):
+            client.stream("abc").wait()
+        with pytest.raises(InvalidParameter, match="AsyncOpenAI"):
+            AsyncMallee.from_openai(theirs)  # type: ignore[arg-type]
+        with pytest.raises(InvalidParameter, match=r"give an openai\.OpenAI"):
+            Mallee.from_openai("http://127.0.0.1")  # type: ignore[arg-type]
+
+    await with_theirs(live, ask, timeout=7)

@@ -1,15 +1,18 @@
-"""Connections that stay half open, and clients that read slowly, against a real server."""
+"""Connections that stay half open, and clients that read slowly or not at all."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import psutil
 import pytest
+from starlette.types import Message
 
 from mallee.actors.http.entry.middleware import BODY_S
+from mallee.actors.http.sse import DONE, EventStream
 from mallee.actors.proxy.connections import HEAD_S, MIN_READ_RATE, REFUSED_S, WRITE_S
 from support.waiting import elapse, until
 
@@ -60,6 +63,9 @@ async def test_half_open_connections_are_cut_and_the_service_goes_on(
         endings = await asyncio.gather(*(conn.read_rest() for conn in conns))
         assert limit_s <= now() - began <= limit_s + LOOKS_S
         assert all(raw.startswith(answer) for raw in endings)
+        if b'"prompt"' in sent:
+            assert all(b"slow_body" in raw and b"9 bytes" in raw for raw in endings)
+            assert all(b"connection: close" in raw for raw in endings)
         assert await ask(live) == 200
     await until(lambda: process.num_fds() <= before + 2)
     assert len(live.service.streams) == 3  # those of `ask`
@@ -207,3 +213,105 @@ async def test_connections_beyond_all_are_refused(
         assert now() - began <= REFUSED_S + LOOKS_S
     await until(lambda: not limits._open)
     assert await ask(live) == 200
+
+
+async def numbers(*pauses_s: float) -> AsyncGenerator[bytes, None]:
+    """An event after each pause."""
+    for number, pause_s in enumerate(pauses_s):
+        await elapse(pause_s)
+        yield b"data: %d\n\n" % number
+
+
+async def play(
+    events: AsyncGenerator[bytes, None],
+    write: Callable[[int], Awaitable[None]] | None = None,
+    **options: Any,
+) -> tuple[list[Message], bool]:
+    """The messages that a stream tried to send, and whether it was closed. `write` waits for the client."""
+    sent: list[Message] = []
+    is_closed = False
+
+    async def never() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        if write is not None:
+            await write(len(sent))
+
+    async def close() -> None:
+        nonlocal is_closed
+        is_closed = True
+
+    async with asyncio.timeout(5):
+        await EventStream(events, close, {}, **options)({}, never, send)
+    return sent, is_closed
+
+
+async def test_a_client_that_takes_nothing_loses_its_stream(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its branches are closed, the answer stays incomplete: the server then cuts the connection."""
+    events = numbers(*[0.0] * 10)
+
+    async def write(number: int) -> None:
+        if number == 4:
+            await asyncio.Event().wait()
+
+    with caplog.at_level(logging.WARNING):
+        sent, is_closed = await play(events, write, max_write_s=0.02)
+    assert is_closed
+    assert await anext(events, None) is None, "it is ended"
+    assert [message.get("body") for message in sent[1:]] == [b"data: %d\n\n" % i for i in range(3)]
+    assert all(message["more_body"] for message in sent[1:])
+    assert "took nothing of its stream for 0.02 s" in caplog.text
+
+
+async def test_short_waits_are_no_long_one_together() -> None:
+    """Each write waits half of the limit: the stream takes several times as long as it."""
+    sent, _ = await play(numbers(*[0.0] * 6), lambda _: elapse(0.02), max_write_s=0.04)
+    assert len(sent) == 8
+    assert not sent[-1]["more_body"]
+    assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
+
+
+async def test_the_end_mark_ends_the_body_in_the_same_write() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: 1\n\n" + DONE
+
+    sent, _ = await play(events())
+    assert sent[1:] == [
+        {"type": "http.response.body", "body": b"data: 1\n\n" + DONE, "more_body": False}
+    ]
+
+
+async def test_a_silent_stream_tells_that_it_lives() -> None:
+    """Between events alone, and no more once it has ended."""
+    sent, _ = await play(numbers(0.0, 0.0, 0.13, 0.07), idle=b"?", idle_s=0.05)
+    await elapse(0.12)
+    text = b"".join(message.get("body", b"") for message in sent)
+    assert text == b"data: 0\n\ndata: 1\n\n??data: 2\n\n?data: 3\n\n"
+
+
+async def test_an_event_waits_for_what_is_written_of_silence() -> None:
+    is_writing = False
+
+    async def write(_: int) -> None:
+        nonlocal is_writing
+        assert not is_writing, "two writes at once"
+        is_writing = True
+        await elapse(0.06)
+        is_writing = False
+
+    sent, _ = await play(numbers(0.05), write, idle=b"?", idle_s=0.03)
+    assert [message.get("body", b"") for message in sent] == [b"", b"?", b"data: 0\n\n", b""]
+
+
+async def test_a_client_that_takes_nothing_of_silence_is_cut_at_the_next_event() -> None:
+    async def write(number: int) -> None:
+        if number > 1:
+            await asyncio.Event().wait()
+
+    sent, _ = await play(numbers(0.1), write, idle=b"?", idle_s=0.02, max_write_s=0.05)
+    assert len(sent) == 2, "one write at a time"
