@@ -77,31 +77,31 @@ class Fallible:
         return getattr(self._inner, name)
 
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
-        self._fail("before")
+        self.fail_at("before")
         logits = self._inner.forward(batch)
-        self._fail("after")
+        self.fail_at("after")
         return logits
 
     def forward_drawn(self, *given: Any) -> Sequence[Logits]:
-        self._fail("before")
+        self.fail_at("before")
         logits: Sequence[Logits] = self._inner.forward_drawn(*given)  # type: ignore[attr-defined]
-        self._fail("after")
+        self.fail_at("after")
         return logits
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:
-        self._fail("sampling")
+        self.fail_at("sampling")
         return self._inner.sample(draws)
 
     def launch_draws(self, draws: Sequence[Draw]) -> Drawing:
-        self._fail("sampling")
+        self.fail_at("sampling")
         drawing: Drawing = self._inner.launch_draws(draws)  # type: ignore[attr-defined]
         return drawing
 
     def keep(self, logits: Logits) -> Logits:
-        self._fail("keeping")
+        self.fail_at("keeping")
         return self._inner.keep(logits)
 
-    def _fail(self, point: str) -> None:
+    def fail_at(self, point: str) -> None:
         if self.fails == point:
             self.fails = None
             raise self.error
@@ -365,7 +365,7 @@ class EngineMachine(RuleBasedStateMachine):
             for update in frame.updates:
                 self.take(update)
 
-    @rule(point=st.sampled_from(["before", "after", "sampling", "keeping"]))
+    @rule(point=st.sampled_from(["before", "after", "sampling", "keeping", "collecting"]))
     def fail_soon(self, point: str) -> None:
         """One of the next passes raises (I18): the step is as if it had not begun."""
         self.forward.fails = point

@@ -9,7 +9,7 @@ import pytest
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import DeviceMemoryExhausted
 from mallee.protocol.ids import branch_seed
-from mallee.protocol.messages import Capture, Fork, Generate, Limits, Prefill, Sampling, pack_tokens
+from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.forward import MockForward, linear_tokens
 from mallee.testing.random_model import random_model
 from mallee.worker.ahead import REST_STEPS, AheadStats
@@ -24,7 +24,6 @@ from mallee.worker.sched.scheduler import Scheduler
 from mallee.worker.speculation.speculator import SpeculationConfig
 from support import flashinfer_emulator
 from support.driving import drive, engine_over
-from support.engine_machine import PassFailed
 from support.fake_device import Call, FakeDevice
 from support.recorded_graphs import RecordedGraphs
 
@@ -137,16 +136,6 @@ class _Waiting(FakeDevice):
         raise DeviceMemoryExhausted("nothing is launched ahead")
 
 
-def test_what_ends_by_its_length_is_not_launched() -> None:
-    device = FakeDevice(mock(), wrong=0.0)
-    engine = over(device)
-    for i in range(3):
-        engine.submit(generate(f"r{i}", [i], 4 + i), "g")
-    assert answers(engine) == {(f"r{i}", 0): expect([i], 4 + i) for i in range(3)}
-    # Of n tokens the first follows the prompt, and the second is computed in the step after it.
-    assert engine.stats().ahead == AheadStats(sum(4 + i - 2 for i in range(3)), 0)
-
-
 @pytest.mark.parametrize(
     ("switches", "sampling"),
     [
@@ -196,16 +185,6 @@ def test_rows_that_wait_for_a_prompt_are_computed_with_it() -> None:
 # What becomes of them
 
 
-def test_wrong_guesses_are_computed_again() -> None:
-    """I5, part: every one of them."""
-    engine = over(FakeDevice(mock(), wrong=1.0))
-    for i in range(3):
-        engine.submit(generate(f"r{i}", [i, 7], 12), "g")
-    assert answers(engine) == {(f"r{i}", 0): expect([i, 7], 12) for i in range(3)}
-    stats = engine.stats().ahead
-    assert stats.num_void == stats.num_rows == 30
-
-
 def test_the_pass_of_a_step_outlives_one_that_only_draws() -> None:
     """D19, part: a fork arrives while others decode; its branches draw, and nothing is computed twice."""
     inner = mock()
@@ -222,57 +201,6 @@ def test_the_pass_of_a_step_outlives_one_that_only_draws() -> None:
     assert found["r", 0] == expect([9], 20)[5:]
     assert engine.stats().ahead.num_void == 0
     assert inner.num_tokens == 5 + 1 + 19 + 3 * 5
-
-
-@pytest.mark.parametrize("num_steps", range(2, 12))
-def test_a_captured_branch_goes_on_in_a_copy_of_its_block(num_steps: int) -> None:
-    """F2, part: the slot that was written ahead is the capsule's; the branch computes its own."""
-    engine = over(FakeDevice(mock(), wrong=0.0))
-    engine.submit(generate("r", [5, 6, 7], 20), "g")
-    begun = joined([step(engine) for _ in range(num_steps)], "r")
-    engine.submit(Capture("c", "r"), "g")
-    rest = answers(engine)["r", 0]
-    assert [*begun, *rest] == expect([5, 6, 7], 20)
-    engine.submit(Fork("again", "c.0", (b"",), Limits(0), resumes=True), "g")
-    seen = len(begun)
-    assert answers(engine)["again", 0] == expect([5, 6, 7], 20)[seen:]
-    num_void = 0 if (3 + seen - 1) % 4 == 0 else 1  # at a block's end nothing is shared in part
-    assert engine.stats().ahead.num_void == num_void
-
-
-@pytest.mark.parametrize("often", [2, 3])
-def test_a_step_that_fails_while_a_pass_is_under_way_is_taken_again(often: int) -> None:
-    """I18, part: of two tokens, so that a guess for another position is often right."""
-    inner = MockForward(mock_spec(vocab_size=2), num_blocks=64, block_size=4)
-    engine = over(_Shaky(inner, wrong=0.0, often=often))
-    for i in range(3):
-        engine.submit(generate(f"r{i}", [i % 2] * (i + 1), 30), "g")
-    found: dict[tuple[str, int], list[int]] = {}
-    num_failed = 0
-    while engine.has_work:
-        try:
-            for key, tokens in step(engine).items():
-                found.setdefault(key, []).extend(tokens)
-        except PassFailed:
-            num_failed += 1
-            engine.check()
-    assert num_failed > 10
-    for i in range(3):
-        prompt, seed = [i % 2] * (i + 1), branch_seed(HOT.seed, 0)
-        assert found[f"r{i}", 0] == linear_tokens(inner.spec, prompt, 30, sampling=HOT, seed=seed)
-    assert engine.stats().ahead.num_void >= num_failed
-
-
-class _Shaky(FakeDevice):
-    """Every so many draws can't be fetched."""
-
-    def __init__(self, *given: Any, often: int, **more: Any) -> None:
-        super().__init__(*given, **more)
-        self._often = often
-
-    def tell(self, call: Call, number: int) -> None:
-        if call == "collect" and number % self._often == 1:
-            raise PassFailed
 
 
 def test_a_pass_ahead_without_memory_ends_no_branch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +223,7 @@ def test_a_pass_ahead_without_memory_ends_no_branch(monkeypatch: pytest.MonkeyPa
 
 
 def test_logits_that_nobody_wants_are_gone_before_the_next_are_made() -> None:
-    """I26, part: a pass of wrong guesses takes no memory beside that of the pass in its place."""
+    """I5, part, I26, part: a pass of wrong guesses takes no memory beside that of the pass in its place."""
     device = _Frugal(mock(), wrong=1.0, eagerness=1.0)
     engine = over(device)
     engine.submit(generate("r", [4, 4], 12), "g")

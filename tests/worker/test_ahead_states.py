@@ -38,7 +38,7 @@ from support.engine_machine import (
     make_engine,
 )
 from support.examples import examples
-from support.fake_device import FakeDevice, Twin
+from support.fake_device import Call, FakeDevice, Twin
 from support.tiered_machine import TieredMachine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -152,7 +152,13 @@ class FallibleAhead(EngineMachine):
     is_ahead = True
 
     def make_forward(self) -> Forward:
-        return cast(Forward, FakeDevice(EngineMachine.make_forward(self), seed=2))
+        return cast(
+            Forward, FakeDevice(EngineMachine.make_forward(self), seed=2, told=self.collect)
+        )
+
+    def collect(self, call: Call, number: int) -> None:
+        if call == "collect":
+            self.forward.fail_at("collecting")
 
     def make_linear(self) -> Forward:
         return EngineMachine.make_forward(self)
@@ -179,6 +185,7 @@ class TieredAhead(TieredMachine):
     checks: ClassVar[KVChecks] = KVChecks()
     is_ahead = True
     make_forward = FallibleAhead.make_forward
+    collect = FallibleAhead.collect
     make_linear = FallibleAhead.make_linear
 
 
