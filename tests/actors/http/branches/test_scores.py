@@ -2,8 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,68 +74,42 @@ async def scene(
             assert gateway.failure is None
 
 
-class Steps:
-    """The steps of an engine, which can be held up; `branches` has the indexes that ran in each."""
-
-    def __init__(self) -> None:
-        self.branches: list[set[int]] = []
-        self._gate = threading.Event()
-        self._gate.set()
-
-    def hold(self) -> int:
-        """Let no further step begin. Returns how many have."""
-        self._gate.clear()
-        return len(self.branches)
-
-    def go_on(self) -> None:
-        self._gate.set()
-
-    def seen(self, engine: Engine) -> None:
-        self._gate.wait(10)
-        self.branches.append({branch.index for branch in engine.branches})
-
-
-@contextmanager
-def steps_of(engine: Engine) -> Iterator[Steps]:
-    steps, step = Steps(), engine.step
-
-    def watched() -> Any:
-        steps.seen(engine)
-        return step()
-
-    engine.step = watched  # type: ignore[method-assign]
-    try:
-        yield steps
-    finally:
-        steps.go_on()
-
-
-async def test_a_poor_branch_ends_within_one_step_of_the_verdict() -> None:
+async def test_a_poor_branch_ends_within_one_step_of_the_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """F19, F28, part: even if nothing else comes; its capsule goes on as the undisturbed branch."""
     async with scene() as s:
         texts = await s.undisturbed()
-        held = 0
-        with steps_of(s.engine) as steps:
+        ran: list[set[int]] = []  # the branches of each step
+        held, gate, step = 0, threading.Event(), s.engine.step
+        gate.set()
 
-            def score(branch: dict[str, Any]) -> float:
-                nonlocal held
-                if branch["index"] != 1 or branch["tokens"] < 40:
-                    return 1.0
-                held = held or steps.hold()
-                return 0.25
+        def watched() -> Any:
+            gate.wait(10)
+            ran.append({branch.index for branch in s.engine.branches})
+            return step()
 
-            s.verifier.score = score
-            asking = asyncio.create_task(s.choices())
-            gateway = s.fleet.gateways[0]
-            await until(lambda: held > 0)
-            # The engine stands still in a step, and the verdict ends the branch all the same.
-            await until(lambda: _num_open(gateway) == 2)
-            assert len(steps.branches) <= held + 1
-            steps.go_on()
-            choices = await asking
-            # The step that was under way may have it; no later one.
-            assert all(1 not in ran for ran in steps.branches[held + 1 :])
-            assert any({0, 2} <= ran for ran in steps.branches[held + 1 :])
+        def score(branch: dict[str, Any]) -> float:
+            nonlocal held
+            if branch["index"] != 1 or branch["tokens"] < 40:
+                return 1.0
+            gate.clear()  # no further step begins
+            held = held or len(ran)
+            return 0.25
+
+        monkeypatch.setattr(s.engine, "step", watched)
+        s.verifier.score = score
+        asking = asyncio.create_task(s.choices())
+        gateway = s.fleet.gateways[0]
+        await until(lambda: held > 0)
+        # The engine stands still in a step, and the verdict ends the branch all the same.
+        await until(lambda: _num_open(gateway) == 2)
+        assert len(ran) <= held + 1
+        gate.set()
+        choices = await asking
+        # The step that was under way may have it; no later one.
+        assert all(1 not in each for each in ran[held + 1 :])
+        assert any({0, 2} <= each for each in ran[held + 1 :])
         ends = [(c["finish_reason"], c["mallee"].get("ended_by")) for c in choices]
         assert ends == [("length", None), ("condition", "score"), ("length", None)]
         assert [c["mallee"]["score"] for c in choices] == [1.0, 0.25, 1.0]

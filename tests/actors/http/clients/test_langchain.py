@@ -120,19 +120,6 @@ async def test_langchain_streams_and_takes_many(chat: Any) -> None:
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_langchain_runs_a_loop_with_tools(chat: Any, live: Any, get_weather: Any) -> None:
-    """I17, part: `bind_tools`: the call, its result sent back, the answer."""
-    live.service.reply = calls_once(live)
-    model = chat().bind_tools([get_weather])
-    history = [messages.HumanMessage(QUESTION)]
-    history.append(model.invoke(history))
-    (call,) = history[-1].tool_calls
-    assert (call["name"], call["args"]) == ("get_weather", {"city": "Oslo", "days": 2})
-    history.append(get_weather.invoke(call))
-    assert model.invoke(history).text == "It rains."
-
-
-@pytest.mark.parametrize("api", APIS)
 def test_langchain_puts_streamed_calls_together(chat: Any, live: Any, get_weather: Any) -> None:
     """I17, part: a call in a stream; a forced one is drawn under a grammar."""
     live.service.reply = calls_once(live)

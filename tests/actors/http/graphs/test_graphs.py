@@ -236,15 +236,6 @@ async def test_a_graph_that_is_deleted_ends_and_is_forgotten() -> None:
         await nothing_left(client, fleet)
 
 
-async def test_a_client_that_hangs_up_ends_its_graph() -> None:
-    async with tiny_api(MODEL, 1) as (client, fleet):
-        async with streamed(client, DOC, branch("a", max_tokens=1500), tool("t")) as s:
-            name = (await s.until("node.delta"))["id"]
-        await nothing_left(client, fleet)
-        found = (await client.get(f"/v1/graphs/{name}")).json()
-        assert found["status"] == "cancelled"
-
-
 async def test_capsules_stay_where_they_are_kept() -> None:
     async with tiny_api(MODEL, 1) as (client, fleet):
         found = await run(client, {**DOC, "keep": True}, branch("a", keep=True), branch("b"))
