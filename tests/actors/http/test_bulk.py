@@ -13,15 +13,11 @@ from hypothesis import strategies as st
 from mallee.actors.access.access import Access
 from mallee.actors.access.keys import new_key
 from mallee.actors.gateway.service import CapsuleInfo
-from mallee.actors.gateway.shared.records import SharedRecords
 from mallee.actors.http.capsules import bulk
 from mallee.actors.http.capsules.bulk import TIERS
-from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.errors import StorageFailed, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, Scope, WorkerId
 from mallee.protocol.messages import CapsuleStatus
-from mallee.protocol.model import ModelSpec
-from mallee.testing.bus import LocalBus, LocalHub
 from mallee.testing.random_model import random_model
 from support.examples import examples
 from support.plain_ids import SCOPES
@@ -35,21 +31,9 @@ MODEL = random_model("llama", 5, max_position_embeddings=2048)
 class Shelf:
     """A service's capsules, by scope; `inspect` tells what a worker would."""
 
-    def __init__(self) -> None:
-        self.model = ModelSpec(
-            **{"name": "m", "fingerprint": "f" * 16, "vocab_size": 300, "max_model_len": 256},
-            **{"num_layers": 2, "num_kv_heads": 1, "head_dim": 8, "dtype_nbytes": 4},
-            eos_token_ids=(256,),
-        )
-        self.gateway_metrics = GatewayMetrics()
-        self.records = SharedRecords(
-            LocalBus(LocalHub()),
-            gateway="g0",
-            fleet="test",
-            num_others=lambda: 0,
-            belongs=SCOPES.belongs,
-        )
-        self.new_name = SCOPES.new
+    def __init__(self, service: Any) -> None:
+        self.model, self.records = service.model, service.records
+        self.gateway_metrics, self.new_name = service.gateway_metrics, service.new_name
         self.held: dict[Scope, dict[CapsuleId, CapsuleInfo]] = {}
         self.silent: set[CapsuleId] = set()
         self.broken: set[CapsuleId] = set()
@@ -113,8 +97,8 @@ def is_meant(info: CapsuleInfo, asked: dict[str, str]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def call_with_shelf(call_over: Any) -> Any:
-    shelf = Shelf()
+def call_with_shelf(call_over: Any, fake_service: Any) -> Any:
+    shelf = Shelf(fake_service())
     return call_over(shelf), shelf
 
 
@@ -197,12 +181,12 @@ def test_more_than_a_page_is_deleted_at_once(call_with_shelf: Any, query: str) -
 
 
 def test_looking_through_a_scope_counts_as_a_request_of_its_key(
-    call_over: Any, tmp_path: Path
+    call_over: Any, service: Any, tmp_path: Path
 ) -> None:
     """F10, part: it takes as long as the scope is large."""
     key, file = new_key("alice", "client", None), tmp_path / "keys.yaml"
     file.write_text(yaml.safe_dump({"keys": [{**key.entry, "requests_per_minute": 3}]}))
-    call = call_over(Shelf(), Access(file, {}))
+    call = call_over(Shelf(service), Access(file, {}))
 
     def status(method: str, path: str) -> int:
         headers = {"authorization": f"Bearer {key.token}"}

@@ -8,7 +8,6 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-import tokenizers
 from llguidance import LLMatcher
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
@@ -22,7 +21,7 @@ from mallee.actors.text.tools.formats import FORMATS
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.messages import Grammar
 from mallee.worker.model.sampling.grammar import TokenGrammars
-from support.grammar_lab import TEXT
+from support.grammar_lab import train
 
 WEATHER = {
     "type": "object",
@@ -56,16 +55,7 @@ class Model:
     """A tokenizer in whose vocabulary the marks of a family are tokens, as in its models."""
 
     def __init__(self, folder: Path, form: str) -> None:
-        inner = tokenizers.Tokenizer(tokenizers.models.BPE())
-        inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        inner.decoder = tokenizers.decoders.ByteLevel()
-        trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=420,
-            special_tokens=["<end>"],
-            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        inner.train_from_iterator(TEXT * 50, trainer)
+        inner = train(folder / "tokenizer.json")
         inner.add_tokens(list(PLAIN_MARKS))
         marks = [mark for mark in FORMATS[form].marks if mark not in PLAIN_MARKS]
         inner.add_special_tokens(marks)
@@ -164,7 +154,10 @@ def test_required_calls_conform_to_their_schema(form: str, model: Model) -> None
 
 @pytest.mark.slow
 def test_a_single_call_is_a_single_one(form: str, model: Model) -> None:
-    """I17: `parallel_tool_calls: false` with required, and with free text beside it."""
+    """I17: `parallel_tool_calls: false` with required, and with free text beside it.
+
+    If `tool_choice` names a function, it is that.
+    """
     for mode in ("required", "auto"):
         grammar = grammar_of(form, model, mode, several=False)
         for seed in range(6):
@@ -172,13 +165,8 @@ def test_a_single_call_is_a_single_one(form: str, model: Model) -> None:
             assert len(found.calls) <= 1
             assert found.calls or mode == "auto"
             check_calls(found)
-
-
-def test_a_named_function_is_the_one_that_is_called(form: str, model: Model) -> None:
-    """I17: `tool_choice` names a function."""
     named = {"get_weather": FUNCTIONS["get_weather"]}
-    grammar = grammar_of(form, model, functions=named)
-    found = read(form, model.write(grammar, 3))
+    found = read(form, model.write(grammar_of(form, model, functions=named), 3))
     assert {call.name for call in found.calls} == {"get_weather"}
 
 
@@ -235,16 +223,6 @@ def test_calls_beside_a_form_of_text(form: str, model: Model) -> None:
     other = OutputFormat(Grammar("regex", "a+"), "guided_regex")
     with pytest.raises(InvalidParameter, match="guided_regex"):
         grammar_of(form, model, "auto", output=other)
-
-
-def test_free_choice_has_no_grammar() -> None:
-    free = answer_form(
-        *(FORMATS["hermes"], ToolChoice("auto", FUNCTIONS), FREE_TEXT, {}),
-        several=True,
-        thinking=None,
-        is_open=False,
-    )
-    assert free.grammar is None
 
 
 def test_too_much_of_it_is_refused_by_name() -> None:

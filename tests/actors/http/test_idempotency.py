@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -27,8 +28,7 @@ def keyed(key: str, **more: str) -> dict[str, str]:
 
 @pytest.fixture
 async def client(call: Any) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app=call.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with call.client() as client:
         yield client
 
 
@@ -60,16 +60,8 @@ async def test_a_key_sent_again_gets_the_same_answer_and_runs_nothing(
     other = await client.post(path, json=body, headers=keyed("b"))
     assert REPLAYED not in other.headers
     assert len(call.service.streams) == 2 * num
-
-
-async def test_replays_are_counted_as_answers_of_their_path(
-    client: httpx.AsyncClient, call: Any
-) -> None:
-    for _ in range(2):
-        await client.post(FORK, json={"n": 2}, headers=keyed("a"))
-    text = call.service.gateway_metrics.render().decode()
-    counted = [line for line in text.splitlines() if "/v1/capsules/{capsule}/fork" in line]
-    assert any(line.endswith(" 2.0") for line in counted), counted
+    counted = call.service.gateway_metrics.render().decode()
+    assert '",status="200"} 3.0' in counted, "replays are answers of their path"
 
 
 async def test_another_request_under_a_key_is_refused_by_name(client: httpx.AsyncClient) -> None:
@@ -82,24 +74,23 @@ async def test_another_request_under_a_key_is_refused_by_name(client: httpx.Asyn
         assert "'once'" in error["message"]
 
 
-@pytest.mark.parametrize("key", ["", "k" * 256, "a\tb"])
-async def test_keys_are_short_and_printable(client: httpx.AsyncClient, key: str) -> None:
-    answer = await client.post(PATH, json={"prompt": "abc"}, headers=keyed(key))
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [(PATH, ""), (PATH, "k" * 256), (PATH, "a\tb"), ("/v1/capsules/import", "a")],
+)
+async def test_keys_are_short_and_printable_and_not_of_an_import(
+    client: httpx.AsyncClient, path: str, key: str
+) -> None:
+    answer = await client.post(path, json={"prompt": "abc"}, headers=keyed(key))
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "idempotency-key"
-
-
-async def test_an_import_takes_no_key(client: httpx.AsyncClient) -> None:
-    answer = await client.post("/v1/capsules/import", content=b"x", headers=keyed("a"))
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "idempotency-key")
 
 
 async def test_keys_belong_to_a_scope(call_with: Any) -> None:
     """Tenants, salts, and callers who see workers, each have keys of their own."""
     call = call_with(HttpSettings(), Access(None, {"MALLEE_API_KEY": "k" * 16}))
     operator = {"Authorization": f"Bearer {'k' * 16}"}
-    transport = httpx.ASGITransport(app=call.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with call.client() as client:
         scopes = [{}, {"x-tenant-id": "t"}, {"x-tenant-id": "u"}, {"x-cache-salt": "s"}]
         for headers in scopes:
             body = {"prompt": f"of {headers}"}
@@ -144,8 +135,7 @@ async def test_answers_are_kept_for_a_time_and_in_bounded_memory(
     call_with: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = call_with(HttpSettings(replay_ttl_s=60.0, replay_max_mib=1))
-    transport = httpx.ASGITransport(app=call.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with call.client() as client:
 
         async def is_replayed(key: str) -> bool:
             answer = await client.post(PATH, json={"prompt": "abc"}, headers=keyed(key))
@@ -185,25 +175,15 @@ def _middleware(call: Any) -> Any:
     return app
 
 
-class Reading:
+@asynccontextmanager
+async def reading(live: Any, key: str) -> AsyncIterator[httpx.Response]:
     """A stream that is read over a real connection, until the caller leaves."""
-
-    def __init__(self, live: Any, key: str, **body: Any) -> None:
-        self._live = live
-        self._body = {"prompt": "abc", "stream": True, **body}
-        self._key = key
-
-    async def __aenter__(self) -> httpx.Response:
-        self._client = httpx.AsyncClient(base_url=self._live.url)
-        request = self._client.build_request(
-            "POST", PATH, json=self._body, headers=keyed(self._key)
-        )
-        self.response = await self._client.send(request, stream=True)
-        return self.response
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.response.aclose()
-        await self._client.aclose()
+    body = {"prompt": "abc", "stream": True}
+    async with (
+        httpx.AsyncClient(base_url=live.url, headers=keyed(key)) as client,
+        client.stream("POST", PATH, json=body) as response,
+    ):
+        yield response
 
 
 async def events(response: httpx.Response, num: int) -> list[str]:
@@ -216,25 +196,18 @@ async def events(response: httpx.Response, num: int) -> list[str]:
     return found
 
 
-async def test_a_running_stream_is_joined_from_its_beginning(live: Any) -> None:
-    live.service.holds_after = 3
-    async with Reading(live, "join") as first:
-        seen = await events(first, 3)
-        async with Reading(live, "join") as second:
-            assert second.headers[REPLAYED] == "true"
-            assert await events(second, 3) == seen
-    assert len(live.service.streams) == 1
-
-
-async def test_a_stream_goes_on_for_a_client_that_comes_back(
+async def test_a_stream_is_joined_from_its_beginning_and_goes_on_for_a_client_that_comes_back(
     live: Any,
 ) -> None:
     live.service.holds_after = 3
-    async with Reading(live, "back") as first:
+    async with reading(live, "back") as first:
         seen = await events(first, 2)
+        async with reading(live, "back") as beside:
+            assert beside.headers[REPLAYED] == "true"
+            assert await events(beside, 2) == seen
     await elapse(GRACE_S - 0.1)
     assert not live.service.closed.is_set()
-    async with Reading(live, "back") as second:
+    async with reading(live, "back") as second:
         assert (await events(second, 3))[:2] == seen
     assert len(live.service.streams) == 1
     await elapse(GRACE_S - 0.1)
@@ -242,7 +215,7 @@ async def test_a_stream_goes_on_for_a_client_that_comes_back(
     await elapse(0.2)
     assert live.service.closed.is_set(), "nobody came back"
     live.service.holds_after = None
-    async with Reading(live, "back") as third:
+    async with reading(live, "back") as third:
         assert REPLAYED not in third.headers
 
 
@@ -253,6 +226,34 @@ async def test_an_answer_without_a_reader_is_cancelled_at_once(live: Any) -> Non
         with pytest.raises(httpx.ReadTimeout):
             await client.post(PATH, json={"prompt": "abc"}, headers=keyed("gone"), timeout=0.3)
     await until(live.service.closed.is_set)
+
+
+async def test_a_key_sent_again_at_once_after_hanging_up_runs_again(live: Any) -> None:
+    """The run that is given up may take its time; its refusal is for nobody."""
+    service, going = live.service, asyncio.Event()
+
+    async def held(stream: Any) -> AsyncIterator[Any]:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await going.wait()
+        yield
+
+    service.script = held
+    async with httpx.AsyncClient(base_url=live.url, headers=keyed("again")) as client:
+        gone = asyncio.create_task(client.post(PATH, json={"prompt": "abc"}))
+        await until(service.started.is_set)
+        gone.cancel()
+        await elapse(1)
+        service.script = service.plain
+        second = asyncio.create_task(client.post(PATH, json={"prompt": "abc"}))
+        await elapse(1)
+        going.set()
+        answer = await second
+        assert (answer.status_code, len(service.streams)) == (200, 2)
+        third = await client.post(PATH, json={"prompt": "abc"})
+        assert third.content == answer.content
+        assert len(service.streams) == 2
 
 
 async def test_a_long_stream_waits_for_its_readers_and_is_not_kept(

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from mallee.actors.access.access import Access
 from mallee.actors.config import HttpSettings
-from mallee.actors.http import api as api_module
 from mallee.actors.http import schemas
 from mallee.actors.http.answers import prediction_tokens
 from mallee.actors.http.openapi.document import document, statuses, template
@@ -193,17 +192,3 @@ def test_usage_describes_the_drafted_tokens() -> None:
     assert "completion_tokens_details" in schemas_of["UsageBody"]["properties"]
     assert "completion_tokens_details" not in schemas_of["UsageBody"]["required"]
     assert schemas_of["CompletionDetails"]["properties"].keys() == prediction_tokens((3, 1)).keys()
-
-
-def test_the_document_and_its_page_are_written_once(
-    call: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = ("/openapi.json", "/docs")
-    first = [call.raw("GET", path).content for path in paths]
-
-    def fail(*_: Any) -> Any:
-        raise AssertionError("written again")
-
-    for name in ("document", "page"):
-        monkeypatch.setattr(api_module, name, fail)
-    assert [call.raw("GET", path).content for path in paths] == first

@@ -13,10 +13,9 @@ from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.ids import COMMON
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import MakeTiers
-from mallee.worker.storage.volume import VolumeConfig
 from support.live_fleet import LiveFleet, lose
 from support.tiny_fleet import post, tiny_api
-from support.volumes import ROOMY, volume_tiers
+from support.volumes import volume_tiers
 from support.waiting import until
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
@@ -25,7 +24,7 @@ SAMPLED = {"ignore_eos": True, "seed": 3, "temperature": 1.0, "max_tokens": 12}
 
 
 def api(
-    folder: Path | None, *, host_blocks: int = 64, config: VolumeConfig = ROOMY
+    folder: Path | None, *, host_blocks: int = 64
 ) -> AbstractAsyncContextManager[tuple[httpx.AsyncClient, LiveFleet]]:
     """One gateway and one worker, behind a real server. Without a `folder` there is no disk."""
 
@@ -33,7 +32,7 @@ def api(
         if folder is None and not host_blocks:
             return None
         own = None if folder is None else folder / worker
-        return volume_tiers(own, host_blocks=host_blocks, config=config)
+        return volume_tiers(own, host_blocks=host_blocks)
 
     return tiny_api(MODEL, 1, num_blocks=256, below=below)
 
@@ -119,24 +118,6 @@ async def test_without_tiers_a_capsule_stays_where_it_is() -> None:
             status, code, param = await refused(client, f"{path}/demote", {"tier": name})
             assert (status, code, param) == (400, "invalid_parameter", "tier")
         assert (await post(client, f"{path}/promote"))["tier"] == "device"
-
-
-async def test_a_tiny_disk_refuses_a_capsule_and_nothing_else_fails(tmp_path: Path) -> None:
-    """F24, part: 503 with the numbers; the capsule stays, requests go on."""
-    async with api(tmp_path, config=VolumeConfig(8192)) as (client, fleet):
-        made = await post(client, "/v1/capsules", prompt=PROMPT)
-        path = f"/v1/capsules/{made['id']}"
-        want, _ = await forked(client, made["id"])
-        assert await refused(client, f"{path}/demote", {"tier": "disk"}) == (
-            *(503, "storage_full"),
-            None,
-        )
-        assert await forked(client, made["id"]) == (want, 0)
-        assert await tier(client, made["id"]) == "device"
-        (engine,) = fleet.engines.values()
-        tiers = engine.stats().tiers
-        assert tiers is not None
-        assert tiers.num_failed == 1
 
 
 async def test_a_durable_capsule_comes_back_with_its_worker(tmp_path: Path) -> None:
