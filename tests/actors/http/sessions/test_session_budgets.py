@@ -126,22 +126,20 @@ async def test_a_child_s_own_budget_is_reserved_of_its_session_s() -> None:
         assert await tokens_of(client, "s") == (48, 0, 52)
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
+async def test_what_can_be_no_session_s_budget_is_refused_by_name() -> None:
+    """X19, part: and no session is there then."""
+    cases: list[tuple[Any, str]] = [
         ({}, "budget"),
         ({"budget": {}}, "budget"),
         ({"budget": {"tokens": 0}}, "budget.tokens"),
         ({"budget": {"wall_s": 1e9}}, "budget.wall_s"),
         ({"budget": {"tokens": 1}, "parent": "x/fork"}, "parent"),
         ({"budget": {"tokens": 1}, "mallee": {"budget": {"tokens": 1}}}, "mallee.budget"),
-    ],
-)
-async def test_what_can_be_no_session_s_budget_is_refused_by_name(body: Any, param: str) -> None:
-    """X19, part: and no session is there then."""
+    ]
     async with tiny_api(MODEL, 1) as (client, _):
-        answer = await client.put("/v1/sessions/s", json=body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        for body, param in cases:
+            answer = await client.put("/v1/sessions/s", json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
         long = await client.put(f"/v1/sessions/{'x' * 129}", json={"budget": {"tokens": 1}})
         assert long.status_code == 400
         assert (await client.get("/v1/sessions")).json()["data"] == []

@@ -1,4 +1,4 @@
-"""The events of `/v1/watch` against the sessions that they tell of, of all gateways; and texts of capsules."""
+"""The events of `/v1/watch` against the sessions of all gateways that they tell of; and texts of capsules."""
 
 import asyncio
 from collections.abc import AsyncIterator
