@@ -52,13 +52,6 @@ def test_rows_are_printed_with_their_tests() -> None:
     assert [line.split()[0] for line in lines if line[0] != " "] == [row.id for row in rows()]
 
 
-def test_counts_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    found = [row.state.split(":")[0] for row in rows()]
-    counts = ", ".join(f"{found.count(state)} {state}" for state in STATES)
-    with capsys.disabled():
-        print(f"\npromises: {counts}, of {len(found)}")  # noqa: T201
-
-
 NIGHT = """
 import os
 import pytest

@@ -1,11 +1,7 @@
 """`make rounds`: files run until they have had their rounds, and what fails once is kept."""
 
-from contextlib import nullcontext
-from pathlib import Path
-
 import pytest
 
-from support import rounds
 from support.rounds import Progress, Rounds
 
 pytest_plugins = "pytester"
@@ -53,17 +49,3 @@ def test_each_round_is_whole_and_a_failure_in_one_is_kept(
     kept.begin({"test_a.py": "2", "test_b.py": "1"})
     assert kept.pending(files, 3) == ["test_a.py"]
     assert kept.table(files[:1]) == ""
-
-
-def test_files_of_shards_are_all_files(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran: list[str] = []
-    monkeypatch.setattr(rounds, "run_batch", lambda files, *_: ran.extend(files))
-    monkeypatch.setattr(rounds, "load", nullcontext)
-    monkeypatch.setattr(rounds, "digests", lambda files: dict.fromkeys(files, ""))
-    state = ["--state", str(tmp_path / "rounds.json")]
-    for shard in ("1/3", "2/3", "3/3"):
-        assert rounds.main([*state, "--shard", shard, "--batch", "2", *"abcdefg"]) == 1
-    assert sorted(ran) == [*"abcdefg"]
-    assert "2 files: 0 failed, 2 are not done" in capsys.readouterr().out
