@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,21 @@ from mallee.mocker.passes import mock_spec
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.testing.bus import LocalBus, LocalHub
 from mallee.testing.forward import MockForward
+from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
+from support.tokenizers_made import byte_level
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model with random weights."""
+    folder = tmp_path_factory.mktemp("model")
+    random_model("llama", 5, vocab_size=320).save(folder)
+    byte_level().save(str(folder / "tokenizer.json"))
+    return folder
 
 
 class FaultyForward(MockForward):

@@ -28,14 +28,6 @@ from support.tokenizers_made import byte_level
 PROMPT = [3 + i % 29 for i in range(40)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    random_model("llama", 5, vocab_size=320).save(folder)
-    byte_level().save(str(folder / "tokenizer.json"))
-    return folder
-
-
 def worker(model: Path, disk: Path, life: int = 1) -> Engine:
     engine = {"kv_tokens": 1024, "dtype": "float32", "disk_path": str(disk)}
     config = AppConfig.model_validate({"model": str(model), "engine": engine})

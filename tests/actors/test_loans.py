@@ -33,12 +33,10 @@ from mallee.protocol.messages import (
 from mallee.protocol.parcels import Parcel, decode_reports
 from mallee.protocol.subjects import Subjects
 from mallee.testing.bus import LocalBus, LocalHub
-from mallee.testing.random_model import random_model
 from mallee.worker.kv.tiers.peers import Ask
 from mallee.worker.kv.tiers.prices import MeasuredPrices
 from support.expositions import check_against_catalog
 from support.reading import Reader
-from support.tokenizers_made import byte_level
 from support.waiting import until
 
 pytestmark = pytest.mark.real_time  # KV is lent by threads that block
@@ -46,14 +44,6 @@ pytestmark = pytest.mark.real_time  # KV is lent by threads that block
 PROMPT = [3 + i % 29 for i in range(100)]
 FLIP_S = 2.0
 NO_LOANS = LoanUse(0, 0, 0, 0, 0, 0.0)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    random_model("llama", 5, vocab_size=320).save(folder)
-    byte_level().save(str(folder / "tokenizer.json"))
-    return folder
 
 
 class Fleet:
@@ -183,10 +173,9 @@ async def test_a_worker_lends_another_what_it_computed(
         await found.ask(1, Prefill("p", pack_tokens(PROMPT), holders=(holder,)))
         assert await found.ask(1, fork) == want
         await until(lambda: _nbytes(found.leases) > 0)
-        assert found.leases["w0"].lending == LendingUse(NO_LOANS, found.loans(0).server.counts.use)
-        assert found.leases["w1"].lending == LendingUse(
-            found.loans(1).borrower.counts.use, NO_LOANS
-        )
+        lent, borrowed = found.loans(0).server.counts, found.loans(1).borrower.counts
+        await until(lambda: found.leases["w0"].lending == LendingUse(NO_LOANS, lent.use))
+        await until(lambda: found.leases["w1"].lending == LendingUse(borrowed.use, NO_LOANS))
         past = Ask(Holder("w0", 7, address, 0, "p.0"), (), "")
         with pytest.raises(WorkerLost, match="that life of it is over"):
             await asyncio.to_thread(found.loans(1).borrower.lend, past)

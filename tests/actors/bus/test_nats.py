@@ -13,10 +13,10 @@ from mallee.actors.bus.access import BrokerAccess
 from mallee.actors.bus.broker import find_binary
 from mallee.actors.bus.bus import Bus
 from mallee.actors.bus.children import end
-from mallee.actors.bus.nats import BusClient, NatsBus
+from mallee.actors.bus.nats import NatsBus
 from support.brokers import OpenBroker
 from support.buses import *  # noqa: F403
-from support.buses import connected, settle
+from support.buses import settle
 from support.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.nats]
@@ -49,46 +49,6 @@ async def place() -> AsyncIterator[NatsPlace]:
     await place.up()
     yield place
     await place.close()
-
-
-async def test_a_flush_sends_what_was_said_before_first() -> None:
-    broker = OpenBroker()
-    await broker.start()
-    client, sent = BusClient(), list[bytes]()
-    try:
-        await client.connect(**broker.open_access.options())
-        transport = client._transport
-        assert isinstance(transport, TcpTransport)
-        write, write_all = transport.write, transport.writelines
-        transport.write = lambda raw: (sent.append(raw), write(raw))[1]
-        transport.writelines = lambda raws: (sent.extend(raws), write_all(raws))[1]
-        await client.subscribe("a.b")
-        await client.publish("a.c", b"text")
-        await client.flush()
-    finally:
-        await client.close()
-        await broker.stop()
-    assert [raw.split()[0] for raw in sent] == [b"SUB", b"PUB", b"PING"]
-
-
-async def test_a_bus_whose_task_broke_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its owner has to be replaced: no message leaves it any more."""
-
-    async def fail(*_: object) -> None:
-        raise TypeError("a bug")
-
-    place = NatsPlace()
-    await place.up()
-    try:
-        async with connected(place) as (bus,):
-            assert isinstance(bus, NatsBus)
-            assert bus.failure is None
-            monkeypatch.setattr(bus._client, "publish", fail)
-            bus.publish("a.b", b"lost")
-            await until(lambda: bus.failure is not None)
-            assert not bus.is_up
-    finally:
-        await place.close()
 
 
 @pytest.mark.parametrize("nbytes", [1, 1 << 16], ids=["little to send", "more than sockets take"])

@@ -56,18 +56,6 @@ async def three() -> AsyncIterator[list[Gateway]]:
         await each.records.close()
 
 
-async def test_a_record_is_found_from_every_gateway(three: list[Gateway]) -> None:
-    a, b, c = three
-    name = SCOPES.new(COMMON)
-    assert await b.records.fetch("thing", name, COMMON) is None
-    a.kept[name, COMMON] = b"text"
-    found = await asyncio.gather(*(g.records.fetch("thing", name, COMMON) for g in (b, b, c)))
-    assert found == [b"text"] * 3
-    assert await b.records.fetch("other kind", name, COMMON) is None
-    assert await b.records.fetch("thing", name, COMMON, given=b"+") == b"text+"
-    assert a.kept[name, COMMON] == b"text+"
-
-
 async def test_what_all_gateways_tell_is_gathered(three: list[Gateway]) -> None:
     a, b, c = three
     name = SCOPES.new(COMMON)

