@@ -14,7 +14,11 @@ WORDS: Final = ("river", "delta", "marsh", "lagoon", "dune", "forest", "ridge", 
 WAVE_S: Final = 120.0  # of the load
 PATIENCE_S: Final = 60.0
 # Of each tenant's requests: many of one kind make the boards tell tenants apart.
-PREFERENCES: Final = {"acme": (6, 2, 1), "birch": (2, 6, 1), "cedar": (1, 1, 6)}
+PREFERENCES: Final = {
+    "acme": (6, 2, 1, 1),
+    "birch": (2, 6, 1, 1),
+    "cedar": (1, 1, 6, 1),
+}
 
 
 class Traffic:
@@ -27,6 +31,7 @@ class Traffic:
         self._random = random.Random(7)
         self._http = httpx.AsyncClient(base_url=served.url, timeout=PATIENCE_S)
         self.statuses: dict[int, int] = {}
+        self._kinds = (self._completion, self._chat, self._tree, self._search)
 
     async def __aenter__(self) -> "Traffic":
         return self
@@ -45,14 +50,13 @@ class Traffic:
     async def each_once(self) -> None:
         """Every kind of request by every tenant, one after the other."""
         for tenant in self._served.tenants:
-            for kind in (self._completion, self._chat, self._tree):
+            for kind in self._kinds:
                 await kind(tenant)
             await self._refused(tenant)
 
     async def _client(self, tenant: str, share: float, end: float) -> None:
         """Ask while the wave is higher than this client's `share`."""
         loop, begin = asyncio.get_running_loop(), asyncio.get_running_loop().time()
-        kinds = (self._completion, self._chat, self._tree)
         for turn in itertools.count():
             now = loop.time()
             if now >= end:
@@ -61,7 +65,7 @@ class Traffic:
             if share > height:
                 await asyncio.sleep(0.2)
                 continue
-            (kind,) = self._random.choices(kinds, PREFERENCES[tenant])
+            (kind,) = self._random.choices(self._kinds, PREFERENCES[tenant])
             try:
                 await kind(tenant)
                 if turn % 40 == 39:
@@ -101,6 +105,12 @@ class Traffic:
             await self._post(tenant, f"{path}/fork", {"n": 8, "stream": True})
         if self._random.random() < 0.5:
             await self._http.delete(path, headers=self._headers(tenant))
+
+    async def _search(self, tenant: str) -> None:
+        """A beam of two steps below the beginning of the tenant's trees."""
+        policy = {"type": "beam", "depth": 2, "width": 2}
+        body = {"prompt": self._prefix(tenant, 99), "policy": policy}
+        await self._post(tenant, "/v1/search", body, draws=False)
 
     async def _refused(self, tenant: str) -> None:
         """Requests that can't be served: too long, with an unknown capsule, and a text in no schema."""
