@@ -83,6 +83,41 @@ class Script:
             tuple[int, dict[str, str], str]
         ] = []  # status, headers, code: the next ones
 
+    def answer(self, method: str, path: str, body: Any) -> tuple[int, Any, dict[str, str]]:
+        """Status, body and headers; a body of None is the stream."""
+
+        def refused(status: int, message: str, code: str, **more: str) -> Any:
+            return status, {"error": {"message": message, "code": code, **more}}, {}
+
+        if self.refusals:
+            status, headers, code = self.refusals.pop(0)
+            return (*refused(status, "not now", code)[:2], headers)
+        match method, path:
+            case "GET", "/health":
+                return (*self.health, {})
+            case "GET", "/v1/models":
+                return 200, {"data": [{"id": "m"}]}, {}
+            case "GET", "/v1/capsules/req_1.0":
+                seen = {k: CAPSULE[k] for k in CAPSULE if "_tokens" not in k}
+                told = self.shown.pop(0) if self.shown else {}
+                return 200, {**seen, "pinned": self.pinned, **told}, {}
+            case "GET", _:
+                return refused(404, "capsule 'x' is not held", "capsule_not_found")
+            case "DELETE", _ if self.is_gone:
+                return refused(404, "gone", "capsule_not_found")
+            case "DELETE", _:
+                return 200, {"deleted": True}, {}
+            case _, "/v1/capsules":
+                return 200, CAPSULE, {}
+        if path.endswith("/pin"):
+            full = refused(503, "no room", "capsules_full")
+            return full if self.is_full else (200, {**CAPSULE, "pinned": True}, {})
+        if body.get("max_tokens") == 10**6:
+            return refused(400, "too long", "context_length_exceeded", param="prompt")
+        if body.get("max_tokens") == 13:
+            return 502, b"<html>bad gateway</html>", {}
+        return 200, None, {}
+
 
 @pytest.fixture
 def server() -> Iterator[Script]:
@@ -94,78 +129,27 @@ def server() -> Iterator[Script]:
         def log_message(self, *_: object) -> None:
             pass
 
-        def answer(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
-            raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        def do(self) -> None:
+            length = int(self.headers.get("Content-Length", 0))
+            body = json.loads(self.rfile.read(length)) if length else None
+            script.seen.append((self.command, self.path, body, self.headers.get("Authorization")))
+            status, answer, headers = script.answer(self.command, self.path, body)
+            if answer is None:
+                headers = {"Content-Type": "text/event-stream", "Connection": "close"}
+                raw, cut = script.stream, script.cut
+            else:
+                raw = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                headers, cut = {**headers, "Content-Length": str(len(raw))}, len(raw)
             self.send_response(status)
-            for name, value in {**(headers or {}), "Content-Length": str(len(raw))}.items():
+            for name, value in headers.items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(raw)
+            for at in range(0, len(raw), cut):
+                self.wfile.write(raw[at : at + cut])
+                self.wfile.flush()
+            self.close_connection = answer is None
 
-        def refuses(self) -> bool:
-            if not script.refusals:
-                return False
-            status, headers, code = script.refusals.pop(0)
-            self.answer(status, {"error": {"message": "not now", "code": code}}, headers)
-            return True
-
-        def do_GET(self) -> None:
-            self.note(None)
-            if self.refuses():
-                return
-            if self.path == "/health":
-                self.answer(*script.health)
-            elif self.path == "/v1/models":
-                self.answer(200, {"data": [{"id": "m"}]})
-            elif self.path == "/v1/capsules/req_1.0":
-                seen = {k: CAPSULE[k] for k in CAPSULE if "_tokens" not in k}
-                told = script.shown.pop(0) if script.shown else {}
-                self.answer(200, {**seen, "pinned": script.pinned, **told})
-            else:
-                error = {"message": "capsule 'x' is not held", "code": "capsule_not_found"}
-                self.answer(404, {"error": error})
-
-        def do_DELETE(self) -> None:
-            self.note(None)
-            if self.refuses():
-                return
-            if script.is_gone:
-                self.answer(404, {"error": {"message": "gone", "code": "capsule_not_found"}})
-            else:
-                self.answer(200, {"deleted": True})
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self.note(body)
-            if self.refuses():
-                return
-            if self.path == "/v1/capsules":
-                self.answer(200, CAPSULE)
-            elif self.path.endswith("/pin"):
-                error = {"message": "no room", "code": "capsules_full"}
-                full = (503, {"error": error})
-                self.answer(*(full if script.is_full else (200, {**CAPSULE, "pinned": True})))
-            elif body.get("max_tokens") == 10**6:
-                error = {
-                    "message": "too long",
-                    "code": "context_length_exceeded",
-                    "param": "prompt",
-                }
-                self.answer(400, {"error": error})
-            elif body.get("max_tokens") == 13:
-                self.answer(502, b"<html>bad gateway</html>")
-            else:
-                self.send_response(200)
-                self.send_header("Content-Type", "text/event-stream")
-                self.send_header("Connection", "close")
-                self.end_headers()
-                for at in range(0, len(script.stream), script.cut):
-                    self.wfile.write(script.stream[at : at + script.cut])
-                    self.wfile.flush()
-                self.close_connection = True
-
-        def note(self, body: Any) -> None:
-            script.seen.append((self.command, self.path, body, self.headers.get("Authorization")))
+        do_GET = do_POST = do_DELETE = do
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
@@ -391,18 +375,19 @@ def test_a_capsule_can_be_used_before_it_is_computed(server: Script) -> None:
         (3, {"n": 3}),
         (["a", [1, 2]], {"suffixes": ["a", [1, 2]]}),
         (("a", "b"), {"suffixes": ["a", "b"]}),
+        *((none, None) for none in (True, 2.0, None, b"hello", [1, 2], {"a"}, [None])),
     ],
 )
-def test_a_lone_suffix_is_one_branch(branches: Any, body: dict[str, Any]) -> None:
+def test_a_lone_suffix_is_one_branch_and_what_is_none_is_refused(
+    branches: Any, body: dict[str, Any] | None
+) -> None:
+    if body is None:
+        with pytest.raises(InvalidParameter, match=r"branches=.*one suffix a branch"):
+            calls.fork("c", branches, {})
+        return
     made = calls.fork("c", branches, {}).body
     assert made is not None
     assert {name: made[name] for name in body} == body
-
-
-@pytest.mark.parametrize("branches", [True, 2.0, None, b"hello", [1, 2], {"a"}, [None]])
-def test_what_is_no_suffix_is_refused_by_the_sdk(branches: Any) -> None:
-    with pytest.raises(InvalidParameter, match=r"branches=.*one suffix a branch"):
-        calls.fork("c", branches, {})
 
 
 def test_a_branch_knows_its_request_and_what_it_took(server: Script) -> None:
