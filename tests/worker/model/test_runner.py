@@ -1,15 +1,19 @@
-"""TorchForward's own promises: budgets, dtypes, copies, kept logits, checks."""
+"""TorchForward's own promises: budgets, dtypes, copies, kept logits, checks, bytes."""
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from msgspec import structs
+from tokenizers import AddedToken, Tokenizer, models
 
+from mallee.actors.build import check_model, load_forward
+from mallee.actors.build import make_engine as make_worker
+from mallee.actors.config import AppConfig
 from mallee.protocol.errors import (
     ConfigError,
     DeviceMemoryExhausted,
@@ -17,34 +21,26 @@ from mallee.protocol.errors import (
     WeightsMismatch,
     from_wire,
 )
-from mallee.protocol.messages import Generate, Limits, pack_tokens
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import Generate, Limits, Sampling, pack_tokens
 from mallee.protocol.model import WeightVersion
 from mallee.testing.random_model import random_model
-from mallee.worker.forward import Forward, ForwardBatch
+from mallee.worker.engine import Engine
+from mallee.worker.forward import ForwardBatch
 from mallee.worker.kv.node import BlockCopy
 from mallee.worker.memory.budget import GIB, MIB, DeviceMemory, Room
 from mallee.worker.model import runner
+from mallee.worker.model.kv_memory import TorchKV
+from mallee.worker.model.loading.vocabulary import check_same_tokens
 from mallee.worker.model.runner import TorchForward, load, resolve_dtype
-from mallee.worker.model.tolerance import TOLERANCES
 from support.driving import drive
 from support.live_fleet import make_engine
+from support.torch_threads import torch_threads
 
 
-def test_it_is_a_forward() -> None:
-    forward: Forward = random_model().forward(num_blocks=5, block_size=8)
-    assert (forward.num_blocks, forward.block_size) == (5, 8)
-    assert forward.spec.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
-    assert forward.forward(ForwardBatch((), ())) == []
-    assert forward.sample([]) == []
-
-
-def test_a_budget_in_bytes_becomes_blocks(tmp_path: Path) -> None:
+def test_too_small_a_budget_is_refused(tmp_path: Path) -> None:
     random_model().save(tmp_path)
     per_block = 16 * 2 * 2 * 2 * 16 * 4
-    forward = load(tmp_path, kv_budget_bytes=7 * per_block + 5)
-    assert forward.num_blocks == 7
-    assert forward.stats().kv_nbytes == 7 * per_block
-    forward.check()
     with pytest.raises(ConfigError, match="less than one block"):
         load(tmp_path, kv_budget_bytes=per_block - 1)
     with pytest.raises(ConfigError, match="num_blocks or kv_budget_bytes"):
@@ -53,9 +49,8 @@ def test_a_budget_in_bytes_becomes_blocks(tmp_path: Path) -> None:
         load(tmp_path, num_blocks=0)
 
 
-def room(free: int, **options: Any) -> Room:
-    """On a device of 2 GiB."""
-    found = DeviceMemory("tiny", 2 * GIB, free)
+def room(free: int, total: int = 2 * GIB, **options: Any) -> Room:
+    found = DeviceMemory("tiny", total, free)
     return Room(lambda device: found, max_rows=4, max_step_tokens=64, **options)
 
 
@@ -163,12 +158,9 @@ def test_dtype_auto_is_the_checkpoints_where_the_cpu_can(monkeypatch: pytest.Mon
 
 def test_name_length_and_threads_are_taken_over(tmp_path: Path) -> None:
     random_model().save(tmp_path)
-    before = torch.get_num_threads()
-    try:
+    with torch_threads(2):
         forward = load(tmp_path, num_blocks=10, name="x", max_model_len=100, threads=1)
         assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
     assert (forward.spec.name, forward.spec.max_model_len) == ("x", 100)
     assert load(tmp_path, num_blocks=2).spec.name == tmp_path.name
     assert load(tmp_path, num_blocks=2).spec.max_model_len == 32  # what two blocks hold
@@ -183,35 +175,12 @@ def test_a_copy_takes_the_filled_slots_of_every_layer_and_no_more(
     memory.copy_(torch.randn(memory.shape))
     before = memory.clone()
     copies = [BlockCopy(1, 5, 3), BlockCopy(2, 6, 1), BlockCopy(1, 7, 3)]
-    assert forward.forward(ForwardBatch(copies, ())) == []
+    assert forward.forward(ForwardBatch(copies, ())) == forward.sample([]) == []
     expected = before.clone()
     for copy in copies:
         expected[:, copy.dst, : copy.num_slots] = before[:, copy.src, : copy.num_slots]
     assert torch.equal(memory, expected)
     assert not torch.equal(memory, before)
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])
-def test_a_row_gives_the_logits_after_each_of_its_last_positions(
-    sequences: Callable[..., Any], kind: str
-) -> None:
-    """I15, part: as many as it asks for, beside rows of one token, of prompts and of forks; as one by one."""
-    rng = random.Random(kind)
-    text = [rng.randrange(128) for _ in range(41)]
-    tails = [[rng.randrange(128) for _ in range(6)] for _ in range(3)]
-    forward = random_model(kind, 3).forward()
-    run, alone = sequences(forward), sequences(random_model(kind, 3).forward())
-    for each in (run, alone):
-        each.step(each.row("a", text, 0))
-        copies = [copy for name in "bc" for copy in each.fork("a", name)]
-        each.step(copies=copies)
-    rows = [run.row("a", tails[0], 4), run.row("d", text[:9], 0), run.row("b", tails[1], 6)]
-    found = run.step(*rows, run.row("c", tails[2][:1]))
-    expected = [alone.step(alone.row("a", [token]))[0] for token in tails[0]][2:]
-    expected += [alone.step(alone.row("b", [token]))[0] for token in tails[1]]
-    expected += alone.step(alone.row("c", tails[2][:1]))
-    assert len(found) == 4 + 6 + 1
-    torch.testing.assert_close(found, expected, atol=TOLERANCES["float32"].logits, rtol=0)
 
 
 def test_kept_logits_outlive_later_steps_and_pin_nothing(sequences: Callable[..., Any]) -> None:
@@ -269,3 +238,189 @@ def test_weights_of_another_config_or_content_are_refused(tmp_path: Path) -> Non
         forward.with_weights(same, structs.replace(version, digest="beef"))
     with pytest.raises(ModelNotFound):
         forward.with_weights(tmp_path / "absent", version)
+
+
+# Blocks as rows of bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_the_bytes_of_each_layer_of_their_blocks(dtype: torch.dtype) -> None:
+    """Of blocks in a row and of scattered ones, into rows and back into other blocks."""
+    memory = torch.randn(3, 40 * 4, 2, 8).to(dtype)  # [layers, slots, ...]
+    kv = TorchKV(memory, 4)
+    blocks = [5, 6, 7, 30, 2, 1, 12, 13]
+    rows = np.empty((len(blocks), kv.block_nbytes), np.uint8)
+    kv.read(blocks, rows)
+    for block, row in zip(blocks, rows, strict=True):
+        own = memory[:, block * 4 : block * 4 + 4].contiguous().view(torch.uint8)
+        assert row.tobytes() == own.numpy().tobytes()
+    other = TorchKV(torch.zeros_like(memory), 4)
+    there = [20, 21, 3, 9, 10, 11, 0, 39]
+    other.write(there, rows)
+    back = np.empty_like(rows)
+    other.read(there, back)
+    assert (back == rows).all()
+    untouched = set(range(40)) - set(there)
+    assert all(not other._memory[:, b * 4 : b * 4 + 4].any() for b in untouched)
+
+
+# A model and its draft model: the same tokens or refused, and one memory for both
+
+
+WORDS = [f"w{i}" for i in range(120)]
+BLOCK = 16
+OF_TARGET, OF_DRAFT = (layers * 2 * 2 * 16 * 4 for layers in (4, 2))  # bytes of a token
+
+
+def save(folder: Path, words: list[str] = WORDS, *, added: str = "<end>", **config: Any) -> Path:
+    """A tiny model with one token for each word."""
+    folder.mkdir()
+    random_model("llama", 3, **config).save(folder)
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="w0"))
+    tokenizer.add_special_tokens([AddedToken(added)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return save(tmp_path / "target", num_hidden_layers=4)
+
+
+@pytest.fixture
+def draft(tmp_path: Path) -> Path:
+    return save(tmp_path / "draft")
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            {"words": [*WORDS[:7], "w8", "w7", *WORDS[9:]]},
+            "2 ids differ, .* 7: 'w8' there, 'w7' here",
+        ),
+        ({"words": [*WORDS, "more"]}, "2 ids differ, the first of them 120: 'more' there, '<end>'"),
+        ({"words": WORDS[:-1]}, "2 ids differ, the first of them 119: '<end>' there, 'w119' here"),
+        ({"added": "<eot>"}, "1 ids differ, the first of them 120: '<eot>' there, '<end>' here"),
+        (
+            {"eos_token_id": [2, 7]},
+            r"ends its texts with other tokens .*\[2, 7\] there, \[2\] here",
+        ),
+    ],
+)
+def test_a_draft_model_with_other_tokens_is_refused_before_anything_is_loaded(
+    target: Path, tmp_path: Path, other: dict[str, Any], message: str
+) -> None:
+    """I29: also of the same number of tokens. The error names both models and what differs."""
+    folder = save(tmp_path / "other", **other)
+    for attempt in (
+        lambda: check_same_tokens(target, folder),
+        lambda: load(target, num_blocks=8, draft=folder),
+        lambda: check_model(settings(target, folder)),
+    ):
+        with pytest.raises(ConfigError, match=message) as found:
+            attempt()
+        assert all(str(each) in str(found.value) for each in (target, folder))
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"other has no tokenizer\.json"):
+        load(target, num_blocks=8, draft=folder)
+
+
+def test_kv_is_for_as_many_tokens_of_both(target: Path, draft: Path) -> None:
+    """I29, part: the memory that is given is shared; metrics count weights and KV of both."""
+    per_block = BLOCK * (OF_TARGET + OF_DRAFT)
+    forward = load(target, kv_budget_bytes=7 * per_block + 5, draft=draft)
+    assert forward.draft is not None
+    assert (forward.num_blocks, forward.draft.num_blocks) == (7, 7)
+    assert forward.memory_stats().kv == 7 * per_block
+    alone = [load(folder, num_blocks=1).memory_stats().weights for folder in (target, draft)]
+    assert forward.memory_stats().weights == sum(alone)
+    with pytest.raises(ConfigError, match=f"less than one block of {per_block} bytes"):
+        load(target, kv_budget_bytes=per_block - 1, draft=draft)
+    assert load(target, kv_budget_bytes=per_block - 1).num_blocks == 1
+
+
+def test_the_budget_has_a_line_for_the_draft_model(target: Path, draft: Path) -> None:
+    """I29, part: its weights and KV; all lines are still the whole device."""
+    forward = load(target, room=room(4 * GIB, 4 * GIB), draft=draft)
+    budget, both = forward.budget, forward.draft
+    assert budget is not None
+    assert both is not None
+    lines = dict(budget.lines())
+    assert sum(lines.values()) == 4 * GIB
+    weights = both.decoder.weights.nbytes
+    assert lines["draft model"] == weights + forward.num_blocks * BLOCK * OF_DRAFT
+    left = lines["KV"] - forward.num_blocks * BLOCK * OF_TARGET
+    assert 0 <= left < BLOCK * (OF_TARGET + OF_DRAFT)
+    assert "draft model 0." in str(budget)
+    assert "draft model" not in str(load(target, room=room(4 * GIB, 4 * GIB)).budget)
+
+
+@pytest.mark.slow
+def test_a_device_without_room_for_both_is_refused(target: Path, tmp_path: Path) -> None:
+    """I29: where the model alone has room. Also for KV that is given."""
+    big = save(tmp_path / "big", intermediate_size=1 << 16, num_hidden_layers=4)
+    free = 1200 * MIB
+    load(target, room=room(free, 4 * GIB))
+    with pytest.raises(ConfigError, match=r"no room for a block of KV.*draft model.*engine\.draft"):
+        load(target, room=room(free, 4 * GIB), draft=big)
+    num = free // (BLOCK * OF_TARGET) - 200
+    load(target, room=room(free, 4 * GIB), num_blocks=num)
+    with pytest.raises(ConfigError, match="can't be had"):
+        load(target, room=room(free, 4 * GIB), num_blocks=num, draft=big)
+
+
+def settings(target: Path, draft: Path | None, **engine: Any) -> AppConfig:
+    values = {"kv_tokens": 4096, "speculation": "model" if draft else "off", **engine}
+    if draft is not None:
+        values["draft_model"] = str(draft)
+    return AppConfig.model_validate({"model": str(target), "engine": values})
+
+
+def answers(engine: Engine) -> list[int]:
+    limits = Limits(40, ignore_eos=True)
+    engine.submit(Generate("r", pack_tokens([5, 6, 7]), limits, Sampling(0.7, seed=1)), "g")
+    return drive(engine)["r", 0][0]
+
+
+def of_settings(config: AppConfig, forward: TorchForward | None = None) -> Engine:
+    forward = forward or load_forward(config, 1)
+    return make_worker(config, forward, WorkerId("w"), Incarnation(1))
+
+
+def test_a_worker_drafts_by_the_model_of_its_settings(target: Path, tmp_path: Path) -> None:
+    """I29, part, I15, part: after a change of the weights too. A copy of itself: it is always right."""
+    copy = save(tmp_path / "copy", num_hidden_layers=4)
+    config = settings(target, copy, num_speculative_tokens=3)
+    forward = load_forward(config, 1)
+    engine = of_settings(config, forward)
+    expected = answers(of_settings(settings(target, None)))
+    assert answers(engine) == expected
+    stats = engine.stats().speculation
+    assert stats.num_accepted == stats.num_drafted > 0
+    other = save(tmp_path / "again", num_hidden_layers=4)
+    changed = forward.with_weights(other, forward.spec.weights.__class__(1, "next", str(other)))
+    assert changed.draft is forward.draft
+    engine = of_settings(config, changed)
+    assert answers(engine) == expected
+    assert engine.stats().speculation.num_accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"speculation": "model"}, "speculation='model' needs draft_model"),
+        ({"draft_model": "d"}, "draft_model='d' is not used with speculation='off'"),
+        (
+            {"draft_model": "d", "speculation": "sibling"},
+            "is not used with speculation='sibling': set that to model or auto",
+        ),
+        (
+            {"draft_model": "d", "speculation": "auto", "kind": "mock"},
+            "a mocked engine computes no",
+        ),
+    ],
+)
+def test_settings_that_contradict_are_refused(engine: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AppConfig.model_validate({"model": "m", "engine": engine})

