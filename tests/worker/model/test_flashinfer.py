@@ -174,69 +174,41 @@ def test_plans_agree_with_the_plain_form(
     case.check(attention, kernels.device)
 
 
-@pytest.mark.parametrize("n", [1, 5, 40])
-def test_a_shared_prefix_gives_what_flat_reading_gives(kernels: Kernels, n: int) -> None:
-    """D7, part: two levels, merged by log-sum-exp, against every row reading all its keys; bf16 1e-2.
+def nested() -> list[Row]:
+    """A root under three middles of three forks each, in any order."""
+    middles = [[100 + 40 * i + j for j in range(40)] for i in range(3)]
+    tables = [[*range(64), *middles[i // 3], 300 + 10 * i] for i in range(9)]
+    order = np.random.default_rng(3).permutation(9)
+    return [make_row(tables[i], 104 * 16 + 1, 1) for i in order]
 
-    In deterministic mode nothing is read together.
+
+@pytest.mark.parametrize(
+    ("rows", "num_shared"),
+    [
+        *((forked(9, shared=20, own=3, n=n, size=16), 20) for n in (1, 5, 40)),
+        (nested(), 64 + 3 * 40),
+    ],
+)
+def test_a_shared_prefix_gives_what_flat_reading_gives(
+    kernels: Kernels, rows: list[Row], num_shared: int
+) -> None:
+    """D7, part: merged by log-sum-exp, depth by depth, against every row reading all its keys; bf16 1e-2.
+
+    Each prefix is read once. In deterministic mode nothing is read together.
     """
-    case = Case(forked(9, shared=20, own=3, n=n, size=16), 16)
+    case = Case(rows, 16)
     cascade = kernels.attention(min_shared_tokens=64)
     flat = kernels.attention(min_shared_tokens=64, is_deterministic=True)
     shared, alone = case.reads(cascade), case.reads(flat)
     assert shared.parts.shared is not None
     assert alone.parts.shared is None
-    if n == 1:
-        tails = sum(row.start + 1 - 20 * 16 for row in case.rows)
-        assert shared.num_key_reads == 20 * 16 + tails  # of the prefix once
-        assert alone.num_key_reads == sum(row.start + 1 for row in case.rows)
+    if len(rows[0].tokens) == 1:
+        depth = 20 if num_shared == 20 else 104
+        tails = sum(row.start + 1 - depth * 16 for row in rows)
+        assert shared.num_key_reads == num_shared * 16 + tails
+        assert alone.num_key_reads == sum(row.start + 1 for row in rows)
     outputs = [case.attend(attention, kernels.device)[0] for attention in (cascade, flat)]
     torch.testing.assert_close(*outputs, atol=1e-2, rtol=1e-2)
-
-
-def test_prefixes_of_all_depths_share_one_plan_and_are_merged_depth_by_depth() -> None:
-    """D7, part: a root under three middles of three forks each, whose rows stand in any order."""
-    rows = []
-    for i in range(3):
-        middle = [100 + 40 * i + j for j in range(40)]
-        rows += [
-            make_row([*range(64), *middle, 300 + 10 * (3 * i + j)], 104 * 4 + 1, 1)
-            for j in range(3)
-        ]
-    order = np.random.default_rng(3).permutation(9)
-    case = Case([rows[i] for i in order], 4)
-    attention = EMULATED.attention(block_size=4, min_shared_tokens=64)
-    parts = case.reads(attention).parts
-    assert [level.outputs for level in parts.levels] == [slice(0, 9), slice(9, 18)]
-    assert parts.levels[0].tokens == slice(0, 9)
-    assert sorted(parts.levels[1].tokens.tolist()) == list(range(9))
-    assert case.reads(attention).num_key_reads == (64 + 3 * 40) * 4 + 9 * 2
-    case.check(attention, "cpu")
-
-
-def test_decodes_and_chunks_in_any_order_are_two_plans(kernels: Kernels) -> None:
-    sizes = [1, 30, 1, 1, 5, 1]
-    rows = [make_row(list(range(10 * i, 10 * i + 10)), 80 + i, n) for i, n in enumerate(sizes)]
-    case = Case(rows, 16)
-    attention = kernels.attention()
-    decodes, chunks = case.reads(attention).parts.own
-    assert decodes.tokens.tolist() == [0, 31, 32, 38]
-    assert chunks.tokens.tolist() == [*range(1, 31), *range(33, 38)]
-    case.check(attention, kernels.device)
-
-
-def test_layers_of_several_windows_have_plans_side_by_side(kernels: Kernels) -> None:
-    """A step plans for all its windows before its first layer runs, and each plan lasts the step."""
-    case = Case(forked(5, shared=8, own=2, size=16), 16)
-    windows = (None, 30, 100)
-    attention = kernels.attention(windows=windows)
-    all_reads = [case._replace(window=window).reads(attention) for window in windows]
-    memory = random_kv(16 * 20, case.shape, case.dtype, kernels.device)
-    q = random_q(5, case.shape, case.dtype, kernels.device)
-    for window, reads in zip(windows, all_reads, strict=True):
-        ours = attention.attend(reads, q, memory, scale=SCALE)
-        plain = attend_plain(case.rows, q, memory, 16, scale=SCALE, window=window)
-        torch.testing.assert_close(ours, plain, atol=1e-2, rtol=1e-2)
 
 
 def test_wrappers_are_used_again_when_a_step_is_over() -> None:
@@ -318,7 +290,10 @@ def test_a_model_gives_the_reference_s_logits(
     is_deterministic: bool,
     sequences: Callable[..., Any],
 ) -> None:
-    """D7, part, D8, part, D31, part: prompts, chunks, forks and decodes of whole models."""
+    """D7, part, D8, part, D31, part: prompts, chunks, forks and decodes of whole models.
+
+    A step plans for all windows of Gemma before its first layer runs, and each plan lasts the step.
+    """
     model = random_model(family, 3, head_dim=64)
     if kv_dtype == "scaled fp8":
         model = with_kv_scales(model)

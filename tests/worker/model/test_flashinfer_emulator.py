@@ -172,7 +172,8 @@ def parameters(function: ast.FunctionDef) -> dict[str, tuple[int, object]]:
     """Place and default of each parameter; a place of -1 is none."""
     args = function.args
     names = [arg.arg for arg in (*args.posonlyargs, *args.args)]
-    defaults = [None] * (len(names) - len(args.defaults)) + list(args.defaults)
+    missing = [None] * (len(names) - len(args.defaults))
+    defaults: list[ast.expr | None] = [*missing, *args.defaults]
     found = {
         name: (i, _default(default))
         for i, (name, default) in enumerate(zip(names, defaults, strict=True))
