@@ -1,12 +1,25 @@
 """Faults and hostile clients against processes, sockets, NATS and HTTP, as the benches play them."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from support.benches import run_bench
+from support.mock_scene import make_folder
 
 pytestmark = [pytest.mark.process, pytest.mark.nats, pytest.mark.slow]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its tokenizer can chat."""
+    made = make_folder(tmp_path_factory.mktemp("tiny"))
+    (made / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    return made
 
 
 @pytest.mark.timeout(400)

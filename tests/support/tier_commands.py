@@ -7,6 +7,8 @@ from mallee.testing.forward import linear_tokens
 from support.tiers import LateMover
 
 SAMPLED = Sampling(temperature=1.0, seed=7)
+NUM = 8
+LIMITS = Limits(NUM, ignore_eos=True)
 
 
 def text(n: int, first: int = 3) -> list[int]:
@@ -18,16 +20,16 @@ def prefill(request: str, tokens: list[int], *holders: Holder, **more: Any) -> P
 
 
 def generate(request: str, tokens: list[int], *holders: Holder, **more: Any) -> Generate:
-    return Generate(request, pack_tokens(tokens), Limits(8), SAMPLED, holders=holders, **more)
+    return Generate(request, pack_tokens(tokens), LIMITS, SAMPLED, holders=holders, **more)
 
 
 def fork(request: str, capsule: str, n: int = 1, **more: Any) -> Fork:
-    return Fork(request, capsule, (b"",) * n, Limits(8), SAMPLED, **more)
+    return Fork(request, capsule, (b"",) * n, LIMITS, SAMPLED, **more)
 
 
 def want(bench: Any, prompt: list[int]) -> list[int]:
     """The answer of an engine that keeps everything."""
-    return linear_tokens(bench.forward.spec, prompt, 8, sampling=SAMPLED, seed=7)
+    return linear_tokens(bench.forward.spec, prompt, NUM, sampling=SAMPLED, seed=7)
 
 
 def flood(bench: Any) -> None:

@@ -34,7 +34,7 @@ class Answer:
 
 
 class Bench:
-    """One engine, its mocked forward pass, a clock set by hand."""
+    """One engine, its forward pass, a clock set by hand."""
 
     def __init__(
         self,
@@ -52,16 +52,17 @@ class Bench:
         sched: Mapping[str, Any] = MappingProxyType({}),
         below: MakeTiers | None = None,
         worker: str = "w0",
+        forward: Any = None,
         **switches: Any,
     ) -> None:
-        """A row of logits has the bytes of `row_blocks`.
+        """A row of logits has the bytes of `row_blocks`. `forward` may take the place of the mocked one.
 
         `sched` are further fields of SchedulerConfig, `switches` of EngineConfig.
         """
         self.now = 100.0
         spec = mock_spec(vocab_size=vocab_size, max_model_len=max_model_len, eos_token_ids=eos)
         row_nbytes = row_blocks * block_size * spec.kv_bytes_per_token
-        self.forward = MockForward(
+        self.forward = forward or MockForward(
             spec, num_blocks=num_blocks, block_size=block_size, row_nbytes=row_nbytes
         )
         config = EngineConfig(

@@ -10,7 +10,6 @@ import pytest
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import IncompatibleCapsule, MalleeError, WorkerLost
 from mallee.protocol.messages import (
-    Cancel,
     Continuation,
     Demote,
     Grammar,
@@ -127,21 +126,6 @@ def test_a_prompt_fetches_what_it_lacks_and_another_worker_has(
     assert pair.a.engine.stats().lending == (0, 1, 10 - num_here)
 
 
-def test_blocks_between_those_of_a_peer_come_from_host_memory(make_pair: MakePair) -> None:
-    pair = make_pair(host_blocks=64, num_blocks=24, max_answer_capsules=0)
-    pair.a.run(generate("g", text(41)))
-    pair.b.run(generate("early", text(41)))
-    flood(pair.b)
-    lower = pair.b.engine._lower
-    for key in list(lower._host):
-        if lower._host.slot(key) % 2:
-            lower._host.drop(key)
-    assert pair.fetch(text(41)).cached_tokens == 40
-    stats = pair.b.engine.stats().tiers
-    assert stats.num_fetched_host >= 4
-    assert stats.num_fetched_host + stats.num_fetched_peer == 10
-
-
 def test_a_holder_lends_what_it_has_in_host_memory(make_pair: MakePair) -> None:
     pair = make_pair(host_blocks=64, num_blocks=24, max_answer_capsules=0)
     pair.a.run(generate("g", text(41)))
@@ -245,34 +229,6 @@ def test_holders_that_have_nothing_are_gone_or_of_another_life_cost_nothing_else
     assert len(pair.lender.asked) == 3
     assert [type(error).__name__ for error in pair.failures] == ["WorkerLost"] * 2
     assert pair.b.engine.stats().tiers.num_failed == 2
-
-
-@pytest.mark.parametrize("num_moves", [0, 1, 2])
-@pytest.mark.parametrize("way", ["cancel", "gateway", "close"])
-def test_a_fetch_that_nobody_waits_for_any_more_leaves_nothing(
-    make_pair: MakePair, way: str, num_moves: int
-) -> None:
-    pair = make_pair(is_late=True)
-    pair.a.run(generate("g", text(41)))
-    pair.b.submit(generate("g", text(41), pair.holds(40)))
-    pair.b.run()
-    pair.movers[0].advance(num_moves)
-    if num_moves == 2:
-        pair.b.run()
-        pair.movers[0].advance(1)
-    if way == "cancel":
-        pair.b.submit(Cancel("g"))
-    elif way == "gateway":
-        pair.b.engine.drop_gateway("g")
-    else:
-        pair.b.engine.close()
-        pair.a.run()
-        assert pair.a.engine.stats().lending.open == 0
-        return
-    pair.move_all()
-    pair.check_nothing_is_lent()
-    stats = pair.b.engine.stats()
-    assert stats.pool.free + stats.tree.cached_blocks == stats.pool.total
 
 
 def test_a_loan_that_is_not_read_is_over(make_pair: MakePair) -> None:

@@ -32,7 +32,7 @@ from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from support.cutting import AGAIN, HOT, check_cuts, check_forks, continuation, play
-from support.driving import engine_over
+from support.driving import HistoryForward, engine_over
 from support.examples import examples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -161,23 +161,7 @@ def test_a_continuation_that_is_preempted_goes_on_too(make_bench: Callable[..., 
     prompts = [[i + 3] * 9 for i in range(4)]
     sampling = Sampling(1.0, seed=4, frequency_penalty=0.5, repetition_penalty=1.2)
     limits = Limits(30, min_tokens=20)
-    roomy, tight = make_bench(), make_bench(num_blocks=22)
-    seen: dict[tuple[int, int], Any] = {}
-
-    def watched(bench: Any) -> None:
-        sample = bench.forward.sample
-
-        def look(draws: Any) -> Any:
-            for draw in draws:
-                history = draw.history
-                state = (history.drawn.tolist(), history.counts.tolist(), history.prompt.tolist())
-                assert seen.setdefault((draw.seed, draw.position), state) == state
-            return sample(draws)
-
-        bench.forward.sample = look
-
-    for bench in (roomy, tight):
-        watched(bench)
+    roomy, tight = (make_bench(forward=HistoryForward(num)) for num in (256, 22))
     wholes = [
         Generate(f"r{i}", pack_tokens(prompt), limits, structs.replace(sampling, seed=i))
         for i, prompt in enumerate(prompts)
@@ -193,6 +177,8 @@ def test_a_continuation_that_is_preempted_goes_on_too(make_bench: Callable[..., 
         )
     )
     assert tight.engine.stats().sched.num_preemptions > 0
+    seen = roomy.forward.seen
+    assert all(seen[key] == found for key, found in tight.forward.seen.items())
     for whole in wholes:
         key = whole.request, 0
         assert tight.answers[key].tokens == roomy.answers[key].tokens[7:]

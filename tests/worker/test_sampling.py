@@ -14,8 +14,8 @@ from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import GrammarFailed
 from mallee.protocol.messages import Fork, Generate, Grammar, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.forward import MockForward
-from mallee.worker.forward import Draw, TokenHistory, distinct
-from support.driving import drive, engine_over
+from mallee.worker.forward import TokenHistory, distinct
+from support.driving import HistoryForward, drive, engine_over
 
 EOS = 63
 HOT = Sampling(temperature=1.0, seed=5)
@@ -168,26 +168,10 @@ def test_every_token_comes_with_its_logprobs_if_asked(bench: Any) -> None:
     assert bench.answers["s", 0].logprobs == []
 
 
-class HistoryForward(MockForward):
-    """Remembers the histories it was given."""
-
-    def __init__(self) -> None:
-        super().__init__(mock_spec(), num_blocks=256, block_size=4)
-        self.seen: dict[tuple[int, int], tuple[list[int], dict[int, int]]] = {}
-
-    def sample(self, draws: Sequence[Draw]) -> list[int]:
-        for draw in draws:
-            assert draw.history is not None
-            draw.history.check()
-            counts = zip(draw.history.drawn.tolist(), draw.history.counts.tolist(), strict=True)
-            self.seen[draw.seed, draw.position] = (draw.history.prompt.tolist(), dict(counts))
-        return super().sample(draws)
-
-
 @pytest.mark.parametrize("n", [1, 3])
 def test_penalties_look_at_the_whole_text_of_a_forked_branch(n: int) -> None:
     """I5: the prompt is all of the capsule's path and the suffix; the answer is the branch's own."""
-    forward = HistoryForward()
+    forward = HistoryForward(256)
     engine = engine_over(forward)
     rng = random.Random(n)
     prompt = [rng.randrange(64) for _ in range(21)]

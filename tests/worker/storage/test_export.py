@@ -91,15 +91,6 @@ def test_no_flipped_byte_of_an_export_is_accepted() -> None:
             read_all(flipped)
 
 
-@pytest.mark.parametrize("field", sorted(IDENTITY))
-def test_an_export_of_another_model_is_refused_by_its_field(field: str) -> None:
-    """F24, part: before a block of it is read."""
-    found = reader(**{field: "other"})
-    with pytest.raises(IncompatibleCapsule) as caught:
-        found.feed(stream())
-    assert caught.value.fields["differences"] == [[field, IDENTITY[field], "other"]]
-
-
 def with_cut_keys() -> bytes:
     fields = Identity(with_block_nbytes(IDENTITY, BLOCK)).fields
     header = RecordHeader("c", "", True, fields, bytes(13), checksum(b""))
