@@ -1,15 +1,19 @@
-"""Parts of `mallee up`: what it refuses before it starts anything."""
+"""Services on this machine, `mallee up` among them: what they refuse before they start, or fail to start for."""
 
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from typer.testing import CliRunner
 
+from mallee.actors.config import AppConfig
+from mallee.actors.local import RAY_STARTS, LocalStack
 from mallee.actors.nodes import network
 from mallee.actors.nodes.folders import Folder
 from mallee.cli.main import cli
 from mallee.protocol.errors import ConfigError, MalleeError
+from support.mock_scene import make_folder
 
 
 def test_a_folder_too_deep_for_sockets_is_refused(
@@ -44,3 +48,32 @@ def test_settings_that_nodes_cant_serve_are_refused_before_anything_starts(
 def test_where_namespaces_cant_be_had_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert network.obstacle() == "unshare, ip, mount not installed (packages iproute2, util-linux)"
+
+
+@pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")  # Ray's
+def test_a_ray_that_is_late_is_one_error_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray raises a bare exception then, and is started again; all others go on as they are, bare ones too."""
+    late = Exception("The current node timed out during startup.")
+    raised: list[Exception] = [
+        *[late] * RAY_STARTS,
+        late,
+        Exception("Head node session dir not found in NodeInfo."),
+        OSError("no file"),
+    ]
+
+    def init(**options: Any) -> None:
+        raise raised.pop(0)
+
+    monkeypatch.setattr("ray.init", init)
+    config = AppConfig.model_validate(
+        {"model": str(make_folder(tmp_path)), "engine": {"kind": "mock"}}
+    )
+    with pytest.raises(ConfigError, match=r"Ray did not start, 3 times: .*timed out.*try again"):
+        LocalStack(config, port=0).start()
+    with pytest.raises(Exception, match="session dir") as found:
+        LocalStack(config, port=0).start()
+    assert type(found.value) is Exception
+    with pytest.raises(OSError, match="no file"):
+        LocalStack(config, port=0).start()

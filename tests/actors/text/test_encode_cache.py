@@ -235,11 +235,3 @@ def test_special_tokens_around_a_text_are_kept(step: object, text: str) -> None:
     tokenizer = Tokenizer(inner)
     for _ in range(2):
         assert tokenizer.encode(text, add_special_tokens=True) == inner.encode(text).ids
-
-
-@pytest.mark.parametrize("step", [None, template("<|end|>", "A")])
-def test_a_prompt_with_special_tokens_around_it_is_remembered(step: object) -> None:
-    tokenizer = Tokenizer(processed(INNERS["llama"], step))
-    first = tokenizer.encode(TEXT * 200, add_special_tokens=True)
-    with mock.patch.object(tokenizer._cache, "_encode", side_effect=AssertionError):
-        assert tokenizer.encode(TEXT * 200, add_special_tokens=True) == first
