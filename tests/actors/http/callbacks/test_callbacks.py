@@ -124,6 +124,8 @@ def test_a_setting_that_is_no_plain_url_is_refused(url: str) -> None:
         ("http://verifier.test/a", "http://verifier.test//a", False),
         ("http://verifier.test/a", "http://verifier.test/b/a", False),
         ("http://verifier.test/a", "http://verifier.test/A", False),
+        ("http://verifier.test/a", "http://verifier.test/ab", False),
+        ("http://verifier.test/a/", "http://verifier.test/a/b.c?x=%2F..&y=[]", True),
         ("https://verifier.test/a", "https://verifier.test:443/a", True),
         ("https://verifier.test/a", "http://verifier.test/a", False),
         ("http://[::1]:9000/a", "http://[::1]:9000/a", True),

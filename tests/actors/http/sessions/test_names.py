@@ -1,7 +1,5 @@
 """The session of a request: bodies and headers of many clients, and what each becomes."""
 
-from typing import Any
-
 import pytest
 from starlette.datastructures import Headers
 
@@ -103,17 +101,3 @@ def test_the_last_request_of_a_session_says_so() -> None:
         assert read(given).is_final == is_final
     assert not read({"x-dynamo-session-final": "true"}).is_final
     assert read({}, AnyRequest(mallee=Extras(session="m", session_final=True))).is_final
-
-
-def test_the_session_reaches_the_queue(call: Any, service: Any) -> None:
-    body = {"prompt": "a", "max_tokens": 1}
-    headers = {"x-dynamo-session-id": "d", "x-dynamo-parent-session-id": "p"}
-    assert call("POST", "/v1/completions", body, headers=headers).status == 200
-    terms = service.job.terms
-    assert (terms.session, terms.parent_session, terms.ends_session) == ("d", "p", False)
-    assert call("POST", "/v1/completions", {**body, "session_id": "v"}).status == 200
-    assert service.job.terms.session == "v"
-    answer = call("POST", "/v1/completions", {**body, "session_id": LONG})
-    assert (answer.status, answer.body["error"]["param"]) == (400, "session_id")
-    answer = call("POST", "/v1/completions", body, headers={"x-dynamo-session-id": LONG})
-    assert (answer.status, service.job.terms.session) == (200, "")

@@ -1,6 +1,7 @@
 """The events of `/v1/watch` against the sessions of all gateways that they tell of; and texts of capsules."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,6 @@ from support.mock_stack import Stack, mock_stack
 from support.tiny_fleet import TwoGateways, post, two_gateways
 from support.virtual.loop import virtual_loop
 from support.waiting import until_asked
-from support.watchers import Watcher, told
 
 ACME, EVIL, ROOT = (
     new_key("acme", "client", None),
@@ -36,6 +36,39 @@ ACME, EVIL, ROOT = (
 )
 SCOPE = Scope("acme")
 NAMES = st.sampled_from([f"s{i}" for i in range(4)])
+
+
+class Watcher:
+    """Believes all that it is told, as the page does."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, dict[str, Any]] = {}
+
+    def take(self, event: dict[str, Any] | None) -> None:
+        if event is None:
+            return
+        for name in event["gone"]:
+            del self.sessions[name]
+        for told in event["sessions"]:
+            if told["is_new"]:
+                self.sessions[told["id"]] = {"nodes": {}}
+            session = self.sessions[told["id"]]
+            session |= {"parent": told["parent"], "running": told["running"]}
+            for node in told["nodes"]:
+                session["nodes"][node["capsule"]] = node
+            for name in told["gone"]:
+                del session["nodes"][name]
+
+
+async def told(caller: httpx.AsyncClient, **query: Any) -> AsyncIterator[dict[str, Any]]:
+    """The events of a watch, to its end."""
+    async with caller.stream("GET", "/v1/watch", params=query) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            if line == "data: [DONE]":
+                return
+            if line:
+                yield json.loads(line.removeprefix("data: "))
 
 
 class Watching(RuleBasedStateMachine):
