@@ -141,40 +141,22 @@ def test_sessions_of_four_times_the_device_take_turns_and_compute_nothing_twice(
 # Capsules and blocks that end, change or are asked for again while they move between tiers
 
 
-@pytest.mark.parametrize("tier", [HOST, DISK])
-@pytest.mark.parametrize("num_tokens", [16, 17])
-def test_a_fork_outlives_the_release_of_its_capsule_on_the_way_up(
-    make_bench: MakeBench, num_tokens: int, tier: int
-) -> None:
-    movers: list[LateMover] = []
-    bench = make_bench(
-        num_blocks=24, below=make_tiers(64, disk=DictDisk(), movers=movers), max_answer_capsules=0
-    )
-    bench.run(prefill("p", text(num_tokens)))
-    bench.run(Demote("d", "p.0", tier))
-    move_all(bench, movers[0])
-    assert bench.replies["d"].status.tier == ("", "host", "disk")[tier]
-    flood(bench)
-    bench.submit(fork("f", "p.0"))
-    bench.step()
-    bench.submit(Release("p.0"))
-    num_passes = bench.forward.num_passes
-    move_all(bench, movers[0])
-    assert bench.answers["f", 0].tokens == want(bench, text(num_tokens))
-    assert bench.forward.num_passes - num_passes == 7  # none over nothing
-
-
 def test_the_first_tokens_of_a_capsule_below_are_a_capsule_that_can_be_promoted(
     make_bench: MakeBench,
 ) -> None:
+    """Of fewer tokens than a block has; they can be forked where there are no tiers, too."""
     bench = make_bench(num_blocks=24, below=make_tiers(64), max_answer_capsules=0)
     bench.run(prefill("p", text(10)))
     bench.run(Demote("d", "p.0", HOST))
     bench.run(Rewind("r", "p.0", 3))
     bench.run(Promote("up", "r.0"))
     assert bench.replies["up"].status.boundary == 3
-    bench.run(fork("f", "r.0"))
-    assert bench.answers["f", 0].tokens == want(bench, text(3))
+    plain = make_bench()
+    plain.run(prefill("p", text(10)), Rewind("r", "p.0", 3))
+    plain.run(Rewind("r2", "p.0", 3))
+    for each, capsule in ((bench, "r.0"), (plain, "r2.0")):
+        each.run(fork("f", capsule, n=2))
+        assert each.answers["f", 0].tokens == want(each, text(3))
 
 
 def test_a_promotion_is_answered_though_its_capsule_is_made_anew_meanwhile(
@@ -185,14 +167,6 @@ def test_a_promotion_is_answered_though_its_capsule_is_made_anew_meanwhile(
     bench.run(Demote("d", "p.0", HOST))
     bench.run(prefill("q", text(10), capsule="p.0"), Promote("up", "p.0"))
     assert bench.replies["up"].status.tier == "device"
-
-
-def test_a_fork_of_fewer_tokens_than_a_block_needs_no_tiers(make_bench: MakeBench) -> None:
-    bench = make_bench()
-    bench.run(prefill("p", text(10)), Rewind("r", "p.0", 3))
-    bench.run(Rewind("r2", "p.0", 3))
-    bench.run(fork("f", "r2.0", n=2))
-    assert bench.answers["f", 0].tokens == want(bench, text(3))
 
 
 def test_an_answer_cut_while_its_blocks_are_fetched_leaves_what_its_client_saw(

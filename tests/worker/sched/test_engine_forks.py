@@ -162,14 +162,17 @@ def test_equal_suffixes_are_computed_once(bench: Any) -> None:
 
 
 def test_equal_suffixes_of_different_forks_share_their_blocks(bench: Any) -> None:
-    """X2, part: found by hash, while they are computed and afterwards."""
+    """X2, part, F29, part: found by hash, while they are computed and afterwards, and told as cached."""
     bench.run(Prefill("p", pack(LONG[:23])))
     before = bench.engine.stats().num_prefill_tokens
     suffix = [30 + i % 9 for i in range(41)]  # 23 + 41 = 16 full blocks, the last not shared
     bench.run(*(Fork(f"f{i}", "p.0", (pack(suffix),), Limits(3), HOT) for i in range(5)))
     assert bench.engine.stats().num_prefill_tokens - before == 41 + 4 * 4
     for i in range(5):
-        assert bench.answers[f"f{i}", 0].tokens == expect(bench, LONG[:23] + suffix, 3)
+        answer = bench.answers[f"f{i}", 0]
+        assert answer.tokens == expect(bench, LONG[:23] + suffix, 3)
+        told = answer.last.cached_tokens, answer.last.prefill_tokens
+        assert told == ((60, 4) if i else (23, 41))
 
 
 def test_a_prompt_that_continues_one_in_flight_computes_the_rest(bench: Any) -> None:
@@ -221,24 +224,6 @@ def test_a_fork_is_never_hashed_by_a_text_that_its_node_had_before(
     bench.run(Generate("again", pack(old + suffix), Limits(1)))  # all that the old text hashed to
     bench.run(Fork("g", "new.0", (pack(suffix),), Limits(4), HOT))
     assert bench.answers["g", 0].tokens == expect(bench, new + suffix, 4)
-
-
-@pytest.mark.parametrize("max_step_tokens", [4, 64])
-def test_a_suffix_that_is_found_in_the_cache_is_told_as_cached(
-    make_bench: Callable[..., Any], max_step_tokens: int
-) -> None:
-    """F29, part: found and computed prompt tokens are told as they are, in however many chunks."""
-    bench = make_bench(max_step_tokens=max_step_tokens)
-    text, suffix = LONG[:8], LONG[8:20]
-    bench.run(Prefill("p", pack(text)))
-    computed = []
-    for name in ("first", "again"):
-        before = bench.engine.stats().num_prefill_tokens
-        bench.run(Fork(name, "p.0", (pack(suffix),), Limits(1)))
-        computed.append(bench.engine.stats().num_prefill_tokens - before)
-    told = [bench.answers[name, 0].last for name in ("first", "again")]
-    assert [update.cached_tokens for update in told] == [8, 16]
-    assert [update.prefill_tokens for update in told] == computed == [12, 4]
 
 
 @pytest.mark.parametrize("session", ["a", "b"])
