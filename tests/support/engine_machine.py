@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.ids import Incarnation, WorkerId, branch_seed
+from mallee.protocol.ids import branch_seed
 from mallee.protocol.messages import (
     Cancel,
     Fork,
@@ -42,6 +42,7 @@ from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig, StepResult
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.speculation.speculator import SpeculationConfig
+from support.driving import engine_over
 
 MODEL = random_model("llama", 3)
 TOKENS = st.lists(st.integers(3, 5), min_size=1, max_size=14)
@@ -107,18 +108,10 @@ class Fallible:
             raise self.error
 
 
-def make_engine(
-    forward: Forward, clock: Any, config: EngineConfig, device: DeviceForward | None = None
-) -> Engine:
-    return Engine(
-        forward,
-        device=device,
-        config=config,
-        clock=clock,
-        structures=MockStructures(forward.spec.vocab_size, forward.spec.eos_token_ids),
-        worker=WorkerId("w0"),
-        incarnation=Incarnation(1),
-    )
+def make_engine(forward: Any, clock: Any, config: EngineConfig, **more: Any) -> Engine:
+    """An engine that may constrain answers."""
+    structures = MockStructures(forward.spec.vocab_size, forward.spec.eos_token_ids)
+    return engine_over(forward, clock=clock, config=config, structures=structures, **more)
 
 
 class Plan(NamedTuple):
@@ -175,9 +168,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.begun()
 
     def make_engine(self, config: EngineConfig) -> Engine:
-        return make_engine(
-            cast(Forward, self.forward), lambda: self.now, config, device=self.device
-        )
+        return make_engine(self.forward, lambda: self.now, config, device=self.device)
 
     @property
     def device(self) -> DeviceForward | None:

@@ -7,17 +7,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from mallee.protocol.events import Removed, Stored, unpack_hashes
-from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.ids import Incarnation
 from mallee.protocol.messages import CapsuleReply, Demote, Prefill, Promote, Sampling, pack_tokens
 from mallee.testing.random_model import random_model
-from mallee.testing.structures import MockStructures
-from mallee.worker.engine import Engine, MakeTiers
+from mallee.worker.engine import MakeTiers
 from mallee.worker.forward import Forward
 from mallee.worker.kv.tiers.moves import DISK, HOST
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig, StepResult
 from mallee.worker.sched.policy import SchedulerConfig
-from support.engine_machine import GATEWAYS, TOKENS, EngineMachine, Plan, TorchMachine
+from support.engine_machine import GATEWAYS, TOKENS, EngineMachine, Plan, TorchMachine, make_engine
 from support.tiers import DictDisk, LateMover, make_tiers
 
 WINDOW_MODEL = random_model("gemma3_text", 3, sliding_window=6)
@@ -59,15 +58,11 @@ class TieredMachine(EngineMachine):
         self.num_lives += 1
         self.movers = []
         self.held = [set(), set(), set()]
-        self.engine = Engine(
-            self.forward,  # type: ignore[arg-type]
+        self.engine = make_engine(
+            self.forward,
+            lambda: self.now,
+            self.config,
             device=self.device,
-            config=self.config,
-            clock=lambda: self.now,
-            structures=MockStructures(
-                self.forward.spec.vocab_size, self.forward.spec.eos_token_ids
-            ),
-            worker=WorkerId("w0"),
             incarnation=Incarnation(self.num_lives),
             below=self.below(),
         )

@@ -74,7 +74,7 @@ class TwinMachine(EngineMachine):
         # Gangs stand in a batch by the blocks that they have, and the two may take other ones.
         config = replace(config, scheduler=replace(config.scheduler, gang=False))
         device: Any = FakeDevice(cast(Forward, self.forward), seed=1)
-        ahead = make_engine(device, lambda: self.now, config, device)
+        ahead = make_engine(device, lambda: self.now, config, device=device)
         plain = make_engine(self.make_forward(), lambda: self.now, config)
         return cast(Engine, Twin(ahead, plain))
 

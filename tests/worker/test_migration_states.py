@@ -20,14 +20,21 @@ from mallee.protocol.messages import (
     Sampling,
     pack_tokens,
 )
-from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Forward
 from mallee.worker.kv.tiers.peers import Loan
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
-from support.engine_machine import GATEWAYS, QUIET, SAMPLINGS, TOKENS, Plan, TorchMachine
+from support.engine_machine import (
+    GATEWAYS,
+    QUIET,
+    SAMPLINGS,
+    TOKENS,
+    Plan,
+    TorchMachine,
+    make_engine,
+)
 from support.examples import examples
 from support.lending import Neighbours, ShortLoan, holder
 from support.tiered_machine import TieredMachine, TieredWindowMachine
@@ -77,14 +84,11 @@ class MigratingMachine(TieredMachine):
     def start_peer(self) -> None:
         self.peer_life += 1
         self.peer_movers = []
-        forward = self.make_forward()
-        self.peer = Engine(
-            forward,
-            config=EngineConfig(
-                SchedulerConfig(16, 6, 24), 8, kv_checks=KVChecks("guards", sweep_steps=8)
-            ),
-            clock=lambda: self.now,
-            structures=MockStructures(forward.spec.vocab_size, forward.spec.eos_token_ids),
+        checks = KVChecks("guards", sweep_steps=8)
+        self.peer = make_engine(
+            self.make_forward(),
+            lambda: self.now,
+            EngineConfig(SchedulerConfig(16, 6, 24), 8, kv_checks=checks),
             worker=WorkerId("peer"),
             incarnation=Incarnation(self.peer_life),
             below=make_tiers(peers=self.lender, movers=self.peer_movers),
