@@ -1,9 +1,10 @@
-"""Derived names and seeds."""
+"""Derived names and seeds, and subjects of NATS."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mallee.protocol.errors import ConfigError
 from mallee.protocol.ids import (
     COMMON,
     RequestId,
@@ -13,6 +14,7 @@ from mallee.protocol.ids import (
     owner_of,
     private_part,
 )
+from mallee.protocol.subjects import Subjects, check_token
 
 
 def test_a_capsule_is_named_after_its_request_and_branch() -> None:
@@ -44,3 +46,27 @@ def test_a_private_part_belongs_to_its_scope_and_is_another_salt() -> None:
         part = private_part(scope, "n")
         assert owner_of(part) == owner_of(scope) == scope
         assert len({scope, part, private_part(scope, "m")}) == 3
+
+
+def test_subjects_name_fleet_kind_and_worker() -> None:
+    subjects = Subjects.of("prod-1")
+    assert subjects.events("w0") == "mallee.prod-1.events.w0"
+    assert subjects.lease("w0") == "mallee.prod-1.lease.w0"
+    assert subjects.snapshot("w0") == "mallee.prod-1.snapshot.w0"
+    assert subjects.admin("m0") == "mallee.prod-1.admin.m0"
+    assert subjects.bookings("g0") == "mallee.prod-1.bookings.g0"
+    assert subjects.bookings_snapshot("g0") == "mallee.prod-1.bookings_snapshot.g0"
+
+
+def test_without_a_name_they_match_all() -> None:
+    assert Subjects.of("f").events() == "mallee.f.events.*"
+    assert Subjects.of("f").lease() == "mallee.f.lease.*"
+    assert Subjects.of("f").bookings() == "mallee.f.bookings.*"
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "*", ">", "a b", "ä", "a\n"])
+def test_a_name_that_would_break_a_subject_is_refused_with_what_it_was_for(name: str) -> None:
+    with pytest.raises(ConfigError, match="fleet="):
+        Subjects.of(name)
+    with pytest.raises(ConfigError, match="worker="):
+        check_token(name, "worker")

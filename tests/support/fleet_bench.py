@@ -26,11 +26,8 @@ class FleetBench:
         **config: Any,
     ) -> None:
         self.now = 0.0
-        self.draws: list[float] = []
         base = RouterConfig(block_size=SIZE, max_workers=16, lease_s=3.0)
-        self.router = Router(
-            replace(base, **config), clock=lambda: self.now, draw=lambda: self.draws.pop(0)
-        )
+        self.router = Router(replace(base, **config), clock=lambda: self.now)
         self.num_blocks = num_blocks
         self.is_prefix_closed = is_prefix_closed
         self.seq: dict[tuple[str, int], int] = {}

@@ -604,7 +604,7 @@ class ModelFleet:
             assert at is not None, f"{state.id} waits for nothing"
             assert at <= end, f"{state.id} waits too long"
 
-    def settle(self, split: Callable[[], int] = lambda: 1, *, seconds: float = 0.1) -> None:
+    def settle(self, split: Callable[[], int] = lambda: 1) -> None:
         """Let everything come to its end: nothing hangs, a worker is there, what is said arrives."""
         for worker in self.workers.values():
             worker.is_hung = worker.is_stopped = False
@@ -614,7 +614,7 @@ class ModelFleet:
             for worker in list(self.workers.values()):
                 self.step(worker, split)
                 self.deliver(worker)
-            self.wait(seconds)
+            self.wait(0.1)
             is_idle = not self.dispatcher.num_running and not self.dispatcher.is_rebuilding
             if is_idle and not any(
                 worker.inbox or worker.outbox or worker.making for worker in self.workers.values()

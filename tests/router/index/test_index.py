@@ -266,20 +266,6 @@ def test_a_repaired_path_is_walked_until_its_events_settle_it() -> None:
     assert index.stats().num_walked == 0
 
 
-def test_workers_that_are_walked_are_counted_and_empty_slots_are_not() -> None:
-    index = PrefixIndex(200)
-    assert index.stats().num_walked == 0
-    for worker in (3, 70, 199):
-        index.store(worker, run(1, 2))
-    assert index.stats().num_walked == 3
-    index.set_prefix_closed(70, True)
-    assert index.stats().num_walked == 2
-    index.clear(199)
-    assert index.stats().num_walked == 1
-    index.remove(3, run(1, 2))
-    assert index.stats().num_walked == 0
-
-
 def test_the_hash_zero_is_never_held() -> None:
     """K1: key 0 means an empty entry; a block with that hash is computed again, not invented."""
     index = PrefixIndex(2)
@@ -292,21 +278,6 @@ def test_the_hash_zero_is_never_held() -> None:
     assert contents(index) == [[{5, 7}, set(), set()], [{5}, set(), set()]]
     index.remove(0, run(0))
     index.check()
-
-
-def test_waypoints_count_whole_strides_or_the_whole_path() -> None:
-    """K4"""
-    index = PrefixIndex(3, is_prefix_closed=True)
-    index.store(0, run(8, 16, 20))
-    index.store(1, run(8, 16))
-    counts = np.empty(3, dtype=np.int32)
-    for waypoints, num_blocks, want in (
-        (run(8, 16, 20), 20, [20, 16, 0]),
-        (run(8, 16, 19), 19, [16, 16, 0]),
-        (run(8), 8, [8, 8, 0]),
-    ):
-        index.match_waypoints(waypoints, 8, num_blocks, counts)
-        assert counts.tolist() == want
 
 
 @pytest.mark.parametrize(
