@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.testing.random_model import random_model
+from mallee.testing.random_model import RandomModel, random_model
+from mallee.worker.model import runner
 from mallee.worker.model.config import FAMILIES
-from mallee.worker.model.doctor import examine, load_oracle
+from mallee.worker.model.doctor import Difference, examine, load_oracle
 from mallee.worker.model.runner import load
 from mallee.worker.model.tolerance import TOLERANCES
 from support.examples import examples
@@ -45,12 +46,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 LENGTHS = (15, 16, 17, 31, 32, 33, 80)
 
 
-@pytest.fixture(params=VARIANTS)
-def oracle(request: pytest.FixtureRequest, oracles: Callable[..., Any]) -> Any:
-    family, overrides = VARIANTS[request.param]
-    return oracles(random_model(family, 3, **overrides))
-
-
 @pytest.fixture(params=FAMILIES)
 def plain(request: pytest.FixtureRequest, oracles: Callable[..., Any]) -> Any:
     """One model per family."""
@@ -69,47 +64,40 @@ def check_near(oracle: Any, tokens: list[int], ours: torch.Tensor, dtype: str = 
         pytest.fail(f"logits differ by {difference} after {len(tokens)} tokens; {found.first}")
 
 
-def test_chunks_and_decodes_have_the_oracles_logits(
-    oracle: Any, sequences: Callable[..., Any]
-) -> None:
-    """I1, I6: chunked prefill and decode over the cache equal a run without one."""
-    run = sequences(oracle.model.forward())
-    tokens = prompt(70)
-    done = 0
-    for n in (33, 5, 1, 20, 1, 1, 9):
-        logits = run.step(run.row("a", tokens[done : done + n]))[0]
-        done += n
-        check_near(oracle, tokens[:done], logits)
-    assert done == 70
+FLOATS = [pytest.param(*own, "float32", 4, id=name) for name, own in VARIANTS.items()]
+HALVES = [  # the larger shapes are those for which CPUs have kernels of their own
+    pytest.param(family, {"head_dim": dim}, "bfloat16", size, marks=pytest.mark.slow)
+    for family in FAMILIES
+    for dim, size in ((16, 4), (32, 16), (64, 32))
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("head_dim", "block_size"), [(16, 4), (32, 16), (64, 32)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_stays_within_its_row_of_the_table(
+@pytest.mark.parametrize(("family", "overrides", "dtype", "block_size"), [*FLOATS, *HALVES])
+def test_chunks_decodes_and_forks_have_the_oracles_logits(
     family: str,
-    head_dim: int,
+    overrides: dict[str, Any],
+    dtype: str,
     block_size: int,
     oracles: Callable[..., Any],
     sequences: Callable[..., Any],
 ) -> None:
-    """I1: against transformers in bfloat16, which rounds in other places; chunks, decodes, forks.
+    """I1, I6: chunked prefill and decode over the cache equal a run without one; then four forks.
 
-    The larger shapes are those for which CPUs have kernels of their own.
+    In bfloat16 against transformers in bfloat16, which rounds in other places.
     """
-    oracle = oracles(random_model(family, 3, head_dim=head_dim), "bfloat16")
-    run = sequences(oracle.model.forward(dtype="bfloat16", block_size=block_size))
+    oracle = oracles(random_model(family, 3, **overrides), dtype)
+    run = sequences(oracle.model.forward(dtype=dtype, block_size=block_size, num_blocks=100))
     tokens = prompt(75)
     done = 0
-    for n in (40, 7, 17, *(1,) * 6):
+    for n in (33, 5, 1, 20, 1, 1, 9, *(1,) * 5):
         logits = run.step(run.row("a", tokens[done : done + n]))[0]
         done += n
-        check_near(oracle, tokens[:done], logits, "bfloat16")
+        check_near(oracle, tokens[:done], logits, dtype)
     children = [f"child{i}" for i in range(4)]
     copies = [copy for child in children for copy in run.fork("a", child)]
     rows = [run.row(child, prompt(1 + 6 * i, i)) for i, child in enumerate(children)]
     for child, logits in zip(children, run.step(*rows, copies=copies), strict=True):
-        check_near(oracle, run.tokens[child], logits, "bfloat16")
+        check_near(oracle, run.tokens[child], logits, dtype)
 
 
 @pytest.mark.parametrize("block_size", [4, 8, 16, 32])
@@ -129,28 +117,6 @@ def test_lengths_around_block_edges_have_the_oracles_logits(
             assert float((ours - theirs).norm()) < 1e-4
 
 
-def test_a_tree_of_forks_has_the_oracles_logits(
-    oracles: Callable[..., Any], sequences: Callable[..., Any]
-) -> None:
-    """D6: all leaves of a three-level tree decode in one forward, each as if it ran alone."""
-    for family in FAMILIES:
-        oracle = oracles(random_model(family, 6, max_position_embeddings=1024))
-        run = sequences(oracle.model.forward(num_blocks=600))
-        run.step(run.row("r", prompt(170)))
-        leaves = []
-        for i in range(3):
-            middle = f"m{i}"
-            copies = run.fork("r", middle)
-            run.step(run.row(middle, prompt(90 + i, i)), copies=copies)
-            for j in range(4):
-                leaf = f"m{i}l{j}"
-                leaves.append((leaf, run.fork(middle, leaf)))
-        copies = [copy for _, own in leaves for copy in own]
-        rows = [run.row(leaf, [i]) for i, (leaf, _) in enumerate(leaves)]
-        for (leaf, _), logits in zip(leaves, run.step(*rows, copies=copies), strict=True):
-            check_near(oracle, run.tokens[leaf], logits)
-
-
 GROWTH = st.lists(
     st.lists(
         st.tuples(st.integers(0, 9), st.booleans(), st.sampled_from([1, 1, 1, 2, 5, 18, 33])),
@@ -163,7 +129,7 @@ GROWTH = st.lists(
 
 
 @examples(12)
-@given(first=st.integers(1, 40), steps=GROWTH, size=st.sampled_from([4, 8, 16]))
+@given(first=st.integers(1, 40) | st.just(170), steps=GROWTH, size=st.sampled_from([4, 8, 16]))
 def test_random_trees_equal_linear_runs(
     plain: Any,
     sequences: Callable[..., Any],
@@ -171,7 +137,7 @@ def test_random_trees_equal_linear_runs(
     steps: list[list[tuple[int, bool, int]]],
     size: int,
 ) -> None:
-    """D19: in each step some nodes grow and some fork and grow; each equals its linear run."""
+    """D19, D6: in each step some nodes grow and some fork and grow; each equals its linear run."""
     run = sequences(plain.model.forward(num_blocks=400, block_size=size), seed=first)
     run.step(run.row("n0", prompt(first)))
     for step in steps:
@@ -215,3 +181,112 @@ def test_the_text_model_of_one_that_also_sees_agrees_at_every_site(tmp_path: Pat
     oracle = load_oracle(tmp_path, "float32")
     assert type(oracle) is Gemma3ForConditionalGeneration
     assert examine(forward, oracle, prompt(60), num_steps=4).first is None
+
+
+# The doctor: silent on a right model, and it finds a planted bug where it was planted
+
+
+PROMPT = [int(t) for t in torch.randint(0, 128, (30,), generator=torch.Generator().manual_seed(1))]
+
+
+def find(oracle: Any, ours: RandomModel, num_steps: int = 4) -> Difference | None:
+    return examine(ours.forward(), oracle.hf, PROMPT, num_steps=num_steps).first
+
+
+def changed(model: RandomModel, name: str, rows: slice, factor: float) -> RandomModel:
+    """`model` with some rows of one tensor scaled."""
+    tensor = model.tensors[name].clone()
+    tensor[rows] *= factor
+    return model._replace(tensors={**model.tensors, name: tensor})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_right_model_agrees_at_every_site(
+    family: str, dtype: str, oracles: Callable[..., Any]
+) -> None:
+    """I3, I1: embed, each layer's heads, attention and output, last norm and logits are compared."""
+    oracle = oracles(random_model(family, 2), dtype)
+    forward = oracle.model.forward(dtype=dtype)
+    found = examine(forward, oracle.hf, PROMPT, num_steps=5)
+    assert found.first is None
+    assert (found.dtype, found.num_prompt, len(found.tokens)) == (dtype, 30, 35)
+    inside = [
+        (site, layer)
+        for layer in range(oracle.model.config.num_layers)
+        for site in ("heads", "attention", "output")
+    ]
+    sites = [(report.site, report.layer) for report in found.sites]
+    assert sites == [("embed", None), *inside, ("norm", None), ("logits", None)]
+    assert all(0 <= r.mean_error <= r.max_error and r.excess < 1 for r in found.sites)
+    assert forward.decoder.tap is None
+
+
+@pytest.mark.parametrize(
+    ("tensor", "rows", "site", "layer", "heads"),
+    [
+        ("model.embed_tokens.weight", slice(None), "embed", None, ()),
+        ("model.layers.0.input_layernorm.weight", slice(None), "heads", 0, (0, 1, 2, 3)),
+        ("model.layers.1.self_attn.q_proj.weight", slice(32, 48), "heads", 1, (2,)),
+        ("model.layers.2.self_attn.k_proj.weight", slice(16, 32), "heads", 2, (2, 3)),
+        ("model.layers.3.self_attn.v_proj.weight", slice(0, 16), "heads", 3, (0, 1)),
+        ("model.layers.1.self_attn.o_proj.weight", slice(5, 6), "attention", 1, ()),
+        ("model.layers.2.post_attention_layernorm.weight", slice(None), "output", 2, ()),
+        ("model.layers.3.mlp.down_proj.weight", slice(9, 10), "output", 3, ()),
+        ("model.norm.weight", slice(None), "norm", None, ()),
+        ("model.norm.weight", slice(3, 4), "norm", None, ()),
+        ("lm_head.weight", slice(3, 4), "logits", None, ()),
+    ],
+)
+def test_a_bug_planted_in_layer_k_is_located(
+    tensor: str,
+    rows: slice,
+    site: str,
+    layer: int | None,
+    heads: tuple[int, ...],
+    oracles: Callable[..., Any],
+) -> None:
+    """I3: the first layer and site that differ, and the head where one is to blame."""
+    model = random_model("llama", 2, num_hidden_layers=4, tie_word_embeddings=False)
+    is_no_number = rows == slice(3, 4) and site == "norm"  # that counts as a difference, too
+    found = find(oracles(model), changed(model, tensor, rows, torch.nan if is_no_number else 1.5))
+    assert found is not None
+    assert (found.site, found.layer) == (site, layer)
+    assert found.head in (heads or (None,))
+    assert (found.scores is None) == (found.head is None)
+    assert f"{'outside the layers' if layer is None else f'layer {layer}'}, {site}" in str(found)
+
+
+def test_a_window_off_by_one_is_found_where_it_first_hides_a_key(
+    oracles: Callable[..., Any],
+) -> None:
+    """I3, D18: layer, head, position and the attention weights of both sides."""
+    right = random_model("gemma3_text", 2)
+    wide = random_model("gemma3_text", 2, sliding_window=right.raw["sliding_window"] + 1)
+    found = find(oracles(right), wide)
+    assert found is not None
+    assert (found.site, found.layer, found.position, found.step) == ("heads", 0, 20, 0)
+    assert found.scores is not None
+    ours, theirs = found.scores
+    assert theirs[0] == 0 < ours[0]
+    assert len(ours) == len(theirs) == 21
+    assert abs(sum(ours) - 1) < 1e-5
+
+
+def test_a_bug_in_decoding_alone_is_found_at_its_step(
+    oracles: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D18, S7: positions that lag behind from the third step on; the report names the step."""
+    plan = runner.make_plan
+
+    def late(rows: Any, **options: Any) -> Any:
+        made = plan(rows, **options)
+        lag = int(rows[0].start >= len(PROMPT) + 2)
+        return made._replace(positions=made.positions - lag)
+
+    monkeypatch.setattr(runner, "make_plan", late)
+    oracle = oracles(random_model("qwen3", 2))
+    found = find(oracle, oracle.model, num_steps=6)
+    assert found is not None
+    assert (found.site, found.layer, found.position, found.step) == ("heads", 0, 32, 3)
+    assert "decode step 3" in str(found)
