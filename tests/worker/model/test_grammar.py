@@ -28,6 +28,7 @@ from mallee.protocol.messages import (
 from mallee.worker.forward import num_words
 from mallee.worker.model.sampling import grammar as grammars
 from mallee.worker.model.sampling.grammar import TokenGrammars
+from support.cutting import check_cuts, check_forks, play
 from support.grammar_lab import Lab
 
 WORD = {"type": "string", "maxLength": 8}
@@ -44,7 +45,6 @@ def thing(required: Sequence[str] = (), more: Any = False, **properties: Any) ->
 
 
 SCHEMAS: dict[str, Any] = {
-    "one string": thing(name=WORD),
     "three fields": thing(
         name=WORD, age=SMALL, tags={"type": "array", "items": WORD, "maxItems": 3}
     ),
@@ -52,7 +52,6 @@ SCHEMAS: dict[str, Any] = {
     "nested": thing(a=thing(b=thing(c=SMALL), d=WORD)),
     "a list of things": {"type": "array", "items": thing(k=WORD), "minItems": 1, "maxItems": 3},
     "enums": thing(color={"enum": ["red", "green", "blue"]}, n={"enum": [1, 2.5, None, "x"]}),
-    "a constant": thing(kind={"const": "fixed"}, v=SMALL),
     "any of": {"anyOf": [thing(a=SMALL), thing(b=WORD), {"type": "null"}]},
     "one of, by a tag": {
         "oneOf": [
@@ -89,6 +88,9 @@ REGEXES = [
     r"(é|🌳|ß){2,6}",
     r'"([^"\\\x00-\x1f]|\\["\\/bfnrt]){0,12}"',
 ]
+
+
+LARK = 'start: sum\nsum: N | "(" sum ("+" | "-") N ")"\nN: /[1-9][0-9]?/'
 
 
 def validate(text: str, schema: Any) -> None:
@@ -163,9 +165,8 @@ def test_json_object_is_any_object_and_a_lark_grammar_is_kept(lab: Lab) -> None:
         text = lab.text(tokens)
         assert text.startswith("{")
         assert last.finish == "length" or isinstance(json.loads(text), dict)
-    lark = 'start: sum\nsum: N | "(" sum ("+" | "-") N ")"\nN: /[1-9][0-9]?/'
     gbnf = 'root ::= sum\nsum ::= [1-9] [0-9]? | "(" sum ("+" | "-") [1-9] [0-9]? ")"'
-    for source in (lark, gbnf):
+    for source in (LARK, gbnf):
         for tokens, last in lab.generate(Grammar("lark", source), 8, tokens=300, seed=7):
             assert last.finish == "stop"
             assert abs(eval(lab.text(tokens))) < 10_000
@@ -173,7 +174,8 @@ def test_json_object_is_any_object_and_a_lark_grammar_is_kept(lab: Lab) -> None:
 
 BAD = {
     "json_schema": ["", "not json", "[1]", '{"type": "foo"}', "false", '{"$ref": "#/nowhere"}',
-                    '{"$ref": "http://example.com/x"}', "[" * 100_000, '{"a"}, {"lark_grammar": "x"'],
+                    '{"$ref": "http://example.com/x"}', "[" * 100_000, '{"a"}, {"lark_grammar": "x"',
+                    json.dumps({"enum": ["x" * MAX_GRAMMAR_NBYTES]})],
     "regex": ["[a-z", "(?=x)y", r"[^\s\S]", "(a"],
     "lark": ["start: foo", "", 'begin: "x"'],
     "choice": ["", "[]", '["a", 1]', '{"a": 1}', '[""]'],
@@ -189,13 +191,6 @@ def test_bad_grammars_are_refused_with_their_reason(lab: Lab, kind: Any, source:
             lab.grammars.compile(Grammar(kind, source))
     assert caught.value.fields["param"] == "grammar"
     assert 0 < len(caught.value.fields["remedy"]) <= 400
-
-
-def test_grammars_have_a_size_limit(lab: Lab) -> None:
-    """D9: before anything is parsed."""
-    source = json.dumps(thing(a={"enum": ["x" * MAX_GRAMMAR_NBYTES]}))
-    with pytest.raises(InvalidParameter, match="bytes; give at most"):
-        lab.grammars.compile(Grammar("json_schema", source))
 
 
 def chain(n: int) -> str:
@@ -362,3 +357,39 @@ def test_a_token_that_is_not_allowed_breaks_a_fork_and_not_its_parent(lab: Lab) 
     assert child.is_stopped
     assert not start.error
     assert not start.is_accepting
+
+
+# Cut off
+
+GRAMMARS = {
+    "json_schema": Grammar("json_schema", json.dumps(SCHEMAS["long names and unicode"])),
+    "json_object": Grammar("json_object"),
+    "regex": Grammar("regex", r"[A-Z][a-z]{1,6}( [A-Z][a-z]{1,6}){0,2}(é|🌳){2}"),
+    "choice": Grammar("choice", json.dumps(["yes", "yes, but", "two\nlines", "größe 🌳"])),
+    "lark": Grammar("lark", LARK),
+}
+WAYS = {
+    "greedy": Sampling(),
+    "sampled": Sampling(1.0, seed=12, top_p=0.95),
+    "penalised": Sampling(0.8, seed=3, repetition_penalty=1.2, frequency_penalty=0.4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "max_tokens"), [("greedy", 7), ("sampled", 24), ("penalised", 7)])
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_a_constrained_answer_goes_on_inside_its_grammar(
+    lab: Lab, kind: str, way: str, max_tokens: int
+) -> None:
+    """X4, part, D9: after any token, also in the middle of a character; then its forks agree.
+
+    What was taken in is no part of the grammar that is compiled.
+    """
+    text, sampling = lab.tokenizer.encode("An answer:").ids, WAYS[way]
+    whole = Generate("r", pack_tokens(text), Limits(max_tokens), sampling, grammar=GRAMMARS[kind])
+    engine = lab.make_engine()
+    engine.prepare(whole)
+    ended = play(engine, whole)["r", 0]
+    check_cuts(lab.make_engine, ended, whole, text)
+    assert not lab.grammars.knows(msgspec.structs.replace(GRAMMARS[kind], consumed=1))
+    check_forks(lab.make_engine, engine, ended, whole, text, sampling)
