@@ -10,7 +10,6 @@ from mallee.protocol.messages import Sampling
 from mallee.testing.random_model import random_model
 from mallee.worker.forward import Draw, ForwardBatch, Row
 from mallee.worker.kv.node import BlockCopy
-from mallee.worker.memory.transfer import sent_together
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.model.sampling import batched
 
@@ -87,12 +86,6 @@ def test_a_guess_is_the_race_as_the_device_ran_it(monkeypatch: pytest.MonkeyPatc
     assert 0 < sum(a != b for a, b in zip(found, tokens, strict=True)) < 20
     wanted = [7, 3, 199]
     assert batched.guesses_there(off, wanted).tolist() == [found[i] for i in wanted]
-
-
-def test_parts_that_are_sent_together_arrive_apart() -> None:
-    parts = [np.arange(n) for n in (3, 0, 5)]
-    for own, part in zip(sent_together(parts, torch.device("cpu")), parts, strict=True):
-        assert own.tolist() == part.tolist()
 
 
 @pytest.mark.gpu
