@@ -192,25 +192,6 @@ def test_a_fork_streams_its_branches_however_the_bytes_are_cut(server: Script, c
     assert {key for *_, key in server.seen} == {"Bearer k"}
 
 
-async def test_the_async_client_says_the_same(server: Script) -> None:
-    async with AsyncMallee(server.url) as client:
-        assert await client.models() == ["m"]
-        assert (await client.health())["status"] == "unavailable"
-        async with client.prefill(messages=[{"role": "user", "content": "x"}]) as capsule:
-            branches = await capsule.fork([" a", " b"])
-            texts = [(e.index, e.text) async for e in branches]
-            assert texts[0] == (1, " b")
-            assert [b.text for b in await branches.wait()] == [" a!", " bü🌱"]
-            await branches.branches[1].fork(" more").wait()
-        with pytest.raises(UnknownCapsule):
-            await client.capsule("x")
-        assert [b.text for b in await client.complete("hi", n=2)] == [" a!", " bü🌱"]
-        server.stream = GOOD[: len(GOOD) // 2]
-        with pytest.raises(StreamBroken):
-            await client.complete("hi")
-    assert ("DELETE", "/v1/capsules/req_1.0") in [seen[:2] for seen in server.seen]
-
-
 def test_the_servers_errors_keep_their_type_and_text(server: Script) -> None:
     with Mallee(server.url) as client:
         with pytest.raises(UnknownCapsule, match="capsule 'x' is not held"):
@@ -438,7 +419,7 @@ def test_nobody_at_the_address_is_said_with_the_remedy() -> None:
         (b'data: {"error": {"message": "?", "code": "new_kind"}}\n\n', ApiError),
     ],
 )
-def test_a_stream_that_breaks_off_is_an_error_and_keeps_the_text(
+async def test_a_stream_that_breaks_off_is_an_error_and_keeps_the_text(
     server: Script, end: bytes, error: type[Exception]
 ) -> None:
     server.stream = chunk(0, "so far") + end
@@ -448,6 +429,14 @@ def test_a_stream_that_breaks_off_is_an_error_and_keeps_the_text(
             branches.wait()
         assert branches.branches[0].text == "so far"
         assert branches.branches[0].finish_reason is None
+    async with AsyncMallee(server.url) as aclient:
+        assert (await aclient.health())["status"] == "unavailable"
+        with pytest.raises(error):
+            await aclient.complete("x")
+        server.stream = GOOD
+        async with aclient.stream("x", n=2) as whole:
+            assert [b.text for b in await whole.wait()] == [" a!", " bü🌱"]
+        await whole.branches[1].fork(" more").wait()
 
 
 def test_closing_early_ends_the_stream(server: Script) -> None:
