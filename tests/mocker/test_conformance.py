@@ -1,10 +1,8 @@
 """K16, K17: the mocked engine decides, tells and publishes what a real one does, at the same times."""
 
-from collections import deque
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
@@ -12,19 +10,16 @@ from mallee.mocker.engine import MockedEngine
 from mallee.mocker.passes import mock_spec
 from mallee.mocker.texts import Texts
 from mallee.mocker.timing import Timing
-from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.testing.forward import MockForward
 from mallee.testing.random_model import random_model
-from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
-from support.asking import SIZE, Ask, Scene, TokenWriter, command, random_scene
+from support.asking import SIZE, Ask, Scene, random_scene
 from support.conforming import (
     TIMING,
     Story,
     assert_same,
     assert_same_but_for_strides,
-    flat,
     play_real,
     play_scene,
     renamed,
@@ -48,11 +43,24 @@ def mocked(scene: Scene, **more: Any) -> Story:
 
 
 @settings(examples(50), phases=QUICK)
-@given(SEEDS)
-def test_a_mocked_engine_does_what_one_over_content_does(seed: int) -> None:
-    """K16, K17: step for step the same plans, admissions, preemptions, news, events and times."""
-    scene = random_scene(seed)
-    assert_same(mocked(scene), content(scene))
+@given(SEEDS, st.booleans(), st.sampled_from([2, 5, 1 << 20]))
+def test_a_mocked_engine_does_what_one_over_content_does(
+    seed: int, shares_reads: bool, max_multi_step: int
+) -> None:
+    """K16, K17, K21, part: step for step the same plans, admissions, preemptions, news, events and times.
+
+    In frames for gateways, too; and with many steps planned at once the same choices, news, events and times.
+    Under tree attention a step's time follows from the distinct slots that its rows read.
+    """
+    scene, timing = random_scene(seed), replace(TIMING, shares_reads=shares_reads)
+    expected = content(scene, timing)
+    counted = mocked(scene, timing=timing)
+    assert_same(counted, expected)
+    raw = mocked(scene, timing=timing, is_raw=True)
+    assert [step.news for step in raw.steps] == [step.news for step in counted.steps]
+    assert raw.events == counted.events
+    strides = mocked(scene, timing=timing, max_multi_step=max_multi_step)
+    assert_same_but_for_strides(strides, expected)
 
 
 @settings(examples(12), phases=QUICK)
@@ -66,24 +74,6 @@ def test_a_mocked_engine_does_what_one_over_a_model_does(one_thread: None, seed:
     assert_same_but_for_strides(play_scene(scene, forward.spec, max_multi_step=99), expected)
 
 
-@settings(examples(50), phases=QUICK)
-@given(SEEDS, st.sampled_from([2, 5, 1 << 20]))
-def test_strides_are_steps(seed: int, max_multi_step: int) -> None:
-    """K16, K21, part: many steps planned at once: the same choices, news, events and times."""
-    scene = random_scene(seed)
-    assert_same_but_for_strides(mocked(scene, max_multi_step=max_multi_step), mocked(scene))
-
-
-@settings(examples(20), phases=QUICK)
-@given(SEEDS)
-def test_what_rows_share_is_read_once_if_the_attention_can(seed: int) -> None:
-    """K16: tree attention: a step's time follows from the distinct slots that its rows read."""
-    scene, timing = random_scene(seed), replace(TIMING, shares_reads=True)
-    expected = content(scene, timing)
-    assert_same(mocked(scene, timing=timing), expected)
-    assert_same_but_for_strides(mocked(scene, timing=timing, max_multi_step=99), expected)
-
-
 @settings(examples(40), phases=QUICK)
 @given(SEEDS)
 def test_outlines_are_texts(seed: int) -> None:
@@ -95,67 +85,6 @@ def test_outlines_are_texts(seed: int) -> None:
     assert renamed(found.events) == renamed(expected.events)
     assert [step.ended for step in found.steps] == [step.ended for step in expected.steps]
     assert (len(found.held), found.next_seq) == (len(expected.held), expected.next_seq)
-
-
-class Ticks(NamedTuple):
-    """The story of an engine that is driven by counting its steps."""
-
-    tokens: dict[tuple[str, int], list[int]]
-    last: dict[tuple[str, int], Any]
-    events: list[Any]
-    num_calls: int
-
-
-def play_ticks(scene: Scene, *, max_multi_step: int) -> Ticks:
-    """Over content, a command every few steps; strides end where one comes."""
-    engine = Engine(
-        MockForward(SPEC, num_blocks=scene.num_blocks, block_size=SIZE),
-        config=scene.config,
-        clock=lambda: 0.0,
-        worker=WorkerId("w0"),
-        incarnation=Incarnation(1),
-    )
-    found = Ticks({}, {}, [], 0)
-    coming = deque((int(ask.at_s * 200), ask) for ask in scene.asks)
-    tick = 0
-    while coming or engine.has_work:
-        if not engine.has_work:
-            tick = max(tick, coming[0][0])
-        while coming and coming[0][0] <= tick:
-            engine.submit(command(coming.popleft()[1], TokenWriter()), "g")
-        if not engine.has_work:
-            continue
-        until = coming[0][0] - tick if coming else max_multi_step
-        num_steps = (
-            min(engine.multi_step_limit(), until, max_multi_step) if max_multi_step > 1 else 1
-        )
-        result = engine.multi_step(num_steps) if num_steps > 1 else engine.step()
-        tick += max(1, num_steps)
-        engine.check()
-        for frame in result.frames.values():
-            for update in frame.updates:
-                key = (update.request, update.branch)
-                found.tokens.setdefault(key, []).extend(update.tokens)
-                # The last update of a stride begins earlier than that of a step.
-                found.last[key] = msgspec.structs.replace(update, tokens=(), position=-1)
-        found.events.extend(flat(result.events.events) if result.events else ())
-        found = found._replace(num_calls=found.num_calls + 1)
-    return found
-
-
-@settings(examples(40), phases=QUICK)
-@given(SEEDS, st.sampled_from([2, 3, 99]))
-def test_a_stride_computes_what_its_steps_would(seed: int, max_multi_step: int) -> None:
-    """K16: over content, where a wrong slot changes every token after it."""
-    scene = random_scene(seed)
-    found, expected = (
-        play_ticks(scene, max_multi_step=max_multi_step),
-        play_ticks(scene, max_multi_step=1),
-    )
-    assert found.tokens == expected.tokens
-    assert found.last == expected.last
-    assert found.events == expected.events
-    assert found.num_calls <= expected.num_calls
 
 
 def test_strides_save_steps_and_a_command_cuts_them() -> None:
@@ -213,14 +142,6 @@ def test_a_crash_takes_along_no_token_that_was_there_before(seed: int, share: fl
     for news in engines[0].unreported(until):
         found[news.request, news.branch] += news.num_tokens
     assert found == expected
-
-
-def test_frames_and_counts_tell_the_same() -> None:
-    """K16: what goes to gateways and what a replay counts."""
-    scene = random_scene(5)
-    raw, counted = mocked(scene, is_raw=True), mocked(scene)
-    assert [step.news for step in raw.steps] == [step.news for step in counted.steps]
-    assert raw.events == counted.events
 
 
 def test_the_same_seed_gives_the_same_story_to_the_bit() -> None:

@@ -5,6 +5,9 @@ event.
 """
 
 import asyncio
+from collections.abc import Callable
+from itertools import groupby
+from math import inf
 from typing import Any
 
 import pytest
@@ -12,14 +15,29 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from mallee.actors.mock.pacer import GRAIN_S, Pacer
+from mallee.actors.mock.runner import MockRunner
+from mallee.mocker.passes import mock_spec
 from mallee.mocker.tiers import TierConfig
 from mallee.mocker.timing import ClosedForm, Plane, Timing
-from support.asking import Scene, random_scene
-from support.conforming import Story, assert_same_but_for_strides
+from mallee.protocol.messages import Command
+from mallee.worker.records import StepResult
+from support.asking import Scene, TokenWriter, command, random_scene
+from support.conforming import (
+    Done,
+    Spy,
+    Story,
+    Time,
+    assert_same_but_for_strides,
+    make_mocked,
+    news_of,
+    play_mocked,
+    published,
+    story_of,
+)
 from support.examples import examples
-from support.paced import assert_same_order, play_live, virtual
 from support.virtual.loop import START, VirtualLoop
 
+SPEC = mock_spec(vocab_size=1 << 31)
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a scene that fails is told by its seed
 LIVE_BOUND_S = 2 * GRAIN_S
 """A step is told so much later than in virtual time at most, where nothing else keeps the loop."""
@@ -27,6 +45,100 @@ LIVE_BOUND_S = 2 * GRAIN_S
 # Hours: what comes within the timer's grain of a step's end may be in time or late for the next step.
 SLOW = Timing(ClosedForm(200.0, 2.0, 0.02, 0.2, (Plane(400.0, 20.0, 0.2),)), 100.0)
 SCALE = 2e5
+
+
+class Player:
+    """One runner, its commands at their times, and what it did."""
+
+    def __init__(
+        self,
+        scene: Scene,
+        clock: Callable[[], float],
+        timing: Timing,
+        max_multi_step: int,
+        pacer: Pacer,
+        tiers: TierConfig | None,
+    ) -> None:
+        self.mocked = make_mocked(
+            Time(clock),
+            scene.config,
+            num_blocks=scene.num_blocks,
+            max_multi_step=max_multi_step,
+            spec=SPEC,
+            timing=timing,
+            tiers=tiers,
+        )
+        self.spy = Spy(self.mocked.engine, timing)
+        self.clock = clock
+        self.steps: list[Done] = []
+        self.failures: list[str] = []
+        self.runner = MockRunner(self.mocked, pacer, self, clock=clock)
+        self.runner.start()
+
+    def submit(self, commands: list[Command]) -> None:
+        self.runner.submit("g", commands)
+        self.runner.check()
+
+    def dropped(self, gateway: str) -> None:
+        pass
+
+    def fail(self, reason: str) -> None:
+        self.failures.append(reason)
+
+    def deliver(self, result: StepResult, next_seq: int) -> None:
+        self.mocked.engine.check()
+        updates = [u for frame in result.frames.values() for u in frame.updates]
+        events = result.events
+        before = next_seq - len(events.events) if events is not None else next_seq
+        told = news_of(updates, lambda u: len(u.tokens))
+        self.steps.append(Done(0.0, self.clock(), self.spy.take(), told, published(events, before)))
+
+    def story(self) -> Story:
+        assert not self.failures
+        return story_of(self.mocked.engine, self.steps)
+
+
+async def play_live(
+    scene: Scene,
+    clock: Callable[[], float],
+    timing: Timing,
+    *,
+    max_multi_step: int,
+    pacer: type[Pacer] = Pacer,
+    tiers: TierConfig | None = None,
+) -> Story:
+    """The scene's commands at their times on the loop's clock, until nothing is left to do."""
+    player = Player(scene, clock, timing, max_multi_step, pacer(clock), tiers)
+    begin = clock()
+    writer = TokenWriter()
+    for at_s, asks in groupby(scene.asks, key=lambda ask: ask.at_s):
+        wait = begin + at_s - clock()
+        if wait > 0:
+            await asyncio.sleep(wait)
+        player.submit([command(ask, writer) for ask in asks])
+    while player.mocked.is_busy or player.mocked.next_due < inf:  # noqa: ASYNC110 - on a clock of its own
+        await asyncio.sleep(1.0)
+    player.runner.check()
+    return player.story()
+
+
+def virtual(scene: Scene, timing: Timing, tiers: TierConfig | None = None) -> Story:
+    """In virtual time, step by step."""
+
+    def make(clock: Time) -> Any:
+        return make_mocked(
+            clock, scene.config, num_blocks=scene.num_blocks, spec=SPEC, timing=timing, tiers=tiers
+        )
+
+    return play_mocked(make, scene.asks, TokenWriter())
+
+
+def assert_same_order(found: Story, expected: Story) -> None:
+    """All the same, but for times."""
+    assert found.decisions == expected.decisions
+    assert [step.news for step in found.steps] == [step.news for step in expected.steps]
+    assert [event[1:] for event in found.events] == [event[1:] for event in expected.events]
+    assert found[1:] == expected[1:]
 
 
 class LazyPacer(Pacer):
@@ -55,7 +167,6 @@ def play_made_up(
             SLOW,
             max_multi_step=max_multi_step,
             pacer=pacer,
-            pause_s=1.0,
             **more,
         )
         return runner.run(playing)

@@ -13,7 +13,6 @@ from mallee.mocker.replay.result import Result
 from mallee.mocker.replay.run import replay
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import Fixed, Timing
-from mallee.protocol.errors import ConfigError
 from mallee.testing.workloads import made
 from mallee.traces.workload import Request, Workload
 
@@ -28,44 +27,36 @@ def ends(device: SharedDevice) -> list[Done]:
     return found
 
 
-def test_work_that_is_alone_takes_its_time() -> None:
-    device = SharedDevice(DeviceConfig(2, slice_s=1.0, switch_s=0.5))
-    device.begin(1, 3.0, 10.0)
-    assert device.pop(12.0) is None
-    assert ends(device) == [Done(1, 13.0)]
-
-
-def test_two_pieces_of_work_take_turns_slice_by_slice() -> None:
-    device = SharedDevice(DeviceConfig(2, slice_s=1.0, switch_s=0.0))
-    device.begin(1, 0.0, 3.0)
-    device.begin(2, 0.0, 2.0)
-    assert ends(device) == [Done(2, 4.0), Done(1, 5.0)]
-    assert device.stats() == (5.0, 0.0, 4)
-
-
-def test_a_change_of_tenant_takes_time_and_the_same_tenant_again_none() -> None:
-    device = SharedDevice(DeviceConfig(2, slice_s=1.0, switch_s=0.25))
-    device.begin(1, 0.0, 2.0)
-    device.begin(2, 0.0, 1.0)
-    assert ends(device) == [Done(2, 2.25), Done(1, 3.5)]
-    device.begin(1, 3.5, 1.0)
-    assert ends(device) == [Done(1, 4.5)]
-    assert device.stats().switching_s == 0.5
-
-
-def test_a_newcomer_waits_for_the_end_of_the_present_slice_only() -> None:
-    device = SharedDevice(DeviceConfig(2, slice_s=2.0, switch_s=0.0))
-    device.begin(1, 0.0, 100.0)
-    device.begin(2, 31.0, 1.0)
-    assert device.pop(32.9) is None
-    assert ends(device) == [Done(2, 33.0), Done(1, 101.0)]
-
-
-def test_endless_slices_run_whole_pieces_in_order() -> None:
-    device = SharedDevice(DeviceConfig(3, slice_s=inf, switch_s=0.0))
-    for tenant, seconds in ((1, 3.0), (2, 1.0), (3, 2.0)):
-        device.begin(tenant, 0.0, seconds)
-    assert ends(device) == [Done(1, 3.0), Done(2, 4.0), Done(3, 6.0)]
+@pytest.mark.parametrize(
+    ("slice_s", "switch_s", "pieces", "ended"),
+    [
+        (1.0, 0.5, [(1, 3.0, 10.0)], [Done(1, 13.0)]),  # alone
+        (1.0, 0.0, [(1, 0.0, 3.0), (2, 0.0, 2.0)], [Done(2, 4.0), Done(1, 5.0)]),  # by turns
+        # A change of tenant takes time.
+        (1.0, 0.25, [(1, 0.0, 2.0), (2, 0.0, 1.0)], [Done(2, 2.25), Done(1, 3.5)]),
+        # A newcomer waits for the end of the present slice only.
+        (2.0, 0.0, [(1, 0.0, 100.0), (2, 31.0, 1.0)], [Done(2, 33.0), Done(1, 101.0)]),
+        # Endless slices run whole pieces in order.
+        (
+            *(inf, 0.0, [(1, 0.0, 3.0), (2, 0.0, 1.0), (3, 0.0, 2.0)]),
+            [Done(1, 3.0), Done(2, 4.0), Done(3, 6.0)],
+        ),
+    ],
+)
+def test_pieces_of_work_take_turns_slice_by_slice(
+    slice_s: float, switch_s: float, pieces: list[tuple[int, float, float]], ended: list[Done]
+) -> None:
+    device = SharedDevice(DeviceConfig(3, slice_s=slice_s, switch_s=switch_s))
+    for piece in pieces:
+        device.begin(*piece)
+    assert device.pop(ended[0].at - 0.1) is None
+    assert ends(device) == ended
+    stats = device.stats()
+    assert stats.busy_s == sum(seconds for _, _, seconds in pieces)
+    last, at = ended[-1]
+    device.begin(last, at, 1.0)  # the same tenant again: no change
+    assert ends(device) == [Done(last, at + 1.0)]
+    assert device.stats().switching_s == stats.switching_s
 
 
 def test_work_of_a_tenant_that_leaves_is_forgotten() -> None:
@@ -132,24 +123,23 @@ def run(engines: int, config: DeviceConfig, **more: object) -> Result:
     return replay(scene(), replay_config)
 
 
-def test_a_device_of_its_own_changes_nothing() -> None:
-    """S18, part: one engine on a device is an engine as before, multi-steps and all."""
-    alone, shared = run(1, DeviceConfig(1)), run(1, DeviceConfig(2))
-    assert alone.summary["devices"] is None
-    assert shared.summary["duration_s"] == pytest.approx(alone.summary["duration_s"])
-    assert shared.summary["itl_ms"]["p50"] == pytest.approx(alone.summary["itl_ms"]["p50"])
-
-
 def test_engines_on_one_device_run_in_turn_but_for_what_needs_no_device() -> None:
-    """S18, part: k engines with steps of 10 ms and 2 ms of their own: 10 k ms a token, not 12 k."""
-    for k in (2, 4):
-        shared = run(k, DeviceConfig(k, slice_s=inf, switch_s=0.0))
-        own = run(k, DeviceConfig(1))
-        assert own.summary["itl_ms"]["p50"] == pytest.approx(12.0, rel=0.03)
-        assert shared.summary["itl_ms"]["p50"] == pytest.approx(10.0 * k, rel=0.03)
-        assert shared.summary["devices"]["busy"] > 0.9
-        assert shared.summary["errors"] == {}
-        assert shared.summary["lost"] == 0
+    """S18, part: k engines with steps of 10 ms and 2 ms of their own: 10 k ms a token, not 12 k.
+
+    One engine on a device is an engine as before, multi-steps and all.
+    """
+    for k in (1, 2, 4):
+        shared = run(k, DeviceConfig(max(k, 2), slice_s=inf, switch_s=0.0)).summary
+        own = run(k, DeviceConfig(1)).summary
+        assert own["devices"] is None
+        assert own["itl_ms"]["p50"] == pytest.approx(12.0, rel=0.03)
+        if k == 1:
+            assert shared["duration_s"] == pytest.approx(own["duration_s"])
+            assert shared["itl_ms"]["p50"] == pytest.approx(own["itl_ms"]["p50"])
+            continue
+        assert shared["itl_ms"]["p50"] == pytest.approx(10.0 * k, rel=0.03)
+        assert shared["devices"]["busy"] > 0.9
+        assert (shared["errors"], shared["lost"]) == ({}, 0)
 
 
 def test_changes_of_engines_are_paid_and_shorter_slices_change_more() -> None:
@@ -168,16 +158,3 @@ def test_a_crash_of_an_engine_gives_its_slices_to_the_others() -> None:
     found = run(3, DeviceConfig(3), faults=(crash,)).summary
     assert (found["lost"], found["errors"]) == (0, {})
     assert found["retries"] > 0
-
-
-@pytest.mark.parametrize(
-    ("config", "word"),
-    [
-        (DeviceConfig(0), "engines_per_device=0"),
-        (DeviceConfig(2, slice_s=0.0), "slice_s=0"),
-        (DeviceConfig(2, switch_s=-1.0), "switch_s=-1"),
-    ],
-)
-def test_devices_that_cannot_be_are_refused_by_value(config: DeviceConfig, word: str) -> None:
-    with pytest.raises(ConfigError, match=word):
-        ReplayConfig(device=config).validate()

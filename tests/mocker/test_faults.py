@@ -60,34 +60,6 @@ def test_requests_of_a_worker_that_dies_go_on_elsewhere_after_their_last_token()
     assert columns.end_s[0] == pytest.approx(0.1022 + 0.01 + 20 * 0.005)
 
 
-KEPT = workload(
-    [
-        Request(0, 0.0, (1, 2, 3), 12, 0, num_children=2),
-        Request(1, 1.0, (), 4, 6, tool_wait_s=1.0, parent=0, branches=3),
-        Request(2, 1.1, (), 4, 6, tool_wait_s=1.1, parent=0),
-    ]
-)
-
-
-@pytest.mark.parametrize("gateways", [1, 2])
-def test_a_kept_capsule_is_elsewhere_before_its_worker_leaves(gateways: int) -> None:
-    """K28, part, X4, part: its forks find it there, and compute no more than in an undisturbed run."""
-    texts: list[set[int]] = [set(), set()]
-    quiet = simulate(KEPT, gateways=gateways, blocks=texts[0])
-    at = quiet.rows.columns().worker[0]
-    simulation = simulate(KEPT, Drain(0.5, f"w{at}"), gateways=gateways, blocks=texts[1])
-    assert sum(gateway.num_rebuilt for gateway in simulation.gateways) == 1
-    (left,) = [worker for worker in simulation.fleet.lives.values() if not worker.is_alive]
-    assert left.index == at
-    assert 0.5 < left.left_s < 1.0
-    columns, before = simulation.rows.columns(), quiet.rows.columns()
-    assert not (columns.worker[1:] == at).any()
-    assert columns.cached_tokens.tolist() == before.cached_tokens.tolist()
-    assert columns.retries.tolist() == [0, 0, 0]
-    assert texts[0] == texts[1]
-    assert_indexes_are_true(simulation)
-
-
 @settings(examples(15), phases=QUICK)
 @given(
     seed=st.integers(0, 1 << 32), gateways=st.sampled_from([1, 2]), lag=st.sampled_from([0.0, 0.05])
@@ -119,17 +91,6 @@ def test_who_drains_ends_what_it_has_and_gets_nothing_new() -> None:
     columns = simulation.rows.columns()
     routed_late = columns.routed_s > 0.5
     assert not (columns.worker[routed_late] == 1).any()
-    assert_indexes_are_true(simulation)
-
-
-def test_who_joins_takes_its_share_once_it_has_started() -> None:
-    """K28, part: the router gives a worker that is new some of the work, warm caches elsewhere or not."""
-    load = traffic(5, num=150, rate=120.0)
-    simulation = simulate(load, Join(0.2, "w3"), timing=STARTS_SLOWLY)
-    columns = simulation.rows.columns()
-    mine = columns.worker == 3
-    assert mine.sum() >= 5
-    assert columns.routed_s[mine].min() >= 0.5
     assert_indexes_are_true(simulation)
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from mallee.mocker.device import DeviceConfig
 from mallee.mocker.links import LinkConfig
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.fleet.faults import Crash, Drain, Restart
@@ -92,32 +93,33 @@ def test_with_roles_too_nobody_is_lost_when_workers_die(seed: int) -> None:
     assert digest(again) == digest(simulation)
 
 
-def test_a_pull_whose_lender_dies_arrives_short() -> None:
-    """K27, K28, part: two of three blocks were there; the decode worker computes the others itself, at the
-    time at which the last one would have come."""
-    load = workload([Request(0, 0.0, (1, 2, 3, 4), 16, 3)], "mooncake")
-    simulation = roles(load, Crash(0.01 + 0.002 + 0.09, "w0"))
-    assert (peers(simulation).num_blocks, peers(simulation).num_broken) == (2, 1)
-    (end,) = ends(simulation)
-    assert end == pytest.approx(0.01 + 0.002 + 0.12 + 0.01 + 2 * 0.005)
-    assert simulation.rows.columns().computed_tokens.tolist() == [16 + 8]
-
-
-def test_a_lender_that_is_gone_by_the_question_lends_nothing() -> None:
-    """K27, K28, part: the prompt is computed where it is answered."""
-    load = workload([Request(0, 0.0, (1, 2), 8, 3)], "mooncake")
-    simulation = roles(load, Crash(0.011, "w0"))
-    assert (peers(simulation).num_moves, peers(simulation).num_broken) == (0, 0)
-    assert ends(simulation) == [pytest.approx(0.01 + 0.002 + 0.01 + 2 * 0.005)]
-    assert simulation.rows.columns().computed_tokens.tolist() == [8 + 8]
-
-
-def test_without_prefill_workers_decode_workers_compute() -> None:
-    """K27: a fleet that lost one kind of workers is slower, not dead."""
-    load = workload([Request(0, 0.1, (1, 2), 8, 3)], "mooncake")
-    simulation = roles(load, Crash(0.05, "w0"))
-    assert peers(simulation).num_moves == 0
-    assert ends(simulation) == [pytest.approx(0.1 + 0.01 + 2 * 0.005)]
+@pytest.mark.parametrize(
+    ("at_s", "ids", "crash_s", "moved", "took_s", "computed"),
+    [
+        # Two of three blocks were there; the decode worker computes the others itself, at the time at which
+        # the last one would have come.
+        (0.0, (1, 2, 3, 4), 0.012 + 0.09, (1, 2, 1), 0.012 + 0.12 + 0.01, 16 + 8),
+        # A lender that is gone by the question lends nothing.
+        (0.0, (1, 2), 0.011, (0, 0, 0), 0.012 + 0.01, 8 + 8),
+        # A fleet that lost one kind of workers is slower, not dead.
+        (0.1, (1, 2), 0.05, (0, 0, 0), 0.01, 8),
+    ],
+)
+def test_what_a_prefill_worker_that_dies_did_not_lend_is_computed_where_it_is_answered(
+    at_s: float,
+    ids: tuple[int, ...],
+    crash_s: float,
+    moved: tuple[int, int, int],
+    took_s: float,
+    computed: int,
+) -> None:
+    """K27, K28, part: a crash during the pull, before it, and before the request."""
+    load = workload([Request(0, at_s, ids, 4 * len(ids), 3)], "mooncake")
+    simulation = roles(load, Crash(crash_s, "w0"))
+    found = peers(simulation)
+    assert (found.num_moves, found.num_blocks, found.num_broken) == moved
+    assert ends(simulation) == [pytest.approx(at_s + took_s + 2 * 0.005)]
+    assert simulation.rows.columns().computed_tokens.tolist() == [computed]
 
 
 def test_a_prompt_that_can_not_be_kept_is_computed_where_it_is_answered() -> None:
@@ -134,9 +136,17 @@ def test_a_prompt_that_can_not_be_kept_is_computed_where_it_is_answered() -> Non
         ({"prefill_engines": 2}, "leave at least one to decode"),
         ({"prefill_engines": 1, "gateways": 2}, "set gateways to 1"),
         ({"link": LinkConfig(bytes_s=0.0)}, "bytes_s=0.0"),
+        ({"tiers": TierConfig(host_tokens=-1)}, "host_tokens=-1"),
+        ({"tiers": TierConfig(host_bytes_s=0)}, "host_bytes_s=0"),
+        ({"tiers": TierConfig(disk_latency_s=-1)}, "disk_latency_s=-1"),
+        ({"tiers": TierConfig(token_nbytes=0)}, "token_nbytes=0"),
+        ({"tiers": TierConfig(disk_tokens=64)}, "by way of host memory"),
+        ({"device": DeviceConfig(0)}, "engines_per_device=0"),
+        ({"device": DeviceConfig(2, slice_s=0.0)}, "slice_s=0"),
+        ({"device": DeviceConfig(2, switch_s=-1.0)}, "switch_s=-1"),
     ],
 )
-def test_what_can_not_be_together_is_refused(settings: dict[str, Any], says: str) -> None:
+def test_what_can_not_be_is_refused_by_value(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         ReplayConfig(**({"engines": 2} | settings)).validate()
 
@@ -152,23 +162,6 @@ def fan_out(*faults: Any, **more: Any) -> Simulation:
     children = Request(1, 1.0, (), 4, 200, tool_wait_s=0.5, parent=0, branches=64)
     fixed: dict[str, Any] = {"engines": 4, "kv_tokens": 32_000, "max_rows": 16, "timing": GPU}
     return simulate(workload([parent, children]), *faults, **(fixed | more))
-
-
-def test_a_fan_out_spills_to_workers_that_pull_the_capsule() -> None:
-    """X6, part: bytes instead of compute; every byte is counted, and every branch is done sooner."""
-    link = LinkConfig(bytes_s=25e9, latency_s=1e-3, token_nbytes=100_000)
-    alone, computed, pulled = (fan_out(engines=1), fan_out(), fan_out(can_migrate=True, link=link))
-    assert pulled.gateways[0].router.stats().spilled["migrate", "full"] == 3
-    moved = peers(pulled)
-    assert (moved.num_moves, moved.num_blocks, moved.num_broken) == (3, 3 * 512, 0)
-    assert ends(pulled)[1] < ends(computed)[1] < ends(alone)[1] / 2
-    work = [
-        sum(worker.engine.engine.stats().num_prefill_tokens for worker in s.fleet.lives.values())
-        for s in (computed, pulled)
-    ]
-    assert work == [4 * 2048 + 64 * 4, 2048 + 64 * 4]
-    assert not pulled.texts.notation.texts, "texts of nobody"
-    assert_indexes_are_true(pulled)
 
 
 def test_a_fan_out_whose_lender_dies_is_computed() -> None:

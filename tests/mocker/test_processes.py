@@ -1,14 +1,12 @@
-"""Replays and reports in other processes, and a mocked engine on the wall clock."""
+"""Replays and reports in other processes."""
 
 import io
 import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import redirect_stdout
 from functools import partial
-from math import inf
 from pathlib import Path
 
 import pytest
@@ -16,13 +14,7 @@ import pytest
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.report.pool import Failed, Job, Run, run_jobs
 from mallee.mocker.report.sweep import Grid, sweep
-from mallee.mocker.timing import ClosedForm, Plane, Timing
 from mallee.traces.read import read_workload
-from mallee.worker.records import EngineConfig
-from mallee.worker.sched.policy import SchedulerConfig
-from support.asking import Ask, Scene
-from support.conforming import assert_same_but_for_strides
-from support.paced import assert_same_order, play_live, virtual
 
 pytestmark = pytest.mark.process
 
@@ -89,29 +81,3 @@ def test_a_sweep_does_not_depend_on_the_number_of_processes() -> None:
     ]
     assert rows[0] == rows[1]
     assert all(row["digests"]["0"] for row in rows[0])
-
-
-def crowd(num: int) -> Scene:
-    """Everybody comes at once: what is decided hangs on no clock."""
-    asks = [
-        Ask(0.0, "generate", f"r{i}", (i % 3, 10 + i % 6), 16 - i % 3, 5 + 3 * (i % 7), 1 + i % 2)
-        for i in range(num)
-    ]
-    config = EngineConfig(SchedulerConfig(max_step_tokens=24, max_rows=6, watermark=0.0))
-    return Scene(config, 28, tuple(asks))
-
-
-@pytest.mark.parametrize("max_multi_step", [1, 99])
-async def test_the_wall_clock_changes_nothing_but_when_things_are_told(max_multi_step: int) -> None:
-    """K16, K21, part: on this machine's clock: the same order, and nothing before it is over."""
-    scene = crowd(12)
-    timing = Timing(ClosedForm(1e-3, 1e-5, 0.0, 0.0, (Plane(1e-3, 5e-5, 0.0),)), 2e-4)
-    expected = virtual(scene, timing)
-    assert any(choice[0] == "preempt" for choice in expected.choices)
-    begin = time.monotonic()
-    found = await play_live(scene, time.monotonic, timing, max_multi_step=max_multi_step)
-    if max_multi_step == 1:
-        assert_same_order(found, expected)
-    assert_same_but_for_strides(found, expected, abs_s=inf)
-    for ours, theirs in zip(found.events, expected.events, strict=True):
-        assert ours[0] - begin >= theirs[0] - 1e-6, "told before it was over"

@@ -57,18 +57,41 @@ def test_a_request_alone_waits_for_its_own_prompt_and_no_longer() -> None:
     assert result.summary["hit_rate"] == 0.0
 
 
-def test_a_second_prompt_shares_a_step_with_the_first_ones_decode() -> None:
-    """Two arrive together; both prompts fit into one step, so both get their first token after it."""
-    result = play([ask(0, [1, 2], 3), ask(1, [3], 3)])
-    assert ms(result.columns.first_s) == [12, 12]
-    assert ms(result.columns.end_s) == [32, 32]
-
-
-def test_one_that_arrives_during_a_step_is_in_the_next() -> None:
-    """At 9 ms the second token of the first is under way until 18: then prompt and token share a step."""
-    result = play([ask(0, [1, 2], 3), ask(1, [3], 2, at=0.009)])
-    assert ms(result.columns.first_s) == [8, 18 + 4 + 10]
-    assert ms(result.columns.end_s) == [18 + 14, 32 + 10]
+@pytest.mark.parametrize(
+    ("requests", "more", "expected"),
+    [
+        # Two arrive together; both prompts fit into one step, so both get their first token after it.
+        ([ask(0, [1, 2], 3), ask(1, [3], 3)], {}, {"first_s": [12, 12], "end_s": [32, 32]}),
+        # At 9 ms the second token of the first is under way until 18: then prompt and token share a step.
+        (
+            [ask(0, [1, 2], 3), ask(1, [3], 2, at=0.009)],
+            {},
+            {"first_s": [8, 18 + 4 + 10], "end_s": [18 + 14, 32 + 10]},
+        ),
+        # One row at a time: three requests of 14 ms each, one after another.
+        (
+            [ask(i, [i], 2) for i in range(3)],
+            {"max_rows": 1},
+            {"end_s": [14, 28, 42], "routed_s": [0, 14, 28]},
+        ),
+        # In an open loop arrival times count, whatever waits.
+        (
+            [ask(0, [1], 100), ask(1, [3], 1, at=0.2, wait_for=(0,), tool_wait_s=0.5)],
+            {"keeps_order": False},
+            {"arrival_s": [0, 200]},
+        ),
+        (
+            [ask(i, [i], 1, at=float(i)) for i in range(4)],
+            {"speedup": 4.0},
+            {"arrival_s": [0, 250, 500, 750]},
+        ),
+    ],
+)
+def test_times_are_those_worked_out(
+    requests: list[Request], more: dict[str, Any], expected: dict[str, list[float]]
+) -> None:
+    columns = play(requests, replace(ONE, **more)).columns
+    assert {name: ms(getattr(columns, name)) for name in expected} == expected
 
 
 def test_siblings_wait_for_the_prefix_that_the_first_computes() -> None:
@@ -78,6 +101,9 @@ def test_siblings_wait_for_the_prefix_that_the_first_computes() -> None:
     assert result.columns.cached_tokens.tolist() == [0, 4]
     assert result.columns.computed_tokens.tolist() == [8, 4]
     assert result.summary["prefix_copies"] == 1.0
+    branches = play([ask(0, [1, 2], 3, branches=4)]).columns
+    assert ms(branches.first_s) == [8]
+    assert (branches.computed_tokens.tolist(), branches.output_tokens.tolist()) == ([8], [12])
 
 
 def test_a_prefix_on_two_workers_is_two_copies() -> None:
@@ -91,13 +117,6 @@ def test_a_prefix_on_two_workers_is_two_copies() -> None:
     assert together.summary["prefix_copies"] == 1.0
 
 
-def test_branches_share_their_prompt() -> None:
-    result = play([ask(0, [1, 2], 3, branches=4)])
-    assert ms(result.columns.first_s) == [8]
-    assert result.columns.computed_tokens.tolist() == [8]
-    assert result.columns.output_tokens.tolist() == [12]
-
-
 def test_what_waits_for_others_starts_when_the_last_has_ended_and_its_tool_has() -> None:
     result = play(
         [
@@ -108,17 +127,6 @@ def test_what_waits_for_others_starts_when_the_last_has_ended_and_its_tool_has()
     )
     ends = result.columns.end_s
     assert ms(result.columns.arrival_s)[2] == ms([max(ends[0], ends[1]) + 0.5])[0]
-
-
-def test_in_an_open_loop_arrival_times_count_whatever_waits() -> None:
-    requests = [ask(0, [1], 100), ask(1, [3], 1, at=0.2, wait_for=(0,), tool_wait_s=0.5)]
-    result = play(requests, replace(ONE, keeps_order=False))
-    assert ms(result.columns.arrival_s) == [0, 200]
-
-
-def test_arrivals_can_be_sped_up() -> None:
-    requests = [ask(i, [i], 1, at=float(i)) for i in range(4)]
-    assert ms(play(requests, replace(ONE, speedup=4.0)).columns.arrival_s) == [0, 250, 500, 750]
 
 
 @given(concurrency=st.integers(1, 6), num=st.integers(1, 30), seed=st.integers(0, 99))
@@ -180,20 +188,6 @@ def test_a_prompt_that_nobody_forks_is_not_kept() -> None:
     assert not simulation.errors
     (worker,) = simulation.fleet.workers.values()
     assert worker.engine.engine.stats().capsules.kept == 0
-
-
-def test_who_finds_no_room_waits_for_it() -> None:
-    """One row at a time: three requests of 14 ms each, one after another."""
-    result = play([ask(i, [i], 2) for i in range(3)], replace(ONE, max_rows=1))
-    assert ms(result.columns.end_s) == [14, 28, 42]
-    assert ms(result.columns.routed_s) == [0, 14, 28]
-
-
-def test_what_fits_nowhere_fails_and_what_waits_for_it_goes_on() -> None:
-    result = play([ask(0, range(80), 2), ask(1, [200], 2, wait_for=(0,))])
-    assert result.summary["errors"] == {"kv_memory_exceeded": 1}
-    assert result.summary["requests"] == 2
-    assert result.columns.output_tokens.tolist() == [0, 2]
 
 
 def test_events_arrive_late_by_the_lag() -> None:

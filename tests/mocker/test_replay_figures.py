@@ -136,11 +136,14 @@ def test_any_jitter_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_failed_counts_in_no_latency() -> None:
-    """Nothing has room for the first: it is an error at once, not a quick answer."""
-    workload = asked(Request(0, 0.0, list(range(80)), 320, 2), Request(1, 0.0, [100], 4, 2))
+    """Nothing has room for the first: it is an error at once, not a quick answer. Who waits goes on."""
+    fits = Request(1, 0.0, [100], 4, 2, wait_for=(0,))
+    workload = asked(Request(0, 0.0, list(range(80)), 320, 2), fits)
     simulation = run(workload)
     summary = summarise(workload, simulation, Wall(1.0, 0.0, 0.0, 0.0)).summary
     assert summary["errors"] == {"kv_memory_exceeded": 1}
+    columns = simulation.rows.columns()
+    assert columns.output_tokens[columns.number.argsort()].tolist() == [0, 2]
     assert summary["requests"] == 2
     assert summary["e2e_ms"]["p50"] == summary["e2e_ms"]["p99"] > 0
     assert summary["slo_share"] == 0.5

@@ -56,18 +56,6 @@ def test_forks_go_to_the_worker_that_holds_their_parent(
     assert simulation.sharing.copies == 1.0
 
 
-def test_any_gateway_finds_a_capsule_that_another_one_made() -> None:
-    """X7: forks without a session go to any gateway; events told all of them where the capsule is."""
-    root = Request(0, 0.0, range(128), 2048, 0, num_children=24)
-    children = [Request(i, 0.0, (), 16, 8, parent=0) for i in range(1, 25)]
-    workload = made([root, *children], name="forks", id_tokens=16)
-    config = ReplayConfig(engines=4, kv_tokens=16384, timing=TIMING, gateways=8)
-    simulation, result = run(workload, config)
-    assert sum(gateway.router.stats().routed > 0 for gateway in simulation.gateways) > 4
-    assert result.summary["rebuilt_capsules"] == 0
-    assert set(result.columns.cached_tokens.tolist()) == {0, 2048}
-
-
 @pytest.mark.parametrize(("width", "gateways"), [(2, 2), (8, 1), (64, 2)])
 def test_cold_siblings_compute_their_prefix_once(width: int, gateways: int) -> None:
     """X2: they arrive in one instant; prefill tokens = prefix + suffixes, through the router."""

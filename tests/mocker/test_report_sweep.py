@@ -132,7 +132,7 @@ def test_intervals_leave_out_what_a_coin_would() -> None:
     assert spread_of([float("nan"), 2.0]) == Spread(2.0, 2.0, 2.0)
 
 
-def test_a_fleet_over_seeds_has_medians_and_intervals(tmp_path: Path) -> None:
+def test_a_fleet_over_seeds_has_medians_and_intervals_and_is_written_down(tmp_path: Path) -> None:
     runs = {
         seed: made_run(ms, 1.0, share)
         for seed, ms, share in ((1, 5.0, 0.9), (2, 1.0, 1), (3, 2.0, 0.99))
@@ -142,59 +142,27 @@ def test_a_fleet_over_seeds_has_medians_and_intervals(tmp_path: Path) -> None:
     assert (row["ttft_p90_ms"], row["intervals"]["ttft_p90_ms"]) == (2, [1, 5])
     assert "2 ms\n1 to 5 ms" in cells(several)
     conditions = {"trace": "t", "slo_ttft_ms": 1.0, "slo_itl_ms": 1.0}
-    found = Sweep(mark_frontier([several]), conditions, 0.95, (1, 2, 3))
+    failed = Fleet(4, "random", 64, {}, "it <died>")
+    found = Sweep(mark_frontier([several, failed]), conditions, 0.95, (1, 2, 3))
     assert found.smallest_good is None, "one seed is too slow"
     assert "Medians of 3 seeds" in about_seeds(found)
     assert found.as_json()["confidence"] == 0.75
-    with write_sweep(found, tmp_path)[0].open(newline="") as file:
-        assert [(r["seed"], r["ttft_p90_ms"]) for r in csv.DictReader(file)] == [
-            *(("1", "5.0"), ("2", "1.0"), ("3", "2.0"))
-        ]
+    paths = write_sweep(found, tmp_path)
+    assert [path.name for path in paths] == ["sweep.csv", "sweep.json", "pareto.png", "sweep.html"]
+    with paths[0].open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["seed"], row["ttft_p90_ms"], row["on_frontier"]) for row in rows] == [
+        *(("1", "5.0", "True"), ("2", "1.0", "True"), ("3", "2.0", "True"), ("", "", "False"))
+    ]
+    assert {row["trace"] for row in rows} == {"t"}
+    data = json.loads(paths[1].read_text())
+    assert (len(data["points"]), data["failed"]) == (2, 1)
+    assert "it &lt;died&gt;" in paths[3].read_text()
     same = Fleet(2, "cost", 64, dict.fromkeys((1, 2, 3), made_run()))
     assert "nothing to chance" in about_seeds(Sweep((same,), conditions, 0.95, (1, 2, 3)))
 
 
 # Files and commands
-
-
-def test_a_sweep_is_written_down(tmp_path: Path) -> None:
-    found = [
-        fleet(1, 64, 9.0, 1.0),
-        fleet(2, 64, 2.0, 2.0),
-        Fleet(4, "random", 64, {}, "it <died>"),
-    ]
-    whole = Sweep(mark_frontier(found), {"trace": "t", "slo_ttft_ms": 1.0, "slo_itl_ms": 1.0}, 0.9)
-    paths = write_sweep(whole, tmp_path)
-    assert [path.name for path in paths] == ["sweep.csv", "sweep.json", "pareto.png", "sweep.html"]
-    with paths[0].open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["on_frontier"] for row in rows] == ["True", "True", "False"]
-    assert {row["trace"] for row in rows} == {"t"}
-    assert [row["seed"] for row in rows] == ["0", "0", ""]
-    data = json.loads(paths[1].read_text())
-    assert len(data["points"]) == 3
-    assert data["failed"] == 1
-    assert data["smallest_good"]["engines"] == 1
-    assert "it &lt;died&gt;" in paths[3].read_text()
-
-
-def test_the_sweep_command_prints_the_frontier_and_one_json_line(tmp_path: Path) -> None:
-    """K26."""
-    arguments = [
-        "sweep",
-        str(TRACE),
-        *["--engines", "1,2", "--policy", "cost", "--kv-tokens", "32768"],
-    ]
-    done = CliRunner().invoke(
-        cli, [*arguments, "--processes", "1", "--json", "--out", str(tmp_path)]
-    )
-    assert done.exit_code == 0, done.output
-    data = json.loads(done.stdout.splitlines()[-1])
-    assert [point["engines"] for point in data["points"]] == [1, 2]
-    assert data["conditions"]["trace"] == "mooncake.jsonl"
-    assert (tmp_path / "sweep.html").is_file()
-    shown = CliRunner().invoke(cli, [*arguments, "--processes", "1"])
-    assert "* is the frontier" in shown.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """K15: the tiers below a mocked device: books without bytes, and moves that take time alone."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import pairwise
@@ -14,11 +15,21 @@ from hypothesis import strategies as st
 from mallee.mocker.passes import mock_spec
 from mallee.mocker.texts import Texts
 from mallee.mocker.tiers import DiskBooks, TierConfig, TimedMover
-from mallee.protocol.errors import ConfigError, TierFull
+from mallee.protocol.errors import TierFull
 from mallee.protocol.hashing import block_hashes
-from mallee.protocol.messages import Generate, Limits, pack_tokens
+from mallee.protocol.messages import (
+    Command,
+    Demote,
+    Fork,
+    Generate,
+    Limits,
+    Prefill,
+    Promote,
+    pack_tokens,
+)
 from mallee.worker.kv.tiers.moves import HOST, Copier, Forget, Park, Restore, Source, Spill
 from mallee.worker.records import EngineConfig
+from mallee.worker.sched.policy import SchedulerConfig
 from support.asking import SIZE, random_scene
 from support.conforming import TIMING, Time, assert_same_but_for_strides, make_mocked, play_scene
 from support.examples import examples
@@ -166,21 +177,6 @@ def test_strides_are_steps_with_tiers_too(seed: int, has_texts: bool) -> None:
     assert_same_but_for_strides(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        (TierConfig(host_tokens=-1), "host_tokens=-1"),
-        (TierConfig(host_bytes_s=0), "host_bytes_s=0"),
-        (TierConfig(disk_latency_s=-1), "disk_latency_s=-1"),
-        (TierConfig(token_nbytes=0), "token_nbytes=0"),
-        (TierConfig(disk_tokens=64), "by way of host memory"),
-    ],
-)
-def test_impossible_tiers_are_refused(config: TierConfig, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        config.validate()
-
-
 @settings(examples(40), phases=QUICK)
 @given(
     st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=6), min_size=1, max_size=40),
@@ -209,3 +205,65 @@ def test_below_the_device_too_no_block_outlives_the_one_before_it(
                 mocked.finish_raw()
         held = {*engine._tree.held_hashes().tolist(), *engine._lower.keys(HOST)}
         assert all(before[each] in held for each in held if each in before)
+
+
+# A turn after a tool call, during which others took the memory: its first token is as early as at once
+
+PROMPT = list(range(1200))
+RESULT = list(range(5000, 5016))  # of the tool
+TIERS = TierConfig(host_tokens=8192, host_bytes_s=4e9, host_latency_s=1e-3, token_nbytes=1 << 16)
+
+
+class Worker:
+    """A mocked engine in virtual time, with memory for two prompts."""
+
+    def __init__(self, tiers: TierConfig | None = None) -> None:
+        self.time = Time()
+        config = EngineConfig(SchedulerConfig(max_step_tokens=512), 0, max_retained_share=0.9)
+        self.mocked = make_mocked(self.time, config, num_blocks=620, tiers=tiers)
+
+    def first_news_s(self, command: Command) -> float:
+        """Seconds until the first token of a request, or the reply to it; then it runs to its end."""
+        request: Any = command
+        begun, found = self.time.now, math.inf
+        self.mocked.submit(command)
+        while True:
+            end = self.mocked.start(self.time.now)
+            if end is not None:
+                self.time.now = end
+                frames = self.mocked.finish_raw().frames.values()
+                news = [each for frame in frames for each in (*frame.updates, *frame.replies)]
+                assert not any(each.error for each in news)
+                if any(each.request == request.request for each in news):
+                    found = min(found, self.time.now - begun)
+            elif self.mocked.next_due < math.inf:
+                self.time.now = self.mocked.next_due
+            else:
+                return found
+
+    def fork_s(self, name: str) -> float:
+        fork = Fork(name, "p.0", (pack_tokens(RESULT),), Limits(8, ignore_eos=True))
+        return self.first_news_s(fork)
+
+    def call_tool(self) -> None:
+        """Others' prompts take all memory that is to be had meanwhile."""
+        for i in range(4):
+            other = [10_000 * (i + 1) + j for j in range(1100)]
+            limits = Limits(8, ignore_eos=True)
+            self.first_news_s(Generate(f"other{i}", pack_tokens(other), limits))
+
+
+def test_a_promoted_capsule_resumes_as_early_as_one_that_never_left() -> None:
+    """X17: demoted for the time of the tool call; the fork of one still below waits for its fetch."""
+    found = {}
+    for name in ("resident", "promoted", "below"):
+        worker = Worker(TIERS)
+        worker.first_news_s(Prefill("p", pack_tokens(PROMPT)))
+        if name != "resident":
+            worker.first_news_s(Demote("down", "p.0", 1))
+            worker.call_tool()
+        if name == "promoted":
+            worker.first_news_s(Promote("up", "p.0"))
+        found[name] = worker.fork_s("next")
+    assert found["promoted"] <= 1.1 * found["resident"]
+    assert found["below"] > 1.5 * found["resident"]

@@ -49,6 +49,10 @@ def test_dynamos_table_is_exact_at_its_points_and_clamped_outside() -> None:
     assert model.decode_s(10_000, 500.0) == ITL[0][0]
     rows = round(60_000 / 3000)
     assert model.decode_s(rows, rows * 3000.0) == pytest.approx((0.008 + 0.02) / 2)
+    # Prefill and decode of a pass add up.
+    wanted = model.prefill_s(1100, 0) + model.decode_s(3, 3000.0)
+    found = Timing(model).step_s([(1000, 0), (100, 500)], 3, 3000.0)
+    assert found == pytest.approx(wanted)
 
 
 def test_both_sets_of_dynamos_keys_are_read(tmp_path: Path) -> None:
@@ -89,12 +93,6 @@ def test_curves_of_their_own_points_become_one_grid() -> None:
     assert grid[:, 1].tolist() == [4, 4, 5, 6, 9], (
         "after its last point it rises as the shorter one"
     )
-
-
-def test_prefill_and_decode_of_a_pass_add_up_as_in_dynamo() -> None:
-    timing = Timing(table())
-    wanted = table().prefill_s(1100, 0) + table().decode_s(3, 3000.0)
-    assert timing.step_s([(1000, 0), (100, 500)], 3, 3000.0) == pytest.approx(wanted)
 
 
 def arrays(**changed: Any) -> dict[str, Any]:
@@ -142,7 +140,12 @@ def test_wrong_npz_files_are_refused_by_key_and_value(
     load_npz(path)
 
 
-def test_what_is_no_npz_file_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_file_of_its_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    for content in (b"", b"{", b"[1]", b"\xff\xfe", b'{"jitter": NaN}'):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match="no timing file"):
+            load_timing(str(path))
     path = tmp_path / "wrong.npz"
     for content in (b"", b"nonsense", b"PK\x03\x04 cut"):
         path.write_bytes(content)
@@ -197,14 +200,6 @@ def test_wrong_profiles_are_refused_by_field_and_value(
         load_timing(str(file))
     assert str(caught.value).startswith(f"{file}: ")
     assert named in str(caught.value)
-
-
-def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    for content in (b"", b"{", b"[1]", b"\xff\xfe", b'{"jitter": NaN}'):
-        path.write_bytes(content)
-        with pytest.raises(ConfigError, match="no timing file"):
-            load_timing(str(path))
 
 
 def test_a_profile_that_can_t_be_read_is_not_written(tmp_path: Path) -> None:

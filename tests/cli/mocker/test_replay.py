@@ -1,6 +1,9 @@
-"""K21, K26: `mallee replay`, as users call it."""
+"""K21, K26: `mallee replay` and `mallee sweep`, as users call them."""
 
+import csv
+import hashlib
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -108,14 +111,7 @@ def test_what_can_not_be_is_one_line(
     assert "\n" not in str(error)
 
 
-def test_a_fleet_that_nothing_fits_into_says_why(tmp_path: Path) -> None:
-    code, stdout, _ = run(str(rows(tmp_path / "t.jsonl")), "--kv-tokens", "1024")
-    assert code == 1
-    assert "failed: 40 with kv_memory_exceeded" in stdout
-    assert "request 0: this request needs " in stdout.replace("\n", " ")
-
-
-def test_prompts_that_no_worker_took_do_not_count_as_misses(tmp_path: Path) -> None:
+def test_prompts_that_no_worker_took_are_told_and_do_not_count_as_misses(tmp_path: Path) -> None:
     line = {"timestamp": 0, "input_length": 1024, "output_length": 2, "hash_ids": [0, 1]}
     huge = {**line, "input_length": 512 * 10_000, "hash_ids": [2]}
     trace = tmp_path / "t.jsonl"
@@ -125,6 +121,10 @@ def test_prompts_that_no_worker_took_do_not_count_as_misses(tmp_path: Path) -> N
     assert (code, found["errors"]) == (1, {"kv_memory_exceeded": 1})
     assert found["reasons"]["kv_memory_exceeded"].startswith("request 1: ")
     assert found["hit_rate"] == 0.25  # the last token's block is computed again
+    code, stdout, _ = run(str(trace), "--engines", "1", "--kv-tokens", "51200")
+    assert code == 1
+    assert "failed: 1 with kv_memory_exceeded" in stdout
+    assert "request 1: this request needs " in stdout.replace("\n", " ")
 
 
 def test_times_are_those_of_the_timing(tmp_path: Path) -> None:
@@ -142,3 +142,69 @@ def test_times_are_those_of_the_timing(tmp_path: Path) -> None:
     assert found["ttft_ms"]["mean"] == pytest.approx((1124 + 612) / 2)
     assert found["duration_s"] == pytest.approx(5 + 0.612 + 4 * 0.01)
     assert found["itl_ms"]["mean"] == pytest.approx(10.0)
+
+
+# Sweeps: what one leaves behind is enough to make it again
+
+ROWS = [
+    {
+        "timestamp": 40 * i,
+        "input_length": 1024 - 8 * (i % 3),
+        "output_length": 8,
+        "hash_ids": [i % 4, 9 + i],
+    }
+    for i in range(24)
+]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "a trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def sweep(*options: str) -> str:
+    done = CliRunner().invoke(cli, ["sweep", *options])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_command_of_a_sweep_makes_the_same_trials_again(trace: Path, tmp_path: Path) -> None:
+    """S15, K26: trials as CSV and JSON with seeds, the best, plots, and a page whose command reproduces them.
+
+    The frontier is printed, or one JSON line.
+    """
+    options = ["--engines", "1,2", "--kv-tokens", "8192", "--seeds", "2", "--slo-ttft-ms", "900"]
+    first = tmp_path / "first"
+    shown = sweep(
+        *(str(trace), *options, "--kind", "mooncake", "--processes", "1", "--out", str(first))
+    )
+    assert "* is the frontier" in shown
+    found = json.loads((first / "sweep.json").read_text())
+    with (first / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(found["trials"]) == 2 * 2 * 2
+    assert {row["seed"] for row in rows} == {"1", "2"}
+    best = [trial for trial in found["trials"] if trial["is_best"]]
+    assert {trial["engines"] for trial in best} == {found["smallest_good"]["engines"]}
+    assert len(best) == 2
+    assert (first / "pareto.png").stat().st_size > 1000
+
+    origin = found["origin"]
+    assert origin["trace_sha256"] == hashlib.sha256(trace.read_bytes()).hexdigest()
+    assert "mallee" in origin["versions"]
+    page = (first / "sweep.html").read_text()
+    assert "Reproduce" in page
+    assert origin["trace_sha256"] in page
+    program, command, *words = shlex.split(origin["command"])
+    assert (program, command) == ("mallee", "sweep")
+    again = tmp_path / "again"
+    words[words.index("--out") + 1] = str(again)
+    told = json.loads(sweep(*words, "--json").splitlines()[-1])
+    assert [point["engines"] for point in told["points"]] == [1, 1, 2, 2]  # by two policies
+    assert told["conditions"]["trace"] == trace.name
+    repeated = json.loads((again / "sweep.json").read_text())
+    assert repeated["trials"] == found["trials"]
+    assert repeated["conditions"] == found["conditions"]

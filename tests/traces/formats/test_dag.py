@@ -346,13 +346,10 @@ def test_filler_is_so_many_words_and_a_key_begins_alike_everywhere(
     assert words(np.array(keys, np.uint64), each, 1) == text[0]
 
 
-def test_filler_of_other_keys_is_other_text() -> None:
+def test_filler_of_other_keys_is_other_text_and_stays_what_it_was() -> None:
+    """Files of other versions share text with those of this one."""
     lines = {words(np.array([key], np.uint64), 16, 16) for key in range(5000)}
     assert len(lines) == 5000
-
-
-def test_filler_stays_what_it_was() -> None:
-    """Files of other versions share text with those of this one."""
     assert (
         words(np.array([0, 1], np.uint64), 4, 8) == "three among other same now almost far general"
     )
