@@ -24,25 +24,6 @@ from support.waiting import until
 TEXTS = [f"hello {i}" for i in range(3)]
 
 
-async def test_many_requests_of_both_ways_share_one_socket(live: Any) -> None:
-    """I17, part: streams, whole answers, errors and questions at once; each goes to its own."""
-    transport = AsyncLiveTransport(live.url)
-    async with AsyncMallee(live.url, transport=transport) as client:
-        asked = [client.complete(f"prompt {i}", n=3) for i in range(20)]
-        *answers, capsule, models = await asyncio.gather(
-            *asked, client.prefill("abc"), client.models()
-        )
-        assert all([each.text for each in answer] == TEXTS for answer in answers)
-        assert models
-        assert len(live.server._connections._open) == 1
-        forked = await capsule.fork(3).wait()
-        assert [each.text for each in forked] == TEXTS
-        with pytest.raises(UnknownCapsule):
-            await client.capsule("never")
-        await capsule.delete()
-        assert transport._waiting == {}
-
-
 async def test_what_goes_wrong_with_one_stream_leaves_the_others(live: Any) -> None:
     """One that is left is cancelled, one that is silent is given up; with its socket it ends, and another
     socket is opened.

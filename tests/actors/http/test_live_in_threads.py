@@ -15,7 +15,7 @@ TEXTS = [f"hello {i}" for i in range(3)]
 
 
 def test_many_threads_share_one_socket(live_in_thread: Any) -> None:
-    """F20, part: a synchronous client: streams, whole answers, errors; one that is left is cancelled."""
+    """F20, part, I17, part: streams, whole answers, errors, each to its own; one that is left ends."""
     live = live_in_thread
     transport = LiveTransport(live.url)
     with Mallee(live.url, transport=transport) as client, ThreadPoolExecutor(12) as pool:
@@ -42,18 +42,10 @@ def test_many_threads_share_one_socket(live_in_thread: Any) -> None:
         assert client.models()
         left = client.stream("abc")
     left.close()
-    with pytest.raises(ConnectionFailed, match="the transport is closed"):
-        transport_of(client, transport).models()
-    transport.close()
-
-
-def transport_of(client: Mallee, transport: LiveTransport) -> Mallee:
-    return Mallee(client.base_url, transport=transport, max_retries=0)
-
-
-def test_nothing_listens() -> None:
-    with (
-        Mallee(transport=LiveTransport("http://127.0.0.1:1")) as nobody,
-        pytest.raises(ConnectionFailed),
-    ):
-        nobody.models()
+    nowhere = LiveTransport("http://127.0.0.1:1")
+    for closed, why in ((transport, "the transport is closed"), (nowhere, "no answer from")):
+        with (
+            Mallee(client.base_url, transport=closed, max_retries=0) as nobody,
+            pytest.raises(ConnectionFailed, match=why),
+        ):
+            nobody.models()

@@ -37,6 +37,14 @@ async def hear(client: ClientConnection) -> dict[str, Any]:
     return frame
 
 
+async def closed(client: ClientConnection) -> int:
+    """The code of a close, which is all that comes."""
+    with pytest.raises(ConnectionClosed) as told:
+        await hear(client)
+    assert told.value.rcvd is not None
+    return told.value.rcvd.code
+
+
 async def ends(client: ClientConnection, num: int) -> dict[str, list[dict[str, Any]]]:
     """Frames by request, until `num` are done. Nothing follows what is done."""
     found: dict[str, list[dict[str, Any]]] = {}
@@ -137,11 +145,8 @@ async def test_requests_of_a_socket_and_their_ids_are_bounded(live: Any) -> None
 
 async def test_a_frame_that_is_too_large_closes_the_socket(live: Any) -> None:
     async with connect(url(live)) as client:
-        await client.send(json.dumps({"id": "a", "path": PATH, "body": {"prompt": "x" * 100_000}}))
-        with pytest.raises(ConnectionClosed) as told:
-            await hear(client)
-        assert told.value.rcvd is not None
-        assert told.value.rcvd.code == 1009
+        await tell(client, id="a", path=PATH, body={"prompt": "x" * 100_000})
+        assert await closed(client) == 1009
 
 
 @pytest.mark.parametrize(
@@ -235,10 +240,7 @@ async def test_a_gateway_that_stops_lets_the_requests_of_its_sockets_end(call: A
         await tell(client, id="a", path=PATH, body={"prompt": "abc", "stream": True})
         assert (await hear(client))["event"]["choices"][0]["text"] == "a"
         draining = asyncio.create_task(gate.drain(10))
-        with pytest.raises(ConnectionClosed) as told:
-            await hear(idle)
-        assert told.value.rcvd is not None
-        assert told.value.rcvd.code == 1012
+        assert await closed(idle) == 1012
         await tell(client, id="late", path=PATH, body={"prompt": "abc"})
         assert ((late := await hear(client))["id"], late["status"]) == ("late", 503)
         with pytest.raises(InvalidStatus) as refused:
@@ -249,10 +251,7 @@ async def test_a_gateway_that_stops_lets_the_requests_of_its_sockets_end(call: A
         found = await ends(client, 1)
         assert [frame["event"]["choices"][0]["text"] for frame in found["a"][:-1]] == ["b"]
         assert found["a"][-1] == {"id": "a", "status": 200, "done": True}
-        with pytest.raises(ConnectionClosed) as told:
-            await hear(client)
-        assert told.value.rcvd is not None
-        assert told.value.rcvd.code == 1012
+        assert await closed(client) == 1012
         assert await asyncio.wait_for(draining, 5) == 0
 
 

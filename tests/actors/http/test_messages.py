@@ -2,18 +2,19 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx
 import httpx2
 import pytest
 from msgspec import structs
 
 from mallee.actors.access.access import Access
 from mallee.actors.config import ChatSettings, HttpSettings
+from mallee.actors.http.messages.reading import read_dialogue
 from mallee.actors.http.sse import IDLE_S
 from mallee.protocol.errors import (
     InternalError,
@@ -27,7 +28,13 @@ PATH = "/v1/messages"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"name": "get_weather", "description": "Weather of a city.", "input_schema": SCHEMA}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Åbo"}}\n</tool_call>'
-ASKED: dict[str, Any] = {"max_tokens": 200, "messages": [{"role": "user", "content": "hi"}]}
+
+
+def said(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+ASKED: dict[str, Any] = {"max_tokens": 200, **said("hi")}
 
 
 @pytest.fixture
@@ -202,8 +209,7 @@ async def test_silence_is_told_by_pings(call: Any, client: anthropic.AsyncAnthro
     async with client.messages.stream(model="tiny/bytes", **ASKED) as stream:
         assert (await stream.get_final_message()).stop_reason == "end_turn"
     asked = {"model": "tiny/bytes", "stream": True, **ASKED}
-    transport = httpx.ASGITransport(app=call.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as plain:
+    async with call.client() as plain:
         events = events_of((await plain.post(PATH, json=asked, timeout=None)).text)
     assert sum(event == {"type": "ping"} for event in events) >= 3  # one at the beginning
 
@@ -229,10 +235,12 @@ def test_the_end_by_a_limit_is_told_apart_from_the_windows(call: Any) -> None:
     assert call("POST", PATH, {**ASKED, "max_tokens": 5}).body["stop_reason"] == "max_tokens"
     body = call("POST", PATH, {**ASKED, "max_tokens": 32_000}).body
     assert body["stop_reason"] == "model_context_window_exceeded"
-    long = {**ASKED, "messages": [{"role": "user", "content": "x" * 5000}]}
-    refused = call("POST", PATH, long)
-    assert refused.status == 400
-    assert refused.body["error"]["message"].startswith("prompt is too long: ")
+    call.tokenizer.longest_token = 8
+    for num in (5000, 400_000):
+        long = {**ASKED, **said("x" * num)}
+        refused = call("POST", PATH, long)
+        assert refused.status == 400
+        assert refused.body["error"]["message"].startswith("prompt is too long: ")
 
 
 def test_the_choice_of_tools_and_the_form_of_answers_reach_the_grammar(call: Any) -> None:
@@ -268,15 +276,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-        "messages[0].content[0].type",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
-        "messages[0].content[0].type",
-    ),
+    (said(1), "messages[0].content"),
+    (said([{"type": "image", "source": {}}]), "messages[0].content[0].type"),
+    (said([{"type": "document", "source": {}}]), "messages[0].content[0].type"),
     ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
     (
         {"messages": [*ASKED["messages"], {"role": "assistant", "content": "x "}]},
@@ -292,6 +294,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "much"}}, "thinking"),
     ({"temperature": 1.5}, "temperature"),
     ({"cache_control": {"type": "ephemeral", "ttl": "7d"}}, "cache_control.ttl"),
+    ({"tools": [{**TOOL, "cache_control": "long"}]}, "cache_control"),
     ({"context_management": {"edits": [{"type": "x"}]}}, "context_management.edits[0]"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
     ({"container": "c"}, "container"),
@@ -401,18 +404,27 @@ def test_a_system_message_may_stand_among_the_others(call: Any) -> None:
     assert prompt_of(call) == "<system>S.\nA.|<user>one\ntwo|<system>B.|<assistant>"
 
 
-def test_the_longest_mark_counts(call: Any) -> None:
+def test_the_longest_mark_counts_and_that_of_a_tool_alone(call: Any) -> None:
     def text(ttl: str) -> dict[str, Any]:
         mark = {"type": "ephemeral", "ttl": ttl}
         return {"type": "text", "text": "x", "cache_control": mark}
 
     messages = [{"role": "user", "content": [text("5m"), text("1h")]}]
-    usage = call("POST", PATH, {**ASKED, "messages": messages}).body["usage"]
-    (span,) = call.service.job.retain
-    assert span.duration_s == 3600
-    assert (
-        usage["cache_creation"]["ephemeral_1h_input_tokens"] == usage["cache_creation_input_tokens"]
-    )
+    tool = {**TOOL, "cache_control": text("1h")["cache_control"]}
+    for more in ({"messages": messages}, {"tools": [tool]}):
+        usage = call("POST", PATH, {**ASKED, **more}).body["usage"]
+        (span,) = call.service.job.retain
+        assert span.duration_s == 3600
+        made = usage["cache_creation"]["ephemeral_1h_input_tokens"]
+        assert made == usage["cache_creation_input_tokens"]
+
+
+def test_many_blocks_of_one_message_take_no_more_than_their_length() -> None:
+    blocks = [{"type": "text", "text": "x" * 300} for _ in range(20_000)]
+    begin = time.process_time()
+    found = read_dialogue(None, [{"role": "user", "content": blocks}])
+    assert time.process_time() - begin < 3
+    assert len(found.messages[0].text) == 301 * 20_000 - 1
 
 
 def _claude_code(turn: int) -> Iterator[dict[str, Any]]:

@@ -2,16 +2,16 @@
 
 from typing import Any
 
-import httpx
 import pytest
 from msgspec import structs
 
 from mallee.actors.config import HttpSettings
 from mallee.actors.text.chat import ChatTemplate
+from mallee.client import AsyncMallee
 from mallee.protocol.messages import ReasoningBudget
 from mallee.testing.random_model import random_model
 from support.live_api import CharTokenizer
-from support.tiny_fleet import chunks_of, post, tiny_api
+from support.tiny_fleet import post, tiny_api
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
 OPEN, CLOSE = 1, 2
@@ -87,35 +87,17 @@ def test_without_a_token_for_the_end_nothing_is_promised(
     assert answer.body["error"]["param"] == "thinking_token_budget"
 
 
-def test_a_bound_below_nothing_is_refused(call: Any) -> None:
-    body = {"messages": [QUESTION], "thinking_token_budget": -1}
-    answer = call("POST", "/v1/chat/completions", body)
-    assert (answer.status, answer.body["error"]["param"]) == (400, "thinking_token_budget")
-
-
-async def streamed(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[int, tuple[str, str]]:
-    """Reasoning and text by choice."""
-    found: dict[int, tuple[str, str]] = {}
-    body = {**body, "stream": True}
-    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        async for chunk in chunks_of(response):
-            for choice in chunk["choices"]:
-                reasoning, text = found.get(choice["index"], ("", ""))
-                delta = choice["delta"]
-                reasoning += delta.get("reasoning_content") or ""
-                found[choice["index"]] = reasoning, text + (delta.get("content") or "")
-    return found
-
-
 @pytest.mark.usefixtures("marks")
 async def test_each_choice_reasons_within_its_budget_and_then_answers() -> None:
     """I17, part: n choices, streamed or not, with the reasoning of the same choices without a bound."""
     async with tiny_api(MODEL, 1, settings={"chat": TEMPLATE}) as (client, _):
-        body = {**ASKED, "messages": [QUESTION], "n": 3, "max_tokens": 40}
+        body: dict[str, Any] = {**ASKED, "messages": [QUESTION], "n": 3, "max_tokens": 40}
         free = await post(client, "/v1/chat/completions", **body)
         body["thinking_token_budget"] = BUDGET
         whole = await post(client, "/v1/chat/completions", **body)
-        parts = await streamed(client, body)
+        async with AsyncMallee(str(client.base_url)) as sdk:
+            branches = await sdk.complete(**body)
+        parts = {branch.index: (branch.reasoning, branch.text) for branch in branches}
         for before, choice in zip(free["choices"], whole["choices"], strict=True):
             message = choice["message"]
             reasoning, text = message["reasoning_content"], message["content"]

@@ -94,11 +94,6 @@ def test_bad_input_is_refused_by_name(call: Any, path: str, body: Any, param: st
     assert (answer.status, answer.body["error"]["param"]) == (400, param)
 
 
-def test_another_model_is_not_found(call: Any) -> None:
-    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
-        assert call("POST", path, {**body, "model": "other"}).status == 404
-
-
 TOKENIZER = Tokenizer(byte_level())
 CHAT = ChatTemplate(None)
 READER = PromptReader(TOKENIZER, CHAT, TOKENIZER.vocab_size, max_model_len=4096)

@@ -1,15 +1,17 @@
-"""A turn after a tool call on a real engine over HTTP: it computes what a turn at once would."""
+"""What real engines over HTTP compute: cold siblings their prefix once, a turn after a tool what is new."""
 
+import asyncio
 from typing import Any
 
 import httpx
+import pytest
 
 from mallee.testing.random_model import random_model
 from mallee.worker.records import EngineConfig
-from support.tiny_fleet import post, tiny_api
+from support.tiny_fleet import BLOCK, post, tiny_api
 from support.volumes import volume_tiers
 
-MODEL = random_model("llama", 5, max_position_embeddings=2048)
+MODEL = random_model("llama", 5, max_position_embeddings=4096)
 PROMPT = "".join(chr(33 + 7 * i % 90) for i in range(400))
 RESULT = " and what the tool found"
 GREEDY = {"ignore_eos": True, "temperature": 0, "max_tokens": 4}
@@ -61,3 +63,24 @@ async def test_a_turn_after_a_tool_call_is_the_work_of_one_at_once() -> None:
     assert await resumed("retained") == at_once
     assert await resumed("promoted") == at_once
     assert (await resumed("lost"))[1] > 10 * len(RESULT)
+
+
+PREFIX = "the quick brown fox jumps over the lazy dog. " * 80
+PREFIX = PREFIX[: len(PREFIX) // BLOCK * BLOCK]  # dearer to compute again than to queue behind 64
+
+
+@pytest.mark.parametrize("num", [2, 32, 64])
+async def test_cold_siblings_compute_their_prefix_once(num: int) -> None:
+    """X2: prefill tokens = prefix + suffixes, of two real engines, for requests that came at once."""
+    suffixes = [f" {i:02}?"[: 2 + i % 3] for i in range(num)]
+    async with tiny_api(MODEL, 2, num_blocks=2048) as (client, fleet):
+        answers = await asyncio.gather(
+            *(
+                post(client, "/v1/completions", prompt=PREFIX + suffix, max_tokens=2, temperature=0)
+                for suffix in suffixes
+            )
+        )
+        computed = sum(engine.stats().num_prefill_tokens for engine in fleet.engines.values())
+        assert computed == len(PREFIX) + sum(map(len, suffixes))
+        details = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in answers]
+        assert sorted(details) == [0] + [len(PREFIX)] * (num - 1)
