@@ -42,7 +42,7 @@ from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig, StepResult
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.speculation.speculator import SpeculationConfig
-from support.driving import engine_over
+from support.driving import drive, engine_over
 
 MODEL = random_model("llama", 3)
 TOKENS = st.lists(st.integers(3, 5), min_size=1, max_size=14)
@@ -210,15 +210,9 @@ class EngineMachine(RuleBasedStateMachine):
         engine = make_engine(self.make_linear(), lambda: 0.0, EngineConfig())
         alone = Sampling(plan.sampling.temperature, seed=seed)
         limits = Limits(n, ignore_eos=True)
-        tokens: list[int] = []
-        engine.submit(
-            Generate("r", pack_tokens(plan.text), limits, alone, grammar=plan.grammar), "g"
-        )
-        while engine.has_work:
-            for frame in engine.step().frames.values():
-                for update in frame.updates:
-                    tokens += update.tokens
-        return tokens
+        command = Generate("r", pack_tokens(plan.text), limits, alone, grammar=plan.grammar)
+        engine.submit(command, "g")
+        return drive(engine)["r", 0][0]
 
     def name(self, gateway: str) -> str:
         self.num_requests += 1

@@ -74,14 +74,6 @@ def test_siblings_share_a_matcher_until_their_first_token(bench: Any) -> None:
     assert max(sizes[1:]) > 1
 
 
-def test_a_worker_without_structures_refuses_grammars() -> None:
-    engine = engine_over(MockForward(mock_spec(), num_blocks=64, block_size=4))
-    engine.submit(generate("r", ANY), "g")
-    (update,) = engine.step().frames["g"].updates
-    assert update.error is not None
-    assert "constrains no answers" in update.error[1]
-
-
 def test_a_matcher_that_breaks_ends_its_branch_alone(bench: Any) -> None:
     """D9: an error of one grammar is one branch's error; the others' tokens are as if alone."""
     alone = generate("a", choice(*PATHS), n=6)

@@ -194,7 +194,10 @@ def test_a_branch_goes_on_from_any_earlier_token_of_its_answer(kind: str, way: s
 
 
 def test_what_can_not_go_on_as_its_branch_is_refused() -> None:
-    """F13, part: a prompt's capsule, a boundary before the answer, more branches than one, nothing left."""
+    """F13, part: a prompt's capsule, a boundary before the answer, more branches than one, nothing left.
+
+    Nor is a text that is complete: its grammar allows nothing more.
+    """
     engine = make_engine(KINDS["llama"])
     course(engine, generate("sampled"), Prefill("p", pack_tokens(PROMPT)))
     wrong = {
@@ -209,16 +212,10 @@ def test_what_can_not_go_on_as_its_branch_is_refused() -> None:
     found = course(engine, Rewind("far", "r.0", 999), Rewind("none", "nothing.0", 1))
     assert isinstance(found.error("far"), InvalidParameter)
     assert isinstance(found.error("none"), UnknownCapsule)
-
-
-def test_a_text_that_is_complete_is_not_gone_on_with() -> None:
-    """F13, part: its grammar allows nothing more."""
-    engine = make_engine(KINDS["llama"])
     grammar = Grammar("choice", json.dumps([[10, 11, 12]]))
-    course(engine, Generate("r", pack_tokens(PROMPT), LIMITS, grammar=grammar))
-    error = course(engine, resume("again", "r.0", more=4)).error("again")
-    assert "complete" in str(error)
-    found = course(engine, resume("at", "r.0", at=len(PROMPT) + 1))
+    course(engine, Generate("whole", pack_tokens(PROMPT), LIMITS, grammar=grammar))
+    assert "complete" in str(course(engine, resume("again", "whole.0", more=4)).error("again"))
+    found = course(engine, resume("at", "whole.0", at=len(PROMPT) + 1))
     assert found.tokens["at", 0] == [11, 12]
 
 
@@ -231,9 +228,12 @@ def run_cold(model: RandomModel, text: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gate_survives_dirty_buffers(kind: str) -> None:
-    """F13: every block that the capsule does not hold is used and written over in between."""
-    model = KINDS[kind]
+def test_gate_survives_dirty_buffers_and_forks_with_suffixes_equal_cold_runs(kind: str) -> None:
+    """F13: of one capsule that was taken from a running branch; the forks are side by side in one batch.
+
+    Every block that the capsule does not hold is used and written over in between.
+    """
+    model, sampling = KINDS[kind], WAYS["sampled"][0]
     engine = make_engine(model)
     taken = course(engine, generate("sampled"), later={8: [Capture("c", "r")]})
     course(engine, Release("r.0"))
@@ -244,15 +244,7 @@ def test_gate_survives_dirty_buffers(kind: str) -> None:
     drawn = taken.status("c").drawn
     again = course(engine, resume("again", "c.0"))
     assert again.tokens["again", 0] == taken.tokens["r", 0][drawn:]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gate_forks_with_suffixes_equal_cold_runs(kind: str) -> None:
-    """F13: side by side in one batch, of one capsule that was taken from a running branch."""
-    model, sampling = KINDS[kind], WAYS["sampled"][0]
-    engine = make_engine(model)
-    taken = course(engine, generate("sampled"), later={9: [Capture("c", "r")]})
-    text = PROMPT + taken.tokens["r", 0][: taken.status("c").drawn]
+    text = PROMPT + taken.tokens["r", 0][:drawn]
     suffixes = ([7], [9, 8, 7, 6, 5, 4])
     forks = [
         Fork(f"f{i}", "c.0", (pack_tokens(suffix),), LIMITS, sampling)

@@ -12,7 +12,6 @@ from mallee.protocol.messages import (
     Delete,
     Fork,
     Generate,
-    Inspect,
     Limits,
     Prefill,
     Prioritize,
@@ -117,34 +116,6 @@ def test_forks_fail_with_the_capsule_they_wait_for(bench: Any, way: str) -> None
         assert isinstance(bench.answers[name, branch].error, CapsuleAbandoned)
     assert bench.forward.num_tokens - computed <= 8
     assert bench.engine.stats().jobs == bench.engine.stats().capsules.kept == 0
-
-
-def test_a_capsule_tells_how_much_of_it_is_computed(bench: Any) -> None:
-    """S6, part: 16 tokens a step; and then as any other."""
-    bench.submit(Prefill("p", pack(LONG), ttl_s=9.0))
-    told = []
-    for step in range(3):
-        bench.submit(Inspect(f"i{step}", "p.0"))
-        bench.step()
-        status = bench.replies[f"i{step}"].status
-        told.append((status.boundary, status.computed, status.is_pinned, status.ttl_s))
-    assert told == [(350, computed, True, 9.0) for computed in (0, 16, 32)]
-    bench.run()
-    bench.run(Inspect("i", "p.0"), Inspect("u", "p.1"))
-    assert bench.replies["i"].status.computed is None
-    assert isinstance(from_wire(bench.replies["u"].error), UnknownCapsule)
-
-
-@pytest.mark.parametrize("at", [0, -1, 351])
-def test_a_boundary_outside_the_capsule_is_refused(bench: Any, at: int) -> None:
-    """S6: computing or finished."""
-    bench.submit(Prefill("p", pack(LONG)))
-    for name in ("f", "g"):
-        bench.submit(Fork(name, "p.0", (b"",), Limits(2), HOT, at=at))
-        bench.run()
-        assert isinstance(bench.answers[name, -1].error, InvalidParameter)
-    bench.run(Fork("h", "p.1", (b"",), Limits(2), HOT))
-    assert isinstance(bench.answers["h", -1].error, UnknownCapsule)
 
 
 def test_equal_suffixes_are_computed_once(bench: Any) -> None:
