@@ -5,7 +5,6 @@ import json
 import re
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +15,7 @@ from mallee.actors.http.schemas import LogprobFields, StopWhenFields
 from mallee.actors.text.chat import ChatTemplate
 from mallee.protocol.errors import InvalidParameter
 from mallee.testing.random_model import random_model
-from support.tiny_fleet import chunks_of, post, tiny_api, two_gateways
+from support.tiny_fleet import post, tiny_api, two_gateways
 from support.waiting import until
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
@@ -28,17 +27,13 @@ def _ends(answer: dict[str, Any]) -> list[tuple[str, str | None]]:
     return [(c["finish_reason"], c["mallee"].get("ended_by")) for c in answer["choices"]]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_branches_end_at_their_budget_with_the_text_of_an_undisturbed_run(
-    stream: bool,
-) -> None:
+async def test_branches_end_at_their_budget_with_the_text_of_an_undisturbed_run() -> None:
     """X19, part: exactly as many tokens, each branch a prefix; KV is free, and forks share what is left."""
     async with tiny_api(MODEL, 1) as (client, fleet):
         alone = await post(client, "/v1/completions", **ASKED, n=3, max_tokens=300)
         engine = next(iter(fleet.engines.values()))
         body = {**ASKED, "n": 3, "max_tokens": 300, "mallee": {"budget": {"tokens": 100}}}
-        path = "/v1/completions"
-        answer = await (streamed(client, path, body) if stream else post(client, path, **body))
+        answer = await post(client, "/v1/completions", **body)
         assert answer["usage"]["completion_tokens"] == 100
         assert _ends(answer) == [("budget", "tokens")] * 3
         for cut, whole in zip(answer["choices"], alone["choices"], strict=True):
@@ -100,21 +95,6 @@ async def test_a_budget_that_cannot_be_is_refused_by_name() -> None:
         prefill = {"prompt": "x", "mallee": {"budget": {"tokens": 5}}}
         none = await client.post("/v1/capsules", json=prefill)
         assert (none.status_code, none.json()["error"]["param"]) == (400, "mallee.budget")
-
-
-async def streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The chunks of an answer put together."""
-    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    choices: dict[int, dict[str, Any]] = {}
-    usage: Any = None
-    async with client.stream("POST", path, json=asked) as response:
-        async for chunk in chunks_of(response):
-            usage = chunk["usage"] or usage
-            for choice in chunk["choices"]:
-                index = choice["index"]
-                before = choices.get(index, {"text": ""})["text"]
-                choices[index] = {**choice, "text": before + choice["text"]}
-    return {"choices": [choices[i] for i in sorted(choices)], "usage": usage}
 
 
 async def test_responses_have_budgets_and_conditions() -> None:
