@@ -69,13 +69,12 @@ def test_a_steady_load_settles_within_its_targets_and_stays(
 
 
 def test_pressure_brings_workers_at_once_and_more_in_steps() -> None:
-    fleet = Simulated(make())
-    assert fleet.run(lambda _: 1000, 3) == [5, 10, 15]
-
-
-def test_workers_that_do_not_come_are_not_asked_for_again_and_again() -> None:
+    """Those that do not come are not asked for again and again; KV memory alone brings some."""
+    assert Simulated(make()).run(lambda _: 1000, 3) == [5, 10, 15]
     fleet = Simulated(make(), start_ticks=1000)
     assert fleet.run(lambda i: 1000 + 100 * i, 20) == [5] * 20
+    fleet = Simulated(make())
+    assert [fleet.step(10, blocks=blocks) for blocks in (840, 1800)] == [1, 3]
 
 
 def test_waiting_requests_count_wherever_they_wait() -> None:
@@ -88,20 +87,12 @@ def test_waiting_requests_count_wherever_they_wait() -> None:
     assert needed(rows=100, queued=100) == 3
 
 
-def test_kv_memory_alone_brings_workers() -> None:
-    fleet = Simulated(make())
-    assert fleet.step(10, blocks=840) == 1
-    assert fleet.step(10, blocks=1800) == 3
-
-
 def test_fewer_workers_stay_only_after_a_calm_and_as_many_as_it_needed() -> None:
     fleet = Simulated(make(), 10)
     loads = [100, 300, 100, 100, 100, 100]
     assert fleet.run(lambda i: loads[i], 6) == [10] * 6
     assert fleet.step(100) == 6  # for the 300
-
-
-def test_a_busy_moment_ends_a_calm() -> None:
+    # A busy moment ends a calm.
     fleet = Simulated(make(), 10)
     assert set(fleet.run(lambda i: 650 if i % 6 == 5 else 100, 60)) == {10}
 

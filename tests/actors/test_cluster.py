@@ -40,6 +40,8 @@ def test_a_worker_that_is_replaced_comes_back_under_its_name_in_the_next_life() 
     assert take("c") == Claim(0, 2)
     alive.remove("c")
     assert take("d") == Claim(0, 3)
+    other = claim(store, "another app", "e", is_alive=bool)
+    assert other == Claim(0, 1), "apps of one cluster have numbers of their own"
 
 
 def test_a_worker_that_still_drains_keeps_its_name() -> None:
@@ -53,13 +55,6 @@ def test_a_worker_that_still_drains_keeps_its_name() -> None:
     assert take("new1") == Claim(1, 2)
     alive -= {"old0", "new0"}
     assert take("new2") == Claim(0, 2)
-
-
-def test_apps_of_one_cluster_have_numbers_of_their_own() -> None:
-    store = DictStore()
-    assert claim(store, "one", "a", is_alive=bool) == Claim(0, 1)
-    assert claim(store, "two", "b", is_alive=bool) == Claim(0, 1)
-    assert len(store.values) == 2
 
 
 def test_a_claim_that_another_replica_takes_first_is_left_to_it() -> None:

@@ -148,9 +148,6 @@ def test_an_api_key_is_no_setting_and_its_refusal_does_not_show_it() -> None:
 def test_settings_survive_json() -> None:
     config = make(engine__kind="mock", admission__tenant_weights={"a": 2.0}, lease_period_s=0.1)
     assert AppConfig.model_validate_json(config.model_dump_json()) == config
-
-
-def test_a_value_can_not_be_set_inside_another_value() -> None:
     with pytest.raises(ConfigError, match="model has a value of its own"):
         put({"model": "m"}, "model.name", 1)
 

@@ -58,7 +58,9 @@ def made(tmp_path: Path, clock: Clock) -> Callable[..., Access]:
     return make
 
 
-def test_without_keys_everybody_is_the_operator_and_any_tenant(clock: Clock) -> None:
+def test_without_keys_or_with_that_of_the_environment_callers_are_the_operator(
+    clock: Clock,
+) -> None:
     access = Access(None, {"MALLEE_API_KEY": ""})
     assert not access.has_keys
     caller = access.caller(None, None)
@@ -66,6 +68,12 @@ def test_without_keys_everybody_is_the_operator_and_any_tenant(clock: Clock) -> 
     assert access.caller("whatever", "acme").tenant == "acme"
     with pytest.raises(InvalidParameter, match="128 characters"):
         access.caller(None, "x" * (MAX_TENANT + 1))
+    access = Access(None, {"MALLEE_API_KEY": "0123456789abcdef"})
+    caller = access.caller("0123456789abcdef", None)
+    assert (caller.tenant, caller.is_operator) == ("", True)
+    with pytest.raises(ConfigError, match="has 5 characters") as caught:
+        Access(None, {"MALLEE_API_KEY": "short"})
+    assert "short" not in str(caught.value)
 
 
 def test_keys_name_their_tenants_and_rights(made: Callable[..., Access]) -> None:
@@ -95,15 +103,6 @@ def test_a_tenant_s_name_is_believed_from_proxies_and_operators_alone(
     for wrong in ("", "x" * (MAX_TENANT + 1)):
         with pytest.raises(InvalidParameter, match="x-tenant-id"):
             access.caller(PROXY.token, wrong)
-
-
-def test_the_key_of_the_environment_is_the_operator_s_and_of_no_tenant() -> None:
-    access = Access(None, {"MALLEE_API_KEY": "0123456789abcdef"})
-    caller = access.caller("0123456789abcdef", None)
-    assert (caller.tenant, caller.is_operator) == ("", True)
-    with pytest.raises(ConfigError, match="has 5 characters") as caught:
-        Access(None, {"MALLEE_API_KEY": "short"})
-    assert "short" not in str(caught.value)
 
 
 def test_a_key_ends_when_it_expires(made: Callable[..., Access], clock: Clock) -> None:

@@ -81,28 +81,18 @@ async def test_housekeeping_gets_its_share_of_every_turn_and_may_have_the_rest()
     assert (len(bench.taken), bench.house_left) == (6, 0)
 
 
-async def test_how_long_the_oldest_waited_is_told_at_each_turn() -> None:
-    bench = Bench()
-    bench.put(b"a")
-    bench.now = 0.5
-    bench.put(b"b")
-    await asyncio.sleep(0)
-    assert bench.lags == [(0.5, 2)]
-
-
 async def test_a_full_queue_drops_the_oldest_that_may_be_missed() -> None:
     bench = Bench(max_messages=4)
     bench.put(b"lease", is_loose=False)
+    bench.now = 0.5
     bench.put(b"1", b"2", b"3", b"4")
     bench.pump.check()
     await bench.pump.drain()
     assert bench.taken == [b"lease", b"3", b"4"]
+    assert bench.lags == [(0.5, 3)]  # how long the oldest waited, and the queue
     assert bench.dropped == [2]
     assert bench.pump.num_dropped == 2
-
-
-async def test_a_queue_full_of_what_must_not_be_missed_is_still_bounded() -> None:
-    bench = Bench(max_messages=4)
+    # One that is full of what must not be missed is still bounded.
     bench.put(*[b"%d" % i for i in range(9)], is_loose=False)
     bench.pump.check()
     assert len(bench.pump._queue) <= 4

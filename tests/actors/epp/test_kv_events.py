@@ -264,12 +264,9 @@ def test_groups_with_windows_and_unknown_media_are_left_out() -> None:
     tape = stored([1], None, [1, 2, 3, 4], SIZE, medium="tape")
     strange = {"type": "BlockPainted"}
     assert decode_batch(encode_batch([window, tape, strange], is_positional=False)) == []
-
-
-def test_another_block_size_names_nothing() -> None:
     names = BlockNames(SIZE, max_blocks=100)
-    event = stored([1], None, list(range(8)), 8)
-    assert names.translate(decode_batch(encode_batch([event], is_positional=False))) == []
+    other = stored([1], None, list(range(8)), 8)  # of another block size
+    assert names.translate(decode_batch(encode_batch([other], is_positional=False))) == []
 
 
 def test_the_oldest_blocks_go_beyond_the_bound() -> None:

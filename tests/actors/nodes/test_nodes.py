@@ -1,4 +1,4 @@
-"""Services on this machine, `mallee up` among them: what they refuse before they start, or fail to start for."""
+"""Services on this machine, `mallee up` among them: what they refuse before they start anything."""
 
 from pathlib import Path
 from typing import Any

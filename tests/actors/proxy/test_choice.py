@@ -21,16 +21,14 @@ def binary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_haproxy_is_taken_where_it_runs(binary: Path, tmp_path: Path) -> None:
+def test_haproxy_is_taken_where_it_runs_with_every_file_in_the_private_folder(
+    binary: Path, tmp_path: Path
+) -> None:
     found = proxy.serving_environment(tmp_path)
     assert found[proxy.SWITCH] == "1"
     launcher = Path(found["RAY_SERVE_HAPROXY_BINARY_PATH"])
     assert stat.S_IMODE(launcher.stat().st_mode) == 0o700
     assert str(binary) in launcher.read_text()
-
-
-def test_every_file_of_it_is_in_the_private_folder(binary: Path, tmp_path: Path) -> None:
-    found = proxy.serving_environment(tmp_path)
     paths = [value for value in found.values() if value.startswith("/")]
     assert len(paths) == 6
     assert all(Path(path).is_relative_to(tmp_path) for path in paths)

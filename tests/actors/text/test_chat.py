@@ -94,6 +94,9 @@ def test_messages_render_as_the_template_says() -> None:
         "{{ strftime_now('%Y') }}{{ messages | tojson }}", now=lambda: datetime(2001, 2, 3)
     )
     assert clock.render(Conversation(HI)).text == '2001[{"role": "user", "content": "hi"}]'
+    # Parts for training are plain content.
+    chat = ChatTemplate("{% generation %}{{ messages[0].content }}{% endgeneration %}!")
+    assert chat.render(Conversation(HI)).text == "hi!"
 
 
 @pytest.fixture(scope="module")
@@ -206,24 +209,16 @@ def test_developers_are_the_system_to_templates_that_don_t_know_them() -> None:
     assert ChatTemplate("{# developer #}{{ messages[0].role }}").render(given).text == "developer"
 
 
-def test_parts_for_training_are_plain_content() -> None:
-    chat = ChatTemplate("{% generation %}{{ messages[0].content }}{% endgeneration %}!")
-    assert chat.render(Conversation(HI)).text == "hi!"
-
-
 @pytest.mark.parametrize("source", [CHATML, STRICT])
 def test_a_continuation_is_what_the_messages_add(source: str) -> None:
     chat = ChatTemplate(source)
     assert chat.render_continuation(HI) == chat.render(Conversation(HI))
 
 
-def test_a_template_that_rewrites_the_past_has_no_continuation() -> None:
+def test_a_template_that_rewrites_the_past_has_no_continuation_and_its_refusals_are_told() -> None:
     chat = ChatTemplate("{{ messages | length }}" + CHATML)
     with pytest.raises(InvalidParameter, match="rewrites"):
         chat.render_continuation(HI)
-
-
-def test_a_refusal_of_the_template_reaches_the_caller() -> None:
     with pytest.raises(InvalidParameter, match="no system"):
         ChatTemplate(STRICT).render(Conversation([Message("system", "x")]))
 

@@ -64,6 +64,8 @@ def test_an_answer_of_ours_is_a_message_of_the_next_turn() -> None:
     assert refused == Message("assistant", "no")
     parts = [{"type": "refusal", "refusal": "no"}]
     assert read_messages([{"role": "assistant", "content": parts}]) == (refused,)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {}}]
+    assert read_messages([{"role": "user", "content": parts}])[0].text == "a\nb"
 
 
 @pytest.mark.parametrize("arguments", ["", "{}", None, {}])
@@ -93,11 +95,6 @@ def test_halves_of_surrogate_pairs_in_arguments_are_replaced() -> None:
     }
     kept = r"""{"a":  "\ud83d\ude00"}"""
     assert read_messages(call(name="f", arguments=kept))[0].tool_calls[0].arguments == kept
-
-
-def test_text_parts_are_lines() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {}}]
-    assert read_messages([{"role": "user", "content": parts}])[0].text == "a\nb"
 
 
 @pytest.mark.parametrize(

@@ -70,15 +70,12 @@ def test_text_streamed_token_by_token_comes_back_and_no_half_character_shows(tex
     assert seen + detokenizer.flush() == text
 
 
-def test_a_directory_gives_tokens_and_ends(folder: Path) -> None:
+def test_a_directory_gives_tokens_and_ends_or_is_refused(folder: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.decode(tokenizer.encode("the tree")) == "the tree"
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (0, (1, 7))
     assert tokenizer.encode("<|im_end|>") == [1]
     assert tokenizer.special_tokens == {"<|im_start|>": 0, "<|im_end|>": 1}
-
-
-def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"tokenizer\.json"):
         Tokenizer.load(tmp_path)
 

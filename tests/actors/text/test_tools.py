@@ -172,9 +172,7 @@ def test_text_flows_while_no_call_begins() -> None:
         parser = CallParser(FORMATS[family], FUNCTIONS)
         given_ = "".join(text_of(parser.feed(word)) for word in ("The", " tree", " stands", " <"))
         assert given_.startswith("The tree stands"), family
-
-
-def test_other_json_is_no_call_and_is_not_waited_for() -> None:
+    # Other JSON is no call and is not waited for.
     parser = CallParser(FORMATS["llama3_json"], FUNCTIONS)
     assert text_of(parser.feed('{"answer": [')) == '{"answer": ['
 
