@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import ConfigError
+from mallee.synth.baseline.model import fit_tree
 from mallee.synth.programs.fit import fit_search
 from mallee.synth.programs.forest import Forest, forest_of
 from mallee.synth.programs.named import Beam, DepthFirst, Swarm, Uct
 from mallee.synth.programs.orders import Order, Search, is_depth_first, recognise
 from mallee.synth.programs.rule import Texts
+from mallee.synth.session.fit import fit_session
 from mallee.traces.read import read_workload
 from mallee.traces.trace import Trace, trace_of
 from mallee.traces.workload import NO_PARENT, Request, Runs, Workload
@@ -260,8 +262,9 @@ def test_text_that_programs_share_lasts_or_passes() -> None:
 
 
 def test_nothing_to_learn_from_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no requests to learn from"):
-        fit_search(trace_of(workload([])))
+    for fit in (fit_search, fit_session, fit_tree):
+        with pytest.raises(ConfigError, match="no requests to learn from"):
+            fit(trace_of(workload([])))
     model = fit_search(trees([[-1, 0, 0]], "none"))
     with pytest.raises(ConfigError, match="requests=0: give at least one"):
         model.generate(requests=0, seed=0)

@@ -86,11 +86,6 @@ def test_chains_become_one_node() -> None:
     assert nodes.tolist() == [3, 2, 1, 1, 0, 4, 4, 3]
 
 
-def test_nothing_can_be_learned_from_no_requests() -> None:
-    with pytest.raises(ConfigError, match="no requests"):
-        fit_tree(trace(()))
-
-
 def test_stops_are_ends_and_cache_ends() -> None:
     """K22, K23: rule "floor"; of each stop its node and kind, of its own text the tokens."""
     tokens = [18, 17, 15, 8, 7, 9, 10, 22]
