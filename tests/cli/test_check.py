@@ -82,48 +82,6 @@ def test_every_fault_of_an_application_is_named_in_a_line_each(check: Any) -> No
     )
 
 
-@pytest.mark.parametrize(
-    ("deployments", "fault"),
-    [
-        (
-            [{"name": "Workers"}],
-            "deployment `Workers` is none of Mallee's; the nearest is `Worker`",
-        ),
-        ([{"name": "Worker", "user_config": {}}], "Worker: user_config: no deployment of Mallee"),
-        ([{"name": "Worker", "num_replicas": "auto"}], "Worker: num_replicas: give autoscaling."),
-        ([{"name": "Gateway", "num_replicas": "auto"}], "Gateway: num_replicas: give a number"),
-        (
-            [{"name": "Worker", "autoscaling_config": {"max_replicas": 3}}],
-            "Worker: autoscaling_config: give autoscaling.max_workers",
-        ),
-        ([{"name": "Broker", "num_replicas": 3}], "Broker: num_replicas=3: a fleet has one broker"),
-        (
-            [{"name": "Gateway", "ray_actor_options": {"num_cpus": 1}}],
-            "Gateway: ray_actor_options take the place of Mallee's, without which",
-        ),
-        (
-            [{"name": "Gateway", "max_surge_percents": 2}],
-            "`applications.llm.deployments.Gateway.max_surge_percents` is no option of Ray Serve; the"
-            " nearest is `max_surge_percent`",
-        ),
-        (
-            [{"name": "Worker", "ray_actor_options": {"num_gpu": 1}}],
-            "`applications.llm.deployments.Worker.ray_actor_options.num_gpu` is no option",
-        ),
-        (
-            [{"name": "Gateway", "num_replicas": -1}],
-            "applications.llm.deployments.Gateway.num_replicas",
-        ),
-    ],
-)
-def test_a_deployment_that_serve_or_a_replica_would_refuse_is_a_fault(
-    check: Any, deployments: list[Any], fault: str
-) -> None:
-    answer = check(serve_yaml(deployments=deployments))
-    assert answer.status == 1
-    assert any(fault in each for each in answer.faults), answer.faults
-
-
 def test_options_that_keep_what_mallee_needs_are_right(check: Any) -> None:
     actor = {"num_cpus": 1, "runtime_env": {"env_vars": {**ENVIRONMENT, "X": "1"}}}
     gateway = {"name": "Gateway", "num_replicas": 2, "ray_actor_options": actor}
@@ -152,9 +110,43 @@ def test_settings_and_deployments_must_not_contradict_each_other(check: Any) -> 
     ]
 
 
+DEPLOYMENTS = [
+    (
+        [{"name": "Workers"}],
+        "deployment `Workers` is none of Mallee's; the nearest is `Worker`",
+    ),
+    ([{"name": "Worker", "user_config": {}}], "Worker: user_config: no deployment of Mallee"),
+    ([{"name": "Worker", "num_replicas": "auto"}], "Worker: num_replicas: give autoscaling."),
+    ([{"name": "Gateway", "num_replicas": "auto"}], "Gateway: num_replicas: give a number"),
+    (
+        [{"name": "Worker", "autoscaling_config": {"max_replicas": 3}}],
+        "Worker: autoscaling_config: give autoscaling.max_workers",
+    ),
+    ([{"name": "Broker", "num_replicas": 3}], "Broker: num_replicas=3: a fleet has one broker"),
+    (
+        [{"name": "Gateway", "ray_actor_options": {"num_cpus": 1}}],
+        "Gateway: ray_actor_options take the place of Mallee's, without which",
+    ),
+    (
+        [{"name": "Gateway", "max_surge_percents": 2}],
+        "`applications.llm.deployments.Gateway.max_surge_percents` is no option of Ray Serve; the"
+        " nearest is `max_surge_percent`",
+    ),
+    (
+        [{"name": "Worker", "ray_actor_options": {"num_gpu": 1}}],
+        "`applications.llm.deployments.Worker.ray_actor_options.num_gpu` is no option",
+    ),
+    (
+        [{"name": "Gateway", "num_replicas": -1}],
+        "applications.llm.deployments.Gateway.num_replicas",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
+        *((serve_yaml(deployments=given), fault) for given, fault in DEPLOYMENTS),
         ({"http_options": {}}, "`applications` is missing"),
         ({"import_path": APP, "args": {}}, "`applications` is missing"),
         (serve_yaml(import_path="mallee.actors.app"), "give mallee.actors.app:app"),
@@ -177,7 +169,7 @@ def test_settings_and_deployments_must_not_contradict_each_other(check: Any) -> 
         ),
     ],
 )
-def test_a_serve_yaml_that_serve_would_misread_is_a_fault(
+def test_a_serve_yaml_that_serve_or_a_replica_would_refuse_or_misread_is_a_fault(
     check: Any, content: Any, fault: str
 ) -> None:
     answer = check(content)

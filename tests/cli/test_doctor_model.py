@@ -1,6 +1,7 @@
 """`mallee doctor-model`: what it prints and how it ends."""
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,12 @@ def test_a_right_model_ends_with_0_and_every_layer_is_shown(folder: Path) -> Non
         assert word in answer.output
     assert "agrees with transformers in float32" in answer.output
     assert answer.output.count("heads") == 4
+    answer = CliRunner().invoke(cli, ["doctor-model", str(folder), "--tokens", "2", "--json"])
+    told = json.loads(answer.stdout.splitlines()[-1])
+    assert told["agrees"]
+    assert told["first_difference"] is None
+    assert (told["dtype"], told["steps"]) == ("float32", 2)
+    assert {"embed", "logits"} <= {each["site"] for each in told["sites"]}
 
 
 def test_fewer_layers_can_be_shown_and_another_dtype_computed(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""`--json` and examples of all commands, and the objects that commands print."""
+"""`--json` and examples of all commands; keys, metrics and the objects that commands print."""
 
 import json
 import re
@@ -11,14 +11,17 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from mallee import __version__
+from mallee.actors.access.access import Access
 from mallee.actors.access.keys import digest
 from mallee.actors.config import AppConfig, sections
 from mallee.actors.telemetry.boards.files import files
 from mallee.actors.telemetry.catalog import FAMILIES
+from mallee.cli import settings
 from mallee.cli.main import cli
-from mallee.testing.random_model import random_model
+from mallee.cli.metrics import document
+from mallee.protocol.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_JSON = {
     "serve": "serves until it is interrupted",
     "up": "serves until it is interrupted",
@@ -62,9 +65,6 @@ def printed(*arguments: str, status: int = 0) -> Any:
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_what_prints_and_ends_has_json(words: tuple[str, ...]) -> None:
     assert ("--json" in options_of(words)) == (" ".join(words) not in WITHOUT_JSON)
-
-
-def test_the_exceptions_are_commands() -> None:
     assert set(WITHOUT_JSON) <= {" ".join(words) for words in COMMANDS}
 
 
@@ -79,11 +79,9 @@ def test_every_help_has_an_example_that_the_program_understands(words: tuple[str
         assert given <= options_of(words) | {"--help"}
 
 
-def test_the_version_is_an_object() -> None:
-    assert printed("version") == {"version": __version__}
-
-
-def test_settings_are_objects_by_their_dotted_keys() -> None:
+def test_settings_are_a_page_and_objects_by_their_dotted_keys() -> None:
+    page = (ROOT / "docs" / "configure.md").read_text(encoding="utf-8")
+    assert CliRunner().invoke(cli, ["settings"]).stdout == page == settings.document()
     rows = {each["key"]: each for each in printed("settings")["settings"]}
     names = {f"{name}.{field}" for name, each in sections().items() for field in each.model_fields}
     names |= AppConfig.model_fields.keys() - sections().keys()
@@ -95,27 +93,52 @@ def test_settings_are_objects_by_their_dotted_keys() -> None:
     assert "$GATEWAYS_PASSWORD" in told["authorization"]
 
 
-def test_metric_families_and_the_files_made_of_them_are_objects(tmp_path: Path) -> None:
+def test_metric_families_are_a_page_and_files_for_dashboards_and_objects(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert CliRunner().invoke(cli, ["metrics"]).stdout == page == document()
     told = printed("metrics")["families"]
     assert [each["name"] for each in told] == [family.name for family in FAMILIES]
     assert told[0]["labels"][0] == {"name": "endpoint", "values": [], "most": 48}
+    assert all(f"| `{family.name}` |" in page for family in FAMILIES)
+    said = CliRunner().invoke(cli, ["metrics", "--write", str(tmp_path / "text")]).stdout
     written = printed("metrics", "--write", str(tmp_path))["files"]
     assert {Path(path) for path in written} == {tmp_path / name for name in files()}
+    for name, text in files().items():
+        assert (tmp_path / name).read_text(encoding="utf-8") == text
+        assert f"{tmp_path / 'text' / name}\n" in said
 
 
-def test_a_key_and_its_entry_are_one_object(tmp_path: Path) -> None:
+def test_a_new_key_opens_the_service_that_has_its_entry(tmp_path: Path) -> None:
+    made = CliRunner().invoke(cli, ["keys", "new", "alice", "--tenant", "acme"])
+    token, file = made.stderr.strip(), tmp_path / "keys.yaml"
+    assert token not in made.stdout, "the file must not hold the key"
+    file.write_text("keys:\n" + made.stdout)
+    checked = CliRunner().invoke(cli, ["keys", "check", str(file)])
+    assert checked.stdout == f"{file}: right, 1 keys\n"
+    assert Access(file, {}).caller(token, None).tenant == "acme"
     told = printed("keys", "new", "alice", "--tenant", "acme")
     assert told["entry"]["sha256"] == digest(told["key"])
     assert told["entry"]["tenant"] == "acme"
-    file = tmp_path / "keys.yaml"
-    file.write_text(json.dumps({"keys": [told["entry"]]}))
     assert printed("keys", "check", str(file)) == {
         "file": str(file), "right": True, "keys": ["alice"]
     }  # fmt: skip
+
+
+def test_faults_of_names_roles_and_files_of_keys_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
     file.write_text("keys: [{name: a}]")
     told = printed("keys", "check", str(file), status=1)
     assert not told["right"]
     assert "sha256" in told["faults"][0]
+    for arguments, fault in (
+        (["new", "a b"], "name"),
+        (["new", "a", "--role", "boss"], "boss"),
+        (["check", str(file)], "sha256"),
+        (["check", str(tmp_path / "none")], "No such file"),
+    ):
+        answer = CliRunner().invoke(cli, ["keys", *arguments])
+        assert isinstance(answer.exception, ConfigError)
+        assert fault in str(answer.exception)
 
 
 def test_faults_of_settings_are_an_object(tmp_path: Path) -> None:
@@ -128,18 +151,3 @@ def test_faults_of_settings_are_an_object(tmp_path: Path) -> None:
     assert not told["right"]
     assert told["faults"] == ["workers=0: Input should be greater than or equal to 1"]
     assert told["notes"] == []
-
-
-def test_a_model_that_was_compared_is_an_object(tmp_path: Path, one_thread: None) -> None:
-    random_model("gemma3_text", 4).save(tmp_path)
-    told = printed("doctor-model", str(tmp_path), "--tokens", "2")
-    assert told["agrees"]
-    assert told["first_difference"] is None
-    assert (told["dtype"], told["steps"]) == ("float32", 2)
-    assert {"embed", "logits"} <= {each["site"] for each in told["sites"]}
-
-
-def test_profiles_that_come_with_mallee_are_an_object() -> None:
-    told = printed("profile", "--fits")
-    assert "h200-llama-3.1-8b-fp8" in told["profiles"]
-    assert told["credits"]

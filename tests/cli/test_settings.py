@@ -7,10 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from mallee.cli.main import cli
-from mallee.cli.settings import document, make_config
+from mallee.cli.settings import make_config
 from mallee.protocol.errors import ConfigError
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -74,11 +72,6 @@ def test_what_set_can_not_mean_is_refused(assignment: str, says: str) -> None:
         make_config(None, [assignment], {})
 
 
-def test_an_option_is_refused_by_its_own_name() -> None:
-    with pytest.raises(ConfigError, match=r"^--dtype='int3': Input should be"):
-        make_config(None, None, {"--dtype": ("engine.dtype", "int3")})
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -97,12 +90,6 @@ def test_a_file_without_settings_is_refused(tmp_path: Path, text: str | None, sa
         path.write_text(text)
     with pytest.raises(ConfigError, match=f"x.yaml: .*{says}"):
         make_config(path, None, {})
-
-
-def test_the_page_of_settings_is_what_mallee_settings_prints() -> None:
-    assert (ROOT / "docs" / "configure.md").read_text(encoding="utf-8") == document()
-    answer = CliRunner().invoke(cli, ["settings"])
-    assert answer.stdout == document()
 
 
 @pytest.mark.parametrize(

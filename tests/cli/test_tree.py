@@ -65,7 +65,7 @@ def test_a_seeded_tiny_model_draws_the_same_tree_every_time(tokenizer: Tokenizer
 
 
 def test_the_command_prints_that_tree(folder: Path) -> None:
-    """D28: from a checkpoint on disk, as a user runs it."""
+    """D28: from a checkpoint on disk, as a user runs it; or as an object with the number of each parent."""
     options = ["--width", "3", "--depth", "2", "--tokens", "6", "--seed", "7", "--dtype", "float32"]
     command = ["tree", PROMPT, "--model", str(folder), *options]
     answer = CliRunner(env={"COLUMNS": "100"}).invoke(cli, command)
@@ -73,6 +73,13 @@ def test_the_command_prints_that_tree(folder: Path) -> None:
     *tree, figures = answer.stdout.splitlines(keepends=True)
     assert "".join(tree) == GOLDEN.read_text()
     assert figures.startswith(f"72 tokens drawn, {len(PROMPT) + 3} computed for prompts, ")
+    told = json.loads(CliRunner().invoke(cli, [*command, "--json"]).stdout.splitlines()[-1])
+    assert told["texts"][0] == {"number": 0, "parent": None, "text": PROMPT, "tokens": len(PROMPT)}
+    parents = [0, 1, 1, 1, 0, 5, 5, 5, 0, 9, 9, 9]
+    assert [(each["parent"], each["tokens"]) for each in told["texts"][1:]] == [
+        (parent, 6) for parent in parents
+    ]
+    assert (told["output_tokens"], told["prefill_tokens"]) == (72, len(PROMPT) + 3)
 
 
 @pytest.mark.parametrize(
@@ -89,17 +96,6 @@ def test_a_tree_that_cannot_be_is_refused_by_name(field: str, options: dict[str,
     with pytest.raises(InvalidParameter) as caught:
         grow(forward, [1, 2], **{"width": 2, "depth": 2, "tokens": 2, "seed": 0, **options})
     assert caught.value.fields["param"] == field
-
-
-def test_the_tree_is_an_object_with_the_number_of_each_parent(folder: Path) -> None:
-    options = ["--width", "2", "--depth", "2", "--tokens", "3", "--seed", "7", "--dtype", "float32"]
-    answer = CliRunner().invoke(cli, ["tree", PROMPT, "--model", str(folder), *options, "--json"])
-    told = json.loads(answer.stdout.splitlines()[-1])
-    assert told["texts"][0] == {"number": 0, "parent": None, "text": PROMPT, "tokens": len(PROMPT)}
-    assert [each["parent"] for each in told["texts"]] == [None, 0, 1, 1, 0, 4, 4]
-    assert all(each["tokens"] == 3 for each in told["texts"][1:])
-    assert told["output_tokens"] == 3 * (2 + 4)
-    assert told["prefill_tokens"] == len(PROMPT) + 2
 
 
 @pytest.mark.parametrize(

@@ -3,25 +3,10 @@
 from collections.abc import Iterator
 from typing import Any, cast
 
-from click.testing import Result
 from rich.console import Console
-from typer.testing import CliRunner
 
-from mallee.actors.addresses import free_port
-from mallee.cli.main import cli
 from mallee.cli.remote.chat import Chat, Conversation
-from mallee.client import Branch, BranchEvent, ConnectionFailed, InvalidParameter, Mallee
-
-
-def talk(url: str, *lines: str, options: tuple[str, ...] = ()) -> Result:
-    command = ["chat", "--url", url, "--max-tokens", "6", *options]
-    return CliRunner().invoke(cli, command, input="\n".join(lines) + "\n")
-
-
-def test_a_service_that_is_not_there_is_told_at_once() -> None:
-    answer = talk(f"http://127.0.0.1:{free_port()}", "hi")
-    assert isinstance(answer.exception, ConnectionFailed)
-    assert isinstance(talk("127.0.0.1:80", "hi").exception, InvalidParameter)
+from mallee.client import Branch, BranchEvent, Mallee
 
 
 def test_what_is_sent_is_the_path_to_the_turn() -> None:

@@ -117,14 +117,6 @@ def test_both_models_stand_side_by_side(tmp_path: Path) -> None:
     assert json.loads((page / "compare.json").read_text()) == found
 
 
-def test_malformed_rows_are_told(trace: Path) -> None:
-    trace.write_text(trace.read_text() + "{broken\n")
-    code, _, err = run(trace, trace, "--no-replay")
-    assert code == 0
-    assert "1 malformed line left out" in " ".join(err.split())
-    assert run(trace, trace, "--no-replay", "--strict")[0] == 2
-
-
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -127,8 +127,12 @@ async def test_workers_are_shown_below_the_state_of_the_service() -> None:
 
 
 async def test_sessions_are_a_forest_with_the_capsule_at_the_cursor() -> None:
-    """X12, part: branches and capsules, fork points, requests that run."""
-    async with opened(script()) as (app, pilot, _):
+    """X12, part: branches and capsules, fork points, requests that run.
+
+    The cursor and what is folded stay while the forest grows.
+    """
+    answers = script()
+    async with opened(answers) as (app, pilot, _):
         await pilot.press("2")
         lines = await shown(app, pilot, has("session bug-7"))
         assert body(lines)[:7] == [
@@ -146,14 +150,7 @@ async def test_sessions_are_a_forest_with_the_capsule_at_the_cursor() -> None:
         lines = await shown(app, pilot, has(f"capsule {REQUEST}.0", "served as fork"))
         details = [line.split() for line in lines if " length " in line]
         assert details == [["0", "length", "w0", "found", "64", "0", "16", "100", "10.0", "160.0"]]
-
-
-async def test_the_cursor_and_what_is_folded_stay_while_the_forest_grows() -> None:
-    answers = script()
-    async with opened(answers) as (app, pilot, _):
-        await pilot.press("2")
-        await shown(app, pilot, has("….4"))
-        await pilot.press("down", "down", "space")  # folds the capsule that has two branches
+        await pilot.press("down", "space")  # folds the capsule that has two branches
         await shown(app, pilot, lambda lines: has("▶ ↓ req_561337a4….1")(lines))
         more = [node("9", None, 5), *NODES]
         changed = {**SESSION, "capsules": 6}
@@ -169,8 +166,8 @@ async def test_the_cursor_and_what_is_folded_stay_while_the_forest_grows() -> No
         assert has(f"capsule {REQUEST}.1")(lines)
 
 
-async def test_the_cache_is_told_by_tier_and_load_over_time() -> None:
-    async with opened(script()) as (app, pilot, _):
+async def test_the_cache_is_told_by_tier_load_over_time_and_requests_with_their_prices() -> None:
+    async with opened(script(), height=30) as (app, pilot, _):
         await pilot.press("3")
         lines = body(await shown(app, pilot, has("all ")))
         assert [line.split() for line in lines] == [
@@ -185,16 +182,12 @@ async def test_the_cache_is_told_by_tier_and_load_over_time() -> None:
         (waiting,) = (line.split() for line in lines if "requests waiting" in line)
         assert waiting[2:4] == ["2", "2"]
         assert set(waiting[4]) == {"█"}
-
-
-async def test_a_request_is_told_with_its_prices_and_its_course() -> None:
-    async with opened(script(), height=30) as (app, pilot, _):
         await pilot.press("5")
         lines = body(await shown(app, pilot, has("went to w0", "served as fork")))
-    row = ["req_561337a4…", "w0", "cost", "64", "4", "21.3", "2", "stay"]
-    assert lines[1].split() == row
-    told = [line.split() for line in lines]
-    assert ["w1", "0", "0", "-", "30.0", "20.0", "-", "-", "-"] in told
+        row = ["req_561337a4…", "w0", "cost", "64", "4", "21.3", "2", "stay"]
+        assert lines[1].split() == row
+        told = [line.split() for line in lines]
+        assert ["w1", "0", "0", "-", "30.0", "20.0", "-", "-", "-"] in told
 
 
 @pytest.mark.slow
