@@ -85,19 +85,16 @@ def _is_left(process: psutil.Process, mark: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    ("shell", "asked"),
-    [
-        ("bash", {"COMP_WORDS": "mallee ca", "COMP_CWORD": "1"}),
-        ("zsh", {"_TYPER_COMPLETE_ARGS": "mallee ca"}),
-    ],
-)
-def test_a_shell_completes_commands(shell: str, asked: dict[str, str]) -> None:
-    """By typer's own protocol, as each shell asks."""
+def test_zsh_completes_commands() -> None:
+    """By typer's own protocol, as the shell asks."""
     program = "from mallee.cli.main import cli; cli(prog_name='mallee')"
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "_MALLEE_COMPLETE": f"complete_{shell}", **asked},
+        env={
+            **os.environ,
+            "_MALLEE_COMPLETE": "complete_zsh",
+            "_TYPER_COMPLETE_ARGS": "mallee ca",
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from mallee.actors.addresses import free_port
 from mallee.actors.mock.stack import MockStack
 from mallee.cli.main import cli
-from mallee.client import AsyncMallee, CapsuleCount, InvalidParameter, Mallee, NotFound
-from mallee.protocol.errors import BadRequest, ConfigError
+from mallee.client import Mallee, NotFound
+from mallee.protocol.errors import ConfigError
 from support.brokers import OpenBroker
 from support.mock_scene import make_folder, mock_config
 from support.waiting import until
@@ -50,6 +50,7 @@ def test_capsules_are_listed_counted_and_deleted(url: str, client: Mallee) -> No
     assert len(json.loads(capsules(url, "list", "--limit", "1", "--json").stdout)["capsules"]) == 1
     counted = capsules(url, "count", "--pinned")
     assert counted.stdout == f"1 capsules of {kept.tokens} tokens\n"
+    assert client.count_capsules(tier="device", pinned=False).count == 2
     refused = capsules(url, "delete")
     assert isinstance(refused.exception, ConfigError)
     assert capsules(url, "delete", "--request", str(left[0].request_id)).stdout == "2 deleted\n"
@@ -62,27 +63,6 @@ def test_capsules_are_listed_counted_and_deleted(url: str, client: Mallee) -> No
 def talk(url: str, *lines: str, options: tuple[str, ...] = ()) -> Result:
     command = ["chat", "--url", url, "--max-tokens", "6", *options]
     return CliRunner().invoke(cli, command, input="\n".join(lines) + "\n")
-
-
-async def test_both_clients_name_what_they_mean(url: str, client: Mallee) -> None:
-    client.prefill("one")
-    client.prefill("two")
-    left = client.complete("three", max_tokens=2)
-    assert client.count_capsules(pinned=True).count == 2
-    assert [each.id for each in client.capsules(request=str(left[0].request_id))] == [
-        left[0].capsule
-    ]
-    async with AsyncMallee(url) as other:
-        assert await other.count_capsules(tier="device", pinned=False) == CapsuleCount(
-            count=1, tokens=left[0].boundary or 0
-        )
-        assert [each.pinned for each in await other.capsules(pinned=True)] == [True, True]
-        assert await other.delete_capsules(pinned=True) == 2
-        with pytest.raises(BadRequest, match="say which capsules to delete"):
-            await other.delete_capsules()
-        with pytest.raises(InvalidParameter, match="give it alone"):
-            await other.delete_capsules(all=True, tier="host")
-    assert client.delete_capsules(min_age_s=0) == 1
 
 
 async def test_workers_are_listed_and_one_is_drained(
