@@ -62,11 +62,6 @@ def step(engine: Engine) -> dict[tuple[str, int], list[int]]:
     return found
 
 
-def joined(steps: Sequence[dict[tuple[str, int], list[int]]], name: str) -> list[int]:
-    """The tokens of a request's first branch."""
-    return [token for found in steps for token in found.get((name, 0), ())]
-
-
 def answers(engine: Engine) -> dict[tuple[str, int], list[int]]:
     return {key: tokens for key, (tokens, _) in drive(engine).items()}
 
@@ -159,25 +154,6 @@ class _Plain(FakeDevice):
 
     def sample(self, draws: Any) -> list[int]:
         return self.launch_draws(draws).collect()
-
-
-def test_rows_that_wait_for_a_prompt_are_computed_with_it() -> None:
-    """No pass is launched ahead while a prompt is computed, chunk by chunk."""
-    calls: list[Call] = []
-    device = FakeDevice(mock(), wrong=0.0, told=lambda call, n: calls.append(call))
-    engine = over(device, scheduler=SchedulerConfig(max_step_tokens=8))
-    engine.submit(generate("a", [1], 30), "g")
-    for _ in range(4):
-        step(engine)
-    engine.submit(generate("b", range(40), 3), "g")
-    calls.clear()
-    found = [step(engine) for _ in range(6)]
-    assert all(("a", 0) in each for each in found)
-    assert calls[:3] == ["forward", "draw", "collect"]  # its chunk, beside the pass launched before
-    assert "ahead" not in calls
-    rest = answers(engine)
-    assert [*joined(found, "a"), *rest["a", 0]] == expect([1], 30)[4:]
-    assert engine.stats().ahead.num_void == 0
 
 
 # What becomes of them

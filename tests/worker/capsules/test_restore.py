@@ -12,7 +12,6 @@ from mallee.protocol.errors import CapsulesFull, InvalidParameter, UnknownBranch
 from mallee.protocol.messages import (
     Cancel,
     Capture,
-    Cut,
     Fork,
     Generate,
     Grammar,
@@ -22,7 +21,6 @@ from mallee.protocol.messages import (
     Rewind,
     Sampling,
     pack_tokens,
-    unpack_tokens,
 )
 from mallee.testing.random_model import RandomModel, random_model
 from mallee.testing.structures import MockStructures
@@ -316,20 +314,3 @@ def test_bytes_of_a_capsule_are_told_apart_by_whom_they_belong_to() -> None:
     course(engine, Release("root.0"))
     assert engine.status(capsule).nbytes == (10 + own_blocks) * block + 4
     assert engine.status(capsule).shared_nbytes == 0
-
-
-def test_a_text_that_was_cut_inside_its_first_block_is_forked() -> None:
-    """F28, part: the whole of it is computed again, and no block of it is held."""
-    model = random_model("llama", 3)
-    engine = make_engine(model)
-    asked = Generate("short", pack_tokens([5, 6]), LIMITS, WAYS["sampled"][0])
-    assert engine.submit(asked, "g") is None
-    for _ in range(4):
-        engine.step()
-    engine.submit(Cut("short", 0, 3), "g")
-    while engine.has_work:
-        engine.step()
-    text = unpack_tokens(record_of(engine, "short.0").tokens).tolist()
-    assert len(text) == 3
-    fork = Fork("again", "short.0", (pack_tokens([9]),), LIMITS, WAYS["sampled"][0])
-    assert course(engine, fork).tokens["again", 0] == run_cold(model, [*text, 9])
