@@ -24,7 +24,6 @@ EOS = 63
 HOT = Sampling(temperature=1.0, seed=5)
 PROMPT = pack_tokens(list(range(1, 12)))
 PATHS = [[10, 11, 12, 13], [10, 11, 20], [10, 30, 31, 32, 33, 34], [40]]
-ANY = Grammar("json_object")
 
 
 def choice(*paths: Sequence[int]) -> Grammar:
