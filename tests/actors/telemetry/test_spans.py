@@ -292,12 +292,8 @@ async def test_a_bucket_of_first_tokens_names_a_trace_where_openmetrics_is_asked
         "span_id": f"{request.context.span_id:016x}",
     }
     assert "trace_id" not in plain.text
+    async with running(LiveFleet(SPEC, RouterConfig(block_size=16)), 1) as untraced:
+        await drain(await untraced.gateways[0].start(GenerateJob(PROMPT, Limits(4))))
+        assert b"trace_id" not in untraced.gateways[0].metrics("application/openmetrics-text")
     counted = {family.name for family in families}
     assert counted == {family.name.removesuffix("_total") for family in text_families(plain.text)}
-
-
-async def test_without_spans_buckets_name_nothing() -> None:
-    fleet = LiveFleet(SPEC, RouterConfig(block_size=16))
-    async with running(fleet, 1) as made:
-        await drain(await made.gateways[0].start(GenerateJob(PROMPT, Limits(4))))
-        assert b"trace_id" not in made.gateways[0].metrics("application/openmetrics-text")

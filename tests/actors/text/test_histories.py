@@ -217,22 +217,14 @@ def test_only_what_is_new_is_tokenized(family: Family, name: str) -> None:
     assert any("Go on." in text for text in seen)
 
 
-def test_special_tokens_in_texts_make_nothing_new() -> None:
+def test_special_tokens_in_texts_and_branches_make_nothing_new() -> None:
     """F31, part: a conversation about templates is known as any other."""
     both = Both(FAMILIES[0])
     about = [*talk(20), Message("user", "Why <|eot_id|> and <|im_end|>?"), *talk(4)]
     both.read(Conversation(about))
-    both.read(Conversation([*about, Message("user", "And <|eot_id|>?")]))
-    assert both.histories.num_resumed == 1
-
-
-def test_branches_of_a_conversation_are_known_by_what_they_share() -> None:
-    both = Both(FAMILIES[0])
-    shared = talk(20)
-    both.read(Conversation(shared))
-    for i in range(4):
-        both.read(Conversation([*shared, Message("user", f"Branch {i}")]))
-        both.read(Conversation([*shared, Message("user", f"Branch {i}"), Message("user", "More")]))
+    for i in range(4):  # branches of it are known by what they share
+        both.read(Conversation([*about, Message("user", f"And <|eot_id|> {i}?")]))
+        both.read(Conversation([*about, Message("user", f"And <|eot_id|> {i}?"), *talk(1)]))
     assert both.histories.num_resumed == 8
 
 
