@@ -80,20 +80,6 @@ def test_the_page_is_fresh_and_has_every_result() -> None:
     assert results == set(tables.SECTIONS)
 
 
-def test_losses_are_bold() -> None:
-    assert tables.better(2.0, 1.0, is_less=False) == "2.00"
-    assert tables.better(2.0, 1.0, is_less=True) == "**0.50**"
-    assert tables.better(0.0, 1.0, is_less=True) == "-"
-
-    def side(cut: float | None, pause: float) -> dict[str, object]:
-        return {"1. held": {"says": "cut", "harm": cut}, "2. bomb": {"says": "a", "harm": pause}}
-
-    sides = {"mallee": side(None, 0.1), "smg": {}, "vllm": side(30.0, 9.0)}
-    (text,) = tables.peer_faults(sides)
-    assert "| 1. held | **cut** | not run | cut |" in text
-    assert "| 2. bomb | a | not run | a |" in text
-
-
 def test_a_mask_over_129_thousand_tokens_takes_less_than_a_tenth_of_a_millisecond() -> None:
     """D10, part, I16, part: committed figures: p50 and mean; constrained steps cost 5 %, counted ones 15."""
     found = json.loads((tables.RESULTS / "masks.json").read_text())

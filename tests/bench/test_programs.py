@@ -26,6 +26,8 @@ from bench.gpu.shapes import BLOCK_SIZE, TINY_SCALE
 from bench.gpu.targets import TARGETS
 from bench.search import clients, compare, ways
 from bench.search.peer import beam_of_ours, mcts_of_ours, mcts_of_vllm, samples
+from bench.serve.__main__ import Scale, bench
+from bench.serve.sides import Programs
 from mallee.actors.nodes import network
 from mallee.testing.envoy import find_envoy
 from mallee.testing.random_model import random_model
@@ -493,3 +495,16 @@ async def test_the_load_generator_counts_whole_streams_and_failures() -> None:
     server.close()
     assert (result["requests"], result["errors"]) == (4, 2)
     assert 0 < result["first_p50_ms"] <= result["p50_ms"]
+
+
+@pytest.mark.ray
+@pytest.mark.model
+def test_a_deployed_fleet_answers_at_the_rate_of_one_process() -> None:
+    """X13: at least 0.8 of its requests a second, of 16 and 64 clients; medians of rounds by turns."""
+    scale = Scale(engines=20, rounds=5, seconds=2.0, warm_up_s=0.5, clients=(16, 64), streams=8)
+    found = bench(scale, ["serve", "one_process"], Programs("", ""))
+    deployed, alone = (
+        sum(found[side][case]["rps"] for case in ("c16", "c64"))
+        for side in ("serve", "one_process")
+    )
+    assert deployed >= 0.8 * alone, f"{deployed:.0f} of {alone:.0f} requests a second"

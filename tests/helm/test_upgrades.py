@@ -52,7 +52,9 @@ def secrets_of(cluster: Kubernetes) -> dict[str, dict[str, str]]:
     return {name: cluster.secret(NAMESPACE, name) for name in MADE}
 
 
-def test_secrets_are_made_once_and_kept_over_upgrades(cluster: Kubernetes) -> None:
+def test_secrets_are_made_once_kept_over_upgrades_and_taken_away_with_the_release(
+    cluster: Kubernetes,
+) -> None:
     release = Release(cluster)
     release.install({})
     first = secrets_of(cluster)
@@ -66,6 +68,10 @@ def test_secrets_are_made_once_and_kept_over_upgrades(cluster: Kubernetes) -> No
     path = f"/apis/ray.io/v1/namespaces/{NAMESPACE}/rayservices/mallee"
     head = cluster.objects[path]["spec"]["rayClusterConfig"]["headGroupSpec"]
     assert head["template"]["spec"]["containers"][0]["image"].endswith(":0.2.0")
+    release.upgrade({"timeSlicing": {"replicas": 2}, "ingress": {"enabled": True, "host": "x"}})
+    assert len(cluster.objects) > 15
+    release.helm.uninstall("mallee")
+    assert cluster.objects == {}
 
 
 def test_a_password_that_was_changed_is_kept_and_its_login_follows(cluster: Kubernetes) -> None:
@@ -107,11 +113,3 @@ def test_secrets_of_the_user_are_not_made(cluster: Kubernetes) -> None:
         }
     )
     assert not [path for path in cluster.objects if "/secrets/" in path]
-
-
-def test_a_release_that_is_taken_away_leaves_nothing(cluster: Kubernetes) -> None:
-    release = Release(cluster)
-    release.install({"timeSlicing": {"replicas": 2}, "ingress": {"enabled": True, "host": "x"}})
-    assert len(cluster.objects) > 15
-    release.helm.uninstall("mallee")
-    assert cluster.objects == {}
