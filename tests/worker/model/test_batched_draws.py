@@ -116,7 +116,8 @@ def test_mixed_batches_draw_what_each_row_alone_draws(
 def test_hardly_a_row_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """I5, part: of rows as models have them, in bfloat16 with its many equals."""
     rng = np.random.default_rng(0)
-    again, inner = [], batched._drawn_again
+    again: list[Draw] = []
+    inner = batched._drawn_again
 
     def counted(draws: Sequence[Draw]) -> list[int]:
         again.extend(draws)

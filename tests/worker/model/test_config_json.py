@@ -218,7 +218,7 @@ QWEN3_FP8 = {
     "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.down_proj", "input_layernorm"],
 }
 AUTO_FP8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
-_WEIGHTS = {
+_WEIGHTS: dict[str, Any] = {
     "actorder": None,
     "block_structure": None,
     "dynamic": False,
