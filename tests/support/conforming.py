@@ -23,6 +23,7 @@ from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.branch import Branch, Plan, node_of
 from support.asking import SIZE, Ask, OutlineWriter, Scene, TokenWriter, Writer, command
+from support.driving import engine_over
 
 TIMING = Timing(
     ClosedForm(1e-3, 1e-5, 1e-7, 1e-6, (Plane(2e-3, 1e-4, 1e-6), Plane(1e-3, 3e-4, 1e-7))), 5e-4
@@ -274,13 +275,7 @@ def play_real(scene: Scene, inner: Any, timing: Timing = TIMING) -> Story:
     )
 
     def make(time: Time) -> Engine:
-        return Engine(
-            Drawn(inner, drawing.sample),
-            config=scene.config,
-            clock=time,
-            worker=WorkerId("w0"),
-            incarnation=Incarnation(1),
-        )
+        return engine_over(Drawn(inner, drawing.sample), config=scene.config, clock=time)
 
     return play_stepped(make, scene.asks, TokenWriter(), timing)
 

@@ -9,14 +9,14 @@ import tokenizers
 import torch
 
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Generate, Grammar, Limits, Sampling, Update, pack_tokens
 from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Draw, ForwardBatch, Logits
 from mallee.worker.model.sampling.grammar import TokenGrammars
 from mallee.worker.model.sampling.sampler import sample
-from mallee.worker.records import EngineConfig
+from support.driving import drive, engine_over
+from support.tokenizers_made import byte_level
 
 TEXT = [
     '{"name": "Ada", "age": 36, "tags": ["x", "yy"], "ok": true, "none": null}',
@@ -25,18 +25,9 @@ TEXT = [
 ]
 
 
-def train(path: Path, vocab_size: int = 420) -> tokenizers.Tokenizer:
-    """A byte-level BPE like those of today's models, but small, with tokens of many characters."""
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<end>", "<other>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    inner.train_from_iterator(TEXT * 50, trainer)
+def train(path: Path) -> tokenizers.Tokenizer:
+    """A small tokenizer with tokens of many characters."""
+    inner = byte_level(TEXT * 50, 420, ["<end>", "<other>"])
     inner.save(str(path))
     return inner
 
@@ -80,25 +71,12 @@ class Lab:
     def make_engine(self) -> Engine:
         spec = mock_spec(vocab_size=self.vocab_size, eos_token_ids=(self.eos,))
         self.forward = RandomForward(spec, num_blocks=2000, block_size=16)
-        return Engine(
-            self.forward,
-            config=EngineConfig(),
-            clock=lambda: 0.0,
-            worker=WorkerId("w0"),
-            incarnation=Incarnation(1),
-            structures=self.grammars,
-        )
+        return engine_over(self.forward, structures=self.grammars)
 
     def run(self, command: Any) -> list[tuple[list[int], Update]]:
         """Tokens and last update of every branch; no masked token was drawn."""
-        found: dict[int, tuple[list[int], Update]] = {}
         self.engine.submit(command, "g")
-        while self.engine.has_work:
-            for frame in self.engine.step().frames.values():
-                for update in frame.updates:
-                    tokens, _ = found.get(update.branch, ([], update))
-                    found[update.branch] = ([*tokens, *update.tokens], update)
-            self.engine.check()
+        found = drive(self.engine)
         for draw, token in self.forward.drawn:
             if draw.allowed is not None:
                 assert draw.allowed[token // 32] >> (token % 32) & 1, "a masked token was drawn"

@@ -85,12 +85,15 @@ def api_over(
 
 
 @asynccontextmanager
-async def serving(app: Any, **options: Any) -> AsyncIterator[tuple[str, LimitedServer]]:
+async def serving(
+    app: Any, *, port: int = 0, **options: Any
+) -> AsyncIterator[tuple[str, LimitedServer]]:
     """The address of `app` behind a server, and the server. `options` are of LimitedServer."""
     limits = {"max_connections": 2000, "max_per_client": 2000, "log_config": None}
     server = LimitedServer(app, **{**limits, **options})
     with socket.socket(proto=socket.IPPROTO_TCP) as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
         running = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             await until(lambda: server.started)
@@ -100,37 +103,10 @@ async def serving(app: Any, **options: Any) -> AsyncIterator[tuple[str, LimitedS
             await running
 
 
-class Serving:
-    """An app behind a real server, in the event loop of the test."""
-
-    def __init__(self, app: Starlette, port: int = 0) -> None:
-        self.server = LimitedServer(app, max_connections=2000, max_per_client=2000, log_config=None)
-        self._port = port
-
-    async def start(self) -> int:
-        """Its port."""
-        self._listener = socket.socket(proto=socket.IPPROTO_TCP)
-        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._listener.bind(("127.0.0.1", self._port))
-        port: int = self._listener.getsockname()[1]
-        self._task = asyncio.create_task(self.server.serve(sockets=[self._listener]))
-        await until(lambda: self.server.started)
-        return port
-
-    async def stop(self) -> None:
-        self.server.should_exit = True
-        await self._task
-        self._listener.close()
-
-
 @asynccontextmanager
 async def served(
     gateway: GatewayService, **settings: Any
 ) -> AsyncIterator[tuple[str, LimitedServer]]:
     """The address of the API, and its server."""
-    serving = Serving(api_over(gateway, **settings))
-    port = await serving.start()
-    try:
-        yield f"http://127.0.0.1:{port}", serving.server
-    finally:
-        await serving.stop()
+    async with serving(api_over(gateway, **settings)) as found:
+        yield found

@@ -7,8 +7,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from mallee.actors.access.access import Access
 from mallee.actors.build import admission_config
 from mallee.actors.config import AppConfig, put
@@ -20,6 +18,7 @@ from mallee.router.router import Router
 from mallee.testing.bus import LocalBus, LocalHub
 from support.live_fleet import make_gateway
 from support.local_transport import LocalTransport
+from support.tokenizers_made import byte_level
 from support.waiting import until
 
 TEXT = "a mallee is a tree of many trunks from one root, which re-sprouts after fire and rain"
@@ -42,17 +41,7 @@ CONFIG = {
 
 def make_folder(folder: Path) -> Path:
     """Tokenizer and config.json: all that a mocked engine needs of a model."""
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=340,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-        special_tokens=["<end>"],
-    )
-    inner.train_from_iterator([TEXT] * 4, trainer)
-    inner.save(str(folder / "tokenizer.json"))
+    byte_level([TEXT] * 4, 340, ["<end>"]).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text("{}")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder

@@ -8,13 +8,14 @@ from typing import Any
 from mallee.actors.recording.files import RecordFolder
 from mallee.actors.recording.recorder import Recorder
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.ids import WorkerId
 from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.sessions.record import Entry, frame, read
 from mallee.sessions.replay import Outcome, Replay
 from mallee.sessions.session import RecordedSession
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
+from support.driving import engine_over
 
 SESSION = {"session": "s", "record": True}
 
@@ -47,14 +48,8 @@ def recorder_in(
 
 def replay_engine(forward: Any, structures: Any = None) -> Engine:
     """An engine that keeps all that a replay needs."""
-    return Engine(
-        forward,
-        config=EngineConfig(max_kept_share=1.0),
-        clock=lambda: 0.0,
-        worker=WorkerId("replay"),
-        incarnation=Incarnation(0),
-        structures=structures,
-    )
+    config = EngineConfig(max_kept_share=1.0)
+    return engine_over(forward, config=config, worker=WorkerId("replay"), structures=structures)
 
 
 def replayed(raw: bytes, forward: Any, structures: Any = None) -> list[Outcome]:

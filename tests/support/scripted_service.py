@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
@@ -10,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mallee.actors.addresses import free_port
-from support.live_api import Serving
+from support.live_api import serving
 
 Body: TypeAlias = str | dict[str, Any]
 Answer: TypeAlias = Body | tuple[int, Body] | Callable[[], Body | Awaitable[Body]]
@@ -26,7 +27,7 @@ class ScriptedService:
         self.url = f"http://127.0.0.1:{self.port}"
         everything = Route("/{path:path}", self._answer, methods=["GET", "POST", "DELETE"])
         self._app = Starlette(routes=[everything])
-        self._serving: Serving | None = None
+        self._serving = AsyncExitStack()
 
     async def _answer(self, request: Request) -> Response:
         asked = f"{request.method} {request.url.path}"
@@ -39,13 +40,10 @@ class ScriptedService:
         return Response(body if isinstance(body, str) else json.dumps(body), status)
 
     async def start(self) -> None:
-        self._serving = Serving(self._app, self.port)
-        await self._serving.start()
+        await self._serving.enter_async_context(serving(self._app, port=self.port))
 
     async def stop(self) -> None:
-        if self._serving is not None:
-            await self._serving.stop()
-            self._serving = None
+        await self._serving.aclose()
 
     async def __aenter__(self) -> "ScriptedService":
         await self.start()

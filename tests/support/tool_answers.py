@@ -52,7 +52,7 @@ class Recorded(NamedTuple):
     calls: list[Call]
 
 
-def arguments(rng: random.Random, *, simple: bool = False) -> dict[str, Any]:
+def arguments(rng: random.Random) -> dict[str, Any]:
     made: dict[str, Any] = {}
     if rng.random() < 0.8:
         made["city"] = rng.choice(STRINGS)

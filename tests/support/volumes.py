@@ -24,19 +24,17 @@ def volume_tiers(
     *,
     host_blocks: int = 0,
     config: VolumeConfig = ROOMY,
-    identity: str = "test",
-    pause: Callable[[int], None] = lambda nbytes: None,
     files: Callable[[Path], Files] = Directory,
     peers: Lender | None = None,
 ) -> MakeTiers:
-    """Tiers that always fetch. Without a `folder` there is no disk. `pause`: `Copier.pause`."""
+    """Tiers that always fetch. Without a `folder` there is no disk."""
 
     def make(journal: Journal, memory: KVMemory) -> LowerTiers:
         arena = np.zeros((host_blocks, memory.block_nbytes), np.uint8)
         disk = None
         if folder is not None:
-            disk = Volume.open(files(folder), {"weights": identity}, memory.block_nbytes, config)
-        copier = Copier(memory, arena, disk, time.monotonic, pause, peers)
+            disk = Volume.open(files(folder), {"weights": "test"}, memory.block_nbytes, config)
+        copier = Copier(memory, arena, disk, time.monotonic, peers=peers)
         return LowerTiers(
             journal,
             copier,
