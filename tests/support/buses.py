@@ -84,7 +84,7 @@ async def test_requests_get_their_answers_and_wait_for_no_other(place: Place) ->
 async def test_a_server_or_subscriber_that_raises_is_counted_and_goes_on(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever asked such a server times out."""
+    """A request of such a server times out."""
     heard: list[bytes] = []
 
     async def fail(raw: bytes) -> bytes:
