@@ -1,4 +1,4 @@
-"""Installations that lack parts for CUDA: what is said, and that all else works."""
+"""Installations that lack parts for CUDA, and the memory that loading takes: in processes of their own."""
 
 import os
 import re
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mallee.protocol.errors import ConfigError
+from mallee.testing.quantized import quantized_model
 from mallee.testing.random_model import random_model
 from mallee.worker.model import installation
 from mallee.worker.model.attention import flashinfer
@@ -48,23 +49,9 @@ print(len(names), "modules")
 
 import numpy as np
 from mallee.testing.random_model import random_model
-from mallee.testing.structures import MockStructures
-from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.protocol.messages import Generate, Limits, pack_tokens
-from mallee.worker.engine import Engine
-from mallee.worker.records import EngineConfig
-engine = Engine(
-    random_model().forward(), config=EngineConfig(), clock=lambda: 0.0, worker=WorkerId("w0"),
-    incarnation=Incarnation(1), structures=MockStructures(128, (2,)),
-)
-engine.submit(Generate("r", pack_tokens(list(range(3, 20))), Limits(5, ignore_eos=True)), "g")
-drawn = []
-while engine.has_work:
-    for frame in engine.step().frames.values():
-        for update in frame.updates:
-            assert update.error is None, update.error
-            drawn += update.tokens
-print(len(drawn), "tokens")
+from mallee.worker.forward import ForwardBatch, Row
+row = Row(np.arange(3, 20, dtype=np.uint32), 0, np.arange(5, dtype=np.int32), 17)
+print(len(random_model().forward().forward(ForwardBatch((), [row]))), "logits")
 """
 
 
@@ -90,13 +77,13 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_with_the_wheels_metadata_alone_all_is_imported_and_the_engine_runs(tmp_path: Path) -> None:
-    """X29, part: every module of the product, and an answer on the CPU."""
+def test_with_the_wheels_metadata_alone_all_is_imported_and_a_pass_runs(tmp_path: Path) -> None:
+    """X29, part: every module of the product, and logits on the CPU."""
     done = run(tmp_path, "-c", TRY)
     assert done.returncode == 0, done.stderr
-    modules, tokens = done.stdout.splitlines()
+    modules, logits = done.stdout.splitlines()
     assert int(modules.split()[0]) > 400
-    assert tokens == "5 tokens"
+    assert logits == "17 logits"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
@@ -175,3 +162,49 @@ def test_each_reason_against_flashinfer_is_one_line_and_attention_runs_in_torch(
     assert isinstance(found, TorchAttention)
     (line,) = [each.getMessage() for each in caplog.records]
     assert re.search(f"attention on cuda runs in torch operations: .*{says}", line)
+
+
+_PEAK = """
+import sys, torch
+from pathlib import Path
+from mallee.worker.model.loading.config_json import read_config
+from mallee.worker.model.loading.weights import load_weights
+
+def own(name):
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields[name].split()[0]) * 1024
+
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+config = read_config(folder)
+before, most = own("RssAnon"), 0
+from mallee.worker.model.loading import weights as loading
+layer = loading._Source.layer
+
+def watched(self, i):
+    global most
+    made = layer(self, i)
+    most = max(most, own("RssAnon"))
+    return made
+
+loading._Source.layer = watched
+found = load_weights(folder, config, dtype=torch.bfloat16, device="cpu")
+print(found.nbytes, max(most, own("RssAnon")) - before)
+"""
+
+
+def test_loading_takes_little_more_than_the_weights(tmp_path: Path) -> None:
+    """I14, part: no copy of the model in bfloat16, which would take twice its memory."""
+    shape = {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 24,
+        "head_dim": 128,
+    }
+    quantized_model(random_model("llama", **shape), "int8-row").save(tmp_path)
+    answer = subprocess.run(
+        [sys.executable, "-c", _PEAK, str(tmp_path)], check=True, capture_output=True, text=True
+    )
+    nbytes, taken = map(int, answer.stdout.split())
+    assert nbytes > 90 << 20
+    assert taken < 1.25 * nbytes
