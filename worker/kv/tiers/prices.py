@@ -29,9 +29,10 @@ class Prices(Protocol):
 
 
 class MeasuredPrices:
-    """Moving averages of what moves and prompts took; a tier that was never measured costs its latency."""
+    """Moving averages of what moves and prompts took; a tier that was never measured costs its latency.
 
-    __slots__ = ("_block_nbytes", "_byte_s", "_token_s")
+    Without `__slots__`: a class that mypyc compiles can't inherit them from one that it doesn't.
+    """
 
     def __init__(self, block_nbytes: int) -> None:
         self._block_nbytes = block_nbytes
