@@ -50,7 +50,9 @@ def played(path: Path) -> list[str]:
     """Of the modules under `path`: the engine's suffix, a replay's digest, tokens over two forward passes."""
     command = [sys.executable, "-c", PLAY]
     environ = os.environ | {"PYTHONPATH": str(path)}
-    done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False, env=environ)
+    done = subprocess.run(
+        command, cwd="/", capture_output=True, text=True, check=False, env=environ
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 

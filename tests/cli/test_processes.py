@@ -1,5 +1,6 @@
 """The program itself: the whole demo, its shells and signals, and a record that outlives a kill."""
 
+import asyncio
 import json
 import os
 import secrets
@@ -18,6 +19,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from click.testing import Result
 from typer.testing import CliRunner
 
 from mallee.actors.addresses import free_port
@@ -27,6 +29,7 @@ from mallee.cli.main import cli
 from mallee.protocol.errors import MalleeError, ModelError
 from mallee.sessions.record import Got, Placed, read
 from mallee.testing.random_model import random_model
+from support.brokers import OpenBroker
 from support.mock_scene import make_folder
 
 pytestmark = pytest.mark.process
@@ -261,3 +264,24 @@ def test_a_broker_that_does_not_answer_is_named_before_anything_starts(tmp_path:
     done = CliRunner().invoke(cli, command)
     assert isinstance(done.exception, MalleeError)
     assert "no broker at 127.0.0.1:1" in str(done.exception)
+
+
+async def test_a_broker_that_refuses_is_a_fault_of_a_config_where_that_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "fleet.yaml"
+
+    async def checked(url: str) -> Result:
+        path.write_text(f"model: m\nnats_url: {url}\n")
+        command = ["check", str(path), "--broker"]
+        return await asyncio.to_thread(CliRunner().invoke, cli, command)
+
+    broker = OpenBroker()
+    await broker.start()
+    try:
+        assert (await checked(broker.url)).exit_code == 0
+    finally:
+        await broker.stop()
+    answer = await checked(f"nats://127.0.0.1:{free_port()}")
+    assert answer.exit_code == 1
+    assert "no broker at 127.0.0.1:" in answer.stderr

@@ -36,6 +36,7 @@ from support.conforming import (
 )
 from support.examples import examples
 from support.virtual.loop import START, VirtualLoop
+from support.waiting import elapse
 
 SPEC = mock_spec(vocab_size=1 << 31)
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a scene that fails is told by its seed
@@ -114,10 +115,10 @@ async def play_live(
     for at_s, asks in groupby(scene.asks, key=lambda ask: ask.at_s):
         wait = begin + at_s - clock()
         if wait > 0:
-            await asyncio.sleep(wait)
+            await elapse(wait)
         player.submit([command(ask, writer) for ask in asks])
-    while player.mocked.is_busy or player.mocked.next_due < inf:  # noqa: ASYNC110 - on a clock of its own
-        await asyncio.sleep(1.0)
+    while player.mocked.is_busy or player.mocked.next_due < inf:
+        await elapse(1.0)
     player.runner.check()
     return player.story()
 

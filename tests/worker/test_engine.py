@@ -358,7 +358,7 @@ def test_forks_do_not_starve_a_request_that_has_to_compute(make_bench: Callable[
 def test_what_is_wrong_is_refused_every_time(
     make_bench: Callable[..., Any], wrong: dict[str, Any], right: dict[str, Any]
 ) -> None:
-    """What is checked once is skipped for the very same object, unless it is wrong; twice, too."""
+    """The check is skipped for the very same object, unless that is wrong; twice, too."""
     bench = make_bench()
     for i, options in enumerate([wrong, wrong, right, right, wrong, right]):
         bench.run(Generate(f"r{i}", pack_tokens(PROMPT), Limits(3), **options))

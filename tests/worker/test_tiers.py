@@ -93,7 +93,7 @@ def test_what_is_lost_below_is_computed_again(make_bench: MakeBench) -> None:
 
 
 def test_siblings_wait_for_one_fetch(make_bench: MakeBench) -> None:
-    """What the device evicted is found in host memory; the last block runs for its logits."""
+    """Blocks that the device evicted are found in host memory; the last one runs for its logits."""
     movers: list[LateMover] = []
     bench = make_bench(num_blocks=40, below=make_tiers(64, movers=movers), max_answer_capsules=0)
     prompt = text(60)

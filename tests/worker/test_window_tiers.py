@@ -51,7 +51,7 @@ def numbers(n: int) -> list[int]:
 
 
 def tokens_of(bench: Any, command: Fork | Generate) -> list[int]:
-    """What `command` draws at first."""
+    """The tokens that `command` draws at first."""
     bench.run(command)
     return list(bench.answers[command.request, 0].tokens)
 

@@ -1,4 +1,4 @@
-"""How prompts were served, where those of one cache key meet, and wishes for retention, over HTTP."""
+"""Caching over HTTP: how prompts were served, where those of one cache key meet, wishes for retention."""
 
 from itertools import count
 from pathlib import Path

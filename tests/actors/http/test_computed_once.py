@@ -1,4 +1,4 @@
-"""What real engines over HTTP compute: cold siblings their prefix once, a turn after a tool what is new."""
+"""Work of real engines over HTTP: cold siblings compute their prefix once, a turn after a tool the rest."""
 
 import asyncio
 from typing import Any

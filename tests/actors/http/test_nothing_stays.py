@@ -1,4 +1,4 @@
-"""What clients leave behind: nothing of those that hung up, and of others no more than limits allow."""
+"""Traces of clients: none of those that hung up, and of others no more than limits allow."""
 
 import asyncio
 import json

@@ -118,13 +118,14 @@ def test_every_choice_is_its_text_up_to_the_first_stop(
     stream = TextStream([source], plan(len(branches), stops=tuple(stops), **more), tokenizer)
     want = []
     for text, _ in branches:
-        raw, stop = text.encode(), "".join(stops).encode()
-        at = raw.find(stop, min_tokens) if stop else -1
+        raw, stop = text.encode(), "".join(stops)
+        early = raw[:min_tokens].decode(errors="ignore")  # a character is there with its last byte
+        at = text.find(stop, len(early)) if stop else -1
         if at < 0:
             want.append((text, len(raw) + 1))
         else:  # tokens behind the stop string don't count
             end = at + len(stop)
-            want.append((raw[: end if keeps_stop else at].decode(), end))
+            want.append((text[: end if keeps_stop else at], len(text[:end].encode())))
     assert asyncio.run(collect(stream, len(branches))) == want
     stream.check()
     assert source.num_closes == 1

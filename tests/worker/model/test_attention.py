@@ -165,7 +165,7 @@ def tiled(shape: tuple[int, int, int] = SHAPES[0]) -> TiledAttention:
 def tiled_over(
     memory: torch.Tensor, rows: list[Row], q: torch.Tensor
 ) -> tuple[torch.Tensor, Reads]:
-    """What rows over 16 tokens a block attend to in `memory`."""
+    """Attention of rows over 16 tokens a block in `memory`, and what was read together."""
     kv_heads, dim = memory.shape[2:]
     attention = tiled((q.shape[1], kv_heads, dim))
     plan = make_plan(rows, block_size=16, device="cpu", prepare=attention.prepare)
