@@ -11,7 +11,7 @@ from math import inf
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from mallee.actors.mock.pacer import GRAIN_S, Pacer
@@ -40,7 +40,7 @@ from support.waiting import elapse
 
 SPEC = mock_spec(vocab_size=1 << 31)
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a scene that fails is told by its seed
-LIVE_BOUND_S = 2 * GRAIN_S
+LIVE_BOUND_S = 2 * GRAIN_S + 1e-9  # for rounding: a timer's clock may read one bit before its time
 """A step is told so much later than in virtual time at most, where nothing else keeps the loop."""
 
 # Hours: what comes within the timer's grain of a step's end may be in time or late for the next step.
@@ -188,6 +188,7 @@ def test_a_live_engine_agrees_event_for_event_with_a_virtual_one(seed: int) -> N
 @pytest.mark.parametrize("pacer", [Pacer, LazyPacer])
 @settings(examples(10), phases=QUICK)
 @given(st.integers(0, 1 << 32))
+@example(2048)  # a timer rings one bit early, and again two grains later
 def test_live_strides_are_virtual_steps(pacer: type[Pacer], seed: int) -> None:
     """K16, K21, part: however many steps the loop takes at once, the same events at the same times."""
     scene = slowed(random_scene(seed))
