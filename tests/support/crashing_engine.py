@@ -4,13 +4,17 @@
 
 Engine i has the volume FOLDER/i, a thread of its own, and threads that copy. What it was told (capsules that
 are durable, and those that are deleted), and those that it is about to release, it writes to FOLDER/i.said, a
-line each, without buffers.
+line each, without buffers. It gets SIGKILL before, or in the middle of, a call of `os` that changes files,
+drawn by the seed.
 """
 
 import asyncio
 import os
 import random
+import signal
+import sys
 import time
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -36,7 +40,6 @@ from mallee.worker.engine import Engine, MakeTiers
 from mallee.worker.kv.tiers.moves import DISK, HOST
 from mallee.worker.records import EngineConfig, StepResult
 from mallee.worker.storage.volume import VolumeConfig
-from support.crashing import die_at, kill_each
 from support.live_fleet import make_engine
 from support.volumes import volume_tiers
 
@@ -53,6 +56,7 @@ SPEC = ModelSpec(
     eos_token_ids=(),
 )
 ROOMY = VolumeConfig(1 << 30, run_nbytes=256)
+CHANGING = ("writev", "rename", "fsync", "fdatasync", "open", "unlink")  # calls of `os`
 
 
 def prompt(seed: int, number: int) -> list[int]:
@@ -100,6 +104,29 @@ class Answers:
         os._exit(3)
 
 
+def die_at(call: int, rng: random.Random) -> None:
+    """SIGKILL at the call with that number; a write then wrote a part first."""
+    calls = 0
+
+    def wrapped(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                if name == "writev":
+                    data = b"".join(args[1])
+                    os.write(args[0], data[: rng.randrange(len(data))])
+                elif rng.random() < 0.5:
+                    real(*args, **kwargs)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        return run
+
+    for name in CHANGING:
+        setattr(os, name, wrapped(name, getattr(os, name)))
+
+
 async def work(folder: Path, seed: int) -> None:
     rng = random.Random(seed)
     said = os.open(f"{folder}.said", os.O_WRONLY | os.O_CREAT, 0o600)
@@ -107,7 +134,7 @@ async def work(folder: Path, seed: int) -> None:
     answers = Answers()
     thread = EngineThread(made, answers, clock=time.monotonic)
     thread.start()
-    die_at(rng.randrange(1, 120), rng, said)
+    die_at(rng.randrange(1, 120), rng)
     names = count()
 
     async def life(number: int) -> None:
@@ -139,5 +166,22 @@ async def work(folder: Path, seed: int) -> None:
         await asyncio.gather(*map(life, range(first, first + 3)))
 
 
+def main() -> int:
+    """Have a child work in a folder of its own for each seed, until it kills itself.
+
+    The exit status: 0 if all were killed.
+    """
+    folder, first, num = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    for seed in range(first, first + num):
+        child = os.fork()
+        if child == 0:
+            asyncio.run(work(folder / str(seed), seed))
+            os._exit(1)  # it should not come so far
+        _, status = os.waitpid(child, 0)
+        if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
+            return 1
+    return 0
+
+
 if __name__ == "__main__":
-    raise SystemExit(kill_each(lambda folder, seed: asyncio.run(work(folder, seed))))
+    raise SystemExit(main())

@@ -1,49 +1,30 @@
-"""Workers' processes that are killed: others go on, nothing acknowledged is lost, nothing leaks."""
+"""Workers' processes that are killed: nothing acknowledged is lost, and another may open what they held."""
 
-import asyncio
-import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from mallee.actors.transport.sockets import SocketTransport
-from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.errors import StorageBusy
 from mallee.protocol.messages import Fork, Limits, Release
 from mallee.testing.forward import linear_tokens
 from mallee.worker.storage.files import Directory
 from mallee.worker.storage.volume import Volume
-from support import crashing_engine, crashing_loans
+from support import crashing_engine
 from support.crashing_engine import ROOMY, SAMPLED, SPEC, prompt
-from support.local_transport import SECRET
+from support.disks import opened
 from support.run_out import run_out
-from support.waiting import until
 
 pytestmark = pytest.mark.process
 
-KILLS, LOAN_KILLS = 40, 20
-TESTS = Path(crashing_loans.__file__).parents[1]
-
-
-def said(script: ModuleType, *arguments: str) -> bytes:
-    """The output of a program that kills others."""
-    path = os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", "")))
-    command = [sys.executable, str(script.__file__), *arguments]
-    env = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(command, check=True, timeout=120, env=env, stdout=-1).stdout
-
-
-def test_a_kill_of_a_lender_or_a_borrower_leaves_the_other_whole() -> None:
-    """X6, part: SIGKILL at random messages; answers are token-exact, loans, holds, files, threads all end."""
-    outcomes = json.loads(said(crashing_loans, "0", str(LOAN_KILLS)))
-    assert len(outcomes) == LOAN_KILLS
-    # The story is not empty: KV went over, and was cut off.
-    assert sum(outcome["moved"] > 0 for outcome in outcomes) > LOAN_KILLS // 2
-    assert sum(outcome["failed"] > 0 for outcome in outcomes) > LOAN_KILLS // 2
+KILLS = 40
+TESTS = Path(crashing_engine.__file__).parents[1]
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+}
 
 
 def test_a_kill_while_capsules_go_to_disk_undoes_nothing_that_was_acknowledged(
@@ -53,7 +34,8 @@ def test_a_kill_while_capsules_go_to_disk_undoes_nothing_that_was_acknowledged(
 
     Engine, volume and copying threads are a worker's.
     """
-    said(crashing_engine, str(tmp_path), "0", str(KILLS))
+    command = [sys.executable, crashing_engine.__file__, str(tmp_path), "0", str(KILLS)]
+    subprocess.run(command, check=True, timeout=120, env=ENVIRONMENT)
     survivors = [survived(tmp_path / str(seed), seed) for seed in range(KILLS)]
     acknowledged, deleted = map(sum, zip(*survivors, strict=True))
     assert acknowledged > KILLS  # the story is not empty
@@ -96,43 +78,23 @@ def survived(folder: Path, seed: int) -> tuple[int, int]:
     return len(must), len(gone)
 
 
-DIES = """
-import asyncio, sys
-from mallee.actors.transport.server import SocketServer
-from support.local_transport import SECRET
-
-class Host:
-    def open(self, gateway, sink):
-        return self
-    def submit(self, raw):
-        pass
-    def close(self):
-        pass
-
-async def serve():
-    server = SocketServer(Host(), SECRET)
-    await server.listen_unix(sys.argv[1])
-    await asyncio.Event().wait()
-
-asyncio.run(serve())
-"""
-
-
-async def test_a_worker_that_is_killed_is_lost_within_milliseconds(tmp_path: Path) -> None:
-    path = str(tmp_path / "h.sock")
-    child = await asyncio.create_subprocess_exec(sys.executable, "-c", DIES, path, cwd=TESTS)
-    lost: list[float] = []
-    transport = SocketTransport("g", SECRET)
-    transport.link(
-        WorkerId("w0"),
-        Incarnation(1),
-        f"unix:{path}",
-        lambda frame: None,
-        lambda reason: lost.append(time.monotonic()),
+def test_a_live_process_keeps_others_out_and_a_dead_one_does_not(tmp_path: Path) -> None:
+    files = Directory(tmp_path)
+    volume = opened(files)
+    with pytest.raises(StorageBusy, match=f"in use by process {os.getpid()}"):
+        opened(Directory(tmp_path))
+    script = (
+        "import sys, time; from pathlib import Path; from support.disks import opened;"
+        "from mallee.worker.storage.files import Directory;"
+        "opened(Directory(Path(sys.argv[1]))); print('open', flush=True); time.sleep(60)"
     )
-    await until(lambda: transport._hosts[path].is_connected)
-    child.kill()
-    killed = time.monotonic()
-    await until(lambda: bool(lost), 1.0)
-    assert lost[0] - killed < 0.5
-    await child.wait()
+    volume.close()
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"open\n"
+        with pytest.raises(StorageBusy) as caught:
+            opened(Directory(tmp_path))
+        assert caught.value.fields["holder"] == str(other.pid)
+        other.kill()
+    opened(Directory(tmp_path)).close()
