@@ -1,22 +1,16 @@
 """Medians, verdicts, tables and choices of the benches."""
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
-from bench import agents, measure, tables
+from bench import measure, tables
 from bench.block_tables import Shape, Shared, Steps, compare, placements, reason_to_skip
-from bench.capsule.replays import live_tokens
-from bench.idle import Sample, by_role, medians, sample
 from bench.router import ranking
 from bench.search.__main__ import interval
-from mallee.testing.workloads import made
-from mallee.traces.workload import Request
 
 CPU = torch.device("cpu")
 SHAPE = Shape(rows=32, context=256, layers=2)
@@ -66,14 +60,6 @@ def test_intervals_hold_their_median() -> None:
     assert interval([2.0] * 10) == {"median": 2.0, "low": 2.0, "high": 2.0}
 
 
-def test_figures_of_agents_are_those_of_hand_made_ones() -> None:
-    found = agents.figures([agents.Agent([10.0, 30.0], 2.0), agents.Agent([20.0, 20.0], 1.0)])
-    assert (found["p50_ms"], found["p95_ms"], found["p99_ms"]) == (20.0, 30.0, 30.0)
-    assert found["jitter_ms"] == 5.0
-    assert found["fairness"] == pytest.approx(0.9)
-    assert [agents.percentile([1.0, 2.0, 3.0, 4.0], q) for q in (25, 26, 100)] == [1.0, 2.0, 4.0]
-
-
 def test_the_page_is_fresh_and_has_every_result() -> None:
     assert tables.PAGE.read_text() == tables.page(), "run python -m bench.tables"
     results = {path.stem for path in tables.RESULTS.glob("*.json")} - {"nightly"}  # `make nightly`
@@ -108,31 +94,6 @@ def test_cost_wins_only_with_both_medians_against_everybody() -> None:
     rows = list(ranking.table(ranking.Scene("s", Path("t.jsonl"), 10, 3), found))
     assert rows[3].startswith("| cost | 2 (1 to 2) | 30 (20 to 40) | - |")
     assert rows[4].startswith("| round_robin | 3 (3 to 3) | 30 (30 to 30) | 2, 1 of 2 |")
-
-
-def test_what_is_live_is_what_sessions_have_in_context_over_time() -> None:
-    requests = [
-        Request(0, 0.0, (), 100, 0, "a"),
-        Request(1, 2.0, (), 300, 0, "b"),
-        Request(2, 4.0, (), 200, 0, "a"),
-        Request(3, 10.0, (), 10, 0, "c"),
-        Request(4, 30.0, (), 500, 0, "b"),
-    ]
-    # Of ten seconds: four of 100 tokens, and, while b is in between, eight of 300.
-    assert live_tokens(made(requests, name="t", id_tokens=4)) == pytest.approx(280.0)
-
-
-def test_time_is_counted_by_role_and_of_new_processes_whole() -> None:
-    before = {1: Sample("gateway", 1.0, 50.0), 2: Sample("worker", 5.0, 10.0)}
-    after = {1: Sample("gateway", 1.5, 60.0), 3: Sample("gateway", 0.5, 40.0)}
-    found = by_role(before, after, 10.0)
-    assert found["gateway"] == {"count": 2, "cores": pytest.approx(0.1), "mb": 100.0}
-    assert found["all"] == found["gateway"]
-    assert "worker" not in found
-    assert medians([found, {"all": {"count": 4, "cores": 0.3, "mb": 0.0}}])["all"]["count"] == 3
-    own = sample(psutil.Process())[os.getpid()]
-    assert own.pss_mb > 1
-    assert own.cpu_s > 0
 
 
 def test_block_tables_are_compared_on_a_gb10_alone() -> None:

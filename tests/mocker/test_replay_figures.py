@@ -1,6 +1,5 @@
 """K26, K18: what a replay reports adds up, also where branches are left out, preempted, lost or fail."""
 
-import random
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.fleet.faults import Crash
 from mallee.mocker.replay.result import Wall, summarise
-from mallee.mocker.replay.run import replay
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import ClosedForm, Plane, Timing
 from mallee.router.dispatch.recovery.quarantine import QUIET_S
@@ -31,30 +29,6 @@ def run(workload: Workload, **options: Any) -> Simulation:
 
 def asked(*requests: Request) -> Workload:
     return made(requests, name="test", id_tokens=4)
-
-
-def test_small_chunks_bound_the_gaps_of_those_that_decode() -> None:
-    """I11, part: prompts of 32 to 1024 tokens that arrive while others decode, 2,400 tokens/s of prefill."""
-    draw = random.Random(1)
-    requests, next_id, now = [], 0, 0.0
-    for i in range(48):
-        prompt = round(32 * 32 ** draw.random())
-        ids = range(next_id, next_id + prompt // 16 + 1)
-        next_id = ids.stop
-        requests.append(Request(i, now, ids, prompt, round(16 * 16 ** draw.random())))
-        now += draw.expovariate(1.2)
-    timing = Timing(ClosedForm(0.028, 1 / 2400, 0.0, 0.0, (Plane(0.028, 8e-4, 1e-6),)))
-    workload = made(requests, name="mixed", id_tokens=16)
-    whole, chunked = (
-        replay(
-            workload,
-            ReplayConfig(engines=1, kv_tokens=131_072, timing=timing, max_step_tokens=tokens),
-        ).summary
-        for tokens in (32_768, 64)
-    )
-    assert chunked["itl_ms"]["p99"] < 0.5 * whole["itl_ms"]["p99"]
-    assert chunked["itl_ms"]["p99"] < 1.1 * (28 + 64 / 2.4 + 64 * 0.8)
-    assert chunked["output_tokens_per_s"] > 0.98 * whole["output_tokens_per_s"]
 
 
 @given(

@@ -12,8 +12,6 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from mallee.mocker.passes import mock_spec
-from mallee.mocker.texts import Texts
 from mallee.mocker.tiers import DiskBooks, TierConfig, TimedMover
 from mallee.protocol.errors import TierFull
 from mallee.protocol.hashing import block_hashes
@@ -30,8 +28,8 @@ from mallee.protocol.messages import (
 from mallee.worker.kv.tiers.moves import HOST, Copier, Forget, Park, Restore, Source, Spill
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
-from support.asking import SIZE, random_scene
-from support.conforming import TIMING, Time, assert_same_but_for_strides, make_mocked, play_scene
+from support.asking import SIZE
+from support.conforming import Time, make_mocked
 from support.examples import examples
 
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -154,27 +152,6 @@ def test_the_books_of_a_disk_are_those_of_a_model(data: st.DataObject) -> None:
             model.drop(name)
         assert set(disk.keys()) == set(model.blocks)
         assert set(disk.capsules()) == set(model.records)
-
-
-@settings(examples(30), phases=QUICK)
-@given(st.integers(0, 1 << 32), st.booleans())
-def test_strides_are_steps_with_tiers_too(seed: int, has_texts: bool) -> None:
-    """K15, part, K16, part: steps that are taken at once end where a move does."""
-    scene = random_scene(seed)
-    tiers = TierConfig(host_tokens=40, disk_tokens=80, token_nbytes=1 << 14)
-    spec = mock_spec(vocab_size=1 << 31)
-    found, expected = (
-        play_scene(
-            scene,
-            spec,
-            max_multi_step=most,
-            tiers=tiers,
-            timing=TIMING,
-            texts=Texts(SIZE) if has_texts else None,
-        )
-        for most in (1 << 20, 1)
-    )
-    assert_same_but_for_strides(found, expected)
 
 
 @settings(examples(40), phases=QUICK)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.synth.analysis.analysis import analyze
-from mallee.synth.analysis.arrivals import BINS_S, counts_of, tick_of, variation
+from mallee.synth.analysis.arrivals import BINS_S, counts_of, tick_of
 from mallee.synth.analysis.forks import forks_of, times_of
 from mallee.synth.analysis.report import quantiles, report_of
 from mallee.synth.analysis.sessions import RELATIONS, family_of, sessions_of
@@ -242,6 +242,10 @@ def test_trees_of_forks_are_those_of_their_requests(lines: list[Line]) -> None:
             seen.add(line.waits)
             waits.append(begin[i] - min(end[j] for j in line.waits))
     assert found.family.join_wait_s.tolist() == waits
+    whole = analyze(trace)
+    assert whole.family.children_per_spawn.tolist() == found.family.children_per_spawn.tolist()
+    assert whole.branch_widths.tolist() == [children[i] for i in expanded if children[i] > 1]
+    assert whole.roots == found.trees
 
 
 # All of it
@@ -262,17 +266,6 @@ def test_whatever_is_drawn_is_told_in_json(lines: list[Line]) -> None:
 
 
 # By hand: every number is known
-
-
-def test_poisson_arrivals_have_a_dispersion_of_one_at_every_width() -> None:
-    """X9, part."""
-    at_s = np.cumsum(np.random.default_rng(3).exponential(0.05, 400_000))
-    found = counts_of(at_s)
-    assert set(found) == {1.0, 10.0, 60.0, 300.0}
-    for each in found.values():
-        assert each.dispersion == pytest.approx(1.0, abs=0.25)
-        assert each.autocorrelation == pytest.approx(0.0, abs=0.25)
-    assert variation(np.diff(at_s)) == pytest.approx(1.0, abs=0.01)
 
 
 @pytest.mark.parametrize("at_s", [[], [5.0], [2.0, 2.0, 2.0], [0.0, 7.9]])
@@ -307,23 +300,6 @@ def test_a_partial_last_block_is_no_part_of_what_a_turn_has_to_keep() -> None:
     assert sessions_of(trace, threads_of(trace)).relations["extends"] == 1
 
 
-def search() -> list[Line]:
-    """A root with three children, one of which is forked twice when all three have ended.
-
-    0 -+- 1 -+- 4
-       +- 2  `- 5
-       `- 3
-    """
-    return [
-        Line([1, 2], 5.0, answer=0, session="t"),
-        Line((), 5.0, 0, answer=10, session="t", parent=0),
-        Line((), 5.0, 0, answer=30, session="t", parent=0),
-        Line((), 5.0, 0, answer=20, session="t", parent=0),
-        Line((), 5.0, 0, answer=5, session="t", parent=1, waits=(1, 2, 3)),
-        Line((), 5.0, 0, answer=5, session="t", parent=1, waits=(1, 2, 3)),
-    ]
-
-
 def test_backtracks_of_a_depth_first_search() -> None:
     """K25, part: 0 - 1 - 2 - 3, back to 1 for 4, down to 5, back to the root for 6."""
     parents = [-1, 0, 1, 2, 1, 4, 0]
@@ -332,15 +308,6 @@ def test_backtracks_of_a_depth_first_search() -> None:
         for i, parent in enumerate(parents[1:])
     ]
     assert forks_of(drawn(lines)).backtracks.tolist() == [2.0, 3.0]
-
-
-def test_a_trace_with_forks_shows_the_tree_of_its_requests() -> None:
-    found = analyze(drawn(search()))
-    assert found.roots == 1
-    assert found.branch_widths.tolist() == [3.0, 2.0]
-    assert found.family.children_per_spawn.tolist() == [3.0, 2.0]
-    assert not len(found.gaps_s)  # one tree arrived
-    assert found.sessions.turns_per_session.tolist() == [6.0]
 
 
 def test_quantiles_are_those_of_numpy() -> None:

@@ -12,7 +12,6 @@ Blocks of 4 tokens; numbers are those of the trace:
 """
 
 from collections import Counter
-from fractions import Fraction
 from itertools import islice
 
 import numpy as np
@@ -23,7 +22,7 @@ from hypothesis import strategies as st
 from mallee.protocol.errors import ConfigError
 from mallee.synth.baseline.arrivals import Bursts, arrivals, fit_bursts
 from mallee.synth.baseline.core import Core, core_of, owners, shared_depths
-from mallee.synth.baseline.layout import ANY_FAMILY, Layout, lay_out
+from mallee.synth.baseline.layout import Layout, lay_out
 from mallee.synth.baseline.model import TreeModel, fit_tree
 from mallee.synth.baseline.stops import FIXED, PROMPT, REST, TAIL, fit_stops
 from mallee.synth.core.knobs import Knobs
@@ -70,11 +69,6 @@ def test_blocks_of_one_request_alone_are_stripped() -> None:
     tree = PrefixTree.of(source)
     assert tree.visits.tolist() == [5, 5, 3, 2, 1, 1, 1, 2, 2, 1]
     assert shared_depths(source, tree).tolist() == [4, 3, 2, 2, 0, 2, 2, 4]
-
-
-def test_requests_without_blocks_share_nothing() -> None:
-    source = trace(([], [0], [], [0], []), [3, 4, 2, 4, 1])
-    assert shared_depths(source, PrefixTree.of(source)).tolist() == [0, 1, 0, 1, 0]
 
 
 def test_chains_become_one_node() -> None:
@@ -141,25 +135,6 @@ def test_bursts_and_gaps() -> None:
 
 
 # Walks
-
-
-def chance(core: Core, stops: "dict[tuple[int, int], int]", node: int, kind: int) -> Fraction:
-    """Of the walk that goes from edge to edge to `node` and takes its sentinel: the method's definition."""
-    found = Fraction(stops[(node, kind)], int(core.visits[node]))
-    while node:
-        parent = int(core.parents[node])
-        found *= Fraction(int(core.visits[node]), int(core.visits[parent]))
-        node = parent
-    return found
-
-
-def test_one_number_is_a_whole_walk() -> None:
-    """K23: the sentinels that requests took, one after another, are the walk's distribution."""
-    model = fit_tree(trace())
-    rows = zip(model.stops.nodes.tolist(), model.stops.kinds.tolist(), strict=True)
-    stops = Counter(rows)
-    for (node, kind), count in stops.items():
-        assert chance(model.core, stops, node, kind) == Fraction(count, 8)
 
 
 def test_walks_stop_as_often_as_the_source_did() -> None:
@@ -245,18 +220,6 @@ def test_runs_are_the_path(core: Core, stretch: float, families: int, seed: int)
             runs = layout.runs(node, family)
             ids = [first + i for first, count in runs for i in range(count)]
             assert ids == [family * layout.num_blocks + i for i in path]
-
-
-def test_sessions_are_dealt_to_families() -> None:
-    core = Core(
-        np.array([-1, 0, 1, 1, 1, 1], np.int32),
-        np.array([0, 1, 1, 1, 1, 1], np.int32),
-        np.array([9, 9, 2, 2, 2, 2]),
-    )
-    owner = np.array([-1, -1, 5, 6, 7, 8], np.int32)
-    layout = lay_out(core, owner, stretch=1.0, families=2, seed=4)
-    assert layout.families[:2].tolist() == [ANY_FAMILY, ANY_FAMILY]
-    assert sorted(layout.families[2:].tolist()) == [0, 0, 1, 1]
 
 
 # Arrivals

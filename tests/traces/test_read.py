@@ -6,14 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import CodecError, ConfigError
-from mallee.protocol.workload import WorkloadRow
 from mallee.traces.files.problems import Problems
 from mallee.traces.read import read_workload
 from mallee.traces.trace import trace_of
@@ -198,32 +196,10 @@ def test_turns_of_a_session_wait_for_each_other_where_rows_name_sessions_only() 
     ]
 
 
-def test_rows_that_we_write_are_rows_that_we_read(tmp_path: Path) -> None:
-    written = WorkloadRow(
-        timestamp=7.0,
-        input_length=600,
-        output_length=3,
-        hash_ids=(5, 6),
-        session_id="s",
-        request_id="r",
-        tool_wait_ms=20.0,
-        branches=2,
-    )
-    (read,) = read_workload(write(tmp_path, msgspec.json.encode(written).decode()))
-    assert read == Request(
-        0, 0.0, [5, 6], 600, 3, "s", "fan-out", tool_wait_s=0.02, branches=2, name="r"
-    )
-
-
 @given(st.lists(st.integers(0, 20), max_size=80))
 def test_long_lists_of_ids_are_held_in_fewer_bytes_and_stay_the_same(steps: list[int]) -> None:
     ids = np.cumsum(np.where(np.array(steps, dtype=int) < 15, 1, steps)).tolist()
     assert list(compact(ids)) == ids
-
-
-def test_a_reset_row_is_told_from_the_others(tmp_path: Path) -> None:
-    path = write(tmp_path, row(session_id="s"), row(session_id="s", prefix_reset=True, cls="x"))
-    assert [(r.is_reset, r.cls) for r in read_workload(path)] == [(False, "turn"), (True, "x")]
 
 
 def test_a_limit_counts_only_the_forks_that_are_left(tmp_path: Path) -> None:

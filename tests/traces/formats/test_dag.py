@@ -148,12 +148,6 @@ def test_a_limit_counts_only_the_forks_that_are_left(tmp_path: Path) -> None:
     assert calls(path, limit=2)["a:0"].num_children == 1
 
 
-def test_when_sessions_begin_follows_from_the_seed(tmp_path: Path) -> None:
-    path = write(tmp_path, a=[turn("a")], b=[turn("b")], c=[turn("c")])
-    one, two, again = ([r.arrival_s for r in read_workload(path, seed=s)] for s in (1, 2, 1))
-    assert one == again != two
-
-
 # Writing
 
 

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from mallee.cli.remote.fleet import Answers, Sample
 from mallee.cli.remote.screen.asking import MAX_TREES, PAGE, LiveService
 from mallee.cli.remote.screen.load import NUM_LOOKS, History, spark
@@ -48,14 +46,6 @@ def test_rates_means_and_shares_are_of_the_time_between_two_looks() -> None:
     assert shown["between tokens, ms"] == "-"
 
 
-def test_looks_at_several_gateways_are_compared_with_their_own() -> None:
-    history = History()
-    assert history.add(sample(1.0, gateway="a", output_tokens_total=100.0)) is None
-    assert history.add(sample(2.0, gateway="b", output_tokens_total=900.0)) is None
-    history.add(sample(3.0, gateway="a", output_tokens_total=300.0))
-    assert now(history)["output tokens/s"] == "100"
-
-
 def test_only_the_last_looks_are_kept() -> None:
     history = History()
     for at in range(NUM_LOOKS + 5):
@@ -93,22 +83,3 @@ async def test_a_look_asks_for_a_bounded_number_of_trees_those_that_changed_firs
         sessions[77] = listed("s077", running=1)
         assert "s077" in await asked()
         await asking.close()
-
-
-@pytest.mark.parametrize("status", [403, 429, 500])
-async def test_a_refusal_leaves_the_rest_of_a_look(status: int) -> None:
-    refused = {"error": {"message": "not now", "code": "forbidden" if status == 403 else "x"}}
-    answers: dict[str, Any] = {
-        "GET /health": {"status": "ok", "gateway": "g0"},
-        "GET /v1/router/workers": (status, refused),
-        "GET /v1/sessions": {"data": []},
-    }
-    async with ScriptedService(answers) as service:
-        asking = LiveService(service.url, api_key="k")
-        look = await asking.look(wants_sessions=True)
-        await asking.close()
-    assert look.fleet is not None
-    assert look.fleet.answer is None
-    assert ("operator's key" if status == 403 else "not now") in look.fleet.missing
-    assert look.sessions is not None
-    assert look.sessions.answer == []
