@@ -306,43 +306,6 @@ def test_a_command_without_the_later_fields_is_read_as_before() -> None:
     assert parcel.commands == (Generate("r", b"", Limits(4)), Prefill("p", b""))
 
 
-@pytest.mark.parametrize(
-    ("command", "param"),
-    [
-        (Generate("r", b"", Limits(9), drawn=-1), "drawn"),
-        (Generate("r", b"", Limits(9), drawn=6), "drawn"),
-        (Generate("r", b"", Limits(3), drawn=3), "drawn"),
-        (Generate("r", b"", Limits(9), n=2, drawn=1), "n"),
-        (
-            Generate("r", b"", Limits(9), drawn=3, grammar=Grammar("regex", "a", 2)),
-            "grammar.consumed",
-        ),
-        (Generate("r", b"", Limits(9), grammar=Grammar("regex", "a", 7)), "grammar.consumed"),
-        (Prefill("r", b"", grammar=Grammar("regex", "a", 7)), "grammar.consumed"),
-        (Prefill("r", b"", grammar=Grammar("regex", "a", -1)), "grammar.consumed"),
-        (Prefill("r", b"", ttl_s=-1.0), "ttl_s"),
-        (Prefill("r", b"", ttl_s=float("nan")), "ttl_s"),
-        (Prefill("r", b"", ttl_s=1.0, replaceable=True), "ttl_s"),
-    ],
-)
-def test_a_continuation_that_does_not_fit_its_tokens_is_refused(
-    command: Generate | Prefill, param: str
-) -> None:
-    with pytest.raises(InvalidParameter, match=f"^{param}=") as caught:
-        command.validate(6)
-    assert caught.value.fields["param"] == param
-
-
-def test_a_continuation_that_fits_is_returned_itself() -> None:
-    for good in (
-        Generate("r", b"", Limits(9), n=3),
-        Generate("r", b"", Limits(6), drawn=5, first_branch=1),
-        Generate("r", b"", Limits(9), drawn=3, grammar=Grammar("regex", "a", 6)),
-        Prefill("r", b"", grammar=Grammar("regex", "a", 6), capsule="a.1", replaceable=True),
-    ):
-        assert good.validate(6) is good
-
-
 def test_an_update_without_what_was_told_before() -> None:
     logprobs = tuple((-float(token), ()) for token in (5, 6, 7))
     update = Update("r", 0, (5, 6, 7), logprobs=logprobs, position=4)

@@ -6,13 +6,11 @@ from typing import Any
 
 import msgpack
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from mallee.mocker.passes import mock_spec
 from mallee.protocol.bookings import decode_booking_snapshot, decode_bookings
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import CodecError, UnknownCapsule
@@ -51,12 +49,7 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.protocol.parcels import Parcel, Report, decode_parcels, decode_reports
-from mallee.testing.forward import MockForward
-from mallee.worker.records import EngineConfig
-from mallee.worker.sched.policy import SchedulerConfig
-from support.driving import engine_over
 
-BLOCK = 4
 SAMPLING = [0.5, 0, 1.0, 7, 0.0, 1.0, 0.0, 0.0, [], -1]
 LIMITS = [3, [2], False, 0, None]
 SHARE = ["", 1.0, 0.0, "", 1.0]
@@ -218,48 +211,3 @@ def test_numbers_and_texts_of_every_size_are_read(
     update = Update(text, branch, (big,))
     row = msgpack.unpackb(msgspec.msgpack.encode(update))
     assert row[:3] == [text, branch, [big]]
-
-
-def test_an_engines_events_and_frames_are_read_without_our_codec() -> None:
-    """K16, K7, part: folded one by one they are the engine's own snapshot, and its answers."""
-    forward = MockForward(mock_spec(), num_blocks=24, block_size=BLOCK)
-    engine = engine_over(forward, config=EngineConfig(SchedulerConfig(16, 8, 64), 2))
-    held: set[int] = set()
-    capsules: set[str] = set()
-    answers: dict[tuple[str, int], list[int]] = {}
-    ends: dict[tuple[str, int], str] = {}
-    next_seq = 0
-    kinds = set()
-    for i in range(12):
-        tokens = pack_tokens([i % 3] * 9 + [i] * 5)
-        engine.submit(Generate(f"r{i}", tokens, Limits(6), Sampling(0.8, seed=i), 1 + i % 2), "g")
-        while engine.has_work:
-            result = engine.step()
-            for frame in result.frames.values():
-                _, updates, _ = msgpack.unpackb(msgspec.msgpack.encode(frame))
-                for request, branch, new, finish, *_ in updates:
-                    answers.setdefault((request, branch), []).extend(new)
-                    if finish is not None:
-                        ends[request, branch] = finish
-            if result.events is None:
-                continue
-            worker, incarnation, first_seq, events = msgpack.unpackb(encode(result.events))
-            assert (worker, incarnation, first_seq) == ("w0", 1, next_seq)
-            next_seq += len(events)
-            for tag, *fields in events:
-                kinds.add(tag)
-                if tag in "sr":
-                    blocks = set(np.frombuffer(fields[0], "<u8").tolist())
-                    held = held | blocks if tag == "s" else held - blocks
-                elif tag == "k":
-                    capsules.add(fields[0])
-                elif tag == "d":
-                    capsules.remove(fields[0])
-    assert kinds == {"s", "r", "k", "d"}
-    assert set(ends.values()) == {"length"}
-    assert {len(answer) for answer in answers.values()} == {6}
-    assert len(answers) == 18
-    snapshot = msgpack.unpackb(encode(engine.snapshot()))
-    assert held == set(np.frombuffer(snapshot[3], "<u8").tolist())
-    assert capsules == {row[1] for row in snapshot[4]}
-    assert snapshot[2] == next_seq

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.errors import CapsuleAbandoned, InvalidParameter
+from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.events import CapsuleStored
 from mallee.protocol.messages import (
     Cancel,
@@ -212,6 +212,7 @@ def test_a_continuation_that_is_preempted_goes_on_too(make_bench: Callable[..., 
         (Prefill("r", pack_tokens([5, 6]), grammar=Grammar("inherit")), "grammar"),
         (Prefill("r", pack_tokens([5, 6]), grammar=Grammar("lark", "start: ")), "grammar"),
         (Prefill("r", pack_tokens([5, 6]), grammar=Grammar("json_object", "", 3)), "grammar.consumed"),
+        (Prefill("r", pack_tokens([5, 6]), grammar=Grammar("json_object", "", -1)), "grammar.consumed"),
         (Prefill("r", pack_tokens([5, 6]), ttl_s=3.0, replaceable=True), "ttl_s"),
         (Prefill("r", pack_tokens([5, 6]), salt="other", capsule="c.0"), "capsule"),
         (Fork("r", "c.0", (b"",), Limits(9), at=0), "at"),
@@ -311,18 +312,6 @@ def test_an_answers_capsule_may_become_a_kept_one_and_the_other_way(bench: Any) 
     bench.run(Release("r.0"))
     left = bench.engine.stats().capsules
     assert (left.kept, left.replaceable, left.nbytes_below, sum(left.num_by_tier)) == (0, 0, 0, 0)
-
-
-def test_forks_of_a_capsule_whose_rebuilding_is_cancelled_are_told(bench: Any) -> None:
-    bench.submit(Prefill("x", pack_tokens([5] * 60), capsule="lost.3"))
-    bench.submit(Fork("f", "lost.3", (b"",), Limits(2)))
-    bench.step()
-    bench.run(Cancel("x"))
-    error = bench.answers["f", 0].error
-    assert isinstance(error, CapsuleAbandoned)
-    assert error.fields == {"capsule": "lost.3"}
-    bench.run(Fork("g", "lost.3", (b"",), Limits(2)))
-    assert bench.answers["g", -1].error.code == "capsule_not_found"
 
 
 def test_two_rebuildings_of_one_capsule_leave_one(bench: Any) -> None:
