@@ -203,23 +203,6 @@ def test_tenants_and_adapters_never_share_a_block(
         assert placement.best_overlap_blocks == 0
 
 
-def test_a_decision_is_explained_with_the_numbers_it_was_made_of() -> None:
-    """X11: the log has every candidate's terms, those of the chosen one as its placement said."""
-    bench = FleetBench(3)
-    bench.events("w1", stored(prompt(1, 400)))
-    placement = bench.route("r", prompt(1, 400))
-    (decision,) = bench.router.decisions(1, of=RequestId("r"))
-    assert decision.number == placement.decision
-    assert (decision.worker, decision.reason) == ("w1", "cost")
-    assert [candidate.worker for candidate in decision.candidates] == ["w1", "w0", "w2"]
-    best = decision.candidates[0]
-    assert best.cost == placement.cost
-    assert best.overlap_blocks == placement.overlap_blocks == 100
-    assert best.total == pytest.approx(best.cost.total_s, rel=1e-6)
-    assert bench.router.decisions(1, of=RequestId("unknown")) == []
-    assert bench.router.decisions(5) == [decision]
-
-
 def test_a_fan_out_too_wide_for_one_worker_is_split_at_a_price_that_is_logged() -> None:
     """X6, part: every spilled part has its three prices, and rows are neither lost nor doubled."""
     bench = FleetBench(4)

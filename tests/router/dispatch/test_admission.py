@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from mallee.protocol.errors import Overloaded, TenantQueueFull
 from mallee.protocol.ids import WorkerId
-from mallee.router.dispatch.fairness import Entry, FairQueue, Ticket
+from mallee.router.dispatch.fairness import Ticket
 from mallee.router.dispatch.queue import RATE_WINDOW_S, AdmissionConfig, AdmissionQueue, DrainRate
 from support.examples import examples
 
@@ -41,24 +41,6 @@ class Bench:
     def drain(self) -> Iterator[Ticket]:
         while (ticket := self.serve()) is not None:
             yield ticket
-
-
-def test_a_tenant_is_refused_beyond_its_limit_and_others_are_not() -> None:
-    bench = Bench(AdmissionConfig(max_waiting=5, max_waiting_per_tenant=2))
-    bench.offer("a")
-    kept = bench.offer("a")
-    with pytest.raises(TenantQueueFull) as full:
-        bench.offer("a")
-    assert full.value.status == 429
-    assert full.value.fields == {"waiting": 2, "limit": 2, "retry_after_s": 1.0}
-    for tenant in "bcd":
-        bench.offer(tenant)
-    with pytest.raises(Overloaded) as refused:
-        bench.offer("e")
-    assert (refused.value.status, refused.value.fields["waiting"]) == (503, 5)
-    assert bench.queue.cancel(kept.key)
-    bench.offer("a")
-    assert len(bench.queue) == 5
 
 
 def test_a_key_waits_once() -> None:
@@ -122,18 +104,6 @@ def test_tenants_that_come_once_are_forgotten() -> None:
     (lane,) = bench.queue._lanes.values()
     assert (len(lane), len(lane._tenants)) == (1, 12)
     assert len(bench.queue._per_tenant) == 1
-
-
-def test_too_many_debts_are_dropped_smallest_first() -> None:
-    queue = FairQueue({}, max_overtakes=4, max_idle_tenants=2)
-    entries = [Entry(Ticket(i, f"t{i}", 0.0, 10.0 * (i + 1)), i, 0) for i in range(5)]
-    for entry in entries:
-        queue.push(entry)
-    for _ in range(4):
-        queue.pop()
-    queue.push(Entry(Ticket(9, "late", 0.0, 1.0), 9, 0))
-    queue.check()
-    assert set(queue._tenants) == {"t2", "t3", "t4", "late"}
 
 
 @pytest.mark.parametrize(

@@ -16,19 +16,16 @@ from mallee.protocol.errors import (
 )
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId, capsule_id
-from mallee.protocol.messages import Fork, Frame, Limits, Prefill, Sampling
-from mallee.router.config import SpillModel
+from mallee.protocol.messages import Frame, Limits, Prefill, Sampling
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
 from mallee.router.dispatch.promises import MAX_BROKEN, BrokenPromises, Promise
 from mallee.router.dispatch.recovery.quarantine import QUIET_S
-from mallee.router.dispatch.shards import Shard
-from support.model_fleet import BLOCK, Asked, ModelFleet, ModelWorker, Rules
+from support.model_fleet import Asked, ModelFleet, ModelWorker, Rules
 
 PROMPT = as_tokens([i % 11 for i in range(21)])
 HOT = Sampling(temperature=1.0, seed=3)
 LONG = Limits(20, ignore_eos=True)
 NO_SUFFIX = as_tokens(())
-BLOCK_NBYTES = SpillModel().kv_block_nbytes
 
 
 def fleet(workers: int = 2, **rules: object) -> ModelFleet:
@@ -267,19 +264,6 @@ def test_a_branch_that_ends_before_its_cancel_arrives_leaves_no_capsule(
     assert worker.capsules.keys() == told
 
 
-def test_a_drained_worker_keeps_what_it_runs_and_gets_nothing_more() -> None:
-    f = fleet(2)
-    asked = ask(f, "a")
-    run(f, times=2)
-    leaving = f.workers[asked.workers[0]]
-    f.drain(leaving)
-    more = [ask(f, f"b{i}", limits=Limits(2, ignore_eos=True)) for i in range(3)]
-    assert all(leaving.name not in each.workers for each in more)
-    f.settle()
-    assert asked.workers == [leaving.name]
-    assert is_whole(asked, *more)
-
-
 @pytest.mark.parametrize("is_made", [False, True])
 def test_a_capsule_that_is_released_while_it_is_made_again_is_left_nowhere(is_made: bool) -> None:
     """K28, part: also if its new worker had made it before it heard of that."""
@@ -382,47 +366,6 @@ def copies(f: ModelFleet) -> list[Prefill]:
     return [each for each in f.commands if isinstance(each, Prefill) and each.holders]
 
 
-def test_a_fan_out_beyond_its_workers_rows_pulls_the_capsule_elsewhere() -> None:
-    """X6, part: named by its holder, nothing is computed, and the draws are those of one worker."""
-    f = fleet(3, lends=True)
-    hot, owner = capsule(f)
-    asked = fork(f, "f", hot, 12)
-    assert set(asked.workers) == set(f.workers)
-    assert asked.workers[0] == owner.name
-    assert len(copies(f)) == 2
-    for command in copies(f):
-        (holder,) = command.holders
-        assert (holder.capsule, holder.worker, holder.num_tokens) == (hot, owner.name, len(PROMPT))
-    stats = f.router.stats()
-    assert stats.spilled == {("migrate", "full"): 2}
-    assert stats.pulls == {"spill": 2}
-    assert stats.pulled_nbytes["spill"] == 2 * (len(PROMPT) // BLOCK) * BLOCK_NBYTES
-    run(f)
-    assert {each.prompt for each in shards(f)} == {None, (len(PROMPT), 0)}
-    f.settle()
-    assert is_whole(asked)
-
-
-def test_a_drain_sends_each_kept_capsule_with_its_holder() -> None:
-    """X6, part: they move by pulls, and nothing of them is computed."""
-    f = fleet(1, lends=True)
-    made = [f.submit(f"c{i}", PrefillJob(as_tokens(range(i, i + 9 + i)))) for i in range(6)]
-    f.settle()
-    old = f.workers[WorkerId("w0")]
-    new = f.join("w1")
-    f.drain(old)
-    run(f, times=4)
-    assert old.name not in f.workers
-    names = {each.capsules[0] for each in made if each is not None}
-    assert {command.capsule for command in copies(f)} == names == set(new.capsules)
-    for command in copies(f):
-        (holder,) = command.holders
-        assert (holder.capsule, holder.worker) == (command.capsule, old.name)
-        assert holder.num_tokens * 4 == len(command.tokens)
-    assert f.router.stats().pulls == {"drain": 6}
-    f.settle()
-
-
 def test_a_fork_of_an_answer_on_a_worker_that_drains_pulls_its_capsule() -> None:
     """X6, part: it is made again under its own id, from the worker that still has it."""
     f = fleet(2, lends=True)
@@ -452,10 +395,6 @@ def test_a_fork_of_part_of_a_capsule_pulls_its_blocks() -> None:
     assert is_whole(asked)
 
 
-def shards(f: ModelFleet) -> set[Shard]:
-    return set(f.dispatcher._shards.values())
-
-
 # S6, part: capsules that are forked before they are made
 
 CHUNK = 2
@@ -473,37 +412,6 @@ def fill(f: ModelFleet) -> list[Asked]:
     made = [ask(f, f"full{i}") for i in range(len(f.workers) * f.rules.max_rows)]
     assert all(each.workers for each in made)
     return made
-
-
-def test_a_fork_follows_its_prefill_to_the_same_worker_at_once() -> None:
-    """S6, part: its command is right behind, and it draws as soon as its tokens are there."""
-    f = fleet(chunk=CHUNK)
-    made, prefill = promised(f)
-    early, whole = fork(f, "e", made, at=5), fork(f, "f", made)
-    (worker,) = {*prefill.workers, *early.workers, *whole.workers}
-    kinds = [type(command) for command in f.workers[worker].inbox]
-    assert kinds == [Prefill, Fork, Fork]
-    run(f, times=3)
-    assert (len(early.got[0]), whole.got, prefill.ends) == (1, {}, {})
-    run(f, times=7)
-    assert (len(early.got[0]), len(whole.got[0]), prefill.ends) == (8, 1, {0: "stop"})
-    f.settle()
-    assert prefill.capsules == {0: made}
-
-
-def test_a_prefill_and_its_forks_go_on_together_when_their_worker_dies() -> None:
-    """S6, X4, part: the capsule keeps its id."""
-    f = fleet(chunk=CHUNK)
-    made, prefill = promised(f)
-    early, whole = fork(f, "e", made, at=5), fork(f, "f", made)
-    run(f, times=5)
-    assert len(early.got[0]) == 3
-    f.die(f.workers[prefill.workers[0]])
-    f.settle()
-    assert prefill.workers[0] != prefill.workers[1]
-    assert (early.ends, whole.ends) == ({0: "length"}, {0: "length"})
-    assert prefill.capsules == {0: made}
-    assert fork(f, "g", made).workers == [prefill.workers[1]]
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
@@ -541,24 +449,6 @@ def test_what_waits_for_a_prefill_that_is_given_up_ends() -> None:
         assert isinstance(f.refusal, UnknownCapsule)
         assert all(each.is_over for each in others)
         assert not any(worker.capsules.get(made) for worker in f.workers.values())
-
-
-def test_a_prefill_that_fails_leaves_its_error_under_its_id() -> None:
-    """S6, part: forks that wait get it, later ones too, until it is forgotten."""
-    f = fleet(1, chunk=CHUNK, max_kept=0)
-    made, prefill = promised(f)
-    waiting = fork(f, "f", made)
-    f.settle()
-    assert prefill.ends == {0: CapsulesFull.code}
-    assert waiting.ends[0] in (CapsulesFull.code, UnknownCapsule.code)
-    broken = f.dispatcher.promise(made)
-    assert broken is not None
-    assert isinstance(broken.error, CapsulesFull)
-    assert f.submit("g", ForkJob(made, [NO_SUFFIX], Limits(3))) is None
-    assert isinstance(f.refusal, CapsulesFull)
-    f.dispatcher.forget_capsule(made)
-    assert f.submit("h", ForkJob(made, [NO_SUFFIX], Limits(3))) is None
-    assert isinstance(f.refusal, UnknownCapsule)
 
 
 def test_forks_wait_for_a_prefill_on_a_worker_that_drains() -> None:

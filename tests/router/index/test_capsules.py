@@ -54,17 +54,6 @@ def test_events_make_and_release_but_only_by_the_owner() -> None:
     directory.check()
 
 
-def test_drop_older_keeps_the_named_and_the_young() -> None:
-    directory = CapsuleDirectory(4)
-    for name, at in (("old", 1.0), ("named", 1.0), ("young", 5.0)):
-        learn(directory, name, at=at)
-    directory.drop_older(W0, created_before=3.0, keep={CapsuleId("named")})
-    directory.check()
-    assert len(directory) == 2
-    with pytest.raises(UnknownCapsule):
-        directory.lookup(CapsuleId("old"))
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_a_page_is_the_next_names_of_its_own_scope(seed: int) -> None:
     """Against a list of all, through replies, events, moves, losses and forgetting."""

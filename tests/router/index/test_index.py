@@ -249,23 +249,6 @@ def test_a_jump_looks_up_a_fifth_of_what_a_walk_does() -> None:
     assert set(answers[0]) == {0, 512, 1024, 1536, 2048}
 
 
-def test_a_repaired_path_is_walked_until_its_events_settle_it() -> None:
-    """K9, part: a hole that a repair made in a path is seen, though the worker has none by its own word."""
-    index = PrefixIndex(2, is_prefix_closed=True)
-    index.store(0, run(1, 2, 3, 4))
-    assert index.repair(0, run(2, 9)) == 1
-    assert index.stats().num_walked == 1
-    assert index.match(run(1, 2, 3, 4)).tolist() == [1, 0]
-    index.remove(0, run(2), tier=1)  # says nothing of the device
-    index.remove(0, run(9))
-    assert index.match(run(1, 2, 3, 4)).tolist() == [1, 0]
-    index.store(0, run(2))
-    assert index.stats().num_walked == 0
-    assert index.match(run(1, 2, 3, 4)).tolist() == [4, 0]
-    assert index.repair(0, run(7)) == 0
-    assert index.stats().num_walked == 0
-
-
 def test_the_hash_zero_is_never_held() -> None:
     """K1: key 0 means an empty entry; a block with that hash is computed again, not invented."""
     index = PrefixIndex(2)

@@ -6,7 +6,7 @@ import pytest
 
 from mallee.router.index.index import PrefixIndex
 from mallee.router.index.kernels import layout
-from mallee.router.index.kernels.table import home_of, segment_of
+from mallee.router.index.kernels.table import segment_of
 from mallee.router.index.table import Table
 from mallee.router.load.kernels import count_down, count_up
 from support.index_contents import contents
@@ -123,23 +123,6 @@ def test_answers_stay_right_while_a_table_grows_and_shrinks() -> None:
     assert len(sizes) > 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_left", [0, 3_000])
-def test_a_burst_of_stores_while_a_table_shrinks_finds_room(num_left: int) -> None:
-    """K1: blocks that arrive after a shrink began, more than its target holds, are all there."""
-    rng = np.random.default_rng(5)
-    truth = Truth(2, random_keys(rng, 400_000))
-    truth.store(0, np.arange(250_000))
-    while truth.index.work(1024):
-        pass
-    truth.remove(0, np.arange(num_left, 250_000))
-    assert truth.index.work(1), "it shrinks"
-    for start in range(250_000, 400_000, 15_000):
-        truth.store(1, np.arange(start, start + 15_000))
-        truth.check_match(rng)
-    truth.check()
-
-
 def test_memory_is_given_back_when_blocks_are_gone() -> None:
     """K1, part: after mass removal, or clears, and `work`, a table is small again."""
     rng = np.random.default_rng(6)
@@ -195,22 +178,6 @@ def test_clearing_more_workers_than_there_are_spare_columns_needs_no_idle_turn()
     assert truth.index.num_blocks == truth.held[0].any(axis=0).sum()
 
 
-def test_no_clear_pays_for_a_sweep_of_the_whole_table() -> None:
-    """K1, part: where clears outrun idle turns each sweeps a share, and a spare column is always left."""
-    index = PrefixIndex(300)
-    rng = np.random.default_rng(14)
-    for worker in range(300):
-        index.store(worker, random_keys(rng, 500))
-    num_spare = index._tier_columns - 300
-    for i in range(700):
-        before = int(index._control[layout.AT_SWEEP_CURSOR])
-        index.clear(i % 300)
-        swept = int(index._control[layout.AT_SWEEP_CURSOR]) - before
-        assert swept <= 2 * layout.NUM_SEGMENTS // num_spare + 1
-        index.store(i % 300, random_keys(rng, 500))
-    index.check()
-
-
 def keys_of_one_segment(rng: Rng, n: int) -> np.ndarray:
     """Those whose products with SPREAD have the segment's number on top."""
     products = rng.integers(0, 1 << layout.SEGMENT_SHIFT, n, dtype=np.uint64)
@@ -234,16 +201,6 @@ def test_keys_that_fall_into_one_segment_are_found_and_leave_idle_turns_idle() -
     truth.remove(0, np.arange(900))
     truth.remove(1, np.arange(0, 900, 2))
     truth.check()
-
-
-def test_homes_are_within_a_segment() -> None:
-    """K1: whatever the key, and for capacities beyond what memory allows."""
-    rng = np.random.default_rng(11)
-    edges = [1, 2, -1, -(1 << 63), (1 << 63) - 1, 1 << 62, 1 << 32, -(1 << 32)]
-    for key in [*edges, *random_keys(rng, 200).view(np.int64).tolist()]:
-        assert 0 <= segment_of(key) < layout.NUM_SEGMENTS
-        for cap in (8, 9, 1000, 1 << 20, (1 << 31) - 1):
-            assert 0 <= home_of(key, cap) < cap
 
 
 @pytest.mark.slow

@@ -81,19 +81,6 @@ def test_booking_the_same_request_again_is_refused() -> None:
     assert load(slots, 0) == (1, 1, 1)
 
 
-def test_a_dropped_worker_returns_its_requests_and_weighs_nothing() -> None:
-    """K5, X5"""
-    slots = SlotTracker(2)
-    for name, worker in (("b", 0), ("a", 0), ("c", 1)):
-        book(slots, name, worker, [1], own=1, prefill=1)
-    slots.report(0, rows=9, prefill_tokens=9, active_blocks=9)
-    assert slots.drop_worker(0) == ["a", "b"]
-    assert not slots.loads[:, 0][[*layout.LOADS_BOOKED, *layout.LOADS_REPORTED]].any()
-    assert load(slots, 1) == (1, 1, 2)
-    assert not slots.free(RequestId("a"))
-    slots.check()
-
-
 def test_only_what_a_worker_reports_beyond_its_bookings_is_added() -> None:
     """K10: until its next report; less than is booked means nothing."""
     slots = SlotTracker(2)
@@ -105,19 +92,6 @@ def test_only_what_a_worker_reports_beyond_its_bookings_is_added() -> None:
     assert [slots.loads[row, 1] for row in layout.LOADS_REPORTED] == [2.0, 8.0, 0.0]
     slots.report(1, rows=0, prefill_tokens=0, active_blocks=0)
     assert not slots.loads.any()
-    slots.check()
-
-
-def test_a_booking_stays_while_there_is_a_sign_of_its_request() -> None:
-    """K10: touched, or among those that its gateway still serves; the others expire behind it."""
-    slots = SlotTracker(1, booking_s=10.0)
-    for i, name in enumerate("abc"):
-        book(slots, name, 0, [i + 1], now=float(i))
-    slots.touch(RequestId("a"), 8.0)
-    slots.touch(RequestId("never"), 8.0)
-    assert slots.expire(12.0, keep={RequestId("b")}) == ["c"]
-    assert slots.expire(17.9) == []
-    assert slots.expire(22.0) == ["a", "b"]
     slots.check()
 
 
