@@ -431,21 +431,6 @@ def test_what_is_here_of_a_capsule_is_not_fetched(pair: Pair, num_cached: int) -
     pair.check_answers(text(38), "f")
 
 
-@pytest.mark.parametrize("num", [0, 5, 17])
-def test_what_does_not_come_of_a_capsule_is_computed(pair: Pair, num: int) -> None:
-    pair.a.run(generate("g", text(101)))
-    whole = text(101) + pair.a.answers["g", 0].tokens
-    pair.lender.spoil = lambda loan: ShortLoan(loan, num)
-    holds = pair.holds(len(whole), "g.0")
-    pair.b.submit(prefill("m", whole, holds, capsule="g.0"))
-    pair.b.submit(fork("early", "g.0"))
-    pair.b.run()
-    pair.check_answers(whole, "early")
-    moved = pair.b.engine._capsules.peek("g.0")
-    assert (moved.boundary, moved.pending) == (len(whole), ())
-    assert moved.continuation == pair.a.engine._capsules.peek("g.0").continuation
-
-
 def test_a_moved_capsule_is_of_the_scope_that_it_moved_to(pair: Pair) -> None:
     """X6, part: blocks of another scope, as of an imported file, are found by none but their own."""
     pair.a.run(prefill("p", text(38), salt="x"))

@@ -367,19 +367,6 @@ def test_what_is_wrong_is_refused_every_time(
         assert is_refused == (options is wrong)
 
 
-def test_where_answers_leave_nothing_prompts_still_do(make_bench: Callable[..., Any]) -> None:
-    """With no room for answers' capsules none is made or announced; asked-for ones are, and fork."""
-    bench = make_bench(max_answer_capsules=0)
-    bench.run(Generate("g", pack_tokens(PROMPT), Limits(3)))
-    assert not [event for event in bench.events if isinstance(event, CapsuleStored)]
-    bench.run(Prefill("p", pack_tokens(PROMPT)))
-    bench.run(Fork("f", "p.0", (b"", pack_tokens([7])), Limits(3)))
-    assert len(bench.answers["f", 0].tokens) == len(bench.answers["f", 1].tokens) == 3
-    kept = [event.capsule for event in bench.events if isinstance(event, CapsuleStored)]
-    assert kept == ["p.0"]
-    bench.engine.check()
-
-
 def test_draws_are_counted_in_strides_too(make_bench: Callable[..., Any]) -> None:
     bench = make_bench(block_size=16)
     bench.submit(Generate("g", pack_tokens(PROMPT[:5]), Limits(9)))

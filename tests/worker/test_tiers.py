@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from mallee.protocol.messages import (
     Cut,
     Demote,
@@ -13,7 +11,6 @@ from mallee.protocol.messages import (
     Limits,
     Pin,
     Promote,
-    Release,
     Rewind,
     pack_tokens,
 )
@@ -22,35 +19,6 @@ from support.tier_commands import SAMPLED, flood, fork, generate, move_all, pref
 from support.tiers import DictDisk, LateMover, make_tiers
 
 MakeBench = Callable[..., Any]
-
-
-@pytest.mark.parametrize("tier", [HOST, DISK])
-@pytest.mark.parametrize("num_tokens", [3, 8, 17, 40])
-def test_a_demoted_capsule_comes_back_and_nothing_of_it_is_computed(
-    make_bench: MakeBench, num_tokens: int, tier: int
-) -> None:
-    """F6, part: everything but a GPU. A fork inside of it computes at most a block."""
-    bench = make_bench(num_blocks=24, below=make_tiers(64, disk=DictDisk()), max_answer_capsules=0)
-    prompt = text(num_tokens)
-    bench.run(prefill("p", prompt))
-    bench.run(Demote("d", "p.0", tier))
-    assert bench.replies["d"].status.tier == ("", "host", "disk")[tier]
-    assert bench.engine.usage().live_blocks == 0
-    flood(bench)
-    computed = bench.forward.num_tokens
-    bench.run(fork("f", "p.0", n=2))
-    assert bench.answers["f", 0].tokens == want(bench, prompt)
-    assert bench.forward.num_tokens - computed == 2 * 7  # the answers alone
-    bench.answers.clear()
-    flood(bench)
-    computed, at = bench.forward.num_tokens, max(1, num_tokens * 3 // 5)
-    bench.run(fork("inside", "p.0", at=at))
-    assert bench.answers["inside", 0].tokens == want(bench, prompt[:at])
-    assert bench.forward.num_tokens - computed <= 4 + 7
-    bench.run(Release("p.0"))
-    tiers = bench.engine.stats().tiers
-    assert (tiers.host_held, tiers.host_room) == (0, 64)
-    assert tiers.disk_limit_nbytes == DictDisk().budget_nbytes
 
 
 def test_moves_give_way_while_answers_are_drawn_and_only_then(make_bench: MakeBench) -> None:
@@ -75,21 +43,6 @@ def test_moves_give_way_while_answers_are_drawn_and_only_then(make_bench: MakeBe
     movers[0].advance()
     bench.run()
     assert sum(paused) == 5 * bench.forward.block_nbytes
-
-
-def test_what_is_lost_below_is_computed_again(make_bench: MakeBench) -> None:
-    """F24, part: a damaged block takes the cold path; no request fails."""
-    disk = DictDisk()
-    bench = make_bench(num_blocks=24, below=make_tiers(0, disk=disk), max_answer_capsules=0)
-    prompt = text(41)
-    bench.run(prefill("p", prompt), Demote("d", "p.0", DISK))
-    bench.run(Demote("d2", "p.0", DISK))
-    flood(bench)
-    disk.broken.add(disk.named["p.0"][1][4])
-    computed = bench.forward.num_tokens
-    bench.run(fork("f", "p.0"))
-    assert bench.answers["f", 0].tokens == want(bench, prompt)
-    assert bench.forward.num_tokens - computed == (41 - 16) + 7
 
 
 def test_siblings_wait_for_one_fetch(make_bench: MakeBench) -> None:

@@ -149,15 +149,3 @@ def test_answers_survive_where_windows_alone_lack_room(make: MakeBench) -> None:
         assert tokens_of(bench, fork(f"f{i}", f"a{i}.0")) == want(text + answers[i])
     assert num_computed(bench) - computed == len(texts)
     assert num_fetched(bench) > 0
-
-
-def test_a_prompt_goes_on_from_what_the_device_evicted(make: MakeBench) -> None:
-    bench = make(make_tiers(200))
-    text = numbers(40)
-    answer = tokens_of(bench, generate("a", text))
-    flood(bench)
-    computed = num_computed(bench)
-    longer = text + answer + numbers(5)
-    assert tokens_of(bench, generate("b", longer)) == want(longer)
-    assert num_fetched(bench) > 0
-    assert num_computed(bench) - computed <= 12

@@ -9,7 +9,6 @@ import pytest
 
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import WorkerLost
-from mallee.protocol.events import Removed, Stored, unpack_hashes
 from mallee.protocol.messages import Holder
 from mallee.testing.forward import MockForward
 from mallee.worker.kv.journal import Journal
@@ -31,7 +30,7 @@ from mallee.worker.kv.tiers.moves import (
 from mallee.worker.kv.tiers.peers import Ask, Loan
 from mallee.worker.kv.tiers.prices import LATENCY_S, MeasuredPrices
 from mallee.worker.kv.watch import Row
-from support.tiers import DictDisk, LateMover, make_tiers
+from support.tiers import LateMover, make_tiers
 
 FORWARD = MockForward(mock_spec(), num_blocks=64, block_size=4)
 
@@ -52,39 +51,6 @@ def test_blocks_that_are_on_disk_too_give_way_first() -> None:
     host.hold((1,))
     host.release((1,))
     assert host.oldest(4) == [2, 3, 4, 1]
-
-
-def test_what_a_spill_writes_and_evicts_is_not_told_to_be_there() -> None:
-    movers: list[LateMover] = []
-    journal, disk = Journal(), DictDisk(max_blocks=16)
-    lower = make_tiers(48, disk=disk, movers=movers)(journal, FORWARD)
-    for i in range(44):
-        lower.offload((100 + i,), (i,))
-    settle(lower, movers[0])
-    assert disk.blocks
-    held: set[int] = set()
-    for event in journal.drain():
-        match event:
-            case Stored(tier=2):
-                held.update(unpack_hashes(event.hashes).tolist())
-            case Removed(tier=2):
-                held.difference_update(unpack_hashes(event.hashes).tolist())
-    assert held == set(disk.blocks) == set(lower.keys(DISK))
-
-
-def test_blocks_on_their_way_to_host_memory_are_not_lent() -> None:
-    """Their slots have other bytes until they are there."""
-    movers: list[LateMover] = []
-    lower = make_tiers(4, movers=movers)(Journal(), FORWARD)
-    lower.park((7, 8), (0, 1), lambda moved: None, num_untold=0)
-    assert lower.lend((7, 8)) is None
-    settle(lower, movers[0])
-    rows = lower.lend((7, 8))
-    assert rows is not None
-    assert len(rows) == 2
-    lower.release((7, 8))
-    lower.release((7, 8))
-    lower.check()
 
 
 class Failing:

@@ -190,22 +190,3 @@ def test_a_tree_five_hundred_levels_deep_has_a_table_and_frees_everything() -> N
         tree.release(node)
     check_tree(tree)
     assert tree.num_available == 2048
-
-
-def test_a_node_inside_one_block_gives_way_to_its_children() -> None:
-    """D3, D4: it ended in the block that its parent ended in, and so do its children: no block is left."""
-    tree, _ = make_tree()
-    top = begin(tree, list(range(6)))
-    tree.hold(top)
-    middle = grow(tree, top, [50])
-    tree.hold(middle)
-    leaves = [grow(tree, middle, [60 + i]) for i in range(2)]
-    assert middle.blocks == []
-    assert [path_tokens(leaf) for leaf in leaves] == [[*range(6), 50, 60 + i] for i in range(2)]
-    assert path_tokens(top) == list(range(6))
-    tree.release(top)  # its own partial block goes: the leaves have copies of it
-    assert tree.pool.num_blocks - tree.pool.num_free == 1 + 2
-    for leaf in leaves:
-        check_tree(tree)
-        tree.release(leaf)
-    assert tree.num_available == tree.pool.num_blocks

@@ -115,17 +115,6 @@ def test_errors_of_a_store_s_own_library_are_named() -> None:
     store.store.clear()
 
 
-def test_rows_may_lie_anywhere(files: Any) -> None:
-    volume = opened(files)
-    scattered = np.zeros((9, BLOCK), np.uint8)
-    scattered[1::2] = rows([5, 6, 7, 8])
-    volume.put([5, 6, 7, 8], scattered[1::2])
-    into = [bytearray(BLOCK) for _ in range(4)]
-    assert volume.get([5, 6, 7, 8], into) == (4, None)
-    assert [bytes(each) for each in into] == [bytes(each) for each in rows([5, 6, 7, 8])]
-    volume.close()
-
-
 def test_a_run_of_more_blocks_than_one_call_takes_is_whole(tmp_path: Path) -> None:
     keys = list(range(2500))
     volume = opened(Directory(tmp_path))
@@ -240,27 +229,6 @@ def test_no_flipped_byte_and_no_cut_file_is_accepted() -> None:
                 volume.put(keys, rows(keys))  # the cold path
                 volume.commit("a", b"again", keys)
                 assert read(volume, keys) == (3, None)
-
-
-def test_bad_blocks_are_told_and_written_again_and_records_are_whole_then() -> None:
-    keys = [1, 2, 3]
-    disk = stored(keys)
-    (run,) = disk.sizes("runs")
-    disk.contents[run] = disk.contents[run][: -2 * BLOCK] + bytes(2 * BLOCK)
-    volume = opened(disk)
-    num, error = read(volume, keys)
-    assert num == 1
-    assert isinstance(error, CorruptStorage)
-    assert (error.fields["file"], error.fields["region"]) == (run, "block 1")
-    assert read(volume, [3])[0] == 0
-    assert volume.take_lost().keys == [2, 3]
-    assert volume.put(keys, rows(keys)) == 2
-    for each in (volume, opened(disk)):
-        assert read(each, keys) == (3, None)
-        record = each.load("a")
-        assert record is not None
-        assert record.keys == keys
-        each.check()
 
 
 def test_a_dropped_capsule_does_not_come_back_as_an_older_record() -> None:
