@@ -70,15 +70,9 @@ def traffic(
             )
         )
     told = [
-        Request(
-            r.number,
-            r.arrival_s,
-            r.ids,
-            r.input_tokens,
-            0 if r.number in parents and draw() < kept else r.output_tokens,
-            r.session,
-            branches=r.branches,
-            parent=r.parent,
+        structs.replace(
+            r,
+            output_tokens=0 if r.number in parents and draw() < kept else r.output_tokens,
             num_children=parents.get(r.number, 0),
         )
         for r in requests

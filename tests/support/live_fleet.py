@@ -3,6 +3,7 @@
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import KW_ONLY, dataclass
 from itertools import count
 from typing import Any
 
@@ -73,57 +74,38 @@ def make_engine(
     )
 
 
+@dataclass(eq=False)
 class LiveFleet:
-    """Gateways and workers that come one by one; `rows` is how many branches a worker says it runs."""
+    """Gateways and workers that come one by one; `rows` is how many branches a worker says it runs.
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        routing: RouterConfig,
-        *,
-        forward: type[MockForward] = MockForward,
-        num_blocks: int = 256,
-        rows: int = 256,
-        syncs: bool = False,
-        make_bus: Callable[[BusRole], Bus] | None = None,
-        source: Callable[[Host, MockForward, Capacity], WeightSource] | None = None,
-        make_recorder: Callable[[str], Recorder] | None = None,
-        below: Callable[[str], MakeTiers | None] = lambda worker: None,
-        files: CapsuleFiles | None = None,
-        config: EngineConfig | None = None,
-        draft_by: Callable[[], Drafter | None] = lambda: None,
-        structures: Callable[[], Any] = lambda: None,
-        tracing: Tracing | None = None,
-        clock_of: Callable[[str], Callable[[], float]] = lambda process: time.monotonic,
-        ids: RequestIds | None = None,
-        wall_clock: Callable[[], float] = time.time,
-        admission: AdmissionConfig | None = None,
-    ) -> None:
-        """With `syncs`, gateways tell each other what they book; with a `source` weights can change.
+    With `syncs`, gateways tell each other what they book; with a `source` weights can change. `below` makes
+    the tiers below a worker's device, `draft_by` its draft model. `clock_of` a gateway (g0, g1, ...) or a
+    worker. `ids` name requests; without, gateways number theirs.
+    """
 
-        `below` makes the tiers below a worker's device, `draft_by` its draft model. `clock_of` a gateway
-        (g0, g1, ...) or a worker. `ids` name requests; without, gateways number theirs.
-        """
+    model: ModelSpec
+    routing: RouterConfig
+    _: KW_ONLY
+    forward: type[MockForward] = MockForward
+    num_blocks: int = 256
+    rows: int = 256
+    syncs: bool = False
+    make_bus: Callable[[BusRole], Bus] | None = None
+    source: Callable[[Host, MockForward, Capacity], WeightSource] | None = None
+    make_recorder: Callable[[str], Recorder] | None = None
+    below: Callable[[str], MakeTiers | None] = lambda worker: None
+    files: CapsuleFiles | None = None
+    config: EngineConfig | None = None
+    draft_by: Callable[[], Drafter | None] = lambda: None
+    structures: Callable[[], Any] = lambda: None
+    tracing: Tracing | None = None
+    clock_of: Callable[[str], Callable[[], float]] = lambda process: time.monotonic
+    ids: RequestIds | None = None
+    wall_clock: Callable[[], float] = time.time
+    admission: AdmissionConfig | None = None
+
+    def __post_init__(self) -> None:
         self.hub = LocalHub()
-        self.make_bus = make_bus or (lambda role: LocalBus(self.hub))
-        self.source = source
-        self.make_recorder = make_recorder
-        self.below = below
-        self.files = files
-        self.config = config
-        self.draft_by = draft_by
-        self.structures = structures
-        self.tracing = tracing
-        self.clock_of = clock_of
-        self.ids = ids
-        self.wall_clock = wall_clock
-        self.admission = admission
-        self.model = model
-        self.routing = routing
-        self.make_forward = forward
-        self.num_blocks = num_blocks
-        self.rows = rows
-        self.syncs = syncs
         self.hosts: dict[str, Host] = {}  # by address
         self.engines: dict[str, Engine] = {}
         self.forwards: dict[str, Any] = {}
@@ -133,14 +115,14 @@ class LiveFleet:
         self.lives = count(1)
 
     async def bus(self, role: BusRole) -> Bus:
-        bus = self.make_bus(role)
+        bus = LocalBus(self.hub) if self.make_bus is None else self.make_bus(role)
         await bus.connect()
         self.buses.append(bus)
         return bus
 
     async def add_worker(self, name: str) -> Host:
         life, block_size, clock = next(self.lives), self.routing.block_size, self.clock_of(name)
-        forward = self.make_forward(self.model, num_blocks=self.num_blocks, block_size=block_size)
+        forward = self.forward(self.model, num_blocks=self.num_blocks, block_size=block_size)
         engine = make_engine(
             *(forward, name, life, self.config, clock),
             below=self.below(name),

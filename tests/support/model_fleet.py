@@ -94,37 +94,29 @@ class Making:
     forks: list[Fork] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class ModelWorker:
     """One life of a worker. `max_kept` requested capsules at most.
 
-    A prefill computes `chunk` tokens a step; 0: all of them in the step that takes it.
+    A prefill computes `chunk` tokens a step; 0: all of them in the step that takes it. `borrow` gives the
+    text of a capsule that another worker lends, or None.
     """
 
-    def __init__(
-        self,
-        name: WorkerId,
-        life: Incarnation,
-        *,
-        max_kept: int,
-        borrow: Callable[[Holder], list[int] | None],
-        chunk: int = 0,
-    ) -> None:
-        """`borrow` gives the text of a capsule that another worker lends, or None."""
-        self.borrow = borrow
-        self.name = name
-        self.life = life
-        self.max_kept = max_kept
-        self.chunk = chunk
-        self.making: dict[CapsuleId, Making] = {}
-        self.inbox: list[Command] = []
-        self.outbox: list[Frame] = []
-        self.rows: dict[str, dict[int, Row]] = {}
-        self.capsules: dict[CapsuleId, list[int]] = {}
-        self.kept: set[CapsuleId] = set()  # those of prefills
-        self.num_steps = 0
-        self.is_hung = False
-        self.is_stopped = False  # as if hung, and without heartbeats
-        self._news: list[Update] = []
+    name: WorkerId
+    life: Incarnation
+    max_kept: int
+    borrow: Callable[[Holder], list[int] | None]
+    chunk: int = 0
+    making: dict[CapsuleId, Making] = field(default_factory=dict)
+    inbox: list[Command] = field(default_factory=list)
+    outbox: list[Frame] = field(default_factory=list)
+    rows: dict[str, dict[int, Row]] = field(default_factory=dict)
+    capsules: dict[CapsuleId, list[int]] = field(default_factory=dict)
+    kept: set[CapsuleId] = field(default_factory=set)  # those of prefills
+    num_steps: int = 0
+    is_hung: bool = False
+    is_stopped: bool = False  # as if hung, and without heartbeats
+    _news: list[Update] = field(default_factory=list)
 
     def step(self, split: Callable[[], int]) -> None:
         """Take what came, then draw `split()` tokens in each row; one frame tells of all."""
@@ -163,22 +155,10 @@ class ModelWorker:
     def _tell(
         self, request: str, branch: int, drawn: tuple[int, ...], finish: str | None, row: Row
     ) -> None:
-        boundary, capsule = (
-            (len(row.text), row.capsule) if finish in ("stop", "length") else (0, None)
-        )
-        self._news.append(
-            Update(
-                request,
-                branch,
-                drawn,
-                finish,
-                row.cached,
-                row.computed,
-                capsule,
-                boundary,
-                position=row.num_told,
-            )
-        )
+        is_left = finish in ("stop", "length")
+        left = (row.capsule, len(row.text)) if is_left else (None, 0)
+        told = (request, branch, drawn, finish, row.cached, row.computed, *left)
+        self._news.append(Update(*told, position=row.num_told))
         row.num_told += len(drawn)
 
     def _end(self, request: str, branch: int) -> None:
@@ -332,8 +312,7 @@ class ModelFleet:
     """A dispatcher and its workers; every call is followed by all checks."""
 
     def __init__(self, rules: Rules | None = None) -> None:
-        rules = rules or Rules()
-        self.rules = rules
+        self.rules = rules or Rules()
         self.now = 100.0
         self.workers: dict[WorkerId, ModelWorker] = {}
         self.leaving: set[WorkerId] = set()
@@ -356,9 +335,11 @@ class ModelFleet:
             self.router,
             TokenTexts(self.memory, model, BLOCK),
             DispatchConfig(
-                AdmissionConfig(max_waiting=rules.max_waiting, max_wait_s=rules.max_wait_s),
-                max_moves=rules.max_moves,
-                patience_s=rules.patience_s,
+                AdmissionConfig(
+                    max_waiting=self.rules.max_waiting, max_wait_s=self.rules.max_wait_s
+                ),
+                max_moves=self.rules.max_moves,
+                patience_s=self.rules.patience_s,
             ),
             clock=lambda: self.now,
         )
@@ -368,8 +349,7 @@ class ModelFleet:
     def join(self, name: str) -> ModelWorker:
         self._num_lives += 1
         worker, life = WorkerId(name), Incarnation(self._num_lives)
-        rules = {"max_kept": self.rules.max_kept, "chunk": self.rules.chunk}
-        made = ModelWorker(worker, life, borrow=self.borrow, **rules)
+        made = ModelWorker(worker, life, self.rules.max_kept, self.borrow, self.rules.chunk)
         self.workers[worker] = made
         self.lease(made)
         self.dispatcher.on_join(worker, life)

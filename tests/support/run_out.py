@@ -14,15 +14,15 @@ class Ran(NamedTuple):
     replies: list[CapsuleReply]
 
 
-def run_out(engine: Engine, *commands: Command, within_s: float = 30.0) -> Ran:
-    """Step until nothing runs and nothing moves. A move may take so long; no request may fail."""
+def run_out(engine: Engine, *commands: Command) -> Ran:
+    """Step until nothing runs and nothing moves; no request may fail."""
     ran = Ran({}, [])
     moved = Event()
     engine.notify(moved.set)
     for command in commands:
         engine.submit(command, "g")
     while engine.has_work or (engine._lower is not None and engine._lower.num_moving):
-        assert engine.has_work or moved.wait(within_s)
+        assert engine.has_work or moved.wait(30.0)
         moved.clear()
         for frame in engine.step().frames.values():
             ran.replies.extend(frame.replies)
