@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from mallee.client import AsyncMallee, ConnectionFailed, Mallee, MalleeError, StreamBroken
-from mallee.protocol.errors import TenantQueueFull
 from support.waiting import until
 
 
@@ -133,18 +132,6 @@ async def test_one_branch_is_pruned_and_a_request_tells_its_course(live: Any) ->
         return str(told.value.code)
 
     assert await asyncio.to_thread(ask) == "request_not_found"
-
-
-async def test_errors_carry_the_time_after_which_to_ask_again(live: Any) -> None:
-    """I17, part: `Retry-After` of a refusal that was not waited for."""
-    live.service.refuses = TenantQueueFull(3, 3, 7.2)
-    async with AsyncMallee(live.url, max_retries=0) as client:
-        with pytest.raises(TenantQueueFull) as told:
-            await client.complete("abc")
-        assert told.value.retry_after_s == 8.0
-        with pytest.raises(MalleeError) as unknown:
-            await client.capsule("never")
-        assert unknown.value.retry_after_s is None
 
 
 async def test_closing_the_client_ends_its_streams(live: Any) -> None:

@@ -99,14 +99,6 @@ def test_an_unexpected_error_after_the_first_byte_tells_an_id_only(
     assert "err_1" in caplog.text
 
 
-def test_a_stream_that_ends_too_early_is_an_error_not_a_short_answer(call: Any) -> None:
-    async def script(_: Any) -> AsyncIterator[Delta]:
-        yield Delta(0, (97,), None, 0, 3, None, 1, None)
-
-    call.service.script = script
-    assert call("POST", PATH, {"prompt": "abc"}).status == 500
-
-
 # Each branch of a stream has exactly one end, however it ends.
 
 ASKED: list[tuple[str, dict[str, Any]]] = [
@@ -232,19 +224,3 @@ def test_an_error_of_the_whole_stream_ends_the_branches_that_are_left(call: Any)
     call.service.reply = lambda branch: "hi" if branch == 2 else "hello"
     events = call("POST", PATH, {"prompt": "abc", "n": 3, "stream": True}).events
     assert ends(events) == {0: "stop", 1: "pool_exhausted", 2: "stop"}
-
-
-def test_a_cancelled_branch_ends_as_such(call: Any) -> None:
-    """As one that is pruned: the worker says so, and the others go on."""
-
-    async def script(stream: Any) -> AsyncIterator[Delta]:
-        async for delta in call.service.plain(stream):
-            if delta.branch == 1 and delta.boundary > 3:
-                continue
-            if delta.branch == 1 and delta.boundary == 3:
-                delta = delta._replace(finish="cancelled")
-            yield delta
-
-    call.service.script = script
-    events = call("POST", PATH, {"prompt": "abc", "n": 2, "stream": True}).events
-    assert ends(events) == {0: "stop", 1: "cancelled"}

@@ -9,14 +9,13 @@ import msgspec
 import pytest
 
 from mallee.actors.config import AppConfig, HttpSettings
-from mallee.actors.gateway.service import Delta
 from mallee.actors.http import answers
 from mallee.actors.http.entry import middleware
 from mallee.actors.http.schemas import LEAST_VALUES, MAX_DEPTH
 from mallee.actors.http.serve import LOGPROBS_COST, TURN_TOKENS
 from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.conversation import MAX_MESSAGES, Conversation, Message
-from mallee.protocol.errors import MAX_SHOWN, CapsulesFull, InvalidParameter, shown
+from mallee.protocol.errors import MAX_SHOWN, InvalidParameter, shown
 from support.waiting import elapse
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -344,23 +343,6 @@ def test_no_capsule_is_kept_for_ever_unless_the_operator_says_so(
 def test_the_default_time_to_live_is_not_above_the_longest() -> None:
     with pytest.raises(ValueError, match=r"default_ttl_s=3600 > max_ttl_s=60"):
         AppConfig.model_validate({"model": "m", "http": {"max_ttl_s": 60}})
-
-
-def test_capsules_over_their_share_of_memory_are_503(call: Any) -> None:
-    """F30, part: over HTTP, with the request's own number and a time to come back."""
-
-    async def full(_: Any) -> AsyncIterator[Delta]:
-        error = CapsulesFull(8, 90, 92)
-        yield Delta(0, (), "error", 0, 0, None, 0, error)
-
-    call.service.script = full
-    answer = call("POST", CAPSULES, {"prompt": "a"})
-    assert refusal(answer, 503)["code"] == "capsules_full"
-    assert int(answer.headers["retry-after"]) >= 1
-    message = answer.body["error"]["message"]
-    assert "8 KV blocks" in message
-    assert "90" not in message, "the blocks of all tenants are nobody's business"
-    assert "92" not in message
 
 
 def test_a_chat_template_repeats_little_of_a_message() -> None:

@@ -209,15 +209,6 @@ async def test_a_client_that_does_not_read_holds_up_its_own_streams(
     assert written < 20_000
 
 
-async def test_closed_sockets_leave_the_count_of_connections(live: Any) -> None:
-    connections = live.server._connections._open
-    await until(lambda: not connections)  # those of other tests
-    for _ in range(3):
-        async with connect(url(live)):
-            assert len(connections) == 1
-        await until(lambda: not connections)
-
-
 @asynccontextmanager
 async def gated(call: Any) -> AsyncIterator[tuple[Gate, str]]:
     """The API behind a gate of its own, and its address."""

@@ -374,7 +374,10 @@ async def test_a_capsule_that_could_not_be_made_says_why(gateway: int) -> None:
 
 
 async def test_only_its_tenant_knows_a_capsule_that_is_computing() -> None:
-    """S6, part, X14, part: others get the 404 of an unknown one, from any gateway."""
+    """S6, part, X14, part: others get the 404 of an unknown one, from any gateway.
+
+    Its own tenant is refused what needs the whole capsule, or more.
+    """
     async with scene(gateways=2) as s:
         s.gate.shut()
         made = await s.promise(cache_salt="mine")
@@ -388,26 +391,20 @@ async def test_only_its_tenant_knows_a_capsule_that_is_computing() -> None:
                 ]
                 codes = {(each.status_code, each.json()["error"]["code"]) for each in found}
                 assert codes == {(404, "capsule_not_found")}
-        mine = s.fork(made["id"], at=AT, cache_salt="mine")
-        await s.run(lambda: mine.has_begun)
-        assert mine.text
-
-
-async def test_what_needs_the_whole_capsule_or_more_is_refused_while_it_computes() -> None:
-    async with scene() as s:
-        s.gate.shut()
-        made = await s.promise()
-        path = f"/v1/capsules/{made['id']}"
+        salt = {"x-cache-salt": "mine"}
         for verb, body in {"rewind": {"to": 5}, "pin": {}, "demote": {"tier": "host"}}.items():
-            answer = await s.client.post(f"{path}/{verb}", json=body)
+            answer = await s.client.post(f"{path}/{verb}", json=body, headers=salt)
             assert (answer.status_code, answer.json()["error"]["code"]) == (
                 409,
                 "capsule_computing",
             )
-        assert (await s.client.get(f"{path}/export")).status_code == 409
-        fork = s.fork(made["id"], at=3501)
+        assert (await s.client.get(f"{path}/export", headers=salt)).status_code == 409
+        fork = s.fork(made["id"], at=3501, cache_salt="mine")
         await fork.task
         assert (fork.error["param"], fork.error["type"]) == ("at", "invalid_request_error")
+        mine = s.fork(made["id"], at=AT, cache_salt="mine")
+        await s.run(lambda: mine.has_begun)
+        assert mine.text
 
 
 # Losses

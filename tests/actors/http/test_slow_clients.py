@@ -12,7 +12,7 @@ import pytest
 from starlette.types import Message
 
 from mallee.actors.http.entry.middleware import BODY_S
-from mallee.actors.http.sse import DONE, EventStream
+from mallee.actors.http.sse import EventStream
 from mallee.actors.proxy.connections import HEAD_S, MIN_READ_RATE, REFUSED_S, WRITE_S
 from support.waiting import elapse, until
 
@@ -274,16 +274,6 @@ async def test_short_waits_are_no_long_one_together() -> None:
     assert len(sent) == 8
     assert not sent[-1]["more_body"]
     assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
-
-
-async def test_the_end_mark_ends_the_body_in_the_same_write() -> None:
-    async def events() -> AsyncGenerator[bytes, None]:
-        yield b"data: 1\n\n" + DONE
-
-    sent, _ = await play(events())
-    assert sent[1:] == [
-        {"type": "http.response.body", "body": b"data: 1\n\n" + DONE, "more_body": False}
-    ]
 
 
 async def test_a_silent_stream_tells_that_it_lives() -> None:

@@ -5,13 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mallee.actors.gateway.router_metrics import RouterCollector
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.protocol.events import EventBatch, FetchPrices, Lease, Load, Stored, pack_hashes
 from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.ids import RequestId, WorkerId
-from mallee.router.config import RouterConfig
-from mallee.router.dispatch.dispatcher import DispatchStats
 from mallee.router.router import Router
 
 HASHES = np.arange(1, 11, dtype=np.uint64)
@@ -94,32 +91,6 @@ def test_gateway_metrics_show_latency_tokens_and_ends() -> None:
     ):
         assert line in text.splitlines()
     assert "mallee_output_tokens_total 0.0" in GatewayMetrics().render().decode(), "of its own"
-
-
-def test_gateway_metrics_show_what_the_router_counts() -> None:
-    router = Router(RouterConfig(max_workers=4), clock=lambda: 0.0)
-    metrics = GatewayMetrics()
-    assert "mallee_index_blocks" not in metrics.render().decode()
-    for worker in ("w0", "w1"):
-        router.on_lease(Lease(worker, 1, "a", "m", "f", 16, 1000, 8, 4096, 0))
-        router.on_events(EventBatch(worker, 1, 0, (Stored(pack_hashes(HASHES)),)))
-    router.route(RequestId("r"), HASHES, prompt_tokens=160, max_tokens=8)
-    router.on_lease(Lease("w1", 1, "a", "m", "f", 16, 1000, 8, 4096, 7))
-    metrics.registry.register(RouterCollector(router.stats, lambda: DispatchStats({}, 0)))
-    lines = metrics.render().decode().splitlines()
-    for line in (
-        "mallee_workers_alive 2.0",
-        "mallee_workers_with_event_gaps 1.0",
-        "mallee_event_gaps_total 1.0",
-        "mallee_index_blocks 10.0",
-        "mallee_index_entries 20.0",
-        "mallee_index_worker_sets 1.0",
-        "mallee_booked_requests 1.0",
-        "mallee_route_regret_blocks_total 0.0",
-        'mallee_spills_total{how="recompute",reason="full"} 0.0',
-        "mallee_broker_up 1.0",
-    ):
-        assert line in lines, line
 
 
 def test_the_router_explains_its_decisions(call: Any) -> None:

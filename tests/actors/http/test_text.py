@@ -14,7 +14,7 @@ from mallee.actors.http.jobs import Plan
 from mallee.actors.text.answers import Reading
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.actors.text.tools.formats import FORMATS
-from mallee.protocol.errors import InternalError, WorkerLost
+from mallee.protocol.errors import InternalError
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.messages import Limits
 from mallee.router.dispatch.jobs import GenerateJob
@@ -152,36 +152,6 @@ async def test_streams_of_several_jobs_are_closed_together(tokenizer: Any) -> No
         await collect(stream, 2)
     await stream.aclose()
     assert [source.num_closes for source in sources] == [1, 1]
-
-
-class Waiting(Scripted):
-    """A stream of which everything waits already."""
-
-    def take(self) -> Any:
-        return self._deltas.pop(0) if self._deltas else None
-
-
-async def test_what_waits_is_taken_without_a_turn_of_the_loop(tokenizer: Any) -> None:
-    source: Any = Waiting([delta(0, b"a"), delta(1, b"b", "stop"), delta(0, b"c", "stop")])
-    stream = TextStream([source], plan(2), tokenizer)
-    found = []
-    while (piece := stream.take()) is not None:
-        stream.check()
-        found.append((piece.index, piece.text, piece.finish))
-    assert found == [(0, "a", None), (1, "b", "stop"), (0, "c", "stop")]
-    assert await anext(stream, None) is None
-
-
-async def test_a_failure_of_all_that_waits_is_raised_by_the_iteration(tokenizer: Any) -> None:
-    lost = WorkerLost("w0", "gone")
-    source: Any = Waiting([delta(0, b"a"), delta(0, (), "error", lost)])
-    stream = TextStream([source], plan(1), tokenizer)
-    first = stream.take()
-    assert first is not None
-    assert first.text == "a"
-    assert stream.take() is None
-    with pytest.raises(WorkerLost):
-        await anext(stream)
 
 
 def test_a_cut_behind_a_call_counts_the_marks_that_the_text_shows() -> None:

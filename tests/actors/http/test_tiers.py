@@ -28,9 +28,7 @@ def api(
 ) -> AbstractAsyncContextManager[tuple[httpx.AsyncClient, LiveFleet]]:
     """One gateway and one worker, behind a real server. Without a `folder` there is no disk."""
 
-    def below(worker: str) -> MakeTiers | None:
-        if folder is None and not host_blocks:
-            return None
+    def below(worker: str) -> MakeTiers:
         own = None if folder is None else folder / worker
         return volume_tiers(own, host_blocks=host_blocks)
 
@@ -110,16 +108,6 @@ async def test_an_unknown_tier_or_capsule_is_refused_clearly() -> None:
         assert (await forked(client, made["id"]))[1] == 0
 
 
-async def test_without_tiers_a_capsule_stays_where_it_is() -> None:
-    async with api(None, host_blocks=0) as (client, _):
-        made = await post(client, "/v1/capsules", prompt=PROMPT)
-        path = f"/v1/capsules/{made['id']}"
-        for name in ("host", "disk"):
-            status, code, param = await refused(client, f"{path}/demote", {"tier": name})
-            assert (status, code, param) == (400, "invalid_parameter", "tier")
-        assert (await post(client, f"{path}/promote"))["tier"] == "device"
-
-
 async def test_a_durable_capsule_comes_back_with_its_worker(tmp_path: Path) -> None:
     """F24, part: its owner forks it under its id at the same gateway, and nothing of it is computed."""
     async with api(tmp_path) as (client, fleet):
@@ -153,23 +141,3 @@ async def test_the_sdk_moves_capsules(tmp_path: Path) -> None:
         assert (await down.promote()).data.tier == "device"
         with pytest.raises(InvalidParameter, match="host or disk"):
             await capsule.demote("tape")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("verb", "body"), [("demote", {"tier": "host"}), ("promote", {})])
-async def test_nobody_waits_for_a_move_whose_client_is_gone(
-    verb: str, body: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended = asyncio.Event()
-
-    async def moves_for_long(*_: Any) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    async with api(None) as (client, fleet):
-        monkeypatch.setattr(fleet.gateways[0], verb, moves_for_long)
-        made = await post(client, "/v1/capsules", prompt=PROMPT)
-        with pytest.raises(httpx.ReadTimeout):
-            await client.post(f"/v1/capsules/{made['id']}/{verb}", json=body, timeout=0.2)
-        await asyncio.wait_for(ended.wait(), 10)

@@ -299,13 +299,6 @@ def test_what_can_t_be_is_refused_by_name(call: Any, more: Any, param: str) -> N
     assert answer.body["error"]["param"] == param
 
 
-def test_an_unknown_parser_is_refused_by_name() -> None:
-    from pydantic import ValidationError
-
-    with pytest.raises(ValidationError, match="hermes"):
-        ChatSettings.model_validate({"tool_parser": "hermess"})
-
-
 def test_a_capsule_of_a_conversation_with_tools_is_the_chat_s_prefix(call: Any) -> None:
     """F31, part: what was prefilled is the beginning of the chat's prompt."""
     asked = {k: ASKED[k] for k in ("messages", "tools")}

@@ -23,7 +23,7 @@ from mallee.actors.gateway.shared.records import SharedRecords
 from mallee.actors.http.branches import budgets as module
 from mallee.actors.http.branches.accounts import RESOURCES, Account, Budget, Loan, Resource
 from mallee.actors.http.branches.budgets import EXPIRE_S, Bound, Budgets
-from mallee.protocol.errors import BadRequest, BudgetSpent, InvalidParameter, Unavailable
+from mallee.protocol.errors import BudgetSpent, InvalidParameter, Unavailable
 from mallee.protocol.gateways.loans import Amounts, LoanReturn
 from mallee.protocol.ids import COMMON, account_of
 from mallee.testing.bus import LocalBus, LocalHub
@@ -449,29 +449,6 @@ async def test_what_runs_elsewhere_is_renewed() -> None:
         await until(lambda: not a.budgets._heard)
         assert await used(b, named(bound)) == (0, 0, 100)
         assert not b.budgets._renewing
-
-
-async def test_a_request_below_two_budgets_runs_on_the_lower_one() -> None:
-    """X19, part: a capsule's and a session's; if neither is below the other it is refused."""
-    async with gateways(2, Clock()) as (a, b):
-        top = bound_of(a, Budget(tokens=100))
-        await a.budgets.give(top, Budget(tokens=100))
-        lower = [bound_of(a, Budget(tokens=50), named(top)) for _ in range(2)]
-        for each in lower:
-            await a.budgets.give(each, Budget(tokens=50))
-        low = named(lower[0])
-        for gateway in (a, b):
-            for names in ((named(top), low), (low, named(top))):
-                bound = bound_of(gateway, None, *names)
-                assert bound.key not in (top.key, lower[0].key)
-                account = await gateway.budgets.begin(bound, None, 1)
-                assert account.keys == (bound.key, lower[0].key, top.key)
-                account.spend("tokens", 2)
-                account.close()
-            with pytest.raises(BadRequest, match="neither is below the other"):
-                await gateway.budgets.begin(bound_of(gateway, None, low, named(lower[1])), None, 1)
-        await until(lambda: not a.budgets._heard)
-        assert (await used(a, named(top)))[0] == (await used(a, low))[0] == 8
 
 
 async def test_budgets_are_nested_to_a_bound_and_forgotten_beyond_another() -> None:

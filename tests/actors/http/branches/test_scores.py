@@ -302,17 +302,6 @@ async def test_tenants_share_neither_connections_state_nor_turns() -> None:
         assert not any("cookie" in head for head in s.verifier.heads)
 
 
-async def test_a_client_that_leaves_ends_the_call() -> None:
-    """F19, part, F20, part: nothing of it runs on."""
-    async with scene() as s:
-        s.verifier.reply = lambda question: asyncio.Future()
-        asking = asyncio.create_task(s.ask(request={"max_tokens": 1900}))
-        await until(lambda: bool(s.verifier.questions))
-        asking.cancel()
-        tasks = s.fleet.gateways[0].tasks
-        await until(lambda: not any(t.get_name() == "a verifier's call" for t in tasks._tasks))
-
-
 async def test_the_sdk_tells_scores() -> None:
     """F19, part: of branches that a verifier ended, and of those that went on."""
     async with scene() as s:

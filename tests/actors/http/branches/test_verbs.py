@@ -86,26 +86,6 @@ async def test_another_gateway_passes_them_on() -> None:
         assert over.status_code == 404
 
 
-async def test_another_scope_learns_nothing_anywhere() -> None:
-    """F7, part: at both gateways its answer is that for an id that never was."""
-    async with two_gateways(MODEL) as s, streamed(s.a) as (run, read):
-        await read(3)
-        told = []
-        for client in (s.a, s.b):
-            for name in (run.name, f"{run.name[:-4]}0000"):
-                body = {"cache_salt": "another"}
-                answer = await client.post(f"/v1/requests/{name}/prune", json=body)
-                told.append((answer.status_code, answer.text.replace(name, "ID")))
-        for client in (s.a, s.b):
-            headers = {"x-cache-salt": "another"}
-            assert (
-                await client.get(f"/v1/requests/{run.name}", headers=headers)
-            ).status_code == 404
-        assert len(set(told)) == 1
-        assert told[0][0] == 404
-        assert not run.ends
-
-
 async def test_a_gateway_that_takes_too_long_is_told_apart_from_an_unknown_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

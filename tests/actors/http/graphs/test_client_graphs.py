@@ -20,7 +20,7 @@ from mallee.client import (
     ToolTimeout,
 )
 from mallee.client.graphs.builder import Handle
-from mallee.client.graphs.results import GraphReader
+from mallee.client.graphs.results import GraphReader, NodeExtras
 from mallee.testing.random_model import random_model
 from support.graphs_asked import CHAT
 from support.live_api import served
@@ -88,6 +88,8 @@ async def test_a_graph_is_built_and_its_functions_run_here() -> None:
 
 
 async def test_messages_and_places_are_those_of_the_api() -> None:
+    """S1, part: a chat graph says what forks say, with outputs and items in messages computed once."""
+
     def work(url: str) -> None:
         graph = Graph()
         doc = graph.prefill(messages=[{"role": "system", "content": "Be short. " * 4}])
@@ -95,12 +97,20 @@ async def test_messages_and_places_are_those_of_the_api() -> None:
         why = graph.branch(doc, messages=[{"role": "user", "content": "Why?"}], **greedy)
         so = graph.branch(doc, messages=[{"role": "user", "content": ["So ", why]}], **greedy)
         early = graph.branch(doc, " mind.", at=8 + 5, **greedy)
+        is_it = [{"role": "user", "content": ["Is it ", graph.item, "?"]}]
+        each = graph.map(doc, graph.tool(lambda _: ["red", "blue"]), messages=is_it, **greedy)
         with Mallee(url) as client:
-            result = client.run(graph, outputs=[doc, so, early]).wait()
+            result = client.run(graph, outputs=[doc, so, early, each]).wait()
             chat = [{"role": "system", "content": "Be short. " * 4}]
             alone = client.prefill(messages=chat)
-            asked = {"messages": [{"role": "user", "content": f"So {result[why]}"}]}
-            assert result[so] == alone.fork([asked], **greedy).wait()[0].text
+            contents = ["Why?", f"So {result[why]}", "Is it red?", "Is it blue?"]
+            asked = [{"messages": [{"role": "user", "content": text}]} for text in contents]
+            said = [branch.text for branch in alone.fork(asked, **greedy).wait()]
+            assert [result[why], result[so], *(result.nodes[each.name].items or ())] == said
+            computed = [
+                (result.nodes[n.name].mallee or NodeExtras("")).prefill_tokens for n in (doc, why)
+            ]
+            assert computed == [len("<system>|") + 40, len("<user>Why?|<assistant>")]
             text = client.prefill("<system>Be sh")
             assert result[early] == text.fork([" mind."], **greedy).wait()[0].text
 

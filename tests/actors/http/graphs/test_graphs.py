@@ -236,18 +236,6 @@ async def test_a_graph_that_is_deleted_ends_and_is_forgotten() -> None:
         await nothing_left(client, fleet)
 
 
-async def test_capsules_stay_where_they_are_kept() -> None:
-    async with tiny_api(MODEL, 1) as (client, fleet):
-        found = await run(client, {**DOC, "keep": True}, branch("a", keep=True), branch("b"))
-        told = {name: node["mallee"]["capsule"] for name, node in found["nodes"].items()}
-        assert told["b"] is None
-        await nothing_left(client, fleet, num_kept=2)
-        more = await post(client, f"/v1/capsules/{told['a']}/fork", n=1, max_tokens=2)
-        assert more["choices"][0]["mallee"]["prefill_tokens"] <= 1  # its last token, at most
-        for capsule in (told["doc"], told["a"]):
-            assert (await client.delete(f"/v1/capsules/{capsule}")).status_code == 200
-
-
 async def test_a_budget_bounds_the_whole_graph() -> None:
     """X19, part: tokens and branches of all nodes together, and their time."""
     nodes = [DOC, branch("a", max_tokens=40), branch("b", text=" b", max_tokens=40)]
@@ -382,48 +370,6 @@ async def test_a_thousand_nodes_run_with_a_few_at_once() -> None:
             most = max(most, num)
         assert most <= 8
         await nothing_left(client, fleet)
-
-
-async def test_messages_are_rendered_and_computed_once() -> None:
-    """S1, part: a chat graph says what chats by hand say, with outputs and items in its messages."""
-    system = {"role": "system", "content": "Be short. " * 10}
-    doc = {"name": "doc", "kind": "prefill", "messages": [system]}
-
-    def asks(*content: Any) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": [*content]}]
-
-    each = {**branch("each", messages=asks("Is it ", {"item": True}, "?")), "kind": "map"}
-    nodes = [
-        doc,
-        branch("a", messages=asks("Why?")),
-        branch("b", messages=asks("So ", {"node": "a"}, "?")),
-        tool("t"),
-        {**each, "over": "t"},
-    ]
-    async with tiny_api(MODEL, 1, num_blocks=1024, settings={"chat": ChatTemplate(CHAT)}) as (
-        client,
-        fleet,
-    ):
-        async with streamed(client, *nodes) as stream:
-            await stream.until("tool.call")
-            path = f"/v1/graphs/{stream.events[0]['id']}/nodes/t/result"
-            assert (await client.post(path, json={"output": ["red", "blue"]})).status_code == 200
-            await stream.until("graph.ended")
-            await stream.rest()
-        found = {e["node"]: e for e in stream.events if e["type"] == "node.ended"}
-        await nothing_left(client, fleet)
-
-        async def alone(question: str) -> str:
-            messages = [system, {"role": "user", "content": question}]
-            asked = {"messages": messages, **GREEDY, "max_tokens": 6}
-            answer = await post(client, "/v1/chat/completions", **asked)
-            return str(answer["choices"][0]["message"]["content"])
-
-        assert found["a"]["output"] == (a := await alone("Why?"))
-        assert found["b"]["output"] == await alone(f"So {a}?")
-        assert found["each"]["items"] == [await alone("Is it red?"), await alone("Is it blue?")]
-        assert found["doc"]["mallee"]["prefill_tokens"] == len(f"<system>{system['content']}|")
-        assert found["a"]["mallee"]["prefill_tokens"] == len("<user>Why?|<assistant>")
 
 
 STRICT = (

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import create_autospec
 
 import openai
 import pytest
@@ -12,12 +13,16 @@ import yaml
 
 from mallee.actors.access.access import Access
 from mallee.actors.access.keys import new_key
+from mallee.actors.access.quotas import UNLIMITED
 from mallee.actors.config import ResponsesSettings
 from mallee.actors.http.responses.room import Responses
-from mallee.actors.http.responses.running import Run
+from mallee.actors.http.responses.running import Background, Run
+from mallee.actors.http.responses.store import Record
 from mallee.actors.text.chat import ChatTemplate
+from mallee.actors.text.conversation import Conversation
 from mallee.actors.text.families import FAMILIES
 from mallee.protocol.errors import CapsuleStale, UnknownCapsule
+from mallee.protocol.ids import COMMON
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob
 from mallee.testing.random_model import random_model
 from support.live_api import served
@@ -178,3 +183,15 @@ async def test_a_capsule_that_is_lost_on_the_way_is_computed_from_the_stored_con
         assert found.status == "incomplete"  # at its 6 tokens
         assert found.output_text == expected.output_text
         assert found.usage.input_tokens == expected.usage.input_tokens
+
+
+async def test_a_reader_that_is_slow_at_the_end_gets_the_end() -> None:
+    record = Record("resp_a", COMMON, {}, [], Conversation(()))
+    run = create_autospec(Run, instance=True)  # it never begins
+    background = Background(run, record, UNLIMITED, tenant="", streams=True)
+    record.events.append(b"first")
+    reading = background.follow(-1)
+    assert await anext(reading) == b"first"
+    record.events.append(b"last")  # while the first is written
+    background.finish()
+    assert [each async for each in reading] == [b"last"]

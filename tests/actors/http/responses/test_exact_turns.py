@@ -64,7 +64,6 @@ class Chain:
         self.effort = effort
         self.record: Record | None = None
         self.capsule: list[int] = []
-        self.hows: list[str] = []
 
     def ask(self, items: Any, answer: Message, raw: str) -> None:
         """One turn: its prompt is checked, then answered with `raw`, which is read as `answer`."""
@@ -76,7 +75,6 @@ class Chain:
         )
         planned = self.turns.plan(body, COMMON, NO_TERMS, self.record, has_capsule=True)
         (job,) = planned.plan.jobs
-        self.hows.append(planned.how)
         if isinstance(job, ForkJob):
             assert job.at is None or job.at < len(self.capsule)
             prompt = [*self.capsule[: job.at], *np.asarray(job.suffixes[0]).tolist()]
@@ -136,16 +134,3 @@ def test_a_turn_has_the_tokens_of_the_whole(
     chain = Chain(family, effort)
     for items, answer, raw in talk:
         chain.ask(items, answer, raw)
-
-
-def test_reasoning_that_is_dropped_is_rendered_from_the_question_on() -> None:
-    """Qwen 3 keeps the reasoning of a question under way, and drops it at the next."""
-    chain = Chain(next(each for each in FAMILIES if each.name == "qwen3"), None)
-    call = ToolCall("call00001", "look", '{"at": 1}')
-    written = '<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call><|im_end|>'
-    thought = "<think>\nhm\n</think>\n\n"
-    chain.ask("a" * 9999, Message("assistant", "", "hm", (call,)), thought + written)
-    result: Any = [{"type": "function_call_output", "call_id": call.id, "output": "3"}]
-    chain.ask(result, Message("assistant", "3", "hm"), f"{thought}3<|im_end|>")
-    chain.ask("And?", Message("assistant", "4", "hm"), f"{thought}4<|im_end|>")
-    assert chain.hows == ["new", "capsule", "rewritten"]

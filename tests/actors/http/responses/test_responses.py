@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.actors.config import HttpSettings
+from mallee.actors.http.responses.store import ResponseStore
 from mallee.actors.http.responses.tools import InputText
 
 
 @pytest.fixture
 def roomy(call_with: Callable[..., Any], service: Any) -> Any:
     service.model = msgspec.structs.replace(service.model, max_model_len=4096)
-    return call_with(HttpSettings(max_body_bytes=100_000))
+    return call_with(HttpSettings(max_body_bytes=8 << 20))
 
 
 def post(call: Any, **body: Any) -> Any:
@@ -175,6 +176,39 @@ def test_items_are_shown_in_their_form_whatever_stood_beside_it(roomy: Any) -> N
     ]
     begun = roomy("POST", "/v1/conversations", {"items": items})
     assert begun.status == 200, begun.body
+
+
+@pytest.mark.parametrize("given", [{}, {"instructions": "Be brief."}])
+def test_a_system_message_beside_instructions_stays_in_later_turns(
+    roomy: Any, service: Any, given: dict[str, str]
+) -> None:
+    system = {"role": "system", "content": "Answer in Finnish."}
+    first = {"input": [system, {"role": "user", "content": "hi"}], "instructions": "Be kind."}
+    made = roomy("POST", PATH, first).body
+    prompts = [prompt(service)]
+    service.capsules.clear()
+    then = {"input": "go on", "previous_response_id": made["id"], **given}
+    assert roomy("POST", PATH, then).status == 200
+    prompts.append(prompt(service))
+    assert prompts[0].startswith("<system>Be kind.\n\nAnswer in Finnish.|<user>hi|")
+    assert "Answer in Finnish." in prompts[1]
+    assert prompts[1].count("<system>") == 1
+
+
+def test_stored_items_count_with_all_their_fields(roomy: Any) -> None:
+    item = {"role": "user", "content": "hi", "note": "x" * 1_000_000}
+    made = roomy("POST", PATH, {"input": [item]}).body
+    store = _store(roomy)
+    store.check()
+    assert store.nbytes > 1_000_000
+    assert roomy("DELETE", f"{PATH}/{made['id']}").status == 200
+    assert store.nbytes == 0
+
+
+def _store(call: Any) -> ResponseStore:
+    route = next(r for r in call.app.routes if r.path == PATH)
+    store: ResponseStore = route.endpoint._handler.__self__.store
+    return store
 
 
 # Tools of types `namespace`, `custom` and `web_search`, in shapes that Codex sends
@@ -414,6 +448,8 @@ CUSTOM = {"type": "custom", "name": "a"}
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
+        ({"reasoning": {"summary": []}}, "reasoning.summary"),
         ({"truncation": "auto"}, "truncation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"top_logprobs": 99}, "top_logprobs"),

@@ -392,6 +392,8 @@ async def test_streams_and_background_grow_it_and_a_lost_one_fails_the_answer(sc
     assert events[-1].type == "response.failed"
     assert "keeps conversation" in str(events[-1].response.error)
     assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done")
 
 
 async def test_answers_side_by_side_are_both_added_and_the_next_one_sees_both(scene: Scene) -> None:

@@ -31,7 +31,6 @@ from mallee.search.scores import Verifier
 from mallee.testing.random_model import random_model
 from support.game_of_24 import Player24, moves, numbers
 from support.live_api import served
-from support.live_fleet import lose
 from support.mock_scene import make_folder, mock_config
 from support.mock_stack import mock_stack
 from support.tiny_fleet import has_capsules, post, tiny_api, tiny_fleet
@@ -132,26 +131,6 @@ def path_to(nodes: list[dict[str, Any]], number: int) -> list[int]:
     return found
 
 
-@pytest.mark.slow
-async def test_a_worker_that_dies_in_the_middle_changes_no_tree() -> None:
-    """X4, part: the capsules of its nodes are computed again elsewhere."""
-    body = {"prompt": PROMPT, "policy": {**MCTS, "in_flight": 2}, "seed": 5, "temperature": 0.9}
-    async with tiny_api(MODEL, 2, num_blocks=2048) as (client, fleet):
-        calm = await post(client, "/v1/search", **body)
-        drawn = sum(engine.stats().num_output_tokens for engine in fleet.engines.values())
-        running = asyncio.create_task(post(client, "/v1/search", **body))
-
-        def is_in_the_middle() -> bool:
-            now = sum(engine.stats().num_output_tokens for engine in fleet.engines.values())
-            return now > drawn + calm["tokens"] // 2
-
-        await until(is_in_the_middle)
-        busy = max(fleet.engines, key=lambda name: fleet.engines[name].stats().num_output_tokens)
-        await lose(fleet, busy)
-        assert same(result(await running), result(calm))
-        await until(lambda: not any(engine.branches for engine in fleet.engines.values()))
-
-
 async def counted(client: httpx.AsyncClient) -> dict[str, tuple[int, float]]:
     """By reason the number of searches, and their seconds in all; reasons without any are left out."""
     text = (await client.get("/metrics")).text
@@ -212,22 +191,6 @@ async def test_a_search_that_is_left_ends_and_leaves_nothing() -> None:
         assert await counted(client) == {}
 
 
-async def test_a_search_goes_on_from_a_capsule_of_its_own_scope() -> None:
-    async with tiny_api(MODEL, 1) as (client, _):
-        made = await post(client, "/v1/capsules", prompt=PROMPT, cache_salt="mine", ttl_s=60)
-        asked = {"capsule": made["id"], "policy": {"type": "best_of_n", "n": 2, "max_tokens": 4}}
-        found = await post(client, "/v1/search", **asked, cache_salt="mine")
-        assert len(found["nodes"]) == 3
-        assert found["spent"]["requests"] == 1
-        headers = {"x-cache-salt": "mine"}
-        assert (await client.get(f"/v1/capsules/{made['id']}", headers=headers)).status_code == 200
-        node = found["nodes"][found["principal"][-1]]["capsule"]
-        more = await post(client, "/v1/search", **{**asked, "capsule": node}, cache_salt="mine")
-        assert len(more["nodes"]) == 3
-        strange = await client.post("/v1/search", json=asked)
-        assert (strange.status_code, strange.json()["error"]["code"]) == (404, "capsule_not_found")
-
-
 @pytest.mark.slow
 async def test_what_is_no_search_is_refused_before_anything_is_computed() -> None:
     mcts = {"prompt": "a", "policy": MCTS}
@@ -261,19 +224,6 @@ async def test_what_is_no_search_is_refused_before_anything_is_computed() -> Non
             assert param is None or error["param"] == param
         engine = next(iter(fleet.engines.values()))
         assert engine.stats().num_prefill_tokens == 0
-
-
-async def test_a_step_that_is_refused_ends_the_search_as_it_was_refused() -> None:
-    async with tiny_api(MODEL, 1) as (client, _):
-        policy = {"type": "best_of_n", "n": 2, "max_tokens": 4000}
-        body: dict[str, Any] = {"prompt": PROMPT, "policy": policy}
-        answer = await client.post("/v1/search", json=body)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["code"] == "context_length_exceeded"
-        streamed = await client.post("/v1/search", json={**body, "stream": True})
-        assert "context_length_exceeded" in streamed.text
-        assert "[DONE]" not in streamed.text
-        await until_asked(lambda: has_capsules(client, 0))  # the last byte comes before
 
 
 @pytest.mark.slow

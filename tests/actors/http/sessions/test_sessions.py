@@ -142,23 +142,6 @@ async def test_headers_make_child_sessions_and_the_last_request_closes() -> None
         assert (await tree_of(client, "root"))["children"] == []
 
 
-async def test_a_close_ends_what_runs() -> None:
-    """F20, part: streams of a session that is closed end with its error, and their KV is free."""
-    async with tiny_api(MODEL, 1) as (client, fleet):
-        long = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "n": 2, "stream": True}
-        asked = {**long, "mallee": {"session": "s"}}
-        async with client.stream("POST", "/v1/completions", json=asked) as response:
-            lines = response.aiter_lines()
-            await anext(lines)
-            assert (await tree_of(client, "s"))["running"] == 1
-            closed = (await client.delete("/v1/sessions/s")).json()
-            assert (closed["cancelled"], closed["released"]) == (1, 0)
-            rest = [line async for line in lines if line]
-        assert any("session_closed" in line for line in rest)
-        await until(lambda: fleet.engines["w0"].stats().jobs == 0)
-        assert (await client.get("/v1/sessions")).json()["data"] == []
-
-
 async def test_every_gateway_lists_shows_and_closes_all_sessions() -> None:
     """X24, part: replicas; also one that comes later."""
     async with two_gateways(MODEL) as (a, b, fleet):
