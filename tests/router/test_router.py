@@ -269,19 +269,6 @@ def test_a_leaving_worker_is_gone_at_once_and_stays_gone() -> None:
     assert [view.worker for view in bench.router.workers()] == ["w1"]
 
 
-def test_a_stale_entry_is_repaired_by_the_true_hit() -> None:
-    """K9, part: the worker had evicted part of what the index promised; the entry is repaired."""
-    bench = Bench(1)
-    bench.events("w0", stored(prompt(1, 40)))
-    assert bench.route("a", prompt(1, 42)).overlap_blocks == 10
-    assert bench.router.observe_hit(RequestId("a"), 12) == 7
-    assert bench.router.observe_hit(RequestId("a"), 12) == 0
-    bench.router.check()
-    bench.router.free(RequestId("a"))
-    assert bench.route("b", prompt(1, 42)).overlap_blocks == 3
-    assert bench.router.stats().repaired_blocks == 7
-
-
 def test_a_block_reported_again_meanwhile_is_not_taken_for_stale() -> None:
     """K9, part: the late report of an eviction and the new copy's report may overtake the reply."""
     bench = Bench(1)

@@ -288,25 +288,6 @@ def test_events_and_snapshot_tell_what_is_held(bench: Any) -> None:
     assert snapshot.next_seq == bench.engine.next_seq == len(bench.events)
 
 
-@pytest.mark.parametrize("n", [2, 8, 64])
-def test_cold_siblings_compute_their_shared_prefix_once(
-    make_bench: Callable[..., Any], n: int
-) -> None:
-    """X2, part: prefill tokens = prefix + sum of suffixes for n requests arriving together."""
-    bench = make_bench(num_blocks=2048, max_step_tokens=32)
-    prefix = [i % 60 for i in range(160)]
-    suffixes = [[i % 64, (i // 3) % 64, 7] for i in range(n)]
-    bench.run(
-        *(
-            Generate(f"r{i}", pack_tokens(prefix + suffix), Limits(4), HOT)
-            for i, suffix in enumerate(suffixes)
-        )
-    )
-    for i, suffix in enumerate(suffixes):
-        assert bench.answers[f"r{i}", 0].tokens == expect(bench, prefix + suffix, 4, HOT)
-    assert bench.engine.stats().num_prefill_tokens == len(prefix) + sum(map(len, suffixes))
-
-
 def test_siblings_of_a_cancelled_prefill_go_on_without_it(bench: Any) -> None:
     """X2, part: bounded damage if the one that computes for all goes away."""
     prefix = [i % 60 for i in range(100)]

@@ -165,22 +165,6 @@ def test_forks_go_on_with_their_text_where_no_worker_may_keep_the_capsule() -> N
     assert is_whole(asked, again)
 
 
-def test_a_capsule_that_was_evicted_is_computed_again_and_one_whose_time_is_over_is_not() -> None:
-    f = fleet(2)
-    answer = ask(f, "a", limits=Limits(4, ignore_eos=True))
-    timed, owner = capsule(f, "t", ttl_s=5.0)
-    run(f, times=5)
-    left = answer.capsules[0]
-    f.evict(f.workers[answer.workers[0]], left, is_told=False)
-    f.evict(owner, timed, is_told=True)
-    again = fork(f, "f", left, 2)
-    assert f.submit("g", ForkJob(timed, [NO_SUFFIX], LONG, HOT)) is None
-    assert f.refusal is not None
-    assert f.refusal.code == "capsule_not_found"
-    f.settle()
-    assert is_whole(again)
-
-
 def test_a_fork_whose_text_is_not_known_ends_with_the_reason() -> None:
     f = fleet(2)
     kept, owner = capsule(f)
