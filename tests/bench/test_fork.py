@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.engine.fork import CHILDREN, parent_of, single, through_engine
+from bench.engine.fork import CHILDREN, through_engine
 
 
 @pytest.fixture(autouse=True)
@@ -66,10 +66,3 @@ def test_a_fork_of_the_engine_is_the_same_work_for_any_parent(
     assert calls_in(small.work) == calls_in(large.work)
     small, large = (through_engine(calls=calls, **each) for each in (few, many))
     assert peak_nbytes(large.work) < peak_nbytes(small.work) + 100 * CHILDREN
-
-
-def test_a_fork_of_the_tree_is_the_same_work_for_any_parent() -> None:
-    """D23, part."""
-    parents = ((16,), (16384,), (2048, 500), (2048, 1, 500))
-    works = [calls_in(single(*parent_of(*parent)).work) for parent in parents]
-    assert works == [works[0]] * len(works)

@@ -88,25 +88,6 @@ def _is_left(process: psutil.Process, mark: str) -> bool:
         return False
 
 
-def test_zsh_completes_commands() -> None:
-    """By typer's own protocol, as the shell asks."""
-    program = "from mallee.cli.main import cli; cli(prog_name='mallee')"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={
-            **os.environ,
-            "_MALLEE_COMPLETE": "complete_zsh",
-            "_TYPER_COMPLETE_ARGS": "mallee ca",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert "capsules" in done.stdout, done.stderr
-    assert "workers" not in done.stdout
-
-
 def _completion_of(shell: str) -> str:
     program = "from mallee.cli.main import cli; cli(prog_name='mallee')"
     done = subprocess.run(

@@ -12,9 +12,7 @@ from mallee.mocker.texts import Texts
 from mallee.mocker.timing import Timing
 from mallee.testing.forward import MockForward
 from mallee.testing.random_model import random_model
-from mallee.worker.records import EngineConfig
-from mallee.worker.sched.policy import SchedulerConfig
-from support.asking import SIZE, Ask, Scene, random_scene
+from support.asking import SIZE, Scene, random_scene
 from support.conforming import (
     TIMING,
     Story,
@@ -85,19 +83,6 @@ def test_outlines_are_texts(seed: int) -> None:
     assert renamed(found.events) == renamed(expected.events)
     assert [step.ended for step in found.steps] == [step.ended for step in expected.steps]
     assert (len(found.held), found.next_seq) == (len(expected.held), expected.next_seq)
-
-
-def test_strides_save_steps_and_a_command_cuts_them() -> None:
-    """K21, part: the comparisons above are of strides; a late command is heard as soon as after a step."""
-    config = EngineConfig(SchedulerConfig(max_step_tokens=64, max_rows=8))
-    long = [Ask(0.0, "generate", "a", (1,), 8, 200), Ask(0.0, "generate", "b", (2,), 6, 150)]
-    alone = Scene(config, 400, tuple(long))
-    assert len(mocked(alone, max_multi_step=99).steps) < len(mocked(alone).steps) / 2
-    late = Scene(config, 400, (*long, Ask(0.2503, "cancel", "a")))
-    story = mocked(late, max_multi_step=99)
-    (end,) = (s.ended for s in story.steps if any(n.finish == "cancelled" for n in s.news))
-    assert 0.2503 <= end < 0.2503 + 0.005
-    assert_same_but_for_strides(story, mocked(late))
 
 
 @settings(examples(30), phases=QUICK)

@@ -3,13 +3,10 @@
 import random
 from collections.abc import Sequence
 
-import pytest
-
 from bench.mocker import fidelity_engine as fidelity
 from mallee.mocker.passes import mock_spec
 from mallee.mocker.timing.files import TimingFile
 from mallee.mocker.timing.measure import Profiler, Sweep
-from mallee.protocol.errors import ConfigError
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
@@ -88,18 +85,3 @@ def test_a_profile_predicts_another_workload() -> None:
     timing = profile.timing()
     assert timing.shares_reads
     assert timing.step_s([], 16, 16 * 512) > timing.step_s([], 4, 4 * 512)
-
-
-def test_sweeps_keep_to_what_fits() -> None:
-    small = Sweep().fitted_to(max_model_len=400, num_blocks=200, block_size=BLOCK_SIZE)
-    assert small.new == (16, 64, 128, 256)
-    assert small.context == (32, 128)
-    assert small.rows == (1, 2, 4, 8, 16)
-    assert Sweep.up_to(12, 300, 100) == Sweep(
-        (16, 32, 64, 100), (0, 256, 300), (1, 2, 4, 8, 12), (32, 128, 300)
-    )
-    # Every chunk is measured behind every prefix.
-    assert small.prefix == (0,)
-    assert Sweep().fitted_to(2048, 3072, BLOCK_SIZE).prefix == (0, 256, 1024)
-    with pytest.raises(ConfigError, match="rows="):
-        Sweep().fitted_to(max_model_len=400, num_blocks=8, block_size=BLOCK_SIZE)

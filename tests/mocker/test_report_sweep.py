@@ -2,7 +2,6 @@
 
 import csv
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -222,13 +221,6 @@ def test_the_three_figures_come_from_one_call(tmp_path: Path) -> None:
     assert data["hit_rate"]["cost"][0] <= data["hit_rate"]["cost"][1] <= data["hit_rate"]["ideal"]
     assert set(data["ttft_ms"]) == {"cost", "round_robin"}
     assert all(len(data["slowest_child_ms"][name]) == 2 for name in data["slowest_child_ms"])
-
-
-def test_a_replay_that_fails_stops_the_figures(tmp_path: Path) -> None:
-    small = Conditions(fan_children=(1,), fan_tokens=1024, prefix_tokens=64, cache_tokens=(32_768,))
-    conditions = replace(small, engines=0)
-    with pytest.raises(ConfigError, match="engines=0"):
-        make_figures(make, tmp_path, conditions, processes=1)
 
 
 def test_an_endless_cache_holds_whole_blocks_that_were_there_before() -> None:

@@ -233,15 +233,6 @@ def test_neighbours_that_fall_are_pooled() -> None:
     assert monotone(np.array([[1.0, 2.0], [3.0, 4.0]])).tolist() == [[1.0, 2.0], [3.0, 4.0]]
 
 
-def test_a_noisy_table_is_made_monotone() -> None:
-    noisy = [row.copy() for row in PREFILL]
-    noisy[2][0] = noisy[3][0] * 2
-    model = Grid(Prefills(NEW, PREFIX, noisy), Decodes(ROWS, CONTEXT, DECODE))
-    costs = [model.prefill_s(n, 0) for n in range(1, 3000, 7)]
-    assert costs == sorted(costs)
-    assert PREFILL[2][0] < model.prefill_s(512, 0) < noisy[2][0]
-
-
 @pytest.mark.parametrize(
     ("prefill", "decode", "named"),
     [

@@ -1,12 +1,10 @@
 """Traces of many kinds, none of which a model was made for: what holds for each of them."""
 
-import numpy as np
 import pytest
 
 from mallee.synth.analysis.analysis import analyze
 from mallee.synth.compare.gates import GATES, Outcome, compare, outcomes
 from mallee.synth.compare.views import shared_views, view
-from mallee.synth.core.threads import threads_of
 from mallee.synth.fit import fit
 from mallee.traces.trace import Trace, trace_of
 from support.synth.families import FAMILIES
@@ -45,19 +43,6 @@ def test_what_sessions_keep_by_design_is_kept(name: str) -> None:
         if found[gate].verdict == "FAIL"
     }
     assert not failed
-
-
-def test_agents_that_take_turns_keep_their_contexts() -> None:
-    """X9, part: orchestrator and agents of one session are threads of their own; roots, hit rates stay."""
-    source = trace_of(FAMILIES["turn_takers"](2000, 2))
-    threads = threads_of(source)
-    casts = np.bincount(threads.session[threads.heads])
-    assert threads.session.max() + 1 == len(source.sessions)
-    assert 2 <= casts.mean() <= 5
-    found = verdicts(source, "session", SEEDS)
-    assert abs(found["roots"].value or 0.0) <= 0.05
-    assert abs(found["ideal hit rate"].value or 0.0) <= 0.01
-    assert (found["LRU curve, mean"].value or 0.0) <= 0.02
 
 
 @pytest.mark.slow

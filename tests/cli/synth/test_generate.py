@@ -122,17 +122,6 @@ def test_knobs_are_turned_and_told(plain: Path, tmp_path: Path) -> None:
     assert len({r.ids[0] for r in after}) == 4 * len({r.ids[0] for r in before})
 
 
-def test_malformed_rows_are_told(plain: Path, tmp_path: Path) -> None:
-    with plain.open("a") as file:
-        file.write('{"timestamp": 90000, "input_length": -4, "output_length": 1}\n')
-    done = run(plain, tmp_path / "out", "--model", "tree", "--json")
-    assert json.loads(done.stdout.splitlines()[-1])["requests"] == 120
-    assert "121" in done.stderr
-    strict = run(plain, tmp_path / "strict", "--model", "tree", "--strict")
-    assert strict.exit_code == 2
-    assert not (tmp_path / "strict").exists()
-
-
 @pytest.mark.parametrize("model", ["tree", "session"])
 def test_a_saved_model_generates_the_same(model: str, agentic: Path, tmp_path: Path) -> None:
     """Learning again is not needed; what the file tells of the trace is said when it is written."""

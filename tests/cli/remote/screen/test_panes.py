@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from textual.pilot import Pilot
-from textual.widgets import TabbedContent
 
 from mallee.cli.remote.screen.app import Top
 from mallee.cli.remote.screen.asking import LiveService
@@ -233,22 +232,6 @@ async def test_what_can_not_be_undone_is_asked_first(
         await shown(app, pilot, lambda lines: not has("Yes (y)")(lines) and has(*claims)(lines))
         changes = [each for each in service.asked if not each.startswith("GET")]
         assert changes == [] if asked is None else [asked]
-
-
-async def test_no_look_begins_while_the_screen_closes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its widgets are gone by then, and to look for them would end it with an error."""
-    async with opened(script(), interval_s=60.0) as (app, pilot, _):
-        await shown(app, pilot, has("mallee ok"))
-        close_all = app._close_all
-
-        async def close_and_wake() -> None:
-            closing = asyncio.create_task(close_all())
-            while not closing.done():
-                if not app.query(TabbedContent):
-                    app._asked.set()
-                await asyncio.sleep(0)
-
-        monkeypatch.setattr(app, "_close_all", close_and_wake)
 
 
 async def test_a_session_is_no_capsule_to_prune_below() -> None:
