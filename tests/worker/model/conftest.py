@@ -90,9 +90,9 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Oracle]:
 
 
 @pytest.fixture(autouse=True)
-def one_thread_for_tiny_models(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tiny products gain nothing from threads, and lose much to them on a busy machine."""
-    if request.node.get_closest_marker("model"):
+def one_thread_for_small_models(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Small products gain nothing from threads, and lose much to them on a busy machine."""
+    if request.node.get_closest_marker("process"):  # minutes of computing
         yield
         return
     with one_torch_thread():

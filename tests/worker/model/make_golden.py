@@ -2,8 +2,9 @@
 
     python tests/worker/model/make_golden.py
 
-golden_smollm2.json is of SmolLM2, golden_tiny.json of a tiny random model of each family. Token ids
-only, so that the tests need no tokenizer. The end-of-sequence token does not stop a row.
+golden_smollm2.json is of SmolLM2, whose prompts stay as they are there: 25 questions in the chat template,
+then 25 beginnings of texts. golden_tiny.json is of a tiny random model of each family. Token ids only, so
+that the tests need no tokenizer. The end-of-sequence token does not stop a row.
 """
 
 import json
@@ -12,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mallee.testing.random_model import random_model, tensors_digest
 from mallee.worker.model.doctor import load_oracle
@@ -23,60 +24,6 @@ TINY_TARGET = Path(__file__).with_name("golden_tiny.json")
 NUM_TOKENS = 64
 NUM_TINY_TOKENS = 32
 TINY_FAMILIES = ("llama", "qwen3", "gemma3_text")
-QUESTIONS = (
-    "What is the capital of France?",
-    "Write a haiku about the sea.",
-    "Explain in two sentences why the sky is blue.",
-    "List five uses of a paper clip.",
-    "Translate 'good morning' to Spanish and to German.",
-    "What is 17 times 23?",
-    "Who wrote Romeo and Juliet?",
-    "Name three rivers in South America.",
-    "Summarize the water cycle for a child.",
-    "Give me a recipe for pancakes.",
-    "What is the difference between a virus and a bacterium?",
-    "Write a polite email that declines a meeting.",
-    "How many legs does a spider have?",
-    "Explain recursion with an example in Python.",
-    "What happens if I mix blue and yellow paint?",
-    "Suggest a name for a cat that likes water.",
-    "Convert 100 degrees Fahrenheit to Celsius.",
-    "Is a tomato a fruit or a vegetable? Answer in one word.",
-    "Tell me a short story about a lost key.",
-    "What are prime numbers?",
-    "Write a SQL query that counts the rows of a table called users.",
-    "Why do leaves change their colour in autumn?",
-    "Describe a mallee tree.",
-    "Give the opposite of each word: hot, early, above.",
-    "Which planet is the largest?",
-)
-TEXTS = (
-    "def fibonacci(n):\n",
-    "The quick brown fox",
-    "Once upon a time, in a village by the river, there lived",
-    "1, 2, 4, 8, 16,",
-    "Dear Sir or Madam,\n\nI am writing to",
-    "import numpy as np\n\nx = np.",
-    "The three states of matter are",
-    "SELECT name FROM",
-    "In 1969, the first",
-    "To make a cup of tea, first",
-    "<html>\n<head>\n<title>",
-    "a",
-    "Q: What is the boiling point of water?\nA:",
-    "The derivative of x^2 is",
-    "Monday, Tuesday, Wednesday,",
-    "Roses are red,",
-    "Es war einmal ein",
-    "Il \u00e9tait une fois",
-    '{"name": "Alice", "age":',
-    "for (int i = 0; i < n; i++) {",
-    "Chapter 1\n\nIt was a dark and stormy night",
-    "The mitochondria is the",
-    "2 + 2 = 4\n3 + 3 = 6\n4 + 4 =",
-    "Breaking news: scientists have",
-    "A mallee is a tree of many trunks from one root, which re-sprouts after fire. " * 8,
-)
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
@@ -94,22 +41,8 @@ def greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[i
 
 
 def main() -> None:
-    folder = resolve_model("smollm2")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    prompts = [
-        tokenizer(
-            str(
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": question}],
-                    add_generation_prompt=True,
-                    tokenize=False,
-                )
-            )
-        )["input_ids"]
-        for question in QUESTIONS
-    ]
-    prompts += [tokenizer(text)["input_ids"] for text in TEXTS]
+    model = AutoModelForCausalLM.from_pretrained(resolve_model("smollm2"), dtype=torch.float32)
+    prompts = [row["prompt"] for row in json.loads(TARGET.read_text())]
     rows = [{"prompt": p, "tokens": greedy(model, p, NUM_TOKENS)} for p in prompts]
     TARGET.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
     TINY_TARGET.write_text(json.dumps({family: tiny(family) for family in TINY_FAMILIES}) + "\n")

@@ -22,7 +22,7 @@ SMOLLM2: list[dict[str, list[int]]] = json.loads(
 
 @pytest.fixture(scope="module")
 def forward(smollm2: Path) -> TorchForward:
-    return load(smollm2, num_blocks=100, dtype="float32")
+    return load(smollm2, num_blocks=60, block_size=4, dtype="float32")
 
 
 def greedy(forward: TorchForward, logits: list[torch.Tensor]) -> list[int]:
@@ -36,13 +36,12 @@ def test_forks_of_a_shared_prefix_go_on_as_the_parent_would(
 ) -> None:
     """Real weights through trunk, merge and copied tail block: each child says the golden tokens."""
     run = sequences(forward)
-    row = SMOLLM2[-1]
-    cut = 8
+    row, cut = SMOLLM2[0], 8
     logits = run.step(run.row("parent", row["prompt"] + row["tokens"][:cut]))
     children = [f"child{i}" for i in range(4)]
     copies = [copy for child in children for copy in run.fork("parent", child)]
     tokens = greedy(forward, logits) * len(children)
-    for step in range(cut, cut + 6):
+    for step in range(cut, cut + 3):
         assert tokens == [row["tokens"][step]] * len(children)
         rows = [run.row(c, [t]) for c, t in zip(children, tokens, strict=True)]
         tokens = greedy(forward, run.step(*rows, copies=copies))
@@ -74,7 +73,7 @@ def test_fifty_prompts_in_one_batch_give_transformers_greedy_tokens(
     found: list[list[int]] = [[] for _ in rows]
     batch = [run.row(f"{i}", row["prompt"]) for i, row in enumerate(rows)]
     for _ in range(len(rows[0]["tokens"])):
-        tokens = forward.sample([Draw(logits, Sampling(), 0, 0) for logits in run.step(*batch)])
+        tokens = greedy(forward, run.step(*batch))
         for own, token in zip(found, tokens, strict=True):
             own.append(token)
         batch = [run.row(f"{i}", [token]) for i, token in enumerate(tokens)]
