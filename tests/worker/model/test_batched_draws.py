@@ -16,7 +16,13 @@ from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw, LogprobQuery, TokenHistory, Words, distinct, num_words
 from mallee.worker.model.backend import choose_sampler
 from mallee.worker.model.sampling import batched
-from mallee.worker.model.sampling.batched import collect, launch, sample_batch
+from mallee.worker.model.sampling.batched import (
+    collect,
+    guesses,
+    guesses_there,
+    launch,
+    sample_batch,
+)
 from mallee.worker.model.sampling.logprobs import logprobs
 from mallee.worker.model.sampling.sampler import sample
 from support.examples import examples
@@ -113,28 +119,6 @@ def test_mixed_batches_draw_what_each_row_alone_draws(
     assert sample_batch([]) == sample([]) == []
 
 
-def test_hardly_a_row_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """I5, part: of rows as models have them, in bfloat16 with its many equals."""
-    rng = np.random.default_rng(0)
-    again: list[Draw] = []
-    inner = batched._drawn_again
-
-    def counted(draws: Sequence[Draw]) -> list[int]:
-        again.extend(draws)
-        return inner(draws)
-
-    monkeypatch.setattr(batched, "_drawn_again", counted)
-    kinds = [Sampling(), Sampling(0.8), Sampling(1.0, 50, 0.95), Sampling(0.7, 0, 0.9, min_p=0.05)]
-    batch = some_logits(rng, (40, 5000), torch.bfloat16).unbind(0)
-    draws = [
-        Draw(row, kinds[i % 4], int(rng.integers(1 << 62)), 3)
-        for i, row in enumerate(batch)
-        for _ in range(100)
-    ]
-    assert sample_batch(draws) == sample(draws)
-    assert len(again) <= 100, "one field whose top-p happens to end within 1e-10 would be 100"
-
-
 SPOILT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "no number": lambda row: row.index_fill(0, torch.tensor([7, 9]), torch.nan),
     "no numbers": lambda row: torch.full_like(row, torch.nan),
@@ -225,18 +209,19 @@ DEVICES = {
 
 
 def elsewhere(draws: Sequence[Draw], device: OtherDevice) -> tuple[list[int], int]:
-    """The tokens with the device's half on `device`, and for how many draws its own winner is another."""
+    """The tokens with the device's half on `device`, and for how many draws its guess is another."""
     with device:
         launched = launch(draws)
-    tokens = collect(launched)
-    first = dict(zip(launched.places, launched.table[:, 0].tolist(), strict=True))
-    return tokens, sum(first[i] != token for i, token in enumerate(tokens))
+    tokens, guessed = collect(launched), guesses(launched)
+    wanted = [len(draws) - 1, 0]
+    assert guesses_there(launched, wanted).tolist() == [guessed[i] for i in wanted]
+    return tokens, sum(a != b for a, b in zip(guessed, tokens, strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("errors", DEVICES.values(), ids=DEVICES.keys())
 def test_a_device_that_rounds_otherwise_draws_the_same_tokens(errors: dict[str, float]) -> None:
-    """I5: of all kinds of settings. Where it errs most, its own first is another one now and then.
+    """I5: of all kinds of settings. Where it errs most, its guess is another one now and then.
 
     Also of equal tokens whose sums touch top_p, where its own rounding would decide.
     """

@@ -11,7 +11,7 @@ import pytest
 from mallee.protocol.errors import ModelNotFound, UnsupportedModel
 from mallee.testing.quantized import quantization_config
 from mallee.testing.random_model import random_model
-from mallee.worker.model.config import LinearScaling, ModelConfig, Rope, model_spec
+from mallee.worker.model.config import model_spec
 from mallee.worker.model.linear.scheme import Quantization, Scheme
 from mallee.worker.model.loading.config_json import parse_config, read_config
 from mallee.worker.model.runner import load
@@ -35,10 +35,6 @@ LLAMA3 = {
 }
 DTYPES = ("bfloat16", "float32")
 FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-def windows(config: ModelConfig) -> list[int | None]:
-    return [layer.window for layer in config.layers]
 
 
 @pytest.mark.parametrize(
@@ -73,20 +69,6 @@ def test_a_sparse_or_old_file_means_what_transformers_reads_in_it(sparse: dict[s
     full = AutoConfig.for_model(**copy.deepcopy(raw)).to_dict()
     full = {name: value for name, value in full.items() if not name.startswith("_")}
     assert parse_config(raw) == parse_config(full)
-
-
-def test_gemma3_alternates_windows_and_rotary_bases() -> None:
-    """I1, part: five sliding layers to one full layer, unless types are given; the full one is stretched."""
-    scaling = {"rope_type": "linear", "factor": 8.0}
-    config = parse_config({**GEMMA3, "num_hidden_layers": 7, "rope_scaling": scaling})
-    assert windows(config) == [4096] * 5 + [None, 4096]
-    assert config.layers[0].rope == Rope(1e4)
-    assert config.layers[5].rope == Rope(1e6, LinearScaling(8.0))
-    assert (config.query_scale, config.activation) == (1 / 16, "gelu_tanh")
-    assert config.tie_word_embeddings
-    fields = {"layer_types": [FULL, SLIDING, SLIDING, FULL], "sliding_window": 8}
-    for base in (GEMMA3, {**QWEN3, "use_sliding_window": True}):
-        assert windows(parse_config({**base, **fields})) == [None, 8, 8, None]
 
 
 def nested(**fields: Any) -> dict[str, Any]:

@@ -211,19 +211,6 @@ def test_a_shared_prefix_gives_what_flat_reading_gives(
     torch.testing.assert_close(*outputs, atol=1e-2, rtol=1e-2)
 
 
-def test_wrappers_are_used_again_when_a_step_is_over() -> None:
-    attention = EMULATED.attention(min_shared_tokens=64)
-    case = Case(forked(9, shared=20, own=3, n=1, size=16), 16)
-    used = set()
-    for _ in range(4):
-        reads = case.reads(attention)
-        used |= {id(part.wrapper) for part in (*reads.parts.own, reads.parts.shared)}
-        del reads
-    assert len(used) == 2
-    held = [case.reads(attention) for _ in range(3)]
-    assert len({id(reads.parts.own[0].wrapper) for reads in held}) == 3
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", [None, 300])

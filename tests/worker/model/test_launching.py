@@ -11,7 +11,6 @@ from mallee.testing.random_model import random_model
 from mallee.worker.forward import Draw, ForwardBatch, Row
 from mallee.worker.kv.node import BlockCopy
 from mallee.worker.model.runner import TorchForward
-from mallee.worker.model.sampling import batched
 
 SAMPLED = Sampling(temperature=1.0)
 
@@ -63,29 +62,6 @@ def test_a_pass_over_drawn_tokens_is_that_over_the_tokens_by_name(family: str) -
     expected = second.forward(ForwardBatch((), named[::-1]))
     for own, other in zip(ahead, expected, strict=True):
         assert torch.equal(own, other)
-
-
-def test_a_guess_is_the_race_as_the_device_ran_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """I5, part: noise that is off there changes guesses, and no token."""
-    rows = torch.randn(200, 50, generator=torch.Generator().manual_seed(1)) * 1e-4
-    draws = [Draw(row, SAMPLED, seed, 1) for seed, row in enumerate(rows)]
-    draws += [Draw(row, Sampling(), 1, 1) for row in rows[:40]]  # whose guesses are the highest
-    right = batched.launch(draws)
-    assert batched.guesses(right) == batched.collect(right)
-    inner = batched.gumbel
-    jitter = torch.rand(50, generator=torch.Generator().manual_seed(2)) * 2e-2
-
-    def rough(ids: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
-        return inner(ids, low, high) + (jitter if ids.dim() == 1 else 0.0)
-
-    monkeypatch.setattr(batched, "gumbel", rough)
-    monkeypatch.setattr(batched, "_NOISE_ERROR", 3e-2)
-    off = batched.launch(draws)
-    found, tokens = batched.guesses(off), batched.collect(off)
-    assert tokens == batched.collect(right)
-    assert 0 < sum(a != b for a, b in zip(found, tokens, strict=True)) < 20
-    wanted = [7, 3, 199]
-    assert batched.guesses_there(off, wanted).tolist() == [found[i] for i in wanted]
 
 
 @pytest.mark.gpu

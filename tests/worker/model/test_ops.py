@@ -1,6 +1,5 @@
-"""Small operations, products, parts of kernels, in float64; rotary tables against transformers'."""
+"""Small operations in float64, rounding in kernels; rotary tables against transformers'."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,6 @@ from mallee.worker.model.config import Activation
 from mallee.worker.model.kernels import amx
 from mallee.worker.model.kernels.jit import (
     Kernel,
-    claim,
-    exp2,
     floats,
     from_half,
     halves,
@@ -20,7 +17,6 @@ from mallee.worker.model.kernels.jit import (
     words,
 )
 from mallee.worker.model.linear.pages import PAGE_NBYTES, take_large_pages
-from mallee.worker.model.linear.plain import plain_linear
 from mallee.worker.model.loading.config_json import parse_config
 from mallee.worker.model.ops import MIN_PARALLEL_NUMEL, FusedOps, Ops, Turn
 from mallee.worker.model.rotary import Rotary, inverse_frequencies
@@ -123,20 +119,6 @@ def test_a_row_is_computed_alike_alone_and_among_many_by_several_threads(
     assert torch.equal(ops.gated(gate_up[9:10].contiguous(), "silu"), many[1][9:10])
 
 
-@both_dtypes
-@pytest.mark.parametrize(("inner", "outer"), [(576, 960), (64, 40), (72, 36)])
-def test_products_are_the_checkpoints_and_may_be_added_to(
-    dtype: torch.dtype, inner: int, outer: int
-) -> None:
-    weight = random(outer, inner, dtype=dtype)
-    linear = plain_linear(weight)
-    for n in (1, 3, 50):
-        x, residual = random(n, inner, seed=1, dtype=dtype), random(n, outer, seed=2, dtype=dtype)
-        exact = x.double() @ weight.double().t()
-        assert agrees(linear(x), exact)
-        assert agrees(linear.add(x, residual), exact + residual.double())
-
-
 # Rotary tables: at long contexts the last bit of a frequency shows
 
 
@@ -183,19 +165,7 @@ def test_cosines_and_sines_are_transformers_to_the_last_bit(kind: str) -> None:
     assert torch.equal(sin[:, 0, :half], -expected_sin[0, :, :half])  # rotate_half's sign
 
 
-# Parts of compiled kernels, and large pages
-
-
-needs_tiles = pytest.mark.skipif(not amx.is_available(), reason="this CPU has no AMX tiles")
-
-
-def _count_tasks(control: int) -> None:
-    a = words(control)
-    done = words(a[2])
-    task = claim(control)
-    while task < a[1]:
-        done[task] += 1
-        task = claim(control)
+# Rounding in compiled kernels, and large pages
 
 
 def _convert(control: int) -> None:
@@ -206,32 +176,6 @@ def _convert(control: int) -> None:
         back[i] = from_half(narrow[i])
 
 
-def _raise_two(control: int) -> None:
-    a = words(control)
-    x, y = floats(a[2]), floats(a[3])
-    for i in range(a[1]):
-        y[i] = exp2(x[i])
-
-
-def _transpose(control: int) -> None:
-    a = words(control)
-    amx.transpose(a[1], 128, a[2])
-
-
-count_tasks, convert, raise_two = Kernel(_count_tasks), Kernel(_convert), Kernel(_raise_two)
-for ready in (count_tasks, convert, raise_two):
-    ready.compile()
-
-
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_every_task_is_done_once_whatever_the_threads(num_threads: int) -> None:
-    done = np.zeros(5000, dtype=np.int64)
-    control = np.array([0, len(done), done.ctypes.data])
-    count_tasks.run(control.ctypes.data, num_threads)
-    assert (done == 1).all()
-    assert control[0] == len(done) + num_threads
-
-
 def test_rounding_to_bfloat16_is_torchs() -> None:
     """I7, part: ties to even, infinities and NaN included."""
     bits = torch.arange(0, 1 << 32, 65521, dtype=torch.int64).to(torch.int32)
@@ -239,33 +183,11 @@ def test_rounding_to_bfloat16_is_torchs() -> None:
     narrow, back = torch.empty_like(wide, dtype=torch.bfloat16), torch.empty_like(wide)
     addresses = [x.data_ptr() for x in (wide, narrow, back)]
     control = np.array([0, len(wide), *addresses])
+    convert = Kernel(_convert)
+    convert.compile()
     convert.run(control.ctypes.data, 1)
     torch.testing.assert_close(narrow, wide.bfloat16(), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(back, wide.bfloat16().float(), rtol=0, atol=0, equal_nan=True)
-
-
-def test_powers_of_two_are_exact_to_a_few_bits() -> None:
-    x = torch.cat((torch.linspace(-126, 126, 100_001), torch.tensor([0.0, 1.0, -1.0])))
-    y = torch.empty_like(x)
-    control = np.array([0, len(x), x.data_ptr(), y.data_ptr()])
-    raise_two.run(control.ctypes.data, 1)
-    exact = x.double().exp2()
-    assert float(((y.double() - exact) / exact).abs().max()) < 3e-7
-    far = torch.tensor([-1e30, -200.0, -float("inf")])
-    control = np.array([0, 3, far.data_ptr(), y.data_ptr()])
-    raise_two.run(control.ctypes.data, 1)
-    assert y[:3].tolist() == [0.0, 0.0, 0.0]
-
-
-@needs_tiles
-def test_sixteen_lines_are_transposed() -> None:
-    source = torch.arange(16 * 32, dtype=torch.int32).view(16, 32)
-    target = torch.empty(16, 16, dtype=torch.int32)
-    control = np.array([0, source.data_ptr(), target.data_ptr()])
-    kernel = Kernel(_transpose)
-    kernel.compile()
-    kernel.run(control.ctypes.data, 1)
-    assert torch.equal(target, source[:, :16].t())
 
 
 def test_tiles_are_not_used_by_kernels_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,25 +195,7 @@ def test_tiles_are_not_used_by_kernels_for_another_machine(monkeypatch: pytest.M
     assert not amx.is_available()
 
 
-def test_a_kernel_is_compiled_before_it_runs() -> None:
-    with pytest.raises(AssertionError, match="compiled before"):
-        Kernel(_count_tasks).run(0, 1)
-
-
 # Large pages for weights
-
-
-def large_pages_kb(address: int) -> int:
-    """Of the mapping with `address`, what lies in large pages."""
-    is_inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, *rest = line.split()
-        if "-" in name and not name.endswith(":"):
-            first, end = (int(part, 16) for part in name.split("-"))
-            is_inside = first <= address < end
-        elif is_inside and name == "AnonHugePages:":
-            return int(rest[0])
-    raise AssertionError(f"no mapping has {address:#x}")
 
 
 def test_what_is_written_moves_to_large_pages_unchanged() -> None:
@@ -300,8 +204,6 @@ def test_what_is_written_moves_to_large_pages_unchanged() -> None:
     first = -(-room.data_ptr() // PAGE_NBYTES) * PAGE_NBYTES
     if not take_large_pages(first, 3 * PAGE_NBYTES):
         pytest.skip("this system makes no large pages of memory that is written")
-    # The call's own word is of all three; the system may take some apart again at any time.
-    assert large_pages_kb(first) >= PAGE_NBYTES // 1024
     assert torch.equal(room, expected)
 
 
