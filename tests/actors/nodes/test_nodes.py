@@ -1,5 +1,6 @@
 """Services on this machine, `mallee up` among them: what they refuse before they start anything."""
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 from mallee.actors.config import AppConfig
 from mallee.actors.local import RAY_STARTS, LocalStack
 from mallee.actors.nodes import network
-from mallee.actors.nodes.folders import Folder
+from mallee.actors.nodes.folders import Folder, clear_abandoned
 from mallee.cli.main import cli
 from mallee.protocol.errors import ConfigError, MalleeError
 from support.mock_scene import make_folder
@@ -23,6 +24,28 @@ def test_a_folder_too_deep_for_sockets_is_refused(
     with pytest.raises(ConfigError, match="set TMPDIR="):
         Folder()
     assert not list(tmp_path.iterdir())
+
+
+def test_folders_without_their_owners_are_removed_and_others_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An owner has its folder locked; one that was just made is not locked yet."""
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")  # paths of sockets are short
+    mine = Folder()
+    secret = Path(mine.secret("key", "k"))
+    abandoned, young = (Path(tempfile.mkdtemp(prefix="mup-", dir="/tmp")) for _ in range(2))
+    try:
+        (abandoned / "owner").touch()
+        told = [each for each in clear_abandoned() if str(abandoned) in each]
+        assert told == [f"removed {abandoned} of a `mallee up` that was killed"]
+        assert not abandoned.exists()
+        assert young.is_dir()
+        assert mine.made("a/b").is_dir()
+        assert (secret.read_text(), secret.stat().st_mode & 0o777) == ("k", 0o600)
+    finally:
+        mine.remove()
+        young.rmdir()
+    assert not mine.path.exists()
 
 
 @pytest.mark.parametrize(
