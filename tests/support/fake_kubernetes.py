@@ -60,19 +60,6 @@ def kubernetes() -> Iterator[Kubernetes]:
         thread.join()
 
 
-def _merge(old: Any, patch: Any) -> Any:
-    """RFC 7386, which Helm sends for kinds it does not know, and close enough for the others here."""
-    if not isinstance(patch, dict) or not isinstance(old, dict):
-        return patch
-    result = dict(old)
-    for key, value in patch.items():
-        if value is None:
-            result.pop(key, None)
-        elif not key.startswith("$"):
-            result[key] = _merge(old.get(key), value)
-    return result
-
-
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -107,38 +94,21 @@ class _Handler(BaseHTTPRequestHandler):
     def _path(self) -> str:
         return self.path.partition("?")[0]
 
-    def _store(self, path: str, body: Object, status: int) -> None:
-        body.setdefault("metadata", {})["resourceVersion"] = str(len(self._cluster.asked) + 1)
-        self._cluster.objects[path] = body
-        self._answer(body, status)
-
     def do_GET(self) -> None:
         if (found := _discovery(self._path)) is not None:
             self._answer(found)
         elif (each := self._cluster.objects.get(self._path)) is not None:
             self._answer(each)
-        elif self._path.rsplit("/", 1)[-1] in {
-            p for kinds in KINDS.values() for p in kinds.values()
-        }:
-            items = [o for p, o in self._cluster.objects.items() if p.startswith(f"{self._path}/")]
-            self._answer({"kind": "List", "apiVersion": "v1", "metadata": {}, "items": items})
         else:
             self._missing()
-
-    def do_POST(self) -> None:
-        body = self._body()
-        self._store(f"{self._path}/{body['metadata']['name']}", body, 201)
-
-    def do_PUT(self) -> None:
-        self._store(self._path, self._body(), 200)
 
     def do_PATCH(self) -> None:
-        patch, old = self._body(), self._cluster.objects.get(self._path)
-        is_apply = "apply-patch" in (self.headers.get("Content-Type") or "")
-        if old is None and not is_apply:
-            self._missing()
-        else:
-            self._store(self._path, patch if is_apply else _merge(old, patch), 200)
+        """Server-side apply: the body is the whole object."""
+        assert "apply-patch" in self.headers["Content-Type"]
+        body = self._body()
+        body["metadata"]["resourceVersion"] = str(len(self._cluster.asked) + 1)
+        self._cluster.objects[self._path] = body
+        self._answer(body)
 
     def do_DELETE(self) -> None:
         self._body()
@@ -150,74 +120,41 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _discovery(path: str) -> Object | None:
     """Answers that tell clients which kinds there are."""
-    groups = [version for version in KINDS if version != "v1"]
     if path == "/version":
         return {"major": "1", "minor": "34", "gitVersion": "v1.34.0"}
     if path == "/api":
         return {"kind": "APIVersions", "versions": ["v1"]}
     if path == "/apis":
-        names = [(version.split("/")[0], version) for version in groups]
-        return {
-            "kind": "APIGroupList",
-            "apiVersion": "v1",
-            "groups": [
-                {
-                    "name": name,
-                    "versions": [{"groupVersion": version, "version": "v1"}],
-                    "preferredVersion": {"groupVersion": version, "version": "v1"},
-                }
-                for name, version in names
-            ],
-        }
+        groups = []
+        for each in KINDS.keys() - {"v1"}:
+            name, _, version = each.partition("/")
+            told = {"groupVersion": each, "version": version}
+            groups.append({"name": name, "versions": [told], "preferredVersion": told})
+        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
     if path == "/openapi/v3":
-        prefixes = {
-            version: "api/v1" if version == "v1" else f"apis/{version}" for version in KINDS
-        }
-        return {
-            "paths": {
-                prefix: {"serverRelativeURL": f"/openapi/v3/{version}?hash=1"}
-                for version, prefix in prefixes.items()
-            }
-        }
+        known = {f"apis/{each}" if "/" in each else "api/v1": each for each in KINDS}
+        where = {name: {"serverRelativeURL": f"{path}/{each}"} for name, each in known.items()}
+        return {"paths": where}
     if (version := path.removeprefix("/openapi/v3/")) in KINDS:
         return _promises_validation(version)
     version = path.removeprefix("/api/").removeprefix("/apis/")
     if version not in KINDS or not path.startswith("/api"):
         return None
-    return {
-        "kind": "APIResourceList",
-        "apiVersion": "v1",
-        "groupVersion": version,
-        "resources": [
-            {
-                "name": plural,
-                "singularName": kind.lower(),
-                "namespaced": kind != "Namespace",
-                "kind": kind,
-                "verbs": ["create", "delete", "get", "list", "patch", "update", "watch"],
-            }
-            for kind, plural in KINDS[version].items()
-        ],
-    }
+    verbs = ["create", "delete", "get", "list", "patch", "update", "watch"]
+    resources = [
+        {"name": plural, "namespaced": kind != "Namespace", "kind": kind, "verbs": verbs}
+        for kind, plural in KINDS[version].items()
+    ]
+    return {"kind": "APIResourceList", "groupVersion": version, "resources": resources}
 
 
 def _promises_validation(version: str) -> Object:
     """A document by which clients leave the validation of fields to the server."""
     group, _, name = version.rpartition("/")
-    return {
-        "openapi": "3.0.0",
-        "info": {"title": "fake", "version": "1"},
-        "paths": {
-            f"/{plural}": {
-                "patch": {
-                    "parameters": [{"name": "fieldValidation", "in": "query"}],
-                    "x-kubernetes-group-version-kind": {
-                        "group": group,
-                        "version": name,
-                        "kind": kind,
-                    },
-                }
-            }
-            for kind, plural in KINDS[version].items()
-        },
-    }
+    paths = {}
+    for kind, plural in KINDS[version].items():
+        of = {"group": group, "version": name, "kind": kind}
+        validated = [{"name": "fieldValidation", "in": "query"}]
+        patch = {"parameters": validated, "x-kubernetes-group-version-kind": of}
+        paths[f"/{plural}"] = {"patch": patch}
+    return {"openapi": "3.0.0", "info": {"title": "fake", "version": "1"}, "paths": paths}
