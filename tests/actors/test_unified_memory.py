@@ -69,26 +69,21 @@ def generate(i: int, num: int = 48, name: str | None = None) -> Generate:
     return Generate(name or f"r{i}", pack_tokens(text(i, num)), limits)
 
 
-def test_a_host_tier_is_that_much_more_kv(tmp_path: Path) -> None:
-    """X29, part: beside KV that is given; with memory of its own a device has what was given, and a tier."""
+def test_what_a_device_alone_had_evicted_is_found_again_without_a_copy(tmp_path: Path) -> None:
+    """X29, part: six texts of 14 blocks where 40 were given: each is there again, and no block was moved.
+
+    A device with memory of its own has what was given, and a tier.
+    """
     model = tmp_path / "model"
-    unified = forward_in(model)
-    assert unified.num_blocks == NUM_GIVEN + NUM_HOST
+    unified, own = forward_in(model), forward_in(model, UNIFIED._replace(is_unified=False))
+    assert (unified.num_blocks, own.num_blocks) == (NUM_GIVEN + NUM_HOST, NUM_GIVEN)
     unified.check()
-    own = forward_in(model, UNIFIED._replace(is_unified=False))
-    assert own.num_blocks == NUM_GIVEN
-    assert engine_over(unified, model)._lower is None
     tiered = engine_over(own, model)
     stats = tiered.stats().tiers
     assert stats is not None
     assert stats.host_room == NUM_HOST
     tiered.close()
-
-
-def test_what_a_device_alone_had_evicted_is_found_again_without_a_copy(tmp_path: Path) -> None:
-    """X29, part: six texts of 14 blocks where 40 were given: each is there again, and no block was moved."""
-    model = tmp_path / "model"
-    engine = engine_over(forward_in(model), model, disk_path=str(tmp_path / "disk"))
+    engine = engine_over(unified, model, disk_path=str(tmp_path / "disk"))
     first = [run_out(engine, generate(i))[0][f"r{i}"] for i in range(6)]
     computed = engine.stats().num_prefill_tokens
     again = [run_out(engine, generate(i, name=f"a{i}"))[0][f"a{i}"] for i in range(6)]
@@ -103,7 +98,10 @@ def test_what_a_device_alone_had_evicted_is_found_again_without_a_copy(tmp_path:
 
 
 def test_a_disk_is_directly_below_and_outlives_the_worker(tmp_path: Path) -> None:
-    """X29, part, F14, part: byte by byte after a demotion, and in the worker's next life."""
+    """X29, part, F14, part: byte by byte after a demotion, and in the worker's next life.
+
+    A demotion to host memory is refused with the reason.
+    """
     model, disk = tmp_path / "model", str(tmp_path / "disk")
     forward = forward_in(model)
     engine = engine_over(forward, model, disk_path=disk)
@@ -111,6 +109,9 @@ def test_a_disk_is_directly_below_and_outlives_the_worker(tmp_path: Path) -> Non
     before = kv_bytes(engine, forward, "p.0")
     fork = Fork("f", "p.0", (b"",), Limits(16, ignore_eos=True))
     whole = run_out(engine, fork)[0]["f"]
+    _, (refused,) = run_out(engine, Demote("h", "p.0", HOST))
+    assert "not on unified memory, where that is KV" in str(refused.error)
+    assert run_out(engine, fork)[0]["f"] == whole
     _, replies = run_out(engine, Demote("d", "p.0", DISK))
     assert [reply.error for reply in replies] == [None]
     run_out(engine, generate(9, 4 * 90))  # overwrites every block that is only cache
@@ -124,14 +125,3 @@ def test_a_disk_is_directly_below_and_outlives_the_worker(tmp_path: Path) -> Non
     assert again.stats().num_prefill_tokens == 0
     assert run_out(again, fork)[0]["f"] == whole
     again.close()
-
-
-def test_a_demotion_to_host_memory_is_refused_with_the_reason(tmp_path: Path) -> None:
-    """There is nowhere else to go, and the capsule stays usable."""
-    model = tmp_path / "model"
-    engine = engine_over(forward_in(model), model)
-    run_out(engine, Prefill("p", pack_tokens(text(1))))
-    _, (reply,) = run_out(engine, Demote("d", "p.0", HOST))
-    assert reply.error is not None
-    assert "not on unified memory, where that is KV" in str(reply.error)
-    assert run_out(engine, Fork("f", "p.0", (b"",), Limits(4, ignore_eos=True)))[0]["f"]

@@ -4,7 +4,7 @@ import inspect
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -54,14 +54,14 @@ def chunk(index: int, text: str, finish: str | None = None, **more: Any) -> byte
 
 
 GOOD = (
-    b": hello\r\n\r\n"
+    b": hello\r\n\r\nevent: x\n"
     + chunk(1, " b")
     + chunk(0, " a")
     + chunk(1, "ü🌱").replace(b"\n\n", b"\r\n\r\n")
     + chunk(1, "", "stop", mallee=EXTRAS)
     + chunk(0, "!", "length", mallee={**EXTRAS, "capsule": None})
-    + b'data: {"id": "req_2", "choices": [], "usage": {"prompt_tokens": 103, "completion_tokens": 7,'
-    b' "total_tokens": 110, "prompt_tokens_details": {"cached_tokens": 100}}}\n\n'
+    + b'data: {"id": "req_2", "choices": [], "usage": {"prompt_tokens": 103, "completion_tokens": 7,\r\n'
+    b'data: "total_tokens": 110, "prompt_tokens_details": {"cached_tokens": 100}}}\n\n'
     + b"data: [DONE]\n\n"
 )
 
@@ -473,16 +473,6 @@ def test_the_tree_shows_every_branch_with_its_figures(server: Script) -> None:
     assert "end" in capture.get()
     assert "begin" not in capture.get()
     assert len(capture.get().splitlines()) <= 6
-
-
-def test_parsers_hold_partial_lines() -> None:
-    from mallee.client.sse import SseParser
-
-    feed: Callable[[bytes], list[str]] = SseParser().feed
-    assert feed(b"data: a\r") == []
-    assert feed(b"\n") == []
-    assert feed(b"data:b\r\n\r") == ["a\nb"]
-    assert feed(b"\n: comment\n\nevent: x\ndata: c\n\n") == ["c"]
 
 
 def test_logprobs_of_a_branch_add_up_over_its_chunks() -> None:

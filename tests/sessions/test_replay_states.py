@@ -116,7 +116,13 @@ def test_a_random_session_is_replayed_token_by_token(
     assert bad(outcomes) == []
     num_tokens = RecordedSession(read(raw).entries).num_tokens
     assert sum(each.num_tokens for each in outcomes) == num_tokens
-    assert bad(again(raw[: data.draw(st.integers(len(frame(driver.entries[0])), len(raw)))])) == []
+    end = data.draw(st.integers(len(frame(driver.entries[0])), len(raw)))
+    torn = read(raw[:end])
+    assert torn.nbytes + torn.num_ignored == end
+    assert bad(again(raw[:end])) == []
+    if end < len(raw):
+        flipped = raw[:end] + bytes([raw[end] ^ 1]) + raw[end + 1 :]
+        assert read(flipped).num_ignored >= len(raw) - end, "damage ends a record"
     late = driver.forget_before(data.draw(st.integers(1, len(driver.entries))))
     assert bad(again(late)) == []
 

@@ -14,12 +14,10 @@ from mallee.protocol.messages import (
     Command,
     Generate,
     Grammar,
-    Limits,
     Prefill,
     Sampling,
     pack_tokens,
 )
-from mallee.testing.random_model import random_model
 from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.kv.journal import Journal
@@ -147,19 +145,5 @@ async def test_a_file_goes_on_elsewhere_as_the_very_branch_bit_by_bit(
     assert await there.file_of("i.0") == data
     again = await run(there.engine, resume("again", "i.0"))
     assert again.tokens["again", 0] == tokens[num - len(PROMPT) :]
-    for side in (here, there):
-        side.close()
-
-
-async def test_nobody_elses_prompt_finds_what_was_imported(tmp_path: Path) -> None:
-    """F7, part: neither the tenant's own nor another's; forks of the capsule do."""
-    model = random_model("llama", 5)
-    here, there = (Side(model.forward(num_blocks=121), tmp_path) for _ in "ab")
-    await run(here.engine, Prefill("p", pack_tokens(PROMPT)))
-    came = await there.taken("i", await here.file_of("p.0"))
-    assert came.last["i", 0].cached_tokens == len(PROMPT)
-    for salt in ("", "mine", "other"):
-        asked = Generate(f"g{salt}", pack_tokens(PROMPT), Limits(1), salt=salt)
-        assert (await run(there.engine, asked)).last[f"g{salt}", 0].cached_tokens == 0
     for side in (here, there):
         side.close()

@@ -21,7 +21,7 @@ from mallee.protocol.errors import (
 from mallee.protocol.model import WeightVersion
 from mallee.worker.capsules.record import decode_record
 from mallee.worker.kv.tiers.peers import Ask
-from support.files import BLOCK_SIZE, FIELDS, SPEC, Desk, record, rows, spec
+from support.files import BLOCK_SIZE, SPEC, Desk, record, rows, spec
 from support.waiting import until
 
 
@@ -83,32 +83,6 @@ async def test_what_goes_out_is_lent_when_it_has_come_in(
     await until(lambda: (desk.spools.num_open, desk.spools.nbytes) == (0, 0))
     await until(lambda: all(each.is_closed for each in desk.shelf.loans))
     desk.pool.shutdown()
-
-
-async def test_no_cut_or_flipped_file_is_taken(desk: Desk) -> None:
-    """F24, part: at any byte; nothing of it is lent, and its room is free."""
-    data = await file_of(desk)
-    for i in range(0, len(data), 7):
-        flipped = data[:i] + bytes([data[i] ^ 4]) + data[i + 1 :]
-        for wrong in (data[:i], flipped):
-            with pytest.raises((CorruptExport, IncompatibleCapsule)):
-                await taken(desk, wrong)
-            await until(lambda: desk.spools.num_open == 0)
-    assert (desk.spools.nbytes, len(desk.lender)) == (0, 0)
-
-
-@pytest.mark.parametrize("field", [name for name, _ in FIELDS])
-async def test_another_models_file_is_refused_by_each_field(desk: Desk, field: str) -> None:
-    """F24, part: by name, before a block of it is taken."""
-    other = spec(kv_fields=tuple((n, "other" if n == field else v) for n, v in FIELDS))
-    holder = desk.shelf.put("c", record(), rows())
-    data = await desk.sent(holder, other)
-    incoming = await desk.imports.begin(SPEC, BLOCK_SIZE)
-    with pytest.raises(IncompatibleCapsule) as caught:
-        await incoming.feed(data)
-    (difference,) = caught.value.fields["differences"]
-    assert difference == [field, "other", dict(FIELDS)[field]]
-    incoming.close()
 
 
 async def test_weights_that_change_meanwhile_get_no_kv(desk: Desk) -> None:

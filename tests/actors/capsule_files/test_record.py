@@ -12,7 +12,7 @@ from mallee.protocol.errors import ContextLengthExceeded, CorruptExport
 from mallee.protocol.events import pack_hashes
 from mallee.protocol.messages import Continuation, Grammar, Limits, Sampling, pack_tokens
 from mallee.protocol.model import WeightVersion
-from support.files import BLOCK_SIZE, SPEC, record, rows, spec
+from support.files import BLOCK_SIZE, FIELDS, SPEC, record, rows, spec
 
 
 def test_a_file_tells_nothing_of_its_owner() -> None:
@@ -138,10 +138,15 @@ def test_kv_that_no_model_computes_is_refused(nbytes: int, odd: bytes) -> None:
             check_numbers(bytes(block), 5, model)
 
 
-def test_a_changed_weight_version_is_another_identity() -> None:
+def test_a_changed_weight_version_or_field_is_another_identity() -> None:
+    """F24, part: storage compares them field by field, and refuses a file before a block of it is taken."""
     plain = identity_of(SPEC, BLOCK_SIZE)
     assert plain["weights"] == "w1"
     changed = spec(weights=WeightVersion(1, "v2", "/x", "w2"))
     other = identity_of(changed, BLOCK_SIZE)
     assert {k for k in plain if plain[k] != other[k]} == {"weights", "weight_version"}
+    for field, _ in FIELDS:
+        fields = tuple((n, "other" if n == field else v) for n, v in FIELDS)
+        other = identity_of(spec(kv_fields=fields), BLOCK_SIZE)
+        assert {k for k in plain if plain[k] != other[k]} == {field}
     assert identity_of(SPEC, 16) != plain

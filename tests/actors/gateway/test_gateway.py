@@ -33,27 +33,6 @@ def expect(prompt: list[int], n: int, branch: int = 0) -> list[int]:
     return linear_tokens(SPEC, prompt, n, sampling=HOT, seed=branch_seed(HOT.seed, branch))
 
 
-async def test_a_fork_goes_to_its_capsule_and_computes_only_suffixes() -> None:
-    """X1, part: five branches, two workers, affinity 1.0 and nothing of the prefix computed again."""
-    async with fleet(workers=2) as f:
-        gateway = f.gateways[0]
-        stream = await gateway.start(PrefillJob(PROMPT))
-        ((_, made),) = (await collect(stream)).values()
-        assert made.capsule is not None
-        assert (await gateway.capsule(made.capsule, COMMON)).boundary == 200
-        suffixes = [as_tokens([i, i + 1]) for i in range(5)]
-        fork = await gateway.start(ForkJob(made.capsule, suffixes, Limits(8), HOT))
-        assert fork.worker == stream.worker
-        answers = await collect(fork)
-        for i, suffix in enumerate(suffixes):
-            tokens, last = answers[i]
-            assert tokens == expect(PROMPT.tolist() + suffix.tolist(), 8, i)
-            assert (last.cached_tokens, last.prefill_tokens) == (200, 2)
-        for router in f.routers:
-            router.check()
-            assert all(w.rows == 0 and w.active_blocks == 0 for w in router.workers())
-
-
 async def test_capsules_are_dated_by_the_gateways_wall_clock() -> None:
     dates: list[float] = []
     made_fleet = LiveFleet(

@@ -104,30 +104,6 @@ async def test_a_second_stream_replaces_the_first(rig: Any) -> None:
             assert {u.request for u in await updates(second, 1)} == {"new"}
 
 
-async def test_a_slow_reader_gets_what_it_missed_as_one(rig: Any) -> None:
-    """K28, part: a gateway that stalls costs tokens, not frames, and loses none of them."""
-    async with rig() as r, aclosing(Reader(r.host, "g")) as frames, aclosing(
-        Reader(r.host, "other")
-    ) as other:  # fmt: skip
-        await hello(frames)
-        await hello(other)
-        frames.is_slow = True
-        await frames.submit(batch(generate("a", 300, n=2)))
-        await other.submit(batch(generate("b", 300)))
-        whole = [token for u in await updates(other, 1) for token in u.tokens]
-        assert len(whole) == 300
-        await until(lambda: running(r) == 0)
-        frames.resume()
-        got = news(await anext(frames))
-        assert [(u.branch, len(u.tokens), u.finish) for u in got] == [
-            (0, 300, "length"),
-            (1, 300, "length"),
-        ]
-        assert got[0].tokens == tuple(whole)
-        assert r.host.stats().slow_streams == 0
-        r.host.check()
-
-
 async def test_heartbeats_tell_how_far_a_busy_worker_is(rig: Any) -> None:
     """Chunks of a long prefill report nothing: without it they would look like a hang."""
     async with rig(heartbeat_s=0.01) as r, aclosing(Reader(r.host, "g")) as frames:

@@ -665,18 +665,6 @@ async def test_a_thread_that_fails_by_a_bug_is_a_failure_of_its_server(tmp_path:
         await asyncio.get_running_loop().shutdown_default_executor()
 
 
-def test_a_block_of_another_place_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If a bit flips on its way in the places that are asked for, too."""
-    with place(tmp_path) as p:
-        loan = p.lend(range(20))
-        monkeypatch.setattr(borrower_module, "pack_places", lambda _: m.pack_places(range(3, 9)))
-        with pytest.raises(CorruptLoan, match="block 4 that worker w0 lent"):
-            read(loan, range(4, 10))
-        loan.close()
-
-
 def test_blocks_that_were_sent_ahead_in_vain_are_passed_over(tmp_path: Path) -> None:
     """Whole chunks in a row are sent ahead; reading elsewhere, or no more, is as right as ever."""
     with place(tmp_path) as p:

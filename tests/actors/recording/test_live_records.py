@@ -185,28 +185,6 @@ async def test_what_differs_is_named_with_branch_and_step(tmp_path: Path) -> Non
     assert (found.step, found.expected, found.got) == (5, "its end (stop)", "its end (length)")
 
 
-async def test_a_torn_record_is_replayed_up_to_where_it_ends(tmp_path: Path) -> None:
-    """F25: at every length; damage in the middle ends it there."""
-    async with api(tmp_path) as (client, _):
-        first = await complete(client, n=2, max_tokens=6)
-        left = first[1]["mallee"]["capsule"]
-        await post(client, f"/v1/capsules/{left}/fork", n=1, max_tokens=5, **SAMPLED)
-        raw = (await client.get(RECORD)).content
-    num_entries = len(read(raw).entries)
-    begin = next(n for n in range(len(raw)) if raw.startswith(b"mses", n) and n)
-    seen = set()
-    for end in range(begin, len(raw), 41):
-        contents = read(raw[:end])
-        seen.add(len(contents.entries))
-        assert contents.nbytes + contents.num_ignored == end
-        if not len(contents.entries) % 5:
-            assert bad(again(raw[:end])) == []
-    assert len(seen) > num_entries // 2
-    flipped = bytearray(raw)
-    flipped[len(raw) // 2] ^= 1
-    assert read(bytes(flipped)).num_ignored > len(raw) // 2 - 400
-
-
 async def test_capsules_of_before_are_in_the_record_as_text(tmp_path: Path) -> None:
     """F25: the record begins late; its first forks continue what is not in it, a branch's rest included."""
     async with api(tmp_path) as (client, _):
