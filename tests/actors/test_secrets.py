@@ -318,27 +318,6 @@ def check_logs(files: dict[str, str]) -> None:
         assert not any("/health" in each["message"] for each in found)
 
 
-def test_a_trace_goes_from_the_client_to_a_worker_of_the_deployment(head: Head) -> None:
-    """By the environment of `ray start` alone."""
-    assert head.spans is not None
-    trace = secrets.token_hex(16)
-    answer = httpx.post(
-        f"{head.url}/v1/completions",
-        json={"model": "m", "prompt": "a tree", "max_tokens": 4},
-        headers={
-            "authorization": f"Bearer {head.secrets[OPERATOR]}",
-            "traceparent": f"00-{trace}-b7ad6b7169203331-01",
-        },
-    )
-    assert answer.headers["traceresponse"].split("-")[1] == trace
-    spans = head.spans
-    until(lambda: {"POST /v1/completions", "engine"} <= {span.name for span in spans.of(trace)})
-    by_name = {span.name: span for span in spans.of(trace)}
-    assert by_name["POST /v1/completions"].parent == "b7ad6b7169203331"
-    assert by_name["engine"].parent == by_name["shard"].span
-    assert by_name["engine"].resource["mallee.process"] == "worker"
-
-
 def test_planted_secrets_are_found_nowhere(head: Head) -> None:
     """In no log of the session, process list, `serve config`, REST answer, metric, span, error or output."""
     texts: dict[str, str] = {}

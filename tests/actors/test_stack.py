@@ -205,18 +205,3 @@ def test_an_object_that_was_cut_is_finished_by_its_forks(base_url: str) -> None:
         answer = httpx.post(f"{base_url}/v1/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "guided_regex")
         assert "unclosed" in answer.json()["error"]["message"]
-
-
-def test_completion_logprobs_are_the_models(client: openai.OpenAI) -> None:
-    """I5: greedy draws the likeliest; penalties and bias change draws, not the report."""
-    more: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
-    plain = client.completions.create(**more, logprobs=2).choices[0]
-    assert plain.logprobs is not None
-    tokens, tops = plain.logprobs.tokens or [], plain.logprobs.top_logprobs or []
-    assert "".join(tokens) == plain.text
-    assert all(max(top, key=top.__getitem__) == t for t, top in zip(tokens, tops, strict=True))
-    banned = client.completions.create(**more, logprobs=2, logit_bias={"7042": -100}).choices[0]
-    assert banned.logprobs is not None
-    assert (banned.logprobs.top_logprobs or [])[0] == pytest.approx(tops[0], abs=1e-3)
-    again = client.completions.create(**more, presence_penalty=2.0, frequency_penalty=2.0)
-    assert again.choices[0].text

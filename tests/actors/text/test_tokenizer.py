@@ -10,11 +10,9 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.actors.text.chat import ChatTemplate
-from mallee.actors.text.conversation import Conversation, Message
 from mallee.actors.text.cuts import TokenCut, find_cut
 from mallee.actors.text.tokenizer import Detokenizer, StopMatcher, Tokenizer
-from mallee.protocol.errors import InvalidParameter, MalleeError, ModelNotFound
+from mallee.protocol.errors import InvalidParameter, ModelNotFound
 from support.tokenizers_made import byte_level, metaspace
 
 
@@ -135,33 +133,6 @@ def test_token_bytes_of_a_vocabulary_that_falls_back_to_bytes() -> None:
     tokenizer = Tokenizer(inner)
     found = [tokenizer.token_bytes(i) for i in (1, 2, 3, 4, 5, 99)]
     assert found == [b" hi", b"\xc3", b"\xa9", "é".encode(), b"<s>", b""]
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Path:
-    source = pytest.importorskip("mallee.worker.model.loading.source")
-    try:
-        path: Path = source.resolve_model("smollm2")
-    except (MalleeError, ImportError) as error:
-        pytest.skip(f"SmolLM2 can't be resolved: {error}")
-    return path
-
-
-@pytest.mark.model
-def test_smollm2_streams_and_chats(smollm2: Path) -> None:
-    tokenizer, chat = Tokenizer.load(smollm2), ChatTemplate.load(smollm2)
-    text = "Zwölf Boxkämpfer 🌳🌿 jagen  Viktor; 東京\n"
-    ids = tokenizer.encode(text)
-    for size in (1, 2, 3):
-        chunks = [ids[i : i + size] for i in range(0, len(ids), size)]
-        assert joined(tokenizer.detokenizer(), chunks) == text
-    system, question = Message("system", "Be brief."), Message("user", "hi")
-    whole = chat.render(Conversation([system, question])).text
-    before = chat.render(Conversation([system]), add_generation_prompt=False).text
-    assert whole == before + chat.render_continuation([question]).text
-    assert tokenizer.encode("<|im_end|>")[0] in tokenizer.eos_token_ids
-    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
-    assert tokenizer.token_bytes(tokenizer.eos_token_ids[0]) == b"<|im_end|>"
 
 
 WORDS = ["the tree", " the root", " leaf", "é", "木", ", ", "Obser", "vation:", "x"]
