@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from uvicorn.lifespan.on import LifespanOn
 
-from mallee.actors.http.entry.gate import Gate, Turns, refuse
+from mallee.actors.http.entry.gate import Gate, refuse
 from mallee.actors.http.messages.errors import AnthropicErrors
 from mallee.actors.proxy import direct
 
@@ -88,30 +88,6 @@ async def test_rays_server_calls_the_api_for_its_paths_alone(
         monkeypatch.setattr(direct, "_app", None)
         direct.serve_here(slow.gate)
         assert [(await client.get(path)).text for path in paths] == ["ray", "ok", "ray"]
-
-
-async def test_of_many_that_come_at_once_a_few_begin_in_each_turn_in_order() -> None:
-    """Those that have gone meanwhile take no room."""
-    turns, begun = Turns(3), list[int]()
-
-    async def begin(number: int) -> None:
-        await turns.wait()
-        begun.append(number)
-
-    tasks = [asyncio.create_task(begin(i)) for i in range(20)]
-    counts = []
-    while not all(task.done() for task in tasks):
-        before = len(begun)
-        await asyncio.sleep(0)
-        counts.append(len(begun) - before)
-        if len(counts) == 2:
-            tasks[-1].cancel()
-            tasks[-2].cancel()
-    assert begun == list(range(18))
-    assert max(counts) <= 3
-    assert sum(counts) == 18
-    await asyncio.sleep(0)
-    await asyncio.wait_for(turns.wait(), 1)  # nothing is left of the crowd
 
 
 async def test_a_server_that_insists_on_a_lifespan_starts_and_ends_the_api(call: Any) -> None:

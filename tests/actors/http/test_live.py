@@ -65,18 +65,6 @@ async def test_the_official_client_reads_streams(official: openai.AsyncOpenAI) -
     assert usage.completion_tokens == 16
 
 
-async def test_the_official_client_reads_chat(official: openai.AsyncOpenAI) -> None:
-    """I17: chat with the official client, whole and streamed."""
-    asked: Any = {"model": "tiny/bytes", "messages": MESSAGES}
-    made = await official.chat.completions.create(**asked, seed=1)
-    assert made.choices[0].message.role == "assistant"
-    assert made.choices[0].message.content == "hello 0"
-    chunks = [c async for c in await official.chat.completions.create(**asked, stream=True)]
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(c.choices[0].delta.content or "" for c in chunks) == "hello 0"
-    assert chunks[-1].choices[0].finish_reason == "stop"
-
-
 async def test_the_official_client_raises_its_own_error_types(official: openai.AsyncOpenAI) -> None:
     """I17: errors carry param and code as the official client reads them."""
     with pytest.raises(openai.BadRequestError) as refused:

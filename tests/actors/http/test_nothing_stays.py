@@ -157,26 +157,20 @@ async def test_capsules_give_their_memory_back_when_nobody_used_them_for_their_t
         assert (await client.post(CAPSULES, json=more)).status_code == 200
 
 
-async def test_a_session_is_forgotten_when_nobody_used_it_for_its_time(folder: Path) -> None:
-    """F30, part: the name is 404 then, and free."""
-    async with api(folder, sessions__ttl_s=3.0) as (client, _):
-        await talk(client, "a")
-        assert (await client.get("/v1/sessions/a")).status_code == 200
-
-        async def is_forgotten() -> bool:
-            return (await client.get("/v1/sessions/a")).status_code == 404
-
-        await until_asked(is_forgotten)
-        await talk(client, "a")
-        assert (await client.get("/v1/sessions/a")).status_code == 200
-
-
-async def test_sessions_beyond_their_number_take_the_place_of_the_idlest(folder: Path) -> None:
-    """F30, part: no request is refused for it."""
-    async with api(folder, sessions__max_nodes=12, engine__max_answer_capsules=0) as (client, _):
+async def test_sessions_end_by_their_number_and_their_time(folder: Path) -> None:
+    """F30, part: the idlest make room, so that no request is refused for it; a name is 404 then, and free."""
+    settings = {"sessions__max_nodes": 12, "sessions__ttl_s": 3.0, "engine__max_answer_capsules": 0}
+    async with api(folder, **settings) as (client, _):
         for i in range(40):
             await talk(client, f"s{i:02}")
         names = [each["id"] for each in (await client.get("/v1/sessions?limit=100")).json()["data"]]
         assert 1 <= len(names) <= 12
         assert names == [f"s{i:02}" for i in range(40 - len(names), 40)]
         assert (await client.get("/v1/sessions/s00")).status_code == 404
+
+        async def is_forgotten() -> bool:
+            return (await client.get("/v1/sessions/s39")).status_code == 404
+
+        await until_asked(is_forgotten)
+        await talk(client, "s39")
+        assert (await client.get("/v1/sessions/s39")).status_code == 200

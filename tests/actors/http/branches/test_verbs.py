@@ -174,8 +174,8 @@ async def test_a_branch_that_lost_its_worker_keeps_what_was_injected() -> None:
         assert text[place:] == WORDS + linear["choices"][0]["text"]
 
 
-async def test_what_cannot_be_injected_is_refused_by_name() -> None:
-    """F22, part: a grammar, no such branch, no tokens, too many, and an unknown mode."""
+async def test_what_cannot_be_injected_or_prioritized_is_refused_by_name() -> None:
+    """F22, part, F30, part: no such branch, no tokens, too many, an unknown mode; wrong priorities."""
     async with tiny_api(MODEL, 1) as (client, fleet):
         body = {"prompt": PROMPT, **SAMPLED, "max_tokens": 1900, "stream": True}
         async with client.stream("POST", "/v1/completions", json=body) as response:
@@ -193,6 +193,9 @@ async def test_what_cannot_be_injected_is_refused_by_name() -> None:
                 answer = await client.post(f"{path}/{branch}/inject", json=asked)
                 assert answer.status_code == status, answer.text
                 assert named in answer.json()["error"]["message"]
+        for body in ({}, {"priority": 1001}, {"priority": "high"}):
+            answer = await client.post("/v1/requests/cmpl-1/prioritize", json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
         gone = await client.post(f"{path}/0/inject", json={"suffix": "x"})
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "branch_not_found")
         fleet.gateways[0].check()
@@ -233,14 +236,6 @@ async def test_branches_have_their_new_priority_also_after_their_worker_was_lost
         assert texts == [choice["text"] for choice in alone["choices"]]
         gone = await client.post(path, json={"priority": 1})
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "request_not_found")
-
-
-async def test_a_priority_that_cannot_be_is_refused_by_name() -> None:
-    """F30, part: none, too high, no number."""
-    async with tiny_api(MODEL, 1) as (client, _):
-        for body in ({}, {"priority": 1001}, {"priority": "high"}):
-            answer = await client.post("/v1/requests/cmpl-1/prioritize", json=body)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
 
 
 # All below a capsule

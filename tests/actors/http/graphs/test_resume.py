@@ -28,7 +28,7 @@ from support.graphs_asked import (
 )
 from support.live_api import served
 from support.live_fleet import kill_gateway
-from support.tiny_fleet import post, two_gateways
+from support.tiny_fleet import two_gateways
 from support.waiting import until, until_asked
 
 MODEL = random_model("llama", 5, max_position_embeddings=2048)
@@ -111,31 +111,6 @@ async def test_a_graph_that_nobody_read_goes_on_at_any_gateway() -> None:
             for client in (s.a, s.b):
                 refused = await client.post("/v1/graphs", json={"nodes": NODES, "resume": name})
                 assert refused.status_code == 404
-
-
-async def test_calls_of_tools_are_asked_again_and_results_that_were_told_are_kept() -> None:
-    nodes = [
-        DOC,
-        tool("told", max_tokens=16),
-        tool("open", max_tokens=16),
-        branch("a", text=[{"node": "told"}, {"node": "open"}]),
-    ]
-    async with two_gateways(MODEL) as s:
-        async with streamed(s.a, *nodes) as stream:
-            await stream.until("tool.call", "open")
-            name = stream.events[0]["id"]
-            await post(s.b, f"/v1/graphs/{name}/nodes/told/result", output=["x", "y"])
-            await stream.until("node.ended", "told")
-            kill_gateway(s.fleet, 0)
-        async with streamed(s.b, *nodes, resume=name) as resumed:
-            assert (await resumed.until("tool.call"))["node"] == "open"
-            await post(s.b, f"/v1/graphs/{name}/nodes/open/result", output="z")
-            ended = await resumed.until("graph.ended")
-            assert ended["status"] == "done"
-        found = (await s.b.get(f"/v1/graphs/{name}")).json()
-        assert found["nodes"]["told"]["items"] == ["x", "y"]
-        calls = [each["node"] for each in resumed.events if each["type"] == "tool.call"]
-        assert calls == ["open"]
 
 
 async def test_what_can_not_be_resumed_is_refused() -> None:

@@ -139,18 +139,6 @@ async def test_a_background_response_is_seen_cancelled_and_deleted_from_another_
             await a.responses.retrieve(other.id)
 
 
-async def test_without_its_gateway_an_unknown_response_is_404_in_time() -> None:
-    async with two_clients() as (a, b, fleet, _):
-        first = await ask(a, "hi")
-        known = await ask(a, "hello")
-        await b.responses.retrieve(known.id)
-        fleet.gateways[0].records._bus.is_mute = True  # type: ignore[attr-defined]
-        with pytest.raises(openai.NotFoundError):
-            await b.responses.retrieve(first.id, timeout=5)
-        again = await ask(b, "more", previous_response_id=known.id)
-        assert again.mallee["turn"] in ("capsule", "rewritten")
-
-
 def record() -> Record:
     call = ToolCall("c1", "look", '{"at": 1}')
     first = Turn(None, (Message("user", "hi"),))
