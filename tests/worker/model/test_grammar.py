@@ -327,28 +327,6 @@ def test_a_slow_compilation_holds_up_nobody_who_has_a_grammar(
     assert len(compiled) == 1
 
 
-@pytest.mark.parametrize("n", [1, 3, 15, 16, 40])
-def test_many_masks_are_the_same_as_each_alone(lab: Lab, n: int) -> None:
-    """D11, part: by one thread or several; no bit beyond the vocabulary."""
-    start = lab.grammars.compile(Grammar("json_schema", json.dumps(SCHEMAS["nested"])))
-    matchers = []
-    for i in range(n):
-        matcher = start.fork()
-        for token in lab.tokenizer.encode('{"a":{"b":{"c":12}').ids[: i % 9]:
-            matcher.advance(token)
-            assert not matcher.error
-        matchers.append(matcher)
-    together = np.zeros((n + 2, num_words(lab.vocab_size)), dtype=np.int32)
-    lab.grammars.fill(matchers, together)
-    for i, matcher in enumerate(matchers):
-        alone = np.zeros((1, together.shape[1]), dtype=np.int32)
-        lab.grammars.fill([matcher], alone)
-        assert (alone[0] == together[i]).all()
-        bits = np.unpackbits(alone[0].view(np.uint8), bitorder="little")
-        assert not bits[lab.vocab_size :].any()
-    assert not together[n:].any()
-
-
 def test_a_token_that_is_not_allowed_breaks_a_fork_and_not_its_parent(lab: Lab) -> None:
     start = lab.grammars.compile(Grammar("regex", "abc"))
     child = start.fork()

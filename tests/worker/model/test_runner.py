@@ -1,11 +1,10 @@
-"""TorchForward's own promises: budgets, dtypes, copies, kept logits, checks, bytes."""
+"""TorchForward's own promises: budgets, dtypes, copies, checks, other weights, a draft model."""
 
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from msgspec import structs
@@ -30,7 +29,6 @@ from mallee.worker.forward import ForwardBatch
 from mallee.worker.kv.node import BlockCopy
 from mallee.worker.memory.budget import GIB, MIB, DeviceMemory, Room
 from mallee.worker.model import runner
-from mallee.worker.model.kv_memory import TorchKV
 from mallee.worker.model.loading.vocabulary import check_same_tokens
 from mallee.worker.model.runner import TorchForward, load, resolve_dtype
 from support.driving import drive
@@ -183,18 +181,6 @@ def test_a_copy_takes_the_filled_slots_of_every_layer_and_no_more(
     assert not torch.equal(memory, before)
 
 
-def test_kept_logits_outlive_later_steps_and_pin_nothing(sequences: Callable[..., Any]) -> None:
-    forward = random_model().forward()
-    run = sequences(forward)
-    rows = [run.row(name, [1, 2, i]) for i, name in enumerate("abc")]
-    given = forward.forward(ForwardBatch((), rows))
-    kept = forward.keep(given[1])
-    assert kept.untyped_storage().nbytes() == 128 * 4
-    copy = kept.clone()
-    run.step(*(run.row(name, [5]) for name in "abc"))
-    assert torch.equal(kept, copy)
-
-
 def _answer(forward: TorchForward, prompt: list[int], life: int = 1) -> list[int]:
     """16 tokens of a new engine over `forward`."""
     engine = make_engine(forward, "w", life)
@@ -238,30 +224,6 @@ def test_weights_of_another_config_or_content_are_refused(tmp_path: Path) -> Non
         forward.with_weights(same, structs.replace(version, digest="beef"))
     with pytest.raises(ModelNotFound):
         forward.with_weights(tmp_path / "absent", version)
-
-
-# Blocks as rows of bytes
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_the_bytes_of_each_layer_of_their_blocks(dtype: torch.dtype) -> None:
-    """Of blocks in a row and of scattered ones, into rows and back into other blocks."""
-    memory = torch.randn(3, 40 * 4, 2, 8).to(dtype)  # [layers, slots, ...]
-    kv = TorchKV(memory, 4)
-    blocks = [5, 6, 7, 30, 2, 1, 12, 13]
-    rows = np.empty((len(blocks), kv.block_nbytes), np.uint8)
-    kv.read(blocks, rows)
-    for block, row in zip(blocks, rows, strict=True):
-        own = memory[:, block * 4 : block * 4 + 4].contiguous().view(torch.uint8)
-        assert row.tobytes() == own.numpy().tobytes()
-    other = TorchKV(torch.zeros_like(memory), 4)
-    there = [20, 21, 3, 9, 10, 11, 0, 39]
-    other.write(there, rows)
-    back = np.empty_like(rows)
-    other.read(there, back)
-    assert (back == rows).all()
-    untouched = set(range(40)) - set(there)
-    assert all(not other._memory[:, b * 4 : b * 4 + 4].any() for b in untouched)
 
 
 # A model and its draft model: the same tokens or refused, and one memory for both

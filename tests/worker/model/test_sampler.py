@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -24,7 +23,6 @@ from mallee.worker.forward import (
     TokenHistory,
     Words,
     distinct,
-    flags,
     num_words,
 )
 from mallee.worker.model.kernels.race import race
@@ -83,13 +81,6 @@ def reference(
 # Noise
 
 
-def test_splitmix64_is_the_published_function() -> None:
-    """Source: the reference splitmix64.c, seed 1234567."""
-    golden = 0x9E3779B97F4A7C15
-    found = [splitmix64((1234567 + i * golden) % 2**64) for i in range(3)]
-    assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]
-
-
 def test_noise_is_what_the_scheme_says_in_plain_integers() -> None:
     ids = torch.tensor([0, 1, 2, 777, 49151, 2**31 - 1], dtype=torch.int32)
     for seed, position in ((0, 0), (7, 1), (2**64 - 1, 8191)):
@@ -113,16 +104,6 @@ def test_draws_are_the_golden_ones() -> None:
         for position in (0, 1, 500)
     ]
     assert sampled == GOLDEN
-
-
-def test_noise_of_neighbouring_ids_and_positions_is_uncorrelated() -> None:
-    ids = torch.arange(4096, dtype=torch.int32)
-    rows = torch.stack([noise(ids, 5, position) for position in range(64)]).double()
-    assert float(rows.mean()) == pytest.approx(0.5772, abs=0.01)
-    assert float(rows.var()) == pytest.approx(math.pi**2 / 6, abs=0.02)
-    centred = rows - rows.mean()
-    for a, b in ((centred[1:], centred[:-1]), (centred[:, 1:], centred[:, :-1])):
-        assert abs(float((a * b).mean())) / (math.pi**2 / 6) < 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -247,16 +228,6 @@ def test_bias_and_penalties_are_what_a_token_by_token_reference_says(
     assert sample([draw]) == [int(field.scores.argmax())]
 
 
-@pytest.mark.parametrize("penalty", [1.2, 0.8])
-def test_repetition_penalty_is_transformers_own(penalty: float) -> None:
-    """I5: prompt and answer alike, each token once however often it occurs."""
-    logits = vocabulary(5)
-    text = [3, 3, 9, 40, 9, 12]
-    theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([text]), logits[None].clone())
-    draw = Draw(logits, Sampling(repetition_penalty=penalty), 0, 0, history_of(text[:3], text[3:]))
-    assert torch.equal(edited(draw).scores, theirs[0])
-
-
 @settings(examples(100), derandomize=True)
 @given(
     seed=st.integers(0, 1000),
@@ -375,14 +346,6 @@ def test_frequencies_under_options_pass_a_chi_square_test(axis: str) -> None:
     live = wanted > 0
     assert live.sum() == 6
     assert float(((counts - wanted)[live] ** 2 / wanted[live]).sum()) < 20.5  # 5 degrees, p = 0.001
-
-
-@given(st.sets(st.integers(0, VOCAB - 1)))
-def test_words_and_flags_are_inverse(ids: set[int]) -> None:
-    assert np.flatnonzero(flags(words(sorted(ids)), VOCAB)).tolist() == sorted(ids)
-    both = flags(np.stack([words(sorted(ids)), words([])]), VOCAB)
-    assert both.shape == (2, VOCAB)
-    assert not both[1].any()
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-20])
