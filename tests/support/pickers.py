@@ -15,6 +15,7 @@ import grpc.aio
 from mallee.actors.addresses import free_port
 from mallee.actors.epp import wire
 from mallee.actors.epp.config import PickerConfig
+from mallee.actors.epp.conversation import PIECE_NBYTES
 from mallee.actors.epp.picker import Picker
 from mallee.testing.vllm_pod import VllmPod
 from support.tokenizers_made import byte_level
@@ -206,6 +207,7 @@ class Exchange:
         back = b""
         while body is not None:
             piece = (await self.receive()).request_body.response.body_mutation.streamed_response
+            assert len(piece.body) <= PIECE_NBYTES
             back += piece.body
             if piece.end_of_stream:
                 break

@@ -2,8 +2,7 @@
 
 from mallee.actors.hosting.memory import memory_use
 from mallee.protocol.events import EngineUse, Load, MemoryUse
-from mallee.testing.random_model import random_model
-from mallee.worker.model.runner import MemoryStats, TorchForward
+from mallee.worker.model.runner import MemoryStats
 
 GIB = 1 << 30
 
@@ -30,19 +29,3 @@ def test_on_a_host_kv_counts_that_was_ever_used() -> None:
     assert used.kv == 5 << 20
     assert used.other >= 10 << 20, "Python, numpy and torch"
     assert abs(used.other + used.kv - fresh.other) < 5 << 20
-
-
-def test_a_models_weights_are_counted_once() -> None:
-    """Those of the head too, where it has a layout of its own."""
-    forward: TorchForward = random_model("llama", 5, vocab_size=320).forward(num_blocks=8)
-    weights = forward.decoder.weights
-    total = weights.nbytes
-    config = forward.decoder.config
-    inner = 3 * config.hidden_size * config.intermediate_size
-    heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim * config.hidden_size
-    norms = 2 * config.hidden_size
-    layers = config.num_layers * (inner + heads + norms)
-    table = config.vocab_size * config.hidden_size
-    item = weights.embedding.dtype.itemsize
-    assert total == item * (2 * table + layers + config.hidden_size)
-    assert forward.memory_stats() == MemoryStats(total, forward.stats().kv_nbytes, None)

@@ -122,7 +122,8 @@ def test_tokens_are_found_wherever_they_stand(tokens: list[str], text: str) -> N
 def test_a_text_of_special_tokens_is_refused_before_its_pieces_are_encoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """F30, part: a piece of each half of a token, and the limit is that of all of them."""
+    """F30, part: a piece of each half of a token, and the limit is that of all of them; eight megabytes are
+    not even rendered."""
     short = PromptReader(TOKENIZER, chat_of(FAMILIES[0]), 1 << 20, max_model_len=1000)
     num, encode = 0, Tokenizer.encode
 
@@ -137,6 +138,11 @@ def test_a_text_of_special_tokens_is_refused_before_its_pieces_are_encoded(
         with pytest.raises(ContextLengthExceeded):
             short.conversation(given_, add_generation_prompt=True)
         assert num <= 8
+    large = Conversation([Message("user", "<|eot_id|>" * (8 << 17))])
+    with pytest.raises(ContextLengthExceeded, match="1001"):
+        SpecialTokens(SPECIAL).render(large, lambda _: pytest.fail("rendered"), max_tokens=1000)
+    with pytest.raises(ContextLengthExceeded, match="1001"):
+        chat_of(FAMILIES[0]).render_continuation(large.messages, max_tokens=1000)
 
 
 def test_a_template_that_drops_all_texts_renders_one_empty_piece() -> None:
@@ -215,23 +221,6 @@ def test_templates_find_the_thoughts_in_an_assistant_s_own_text() -> None:
     assert found.text.startswith("<\uff5cAssistant\uff5c>yes")
     assert tokenizer.added_tokens["</think>"] not in tokenizer.encode(found.pieces[-2])
     assert len(found.pieces) > 4
-
-
-def test_a_text_of_special_tokens_is_refused_before_it_is_cut() -> None:
-    """F30, part: eight megabytes of them; every one is a token or more."""
-    given_ = Conversation([Message("user", "<|eot_id|>" * (8 << 17))])
-    rendered = 0
-
-    def render(_: Conversation) -> str:
-        nonlocal rendered
-        rendered += 1
-        return ""
-
-    with pytest.raises(ContextLengthExceeded, match="1001"):
-        SpecialTokens(SPECIAL).render(given_, render, max_tokens=1000)
-    assert not rendered
-    with pytest.raises(ContextLengthExceeded, match="1001"):
-        chat_of(FAMILIES[0]).render_continuation(given_.messages, max_tokens=1000)
 
 
 def test_a_text_that_looks_like_a_mark_is_left_as_it_is() -> None:

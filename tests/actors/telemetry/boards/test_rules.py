@@ -11,7 +11,7 @@ from bench.boards.prometheus import missing, promtool
 from mallee.actors.telemetry.boards.alerts import GROUPS, Alert, Group
 from mallee.actors.telemetry.boards.files import BOARDS
 from mallee.actors.telemetry.boards.queries import families_in
-from mallee.actors.telemetry.boards.rules import RUNBOOK, to_yaml
+from mallee.actors.telemetry.boards.rules import to_yaml
 
 ROOT = Path(__file__).resolve().parents[4]
 ALERTS: dict[str, Alert] = {alert.name: alert for group in GROUPS for alert in group.alerts}
@@ -252,32 +252,6 @@ def test_every_alert_fires_on_what_it_is_for_and_only_then(tmp_path: Path) -> No
         file.write_text(yaml.safe_dump({**head, "tests": tests}))
         files.append(str(file))
     assert promtool("test", "rules", *files).count("SUCCESS") == len(ALERTS)
-
-
-@needs_promtool
-def test_a_firing_alert_tells_its_figures(rules: Path, tmp_path: Path) -> None:
-    """The whole of one alert as Alertmanager gets it."""
-    series = {
-        f"mallee_workers_with_event_gaps{{{G0}}}": "3x30",
-    }
-    alert = {
-        "exp_labels": {"severity": "warning", "job": "m", "gateway": "g0"},
-        "exp_annotations": {
-            "summary": "Gateway g0 lacks events of 3 workers, and no snapshot mended it.",
-            "runbook_url": f"{RUNBOOK}#malleeeventsmissing",
-            "dashboard": "mallee-router",
-        },
-    }
-    test = {
-        "interval": "1m",
-        "input_series": [{"series": key, "values": value} for key, value in series.items()],
-        "alert_rule_test": [
-            {"eval_time": "20m", "alertname": "MalleeEventsMissing", "exp_alerts": [alert]}
-        ],
-    }
-    file = tmp_path / "tests.yaml"
-    file.write_text(yaml.safe_dump({"rule_files": [rules.name], "tests": [test]}))
-    assert "SUCCESS" in promtool("test", "rules", str(file))
 
 
 def test_the_runbook_tells_of_each_alert_and_no_other_what_the_rules_say() -> None:
