@@ -32,11 +32,8 @@ def test_options_win_over_set_and_set_over_the_file(file: Path) -> None:
     assert config.http.max_branches == 7
 
 
-def test_without_a_file_the_model_is_the_small_one() -> None:
-    assert make_config(None, None, {}).model == "smollm2"
-
-
 def test_values_of_set_are_yaml() -> None:
+    """Without a file the model is the small one."""
     config = make_config(
         None,
         [
@@ -48,6 +45,7 @@ def test_values_of_set_are_yaml() -> None:
         ],
         {},
     )
+    assert config.model == "smollm2"
     assert config.served_model_name is None
     assert config.routing.kv_events is False
     assert config.routing.cost == {"prefill_token_s": 2.2e-5}

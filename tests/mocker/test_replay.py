@@ -74,6 +74,15 @@ def test_a_request_alone_waits_for_its_own_prompt_and_no_longer() -> None:
             {"max_rows": 1},
             {"end_s": [14, 28, 42], "routed_s": [0, 14, 28]},
         ),
+        # Who waits for others starts when the last has ended, at 48 ms, and its tool has.
+        (
+            [
+                *(ask(0, [1], 2), ask(1, [2], 4, at=0.001)),
+                ask(2, [3], 1, at=9.0, wait_for=(0, 1), tool_wait_s=0.5),
+            ],
+            {},
+            {"arrival_s": [0, 1, 548]},
+        ),
         # In an open loop arrival times count, whatever waits.
         (
             [ask(0, [1], 100), ask(1, [3], 1, at=0.2, wait_for=(0,), tool_wait_s=0.5)],
@@ -115,18 +124,6 @@ def test_a_prefix_on_two_workers_is_two_copies() -> None:
     together = play([ask(0, [1, 2, 3], 3), ask(1, [1, 2, 3], 3)], replace(config, policy="cost"))
     assert together.columns.worker.tolist() == [0, 0]
     assert together.summary["prefix_copies"] == 1.0
-
-
-def test_what_waits_for_others_starts_when_the_last_has_ended_and_its_tool_has() -> None:
-    result = play(
-        [
-            ask(0, [1], 2),
-            ask(1, [2], 4, at=0.001),
-            ask(2, [3], 1, at=9.0, wait_for=(0, 1), tool_wait_s=0.5),
-        ]
-    )
-    ends = result.columns.end_s
-    assert ms(result.columns.arrival_s)[2] == ms([max(ends[0], ends[1]) + 0.5])[0]
 
 
 @given(concurrency=st.integers(1, 6), num=st.integers(1, 30), seed=st.integers(0, 99))

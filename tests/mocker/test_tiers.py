@@ -54,15 +54,11 @@ class Memory:
     def write(self, blocks: Any, rows: Any) -> None: ...
 
 
-def mover(time: Time, disk: DiskBooks | None = None) -> TimedMover:
-    copier = Copier(Memory(), np.empty((16, 0), np.uint8), disk, time)  # type: ignore[arg-type]
-    return TimedMover(copier, CONFIG, SIZE)
-
-
 def test_moves_of_a_tier_take_turns_and_the_tiers_do_not_wait_for_each_other() -> None:
     """K15, part: each takes its latency and its bytes' time, and ends by the clock."""
     time = Time()
-    late = mover(time, DiskBooks(16))
+    copier = Copier(Memory(), np.empty((16, 0), np.uint8), DiskBooks(16), time)  # type: ignore[arg-type]
+    late = TimedMover(copier, CONFIG, SIZE)
     late.start(Spill(0, (Source(1, 0), Source(2, 1))))
     late.start(Park(1, (1, 2), (0, 1), (0, 1)))
     late.start(Restore(2, (1,), (2,), (0,)))

@@ -63,10 +63,6 @@ def test_mooncake_rows_keep_their_times_lengths_and_ids() -> None:
     assert list(workload) == list(workload)
 
 
-def test_a_limit_ends_the_workload_early() -> None:
-    assert [r.number for r in read_workload(DATA / "mooncake.jsonl", limit=2)] == [0, 1]
-
-
 def test_ticks_of_three_seconds_are_spread_evenly(tmp_path: Path) -> None:
     lines = [row(3000 * tick) for tick in range(9) for _ in range(tick % 3 + 1)]
     path = write(tmp_path, *lines)

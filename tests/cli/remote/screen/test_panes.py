@@ -95,11 +95,11 @@ def script(**more: Answer) -> dict[str, Answer]:
 
 @asynccontextmanager
 async def opened(
-    answers: dict[str, Answer], *, timeout_s: float = 5.0, interval_s: float = 0.2, height: int = 22
+    answers: dict[str, Answer], *, timeout_s: float = 5.0, height: int = 22
 ) -> AsyncIterator[tuple[Top, Pilot[None], ScriptedService]]:
     async with ScriptedService(answers) as service:
         asking = LiveService(service.url, api_key=None, timeout_s=timeout_s)
-        app = Top(asking, interval_s=interval_s)
+        app = Top(asking, interval_s=0.2)
         async with app.run_test(size=(96, height), notifications=True) as pilot:
             yield app, pilot, service
 

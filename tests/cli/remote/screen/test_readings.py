@@ -8,8 +8,8 @@ from mallee.cli.remote.screen.load import NUM_LOOKS, History, spark
 from support.scripted_service import ScriptedService
 
 
-def sample(at: float, *, gateway: str = "g0", **totals: float) -> Sample:
-    lines = [f'mallee_{name}{{gateway="{gateway}"}} {value}' for name, value in totals.items()]
+def sample(at: float, **totals: float) -> Sample:
+    lines = [f'mallee_{name}{{gateway="g0"}} {value}' for name, value in totals.items()]
     return Sample.of(at, Answers({}, [], "\n".join(lines)))
 
 
