@@ -112,7 +112,7 @@ async def test_a_server_or_subscriber_that_raises_is_counted_and_goes_on(
 async def test_subscriptions_and_servers_survive_the_brokers_absence(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is published meanwhile is dropped and counted; who asks is told."""
+    """Messages that are published meanwhile are dropped and counted; a request fails."""
     caplog.set_level(logging.DEBUG)
 
     async def echo(raw: bytes) -> bytes:
