@@ -2,17 +2,20 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from mallee.cli.demo.text import QUESTIONS
 from mallee.cli.main import cli
 from mallee.client import Mallee, NotFound
 from mallee.protocol.errors import ConfigError
-from support.mock_scene import make_folder, mock_config
+from support.mock_scene import CONFIG, make_folder, mock_config
 from support.mock_stack import Stack, mock_stack
 from support.waiting import until_asked
 
@@ -242,3 +245,25 @@ async def test_mistakes_are_told_and_the_conversation_goes_on(stack: Stack) -> N
         assert "turn 1, 6 tokens" in too_long.stdout
 
     await beside(stack, talk)
+
+
+async def test_the_demo_forks_its_questions_and_searches(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X1, part: what it tells of a service of mocked engines; Ray and the real model are the night's."""
+    long = shutil.copytree(folder, tmp_path / "long")
+    (long / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 8192}))
+    config = mock_config(long, mock__engines_per_worker=2, engine__kv_tokens=65536)
+    async with mock_stack(config) as stack:
+        started = SimpleNamespace(base_url=stack.base_url, start=lambda: None, close=lambda: None)
+        monkeypatch.setattr("mallee.actors.local.LocalStack", lambda *_, **__: started)
+        command = ["demo", "--model", str(long), "--max-tokens", "4", "--json"]
+        answer = await asyncio.to_thread(CliRunner().invoke, cli, command)
+    assert answer.exit_code == 0, answer.output
+    report = json.loads(answer.stdout)
+    fork, plain = report["fork"], report["plain"]
+    assert len(fork["branches"]) == len(plain["branches"]) == len(QUESTIONS)
+    assert fork["affinity"] == 1.0
+    assert [each["cached_tokens"] for each in plain["branches"]] == [0] * len(QUESTIONS)
+    assert all(each["prefill_tokens"] < 200 < each["cached_tokens"] for each in fork["branches"])
+    assert report["search"]
