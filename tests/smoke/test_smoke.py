@@ -24,6 +24,7 @@ import pytest
 import yaml
 
 from mallee.actors.access.keys import NewKey, new_key
+from mallee.actors.addresses import free_port
 from mallee.actors.proxy.choice import haproxy_binary
 from mallee.client import AsyncMallee, Mallee
 from mallee.client.errors import MalleeError
@@ -53,6 +54,7 @@ SETTINGS: dict[str, Any] = {
     "workers": 2,
     "engine": {"dtype": "float32", "kv_tokens": 8192, "threads": 1},
     "drain_s": 120,
+    "telemetry": {"metrics_port": free_port()},
 }
 
 WAIT_S = 120.0  # a guard
@@ -84,6 +86,22 @@ def test_haproxy_answers_and_the_service_is_well(service: ServeCommand) -> None:
         if each.status == psutil.CONN_LISTEN and each.laddr.port == service.port
     ]
     assert listening == ["haproxy"]
+
+
+def test_processes_are_scraped_where_the_api_says(service: ServeCommand) -> None:
+    def told() -> dict[str, list[str]]:
+        found = httpx.get(f"{service.url}/v1/router/metrics-targets").json()
+        return {each["labels"]["process"]: each["targets"] for each in found}
+
+    until(
+        lambda: {name: len(found) for name, found in told().items()} == {"gateway": 1, "worker": 2}
+    )
+    for kind, family in (
+        ("gateway", "mallee_branches_in_flight"),
+        ("worker", "mallee_host_silent_gateways"),
+    ):
+        for address in told()[kind]:
+            assert family in httpx.get(f"http://{address}/metrics").text
 
 
 def test_the_readmes_example_runs_verbatim(service: ServeCommand) -> None:
