@@ -32,6 +32,7 @@ SLOTS: Final = 2  # parts at a time
 PART_S: Final = 1800.0  # after which a part is ended
 POLL_S: Final = 0.2
 PYTEST: Final = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
+CLIENTS: Final = "tests/actors/http/clients/"
 ROUNDS: Final = "process, many times"
 STORIES: Final = ("tests/chaos/test_stale.py", "tests/mocker/test_faults.py")
 
@@ -96,7 +97,11 @@ def commit() -> str:
 def parts() -> list[Part]:
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
     lanes = {str(path.relative_to(ROOT)): lane_of(path) for path in paths}
-    nightly = [path for path, lane in lanes.items() if lane == "nightly"]
+    nightly = [
+        path
+        for path, lane in lanes.items()
+        if lane == "nightly" and not path.startswith(CLIENTS)  # run by `make clients`
+    ]
     spread = (*PYTEST, "-n", str(SLOTS), "--dist", "worksteal", "-m", f"{LANDING} and hypothesis")
     properties = (*spread, "--hypothesis-profile", "nightly")
     stories = (*spread, "--hypothesis-profile", "stories", *STORIES)
