@@ -37,7 +37,7 @@ def flood(bench: Any) -> None:
     size = (bench.engine.stats().pool.total - 1) * bench.forward.block_size
     for token in (1, 2):
         tokens = pack_tokens([token] * size)
-        bench.run(Generate(f"flood{token}", tokens, Limits(1), SAMPLED))
+        bench.run(Generate(f"flood{len(bench.answers)}", tokens, Limits(1), SAMPLED))
 
 
 def move_all(bench: Any, mover: LateMover) -> None:

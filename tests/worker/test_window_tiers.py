@@ -126,12 +126,13 @@ def test_a_demoted_capsule_comes_back_and_nothing_of_it_is_computed(
     assert bench.engine.usage().live_blocks == 0
     told = bench.engine.snapshot().by_tier[tier]
     assert len(told) == 8 * (num_tokens // 4), "no event tells of rows of windows"
+    for at in {max(1, num_tokens * part // 8) for part in (3, 7)}:
+        flood(bench)
+        assert tokens_of(bench, fork(f"f{at}", "p.0", at=at)) == want(text[:at])
     flood(bench)
     computed = num_computed(bench)
     assert tokens_of(bench, fork("f", "p.0")) == want(text)
     assert num_computed(bench) == computed
-    for at in {max(1, num_tokens * part // 8) for part in (3, 7)}:
-        assert tokens_of(bench, fork(f"f{at}", "p.0", at=at)) == want(text[:at])
     bench.run(Rewind("r", "p.0", max(1, num_tokens // 2)))
     assert tokens_of(bench, fork("g", "r.0")) == want(text[: max(1, num_tokens // 2)])
     bench.run(Release("p.0"), Release("r.0"))
@@ -149,3 +150,18 @@ def test_answers_survive_where_windows_alone_lack_room(make: MakeBench) -> None:
         assert tokens_of(bench, fork(f"f{i}", f"a{i}.0")) == want(text + answers[i])
     assert num_computed(bench) - computed == len(texts)
     assert num_fetched(bench) > 0
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_row_that_is_lost_below_is_computed_again(make: MakeBench, group: int) -> None:
+    """F24, part: a damaged row of any group takes the cold path; no request fails."""
+    disk = DictDisk()
+    bench = make(make_tiers(0, disk=disk))
+    text = numbers(41)
+    bench.run(prefill("p", text))
+    bench.run(Demote("d", "p.0", DISK))
+    flood(bench)
+    num_full = -(-len(text) // 4)
+    disk.broken.add(disk.named["p.0"][1][4 if group == 0 else num_full + 4])
+    for request in ("f", "g"):
+        assert tokens_of(bench, fork(request, "p.0")) == want(text)
