@@ -231,6 +231,22 @@ def test_no_flipped_byte_and_no_cut_file_is_accepted() -> None:
                 assert read(volume, keys) == (3, None)
 
 
+def test_a_run_that_is_cut_while_it_is_open_costs_what_was_cut() -> None:
+    """F24, part."""
+    keys = [1, 2, 3]
+    good = stored(keys).contents
+    (name,) = (each for each in good if each.startswith("runs/"))
+    for length in range(len(good[name])):
+        disk = Disk()
+        disk.contents = dict(good)
+        volume = opened(disk)
+        disk.contents[name] = good[name][:length]
+        num, error = read(volume, keys)
+        assert num < 3
+        assert isinstance(error, StorageError)
+        assert volume.take_lost().keys == keys[num:]
+
+
 def test_a_dropped_capsule_does_not_come_back_as_an_older_record() -> None:
     disk = stored([1])
     volume = opened(disk)
