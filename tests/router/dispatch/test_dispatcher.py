@@ -11,12 +11,15 @@ from mallee.protocol.errors import (
     CapsuleLost,
     CapsulesFull,
     Overloaded,
+    UnknownBranch,
     UnknownCapsule,
     WorkerLost,
 )
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId, capsule_id
 from mallee.protocol.messages import Frame, Limits, Prefill, Sampling
+from mallee.router.dispatch.effects import NotInjected
+from mallee.router.dispatch.inboxes import Injection
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
 from mallee.router.dispatch.promises import MAX_BROKEN, BrokenPromises, Promise
 from mallee.router.dispatch.recovery.quarantine import QUIET_S
@@ -246,6 +249,22 @@ def test_a_branch_that_ends_before_its_cancel_arrives_leaves_no_capsule(
     told = set(asked.capsules.values())
     assert len(told) == (0 if cancelled is None else 2)
     assert worker.capsules.keys() == told
+
+
+def test_tokens_for_a_branch_that_ends_before_they_come_are_told_to_be_left_out() -> None:
+    """F22, part: and a branch that is over takes none."""
+    f = fleet(1)
+    request, injection = RequestId("a"), Injection(RequestId("i"), as_tokens([5]), replaces=False)
+    ask(f, "a", limits=Limits(1, ignore_eos=True))
+    (worker,) = f.workers.values()
+    f.step(worker)
+    f.dispatcher.inject(request, 0, injection)
+    for frame in worker.outbox:
+        f.dispatcher.on_frame(worker.name, frame.step, frame.updates)
+    left_out = [each for each in f.dispatcher.effects() if isinstance(each, NotInjected)]
+    assert [(each.name, type(each.error)) for each in left_out] == [("i", UnknownBranch)]
+    with pytest.raises(UnknownBranch):
+        f.dispatcher.inject(request, 0, injection)
 
 
 @pytest.mark.parametrize("is_made", [False, True])
