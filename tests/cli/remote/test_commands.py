@@ -15,14 +15,10 @@ from mallee.cli.demo.text import QUESTIONS
 from mallee.cli.main import cli
 from mallee.client import Mallee, NotFound
 from mallee.protocol.errors import ConfigError
+from support.fuzzing import CHATML
 from support.mock_scene import CONFIG, make_folder, mock_config
 from support.mock_stack import Stack, mock_stack
 from support.waiting import until_asked
-
-CHATML = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}|{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -181,70 +177,63 @@ async def test_sessions_are_listed_shown_and_closed(stack: Stack) -> None:
     await beside(stack, talk)
 
 
-def talk_to(url: str, *lines: str, options: tuple[str, ...] = ()) -> Result:
-    command = ["chat", "--url", url, "--max-tokens", "6", *options]
-    return CliRunner().invoke(cli, command, input="\n".join(lines) + "\n")
+async def talk(stack: Stack, *lines: str, options: tuple[str, ...] = ()) -> Result:
+    """These lines to `mallee chat`."""
+    command = ["chat", "--url", stack.base_url, "--max-tokens", "6", *options]
+    text = "\n".join(lines) + "\n"
+    return await asyncio.to_thread(CliRunner().invoke, cli, command, text)
 
 
 async def test_a_conversation_branches_and_is_drawn(stack: Stack) -> None:
     """Turns, forks, ways back, the tree; a question goes on from where it is asked."""
 
-    def talk(url: str, _: Mallee) -> None:
-        asked = ("one", "/fork 2 two", "/go 1", "three", "/back 9", "four", "/tree", "/quit")
-        answer = talk_to(url, *asked)
-        assert answer.exit_code == 0, answer.output
-        lines = answer.stdout.splitlines()
-        tree = lines[lines.index("conversation") :]
-        shape = [
-            (len(line) - len(line.lstrip("│├└─ ")), line.lstrip("│├└─ ").split(" → ")[0])
-            for line in tree[1:]
-        ]
-        assert shape == [
-            *[(4, "1  one"), (8, "2  two"), (8, "3  two"), (8, "4  three"), (4, "5  four")]
-        ]
-        assert tree[5].endswith("◀")
-        assert sum("◀" in line for line in tree) == 1
-        assert "turn 1, 6 tokens, 0 cached" in answer.stdout
-        forks = [line for line in lines if "computed" in line and line.startswith(("├", "└"))]
-        assert [line.split()[-3:-1] for line in forks][1] == ["computed", "0"]  # it shares all
-
-    await beside(stack, talk)
+    asked = ("one", "/fork 2 two", "/go 1", "three", "/back 9", "four", "/tree", "/quit")
+    answer = await talk(stack, *asked)
+    assert answer.exit_code == 0, answer.output
+    lines = answer.stdout.splitlines()
+    tree = lines[lines.index("conversation") :]
+    shape = [
+        (len(line) - len(line.lstrip("│├└─ ")), line.lstrip("│├└─ ").split(" → ")[0])
+        for line in tree[1:]
+    ]
+    assert shape == [
+        *[(4, "1  one"), (8, "2  two"), (8, "3  two"), (8, "4  three"), (4, "5  four")]
+    ]
+    assert tree[5].endswith("◀")
+    assert sum("◀" in line for line in tree) == 1
+    assert "turn 1, 6 tokens, 0 cached" in answer.stdout
+    forks = [line for line in lines if "computed" in line and line.startswith(("├", "└"))]
+    assert [line.split()[-3:-1] for line in forks][1] == ["computed", "0"]  # it shares all
 
 
 async def test_the_same_seed_gives_the_same_answer_again(stack: Stack) -> None:
-    def talk(url: str, _: Mallee) -> None:
-        asked = ("tell", "/back", "tell", "/fork 2", "/tree")
-        answer = talk_to(url, *asked, options=("--seed", "7", "--temperature", "1"))
-        lines = answer.stdout.splitlines()
-        tree = lines[lines.index("conversation") + 1 :]
-        said = [line.split(" → ")[1].removesuffix(" ◀") for line in tree]
-        assert len(said) == 4
-        assert said[0] == said[1] == said[2]  # branch 0 of a fork draws as one alone
-        assert said[3] != said[2]
-
-    await beside(stack, talk)
+    asked = ("tell", "/back", "tell", "/fork 2", "/tree")
+    answer = await talk(stack, *asked, options=("--seed", "7", "--temperature", "1"))
+    lines = answer.stdout.splitlines()
+    tree = lines[lines.index("conversation") + 1 :]
+    said = [line.split(" → ")[1].removesuffix(" ◀") for line in tree]
+    assert len(said) == 4
+    assert said[0] == said[1] == said[2]  # branch 0 of a fork draws as one alone
+    assert said[3] != said[2]
 
 
 async def test_mistakes_are_told_and_the_conversation_goes_on(stack: Stack) -> None:
-    def talk(url: str, _: Mallee) -> None:
-        mistakes = ("/fork 2", "/fork x", "/fork 99 hi", "/go 7", "/back x", "/what", "hi", "/help")
-        answer = talk_to(url, *mistakes)
-        for told in (
-            "there is no question yet",
-            "/fork x: give a number",
-            "/fork 99: give a number",
-            "/go 7: give a turn, 0 to 0",
-            "/back x: give a number",
-            "/what: no such command",
-        ):
-            assert told in answer.stderr
-        assert "turn 1, 6 tokens" in answer.stdout
-        assert "/fork N [TEXT]" in answer.stdout
-        too_long = talk_to(url, "a " * 5000, "hi")
-        assert "tokens that this model serves" in " ".join(too_long.stderr.split())
-        assert "turn 1, 6 tokens" in too_long.stdout
-
-    await beside(stack, talk)
+    mistakes = ("/fork 2", "/fork x", "/fork 99 hi", "/go 7", "/back x", "/what", "hi", "/help")
+    answer = await talk(stack, *mistakes)
+    for told in (
+        "there is no question yet",
+        "/fork x: give a number",
+        "/fork 99: give a number",
+        "/go 7: give a turn, 0 to 0",
+        "/back x: give a number",
+        "/what: no such command",
+    ):
+        assert told in answer.stderr
+    assert "turn 1, 6 tokens" in answer.stdout
+    assert "/fork N [TEXT]" in answer.stdout
+    too_long = await talk(stack, "a " * 5000, "hi")
+    assert "tokens that this model serves" in " ".join(too_long.stderr.split())
+    assert "turn 1, 6 tokens" in too_long.stdout
 
 
 async def test_the_demo_forks_its_questions_and_searches(

@@ -11,17 +11,11 @@ from mallee.client import ConnectionFailed, Mallee
 from support.mock_scene import make_folder
 from support.waiting import wait_until
 
-CHATML = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}|{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of `mallee mock` with two engines."""
     folder = make_folder(tmp_path_factory.mktemp("model"))
-    (folder / "chat_template.jinja").write_text(CHATML)
     port = free_port()
     command = [sys.executable, "-m", "mallee.cli", "mock", "--engines", "2", "--speedup", "0"]
     command += ["--model", str(folder), "--port", str(port)]
