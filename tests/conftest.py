@@ -86,9 +86,9 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Torch computes in one thread."""
-    from support.torch_threads import one_torch_thread  # torch is only loaded where it is used
+    from support.torch_threads import torch_threads  # torch is only loaded where it is used
 
-    with one_torch_thread():
+    with torch_threads():
         yield
 
 

@@ -20,12 +20,12 @@ from mallee.worker.model.graphs.decode import GraphOptions
 from mallee.worker.model.loading.stored import expected_shapes
 from support import flashinfer_emulator
 from support.recorded_graphs import RecordedGraphs
-from support.torch_threads import one_torch_thread
+from support.torch_threads import torch_threads
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    with one_torch_thread():
+    with torch_threads():
         yield
 
 

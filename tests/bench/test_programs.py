@@ -36,7 +36,7 @@ from support.grammar_lab import train
 from support.mock_scene import make_folder
 from support.tiny_fleet import tiny_api
 from support.tokenizers_made import byte_level
-from support.torch_threads import one_torch_thread
+from support.torch_threads import torch_threads
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
@@ -418,7 +418,7 @@ def test_every_way_to_draft_is_measured_and_changes_no_answer_in_float32(tmp_pat
     random_model("llama", 5, vocab_size=320, num_hidden_layers=4).save(model)
     byte_level().save(str(model / "tokenizer.json"))
     args = ("--tokens", "6", "--rounds", "1", "--rows", "2", "--dtype", "float32")
-    with one_torch_thread():
+    with torch_threads():
         speculation.main(["--model", str(model), *args, "--out", str(out)])
     found = json.loads(out.read_text())
     assert set(found["loads"]) == {"repeat, 2", "chat, 2", "again, 2"}

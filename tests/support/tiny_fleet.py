@@ -13,7 +13,7 @@ from mallee.testing.random_model import RandomModel
 from support.live_api import served
 from support.live_fleet import LiveFleet, running
 from support.plain_ids import SCOPES
-from support.torch_threads import one_torch_thread
+from support.torch_threads import torch_threads
 from support.waiting import until
 
 BLOCK = 4
@@ -40,7 +40,7 @@ async def tiny_fleet(
         num_blocks=num_blocks,
         **options,
     )
-    with one_torch_thread():
+    with torch_threads():
         async with running(made, workers, gateways) as fleet:
             yield fleet
 

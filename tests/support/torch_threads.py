@@ -1,4 +1,4 @@
-"""One thread for tiny models: they gain nothing from more, and lose much to them on a busy machine."""
+"""So many threads of torch. By default one: tiny models lose much to more, on a busy machine."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +14,3 @@ def torch_threads(num: int = 1) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-one_torch_thread = torch_threads

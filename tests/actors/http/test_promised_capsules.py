@@ -26,7 +26,7 @@ from support.gated import Gate
 from support.graphs_asked import streamed, times_add_up
 from support.live_api import served
 from support.live_fleet import LiveFleet, lose, running
-from support.torch_threads import one_torch_thread
+from support.torch_threads import torch_threads
 from support.waiting import until
 
 STEP = 256  # tokens of a step
@@ -161,7 +161,7 @@ async def scene(
         config=config,
     )
     async with AsyncExitStack() as stack:
-        stack.enter_context(one_torch_thread())
+        stack.enter_context(torch_threads())
         fleet = await stack.enter_async_context(running(made, workers, gateways))
         stack.callback(gate.close)
         num_others = gateways - 1

@@ -15,7 +15,7 @@ from mallee.worker.model.doctor import load_oracle
 from mallee.worker.model.loading.source import resolve_model
 from mallee.worker.model.runner import TorchForward
 from support.grammar_lab import Lab
-from support.torch_threads import one_torch_thread
+from support.torch_threads import torch_threads
 
 
 class Sequences:
@@ -95,7 +95,7 @@ def one_thread_for_small_models(request: pytest.FixtureRequest) -> Iterator[None
     if request.node.get_closest_marker("process"):  # minutes of computing
         yield
         return
-    with one_torch_thread():
+    with torch_threads():
         yield
 
 
