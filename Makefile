@@ -104,7 +104,7 @@ nightly: setup
 TIMES ?= 20
 SHARD ?= 1/1
 
-rounds: setup
+rounds: kernels
 	@PYTHONPATH=tests $(BIN)/python -m support.rounds --times $(TIMES) --shard $(SHARD) $(FILES)
 
 # The smoke has a core for itself beside the types: Ray gives its processes 15 s to come up. A failure in one part
