@@ -1,9 +1,11 @@
 """The loop in virtual time, on which in-process tests run: time, threads, connections, waits without end."""
 
 import asyncio
+import gc
 import queue
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -97,6 +99,34 @@ async def test_a_blocking_client_reaches_a_server_of_the_same_loop_until_it_clos
     async with httpx.AsyncClient() as client:
         with pytest.raises(httpx.ConnectError):
             await client.get(url)
+
+
+async def test_a_streams_handler_goes_on_when_its_client_left_and_garbage_is_collected() -> None:
+    """It waits for what nothing but itself refers to, as a relay does for its other end."""
+    loop = asyncio.get_running_loop()
+    ends: list[float] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert await reader.read() == b""
+        moment = loop.create_future()
+        loop.call_later(2.0, _arrive, weakref.ref(moment))
+        await moment
+        writer.close()
+        ends.append(loop.time())
+
+    began = loop.time()
+    async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
+        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.close()
+        await elapse(1.0)
+        gc.collect()
+        await until(lambda: bool(ends))
+    assert ends == [began + 2.0]
+
+
+def _arrive(moment: "weakref.ref[asyncio.Future[None]]") -> None:
+    if (future := moment()) is not None:
+        future.set_result(None)
 
 
 async def test_whoever_asks_again_and_again_gets_there() -> None:

@@ -200,12 +200,21 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     async def _accept(self, listener: _Listener, end: socket.socket) -> None:
         try:
-            await self.connect_accepted_socket(listener.factory, end, ssl=listener.ssl)
+            _, protocol = await self.connect_accepted_socket(
+                listener.factory, end, ssl=listener.ssl
+            )
         except OSError:  # as where TLS fails: asyncio's servers say nothing of it
             end.close()
+            return
         except BaseException:
             end.close()
             raise
+        # Only its connection holds a stream's handler. A relay whose client has left waits for its other end,
+        # and nothing else refers to the two: garbage collection, which comes by chance, would end the relay.
+        if isinstance(protocol, asyncio.StreamReaderProtocol):
+            handler: asyncio.Task[None] | None = protocol._task  # type: ignore[attr-defined]
+            if handler is not None:
+                await asyncio.wait([handler])
 
 
 def virtual_loop() -> VirtualLoop | None:
