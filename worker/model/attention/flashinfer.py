@@ -15,7 +15,6 @@ The kernels are "fa2": the only ones with fixed splits, and on every device sinc
 import sys
 import weakref
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from mallee.worker.memory.transfer import sent, staged
+from mallee.worker.model import installation
 from mallee.worker.model.attention.base import (
     UNBOUNDED,
     AttentionSplit,
@@ -43,7 +43,6 @@ MIN_TENSOR_CORE_GROUP = 4
 """Query heads per key head from which on decode rows fill a tile of tensor cores well enough."""
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
-INSTALL = "pip install 'mallee[cuda]'"
 
 Tokens: TypeAlias = slice | torch.Tensor
 """Tokens of the flat batch, as an index: a slice where they are neighbours, and so a view."""
@@ -58,16 +57,15 @@ def find_flashinfer(device: str) -> Any:
     try:
         import flashinfer
     except ImportError as e:
-        raise FlashInferUnavailable(f"FlashInfer is not installed ({e}); {INSTALL}") from e
-    version = str(flashinfer.__version__)
-    if version.split(".")[:2] != ["0", "7"]:
-        raise FlashInferUnavailable(f"FlashInfer {version} is not 0.7; {INSTALL}")
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    if CUDA_HOME is None and find_spec("flashinfer_jit_cache") is None:
         raise FlashInferUnavailable(
-            "FlashInfer finds no CUDA toolkit to build its kernels with; install nvcc, or set CUDA_HOME"
-        )
+            f"FlashInfer is not installed ({e}): {installation.INSTALL_FLASHINFER}"
+        ) from e
+    reason = installation.wrong_release(str(flashinfer.__version__))
+    reason = reason or installation.no_kernels(
+        installation.num_prebuilt(), installation.missing_tools()
+    )
+    if reason is not None:
+        raise FlashInferUnavailable(reason)
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         raise FlashInferUnavailable(
@@ -179,7 +177,15 @@ class FlashInferAttention:
         self._workspace = torch.zeros(WORKSPACE_NBYTES, dtype=torch.uint8, device=self._device)
         self._pools: dict[bool, list[_Entry]] = {True: [], False: []}  # by Kind.is_decode
         for window in windows:
-            self._build(window)
+            try:
+                self._build(window)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as e:  # of a compiler, a linker, or a kernel that was built ahead
+                raise FlashInferUnavailable(
+                    f"FlashInfer's kernels can't be built or don't run here ({e}): `mallee doctor` looks at"
+                    " what builds them, docs/gpu.md says how they are built ahead"
+                ) from e
 
     def prepare(self, split: AttentionSplit) -> Reads:
         """`split` as plans, which hold until it is dropped."""
