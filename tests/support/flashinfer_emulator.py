@@ -23,11 +23,32 @@ _KV_TILES = {16: 48, 64: 32, 128: 80}
 _HALVES = (torch.float16, torch.bfloat16)
 _EIGHTHS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _LN2 = math.log(2)
+_TYPES = {
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+PREBUILT: frozenset[str] | None = None
+"""Modules of kernels that were built ahead, where nothing builds others; None: a compiler is there."""
+ASKED: set[str] = set()
+"""Modules that were loaded so far."""
 _PLANS: dict[int, "_Plan"] = {}
 """The plans of graph mode, by the address of the integer workspace that they were written to last."""
 
 Pages: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """indptr, indices and last_page_len."""
+
+
+class MissingJITCacheError(RuntimeError):
+    """As the package's."""
+
+
+def _load(name: str) -> None:
+    """A module by its name. In the package it is built here, or found, when a plan first asks for it."""
+    if PREBUILT is not None and name not in PREBUILT:
+        raise MissingJITCacheError(f"JIT compilation is disabled, {name} is not in the JIT cache")
+    ASKED.add(name)
 
 
 class _Plan(NamedTuple):
@@ -141,6 +162,13 @@ class _Wrapper:
             raise ValueError(f"no kernels for queries {q_dtype}, KV {kv_dtype}")
         assert isinstance(q_dtype, torch.dtype)
         assert isinstance(kv_dtype, torch.dtype)
+        name = "prefill" if self.use_tensor_cores else "decode"
+        tail = "_f16qk_False_kv_stride_equal" if self.use_tensor_cores else ""
+        _load(
+            f"batch_{name}_with_kv_cache_dtype_q_{_TYPES[q_dtype]}_dtype_kv_{_TYPES[kv_dtype]}"
+            f"_dtype_o_{_TYPES[q_dtype]}_dtype_idx_i32_head_dim_qk_{head_dim}_head_dim_vo_{head_dim}"
+            f"_posenc_0_use_swa_{window_left != -1}_use_logits_cap_False{tail}"
+        )
         tables = [part.tolist() for part in indices.split(indptr.diff().tolist())]
         lens = ((indptr.diff() - 1) * page_size + last_page_len).tolist()
         sizes = qo_indptr.diff().tolist()
@@ -371,6 +399,7 @@ def merge_state_in_place(
     v_other: torch.Tensor,
     s_other: torch.Tensor,
 ) -> None:
+    _load("cascade")
     assert v.shape == v_other.shape
     assert s.shape == s_other.shape == v.shape[:2]
     assert v.dtype == v_other.dtype
