@@ -4,9 +4,9 @@
 
 MODEL: a folder with config.json, the name of a shape (`llama-3.1-8b`), or a head size (`128`: all models of
 that size without windows). `--arch`: compute capabilities, with commas; a kernel runs on those alone.
-Libraries go where FlashInfer looks for such ones, beside its package; `--to` puts them elsewhere, as NAME/NAME.so each.
-`--list` prints their names and builds nothing. Needs FlashInfer, torch, ninja, a C++ compiler, and a CUDA
-toolkit as CUDA_HOME.
+Libraries go where FlashInfer looks for such ones, beside its package; `--to` puts them elsewhere, as
+NAME/NAME.so each. `--list` prints their names and builds nothing. Needs FlashInfer, torch, ninja, a C++
+compiler, and a CUDA toolkit as CUDA_HOME.
 """
 
 import argparse
