@@ -132,7 +132,7 @@ def run_apart(name: str, arguments: Sequence[str], report: Report, timeout_s: fl
 
 def run_tests(device: str, clock: Clock) -> dict[str, Any]:
     """The tests marked `gpu`, and those of the model that take a device."""
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, arguments in {
         "gpu": ["tests", "-m", "gpu"],
         "device": ["tests/worker/model/test_device.py"],

@@ -5,7 +5,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Container, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -193,7 +193,7 @@ class Check:
         for kind in ("greedy", "temperature", "top_p"):
             wanted = some_draws(kind, batch)
             times[kind] = 1000 * steps.median_s(
-                self.device, lambda wanted=wanted: self.forward.sample(wanted), self.scale.repeats
+                self.device, partial(self.forward.sample, wanted), self.scale.repeats
             )
         self.figures["draws_ms"] = times
         yield self.row("draws", times["top_p"])

@@ -357,7 +357,7 @@ def test_kernels_that_can_t_be_built_end_the_start(
     def fail(*args: Any, **options: Any) -> None:
         raise error
 
-    monkeypatch.setattr(flashinfer_emulator.BatchDecodeWithPagedKVCacheWrapper, "plan", fail)
+    monkeypatch.setattr(flashinfer_emulator.BatchPrefillWithPagedKVCacheWrapper, "plan", fail)
     if isinstance(error, torch.OutOfMemoryError):
         with pytest.raises(torch.OutOfMemoryError):
             EMULATED.attention()

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mallee.worker.memory.transfer import sent, staged
+from mallee.worker.memory.transfer import Mark, sent, staged
 from mallee.worker.model import installation
 from mallee.worker.model.attention.base import (
     UNBOUNDED,
@@ -229,14 +229,19 @@ class FlashInferAttention:
 
     def decode_wrapper(self, **buffers: Any) -> Any:
         """A new wrapper for rows of one token; with `buffers` its plans are kept in them."""
-        is_narrow = self._dtype == self._kv_dtype and self._group < MIN_TENSOR_CORE_GROUP
         return self._package.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "NHD",
-            use_tensor_cores=self._is_deterministic or not is_narrow,
+            use_tensor_cores=self._has_wide_decodes,
             backend="fa2",
             **buffers,
         )
+
+    @property
+    def _has_wide_decodes(self) -> bool:
+        """Whether rows of one token are for tensor cores."""
+        is_narrow = self._dtype == self._kv_dtype and self._group < MIN_TENSOR_CORE_GROUP
+        return self._is_deterministic or not is_narrow
 
     def decode_options(self, window_left: int) -> dict[str, Any]:
         """The arguments of a wrapper's plan beside its pages."""
@@ -313,15 +318,21 @@ class FlashInferAttention:
         return part, tuple(levels)
 
     def _plan_decode(self, pages: Pages, window_left: int, tokens: Tokens) -> Part:
-        options = self.decode_options(window_left)
-        entry = self._take(is_decode=True)
+        options, given = self.decode_options(window_left), tuple(pages)
+        is_wide = self._has_wide_decodes
+        if is_wide:
+            # FlashInfer's wrapper of decodes copies the rows' places from pageable memory, and CUDA may wait
+            # for the device before it does. That of longer rows runs the same kernels, and takes ours.
+            given = (self._indptr(np.ones(len(pages.last_page_len), dtype=np.int64)), *pages)
+            options["head_dim_qk"] = options.pop("head_dim")
+        entry = self._take(is_decode=not is_wide)
         if self._is_deterministic:
             options["fixed_split_size"] = max(1, SPLIT_TOKENS // self._block_size)
-            nbytes, _ = entry.wrapper.workspace_size(*pages, **options)
+            nbytes, _ = entry.wrapper.workspace_size(*given, **options)
             if nbytes > len(self._workspace):
                 self._grow(nbytes)
-                entry = self._take(is_decode=True)
-        return entry.plan(tokens, *pages, **options)
+                entry = self._take(is_decode=not is_wide)
+        return entry.plan(tokens, *given, **options)
 
     def _plan_prefill(
         self, pages: Pages, sizes: Ints, tokens: Tokens, *, window_left: int, causal: bool
@@ -395,7 +406,7 @@ class _Entry:
         self.wrapper = wrapper
         self._part: weakref.ref[Part] | None = None
         self._device = device
-        self._copied: torch.cuda.Event | None = None
+        self._copied: Mark | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -405,10 +416,9 @@ class _Entry:
         # A plan goes to the device by an asynchronous copy from the wrapper's pinned memory, which the
         # next plan overwrites: it must wait for that copy, which may be queued behind an earlier step.
         if self._copied is not None:
-            self._copied.synchronize()
+            self._copied.wait()
         self.wrapper.plan(*args, **options)
-        if self._device.type == "cuda":
-            self._copied = torch.cuda.current_stream(self._device).record_event()
+        self._copied = Mark(self._device)
         part = Part(self.wrapper, tokens)
         self._part = weakref.ref(part)
         return part
