@@ -736,6 +736,7 @@ def load_forward(config: AppConfig, threads: int) -> "TorchForward":
         kv_dtype=engine.kv_dtype,
         device=engine.device,
         deterministic=engine.deterministic,
+        uses_kernels=engine.attention != "torch",
         threads=threads,
         name=served_name(config),
         max_model_len=engine.max_model_len,

@@ -109,6 +109,11 @@ class EngineSettings(Settings):
         description="A row's attention has the same bits whatever runs beside it, at some speed; on `cuda`,"
         " with FlashInfer. Products of matrices may still round by the size of the batch.",
     )
+    attention: Literal["auto", "torch"] = Field(
+        default="auto",
+        description="`auto`: the device's kernels; on `cuda` FlashInfer's, without which a worker doesn't"
+        " start. `torch`: operations of torch alone, much slower, and no CUDA graphs.",
+    )
     cuda_graphs: Literal["auto", "off"] = Field(
         default="auto",
         description="On `cuda` with FlashInfer, steps of up to 256 rows of one token replay what was recorded"
@@ -887,7 +892,7 @@ class AppConfig(Settings):
 
 _OF_MODELS = (
     *("engine.dtype", "engine.kv_dtype", "engine.device", "engine.deterministic"),
-    "engine.cuda_graphs",
+    *("engine.attention", "engine.cuda_graphs"),
     *("engine.threads", "engine.kv_gib", "engine.device_share", "engine.pin_cpus"),
     *("engine.host_gib", "engine.disk_path", "engine.disk_gib", "engine.disk_tenant_gib"),
     *("engine.disk_fsync", "engine.tier_gib_s", "ray.worker_gpus", "experimental.kv_checks"),

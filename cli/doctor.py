@@ -177,19 +177,16 @@ def gpu() -> Finding:
     found = _output(query) if shutil.which("nvidia-smi") else None
     if found is None:
         return Finding("gpu", "note", "none found: models compute on the CPU", "")
-    if version_of("torch") is not None:
-        import torch  # takes seconds
+    from mallee.worker.model.installation import look, missing  # imports torch: seconds
 
-        if not torch.cuda.is_available():
-            remedy = "install a torch built for this driver (pytorch.org), or update the driver"
-            return Finding(
-                "gpu", "fault", f"{found}; torch {torch.__version__} can't use it", remedy
-            )
-    if version_of("flashinfer-python") is None:
-        return Finding(
-            "gpu", "note", found, "pip install 'mallee[cuda]' for FlashInfer's attention"
-        )
-    return Finding("gpu", "ok", found)
+    here = look()
+    if lacking := missing(here):
+        verdict: Verdict = "note" if here.torch is None else "fault"  # mocked engines need no torch
+        return Finding("gpu", verdict, found, "\n".join(lacking))
+    built = (
+        f"{here.num_prebuilt} modules built ahead" if here.num_prebuilt else "built by nvcc here"
+    )
+    return Finding("gpu", "ok", f"{found}; FlashInfer {here.flashinfer}, {built}")
 
 
 def memory() -> Finding:

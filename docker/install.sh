@@ -1,7 +1,9 @@
 #!/bin/sh
 # The Python packages of the image, in a virtual environment: `make image-check` runs the same steps.
 #
-#   docker/install.sh dependencies VENV cpu|cuda   torch, Ray and the rest, as docker/constraints.txt says
+#   docker/install.sh dependencies VENV cpu|cuda   torch, Ray and the rest, as docker/constraints.txt says;
+#                                                  with CUDA FlashInfer and a compiler, as docker/flashinfer.txt
+#   docker/install.sh toolkit VENV FOLDER          CUDA's toolkit there, of the parts that wheels brought
 #   docker/install.sh package VENV WHEEL           Mallee itself, a layer of its own
 #   docker/install.sh kernels VENV FOLDER          the router's kernels, compiled for this machine's CPU
 #
@@ -28,6 +30,21 @@ dependencies() {
     $pip --constraint "$constraints" --index-url "${TORCH_INDEX:-$index}" "$(pinned torch)"
     requirements "$venv/bin/python" >"$venv/requirements.txt"
     $pip --constraint "$constraints" --requirement "$venv/requirements.txt"
+    test "$2" = cpu || $pip --no-deps --requirement "$here/flashinfer.txt"
+}
+
+# Wheels have libraries with version numbers alone, and none of the driver's to link with.
+toolkit() {
+    parts=$("$1/bin/python" -c "import nvidia, os; print(os.path.join(list(nvidia.__path__)[0], 'cu13'))")
+    mkdir -p "$2/lib64/stubs"
+    for part in bin include nvvm; do ln -sfn "$parts/$part" "$2/$part"; done
+    for library in "$parts"/lib/lib*.so.*; do
+        name=$(basename "$library")
+        ln -sf "$library" "$2/lib64/${name%%.so.*}.so"
+    done
+    echo 'void mallee_stub(void) {}' \
+        | c++ -x c - -shared -Wl,-soname,libcuda.so.1 -o "$2/lib64/stubs/libcuda.so"
+    "$2/bin/nvcc" --version
 }
 
 # The version of a package that the constraints name.
@@ -66,9 +83,9 @@ Router(RouterConfig(), clock=float)"
 command=$1
 shift
 case $command in
-dependencies | package | kernels) "$command" "$@" ;;
+dependencies | toolkit | package | kernels) "$command" "$@" ;;
 *)
-    echo "install.sh: $command: give dependencies, package or kernels" >&2
+    echo "install.sh: $command: give dependencies, toolkit, package or kernels" >&2
     exit 2
     ;;
 esac

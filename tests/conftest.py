@@ -3,17 +3,21 @@
 import gc
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from support.lanes import LANDING, is_in_real_time, lane_of
+from support.lanes import LANDING, has_gpu_tests, is_in_real_time, lane_of
 from support.processor_time import pytest_pyfunc_call  # noqa: F401 (a hook)
-from support.virtual import threads
-from support.virtual.loop import VirtualLoop
 
-threads.install()  # before anything that keeps a function of `time` is imported
+# A machine with a GPU may have no more than the tests marked `gpu` need: none of these has coroutines.
+HAS_VIRTUAL_TIME = all(find_spec(name) is not None for name in ("greenlet", "httpx", "httpx2"))
+if HAS_VIRTUAL_TIME:
+    from support.virtual import threads
+
+    threads.install()  # before anything that keeps a function of `time` is imported
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores; before torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -48,9 +52,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where model tests compute: cpu, cuda, cuda:1")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """On a device warnings of CUDA's packages, which change with it, are shown and no faults."""
+    if str(config.getoption("markexpr")) == "gpu":
+        config.addinivalue_line("filterwarnings", "default")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Don't import files of other lanes, where one lane is asked for: their imports take half a minute."""
+    """Don't import files of other lanes, where one lane is asked for: their imports take half a minute.
+
+    The same for `-m gpu`, where what the other files import may not be installed.
+    """
     asked = str(config.getoption("markexpr"))
+    if asked == "gpu":
+        return None if has_gpu_tests(collection_path) else True
     lane = "landing" if asked.startswith(LANDING) else _LANES.get(asked)
     if lane is None or not collection_path.name.startswith("test_"):
         return None
@@ -68,6 +83,9 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, object
     """The event loop of `async def` tests and fixtures: in virtual time, but for files marked otherwise."""
     if is_in_real_time(Path(request.path)):
         return "asyncio", {}
+    assert HAS_VIRTUAL_TIME, "tests with coroutines need greenlet, httpx and httpx2: make setup"
+    from support.virtual.loop import VirtualLoop
+
     threads.step_engines()
     return "asyncio", {"loop_factory": VirtualLoop}
 

@@ -9,7 +9,7 @@ import torch
 
 from bench.engine.ours import GREEDY, Ours, Run
 from bench.gpu.shapes import Scale
-from bench.gpu.steps import device_of
+from bench.gpu.steps import device_of, synchronize
 from bench.gpu.trees import engine_over, prompt
 from mallee.worker.model.runner import TorchForward
 
@@ -71,6 +71,14 @@ def alone(forward: TorchForward, scale: Scale) -> Loop:
     return _steps(forward, scale, lambda ours, num: ours.generate([text], num, GREEDY), 1)
 
 
+def beside(forward: TorchForward, scale: Scale) -> Loop:
+    """Steps of as many short texts as there are branches, which share nothing."""
+    texts = [prompt(scale, _TEXT, 50 + i) for i in range(scale.branches)]
+    return _steps(
+        forward, scale, lambda ours, num: ours.generate(texts, num, GREEDY), scale.branches
+    )
+
+
 def forked(forward: TorchForward, scale: Scale, num_shared: int) -> Loop:
     """Steps of the branches of one capsule, of so many tokens."""
     text, suffixes = prompt(scale, num_shared, 6), [()] * scale.branches
@@ -91,6 +99,7 @@ def _steps(
     ours = engine_over(cast(TorchForward, marked), scale)
     found = run(ours, 3 * scale.repeats + _WARM_UP + 1)
     ours.engine.close()
+    synchronize(device_of(forward))()  # events tell no time before they have come
     steady = [seconds for seconds, num in found.steps if num == num_rows][_WARM_UP:]
     return Loop(statistics.median(steady), idle_share(marked.spans[-4 * scale.repeats :]))
 

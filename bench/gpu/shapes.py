@@ -1,7 +1,7 @@
 """Models of real shapes with random weights, made on the device: no checkpoint is read or written."""
 
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
@@ -46,6 +46,8 @@ class Scale:
     measured_expansions: int  # of the run without forks: the others count like them
     exact_prompts: int
     exact_tokens: int  # of each answer
+    error_tokens: int  # after each prompt, for the distance to float32
+    draws: tuple[int, int]  # rows and vocabulary
     repeats: int
     num_blocks: int  # of KV, at most
     max_model_len: int
@@ -55,8 +57,42 @@ class Scale:
         return parse_config(self.raw)
 
 
-FULL: Final = Scale(LLAMA_8B, 8192, 32, 2048, 1000, 50, 20, 50, 3, 50, 32, 20, 8192, 16_384)
-TINY_SCALE: Final = Scale(TINY, 64, 4, 64, 20, 3, 2, 4, 2, 4, 4, 3, 512, 1024)
+FULL: Final = Scale(
+    raw=LLAMA_8B,
+    prompt=2048,
+    branches=32,
+    shared=2048,
+    forks=1000,
+    expansions=50,
+    rollouts=20,
+    rollout_tokens=50,
+    measured_expansions=3,
+    exact_prompts=50,
+    exact_tokens=32,
+    error_tokens=4,
+    draws=(256, 151_936),
+    repeats=20,
+    num_blocks=8192,
+    max_model_len=16_384,
+)
+TINY_SCALE: Final = Scale(
+    raw=TINY,
+    prompt=64,
+    branches=4,
+    shared=64,
+    forks=20,
+    expansions=3,
+    rollouts=2,
+    rollout_tokens=4,
+    measured_expansions=2,
+    exact_prompts=4,
+    exact_tokens=4,
+    error_tokens=2,
+    draws=(4, 512),
+    repeats=3,
+    num_blocks=512,
+    max_model_len=1024,
+)
 
 
 class Model(NamedTuple):
@@ -75,21 +111,35 @@ class Model(NamedTuple):
             **{"graphs": GraphOptions(), **options},
         )
 
+    def beside(self, forward: TorchForward, **options: Any) -> TorchForward:
+        """Another one over the memory of `forward`, without graphs: to be used in turns with it."""
+        given = {"memories": forward._memories, "graphs": None, **options}
+        return self.forward(forward.num_blocks, **given)
+
     def budget(self, room: Room, before: DeviceMemory) -> Budget:
         """The split of a device that was looked at before the weights were there."""
         return room.split(before, work_of(self.config, self.weights, self.spec, BLOCK_SIZE, room))
 
 
-def random_model(scale: Scale, device: str, form: Form | None = None, seed: int = 0) -> Model:
-    """The model of `scale` in bfloat16, its matrices in 8 bits of that form if one is given."""
-    raw, dtype = scale.raw, "bfloat16"
+def random_model(
+    scale: Scale,
+    device: str,
+    form: Form | None = None,
+    seed: int = 0,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+) -> Model:
+    """The model of `scale`, its matrices in 8 bits of that form if one is given.
+
+    Numbers are those of bfloat16 in either `dtype`.
+    """
+    raw = scale.raw
     generator = torch.Generator(device).manual_seed(seed)
     tensors = random_tensors(parse_config(raw), generator, torch.bfloat16)
     if form is not None:
         raw = raw | {"quantization_config": quantization_config(form)}
         tensors = quantized_tensors(tensors, form, is_ignored=lambda name: name == "lm_head")
     config = parse_config(raw)
-    weights = fuse_weights(tensors, config, dtype=torch.bfloat16, device=device)
+    weights = fuse_weights(tensors, config, dtype=getattr(torch, dtype), device=device)
     digest = f"random {seed}"
     spec = model_spec(
         config, name="random", weights_digest=digest, dtype=dtype, max_model_len=scale.max_model_len

@@ -50,6 +50,12 @@ def read_bandwidth(device: str, nbytes: int = BANDWIDTH_NBYTES) -> float:
     return nbytes / median_s(device, lambda: values.sum(), 10)
 
 
+def product_rate(device: str, size: int) -> float:
+    """FLOP/s of the product of two square matrices in bfloat16."""
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    return 2.0 * size**3 / median_s(device, lambda: a @ b, 10)
+
+
 def tables(forward: TorchForward, rows: int, blocks: int, shared: int) -> list[np.ndarray]:
     """Page tables of `rows` texts of so many blocks, of which the first `shared` are the same ones."""
     numbers = count()
@@ -76,6 +82,20 @@ def fill(forward: TorchForward) -> None:
         layer.normal_(generator=generator)
 
 
+def replay_error(forward: TorchForward, eager: TorchForward, num_rows: int) -> float:
+    """||replayed - eager|| / ||eager|| of the logits of decodes of several lengths, over the same memory."""
+    found = tables(forward, num_rows, 20 if num_rows < 64 else 4, 0)
+    rows = [
+        row._replace(start=17 + 5 * i % (len(row.table) * forward.block_size - 17))
+        for i, row in enumerate(decode_rows(found, 0))
+    ]
+    ours, theirs = (
+        torch.stack([each.float() for each in own.forward(ForwardBatch((), rows))])
+        for own in (forward, eager)
+    )
+    return float((ours - theirs).norm() / theirs.norm())
+
+
 def step_s(forward: TorchForward, rows: Sequence[Row], repeats: int) -> float:
     """Seconds of a step of decodes: the pass and the draws."""
     batch = ForwardBatch((), rows)
@@ -88,7 +108,7 @@ def step_s(forward: TorchForward, rows: Sequence[Row], repeats: int) -> float:
 
 
 class Decode(NamedTuple):
-    """A decode step of one text, and the pass and its draws alone."""
+    """A decode step, and the pass and its draws alone."""
 
     step_s: float
     pass_s: float
@@ -99,11 +119,13 @@ class Decode(NamedTuple):
         return self.floor_s / self.step_s
 
 
-def decode(forward: TorchForward, scale: Scale, bandwidth: float, step: float) -> Decode:
-    """One row over a short text, `step` seconds in an engine, against its weights read at `bandwidth`."""
+def decode(
+    forward: TorchForward, scale: Scale, bandwidth: float, step: float, num_rows: int = 1
+) -> Decode:
+    """Rows over short texts, `step` seconds in an engine, against the weights read at `bandwidth`."""
     weights = forward.decoder.weights
     nbytes = weights.nbytes - (0 if scale.config.tie_word_embeddings else weights.embedding.nbytes)
-    rows = decode_rows(tables(forward, 1, 2, 0), 17)
+    rows = decode_rows(tables(forward, num_rows, 2, 0), 17)
     return Decode(step, step_s(forward, rows, scale.repeats), nbytes / bandwidth)
 
 

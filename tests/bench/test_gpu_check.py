@@ -1,6 +1,9 @@
 """The one command that proves the GPU path: its logic on tiny shapes, on this CPU."""
 
+import json
 import math
+import re
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +13,16 @@ from typing import Any, cast
 import pytest
 import torch
 
+from bench import ROOT
 from bench.gpu import exact, loop, steps, trees
+from bench.gpu.check import Check, Outcome, run, run_bench
 from bench.gpu.shapes import FULL, TINY_SCALE, product_flops, random_model
 from bench.gpu.targets import TARGETS, row
-from bench.gpu_check import Check, run
+from bench.gpu_check import Report, run_apart
 from mallee.mocker.timing.files import read_timing
 from mallee.worker.forward import ForwardBatch, Logits
+from mallee.worker.model.attention.base import AttentionSplit, Reads
+from mallee.worker.model.backend import choose_backend
 from mallee.worker.model.graphs.decode import GraphOptions
 from mallee.worker.model.loading.stored import expected_shapes
 from support import flashinfer_emulator
@@ -61,6 +68,53 @@ def test_a_figure_is_judged_by_its_bound() -> None:
         row("forks", None)
 
 
+def test_a_row_of_the_docs_is_measured_only_by_a_committed_figure() -> None:
+    """Every target is a row of docs/gpu.md; its last column links the JSON of a real run, or says not yet."""
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", page, re.MULTILINE)
+    assert [name for name, _ in rows if name in TARGETS] == list(TARGETS)
+    for name, measured in rows:
+        if name in TARGETS and measured != "not yet":
+            found = re.fullmatch(
+                r"\[([\d.]+)[^\]]*\]\(\.\./(bench/results/gpu/\S+\.json)\)", measured
+            )
+            assert found is not None, f"{name}: {measured}"
+            run = json.loads((ROOT / found[2]).read_text())
+            assert run["versions"]["gpu"], "no run on a GPU"
+            assert not run["is_tiny"]
+            (figure,) = [each["measured"] for each in run["rows"] if each["name"] == name]
+            assert float(found[1]) == pytest.approx(figure, rel=0.01)
+
+
+def test_a_process_that_is_lost_is_a_row_with_its_reason_beside_what_it_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A bench apart may end its process, or never end: the rows of others stay, also in the file."""
+    out = tmp_path / "all.json"
+    report = Report(out, {"device": "cuda"})
+    report.outcome.rows["forks"] = row("forks", 0.5)
+    report.figures["seconds"] = {"forks": 1.0}
+
+    def dies(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        theirs = Report(Path(command[command.index("--out") + 1]), {})
+        theirs.figures["decode_fp8"] = {"step_ms": 4.0}
+        theirs.keep()
+        return subprocess.CompletedProcess(command, -6)
+
+    def hangs(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    for process, says in ((dies, "ended with -6"), (hangs, "took more than 9 s")):
+        report.outcome.rows.pop("decode_fp8", None)
+        monkeypatch.setattr(subprocess, "run", process)
+        run_apart("decode_fp8", [], report, 9.0)
+        assert report.outcome.failed[-1] == f"decode_fp8: its process {says}"
+        kept = {each["name"]: each for each in json.loads(out.read_text())["rows"]}
+        assert kept["forks"]["measured"] == 0.5
+        assert kept["decode_fp8"]["reason"] == f"its process {says}"
+    assert report.figures == {"seconds": {"forks": 1.0}, "decode_fp8": {"step_ms": 4.0}}
+
+
 def test_a_bench_that_fails_is_a_row_with_the_reason_and_the_others_go_on(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,14 +132,72 @@ def test_a_bench_that_fails_is_a_row_with_the_reason_and_the_others_go_on(
     assert found["search"].reason == "it was not run"
 
 
+def test_attention_that_reads_other_keys_is_found_out(check: Check) -> None:
+    attention = choose_backend(
+        check.model.config,
+        dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
+        device="cpu",
+        block_size=16,
+        uses_kernels=False,
+    ).attention
+    errors = exact.attention_errors(attention, check.model.config, 16, "cpu")
+    assert errors.keys() == {"decode", "chunks", "mixed", "forks"}
+    assert max(errors.values()) < 0.03
+    prepare = attention.prepare
+
+    class Moved:
+        min_saving = attention.min_saving
+        attend = attention.attend
+
+        def prepare(self, split: AttentionSplit) -> Reads:
+            segments, shared = (
+                tuple(part._replace(blocks=(part.blocks + 500) % 1024) for part in parts)
+                for parts in (split.segments, split.shared)
+            )
+            return prepare(split._replace(segments=segments, shared=shared))
+
+    wrong = exact.attention_errors(Moved(), check.model.config, 16, "cpu")
+    assert min(wrong.values()) > 0.5
+
+
+def test_a_device_that_is_lost_ends_the_benches_and_each_row_is_kept_at_once(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[set[str]] = []
+    outcome = Outcome({}, [])
+    assert not run_bench(check, "forks", outcome, lambda: kept.append(set(outcome.rows)))
+    assert kept == [{"forks"}, {"forks", "restore"}, {"forks", "restore"}]
+
+    def lost(*_: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    monkeypatch.setattr(check, "is_cuda", True)
+    rows, failed = run(check, {"forks", "draws"})
+    assert failed == ["forks: the device is lost: an illegal memory access was encountered"]
+    found = {each.name: each for each in rows}
+    assert found["restore"].measured is not None
+    assert found["draws"].reason == "it was not run"
+
+
 @pytest.mark.slow
 def test_forks_of_a_whole_engine_replay_and_capture_nothing() -> None:
-    """I13, part, F3, part: over the stand-in for a GPU; each answer draws three tokens by replays."""
+    """I13, part, F3, part: over the stand-in for a GPU; each answer draws three tokens by replays.
+
+    Replayed logits are those of eager steps, which the check of a device shows first.
+    """
     scale = replace(TINY_SCALE, raw={**TINY_SCALE.raw, "head_dim": 64})
     device = RecordedGraphs()
-    forward = random_model(scale, "cpu").forward(
+    model = random_model(scale, "cpu")
+    forward = model.forward(
         scale.num_blocks, flashinfer=flashinfer_emulator, graphs=GraphOptions(8, device=device)
     )
+    eager = model.beside(forward, flashinfer=flashinfer_emulator)
+    for size in forward.stats().graphs.sizes:
+        assert steps.replay_error(forward, eager, size) < 1e-2
+    before = forward.stats().graphs.num_replays
+    assert before == len(forward.stats().graphs.sizes), "those steps were no replays"
     ours = trees.engine_over(forward, scale)
     found = trees.replays(ours, scale)
     assert found == (0, 3 * scale.forks / trees.REPLAYED_FORKS, 0)
@@ -108,8 +220,10 @@ def test_the_operations_of_a_prefill_are_two_for_each_weight_and_token() -> None
 def test_a_path_that_computes_something_else_is_found_out(check: Check) -> None:
     other = random_model(TINY_SCALE, "cpu", seed=1).forward(64)
     own = check.model.forward(64, uses_kernels=False)
-    assert exact.largest_error(own, own, TINY_SCALE) < 0.02
-    assert exact.largest_error(other, own, TINY_SCALE) > 0.1
+    assert exact.distance(own, own, TINY_SCALE) == (0.0, 0.0, 1.0)
+    far = exact.distance(other, own, TINY_SCALE)
+    assert far.largest >= far.error > 0.1
+    assert far.agreement < 0.5
     assert exact.num_equal(own, TINY_SCALE) == TINY_SCALE.exact_prompts
     compute = own.forward
 

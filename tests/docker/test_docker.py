@@ -53,6 +53,21 @@ def test_versions_of_the_image_are_those_that_the_package_allows() -> None:
         assert requirement.specifier.contains(version, prereleases=True), line
 
 
+def test_flashinfer_in_the_image_is_the_release_that_the_package_names_and_its_compiler_torch_s() -> (
+    None
+):
+    """X29, part: CUDA's compiler has the release of CUDA that install.sh takes torch for."""
+    lines = (DOCKER / "flashinfer.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    (line,) = PROJECT["optional-dependencies"]["cuda"]
+    assert Requirement(line).specifier.contains(pinned["flashinfer-python"])
+    found = re.search(r"whl/cu(\d\d)(\d)", (DOCKER / "install.sh").read_text())
+    assert found is not None
+    for part in ("nvcc", "crt", "cccl"):
+        assert pinned[f"nvidia-cuda-{part}"].startswith(f"{found[1]}.{found[2]}.")
+    assert not versions().keys() & pinned.keys(), "pinned twice"
+
+
 def test_everything_that_the_dockerfile_copies_is_in_its_context() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     allowed = {line[1:] for line in lines if line.startswith("!")}

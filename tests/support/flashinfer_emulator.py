@@ -3,31 +3,63 @@
 It takes the package's arguments as far as we give them (`test_flashinfer_emulator.py` holds them against its
 source) and no others; what the package documents is checked. Where the package's results depend on how a plan
 shares out its keys, so do these, in their last bits: by the tile (FA2DetermineCtaTileQ of utils.cuh) and the
-split (PrefillSplitQOKVIndptr of scheduler.cuh). Log-sum-exps are to the base 2. Of graph mode that of decode
-wrappers is emulated.
+split (PrefillSplitQOKVIndptr and DecodePlan of scheduler.cuh), as on an H100 or H200. Plans take the room in
+workspaces that the package's take. Log-sum-exps are to the base 2. Of graph mode that of decode wrappers is
+emulated. With `DEVICE`, it refuses what a device that is late would get wrong.
 """
 
 import itertools
 import math
+import weakref
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from mallee.worker.memory.budget import WORKSPACE
+
 __version__ = "0.7.2"
 
-NUM_THREAD_BLOCKS = 8
-"""Of the device, for plans that split as they like."""
+NUM_THREAD_BLOCKS = 2 * 132
+"""Of the device at a time, for plans that split as they like: two on each multiprocessor."""
+NUM_DECODE_BLOCKS = 8 * 132
+"""The same without tensor cores, where the package asks the driver: a guess."""
+NUMBERS_NBYTES = 8 << 20
+"""Of each wrapper on the device, for the numbers of a plan, and as much pinned memory of the host."""
+DEVICE: Any = None
+"""A `LateDevice`; None: all is done at once."""
 _KV_TILES = {16: 48, 64: 32, 128: 80}
 """Keys that are added up at a time, by tile: the true ones depend on the device's memory."""
 _HALVES = (torch.float16, torch.bfloat16)
 _EIGHTHS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _LN2 = math.log(2)
+_TYPES = {
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+PREBUILT: frozenset[str] | None = None
+"""Modules of kernels that were built ahead, where nothing builds others; None: a compiler is there."""
+ASKED: set[str] = set()
+"""Modules that were loaded so far."""
+_WRAPPERS: "weakref.WeakSet[_Wrapper]" = weakref.WeakSet()
 _PLANS: dict[int, "_Plan"] = {}
 """The plans of graph mode, by the address of the integer workspace that they were written to last."""
 
 Pages: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """indptr, indices and last_page_len."""
+
+
+class MissingJITCacheError(RuntimeError):
+    """As the package's."""
+
+
+def _load(name: str) -> None:
+    """A module by its name. In the package it is built here, or found, when a plan first asks for it."""
+    if PREBUILT is not None and name not in PREBUILT:
+        raise MissingJITCacheError(f"JIT compilation is disabled, {name} is not in the JIT cache")
+    ASKED.add(name)
 
 
 class _Plan(NamedTuple):
@@ -47,11 +79,20 @@ class _Plan(NamedTuple):
     kv_dtype: torch.dtype
     tile: int
     split: int | None  # keys; None: unsplit
+    padded: int  # thread blocks that are launched for each key head
 
     @property
     def frozen(self) -> tuple[Any, ...]:
         """The parts that a recorded launch has from the plan that it was recorded with."""
-        return (len(self.tables), *self[3:13], self.split is not None)
+        return (len(self.tables), *self[3:13], self.split is not None, self.padded)
+
+
+class _Needs(NamedTuple):
+    """A plan, and the bytes of both workspaces that it takes."""
+
+    plan: _Plan
+    floats: int
+    numbers: int
 
 
 class _Wrapper:
@@ -73,7 +114,15 @@ class _Wrapper:
         self.device = workspace.device
         self._planned: _Plan | None = None
         self._buffers: Pages | None = None
-        self._numbers = torch.empty(16, dtype=torch.uint8, device=self.device)
+        self._numbers = torch.empty(NUMBERS_NBYTES, dtype=torch.uint8, device=self.device)
+        self._copied: Any = None  # of the last plan, where there is a `DEVICE`
+        _WRAPPERS.add(self)
+        beside = [own._numbers for own in _WRAPPERS if own._workspace is workspace]
+        numbers = {own.data_ptr(): own.numel() for own in beside}  # those of graphs are shared
+        if (taken := workspace.numel() + sum(numbers.values())) > WORKSPACE:
+            raise torch.OutOfMemoryError(
+                f"{len(beside)} wrappers beside a workspace take {taken} bytes, the budget is {WORKSPACE}"
+            )
 
     def _fix(self, *buffers: torch.Tensor | None) -> None:
         """Graph mode: indptr, indices and last_page_len go to these."""
@@ -106,8 +155,7 @@ class _Wrapper:
         dtypes: tuple[torch.dtype | str, torch.dtype | str | None],
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
-    ) -> tuple[_Plan, int]:
-        """The plan, and the bytes of workspace that it needs."""
+    ) -> _Needs:
         indptr, indices, last_page_len = pages
         num_qo_heads, num_kv_heads = heads
         rows = len(last_page_len)
@@ -141,24 +189,52 @@ class _Wrapper:
             raise ValueError(f"no kernels for queries {q_dtype}, KV {kv_dtype}")
         assert isinstance(q_dtype, torch.dtype)
         assert isinstance(kv_dtype, torch.dtype)
+        name = "prefill" if self.use_tensor_cores else "decode"
+        tail = "_f16qk_False_kv_stride_equal" if self.use_tensor_cores else ""
+        _load(
+            f"batch_{name}_with_kv_cache_dtype_q_{_TYPES[q_dtype]}_dtype_kv_{_TYPES[kv_dtype]}"
+            f"_dtype_o_{_TYPES[q_dtype]}_dtype_idx_i32_head_dim_qk_{head_dim}_head_dim_vo_{head_dim}"
+            f"_posenc_0_use_swa_{window_left != -1}_use_logits_cap_False{tail}"
+        )
         tables = [part.tolist() for part in indices.split(indptr.diff().tolist())]
         lens = ((indptr.diff() - 1) * page_size + last_page_len).tolist()
         sizes = qo_indptr.diff().tolist()
         for size, length in zip(sizes, lens, strict=True):
             if causal and size > length:
                 raise ValueError(f"{size} causal queries over {length} keys")
-        group = num_qo_heads // num_kv_heads
-        tile = _tile(sum(sizes) * group // rows, head_dim)
-        num_tiles = [-(-size * group // tile) for size in sizes]
-        counts = [len(table) for table in tables]
-        split = _split(num_tiles, counts, page_size, fixed_split_size, disable_split_kv)
-        num_chunks = 0
-        if self._buffers is not None:
-            assert fixed_split_size is None, "not emulated: launches that follow from lengths"
-            num_chunks = max(NUM_THREAD_BLOCKS // num_kv_heads, sum(num_tiles))
-        elif split is not None and max(counts) > split:
-            num_chunks = sum(t * -(-p // split) for t, p in zip(num_tiles, counts, strict=True))
-        nbytes = num_qo_heads * -(-num_chunks * tile // group) * (head_dim + 1) * 4
+        group, counts, is_graph = num_qo_heads // num_kv_heads, [*map(len, tables)], self.is_graph
+        tile, least = 16, max(128 // page_size, 1)
+        if self.use_tensor_cores:
+            packed = (sum(sizes) - rows + 1) * group if is_graph else sum(sizes) * group // rows
+            tile = _tile(packed, head_dim)
+            limit = NUM_THREAD_BLOCKS // num_kv_heads
+            num_tiles = [-(-size * group // tile) for size in sizes]
+            most_tiles = -(-sum(sizes) * group // tile) + rows - 1
+            if window_left >= 0:
+                counts = [min(-(-(window_left + tile) // page_size), num) for num in counts]
+        else:
+            limit, num_tiles, most_tiles = NUM_DECODE_BLOCKS // num_kv_heads, [1] * rows, rows
+        if disable_split_kv or (not self.use_tensor_cores and rows >= limit):
+            split = None
+        elif fixed_split_size is not None:
+            assert fixed_split_size >= 1
+            assert not is_graph, "not emulated: launches that follow from lengths"
+            split = fixed_split_size
+        else:
+            split = _split(num_tiles, counts, least=least, limit=limit)
+        num_blocks = sum(
+            tiles * (1 if split is None else -(-num // split))
+            for tiles, num in zip(num_tiles, counts, strict=True)
+        )
+        if not is_graph and num_blocks == sum(num_tiles):
+            split = None
+        padded = num_blocks
+        if is_graph:
+            padded = most_tiles if split is None else max(limit, most_tiles)
+            if num_blocks > padded:
+                raise RuntimeError("new batch size should not exceed padded batch size")
+        partial_rows = -(-padded * tile // group) if self.use_tensor_cores else padded
+        floats = 0 if split is None else num_qo_heads * partial_rows * (head_dim + 1) * 4
         plan = _Plan(
             qo_indptr.tolist(),
             tables,
@@ -174,13 +250,25 @@ class _Wrapper:
             kv_dtype,
             tile,
             None if split is None else split * page_size,
+            padded,
         )
-        return plan, nbytes
+        # request, tile and chunk of each thread block, its mask, and where each row's parts begin and end
+        return _Needs(plan, floats, 13 * padded + 4 * (rows + sum(sizes) + 2) + 8 * 16)
 
-    def _hold(self, plan: tuple[_Plan, int], tables: Pages) -> None:
-        planned, nbytes = plan
-        if nbytes > self._workspace.numel():
-            raise RuntimeError(f"workspace of {self._workspace.numel()} bytes, needs {nbytes}")
+    @property
+    def is_graph(self) -> bool:
+        return self._buffers is not None
+
+    def _hold(self, needs: _Needs, tables: Pages, qo_indptr: torch.Tensor | None) -> None:
+        planned = needs.plan
+        for name, nbytes, own in (
+            ("float", needs.floats, self._workspace),
+            ("int", needs.numbers, self._numbers),
+        ):
+            if nbytes > own.numel():
+                raise RuntimeError(f"{name} workspace of {own.numel()} bytes, needs {nbytes}")
+        if DEVICE is not None:
+            self._enqueue(tables, qo_indptr)
         if self._buffers is not None:
             _check_fixed(self._buffers, tables)
             for buffer, own in zip(self._buffers, tables, strict=True):
@@ -191,6 +279,28 @@ class _Wrapper:
                 )
             _PLANS[self._numbers.data_ptr()] = planned
         self._planned = planned
+
+    def _enqueue(self, tables: Pages, qo_indptr: torch.Tensor | None) -> None:
+        """Copy tables and numbers to `DEVICE`, where they come in their time."""
+        if self._copied is not None and not DEVICE.is_done(self._copied):
+            raise AssertionError(
+                "the wrapper's pinned memory is overwritten before its last plan was copied"
+            )
+        names = ("indptr", "indices", "last_page_len", "qo_indptr")
+        given = (*tables, qo_indptr)
+        if self.use_tensor_cores and self.is_graph:  # it has those since it was made
+            given = tables
+        for name, tensor in zip(names, given, strict=False):
+            if tensor is None and not self.use_tensor_cores:
+                continue
+            place = getattr(tensor, "place", None)  # the package's own are in pageable memory
+            if place is None:
+                raise AssertionError(
+                    f"{name} is copied from pageable memory: the driver may wait for the device"
+                )
+            if self.is_graph and name == "indices" and place != "device":
+                raise AssertionError("in graph mode indices of the host are copied by waiting")
+        self._copied = DEVICE.enqueue()
 
     def _plan_now(self) -> _Plan | None:
         """The plan that a launch would find."""
@@ -221,6 +331,8 @@ class _Wrapper:
             plan = self._plan_now()
         if plan is None:
             raise RuntimeError("run before plan")
+        if DEVICE is not None and not DEVICE.is_before(self._copied):
+            raise AssertionError("launched on a stream that does not wait for the plan's copy")
         k, v = paged_kv_cache
         kept = (plan.page_size, plan.num_kv_heads, plan.head_dim)
         for own in (k, v):
@@ -306,7 +418,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             dtypes=(q_data_type, kv_data_type),
             fixed_split_size=fixed_split_size,
         )
-        return self._made[1], 0
+        return self._made.floats, self._made.numbers
 
     def plan(
         self,
@@ -318,7 +430,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         """With the arguments of `workspace_size`, which are the package's here, too."""
         pages = (indptr, indices, last_page_len)
         self.workspace_size(*pages, **options)
-        self._hold(self._made, pages)
+        self._hold(self._made, pages, None)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
@@ -331,7 +443,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
     ) -> None:
         self._open(float_workspace_buffer, kv_layout, backend)
 
-    def plan(
+    def workspace_size(
         self,
         qo_indptr: torch.Tensor,
         paged_kv_indptr: torch.Tensor,
@@ -347,10 +459,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         window_left: int = -1,
         q_data_type: str | torch.dtype = "float16",
         kv_data_type: str | torch.dtype | None = None,
+        fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
-    ) -> None:
+    ) -> tuple[int, int]:
         pages = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
-        made = self._make_plan(
+        self._made = self._make_plan(
             qo_indptr,
             pages,
             heads=(num_qo_heads, num_kv_heads),
@@ -360,9 +473,23 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
             window_left=window_left,
             sm_scale=sm_scale,
             dtypes=(q_data_type, kv_data_type),
+            fixed_split_size=fixed_split_size,
             disable_split_kv=disable_split_kv,
         )
-        self._hold(made, pages)
+        return self._made.floats, self._made.numbers
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        **options: Any,
+    ) -> None:
+        """With the arguments of `workspace_size`, which are the package's here, too."""
+        pages = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        self.workspace_size(qo_indptr, *pages, **options)
+        self._hold(self._made, pages, qo_indptr)
 
 
 def merge_state_in_place(
@@ -371,6 +498,7 @@ def merge_state_in_place(
     v_other: torch.Tensor,
     s_other: torch.Tensor,
 ) -> None:
+    _load("cascade")
     assert v.shape == v_other.shape
     assert s.shape == s_other.shape == v.shape[:2]
     assert v.dtype == v_other.dtype
@@ -401,23 +529,14 @@ def _tile(mean_packed: int, head_dim: int) -> int:
     return 64 if mean_packed > 16 else 16
 
 
-def _split(
-    num_tiles: list[int], pages: list[int], page_size: int, fixed: int | None, is_disabled: bool
-) -> int | None:
-    """Pages that one thread block meets."""
-    if is_disabled:
-        return None
-    if fixed is not None:
-        assert fixed >= 1
-        return fixed
-    split = max(128 // page_size, 1)  # no shorter ones, and no more thread blocks than there are
-
-    def num_blocks() -> int:
-        return sum(t * -(-p // split) for t, p in zip(num_tiles, pages, strict=True))
-
-    while split < max(pages) and num_blocks() > NUM_THREAD_BLOCKS:
-        split += 1
-    return split
+def _split(num_tiles: list[int], pages: list[int], *, least: int, limit: int) -> int:
+    """Pages that one thread block meets: as few as the thread blocks allow, and no fewer than `least`."""
+    low, high = least, max(pages)
+    while low < high:
+        middle = (low + high) // 2
+        num = sum(t * -(-max(p, 1) // middle) for t, p in zip(num_tiles, pages, strict=True))
+        low, high = (middle + 1, high) if num > limit else (low, middle)
+    return low
 
 
 def _gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,16 @@ _NIGHTLY = re.compile(r"\bmark\.process\b|\bPROCESS_MARKS\b")
 _SMOKE = re.compile(r"\bmark\.smoke\b")
 _REAL_TIME = re.compile(r"\bmark\.real_time\b")
 
+_GPU = re.compile(r"\bmark\.gpu\b")
+
+
+@cache
+def has_gpu_tests(path: Path) -> bool:
+    """Whether that file of tests, or one in that folder, has tests that want a CUDA device."""
+    if path.is_dir():
+        return any(has_gpu_tests(each) for each in path.rglob("test_*.py"))
+    return path.name.startswith("test_") and bool(_GPU.search(path.read_text(encoding="utf-8")))
+
 
 @cache
 def lane_of(path: Path) -> Lane:

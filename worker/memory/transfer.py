@@ -22,7 +22,12 @@ def staged(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 def sent(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """`values` on `device`."""
-    return staged(values, device).to(device, non_blocking=device.type == "cuda")
+    return sent_on(staged(values, device), device)
+
+
+def sent_on(staged: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of `staged` on `device`."""
+    return staged.to(device, non_blocking=device.type == "cuda")
 
 
 def sent_together(parts: Sequence[Int64s], device: torch.device) -> list[torch.Tensor]:
@@ -33,21 +38,35 @@ def sent_together(parts: Sequence[Int64s], device: torch.device) -> list[torch.T
     return list(torch.split(sent(np.concatenate(parts), device), sizes))
 
 
+class Mark:
+    """A place in what was enqueued on a device's stream: after all that was, before what comes."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.current_stream(device).record_event()
+
+    def wait(self) -> None:
+        """Until the device has come there: at once on any but a GPU."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
 class Fetched:
     """A copy of `tensor` for the host, which is begun here."""
 
     __slots__ = ("_done", "_tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._done: torch.cuda.Event | None = None
         self._tensor = tensor
         if tensor.device.type == "cuda":
             self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._tensor.copy_(tensor, non_blocking=True)
-            self._done = torch.cuda.current_stream(tensor.device).record_event()
+        self._done = Mark(tensor.device)
 
     def wait(self) -> torch.Tensor:
         """The copy. Waits for what was enqueued before it, and for nothing that came later."""
-        if self._done is not None:
-            self._done.synchronize()
+        self._done.wait()
         return self._tensor.cpu()

@@ -1,10 +1,9 @@
 """Chooses the attention and the small operations that a model runs on.
 
 The torch ones run everywhere and are the reference; a CPU has compiled ones for what they support, and on
-CUDA attention is FlashInfer's where that is installed.
+CUDA attention is FlashInfer's. A CUDA device never falls back to the reference: that is asked for.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from mallee.worker.model.ops import FusedOps, Ops
 from mallee.worker.model.sampling.batched import sample_batch
 from mallee.worker.model.sampling.sampler import sample
 
-log = logging.getLogger(__name__)
+USE_TORCH = "or set engine.attention: torch for operations of torch, which are much slower"
 
 
 def check_device(device: str) -> None:
@@ -71,7 +70,8 @@ def choose_backend(
 
     `flashinfer`: FlashInfer's package, for any device; None: on CUDA the installed one. The first time on
     a machine kernels are compiled here, for some seconds, FlashInfer's for some minutes.
-    Raises ConfigError where `is_deterministic` can't be had.
+    Raises ConfigError where FlashInfer is missing or can't compute this model on CUDA, and where
+    `is_deterministic` can't be had.
     """
     is_cuda = torch.device(device).type == "cuda"
     if uses_kernels and (is_cuda or flashinfer is not None):
@@ -79,11 +79,6 @@ def choose_backend(
         try:
             check_supported(**shape)
             package = flashinfer or find_flashinfer(device)
-        except FlashInferUnavailable as e:
-            if is_deterministic:
-                raise ConfigError(f"deterministic=True: {e}") from e
-            log.warning("attention on %s runs in torch operations: %s", device, e)
-        else:
             found = FlashInferAttention(
                 package,
                 **shape,
@@ -94,7 +89,10 @@ def choose_backend(
                 windows=config.windows,
                 is_deterministic=is_deterministic,
             )
-            return Backend(found, Ops())
+        except FlashInferUnavailable as e:
+            remedy = "deterministic=True needs it" if is_deterministic else USE_TORCH
+            raise ConfigError(f"device={device!r}: {e}; {remedy}") from e
+        return Backend(found, Ops())
     if is_deterministic:
         raise ConfigError("deterministic=True needs FlashInfer's kernels, on device cuda")
     attention: Attention = TorchAttention(block_size, device)

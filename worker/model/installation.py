@@ -3,15 +3,25 @@
 Works without torch, and where a package has its metadata alone: what can be imported counts.
 """
 
+import os
 import shutil
 import subprocess
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Final, NamedTuple
 
 INSTALL_TORCH: Final = (
     "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
 )
 INSTALL_FLASHINFER: Final = "pip install 'mallee[serve,cuda]'"
+FLASHINFER: Final = "0.7"
+"""The release whose signatures we call."""
+MIN_DRIVERS: Final = {"12": 525, "13": 580}
+"""Of NVIDIA's driver on Linux, by the major version of the CUDA that torch was built for."""
+TOOLS: Final = ("nvcc", "ninja", "c++")
+"""Programs that build FlashInfer's kernels when a worker first starts."""
 
 
 class Installation(NamedTuple):
@@ -21,18 +31,30 @@ class Installation(NamedTuple):
     cuda: str | None  # that torch was built for
     num_devices: int
     driver: str | None
-    has_flashinfer: bool
+    flashinfer: str | None
+    triton: str | None
+    num_prebuilt: int  # modules of FlashInfer's that were built ahead
+    missing_tools: tuple[str, ...]  # of TOOLS
 
 
 def look() -> Installation:
     """This process's installation. Takes the seconds of importing torch."""
-    driver, has_flashinfer = _driver(), find_spec("flashinfer") is not None
-    if find_spec("torch") is None:
-        return Installation(None, None, 0, driver, has_flashinfer)
-    import torch  # seconds, and may be absent
+    torch_version, cuda, num_devices = None, None, 0
+    if find_spec("torch") is not None:
+        import torch  # seconds, and may be absent
 
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return Installation(torch.__version__, torch.version.cuda, num_devices, driver, has_flashinfer)
+        torch_version, cuda = str(torch.__version__), torch.version.cuda
+        num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Installation(
+        torch=torch_version,
+        cuda=cuda,
+        num_devices=num_devices,
+        driver=_driver(),
+        flashinfer=_version("flashinfer", "flashinfer-python"),
+        triton=_version("triton", "triton"),
+        num_prebuilt=num_prebuilt(),
+        missing_tools=missing_tools(),
+    )
 
 
 def no_device(found: Installation) -> list[str]:
@@ -52,18 +74,86 @@ def no_device(found: Installation) -> list[str]:
     elif found.driver is not None:
         lacking.append(
             f"torch {found.torch}, built for CUDA {found.cuda}, finds no device though driver {found.driver}"
-            " answers: see that CUDA_VISIBLE_DEVICES names one, and that the driver is new enough for"
-            f" CUDA {found.cuda}"
+            f" answers: {_device_remedy(found.driver, found.cuda)}"
         )
     return lacking
 
 
+def _device_remedy(driver: str, cuda: str) -> str:
+    least, release = MIN_DRIVERS.get(cuda.partition(".")[0]), driver.partition(".")[0]
+    if least is not None and release.isdecimal() and int(release) < least:
+        return f"CUDA {cuda} needs driver {least} or newer; update it, or install a torch for an older CUDA"
+    return (
+        "see that CUDA_VISIBLE_DEVICES names one, and that the driver's library is in the container"
+    )
+
+
 def missing(found: Installation) -> list[str]:
-    """Everything that CUDA devices want and is not here. Without FlashInfer they compute, but slower."""
+    """Everything that CUDA devices want and is not here."""
     lacking = no_device(found)
-    if not found.has_flashinfer:
+    if found.flashinfer is None:
         lacking.append(f"FlashInfer is not installed: {INSTALL_FLASHINFER}")
+    else:
+        reasons = (
+            wrong_release(found.flashinfer),
+            no_kernels(found.num_prebuilt, found.missing_tools),
+        )
+        lacking += [reason for reason in reasons if reason is not None]
+    if found.torch is not None and found.cuda is not None and found.triton is None:
+        lacking.append("triton is not installed: pip install triton (torch for CUDA brings it)")
     return lacking
+
+
+def wrong_release(flashinfer: str) -> str | None:
+    """The reason against that version of FlashInfer; None if it is the one that we call."""
+    if flashinfer.startswith(f"{FLASHINFER}."):
+        return None
+    return f"FlashInfer {flashinfer} is not {FLASHINFER}: {INSTALL_FLASHINFER}"
+
+
+def no_kernels(num_prebuilt: int, missing_tools: Sequence[str]) -> str | None:
+    """The reason why a worker would have no kernels of FlashInfer's; None if it has or can build them."""
+    if num_prebuilt or not missing_tools:
+        return None
+    return (
+        f"FlashInfer finds no {', '.join(missing_tools)} to build its kernels with: install a CUDA toolkit"
+        " and set CUDA_HOME, and ninja and a C++ compiler; or build the kernels ahead (docs/gpu.md)"
+    )
+
+
+def num_prebuilt() -> int:
+    """Modules of FlashInfer's that were built ahead, and load without a compiler."""
+    spec = find_spec("flashinfer")
+    places = [] if spec is None else list(spec.submodule_search_locations or ())
+    found = sum(1 for place in places for _ in Path(place, "data", "aot").glob("*/*.so"))
+    return found + (find_spec("flashinfer_jit_cache") is not None)
+
+
+def missing_tools() -> tuple[str, ...]:
+    """Those of TOOLS that FlashInfer would not find; nvcc counts with the headers beside it."""
+    found = {"ninja": shutil.which("ninja"), "c++": shutil.which(os.environ.get("CXX", "c++"))}
+    home = _cuda_home()
+    if (home / "bin" / "nvcc").exists() and (home / "include" / "cuda_runtime.h").exists():
+        found["nvcc"] = str(home)
+    return tuple(tool for tool in TOOLS if found.get(tool) is None)
+
+
+def _cuda_home() -> Path:
+    """The folder that FlashInfer takes for CUDA's toolkit (`get_cuda_path` of its jit/cpp_ext.py)."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if named:
+        return Path(named)
+    nvcc = shutil.which("nvcc")
+    return Path("/usr/local/cuda") if nvcc is None else Path(nvcc).parents[1]
+
+
+def _version(module: str, package: str) -> str | None:
+    if find_spec(module) is None:
+        return None
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "0"  # modules without metadata: no release of it
 
 
 def _driver() -> str | None:

@@ -120,7 +120,7 @@ class TorchForward:
             "_graph_options",
             "_graphs",
         ),
-        *("_is_deterministic", "_layers", "_memories", "_memory", "_plan"),
+        *("_is_deterministic", "_layers", "_memories", "_memory", "_plan", "_uses_kernels"),
         *(
             "_reads",
             "_sample",
@@ -178,6 +178,7 @@ class TorchForward:
             flashinfer=flashinfer,
         )
         self._is_deterministic, self._flashinfer = is_deterministic, flashinfer
+        self._uses_kernels = uses_kernels
         self._sample = choose_sampler(self._device)
         self.decoder = Decoder(
             config,
@@ -288,6 +289,7 @@ class TorchForward:
             block_size=self.block_size,
             kv_dtype=self._memory.dtype,
             shares_reads=self.shares_reads,
+            uses_kernels=self._uses_kernels,
             is_deterministic=self._is_deterministic,
             flashinfer=self._flashinfer,
             memories=self._memories,
@@ -445,6 +447,7 @@ def load(
     kv_dtype: str = "auto",
     device: str = "cpu",
     deterministic: bool = False,
+    uses_kernels: bool = True,
     threads: int | None = None,
     name: str | None = None,
     max_model_len: int | None = None,
@@ -460,9 +463,9 @@ def load(
     "bfloat16", or "auto": the checkpoint's own, but float32 on a CPU without bfloat16 arithmetic,
     where bfloat16 is several times slower. kv_dtype: "auto" (as dtype) or "fp8", which halves KV and
     rounds it to 3 bits of fraction (on a CPU a slow emulation). `deterministic`: attention gives a row the
-    same bits whatever runs beside it; on CUDA with FlashInfer alone. The context served is the model's,
-    cut to `max_model_len` and to what the blocks hold. On CUDA decode steps are recorded, within what `room`
-    has for that. `draft`: the folder of a model with the same tokens,
+    same bits whatever runs beside it; on CUDA with FlashInfer alone. `uses_kernels`: see `TorchForward`.
+    The context served is the model's, cut to `max_model_len` and to what the blocks hold. On CUDA decode
+    steps are recorded, within what `room` has for that. `draft`: the folder of a model with the same tokens,
     loaded beside it (`TorchForward.draft`) with as many blocks, which come out of the same memory.
     Raises ModelNotFound, UnsupportedModel, WeightsMismatch, ConfigError.
     """
@@ -520,6 +523,7 @@ def load(
                 num_blocks=num_blocks,
                 block_size=block_size,
                 kv_dtype=model.kv_dtype,
+                uses_kernels=uses_kernels,
                 is_deterministic=deterministic,
                 graphs=graphs,
             )

@@ -232,7 +232,9 @@ def test_a_real_device_tells_memory_name_and_place() -> None:
     found, place = probe("cuda"), identify("cuda")
     assert 0 < found.free <= found.total
     assert found.name == place.name
-    assert (Path("/sys/bus/pci/devices") / place.pci / "numa_node").exists(), place
+    devices = Path("/sys/bus/pci/devices")
+    if devices.is_dir() and any(devices.iterdir()):  # a container may hide it
+        assert (devices / place.pci / "numa_node").exists(), place
 
 
 @pytest.mark.gpu

@@ -21,6 +21,8 @@ from mallee.worker.model.graphs.decode import NO_GRAPHS, GraphOptions, padded_si
 from mallee.worker.model.runner import TorchForward
 from support import flashinfer_emulator
 from support.examples import examples
+from support.forward_schedule import run_schedule
+from support.late_device import LateDevice, LateGraphs
 from support.recorded_graphs import RecordedGraphs
 
 FAMILIES = ("llama", "qwen3", "gemma3_text")
@@ -94,6 +96,51 @@ class Pair:
             logits = forward.forward(ForwardBatch(copies, rows))
             found.append(torch.stack([forward.keep(each) for each in logits[: len(new)]]))
         assert torch.equal(*found), float((found[0] - found[1]).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options"),
+    [
+        ({}, {}),
+        ({"num_attention_heads": 8}, {}),
+        ({}, {"is_deterministic": True}),
+        ({}, {"kv_dtype": "fp8"}),
+    ],
+    ids=["narrow groups", "wide groups", "deterministic", "fp8"],
+)
+def test_on_a_device_that_is_late_no_step_waits_for_pageable_memory_or_overwrites_a_copy(
+    sequences: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    """I5, part, I13, part: prompts, chunks, forks and decodes, eager and as graphs.
+
+    These are recorded on another stream, as CUDA does.
+    """
+    model = tiny(**overrides)
+    expected = run_schedule(sequences(recorded(model, RecordedGraphs(), **options)), 5)
+    late = LateDevice()
+    late.install(monkeypatch)
+    found = run_schedule(sequences(recorded(model, LateGraphs(late), **options)), 5)
+    assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+    assert late.num_waits > 10
+
+
+def test_steps_that_do_not_wait_for_their_plans_copies_are_refused(
+    sequences: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each wrapper's, and that of tables which steps of all sizes take turns with."""
+    late = LateDevice()
+    late.install(monkeypatch)
+    monkeypatch.setattr("mallee.worker.model.attention.flashinfer.Mark.wait", lambda mark: None)
+    with pytest.raises(AssertionError, match="pinned memory is overwritten"):
+        run_schedule(sequences(recorded(SMALL, None)), 5)
+    late = LateDevice()
+    late.install(monkeypatch)
+    monkeypatch.setattr("mallee.worker.model.attention.fixed_tables.Mark.wait", lambda mark: None)
+    with pytest.raises(AssertionError, match="pinned memory is overwritten"):
+        recorded(SMALL, LateGraphs(late))
 
 
 @pytest.mark.slow

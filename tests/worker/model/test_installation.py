@@ -15,7 +15,6 @@ from mallee.testing.quantized import quantized_model
 from mallee.testing.random_model import random_model
 from mallee.worker.model import installation
 from mallee.worker.model.attention import flashinfer
-from mallee.worker.model.attention.torch import TorchAttention
 from mallee.worker.model.backend import check_device, choose_backend
 from mallee.worker.model.installation import Installation, missing, no_device
 from support import flashinfer_emulator
@@ -31,7 +30,7 @@ WHEELS = (
         "flashinfer_cubin-0.7.2",
     ),
 )
-WHOLE = Installation("2.13.0", "13.0", 1, "580.1", has_flashinfer=True)
+WHOLE = Installation("2.13.0", "13.0", 1, "580.1", "0.7.2", "3.5.0", 0, ())
 
 TRY = """
 import importlib, pkgutil, sys
@@ -112,6 +111,10 @@ def test_a_check_of_settings_names_what_this_machine_lacks(tmp_path: Path) -> No
             WHOLE._replace(num_devices=0),
             ["built for CUDA 13.0, finds no device though driver 580.1.*CUDA_VISIBLE_DEVICES"],
         ),
+        (
+            WHOLE._replace(num_devices=0, driver="550.54"),
+            ["driver 550.54 answers: CUDA 13.0 needs driver 580 or newer; update it"],
+        ),
         (WHOLE, []),
     ],
 )
@@ -122,7 +125,7 @@ def test_a_device_that_is_not_there_is_refused_with_all_reasons_and_remedies(
     assert len(reasons) == len(says)
     for reason, said in zip(reasons, says, strict=True):
         assert re.search(said, reason)
-    assert missing(found._replace(has_flashinfer=False))[-1].startswith("FlashInfer is not")
+    assert missing(found._replace(flashinfer=None))[len(says)].startswith("FlashInfer is not")
     assert missing(found) == reasons
     if says:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -132,36 +135,70 @@ def test_a_device_that_is_not_there_is_refused_with_all_reasons_and_remedies(
 
 
 @pytest.mark.parametrize(
-    ("version", "toolkit", "capability", "says"),
+    ("version", "tools", "prebuilt", "capability", "says"),
     [
-        ("0.6.14", "/usr/local/cuda", (9, 0), r"FlashInfer 0\.6\.14 is not 0\.7; pip install"),
-        ("0.7.2", None, (9, 0), "no CUDA toolkit .* install nvcc, or set CUDA_HOME"),
-        ("0.7.2", "/usr/local/cuda", (7, 5), r"need compute capability 8\.0, cuda has 7\.5"),
-        ("0.7.2", "/usr/local/cuda", (9, 0), None),
+        ("0.6.14", (), 0, (9, 0), r"FlashInfer 0\.6\.14 is not 0\.7: pip install"),
+        ("0.7.2", ("nvcc",), 0, (9, 0), "finds no nvcc to build .* set CUDA_HOME"),
+        ("0.7.2", ("nvcc",), 3, (9, 0), None),
+        ("0.7.2", (), 0, (7, 5), r"need compute capability 8\.0, cuda has 7\.5"),
+        ("0.7.2", (), 0, (9, 0), None),
     ],
 )
-def test_each_reason_against_flashinfer_is_one_line_and_attention_runs_in_torch(
+def test_each_reason_against_flashinfer_ends_the_start_with_the_remedy(
     version: str,
-    toolkit: str | None,
+    tools: tuple[str, ...],
+    prebuilt: int,
     capability: tuple[int, int],
     says: str | None,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """X29, part: the package's version, the toolkit, the device; the model's are in test_flashinfer.py."""
     monkeypatch.setitem(sys.modules, "flashinfer", flashinfer_emulator)
     monkeypatch.setattr(flashinfer_emulator, "__version__", version)
-    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", toolkit)
+    monkeypatch.setattr(installation, "missing_tools", lambda: tools)
+    monkeypatch.setattr(installation, "num_prebuilt", lambda: prebuilt)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     half: dict[str, Any] = {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16, "block_size": 16}
     if says is None:
         assert flashinfer.find_flashinfer("cuda") is flashinfer_emulator
         return
     config = random_model(head_dim=64).config
-    found = choose_backend(config, device="cuda", **half).attention
-    assert isinstance(found, TorchAttention)
-    (line,) = [each.getMessage() for each in caplog.records]
-    assert re.search(f"attention on cuda runs in torch operations: .*{says}", line)
+    with pytest.raises(
+        ConfigError, match=f"device='cuda': .*{says}.*or set engine.attention: torch"
+    ):
+        choose_backend(config, device="cuda", **half)
+
+
+def test_a_toolkit_counts_with_its_headers_and_prebuilt_kernels_without_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """FlashInfer takes the folder above `nvcc` for the toolkit, even where that is only a wrapper."""
+    programs, home = tmp_path / "bin", tmp_path / "toolkit"
+    for folder in (programs, home / "bin", home / "include"):
+        folder.mkdir(parents=True)
+    for program in ("ninja", "c++", "nvcc"):
+        (programs / program).touch(mode=0o755)
+    (home / "bin" / "nvcc").touch(mode=0o755)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(programs))
+    assert installation.missing_tools() == ("nvcc",), "a wrapper has no headers beside it"
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    assert installation.missing_tools() == ("nvcc",)
+    (home / "include" / "cuda_runtime.h").touch()
+    assert installation.missing_tools() == ()
+    (programs / "ninja").unlink()
+    assert installation.missing_tools() == ("ninja",)
+    package = tmp_path / "flashinfer"
+    library = package / "data" / "aot" / "cascade" / "cascade.so"
+    library.parent.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    assert installation.num_prebuilt() == 0
+    library.touch()
+    assert installation.num_prebuilt() == 1
 
 
 _PEAK = """

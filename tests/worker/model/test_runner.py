@@ -29,6 +29,7 @@ from mallee.worker.forward import ForwardBatch
 from mallee.worker.kv.node import BlockCopy
 from mallee.worker.memory.budget import GIB, MIB, DeviceMemory, Room
 from mallee.worker.model import runner
+from mallee.worker.model.backend import Backend, choose_backend
 from mallee.worker.model.loading.vocabulary import check_same_tokens
 from mallee.worker.model.runner import TorchForward, load, resolve_dtype
 from support.driving import drive
@@ -366,6 +367,23 @@ def test_a_worker_drafts_by_the_model_of_its_settings(target: Path, tmp_path: Pa
     engine = of_settings(config, changed)
     assert answers(engine) == expected
     assert engine.stats().speculation.num_accepted > 0
+
+
+@pytest.mark.parametrize(("attention", "expected"), [("auto", True), ("torch", False)])
+def test_torch_s_operations_are_those_of_the_setting_after_new_weights_too(
+    target: Path, monkeypatch: pytest.MonkeyPatch, attention: str, expected: bool
+) -> None:
+    """X29, part: `engine.attention: torch`, without which CUDA demands FlashInfer."""
+    seen = []
+
+    def note(*given: Any, **options: Any) -> Backend:
+        seen.append(options["uses_kernels"])
+        return choose_backend(*given, **options)
+
+    monkeypatch.setattr("mallee.worker.model.runner.choose_backend", note)
+    forward = load_forward(settings(target, None, attention=attention), 1)
+    forward.with_weights(target, forward.spec.weights.__class__(1, "next", str(target)))
+    assert seen == [expected] * 2
 
 
 @pytest.mark.parametrize(

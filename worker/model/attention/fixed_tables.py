@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from mallee.worker.memory.transfer import Mark, sent_on
 from mallee.worker.model.attention.base import AttentionSplit, Reads
 from mallee.worker.model.attention.flashinfer import (
     FlashInferAttention,
@@ -40,17 +41,16 @@ class FixedTables:
         self.indices = torch.zeros(max_blocks, **ints)
         self.last_page_len = torch.zeros(max_rows, **ints)
         self.numbers = torch.zeros(PLAN_NBYTES, dtype=torch.uint8, device=device)
-        self._copied: torch.cuda.Event | None = None
+        self._copied: Mark | None = None
 
     def plan(self, wrapper: Any, pages: Pages, **options: Any) -> None:
         """Make `pages` the tables, and the plan of `wrapper`."""
         if self._copied is not None:  # the wrapper's pinned memory is still being read
-            self._copied.synchronize()
+            self._copied.wait()
         # Given on the host, FlashInfer would copy the indices itself, and wait until the device is done.
-        indices = pages.indices.to(self._device, non_blocking=True)
+        indices = sent_on(pages.indices, self._device)
         wrapper.plan(pages.indptr, indices, pages.last_page_len, **options)
-        if self._device.type == "cuda":
-            self._copied = torch.cuda.current_stream(self._device).record_event()
+        self._copied = Mark(self._device)
 
 
 class FixedDecode:

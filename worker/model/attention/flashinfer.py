@@ -15,14 +15,14 @@ The kernels are "fa2": the only ones with fixed splits, and on every device sinc
 import sys
 import weakref
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from mallee.worker.memory.transfer import sent, staged
+from mallee.worker.memory.transfer import Mark, sent, staged
+from mallee.worker.model import installation
 from mallee.worker.model.attention.base import (
     UNBOUNDED,
     AttentionSplit,
@@ -43,7 +43,6 @@ MIN_TENSOR_CORE_GROUP = 4
 """Query heads per key head from which on decode rows fill a tile of tensor cores well enough."""
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
-INSTALL = "pip install 'mallee[cuda]'"
 
 Tokens: TypeAlias = slice | torch.Tensor
 """Tokens of the flat batch, as an index: a slice where they are neighbours, and so a view."""
@@ -58,16 +57,15 @@ def find_flashinfer(device: str) -> Any:
     try:
         import flashinfer
     except ImportError as e:
-        raise FlashInferUnavailable(f"FlashInfer is not installed ({e}); {INSTALL}") from e
-    version = str(flashinfer.__version__)
-    if version.split(".")[:2] != ["0", "7"]:
-        raise FlashInferUnavailable(f"FlashInfer {version} is not 0.7; {INSTALL}")
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    if CUDA_HOME is None and find_spec("flashinfer_jit_cache") is None:
         raise FlashInferUnavailable(
-            "FlashInfer finds no CUDA toolkit to build its kernels with; install nvcc, or set CUDA_HOME"
-        )
+            f"FlashInfer is not installed ({e}): {installation.INSTALL_FLASHINFER}"
+        ) from e
+    reason = installation.wrong_release(str(flashinfer.__version__))
+    reason = reason or installation.no_kernels(
+        installation.num_prebuilt(), installation.missing_tools()
+    )
+    if reason is not None:
+        raise FlashInferUnavailable(reason)
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         raise FlashInferUnavailable(
@@ -179,7 +177,15 @@ class FlashInferAttention:
         self._workspace = torch.zeros(WORKSPACE_NBYTES, dtype=torch.uint8, device=self._device)
         self._pools: dict[bool, list[_Entry]] = {True: [], False: []}  # by Kind.is_decode
         for window in windows:
-            self._build(window)
+            try:
+                self._build(window)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as e:  # of a compiler, a linker, or a kernel that was built ahead
+                raise FlashInferUnavailable(
+                    f"FlashInfer's kernels can't be built or don't run here ({e}): `mallee doctor` looks at"
+                    " what builds them, docs/gpu.md says how they are built ahead"
+                ) from e
 
     def prepare(self, split: AttentionSplit) -> Reads:
         """`split` as plans, which hold until it is dropped."""
@@ -223,14 +229,19 @@ class FlashInferAttention:
 
     def decode_wrapper(self, **buffers: Any) -> Any:
         """A new wrapper for rows of one token; with `buffers` its plans are kept in them."""
-        is_narrow = self._dtype == self._kv_dtype and self._group < MIN_TENSOR_CORE_GROUP
         return self._package.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "NHD",
-            use_tensor_cores=self._is_deterministic or not is_narrow,
+            use_tensor_cores=self._has_wide_decodes,
             backend="fa2",
             **buffers,
         )
+
+    @property
+    def _has_wide_decodes(self) -> bool:
+        """Whether rows of one token are for tensor cores."""
+        is_narrow = self._dtype == self._kv_dtype and self._group < MIN_TENSOR_CORE_GROUP
+        return self._is_deterministic or not is_narrow
 
     def decode_options(self, window_left: int) -> dict[str, Any]:
         """The arguments of a wrapper's plan beside its pages."""
@@ -307,15 +318,21 @@ class FlashInferAttention:
         return part, tuple(levels)
 
     def _plan_decode(self, pages: Pages, window_left: int, tokens: Tokens) -> Part:
-        options = self.decode_options(window_left)
-        entry = self._take(is_decode=True)
+        options, given = self.decode_options(window_left), tuple(pages)
+        is_wide = self._has_wide_decodes
+        if is_wide:
+            # FlashInfer's wrapper of decodes copies the rows' places from pageable memory, and CUDA may wait
+            # for the device before it does. That of longer rows runs the same kernels, and takes ours.
+            given = (self._indptr(np.ones(len(pages.last_page_len), dtype=np.int64)), *pages)
+            options["head_dim_qk"] = options.pop("head_dim")
+        entry = self._take(is_decode=not is_wide)
         if self._is_deterministic:
             options["fixed_split_size"] = max(1, SPLIT_TOKENS // self._block_size)
-            nbytes, _ = entry.wrapper.workspace_size(*pages, **options)
+            nbytes, _ = entry.wrapper.workspace_size(*given, **options)
             if nbytes > len(self._workspace):
                 self._grow(nbytes)
-                entry = self._take(is_decode=True)
-        return entry.plan(tokens, *pages, **options)
+                entry = self._take(is_decode=not is_wide)
+        return entry.plan(tokens, *given, **options)
 
     def _plan_prefill(
         self, pages: Pages, sizes: Ints, tokens: Tokens, *, window_left: int, causal: bool
@@ -389,7 +406,7 @@ class _Entry:
         self.wrapper = wrapper
         self._part: weakref.ref[Part] | None = None
         self._device = device
-        self._copied: torch.cuda.Event | None = None
+        self._copied: Mark | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -399,10 +416,9 @@ class _Entry:
         # A plan goes to the device by an asynchronous copy from the wrapper's pinned memory, which the
         # next plan overwrites: it must wait for that copy, which may be queued behind an earlier step.
         if self._copied is not None:
-            self._copied.synchronize()
+            self._copied.wait()
         self.wrapper.plan(*args, **options)
-        if self._device.type == "cuda":
-            self._copied = torch.cuda.current_stream(self._device).record_event()
+        self._copied = Mark(self._device)
         part = Part(self.wrapper, tokens)
         self._part = weakref.ref(part)
         return part
