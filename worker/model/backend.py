@@ -1,7 +1,7 @@
 """Chooses the attention and the small operations that a model runs on.
 
-The torch ones run everywhere and are the reference; a CPU has compiled ones for what they support, and on
-CUDA attention is FlashInfer's where that is installed.
+The torch ones run everywhere and are the reference; a CPU has compiled ones for what they support. On CUDA
+attention is FlashInfer's where that is installed, and the small operations are Triton's.
 """
 
 import logging
@@ -23,6 +23,7 @@ from mallee.worker.model.attention.flashinfer import (
 )
 from mallee.worker.model.attention.torch import TorchAttention
 from mallee.worker.model.config import ModelConfig
+from mallee.worker.model.cuda_ops import choose_ops
 from mallee.worker.model.kernels.race import race
 from mallee.worker.model.ops import FusedOps, Ops
 from mallee.worker.model.sampling.batched import sample_batch
@@ -74,6 +75,9 @@ def choose_backend(
     Raises ConfigError where `is_deterministic` can't be had.
     """
     is_cuda = torch.device(device).type == "cuda"
+    ops = Ops()
+    if is_cuda and uses_kernels:
+        ops = choose_ops(config, dtype=dtype, kv_dtype=kv_dtype, device=device)
     if uses_kernels and (is_cuda or flashinfer is not None):
         shape: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "head_dim": config.head_dim}
         try:
@@ -94,14 +98,15 @@ def choose_backend(
                 windows=config.windows,
                 is_deterministic=is_deterministic,
             )
-            return Backend(found, Ops())
+            return Backend(found, ops)
     if is_deterministic:
         raise ConfigError("deterministic=True needs FlashInfer's kernels, on device cuda")
     attention: Attention = TorchAttention(block_size, device)
     if is_cuda or not uses_kernels:
-        return Backend(attention, Ops())
+        return Backend(attention, ops)
     race.compile()
-    ops = FusedOps() if dtype == kv_dtype and dtype in FusedOps.DTYPES else Ops()
+    if dtype == kv_dtype and dtype in FusedOps.DTYPES:
+        ops = FusedOps()
     if TiledAttention.is_supported(
         dtype=dtype,
         kv_dtype=kv_dtype,
