@@ -18,7 +18,7 @@ __version__ = "0.7.2"
 
 NUM_THREAD_BLOCKS = 8
 """Of the device, for plans that split as they like."""
-_KV_TILES = {16: 48, 64: 32, 128: 80}
+_KV_TILES = {16: 48, 64: 32, 128: 80, 192: 96}
 """Keys that are added up at a time, by tile: the true ones depend on the device's memory."""
 _HALVES = (torch.float16, torch.bfloat16)
 _EIGHTHS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -68,7 +68,8 @@ class _Wrapper:
         assert workspace.dtype == torch.uint8
         assert workspace.dim() == 1
         assert workspace.data_ptr() % 16 == 0
-        assert (layout, backend) == ("NHD", "fa2"), "not emulated"
+        assert (layout, backend) in (("NHD", "fa2"), ("NHD", "fa3")), "not emulated"
+        self._backend = backend
         self._workspace = workspace
         self.device = workspace.device
         self._planned: _Plan | None = None
@@ -149,6 +150,11 @@ class _Wrapper:
                 raise ValueError(f"{size} causal queries over {length} keys")
         group = num_qo_heads // num_kv_heads
         tile = _tile(sum(sizes) * group // rows, head_dim)
+        if self._backend == "fa3":  # tiles of one head's queries, unsplit
+            if kv_dtype != q_dtype:
+                raise RuntimeError(f"fa3 has no kernels for queries {q_dtype}, KV {kv_dtype}")
+            assert fixed_split_size is None
+            disable_split_kv, tile = True, 192 if head_dim == 64 else 128
         num_tiles = [-(-size * group // tile) for size in sizes]
         counts = [len(table) for table in tables]
         split = _split(num_tiles, counts, page_size, fixed_split_size, disable_split_kv)
@@ -267,6 +273,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         paged_kv_last_page_len_buffer: torch.Tensor | None = None,
         backend: str = "auto",
     ) -> None:
+        assert backend == "fa2", "not emulated"
         self._open(float_workspace_buffer, kv_layout, backend)
         self.use_tensor_cores = use_tensor_cores
         if use_cuda_graph:

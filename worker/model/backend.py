@@ -25,6 +25,7 @@ from mallee.worker.model.attention.torch import TorchAttention
 from mallee.worker.model.config import ModelConfig
 from mallee.worker.model.cuda_ops import choose_ops
 from mallee.worker.model.kernels.race import race
+from mallee.worker.model.linear.choose import Machine
 from mallee.worker.model.ops import FusedOps, Ops
 from mallee.worker.model.sampling.batched import sample_batch
 from mallee.worker.model.sampling.sampler import sample
@@ -96,6 +97,7 @@ def choose_backend(
                 num_heads=config.num_heads,
                 num_kv_heads=config.num_kv_heads,
                 windows=config.windows,
+                capability=Machine.of(device).capability,
                 is_deterministic=is_deterministic,
             )
             return Backend(found, ops)

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
 from subprocess import SubprocessError
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,6 +31,7 @@ class CudaOps(Ops):
     """`Ops` by Triton's kernels, `mallee.worker.model.kernels.fused`. Tensors are contiguous."""
 
     __slots__ = ("_kernels",)
+    label: ClassVar[str] = "Triton"
 
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels

@@ -48,6 +48,8 @@ class Ops:
     """
 
     __slots__ = ()
+    label: ClassVar[str] = "torch"
+    """The kernels, for the log and for `stats`."""
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMS norm over the last dimension, in float32.
@@ -132,6 +134,7 @@ class FusedOps(Ops):
 
     DTYPES: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, _HALF)
     __slots__ = ("_address", "_control")
+    label: ClassVar[str] = "compiled"
 
     def __init__(self) -> None:
         self._control = np.zeros(16, dtype=np.int64)

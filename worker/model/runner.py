@@ -80,6 +80,7 @@ class ForwardStats(NamedTuple):
     num_copied_slots: int
     kv_nbytes: int
     graphs: GraphStats = NO_GRAPHS
+    kernels: str = ""  # of attention and of small operations
 
 
 class MemoryStats(NamedTuple):
@@ -120,7 +121,7 @@ class TorchForward:
             "_graph_options",
             "_graphs",
         ),
-        *("_is_deterministic", "_layers", "_memories", "_memory", "_plan"),
+        *("_is_deterministic", "_kernels", "_layers", "_memories", "_memory", "_plan"),
         *(
             "_reads",
             "_sample",
@@ -177,6 +178,8 @@ class TorchForward:
             is_deterministic=is_deterministic,
             flashinfer=flashinfer,
         )
+        self._kernels = f"attention by {self._attention.label}; small operations by {ops.label}"
+        log.info("%s", self._kernels)
         self._is_deterministic, self._flashinfer = is_deterministic, flashinfer
         self._sample = choose_sampler(self._device)
         self.decoder = Decoder(
@@ -392,6 +395,7 @@ class TorchForward:
             num_copied_slots=self._copied,
             kv_nbytes=self._kv_nbytes,
             graphs=NO_GRAPHS if self._graphs is None else self._graphs.stats(),
+            kernels=self._kernels,
         )
 
     def memory_stats(self) -> MemoryStats:
