@@ -168,7 +168,7 @@ class TorchForward:
         self._device = str(weights.embedding.device)
         dtype = weights.embedding.dtype
         kv_dtype = kv_dtype or dtype
-        self._attention, ops = choose_backend(
+        backend = choose_backend(
             config,
             dtype=dtype,
             kv_dtype=kv_dtype,
@@ -178,15 +178,14 @@ class TorchForward:
             is_deterministic=is_deterministic,
             flashinfer=flashinfer,
         )
-        self._kernels = f"attention by {self._attention.label}; small operations by {ops.label}"
-        log.info("%s", self._kernels)
+        self._attention, self._kernels = backend.attention, backend.label
         self._is_deterministic, self._flashinfer = is_deterministic, flashinfer
         self._sample = choose_sampler(self._device)
         self.decoder = Decoder(
             config,
             weights,
             attention=self._attention,
-            ops=ops,
+            ops=backend.ops,
             max_positions=spec.max_model_len,
         )
         self.spec = spec

@@ -158,6 +158,7 @@ def test_heads_are_turned_and_written_as_by_torch(
     assert torch.equal(memories[0].view(torch.uint8)[untouched], before[untouched])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [32, 128, 512])
 @pytest.mark.parametrize("operation", ["norm", "gate", "place"])
 def test_large_steps_are_those_of_torch(kernels: Kernels, operation: str, n: int) -> None:

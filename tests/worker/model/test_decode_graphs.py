@@ -304,4 +304,4 @@ def test_there_are_none_without_flashinfer_or_in_deterministic_mode(
         caplog.clear()
     assert device.num_captures == 0
     assert SMALL.forward(graphs=GraphOptions()).stats().graphs == NO_GRAPHS
-    assert "no CUDA graphs" not in caplog.text
+    assert not caplog.records

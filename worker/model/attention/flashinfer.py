@@ -198,6 +198,7 @@ class FlashInferAttention:
         for window in windows:
             self._build(window)
         self._fa3_refusal = self._refusal(capability, windows)
+        log.info("attention: %s", self.label)
 
     def prepare(self, split: AttentionSplit) -> Reads:
         """`split` as plans, which hold until it is dropped."""

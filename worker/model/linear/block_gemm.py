@@ -67,10 +67,10 @@ class _Hopper(_BlockGemm):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         values, scales, _ = self._matrix
-        out = x.new_empty((len(x), len(values)))
-        pieces = zip(x.contiguous().split(MOST_ROWS), out.split(MOST_ROWS), strict=True)
-        for piece, target in pieces:
-            self._kernels.fp8_blockscale_gemm_sm90(piece, values, None, scales, out=target)
+        x, out = x.contiguous(), x.new_empty((len(x), len(values)))
+        for i in range(0, len(x), MOST_ROWS):
+            piece = slice(i, i + MOST_ROWS)
+            self._kernels.fp8_blockscale_gemm_sm90(x[piece], values, None, scales, out=out[piece])
         return out
 
 

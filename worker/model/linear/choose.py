@@ -116,5 +116,6 @@ def _proven(fast: Linear, reference: Linear, matrix: Quantized) -> Linear:
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """The largest of a row; infinite where a number is none."""
-    shares = (found.float() - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-30)
-    return shares.nan_to_num(nan=torch.inf).max()
+    size = expected.norm(dim=1).clamp_min(1e-30)
+    worst: torch.Tensor = ((found.float() - expected).norm(dim=1) / size).max()
+    return worst.nan_to_num(nan=torch.inf)
