@@ -45,14 +45,16 @@ class Interpreted:
 
 
 def interpreted() -> SimpleNamespace:
-    """The kernels. Skips where there is no Triton, or where it compiles (`tests/conftest.py`)."""
+    """The kernels' module. Skips where there is no Triton, or it compiles (`tests/conftest.py`)."""
     triton = pytest.importorskip("triton")
     if not triton.knobs.runtime.interpret:
         pytest.skip("Triton compiles here: there is a CUDA device")
     from mallee.worker.model.kernels import fused
 
     _round_as_hardware()
-    kernels = {name: Interpreted(getattr(fused, name)) for name in ("norm", "gate", "place")}
+    kernels = {
+        name: Interpreted(getattr(fused, name)) for name in ("norm", "gate", "place", "round_rows")
+    }
     return SimpleNamespace(**kernels, TritonError=fused.TritonError)
 
 

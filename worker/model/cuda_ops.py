@@ -1,15 +1,13 @@
 """The small operations of a decoder on CUDA, one launch each, and their trial when a model is loaded."""
 
-import importlib
 import logging
 from collections.abc import Iterator
-from contextlib import nullcontext
-from subprocess import SubprocessError
 from typing import Any, ClassVar
 
 import torch
 
 from mallee.worker.model.config import Activation, ModelConfig
+from mallee.worker.model.kernels.triton_launch import TritonKernels, power_of_two
 from mallee.worker.model.linear.base import Linear
 from mallee.worker.model.ops import Ops, movable
 from mallee.worker.model.rotary import Turn
@@ -28,12 +26,12 @@ class KernelWrong(RuntimeError):
 
 
 class CudaOps(Ops):
-    """`Ops` by Triton's kernels, `mallee.worker.model.kernels.fused`. Tensors are contiguous."""
+    """`Ops` by Triton's kernels. Tensors are contiguous."""
 
     __slots__ = ("_kernels",)
     label: ClassVar[str] = "Triton"
 
-    def __init__(self, kernels: Any) -> None:
+    def __init__(self, kernels: TritonKernels) -> None:
         self._kernels = kernels
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -63,10 +61,10 @@ class CudaOps(Ops):
         assert residual is None or residual.is_contiguous()
         n, width = x.shape
         # A number for each thread at least: those of one that others hold too must not change under them.
-        block = max(32, _power_of_two(width))
+        block = max(32, power_of_two(width))
         out = torch.empty_like(x)
-        _launch(
-            self._kernels.norm,
+        self._kernels.launch(
+            "norm",
             (n,),
             x,
             residual,
@@ -97,8 +95,8 @@ class CudaOps(Ops):
             assert each.is_contiguous()
         heads = all_heads - 2 * kv_heads
         turned = torch.empty((n, heads + kv_heads, dim), dtype=qkv.dtype, device=qkv.device)
-        _launch(
-            self._kernels.place,
+        self._kernels.launch(
+            "place",
             (n, -(-all_heads // _HEAD_BLOCK)),
             qkv,
             turn.cos,
@@ -113,7 +111,7 @@ class CudaOps(Ops):
             kv_heads=kv_heads,
             dim=dim,
             head_block=_HEAD_BLOCK,
-            half_block=_power_of_two(dim // 2),
+            half_block=power_of_two(dim // 2),
             is_float8=memory.dtype == FLOAT8,
             num_warps=4,
         )
@@ -124,8 +122,8 @@ class CudaOps(Ops):
         n, both = gate_up.shape
         width = both // 2
         out = torch.empty((n, width), dtype=gate_up.dtype, device=gate_up.device)
-        _launch(
-            self._kernels.gate,
+        self._kernels.launch(
+            "gate",
             (n, -(-width // _GATE_BLOCK)),
             gate_up,
             out,
@@ -137,19 +135,6 @@ class CudaOps(Ops):
         return out
 
 
-def _launch(
-    kernel: Any, grid: tuple[int, ...], x: torch.Tensor, *more: Any, **options: Any
-) -> None:
-    """Triton launches on the current device, and fuses sums with products that torch rounds."""
-    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        kernel[grid](x, *more, enable_fp_fusion=False, **options)
-
-
-def _power_of_two(size: int) -> int:
-    """The power of two from `size` on."""
-    return 1 << (size - 1).bit_length()
-
-
 def choose_ops(
     config: ModelConfig, *, dtype: torch.dtype, kv_dtype: torch.dtype, device: str
 ) -> Ops:
@@ -157,29 +142,19 @@ def choose_ops(
 
     Compiles all that the model's steps will run, for some seconds the first time on a machine.
     """
-    if not torch.cuda.is_available():
-        return _plain(device, "no CUDA device is here")
     try:
-        kernels: Any = importlib.import_module("mallee.worker.model.kernels.fused")
-    except ImportError as e:
-        return _plain(device, f"Triton is not installed ({e}); pip install 'mallee[cuda]'")
-    ops = CudaOps(kernels)
-    try:
+        ops = CudaOps(TritonKernels.load())
         check(ops, config, dtype=dtype, kv_dtype=kv_dtype, device=device)
-    except (kernels.TritonError, RuntimeError, ValueError, OSError, SubprocessError) as e:
-        return _plain(device, str(e))
+    except RuntimeError as e:
+        log.warning("small operations on %s run in torch, in more launches: %s", device, e)
+        return Ops()
     return ops
-
-
-def _plain(device: str, reason: str) -> Ops:
-    log.warning("small operations on %s run in torch, in more launches: %s", device, reason)
-    return Ops()
 
 
 def check(
     ops: CudaOps, config: ModelConfig, *, dtype: torch.dtype, kv_dtype: torch.dtype, device: str
 ) -> None:
-    """Run every kernel that a model's layers run, over a few rows. Raises KernelWrong."""
+    """Run every kernel that a model's layers run, over a few rows. Raises KernelWrong, NoTriton."""
     for name, ours, plain in _trials(ops, config, dtype, kv_dtype, device):
         expected = plain.float()
         error = float((ours.float() - expected).abs().max() / expected.abs().max())

@@ -1,15 +1,15 @@
 """The small operations between a layer's products on CUDA, one launch each, in Triton.
 
-Imported where there is Triton, by `CudaOps` alone. Numbers are rounded where `Ops` rounds them, so results
-differ by the order of sums alone. A row of a batch is a program, or several: kernels don't depend on
-the number of rows, and none is compiled after the first call for a model.
+Imported where there is Triton, by `TritonKernels` alone. Numbers are rounded where torch's operations round
+them, so results differ by the order of sums alone. A row of a batch is a program, or several: kernels
+don't depend on the number of rows, and none is compiled after the first call for a model.
 """
 
 import triton
 import triton.language as tl
 from triton.errors import TritonError
 
-__all__ = ["TritonError", "gate", "norm", "place"]
+__all__ = ["TritonError", "gate", "norm", "place", "round_rows"]
 
 
 @triton.jit
@@ -152,3 +152,22 @@ def place(
     else:
         tl.store(line, low.to(memory.dtype.element_ty), mask=keeps)
         tl.store(line + half, high.to(memory.dtype.element_ty), mask=keeps)
+
+
+@triton.jit
+def round_rows(
+    x: tl.tensor,
+    values: tl.tensor,
+    scales: tl.tensor,
+    width: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """As `rounded_rows` to float8, whose values come as bytes."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, block)
+    inside = at < width
+    wide = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(wide), 0), 448.0), 1e-12)
+    tl.store(scales + row, scale)
+    share = tl.div_rn(wide, tl.broadcast_to(scale, wide.shape))
+    tl.store(values + row * width + at, _float8(share), mask=inside)

@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from mallee.worker.model.kernels.triton_launch import NoTriton, TritonKernels
 from mallee.worker.model.linear.base import Linear
 from mallee.worker.model.linear.block_gemm import ROWS, block_gemm
 from mallee.worker.model.linear.int8_rows import FewRows
@@ -73,8 +74,7 @@ def _product(matrix: Matrix, dtype: torch.dtype, machine: Machine) -> Linear:
         return _on_cpu(matrix)
     reference = weight_only(matrix)
     if dtype == torch.bfloat16 and machine.kind == "cuda":
-        fast = _on_gpu(matrix, machine.capability)
-        return reference if fast is None else _proven(fast, reference, matrix)
+        return _proven(_on_gpu(matrix, machine.capability), reference, matrix)
     return reference
 
 
@@ -84,33 +84,44 @@ def _on_cpu(matrix: Quantized) -> Linear:
     return RoundedInt8(matrix) if matrix.scheme.activations == "dynamic" else FewRows(matrix)
 
 
-def _on_gpu(matrix: Quantized, capability: tuple[int, int]) -> Linear | None:
+def _on_gpu(matrix: Quantized, capability: tuple[int, int]) -> list[Linear]:
+    """The products of 8 bits that this GPU may have, the best first."""
     is_float8 = matrix.scheme.values == "float8_e4m3fn" and capability >= _FLOAT8_CAPABILITY
     if not is_float8 or matrix.scheme.activations != "dynamic":
-        return None
-    return block_gemm(matrix, capability) if matrix.has_blocks else RoundedFloat8(matrix)
+        return []
+    if matrix.has_blocks:
+        blocks = block_gemm(matrix, capability)
+        return [] if blocks is None else [blocks]
+    try:
+        return [RoundedFloat8(matrix, TritonKernels.load()), RoundedFloat8(matrix)]
+    except NoTriton:  # `choose_ops` tells why
+        return [RoundedFloat8(matrix)]
 
 
-def _proven(fast: Linear, reference: Linear, matrix: Quantized) -> Linear:
-    """`fast` if it runs here and gives about what `reference` does, for each of `ROWS`.
+def _proven(products: Sequence[Linear], reference: Linear, matrix: Quantized) -> Linear:
+    """The first of `products` that runs here and gives about what `reference` does, for each of `ROWS`.
 
-    Else `reference`, with a warning. All that `fast` compiles for later numbers of rows is compiled here.
+    If there is none, `reference`. A warning tells of each that fails. All that a product compiles for later
+    numbers of rows is compiled here.
     """
+    if not products:
+        return reference
     values = matrix.values
     generator = torch.Generator(values.device).manual_seed(0)
     shape = (max(ROWS), values.shape[1])
     x = torch.randn(shape, generator=generator, device=values.device).to(torch.bfloat16)
     expected = reference(x).float()
-    try:
-        errors = [_error(fast(x[:n]), expected[:n]) for n in ROWS]
-        worst, n = max(zip(torch.stack(errors).tolist(), ROWS, strict=True))
-    except (RuntimeError, ValueError) as e:
-        log.warning("%s doesn't run here (%s); instead: %s", fast.label, e, reference.label)
-        return reference
-    if worst < _MOST_ERROR:
-        return fast
-    text = "%s is wrong by %.2g here, for %d rows; instead: %s"
-    log.warning(text, fast.label, worst, n, reference.label)
+    for product in products:
+        try:
+            errors = [_error(product(x[:n]), expected[:n]) for n in ROWS]
+            worst, n = max(zip(torch.stack(errors).tolist(), ROWS, strict=True))
+        except (RuntimeError, ValueError) as e:
+            log.warning("%s doesn't run here (%s): another is tried", product.label, e)
+            continue
+        if worst < _MOST_ERROR:
+            return product
+        text = "%s is wrong by %.2g here, for %d rows: another is tried"
+        log.warning(text, product.label, worst, n)
     return reference
 
 
