@@ -24,6 +24,7 @@ from mallee.worker.model.attention.flashinfer import (
 from mallee.worker.model.attention.torch import TorchAttention
 from mallee.worker.model.config import ModelConfig
 from mallee.worker.model.cuda_ops import choose_ops
+from mallee.worker.model.graphs.device import CudaGraphs
 from mallee.worker.model.kernels.race import race
 from mallee.worker.model.linear.choose import Machine
 from mallee.worker.model.ops import FusedOps, Ops
@@ -103,6 +104,7 @@ def choose_backend(
                 num_kv_heads=config.num_kv_heads,
                 windows=config.windows,
                 capability=Machine.of(device).capability,
+                seconds=CudaGraphs(device).seconds if is_cuda and not is_deterministic else None,
                 is_deterministic=is_deterministic,
             )
             return Backend(found, ops)

@@ -322,6 +322,20 @@ class Refusing:
         return out.zero_()
 
 
+class Clock:
+    """Tells the given times of work; the shapes of what the work computed."""
+
+    def __init__(self, times: list[float]) -> None:
+        self._times = iter(times)
+        self.shapes: list[tuple[int, ...]] = []
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        made = work()
+        assert isinstance(made, torch.Tensor)
+        self.shapes.append(tuple(made.shape))
+        return next(self._times)
+
+
 def test_where_fa3_fails_fa2_computes_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
     """A choice between two kernels, once, when a model is loaded."""
     caplog.set_level(logging.INFO)
@@ -337,6 +351,14 @@ def test_where_fa3_fails_fa2_computes_and_says_why(caplog: pytest.LogCaptureFixt
         (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
         assert re.search(f"prompts on cpu are computed by fa2: {says}", record.message)
         Case(long_rows(), 16).check(attention, "cpu")
+    for fa2_s, fa3_s, label in (
+        (3e-4, 2e-4, "FlashInfer, segments from 128 tokens on by fa3"),
+        (3e-4, 4e-4, "FlashInfer, by fa2: fa3 takes 400 us for a chunk, fa2 300"),
+    ):
+        clock = Clock([fa2_s, fa3_s])
+        attention = EMULATED.attention(capability=HOPPER, seconds=clock.seconds)
+        assert attention.label == label
+        assert clock.shapes == [(512, 8, 64)] * 2
     for options, says in (
         ({"kv_dtype": FP8, "capability": HOPPER}, "fa3 reads no KV in torch.float8_e4m3fn"),
         ({"capability": (8, 0)}, "fa3 is for compute capability 9.0"),

@@ -16,7 +16,8 @@ computes long segments: its tiles hold queries of one head, and meet all their k
 import logging
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -51,6 +52,7 @@ MIN_TENSOR_CORE_GROUP = 4
 MIN_FA3_TOKENS = 128
 """Of a segment for "fa3": a tile of its queries. To be measured on a GPU."""
 HOPPER = (9, 0)
+_TIMED_TOKENS, _TIMED_BEFORE = 512, 8192  # of the chunk by which "fa3" is weighed against "fa2"
 _MOST_ERROR = 2e-2  # of the largest number of a trial
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
@@ -175,12 +177,14 @@ class FlashInferAttention:
         head_dim: int,
         windows: Sequence[int | None] = (None,),
         capability: tuple[int, int] = (0, 0),
+        seconds: Callable[[Callable[[], object]], float] | None = None,
         is_deterministic: bool = False,
         min_shared_tokens: int = MIN_SHARED_TOKENS,
     ) -> None:
         """Kernels for layers of `windows` are built here: some minutes, the first time on a machine.
 
-        `capability` is the device's. Where it has "fa3", that is tried here against `TorchAttention`.
+        `capability` is the device's. Where it has "fa3", that is tried here against `TorchAttention`, and
+        by `seconds`, the time of work on the device (None: not timed), against "fa2".
         With `is_deterministic` what a row gets doesn't depend on the rows beside it: nothing is read
         together, and a row's keys are shared out between thread blocks by its own length alone.
         """
@@ -197,7 +201,7 @@ class FlashInferAttention:
         self._fa3_refusal = ""  # `_build` has no segments for it
         for window in windows:
             self._build(window)
-        self._fa3_refusal = self._refusal(capability, windows)
+        self._fa3_refusal = self._refusal(capability, windows, seconds)
         log.info("attention: %s", self.label)
 
     def prepare(self, split: AttentionSplit) -> Reads:
@@ -287,7 +291,12 @@ class FlashInferAttention:
         q = torch.zeros(shape, dtype=self._dtype, device=self._device)
         self.attend(reads, q, memory, scale=1.0)
 
-    def _refusal(self, capability: tuple[int, int], windows: Sequence[int | None]) -> str:
+    def _refusal(
+        self,
+        capability: tuple[int, int],
+        windows: Sequence[int | None],
+        seconds: Callable[[Callable[[], object]], float] | None,
+    ) -> str:
         """The reason why "fa3" computes nothing here; empty if it does."""
         if capability != HOPPER:
             return "fa3 is for compute capability 9.0"
@@ -299,10 +308,28 @@ class FlashInferAttention:
             refusal = f"fa3 doesn't run here ({e})"
         else:
             if not wrong:
-                return ""
+                return "" if seconds is None else self._delay(seconds)
             refusal = f"fa3 is wrong by {wrong[0]:.2g} of the largest number"
         log.warning("prompts on %s are computed by fa2: %s", self._device, refusal)
         return refusal
+
+    def _delay(self, seconds: Callable[[Callable[[], object]], float]) -> str:
+        """The reason if "fa3" takes longer than "fa2" for a chunk over a long text; else empty."""
+        n = _TIMED_TOKENS
+        blocks = np.zeros(-(-(_TIMED_BEFORE + n) // self._block_size), dtype=np.int32)
+        pages = self.pages([Segment(0, n, blocks, UNBOUNDED, _TIMED_BEFORE)])
+        kept = (1, self._block_size, self._num_kv_heads, self._head_dim)
+        kv = tuple(torch.randn(kept).to(self._device, self._kv_dtype) for _ in range(2))
+        q = torch.randn(n, self._num_heads, self._head_dim).to(self._device, self._dtype)
+        kinds: tuple[Kernels, Kernels] = ("fa2", "fa3")
+        parts = [
+            self._plan_prefill(Kind(kernels, -1, 0), pages, np.array([n]), slice(0, n), causal=True)
+            for kernels in kinds
+        ]
+        fa2, fa3 = (seconds(partial(part.wrapper.run, q, kv, q_scale=0.1)) for part in parts)
+        if fa3 < fa2:
+            return ""
+        return f"fa3 takes {1e6 * fa3:.0f} us for a chunk, fa2 {1e6 * fa2:.0f}"
 
     def _fa3_error(self, window: int | None) -> float:
         """The largest difference from `TorchAttention`: two long rows that share blocks, under `window`."""
