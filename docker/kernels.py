@@ -31,7 +31,7 @@ KV_DTYPES = {"auto": "bf16", "fp8": "e4m3"}
 class Module(NamedTuple):
     """A library of FlashInfer's kernels: of attention, or one that has no shape."""
 
-    kind: str  # "prefill", "decode", "cascade", "fp8_blocks"
+    kind: str  # "prefill", "prefill_fa3", "decode", "cascade", "fp8_blocks"
     kv: str = ""
     head_dim: int = 0
     has_window: bool = False
@@ -43,11 +43,11 @@ class Module(NamedTuple):
             return "cascade"
         if self.kind == "fp8_blocks":
             return "fp8_blockscale_gemm_90"
-        tail = "_f16qk_False_kv_stride_equal" if self.kind == "prefill" else ""
+        tails = {"prefill": "_f16qk_False_kv_stride_equal", "prefill_fa3": "_f16qk_False_sm90"}
         return (
-            f"batch_{self.kind}_with_kv_cache_dtype_q_bf16_dtype_kv_{self.kv}_dtype_o_bf16_dtype_idx_i32"
+            f"batch_{self.kind.removesuffix('_fa3')}_with_kv_cache_dtype_q_bf16_dtype_kv_{self.kv}_dtype_o_bf16_dtype_idx_i32"
             f"_head_dim_qk_{self.head_dim}_head_dim_vo_{self.head_dim}_posenc_0_use_swa_{self.has_window}"
-            f"_use_logits_cap_False{tail}"
+            f"_use_logits_cap_False{tails.get(self.kind, '')}"
         )
 
     def spec(self) -> Any:
@@ -68,6 +68,8 @@ class Module(NamedTuple):
         dims = (self.head_dim, self.head_dim, 0, self.has_window, False)
         if self.kind == "decode":
             return modules.gen_batch_decode_module(q, kv, q, torch.int32, *dims)
+        if self.kind == "prefill_fa3":
+            return modules.gen_batch_prefill_module("fa3", q, kv, q, torch.int32, *dims, False)
         return modules._gen_batch_prefill_primary_module("fa2", q, kv, q, torch.int32, *dims, False)
 
 
@@ -83,6 +85,8 @@ def modules_of(
     for kv in (KV_DTYPES[name] for name in kv_dtypes):
         for has_window in windows:
             yield Module("prefill", kv, config.head_dim, has_window)
+            if HOPPER in archs and kv == "bf16":
+                yield Module("prefill_fa3", kv, config.head_dim, has_window)
             if is_narrow and kv == "bf16":
                 yield Module("decode", kv, config.head_dim, has_window)
     yield Module("cascade")

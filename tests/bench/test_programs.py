@@ -80,6 +80,7 @@ PROGRAMS = [
     Program("gateway.ingest --seconds 1 --blocks-s 1000 --requests-s 50", "idle cold_join"),
     Program("gateway.ingest --cold-join --pairs 10000", "ingest idle"),
     Program("gpu_check --tiny --device cpu --no-tests --out {tmp}/gpu.json"),
+    Program("gpu.small_ops --tiny --device cpu --rows 1 8"),
     Program("idle --quick --cases mocked_10"),
     Program("migration --blocks 20 --rounds 1"),
     Program("mocker --only document two_agents", "plain compiled"),

@@ -13,6 +13,7 @@ from mallee.testing.quantized import quantization_config
 from mallee.testing.random_model import random_model
 from mallee.worker.model.backend import choose_backend
 from mallee.worker.model.config import ModelConfig
+from mallee.worker.model.linear.choose import Machine
 from mallee.worker.model.loading.config_json import parse_config
 from mallee.worker.model.loading.random_weights import SHAPES
 from support import flashinfer_emulator
@@ -31,6 +32,13 @@ def script() -> Any:
     return found
 
 
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulation's device."""
+    machine = Machine("cpu", (9, 0))
+    monkeypatch.setattr(Machine, "of", lambda device: machine)
+
+
 def attention(config: ModelConfig, kv_dtype: torch.dtype, *, is_deterministic: bool = False) -> Any:
     return choose_backend(
         config,
@@ -43,6 +51,7 @@ def attention(config: ModelConfig, kv_dtype: torch.dtype, *, is_deterministic: b
     ).attention
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     "config",
     [
@@ -86,9 +95,9 @@ def test_fp8_blocks_are_built_for_hopper_alone() -> None:
         )
     ]
     assert names == [
-        {"prefill", "cascade", "fp8_blocks"},
+        {"prefill", "prefill_fa3", "cascade", "fp8_blocks"},
         {"prefill", "cascade"},
-        {"prefill", "cascade"},
+        {"prefill", "prefill_fa3", "cascade"},
     ]
 
 
@@ -102,7 +111,7 @@ def test_a_list_of_names_needs_neither_flashinfer_nor_a_compiler(
     monkeypatch.setattr(sys, "argv", ["kernels.py", "128", "--list", "--kv-dtype", "auto"])
     assert kernels.main() == 0
     kinds = [name.split("_")[1] for name in capsys.readouterr().out.split() if "_" in name]
-    assert kinds == ["prefill", "decode"]
+    assert kinds == ["prefill", "prefill", "decode"]
     monkeypatch.setattr(sys, "argv", ["kernels.py", "llama-3.1-8b", "--kv-dtype", "int4"])
     with pytest.raises(SystemExit):
         kernels.main()

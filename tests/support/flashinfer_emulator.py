@@ -28,7 +28,7 @@ NUMBERS_NBYTES = 8 << 20
 """Of each wrapper on the device, for the numbers of a plan, and as much pinned memory of the host."""
 DEVICE: Any = None
 """A `LateDevice`; None: all is done at once."""
-_KV_TILES = {16: 48, 64: 32, 128: 80}
+_KV_TILES = {16: 48, 64: 32, 128: 80, 192: 96}
 """Keys that are added up at a time, by tile: the true ones depend on the device's memory."""
 _HALVES = (torch.float16, torch.bfloat16)
 _EIGHTHS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -109,7 +109,8 @@ class _Wrapper:
         assert workspace.dtype == torch.uint8
         assert workspace.dim() == 1
         assert workspace.data_ptr() % 16 == 0
-        assert (layout, backend) == ("NHD", "fa2"), "not emulated"
+        assert (layout, backend) in (("NHD", "fa2"), ("NHD", "fa3")), "not emulated"
+        self._backend = backend
         self._workspace = workspace
         self.device = workspace.device
         self._planned: _Plan | None = None
@@ -191,6 +192,10 @@ class _Wrapper:
         assert isinstance(kv_dtype, torch.dtype)
         name = "prefill" if self.use_tensor_cores else "decode"
         tail = "_f16qk_False_kv_stride_equal" if self.use_tensor_cores else ""
+        if self._backend == "fa3":
+            if kv_dtype != q_dtype:
+                raise RuntimeError(f"fa3 has no kernels for queries {q_dtype}, KV {kv_dtype}")
+            tail = "_f16qk_False_sm90"
         _load(
             f"batch_{name}_with_kv_cache_dtype_q_{_TYPES[q_dtype]}_dtype_kv_{_TYPES[kv_dtype]}"
             f"_dtype_o_{_TYPES[q_dtype]}_dtype_idx_i32_head_dim_qk_{head_dim}_head_dim_vo_{head_dim}"
@@ -204,7 +209,12 @@ class _Wrapper:
                 raise ValueError(f"{size} causal queries over {length} keys")
         group, counts, is_graph = num_qo_heads // num_kv_heads, [*map(len, tables)], self.is_graph
         tile, least = 16, max(128 // page_size, 1)
-        if self.use_tensor_cores:
+        if self._backend == "fa3":  # tiles of one head's queries, unsplit
+            assert fixed_split_size is None
+            disable_split_kv, tile = True, 192 if head_dim == 64 else 128
+            num_tiles = [group * -(-size // tile) for size in sizes]
+            limit, most_tiles = NUM_THREAD_BLOCKS // num_kv_heads, sum(num_tiles)
+        elif self.use_tensor_cores:
             packed = (sum(sizes) - rows + 1) * group if is_graph else sum(sizes) * group // rows
             tile = _tile(packed, head_dim)
             limit = NUM_THREAD_BLOCKS // num_kv_heads
@@ -379,6 +389,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         paged_kv_last_page_len_buffer: torch.Tensor | None = None,
         backend: str = "auto",
     ) -> None:
+        assert backend == "fa2", "not emulated"
         self._open(float_workspace_buffer, kv_layout, backend)
         self.use_tensor_cores = use_tensor_cores
         if use_cuda_graph:

@@ -1,7 +1,8 @@
 """Chooses the attention and the small operations that a model runs on.
 
-The torch ones run everywhere and are the reference; a CPU has compiled ones for what they support, and on
-CUDA attention is FlashInfer's. A CUDA device never falls back to the reference: that is asked for.
+The torch ones run everywhere and are the reference; a CPU has compiled ones for what they support. On CUDA
+attention is FlashInfer's, and the small operations are Triton's: a device never falls back to the reference,
+which is asked for.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +23,11 @@ from mallee.worker.model.attention.flashinfer import (
 )
 from mallee.worker.model.attention.torch import TorchAttention
 from mallee.worker.model.config import ModelConfig
+from mallee.worker.model.cuda_ops import choose_ops
+from mallee.worker.model.graphs.device import CudaGraphs
 from mallee.worker.model.kernels.race import race
+from mallee.worker.model.kernels.triton_launch import NoTriton
+from mallee.worker.model.linear.choose import Machine
 from mallee.worker.model.ops import FusedOps, Ops
 from mallee.worker.model.sampling.batched import sample_batch
 from mallee.worker.model.sampling.sampler import sample
@@ -54,6 +59,11 @@ class Backend(NamedTuple):
     attention: Attention
     ops: Ops
 
+    @property
+    def label(self) -> str:
+        """The kernels in a few words, for `stats`."""
+        return f"attention by {self.attention.label}; small operations by {self.ops.label}"
+
 
 def choose_backend(
     config: ModelConfig,
@@ -70,15 +80,18 @@ def choose_backend(
 
     `flashinfer`: FlashInfer's package, for any device; None: on CUDA the installed one. The first time on
     a machine kernels are compiled here, for some seconds, FlashInfer's for some minutes.
-    Raises ConfigError where FlashInfer is missing or can't compute this model on CUDA, and where
-    `is_deterministic` can't be had.
+    Raises ConfigError where FlashInfer is missing or can't compute this model on CUDA, where Triton's kernels
+    are missing or wrong there, and where `is_deterministic` can't be had.
     """
     is_cuda = torch.device(device).type == "cuda"
+    ops = Ops()
     if uses_kernels and (is_cuda or flashinfer is not None):
         shape: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "head_dim": config.head_dim}
         try:
             check_supported(**shape)
             package = flashinfer or find_flashinfer(device)
+            if is_cuda:
+                ops = choose_ops(config, dtype=dtype, kv_dtype=kv_dtype, device=device)
             found = FlashInferAttention(
                 package,
                 **shape,
@@ -87,19 +100,22 @@ def choose_backend(
                 num_heads=config.num_heads,
                 num_kv_heads=config.num_kv_heads,
                 windows=config.windows,
+                capability=Machine.of(device).capability,
+                seconds=CudaGraphs(device).seconds if is_cuda and not is_deterministic else None,
                 is_deterministic=is_deterministic,
             )
-        except FlashInferUnavailable as e:
+        except (FlashInferUnavailable, NoTriton) as e:
             remedy = "deterministic=True needs it" if is_deterministic else USE_TORCH
             raise ConfigError(f"device={device!r}: {e}; {remedy}") from e
-        return Backend(found, Ops())
+        return Backend(found, ops)
     if is_deterministic:
         raise ConfigError("deterministic=True needs FlashInfer's kernels, on device cuda")
     attention: Attention = TorchAttention(block_size, device)
     if is_cuda or not uses_kernels:
-        return Backend(attention, Ops())
+        return Backend(attention, ops)
     race.compile()
-    ops = FusedOps() if dtype == kv_dtype and dtype in FusedOps.DTYPES else Ops()
+    if dtype == kv_dtype and dtype in FusedOps.DTYPES:
+        ops = FusedOps()
     if TiledAttention.is_supported(
         dtype=dtype,
         kv_dtype=kv_dtype,

@@ -13,7 +13,6 @@ from torch.nn.functional import embedding
 
 from mallee.worker.model.attention.base import Attention
 from mallee.worker.model.config import ModelConfig
-from mallee.worker.model.linear.base import Linear
 from mallee.worker.model.loading.weights import ModelWeights
 from mallee.worker.model.ops import Ops
 from mallee.worker.model.plan import Plan
@@ -89,8 +88,9 @@ class Decoder:
         if self.tap is not None:
             self.tap("embed", None, hidden)
         turns = [rotary.at(plan.positions) for rotary in self._rotaries]
+        x = self._ops.norm(hidden, self.weights.layers[0].input_norm, self.config.norm_eps)
         for index, own in enumerate(memory):
-            hidden = self._layer(index, hidden, turns[self._ropes[index]], plan, own)
+            hidden, x = self._layer(index, hidden, x, turns[self._ropes[index]], plan, own)
         return self._head(hidden.index_select(0, plan.outputs))
 
     def _head(self, last: torch.Tensor) -> torch.Tensor:
@@ -108,24 +108,45 @@ class Decoder:
         self,
         index: int,
         hidden: torch.Tensor,
+        x: torch.Tensor,
         turn: Turn,
         plan: Plan,
         memory: torch.Tensor,
-    ) -> torch.Tensor:
-        """One layer's effect on `hidden`; its KV is written to `memory`."""
-        layer, eps = self.weights.layers[index], self.config.norm_eps
-        x = self._ops.norm(hidden, layer.input_norm, eps)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`hidden` after one layer, which reads it normed, as `x`; and what the next one reads.
+
+        After the last layer that is `hidden` itself: only some of its tokens are normed. The layer's KV
+        is written to `memory`.
+        """
+        layers, ops, eps = self.weights.layers, self._ops, self.config.norm_eps
+        layer = layers[index]
         seen = self._attend(index, x, turn, plan, memory)
-        hidden = self._added(layer.output, seen, hidden, layer.attention_norm)
+        hidden, x = ops.added_norm(
+            layer.output,
+            seen,
+            hidden,
+            own_norm=layer.attention_norm,
+            norm=layer.mlp_norm,
+            eps=eps,
+        )
         if self.tap is not None:
             self.tap("heads", index, seen)
             self.tap("attention", index, hidden)
-        gate_up = layer.gate_up(self._ops.norm(hidden, layer.mlp_norm, eps))
-        inner = self._ops.gated(gate_up, self.config.activation)
-        hidden = self._added(layer.down, inner, hidden, layer.output_norm)
+        inner = ops.gated(layer.gate_up(x), self.config.activation)
+        if index + 1 < len(layers):
+            hidden, x = ops.added_norm(
+                layer.down,
+                inner,
+                hidden,
+                own_norm=layer.output_norm,
+                norm=layers[index + 1].input_norm,
+                eps=eps,
+            )
+        else:
+            hidden = x = ops.added(layer.down, inner, hidden, own_norm=layer.output_norm, eps=eps)
         if self.tap is not None:
             self.tap("output", index, hidden)
-        return hidden
+        return hidden, x
 
     def _attend(
         self,
@@ -156,11 +177,3 @@ class Decoder:
         scale = config.query_scale * k_scale
         seen = self._attention.attend(plan.reads[window], q, memory, scale=scale)
         return (seen if v_scale == 1 else seen * v_scale).reshape(n, -1)
-
-    def _added(
-        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None
-    ) -> torch.Tensor:
-        """residual + linear(x), which is normed first where the family does so."""
-        if weight is None:
-            return linear.add(x, residual)
-        return residual + self._ops.norm(linear(x), weight, self.config.norm_eps)

@@ -10,6 +10,7 @@ from torch.nn.functional import gelu, rms_norm, silu
 from mallee.worker.model.config import Activation
 from mallee.worker.model.kernels import rows
 from mallee.worker.model.kernels.jit import Kernel
+from mallee.worker.model.linear.base import Linear
 from mallee.worker.model.rotary import Turn
 
 MIN_PARALLEL_NUMEL = 1 << 14
@@ -47,6 +48,8 @@ class Ops:
     """
 
     __slots__ = ()
+    label: ClassVar[str] = "torch"
+    """The kernels, for the log and for `stats`."""
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMS norm over the last dimension, in float32.
@@ -56,6 +59,34 @@ class Ops:
         if weight.dtype == x.dtype:
             return rms_norm(x, (x.shape[-1],), weight, eps)
         return rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps).to(x.dtype)
+
+    def added(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        *,
+        own_norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        """residual + linear(x), which is normed by `own_norm` first if there is one."""
+        if own_norm is None:
+            return linear.add(x, residual)
+        return residual + self.norm(linear(x), own_norm, eps)
+
+    def added_norm(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        *,
+        own_norm: torch.Tensor | None,
+        norm: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum as of `added`, and that normed by `norm`. `residual` may be overwritten by the sum."""
+        total = self.added(linear, x, residual, own_norm=own_norm, eps=eps)
+        return total, self.norm(total, norm, eps)
 
     def place(
         self,
@@ -103,6 +134,7 @@ class FusedOps(Ops):
 
     DTYPES: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, _HALF)
     __slots__ = ("_address", "_control")
+    label: ClassVar[str] = "compiled"
 
     def __init__(self) -> None:
         self._control = np.zeros(16, dtype=np.int64)

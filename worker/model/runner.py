@@ -80,6 +80,7 @@ class ForwardStats(NamedTuple):
     num_copied_slots: int
     kv_nbytes: int
     graphs: GraphStats = NO_GRAPHS
+    kernels: str = ""  # of attention and of small operations
 
 
 class MemoryStats(NamedTuple):
@@ -120,7 +121,8 @@ class TorchForward:
             "_graph_options",
             "_graphs",
         ),
-        *("_is_deterministic", "_layers", "_memories", "_memory", "_plan", "_uses_kernels"),
+        *("_is_deterministic", "_kernels", "_layers", "_memories", "_memory", "_plan"),
+        "_uses_kernels",
         *(
             "_reads",
             "_sample",
@@ -167,7 +169,7 @@ class TorchForward:
         self._device = str(weights.embedding.device)
         dtype = weights.embedding.dtype
         kv_dtype = kv_dtype or dtype
-        self._attention, ops = choose_backend(
+        backend = choose_backend(
             config,
             dtype=dtype,
             kv_dtype=kv_dtype,
@@ -177,6 +179,7 @@ class TorchForward:
             is_deterministic=is_deterministic,
             flashinfer=flashinfer,
         )
+        self._attention, self._kernels = backend.attention, backend.label
         self._is_deterministic, self._flashinfer = is_deterministic, flashinfer
         self._uses_kernels = uses_kernels
         self._sample = choose_sampler(self._device)
@@ -184,7 +187,7 @@ class TorchForward:
             config,
             weights,
             attention=self._attention,
-            ops=ops,
+            ops=backend.ops,
             max_positions=spec.max_model_len,
         )
         self.spec = spec
@@ -394,6 +397,7 @@ class TorchForward:
             num_copied_slots=self._copied,
             kv_nbytes=self._kv_nbytes,
             graphs=NO_GRAPHS if self._graphs is None else self._graphs.stats(),
+            kernels=self._kernels,
         )
 
     def memory_stats(self) -> MemoryStats:

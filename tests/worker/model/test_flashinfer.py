@@ -4,6 +4,8 @@ The emulation says that our plans are right, not that the package's kernels are:
 """
 
 import gc
+import logging
+import re
 import sys
 import weakref
 from collections.abc import Callable
@@ -245,6 +247,131 @@ def test_a_row_s_bits_do_not_depend_on_its_batch(
     assert all(is_equal[0])
     if kernels.device == "cpu" and window is None:  # the emulation would show it if plans were free
         assert not all(is_equal[1])
+
+
+HOPPER = (9, 0)
+LONG = [130, 1, 5, 200, 1, 128]
+
+
+def long_rows() -> list[Row]:
+    """Chunks of `LONG` tokens over other blocks each, after as many of the same prefix."""
+    tables = [[*range(4), *range(10 + 20 * i, 30 + 20 * i)] for i in range(len(LONG))]
+    return [
+        make_row(table, 64 + 3 * i, n)
+        for i, (table, n) in enumerate(zip(tables, LONG, strict=True))
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[4]])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_long_segments_are_computed_by_fa3(
+    kernels: Kernels, shape: tuple[int, int, int], window: int | None, is_deterministic: bool
+) -> None:
+    """D8, part: beside rows of one token and short chunks, and merged with what they share.
+
+    A row's bits don't depend on its batch in deterministic mode.
+    """
+    attention = kernels.attention(
+        shape,
+        windows=(window,),
+        is_deterministic=is_deterministic,
+        min_shared_tokens=64,
+        capability=HOPPER,
+    )
+    if kernels.device == "cuda" and torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip("fa3 is for Hopper")
+    assert attention.label == "FlashInfer, segments from 128 tokens on by fa3"
+    rows = long_rows()
+    Case(rows, 16, shape, window).check(attention, kernels.device)
+    if not is_deterministic:
+        return
+    memory = random_kv(16 * 200, shape, torch.bfloat16, kernels.device)
+    q = random_q(sum(LONG), shape, torch.bfloat16, kernels.device)
+    together = attention.attend(
+        Case(rows, 16, shape, window).reads(attention), q, memory, scale=SCALE
+    )
+    begin = 0
+    for row, n in zip(rows, LONG, strict=True):
+        own, case = slice(begin, begin + n), Case([row], 16, shape, window)
+        alone = attention.attend(case.reads(attention), q[own], memory, scale=SCALE)
+        assert torch.equal(alone, together[own])
+        begin += n
+
+
+class Refusing:
+    """FlashInfer, whose fa3 can't be planned, or is wrong."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+        self.num_tried = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(flashinfer_emulator, name)
+
+    def BatchPrefillWithPagedKVCacheWrapper(self, *args: Any, backend: str) -> Any:
+        found = flashinfer_emulator.BatchPrefillWithPagedKVCacheWrapper(*args, backend=backend)
+        if backend == "fa3":
+            self.num_tried += 1
+            found.plan = self._refuse if self._message else found.plan
+            found.run = self._nothing
+        return found
+
+    def _refuse(self, *args: Any, **options: Any) -> None:
+        raise RuntimeError(self._message)
+
+    def _nothing(self, q: torch.Tensor, kv: Any, *, out: torch.Tensor, **options: Any) -> Any:
+        if "lse" in options:
+            options["lse"].fill_(100)  # all of it counts
+        return out.zero_()
+
+
+class Clock:
+    """Tells the given times of work; the shapes of what the work computed."""
+
+    def __init__(self, times: list[float]) -> None:
+        self._times = iter(times)
+        self.shapes: list[tuple[int, ...]] = []
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        made = work()
+        assert isinstance(made, torch.Tensor)
+        self.shapes.append(tuple(made.shape))
+        return next(self._times)
+
+
+def test_where_fa3_fails_fa2_computes_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    """A choice between two kernels, once, when a model is loaded."""
+    caplog.set_level(logging.INFO)
+    for message, says in (
+        ("no nvcc", r"fa3 doesn't run here \(no nvcc\)"),
+        ("", "fa3 is wrong by [.0-9]+ of"),
+    ):
+        caplog.clear()
+        package = Refusing(message)
+        attention = Kernels(package, "cpu").attention(capability=HOPPER)
+        assert package.num_tried
+        assert re.search(f"FlashInfer, by fa2: {says}", attention.label)
+        (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
+        assert re.search(f"prompts on cpu are computed by fa2: {says}", record.message)
+        Case(long_rows(), 16).check(attention, "cpu")
+    for fa2_s, fa3_s, label in (
+        (3e-4, 2e-4, "FlashInfer, segments from 128 tokens on by fa3"),
+        (3e-4, 4e-4, "FlashInfer, by fa2: fa3 takes 400 us for a chunk, fa2 300"),
+    ):
+        clock = Clock([fa2_s, fa3_s])
+        attention = EMULATED.attention(capability=HOPPER, seconds=clock.seconds)
+        assert attention.label == label
+        assert clock.shapes == [(512, 8, 64)] * 2
+    for options, says in (
+        ({"kv_dtype": FP8, "capability": HOPPER}, "fa3 reads no KV in torch.float8_e4m3fn"),
+        ({"capability": (8, 0)}, "fa3 is for compute capability 9.0"),
+    ):
+        caplog.clear()
+        attention = EMULATED.attention(**options)
+        assert says in attention.label
+        assert [each.levelno for each in caplog.records] == [logging.INFO], "no fault"
 
 
 def test_the_workspace_grows_with_the_splits_of_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,19 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mallee.testing.quantized import FORMS, Activations, Form, quantized_tensors
 from mallee.worker.model.linear.base import Linear
+from mallee.worker.model.linear.block_gemm import MOST_ROWS, ROWS
 from mallee.worker.model.linear.choose import Machine, make_linear
 from mallee.worker.model.linear.int8_rows import FewRows
 from mallee.worker.model.linear.matrix import Quantized
 from mallee.worker.model.linear.rounded import RoundedFloat8, RoundedInt8, rounded_rows
 from mallee.worker.model.linear.scheme import BLOCK, Scheme
 from mallee.worker.model.linear.weight_only import BlockScaled, RowScaled, weight_only
+from support.deep_gemm import deep_gemm_tile
 from support.recorded_graphs import RecordedGraphs
 
 CPU, H100, B200, A100 = (
@@ -192,9 +196,25 @@ class _Wrong(_Broken):
         return torch.ones(len(x), self._rows)
 
 
+class _WrongForMany(RoundedFloat8):
+    """In one row of 385 and more."""
+
+    label = "wrong for many"
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().__call__(x)
+        if len(x) > 384:
+            found[300] = torch.nan
+        return found
+
+
 @pytest.mark.parametrize(
     ("fast", "said"),
-    [(_Broken, "broken doesn't run here (no kernel"), (_Wrong, "wrong is wrong by")],
+    [
+        (_Broken, "broken doesn't run here (no kernel"),
+        (_Wrong, "wrong is wrong by"),
+        (_WrongForMany, "wrong for many is wrong by inf here, for 512 rows"),
+    ],
 )
 def test_a_product_that_fails_its_trial_gives_way_with_a_warning(
     fast: type, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -213,22 +233,27 @@ def test_a_product_that_fails_its_trial_gives_way_with_a_warning(
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A `flashinfer.gemm` in torch; the names of the calls."""
-    calls = []
+    calls: list[str] = []
 
     def by_groups(a: Any, b: Any, a_scale: Any, b_scale: Any) -> torch.Tensor:
         left = a.double().view(len(a), -1, BLOCK) * a_scale.double()[:, :, None]
         return left.flatten(1) @ exact(Quantized(b, b_scale, _BLOCKS)).t()
 
     def fp8_blockscale_gemm_sm90(
-        input: Any, weight: Any, input_scale: Any, weight_scale: Any, *, out_dtype: Any
+        input: Any, weight: Any, input_scale: Any, weight_scale: Any, out: Any
     ) -> torch.Tensor:
-        calls.append("sm90")
-        assert input.dtype == HALF
+        rows, width = weight.shape
+        calls.append(f"sm90 {deep_gemm_tile(len(input), rows, width)}")
+        assert input.dtype == out.dtype == HALF
+        assert input.is_contiguous()
+        assert out.is_contiguous()
+        assert out.shape == (len(input), rows)
         assert input_scale is None
         assert weight_scale.shape == (-(-len(weight) // BLOCK), weight.shape[1] // BLOCK)
         rounded, own = rounded_rows(input.reshape(-1, BLOCK), torch.float8_e4m3fn)
         shape = (len(input), -1)
-        return by_groups(rounded.view(shape), weight, own.view(shape), weight_scale).to(out_dtype)
+        out.copy_(by_groups(rounded.view(shape), weight, own.view(shape), weight_scale))
+        return out
 
     def gemm_fp8_nt_groupwise(
         a: Any, b: Any, a_scale: Any, b_scale: Any, *, scale_major_mode: Any, out_dtype: Any
@@ -260,13 +285,27 @@ def test_blocks_go_to_flashinfers_kernel_of_the_gpu(
     matrix = made(256, 384, "fp8-block", "dynamic")
     linear = make_linear([matrix], HALF, machine)
     assert "FlashInfer" in linear.label
-    for n in (1, 4, 7):
+    tried = set(kernels)
+    assert all(each.startswith(call) for each in tried)
+    for n in (1, 4, 7, 31, 32, 128, 511, 512, 513, 1400):
         x, residual = random(n, 384, dtype=HALF), random(n, 256, seed=2, dtype=HALF)
         expected = x.double() @ exact(matrix).t()
         assert linear(x).shape == (n, 256)
         assert error(linear(x), expected) < 0.06
         assert error(linear.add(x, residual), expected + residual.double()) < 0.06
-    assert set(kernels) == {call}
+    assert set(kernels) == tried, "a kernel is compiled in a step"
+
+
+@given(
+    st.integers(1, 320),
+    st.integers(1, 160),
+    st.sampled_from([132, 114, 78]),
+)
+def test_each_number_of_rows_has_a_kernel_that_was_tried(rows: int, width: int, sms: int) -> None:
+    """I14, part: for matrices of any shape, on several GPUs of Hopper's."""
+    shape = (128 * rows, 128 * width)
+    tried = {deep_gemm_tile(n, *shape, num_sms=sms) for n in ROWS}
+    assert {deep_gemm_tile(n, *shape, num_sms=sms) for n in range(1, MOST_ROWS + 1)} == tried
 
 
 @pytest.mark.parametrize(

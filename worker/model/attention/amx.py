@@ -37,6 +37,7 @@ class TiledAttention:
 
     __slots__ = ("_control", "_group", "_per_job", "_scratch", "_sums", "_threads", "_tops")
     min_saving = MIN_SHARED_SAVING
+    label = "AMX tiles"
 
     @staticmethod
     def is_supported(

@@ -198,6 +198,11 @@ class Attention(Protocol):
     """Attention of one layer over paged KV."""
 
     @property
+    def label(self) -> str:
+        """The kernels in a few words, for the log and for `stats`."""
+        ...
+
+    @property
     def min_saving(self) -> int:
         """Block reads a layer that a shared prefix must spare, for `split_batch`."""
         ...

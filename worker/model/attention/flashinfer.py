@@ -9,18 +9,22 @@ keys and values as two strided views; nothing is copied. `ops.write` stays the o
 keys and values in one scatter, by slots that a step has anyway, and saturates float8. append_paged_kv_cache
 wants a page table of its own for the same bytes, casts nothing, and would be one more kernel to build.
 
-The kernels are "fa2": the only ones with fixed splits, and on every device since Ampere.
+The kernels are "fa2": the only ones with fixed splits, and on every device since Ampere. On Hopper "fa3"
+computes long segments: its tiles hold queries of one head, and meet all their keys in one thread block.
 """
 
+import logging
 import sys
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from mallee.worker.forward import Row
 from mallee.worker.memory.transfer import Mark, sent, staged
 from mallee.worker.model import installation
 from mallee.worker.model.attention.base import (
@@ -30,7 +34,11 @@ from mallee.worker.model.attention.base import (
     Reads,
     Segment,
     SharedPrefix,
+    split_batch,
 )
+from mallee.worker.model.attention.torch import TorchAttention
+
+log = logging.getLogger(__name__)
 
 MIN_SHARED_TOKENS = 16_384
 """A prefix must spare this many key reads a layer. To be measured on a GPU: guessed from 20 us for another
@@ -41,9 +49,16 @@ WORKSPACE_NBYTES = 128 << 20
 """For the parts of rows whose keys several thread blocks share out: what FlashInfer recommends."""
 MIN_TENSOR_CORE_GROUP = 4
 """Query heads per key head from which on decode rows fill a tile of tensor cores well enough."""
+MIN_FA3_TOKENS = 128
+"""Of a segment for "fa3": a tile of its queries. To be measured on a GPU."""
+HOPPER = (9, 0)
+_TIMED_TOKENS, _TIMED_BEFORE = 512, 8192  # of the chunk by which "fa3" is weighed against "fa2"
+_MOST_ERROR = 2e-2  # of the largest number of a trial
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 
+Kernels: TypeAlias = Literal["decode", "fa2", "fa3"]
+"""Of rows of one token, and of longer segments."""
 Tokens: TypeAlias = slice | torch.Tensor
 """Tokens of the flat batch, as an index: a slice where they are neighbours, and so a view."""
 
@@ -128,7 +143,7 @@ class Pages(NamedTuple):
 class Kind(NamedTuple):
     """Segments of one kind share a plan."""
 
-    is_decode: bool
+    kernels: Kernels
     window_left: int  # keys before its own that a token sees; -1: all
     tile: int  # see `FlashInferAttention._tile`
 
@@ -141,8 +156,9 @@ class FlashInferAttention:
     """
 
     __slots__ = (
-        *("_block_size", "_device", "_dtype", "_group", "_head_dim", "_is_deterministic"),
-        *("_kv_dtype", "_num_heads", "_num_kv_heads", "_package", "_pools", "_workspace"),
+        *("_block_size", "_device", "_dtype", "_fa3_refusal", "_group", "_head_dim"),
+        *("_is_deterministic", "_kv_dtype", "_num_heads", "_num_kv_heads", "_package", "_pools"),
+        "_workspace",
         "min_saving",
     )
 
@@ -158,11 +174,15 @@ class FlashInferAttention:
         num_kv_heads: int,
         head_dim: int,
         windows: Sequence[int | None] = (None,),
+        capability: tuple[int, int] = (0, 0),
+        seconds: Callable[[Callable[[], object]], float] | None = None,
         is_deterministic: bool = False,
         min_shared_tokens: int = MIN_SHARED_TOKENS,
     ) -> None:
         """Kernels for layers of `windows` are built here: some minutes, the first time on a machine.
 
+        `capability` is the device's. Where it has "fa3", that is tried here against `TorchAttention`, and
+        by `seconds`, the time of work on the device (None: not timed), against "fa2".
         With `is_deterministic` what a row gets doesn't depend on the rows beside it: nothing is read
         together, and a row's keys are shared out between thread blocks by its own length alone.
         """
@@ -175,7 +195,8 @@ class FlashInferAttention:
         self._is_deterministic = is_deterministic
         self.min_saving = sys.maxsize if is_deterministic else -(-min_shared_tokens // block_size)
         self._workspace = torch.zeros(WORKSPACE_NBYTES, dtype=torch.uint8, device=self._device)
-        self._pools: dict[bool, list[_Entry]] = {True: [], False: []}  # by Kind.is_decode
+        self._pools: dict[Kernels, list[_Entry]] = {"decode": [], "fa2": [], "fa3": []}
+        self._fa3_refusal = ""  # `_build` has no segments for it
         for window in windows:
             try:
                 self._build(window)
@@ -186,6 +207,8 @@ class FlashInferAttention:
                     f"FlashInfer's kernels can't be built or don't run here ({e}): `mallee doctor` looks at"
                     " what builds them, docs/gpu.md says how they are built ahead"
                 ) from e
+        self._fa3_refusal = self._refusal(capability, windows, seconds)
+        log.info("attention: %s", self.label)
 
     def prepare(self, split: AttentionSplit) -> Reads:
         """`split` as plans, which hold until it is dropped."""
@@ -218,6 +241,12 @@ class FlashInferAttention:
                 if not isinstance(level.tokens, slice):  # then those are copies
                     out[level.tokens], lse[level.tokens] = own, own_lse
         return out
+
+    @property
+    def label(self) -> str:
+        if not self._fa3_refusal:
+            return f"FlashInfer, segments from {MIN_FA3_TOKENS} tokens on by fa3"
+        return f"FlashInfer, by fa2: {self._fa3_refusal}"
 
     @property
     def is_deterministic(self) -> bool:
@@ -273,10 +302,85 @@ class FlashInferAttention:
         q = torch.zeros(shape, dtype=self._dtype, device=self._device)
         self.attend(reads, q, memory, scale=1.0)
 
+    def _refusal(
+        self,
+        capability: tuple[int, int],
+        windows: Sequence[int | None],
+        seconds: Callable[[Callable[[], object]], float] | None,
+    ) -> str:
+        """The reason why "fa3" computes nothing here; empty if it does."""
+        if capability != HOPPER:
+            return "fa3 is for compute capability 9.0"
+        if self._kv_dtype != self._dtype:
+            return f"fa3 reads no KV in {self._kv_dtype} for queries in {self._dtype}"
+        try:
+            wrong = [e for e in map(self._fa3_error, windows) if not e < _MOST_ERROR]
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as e:
+            refusal = f"fa3 doesn't run here ({e})"
+        else:
+            if not wrong:
+                return "" if seconds is None else self._delay(seconds)
+            refusal = f"fa3 is wrong by {wrong[0]:.2g} of the largest number"
+        log.warning("prompts on %s are computed by fa2: %s", self._device, refusal)
+        return refusal
+
+    def _delay(self, seconds: Callable[[Callable[[], object]], float]) -> str:
+        """The reason if "fa3" takes longer than "fa2" for a chunk over a long text; else empty."""
+        n = _TIMED_TOKENS
+        blocks = np.zeros(-(-(_TIMED_BEFORE + n) // self._block_size), dtype=np.int32)
+        pages = self.pages([Segment(0, n, blocks, UNBOUNDED, _TIMED_BEFORE)])
+        kept = (1, self._block_size, self._num_kv_heads, self._head_dim)
+        kv = tuple(torch.randn(kept).to(self._device, self._kv_dtype) for _ in range(2))
+        q = torch.randn(n, self._num_heads, self._head_dim).to(self._device, self._dtype)
+        kinds: tuple[Kernels, Kernels] = ("fa2", "fa3")
+        parts = [
+            self._plan_prefill(Kind(kernels, -1, 0), pages, np.array([n]), slice(0, n), causal=True)
+            for kernels in kinds
+        ]
+        fa2, fa3 = (seconds(partial(part.wrapper.run, q, kv, q_scale=0.1)) for part in parts)
+        if fa3 < fa2:
+            return ""
+        return f"fa3 takes {1e6 * fa3:.0f} us for a chunk, fa2 {1e6 * fa2:.0f}"
+
+    def _fa3_error(self, window: int | None) -> float:
+        """The largest difference from `TorchAttention`: two long rows that share blocks, under `window`."""
+        size, n = self._block_size, MIN_FA3_TOKENS + 37
+        starts = (2 * size + 1, 2 * size)
+        own = -(-n // size) + 1
+        order = np.random.default_rng(0).permutation(2 * own + 2).astype(np.int32)
+        tables = [np.append(order[:2], order[2 + i * own :][:own]) for i in range(2)]
+        tokens = np.zeros(n, dtype=np.uint32)
+        rows = [Row(tokens, start, table, 0) for start, table in zip(starts, tables, strict=True)]
+        split = split_batch(
+            rows,
+            block_size=size,
+            is_shared=not self._is_deterministic,
+            window=window,
+            min_saving=1,
+        )
+        generator = torch.Generator().manual_seed(0)
+        kept = (len(order) * size, 2, self._num_kv_heads, self._head_dim)
+        memory = torch.randn(kept, generator=generator).to(self._device, self._kv_dtype)
+        shape = (2 * n, self._num_heads, self._head_dim)
+        q = torch.randn(shape, generator=generator).to(self._device, self._dtype)
+        plain = TorchAttention(size, str(self._device))
+        scale = self._head_dim**-0.5
+        found, expected = (
+            each.attend(each.prepare(split), q, memory, scale=scale).float()
+            for each in (self, plain)
+        )
+        return float((found - expected).abs().max() / expected.abs().max())
+
     def _kind(self, segment: Segment) -> Kind:
-        is_decode = segment.size == 1
-        is_alike = is_decode or not self._is_deterministic
-        return Kind(is_decode, segment.window_left, 0 if is_alike else self._tile(segment.size))
+        """By the segment alone, so that no row's kernels depend on those beside it."""
+        if segment.size == 1:
+            return Kind("decode", segment.window_left, 0)
+        if segment.size >= MIN_FA3_TOKENS and not self._fa3_refusal:
+            return Kind("fa3", segment.window_left, 0)
+        tile = self._tile(segment.size) if self._is_deterministic else 0
+        return Kind("fa2", segment.window_left, tile)
 
     def _tile(self, size: int) -> int:
         """The class of tile that a plan of segments of `size` alone would have.
@@ -292,9 +396,9 @@ class FlashInferAttention:
         begins = np.array([s.begin for s in segments])
         sizes = np.array([s.size for s in segments])
         tokens = self._tokens(_ranges(begins, sizes))
-        if kind.is_decode:
+        if kind.kernels == "decode":
             return self._plan_decode(pages, kind.window_left, tokens)
-        return self._plan_prefill(pages, sizes, tokens, window_left=kind.window_left, causal=True)
+        return self._plan_prefill(kind, pages, sizes, tokens, causal=True)
 
     def _plan_shared(self, split: AttentionSplit) -> tuple[Part, tuple[Level, ...]]:
         """All prefixes in one plan, by depth: a token's outer prefix before its inner."""
@@ -314,30 +418,31 @@ class FlashInferAttention:
         pages = self._pages([prefix.blocks for prefix in ordered], lengths)
         sizes = np.array([len(prefix.tokens) for prefix in ordered])
         queries = self._tokens(np.concatenate([prefix.tokens for prefix in ordered]))
-        part = self._plan_prefill(pages, sizes, queries, window_left=-1, causal=False)
+        part = self._plan_prefill(Kind("fa2", -1, 0), pages, sizes, queries, causal=False)
         return part, tuple(levels)
 
     def _plan_decode(self, pages: Pages, window_left: int, tokens: Tokens) -> Part:
         options, given = self.decode_options(window_left), tuple(pages)
-        is_wide = self._has_wide_decodes
-        if is_wide:
+        kernels: Kernels = "decode"
+        if self._has_wide_decodes:
             # FlashInfer's wrapper of decodes copies the rows' places from pageable memory, and CUDA may wait
             # for the device before it does. That of longer rows runs the same kernels, and takes ours.
+            kernels = "fa2"
             given = (self._indptr(np.ones(len(pages.last_page_len), dtype=np.int64)), *pages)
             options["head_dim_qk"] = options.pop("head_dim")
-        entry = self._take(is_decode=not is_wide)
+        entry = self._take(kernels)
         if self._is_deterministic:
             options["fixed_split_size"] = max(1, SPLIT_TOKENS // self._block_size)
             nbytes, _ = entry.wrapper.workspace_size(*given, **options)
             if nbytes > len(self._workspace):
                 self._grow(nbytes)
-                entry = self._take(is_decode=not is_wide)
+                entry = self._take(kernels)
         return entry.plan(tokens, *given, **options)
 
     def _plan_prefill(
-        self, pages: Pages, sizes: Ints, tokens: Tokens, *, window_left: int, causal: bool
+        self, kind: Kind, pages: Pages, sizes: Ints, tokens: Tokens, *, causal: bool
     ) -> Part:
-        return self._take(is_decode=False).plan(
+        return self._take(kind.kernels).plan(
             tokens,
             self._indptr(sizes),
             *pages,
@@ -346,7 +451,7 @@ class FlashInferAttention:
             head_dim_qk=self._head_dim,
             page_size=self._block_size,
             causal=causal,
-            window_left=window_left,
+            window_left=kind.window_left,
             sm_scale=1.0,
             q_data_type=self._dtype,
             kv_data_type=self._kv_dtype,
@@ -354,17 +459,17 @@ class FlashInferAttention:
             disable_split_kv=self._is_deterministic,
         )
 
-    def _take(self, *, is_decode: bool) -> "_Entry":
+    def _take(self, kernels: Kernels) -> "_Entry":
         """A wrapper whose plan nothing needs any more."""
-        pool = self._pools[is_decode]
+        pool = self._pools[kernels]
         for entry in pool:
             if entry.is_idle:
                 return entry
-        if is_decode:
+        if kernels == "decode":
             wrapper = self.decode_wrapper()
         else:
             wrapper = self._package.BatchPrefillWithPagedKVCacheWrapper(
-                self._workspace, "NHD", backend="fa2"
+                self._workspace, "NHD", backend=kernels
             )
         pool.append(_Entry(wrapper, self._device))
         return pool[-1]

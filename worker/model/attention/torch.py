@@ -73,6 +73,7 @@ class TorchAttention:
 
     __slots__ = ("_block_size", "_device", "_scratch")
     min_saving = MIN_SHARED_SAVING
+    label = "torch"
 
     def __init__(self, block_size: int, device: str = "cpu") -> None:
         self._block_size = block_size

@@ -2,10 +2,15 @@
 
 An optional package, imported when such a matrix is loaded. Names and arguments are those of FlashInfer
 0.7.2, read in its source. No kernel of these has run yet: a product is tried before it is taken.
+
+On Hopper it compiles a kernel for each shape of the matrix and each tile that it takes for a number of rows
+(get_best_gemm_config of deep_gemm/jit_utils.cuh), some seconds each, and keeps it on disk. `ROWS` have one of
+each tile up to `MOST_ROWS`; more rows go in pieces. So what is tried for `ROWS` compiles nothing later.
 """
 
 import importlib
 from types import ModuleType
+from typing import Final
 
 import torch
 
@@ -16,7 +21,10 @@ from mallee.worker.model.linear.scheme import BLOCK
 
 _HOPPER = (9, 0)
 _BLACKWELL = ((10, 0), (10, 3), (12, 0), (12, 1))
-_ROWS = 4  # the Blackwell kernel takes a multiple
+_MULTIPLE = 4  # of rows, for the Blackwell kernel
+MOST_ROWS: Final = 512
+ROWS: Final = (1, 16, 17, 24, 25, 31, 32, 64, 65, 128, 129, 256, 257, 384, 385, MOST_ROWS)
+"""The least and the most rows of each tile: by 8 rows from 16 on, from 32 on by 64, then 128."""
 
 
 def block_gemm(matrix: Quantized, capability: tuple[int, int]) -> Linear | None:
@@ -59,10 +67,11 @@ class _Hopper(_BlockGemm):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         values, scales, _ = self._matrix
-        found: torch.Tensor = self._kernels.fp8_blockscale_gemm_sm90(
-            x.contiguous(), values, None, scales, out_dtype=x.dtype
-        )
-        return found
+        x, out = x.contiguous(), x.new_empty((len(x), len(values)))
+        for i in range(0, len(x), MOST_ROWS):
+            piece = slice(i, i + MOST_ROWS)
+            self._kernels.fp8_blockscale_gemm_sm90(x[piece], values, None, scales, out=out[piece])
+        return out
 
 
 class _Blackwell(_BlockGemm):
@@ -73,7 +82,7 @@ class _Blackwell(_BlockGemm):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         values, scales, _ = self._matrix
         n, width = x.shape
-        filled = torch.nn.functional.pad(x, (0, 0, 0, -n % _ROWS))
+        filled = torch.nn.functional.pad(x, (0, 0, 0, -n % _MULTIPLE))
         rounded, own = rounded_rows(filled.reshape(-1, BLOCK), torch.float8_e4m3fn)
         found: torch.Tensor = self._kernels.gemm_fp8_nt_groupwise(
             rounded.view(-1, width),
