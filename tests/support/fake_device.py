@@ -49,29 +49,24 @@ class OnDevice:
 
 
 class FakeDrawing:
-    """A `Drawing` of a `FakeDevice`; its guesses are wrong as often as the device wants."""
+    """A `Drawing` of a `FakeDevice`."""
 
     def __init__(self, device: "FakeDevice", number: int) -> None:
         self._device = device
         self.number = number
         self.tokens = OnDevice()
-        self.guessed = OnDevice()
 
     def collect(self) -> list[int]:
         self._device.tell("collect", self.number)
         self._device.run_until(self.tokens)
         return list(self.tokens.value)
 
-    def guesses(self) -> list[int]:
-        self._device.run_until(self.guessed)
-        return list(self.guessed.value)
-
 
 class FakeDevice:
     """A `DeviceForward` over `inner`. Does some of what is enqueued at each call, by lot, and the rest late.
 
-    `wrong` of its guesses are not the tokens that are drawn. `told` is called with each call of
-    the engine's, numbered by kind. What is handed over is copied at once, as a transfer would.
+    `told` is called with each call of the engine's, numbered by kind. What is handed over is copied at once,
+    as a transfer would.
     """
 
     def __init__(
@@ -79,13 +74,11 @@ class FakeDevice:
         inner: Forward,
         *,
         seed: int = 0,
-        wrong: float = 0.1,
         eagerness: float = 0.5,
         told: Callable[[Call, int], None] = lambda call, number: None,
     ) -> None:
         self._inner = inner
         self._rng = random.Random(seed)
-        self._wrong = wrong
         self._eagerness = eagerness
         self._told = told
         self._queue: deque[Callable[[], None]] = deque()
@@ -112,7 +105,7 @@ class FakeDevice:
         own, places = [_copied(row) for row in rows], list(draws)
 
         def batch() -> ForwardBatch:
-            tokens = [drawing.guessed.value[place] for place in places]
+            tokens = [drawing.tokens.value[place] for place in places]
             each = zip(own, tokens, strict=True)
             named = [row._replace(tokens=np.array([token], np.uint32)) for row, token in each]
             return ForwardBatch((), named)
@@ -123,16 +116,10 @@ class FakeDevice:
         assert draws
         drawing = FakeDrawing(self, self._count("draw"))
         own = [_copied_draw(draw) for draw in draws]
-        is_off = [self._rng.random() < self._wrong for _ in draws]
 
         def work() -> None:
             known = [draw._replace(logits=_value(draw.logits)) for draw in own]
-            tokens = self._inner.sample(known)
-            size = self._inner.spec.vocab_size
-            drawing.tokens.value = tokens
-            drawing.guessed.value = [
-                (token + off) % size for token, off in zip(tokens, is_off, strict=True)
-            ]
+            drawing.tokens.value = self._inner.sample(known)
 
         self._enqueue(work)
         return drawing
