@@ -18,6 +18,10 @@ threads.install()  # before anything that keeps a function of `time` is imported
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores; before torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Without a GPU our Triton kernels are interpreted: it has to know before any package imports it.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # gRPC's handlers of forks may end a child that is about to become another program.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 

@@ -1,9 +1,5 @@
-"""Triton's kernels without a GPU: by its interpreter, which runs them in numpy, program by program.
+"""A sampler's Triton kernels on a CPU: by Triton's interpreter (`tests/conftest.py`), or only counted."""
 
-Importing this module switches it on, which counts for what imports Triton later.
-"""
-
-import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +12,6 @@ import torch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """The device that kernels run on."""
 
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
-
 
 @contextmanager
 def interpreting() -> Iterator[None]:
@@ -30,7 +23,7 @@ def interpreting() -> Iterator[None]:
     from triton.runtime import interpreter
 
     function: Any = interpreter.InterpretedFunction
-    assert isinstance(language.sum, function), "triton was imported before support.triton_kernels"
+    assert isinstance(language.sum, function), "TRITON_INTERPRET was not set in time"
     inner = function.__call__
 
     patched: set[int] = set()
