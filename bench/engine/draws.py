@@ -1,8 +1,8 @@
 """Draws of a step: times by settings, rows and vocabulary.
 
 By the sampler of the device, from packing to tokens on the host: a CPU draws row by row, CUDA all at once.
-There `others` is the share of tokens that a CPU draws otherwise from the same logits: near ties.
-Milliseconds, the least of some rounds.
+There `device_ms` is the device's own part, and `others` the share of tokens that a CPU draws otherwise from
+the same logits: near ties. Milliseconds, the least of some rounds.
 
     python -m bench.engine.draws [--device cpu] [--rows 32 256] [--vocab 49152 151936] [--threads 2]
 """
@@ -62,6 +62,20 @@ def least_ms(call: Callable[[], Any], rounds: int) -> float:
     return round(min(times[1:]), 3)
 
 
+def device_ms(call: Callable[[], Any], rounds: int) -> float:
+    """CUDA's own time for what `call` launches, which it finds enqueued behind work of some 10 ms."""
+    times = []
+    for _ in range(rounds + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(20_000_000)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return round(min(times[1:]), 3)
+
+
 def measured(num_rows: int, size: int, device: str, rounds: int) -> dict[str, dict[str, float]]:
     """By kind of settings, and of log-probabilities with five likeliest."""
     generator = torch.Generator().manual_seed(0)
@@ -76,6 +90,7 @@ def measured(num_rows: int, size: int, device: str, rounds: int) -> dict[str, di
         if device != "cpu":
             pairs = zip(sampler.sample(moved), sample(draws), strict=True)
             found[kind]["others"] = sum(a != b for a, b in pairs) / num_rows
+            found[kind]["device_ms"] = device_ms(lambda d=moved: sampler.launch(d), rounds)
     queries = [LogprobQuery(row, 7, 5) for row in there.unbind(0)]
     found["logprobs"] = {"ms": least_ms(lambda: sampler.logprobs(queries), rounds)}
     return found

@@ -189,6 +189,34 @@ def test_thresholds_are_found_among_candidates_and_in_the_whole_row(sampling: Sa
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU rounds otherwise by itself")
+def test_a_device_that_rounds_otherwise_differs_at_near_ties_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """I5, part: exponentials and logarithms are off by several times what a GPU's are."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    rng = np.random.default_rng(8)
+    changed: Counter[str] = Counter()
+
+    def off(name: str, function: Any) -> Any:
+        def unary(builder: Any, handle: Any) -> Any:
+            changed[name] += 1
+            found = function(handle.data)
+            errors = 1.0 + rng.uniform(-2e-6, 2e-6, found.shape)
+            return TensorHandle((found * errors).astype(found.dtype), handle.dtype.scalar)
+
+        return unary
+
+    monkeypatch.setattr(InterpreterBuilder, "create_exp", off("exp", np.exp))
+    monkeypatch.setattr(InterpreterBuilder, "create_log", off("log", np.log))
+    draws = some_draws(rng, some_logits(rng, (6, 400), torch.float32), 12, num_branches=4)
+    assert check(draws) <= 1
+    assert changed["exp"] > 100
+    assert changed["log"] > 10
+
+
+@pytest.mark.slow
 def test_a_draw_depends_on_no_row_beside_it() -> None:
     """I5: in any order, alone, twice, and among other rows: not one token differs."""
     rng = np.random.default_rng(11)

@@ -32,8 +32,9 @@ from mallee.worker.model.sampling.sampler import Drawn
 BLOCK: Final = 4096
 """Logits that a program looks at together."""
 GROUPS: Final = 1024
+"""Groups of tokens, for a bound that at least as many tokens reach."""
 CAPACITY: Final = 1 << 14
-"""Candidates of a row: 5 to 10 % of a vocabulary."""
+"""Candidates that a row has room for; there are 5 to 10 % of a vocabulary."""
 _LAUNCH: Final[dict[str, Any]] = {"num_warps": 16, "enable_fp_fusion": False}
 _NO_HISTORY: Final = TokenHistory(distinct(()))
 
@@ -67,6 +68,8 @@ class DeviceSampler:
         try:
             tokens = self.sample([Draw(logits, each, 0, 0) for each in settings])
             ((_, ((likeliest, _),)),) = self.logprobs([LogprobQuery(logits, 0, 1)])
+        except ConfigError:
+            raise
         except Exception as error:  # a compiler's, a linker's or a driver's: of any class
             raise ConfigError(
                 f"the kernels that draw tokens can't be compiled for {device}:"
