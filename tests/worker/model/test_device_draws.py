@@ -37,12 +37,12 @@ def kernels() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[64, 300])
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few groups and candidates: small vocabularies are searched like large ones."""
     monkeypatch.setattr(device, "BLOCK", 128)
     monkeypatch.setattr(device, "GROUPS", 16)
-    monkeypatch.setattr(device, "CAPACITY", 64)
+    monkeypatch.setattr(device, "CAPACITY", request.param)
 
 
 def words(rng: np.random.Generator, size: int, share: float) -> Words:

@@ -33,8 +33,8 @@ BLOCK: Final = 4096
 """Logits that a program looks at together."""
 GROUPS: Final = 1024
 """Groups of tokens, for a bound that at least as many tokens reach."""
-CAPACITY: Final = 1 << 14
-"""Candidates that a row has room for; there are 5 to 10 % of a vocabulary."""
+CAPACITY: Final = 10 * BLOCK
+"""Candidates that a row has room for: of as many groups as a block has there are some 9 * BLOCK."""
 _LAUNCH: Final[dict[str, Any]] = {"num_warps": 16, "enable_fp_fusion": False}
 _NO_HISTORY: Final = TokenHistory(distinct(()))
 
