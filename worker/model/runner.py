@@ -96,6 +96,10 @@ class DeviceDrawing:
         with shed(self.drawn.tokens.device):
             return self.drawn.collect()
 
+    def logprobs(self) -> list[TokenLogprobs]:
+        with torch.inference_mode(), shed(self.drawn.tokens.device):
+            return self.drawn.logprobs()
+
 
 class TorchForward:
     """Computes over paged KV on one device. Not thread-safe: one engine loop owns it."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mallee.protocol.errors import ConfigError
@@ -314,6 +315,30 @@ def test_reports_are_those_of_rows_but_for_rounding() -> None:
     assert SAMPLER.logprobs([]) == SAMPLER.sample([]) == []
 
 
+def test_reports_come_with_the_draws_that_want_some() -> None:
+    """I5, part: of the untouched logits, whatever the draw's settings; of both kinds of samplers."""
+    rng = np.random.default_rng(4)
+    rows = some_logits(rng, (3, 200), torch.float32).unbind(0)
+    settings = [
+        Sampling(1.0, logprobs=2),
+        Sampling(),
+        Sampling(0.7, 5, logprobs=0, logit_bias=((3, 4.0),)),
+        Sampling(logprobs=1),
+    ]
+    draws = [Draw(rows[i % 3], each, i, 2) for i, each in enumerate(settings)]
+    tokens = sample(draws)
+    expected = logprobs(
+        [LogprobQuery(draws[i].logits, tokens[i], n) for i, n in enumerate((2, -1, 0, 1)) if n >= 0]
+    )
+    moved = [draw._replace(logits=draw.logits.to(DEVICE)) for draw in draws]
+    for launched in (SAMPLER.launch(moved), HostSampler().launch(draws)):
+        assert launched.collect() == tokens
+        for (own, top), (chance, far) in zip(expected, launched.logprobs(), strict=True):
+            assert chance == pytest.approx(own, abs=1e-4)
+            assert [token for token, _ in far] == [token for token, _ in top]
+    assert SAMPLER.launch(moved[1:2]).logprobs() == []
+
+
 # Launches
 
 
@@ -370,6 +395,12 @@ def test_a_batch_of_any_size_takes_a_few_launches_and_no_wait() -> None:
         draws = all_kinds(batch, num_draws)
         found = launches(lambda draws=draws: SAMPLER.launch(draws))
         assert found == {"_to_copy": 1, "edit": 1, "draw": 1}  # and the copy of the tokens
+        asking = [
+            draw._replace(sampling=structs.replace(draw.sampling, logprobs=i % 4 - 1))
+            for i, draw in enumerate(draws)
+        ]
+        found = launches(lambda draws=asking: SAMPLER.launch(draws))
+        assert found == {"_to_copy": 1, "edit": 1, "draw": 1, "report": 1}  # and two copies
         plain = [draw for draw in draws if draw.history is None]
         assert launches(lambda plain=plain: SAMPLER.launch(plain)) == {"_to_copy": 1, "draw": 1}
 

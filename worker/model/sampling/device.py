@@ -1,8 +1,8 @@
 """Draws and log-probabilities of whole batches on a CUDA device: see `kernels.triton.sampling`.
 
 A batch is packed into a few arrays, which are sent in one copy, and drawn by one launch; a launch before it
-edits the rows that have a bias or penalties. Nothing waits. The tokens stay on the device for the next pass,
-and are copied to the host beside it.
+edits the rows that have a bias or penalties, and one behind it reports log-probabilities. Nothing waits. The
+tokens stay on the device for the next pass, and are copied to the host beside it.
 
 They are those of `sampler` but for near ties, since logarithms, exponentials and sums round otherwise there:
 two tokens whose results in the race differ by less than 1e-4, or a token at which the sum of likelihoods is
@@ -25,7 +25,7 @@ import torch
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.messages import Sampling, TokenLogprobs
 from mallee.worker.forward import Draw, Ids, LogprobQuery, TokenHistory, Words, distinct, num_words
-from mallee.worker.memory.transfer import Fetched, sent, sent_together
+from mallee.worker.memory.transfer import Fetched, sent_together
 from mallee.worker.model.sampling.logits import COLDEST, LEAST_PENALTY
 from mallee.worker.model.sampling.sampler import Drawn
 
@@ -101,39 +101,74 @@ class DeviceSampler:
         table = np.stack((addresses, keys.view(np.int64), kinds, mask_rows, is_edited), axis=1)
         table[edits.places, 0] = edited.data_ptr() + 4 * stride * np.arange(num_edited)
         columns = np.array([_columns(each, size) for each in settings])
-        there = sent_together([table, columns, masks, *edits.arrays], device)
+        wanted = [
+            (addresses[i], i, min(draw.sampling.logprobs, size))
+            for i, draw in enumerate(draws)
+            if draw.sampling.logprobs >= 0
+        ]
+        asked = np.array(wanted, dtype=np.int64).reshape(-1, 3)
+        there = sent_together([table, columns, masks, asked, *edits.arrays], device)
         layout = _layout(logits, addresses)
         if num_edited:
-            _run("edit", num_edited, *there[3:], edited, size, stride, **layout)
+            _run("edit", num_edited, *there[4:], edited, size, stride, **layout)
         capacity = min(CAPACITY, size) if any(s.top_k or s.top_p < 1.0 for s in settings) else 0
         few = torch.empty(2, len(draws), capacity, dtype=torch.float32, device=device)
         tokens = torch.empty(len(draws), dtype=torch.int64, device=device)
         arguments = (*there[:3], few[0], few[1].view(torch.int32), tokens)
         sizes = size, masks.shape[1], capacity
         _run("draw", len(draws), *arguments, *sizes, GROUPS=GROUPS, **layout)
-        return Drawn.of(tokens)
+        nums = [num for _, _, num in wanted]
+        reports = _reports(there[3], tokens, nums, size, layout)
+        return Drawn(tokens, Fetched(tokens), reports.collect)
 
     def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
         """See `Forward.logprobs`. Waits."""
         if not queries:
             return []
         logits = queries[0].logits
-        size, device = len(logits), logits.device
-        table = [(q.logits.data_ptr(), q.token, min(q.num_top, size)) for q in queries]
-        most = max(num for _, _, num in table)
-        chances = torch.empty(len(table), 1 + most, dtype=torch.float32, device=device)
-        ids = torch.empty(len(table), most, dtype=torch.int32, device=device)
-        layout = _layout(logits, [address for address, _, _ in table])
-        there = sent(np.array(table), device)
-        _run("report", len(table), there, chances, ids, size, most, **layout)
-        both = Fetched(torch.cat((chances.view(torch.int32), ids), 1)).wait().numpy()
-        values, tops = both[:, : 1 + most].view(np.float32).tolist(), both[:, 1 + most :].tolist()
+        addresses = [query.logits.data_ptr() for query in queries]
+        nums = [min(query.num_top, len(logits)) for query in queries]
+        table = np.stack((addresses, np.arange(len(queries)), nums), axis=1)
+        tokens = np.array([query.token for query in queries], dtype=np.int64)
+        asked, known = sent_together([table, tokens], logits.device)
+        layout = _layout(logits, addresses)
+        return _reports(asked, known, nums, len(logits), layout).collect()
+
+
+class _Reports(NamedTuple):
+    """Log-probabilities under way, with the number of the likeliest that each wants."""
+
+    fetched: Fetched | None  # as the kernel has found them
+    nums: Sequence[int]
+
+    def collect(self) -> list[TokenLogprobs]:
+        """All of them. Waits."""
+        if self.fetched is None:
+            return []
+        table, most = self.fetched.wait().numpy(), max(self.nums)
+        chances, ids = table[:, : 1 + most].view(np.float32).tolist(), table[:, 1 + most :].tolist()
         found = []
-        for own, top, (_, _, num) in zip(values, tops, table, strict=True):
+        for own, top, num in zip(chances, ids, self.nums, strict=True):
             is_number = own[0] == own[0]
             likeliest = zip(top[:num], own[1 : 1 + num], strict=True)
             found.append((own[0], tuple(likeliest) if is_number else ()))
         return found
+
+
+def _reports(
+    queries: torch.Tensor,
+    tokens: torch.Tensor,
+    nums: Sequence[int],
+    size: int,
+    layout: dict[str, Any],
+) -> _Reports:
+    """Enqueue the reports that `queries` ask for of `tokens`."""
+    if not nums:
+        return _Reports(None, nums)
+    most = max(nums)
+    found = torch.empty(len(nums), 1 + 2 * most, dtype=torch.int32, device=queries.device)
+    _run("report", len(nums), queries, tokens, found, size, most, **layout)
+    return _Reports(Fetched(found), nums)
 
 
 def _run(name: str, num_rows: int, *arguments: Any, **constants: Any) -> None:

@@ -29,7 +29,7 @@ Gumbel-max is stable: a logit that moves by less than the winner's lead does not
 Log-probabilities are of the untouched logits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -89,14 +89,14 @@ def race_key(seed: int, position: int) -> int:
 
 
 class Drawn(NamedTuple):
-    """Draws under way: the token of each where it is drawn (int64), and on its way to the host."""
+    """Draws under way: the token of each where it is drawn (int64), and on its way to the host.
+
+    `logprobs` waits for the reports of the draws whose `sampling.logprobs` wants some.
+    """
 
     tokens: torch.Tensor
     fetched: Fetched
-
-    @classmethod
-    def of(cls, tokens: torch.Tensor) -> "Drawn":
-        return cls(tokens, Fetched(tokens))
+    logprobs: Callable[[], list[TokenLogprobs]]
 
     def collect(self) -> list[int]:
         """The tokens. Waits for them, and for nothing that was enqueued later."""
@@ -121,7 +121,14 @@ class HostSampler:
         return sample(draws)
 
     def launch(self, draws: Sequence[Draw]) -> Drawn:
-        return Drawn.of(torch.tensor(sample(draws)))
+        found = sample(draws)
+        queries = [
+            LogprobQuery(draw.logits, token, draw.sampling.logprobs)
+            for draw, token in zip(draws, found, strict=True)
+            if draw.sampling.logprobs >= 0
+        ]
+        tokens = torch.tensor(found)
+        return Drawn(tokens, Fetched(tokens), lambda: logprobs(queries))
 
     def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
         return logprobs(queries)

@@ -50,7 +50,7 @@ SUBTRAHEND = tl.constexpr(2)
 VALUE_COLUMNS = tl.constexpr(3)
 
 # Columns of a query for log-probabilities, int64.
-TOKEN = tl.constexpr(1)  # after its ADDRESS
+TOKEN = tl.constexpr(1)  # after its ADDRESS: place of its token among `tokens`
 NUM_TOP = tl.constexpr(2)
 QUERY_COLUMNS = tl.constexpr(3)
 
@@ -220,19 +220,19 @@ def edit(
 @triton.jit(do_not_specialize=["most"])
 def report(
     queries,  # [num_queries, QUERY_COLUMNS]
-    chances,  # float32 [num_queries, 1 + most]: of the token, and of the likeliest
-    ids,  # int32 [num_queries, most]: the likeliest, equals by rising id
+    tokens,  # int64
+    found,  # int32 [num_queries, 1 + 2 * most]: chances of the token and the likeliest as bits, and their ids
     size,
     most,
     DTYPE: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Log-probabilities. Two passes over a row, and one for each of its likeliest tokens."""
+    """Log-probabilities. Two passes over a row, and one for each of its likeliest, equals by rising id."""
     place = tl.program_id(0).to(tl.int64)
     own = queries + place * QUERY_COLUMNS
     address = tl.load(own + ADDRESS)
-    token = tl.load(own + TOKEN)
+    token = tl.load(tokens + tl.load(own + TOKEN))
     num_top = tl.load(own + NUM_TOP).to(tl.int32)
     lanes = tl.arange(0, BLOCK)
     highest = tl.full((BLOCK,), LOWEST, tl.float32)
@@ -247,9 +247,9 @@ def report(
         logits = _logits(address, at, at < size, DTYPE, IS_ALIGNED)
         sums += tl.where(at < size, tl.exp(logits - top), 0.0)
     whole = tl.log(tl.sum(sums, 0))
-    chances += place * (1 + most)
-    ids += place * most
-    tl.store(chances, _logits(address, token, True, DTYPE, False) - top - whole)
+    found += place * (1 + 2 * most)
+    chance = _logits(address, token, True, DTYPE, False) - top - whole
+    tl.store(found, chance.to(tl.int32, bitcast=True))
     last = tl.full((), float("inf"), tl.float32)
     last_id = tl.full((), -1, tl.int32)
     for i in range(num_top):
@@ -264,8 +264,9 @@ def report(
             winners = tl.where(is_better, at, winners)
         last = tl.max(best, 0)
         last_id = tl.min(tl.where(best == last, winners, size), 0)
-        tl.store(chances + 1 + i, tl.where(last > LOWEST, last - top - whole, -float("inf")))
-        tl.store(ids + i, last_id)
+        chance = tl.where(last > LOWEST, last - top - whole, -float("inf"))
+        tl.store(found + 1 + i, chance.to(tl.int32, bitcast=True))
+        tl.store(found + 1 + most + i, last_id)
 
 
 # Parts. A `row` is (address, divisor, words of its mask, and the number of tokens whose mask, whose edited
