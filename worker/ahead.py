@@ -2,11 +2,11 @@
 
 A step's draws are launched, and behind them, before the host knows one token, the next pass of the branches
 that go on: their tokens are taken from the draws on the device. Then the host waits for the draws alone,
-commits, reports, takes commands and plans as ever. So what is planned doesn't depend on it, and a row that
-was launched ahead is no more than a guess: the plan's row is held against it, and has its logits if the
-branch is the same, and the position, the slot that it writes and the token. All other rows run as ever, and
-what nobody wants is dropped: its branch ended, was cancelled, preempted, captured, or drew another token.
-The free blocks that branches get may be other ones, and with them the order of gangs in a batch.
+commits, reports, takes commands and plans as ever. So what is planned doesn't depend on it: the plan's row is
+held against the row that was launched ahead, and has its logits if the branch is the same, and the position
+and the slot that it writes. (Then the token is: those of a branch are only added to, as they are drawn.) All
+other rows run as ever, and what nobody wants is dropped: its branch ended, was cancelled, preempted or
+captured. The free blocks that branches get may be other ones, and with them the order of gangs in a batch.
 
 Why a dropped row harms nobody. It has written one slot, behind all tokens of its branch, in a block that the
 branch had then, though the block may be another's by now. The device works in the order of the calls. Each
@@ -42,20 +42,13 @@ class AheadStats(NamedTuple):
     num_void: int
 
 
-class _Pass(NamedTuple):
-    """A pass that was launched ahead, by branch: its row, its draw in `drawing`, its logits."""
-
-    rows: dict[Branch, tuple[Row, int, Logits]]
-    drawing: Drawing
-
-
 class AheadPasses(ForwardPasses):
     """`ForwardPasses` on a device, of which the next one can be launched ahead."""
 
     def __init__(self, device: DeviceForward) -> None:
         super().__init__(device)
         self._device = device
-        self._ahead: _Pass | None = None
+        self._ahead: dict[Branch, tuple[Row, Logits]] | None = None
         self._num_rests = 0  # launches to be left out
         self._num_rows = self._num_void = 0
 
@@ -77,8 +70,7 @@ class AheadPasses(ForwardPasses):
         except DeviceMemoryExhausted:
             self._num_rests = REST_STEPS
             return
-        each = zip(rows.values(), draws.values(), logits, strict=True)
-        self._ahead = _Pass(dict(zip(rows, each, strict=True)), drawing)
+        self._ahead = dict(zip(rows, zip(rows.values(), logits, strict=True), strict=True))
         self._num_rows += len(rows)
 
     def run(self, plan: Plan) -> Sequence[Logits]:
@@ -87,24 +79,19 @@ class AheadPasses(ForwardPasses):
         assert not plan.drafts, "of tokens that are not known when a pass is launched ahead"
         ahead, self._ahead = self._ahead, None
         found = self._found(ahead, plan)
-        self._num_void += len(ahead.rows) - len(found)
+        self._num_void += len(ahead) - len(found)
         del ahead  # if nothing is found, its logits are free before others are made
         others = replace(plan, decodes=[s for s in plan.decodes if s not in found])
         computed = iter(super().run(others))
         logits = [found[s] if s in found else next(computed) for s in plan.decodes]
         return [*logits, *computed]
 
-    def _found(self, ahead: _Pass, plan: Plan) -> dict[Branch, Logits]:
+    def _found(self, ahead: dict[Branch, tuple[Row, Logits]], plan: Plan) -> dict[Branch, Logits]:
         """The logits of those decodes of `plan` that `ahead` computed as they are."""
         found: dict[Branch, Logits] = {}
-        guesses: list[int] | None = None
         for branch in plan.decodes:
-            row, draw, logits = ahead.rows.get(branch, (None, 0, None))
-            if row is None or not self._is_same(row, branch):
-                continue
-            if guesses is None:
-                guesses = ahead.drawing.guesses()
-            if guesses[draw] == branch.tokens[-1]:
+            row, logits = ahead.get(branch, (None, None))
+            if row is not None and self._is_same(row, branch):
                 found[branch] = logits
         return found
 

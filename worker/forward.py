@@ -207,10 +207,10 @@ class ForwardBatch(NamedTuple):
 class Draw(NamedTuple):
     """One token to draw: from these logits, for the token at `position`, in stream `seed`.
 
-    The result depends on the fields and on nothing else: not on the row in the batch, not on what else is
-    drawn. `sampling.seed` is ignored in favour of `seed`, `sampling.logprobs` in favour of a call of its
-    own. `history` is needed for penalties alone. `allowed` (never empty): no other token may be drawn.
-    `banned`: none of these (unless nothing is left then).
+    The result depends on the fields, the kind of device and nothing else: not on the row in the batch, not on
+    what else is drawn. `sampling.seed` is ignored in favour of `seed`, `sampling.logprobs` by `sample` in
+    favour of a call. `history` is needed for penalties alone. `allowed` (never empty): no other token may be
+    drawn. `banned`: none of these (unless nothing is left then).
     """
 
     logits: Logits
@@ -229,8 +229,8 @@ class Drawing(Protocol):
         """The token of each draw. Waits for the draws, not for passes that were launched after them."""
         ...
 
-    def guesses(self) -> list[int]:
-        """The tokens that `forward_drawn` goes on with, nearly always those of `collect`. Waits, too."""
+    def logprobs(self) -> list[TokenLogprobs]:
+        """The reports of the draws whose `sampling.logprobs` wants some. Waits as `collect` does."""
         ...
 
 
@@ -310,5 +310,5 @@ class DeviceForward(Forward, Protocol):
     def forward_drawn(
         self, rows: Sequence[Row], drawing: Drawing, draws: Sequence[int]
     ) -> Sequence[Logits]:
-        """As `forward`. The token of row i is the guess of draw `draws[i]` of `drawing`, not its own."""
+        """As `forward`. The token of row i is that of draw `draws[i]` of `drawing`, not its own."""
         ...

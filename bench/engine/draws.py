@@ -1,8 +1,8 @@
-"""Draws of whole batches against draws row by row: times by settings, rows and vocabulary.
+"""Draws of a step: times by settings, rows and vocabulary.
 
-`rows`: `sampler.sample`, which a CPU draws by; `batch`: `batched.sample_batch`, which other devices draw by.
-With `--device cuda` the batch is drawn there, and rows on the CPU from logits that lie there already.
-Milliseconds, the least of some rounds by turns. Both must draw the same tokens.
+By the sampler of the device, from packing to tokens on the host: a CPU draws row by row, CUDA all at once.
+There `device_ms` is the device's own part, and `others` the share of tokens that a CPU draws otherwise from
+the same logits: near ties. Milliseconds, the least of some rounds.
 
     python -m bench.engine.draws [--device cpu] [--rows 32 256] [--vocab 49152 151936] [--threads 2]
 """
@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +20,8 @@ import torch
 from bench.measure import machine
 from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw, LogprobQuery, TokenHistory, distinct, num_words
+from mallee.worker.model.backend import choose_sampler
 from mallee.worker.model.kernels.race import race
-from mallee.worker.model.sampling.batched import sample_batch
-from mallee.worker.model.sampling.logprobs import logprobs
 from mallee.worker.model.sampling.sampler import sample
 
 KINDS = {
@@ -52,36 +52,48 @@ def some_draws(kind: str, batch: torch.Tensor) -> list[Draw]:
     return draws
 
 
-def by_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Milliseconds of each call, the least of all rounds but one before."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
+def least_ms(call: Callable[[], Any], rounds: int) -> float:
+    """The least of all rounds but one before."""
+    times = []
     for _ in range(rounds + 1):
-        for name, call in calls.items():
-            begin = time.perf_counter()
-            call()
-            found[name].append(1e3 * (time.perf_counter() - begin))
-    return {name: round(min(times[1:]), 3) for name, times in found.items()}
+        begin = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return round(min(times[1:]), 3)
+
+
+def device_ms(call: Callable[[], Any], rounds: int) -> float:
+    """CUDA's own time for what `call` launches, which it finds enqueued behind work of some 10 ms."""
+    times = []
+    for _ in range(rounds + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(20_000_000)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return round(min(times[1:]), 3)
 
 
 def measured(num_rows: int, size: int, device: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Times by kind of settings, and of log-probabilities with five likeliest."""
+    """By kind of settings, and of log-probabilities with five likeliest."""
     generator = torch.Generator().manual_seed(0)
     batch = (3 * torch.randn(num_rows, size, generator=generator)).bfloat16()
     there = batch.to(device)
-    found = {}
+    sampler = choose_sampler(device, batch.dtype, size)
+    found: dict[str, dict[str, float]] = {}
     for kind in KINDS:
         draws = some_draws(kind, batch)
         moved = [d._replace(logits=row) for d, row in zip(draws, there.unbind(0), strict=True)]
-        if sample_batch(moved) != sample(draws):
-            raise SystemExit(f"{kind}: the batch draws other tokens than the rows")
-        calls = {"rows": lambda d=draws: sample(d), "batch": lambda d=moved: sample_batch(d)}
-        found[kind] = by_turns(calls, rounds)
+        found[kind] = {"ms": least_ms(lambda d=moved: sampler.sample(d), rounds)}
+        if device != "cpu":
+            pairs = zip(sampler.sample(moved), sample(draws), strict=True)
+            found[kind]["others"] = sum(a != b for a, b in pairs) / num_rows
+            found[kind]["device_ms"] = device_ms(lambda d=moved: sampler.launch(d), rounds)
     queries = [LogprobQuery(row, 7, 5) for row in there.unbind(0)]
-    calls = {
-        "rows": lambda: [logprobs([query]) for query in queries],
-        "batch": lambda: logprobs(queries),
-    }
-    return {**found, "logprobs": by_turns(calls, rounds)}
+    found["logprobs"] = {"ms": least_ms(lambda: sampler.logprobs(queries), rounds)}
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,10 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             for num_rows in args.rows:
                 found = measured(num_rows, size, args.device, args.rounds)
                 result[f"{num_rows}x{size}"] = found
-                for kind, times in found.items():
-                    print(f"{num_rows:>4} x {size:<7} {kind:<17} {times}", flush=True)
+                for kind, figures in found.items():
+                    print(f"{num_rows:>4} x {size:<7} {kind:<17} {figures}", flush=True)
     conditions = {"device": args.device, "threads": args.threads, "torch": torch.__version__}
-    print(json.dumps({"ms": result, **conditions, **machine()}))
+    print(json.dumps({"draws": result, **conditions, **machine()}))
     return 0
 
 

@@ -109,7 +109,7 @@ def test_prefills_are_timed_until_the_device_is_done_and_decodes_as_they_are_lau
             return super().forward(batch)
 
     inner = Slow(mock_spec(max_model_len=512), num_blocks=128, block_size=16)
-    device = FakeDevice(inner, eagerness=0.0, wrong=0.0)
+    device = FakeDevice(inner, eagerness=0.0)
     waits: list[int] = []
 
     def wait() -> None:

@@ -49,29 +49,29 @@ class OnDevice:
 
 
 class FakeDrawing:
-    """A `Drawing` of a `FakeDevice`; its guesses are wrong as often as the device wants."""
+    """A `Drawing` of a `FakeDevice`."""
 
     def __init__(self, device: "FakeDevice", number: int) -> None:
         self._device = device
         self.number = number
         self.tokens = OnDevice()
-        self.guessed = OnDevice()
+        self.reports = OnDevice()
 
     def collect(self) -> list[int]:
         self._device.tell("collect", self.number)
         self._device.run_until(self.tokens)
         return list(self.tokens.value)
 
-    def guesses(self) -> list[int]:
-        self._device.run_until(self.guessed)
-        return list(self.guessed.value)
+    def logprobs(self) -> list[TokenLogprobs]:
+        self._device.run_until(self.reports)
+        return list(self.reports.value)
 
 
 class FakeDevice:
     """A `DeviceForward` over `inner`. Does some of what is enqueued at each call, by lot, and the rest late.
 
-    `wrong` of its guesses are not the tokens that are drawn. `told` is called with each call of
-    the engine's, numbered by kind. What is handed over is copied at once, as a transfer would.
+    `told` is called with each call of the engine's, numbered by kind. What is handed over is copied at once,
+    as a transfer would.
     """
 
     def __init__(
@@ -79,13 +79,11 @@ class FakeDevice:
         inner: Forward,
         *,
         seed: int = 0,
-        wrong: float = 0.1,
         eagerness: float = 0.5,
         told: Callable[[Call, int], None] = lambda call, number: None,
     ) -> None:
         self._inner = inner
         self._rng = random.Random(seed)
-        self._wrong = wrong
         self._eagerness = eagerness
         self._told = told
         self._queue: deque[Callable[[], None]] = deque()
@@ -112,7 +110,7 @@ class FakeDevice:
         own, places = [_copied(row) for row in rows], list(draws)
 
         def batch() -> ForwardBatch:
-            tokens = [drawing.guessed.value[place] for place in places]
+            tokens = [drawing.tokens.value[place] for place in places]
             each = zip(own, tokens, strict=True)
             named = [row._replace(tokens=np.array([token], np.uint32)) for row, token in each]
             return ForwardBatch((), named)
@@ -123,16 +121,15 @@ class FakeDevice:
         assert draws
         drawing = FakeDrawing(self, self._count("draw"))
         own = [_copied_draw(draw) for draw in draws]
-        is_off = [self._rng.random() < self._wrong for _ in draws]
 
         def work() -> None:
             known = [draw._replace(logits=_value(draw.logits)) for draw in own]
             tokens = self._inner.sample(known)
-            size = self._inner.spec.vocab_size
+            drawn = [(d, t) for d, t in zip(known, tokens, strict=True) if d.sampling.logprobs >= 0]
+            drawing.reports.value = self._inner.logprobs(
+                [LogprobQuery(d.logits, token, d.sampling.logprobs) for d, token in drawn]
+            )
             drawing.tokens.value = tokens
-            drawing.guessed.value = [
-                (token + off) % size for token, off in zip(tokens, is_off, strict=True)
-            ]
 
         self._enqueue(work)
         return drawing
@@ -152,8 +149,7 @@ class FakeDevice:
         raise AssertionError("draws of a device are launched")
 
     def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
-        self.wait()
-        return self._inner.logprobs([q._replace(logits=_value(q.logits)) for q in queries])
+        raise AssertionError("reports of a device come with the draws")
 
     def dump(self, logits: Logits) -> bytes:
         self.wait()

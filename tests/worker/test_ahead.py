@@ -72,7 +72,7 @@ def answers(engine: Engine) -> dict[tuple[str, int], list[int]]:
 def test_the_next_pass_is_launched_before_a_token_is_here() -> None:
     """I18, part: from the first decode to the last, and the host waits for draws alone."""
     calls: list[tuple[Call, int]] = []
-    device = FakeDevice(mock(), wrong=0.0, told=lambda call, n: calls.append((call, n)))
+    device = FakeDevice(mock(), told=lambda call, n: calls.append((call, n)))
     engine = over(device)
     engine.submit(generate("r", [5, 6, 7], 6), "g")
     assert answers(engine)["r", 0] == expect([5, 6, 7], 6)
@@ -100,7 +100,7 @@ def test_host_and_device_work_at_once() -> None:
             elif call == "collect":
                 now = max(now, ends[number])
 
-        device = FakeDevice(mock(400), wrong=0.0, told=told)
+        device = FakeDevice(mock(400), told=told)
         engine = over(device, overlap=is_ahead) if is_ahead else over(_Waiting(device))
         for i in range(4):
             engine.submit(generate(f"r{i}", [i, 9], num_steps + 20), "g")
@@ -162,7 +162,7 @@ class _Plain(FakeDevice):
 def test_the_pass_of_a_step_outlives_one_that_only_draws() -> None:
     """D19, part: a fork arrives while others decode; its branches draw, and nothing is computed twice."""
     inner = mock()
-    engine = over(FakeDevice(inner, wrong=0.0))
+    engine = over(FakeDevice(inner))
     engine.submit(Prefill("p", pack_tokens([1, 2, 3, 4, 5])), "g")
     answers(engine)
     engine.submit(generate("r", [9], 20), "g")
@@ -179,7 +179,7 @@ def test_the_pass_of_a_step_outlives_one_that_only_draws() -> None:
 
 def test_a_pass_ahead_without_memory_ends_no_branch() -> None:
     """I26, part: and it is not tried again for a while."""
-    device = _Tight(mock(200), wrong=0.0)
+    device = _Tight(mock(200))
     engine = over(device)
     engine.submit(generate("r", [4, 4], REST_STEPS + 40), "g")
     found = drive(engine)["r", 0]
@@ -190,12 +190,14 @@ def test_a_pass_ahead_without_memory_ends_no_branch() -> None:
 
 
 def test_logits_that_nobody_wants_are_gone_before_the_next_are_made() -> None:
-    """I5, part, I26, part: a pass of wrong guesses takes no memory beside that of the pass in its place."""
-    device = _Frugal(mock(), wrong=1.0, eagerness=1.0)
-    engine = over(device)
-    engine.submit(generate("r", [4, 4], 12), "g")
-    assert drive(engine)["r", 0][0] == expect([4, 4], 12)
-    assert engine.stats().ahead.num_void > 5
+    """I5, part, I26, part: a pass of branches that ended takes no memory beside that of the next one."""
+    engine = over(_Frugal(mock(), eagerness=1.0))
+    for i in range(6):
+        tokens = expect([4, i], 9)
+        last = next(at for at in range(3, 9) if tokens[at] not in tokens[:at])
+        engine.submit(generate(f"r{i}", [4, i], 12, stop_token_ids=(tokens[last],)), "g")
+        assert drive(engine)[f"r{i}", 0][0] == tokens[:last]
+    assert engine.stats().ahead.num_void == 5  # one for each request that came later
 
 
 class _Frugal(FakeDevice):

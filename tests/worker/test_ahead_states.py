@@ -61,7 +61,7 @@ LIMITS = st.builds(
 
 
 class TwinMachine(EngineMachine):
-    """An engine over a device that is late and sometimes guesses wrong, beside one that waits for all."""
+    """An engine over a device that is late, beside one that waits for all."""
 
     num_blocks = 20
     checks: ClassVar[KVChecks] = KVChecks()
@@ -204,8 +204,8 @@ def test_launching_ahead_changes_nothing_that_is_told(
 ) -> None:
     """I18, part, D16, part, I26, part: random trees of all kinds of requests on small pools.
 
-    Step by step the same updates, events and replies as without it, with guesses that are wrong, with
-    cancels, cuts, captures, preemption and eviction while passes are under way; and no block leaks.
+    Step by step the same updates, events and replies as without it, with cancels, cuts, captures, preemption
+    and eviction while passes are under way; and no block leaks.
     """
     bounds = settings(examples(num), stateful_step_count=steps, suppress_health_check=QUIET)
     run_state_machine_as_test(machine, settings=bounds)

@@ -5,13 +5,14 @@ attention is FlashInfer's, and the small operations are Triton's: a device never
 which is asked for.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from mallee.protocol.errors import ConfigError
-from mallee.worker.forward import Draw
+from mallee.protocol.messages import TokenLogprobs
+from mallee.worker.forward import Draw, LogprobQuery
 from mallee.worker.model import installation
 from mallee.worker.model.attention.amx import TiledAttention
 from mallee.worker.model.attention.base import Attention
@@ -29,8 +30,8 @@ from mallee.worker.model.kernels.race import race
 from mallee.worker.model.kernels.triton_launch import NoTriton
 from mallee.worker.model.linear.choose import Machine
 from mallee.worker.model.ops import FusedOps, Ops
-from mallee.worker.model.sampling.batched import sample_batch
-from mallee.worker.model.sampling.sampler import sample
+from mallee.worker.model.sampling.device import DeviceSampler
+from mallee.worker.model.sampling.sampler import Drawn, HostSampler
 
 USE_TORCH = "or set engine.attention: torch for operations of torch, which are much slower"
 
@@ -131,10 +132,22 @@ def choose_backend(
     return Backend(attention, ops)
 
 
-def choose_sampler(device: str) -> Callable[[Sequence[Draw]], list[int]]:
-    """The way to draw there; all ways draw the same tokens.
+class Sampler(Protocol):
+    """Draws tokens from logits on one device; see `Forward` and `DeviceForward`."""
 
-    On a CPU draws go row by row: whole batches take two to twelve times as long, since noise is computed for
-    every token of a vocabulary instead of a few dozen.
-    """
-    return sample if torch.device(device).type == "cpu" else sample_batch
+    def sample(self, draws: Sequence[Draw]) -> list[int]: ...
+
+    def launch(self, draws: Sequence[Draw]) -> Drawn: ...
+
+    def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]: ...
+
+
+def choose_sampler(device: str, dtype: torch.dtype, vocab_size: int) -> Sampler:
+    """The way to draw there, from such logits. On CUDA kernels are compiled here. Raises ConfigError."""
+    found = torch.device(device)
+    if found.type == "cpu":
+        return HostSampler()
+    sampler = DeviceSampler()
+    if found.type == "cuda":
+        sampler.compile(found, dtype, vocab_size)
+    return sampler

@@ -53,15 +53,8 @@ from mallee.worker.model.loading.vocabulary import check_same_tokens
 from mallee.worker.model.loading.weights import ModelWeights, load_weights, weights_digest
 from mallee.worker.model.ops import movable
 from mallee.worker.model.plan import make_plan
-from mallee.worker.model.sampling.batched import (
-    Launched,
-    collect,
-    draw_nbytes,
-    guesses,
-    guesses_there,
-    launch,
-)
-from mallee.worker.model.sampling.logprobs import logprobs
+from mallee.worker.model.sampling.device import draw_nbytes
+from mallee.worker.model.sampling.sampler import Drawn
 
 log = logging.getLogger(__name__)
 
@@ -95,17 +88,18 @@ class MemoryStats(NamedTuple):
 class DeviceDrawing:
     """A `Drawing` of a `TorchForward`."""
 
-    __slots__ = ("launched",)
+    __slots__ = ("drawn",)
 
-    def __init__(self, launched: Launched) -> None:
-        self.launched = launched
+    def __init__(self, drawn: Drawn) -> None:
+        self.drawn = drawn
 
     def collect(self) -> list[int]:
-        with torch.inference_mode(), shed(self.launched.table.device):
-            return collect(self.launched)
+        with shed(self.drawn.tokens.device):
+            return self.drawn.collect()
 
-    def guesses(self) -> list[int]:
-        return guesses(self.launched)
+    def logprobs(self) -> list[TokenLogprobs]:
+        with torch.inference_mode(), shed(self.drawn.tokens.device):
+            return self.drawn.logprobs()
 
 
 class TorchForward:
@@ -125,7 +119,7 @@ class TorchForward:
         "_uses_kernels",
         *(
             "_reads",
-            "_sample",
+            "_sampler",
             "_steps",
             "_tokens",
             "_windows",
@@ -182,7 +176,7 @@ class TorchForward:
         self._attention, self._kernels = backend.attention, backend.label
         self._is_deterministic, self._flashinfer = is_deterministic, flashinfer
         self._uses_kernels = uses_kernels
-        self._sample = choose_sampler(self._device)
+        self._sampler = choose_sampler(self._device, dtype, config.vocab_size)
         self.decoder = Decoder(
             config,
             weights,
@@ -318,7 +312,7 @@ class TorchForward:
     ) -> Sequence[Logits]:
         assert isinstance(drawing, DeviceDrawing), "draws of another forward"
         with torch.inference_mode(), shed(self._device):
-            return self._run(rows, guesses_there(drawing.launched, draws))
+            return self._run(rows, drawing.drawn.there(draws))
 
     def _run(self, rows: Sequence[Row], tokens: torch.Tensor | None = None) -> Sequence[Logits]:
         """The logits that `rows` want. `tokens` [n], if they are on the device already, are the rows' own."""
@@ -375,15 +369,15 @@ class TorchForward:
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:
         with torch.inference_mode(), shed(self._device):
-            return self._sample(draws)
+            return self._sampler.sample(draws)
 
     def launch_draws(self, draws: Sequence[Draw]) -> Drawing:
         with torch.inference_mode(), shed(self._device):
-            return DeviceDrawing(launch(draws))
+            return DeviceDrawing(self._sampler.launch(draws))
 
     def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
         with torch.inference_mode(), shed(self._device):
-            return logprobs(queries)
+            return self._sampler.logprobs(queries)
 
     def check(self) -> None:
         """Raises AssertionError if the memory is not what the spec and the counts say."""

@@ -11,6 +11,8 @@ from mallee.testing.random_model import random_model
 from mallee.worker.forward import Draw, ForwardBatch, Row
 from mallee.worker.kv.node import BlockCopy
 from mallee.worker.model.runner import TorchForward
+from mallee.worker.model.sampling import device
+from support.triton_kernels import CountedKernels
 
 SAMPLED = Sampling(temperature=1.0)
 
@@ -38,8 +40,11 @@ def run_twice(forward: TorchForward, prompt: list[int]) -> Any:
     return drawing, later, forward.forward_drawn(later[::-1], drawing, [3, 2, 1])
 
 
-def test_nothing_waits_for_the_device_while_passes_are_launched() -> None:
+def test_nothing_waits_for_the_device_while_passes_are_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """I5, part: on a device without numbers, where to look at one raises."""
+    monkeypatch.setattr(device, "kernels", CountedKernels)
     forward = random_model().forward(device="meta", uses_kernels=False)
     _, _, logits = run_twice(forward, list(range(18)))
     assert [tuple(each.shape) for each in logits] == [(128,)] * 3
@@ -53,7 +58,6 @@ def test_a_pass_over_drawn_tokens_is_that_over_the_tokens_by_name(family: str) -
     prompt = list(range(3, 21))
     drawing, later, ahead = run_twice(first, prompt)
     tokens = drawing.collect()
-    assert drawing.guesses() == tokens
     run_twice(second, prompt)  # the same KV below
     named = [
         row._replace(tokens=np.array([token], np.uint32))

@@ -38,15 +38,9 @@ from mallee.worker.model.sampling.sampler import (
     splitmix64,
 )
 from support.examples import examples
+from support.golden_draws import GOLDEN, golden_draws, vocabulary
 
 VOCAB = 97
-HOT = Sampling(temperature=1.0)
-FIRST = [219, 259, 270, 403, 219, 933]
-GOLDEN = [514, *FIRST, 47, 79, 219, *FIRST, 219, 219, 514, *FIRST, 47, 79]
-
-
-def vocabulary(seed: int, size: int = VOCAB, scale: float = 3.0) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(seed).normal(0, scale, size).astype(np.float32))
 
 
 def history_of(prompt: Sequence[int], answer: Sequence[int]) -> TokenHistory:
@@ -96,14 +90,7 @@ def test_noise_is_what_the_scheme_says_in_plain_integers() -> None:
 
 def test_draws_are_the_golden_ones() -> None:
     """A change here changes every sampled text ever replayed: don't."""
-    logits = vocabulary(0, 1000)
-    sampled = [
-        sample([Draw(logits, sampling, seed, position)])[0]
-        for sampling in (HOT, Sampling(temperature=0.7, top_k=20), Sampling(1.3, 0, 0.8))
-        for seed in (0, 1, 2**64 - 1)
-        for position in (0, 1, 500)
-    ]
-    assert sampled == GOLDEN
+    assert [sample([draw])[0] for draw in golden_draws()] == GOLDEN
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -13,7 +13,6 @@ import torch
 
 from mallee.protocol.messages import TokenLogprobs
 from mallee.worker.forward import LogprobQuery
-from mallee.worker.memory.transfer import sent
 from mallee.worker.model.sampling.rows import slabs, stacked
 
 _SPARE: Final = 32
@@ -32,8 +31,7 @@ def logprobs(queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
         values = stacked([about[0][1].logits for about in asked]).float().log_softmax(1)
         tops = _tops(values, [max(query.num_top for _, query in about) for about in asked])
         flat = [(row, i, query) for row, about in enumerate(asked) for i, query in about]
-        at = np.array([(row, query.token) for row, _, query in flat])
-        rows, tokens = sent(at.T, values.device)
+        rows, tokens = torch.tensor([(row, query.token) for row, _, query in flat]).T
         for (row, i, query), chance in zip(flat, values[rows, tokens].tolist(), strict=True):
             found[i] = chance, tops[row][: query.num_top]
     return [found[i] for i in range(len(queries))]
@@ -47,13 +45,10 @@ def _tops(values: torch.Tensor, counts: Sequence[int]) -> list[tuple[tuple[int, 
     num_candidates = max(counts) + _SPARE
     while left:
         num_candidates = min(num_candidates, size)
-        part = values if len(left) == len(counts) else values[sent(np.array(left), values.device)]
+        part = values if len(left) == len(counts) else values[torch.tensor(left)]
         best = part.topk(num_candidates, sorted=True)
-        # One transfer; a float32's bits are a number of the ids' kind.
-        both = torch.stack((best.values.view(torch.int32), best.indices.int())).cpu().numpy()
-        chances, ids = both[0].view(np.float32), both[1]
         again = []
-        for i, row, row_ids in zip(left, chances, ids, strict=True):
+        for i, row, row_ids in zip(left, best.values.numpy(), best.indices.numpy(), strict=True):
             num_top = min(counts[i], size)
             if num_candidates < size and not row[num_top - 1] > row[-1]:
                 again.append(i)

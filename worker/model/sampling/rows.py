@@ -8,9 +8,9 @@ SLAB = 1 << 19
 """Logits looked at in one go: 2 MiB as float32, which a CPU's cache holds."""
 
 
-def slabs(num_rows: int, row_size: int, limit: int | None = None) -> Iterator[slice]:
-    """All rows in order, in slices of at most `limit` logits (None: `SLAB`), or of one row."""
-    step = max(1, (limit or SLAB) // max(row_size, 1))
+def slabs(num_rows: int, row_size: int) -> Iterator[slice]:
+    """All rows in order, in slices of at most `SLAB` logits, or of one row."""
+    step = max(1, SLAB // max(row_size, 1))
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
 

@@ -1,8 +1,7 @@
 """Draws tokens so that a draw depends on its own `Draw` and on nothing else.
 
 Doesn't know requests or models. No generator state: a replayed, forked or moved branch draws the same
-token, whatever else is in its batch. These are the draws on a CPU, mostly row by row, and the reference
-of `batched`.
+token, whatever else is in its batch. These are the draws on a CPU, and the reference of `device`.
 
 The scheme, version 1 (a change of any constant changes every sampled text: keep the golden test).
 Logits are transformed in float32, in this order (up to the temperature as in vLLM, from there on as in
@@ -30,18 +29,20 @@ Gumbel-max is stable: a logit that moves by less than the winner's lead does not
 Log-probabilities are of the untouched logits.
 """
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from mallee.worker.forward import Draw
+from mallee.protocol.messages import TokenLogprobs
+from mallee.worker.forward import Draw, LogprobQuery
+from mallee.worker.memory.transfer import Fetched, sent
 from mallee.worker.model.kernels.race import GAP, RACE, race
 from mallee.worker.model.sampling.logits import Field, all_ids, edited, filtered, masked
+from mallee.worker.model.sampling.logprobs import logprobs
 from mallee.worker.model.sampling.rows import slabs, stacked
 
-Half: TypeAlias = int | torch.Tensor
 _MASK64 = (1 << 64) - 1
 MIN_BOUNDED = 2048
 """From so many tokens on the noise is computed only for those that can win, where the kernel is there."""
@@ -68,7 +69,18 @@ _M1 = _as_int32(0x846CA68B)
 def noise(ids: torch.Tensor, seed: int, position: int) -> torch.Tensor:
     """Standard Gumbel noise, float32, for each of `ids` (int32)."""
     key = race_key(seed, position)
-    return gumbel(ids, _as_int32(key), _as_int32(key >> 32))
+    # int32 arithmetic wraps; its >> drags the sign along, hence the masks.
+    x = ids ^ _as_int32(key)
+    x ^= (x >> 16) & 0xFFFF
+    x *= _M0
+    x ^= (x >> 15) & 0x1FFFF
+    x ^= _as_int32(key >> 32)
+    x *= _M1
+    x ^= (x >> 16) & 0xFFFF
+    x &= 0x7FFFFFFF
+    v = (x.float() + 0.5) * 2.0**-31
+    v.clamp_(max=1.0 - 2.0**-24)  # float32 rounds the largest up to 1
+    return v.neg_().log1p_().neg_().log_().neg_()
 
 
 def race_key(seed: int, position: int) -> int:
@@ -76,20 +88,50 @@ def race_key(seed: int, position: int) -> int:
     return splitmix64((splitmix64(seed & _MASK64) + position) & _MASK64)
 
 
-def gumbel(ids: torch.Tensor, low: Half, high: Half) -> torch.Tensor:
-    """Standard Gumbel noise, float32, for `ids` (int32) under keys of these halves: numbers, or columns."""
-    # int32 arithmetic wraps; its >> drags the sign along, hence the masks.
-    x = ids ^ low
-    x ^= (x >> 16) & 0xFFFF
-    x *= _M0
-    x ^= (x >> 15) & 0x1FFFF
-    x ^= high
-    x *= _M1
-    x ^= (x >> 16) & 0xFFFF
-    x &= 0x7FFFFFFF
-    v = (x.float() + 0.5) * 2.0**-31
-    v.clamp_(max=1.0 - 2.0**-24)  # float32 rounds the largest up to 1
-    return v.neg_().log1p_().neg_().log_().neg_()
+class Drawn(NamedTuple):
+    """Draws under way: the token of each where it is drawn (int64), and on its way to the host.
+
+    `logprobs` waits for the reports of the draws whose `sampling.logprobs` wants some.
+    """
+
+    tokens: torch.Tensor
+    fetched: Fetched
+    logprobs: Callable[[], list[TokenLogprobs]]
+
+    def collect(self) -> list[int]:
+        """The tokens. Waits for them, and for nothing that was enqueued later."""
+        found: list[int] = self.fetched.wait().tolist()
+        return found
+
+    def there(self, wanted: Sequence[int]) -> torch.Tensor:
+        """The tokens of these of the draws, where they were drawn."""
+        if list(wanted) == list(range(len(wanted))):
+            return self.tokens[: len(wanted)]
+        return self.tokens.index_select(0, sent(np.array(wanted), self.tokens.device))
+
+
+class HostSampler:
+    """Draws from logits in host memory, mostly row by row.
+
+    A CPU takes two to twelve times as long for whole batches, since noise is computed for every token of a
+    vocabulary there instead of a few dozen.
+    """
+
+    def sample(self, draws: Sequence[Draw]) -> list[int]:
+        return sample(draws)
+
+    def launch(self, draws: Sequence[Draw]) -> Drawn:
+        found = sample(draws)
+        queries = [
+            LogprobQuery(draw.logits, token, draw.sampling.logprobs)
+            for draw, token in zip(draws, found, strict=True)
+            if draw.sampling.logprobs >= 0
+        ]
+        tokens = torch.tensor(found)
+        return Drawn(tokens, Fetched(tokens), lambda: logprobs(queries))
+
+    def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
+        return logprobs(queries)
 
 
 def sample(draws: Sequence[Draw]) -> list[int]:
