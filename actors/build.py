@@ -16,6 +16,7 @@ from collections import ChainMap
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -702,16 +703,24 @@ class _ModelSource:
         return memory_use(self._forward.memory_stats(), None if worker is None else worker.load)
 
     def load(self, weights: WeightVersion) -> Callable[[], Worker]:
-        own = self._forward.spec.weights
+        forward = self._forward
+        own = forward.spec.weights
         if (weights.path, weights.digest) == (own.path, own.digest):
-            return lambda: self._make(self._forward.renamed(weights))
-        found = self._forward.with_weights(resolve(weights.path or self._config.model), weights)
-        return lambda: self._make(found)
+            take = partial(forward.rename, weights)
+        else:
+            folder = resolve(weights.path or self._config.model)
+            take = partial(forward.update, forward.prepare_update(folder, weights))
 
-    def _make(self, forward: "TorchForward") -> Worker:
-        self._forward, self._incarnation = forward, Incarnation(self._incarnation + 1)
+        def make() -> Worker:
+            take()
+            return self._make()
+
+        return make
+
+    def _make(self) -> Worker:
+        self._incarnation = Incarnation(self._incarnation + 1)
         name = WorkerId(self._host.name)
-        engine = make_engine(self._config, forward, name, self._incarnation, self._peers)
+        engine = make_engine(self._config, self._forward, name, self._incarnation, self._peers)
         return make_worker(self._host, engine, self._capacity)
 
 

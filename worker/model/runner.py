@@ -48,9 +48,11 @@ from mallee.worker.model.graphs.decode import (
 )
 from mallee.worker.model.identity import kv_identity
 from mallee.worker.model.kv_memory import GroupedKV, TorchKV
+from mallee.worker.model.loading.checkpoint import weights_digest
 from mallee.worker.model.loading.config_json import read_config
+from mallee.worker.model.loading.update import WeightUpdate
 from mallee.worker.model.loading.vocabulary import check_same_tokens
-from mallee.worker.model.loading.weights import ModelWeights, load_weights, weights_digest
+from mallee.worker.model.loading.weights import ModelWeights, load_weights
 from mallee.worker.model.ops import movable
 from mallee.worker.model.plan import make_plan
 from mallee.worker.model.sampling.batched import (
@@ -115,13 +117,13 @@ class TorchForward:
             "_attention",
             "_copied",
             "_device",
-            "_flashinfer",
             "_flat_reads",
             "_graph_options",
             "_graphs",
         ),
-        *("_is_deterministic", "_layers", "_memories", "_memory", "_plan"),
+        *("_is_whole", "_layers", "_memories", "_memory", "_plan"),
         *(
+            "_padding",
             "_reads",
             "_sample",
             "_steps",
@@ -154,13 +156,12 @@ class TorchForward:
         flashinfer: Any = None,
         memories: list[torch.Tensor] | None = None,
         graphs: GraphOptions | None = None,
-        graphs_before: DecodeGraphs | None = None,
     ) -> None:
         """KV memory is allocated here, in `kv_dtype` (None: the weights' own), unless it is given.
 
         `shares_reads` False reads every row's keys apart; `uses_kernels` False computes in torch
         operations alone. `is_deterministic`, `flashinfer`: see `choose_backend`. `graphs`: of decode steps,
-        recorded here (None: there are none); `graphs_before`: see `make_graphs`.
+        recorded here (None: there are none).
         """
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(f"num_blocks={num_blocks}, block_size={block_size}: need 1 or more")
@@ -177,7 +178,6 @@ class TorchForward:
             is_deterministic=is_deterministic,
             flashinfer=flashinfer,
         )
-        self._is_deterministic, self._flashinfer = is_deterministic, flashinfer
         self._sample = choose_sampler(self._device)
         self.decoder = Decoder(
             config,
@@ -220,16 +220,15 @@ class TorchForward:
             windows=config.windows,
             groups=self._windows,
         )
+        self._is_whole = True  # whether its weights are those of one version
+        self._padding = padding_row([blocks for _, blocks in sizes])
         self._graph_options = graphs
-        self._graphs: DecodeGraphs | None = None
-        if graphs is not None:
-            padding = padding_row([blocks for _, blocks in sizes])
-            self._graphs = self._recorded(graphs, padding, graphs_before)
+        self._graphs = self._recorded()
 
-    def _recorded(
-        self, options: GraphOptions, padding: Row, before: DecodeGraphs | None
-    ) -> DecodeGraphs | None:
-        attention = self._attention
+    def _recorded(self) -> DecodeGraphs | None:
+        attention, options = self._attention, self._graph_options
+        if options is None:
+            return None
         if options.device is None and torch.device(self._device).type != "cuda":
             return None
         if not isinstance(attention, FlashInferAttention) or attention.is_deterministic:
@@ -242,19 +241,17 @@ class TorchForward:
             attention,
             self._layers,
             self._plan,
-            padding,
+            self._padding,
             self._windows,
             min(self.num_blocks, -(-self.spec.max_model_len // self.block_size)),
             self.block_size,
         )
-        return make_graphs(model, options, before)
+        return make_graphs(model, options)
 
-    def with_weights(self, folder: Path, version: WeightVersion) -> "TorchForward":
-        """The same model over the same KV memory, with the weights in `folder`; may run beside this one.
+    def prepare_update(self, folder: Path, version: WeightVersion) -> WeightUpdate:
+        """The weights in `folder`, read and checked, for `update`. Beside steps, from any thread.
 
-        Its spec has `version`, with the digest that was found. To be used after this one, of which no
-        block counts any more. Raises ModelNotFound, UnsupportedModel, WeightsMismatch, and ConfigError
-        if the device has no room for them.
+        Raises ModelNotFound, UnsupportedModel, WeightsMismatch.
         """
         config, own = read_config(folder), self.decoder.config
         differing = [f.name for f in fields(own) if getattr(config, f.name) != getattr(own, f.name)]
@@ -265,42 +262,32 @@ class TorchForward:
                 path=str(folder),
                 differing=differing,
             )
-        before = weights_digest(folder)
-        table = self.decoder.weights.embedding
-        with told("loading other weights beside those that serve"):
-            weights = load_weights(
-                folder,
-                own,
-                dtype=table.dtype,
-                device=self._device,
-                kv_dtype=self._memory.dtype,
-            )
-        digest = weights_digest(folder)
-        if digest != before or version.digest not in ("", digest):
-            why = "changed while it was read" if digest != before else f"is not {version.digest}"
-            raise WeightsMismatch(f"{folder}: its digest {digest} {why}", path=str(folder))
-        version = msgspec.structs.replace(version, digest=digest)
-        forward = TorchForward(
+        return WeightUpdate(
+            folder,
             own,
-            weights,
-            msgspec.structs.replace(self.spec, weights=version),
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
+            self.decoder.weights,
             kv_dtype=self._memory.dtype,
-            shares_reads=self.shares_reads,
-            is_deterministic=self._is_deterministic,
-            flashinfer=self._flashinfer,
-            memories=self._memories,
-            graphs=self._graph_options,
-            graphs_before=self._graphs,
+            version=version,
         )
-        forward.draft, forward.is_unified = self.draft, self.is_unified
-        return forward
 
-    def renamed(self, version: WeightVersion) -> "TorchForward":
-        """Itself, its weights called `version` from now on: no block that it filled counts any more."""
+    def update(self, update: WeightUpdate) -> None:
+        """Go on with other weights, in the memory of these: no block that it filled counts any more.
+
+        Recorded steps serve on, but for scales of KV that have changed: these are a part of them. Its draft
+        model stays. Whatever is raised, nothing can be computed with these weights afterwards.
+        """
+        self._is_whole = False
+        with torch.inference_mode():
+            update.write()
+            if self.decoder.read_kv_scales() and self._graphs is not None:
+                self._graphs = None  # its memory is free before others are recorded
+                self._graphs = self._recorded()
+        self.rename(update.version)
+        self._is_whole = True
+
+    def rename(self, version: WeightVersion) -> None:
+        """Call its weights `version` from now on: no block that it filled counts any more."""
         self.spec = msgspec.structs.replace(self.spec, weights=version)
-        return self
 
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
         """Raises DeviceMemoryExhausted, as does every method that draws, or makes or reads logits."""
@@ -317,6 +304,7 @@ class TorchForward:
 
     def _run(self, rows: Sequence[Row], tokens: torch.Tensor | None = None) -> Sequence[Logits]:
         """The logits that `rows` want. `tokens` [n], if they are on the device already, are the rows' own."""
+        assert self._is_whole, "weights that were written in part"
         graph = None
         if self._graphs is not None:
             graph = self._graphs.choose(rows, is_shared=self.shares_reads)

@@ -190,22 +190,21 @@ class DecodeGraphs:
         device: GraphDevice,
         sizes: Sequence[int],
         max_nbytes: int,
-        before: "DecodeGraphs | None" = None,
     ) -> None:
         """Record steps of `sizes`, the largest first: others use its memory again.
 
         Left out is what fails, what would take more than `max_nbytes` together, and what is no faster than an
-        eager step. Nothing is measured if graphs of the same steps, `before`, were: they serve meanwhile.
+        eager step.
         """
         self._model = model
         self._graphs: dict[int, DecodeGraph] = {}
         self._eager: Counter[Reason] = Counter()
         self._largest = max(sizes, default=0)
         self._num_captures = self._num_replays = self._nbytes = 0
-        self.gains: dict[int, float] = {} if before is None else dict(before.gains)
+        self.gains: dict[int, float] = {}
         """By size, the block reads that would take as long as a graph saves."""
         if sizes:
-            self._record(device, sizes, max_nbytes, before)
+            self._record(device, sizes, max_nbytes)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -251,21 +250,14 @@ class DecodeGraphs:
         saved = sum((len(prefix.tokens) - 1) * len(prefix.blocks) for prefix in shared)
         return saved > self.gains[size]
 
-    def _record(
-        self,
-        device: GraphDevice,
-        sizes: Sequence[int],
-        max_nbytes: int,
-        before: "DecodeGraphs | None",
-    ) -> None:
-        taken = device.taken if before is None else int
-        begin = taken()
+    def _record(self, device: GraphDevice, sizes: Sequence[int], max_nbytes: int) -> None:
+        begin = device.taken()
         try:
             places, tables = _room(self._model, self._largest)
         except torch.OutOfMemoryError as error:
             log.warning("no CUDA graphs: %s", _reason_of(error))
             return
-        last = taken()
+        last = device.taken()
         costs = [f"{_mib(last - begin)} of tables and logits"]
         left_out: dict[int, str] = {}
         beside: DecodeGraph | None = None
@@ -277,28 +269,22 @@ class DecodeGraphs:
                 left_out[size] = _reason_of(error)
                 continue
             self._num_captures += 1
-            now = taken()
+            now = device.taken()
             if now - begin > max_nbytes:
                 left_out[size] = f"it needs {_mib(now - begin)}, the budget has {_mib(max_nbytes)}"
                 log.warning("no CUDA graph for %d rows: %s", size, left_out[size])
                 continue
-            told = ""
-            if before is None:
-                trial = self._trial(device, graph)
-                told = f" ({1000 * trial.replay_s:.2f} ms, eager {1000 * trial.eager_s:.2f})"
-                if trial.replay_s >= trial.eager_s:
-                    left_out[size] = f"it is no faster{told}"
-                    continue
-                self.gains[size] = trial.gain
+            trial = self._trial(device, graph)
+            told = f" ({1000 * trial.replay_s:.2f} ms, eager {1000 * trial.eager_s:.2f})"
+            if trial.replay_s >= trial.eager_s:
+                left_out[size] = f"it is no faster{told}"
+                continue
+            self.gains[size] = trial.gain
             costs.append(f"{size} rows {_mib(now - last)}{told}")
             last = now
             self._graphs[size] = beside = graph
         self._nbytes = last - begin
-        if before is None:
-            log.info("CUDA graphs: %s", ", ".join(costs))
-        else:
-            self._nbytes = before.nbytes
-            log.info("CUDA graphs recorded again, of steps of %s rows", list(self._graphs))
+        log.info("CUDA graphs: %s", ", ".join(costs))
         for size, reason in left_out.items():
             log.info("steps of %d rows run without a CUDA graph: %s", size, reason)
 
@@ -321,15 +307,13 @@ class DecodeGraphs:
         )
 
 
-def make_graphs(
-    model: Model, options: GraphOptions, before: DecodeGraphs | None = None
-) -> DecodeGraphs:
-    """The graphs that `options` allow; those of `before` again, unmeasured, if there are any."""
+def make_graphs(model: Model, options: GraphOptions) -> DecodeGraphs:
+    """The graphs that `options` allow."""
     device = options.device or CudaGraphs(str(model.layers[0].device))
     largest = padded_size(min(options.max_rows, MAX_ROWS))
-    sizes = [1 << i for i in range(largest.bit_length())] if before is None else before.sizes
+    sizes = [1 << i for i in range(largest.bit_length())]
     with torch.inference_mode():
-        return DecodeGraphs(model, device, sizes, options.max_nbytes, before)
+        return DecodeGraphs(model, device, sizes, options.max_nbytes)
 
 
 def padded_size(num_rows: int) -> int:
