@@ -180,15 +180,19 @@ def test_the_graph_of_a_step_is_the_smallest_that_holds_it(
     assert forward.stats().graphs.num_replays == num_replayed
 
 
-@pytest.mark.parametrize(("long_s", "least"), [(60.0, 274), (1 + 544 / 4150, 277), (0.5, 274)])
+@pytest.mark.parametrize(
+    ("long_s", "shared_s", "least"),
+    [(60.0, 3.0, 274), (1.272, 5.424, 277), (1.272, 5.44, 278)],
+)
 def test_rows_share_what_they_read_where_that_saves_more_than_a_graph(
-    long_s: float, least: int, sequences: Callable[..., Any]
+    long_s: float, shared_s: float, least: int, sequences: Callable[..., Any]
 ) -> None:
-    """I13, part, D7, part: a graph saves two seconds here; in reads that is by the trial of longer rows.
+    """I13, part, D7, part: what a graph saves, against an eager step with its prefix, counts in reads.
 
-    At least 4,096 blocks must be spared in any case, by 16 rows 15 times their common ones.
+    A read takes a millisecond in the last two cases; of the trial's prefix, 274 are in the eager step. At
+    least 4,096 blocks must be spared in any case, by 16 rows 15 times their common ones.
     """
-    device = RecordedGraphs(times=(1.0, 3.0, long_s))
+    device = RecordedGraphs(times=lambda n: (1.0, 3.0, long_s, shared_s))
     forward = recorded(SMALL, device, max_rows=16)
     assert not pool(forward).any(), "a trial wrote to a block of the pool"
     run = sequences(forward)
@@ -207,6 +211,21 @@ def test_rows_share_what_they_read_where_that_saves_more_than_a_graph(
         run.free += [run.tables[name].pop() for name in names]
 
 
+@pytest.mark.parametrize("times", [(1.0, 3.0, 0.5, 3.0), (1.0, 3.0, 1.001, 3.0)])
+def test_rows_stay_in_a_graph_where_reads_cost_less_than_launches(
+    times: tuple[float, ...], sequences: Callable[..., Any]
+) -> None:
+    """I13, part: reads that take no time to speak of, and ones of which no step has enough to spare."""
+    forward = recorded(SMALL, RecordedGraphs(times=lambda n: times), max_rows=16)
+    run = sequences(forward)
+    run.step(run.row("p", [3] * (BLOCK * 280)))
+    for i in range(16):
+        run.fork("p", f"r{i}")
+    run.step(*(run.row(f"r{i}", [1]) for i in range(16)))
+    assert "shared" not in eager_steps(forward)
+    assert forward.stats().graphs.num_replays == 1
+
+
 def test_sizes_that_fail_or_do_not_pay_are_off_and_the_others_serve(
     sequences: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -218,11 +237,11 @@ def test_sizes_that_fail_or_do_not_pay_are_off_and_the_others_serve(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
 
     costs = [900 << 20, 40 << 20, 2 << 20, 0, 1 << 20]
-    times = [(4.0, 4.0), (2.0, 3.0), (1.0, 3.0)]
+    times = {0: (9.0, 9.0), 1: (4.0, 4.0), 2: (2.0, 3.0), 4: (1.0, 3.0)}
     device = RecordedGraphs(
         refuse=refuse,
         graph_nbytes=lambda number: costs[number],
-        times=tuple(t / 1000 for a, b in times for t in (a, b, a)),
+        times=lambda n: tuple(t / 1000 for t in (*times[n], *times[n])),
     )
     forward = recorded(SMALL, device, max_rows=16, max_nbytes=512 << 20)
     assert forward.stats().graphs.sizes == (1, 4)
