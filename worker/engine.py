@@ -611,15 +611,16 @@ class Engine:
     def _launch_ahead(
         self, ahead: AheadPasses, plan: Plan, drawing: Drawing, drawn: Sequence[Branch]
     ) -> None:
-        """Launch the next pass of the decodes of `plan`, if it is likely to be of these alone.
+        """Launch the next pass of those that draw in `plan`, if it is likely to be of decodes alone.
 
         Log-probabilities are fetched after the tokens: they would wait for it.
         """
         if any(branch.job.sampling.logprobs >= 0 for branch in drawn) or not ahead.may_launch():
             return
-        going = set(self._scheduler.room_ahead(plan))
-        if draws := {branch: i for i, branch in enumerate(drawn) if branch in going}:
-            ahead.launch(drawing, draws)
+        going = self._scheduler.room_ahead(plan)
+        places = {branch: i for i, branch in enumerate(drawn)}
+        if draws := {branch: places[branch] for branch in going if branch in places}:
+            ahead.launch(drawing, draws, going)
 
     def _commit(self, plan: Plan, num_draws: Mapping[Branch, int] | None = None) -> None:
         """Commit the tokens of `plan`, which are computed: of drafts those that were drawn.

@@ -104,20 +104,20 @@ class FakeDevice:
         return self._launch(rows, lambda: ForwardBatch(tuple(batch.copies), rows))
 
     def forward_drawn(
-        self, rows: Sequence[Row], drawing: Drawing, draws: Sequence[int]
+        self, batch: ForwardBatch, drawing: Drawing, draws: Sequence[int]
     ) -> Sequence[Logits]:
         assert isinstance(drawing, FakeDrawing)
-        assert all(len(row.tokens) == row.num_logits == 1 for row in rows)
+        assert all(len(row.tokens) == row.num_logits == 1 for row in batch.rows)
         self._count("ahead")
-        own, places = [_copied(row) for row in rows], list(draws)
+        own, places, copies = [_copied(row) for row in batch.rows], list(draws), [*batch.copies]
 
-        def batch() -> ForwardBatch:
+        def named() -> ForwardBatch:
             tokens = [drawing.guessed.value[place] for place in places]
             each = zip(own, tokens, strict=True)
-            named = [row._replace(tokens=np.array([token], np.uint32)) for row, token in each]
-            return ForwardBatch((), named)
+            rows = [row._replace(tokens=np.array([token], np.uint32)) for row, token in each]
+            return ForwardBatch(copies, rows)
 
-        return self._launch(own, batch)
+        return self._launch(own, named)
 
     def launch_draws(self, draws: Sequence[Draw]) -> Drawing:
         assert draws

@@ -9,7 +9,7 @@ import pytest
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import DeviceMemoryExhausted
 from mallee.protocol.ids import branch_seed
-from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, pack_tokens
+from mallee.protocol.messages import Cancel, Fork, Generate, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.forward import MockForward, linear_tokens
 from mallee.testing.random_model import random_model
 from mallee.worker.ahead import REST_STEPS, AheadStats
@@ -70,19 +70,76 @@ def answers(engine: Engine) -> dict[tuple[str, int], list[int]]:
 
 
 def test_the_next_pass_is_launched_before_a_token_is_here() -> None:
-    """I18, part: from the first decode to the last, and the host waits for draws alone."""
+    """I18, part: from the end of the prompt to the last token, and the host waits for draws alone."""
     calls: list[tuple[Call, int]] = []
     device = FakeDevice(mock(), wrong=0.0, told=lambda call, n: calls.append((call, n)))
     engine = over(device)
     engine.submit(generate("r", [5, 6, 7], 6), "g")
     assert answers(engine)["r", 0] == expect([5, 6, 7], 6)
-    # A prompt and its draw; a decode in the next step, from then on one that was launched in the step before.
-    assert calls[:3] == [("forward", 0), ("draw", 0), ("collect", 0)]
-    expected: list[tuple[Call, int]] = [("forward", 1)]
-    for i in range(4):
-        expected += [("draw", i + 1), ("ahead", i), ("collect", i + 1)]
-    assert calls[3:] == [*expected, ("draw", 5), ("collect", 5)]
-    assert engine.stats().ahead == AheadStats(num_rows=4, num_void=0)
+    expected: list[tuple[Call, int]] = [("forward", 0)]
+    for i in range(5):
+        expected += [("draw", i), ("ahead", i), ("collect", i)]
+    assert calls == [*expected, ("draw", 5), ("collect", 5)]
+    assert engine.stats().ahead == AheadStats(num_rows=5, num_void=0)
+
+
+def test_the_pass_after_a_forks_first_tokens_is_launched_before_they_are_here() -> None:
+    """I18, part: with a copy of the capsule's partial block for each, in blocks that they get afterwards.
+
+    A second fork draws beside them: its first decodes are launched beside theirs.
+    """
+    calls: list[tuple[Call, int]] = []
+    inner = mock(200)
+    device = FakeDevice(inner, wrong=0.0, told=lambda call, n: calls.append((call, n)))
+    engine = over(device)
+    for name, length in (("p", 6), ("q", 8)):
+        engine.submit(Prefill(name, pack_tokens(list(range(length)))), "g")
+    answers(engine)
+    calls.clear()
+    for i, name in enumerate("pq"):
+        engine.submit(Fork(f"f{i}", f"{name}.0", (b"",) * 3, Limits(9), HOT), "g")
+        step(engine)
+        step(engine)
+    found = answers(engine)
+    assert found["f0", 2][-1:] == expect(range(6), 9, 2)[-1:]
+    assert found["f1", 1] == expect(range(8), 9, 1)[2:]
+    assert [number for call, number in calls if call == "forward"] == [], "all were launched ahead"
+    assert engine.stats().ahead.num_void == 0
+    assert inner.num_tokens == 6 + 4 + 2 * 3 * 8  # the second prompt finds a block of the first
+    assert engine.stats().tree.num_copies == 3
+
+
+def test_a_row_whose_block_a_later_pass_wrote_is_not_used() -> None:
+    """I18, part: a fork takes the block in which a decode was launched, and is cancelled; that has it again."""
+    engine = over(FakeDevice(mock(), wrong=0.0))
+    engine.submit(Prefill("p", pack_tokens([1, 2, 3, 4, 5, 6])), "g")
+    answers(engine)
+    engine.submit(generate("r", [9, 9], 20), "g")
+    for _ in range(3):  # the next pass, launched, has the first token of a block
+        step(engine)
+    assert engine.stats().ahead == AheadStats(3, 0)
+    engine.submit(Fork("f", "p.0", (b"",), Limits(9), HOT), "g")
+    step(engine)
+    assert engine.stats().ahead == AheadStats(4, 1)
+    engine.submit(Cancel("f"), "g")
+    assert answers(engine)["r", 0] == expect([9, 9], 20)[3:]
+
+
+def test_a_prompts_first_decode_is_launched_beside_those_that_run() -> None:
+    """I18, part: of steps with prompts, those that end all of them."""
+    engine = over(FakeDevice(mock(200), wrong=0.0), scheduler=SchedulerConfig(max_step_tokens=8))
+    engine.submit(generate("a", [9], 20), "g")
+    for _ in range(3):
+        step(engine)
+    before = engine.stats().ahead.num_rows
+    engine.submit(generate("b", list(range(12)), 20), "g")
+    step(engine)
+    assert engine.stats().ahead.num_rows == before, "the next step has more of the prompt"
+    step(engine)
+    assert engine.stats().ahead == AheadStats(before + 2, 0)
+    found = answers(engine)
+    assert found["b", 0] == expect(range(12), 20)[1:]
+    assert engine.stats().ahead.num_void == 0
 
 
 def test_host_and_device_work_at_once() -> None:
@@ -186,7 +243,7 @@ def test_a_pass_ahead_without_memory_ends_no_branch() -> None:
     assert found[0] == expect([4, 4], REST_STEPS + 40)
     assert found[1].error is None
     assert device.num_refused == 1
-    assert engine.stats().ahead.num_rows == 40 - 2 - 1
+    assert engine.stats().ahead.num_rows == 40 - 2
 
 
 def test_logits_that_nobody_wants_are_gone_before_the_next_are_made() -> None:

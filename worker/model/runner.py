@@ -296,11 +296,12 @@ class TorchForward:
             return self._run(batch.rows) if batch.rows else []
 
     def forward_drawn(
-        self, rows: Sequence[Row], drawing: Drawing, draws: Sequence[int]
+        self, batch: ForwardBatch, drawing: Drawing, draws: Sequence[int]
     ) -> Sequence[Logits]:
         assert isinstance(drawing, DeviceDrawing), "draws of another forward"
         with torch.inference_mode(), shed(self._device):
-            return self._run(rows, guesses_there(drawing.launched, draws))
+            self._copy(batch.copies)
+            return self._run(batch.rows, guesses_there(drawing.launched, draws))
 
     def _run(self, rows: Sequence[Row], tokens: torch.Tensor | None = None) -> Sequence[Logits]:
         """The logits that `rows` want. `tokens` [n], if they are on the device already, are the rows' own."""

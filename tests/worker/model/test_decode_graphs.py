@@ -149,7 +149,7 @@ def test_tokens_that_only_the_device_knows_go_into_a_replay(sequences: Callable[
             [Draw(each, SAMPLED, i, 1) for i, each in enumerate(run.step(*rows))]
         )
         later = [run.row(f"r{i}", [0]) for i in (2, 0, 1)]
-        first = forward.forward_drawn(later, drawing, [2, 0, 1])
+        first = forward.forward_drawn(ForwardBatch((), later), drawing, [2, 0, 1])
         forward.forward(ForwardBatch((), [run.row("r0", [99])]))
         found.append(torch.stack([*first]))
         named = [run.tokens[f"r{i}"] for i in range(3)]
