@@ -611,11 +611,8 @@ class Engine:
     def _launch_ahead(
         self, ahead: AheadPasses, plan: Plan, drawing: Drawing, drawn: Sequence[Branch]
     ) -> None:
-        """Launch the next pass of those that draw in `plan`, if it is likely to be of decodes alone.
-
-        Log-probabilities are fetched after the tokens: they would wait for it.
-        """
-        if any(branch.job.sampling.logprobs >= 0 for branch in drawn) or not ahead.may_launch():
+        """Launch the next pass of those that draw in `plan`, if it is likely to be of decodes alone."""
+        if not ahead.may_launch():
             return
         going = self._scheduler.room_ahead(plan)
         places = {branch: i for i, branch in enumerate(drawn)}

@@ -208,9 +208,9 @@ class Draw(NamedTuple):
     """One token to draw: from these logits, for the token at `position`, in stream `seed`.
 
     The result depends on the fields and on nothing else: not on the row in the batch, not on what else is
-    drawn. `sampling.seed` is ignored in favour of `seed`, `sampling.logprobs` in favour of a call of its
-    own. `history` is needed for penalties alone. `allowed` (never empty): no other token may be drawn.
-    `banned`: none of these (unless nothing is left then).
+    drawn. `sampling.seed` is ignored in favour of `seed`, `sampling.logprobs` by `Forward.sample`, in favour
+    of a call of its own. `history` is needed for penalties alone. `allowed` (never empty): no other token may
+    be drawn. `banned`: none of these (unless nothing is left then).
     """
 
     logits: Logits
@@ -227,6 +227,10 @@ class Drawing(Protocol):
 
     def collect(self) -> list[int]:
         """The token of each draw. Waits for the draws, not for passes that were launched after them."""
+        ...
+
+    def logprobs(self) -> list[TokenLogprobs]:
+        """The reports of the draws whose `sampling.logprobs` wants some. Waits as `collect` does."""
         ...
 
     def guesses(self) -> list[int]:

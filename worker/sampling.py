@@ -304,7 +304,11 @@ class StepSampler:
         further: dict[Branch, list[_Drawn]] = {}
         if drafted is not None:
             further = _verified(drafted, later, scored, tokens)
-        reports = self._logprobs(scored, tokens, further)
+        if self._device is None:
+            reports = self._logprobs(scored, tokens, further)
+        else:
+            assert drafted is None, "drafts are drawn on the host"
+            reports = iter(drawing.logprobs())
         for (branch, logits), token in zip(scored, tokens, strict=False):
             each = (next(reports),) if branch.job.sampling.logprobs >= 0 else ()
             taken.append(self._take(branch, logits, token, each))

@@ -56,11 +56,16 @@ class FakeDrawing:
         self.number = number
         self.tokens = OnDevice()
         self.guessed = OnDevice()
+        self.reports = OnDevice()
 
     def collect(self) -> list[int]:
         self._device.tell("collect", self.number)
         self._device.run_until(self.tokens)
         return list(self.tokens.value)
+
+    def logprobs(self) -> list[TokenLogprobs]:
+        self._device.run_until(self.reports)
+        return list(self.reports.value)
 
     def guesses(self) -> list[int]:
         self._device.run_until(self.guessed)
@@ -128,6 +133,10 @@ class FakeDevice:
         def work() -> None:
             known = [draw._replace(logits=_value(draw.logits)) for draw in own]
             tokens = self._inner.sample(known)
+            drawn = [(d, t) for d, t in zip(known, tokens, strict=True) if d.sampling.logprobs >= 0]
+            drawing.reports.value = self._inner.logprobs(
+                [LogprobQuery(d.logits, token, d.sampling.logprobs) for d, token in drawn]
+            )
             size = self._inner.spec.vocab_size
             drawing.tokens.value = tokens
             drawing.guessed.value = [
@@ -152,8 +161,7 @@ class FakeDevice:
         raise AssertionError("draws of a device are launched")
 
     def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
-        self.wait()
-        return self._inner.logprobs([q._replace(logits=_value(q.logits)) for q in queries])
+        raise AssertionError("reports of a device come with the draws")
 
     def dump(self, logits: Logits) -> bytes:
         self.wait()

@@ -110,7 +110,7 @@ def test_the_pass_after_a_forks_first_tokens_is_launched_before_they_are_here() 
 
 
 def test_a_row_whose_block_a_later_pass_wrote_is_not_used() -> None:
-    """I18, part: a fork takes the block in which a decode was launched, and is cancelled; that has it again."""
+    """I18, part: a fork takes a decode's launched block, and is cancelled: the decode has it again."""
     engine = over(FakeDevice(mock(), wrong=0.0))
     engine.submit(Prefill("p", pack_tokens([1, 2, 3, 4, 5, 6])), "g")
     answers(engine)
@@ -193,12 +193,9 @@ class _Waiting(FakeDevice):
         ({"kv_checks": KVChecks("digests")}, HOT),
         ({"kv_checks": KVChecks("guards")}, HOT),
         ({"speculation": SpeculationConfig("auto")}, HOT),
-        ({}, Sampling(temperature=1.0, seed=3, logprobs=1)),
     ],
 )
-def test_nothing_is_launched_ahead_that_would_be_seen_or_waited_for(
-    switches: Any, sampling: Sampling
-) -> None:
+def test_nothing_is_launched_ahead_that_would_be_seen(switches: Any, sampling: Sampling) -> None:
     device = _Plain(mock())
     engine = over(device, **switches)
     engine.submit(generate("r", [5, 6], 9, sampling=sampling), "g")
@@ -211,6 +208,22 @@ class _Plain(FakeDevice):
 
     def sample(self, draws: Any) -> list[int]:
         return self.launch_draws(draws).collect()
+
+
+def test_log_probabilities_are_there_without_a_wait_for_the_pass_ahead() -> None:
+    """I18, part: they are enqueued with the draws, before it, and are those of the tokens, guessed or not."""
+    wanted = Sampling(temperature=1.0, seed=3, logprobs=2)
+    found: list[list[Any]] = []
+    for device in (None, FakeDevice(mock(), wrong=0.0), FakeDevice(mock(), wrong=0.5)):
+        engine = make_engine(mock()) if device is None else over(device)
+        engine.submit(generate("r", [5, 6], 9, sampling=wanted), "g")
+        found.append([])
+        while engine.has_work:
+            for frame in engine.step().frames.values():
+                found[-1] += [report for update in frame.updates for report in update.logprobs]
+        assert engine.stats().ahead.num_rows == (0 if device is None else 8)
+    assert len(found[0]) == 9
+    assert found[0] == found[1] == found[2]
 
 
 # What becomes of them
@@ -300,7 +313,9 @@ def test_a_model_draws_the_same_tokens_with_passes_ahead(
         engine = make_engine(forward, forward if is_ahead else None, scheduler=scheduler)
         for i in range(4):
             prompt = [7 * i + k for k in range(5 + 3 * i)]
-            sampling = Sampling(temperature=0.0 if i == 0 else 1.0, seed=i, top_p=0.9)
+            sampling = Sampling(
+                temperature=0.0 if i == 0 else 1.0, seed=i, top_p=0.9, logprobs=i - 1
+            )
             engine.submit(generate(f"r{i}", prompt, 40, sampling=sampling, ignore_eos=True), "g")
         found.append(answers(engine))
         stats = engine.stats().ahead

@@ -55,6 +55,7 @@ from mallee.worker.model.loading.vocabulary import check_same_tokens
 from mallee.worker.model.loading.weights import ModelWeights, load_weights
 from mallee.worker.model.ops import movable
 from mallee.worker.model.plan import make_plan
+from mallee.worker.model.sampling import reports
 from mallee.worker.model.sampling.batched import (
     Launched,
     collect,
@@ -64,6 +65,7 @@ from mallee.worker.model.sampling.batched import (
     launch,
 )
 from mallee.worker.model.sampling.logprobs import logprobs
+from mallee.worker.model.sampling.reports import Reports
 
 log = logging.getLogger(__name__)
 
@@ -94,16 +96,28 @@ class MemoryStats(NamedTuple):
 
 
 class DeviceDrawing:
-    """A `Drawing` of a `TorchForward`."""
+    """A `Drawing` of a `TorchForward`. `reports`: log-probabilities, if any are wanted."""
 
-    __slots__ = ("launched",)
+    __slots__ = ("_reports", "_tokens", "launched")
 
-    def __init__(self, launched: Launched) -> None:
+    def __init__(self, launched: Launched, reports: Reports | None) -> None:
         self.launched = launched
+        self._reports = reports
+        self._tokens: list[int] | None = None
 
     def collect(self) -> list[int]:
+        if self._tokens is None:
+            with torch.inference_mode(), shed(self.launched.table.device):
+                self._tokens = collect(self.launched)
+        return self._tokens
+
+    def logprobs(self) -> list[TokenLogprobs]:
+        if self._reports is None:
+            return []
+        drawn = zip(self.launched.draws, self.collect(), strict=True)
+        tokens = [token for draw, token in drawn if draw.sampling.logprobs >= 0]
         with torch.inference_mode(), shed(self.launched.table.device):
-            return collect(self.launched)
+            return reports.collect(self._reports, tokens, logprobs)
 
     def guesses(self) -> list[int]:
         return guesses(self.launched)
@@ -362,8 +376,13 @@ class TorchForward:
             return self._sample(draws)
 
     def launch_draws(self, draws: Sequence[Draw]) -> Drawing:
+        wanting = [i for i, draw in enumerate(draws) if draw.sampling.logprobs >= 0]
         with torch.inference_mode(), shed(self._device):
-            return DeviceDrawing(launch(draws))
+            launched, found = launch(draws), None
+            if wanting:
+                own = guesses_there(launched, wanting)
+                found = reports.launch([draws[i] for i in wanting], own)
+            return DeviceDrawing(launched, found)
 
     def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
         with torch.inference_mode(), shed(self._device):

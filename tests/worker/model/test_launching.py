@@ -12,7 +12,7 @@ from mallee.worker.forward import Draw, ForwardBatch, Row
 from mallee.worker.kv.node import BlockCopy
 from mallee.worker.model.runner import TorchForward
 
-SAMPLED = Sampling(temperature=1.0)
+SAMPLED = Sampling(temperature=1.0, logprobs=2)
 
 
 def decodes(tokens: list[int], start: int) -> list[Row]:
