@@ -800,6 +800,7 @@ def make_engine(
         ),
         report_fault=lambda error: log.error("%s: %s", worker, error),
         below=tiers_below(config, forward, worker, peers),
+        gaps=forward.gaps,
         draft_model=None
         if forward.draft is None
         else DraftModel(forward.draft, clock=time.monotonic),

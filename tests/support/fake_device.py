@@ -19,6 +19,7 @@ from mallee.worker.forward import (
     LogprobQuery,
     Row,
 )
+from mallee.worker.gaps import ClockMarks, WorkGaps
 from mallee.worker.records import StepResult
 
 Call: TypeAlias = Literal["forward", "ahead", "draw", "collect", "wait"]
@@ -76,7 +77,8 @@ class FakeDevice:
     """A `DeviceForward` over `inner`. Does some of what is enqueued at each call, by lot, and the rest late.
 
     `wrong` of its guesses are not the tokens that are drawn. `told` is called with each call of
-    the engine's, numbered by kind. What is handed over is copied at once, as a transfer would.
+    the engine's, numbered by kind, which is a piece of work for `gaps`. What is handed over is copied at
+    once, as a transfer would.
     """
 
     def __init__(
@@ -87,12 +89,14 @@ class FakeDevice:
         wrong: float = 0.1,
         eagerness: float = 0.5,
         told: Callable[[Call, int], None] = lambda call, number: None,
+        gaps: WorkGaps | None = None,
     ) -> None:
         self._inner = inner
         self._rng = random.Random(seed)
         self._wrong = wrong
         self._eagerness = eagerness
         self._told = told
+        self._gaps = gaps or WorkGaps(ClockMarks(lambda: 0.0))
         self._queue: deque[Callable[[], None]] = deque()
         self._lock = RLock()
         self._num: dict[Call, int] = {}
@@ -208,7 +212,9 @@ class FakeDevice:
 
     def _count(self, call: Call) -> int:
         number = self._num[call] = self._num.get(call, -1) + 1
+        self._gaps.begin()
         self._told(call, number)
+        self._gaps.end()
         return number
 
 

@@ -15,6 +15,7 @@ from mallee.testing.random_model import random_model
 from mallee.worker.ahead import REST_STEPS, AheadStats
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits
+from mallee.worker.gaps import WorkGaps
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.model.graphs.decode import GraphOptions
 from mallee.worker.records import EngineConfig
@@ -142,38 +143,75 @@ def test_a_prompts_first_decode_is_launched_beside_those_that_run() -> None:
     assert engine.stats().ahead.num_void == 0
 
 
+class _Stream:
+    """`Marks` of a device's work in virtual time. A pass takes `busy` seconds, a draw none."""
+
+    def __init__(self, busy: float) -> None:
+        self.now = self.free_at = 0.0
+        self._busy = busy
+        self._ends: dict[int, float] = {}
+
+    def told(self, call: Call, number: int) -> None:
+        if call in ("forward", "ahead"):
+            self.free_at = self.mark() + self._busy
+        elif call == "draw":
+            self._ends[number] = self.free_at  # before the pass that is launched behind it
+        elif call == "collect":
+            self.now = max(self.now, self._ends[number])
+
+    def mark(self) -> float:
+        return max(self.now, self.free_at)
+
+    def seconds(self, first: float, second: float) -> float | None:
+        return second - first if second <= self.now else None
+
+
 def test_host_and_device_work_at_once() -> None:
-    """I18, part: n steps of a host and a device that need so long take n times the longer of both."""
+    """I18, part: n steps of a host and a device that need so long take n times the longer of both.
 
-    def seconds(host: float, busy: float, num_steps: int, *, is_ahead: bool) -> float:
-        now, free_at, ends = 0.0, 0.0, dict[int, float]()
+    The statistics tell the time that the device waits: all of the host's without passes ahead.
+    """
 
-        def told(call: Call, number: int) -> None:
-            nonlocal now, free_at
-            if call in ("forward", "ahead"):
-                free_at = max(free_at, now) + busy
-            elif call == "draw":
-                ends[number] = free_at  # before the pass that is launched behind it
-            elif call == "collect":
-                now = max(now, ends[number])
-
-        device = FakeDevice(mock(400), wrong=0.0, told=told)
-        engine = over(device, overlap=is_ahead) if is_ahead else over(_Waiting(device))
+    def run(host: float, busy: float, num_steps: int, *, is_ahead: bool) -> tuple[float, float]:
+        """The seconds of so many steps, and those in which the device waited."""
+        stream = _Stream(busy)
+        gaps = WorkGaps(stream)
+        device = FakeDevice(mock(400), wrong=0.0, told=stream.told, gaps=gaps)
+        if not is_ahead:
+            device = _Waiting(device)
+        engine = engine_over(device, device=device, gaps=gaps)
         for i in range(4):
             engine.submit(generate(f"r{i}", [i, 9], num_steps + 20), "g")
         for _ in range(3):
             engine.step()
-        began = now
+        began, waited = stream.now, engine.stats().host_gap.seconds
         for _ in range(num_steps):
-            now += host
+            stream.now += host
             engine.step()
-        return now - began
+        return stream.now - began, engine.stats().host_gap.seconds - waited
 
     for host, busy in ((1.0, 5.0), (5.0, 1.0), (3.0, 3.0)):
-        together = seconds(host, busy, 40, is_ahead=True)
-        in_turn = seconds(host, busy, 40, is_ahead=False)
+        together, waited = run(host, busy, 40, is_ahead=True)
+        in_turn, waited_in_turn = run(host, busy, 40, is_ahead=False)
         assert 40 * max(host, busy) <= together <= 40 * max(host, busy) + host + busy
         assert in_turn == pytest.approx(40 * (host + busy))
+        assert waited == pytest.approx(40 * max(0.0, host - busy), abs=host + busy)
+        assert waited_in_turn == pytest.approx(40 * host)
+
+
+def test_time_without_work_is_no_gap() -> None:
+    stream = _Stream(1.0)
+    gaps = WorkGaps(stream)
+    device = FakeDevice(mock(), wrong=0.0, told=stream.told, gaps=gaps)
+    engine = engine_over(device, device=device, gaps=gaps)
+    for i in range(3):
+        engine.submit(generate(f"r{i}", [5, 6], 4), "g")
+        while engine.has_work:
+            engine.step()
+        stream.now += 1000.0
+    found = engine.stats().host_gap
+    assert found.seconds == 0.0
+    assert found.num_pieces > 3 * 4
 
 
 class _Waiting(FakeDevice):

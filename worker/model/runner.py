@@ -5,8 +5,9 @@ Doesn't know which sequence a row belongs to, which rows share blocks, or when a
 
 import logging
 import math
+import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from mallee.protocol.errors import CodecError, ConfigError, WeightsMismatch
 from mallee.protocol.messages import TokenLogprobs
 from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.worker.forward import Draw, Drawing, ForwardBatch, Logits, LogprobQuery, Row
+from mallee.worker.gaps import ClockMarks, WorkGaps
 from mallee.worker.kv.node import BlockCopy
 from mallee.worker.kv.tiers.moves import STAGED_BLOCKS
 from mallee.worker.kv.tiers.window_rows import row_spans
@@ -53,6 +55,7 @@ from mallee.worker.model.loading.config_json import read_config
 from mallee.worker.model.loading.update import WeightUpdate
 from mallee.worker.model.loading.vocabulary import check_same_tokens
 from mallee.worker.model.loading.weights import ModelWeights, load_weights
+from mallee.worker.model.marks import CudaMarks
 from mallee.worker.model.ops import movable
 from mallee.worker.model.plan import make_plan
 from mallee.worker.model.sampling import reports
@@ -147,6 +150,7 @@ class TorchForward:
             "budget",
             "decoder",
             "draft",
+            "gaps",
             "is_unified",
             "memory",
             "num_blocks",
@@ -170,12 +174,13 @@ class TorchForward:
         flashinfer: Any = None,
         memories: list[torch.Tensor] | None = None,
         graphs: GraphOptions | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """KV memory is allocated here, in `kv_dtype` (None: the weights' own), unless it is given.
 
         `shares_reads` False reads every row's keys apart; `uses_kernels` False computes in torch
         operations alone. `is_deterministic`, `flashinfer`: see `choose_backend`. `graphs`: of decode steps,
-        recorded here (None: there are none).
+        recorded here (None: there are none). `clock` times the gaps in its work, where no device does.
         """
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(f"num_blocks={num_blocks}, block_size={block_size}: need 1 or more")
@@ -238,6 +243,8 @@ class TorchForward:
         self._padding = padding_row([blocks for _, blocks in sizes])
         self._graph_options = graphs
         self._graphs = self._recorded()
+        is_cuda = torch.device(self._device).type == "cuda"
+        self.gaps = WorkGaps(CudaMarks(self._device) if is_cuda else ClockMarks(clock))
 
     def _recorded(self) -> DecodeGraphs | None:
         attention, options = self._attention, self._graph_options
@@ -306,16 +313,22 @@ class TorchForward:
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
         """Raises DeviceMemoryExhausted, as does every method that draws, or makes or reads logits."""
         with torch.inference_mode(), shed(self._device):
+            self.gaps.begin()
             self._copy(batch.copies)
-            return self._run(batch.rows) if batch.rows else []
+            logits = self._run(batch.rows) if batch.rows else []
+            self.gaps.end()
+            return logits
 
     def forward_drawn(
         self, batch: ForwardBatch, drawing: Drawing, draws: Sequence[int]
     ) -> Sequence[Logits]:
         assert isinstance(drawing, DeviceDrawing), "draws of another forward"
         with torch.inference_mode(), shed(self._device):
+            self.gaps.begin()
             self._copy(batch.copies)
-            return self._run(batch.rows, guesses_there(drawing.launched, draws))
+            logits = self._run(batch.rows, guesses_there(drawing.launched, draws))
+            self.gaps.end()
+            return logits
 
     def _run(self, rows: Sequence[Row], tokens: torch.Tensor | None = None) -> Sequence[Logits]:
         """The logits that `rows` want. `tokens` [n], if they are on the device already, are the rows' own."""
@@ -373,20 +386,28 @@ class TorchForward:
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:
         with torch.inference_mode(), shed(self._device):
-            return self._sample(draws)
+            self.gaps.begin()
+            tokens = self._sample(draws)
+            self.gaps.end()
+            return tokens
 
     def launch_draws(self, draws: Sequence[Draw]) -> Drawing:
         wanting = [i for i, draw in enumerate(draws) if draw.sampling.logprobs >= 0]
         with torch.inference_mode(), shed(self._device):
+            self.gaps.begin()
             launched, found = launch(draws), None
             if wanting:
                 own = guesses_there(launched, wanting)
                 found = reports.launch([draws[i] for i in wanting], own)
+            self.gaps.end()
             return DeviceDrawing(launched, found)
 
     def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
         with torch.inference_mode(), shed(self._device):
-            return logprobs(queries)
+            self.gaps.begin()
+            found = logprobs(queries)
+            self.gaps.end()
+            return found
 
     def check(self) -> None:
         """Raises AssertionError if the memory is not what the spec and the counts say."""
@@ -535,7 +556,9 @@ def load(
         )
     forward.budget = budget
     forward.is_unified = before is not None and before.is_unified
-    forward.draft = drafts[0] if drafts else None
+    if drafts:
+        forward.draft = drafts[0]
+        forward.draft.gaps = forward.gaps  # they take turns on one device
     return forward
 
 
