@@ -640,7 +640,7 @@ async def build_worker(
         tracing=open_tracing("worker", worker),
     )
     capacity = Capacity(forward.block_size, num_blocks, config.scheduler.max_rows)
-    source = _ModelSource(config, host, forward, engine.incarnation, capacity, peers)
+    source = ModelSource(config, host, forward, engine.incarnation, capacity, peers)
     add_engine(host, engine, capacity, source)
     server = build_server(config, host, secret, node)
     lending = None if peers is None else build_lending(config, host, peers, secret, node)
@@ -678,7 +678,7 @@ def settle(config: AppConfig, gpus: Sequence[str], sysfs: Path = Path("/sys")) -
     return place
 
 
-class _ModelSource:
+class ModelSource:
     """The `WeightSource` of the one worker of a process."""
 
     def __init__(
