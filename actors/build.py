@@ -16,6 +16,7 @@ from collections import ChainMap
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -639,7 +640,7 @@ async def build_worker(
         tracing=open_tracing("worker", worker),
     )
     capacity = Capacity(forward.block_size, num_blocks, config.scheduler.max_rows)
-    source = _ModelSource(config, host, forward, engine.incarnation, capacity, peers)
+    source = ModelSource(config, host, forward, engine.incarnation, capacity, peers)
     add_engine(host, engine, capacity, source)
     server = build_server(config, host, secret, node)
     lending = None if peers is None else build_lending(config, host, peers, secret, node)
@@ -677,7 +678,7 @@ def settle(config: AppConfig, gpus: Sequence[str], sysfs: Path = Path("/sys")) -
     return place
 
 
-class _ModelSource:
+class ModelSource:
     """The `WeightSource` of the one worker of a process."""
 
     def __init__(
@@ -702,16 +703,24 @@ class _ModelSource:
         return memory_use(self._forward.memory_stats(), None if worker is None else worker.load)
 
     def load(self, weights: WeightVersion) -> Callable[[], Worker]:
-        own = self._forward.spec.weights
+        forward = self._forward
+        own = forward.spec.weights
         if (weights.path, weights.digest) == (own.path, own.digest):
-            return lambda: self._make(self._forward.renamed(weights))
-        found = self._forward.with_weights(resolve(weights.path or self._config.model), weights)
-        return lambda: self._make(found)
+            take = partial(forward.rename, weights)
+        else:
+            folder = resolve(weights.path or self._config.model)
+            take = partial(forward.update, forward.prepare_update(folder, weights))
 
-    def _make(self, forward: "TorchForward") -> Worker:
-        self._forward, self._incarnation = forward, Incarnation(self._incarnation + 1)
+        def make() -> Worker:
+            take()
+            return self._make()
+
+        return make
+
+    def _make(self) -> Worker:
+        self._incarnation = Incarnation(self._incarnation + 1)
         name = WorkerId(self._host.name)
-        engine = make_engine(self._config, forward, name, self._incarnation, self._peers)
+        engine = make_engine(self._config, self._forward, name, self._incarnation, self._peers)
         return make_worker(self._host, engine, self._capacity)
 
 
@@ -792,6 +801,7 @@ def make_engine(
         ),
         report_fault=lambda error: log.error("%s: %s", worker, error),
         below=tiers_below(config, forward, worker, peers),
+        gaps=forward.gaps,
         draft_model=None
         if forward.draft is None
         else DraftModel(forward.draft, clock=time.monotonic),

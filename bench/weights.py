@@ -25,8 +25,8 @@ from bench import measure
 from mallee.actors.text.tokenizer import Tokenizer
 from mallee.testing.quantized import Activations, Form, quantization_config, quantized_tensors
 from mallee.worker.forward import ForwardBatch, Row
+from mallee.worker.model.loading.checkpoint import weight_files
 from mallee.worker.model.loading.source import resolve_model
-from mallee.worker.model.loading.weights import weight_files
 from mallee.worker.model.runner import TorchForward, load
 
 BLOCK: Final = 16

@@ -228,8 +228,8 @@ def _mocked_spec(name: str, folder: Path) -> "ModelSpec":
 def _specs(name: str, folder: Path) -> Iterator[tuple["ModelSpec", _Kind]]:
     """The model in `folder`, in every way in which its weights can be computed."""
     from mallee.worker.model.config import model_spec
+    from mallee.worker.model.loading.checkpoint import weights_digest
     from mallee.worker.model.loading.config_json import read_config
-    from mallee.worker.model.loading.weights import weights_digest
     from mallee.worker.model.runner import resolve_dtype
 
     config = read_config(folder)
@@ -281,7 +281,7 @@ class _Computed:
 
     def _load(self, weights: "WeightVersion") -> "TorchForward":
         from mallee.actors.build import load_forward, resolve, threads_of
-        from mallee.worker.model.loading.weights import weights_digest
+        from mallee.worker.model.loading.checkpoint import weights_digest
 
         folder, own = self._folders.get(weights.label), resolve(self._config.model)
         is_own = weights.digest in ("", weights_digest(own))  # that version brought no other ones
@@ -293,7 +293,8 @@ class _Computed:
         forward = load_forward(self._config, threads_of(self._config, 1))
         if folder is None:
             return forward
-        return forward.with_weights(resolve(folder), weights)
+        forward.update(forward.prepare_update(resolve(folder), weights))
+        return forward
 
 
 # Results

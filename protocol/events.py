@@ -195,6 +195,7 @@ class EngineUse(msgspec.Struct, frozen=True, array_like=True):
     num_accepted_tokens: int = 0  # of those, that were drawn
     num_ahead_rows: int = 0  # launched before their tokens were known
     num_ahead_void_rows: int = 0  # of those, in vain
+    host_gap_s: float = 0.0  # that the device stood still while there was work; only grows
 
 
 class MemoryUse(msgspec.Struct, frozen=True, array_like=True):

@@ -62,7 +62,7 @@ BASE_WEIGHTS: Final = WeightVersion()
 class WeightChange(msgspec.Struct, frozen=True, array_like=True):
     """A worker's way to other weights, for its lease.
 
-    state: "loading" beside the old ones; "finishing" what runs on those, and nothing new; "failed" for
+    state: "loading", read beside the old ones; "finishing" what runs on those, and nothing new; "failed" for
     `reason`, and the old ones serve on.
     """
 

@@ -21,7 +21,11 @@ ARROWS: dict[str, set[str]] = {
     "worker.sched": {"protocol", "worker.kv", "worker.forward", "worker.sched"},
     "worker.forward": {"protocol", "worker.kv", "worker.forward"},
     "worker.memory": {"protocol", "worker.memory"},
-    "worker.model": {"protocol", "worker.kv", "worker.memory", "worker.forward", "worker.model"},
+    "worker.gaps": set(),
+    "worker.model": {
+        *("protocol", "worker.kv", "worker.memory", "worker.forward", "worker.gaps"),
+        "worker.model",
+    },
     "worker": {"protocol", "worker"},  # engine and what belongs to it: never worker.model (below)
     "sessions": {"protocol", "worker", "sessions"},
     "mocker": {"protocol", "traces", "figures", "worker", "router", "mocker"},
@@ -69,6 +73,7 @@ TORCH_FREE = (
     "worker.capsules",
     "worker.engine",
     "worker.forward",
+    "worker.gaps",
     "worker.sampling",
     "worker.memory.budget",
     "worker.admission",

@@ -14,17 +14,28 @@ later owner fills a slot before it reads it, by a pass, a copy of a block or a t
 these are called for after the row was launched, so they come after it, and overwrite it. Transfers to a tier
 or a peer come after it as well, and read of a block the tokens that were computed when they were called for.
 And a row that is used was overwritten by none: between its launch and the plan that it is held against
-nothing else is launched, and the slot's block is the branch's again, or still.
+nothing is launched but the rows of a fork that draws meanwhile, which take the place of those whose blocks
+they write; and the slot's block is the branch's again, or still.
+
+A fork's first token needs no pass, and its branch has no block of its own: its next row is launched in a free
+block, after the copy that it would begin with. If the branch gets that block, the copy is made.
+
+Steps that leave something of a prompt for the next one launch nothing. The decodes of that alone would be a
+pass of their own, which reads all weights once more than one pass with the next chunk does: the device would
+work as much longer as it waits less. And a chunk that is launched before its size is known is in vain
+whenever an answer ends.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from mallee.protocol.errors import DeviceMemoryExhausted
 from mallee.protocol.hashing import as_tokens
-from mallee.worker.forward import DeviceForward, Drawing, Logits, Row
-from mallee.worker.kv.node import BlockTable
+from mallee.worker.forward import DeviceForward, Drawing, ForwardBatch, Logits, Row
+from mallee.worker.kv.node import BlockCopy, Spare
 from mallee.worker.kv.paths import flatten, flatten_windows
 from mallee.worker.passes import ForwardPasses
 from mallee.worker.sched.branch import Branch, Plan, node_of
@@ -42,13 +53,25 @@ class AheadStats(NamedTuple):
     num_void: int
 
 
+class _Launched(NamedTuple):
+    """A row that was launched ahead, with the copy before it, and its logits."""
+
+    row: Row
+    copy: BlockCopy | None
+    logits: Logits
+
+    def block(self, block_size: int) -> int:
+        """The block that it writes."""
+        return int(self.row.table[self.row.start // block_size])
+
+
 class AheadPasses(ForwardPasses):
     """`ForwardPasses` on a device, of which the next one can be launched ahead."""
 
     def __init__(self, device: DeviceForward) -> None:
         super().__init__(device)
         self._device = device
-        self._ahead: dict[Branch, tuple[Row, Logits]] | None = None
+        self._ahead: dict[Branch, _Launched] = {}
         self._num_rests = 0  # launches to be left out
         self._num_rows = self._num_void = 0
 
@@ -59,59 +82,88 @@ class AheadPasses(ForwardPasses):
         self._num_rests -= 1
         return False
 
-    def launch(self, drawing: Drawing, draws: dict[Branch, int]) -> None:
+    def launch(
+        self, drawing: Drawing, draws: Mapping[Branch, int], going: Mapping[Branch, Spare | None]
+    ) -> None:
         """Launch the next pass of the branches of `draws`, each of which draws by that one of `drawing`.
 
-        Nothing happens if the device has too little memory for it.
+        `going` has all branches of the next step, with the block of each that has none of its own for it.
+        Nothing happens if some of the others have no pass launched already, or if the device has too little
+        memory.
         """
-        rows = {s: Row(_UNKNOWN, s.length, *self._tables(s)) for s in draws}
+        if any(branch not in draws and branch not in self._ahead for branch in going):
+            return
+        spares = {branch: going[branch] for branch in draws}
+        copies = {s: spare.copy for s, spare in spares.items() if spare is not None and spare.copy}
+        rows = [self._row(branch, spare) for branch, spare in spares.items()]
+        batch = ForwardBatch([*copies.values()], rows)
         try:
-            logits = self._device.forward_drawn([*rows.values()], drawing, [*draws.values()])
+            logits = self._device.forward_drawn(batch, drawing, [*draws.values()])
         except DeviceMemoryExhausted:
             self._num_rests = REST_STEPS
             return
-        self._ahead = dict(zip(rows, zip(rows.values(), logits, strict=True), strict=True))
+        self._forget_written({spare.block for spare in spares.values() if spare is not None})
+        for branch, row, own in zip(draws, rows, logits, strict=True):
+            self._ahead[branch] = _Launched(row, copies.get(branch), own)
         self._num_rows += len(rows)
 
+    def _forget_written(self, blocks: Set[int]) -> None:
+        """Rows of earlier passes count no more if a block that they wrote has been written since."""
+        size = self._block_size
+        for branch in [s for s, own in self._ahead.items() if own.block(size) in blocks]:
+            del self._ahead[branch]
+            self._num_void += 1
+
     def run(self, plan: Plan) -> Sequence[Logits]:
-        if self._ahead is None or (plan.ready and not plan.decodes and not plan.chunks):
+        if not self._ahead or plan.draws_only:
             return super().run(plan)  # of branches that draw without a pass, none is run
         assert not plan.drafts, "of tokens that are not known when a pass is launched ahead"
-        ahead, self._ahead = self._ahead, None
-        found = self._found(ahead, plan)
-        self._num_void += len(ahead) - len(found)
-        del ahead  # if nothing is found, its logits are free before others are made
-        others = replace(plan, decodes=[s for s in plan.decodes if s not in found])
+        found = self._take(plan)  # logits that are not found are free before others are made
+        made = {own.copy for own in found.values()}
+        others = replace(
+            plan,
+            decodes=[s for s in plan.decodes if s not in found],
+            copies=[copy for copy in plan.copies if copy not in made],
+        )
         computed = iter(super().run(others))
-        logits = [found[s] if s in found else next(computed) for s in plan.decodes]
+        logits = [found[s].logits if s in found else next(computed) for s in plan.decodes]
         return [*logits, *computed]
 
-    def _found(self, ahead: dict[Branch, tuple[Row, Logits]], plan: Plan) -> dict[Branch, Logits]:
-        """The logits of those decodes of `plan` that `ahead` computed as they are."""
-        found: dict[Branch, Logits] = {}
+    def _take(self, plan: Plan) -> dict[Branch, _Launched]:
+        """The rows that `plan` wants; no others are kept."""
+        ahead, self._ahead = self._ahead, {}
+        found: dict[Branch, _Launched] = {}
         for branch in plan.decodes:
-            row, logits = ahead.get(branch, (None, None))
-            if row is not None and self._is_same(row, branch):
-                found[branch] = logits
+            own = ahead.get(branch)
+            if own is not None and self._is_same(own, branch, plan):
+                found[branch] = own
+        self._num_void += len(ahead) - len(found)
         return found
 
-    def _is_same(self, row: Row, branch: Branch) -> bool:
-        """Whether `row` has computed the position of the decode of `branch`, and into its slot.
+    def _is_same(self, own: _Launched, branch: Branch, plan: Plan) -> bool:
+        """Whether the row has computed the position of the decode of `branch`, and into its slot.
 
-        The blocks before are the same then: they are what the branch has held since.
+        The blocks before are the same then: they are what the branch has held since, but for a block of its
+        own that begins with a copy, which must be the same.
         """
+        row = own.row
         if row.start != branch.length - 1:
             return False
-        place = row.start // self._device.block_size
-        table, _, windows = self._tables(branch)
-        if row.table[place] != table[place]:
+        place = row.start // self._block_size
+        now = self._row(branch)
+        if row.table[place] != now.table[place]:
             return False
-        return all(a[place] == b[place] for a, b in zip(row.windows, windows, strict=True))
+        if own.copy is not None and own.copy not in plan.copies:
+            return False
+        return all(a[place] == b[place] for a, b in zip(row.windows, now.windows, strict=True))
 
-    def _tables(self, branch: Branch) -> tuple[BlockTable, int, tuple[BlockTable, ...]]:
-        """The last fields of a row of `branch` that wants one Logits."""
-        node, size = node_of(branch), self._device.block_size
-        return flatten(node, size), 1, flatten_windows(node, size)
+    def _row(self, branch: Branch, spare: Spare | None = None) -> Row:
+        """The next decode of `branch`, whose token is not known, in the block of `spare` if it has none."""
+        node, size = node_of(branch), self._block_size
+        table = flatten(node, size)
+        if spare is not None:
+            table = np.append(table[: node.end // size], np.int32(spare.block))
+        return Row(_UNKNOWN, branch.length, table, 1, flatten_windows(node, size))
 
     def stats(self) -> AheadStats:
         return AheadStats(self._num_rows, self._num_void)

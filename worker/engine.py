@@ -56,6 +56,7 @@ from mallee.worker.capsules.record import decode_record
 from mallee.worker.capsules.registry import CapsuleRegistry
 from mallee.worker.fetches import Fetches
 from mallee.worker.forward import DeviceForward, Drawing, Forward, Logits, Structures
+from mallee.worker.gaps import HostGap, WorkGaps
 from mallee.worker.kv.audit import Leak, check_tree, find_leaks
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
@@ -103,6 +104,7 @@ class Engine:
         below: MakeTiers | None = None,
         watch: StepWatch | None = None,
         draft_model: Drafter | None = None,
+        gaps: WorkGaps | None = None,
     ) -> None:
         """Without `structures` no answer can be constrained by a grammar, without `below` nothing lies
         below the device: its end closes it.
@@ -110,7 +112,7 @@ class Engine:
         `device` is `forward` again, if it computes beside the host: passes are launched ahead there.
         The mocker has `passes` of its own. `watch` is told of the phases of each step.
         `report_fault` gets what checks of the KV memory find, before anything is done about it.
-        `draft_model` drafts, if the settings want one to.
+        `draft_model` drafts, if the settings want one to. `gaps`: of the work of `forward`, for statistics.
         """
         self.config = config
         self.worker = worker
@@ -124,6 +126,7 @@ class Engine:
         self._passes: Passes = passes or self._ahead or ForwardPasses(forward)
         self._clock = clock
         self._watch = watch
+        self._gaps = gaps
         self._lower = below(self._journal, forward.memory) if below is not None else None
         retention = make_retention(config, forward.num_blocks, clock=clock)
         self._tree = make_tree(
@@ -550,7 +553,10 @@ class Engine:
         self._num_steps += 1
         if self._tree.pool.watch is not None:
             self._tree.pool.watch.end_step()
-        return self._collect()
+        result = self._collect()
+        if self._gaps is not None and not self.has_work:
+            self._gaps.rest()
+        return result
 
     def _reply_late(self) -> None:
         """Answer commands about capsules that had to wait for a step."""
@@ -611,15 +617,13 @@ class Engine:
     def _launch_ahead(
         self, ahead: AheadPasses, plan: Plan, drawing: Drawing, drawn: Sequence[Branch]
     ) -> None:
-        """Launch the next pass of the decodes of `plan`, if it is likely to be of these alone.
-
-        Log-probabilities are fetched after the tokens: they would wait for it.
-        """
-        if any(branch.job.sampling.logprobs >= 0 for branch in drawn) or not ahead.may_launch():
+        """Launch the next pass of those that draw in `plan`, if it is likely to be of decodes alone."""
+        if not ahead.may_launch():
             return
-        going = set(self._scheduler.room_ahead(plan))
-        if draws := {branch: i for i, branch in enumerate(drawn) if branch in going}:
-            ahead.launch(drawing, draws)
+        going = self._scheduler.room_ahead(plan)
+        places = {branch: i for i, branch in enumerate(drawn)}
+        if draws := {branch: places[branch] for branch in going if branch in places}:
+            ahead.launch(drawing, draws, going)
 
     def _commit(self, plan: Plan, num_draws: Mapping[Branch, int] | None = None) -> None:
         """Commit the tokens of `plan`, which are computed: of drafts those that were drawn.
@@ -801,6 +805,7 @@ class Engine:
             self._constraint_states(),
             self._speculator.stats() if self._speculator is not None else SpeculationStats(0, 0),
             self._ahead.stats() if self._ahead is not None else AheadStats(0, 0),
+            self._gaps.stats() if self._gaps is not None else HostGap(0, 0.0),
         )
 
 

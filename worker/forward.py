@@ -308,7 +308,7 @@ class DeviceForward(Forward, Protocol):
         ...
 
     def forward_drawn(
-        self, rows: Sequence[Row], drawing: Drawing, draws: Sequence[int]
+        self, batch: ForwardBatch, drawing: Drawing, draws: Sequence[int]
     ) -> Sequence[Logits]:
         """As `forward`. The token of row i is that of draw `draws[i]` of `drawing`, not its own."""
         ...

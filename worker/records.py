@@ -10,6 +10,7 @@ from mallee.protocol.messages import Frame
 from mallee.worker.ahead import AheadStats
 from mallee.worker.capsules.registry import CapsuleStats
 from mallee.worker.forward import Forward
+from mallee.worker.gaps import HostGap
 from mallee.worker.kv.eviction import EvictionName
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.pool import BlockPool, PoolStats
@@ -132,6 +133,7 @@ class EngineStats(NamedTuple):
     constraint_states: int  # of grammars, that branches and capsules hold
     speculation: SpeculationStats
     ahead: AheadStats
+    host_gap: HostGap
 
 
 def engine_use(stats: EngineStats, block_nbytes: int) -> EngineUse:
@@ -166,6 +168,7 @@ def engine_use(stats: EngineStats, block_nbytes: int) -> EngineUse:
         num_accepted_tokens=stats.speculation.num_accepted,
         num_ahead_rows=stats.ahead.num_rows,
         num_ahead_void_rows=stats.ahead.num_void,
+        host_gap_s=stats.host_gap.seconds,
     )
 
 

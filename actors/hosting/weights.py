@@ -1,4 +1,6 @@
-"""Changes of weights: loaded beside those that serve, then another life of the worker begins with them.
+"""Changes of weights: read beside those that serve, then another life of the worker begins with them.
+
+They are written over the old ones between two lives, so no room is needed for both.
 
 A life of a worker has one version of its weights from its first step to its last. So commands, frames, events
 and leases, which all name the life, can't mix two versions, and what the old weights computed ends with it.
@@ -19,7 +21,7 @@ from mallee.protocol.model import WeightChange, WeightsAsk, WeightVersion
 log = logging.getLogger(__name__)
 
 MAX_END_S: Final = 300.0  # of a life: a step, or a capsule that is written to a slow disk
-MAX_MAKE_S: Final = 300.0  # of the next one, which looks through its disk
+MAX_MAKE_S: Final = 900.0  # of the next one, which writes its weights, and looks through its disk
 
 MakeLife: TypeAlias = Callable[[], Worker]
 
@@ -28,10 +30,11 @@ class WeightSource(Protocol):
     """Loads weights for one worker."""
 
     def load(self, weights: WeightVersion) -> MakeLife:
-        """Load them beside those that serve, in a thread. Raises MalleeError.
+        """Read and check them beside those that serve, in a thread. Raises MalleeError: nothing has changed.
 
-        The result makes the worker's next life, in a thread, too: it may read a disk. It is called once,
-        after the last life has ended, which had the same memory and the same disk.
+        The result makes the worker's next life, in a thread, too: it writes them over the old ones, and may
+        read a disk. It is called once, after the last life has ended, which had the same memory and the same
+        disk. If it raises, no life can begin in this process.
         """
         ...
 
@@ -98,8 +101,9 @@ class WeightChanges:
     async def _replace(self, worker: Worker, make: MakeLife) -> Worker | None:
         """The next life of `worker`, which runs; None if its last one leaves.
 
-        Raises RuntimeError if the last life doesn't end, or the next isn't made in time: the host is not
-        healthy then, and its process is replaced.
+        Raises RuntimeError if the last life doesn't end, or the next isn't made in time, and what making it
+        raises, as weights that could be written in part only: the host is not healthy then, and its process
+        is replaced.
         """
         is_over = await self._end(worker, MAX_END_S)
         if is_over is None:

@@ -505,6 +505,12 @@ _WORK: Final = _area(
         _WORKER,
     ),
     _counter(
+        "mallee_worker_host_gap_seconds",
+        "seconds",
+        "Time in which the device stood still while there was work: it waited for the host.",
+        _WORKER,
+    ),
+    _counter(
         "mallee_worker_forks",
         "branches",
         "Branches that began at state shared with others.",

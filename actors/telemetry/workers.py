@@ -76,6 +76,7 @@ _LOADS: Final[Table[Load]] = {
     ("mallee_worker_accepted_tokens_total",): _sum("use.num_accepted_tokens"),
     ("mallee_worker_ahead_rows_total",): _sum("use.num_ahead_rows"),
     ("mallee_worker_ahead_void_rows_total",): _sum("use.num_ahead_void_rows"),
+    ("mallee_worker_host_gap_seconds_total",): _sum("use.host_gap_s"),
     ("mallee_worker_forks_total",): _sum("use.num_forks"),
     ("mallee_worker_copied_blocks_total",): _sum("use.num_copied_blocks"),
     ("mallee_worker_evicted_blocks_total",): _sum("use.num_evicted_blocks"),

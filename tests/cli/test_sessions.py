@@ -18,7 +18,7 @@ from mallee.protocol.messages import Fork, Generate, Grammar, Limits, Sampling, 
 from mallee.protocol.model import WeightVersion
 from mallee.sessions.record import Asked, Stopped, frame, read
 from mallee.testing.random_model import random_model
-from mallee.worker.model.loading.weights import weights_digest
+from mallee.worker.model.loading.checkpoint import weights_digest
 from mallee.worker.model.runner import load
 from support.mock_scene import make_folder
 from support.session_driver import SessionDriver
@@ -105,11 +105,11 @@ def test_weights_that_were_served_meanwhile_are_named_by_the_one_who_replays(
     folder = tmp_path / "step-2"
     random_model("llama", 9, vocab_size=340).save(folder)
     make_tokenizer(folder)
-    first = load(model, num_blocks=64, block_size=16, dtype="float32", threads=1)
-    forward = first.with_weights(folder, WeightVersion(1, "step-2"))
+    forward = load(model, num_blocks=64, block_size=16, dtype="float32", threads=1)
+    forward.update(forward.prepare_update(folder, WeightVersion(1, "step-2")))
     config = AppConfig(model=str(model))
     engine = make_engine(config, forward, WorkerId("w0"), Incarnation(0))
-    driver = SessionDriver(engine, first.spec)
+    driver = SessionDriver(engine, forward.spec)
     driver.ask(Generate("r", pack_tokens(range(40, 75)), Limits(20, ignore_eos=True), HOT))
     driver.run()
     engine.close()

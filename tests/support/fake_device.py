@@ -19,6 +19,7 @@ from mallee.worker.forward import (
     LogprobQuery,
     Row,
 )
+from mallee.worker.gaps import ClockMarks, WorkGaps
 from mallee.worker.records import StepResult
 
 Call: TypeAlias = Literal["forward", "ahead", "draw", "collect", "wait"]
@@ -70,8 +71,8 @@ class FakeDrawing:
 class FakeDevice:
     """A `DeviceForward` over `inner`. Does some of what is enqueued at each call, by lot, and the rest late.
 
-    `told` is called with each call of the engine's, numbered by kind. What is handed over is copied at once,
-    as a transfer would.
+    `told` is called with each call of the engine's, numbered by kind, which is a piece of work for `gaps`.
+    What is handed over is copied at once, as a transfer would.
     """
 
     def __init__(
@@ -81,11 +82,13 @@ class FakeDevice:
         seed: int = 0,
         eagerness: float = 0.5,
         told: Callable[[Call, int], None] = lambda call, number: None,
+        gaps: WorkGaps | None = None,
     ) -> None:
         self._inner = inner
         self._rng = random.Random(seed)
         self._eagerness = eagerness
         self._told = told
+        self._gaps = gaps or WorkGaps(ClockMarks(lambda: 0.0))
         self._queue: deque[Callable[[], None]] = deque()
         self._lock = RLock()
         self._num: dict[Call, int] = {}
@@ -102,20 +105,20 @@ class FakeDevice:
         return self._launch(rows, lambda: ForwardBatch(tuple(batch.copies), rows))
 
     def forward_drawn(
-        self, rows: Sequence[Row], drawing: Drawing, draws: Sequence[int]
+        self, batch: ForwardBatch, drawing: Drawing, draws: Sequence[int]
     ) -> Sequence[Logits]:
         assert isinstance(drawing, FakeDrawing)
-        assert all(len(row.tokens) == row.num_logits == 1 for row in rows)
+        assert all(len(row.tokens) == row.num_logits == 1 for row in batch.rows)
         self._count("ahead")
-        own, places = [_copied(row) for row in rows], list(draws)
+        own, places, copies = [_copied(row) for row in batch.rows], list(draws), [*batch.copies]
 
-        def batch() -> ForwardBatch:
+        def named() -> ForwardBatch:
             tokens = [drawing.tokens.value[place] for place in places]
             each = zip(own, tokens, strict=True)
-            named = [row._replace(tokens=np.array([token], np.uint32)) for row, token in each]
-            return ForwardBatch((), named)
+            rows = [row._replace(tokens=np.array([token], np.uint32)) for row, token in each]
+            return ForwardBatch(copies, rows)
 
-        return self._launch(own, batch)
+        return self._launch(own, named)
 
     def launch_draws(self, draws: Sequence[Draw]) -> Drawing:
         assert draws
@@ -196,7 +199,9 @@ class FakeDevice:
 
     def _count(self, call: Call) -> int:
         number = self._num[call] = self._num.get(call, -1) + 1
+        self._gaps.begin()
         self._told(call, number)
+        self._gaps.end()
         return number
 
 

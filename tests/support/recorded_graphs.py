@@ -94,7 +94,8 @@ class RecordedGraphs:
     """Stands in for a CUDA device.
 
     `refuse(n)` is called before capture n and may raise; it takes `graph_nbytes(n)` as long as it lives.
-    `times`: answers of `seconds`, by turns.
+    `times(n)`: the answers of `seconds` after capture n: a step replayed, eager, replayed over more blocks,
+    and eager over shared ones.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class RecordedGraphs:
         *,
         refuse: Callable[[int], None] = lambda n: None,
         graph_nbytes: Callable[[int], int] = lambda n: 1 << 20,
-        times: tuple[float, ...] = (1.0, 2.0, 1.0),
+        times: Callable[[int], tuple[float, ...]] = lambda n: (1.0, 2.0, 1.0, 2.0),
     ) -> None:
         self.num_tried = self.num_captures = self.num_timed = 0
         self.replayed: list[int] = []
@@ -113,6 +114,7 @@ class RecordedGraphs:
         self._graph_nbytes = graph_nbytes
         self._taken: weakref.WeakKeyDictionary[RecordedGraph, int] = weakref.WeakKeyDictionary()
         self._times = times
+        self._left: list[float] = []
 
     def capture(self, work: Callable[[], None], beside: Any) -> RecordedGraph:
         work()
@@ -120,6 +122,7 @@ class RecordedGraphs:
         self._refuse(number)
         self.num_captures += 1
         self.shares.append(beside is not None)
+        self._left = list(self._times(number))
         graph = RecordedGraph(self, number, work)
         self._taken[graph] = self._graph_nbytes(number)
         return graph
@@ -133,4 +136,4 @@ class RecordedGraphs:
     def seconds(self, work: Callable[[], object]) -> float:
         work()
         self.num_timed += 1
-        return self._times[(self.num_timed - 1) % len(self._times)]
+        return self._left.pop(0)

@@ -54,6 +54,7 @@ class Weights:
         self.life = 1_000
         self.may_load = threading.Event()
         self.may_load.set()
+        self.fails_midway = False  # when they are written over the old ones
 
     def load(self, weights: WeightVersion) -> Callable[[], Worker]:
         assert self.may_load.wait(10)
@@ -62,6 +63,8 @@ class Weights:
         return lambda: self._make(structs.replace(weights, digest=weights.path))
 
     def _make(self, weights: WeightVersion) -> Worker:
+        if self.fails_midway:
+            raise WeightsMismatch(f"{weights.path} can't be read any more", path=weights.path)
         self.life += 1
         self.forward = self.forward.with_weights(weights)
         name = self.host.name

@@ -9,12 +9,13 @@ import pytest
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import DeviceMemoryExhausted
 from mallee.protocol.ids import branch_seed
-from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, pack_tokens
+from mallee.protocol.messages import Cancel, Fork, Generate, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.forward import MockForward, linear_tokens
 from mallee.testing.random_model import random_model
 from mallee.worker.ahead import REST_STEPS, AheadStats
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits
+from mallee.worker.gaps import WorkGaps
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.model.graphs.decode import GraphOptions
 from mallee.worker.records import EngineConfig
@@ -70,53 +71,147 @@ def answers(engine: Engine) -> dict[tuple[str, int], list[int]]:
 
 
 def test_the_next_pass_is_launched_before_a_token_is_here() -> None:
-    """I18, part: from the first decode to the last, and the host waits for draws alone."""
+    """I18, part: from the end of the prompt to the last token, and the host waits for draws alone."""
     calls: list[tuple[Call, int]] = []
     device = FakeDevice(mock(), told=lambda call, n: calls.append((call, n)))
     engine = over(device)
     engine.submit(generate("r", [5, 6, 7], 6), "g")
     assert answers(engine)["r", 0] == expect([5, 6, 7], 6)
-    # A prompt and its draw; a decode in the next step, from then on one that was launched in the step before.
-    assert calls[:3] == [("forward", 0), ("draw", 0), ("collect", 0)]
-    expected: list[tuple[Call, int]] = [("forward", 1)]
-    for i in range(4):
-        expected += [("draw", i + 1), ("ahead", i), ("collect", i + 1)]
-    assert calls[3:] == [*expected, ("draw", 5), ("collect", 5)]
-    assert engine.stats().ahead == AheadStats(num_rows=4, num_void=0)
+    expected: list[tuple[Call, int]] = [("forward", 0)]
+    for i in range(5):
+        expected += [("draw", i), ("ahead", i), ("collect", i)]
+    assert calls == [*expected, ("draw", 5), ("collect", 5)]
+    assert engine.stats().ahead == AheadStats(num_rows=5, num_void=0)
+
+
+def test_the_pass_after_a_forks_first_tokens_is_launched_before_they_are_here() -> None:
+    """I18, part: with a copy of the capsule's partial block for each, in blocks that they get afterwards.
+
+    A second fork draws beside them: its first decodes are launched beside theirs.
+    """
+    calls: list[tuple[Call, int]] = []
+    inner = mock(200)
+    device = FakeDevice(inner, told=lambda call, n: calls.append((call, n)))
+    engine = over(device)
+    for name, length in (("p", 6), ("q", 8)):
+        engine.submit(Prefill(name, pack_tokens(list(range(length)))), "g")
+    answers(engine)
+    calls.clear()
+    for i, name in enumerate("pq"):
+        engine.submit(Fork(f"f{i}", f"{name}.0", (b"",) * 3, Limits(9), HOT), "g")
+        step(engine)
+        step(engine)
+    found = answers(engine)
+    assert found["f0", 2][-1:] == expect(range(6), 9, 2)[-1:]
+    assert found["f1", 1] == expect(range(8), 9, 1)[2:]
+    assert [number for call, number in calls if call == "forward"] == [], "all were launched ahead"
+    assert engine.stats().ahead.num_void == 0
+    assert inner.num_tokens == 6 + 4 + 2 * 3 * 8  # the second prompt finds a block of the first
+    assert engine.stats().tree.num_copies == 3
+
+
+def test_a_row_whose_block_a_later_pass_wrote_is_not_used() -> None:
+    """I18, part: a fork takes a decode's launched block, and is cancelled: the decode has it again."""
+    engine = over(FakeDevice(mock()))
+    engine.submit(Prefill("p", pack_tokens([1, 2, 3, 4, 5, 6])), "g")
+    answers(engine)
+    engine.submit(generate("r", [9, 9], 20), "g")
+    for _ in range(3):  # the next pass, launched, has the first token of a block
+        step(engine)
+    assert engine.stats().ahead == AheadStats(3, 0)
+    engine.submit(Fork("f", "p.0", (b"",), Limits(9), HOT), "g")
+    step(engine)
+    assert engine.stats().ahead == AheadStats(4, 1)
+    engine.submit(Cancel("f"), "g")
+    assert answers(engine)["r", 0] == expect([9, 9], 20)[3:]
+
+
+def test_a_prompts_first_decode_is_launched_beside_those_that_run() -> None:
+    """I18, part: of steps with prompts, those that end all of them."""
+    engine = over(FakeDevice(mock(200)), scheduler=SchedulerConfig(max_step_tokens=8))
+    engine.submit(generate("a", [9], 20), "g")
+    for _ in range(3):
+        step(engine)
+    before = engine.stats().ahead.num_rows
+    engine.submit(generate("b", list(range(12)), 20), "g")
+    step(engine)
+    assert engine.stats().ahead.num_rows == before, "the next step has more of the prompt"
+    step(engine)
+    assert engine.stats().ahead == AheadStats(before + 2, 0)
+    found = answers(engine)
+    assert found["b", 0] == expect(range(12), 20)[1:]
+    assert engine.stats().ahead.num_void == 0
+
+
+class _Stream:
+    """`Marks` of a device's work in virtual time. A pass takes `busy` seconds, a draw none."""
+
+    def __init__(self, busy: float) -> None:
+        self.now = self.free_at = 0.0
+        self._busy = busy
+        self._ends: dict[int, float] = {}
+
+    def told(self, call: Call, number: int) -> None:
+        if call in ("forward", "ahead"):
+            self.free_at = self.mark() + self._busy
+        elif call == "draw":
+            self._ends[number] = self.free_at  # before the pass that is launched behind it
+        elif call == "collect":
+            self.now = max(self.now, self._ends[number])
+
+    def mark(self) -> float:
+        return max(self.now, self.free_at)
+
+    def seconds(self, first: float, second: float) -> float | None:
+        return second - first if second <= self.now else None
 
 
 def test_host_and_device_work_at_once() -> None:
-    """I18, part: n steps of a host and a device that need so long take n times the longer of both."""
+    """I18, part: n steps of a host and a device that need so long take n times the longer of both.
 
-    def seconds(host: float, busy: float, num_steps: int, *, is_ahead: bool) -> float:
-        now, free_at, ends = 0.0, 0.0, dict[int, float]()
+    The statistics tell the time that the device waits: all of the host's without passes ahead.
+    """
 
-        def told(call: Call, number: int) -> None:
-            nonlocal now, free_at
-            if call in ("forward", "ahead"):
-                free_at = max(free_at, now) + busy
-            elif call == "draw":
-                ends[number] = free_at  # before the pass that is launched behind it
-            elif call == "collect":
-                now = max(now, ends[number])
-
-        device = FakeDevice(mock(400), told=told)
-        engine = over(device, overlap=is_ahead) if is_ahead else over(_Waiting(device))
+    def run(host: float, busy: float, num_steps: int, *, is_ahead: bool) -> tuple[float, float]:
+        """The seconds of so many steps, and those in which the device waited."""
+        stream = _Stream(busy)
+        gaps = WorkGaps(stream)
+        device = FakeDevice(mock(400), told=stream.told, gaps=gaps)
+        if not is_ahead:
+            device = _Waiting(device)
+        engine = engine_over(device, device=device, gaps=gaps)
         for i in range(4):
             engine.submit(generate(f"r{i}", [i, 9], num_steps + 20), "g")
         for _ in range(3):
             engine.step()
-        began = now
+        began, waited = stream.now, engine.stats().host_gap.seconds
         for _ in range(num_steps):
-            now += host
+            stream.now += host
             engine.step()
-        return now - began
+        return stream.now - began, engine.stats().host_gap.seconds - waited
 
     for host, busy in ((1.0, 5.0), (5.0, 1.0), (3.0, 3.0)):
-        together = seconds(host, busy, 40, is_ahead=True)
-        in_turn = seconds(host, busy, 40, is_ahead=False)
+        together, waited = run(host, busy, 40, is_ahead=True)
+        in_turn, waited_in_turn = run(host, busy, 40, is_ahead=False)
         assert 40 * max(host, busy) <= together <= 40 * max(host, busy) + host + busy
         assert in_turn == pytest.approx(40 * (host + busy))
+        assert waited == pytest.approx(40 * max(0.0, host - busy), abs=host + busy)
+        assert waited_in_turn == pytest.approx(40 * host)
+
+
+def test_time_without_work_is_no_gap() -> None:
+    stream = _Stream(1.0)
+    gaps = WorkGaps(stream)
+    device = FakeDevice(mock(), told=stream.told, gaps=gaps)
+    engine = engine_over(device, device=device, gaps=gaps)
+    for i in range(3):
+        engine.submit(generate(f"r{i}", [5, 6], 4), "g")
+        while engine.has_work:
+            engine.step()
+        stream.now += 1000.0
+    found = engine.stats().host_gap
+    assert found.seconds == 0.0
+    assert found.num_pieces > 3 * 4
 
 
 class _Waiting(FakeDevice):
@@ -136,12 +231,9 @@ class _Waiting(FakeDevice):
         ({"kv_checks": KVChecks("digests")}, HOT),
         ({"kv_checks": KVChecks("guards")}, HOT),
         ({"speculation": SpeculationConfig("auto")}, HOT),
-        ({}, Sampling(temperature=1.0, seed=3, logprobs=1)),
     ],
 )
-def test_nothing_is_launched_ahead_that_would_be_seen_or_waited_for(
-    switches: Any, sampling: Sampling
-) -> None:
+def test_nothing_is_launched_ahead_that_would_be_seen(switches: Any, sampling: Sampling) -> None:
     device = _Plain(mock())
     engine = over(device, **switches)
     engine.submit(generate("r", [5, 6], 9, sampling=sampling), "g")
@@ -154,6 +246,22 @@ class _Plain(FakeDevice):
 
     def sample(self, draws: Any) -> list[int]:
         return self.launch_draws(draws).collect()
+
+
+def test_log_probabilities_are_there_without_a_wait_for_the_pass_ahead() -> None:
+    """I18, part: they are enqueued with the draws, before it, and are those of the tokens."""
+    wanted = Sampling(temperature=1.0, seed=3, logprobs=2)
+    found: list[list[Any]] = []
+    for device in (None, FakeDevice(mock())):
+        engine = make_engine(mock()) if device is None else over(device)
+        engine.submit(generate("r", [5, 6], 9, sampling=wanted), "g")
+        found.append([])
+        while engine.has_work:
+            for frame in engine.step().frames.values():
+                found[-1] += [report for update in frame.updates for report in update.logprobs]
+        assert engine.stats().ahead.num_rows == (0 if device is None else 8)
+    assert len(found[0]) == 9
+    assert found[0] == found[1]
 
 
 # What becomes of them
@@ -186,7 +294,7 @@ def test_a_pass_ahead_without_memory_ends_no_branch() -> None:
     assert found[0] == expect([4, 4], REST_STEPS + 40)
     assert found[1].error is None
     assert device.num_refused == 1
-    assert engine.stats().ahead.num_rows == 40 - 2 - 1
+    assert engine.stats().ahead.num_rows == 40 - 2
 
 
 def test_logits_that_nobody_wants_are_gone_before_the_next_are_made() -> None:
@@ -245,7 +353,9 @@ def test_a_model_draws_the_same_tokens_with_passes_ahead(
         engine = make_engine(forward, forward if is_ahead else None, scheduler=scheduler)
         for i in range(4):
             prompt = [7 * i + k for k in range(5 + 3 * i)]
-            sampling = Sampling(temperature=0.0 if i == 0 else 1.0, seed=i, top_p=0.9)
+            sampling = Sampling(
+                temperature=0.0 if i == 0 else 1.0, seed=i, top_p=0.9, logprobs=i - 1
+            )
             engine.submit(generate(f"r{i}", prompt, 40, sampling=sampling, ignore_eos=True), "g")
         found.append(answers(engine))
         stats = engine.stats().ahead

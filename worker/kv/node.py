@@ -89,6 +89,13 @@ class BlockCopy(NamedTuple):
     windows: tuple[tuple[int, int], ...] = ()
 
 
+class Spare(NamedTuple):
+    """A block outside of the tree, for the token after a shared sequence, and the copy that it needs."""
+
+    block: int
+    copy: BlockCopy | None
+
+
 class Reservation(NamedTuple):
     """Room for the next tokens: the branch's node (a new one after a fork) and the copy it needs."""
 

@@ -28,7 +28,7 @@ from mallee.protocol.hashing import Hashes
 from mallee.worker.kv.block_index import BlockIndex
 from mallee.worker.kv.eviction import AllAlike, EvictionName, Ranks
 from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.node import BlockCopy, BlockTable, Node, Reservation
+from mallee.worker.kv.node import BlockCopy, BlockTable, Node, Reservation, Spare
 from mallee.worker.kv.node_store import NodeStore
 from mallee.worker.kv.paths import flatten, last_hash, path_hashes
 from mallee.worker.kv.pool import BlockPool
@@ -212,6 +212,19 @@ class BranchTree:
             if self.windows is not None:
                 self.windows.extend(node, missing)
         return Reservation(node, self._copy_of(node) if node.is_copying else None)
+
+    def spare(self, node: Node) -> Spare | None:
+        """A free block for the token after the end of `node`, which is shared, as `reserve` would take it.
+
+        It belongs to no node; the caller gives it back to the pool. None without one, and where windows have
+        blocks of their own.
+        """
+        if self.windows is not None or not self.pool.num_free:
+            return None
+        place, shared = divmod(node.end, self.block_size)
+        (block,) = self.pool.alloc(1, node)
+        copy = BlockCopy(int(self.table(node)[place]), block, shared) if shared else None
+        return Spare(block, copy)
 
     def trim(self, node: Node) -> None:
         """Give back the blocks of `node` behind its tokens, those of a draft. It has one holder alone."""

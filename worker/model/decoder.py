@@ -73,9 +73,15 @@ class Decoder:
             )
             for rope in config.ropes
         )
-        own = (layer.kv_scales for layer in weights.layers)
-        self._kv_scales = [(1.0, 1.0) if each is None else each.tolist() for each in own]
+        self._kv_scales: list[list[float]] = []
+        self.read_kv_scales()
         self._ropes = tuple(config.ropes.index(layer.rope) for layer in config.layers)
+
+    def read_kv_scales(self) -> bool:
+        """Go by the scales of KV that the weights have now; whether they are others than before."""
+        before, own = self._kv_scales, (layer.kv_scales for layer in self.weights.layers)
+        self._kv_scales = [[1.0, 1.0] if each is None else each.tolist() for each in own]
+        return self._kv_scales != before
 
     def logits(self, plan: Plan, memory: Sequence[torch.Tensor]) -> torch.Tensor:
         """Write the batch's KV into `memory`; scores after each of `plan.outputs`: [k, vocab].

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mallee.protocol.model import ModelSpec
 from mallee.worker.model.config import ModelConfig
-from mallee.worker.model.loading.weights import weights_digest
+from mallee.worker.model.loading.checkpoint import weights_digest
 
 LAYOUT_VERSION = "1"
 """Of the bytes of a stored block: [layers, tokens, keys and values, KV heads, head_dim]."""

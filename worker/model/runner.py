@@ -5,8 +5,9 @@ Doesn't know which sequence a row belongs to, which rows share blocks, or when a
 
 import logging
 import math
+import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from mallee.protocol.errors import CodecError, ConfigError, WeightsMismatch
 from mallee.protocol.messages import TokenLogprobs
 from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.worker.forward import Draw, Drawing, ForwardBatch, Logits, LogprobQuery, Row
+from mallee.worker.gaps import ClockMarks, WorkGaps
 from mallee.worker.kv.node import BlockCopy
 from mallee.worker.kv.tiers.moves import STAGED_BLOCKS
 from mallee.worker.kv.tiers.window_rows import row_spans
@@ -48,9 +50,12 @@ from mallee.worker.model.graphs.decode import (
 )
 from mallee.worker.model.identity import kv_identity
 from mallee.worker.model.kv_memory import GroupedKV, TorchKV
+from mallee.worker.model.loading.checkpoint import weights_digest
 from mallee.worker.model.loading.config_json import read_config
+from mallee.worker.model.loading.update import WeightUpdate
 from mallee.worker.model.loading.vocabulary import check_same_tokens
-from mallee.worker.model.loading.weights import ModelWeights, load_weights, weights_digest
+from mallee.worker.model.loading.weights import ModelWeights, load_weights
+from mallee.worker.model.marks import CudaMarks
 from mallee.worker.model.ops import movable
 from mallee.worker.model.plan import make_plan
 from mallee.worker.model.sampling.device import draw_nbytes
@@ -86,7 +91,7 @@ class MemoryStats(NamedTuple):
 
 
 class DeviceDrawing:
-    """A `Drawing` of a `TorchForward`."""
+    """A `Drawing` of a `TorchForward`. `reports`: log-probabilities, if any are wanted."""
 
     __slots__ = ("drawn",)
 
@@ -110,14 +115,13 @@ class TorchForward:
             "_attention",
             "_copied",
             "_device",
-            "_flashinfer",
             "_flat_reads",
             "_graph_options",
             "_graphs",
         ),
-        *("_is_deterministic", "_kernels", "_layers", "_memories", "_memory", "_plan"),
-        "_uses_kernels",
+        *("_is_whole", "_kernels", "_layers", "_memories", "_memory", "_plan"),
         *(
+            "_padding",
             "_reads",
             "_sampler",
             "_steps",
@@ -127,6 +131,7 @@ class TorchForward:
             "budget",
             "decoder",
             "draft",
+            "gaps",
             "is_unified",
             "memory",
             "num_blocks",
@@ -150,13 +155,13 @@ class TorchForward:
         flashinfer: Any = None,
         memories: list[torch.Tensor] | None = None,
         graphs: GraphOptions | None = None,
-        graphs_before: DecodeGraphs | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """KV memory is allocated here, in `kv_dtype` (None: the weights' own), unless it is given.
 
         `shares_reads` False reads every row's keys apart; `uses_kernels` False computes in torch
         operations alone. `is_deterministic`, `flashinfer`: see `choose_backend`. `graphs`: of decode steps,
-        recorded here (None: there are none); `graphs_before`: see `make_graphs`.
+        recorded here (None: there are none). `clock` times the gaps in its work, where no device does.
         """
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(f"num_blocks={num_blocks}, block_size={block_size}: need 1 or more")
@@ -174,8 +179,6 @@ class TorchForward:
             flashinfer=flashinfer,
         )
         self._attention, self._kernels = backend.attention, backend.label
-        self._is_deterministic, self._flashinfer = is_deterministic, flashinfer
-        self._uses_kernels = uses_kernels
         self._sampler = choose_sampler(self._device, dtype, config.vocab_size)
         self.decoder = Decoder(
             config,
@@ -218,16 +221,17 @@ class TorchForward:
             windows=config.windows,
             groups=self._windows,
         )
+        self._is_whole = True  # whether its weights are those of one version
+        self._padding = padding_row([blocks for _, blocks in sizes])
         self._graph_options = graphs
-        self._graphs: DecodeGraphs | None = None
-        if graphs is not None:
-            padding = padding_row([blocks for _, blocks in sizes])
-            self._graphs = self._recorded(graphs, padding, graphs_before)
+        self._graphs = self._recorded()
+        is_cuda = torch.device(self._device).type == "cuda"
+        self.gaps = WorkGaps(CudaMarks(self._device) if is_cuda else ClockMarks(clock))
 
-    def _recorded(
-        self, options: GraphOptions, padding: Row, before: DecodeGraphs | None
-    ) -> DecodeGraphs | None:
-        attention = self._attention
+    def _recorded(self) -> DecodeGraphs | None:
+        attention, options = self._attention, self._graph_options
+        if options is None:
+            return None
         if options.device is None and torch.device(self._device).type != "cuda":
             return None
         if not isinstance(attention, FlashInferAttention) or attention.is_deterministic:
@@ -240,19 +244,17 @@ class TorchForward:
             attention,
             self._layers,
             self._plan,
-            padding,
+            self._padding,
             self._windows,
             min(self.num_blocks, -(-self.spec.max_model_len // self.block_size)),
             self.block_size,
         )
-        return make_graphs(model, options, before)
+        return make_graphs(model, options)
 
-    def with_weights(self, folder: Path, version: WeightVersion) -> "TorchForward":
-        """The same model over the same KV memory, with the weights in `folder`; may run beside this one.
+    def prepare_update(self, folder: Path, version: WeightVersion) -> WeightUpdate:
+        """The weights in `folder`, read and checked, for `update`. Beside steps, from any thread.
 
-        Its spec has `version`, with the digest that was found. To be used after this one, of which no
-        block counts any more. Raises ModelNotFound, UnsupportedModel, WeightsMismatch, and ConfigError
-        if the device has no room for them.
+        Raises ModelNotFound, UnsupportedModel, WeightsMismatch.
         """
         config, own = read_config(folder), self.decoder.config
         differing = [f.name for f in fields(own) if getattr(config, f.name) != getattr(own, f.name)]
@@ -263,59 +265,56 @@ class TorchForward:
                 path=str(folder),
                 differing=differing,
             )
-        before = weights_digest(folder)
-        table = self.decoder.weights.embedding
-        with told("loading other weights beside those that serve"):
-            weights = load_weights(
-                folder,
-                own,
-                dtype=table.dtype,
-                device=self._device,
-                kv_dtype=self._memory.dtype,
-            )
-        digest = weights_digest(folder)
-        if digest != before or version.digest not in ("", digest):
-            why = "changed while it was read" if digest != before else f"is not {version.digest}"
-            raise WeightsMismatch(f"{folder}: its digest {digest} {why}", path=str(folder))
-        version = msgspec.structs.replace(version, digest=digest)
-        forward = TorchForward(
+        return WeightUpdate(
+            folder,
             own,
-            weights,
-            msgspec.structs.replace(self.spec, weights=version),
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
+            self.decoder.weights,
             kv_dtype=self._memory.dtype,
-            shares_reads=self.shares_reads,
-            uses_kernels=self._uses_kernels,
-            is_deterministic=self._is_deterministic,
-            flashinfer=self._flashinfer,
-            memories=self._memories,
-            graphs=self._graph_options,
-            graphs_before=self._graphs,
+            version=version,
         )
-        forward.draft, forward.is_unified = self.draft, self.is_unified
-        return forward
 
-    def renamed(self, version: WeightVersion) -> "TorchForward":
-        """Itself, its weights called `version` from now on: no block that it filled counts any more."""
+    def update(self, update: WeightUpdate) -> None:
+        """Go on with other weights, in the memory of these: no block that it filled counts any more.
+
+        Recorded steps serve on, but for scales of KV that have changed: these are a part of them. Its draft
+        model stays. Whatever is raised, nothing can be computed with these weights afterwards.
+        """
+        self._is_whole = False
+        with torch.inference_mode():
+            update.write()
+            if self.decoder.read_kv_scales() and self._graphs is not None:
+                self._graphs = None  # its memory is free before others are recorded
+                self._graphs = self._recorded()
+        self.rename(update.version)
+        self._is_whole = True
+
+    def rename(self, version: WeightVersion) -> None:
+        """Call its weights `version` from now on: no block that it filled counts any more."""
         self.spec = msgspec.structs.replace(self.spec, weights=version)
-        return self
 
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
         """Raises DeviceMemoryExhausted, as does every method that draws, or makes or reads logits."""
         with torch.inference_mode(), shed(self._device):
+            self.gaps.begin()
             self._copy(batch.copies)
-            return self._run(batch.rows) if batch.rows else []
+            logits = self._run(batch.rows) if batch.rows else []
+            self.gaps.end()
+            return logits
 
     def forward_drawn(
-        self, rows: Sequence[Row], drawing: Drawing, draws: Sequence[int]
+        self, batch: ForwardBatch, drawing: Drawing, draws: Sequence[int]
     ) -> Sequence[Logits]:
         assert isinstance(drawing, DeviceDrawing), "draws of another forward"
         with torch.inference_mode(), shed(self._device):
-            return self._run(rows, drawing.drawn.there(draws))
+            self.gaps.begin()
+            self._copy(batch.copies)
+            logits = self._run(batch.rows, drawing.drawn.there(draws))
+            self.gaps.end()
+            return logits
 
     def _run(self, rows: Sequence[Row], tokens: torch.Tensor | None = None) -> Sequence[Logits]:
         """The logits that `rows` want. `tokens` [n], if they are on the device already, are the rows' own."""
+        assert self._is_whole, "weights that were written in part"
         graph = None
         if self._graphs is not None:
             graph = self._graphs.choose(rows, is_shared=self.shares_reads)
@@ -369,15 +368,24 @@ class TorchForward:
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:
         with torch.inference_mode(), shed(self._device):
-            return self._sampler.sample(draws)
+            self.gaps.begin()
+            tokens = self._sampler.sample(draws)
+            self.gaps.end()
+            return tokens
 
     def launch_draws(self, draws: Sequence[Draw]) -> Drawing:
         with torch.inference_mode(), shed(self._device):
-            return DeviceDrawing(self._sampler.launch(draws))
+            self.gaps.begin()
+            drawn = self._sampler.launch(draws)
+            self.gaps.end()
+            return DeviceDrawing(drawn)
 
     def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
         with torch.inference_mode(), shed(self._device):
-            return self._sampler.logprobs(queries)
+            self.gaps.begin()
+            found = self._sampler.logprobs(queries)
+            self.gaps.end()
+            return found
 
     def check(self) -> None:
         """Raises AssertionError if the memory is not what the spec and the counts say."""
@@ -529,7 +537,9 @@ def load(
         )
     forward.budget = budget
     forward.is_unified = before is not None and before.is_unified
-    forward.draft = drafts[0] if drafts else None
+    if drafts:
+        forward.draft = drafts[0]
+        forward.draft.gaps = forward.gaps  # they take turns on one device
     return forward
 
 

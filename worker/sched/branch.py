@@ -649,6 +649,11 @@ class Plan:
         return max(branches, key=attrgetter("ticket"), default=None)
 
     @property
+    def draws_only(self) -> bool:
+        """Whether branches draw that need no pass, and no other computes."""
+        return bool(self.ready) and not self.decodes and not self.chunks
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do, and nothing begins."""
         begins = self.fetches or self.queries

@@ -77,13 +77,18 @@ class Planner:
 
     # Steps ahead
 
+    @property
+    def max_decodes(self) -> int:
+        """The decodes that a step has room for."""
+        most = min(self._config.max_rows, self._config.max_step_tokens)
+        return min(most, self._config.max_decodes or most)
+
     def multi_step_limit(self) -> int:
         """See `Scheduler.multi_step_limit`; no branch waits."""
         running, size, free = self._running, self._blocks.block_size, self._blocks.num_free
         if running.ready or running.prefills or running.fetching or not running.num:
             return 0
-        most = min(self._config.max_rows, self._config.max_step_tokens)
-        if running.num > min(most, self._config.max_decodes or most):
+        if running.num > self.max_decodes:
             return 0
         limit = size
         for s in running.decodes():

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from mallee.protocol.errors import PoolExhausted
-from mallee.worker.kv.node import BlockCopy, Node
+from mallee.worker.kv.node import BlockCopy, Node, Spare
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import Branch, FairQueue, Phase, node_of
 from mallee.worker.sched.policy import URGES, Policy, SchedulerConfig
@@ -307,17 +307,27 @@ class BlockBudget:
         return Grown(True, preempted) if preempted else GROWN
 
     def stretch(self, branch: Branch, num_tokens: int) -> int:
-        """Room for tokens behind the next one of `branch`, which decodes: for how many of `num_tokens`.
+        """Room for tokens behind all of `branch`, which has a node of its own: for how many of `num_tokens`.
 
         Of free blocks alone: nothing is evicted for a draft, and no branch gives way.
         """
         size, found = self._tree.block_size, branch.room - branch.length
         if found < num_tokens and (free := self._tree.num_free):
             more = min(-(-(num_tokens - found) // size), free) * size
-            self._tree.reserve(node_of(branch), 1 + found + more)
+            self._tree.reserve(node_of(branch), branch.num_pending + found + more)
             branch.room += more
             found += more
         return min(found, num_tokens)
+
+    def spare(self, branch: Branch) -> Spare | None:
+        """A block for the next token of `branch`, which has none of its own; None if there is none free."""
+        node = node_of(branch)
+        is_shared = node.holders > 1 or bool(node.children)
+        return self._tree.spare(node) if is_shared else None
+
+    def give_back(self, spare: Spare) -> None:
+        """A block of `spare` is free again."""
+        self._tree.pool.free([spare.block])
 
     def shrink(self, branch: Branch) -> None:
         """Give back the blocks of `branch` in which no token is committed."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mallee.protocol.errors import QueueFull
 from mallee.protocol.messages import Share
-from mallee.worker.kv.node import Node
+from mallee.worker.kv.node import Node, Spare
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tiers.lower import LowerTiers
 from mallee.worker.kv.tree import BranchTree
@@ -75,7 +75,7 @@ class Scheduler:
         prompts = Prompts(config, self._policy, tree, queues, fetching)
         self._planner = Planner(config, self._policy, queues, prompts)
         self._step = 0
-        self._roomy: dict[Branch, None] = {}  # decodes that got a block of `room_ahead`, in order
+        self._roomy: dict[Branch, Spare | None] = {}  # that got a block of `room_ahead`, in order
         self._num_joint = 0  # members of all groups, less one of each
 
     def check_room(self, n: int) -> None:
@@ -198,25 +198,41 @@ class Scheduler:
         """The draft of `branch` is committed as far as it is right: its other blocks are free again."""
         self._blocks.shrink(branch)
 
-    def room_ahead(self, plan: Plan) -> list[Branch]:
-        """The decodes of `plan`, the last one, that the next plan is sure to have if they go on, with room.
+    def room_ahead(self, plan: Plan) -> dict[Branch, Spare | None]:
+        """The branches that decode after `plan`, the last one, in the order of a batch, and a slot for each.
 
-        None if it may have more than them. A slot for the token that each draws now is taken of free blocks
-        alone, until `drop_ahead`.
+        None if the next plan may compute more than their tokens, some has no room, or some may be preempted
+        for others. Slots are taken of free blocks alone, until `drop_ahead`: in the node of the branch, or in
+        a block to come, if it has none of its own yet.
         """
-        decodes = plan.decodes
-        if plan.chunks or plan.ready or len(decodes) != self._running.num:
-            return []
-        going = [s for s in decodes if s.num_output + 1 < s.job.limits.max_tokens]
-        if len(going) < len(decodes) and self._waiting.num:
-            return []  # those that wait take the places of those that end
-        found = []
+        running, decodes = self._running, self._running.decodes()
+        drawing = [*plan.ready, *(chunk.branch for chunk in plan.chunks), *plan.decodes]
+        num_decodes = len(decodes) if plan.draws_only else len(plan.decodes)
+        if num_decodes < len(decodes) or any(not chunk.is_last for chunk in plan.chunks):
+            return {}
+        if num_decodes + len(plan.chunks) + len(plan.ready) != running.num:
+            return {}
+        going = [s for s in drawing if s.draws and s.num_output + 1 < s.job.limits.max_tokens]
+        if plan.draws_only:
+            going += decodes
+        is_alike = len(going) == len(plan.decodes) == running.num
+        if not is_alike:
+            if self._waiting.num or len(going) > self._planner.max_decodes:
+                return {}  # those that wait take the places of those that end
+            going.sort(key=self._place_ahead)
+        found: dict[Branch, Spare | None] = {}
         for branch in going:
-            before = branch.room
-            if self._blocks.stretch(branch, 1):
-                found.append(branch)
-                if branch.room != before:
-                    self._roomy[branch] = None
+            spare, before = None, branch.room
+            num_drawn = 0 if plan.draws_only else 1  # decodes draw nothing in such a step
+            if branch.phase == "ready":
+                if (spare := self._blocks.spare(branch)) is None:
+                    continue
+                self._roomy[branch] = spare
+            elif self._blocks.stretch(branch, num_drawn) < num_drawn:
+                continue
+            elif branch.room != before:
+                self._roomy[branch] = None
+            found[branch] = spare
         return found
 
     def drop_ahead(self, over: Iterable[Branch] | None = None) -> None:
@@ -228,8 +244,11 @@ class Scheduler:
         if self._roomy:
             given = self._roomy if over is None else over
             for branch in reversed([s for s in given if s in self._roomy]):
-                del self._roomy[branch]
-                self._blocks.shrink(branch)
+                spare = self._roomy.pop(branch)
+                if spare is None:
+                    self._blocks.shrink(branch)
+                else:
+                    self._blocks.give_back(spare)
 
     def follow(self, plan: Plan) -> None:
         """`plan` is carried out: what drew decodes from now on, what waited for its tokens goes on."""
@@ -313,6 +332,12 @@ class Scheduler:
             if base:
                 gated.origin = self._tree.hold_prefix(node, base)
         self._waiting.push(gated, self._step)
+
+    def _place_ahead(self, branch: Branch) -> tuple[bytes, int]:
+        """The place of `branch` once it decodes."""
+        if branch.phase == "decode":
+            return branch.place
+        return self._place(node_of(branch)), branch.ticket
 
     def _place(self, node: Node) -> bytes:
         """Rows in order of their block tables: those that share a prefix stand side by side."""

@@ -149,6 +149,22 @@ async def test_weights_that_cant_be_loaded_leave_the_old_ones_and_say_why() -> N
         assert (tokens, last.prefill_tokens) == (fresh("one"), len(PROMPT))
 
 
+async def test_weights_written_in_part_serve_nothing_and_their_process_is_replaced() -> None:
+    """Health says so, with the reason; the other worker has the new ones."""
+    async with scene(workers=2) as s:
+        s.sources["w0"].fails_midway = True
+        await s.change("v1", "one", wait_s=0.0)
+        torn, other = (s.sources[name].host for name in ("w0", "w1"))
+        await until(lambda: torn.tasks.failure is not None)
+        assert "one can't be read any more" in str(torn.tasks.failure)
+        assert not torn.healthy()
+        assert not torn.workers
+        await until(lambda: other.workers and s.routers[0].weights.label == "v1")
+        stream = await s.gateways[0].start(GenerateJob(PROMPT, Limits(8, ignore_eos=True), HOT))
+        assert stream.worker == "w1"
+        assert (await ended(stream))[0] == fresh("one")
+
+
 async def test_a_worker_that_lags_behind_or_restarts_gets_nothing_until_it_has_followed() -> None:
     async with scene(workers=2) as s:
         slow = s.sources["w1"]

@@ -25,6 +25,7 @@ COUNTED: Any = {
     "num_accepted_tokens": 40,
     "num_ahead_rows": 30,
     "num_ahead_void_rows": 2,
+    "host_gap_s": 1.5,
 }
 
 
@@ -52,6 +53,7 @@ def test_the_last_report_of_each_living_worker_is_shown() -> None:
         'mallee_worker_accepted_tokens_total{worker="a"} 40.0',
         'mallee_worker_ahead_rows_total{worker="a"} 30.0',
         'mallee_worker_ahead_void_rows_total{worker="a"} 2.0',
+        'mallee_worker_host_gap_seconds_total{worker="a"} 1.5',
         'mallee_worker_total_blocks{worker="b"} 50.0',
     ):
         assert line in text

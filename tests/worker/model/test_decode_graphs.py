@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from mallee.protocol.messages import Sampling
 from mallee.protocol.model import WeightVersion
+from mallee.testing.quantized import with_kv_scales
 from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.forward import Draw, ForwardBatch
 from mallee.worker.kv.tiers.window_rows import row_spans
@@ -195,7 +196,7 @@ def test_tokens_that_only_the_device_knows_go_into_a_replay(sequences: Callable[
             [Draw(each, SAMPLED, i, 1) for i, each in enumerate(run.step(*rows))]
         )
         later = [run.row(f"r{i}", [0]) for i in (2, 0, 1)]
-        first = forward.forward_drawn(later, drawing, [2, 0, 1])
+        first = forward.forward_drawn(ForwardBatch((), later), drawing, [2, 0, 1])
         forward.forward(ForwardBatch((), [run.row("r0", [99])]))
         found.append(torch.stack([*first]))
         named = [run.tokens[f"r{i}"] for i in range(3)]
@@ -226,15 +227,19 @@ def test_the_graph_of_a_step_is_the_smallest_that_holds_it(
     assert forward.stats().graphs.num_replays == num_replayed
 
 
-@pytest.mark.parametrize(("long_s", "least"), [(60.0, 274), (1 + 544 / 4150, 277), (0.5, 274)])
+@pytest.mark.parametrize(
+    ("long_s", "shared_s", "least"),
+    [(60.0, 3.0, 274), (1.272, 5.424, 277), (1.272, 5.44, 278)],
+)
 def test_rows_share_what_they_read_where_that_saves_more_than_a_graph(
-    long_s: float, least: int, sequences: Callable[..., Any]
+    long_s: float, shared_s: float, least: int, sequences: Callable[..., Any]
 ) -> None:
-    """I13, part, D7, part: a graph saves two seconds here; in reads that is by the trial of longer rows.
+    """I13, part, D7, part: what a graph saves, against an eager step with its prefix, counts in reads.
 
-    At least 4,096 blocks must be spared in any case, by 16 rows 15 times their common ones.
+    A read takes a millisecond in the last two cases; of the trial's prefix, 274 are in the eager step. At
+    least 4,096 blocks must be spared in any case, by 16 rows 15 times their common ones.
     """
-    device = RecordedGraphs(times=(1.0, 3.0, long_s))
+    device = RecordedGraphs(times=lambda n: (1.0, 3.0, long_s, shared_s))
     forward = recorded(SMALL, device, max_rows=16)
     assert not pool(forward).any(), "a trial wrote to a block of the pool"
     run = sequences(forward)
@@ -253,6 +258,21 @@ def test_rows_share_what_they_read_where_that_saves_more_than_a_graph(
         run.free += [run.tables[name].pop() for name in names]
 
 
+@pytest.mark.parametrize("times", [(1.0, 3.0, 0.5, 3.0), (1.0, 3.0, 1.001, 3.0)])
+def test_rows_stay_in_a_graph_where_reads_cost_less_than_launches(
+    times: tuple[float, ...], sequences: Callable[..., Any]
+) -> None:
+    """I13, part: reads that take no time to speak of, and ones of which no step has enough to spare."""
+    forward = recorded(SMALL, RecordedGraphs(times=lambda n: times), max_rows=16)
+    run = sequences(forward)
+    run.step(run.row("p", [3] * (BLOCK * 280)))
+    for i in range(16):
+        run.fork("p", f"r{i}")
+    run.step(*(run.row(f"r{i}", [1]) for i in range(16)))
+    assert "shared" not in eager_steps(forward)
+    assert forward.stats().graphs.num_replays == 1
+
+
 def test_sizes_that_fail_or_do_not_pay_are_off_and_the_others_serve(
     sequences: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -264,11 +284,11 @@ def test_sizes_that_fail_or_do_not_pay_are_off_and_the_others_serve(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
 
     costs = [900 << 20, 40 << 20, 2 << 20, 0, 1 << 20]
-    times = [(4.0, 4.0), (2.0, 3.0), (1.0, 3.0)]
+    times = {0: (9.0, 9.0), 1: (4.0, 4.0), 2: (2.0, 3.0), 4: (1.0, 3.0)}
     device = RecordedGraphs(
         refuse=refuse,
         graph_nbytes=lambda number: costs[number],
-        times=tuple(t / 1000 for a, b in times for t in (a, b, a)),
+        times=lambda n: tuple(t / 1000 for t in (*times[n], *times[n])),
     )
     forward = recorded(SMALL, device, max_rows=16, max_nbytes=512 << 20)
     assert forward.stats().graphs.sizes == (1, 4)
@@ -297,45 +317,54 @@ def test_a_trial_fits_any_memory(family: str, num_blocks: int) -> None:
     assert not pool(forward).any()
 
 
-@pytest.mark.slow
-def test_other_weights_are_recorded_anew_and_the_old_graphs_go(
-    sequences: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_recorded_steps_serve_on_with_other_weights(
+    sequences: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """I13, part: the sizes that won, not measured again; a new name for the same weights records nothing."""
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for seed, folder in enumerate(folders):
-        tiny(seed=seed).save(folder)
-    device = RecordedGraphs(times=(2.0, 1.0, 2.0, 1.0, 2.0, 1.0))
-    first = recorded(tiny(seed=0), device, max_rows=4)
-    sizes = first.stats().graphs.sizes
-    assert sizes == (2,)
-    timed, captured = device.num_timed, device.num_captures
-
-    def taken() -> int:
-        raise AssertionError("the engine that serves meanwhile takes memory, too")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(device, "taken", taken)
-        second = first.with_weights(folders[1], WeightVersion(1, "b"))
-    assert (device.num_timed, device.num_captures) == (timed, captured + 1)
-    assert second.stats().graphs.num_captures == 1
-    assert second.stats().graphs.nbytes == first.stats().graphs.nbytes > 0
+    """I13, part: they read what is at the same addresses now; nothing is captured, or measured, again."""
+    for seed, name in enumerate("ab"):
+        tiny(seed=seed).save(tmp_path / name)
+    device = RecordedGraphs()
+    forward = recorded(tiny(seed=0), device, max_rows=4)
+    stats, timed = forward.stats().graphs, device.num_timed
     logits = []
-    for forward in (first, second, recorded(tiny(seed=1), None)):
-        run = sequences(forward)
+    for each in (forward, forward, recorded(tiny(seed=1), None)):
+        run = sequences(each)
         run.step(run.row("a", [1, 2, 3]), run.row("b", [1]))
         logits.append(torch.stack(run.step(run.row("a", [4]), run.row("b", [5]))))
+        if len(logits) == 1:
+            forward.update(forward.prepare_update(tmp_path / "b", WeightVersion(1, "b")))
+            forward.rename(WeightVersion(2, "c"))
     assert torch.equal(logits[1], logits[2])
     assert not torch.equal(logits[0], logits[1])
-    assert second.renamed(WeightVersion(2, "c")).stats().graphs.num_captures == 1
+    after = forward.stats().graphs
+    assert after.num_replays == 2
+    assert (after.num_captures, after.sizes, after.nbytes) == (3, stats.sizes, stats.nbytes)
+    assert (device.num_captures, device.num_timed) == (3, timed)
+
+
+def test_scales_of_kv_are_a_part_of_recorded_steps(
+    sequences: Callable[..., Any], tmp_path: Path
+) -> None:
+    """I13, part: weights that bring other ones are recorded again, and the old graphs go first."""
+    for name, factor in (("same", 0.02), ("other", 0.3)):
+        scales = [(factor, factor / 3)] * 2
+        with_kv_scales(tiny(seed=5), scales).save(tmp_path / name)
+    device = RecordedGraphs()
+    model = with_kv_scales(tiny(seed=0), [(0.02, 0.02 / 3)] * 2)
+    forward = recorded(model, device, max_rows=2, kv_dtype="fp8")
+    assert device.num_captures == 2
     gc.collect()
     gc.disable()
     try:
-        assert len(device.alive()) == 2
-        del first, run, forward
-        assert len(device.alive()) == 1, "graphs are freed with their model, at once"
+        for number, (name, num_captures) in enumerate((("same", 2), ("other", 4)), 1):
+            forward.update(forward.prepare_update(tmp_path / name, WeightVersion(number, name)))
+            assert (device.num_captures, len(device.alive())) == (num_captures, 2)
     finally:
         gc.enable()
+    run = sequences(forward)
+    run.step(run.row("a", [1, 2, 3]))
+    run.step(run.row("a", [4]))  # fails where a recorded number is another now
+    assert forward.stats().graphs.num_replays == 1
 
 
 def test_there_are_none_without_flashinfer_or_in_deterministic_mode(

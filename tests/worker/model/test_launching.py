@@ -14,7 +14,7 @@ from mallee.worker.model.runner import TorchForward
 from mallee.worker.model.sampling import device
 from support.triton_kernels import CountedKernels
 
-SAMPLED = Sampling(temperature=1.0)
+SAMPLED = Sampling(temperature=1.0, logprobs=2)
 
 
 def decodes(tokens: list[int], start: int) -> list[Row]:
@@ -37,7 +37,7 @@ def run_twice(forward: TorchForward, prompt: list[int]) -> Any:
     logits = forward.forward(ForwardBatch([BlockCopy(1, 3, 2), BlockCopy(1, 5, 3)], rows))
     drawing = forward.launch_draws(draws_of(logits, SAMPLED))
     later = decodes([0, 0, 0], 6)
-    return drawing, later, forward.forward_drawn(later[::-1], drawing, [3, 2, 1])
+    return drawing, later, forward.forward_drawn(ForwardBatch((), later[::-1]), drawing, [3, 2, 1])
 
 
 def test_nothing_waits_for_the_device_while_passes_are_launched(

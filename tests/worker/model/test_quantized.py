@@ -289,7 +289,7 @@ def test_new_weights_must_have_the_same_form(tmp_path: Path) -> None:
     forward = quantized_model(model, "int8-row").forward()
     quantized_model(model, "fp8-row").save(tmp_path)
     with pytest.raises(WeightsMismatch, match="differs from the served model's in quantization"):
-        forward.with_weights(tmp_path, forward.spec.weights)
+        forward.prepare_update(tmp_path, forward.spec.weights)
 
 
 def test_loading_says_the_form_and_the_products(

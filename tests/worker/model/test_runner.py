@@ -96,13 +96,9 @@ def test_memory_that_ends_at_the_start_names_the_sum(
             ConfigError, match=r"while taking the memory of KV \(2.00 GiB of memory"
         ):
             load(tmp_path, room=room(2 * GIB))
-    forward = load(tmp_path, num_blocks=4)
     monkeypatch.setattr(runner, "load_weights", refuse)
     with pytest.raises(ConfigError, match="while loading the weights; lower"):
         load(tmp_path, num_blocks=4)
-    version = WeightVersion(1, "v1", str(tmp_path))
-    with pytest.raises(ConfigError, match="while loading other weights beside those that serve"):
-        forward.with_weights(tmp_path, version)
 
 
 def test_memory_that_ends_in_a_step_costs_a_request_and_not_the_engine() -> None:
@@ -190,7 +186,7 @@ def _answer(forward: TorchForward, prompt: list[int], life: int = 1) -> list[int
 
 
 def test_after_other_weights_answers_are_those_of_a_fresh_engine(tmp_path: Path) -> None:
-    """Over the same KV memory, full of what the old weights left; the old ones go on beside the load."""
+    """Over the same KV memory, full of what the old weights left; the old ones go on beside the look."""
     folders = [tmp_path / name for name in ("old", "new")]
     for seed, folder in enumerate(folders):
         folder.mkdir()
@@ -198,18 +194,22 @@ def test_after_other_weights_answers_are_those_of_a_fresh_engine(tmp_path: Path)
     prompt = list(range(1, 40))
     forward = load(folders[0], num_blocks=32, block_size=4)
     before = _answer(forward, prompt)
+    spec = forward.spec
     version = WeightVersion(1, "v1", str(folders[1]))
-    changed = forward.with_weights(folders[1], version)
+    update = forward.prepare_update(folders[1], version)
     assert _answer(forward, prompt) == before
-    after = _answer(changed, prompt, 2)
+    left = forward.memory.digest(3, 4)
+    forward.update(update)
+    assert forward.memory.digest(3, 4) == left, "KV is not touched"
+    changed = forward.spec
+    after = _answer(forward, prompt, 2)
     assert after == _answer(load(folders[1], num_blocks=32, block_size=4), prompt)
     assert after != before
-    assert changed.spec.fingerprint == forward.spec.fingerprint
-    assert changed.spec.salt("t") != forward.spec.salt("t")
-    assert changed.memory.digest(3, 4) == forward.memory.digest(3, 4), "not the same memory"
-    again = changed.with_weights(folders[0], structs.replace(version, number=2))
-    assert _answer(again, prompt, 3) == before
-    assert again.spec.identity != forward.spec.identity, "the same weights, another version"
+    assert changed.fingerprint == spec.fingerprint
+    assert changed.salt("t") != spec.salt("t")
+    forward.update(forward.prepare_update(folders[0], structs.replace(version, number=2)))
+    assert _answer(forward, prompt, 3) == before
+    assert forward.spec.identity not in (spec.identity, changed.identity), "another version"
 
 
 def test_weights_of_another_config_or_content_are_refused(tmp_path: Path) -> None:
@@ -220,11 +220,11 @@ def test_weights_of_another_config_or_content_are_refused(tmp_path: Path) -> Non
     forward = load(same, num_blocks=8)
     version = WeightVersion(1, "v1", "p")
     with pytest.raises(WeightsMismatch, match="differs from the served model's in layers"):
-        forward.with_weights(other, version)
+        forward.prepare_update(other, version)
     with pytest.raises(WeightsMismatch, match="is not beef"):
-        forward.with_weights(same, structs.replace(version, digest="beef"))
+        forward.prepare_update(same, structs.replace(version, digest="beef"))
     with pytest.raises(ModelNotFound):
-        forward.with_weights(tmp_path / "absent", version)
+        forward.prepare_update(tmp_path / "absent", version)
 
 
 # A model and its draft model: the same tokens or refused, and one memory for both
@@ -362,15 +362,16 @@ def test_a_worker_drafts_by_the_model_of_its_settings(target: Path, tmp_path: Pa
     stats = engine.stats().speculation
     assert stats.num_accepted == stats.num_drafted > 0
     other = save(tmp_path / "again", num_hidden_layers=4)
-    changed = forward.with_weights(other, forward.spec.weights.__class__(1, "next", str(other)))
-    assert changed.draft is forward.draft
-    engine = of_settings(config, changed)
+    draft = forward.draft
+    forward.update(forward.prepare_update(other, WeightVersion(1, "next", str(other))))
+    assert forward.draft is draft
+    engine = of_settings(config, forward)
     assert answers(engine) == expected
     assert engine.stats().speculation.num_accepted > 0
 
 
 @pytest.mark.parametrize(("attention", "expected"), [("auto", True), ("torch", False)])
-def test_torch_s_operations_are_those_of_the_setting_after_new_weights_too(
+def test_torch_s_operations_are_those_of_the_setting(
     target: Path, monkeypatch: pytest.MonkeyPatch, attention: str, expected: bool
 ) -> None:
     """X29, part: `engine.attention: torch`, without which CUDA demands FlashInfer."""
@@ -382,8 +383,8 @@ def test_torch_s_operations_are_those_of_the_setting_after_new_weights_too(
 
     monkeypatch.setattr("mallee.worker.model.runner.choose_backend", note)
     forward = load_forward(settings(target, None, attention=attention), 1)
-    forward.with_weights(target, forward.spec.weights.__class__(1, "next", str(target)))
-    assert seen == [expected] * 2
+    forward.update(forward.prepare_update(target, WeightVersion(1, "next", str(target))))
+    assert seen == [expected], "new weights choose nothing again"
 
 
 @pytest.mark.parametrize(

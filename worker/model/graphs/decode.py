@@ -6,11 +6,21 @@ logits are dropped. Tokens, positions, slots and page tables are copied to where
 a fork, a restore or a row that ends changes contents alone: nothing is recorded after the start.
 
 Eager stay steps with prompts or drafts, those of more rows than the largest graph, and those whose rows share
-so much that reading it once saves more than a graph does: with the shared prefixes the launches change, too.
-So do sizes at which a graph is no faster, or has no memory. Trials at the start tell.
+so much that reading it once saves more than a graph does. So do sizes at which a graph is no faster, or has
+no memory. Trials at the start tell.
+
+A graph reads every row's keys apart: with the shared prefixes of a step the launches change, too. So a step
+has two prices: replayed, its reads at the device's bandwidth; eager, the host's time to plan and launch it,
+prefixes and merges included, and the prefixes' reads once. An eager step of an 8B model takes the host 8 to
+10 ms where the device needs 4 (estimated). In the difference an H200 reads some 20 GB: the keys and values of
+5,000 tokens that 32 rows have in common.
+What would change this: prefixes in the recorded step, as one more plan at fixed addresses, over queries in an
+order of their own and with empty prefixes for rows that share nothing. FlashInfer's kernels take such plans
+by their source, but no machine has shown that they replay, and nested prefixes would still be read flat.
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
@@ -109,20 +119,29 @@ class Model(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """Seconds of steps of as many rows: replayed and eager over one block each, replayed over more."""
+    """Seconds of steps of as many rows: replayed and eager over one block each, replayed over more.
+
+    `shared_s`: eager again, over one prefix of `num_shared` blocks that all share, and one block each;
+    infinite if so few rows can't share enough to be read together.
+    """
 
     replay_s: float
     eager_s: float
     long_s: float
     num_more: int  # block reads
+    shared_s: float
+    num_shared: int
 
     @property
     def gain(self) -> float:
-        """The block reads that take as long as the replay saves; 0 if reads take no time to speak of."""
+        """The block reads that a shared prefix must spare to make up for the replay; at least none.
+
+        Infinite if nothing makes up for it: reads take no time to speak of, or are never shared.
+        """
         if self.long_s <= self.replay_s or not self.num_more:
-            return 0.0
+            return math.inf
         read_s = (self.long_s - self.replay_s) / self.num_more
-        return (self.eager_s - self.replay_s) / read_s
+        return max(0.0, (self.shared_s - self.replay_s) / read_s - self.num_shared)
 
 
 class DecodeGraph:
@@ -190,22 +209,21 @@ class DecodeGraphs:
         device: GraphDevice,
         sizes: Sequence[int],
         max_nbytes: int,
-        before: "DecodeGraphs | None" = None,
     ) -> None:
         """Record steps of `sizes`, the largest first: others use its memory again.
 
         Left out is what fails, what would take more than `max_nbytes` together, and what is no faster than an
-        eager step. Nothing is measured if graphs of the same steps, `before`, were: they serve meanwhile.
+        eager step.
         """
         self._model = model
         self._graphs: dict[int, DecodeGraph] = {}
         self._eager: Counter[Reason] = Counter()
         self._largest = max(sizes, default=0)
         self._num_captures = self._num_replays = self._nbytes = 0
-        self.gains: dict[int, float] = {} if before is None else dict(before.gains)
-        """By size, the block reads that would take as long as a graph saves."""
+        self.gains: dict[int, float] = {}
+        """By size, the block reads that shared prefixes must spare to make up for a graph: `Trial.gain`."""
         if sizes:
-            self._record(device, sizes, max_nbytes, before)
+            self._record(device, sizes, max_nbytes)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -251,21 +269,14 @@ class DecodeGraphs:
         saved = sum((len(prefix.tokens) - 1) * len(prefix.blocks) for prefix in shared)
         return saved > self.gains[size]
 
-    def _record(
-        self,
-        device: GraphDevice,
-        sizes: Sequence[int],
-        max_nbytes: int,
-        before: "DecodeGraphs | None",
-    ) -> None:
-        taken = device.taken if before is None else int
-        begin = taken()
+    def _record(self, device: GraphDevice, sizes: Sequence[int], max_nbytes: int) -> None:
+        begin = device.taken()
         try:
             places, tables = _room(self._model, self._largest)
         except torch.OutOfMemoryError as error:
             log.warning("no CUDA graphs: %s", _reason_of(error))
             return
-        last = taken()
+        last = device.taken()
         costs = [f"{_mib(last - begin)} of tables and logits"]
         left_out: dict[int, str] = {}
         beside: DecodeGraph | None = None
@@ -277,28 +288,22 @@ class DecodeGraphs:
                 left_out[size] = _reason_of(error)
                 continue
             self._num_captures += 1
-            now = taken()
+            now = device.taken()
             if now - begin > max_nbytes:
                 left_out[size] = f"it needs {_mib(now - begin)}, the budget has {_mib(max_nbytes)}"
                 log.warning("no CUDA graph for %d rows: %s", size, left_out[size])
                 continue
-            told = ""
-            if before is None:
-                trial = self._trial(device, graph)
-                told = f" ({1000 * trial.replay_s:.2f} ms, eager {1000 * trial.eager_s:.2f})"
-                if trial.replay_s >= trial.eager_s:
-                    left_out[size] = f"it is no faster{told}"
-                    continue
-                self.gains[size] = trial.gain
+            trial = self._trial(device, graph)
+            told = f" ({1000 * trial.replay_s:.2f} ms, eager {1000 * trial.eager_s:.2f})"
+            if trial.replay_s >= trial.eager_s:
+                left_out[size] = f"it is no faster{told}"
+                continue
+            self.gains[size] = trial.gain
             costs.append(f"{size} rows {_mib(now - last)}{told}")
             last = now
             self._graphs[size] = beside = graph
         self._nbytes = last - begin
-        if before is None:
-            log.info("CUDA graphs: %s", ", ".join(costs))
-        else:
-            self._nbytes = before.nbytes
-            log.info("CUDA graphs recorded again, of steps of %s rows", list(self._graphs))
+        log.info("CUDA graphs: %s", ", ".join(costs))
         for size, reason in left_out.items():
             log.info("steps of %d rows run without a CUDA graph: %s", size, reason)
 
@@ -309,27 +314,37 @@ class DecodeGraphs:
         depth = max(1, min(LONG_BLOCKS, model.max_blocks, int(model.padding.table[0]) // num))
         long = [reading_row(model, depth, i) for i in range(num)]
 
-        def eager() -> None:
-            plan = model.plan(short, prepare=model.attention.prepare, is_shared=False)
+        least = model.attention.min_saving
+        num_shared = -(-least // (num - 1)) if num > 1 else model.max_blocks
+
+        def eager(rows: Sequence[Row]) -> None:
+            plan = model.plan(rows, prepare=model.attention.prepare, min_saving=least)
             model.decoder.logits(plan, model.layers)
 
+        replay_s = device.seconds(lambda: graph.replay(graph.plan(short)))
+        eager_s = device.seconds(lambda: eager(short))
+        long_s = device.seconds(lambda: graph.replay(graph.plan(long)))
+        shared_s = math.inf
+        if num_shared < model.max_blocks:
+            shared = [reading_row(model, num_shared + 1, 0)] * num
+            shared_s = device.seconds(lambda: eager(shared))
         return Trial(
-            device.seconds(lambda: graph.replay(graph.plan(short))),
-            device.seconds(eager),
-            device.seconds(lambda: graph.replay(graph.plan(long))),
-            num * (depth - 1),
+            replay_s=replay_s,
+            eager_s=eager_s,
+            long_s=long_s,
+            num_more=num * (depth - 1),
+            shared_s=shared_s,
+            num_shared=num_shared,
         )
 
 
-def make_graphs(
-    model: Model, options: GraphOptions, before: DecodeGraphs | None = None
-) -> DecodeGraphs:
-    """The graphs that `options` allow; those of `before` again, unmeasured, if there are any."""
+def make_graphs(model: Model, options: GraphOptions) -> DecodeGraphs:
+    """The graphs that `options` allow."""
     device = options.device or CudaGraphs(str(model.layers[0].device))
     largest = padded_size(min(options.max_rows, MAX_ROWS))
-    sizes = [1 << i for i in range(largest.bit_length())] if before is None else before.sizes
+    sizes = [1 << i for i in range(largest.bit_length())]
     with torch.inference_mode():
-        return DecodeGraphs(model, device, sizes, options.max_nbytes, before)
+        return DecodeGraphs(model, device, sizes, options.max_nbytes)
 
 
 def padded_size(num_rows: int) -> int:

@@ -16,6 +16,7 @@ import torch
 
 from mallee.worker.model.linear.base import Linear
 from mallee.worker.model.linear.matrix import Quantized
+from mallee.worker.model.linear.quantized import QuantizedLinear
 from mallee.worker.model.linear.rounded import rounded_rows
 from mallee.worker.model.linear.scheme import BLOCK
 
@@ -39,21 +40,12 @@ def block_gemm(matrix: Quantized, capability: tuple[int, int]) -> Linear | None:
     return _Hopper(matrix, kernels) if capability == _HOPPER else _Blackwell(matrix, kernels)
 
 
-class _BlockGemm:
-    __slots__ = ("_kernels", "_matrix")
+class _BlockGemm(QuantizedLinear):
+    __slots__ = ("_kernels",)
 
     def __init__(self, matrix: Quantized, kernels: ModuleType) -> None:
-        self._matrix = matrix
+        super().__init__(matrix)
         self._kernels = kernels
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self(x).add_(residual)
-
-    def nbytes_beside(self, table: torch.Tensor) -> int:
-        return self._matrix.nbytes
 
     @property
     def label(self) -> str:

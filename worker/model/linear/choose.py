@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 
@@ -10,15 +10,13 @@ from mallee.worker.model.kernels.triton_launch import NoTriton, TritonKernels
 from mallee.worker.model.linear.base import Linear
 from mallee.worker.model.linear.block_gemm import ROWS, block_gemm
 from mallee.worker.model.linear.int8_rows import FewRows
-from mallee.worker.model.linear.matrix import Quantized, can_stack, stacked
+from mallee.worker.model.linear.matrix import Matrix, Quantized, fused, runs
 from mallee.worker.model.linear.plain import plain_linear
 from mallee.worker.model.linear.rounded import RoundedFloat8, RoundedInt8
 from mallee.worker.model.linear.side_by_side import SideBySide
 from mallee.worker.model.linear.weight_only import weight_only
 
 log = logging.getLogger(__name__)
-
-Matrix: TypeAlias = torch.Tensor | Quantized
 
 _FLOAT8_CAPABILITY = (8, 9)
 _MOST_ERROR = 0.1
@@ -42,28 +40,8 @@ def make_linear(parts: Sequence[Matrix], dtype: torch.dtype, machine: Machine) -
 
     Parts are fused where one matrix can mean the same as both; plain ones come in `dtype`.
     """
-    runs: list[list[Matrix]] = []
-    for part in parts:
-        if runs and _can_fuse(runs[-1][-1], part):
-            runs[-1].append(part)
-        else:
-            runs.append([part])
-    products = [_product(_fused(run), dtype, machine) for run in runs]
+    products = [_product(fused(run), dtype, machine) for run in runs(parts)]
     return products[0] if len(products) == 1 else SideBySide(products)
-
-
-def _can_fuse(upper: Matrix, lower: Matrix) -> bool:
-    if isinstance(upper, Quantized) and isinstance(lower, Quantized):
-        return can_stack(upper, lower)
-    return not isinstance(upper, Quantized) and not isinstance(lower, Quantized)
-
-
-def _fused(run: list[Matrix]) -> Matrix:
-    quantized = [part for part in run if isinstance(part, Quantized)]
-    if quantized:
-        return stacked(quantized)
-    plain = [part for part in run if isinstance(part, torch.Tensor)]
-    return plain[0] if len(plain) == 1 else torch.cat(plain)
 
 
 def _product(matrix: Matrix, dtype: torch.dtype, machine: Machine) -> Linear:

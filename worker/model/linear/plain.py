@@ -1,8 +1,11 @@
 """Products with a matrix of plain floats, in the layout that this machine multiplies fastest."""
 
+from collections.abc import Sequence
+
 import torch
 
 from mallee.worker.model.linear.base import Linear
+from mallee.worker.model.linear.matrix import Matrix, write_rows
 from mallee.worker.model.linear.pages import take_large_pages
 
 
@@ -38,6 +41,9 @@ class _Plain:
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return torch.addmm(residual, x, self._weight)
 
+    def rewrite(self, parts: list[Matrix]) -> None:
+        write_rows(self._weight.t(), _floats(parts))
+
     def nbytes_beside(self, table: torch.Tensor) -> int:
         return 0 if self._stored is table else self._weight.nbytes
 
@@ -66,9 +72,23 @@ class _Packed:
         found: torch.Tensor = self._multiply.binary(x, residual, self._weight, None, "add")
         return found
 
+    def rewrite(self, parts: list[Matrix]) -> None:
+        """Packed rows lie among each other: all are packed beside them first."""
+        floats = _floats(parts)
+        whole = floats[0] if len(floats) == 1 else torch.cat(floats)
+        parts.clear()
+        del floats
+        self._weight.copy_(torch.ops.mkldnn._reorder_linear_weight(whole.contiguous(), None))
+
     def nbytes_beside(self, table: torch.Tensor) -> int:
         return self._nbytes
 
     @property
     def label(self) -> str:
         return "bfloat16, packed"
+
+
+def _floats(parts: Sequence[Matrix]) -> list[torch.Tensor]:
+    floats = [part for part in parts if isinstance(part, torch.Tensor)]
+    assert len(floats) == len(parts), "another form"
+    return floats

@@ -9,6 +9,7 @@ import torch
 
 from mallee.worker.model.kernels.triton_launch import TritonKernels, power_of_two
 from mallee.worker.model.linear.matrix import Quantized
+from mallee.worker.model.linear.quantized import QuantizedLinear
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _LEAST_SCALE = 1e-12  # of a row of zeros
@@ -56,23 +57,7 @@ class Rounding:
         return values, scales
 
 
-class _Rounded:
-    __slots__ = ("_matrix",)
-
-    def __init__(self, matrix: Quantized) -> None:
-        self._matrix = matrix
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self(x).add_(residual)
-
-    def nbytes_beside(self, table: torch.Tensor) -> int:
-        return self._matrix.nbytes
-
-
-class RoundedFloat8(_Rounded):
+class RoundedFloat8(QuantizedLinear):
     """By torch._scaled_mm: GPUs from compute capability 8.9 on, dimensions in multiples of 16.
 
     Tested on a CPU, where torch emulates it slowly. It has never run on a GPU.
@@ -98,7 +83,7 @@ class RoundedFloat8(_Rounded):
         return f"float8 times float8, {self._rounding.label}"
 
 
-class RoundedInt8(_Rounded):
+class RoundedInt8(QuantizedLinear):
     """By torch._int_mm on a CPU: 0.6 to 1.1 of the time of bfloat16, packed by oneDNN (measured)."""
 
     __slots__ = ()

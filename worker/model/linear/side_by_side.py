@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from mallee.worker.model.linear.base import Linear
+from mallee.worker.model.linear.matrix import Matrix, runs
 
 
 class SideBySide:
@@ -21,6 +22,10 @@ class SideBySide:
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return self(x).add_(residual)
+
+    def rewrite(self, parts: list[Matrix]) -> None:
+        for own, run in zip(self._parts, runs(parts), strict=True):
+            own.rewrite(run)
 
     def nbytes_beside(self, table: torch.Tensor) -> int:
         return sum(part.nbytes_beside(table) for part in self._parts)

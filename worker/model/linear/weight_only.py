@@ -8,19 +8,20 @@ row on a CPU (measured). None has run on a GPU.
 import torch
 
 from mallee.worker.model.linear.matrix import Quantized, widened
+from mallee.worker.model.linear.quantized import QuantizedLinear
 from mallee.worker.model.linear.scheme import BLOCK
 
 _CPU_CHUNK = 1 << 20  # values widened at a time: they stay in the cache
 _GPU_CHUNK = 1 << 24  # 96 MiB in float32 and bfloat16, within what a budget calls workspace
 
 
-class _WeightOnly:
+class _WeightOnly(QuantizedLinear):
     """The matrix, cut into chunks of rows."""
 
-    __slots__ = ("_chunks", "_matrix")
+    __slots__ = ("_chunks",)
 
     def __init__(self, matrix: Quantized) -> None:
-        self._matrix = matrix
+        super().__init__(matrix)
         rows, width = matrix.values.shape
         numel = _CPU_CHUNK if matrix.values.device.type == "cpu" else _GPU_CHUNK
         step = max(1, numel // (width * BLOCK)) * BLOCK
@@ -33,12 +34,6 @@ class _WeightOnly:
         for chunk in self._chunks:
             out[:, chunk] = self._multiplied(x, chunk)
         return out
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self(x).add_(residual)
-
-    def nbytes_beside(self, table: torch.Tensor) -> int:
-        return self._matrix.nbytes
 
     def _multiplied(self, x: torch.Tensor, rows: slice) -> torch.Tensor:
         raise NotImplementedError

@@ -4,7 +4,7 @@ Doesn't load them. Some tensors may be there or not, or have one of two names: t
 """
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -28,6 +28,16 @@ _KV_SCALE_NAMES = (
     ("kv_scale", "kv_scale"),  # AutoFP8: one for both
 )
 """Of a layer's attention. Source: vLLM's maybe_remap_kv_scale_name and get_cache_scale."""
+
+
+class Found(Protocol):
+    """A tensor of a checkpoint, or the entry of one in a file's header."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 class Stored(NamedTuple):
@@ -143,7 +153,7 @@ def _layer_norms(family: Family) -> list[str]:
     return names
 
 
-def check_tensors(expected: Mapping[str, Stored], found: Mapping[str, torch.Tensor]) -> None:
+def check_tensors(expected: Mapping[str, Stored], found: Mapping[str, Found]) -> None:
     """Raises WeightsMismatch, with every tensor that is missing, unexpected, or of another shape or type."""
     missing = sorted(expected.keys() - found.keys())
     unexpected = sorted(found.keys() - expected.keys())
