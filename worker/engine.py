@@ -462,10 +462,11 @@ class Engine:
     def step(self) -> StepResult:
         """Plan, compute, draw, commit: every planned branch moves on by one chunk or one token.
 
-        If the forward raises, so does this, and the engine is as if the step had not begun, but for what
-        sessions are charged: the caller gives it up or calls again. CorruptKV is final. Where the device had
-        too little memory for the step, its newest branch ends with that error, and the others go on; after
-        one with drafts nothing ends, and the next has none.
+        If the forward raises, so does this, with nothing drawn or committed: the caller gives the engine up
+        or calls again. What the plan did stands, and is done once: sessions are charged, branches gave way,
+        fetches began, and branches without room ended, which the next step tells. CorruptKV is final. Where
+        the device had too little memory for the step, its newest branch ends with that error, and the others
+        go on; after one with drafts nothing ends, and the next has none.
         """
         watch = self._watch
         if watch is not None:

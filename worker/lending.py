@@ -134,6 +134,18 @@ class BlockLoan:
 
     def is_idle(self, now: float) -> bool:
         """Whether it is not read, and has not been for long."""
+        with self._lock:
+            return self._is_idle(now)
+
+    def close_if_idle(self, now: float) -> None:
+        """End the loan, unless a thread reads it or has claimed it a short while ago."""
+        with self._lock:
+            if self._is_closed or not self._is_idle(now):
+                return
+            self._is_closed = True
+        self._give_back(self)
+
+    def _is_idle(self, now: float) -> bool:
         return not self._num_reading and now - self._used_at > MAX_IDLE_S
 
     def close(self) -> None:
@@ -333,8 +345,8 @@ class Loans:
         if not self._open:
             return
         now = self._clock()
-        for loan in [loan for loan in self._open if loan.is_idle(now)]:
-            loan.close()
+        for loan in self._open:
+            loan.close_if_idle(now)
         if self._over and self._ready:
             self._forget_ready()
         while self._over:

@@ -328,6 +328,30 @@ def test_loans_of_a_forked_capsule_are_ready_before_its_step(
     assert not engine._loans._ready
 
 
+def test_a_loan_that_is_claimed_while_idle_ones_end_stays_open(make_pair: MakePair) -> None:
+    """Another thread may claim one at any time: here, as the engine's thread tells of the end of its twin."""
+    pair = make_pair()
+    pair.a.run(prefill("p", text(17)))
+    engine = pair.a.engine
+    ask = Ask(pair.holds(17, "p.0"), (), engine.spec.identity)
+    engine.submit(fork("f", "p.0", loans=2), "g0")
+    pair.a.run()
+    claimed: list[Any] = []
+
+    def claim() -> None:
+        if not claimed and (loan := engine.take_loan(ask)) is not None:
+            claimed.append(loan)
+
+    engine.notify(claim)
+    pair.a.now += 31
+    pair.a.run()
+    (loan,) = claimed
+    rows = np.zeros((5, loan.block_nbytes), np.uint8)
+    loan.read(range(5), list(rows))
+    assert rows.any(axis=1).all()
+    loan.close()
+
+
 def test_loans_that_are_ready_are_of_this_life_and_model_and_end_with_it(
     make_pair: MakePair,
 ) -> None:

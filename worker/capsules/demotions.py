@@ -15,7 +15,7 @@ from mallee.worker.capsules.disk_records import DiskRecords, Told
 from mallee.worker.capsules.registry import CapsuleRegistry
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import DISK, HOST, TIER_NAMES
+from mallee.worker.kv.tiers.moves import DISK, HOST, TIER_NAMES, Moved
 from mallee.worker.kv.tree import BranchTree
 
 
@@ -84,9 +84,12 @@ class Demotions:
         below = Below(HOST, copy.tokens, capsule.salt, copy.keys, False, True, copy.more)
         way = _Way(capsule.id, below, self._capsules.promise_below(capsule, below))
 
-        def ended(_: object) -> None:
-            self._arrived(way)
-            told(capsule.id, None)
+        def ended(moved: Moved) -> None:
+            if moved.error is None:
+                self._arrived(way)
+            else:
+                self._capsules.forgo_below(way.nbytes)
+            told(capsule.id, moved.error)
             self._in_copy[node] -= 1
             self._in_copy = +self._in_copy
             self._tree.release(node)

@@ -125,9 +125,8 @@ class LowerTiers:
         self._untold: set[int] = (
             set()
         )  # partial blocks and rows of windows: no event is told of them
-        self._arriving: set[int] = (
-            set()
-        )  # on their way to host memory, of which no event is told yet
+        # On their way to host memory, of which no event is told yet, and by how many moves.
+        self._arriving: dict[int, int] = {}
         self._num_spills = 0
         self._num_dear = {
             HOST: 0,
@@ -158,6 +157,7 @@ class LowerTiers:
             return
         new: dict[int, None] = {}
         removed: list[int] = []
+        failure: MalleeError | None = None
         for key, block in zip(reversed(keys), reversed(blocks), strict=True):
             if key in host:
                 host.use((key,))
@@ -172,8 +172,16 @@ class LowerTiers:
                 self._forget_untold(gone)
             elif gone is not None:
                 self._gone(gone, removed)
-            self._copier.memory.read([block], self._copier.arena[slot : slot + 1])
+            try:
+                self._copier.memory.read([block], self._copier.arena[slot : slot + 1])
+            except MalleeError as error:  # of the tier's: the step that makes room goes on
+                failure = error
+                self._host.drop(key)
+                self._counts.dropped += 1
+                continue
             new[key] = None
+        if failure is not None:
+            self.failed(failure)
         self._counts.offloaded += len(new)
         self._tell(removed, list(new))
         self._spill_oldest()
@@ -218,41 +226,54 @@ class LowerTiers:
     ) -> None:
         """Copy what is not in host memory of `keys` there, and hold all of them.
 
-        `num_untold`: so many of them, the last ones, are no full blocks. `end` is called when all are there.
-        Raises TierFull, with nothing changed.
+        `num_untold`: so many of them, the last ones, are no full blocks. `end` is called when all are there,
+        or with the error for which none of them is held. Raises TierFull, with nothing changed.
         """
         host = self._host
-        missing = [i for i, key in enumerate(keys) if key not in host]
         here = [key for key in keys if key in host]
+        copied = [i for i, key in enumerate(keys) if key not in host or key in self._arriving]
+        num_missing = len(keys) - len(here)
         host.hold(here)
-        if len(missing) > host.num_room:
+        if num_missing > host.num_room:
             host.release(here)
-            raise TierFull("host", len(missing), host.num_room, host.num_slots)
+            raise TierFull("host", num_missing, host.num_room, host.num_slots)
         self._untold.update(keys[len(keys) - num_untold :])
         removed: list[int] = []
-        slots = []
-        for i in missing:
-            got = host.put(keys[i])
+        new = tuple(keys[i] for i in copied)
+        for key in new:
+            self._arriving[key] = self._arriving.get(key, 0) + 1
+            if key in host:
+                continue
+            got = host.put(key)
             assert got is not None, "there was room"
-            slot, gone = got
-            host.hold((keys[i],))
-            if gone is not None:
-                self._gone(gone, removed)
-            slots.append(slot)
+            host.hold((key,))
+            if got[1] is not None:
+                self._gone(got[1], removed)
         self._tell(removed, ())
-        self._counts.parked += len(missing)
-        new = tuple(keys[i] for i in missing)
-        move = Park(self._number(), new, tuple(blocks[i] for i in missing), tuple(slots))
-
-        self._arriving.update(new)
+        self._counts.parked += num_missing
+        slots = tuple(map(host.slot, new))
+        move = Park(self._number(), new, tuple(blocks[i] for i in copied), slots)
 
         def ended(moved: Moved) -> None:
-            assert moved.error is None, f"a copy in memory failed: {moved.error}"
-            self._arriving.difference_update(new)
-            self._tell((), new)
+            if moved.error is None:
+                self._tell((), [key for key in new if self._arriving.pop(key, 0)])
+            else:
+                host.release(keys)
+                self._did_not_arrive(new)
             end(moved)
 
         self._start(move, ended)
+
+    def _did_not_arrive(self, keys: Iterable[int]) -> None:
+        """A copy of `keys` to host memory failed: none is there, unless another copy brought it or will."""
+        for key in keys:
+            if key not in self._arriving:
+                continue
+            self._arriving[key] -= 1
+            if not self._arriving[key]:
+                del self._arriving[key]
+                self._host.drop(key)
+                self._forget_untold(key)
 
     def commit(
         self,
