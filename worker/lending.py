@@ -20,10 +20,10 @@ from mallee.worker.capsules.disk_records import DiskRecords
 from mallee.worker.capsules.registry import CapsuleRegistry
 from mallee.worker.forward import Forward
 from mallee.worker.kv.node import Node
-from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.peers import Ask
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.kv.watch import KVMemory, Row
+from mallee.worker.transfer.lower import LowerTiers
+from mallee.worker.transfer.peers import Ask
 
 MAX_LOANS: Final = 64
 MAX_IDLE_S: Final = 30.0

@@ -22,9 +22,9 @@ from mallee.protocol.errors import IncompatibleCapsule, UnknownCapsule
 from mallee.protocol.messages import Holder
 from mallee.protocol.model import ModelSpec
 from mallee.worker.capsules.record import CapsuleRecord
-from mallee.worker.kv.tiers.peers import Ask, Loan
 from mallee.worker.kv.watch import Row
 from mallee.worker.storage.export import ExportReader
+from mallee.worker.transfer.peers import Ask, Loan
 
 LIFE: Final = 1  # of a gateway as a holder: its names of spools are never used again
 T = TypeVar("T")

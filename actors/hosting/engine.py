@@ -17,7 +17,7 @@ from mallee.protocol.errors import MalleeError, WorkerLost
 from mallee.protocol.events import Load, Snapshot
 from mallee.protocol.messages import Command
 from mallee.worker.engine import Engine
-from mallee.worker.kv.tiers.peers import Ask, Loan
+from mallee.worker.transfer.peers import Ask, Loan
 
 log = logging.getLogger(__name__)
 

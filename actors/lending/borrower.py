@@ -41,8 +41,8 @@ from mallee.protocol.errors import (
     Unavailable,
     WorkerLost,
 )
-from mallee.worker.kv.tiers.peers import Ask, Loan
 from mallee.worker.kv.watch import Row
+from mallee.worker.transfer.peers import Ask, Loan
 
 MAX_LOANS: Final = 16
 MAX_IDLE: Final = 8

@@ -43,7 +43,7 @@ from mallee.actors.transport.address import Address
 from mallee.actors.transport.greeting import LENDING, ListenerGreeting, Secret
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import CodecError, MalleeError, Unavailable
-from mallee.worker.kv.tiers.peers import Lender, Loan
+from mallee.worker.transfer.peers import Lender, Loan
 
 log = logging.getLogger(__name__)
 

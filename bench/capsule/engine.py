@@ -25,10 +25,6 @@ from mallee.protocol.messages import (
 from mallee.worker.engine import Engine
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
-from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import Copier, ThreadedMover
-from mallee.worker.kv.tiers.pace import Pace
-from mallee.worker.kv.tiers.prices import MeasuredPrices
 from mallee.worker.kv.watch import KVMemory
 from mallee.worker.model.loading.source import resolve_model
 from mallee.worker.model.runner import load
@@ -36,6 +32,11 @@ from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.storage.files import Directory
 from mallee.worker.storage.volume import Volume, VolumeConfig
+from mallee.worker.transfer.carrier import Carrier
+from mallee.worker.transfer.lower import LowerTiers
+from mallee.worker.transfer.movers import ThreadedMover
+from mallee.worker.transfer.pace import Pace
+from mallee.worker.transfer.prices import MeasuredPrices
 
 GIVEN_WAY_BYTES_S = 2 << 30
 """Of moves while answers are drawn: `engine.tier_gib_s=2`."""
@@ -94,10 +95,10 @@ class Tiered:
         )
         arena = np.ones((self._host_blocks, memory.block_nbytes), np.uint8)  # its pages are there
         pace = Pace(GIVEN_WAY_BYTES_S, time.monotonic, time.sleep)
-        copier = Copier(memory, arena, volume, time.monotonic, pace.spent)
-        mover = ThreadedMover(copier, "bench")
+        carrier = Carrier(memory, arena, volume, time.monotonic, pace.spent)
+        mover = ThreadedMover(carrier, "bench")
         prices = MeasuredPrices(memory.block_nbytes)
-        return LowerTiers(journal, copier, prices=prices, mover=mover, always_fetches=True)
+        return LowerTiers(journal, carrier, prices=prices, mover=mover, always_fetches=True)
 
     def prefill(self, prompt: Sequence[int]) -> str:
         """The capsule of `prompt`, computed now."""

@@ -6,8 +6,8 @@ from mallee.protocol.errors import MalleeError, WorkerLost
 from mallee.protocol.messages import Holder
 from mallee.worker.capsules.record import CapsuleRecord, decode_record
 from mallee.worker.engine import Engine
-from mallee.worker.kv.tiers.peers import Ask, Loan
 from mallee.worker.kv.watch import Row
+from mallee.worker.transfer.peers import Ask, Loan
 
 MAX_STEPS = 10_000  # an engine that has to bring something back, and never does, is no endless test
 

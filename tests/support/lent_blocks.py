@@ -11,8 +11,8 @@ import numpy as np
 
 from mallee.protocol.errors import IncompatibleCapsule, UnknownCapsule
 from mallee.protocol.messages import Holder
-from mallee.worker.kv.tiers.peers import Ask
 from mallee.worker.kv.watch import Row
+from mallee.worker.transfer.peers import Ask
 
 NBYTES = 1000
 IDENTITY = "a model"

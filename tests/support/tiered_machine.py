@@ -12,10 +12,10 @@ from mallee.protocol.messages import CapsuleReply, Demote, Prefill, Promote, Sam
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import MakeTiers
 from mallee.worker.forward import Forward
-from mallee.worker.kv.tiers.moves import DISK, HOST
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig, StepResult
 from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.transfer.values import DISK, HOST
 from support.engine_machine import GATEWAYS, TOKENS, EngineMachine, Plan, TorchMachine, make_engine
 from support.tiers import DictDisk, LateMover, make_tiers
 

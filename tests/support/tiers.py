@@ -2,17 +2,18 @@
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from mallee.protocol.errors import MalleeError
 from mallee.worker.engine import MakeTiers
 from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import Copier, DiskStore, InlineMover, Move
-from mallee.worker.kv.tiers.peers import Lender
-from mallee.worker.kv.tiers.prices import MeasuredPrices, Prices
 from mallee.worker.kv.watch import KVMemory
 from mallee.worker.storage.volume import Lost, Read, Record
+from mallee.worker.transfer.carrier import Carrier
+from mallee.worker.transfer.disk import DiskStore
+from mallee.worker.transfer.lower import LowerTiers
+from mallee.worker.transfer.movers import InlineMover
+from mallee.worker.transfer.peers import Lender
+from mallee.worker.transfer.prices import MeasuredPrices, Prices
+from mallee.worker.transfer.values import Move
 
 
 class DictDisk:
@@ -84,8 +85,10 @@ class DictDisk:
 class LateMover(InlineMover):
     """A mover whose moves begin and end when a test says so: `advance`. In order."""
 
-    def __init__(self, copier: Copier) -> None:
-        super().__init__(copier)
+    is_beside = True
+
+    def __init__(self, carrier: Carrier) -> None:
+        super().__init__(carrier)
         self._begun: list[Move] = []
 
     def start(self, move: Move) -> None:
@@ -123,15 +126,15 @@ def make_tiers(
     there. `failures` gets what failed."""
 
     def make(journal: Journal, memory: KVMemory) -> LowerTiers:
-        arena = np.zeros((host_blocks, memory.block_nbytes), np.uint8)
-        copier = Copier(memory, arena, disk, clock, pause, peers)
+        arena = memory.new_rows(host_blocks)
+        carrier = Carrier(memory, arena, disk, clock, pause, peers)
         mover = None
         if movers is not None:
-            mover = LateMover(copier)
+            mover = LateMover(carrier)
             movers.append(mover)
         return LowerTiers(
             journal,
-            copier,
+            carrier,
             prices=prices or MeasuredPrices(memory.block_nbytes),
             mover=mover,
             always_fetches=prices is None,

@@ -21,10 +21,10 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.worker.capsules.record import CapsuleRecord, decode_record
-from mallee.worker.kv.tiers.moves import DISK, HOST
-from mallee.worker.kv.tiers.peers import Ask
-from mallee.worker.kv.tiers.prices import MeasuredPrices
 from mallee.worker.lending import MAX_LOANS
+from mallee.worker.transfer.peers import Ask
+from mallee.worker.transfer.prices import MeasuredPrices
+from mallee.worker.transfer.values import DISK, HOST
 from support.lending import Neighbours, ShortLoan, holder
 from support.tier_commands import flood, fork, generate, prefill, text, want
 from support.tiers import DictDisk, LateMover, make_tiers

@@ -21,8 +21,8 @@ from mallee.protocol.messages import (
 )
 from mallee.testing.forward import MockForward
 from mallee.worker.forward import ForwardBatch, Logits
-from mallee.worker.kv.tiers.moves import DISK, HOST
 from mallee.worker.kv.watch import Rows
+from mallee.worker.transfer.values import DISK, HOST
 from support.tier_commands import SAMPLED, flood, fork, generate, move_all, prefill, text, want
 from support.tiers import DictDisk, LateMover, make_tiers
 
@@ -59,14 +59,13 @@ def test_siblings_wait_for_one_fetch(make_bench: MakeBench) -> None:
     bench = make_bench(num_blocks=40, below=make_tiers(64, movers=movers), max_answer_capsules=0)
     prompt = text(60)
     bench.run(generate("a", prompt))
-    flood(bench)
+    flood(bench, *movers)
     bench.submit(*(generate(f"s{i}", prompt) for i in range(4)))
     for _ in range(8):
         bench.step()
     assert not bench.engine.has_work  # until a block has moved
     assert movers[0].num_under_way == 1
-    movers[0].advance()
-    bench.run()
+    move_all(bench, *movers)
     assert all(bench.answers[f"s{i}", 0].tokens == want(bench, prompt) for i in range(4))
     assert bench.answers["s0", 0].last.cached_tokens == 56
     assert bench.engine.stats().tiers.num_fetched_host == 14  # once, not four times
@@ -136,14 +135,15 @@ def test_an_answer_cut_while_its_blocks_are_fetched_leaves_what_its_client_saw(
     movers: list[LateMover] = []
     bench = make_bench(num_blocks=24, below=make_tiers(64, movers=movers))
     bench.run(prefill("p", text(40), replaceable=True))
-    flood(bench)
+    flood(bench, *movers)
     bench.submit(Generate("g", pack_tokens(text(40)), Limits(8), SAMPLED))
     bench.step()
     assert movers[0].num_under_way
     bench.submit(Cut("g", 0, 40, b""))
     bench.step()
     move_all(bench, movers[0])
-    bench.run(fork("f", "g.0"))
+    bench.submit(fork("f", "g.0"))
+    move_all(bench, movers[0])
     assert bench.answers["f", 0].tokens == want(bench, text(40))
 
 
@@ -196,11 +196,11 @@ class ShortOfMemory(MockForward):
         super().__init__(mock_spec(), num_blocks=num_blocks, block_size=4)
         self.num_failing_reads = self.num_failing_passes = 0
 
-    def read(self, blocks: Sequence[int], rows: Rows) -> None:
+    def read(self, blocks: Sequence[int], rows: Rows, after: object = None) -> None:
         if self.num_failing_reads:
             self.num_failing_reads -= 1
             raise DeviceMemoryExhausted("tried to allocate 32.00 MiB")
-        super().read(blocks, rows)
+        super().read(blocks, rows, after)
 
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
         if self.num_failing_passes:
@@ -261,7 +261,7 @@ def test_of_two_copies_of_a_prefix_one_may_fail(make_bench: MakeBench, is_first:
         bench.run()
     assert (bench.replies["dp"].error is not None) is is_first
     assert (bench.replies["dq"].error is not None) is not is_first
-    flood(bench)
+    flood(bench, *movers)
     move_all(bench, movers[0])
     for name, tokens in texts.items():
         bench.submit(fork(f"f{name}", f"{name}.0"))
@@ -270,7 +270,7 @@ def test_of_two_copies_of_a_prefix_one_may_fail(make_bench: MakeBench, is_first:
 
 
 def test_an_eviction_that_cannot_be_copied_restores_no_stale_bytes(make_bench: MakeBench) -> None:
-    """What did not reach host memory is in no tier, and is computed; the steps go on."""
+    """Blocks that did not reach host memory are in no tier, and are computed; the steps go on."""
     failures: list[MalleeError] = []
     forward = ShortOfMemory(24)
     below = make_tiers(16, failures=failures)
@@ -296,7 +296,7 @@ def test_a_step_that_raises_has_begun_its_fetch_once(make_bench: MakeBench) -> N
     forward = ShortOfMemory(40)
     bench = make_bench(forward=forward, below=make_tiers(64, movers=movers), max_answer_capsules=0)
     bench.run(generate("a", text(60)))
-    flood(bench)
+    flood(bench, *movers)
     move_all(bench, movers[0])
     bench.submit(generate("f", text(60)), generate("c", text(5, first=20)))
     forward.num_failing_passes = 1

@@ -17,9 +17,9 @@ from mallee.protocol.errors import IncompatibleCapsule, UnknownCapsule, WorkerLo
 from mallee.protocol.messages import Demote, Fork, Limits, Prefill, Promote, Release, pack_tokens
 from mallee.testing.forward import MockForward
 from mallee.worker.capsules.record import decode_record
-from mallee.worker.kv.tiers.moves import DISK
-from mallee.worker.kv.tiers.peers import Ask, Loan
 from mallee.worker.records import EngineConfig, StepResult
+from mallee.worker.transfer.peers import Ask, Loan
+from mallee.worker.transfer.values import DISK
 from support.lending import holder
 from support.live_fleet import make_engine
 from support.tiers import DictDisk, LateMover, make_tiers

@@ -42,7 +42,7 @@ from mallee.protocol.errors import (
     UnknownCapsule,
     WorkerLost,
 )
-from mallee.worker.kv.tiers.peers import Loan
+from mallee.worker.transfer.peers import Loan
 from support.certificates import certificate
 from support.lent_blocks import (
     CAPSULE,
