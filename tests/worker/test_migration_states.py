@@ -78,7 +78,11 @@ class MigratingMachine(TieredMachine):
 
     def below(self) -> Any:
         return make_tiers(
-            self.host_blocks_now, disk=self.disk, movers=self.movers, peers=self.lender
+            self.host_blocks_now,
+            disk=self.disk,
+            movers=self.movers,
+            peers=self.lender,
+            short=self.short,
         )
 
     def start_peer(self) -> None:
