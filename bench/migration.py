@@ -29,7 +29,7 @@ from mallee.actors.lending.server import LendingServer
 from mallee.actors.transport.address import parse_address
 from mallee.actors.transport.greeting import Secret
 from mallee.protocol.messages import Holder
-from mallee.worker.kv.watch import Row
+from mallee.worker.kv.watch import Rows
 from mallee.worker.model.kv_memory import TorchKV
 from mallee.worker.transfer.peers import Ask
 from mallee.worker.transfer.values import BATCH_BLOCKS
@@ -55,7 +55,7 @@ class WholeMemory:
     def lend(self, ask: Ask) -> "WholeMemory":
         return self
 
-    def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+    def read(self, places: Sequence[int], rows: Rows) -> None:
         for place, row in zip(places, rows, strict=True):
             self._held.read([place], row[np.newaxis])
 

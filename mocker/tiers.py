@@ -11,7 +11,7 @@ from mallee.mocker.links import TOKEN_NBYTES, Peers
 from mallee.protocol.errors import ConfigError, MalleeError, TierFull, WorkerLost
 from mallee.protocol.messages import Holder
 from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.watch import KVMemory, Row
+from mallee.worker.kv.watch import KVMemory, Rows
 from mallee.worker.transfer.carrier import Carrier
 from mallee.worker.transfer.host import HostSlots
 from mallee.worker.transfer.lower import LowerTiers
@@ -194,7 +194,7 @@ class _Borrowed:
     def block_nbytes(self) -> int:
         return self._inner.block_nbytes
 
-    def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+    def read(self, places: Sequence[int], rows: Rows) -> None:
         self._inner.read(places, rows)
 
     def close(self) -> None:

@@ -142,7 +142,7 @@ class Export:
             for begin in range(0, loan.num_blocks, batch):
                 places = range(begin, min(begin + batch, loan.num_blocks))
                 run = np.empty((len(places), size), np.uint8)
-                loan.read(places, list(run))
+                loan.read(places, run)
                 yield run
 
         stream = write_export(

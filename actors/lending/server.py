@@ -329,7 +329,7 @@ class Session:
         for i in range(0, len(places), step):
             part = places[i : i + step]
             rows = self._staging(nbytes)[: len(part)]
-            loan.read(part, list(rows))
+            loan.read(part, rows)
             sums = b"".join(
                 CHECKSUM.pack(checksum(row.data, place))
                 for place, row in zip(part, rows, strict=True)

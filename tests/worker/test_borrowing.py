@@ -245,7 +245,7 @@ def test_a_loan_that_is_not_read_is_over(make_pair: MakePair) -> None:
     pair.a.run()
     assert pair.a.engine.stats().lending.open == 0
     with pytest.raises(WorkerLost, match="over"):
-        loan.read([0], [np.zeros(32, np.uint8)])
+        loan.read([0], np.zeros((1, 32), np.uint8))
 
 
 def test_what_was_read_while_the_lenders_life_ended_does_not_count(
@@ -262,7 +262,7 @@ def test_what_was_read_while_the_lenders_life_ended_does_not_count(
 
     monkeypatch.setattr(pair.a.forward, "read", read_late)
     with pytest.raises(WorkerLost, match="over"):
-        loan.read([0], [np.zeros(32, np.uint8)])
+        loan.read([0], np.zeros((1, 32), np.uint8))
 
 
 @pytest.mark.parametrize("is_below", [False, True])
@@ -279,7 +279,7 @@ def test_a_loan_has_nothing_of_what_others_left_in_a_capsules_last_block(
         flood(pair.a)
     loan = pair.lender.lend(Ask(pair.holds(9, "p.0"), (), pair.a.engine.spec.identity))
     row = np.zeros(32, np.uint8)
-    loan.read([2], [row])
+    loan.read([2], row[np.newaxis])
     loan.close()
     slots = row.view(np.uint64)
     assert slots[0]
@@ -317,7 +317,7 @@ def test_loans_of_a_forked_capsule_are_ready_before_its_step(
     rows = np.zeros((5, engine._forward.memory.block_nbytes), np.uint8)
     for loan in filter(None, taken):
         assert decode_record(loan.record).tokens == pack_tokens(text(17))
-        loan.read(range(5), list(rows))
+        loan.read(range(5), rows)
         assert rows[0].any()
         loan.close()
     pair.a.run()
@@ -347,7 +347,7 @@ def test_a_loan_that_is_claimed_while_idle_ones_end_stays_open(make_pair: MakePa
     pair.a.run()
     (loan,) = claimed
     rows = np.zeros((5, loan.block_nbytes), np.uint8)
-    loan.read(range(5), list(rows))
+    loan.read(range(5), rows)
     assert rows.any(axis=1).all()
     loan.close()
 

@@ -97,7 +97,7 @@ def test_a_loan_clears_the_slots_that_a_capsule_does_not_fill_in_every_group(
         copy.copy_(memory)
     engine = bench.engine
     loan = lent_by(engine, Ask(holder(engine, 18, "p.0"), (), here.spec.identity), drive)
-    rows = list(np.zeros((loan.num_blocks, loan.block_nbytes), np.uint8))
+    rows = np.zeros((loan.num_blocks, loan.block_nbytes), np.uint8)
     loan.read(range(loan.num_blocks), rows)
     loan.close()
     capsule: Any = engine._capsules.peek("p.0")

@@ -194,12 +194,17 @@ class NodeStore:
             raise BlocksLeaving
         return self.pool.alloc(num_blocks, owner)
 
-    def evict(self, num_blocks: int) -> None:
-        """Give up cache until `num_blocks`, which are available, are free or leaving."""
+    def evict(self, num_blocks: int, *, spares_ranked: bool = False) -> None:
+        """Give up cache until `num_blocks`, which are available, are free or leaving.
+
+        `spares_ranked`: or until only blocks with a rank are left.
+        """
         if len(self.ranks):
             self._expire_ranks()
         while self.pool.num_coming < num_blocks:
             oldest = self._order.oldest()
+            if spares_ranked and self.ranks.rank(oldest):
+                return
             short = num_blocks - self.pool.num_coming
             kept = max(len(oldest.blocks) - short, self.ranks.num_above(oldest))
             self.num_evicted += len(oldest.blocks) - kept

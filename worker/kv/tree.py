@@ -374,9 +374,12 @@ class BranchTree:
         if offload is not None and blocks:
             offload(keys, blocks, self.keep_bytes(blocks))
 
-    def evict(self, num_blocks: int) -> None:
-        """Give up cache until so many blocks, or as many as can be, are free or on their way down."""
-        self._store.evict(min(num_blocks, self._store.num_available))
+    def evict_ahead(self, num_blocks: int) -> None:
+        """Give up cache until so many blocks, or as many as can be, are free or on their way down.
+
+        Blocks with a rank stay until they are needed.
+        """
+        self._store.evict(min(num_blocks, self._store.num_available), spares_ranked=True)
         if self.windows is not None:
             self.windows.evict(num_blocks)
 

@@ -274,7 +274,7 @@ class BlockBudget:
 
     def make_room_ahead(self) -> None:
         """Have cache leave ahead of need, so that blocks are free for a step when it is planned."""
-        self._tree.evict(self._ahead)
+        self._tree.evict_ahead(self._ahead)
 
     def forget_copies(self) -> None:
         """The copies of this step were not made: a branch that needs one asks the tree again."""

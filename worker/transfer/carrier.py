@@ -163,7 +163,7 @@ class Carrier:
         if not isinstance(source, Peer):
             got = self._disk.get(ids, [row.data for row in rows])
             return got.num_blocks, got.error
-        source.loan.read(ids, list(rows))
+        source.loan.read(ids, rows)
         if source.is_foreign and not self.memory.are_numbers(rows):
             return 0, CorruptExport("a block", "it has values that are no numbers")
         return len(ids), None

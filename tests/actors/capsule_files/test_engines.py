@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mallee.protocol.ids import Incarnation, Scope, WorkerId, private_part

@@ -110,7 +110,7 @@ async def test_a_loan_waits_until_its_capsule_has_come_from_disk() -> None:
         assert decode_record(loan.record).tokens == pack_tokens(TEXT)
         assert loan.num_blocks == 5
         rows = np.zeros((5, loan.block_nbytes), np.uint8)
-        loan.read(range(5), list(rows))
+        loan.read(range(5), rows)
         assert rows.any(axis=1).all()
         loan.close()
     await lending.until_nothing_is_lent(num_loans=2)

@@ -12,7 +12,7 @@ from mallee.protocol.errors import WorkerLost
 from mallee.protocol.messages import Holder
 from mallee.testing.forward import MockForward
 from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.watch import Row
+from mallee.worker.kv.watch import Rows
 from mallee.worker.transfer.carrier import Carrier
 from mallee.worker.transfer.host import HostSlots
 from mallee.worker.transfer.lower import Found, LowerTiers, Part
@@ -53,7 +53,7 @@ class Failing:
         self._clock = clock
         self.block_nbytes = nbytes
 
-    def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+    def read(self, places: Sequence[int], rows: Rows) -> None:
         if places[0]:
             self._clock[0] += 30
             raise WorkerLost("peer", "it lends nothing in time")

@@ -114,7 +114,7 @@ class PeerLoan:
     def num_blocks(self) -> int:
         return len(self._keys)
 
-    def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+    def read(self, places: Sequence[int], rows: Rows) -> None:
         if max(places) >= self._num_good:
             raise WorkerLost("peer", "the connection was cut")
         for place, row in zip(places, rows, strict=True):
