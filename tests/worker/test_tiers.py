@@ -98,6 +98,32 @@ def test_sessions_of_four_times_the_device_take_turns_and_compute_nothing_twice(
     )  # a drawn token, and its own
 
 
+def test_a_prompt_waits_for_what_is_leaving_and_no_branch_gives_way(make_bench: MakeBench) -> None:
+    """Blocks that are on their way to host memory are not free yet: others draw on meanwhile."""
+    movers: list[LateMover] = []
+    bench = make_bench(num_blocks=24, below=make_tiers(64, movers=movers), max_answer_capsules=0)
+    old, prompt, other = text(60, first=9), text(40), text(4, first=20)
+    bench.run(generate("old", old))
+    bench.submit(generate("d", other))
+    bench.step()
+    bench.submit(generate("p", prompt))
+    for _ in range(20):
+        if bench.engine.has_work:
+            bench.step()
+    assert bench.answers["d", 0].tokens == want(bench, other)
+    assert ("p", 0) not in bench.answers
+    assert movers[0].num_under_way
+    assert bench.engine.stats().sched.num_preemptions == 0
+    move_all(bench, *movers)
+    assert bench.answers["p", 0].tokens == want(bench, prompt)
+    assert bench.engine.stats().sched.num_preemptions == 0
+    before = bench.forward.num_tokens
+    bench.submit(generate("again", old))
+    move_all(bench, *movers)
+    assert bench.answers["again", 0].tokens == want(bench, old)
+    assert bench.forward.num_tokens - before < 60  # what left came back
+
+
 # Capsules and blocks that end, change or are asked for again while they move between tiers
 
 
