@@ -63,12 +63,12 @@ if TYPE_CHECKING:
     from mallee.router.router import Router
     from mallee.worker.engine import Engine, MakeTiers
     from mallee.worker.kv.journal import Journal
-    from mallee.worker.kv.tiers.lower import LowerTiers
     from mallee.worker.kv.watch import KVMemory
     from mallee.worker.memory.budget import Room
     from mallee.worker.model.runner import TorchForward
     from mallee.worker.storage.files import Files
     from mallee.worker.storage.volume import Volume
+    from mallee.worker.transfer.lower import LowerTiers
 
 log = logging.getLogger(__name__)
 
@@ -824,16 +824,14 @@ def tiers_below(
         return None
 
     def make(journal: "Journal", memory: "KVMemory") -> "LowerTiers":
-        import numpy as np
-
-        from mallee.worker.kv.tiers.lower import LowerTiers
-        from mallee.worker.kv.tiers.moves import Copier, ThreadedMover
-        from mallee.worker.kv.tiers.pace import Pace
-        from mallee.worker.kv.tiers.prices import MeasuredPrices
+        from mallee.worker.transfer.carrier import Carrier
+        from mallee.worker.transfer.lower import LowerTiers
+        from mallee.worker.transfer.movers import ThreadedMover
+        from mallee.worker.transfer.pace import Pace
+        from mallee.worker.transfer.prices import MeasuredPrices
 
         nbytes = memory.block_nbytes
-        num_host = host_nbytes // nbytes
-        arena = np.zeros((num_host, nbytes), np.uint8)  # a page costs nothing until it is used
+        arena = memory.new_rows(host_nbytes // nbytes)
         disk = None
         if engine.disk_path is not None:
             try:
@@ -841,12 +839,12 @@ def tiers_below(
             except StorageError as error:
                 log.error("%s serves without its disk: %s", worker, error)
         pace = Pace(engine.tier_gib_s * 2**30, time.monotonic, time.sleep)
-        copier = Copier(memory, arena, disk, time.monotonic, pace.spent, peers)
+        carrier = Carrier(memory, arena, disk, time.monotonic, pace.spent, peers)
         return LowerTiers(
             journal,
-            copier,
+            carrier,
             prices=MeasuredPrices(nbytes),
-            mover=ThreadedMover(copier, worker),
+            mover=ThreadedMover(carrier, worker),
             report=lambda error: log.warning("%s: a move of KV failed: %s", worker, error),
         )
 

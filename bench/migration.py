@@ -29,10 +29,10 @@ from mallee.actors.lending.server import LendingServer
 from mallee.actors.transport.address import parse_address
 from mallee.actors.transport.greeting import Secret
 from mallee.protocol.messages import Holder
-from mallee.worker.kv.tiers.moves import STAGED_BLOCKS
-from mallee.worker.kv.tiers.peers import Ask
-from mallee.worker.kv.watch import Row
+from mallee.worker.kv.watch import Rows
 from mallee.worker.model.kv_memory import TorchKV
+from mallee.worker.transfer.peers import Ask
+from mallee.worker.transfer.values import BATCH_BLOCKS
 
 LAYERS, SLOT_NBYTES, BLOCK_SIZE = 30, 2 * 3 * 64 * 4, 16
 SECRET = b"the secret of this bench"
@@ -55,7 +55,7 @@ class WholeMemory:
     def lend(self, ask: Ask) -> "WholeMemory":
         return self
 
-    def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+    def read(self, places: Sequence[int], rows: Rows) -> None:
         for place, row in zip(places, rows, strict=True):
             self._held.read([place], row[np.newaxis])
 
@@ -109,13 +109,13 @@ def plain_copy(family: int, place: Any, nbytes: int) -> Callable[[], None]:
 
 def loan(address: str, node: str, num_blocks: int) -> Callable[[], None]:
     held = memory(num_blocks, 0)
-    staged = np.empty((STAGED_BLOCKS, held.block_nbytes), np.uint8)
+    staged = np.empty((BATCH_BLOCKS, held.block_nbytes), np.uint8)
     borrower = Borrower("bench", Secret(SECRET), node=node)
 
     def borrow() -> None:
         got = borrower.lend(Ask(Holder("w0", 1, address, 0), tuple(range(num_blocks)), ""))
-        for i in range(0, num_blocks, STAGED_BLOCKS):
-            part = range(i, min(i + STAGED_BLOCKS, num_blocks))
+        for i in range(0, num_blocks, BATCH_BLOCKS):
+            part = range(i, min(i + BATCH_BLOCKS, num_blocks))
             rows = staged[: len(part)]
             got.read(part, list(rows))
             held.write(part, rows)

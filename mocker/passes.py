@@ -5,6 +5,8 @@ from math import exp
 from statistics import NormalDist
 from typing import Final
 
+import numpy as np
+
 from mallee.mocker.run_length import RunLengthNotation, RunLengthTokens, answer_start, mixed
 from mallee.mocker.timing import Timing
 from mallee.protocol.messages import TokenLogprobs
@@ -86,10 +88,17 @@ class TimedForward:
     def block_nbytes(self) -> int:
         return 0
 
-    def read(self, blocks: Sequence[int], rows: Rows) -> None:
+    def new_rows(self, num: int) -> Rows:
+        rows: Rows = np.empty((num, 0), np.uint8)
+        return rows
+
+    def mark(self) -> object:
+        return None
+
+    def read(self, blocks: Sequence[int], rows: Rows, after: object = None) -> None:
         """Do nothing: there is nothing to read."""
 
-    def write(self, blocks: Sequence[int], rows: Rows) -> None:
+    def write(self, blocks: Sequence[int], rows: Rows, after: object = None) -> None:
         """Do nothing: there is nothing to write."""
 
     def are_numbers(self, rows: Rows) -> bool:

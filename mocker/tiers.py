@@ -7,28 +7,26 @@ from functools import partial
 from math import inf
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from mallee.mocker.links import TOKEN_NBYTES, Peers
 from mallee.protocol.errors import ConfigError, MalleeError, TierFull, WorkerLost
 from mallee.protocol.messages import Holder
 from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.tiers.host import HostSlots
-from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import (
+from mallee.worker.kv.watch import KVMemory, Rows
+from mallee.worker.transfer.carrier import Carrier
+from mallee.worker.transfer.host import HostSlots
+from mallee.worker.transfer.lower import LowerTiers
+from mallee.worker.transfer.peers import Ask, Loan
+from mallee.worker.transfer.prices import LATENCY_S, MeasuredPrices
+from mallee.worker.transfer.values import (
     DISK,
     HOST,
     PEER,
-    Copier,
     Move,
     Moved,
-    Pull,
-    Recall,
-    Repay,
+    Peer,
+    Question,
+    Transfer,
 )
-from mallee.worker.kv.tiers.peers import Ask, Loan
-from mallee.worker.kv.tiers.prices import LATENCY_S, MeasuredPrices
-from mallee.worker.kv.watch import KVMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +159,7 @@ class DiskBooks:
 
 
 class _Answer:
-    """The lender of a `Copier` whose question was put, and answered, before."""
+    """The lender of a `Carrier` whose question was put, and answered, before."""
 
     def __init__(self) -> None:
         self.next: Loan | MalleeError | None = None
@@ -175,84 +173,101 @@ class _Answer:
 
 
 class _Borrowed:
-    """A loan's holder, and whether something of it came."""
+    """A loan with its holder, and whether something of it came."""
 
-    __slots__ = ("has_come", "holder")
+    __slots__ = ("_inner", "has_come", "holder")
 
-    def __init__(self, holder: Holder) -> None:
+    def __init__(self, inner: Loan, holder: Holder) -> None:
+        self._inner = inner
         self.holder = holder
         self.has_come = False
+
+    @property
+    def record(self) -> bytes:
+        return self._inner.record
+
+    @property
+    def num_blocks(self) -> int:
+        return self._inner.num_blocks
+
+    @property
+    def block_nbytes(self) -> int:
+        return self._inner.block_nbytes
+
+    def read(self, places: Sequence[int], rows: Rows) -> None:
+        self._inner.read(places, rows)
+
+    def close(self) -> None:
+        self._inner.close()
 
 
 class TimedMover:
     """A mover whose moves end by the clock: those of a tier one after another, the tiers side by side.
 
-    The link to each peer is a tier of its own. Questions end when they are answered. What has not come of a
-    pull when its lender is lost never does; its borrower learns that when all should have been there.
+    The link to each peer is a tier of its own. Evictions take no time. Questions end when they are answered.
+    What has not come of a pull when its lender is lost never does; its borrower learns that when all should
+    have been there.
     """
 
+    is_beside = False
+
     def __init__(
-        self, copier: Copier, config: TierConfig, block_size: int, peers: Peers | None = None
+        self, carrier: Carrier, config: TierConfig, block_size: int, peers: Peers | None = None
     ) -> None:
-        self._copier = copier
+        self._carrier = carrier
         self._config = config
         self._peers = peers
         self._block_s = {tier: config.block_s(tier, block_size) for tier in (HOST, DISK)}
         if peers is not None:
             self._block_s[PEER] = block_size * peers.link.token_s
-        self._answer = copier.peers = _Answer()
+        self._answer = carrier.peers = _Answer()
         self._free_at: dict[int | str, float] = {}  # by tier, or by peer
         # By end, and number, with their time; pulls with what is known of their loan.
         self._under_way: list[tuple[float, int, Move, float, _Borrowed | None]] = []
-        self._answered: list[tuple[Recall, float, Loan | MalleeError]] = []
-        self._borrowed: dict[int, _Borrowed] = {}  # by loan
+        self._answered: list[tuple[Question, float, Loan | MalleeError]] = []
         self._notify: Callable[[], None] = lambda: None
         self._is_closed = False
 
     def start(self, move: Move) -> None:
-        tier, now = move.tier, self._copier.clock()
-        if isinstance(move, Recall):
+        tier, now = move.tier, self._carrier.clock()
+        if isinstance(move, Question):
             assert self._peers is not None, "there are no peers"
-            self._borrowed[move.number] = _Borrowed(move.ask.holder)
             self._peers.ask(move.ask, partial(self._told, move, now))
-            return
-        if isinstance(move, Repay):
-            del self._borrowed[move.loan]
-            heapq.heappush(self._under_way, (now, move.number, move, 0.0, None))
             return
         seconds = move.num_blocks * self._block_s[tier]
         road: int | str = tier
-        borrowed = None
-        if isinstance(move, Pull):
-            borrowed = self._borrowed[move.loan]
-            road = borrowed.holder.worker
-        else:
-            seconds += self._config.latency_s(tier)
+        borrowed: _Borrowed | None = None
+        match move:
+            case Transfer(is_eviction=True):
+                seconds, road = 0.0, "evictions"
+            case Transfer(source=Peer(loan=_Borrowed() as loan)):
+                borrowed, road = loan, loan.holder.worker
+            case _:
+                seconds += self._config.latency_s(tier)
         self._free_at[road] = end = max(now, self._free_at.get(road, 0.0)) + seconds
         heapq.heappush(self._under_way, (end, move.number, move, seconds, borrowed))
 
-    def _told(self, move: Recall, begun: float, answer: Loan | MalleeError) -> None:
+    def _told(self, move: Question, begun: float, answer: Loan | MalleeError) -> None:
         """A peer has answered."""
         if self._is_closed:
             if not isinstance(answer, MalleeError):
                 answer.close()
             return
-        self._answered.append((move, self._copier.clock() - begun, answer))
+        if not isinstance(answer, MalleeError):
+            answer = _Borrowed(answer, move.ask.holder)
+        self._answered.append((move, self._carrier.clock() - begun, answer))
         self._notify()
 
     def done(self) -> Sequence[Moved]:
         done = []
         for move, seconds, answer in self._answered:
             self._answer.next = answer
-            moved = self._copier.carry_out(move)._replace(seconds=seconds)
-            if moved.error is not None:
-                del self._borrowed[move.number]
-            done.append(moved)
+            done.append(self._carrier.carry_out(move)._replace(seconds=seconds))
         self._answered.clear()
-        while self._under_way and self.next_due <= self._copier.clock():
+        while self._under_way and self.next_due <= self._carrier.clock():
             end, _, each, seconds, borrowed = heapq.heappop(self._under_way)
             if borrowed is None:
-                moved = self._copier.carry_out(each)
+                moved = self._carrier.carry_out(each)
             else:
                 moved = self._pulled(each, borrowed, begin=end - seconds, end=end)
             done.append(moved._replace(seconds=seconds))
@@ -269,7 +284,7 @@ class TimedMover:
                 move, min(num, move.num_blocks), 0.0, WorkerLost(holder.worker, "it is gone")
             )
         else:
-            moved = self._copier.carry_out(move)
+            moved = self._carrier.carry_out(move)
         is_first = moved.num_blocks > 0 and not borrowed.has_come
         peers.pulled(moved.num_blocks, is_first=is_first, is_broken=left_at < end)
         borrowed.has_come = borrowed.has_come or moved.num_blocks > 0
@@ -282,7 +297,7 @@ class TimedMover:
 
     @property
     def has_done(self) -> bool:
-        return bool(self._answered) or self.next_due <= self._copier.clock()
+        return bool(self._answered) or self.next_due <= self._carrier.clock()
 
     def notify(self, call: Callable[[], None]) -> None:
         """Have `call` made when a question is answered: of all else a driver knows from `next_due`."""
@@ -343,12 +358,12 @@ class MockedTiers:
         """See `MakeTiers`."""
         config, size = self._config, self._block_size
         num_disk = config.disk_tokens // size
-        arena = np.empty((config.host_tokens // size, memory.block_nbytes), np.uint8)
+        arena = memory.new_rows(config.host_tokens // size)
         disk = DiskBooks(num_disk) if num_disk else None
-        copier = Copier(memory, arena, disk, self._clock)
-        self._mover = TimedMover(copier, config, size, self._peers)
+        carrier = Carrier(memory, arena, disk, self._clock)
+        self._mover = TimedMover(carrier, config, size, self._peers)
         prices = _StepPrices(size * config.token_nbytes, self._timed)
-        return LowerTiers(journal, copier, prices=prices, mover=self._mover)
+        return LowerTiers(journal, carrier, prices=prices, mover=self._mover)
 
     @property
     def next_due(self) -> float:

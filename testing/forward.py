@@ -46,11 +46,17 @@ class MockForward:
     def block_nbytes(self) -> int:
         return int(self.kv[0].nbytes)
 
-    def read(self, blocks: Sequence[int], rows: Rows) -> None:
+    def new_rows(self, num: int) -> Rows:
+        return np.zeros((num, self.block_nbytes), np.uint8)
+
+    def mark(self) -> object:
+        return None
+
+    def read(self, blocks: Sequence[int], rows: Rows, after: object = None) -> None:
         for block, row in zip(blocks, rows, strict=True):
             row.view(np.uint64)[:] = self.kv[block]
 
-    def write(self, blocks: Sequence[int], rows: Rows) -> None:
+    def write(self, blocks: Sequence[int], rows: Rows, after: object = None) -> None:
         for block, row in zip(blocks, rows, strict=True):
             self.kv[block] = row.view(np.uint64)
 

@@ -60,9 +60,6 @@ from mallee.worker.gaps import HostGap, WorkGaps
 from mallee.worker.kv.audit import Leak, check_tree, find_leaks
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
-from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import DISK, HOST
-from mallee.worker.kv.tiers.peers import Ask, Loan
 from mallee.worker.kv.usage import TreeUsage
 from mallee.worker.kv.watch import KVMemory
 from mallee.worker.lending import Loans
@@ -81,6 +78,9 @@ from mallee.worker.sched.branch import Branch, Plan, node_of
 from mallee.worker.sched.scheduler import Scheduler
 from mallee.worker.speculation.drafters import Drafter
 from mallee.worker.speculation.speculator import SpeculationStats, Speculator
+from mallee.worker.transfer.lower import LowerTiers
+from mallee.worker.transfer.peers import Ask, Loan
+from mallee.worker.transfer.values import DISK, HOST
 
 MakeTiers: TypeAlias = Callable[[Journal, KVMemory], LowerTiers]
 """Makes the tiers below a device whose blocks are that memory."""
@@ -465,10 +465,11 @@ class Engine:
     def step(self) -> StepResult:
         """Plan, compute, draw, commit: every planned branch moves on by one chunk or one token.
 
-        If the forward raises, so does this, and the engine is as if the step had not begun, but for what
-        sessions are charged: the caller gives it up or calls again. CorruptKV is final. Where the device had
-        too little memory for the step, its newest branch ends with that error, and the others go on; after
-        one with drafts nothing ends, and the next has none.
+        If the forward raises, so does this, with nothing drawn or committed: the caller gives the engine up
+        or calls again. What the plan did stands, and is done once: sessions are charged, branches gave way,
+        fetches began, and branches without room ended, which the next step tells. CorruptKV is final. Where
+        the device had too little memory for the step, its newest branch ends with that error, and the others
+        go on; after one with drafts nothing ends, and the next has none.
         """
         watch = self._watch
         if watch is not None:
@@ -482,6 +483,8 @@ class Engine:
         if self._requests.has_inbox:
             self._requests.take_inbox()
         plan = self._scheduler.plan()
+        if self._lower is not None and self._lower.evicts_beside:
+            self._scheduler.make_room_ahead()
         if self._fetches is not None:
             self._fetches.begin(plan)
         if self._speculator is not None:
@@ -549,7 +552,7 @@ class Engine:
         if self._requests.owes_replies:
             self._reply_late()
         if self._fetches is not None:
-            self._fetches.repay()
+            self._fetches.end_loans()
         self._num_steps += 1
         if self._tree.pool.watch is not None:
             self._tree.pool.watch.end_step()
@@ -767,9 +770,9 @@ class Engine:
         return find_leaks(self._tree, self._holds())
 
     def _holds(self) -> Counter[Node]:
-        """The number of holds on each node, by branches, capsules and moves."""
+        """The number of holds on each node, by branches, capsules, loans and fetches."""
         holds = count_holds(self._requests.branches(), self._capsules.holds())
-        holds += self._demotions.holds() + self._loans.holds()
+        holds += self._loans.holds()
         return holds if self._fetches is None else holds + self._fetches.holds()
 
     def usage(self) -> TreeUsage:

@@ -16,13 +16,13 @@ from mallee.worker.capsules.capsule import block_keys
 from mallee.worker.capsules.record import CapsuleRecord, checked_record
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text
-from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import PEER, Moved
-from mallee.worker.kv.tiers.peers import Ask
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.borrowing import Borrowing, CapsuleState, Lent
 from mallee.worker.sched.branch import Branch, Fetch, Plan, Query
 from mallee.worker.sched.scheduler import Scheduler
+from mallee.worker.transfer.lower import LowerTiers
+from mallee.worker.transfer.peers import Ask, Loan
+from mallee.worker.transfer.values import PEER, Moved
 
 
 class Model(Protocol):
@@ -56,7 +56,7 @@ class Fetches:
         self._model = model
         self._arrived = arrived
         self._holds: Counter[Node] = Counter()
-        self._loans: dict[int, Branch] = {}
+        self._loans: dict[Loan, Branch] = {}
         self.is_stalled = False  # until a block has moved there is nothing to do
 
     # Beginnings
@@ -74,7 +74,7 @@ class Fetches:
         for query in plan.queries:
             self._holds[query.node] += 1
             ask = Ask(query.holder, query.keys, self._model.spec.identity)
-            self._lower.recall(ask, partial(self._lent, query))
+            self._lower.ask(ask, partial(self._lent, query))
 
     # Blocks
 
@@ -129,30 +129,30 @@ class Fetches:
 
     def _lent(self, query: Query, moved: Moved) -> None:
         """A holder has answered `query`."""
-        branch, loan = query.branch, moved.move.number
+        branch, loan = query.branch, moved.loan
         self._release(query.node)
         self.is_stalled = False
         borrowing = branch.job.borrowing
-        if moved.error is None:
+        if loan is not None:
             self._loans[loan] = branch
         if branch.phase != "fetching":
-            return  # it is repaid with the others of branches that need none
+            return  # it is ended with the others of branches that need none
         assert borrowing is not None, "asked by a branch that borrows nothing"
-        if moved.error is None:
+        if loan is not None:
             try:
-                self._take(branch, borrowing, query, moved)
+                self._take(branch, borrowing, query, loan)
             except MalleeError as error:
                 self._lower.failed(error)
         self._go_on(branch, may_fetch=True)
 
-    def _take(self, branch: Branch, borrowing: Borrowing, query: Query, moved: Moved) -> None:
+    def _take(self, branch: Branch, borrowing: Borrowing, query: Query, loan: Loan) -> None:
         """Have `branch` use what is lent.
 
         Raises CodecError, IncompatibleCapsule, InvalidParameter if it can't.
         """
-        loan, size = moved.move.number, self._tree.block_size
+        size = self._tree.block_size
         if query.holder.capsule:
-            record = self._checked(branch, moved)
+            record = self._checked(branch, loan)
             logits = None if record.logits is None else self._model.undump(record.logits)
             borrowing.state = CapsuleState(record.continuation, record.grammar, logits)
             text = branch.tokens[: record.num_computed]
@@ -166,44 +166,44 @@ class Fetches:
             )
             return
         num = len(query.keys) if self._tree.windows is None else self._num_full(query)
-        lent = min(moved.num_blocks, num)
-        if self._tree.windows is not None and moved.num_blocks < len(query.keys):
+        if self._tree.windows is not None and loan.num_blocks < len(query.keys):
             return  # without all that is read there nothing goes on
+        lent = min(loan.num_blocks, num)
         borrowing.lent = Lent(loan, query.keys, lent, lent * size)
 
     def _num_full(self, query: Query) -> int:
         """The number of blocks of the text among the keys of `query`; the others are rows of windows."""
         return min(query.holder.num_tokens // self._tree.block_size, len(query.keys))
 
-    def _checked(self, branch: Branch, moved: Moved) -> CapsuleRecord:
+    def _checked(self, branch: Branch, loan: Loan) -> CapsuleRecord:
         command, spec = branch.job.command, self._model.spec
         if not isinstance(command, Prefill):
             raise IncompatibleCapsule("", [("command", "a capsule", "an answer")])
         record = checked_record(
-            moved.record,
+            loan.record,
             self._tree.notation.dump(branch.tokens),
             spec,
             block_size=self._tree.block_size,
         )
         num_rows = len(self._tree.window_keys(range(record.num_blocks), record.num_computed))
-        if moved.num_blocks != record.num_blocks + num_rows:
+        if loan.num_blocks != record.num_blocks + num_rows:
             raise IncompatibleCapsule(
                 record.capsule,
-                [("blocks", str(moved.num_blocks), str(record.num_blocks + num_rows))],
+                [("blocks", str(loan.num_blocks), str(record.num_blocks + num_rows))],
             )
         return record
 
-    def repay(self) -> None:
+    def end_loans(self) -> None:
         """End the loans that nothing will be read of any more."""
         for loan, branch in list(self._loans.items()):
             borrowing = branch.job.borrowing
             lent = None if borrowing is None else borrowing.lent
             is_used = branch.phase in ("fetching", "prefill") and branch.may_fetch
-            if lent is None or lent.loan != loan or not is_used:
-                if lent is not None and lent.loan == loan and borrowing is not None:
+            if lent is None or lent.loan is not loan or not is_used:
+                if lent is not None and lent.loan is loan and borrowing is not None:
                     borrowing.lent = None
                 del self._loans[loan]
-                self._lower.repay(loan)
+                self._lower.end_loan(loan)
 
     # Reading
 

@@ -7,6 +7,7 @@ for, its loans are made ahead, so that no question waits for a step.
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from threading import Lock
 from typing import Final, NamedTuple
 
@@ -20,10 +21,10 @@ from mallee.worker.capsules.disk_records import DiskRecords
 from mallee.worker.capsules.registry import CapsuleRegistry
 from mallee.worker.forward import Forward
 from mallee.worker.kv.node import Node
-from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.peers import Ask
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.kv.watch import KVMemory, Row
+from mallee.worker.kv.watch import KVMemory, Row, Rows
+from mallee.worker.transfer.lower import LowerTiers
+from mallee.worker.transfer.peers import Ask
 
 MAX_LOANS: Final = 64
 MAX_IDLE_S: Final = 30.0
@@ -95,7 +96,7 @@ class BlockLoan:
     def block_nbytes(self) -> int:
         return self._memory.block_nbytes
 
-    def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+    def read(self, places: Sequence[int], rows: Rows) -> None:
         if not all(0 <= place < len(self._places) for place in places):
             raise InvalidParameter("places", max(places), f"{len(self._places)} blocks are lent")
         with self._lock:
@@ -119,12 +120,19 @@ class BlockLoan:
         if is_closed:  # the next life of the worker may have written there meanwhile
             raise WorkerLost("lender", "the loan is over")
 
-    def _copy(self, places: Sequence[_Place], rows: Sequence[Row]) -> None:
-        for place, row in zip(places, rows, strict=True):
-            if place.row is None:
-                self._memory.read([place.block], row[np.newaxis])
+    def _copy(self, places: Sequence[_Place], rows: Rows) -> None:
+        """Those that follow one another on the device pass at once."""
+        assert len(places) == len(rows), f"{len(places)} blocks for {len(rows)} rows"
+        begin = 0
+        for own, group in groupby(places, key=lambda place: place.row is None):
+            part = list(group)
+            there = rows[begin : begin + len(part)]
+            if own:
+                self._memory.read([place.block for place in part], there)
             else:
-                row[:] = place.row
+                for place, row in zip(part, there, strict=True):
+                    row[:] = place.row
+            begin += len(part)
 
     def claim(self) -> bool:
         """Whether it is open; then it is in use from now on. For one that was made ahead."""
@@ -134,6 +142,18 @@ class BlockLoan:
 
     def is_idle(self, now: float) -> bool:
         """Whether it is not read, and has not been for long."""
+        with self._lock:
+            return self._is_idle(now)
+
+    def close_if_idle(self, now: float) -> None:
+        """End the loan, unless a thread reads it or has claimed it a short while ago."""
+        with self._lock:
+            if self._is_closed or not self._is_idle(now):
+                return
+            self._is_closed = True
+        self._give_back(self)
+
+    def _is_idle(self, now: float) -> bool:
         return not self._num_reading and now - self._used_at > MAX_IDLE_S
 
     def close(self) -> None:
@@ -333,8 +353,8 @@ class Loans:
         if not self._open:
             return
         now = self._clock()
-        for loan in [loan for loan in self._open if loan.is_idle(now)]:
-            loan.close()
+        for loan in self._open:
+            loan.close_if_idle(now)
         if self._over and self._ready:
             self._forget_ready()
         while self._over:

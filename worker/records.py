@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from mallee.protocol.errors import ConfigError, CorruptKV
@@ -15,7 +16,6 @@ from mallee.worker.kv.eviction import EvictionName
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.pool import BlockPool, PoolStats
 from mallee.worker.kv.text import Notation
-from mallee.worker.kv.tiers.lower import LowerTiers, TierStats
 from mallee.worker.kv.tree import BranchTree, TreeStats
 from mallee.worker.kv.usage import TreeUsage
 from mallee.worker.kv.watch import BlockWatch, KVChecks, WatchStats
@@ -25,6 +25,7 @@ from mallee.worker.retention import Retention
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.sched.scheduler import SchedulerStats
 from mallee.worker.speculation.speculator import SpeculationConfig, SpeculationStats
+from mallee.worker.transfer.lower import LowerTiers, TierStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +234,9 @@ def make_tree(
         windows=windows,
         ranks=retention,
         offload=lower.offload if lower is not None and lower.has_host else None,
-        offload_rows=lower.offload_untold if lower is not None and lower.has_host else None,
+        offload_rows=partial(lower.offload, are_untold=True)
+        if lower is not None and lower.has_host
+        else None,
     )
 
 

@@ -15,9 +15,9 @@ from mallee.protocol.errors import CorruptKV, Unavailable
 from mallee.protocol.messages import Holder
 from mallee.protocol.model import ModelSpec
 from mallee.worker.capsules.record import decode_record
-from mallee.worker.kv.tiers.peers import Ask, Lender, Loan
 from mallee.worker.storage.export import export_nbytes, write_export
 from mallee.worker.storage.format import Rows
+from mallee.worker.transfer.peers import Ask, Lender, Loan
 
 MAX_EXPORTS: Final = 8
 RUN_NBYTES: Final = 4 << 20
@@ -142,7 +142,7 @@ class Export:
             for begin in range(0, loan.num_blocks, batch):
                 places = range(begin, min(begin + batch, loan.num_blocks))
                 run = np.empty((len(places), size), np.uint8)
-                loan.read(places, list(run))
+                loan.read(places, run)
                 yield run
 
         stream = write_export(

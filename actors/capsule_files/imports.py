@@ -22,9 +22,9 @@ from mallee.protocol.errors import IncompatibleCapsule, UnknownCapsule
 from mallee.protocol.messages import Holder
 from mallee.protocol.model import ModelSpec
 from mallee.worker.capsules.record import CapsuleRecord
-from mallee.worker.kv.tiers.peers import Ask, Loan
-from mallee.worker.kv.watch import Row
+from mallee.worker.kv.watch import Rows
 from mallee.worker.storage.export import ExportReader
+from mallee.worker.transfer.peers import Ask, Loan
 
 LIFE: Final = 1  # of a gateway as a holder: its names of spools are never used again
 T = TypeVar("T")
@@ -128,7 +128,7 @@ class SpoolLoan:
         self.block_nbytes = block_nbytes
         self._reader = reader
 
-    def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+    def read(self, places: Sequence[int], rows: Rows) -> None:
         for place, row in zip(places, rows, strict=True):
             self._reader.read(place * self.block_nbytes, row)
 

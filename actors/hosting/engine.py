@@ -17,7 +17,7 @@ from mallee.protocol.errors import MalleeError, WorkerLost
 from mallee.protocol.events import Load, Snapshot
 from mallee.protocol.messages import Command
 from mallee.worker.engine import Engine
-from mallee.worker.kv.tiers.peers import Ask, Loan
+from mallee.worker.transfer.peers import Ask, Loan
 
 log = logging.getLogger(__name__)
 
@@ -142,12 +142,10 @@ class EngineThread:
             if self._must_stop or not self._thread.is_alive():
                 raise WorkerLost(self.engine.worker, _ENDED)
             self._lending.add(answer)
-        if (ready := self.engine.take_loan(ask)) is not None:
-            with self._wake:
-                self._lending.discard(answer)
-            return ready
-        self._put(_Item(before_step=lambda: self.engine.lend(ask, told)))
         try:
+            if (ready := self.engine.take_loan(ask)) is not None:
+                return ready
+            self._put(_Item(before_step=lambda: self.engine.lend(ask, told)))
             return answer.result(LEND_TIMEOUT_S)
         except TimeoutError:
             if answer.cancel():

@@ -9,7 +9,7 @@ from mallee.actors.lending.server import LendingServer
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import LendingUse
 from mallee.protocol.ids import WorkerId
-from mallee.worker.kv.tiers.peers import Ask, Loan
+from mallee.worker.transfer.peers import Ask, Loan
 
 
 class HostLender:

@@ -26,8 +26,8 @@ from mallee.protocol.model import WeightChange
 from mallee.protocol.parcels import Report
 from mallee.protocol.subjects import check_token
 from mallee.worker.engine import Engine
-from mallee.worker.kv.tiers.peers import Ask, Loan
 from mallee.worker.records import StepResult
+from mallee.worker.transfer.peers import Ask, Loan
 
 if TYPE_CHECKING:
     from mallee.actors.telemetry.engines import EngineMeter

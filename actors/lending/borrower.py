@@ -41,8 +41,8 @@ from mallee.protocol.errors import (
     Unavailable,
     WorkerLost,
 )
-from mallee.worker.kv.tiers.peers import Ask, Loan
-from mallee.worker.kv.watch import Row
+from mallee.worker.kv.watch import Rows
+from mallee.worker.transfer.peers import Ask, Loan
 
 MAX_LOANS: Final = 16
 MAX_IDLE: Final = 8
@@ -276,7 +276,7 @@ class BorrowedLoan:
     def block_nbytes(self) -> int:
         return self._lent.block_nbytes
 
-    def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+    def read(self, places: Sequence[int], rows: Rows) -> None:
         """Raises WorkerLost, CorruptLoan, CodecError, IncompatibleCapsule, or the lender's error: no row
         counts then, and the loan is of no more use."""
         assert len(places) == len(rows), f"{len(places)} blocks for {len(rows)} rows"
@@ -337,7 +337,7 @@ class BorrowedLoan:
             self._stream.close()
             self._borrower.ended(self, self._way, None)
 
-    def _read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+    def _read(self, places: Sequence[int], rows: Rows) -> None:
         if self._ahead and self._ahead != list(places):
             self._skip()
         if not self._ahead:

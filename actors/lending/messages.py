@@ -20,7 +20,7 @@ import xxhash
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import CodecError, MalleeError, from_wire
 from mallee.protocol.messages import Holder
-from mallee.worker.kv.tiers.peers import Ask, Loan
+from mallee.worker.transfer.peers import Ask, Loan
 
 GREETING: Final = 1
 REFUSED: Final = 2

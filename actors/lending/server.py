@@ -43,7 +43,7 @@ from mallee.actors.transport.address import Address
 from mallee.actors.transport.greeting import LENDING, ListenerGreeting, Secret
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import CodecError, MalleeError, Unavailable
-from mallee.worker.kv.tiers.peers import Lender, Loan
+from mallee.worker.transfer.peers import Lender, Loan
 
 log = logging.getLogger(__name__)
 
@@ -329,7 +329,7 @@ class Session:
         for i in range(0, len(places), step):
             part = places[i : i + step]
             rows = self._staging(nbytes)[: len(part)]
-            loan.read(part, list(rows))
+            loan.read(part, rows)
             sums = b"".join(
                 CHECKSUM.pack(checksum(row.data, place))
                 for place, row in zip(part, rows, strict=True)

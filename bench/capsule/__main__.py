@@ -32,7 +32,7 @@ from bench.capsule.engine import Tiered
 from bench.measure import machine, rounded, seconds
 from bench.storage import dd
 from mallee.protocol.messages import Demote, Generate, Limits, Promote, pack_tokens
-from mallee.worker.kv.tiers.moves import DISK, HOST
+from mallee.worker.transfer.values import DISK, HOST
 
 SUFFIX = 64
 SHARED, OWN, ANSWER = 3500, 32, 16  # tokens of an agent in the swarm

@@ -7,8 +7,6 @@ from pathlib import Path
 from threading import Event
 from typing import NamedTuple
 
-import numpy as np
-
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     Command,
@@ -24,11 +22,6 @@ from mallee.protocol.messages import (
 )
 from mallee.worker.engine import Engine
 from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.node import Node
-from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import Copier, ThreadedMover
-from mallee.worker.kv.tiers.pace import Pace
-from mallee.worker.kv.tiers.prices import MeasuredPrices
 from mallee.worker.kv.watch import KVMemory
 from mallee.worker.model.loading.source import resolve_model
 from mallee.worker.model.runner import load
@@ -36,6 +29,11 @@ from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.storage.files import Directory
 from mallee.worker.storage.volume import Volume, VolumeConfig
+from mallee.worker.transfer.carrier import Carrier
+from mallee.worker.transfer.lower import LowerTiers
+from mallee.worker.transfer.movers import ThreadedMover
+from mallee.worker.transfer.pace import Pace
+from mallee.worker.transfer.prices import MeasuredPrices
 
 GIVEN_WAY_BYTES_S = 2 << 30
 """Of moves while answers are drawn: `engine.tier_gib_s=2`."""
@@ -92,12 +90,13 @@ class Tiered:
         volume = Volume.open(
             Directory(self._folder), {"model": "bench"}, memory.block_nbytes, VolumeConfig(64 << 30)
         )
-        arena = np.ones((self._host_blocks, memory.block_nbytes), np.uint8)  # its pages are there
+        arena = memory.new_rows(self._host_blocks)
+        arena[:] = 1  # its pages are there
         pace = Pace(GIVEN_WAY_BYTES_S, time.monotonic, time.sleep)
-        copier = Copier(memory, arena, volume, time.monotonic, pace.spent)
-        mover = ThreadedMover(copier, "bench")
+        carrier = Carrier(memory, arena, volume, time.monotonic, pace.spent)
+        mover = ThreadedMover(carrier, "bench")
         prices = MeasuredPrices(memory.block_nbytes)
-        return LowerTiers(journal, copier, prices=prices, mover=mover, always_fetches=True)
+        return LowerTiers(journal, carrier, prices=prices, mover=mover, always_fetches=True)
 
     def prefill(self, prompt: Sequence[int]) -> str:
         """The capsule of `prompt`, computed now."""
@@ -128,12 +127,10 @@ class Tiered:
         self.run([Release(capsule)])
 
     def flood(self) -> None:
-        """Evict all that is only cache: what `BranchTree.reserve` does when it needs every block.
-
-        They go back in the order in which the tree frees a node's: the last one first.
-        """
-        tree, owner = self.engine._tree, Node(None, 0, "", [])
-        tree.pool.free(tree._store.take(tree.num_available, owner)[::-1], owner)
+        """Evict all that is only cache, and wait until it has left."""
+        tree = self.engine._tree
+        tree.evict_ahead(tree.num_available)
+        self.run([])
 
     def run(self, commands: Sequence[Command], later: Sequence[Command] = ()) -> Run:
         """Until nothing is left to do or under way; `later` comes at the 8th step."""

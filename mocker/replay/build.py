@@ -18,9 +18,9 @@ from mallee.router.config import CostModel, Policy, RouterConfig, SpillModel
 from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
 from mallee.router.sync.replicas import Replicas
-from mallee.worker.kv.tiers.moves import DISK, HOST
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.transfer.values import DISK, HOST
 
 AnyGateway: TypeAlias = Gateway | RoleGateway
 _FOREVER_S: Final = 1e12  # no lease or booking runs out: deaths are announced

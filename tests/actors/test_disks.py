@@ -21,7 +21,7 @@ from mallee.protocol.messages import (
 )
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
-from mallee.worker.kv.tiers.moves import DISK
+from mallee.worker.transfer.values import DISK
 from support.run_out import run_out
 from support.tokenizers_made import byte_level
 

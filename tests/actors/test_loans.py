@@ -33,8 +33,8 @@ from mallee.protocol.messages import (
 from mallee.protocol.parcels import Parcel, decode_reports
 from mallee.protocol.subjects import Subjects
 from mallee.testing.bus import LocalBus, LocalHub
-from mallee.worker.kv.tiers.peers import Ask
-from mallee.worker.kv.tiers.prices import MeasuredPrices
+from mallee.worker.transfer.peers import Ask
+from mallee.worker.transfer.prices import MeasuredPrices
 from support.expositions import check_against_catalog
 from support.reading import Reader
 from support.waiting import until

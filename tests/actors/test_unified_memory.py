@@ -21,11 +21,11 @@ from mallee.protocol.messages import (
 from mallee.testing.random_model import random_model
 from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
-from mallee.worker.kv.tiers.moves import DISK, HOST
 from mallee.worker.memory.budget import GIB, DeviceMemory, Room
 from mallee.worker.model.runner import TorchForward, load
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.transfer.values import DISK, HOST
 from support.exact_capsules import kv_bytes
 from support.run_out import run_out
 

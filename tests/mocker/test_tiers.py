@@ -25,9 +25,10 @@ from mallee.protocol.messages import (
     Promote,
     pack_tokens,
 )
-from mallee.worker.kv.tiers.moves import HOST, Copier, Forget, Park, Restore, Source, Spill
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.transfer.carrier import Carrier
+from mallee.worker.transfer.values import HOST, Device, Disk, Forget, Host, Transfer
 from support.asking import SIZE
 from support.conforming import Time, make_mocked
 from support.examples import examples
@@ -50,19 +51,21 @@ class Memory:
     block_nbytes = 0
     num_blocks = 8
 
-    def read(self, blocks: Any, rows: Any) -> None: ...
-    def write(self, blocks: Any, rows: Any) -> None: ...
+    def read(self, blocks: Any, rows: Any, after: object = None) -> None: ...
+    def write(self, blocks: Any, rows: Any, after: object = None) -> None: ...
+    def new_rows(self, num: int) -> Any:
+        return np.empty((num, 0), np.uint8)
 
 
 def test_moves_of_a_tier_take_turns_and_the_tiers_do_not_wait_for_each_other() -> None:
     """K15, part: each takes its latency and its bytes' time, and ends by the clock."""
     time = Time()
-    copier = Copier(Memory(), np.empty((16, 0), np.uint8), DiskBooks(16), time)  # type: ignore[arg-type]
-    late = TimedMover(copier, CONFIG, SIZE)
-    late.start(Spill(0, (Source(1, 0), Source(2, 1))))
-    late.start(Park(1, (1, 2), (0, 1), (0, 1)))
-    late.start(Restore(2, (1,), (2,), (0,)))
-    late.start(Restore(3, (1, 2, 3), (3, 4, 5)))
+    carrier = Carrier(Memory(), np.empty((16, 0), np.uint8), DiskBooks(16), time)  # type: ignore[arg-type]
+    late = TimedMover(carrier, CONFIG, SIZE)
+    late.start(Transfer(0, Device((0, 1)), Disk((1, 2))))
+    late.start(Transfer(1, Device((0, 1)), Host((0, 1))))
+    late.start(Transfer(2, Host((0,)), Device((2,))))
+    late.start(Transfer(3, Disk((1, 2, 3)), Device((3, 4, 5))))
     late.start(Forget(4, "c"))
     ended = []
     while (due := late.next_due) < inf:

@@ -37,9 +37,9 @@ from mallee.protocol.messages import (
 from mallee.protocol.model import ModelSpec
 from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine, MakeTiers
-from mallee.worker.kv.tiers.moves import DISK, HOST
 from mallee.worker.records import EngineConfig, StepResult
 from mallee.worker.storage.volume import VolumeConfig
+from mallee.worker.transfer.values import DISK, HOST
 from support.live_fleet import make_engine
 from support.volumes import volume_tiers
 

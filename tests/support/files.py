@@ -18,8 +18,8 @@ from mallee.protocol.events import pack_hashes
 from mallee.protocol.messages import Continuation, Grammar, Holder, Limits, Sampling, pack_tokens
 from mallee.protocol.model import GroupSpec, ModelSpec
 from mallee.worker.capsules.record import CapsuleRecord
-from mallee.worker.kv.tiers.peers import Ask, Lender
-from mallee.worker.kv.watch import Row
+from mallee.worker.kv.watch import Rows
+from mallee.worker.transfer.peers import Ask, Lender
 
 BLOCK_SIZE = 4
 FIELDS = (("dtype", "float32"), ("rope", "1e4"), ("tokenizer", "abc"), ("weights", "w1"))
@@ -91,7 +91,7 @@ class HeldLoan:
         self._blocks = blocks
         self.is_closed = False
 
-    def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+    def read(self, places: Sequence[int], rows: Rows) -> None:
         assert not self.is_closed
         assert list(places) == sorted(places)
         self._lender.num_read += len(places)

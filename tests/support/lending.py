@@ -6,8 +6,8 @@ from mallee.protocol.errors import MalleeError, WorkerLost
 from mallee.protocol.messages import Holder
 from mallee.worker.capsules.record import CapsuleRecord, decode_record
 from mallee.worker.engine import Engine
-from mallee.worker.kv.tiers.peers import Ask, Loan
-from mallee.worker.kv.watch import Row
+from mallee.worker.kv.watch import Rows
+from mallee.worker.transfer.peers import Ask, Loan
 
 MAX_STEPS = 10_000  # an engine that has to bring something back, and never does, is no endless test
 
@@ -84,7 +84,7 @@ class ShortLoan:
     def block_nbytes(self) -> int:
         return self._inner.block_nbytes
 
-    def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+    def read(self, places: Sequence[int], rows: Rows) -> None:
         if len(places) > self._left:
             raise WorkerLost("peer", "the connection was cut")
         self._left -= len(places)

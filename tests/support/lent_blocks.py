@@ -11,8 +11,8 @@ import numpy as np
 
 from mallee.protocol.errors import IncompatibleCapsule, UnknownCapsule
 from mallee.protocol.messages import Holder
-from mallee.worker.kv.tiers.peers import Ask
-from mallee.worker.kv.watch import Row
+from mallee.worker.kv.watch import Row, Rows
+from mallee.worker.transfer.peers import Ask
 
 NBYTES = 1000
 IDENTITY = "a model"
@@ -38,7 +38,7 @@ class MadeLoan:
         self.num_blocks = len(keys)
         self.block_nbytes = lender.nbytes
 
-    def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+    def read(self, places: Sequence[int], rows: Rows) -> None:
         self._lender.before_read()
         for place, row in zip(places, rows, strict=True):
             row[:] = block(self._keys[place], self.block_nbytes)

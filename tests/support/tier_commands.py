@@ -32,16 +32,18 @@ def want(bench: Any, prompt: list[int]) -> list[int]:
     return linear_tokens(bench.forward.spec, prompt, NUM, sampling=SAMPLED, seed=7)
 
 
-def flood(bench: Any) -> None:
+def flood(bench: Any, *movers: LateMover) -> None:
     """Nothing that was cached stays on the device."""
     size = (bench.engine.stats().pool.total - 1) * bench.forward.block_size
     for token in (1, 2):
         tokens = pack_tokens([token] * size)
-        bench.run(Generate(f"flood{len(bench.answers)}", tokens, Limits(1), SAMPLED))
+        bench.submit(Generate(f"flood{len(bench.answers)}", tokens, Limits(1), SAMPLED))
+        move_all(bench, *movers)
 
 
-def move_all(bench: Any, mover: LateMover) -> None:
+def move_all(bench: Any, *movers: LateMover) -> None:
+    """Run to idle, whatever has to move for it."""
     bench.run()
-    while mover.num_under_way:
-        mover.advance()
+    while under_way := [mover for mover in movers if mover.num_under_way]:
+        under_way[0].advance()
         bench.run()

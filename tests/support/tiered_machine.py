@@ -12,12 +12,12 @@ from mallee.protocol.messages import CapsuleReply, Demote, Prefill, Promote, Sam
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import MakeTiers
 from mallee.worker.forward import Forward
-from mallee.worker.kv.tiers.moves import DISK, HOST
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig, StepResult
 from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.transfer.values import DISK, HOST
 from support.engine_machine import GATEWAYS, TOKENS, EngineMachine, Plan, TorchMachine, make_engine
-from support.tiers import DictDisk, LateMover, make_tiers
+from support.tiers import DictDisk, LateMover, ShortMemory, make_tiers
 
 WINDOW_MODEL = random_model("gemma3_text", 3, sliding_window=6)
 
@@ -29,6 +29,7 @@ class TieredMachine(EngineMachine):
         super().__init__()
         self.disk = DictDisk(max_blocks=40)
         self.movers: list[LateMover] = []
+        self.short = ShortMemory()
         self.held: list[set[int]] = [set(), set(), set()]  # by tier, as events tell
         self.demoted: dict[str, tuple[str, int]] = {}  # request: capsule, tier
         self.durable: set[str] = set()
@@ -69,7 +70,9 @@ class TieredMachine(EngineMachine):
 
     def below(self) -> MakeTiers:
         """The tiers of the next life."""
-        return make_tiers(self.host_blocks_now, disk=self.disk, movers=self.movers)
+        return make_tiers(
+            self.host_blocks_now, disk=self.disk, movers=self.movers, short=self.short
+        )
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), tier=st.sampled_from([HOST, DISK]), gateway=GATEWAYS)
@@ -86,6 +89,11 @@ class TieredMachine(EngineMachine):
         name = self.name(gateway)
         self.demoted[name] = (capsule, 0)
         self.engine.submit(Promote(name, capsule), gateway)
+
+    @rule(n=st.integers(1, 2))
+    def exhaust(self, n: int) -> None:
+        """The next copies to or from the device find no memory there: what they were for goes on."""
+        self.short.num_failing = n
 
     @rule(n=st.integers(1, 3))
     def move(self, n: int) -> None:

@@ -1,18 +1,20 @@
 """Tiers for tests: a disk that is a dict, and a mover that is as late as a test wants."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-import numpy as np
-
-from mallee.protocol.errors import MalleeError
+from mallee.protocol.errors import DeviceMemoryExhausted, MalleeError
 from mallee.worker.engine import MakeTiers
 from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import Copier, DiskStore, InlineMover, Move
-from mallee.worker.kv.tiers.peers import Lender
-from mallee.worker.kv.tiers.prices import MeasuredPrices, Prices
 from mallee.worker.kv.watch import KVMemory
 from mallee.worker.storage.volume import Lost, Read, Record
+from mallee.worker.transfer.carrier import Carrier
+from mallee.worker.transfer.disk import DiskStore
+from mallee.worker.transfer.lower import LowerTiers
+from mallee.worker.transfer.movers import InlineMover
+from mallee.worker.transfer.peers import Lender
+from mallee.worker.transfer.prices import MeasuredPrices, Prices
+from mallee.worker.transfer.values import DISK, Move, Moved, Transfer
 
 
 class DictDisk:
@@ -81,11 +83,42 @@ class DictDisk:
         pass
 
 
+class ShortMemory:
+    """Device memory that has no room, now and then, for what its copies gather."""
+
+    def __init__(self) -> None:
+        self.inner: Any = None
+        self.num_failing = 0  # of the next copies
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def over(self, inner: KVMemory) -> "ShortMemory":
+        """The same, of `inner`."""
+        self.inner = inner
+        return self
+
+    def read(self, *given: Any) -> None:
+        self._fail()
+        self.inner.read(*given)
+
+    def write(self, *given: Any) -> None:
+        self._fail()
+        self.inner.write(*given)
+
+    def _fail(self) -> None:
+        if self.num_failing:
+            self.num_failing -= 1
+            raise DeviceMemoryExhausted("tried to allocate 32.00 MiB")
+
+
 class LateMover(InlineMover):
     """A mover whose moves begin and end when a test says so: `advance`. In order."""
 
-    def __init__(self, copier: Copier) -> None:
-        super().__init__(copier)
+    is_beside = True
+
+    def __init__(self, carrier: Carrier) -> None:
+        super().__init__(carrier)
         self._begun: list[Move] = []
 
     def start(self, move: Move) -> None:
@@ -118,20 +151,23 @@ def make_tiers(
     prices: Prices | None = None,
     failures: list[MalleeError] | None = None,
     pause: Callable[[int], None] = lambda nbytes: None,
+    short: ShortMemory | None = None,
 ) -> MakeTiers:
     """Tiers that always fetch, unless `prices` say what is cheaper; with `movers` by a mover that is added
-    there. `failures` gets what failed."""
+    there. `failures` gets what failed. Copies go over `short`."""
 
     def make(journal: Journal, memory: KVMemory) -> LowerTiers:
-        arena = np.zeros((host_blocks, memory.block_nbytes), np.uint8)
-        copier = Copier(memory, arena, disk, clock, pause, peers)
+        if short is not None:
+            memory = short.over(memory)
+        arena = memory.new_rows(host_blocks)
+        carrier = Carrier(memory, arena, disk, clock, pause, peers)
         mover = None
         if movers is not None:
-            mover = LateMover(copier)
+            mover = LateMover(carrier)
             movers.append(mover)
         return LowerTiers(
             journal,
-            copier,
+            carrier,
             prices=prices or MeasuredPrices(memory.block_nbytes),
             mover=mover,
             always_fetches=prices is None,
@@ -139,3 +175,49 @@ def make_tiers(
         )
 
     return make
+
+
+class LooseMover:
+    """A mover whose lanes go on by themselves, each in order, and whose ends are told in any order."""
+
+    is_beside = True
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+        self._lanes: dict[object, list[Move]] = {}
+        self._ended: list[Moved] = []  # and not told
+        self._told: list[Moved] = []
+
+    def start(self, move: Move) -> None:
+        self._lanes.setdefault(move.tier if isinstance(move, Transfer) else DISK, []).append(move)
+
+    @property
+    def lanes(self) -> list[object]:
+        """Those in which something waits."""
+        return [lane for lane, moves in self._lanes.items() if moves]
+
+    @property
+    def num_untold(self) -> int:
+        return len(self._ended)
+
+    def advance(self, lane: object) -> None:
+        """The next move of `lane` is carried out."""
+        self._ended.append(self._carrier.carry_out(self._lanes[lane].pop(0)))
+
+    def tell(self, i: int) -> None:
+        """That one of the moves that have ended is told."""
+        self._told.append(self._ended.pop(i))
+
+    def done(self) -> list[Moved]:
+        told, self._told = self._told, []
+        return told
+
+    @property
+    def has_done(self) -> bool:
+        return bool(self._told)
+
+    def notify(self, call: Callable[[], None]) -> None:
+        """The test's own loop asks."""
+
+    def close(self) -> None:
+        self._lanes = {}

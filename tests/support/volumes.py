@@ -4,17 +4,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from mallee.worker.engine import MakeTiers
 from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import Copier, ThreadedMover
-from mallee.worker.kv.tiers.peers import Lender
-from mallee.worker.kv.tiers.prices import MeasuredPrices
 from mallee.worker.kv.watch import KVMemory
 from mallee.worker.storage.files import Directory, Files
 from mallee.worker.storage.volume import Volume, VolumeConfig
+from mallee.worker.transfer.carrier import Carrier
+from mallee.worker.transfer.lower import LowerTiers
+from mallee.worker.transfer.movers import ThreadedMover
+from mallee.worker.transfer.peers import Lender
+from mallee.worker.transfer.prices import MeasuredPrices
 
 ROOMY = VolumeConfig(1 << 30)
 
@@ -30,16 +29,16 @@ def volume_tiers(
     """Tiers that always fetch. Without a `folder` there is no disk."""
 
     def make(journal: Journal, memory: KVMemory) -> LowerTiers:
-        arena = np.zeros((host_blocks, memory.block_nbytes), np.uint8)
+        arena = memory.new_rows(host_blocks)
         disk = None
         if folder is not None:
             disk = Volume.open(files(folder), {"weights": "test"}, memory.block_nbytes, config)
-        copier = Copier(memory, arena, disk, time.monotonic, peers=peers)
+        carrier = Carrier(memory, arena, disk, time.monotonic, peers=peers)
         return LowerTiers(
             journal,
-            copier,
+            carrier,
             prices=MeasuredPrices(memory.block_nbytes),
-            mover=ThreadedMover(copier, "test"),
+            mover=ThreadedMover(carrier, "test"),
             always_fetches=True,
         )
 

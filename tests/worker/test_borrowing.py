@@ -21,10 +21,10 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.worker.capsules.record import CapsuleRecord, decode_record
-from mallee.worker.kv.tiers.moves import DISK, HOST
-from mallee.worker.kv.tiers.peers import Ask
-from mallee.worker.kv.tiers.prices import MeasuredPrices
 from mallee.worker.lending import MAX_LOANS
+from mallee.worker.transfer.peers import Ask
+from mallee.worker.transfer.prices import MeasuredPrices
+from mallee.worker.transfer.values import DISK, HOST
 from support.lending import Neighbours, ShortLoan, holder
 from support.tier_commands import flood, fork, generate, prefill, text, want
 from support.tiers import DictDisk, LateMover, make_tiers
@@ -245,7 +245,7 @@ def test_a_loan_that_is_not_read_is_over(make_pair: MakePair) -> None:
     pair.a.run()
     assert pair.a.engine.stats().lending.open == 0
     with pytest.raises(WorkerLost, match="over"):
-        loan.read([0], [np.zeros(32, np.uint8)])
+        loan.read([0], np.zeros((1, 32), np.uint8))
 
 
 def test_what_was_read_while_the_lenders_life_ended_does_not_count(
@@ -262,7 +262,7 @@ def test_what_was_read_while_the_lenders_life_ended_does_not_count(
 
     monkeypatch.setattr(pair.a.forward, "read", read_late)
     with pytest.raises(WorkerLost, match="over"):
-        loan.read([0], [np.zeros(32, np.uint8)])
+        loan.read([0], np.zeros((1, 32), np.uint8))
 
 
 @pytest.mark.parametrize("is_below", [False, True])
@@ -279,7 +279,7 @@ def test_a_loan_has_nothing_of_what_others_left_in_a_capsules_last_block(
         flood(pair.a)
     loan = pair.lender.lend(Ask(pair.holds(9, "p.0"), (), pair.a.engine.spec.identity))
     row = np.zeros(32, np.uint8)
-    loan.read([2], [row])
+    loan.read([2], row[np.newaxis])
     loan.close()
     slots = row.view(np.uint64)
     assert slots[0]
@@ -317,7 +317,7 @@ def test_loans_of_a_forked_capsule_are_ready_before_its_step(
     rows = np.zeros((5, engine._forward.memory.block_nbytes), np.uint8)
     for loan in filter(None, taken):
         assert decode_record(loan.record).tokens == pack_tokens(text(17))
-        loan.read(range(5), list(rows))
+        loan.read(range(5), rows)
         assert rows[0].any()
         loan.close()
     pair.a.run()
@@ -326,6 +326,30 @@ def test_loans_of_a_forked_capsule_are_ready_before_its_step(
     pair.a.run()
     assert engine.take_loan(ask) is None
     assert not engine._loans._ready
+
+
+def test_a_loan_that_is_claimed_while_idle_ones_end_stays_open(make_pair: MakePair) -> None:
+    """Another thread may claim one at any time: here, as the engine's thread tells of the end of its twin."""
+    pair = make_pair()
+    pair.a.run(prefill("p", text(17)))
+    engine = pair.a.engine
+    ask = Ask(pair.holds(17, "p.0"), (), engine.spec.identity)
+    engine.submit(fork("f", "p.0", loans=2), "g0")
+    pair.a.run()
+    claimed: list[Any] = []
+
+    def claim() -> None:
+        if not claimed and (loan := engine.take_loan(ask)) is not None:
+            claimed.append(loan)
+
+    engine.notify(claim)
+    pair.a.now += 31
+    pair.a.run()
+    (loan,) = claimed
+    rows = np.zeros((5, loan.block_nbytes), np.uint8)
+    loan.read(range(5), rows)
+    assert rows.any(axis=1).all()
+    loan.close()
 
 
 def test_loans_that_are_ready_are_of_this_life_and_model_and_end_with_it(

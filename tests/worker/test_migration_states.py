@@ -22,10 +22,10 @@ from mallee.protocol.messages import (
 )
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Forward
-from mallee.worker.kv.tiers.peers import Loan
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.transfer.peers import Loan
 from support.engine_machine import (
     GATEWAYS,
     QUIET,
@@ -78,7 +78,11 @@ class MigratingMachine(TieredMachine):
 
     def below(self) -> Any:
         return make_tiers(
-            self.host_blocks_now, disk=self.disk, movers=self.movers, peers=self.lender
+            self.host_blocks_now,
+            disk=self.disk,
+            movers=self.movers,
+            peers=self.lender,
+            short=self.short,
         )
 
     def start_peer(self) -> None:
@@ -227,7 +231,7 @@ class MigratingMachine(TieredMachine):
         if not dice:
             self.step(1)
             self.engine._loans.close()
-            self.movers[0]._copier.close()
+            self.movers[0]._carrier.close()
         super().restart(dice)
 
     @invariant()

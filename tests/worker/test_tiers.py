@@ -1,8 +1,13 @@
 """Capsules and prefixes below the device: parked, evicted, brought back, exactly."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
+
+from mallee.mocker.passes import mock_spec
+from mallee.protocol.errors import DeviceMemoryExhausted, MalleeError, from_wire
+from mallee.protocol.events import Removed, Stored, unpack_hashes
 from mallee.protocol.messages import (
     Cut,
     Demote,
@@ -14,7 +19,10 @@ from mallee.protocol.messages import (
     Rewind,
     pack_tokens,
 )
-from mallee.worker.kv.tiers.moves import DISK, HOST
+from mallee.testing.forward import MockForward
+from mallee.worker.forward import ForwardBatch, Logits
+from mallee.worker.kv.watch import Rows
+from mallee.worker.transfer.values import DISK, HOST
 from support.tier_commands import SAMPLED, flood, fork, generate, move_all, prefill, text, want
 from support.tiers import DictDisk, LateMover, make_tiers
 
@@ -51,14 +59,13 @@ def test_siblings_wait_for_one_fetch(make_bench: MakeBench) -> None:
     bench = make_bench(num_blocks=40, below=make_tiers(64, movers=movers), max_answer_capsules=0)
     prompt = text(60)
     bench.run(generate("a", prompt))
-    flood(bench)
+    flood(bench, *movers)
     bench.submit(*(generate(f"s{i}", prompt) for i in range(4)))
     for _ in range(8):
         bench.step()
     assert not bench.engine.has_work  # until a block has moved
     assert movers[0].num_under_way == 1
-    movers[0].advance()
-    bench.run()
+    move_all(bench, *movers)
     assert all(bench.answers[f"s{i}", 0].tokens == want(bench, prompt) for i in range(4))
     assert bench.answers["s0", 0].last.cached_tokens == 56
     assert bench.engine.stats().tiers.num_fetched_host == 14  # once, not four times
@@ -89,6 +96,32 @@ def test_sessions_of_four_times_the_device_take_turns_and_compute_nothing_twice(
     assert bench.forward.num_tokens - computed == turns * (
         1 + own + 7
     )  # a drawn token, and its own
+
+
+def test_a_prompt_waits_for_what_is_leaving_and_no_branch_gives_way(make_bench: MakeBench) -> None:
+    """Blocks that are on their way to host memory are not free yet: others draw on meanwhile."""
+    movers: list[LateMover] = []
+    bench = make_bench(num_blocks=24, below=make_tiers(64, movers=movers), max_answer_capsules=0)
+    old, prompt, other = text(60, first=9), text(40), text(4, first=20)
+    bench.run(generate("old", old))
+    bench.submit(generate("d", other))
+    bench.step()
+    bench.submit(generate("p", prompt))
+    for _ in range(20):
+        if bench.engine.has_work:
+            bench.step()
+    assert bench.answers["d", 0].tokens == want(bench, other)
+    assert ("p", 0) not in bench.answers
+    assert movers[0].num_under_way
+    assert bench.engine.stats().sched.num_preemptions == 0
+    move_all(bench, *movers)
+    assert bench.answers["p", 0].tokens == want(bench, prompt)
+    assert bench.engine.stats().sched.num_preemptions == 0
+    before = bench.forward.num_tokens
+    bench.submit(generate("again", old))
+    move_all(bench, *movers)
+    assert bench.answers["again", 0].tokens == want(bench, old)
+    assert bench.forward.num_tokens - before < 60  # what left came back
 
 
 # Capsules and blocks that end, change or are asked for again while they move between tiers
@@ -128,14 +161,15 @@ def test_an_answer_cut_while_its_blocks_are_fetched_leaves_what_its_client_saw(
     movers: list[LateMover] = []
     bench = make_bench(num_blocks=24, below=make_tiers(64, movers=movers))
     bench.run(prefill("p", text(40), replaceable=True))
-    flood(bench)
+    flood(bench, *movers)
     bench.submit(Generate("g", pack_tokens(text(40)), Limits(8), SAMPLED))
     bench.step()
     assert movers[0].num_under_way
     bench.submit(Cut("g", 0, 40, b""))
     bench.step()
     move_all(bench, movers[0])
-    bench.run(fork("f", "g.0"))
+    bench.submit(fork("f", "g.0"))
+    move_all(bench, movers[0])
     assert bench.answers["f", 0].tokens == want(bench, text(40))
 
 
@@ -176,3 +210,127 @@ def test_a_record_that_cannot_be_read_keeps_no_worker_from_its_start(make_bench:
     assert again.answers["f", 0].tokens == want(again, text(9))
     again.run(fork("g", "p.0"))
     assert again.answers["g", -1].error.code == "capsule_not_found"
+
+
+# Reads of the device that fail
+
+
+class ShortOfMemory(MockForward):
+    """A forward without room for the copies that reads of its blocks make, or for a pass, when told so."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(mock_spec(), num_blocks=num_blocks, block_size=4)
+        self.num_failing_reads = self.num_failing_passes = 0
+
+    def read(self, blocks: Sequence[int], rows: Rows, after: object = None) -> None:
+        if self.num_failing_reads:
+            self.num_failing_reads -= 1
+            raise DeviceMemoryExhausted("tried to allocate 32.00 MiB")
+        super().read(blocks, rows, after)
+
+    def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
+        if self.num_failing_passes:
+            self.num_failing_passes -= 1
+            raise RuntimeError("the pass failed")
+        return super().forward(batch)
+
+
+def held_in_host(bench: Any) -> set[int]:
+    """The blocks in host memory, as events tell."""
+    held: set[int] = set()
+    for event in bench.events:
+        match event:
+            case Stored(tier=1):
+                held |= set(unpack_hashes(event.hashes).tolist())
+            case Removed(tier=1):
+                held -= set(unpack_hashes(event.hashes).tolist())
+    return held
+
+
+def test_a_capsule_whose_copy_finds_no_memory_stays_where_it_was(make_bench: MakeBench) -> None:
+    """The demotion is refused, nothing is held below, and the next one succeeds."""
+    failures: list[MalleeError] = []
+    forward = ShortOfMemory(24)
+    bench = make_bench(forward=forward, below=make_tiers(64, failures=failures))
+    bench.run(prefill("p", text(18)))
+    forward.num_failing_reads = 1
+    bench.run(Demote("d", "p.0", HOST))
+    refusal = from_wire(bench.replies["d"].error)
+    assert isinstance(refusal, DeviceMemoryExhausted)
+    assert [type(each) for each in failures] == [DeviceMemoryExhausted]
+    tiers = bench.engine.stats().tiers
+    assert (tiers.host_blocks, tiers.host_held) == (0, 0)
+    assert not held_in_host(bench)
+    bench.run(fork("f", "p.0"))
+    assert bench.answers["f", 0].tokens == want(bench, text(18))
+    bench.run(Demote("e", "p.0", HOST))
+    assert bench.replies["e"].status.tier == "host"
+    flood(bench)
+    bench.run(fork("g", "p.0"))
+    assert bench.answers["g", 0].tokens == want(bench, text(18))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_two_copies_of_a_prefix_one_may_fail(make_bench: MakeBench, is_first: bool) -> None:
+    """Blocks that both take down are there when either has come, and stay while either capsule does."""
+    movers: list[LateMover] = []
+    forward = ShortOfMemory(40)
+    bench = make_bench(forward=forward, below=make_tiers(64, movers=movers))
+    texts = {"p": text(18), "q": text(16) + [7] * 9}
+    for name, tokens in texts.items():
+        bench.run(prefill(name, tokens))
+    bench.submit(Demote("dp", "p.0", HOST), Demote("dq", "q.0", HOST))
+    bench.step()
+    for fails in (is_first, not is_first):
+        forward.num_failing_reads = int(fails)
+        movers[0].advance()
+        bench.run()
+    assert (bench.replies["dp"].error is not None) is is_first
+    assert (bench.replies["dq"].error is not None) is not is_first
+    flood(bench, *movers)
+    move_all(bench, movers[0])
+    for name, tokens in texts.items():
+        bench.submit(fork(f"f{name}", f"{name}.0"))
+        move_all(bench, movers[0])
+        assert bench.answers[f"f{name}", 0].tokens == want(bench, tokens)
+
+
+def test_an_eviction_that_cannot_be_copied_restores_no_stale_bytes(make_bench: MakeBench) -> None:
+    """Blocks that did not reach host memory are in no tier, and are computed; the steps go on."""
+    failures: list[MalleeError] = []
+    forward = ShortOfMemory(24)
+    below = make_tiers(16, failures=failures)
+    bench = make_bench(forward=forward, below=below, max_answer_capsules=0)
+    for token in (1, 2):  # whose bytes are what the slots of host memory have now
+        bench.run(generate(f"old{token}", text(60, first=9 + token)))
+    bench.run(generate("a", text(40)))
+    forward.num_failing_reads = 1000
+    flood(bench)
+    assert failures
+    forward.num_failing_reads = 0
+    before = forward.num_tokens
+    bench.run(generate("b", text(40)))
+    assert bench.answers["b", 0].tokens == want(bench, text(40))
+    assert forward.num_tokens - before == 40 + 7
+    snapshot = bench.engine.snapshot()
+    assert set(unpack_hashes(snapshot.by_tier[1]).tolist()) == held_in_host(bench)
+
+
+def test_a_step_that_raises_has_begun_its_fetch_once(make_bench: MakeBench) -> None:
+    """Its caller calls again: what fetches goes on fetching, what computes is computed."""
+    movers: list[LateMover] = []
+    forward = ShortOfMemory(40)
+    bench = make_bench(forward=forward, below=make_tiers(64, movers=movers), max_answer_capsules=0)
+    bench.run(generate("a", text(60)))
+    flood(bench, *movers)
+    move_all(bench, movers[0])
+    bench.submit(generate("f", text(60)), generate("c", text(5, first=20)))
+    forward.num_failing_passes = 1
+    with pytest.raises(RuntimeError, match="the pass failed"):
+        bench.step()
+    bench.step()
+    assert movers[0].num_under_way == 1
+    move_all(bench, movers[0])
+    assert bench.answers["f", 0].tokens == want(bench, text(60))
+    assert bench.answers["c", 0].tokens == want(bench, text(5, first=20))
+    assert bench.engine.stats().tiers.num_fetched_host == 14

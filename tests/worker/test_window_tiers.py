@@ -17,9 +17,9 @@ from mallee.protocol.messages import (
 from mallee.testing.random_model import random_model
 from mallee.worker.capsules.capsule import copy_of
 from mallee.worker.engine import MakeTiers
-from mallee.worker.kv.tiers.moves import DISK, HOST
-from mallee.worker.kv.tiers.peers import Ask
-from mallee.worker.kv.tiers.window_rows import row_spans
+from mallee.worker.kv.windows import row_spans
+from mallee.worker.transfer.peers import Ask
+from mallee.worker.transfer.values import DISK, HOST
 from support.driving import drive
 from support.lending import holder, lent_by
 from support.tier_commands import NUM, SAMPLED, flood, fork, generate, prefill
@@ -97,7 +97,7 @@ def test_a_loan_clears_the_slots_that_a_capsule_does_not_fill_in_every_group(
         copy.copy_(memory)
     engine = bench.engine
     loan = lent_by(engine, Ask(holder(engine, 18, "p.0"), (), here.spec.identity), drive)
-    rows = list(np.zeros((loan.num_blocks, loan.block_nbytes), np.uint8))
+    rows = np.zeros((loan.num_blocks, loan.block_nbytes), np.uint8)
     loan.read(range(loan.num_blocks), rows)
     loan.close()
     capsule: Any = engine._capsules.peek("p.0")

@@ -4,7 +4,6 @@ A capsule stays usable while it is copied down. It gives up its place on the dev
 for disk, when its record is committed. From then on its device blocks are cache.
 """
 
-from collections import Counter
 from typing import NamedTuple
 
 from mallee.protocol.errors import InvalidParameter, MalleeError, TierFull, UnknownCapsule
@@ -13,10 +12,9 @@ from mallee.protocol.messages import Demote
 from mallee.worker.capsules.capsule import Below, Capsule, copy_of
 from mallee.worker.capsules.disk_records import DiskRecords, Told
 from mallee.worker.capsules.registry import CapsuleRegistry
-from mallee.worker.kv.node import Node
-from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import DISK, HOST, TIER_NAMES
 from mallee.worker.kv.tree import BranchTree
+from mallee.worker.transfer.lower import LowerTiers
+from mallee.worker.transfer.values import DISK, HOST, TIER_NAMES, Moved
 
 
 class _Way(NamedTuple):
@@ -28,7 +26,7 @@ class _Way(NamedTuple):
 
 
 class Demotions:
-    """Takes capsules down. Holds what is being copied to host memory."""
+    """Takes capsules down. Their blocks may be given up meanwhile, and are free when they are read."""
 
     def __init__(
         self,
@@ -41,7 +39,6 @@ class Demotions:
         self._capsules = capsules
         self._lower = lower
         self._records = records
-        self._in_copy: Counter[Node] = Counter()
 
     def demote(self, command: Demote, told: Told) -> None:
         """Begin; `told` gets the capsule once it is there.
@@ -84,20 +81,22 @@ class Demotions:
         below = Below(HOST, copy.tokens, capsule.salt, copy.keys, False, True, copy.more)
         way = _Way(capsule.id, below, self._capsules.promise_below(capsule, below))
 
-        def ended(_: object) -> None:
-            self._arrived(way)
-            told(capsule.id, None)
-            self._in_copy[node] -= 1
-            self._in_copy = +self._in_copy
-            self._tree.release(node)
+        end_read = self._tree.keep_bytes(copy.blocks)
+
+        def ended(moved: Moved) -> None:
+            end_read()
+            if moved.error is None:
+                self._arrived(way)
+            else:
+                self._capsules.forgo_below(way.nbytes)
+            told(capsule.id, moved.error)
 
         try:
             lower.park(copy.all_keys, copy.blocks, ended, num_untold=copy.num_untold)
         except TierFull:
+            end_read()
             self._capsules.forgo_below(way.nbytes)
             raise
-        self._tree.hold(node)
-        self._in_copy[node] += 1
 
     def _commit(self, capsule: Capsule, told: Told) -> None:
         copy = self._records.copied(capsule)
@@ -134,7 +133,3 @@ class Demotions:
         if capsule.below is not None:
             return capsule.below.keys == below.keys
         return capsule.node is not None and copy_of(self._tree, capsule.node).keys == below.keys
-
-    def holds(self) -> Counter[Node]:
-        """The nodes that are being copied, and how often."""
-        return self._in_copy + self._records.holds()

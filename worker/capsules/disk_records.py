@@ -16,10 +16,9 @@ from mallee.protocol.model import ModelSpec
 from mallee.worker.capsules.capsule import Below, Capsule, Copied, copy_of
 from mallee.worker.capsules.record import CapsuleRecord
 from mallee.worker.capsules.registry import CapsuleRegistry
-from mallee.worker.kv.node import Node
-from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import Moved, Spill
 from mallee.worker.kv.tree import BranchTree
+from mallee.worker.transfer.lower import LowerTiers
+from mallee.worker.transfer.values import Disk, Move, Moved, Record, Transfer
 
 Told: TypeAlias = Callable[[CapsuleId, MalleeError | None], None]
 
@@ -36,7 +35,7 @@ class Model(Protocol):
 
 
 class DiskRecords:
-    """Records under way. Holds the nodes whose blocks are copied for them."""
+    """Records under way."""
 
     def __init__(
         self, tree: BranchTree, capsules: CapsuleRegistry, lower: LowerTiers | None, model: Model
@@ -45,7 +44,6 @@ class DiskRecords:
         self._capsules = capsules
         self._lower = lower
         self._model = model
-        self._in_copy: Counter[Node] = Counter()
         self._committing: Counter[CapsuleId] = Counter()  # records on their way to disk
         self._unanswered: dict[CapsuleId, list[Told]] = {}  # until the record is the capsule's
         self._deleting: dict[CapsuleId, list[Told]] = {}  # whose records are on their way out
@@ -63,9 +61,10 @@ class DiskRecords:
         """
         key, lower = capsule.id, self._lower
         assert lower is not None, "a record, without tiers"
-        node = capsule.node if copy.blocks else None
+        end_read = self._tree.keep_bytes(copy.blocks)
 
         def ended(moved: Moved) -> None:
+            end_read()
             self._committing[key] -= 1
             written(moved.error)
             if moved.error is not None:
@@ -74,10 +73,6 @@ class DiskRecords:
                 self._unanswered.setdefault(key, []).append(told)
             if not self._committing[key]:
                 self._written(key, moved)
-            if node is not None:
-                self._in_copy[node] -= 1
-                self._in_copy = +self._in_copy
-                self._tree.release(node)
 
         self._committing[key] += 1
         lower.commit(
@@ -90,9 +85,6 @@ class DiskRecords:
             owner=owner_of(capsule.salt.rpartition("/")[2]),
             is_kept=self._capsules.is_kept(capsule),
         )
-        if node is not None:
-            self._tree.hold(node)
-            self._in_copy[node] += 1
 
     def _written(self, key: CapsuleId, moved: Moved) -> None:
         """The last record of a capsule that was under way is on disk, or failed."""
@@ -160,10 +152,6 @@ class DiskRecords:
         assert below is not None, "a capsule that is nowhere"
         return self._copied_below(below)
 
-    def holds(self) -> Counter[Node]:
-        """The nodes that are being copied, and how often."""
-        return Counter(self._in_copy)
-
     def _copied_below(self, below: Below) -> Copied:
         has_tail = len(below.tokens) % self._tree.block_size > 0
         return Copied(below.tokens, below.keys, (), has_tail, below.more)
@@ -175,12 +163,15 @@ class DiskRecords:
         logits = None if capsule.logits is None else self._model.dump(capsule.logits)
         return self._capsules.record(capsule, copy, logits, self._model.spec.identity)
 
-    def _says(self, move: object, capsule: Capsule) -> bool:
+    def _says(self, move: Move, capsule: Capsule) -> bool:
         """Whether the record that `move` wrote is that of `capsule` as it is now."""
-        assert isinstance(move, Spill), "no record was written"
         assert capsule.below is not None, "not on disk"
         record = self._encoded(capsule, self._copied_below(capsule.below))
-        return (move.record, move.is_kept) == (record, self._capsules.is_kept(capsule))
+        match move:
+            case Transfer(target=Disk(record=Record() as written)):
+                said = (written.payload, written.is_kept)
+                return said == (record, self._capsules.is_kept(capsule))
+        raise AssertionError("no record was written")
 
     def _durable(self, key: CapsuleId) -> Capsule | None:
         """The capsule, if it is here and its copy is on disk, with its record."""

@@ -14,9 +14,9 @@ from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.ids import CapsuleId
 from mallee.worker.capsules.capsule import Below, Capsule, CutText, copy_of, cut_text
 from mallee.worker.kv.node import Node
-from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import DEVICE, HOST
 from mallee.worker.kv.tree import BranchTree
+from mallee.worker.transfer.lower import LowerTiers
+from mallee.worker.transfer.values import DEVICE, HOST
 
 
 class CapsulePlaces:
@@ -133,9 +133,8 @@ class CapsulePlaces:
         copy = copy_of(self._tree, found.node)
         keys, num_full = copy.all_keys, len(copy.tokens) // self._tree.block_size
         if copy.more:  # windows are given up before the rest is evicted: it goes down as one
-            self._lower.offload(keys[:num_full], copy.blocks[:num_full])
-        if copy.num_untold:
-            self._lower.offload_untold(keys[num_full:], copy.blocks[num_full:])
+            self._tree.offload(keys[:num_full], copy.blocks[:num_full])
+        self._tree.offload(keys[num_full:], copy.blocks[num_full:], are_full=False)
         below = Below(
             HOST,
             copy.tokens,

@@ -29,10 +29,10 @@ from mallee.worker.capsules.room import KeptRoom
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text, joined
-from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import DISK, TIER_NAMES
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.kv.usage import sole_blocks
+from mallee.worker.transfer.lower import LowerTiers
+from mallee.worker.transfer.values import DISK, TIER_NAMES
 
 
 class CapsuleStats(NamedTuple):

@@ -15,8 +15,8 @@ from mallee.worker.capsules.capsule import Capsule
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.paths import with_ancestors
 from mallee.worker.kv.text import Text
-from mallee.worker.kv.tiers.moves import DEVICE
 from mallee.worker.kv.tree import BranchTree
+from mallee.worker.transfer.values import DEVICE
 
 CAPSULE_NBYTES: Final = 1024
 """Of a capsule below: its objects and its places in tables, about."""

@@ -44,11 +44,11 @@ def check_tree(tree: BranchTree) -> None:
     owned = [block for node in nodes for block in node.blocks]
     assert len(owned) == len(set(owned)), "a block has two owners"
     assert all(not tree.pool.is_free(b) for b in owned), "a node owns a free block"
-    assert len(owned) == tree.pool.num_blocks - tree.pool.num_free, "used blocks without an owner"
+    assert len(owned) == tree.pool.num_blocks - tree.pool.num_coming, "used blocks without an owner"
     for node in nodes:
         _check_node(tree, node)
     cached = sum(len(n.blocks) for n in nodes if n.live == 0)
-    counted = tree.num_available - tree.pool.num_free
+    counted = tree.num_available - tree.pool.num_coming
     assert counted == cached, f"cached {counted}, are {cached}"
     _check_eviction(tree)
     _check_hashes(tree)

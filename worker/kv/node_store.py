@@ -5,12 +5,14 @@ Keeps three things true, and knows nothing of forks or tokens to come: a live no
 node holds full blocks only; the index lists exactly the full blocks of all nodes.
 """
 
+from functools import partial
+
 from mallee.protocol.errors import PoolExhausted
 from mallee.worker.kv.block_index import BlockIndex
 from mallee.worker.kv.eviction import EvictionName, Ranks, eviction_order
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
-from mallee.worker.kv.pool import BlockPool
+from mallee.worker.kv.pool import BlockPool, BlocksLeaving
 from mallee.worker.kv.windows import Offload, Windows
 
 
@@ -57,8 +59,8 @@ class NodeStore:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can get: free ones and those of dead nodes."""
-        return self.pool.num_free + self.cached_blocks
+        """Blocks that `take` can get, now or later: free ones, leaving ones, and those of dead nodes."""
+        return self.pool.num_coming + self.cached_blocks
 
     def oldest(self) -> Node | None:
         """The dead leaf that gives up blocks next; None if nothing is dead."""
@@ -181,20 +183,37 @@ class NodeStore:
     # Blocks
 
     def take(self, num_blocks: int, owner: Node) -> list[int]:
-        """Free blocks, evicting cache if there are too few. Raises PoolExhausted before it evicts."""
+        """Free blocks, evicting cache if there are too few.
+
+        Raises PoolExhausted before it evicts, BlocksLeaving after it.
+        """
         if num_blocks > self.num_available:
             raise PoolExhausted(num_blocks, self.num_available, self.pool.num_blocks)
+        self.evict(num_blocks)
+        if num_blocks > self.pool.num_free:
+            raise BlocksLeaving
+        return self.pool.alloc(num_blocks, owner)
+
+    def evict(self, num_blocks: int, *, spares_ranked: bool = False) -> None:
+        """Give up cache until `num_blocks`, which are available, are free or leaving.
+
+        `spares_ranked`: or until only blocks with a rank are left.
+        """
         if len(self.ranks):
             self._expire_ranks()
-        while self.pool.num_free < num_blocks:
+        while self.pool.num_coming < num_blocks:
             oldest = self._order.oldest()
-            short = num_blocks - self.pool.num_free
+            if spares_ranked and self.ranks.rank(oldest):
+                return
+            short = num_blocks - self.pool.num_coming
             kept = max(len(oldest.blocks) - short, self.ranks.num_above(oldest))
             self.num_evicted += len(oldest.blocks) - kept
             if self._offload is not None:
                 if self.windows is not None:
                     self.windows.evicting(oldest, kept)
-                self._offload(oldest.hashes[kept:], oldest.blocks[kept:])
+                blocks = oldest.blocks[kept:]
+                self.pool.begin_read(blocks)
+                self._offload(oldest.hashes[kept:], blocks, partial(self.pool.end_read, blocks))
             self._truncate(oldest, kept)
             if not oldest.blocks:
                 parent = self._unlink(oldest)
@@ -202,7 +221,6 @@ class NodeStore:
                     self.settle(parent)
             elif oldest.rank != self.ranks.rank(oldest):
                 self._order.became_leaf(oldest)
-        return self.pool.alloc(num_blocks, owner)
 
     def trim(self, node: Node) -> None:
         """Free the blocks of `node` that hold no token of it."""

@@ -3,6 +3,9 @@
 Reference counts live on tree nodes, not here (design decision 1): a block has exactly one owner from
 `alloc` to `free`, so the pool is a stack of free ids and one byte of state per block. Ids that were
 never handed out are not on the stack: a thousand mocked pools would be mostly that.
+
+A transfer may still read a block that its owner gives up: the block is *leaving* until that has ended, and
+free only then.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,6 +25,10 @@ class PoolStats(NamedTuple):
     used: int
 
 
+class BlocksLeaving(Exception):
+    """Enough blocks will be free, but transfers still read some of them."""
+
+
 class BlockPool:
     """Blocks of one KV memory, by id; alloc and free are O(1) a block.
 
@@ -30,7 +37,7 @@ class BlockPool:
     """
 
     __slots__ = (
-        *("_free", "_fresh", "_is_free", "_num_allocs", "_num_frees"),
+        *("_free", "_fresh", "_is_free", "_leaving", "_num_allocs", "_num_frees", "_readers"),
         *("num_blocks", "num_free", "watch"),
     )
 
@@ -49,6 +56,13 @@ class BlockPool:
                 self._is_free[block] = 1
         self._num_allocs = 0
         self._num_frees = 0
+        self._readers: dict[int, int] = {}  # transfers under way, by block
+        self._leaving: dict[int, object] = {}  # by block, those who gave them up
+
+    @property
+    def num_coming(self) -> int:
+        """Blocks that are free, or will be without anything done for it."""
+        return self.num_free + len(self._leaving)
 
     def alloc(self, n: int, owner: object = None) -> list[int]:
         """Take n blocks. Raises PoolExhausted, having taken none. `owner` is for the watch's story."""
@@ -73,6 +87,11 @@ class BlockPool:
 
     def free(self, blocks: Sequence[int], owner: object = None) -> None:
         """Give blocks back. A block that is already free is our bug: AssertionError, naming it."""
+        if self._readers:
+            self._leaving.update((b, owner) for b in blocks if b in self._readers)
+            blocks = [block for block in blocks if block not in self._readers]
+            if not blocks:
+                return
         for block in blocks:
             assert not self._is_free[block], f"block {block} freed twice{self._story(block)}"
             self._is_free[block] = 1
@@ -82,13 +101,28 @@ class BlockPool:
         if self.watch is not None:
             self.watch.freed(blocks, owner)
 
+    def begin_read(self, blocks: Sequence[int]) -> None:
+        """A transfer reads `blocks`: if they are given up meanwhile, they are free after `end_read`."""
+        for block in blocks:
+            self._readers[block] = self._readers.get(block, 0) + 1
+
+    def end_read(self, blocks: Sequence[int]) -> None:
+        """The transfer has ended."""
+        for block in blocks:
+            self._readers[block] -= 1
+            if not self._readers[block]:
+                del self._readers[block]
+        for block in reversed(blocks):
+            if block in self._leaving and block not in self._readers:
+                self.free((block,), self._leaving.pop(block))
+
     def is_free(self, block: int) -> bool:
         return bool(self._is_free[block])
 
     def used_blocks(self) -> set[int]:
-        """Every block that is handed out. O(blocks)."""
+        """Every block that has an owner. O(blocks)."""
         usable = range(self.num_blocks) if self.watch is None else self.watch.usable
-        return {block for block in usable if not self._is_free[block]}
+        return {b for b in usable if not self._is_free[b] and b not in self._leaving}
 
     def check(self) -> None:
         """Raise AssertionError unless the free list and the state bytes agree."""
@@ -97,6 +131,7 @@ class BlockPool:
         assert sum(self._is_free) == len(free) == self.num_free, "list and state bytes disagree"
         assert all(self._is_free[b] for b in free), "a used block is on the free list"
         assert self._num_allocs - self._num_frees == self.num_blocks - self.num_free, "leak"
+        assert set(self._leaving) <= set(self._readers), "a block leaves for ever"
 
     def stats(self) -> PoolStats:
         used = self.num_blocks - len(self._fresh)

@@ -20,7 +20,7 @@ full blocks as cache, found again by chain hash, until `reserve` needs room (`ev
 read only a window keep blocks of their own beside them, which they give up earlier (`windows.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
@@ -86,6 +86,7 @@ class BranchTree:
             windows=self.windows,
             offload=offload,
         )
+        self._offload = offload, offload_rows
         self._num_copies = self._num_children = 0
 
     # Finding and sharing
@@ -197,7 +198,8 @@ class BranchTree:
         the node's next `commit`, a copy that it needs is returned again by every call.
         `is_fetched`: all of these tokens come from below together, to a new child of `node`, which ends with
         a block: windows get room only for what is read after them.
-        Raises PoolExhausted, with nothing changed.
+        Raises PoolExhausted, with nothing changed; BlocksLeaving, if transfers still read blocks that were
+        given up: with cache on its way down, and nothing else changed.
         """
         size = self.block_size
         if is_fetched or node.holders != 1 or node.children:
@@ -205,7 +207,7 @@ class BranchTree:
         missing = -(-(len(node.tokens) + num_tokens) // size) - len(node.blocks)
         if missing > 0:
             if self.windows is not None:
-                self.windows.check_room(missing)
+                self.windows.make_room(missing)
             taken = self._store.take(missing, node)  # may merge the parent into `node`
             node.blocks += taken
             node.flat = None
@@ -355,6 +357,45 @@ class BranchTree:
             self._store.num_splits,
         )
 
+    # Copies of the bytes that others make
+
+    def keep_bytes(self, blocks: Sequence[int]) -> Callable[[], None]:
+        """Have `blocks`, also rows of windows, not handed out anew until the function returned is called.
+
+        Whoever owns them may give them up meanwhile, and go on writing behind their tokens.
+        """
+        num_rows = 0
+        if self.windows is not None:
+            first = self.windows.groups[0].span.first
+            num_rows = sum(block >= first for block in blocks)
+        full = [*blocks[: len(blocks) - num_rows]]
+        self.pool.begin_read(full)
+        end_rows = None
+        if self.windows is not None and num_rows:
+            end_rows = self.windows.keep_rows(blocks[len(full) :])
+
+        def end() -> None:
+            self.pool.end_read(full)
+            if end_rows is not None:
+                end_rows()
+
+        return end
+
+    def offload(self, keys: Sequence[int], blocks: Sequence[int], *, are_full: bool = True) -> None:
+        """Copy `blocks` below, as if they were evicted; `are_full`: full ones of the full group."""
+        offload = self._offload[0 if are_full else 1]
+        if offload is not None and blocks:
+            offload(keys, blocks, self.keep_bytes(blocks))
+
+    def evict_ahead(self, num_blocks: int) -> None:
+        """Give up cache until so many blocks, or as many as can be, are free or on their way down.
+
+        Blocks with a rank stay until they are needed.
+        """
+        self._store.evict(min(num_blocks, self._store.num_available), spares_ranked=True)
+        if self.windows is not None:
+            self.windows.evict(num_blocks)
+
     # Checking the bytes; nothing is done without a watch
 
     def seal(self, node: Node) -> None:
@@ -381,7 +422,7 @@ class BranchTree:
             if is_fetched:
                 begin = node.end // self.block_size
                 unread = self.windows.unread(begin, node.end + num_tokens)
-            self.windows.check_room(num_blocks, unread)
+            self.windows.make_room(num_blocks, unread)
         child.blocks = self._store.take(num_blocks, child)
         child.holders = child.live = 1
         self._store.nodes.add(child)

@@ -41,11 +41,23 @@ class KVMemory(Protocol):
         """Bytes of a block, of all layers; 0 if there are none (a mocked memory)."""
         ...
 
-    def read(self, blocks: Sequence[int], rows: Rows) -> None:
-        """Copy each of `blocks` into its row. From any thread, of blocks that don't change."""
+    def new_rows(self, num: int) -> Rows:
+        """Memory of the host for the bytes of `num` blocks, which copies to and from here reach fastest."""
         ...
 
-    def write(self, blocks: Sequence[int], rows: Rows) -> None:
+    def mark(self) -> object:
+        """A mark behind all that is launched on the device so far, for `read` and `write`."""
+        ...
+
+    def read(self, blocks: Sequence[int], rows: Rows, after: object = None) -> None:
+        """Copy each of `blocks` into its row. From any thread, of blocks that don't change.
+
+        It waits for what was launched before the mark `after`, and for nothing later; without one for all.
+        Raises DeviceMemoryExhausted.
+        """
+        ...
+
+    def write(self, blocks: Sequence[int], rows: Rows, after: object = None) -> None:
         """The opposite. From any thread, to blocks that nothing else touches."""
         ...
 

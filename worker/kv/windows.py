@@ -15,6 +15,11 @@ only judge of that, for prompts, capsules, forks inside a text, and events alike
 With tiers below, blocks that are evicted with the full group's go down with them, and of those that are given
 up before the ones that whoever goes on from the end of the node would read. Other idle ones are dropped.
 
+Below the device all blocks are rows of one size, that of a block of the full group. A window block has more
+layers (in Gemma 3 five times as many): it is several rows, the last one filled up with zeros. Rows are
+numbered after the full group's blocks, and have keys made from the chain hash of their tokens, so that one
+space of numbers and one of keys hold all there is.
+
 Rejected: giving blocks up at once (a prompt could go on only from where another one ended: of a system
 prompt that many share, nothing would be found again); a table of present blocks per node (suffixes are
 all that ever occurs).
@@ -22,6 +27,7 @@ all that ever occurs).
 
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -32,14 +38,44 @@ from mallee.protocol.model import GroupSpec
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node, WindowBlocks
 from mallee.worker.kv.paths import flatten_windows
-from mallee.worker.kv.pool import BlockPool
-from mallee.worker.kv.tiers.window_rows import RowSpan, row_spans
+from mallee.worker.kv.pool import BlockPool, BlocksLeaving
 
+_MASK: Final = (1 << 64) - 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15
 NO_HOLDER: Final = 1 << 60
 """The `low` of a node that is dead."""
 
-Offload: TypeAlias = Callable[[Sequence[int], Sequence[int]], None]
-"""Takes keys and blocks of cache that is about to be evicted, the first of a text first."""
+Offload: TypeAlias = Callable[[Sequence[int], Sequence[int], Callable[[], None]], None]
+"""Takes keys and blocks of cache that is about to be evicted, the first of a text first, and a function that
+it calls when their bytes are needed no longer."""
+
+
+class RowSpan(NamedTuple):
+    """The rows of a window group: block b has `per_block` from `first + b * per_block` on."""
+
+    group: int  # 1 or more
+    first: int
+    per_block: int
+
+    def rows(self, block: int) -> range:
+        """The rows of `block`."""
+        begin = self.first + block * self.per_block
+        return range(begin, begin + self.per_block)
+
+    def keys(self, key: int) -> list[int]:
+        """The keys of the rows of the block whose chain hash is `key`."""
+        return [_mixed(key, self.group << 16 | part) for part in range(self.per_block)]
+
+
+def row_spans(groups: Sequence[GroupSpec], num_blocks: int, block_size: int) -> list[RowSpan]:
+    """The rows of each of `groups` but the first, which is the full one and has `num_blocks`."""
+    spans = []
+    first = num_blocks
+    for number, group in enumerate(groups[1:], start=1):
+        per_block = -(-group.nbytes_per_token // groups[0].nbytes_per_token)
+        spans.append(RowSpan(number, first, per_block))
+        first += per_block * group.num_blocks(num_blocks, block_size)
+    return spans
 
 
 class WindowGroup(NamedTuple):
@@ -134,18 +170,30 @@ class Windows:
         return min(group.pool.num_free for group in self.groups)
 
     def available(self, g: int) -> int:
-        return self.groups[g].pool.num_free + self._num_idle[g]
+        return self.groups[g].pool.num_coming + self._num_idle[g]
 
     def in_use(self, g: int) -> int:
         """Blocks that holders still read."""
         return self.groups[g].pool.num_blocks - self.available(g)
 
-    def check_room(self, num_blocks: int, unread: Sequence[int] = ()) -> None:
-        """Raises PoolExhausted if a group has no room for so many more, but for its `unread` ones."""
-        for g, group in enumerate(self.groups):
-            num = num_blocks - unread[g] if unread else num_blocks
+    def make_room(self, num_blocks: int, unread: Sequence[int] = ()) -> None:
+        """Have so many more blocks free in each group, but for its `unread` ones.
+
+        Raises PoolExhausted before it gives up any, BlocksLeaving after it.
+        """
+        nums = [num_blocks - (unread[g] if unread else 0) for g in range(len(self.groups))]
+        for g, num in enumerate(nums):
             if num > self.available(g):
-                raise PoolExhausted(num, self.available(g), group.pool.num_blocks)
+                raise PoolExhausted(num, self.available(g), self.groups[g].pool.num_blocks)
+        for g, num in enumerate(nums):
+            self._evict(g, num)
+        if any(num > self.groups[g].pool.num_free for g, num in enumerate(nums)):
+            raise BlocksLeaving
+
+    def evict(self, num_blocks: int) -> None:
+        """Give up idle blocks until `num_blocks` of each group are free or leaving, as far as they go."""
+        for g in range(len(self.groups)):
+            self._evict(g, min(num_blocks, self.available(g)))
 
     def has_room(self, num_blocks: int, num_texts: int, num_computed: int) -> bool:
         """Whether texts that take `num_blocks` in all have room; a step computes `num_computed` of them."""
@@ -175,23 +223,23 @@ class Windows:
         node.window_flats = None
 
     def extend(self, node: Node, num_blocks: int, unread: Sequence[int] = ()) -> None:
-        """`node` has so many more blocks; `check_room` has passed.
+        """`node` has so many more blocks; `make_room` has passed.
 
         `unread`: as many of them, by group, are gone from the beginning on, in a node that has no others.
         """
         for g, own in enumerate(node.windows):
             own.num_gone += unread[g] if unread else 0
-            own.blocks += self._take(g, num_blocks - own.num_gone if unread else num_blocks, node)
+            num = num_blocks - own.num_gone if unread else num_blocks
+            own.blocks += self.groups[g].pool.alloc(num, node)
         node.window_flats = None
 
-    def _take(self, g: int, num_blocks: int, owner: Node) -> list[int]:
+    def _evict(self, g: int, num_blocks: int) -> None:
         pool, nodes = self.groups[g].pool, self._idle_nodes[g]
-        while pool.num_free < num_blocks:
+        while pool.num_coming < num_blocks:
             victim = next(iter(nodes))
-            self._give_up(victim, g, min(victim.windows[g].idle, num_blocks - pool.num_free))
+            self._give_up(victim, g, min(victim.windows[g].idle, num_blocks - pool.num_coming))
             if not victim.windows[g].idle:
                 del nodes[victim]
-        return pool.alloc(num_blocks, owner)
 
     def _give_up(self, node: Node, g: int, num_blocks: int) -> None:
         """The first `num_blocks`, which are idle."""
@@ -313,7 +361,26 @@ class Windows:
             keys += span.keys(node.hashes[i])
             rows += span.rows(own.blocks[i - own.num_gone])
         if keys:
-            self._offload(keys, rows)
+            blocks = own.blocks[begin - own.num_gone : end - own.num_gone]
+            pool = self.groups[g].pool
+            pool.begin_read(blocks)
+            self._offload(keys, rows, partial(pool.end_read, blocks))
+
+    def keep_rows(self, rows: Sequence[int]) -> Callable[[], None]:
+        """As `BranchTree.keep_bytes`."""
+        kept: list[tuple[BlockPool, list[int]]] = []
+        for group in self.groups:
+            span, num = group.span, group.pool.num_blocks * group.span.per_block
+            own = [row - span.first for row in rows if 0 <= row - span.first < num]
+            kept.append((group.pool, list(dict.fromkeys(row // span.per_block for row in own))))
+        for pool, blocks in kept:
+            pool.begin_read(blocks)
+
+        def end() -> None:
+            for pool, blocks in kept:
+                pool.end_read(blocks)
+
+        return end
 
     def held_hashes(self, g: int) -> Hashes:
         """Hashes of all full blocks in group g, in no particular order."""
@@ -455,3 +522,11 @@ class Windows:
         if node.parent is None:
             return own
         return self._path_blocks(node.parent, g)[: node.base // self._block_size] + own
+
+
+def _mixed(key: int, number: int) -> int:
+    """A key of its own for each number (the finalizer of SplitMix64: no two keys become one)."""
+    value = (key + (number + 1) * _GOLDEN) & _MASK
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK
+    return value ^ value >> 31

@@ -23,9 +23,10 @@ from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.worker.forward import Draw, Drawing, ForwardBatch, Logits, LogprobQuery, Row
 from mallee.worker.gaps import ClockMarks, WorkGaps
 from mallee.worker.kv.node import BlockCopy
-from mallee.worker.kv.tiers.moves import STAGED_BLOCKS
-from mallee.worker.kv.tiers.window_rows import row_spans
+from mallee.worker.kv.windows import row_spans
 from mallee.worker.memory.budget import GRAPHS, Budget, Room, Work, check_context
+from mallee.worker.memory.copies import CudaCopies
+from mallee.worker.memory.marks import CudaMarks
 from mallee.worker.memory.refusals import shed, told
 from mallee.worker.memory.transfer import sent
 from mallee.worker.model.attention.flashinfer import FlashInferAttention
@@ -55,11 +56,11 @@ from mallee.worker.model.loading.config_json import read_config
 from mallee.worker.model.loading.update import WeightUpdate
 from mallee.worker.model.loading.vocabulary import check_same_tokens
 from mallee.worker.model.loading.weights import ModelWeights, load_weights
-from mallee.worker.model.marks import CudaMarks
 from mallee.worker.model.ops import movable
 from mallee.worker.model.plan import make_plan
 from mallee.worker.model.sampling.device import draw_nbytes
 from mallee.worker.model.sampling.sampler import Drawn
+from mallee.worker.transfer.values import BATCH_BLOCKS
 
 log = logging.getLogger(__name__)
 
@@ -206,10 +207,11 @@ class TorchForward:
             self._memories[g][i] for g, i in (places[layer] for layer in range(config.num_layers))
         ]
         self._windows = tuple(group.window for group in spec.windows)
-        self.memory = TorchKV(self._memory, block_size)
+        copies = CudaCopies(there) if (there := self._memory.device).type == "cuda" else None
+        self.memory = TorchKV(self._memory, block_size, copies)
         if self._windows:
             spans = row_spans(spec.groups, num_blocks, block_size)
-            self.memory = GroupedKV(kept, block_size, spans)
+            self.memory = GroupedKV(kept, block_size, spans, copies)
         self._reads = self._flat_reads = self._copied = 0
         self.budget: Budget | None = None  # of the device, where KV was sized by it
         self.is_unified = False  # whether the host's memory is the device's
@@ -587,7 +589,7 @@ def work_of(
         max_rows=room.max_rows,
         max_step_tokens=room.max_step_tokens,
         kept_rows=room.kept_rows,
-        staged_blocks=2 * STAGED_BLOCKS,  # one way and the other
+        staged_blocks=2 * BATCH_BLOCKS,  # one way and the other
         draw_nbytes=draw_nbytes(room.max_rows, config.vocab_size),
     )
 

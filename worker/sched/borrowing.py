@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mallee.protocol.messages import Continuation, Grammar, Holder
+from mallee.worker.transfer.peers import Loan
 
 
 class CapsuleState(NamedTuple):
@@ -22,12 +23,12 @@ class Lent(NamedTuple):
     ends where the capsule's KV does.
     """
 
-    loan: int
+    loan: Loan
     keys: tuple[int, ...]
     num_blocks: int
     num_tokens: int
     is_capsule: bool = False
-    is_foreign: bool = False  # as in `Pull`
+    is_foreign: bool = False  # as in `Peer`
 
 
 class Borrowing:

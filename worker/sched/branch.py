@@ -36,10 +36,10 @@ from mallee.worker.forward import Constraint, Ids, Matcher, TokenHistory
 from mallee.worker.kv.node import BlockCopy, Node
 from mallee.worker.kv.paths import path_texts
 from mallee.worker.kv.text import Notation, Text, joined
-from mallee.worker.kv.tiers.lower import Part
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.borrowing import Borrowing
 from mallee.worker.sched.sessions import Session, Sessions, Tenant, Turns
+from mallee.worker.transfer.lower import Part
 
 NOT_LOOKED_UP = (-1, 0)
 """No version of the tree, no blocks: `Branch.found` before the first look."""
@@ -650,8 +650,8 @@ class Plan:
 
     @property
     def draws_only(self) -> bool:
-        """Whether branches draw that need no pass, and no other computes."""
-        return bool(self.ready) and not self.decodes and not self.chunks
+        """Whether branches draw that need no pass, and nothing else gets a block or computes."""
+        return bool(self.ready) and not (self.decodes or self.chunks or self.fetches)
 
     @property
     def is_empty(self) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from mallee.worker.sched.branch import Branch, Fetch, Query
+from mallee.worker.sched.running import Grown
 
 
 @dataclass(slots=True)
@@ -15,16 +16,26 @@ class StepBudget:
     rows: int
     chunks: int
     may_admit: bool  # whether waiting branches may join
-    is_full: bool = False  # of prompts that can't be cut
+    is_full: bool = False  # no more prompts: one can't be cut, or waits for room
     granted: dict[Branch, int] = field(default_factory=dict)  # tokens by prompt
     fetches: tuple[Fetch, ...] = ()
     queries: tuple[Query, ...] = ()
-    has_preempted: bool = False
+    has_left_out: bool = False  # branches that run compute nothing, though chosen before
+
+    def note(self, grown: Grown) -> None:
+        """Those that gave way compute nothing in this step, and no branch joins any more.
+
+        If room has to be waited for, no more prompts get any: it is for the one that waits.
+        """
+        if grown.preempted:
+            self.drop(grown.preempted)
+        if grown.must_wait:
+            self.has_left_out = self.is_full = True
 
     def drop(self, preempted: Collection[Branch]) -> None:
         """`preempted` compute nothing in this step, and no branch joins any more."""
         if preempted:
-            self.has_preempted = True
+            self.has_left_out = True
             self.may_admit = False
             for branch in preempted:
                 self.granted.pop(branch, None)

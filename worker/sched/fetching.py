@@ -11,8 +11,6 @@ import numpy as np
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.messages import Holder
 from mallee.worker.kv.node import Node
-from mallee.worker.kv.tiers.lower import MAX_FETCH_BLOCKS, Found, LowerTiers, Part
-from mallee.worker.kv.tiers.moves import PEER
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.kv.windows import Windows
 from mallee.worker.sched.borrowing import Borrowing, Lent
@@ -20,6 +18,8 @@ from mallee.worker.sched.branch import Branch, Fetch, Query, node_of
 from mallee.worker.sched.budget import StepBudget
 from mallee.worker.sched.running import BlockBudget, Running
 from mallee.worker.sched.waiting import Waiting
+from mallee.worker.transfer.lower import MAX_FETCH_BLOCKS, Found, LowerTiers, Part
+from mallee.worker.transfer.values import PEER
 
 
 class Fetching:
@@ -114,7 +114,7 @@ class Fetching:
         lower, tree, size = self._lower, self._tree, self._tree.block_size
         lower.claim(part.found, part.keys)  # room for it may be made at its expense
         grown = self._room.grow(branch, num_tokens)
-        budget.drop(grown.preempted)
+        budget.note(grown)
         if not grown.has_room:
             lower.unclaim(part.found, part.keys)
             return True
@@ -155,7 +155,7 @@ class Fetching:
             begin < held and num
         ):  # but its windows were given up: it comes back with them, by host memory
             own = [int(key) for key in keys[begin : min(held, begin + num)]]
-            lower.offload(own, tree.blocks_of(own, begin))
+            tree.offload(own, tree.blocks_of(own, begin))
         return min((begin + num) * size, last) if num else 0
 
     def _try_up_to(
@@ -186,7 +186,7 @@ class Fetching:
             lower.claim(part.found, part.keys)  # room for it may be made at its expense
         self._tree.hold(above)
         grown = self._room.grow(branch, end - above.end, is_fetched=True)
-        budget.drop(grown.preempted)
+        budget.note(grown)
         if not grown.has_room:
             self._tree.release(above)
             for part in parts:

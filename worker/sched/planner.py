@@ -61,8 +61,9 @@ class Planner:
         else:
             decodes = self._fill_decodes(budget)
             prompts.fill(budget)
-        if room.failed or budget.has_preempted:
-            decodes = [s for s in decodes if s.phase == "decode" and s not in room.failed]
+        if room.failed or budget.has_left_out:
+            out = room.failed.keys() | room.waiting
+            decodes = [s for s in decodes if s.phase == "decode" and s not in out]
             ready = list(running.ready)
         chunks = prompts.chunks(budget) if budget.granted else []
         copies = list(room.copies.values()) if room.copies else []
@@ -159,7 +160,7 @@ class Planner:
             if s.origin_len + len(s.tokens) > s.room and s.node is not None:  # else preempted
                 grown = grow(s, 1)
                 if grown is not GROWN:
-                    budget.drop(grown.preempted)
+                    budget.note(grown)
         budget.tokens -= len(decodes)
         budget.rows -= len(decodes)
         self._left_decodes_out = len(decodes) < len(all_decodes)

@@ -147,7 +147,7 @@ class Prompts:
             budget.is_full = True  # it runs whole or not at all
             return
         grown = self._blocks.grow(branch, have + n)
-        budget.drop(grown.preempted)
+        budget.note(grown)
         if not grown.has_room:
             return
         if not have:

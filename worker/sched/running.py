@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from mallee.protocol.errors import PoolExhausted
 from mallee.worker.kv.node import BlockCopy, Node, Spare
+from mallee.worker.kv.pool import BlocksLeaving
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import Branch, FairQueue, Phase, node_of
 from mallee.worker.sched.policy import URGES, Policy, SchedulerConfig
@@ -210,10 +211,14 @@ class Reclaimer(Protocol):
 
 
 class Grown(NamedTuple):
-    """Whether a branch has the room that it asked for, and the branches that gave way for it."""
+    """Whether a branch has the room that it asked for, and the branches that gave way for it.
+
+    `must_wait`: it will have some once blocks that are on their way down have left.
+    """
 
     has_room: bool
     preempted: Collection[Branch] = ()
+    must_wait: bool = False
 
 
 GROWN, _NO_ROOM = Grown(True), Grown(False)
@@ -240,9 +245,12 @@ class BlockBudget:
         self._reclaimer = reclaimer
         self._spare = max(1, int(tree.pool.num_blocks * config.watermark))
         self._step_tokens = config.max_step_tokens
+        own = -(-config.max_step_tokens // tree.block_size) + config.max_rows
+        self._ahead = min(own, tree.pool.num_blocks // 8)
         self._step = 0
         self.copies: dict[Branch, BlockCopy] = {}  # that this step's branches need
         self.failed: dict[Branch, PoolExhausted] = {}
+        self.waiting: set[Branch] = set()  # for blocks that are leaving, in this step
         self.num_preemptions = 0
         self._promises: dict[Branch, int] | None = None  # blocks by running prompt, in this step
         self._num_promised = 0
@@ -261,7 +269,12 @@ class BlockBudget:
         self._step = step
         self.copies = {}
         self.failed = {}
+        self.waiting = set()
         self._promises = None
+
+    def make_room_ahead(self) -> None:
+        """Have cache leave ahead of need, so that blocks are free for a step when it is planned."""
+        self._tree.evict_ahead(self._ahead)
 
     def forget_copies(self) -> None:
         """The copies of this step were not made: a branch that needs one asks the tree again."""
@@ -270,7 +283,7 @@ class BlockBudget:
         self.copies = {}
 
     def grow(self, branch: Branch, num_tokens: int, *, is_fetched: bool = False) -> Grown:
-        """Room for the next `num_tokens` of `branch`; without it is preempted, or has failed.
+        """Room for the next `num_tokens` of `branch`; without it waits, is preempted, or has failed.
 
         `is_fetched`: as in `BranchTree.reserve`.
         """
@@ -281,6 +294,9 @@ class BlockBudget:
             try:
                 node, copy = tree.reserve(branch.node, num_tokens, is_fetched=is_fetched)
                 break
+            except BlocksLeaving:
+                self.waiting.add(branch)
+                return Grown(False, preempted, must_wait=True)
             except PoolExhausted as error:
                 lacking = error.fields["needed"] - tree.num_available
                 if self._reclaim(lacking, ()):

@@ -13,7 +13,6 @@ from mallee.protocol.errors import QueueFull
 from mallee.protocol.messages import Share
 from mallee.worker.kv.node import Node, Spare
 from mallee.worker.kv.text import Text
-from mallee.worker.kv.tiers.lower import LowerTiers
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import Branch, Phase, Plan, node_of
 from mallee.worker.sched.fetching import Fetching
@@ -23,6 +22,7 @@ from mallee.worker.sched.prefill import Prompts, Queues
 from mallee.worker.sched.running import BlockBudget, Reclaimer, Running
 from mallee.worker.sched.sessions import Sessions
 from mallee.worker.sched.waiting import Waiting
+from mallee.worker.transfer.lower import LowerTiers
 
 
 class SchedulerStats(NamedTuple):
@@ -171,6 +171,10 @@ class Scheduler:
         """The next step. Room for every chunk is reserved in the tree."""
         self._step += 1
         return self._planner.plan(self._step)
+
+    def make_room_ahead(self) -> None:
+        """Have cache leave for what the next steps may need."""
+        self._blocks.make_room_ahead()
 
     def multi_step_limit(self) -> int:
         """The number of next steps that are sure to be the same: all decodes run, nothing else happens.

@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mallee.protocol.ids import Incarnation, Scope, WorkerId, private_part
@@ -21,14 +20,15 @@ from mallee.protocol.messages import (
 from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.tiers.lower import LowerTiers
-from mallee.worker.kv.tiers.moves import Copier, ThreadedMover
-from mallee.worker.kv.tiers.peers import Lender
-from mallee.worker.kv.tiers.prices import MeasuredPrices
 from mallee.worker.kv.watch import KVMemory
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.transfer.carrier import Carrier
+from mallee.worker.transfer.lower import LowerTiers
+from mallee.worker.transfer.movers import ThreadedMover
+from mallee.worker.transfer.peers import Lender
+from mallee.worker.transfer.prices import MeasuredPrices
 from support.capturing import Course, course, resume
 from support.exact_capsules import LIMITS, MODELS, NUM, PROMPT, tiny_forward
 from support.files import BLOCK_SIZE, Desk
@@ -50,11 +50,11 @@ pytestmark = pytest.mark.usefixtures("one_thread", "small_window_pools")
 
 def engine_over(forward: TorchForward, peers: Lender, life: int = 1) -> Engine:
     def below(journal: Journal, memory: KVMemory) -> LowerTiers:
-        arena = np.zeros((0, memory.block_nbytes), np.uint8)
-        copier = Copier(memory, arena, None, time.monotonic, peers=peers)
+        arena = memory.new_rows(0)
+        carrier = Carrier(memory, arena, None, time.monotonic, peers=peers)
         prices = MeasuredPrices(memory.block_nbytes)
-        mover = ThreadedMover(copier, "w0")
-        return LowerTiers(journal, copier, prices=prices, mover=mover, always_fetches=True)
+        mover = ThreadedMover(carrier, "w0")
+        return LowerTiers(journal, carrier, prices=prices, mover=mover, always_fetches=True)
 
     return Engine(
         forward,

@@ -20,7 +20,7 @@ from mallee.protocol.errors import (
 )
 from mallee.protocol.model import WeightVersion
 from mallee.worker.capsules.record import decode_record
-from mallee.worker.kv.tiers.peers import Ask
+from mallee.worker.transfer.peers import Ask
 from support.files import BLOCK_SIZE, SPEC, Desk, record, rows, spec
 from support.waiting import until
 
@@ -65,7 +65,7 @@ async def test_what_goes_out_is_lent_when_it_has_come_in(
     assert (found.nbytes, found.record.boundary) == (len(data), num)
     loan = desk.lender.lend(Ask(found.holder, (), model.identity))
     want = rows(model, num=num)
-    got = [np.empty(loan.block_nbytes, np.uint8) for _ in want]
+    got = np.empty((len(want), loan.block_nbytes), np.uint8)
     assert loan.num_blocks == len(want)
     loan.read(range(len(want)), got)
     assert [row.tobytes() for row in got] == want
@@ -79,7 +79,7 @@ async def test_what_goes_out_is_lent_when_it_has_come_in(
     loan.close()
     loan.close()
     with pytest.raises(MalleeError, match="over"):
-        loan.read([0], [np.empty(loan.block_nbytes, np.uint8)])
+        loan.read([0], np.empty((1, loan.block_nbytes), np.uint8))
     await until(lambda: (desk.spools.num_open, desk.spools.nbytes) == (0, 0))
     await until(lambda: all(each.is_closed for each in desk.shelf.loans))
     desk.pool.shutdown()

@@ -25,8 +25,8 @@ from mallee.protocol.messages import Generate, Limits, Sampling, pack_tokens
 from mallee.protocol.model import WeightVersion
 from mallee.router.config import RouterConfig
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
-from mallee.worker.kv.tiers.moves import DISK
 from mallee.worker.storage.files import Directory
+from mallee.worker.transfer.values import DISK
 from support.live_fleet import LiveFleet, make_engine, running
 from support.versions import VersionedForward, Weights
 from support.volumes import volume_tiers

@@ -1,8 +1,10 @@
 """Loans that other threads ask an engine's thread for, which come, come late, or never come."""
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -11,13 +13,13 @@ import pytest
 from mallee.actors.hosting import engine as hosting
 from mallee.actors.hosting.engine import EngineThread, _Item
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.errors import UnknownCapsule, WorkerLost
-from mallee.protocol.messages import Demote, Prefill, Release, pack_tokens
+from mallee.protocol.errors import IncompatibleCapsule, UnknownCapsule, WorkerLost
+from mallee.protocol.messages import Demote, Fork, Limits, Prefill, Promote, Release, pack_tokens
 from mallee.testing.forward import MockForward
 from mallee.worker.capsules.record import decode_record
-from mallee.worker.kv.tiers.moves import DISK
-from mallee.worker.kv.tiers.peers import Ask, Loan
 from mallee.worker.records import EngineConfig, StepResult
+from mallee.worker.transfer.peers import Ask, Loan
+from mallee.worker.transfer.values import DISK
 from support.lending import holder
 from support.live_fleet import make_engine
 from support.tiers import DictDisk, LateMover, make_tiers
@@ -108,7 +110,7 @@ async def test_a_loan_waits_until_its_capsule_has_come_from_disk() -> None:
         assert decode_record(loan.record).tokens == pack_tokens(TEXT)
         assert loan.num_blocks == 5
         rows = np.zeros((5, loan.block_nbytes), np.uint8)
-        loan.read(range(5), list(rows))
+        loan.read(range(5), rows)
         assert rows.any(axis=1).all()
         loan.close()
     await lending.until_nothing_is_lent(num_loans=2)
@@ -152,4 +154,23 @@ async def test_a_loan_that_comes_too_late_is_given_back(monkeypatch: pytest.Monk
     assert loan.num_blocks == 5
     loan.close()
     await lending.until_nothing_is_lent(num_loans=2)
+    await lending.stop()
+
+
+async def test_a_refused_loan_that_was_made_ahead_leaves_no_question_behind() -> None:
+    """Another model asks for it, or one that means another life: nothing waits for an answer any more."""
+    lending = Lending()
+    lending.run(Promote("u", "p.0"))
+    lending.run(Fork("f", "p.0", (b"",), Limits(1), loans=2))
+    ask = Ask(holder(lending.engine, capsule="p.0"), (), "another model")
+
+    def num_questions() -> int:
+        gc.collect()
+        return sum(isinstance(each, Future) for each in gc.get_objects())
+
+    before = num_questions()
+    for _ in range(3):
+        with pytest.raises(IncompatibleCapsule):
+            lending.thread.lend(ask)
+    assert num_questions() == before
     await lending.stop()

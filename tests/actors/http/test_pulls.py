@@ -16,7 +16,7 @@ from mallee.actors.transport.greeting import Secret
 from mallee.protocol.ids import WorkerId
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import MakeTiers
-from mallee.worker.kv.tiers.prices import MeasuredPrices
+from mallee.worker.transfer.prices import MeasuredPrices
 from support.live_fleet import LiveFleet
 from support.tiny_fleet import post, tiny_api
 from support.volumes import volume_tiers

@@ -42,7 +42,7 @@ from mallee.protocol.errors import (
     UnknownCapsule,
     WorkerLost,
 )
-from mallee.worker.kv.tiers.peers import Loan
+from mallee.worker.transfer.peers import Loan
 from support.certificates import certificate
 from support.lent_blocks import (
     CAPSULE,
@@ -106,9 +106,9 @@ def soon(is_so: Callable[[], bool], limit_s: float = 5.0) -> None:
 
 
 def read(loan: Loan, places: Sequence[int]) -> list[np.ndarray[Any, Any]]:
-    rows = list(np.zeros((len(places), loan.block_nbytes), np.uint8))
+    rows = np.zeros((len(places), loan.block_nbytes), np.uint8)
     loan.read(places, rows)
-    return rows
+    return list(rows)
 
 
 def check(loan: Loan, keys: Sequence[int]) -> None:
@@ -136,7 +136,7 @@ def test_blocks_cross_whole_and_connections_are_used_again(tmp_path: Path) -> No
         assert held.record == RECORD
         check(held, range(10))
         with pytest.raises(IncompatibleCapsule, match="block_nbytes was '1000' and is '3' here"):
-            held.read([0], [np.zeros(3, np.uint8)])
+            held.read([0], np.zeros((1, 3), np.uint8))
         held.close()
         empty = p.lend([2000])
         assert empty.num_blocks == 0

@@ -19,7 +19,7 @@ from mallee.protocol.messages import (
     Rewind,
     pack_tokens,
 )
-from mallee.worker.kv.tiers.moves import DISK, HOST
+from mallee.worker.transfer.values import DISK, HOST
 from support.tiers import DictDisk, LateMover, make_tiers
 
 MakeBench = Callable[..., Any]

@@ -26,7 +26,7 @@ from mallee.protocol.messages import (
     Release,
     pack_tokens,
 )
-from mallee.worker.kv.tiers.moves import DISK, HOST, TIER_NAMES
+from mallee.worker.transfer.values import DISK, HOST, TIER_NAMES
 from support.tier_commands import move_all
 from support.tiers import DictDisk, LateMover, make_tiers
 

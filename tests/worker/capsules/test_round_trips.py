@@ -17,11 +17,11 @@ from mallee.protocol.messages import (
 )
 from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
-from mallee.worker.kv.tiers.moves import DISK, HOST
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.transfer.values import DISK, HOST
 from support.driving import engine_over
 from support.exact_capsules import (
     CASES,

@@ -213,3 +213,14 @@ def test_each_block_that_goes_is_the_least_retained_of_those_that_may(
             assert gone in free
             assert ranks.get(gone, 0) == min(ranks.get(t, 0) for t in free)
             held.discard(gone)
+
+
+def test_room_ahead_of_need_is_no_reason_for_a_retained_text_to_go() -> None:
+    cache = Cache(8, max_retained=8)
+    cache.use((1, 2, 3), RetainSpan(3 * SIZE, 50, 100.0))
+    cache.use((4, 5))
+    cache.tree.evict_ahead(6)
+    assert cache.evicted() == [(4, 5), (4,)]
+    cache.now += 200.0
+    cache.tree.evict_ahead(6)
+    assert cache.evicted() == [(1, 2, 3)]

@@ -1,10 +1,11 @@
 """The split of a device's memory: one sum, and its refusals; the look at a device."""
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import ConfigError, DeviceMemoryExhausted
-from mallee.worker.kv.tiers.moves import Copier, Park
 from mallee.worker.memory.budget import (
     GIB,
     MIB,
@@ -26,8 +26,9 @@ from mallee.worker.memory.budget import (
 )
 from mallee.worker.memory.device import Identity, host_memory, identify, probe
 from mallee.worker.memory.refusals import shed, told
-from mallee.worker.model import kv_memory
 from mallee.worker.model.kv_memory import TorchKV
+from mallee.worker.transfer.carrier import Carrier
+from mallee.worker.transfer.values import Device, Host, Transfer
 
 H200 = DeviceMemory("NVIDIA H200", 140 * GIB, 139 * GIB)
 GB10 = DeviceMemory("NVIDIA GB10", 120 * GIB, 110 * GIB, is_unified=True)
@@ -278,20 +279,23 @@ def test_other_errors_pass() -> None:
             raise ValueError("mine")
 
 
-def test_a_copy_that_the_device_has_no_room_for_is_a_move_that_failed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_copy_that_the_device_has_no_room_for_is_a_move_that_failed() -> None:
     """I26, part: the thread that moves blocks goes on."""
-    memory = TorchKV(torch.zeros(2, 8, 2, 1, 4), block_size=4)
-    copy = kv_memory._copy
 
-    def on_device(target: torch.Tensor, source: torch.Tensor) -> None:
-        across = SimpleNamespace(device=target.device, copy_=refuse)
-        copy(cast(Any, across), cast(Any, SimpleNamespace(device=torch.device("cuda"))))
+    class Full:
+        """A stream of a device without room for what is gathered."""
 
-    monkeypatch.setattr(kv_memory, "_copy", on_device)
-    arena = np.zeros((2, memory.block_nbytes), np.uint8)
-    copier = Copier(memory, arena, None, lambda: 0.0)
-    moved = copier.carry_out(Park(1, (7,), (0,), (1,)))
+        def new_rows(self, num: int, nbytes: int) -> Any:
+            return np.zeros((num, nbytes), np.uint8)
+
+        def mark(self) -> object:
+            return None
+
+        def run(self, copy: Callable[[], None], after: object) -> None:
+            refuse()
+
+    memory = TorchKV(torch.zeros(2, 8, 2, 1, 4), block_size=4, copies=Full())
+    carrier = Carrier(memory, memory.new_rows(2), None, lambda: 0.0)
+    moved = carrier.carry_out(Transfer(1, Device((0,)), Host((1,))))
     assert moved.num_blocks == 0
     assert isinstance(moved.error, DeviceMemoryExhausted)

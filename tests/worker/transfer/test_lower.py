@@ -12,24 +12,14 @@ from mallee.protocol.errors import WorkerLost
 from mallee.protocol.messages import Holder
 from mallee.testing.forward import MockForward
 from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.tiers.host import HostSlots
-from mallee.worker.kv.tiers.lower import Found, LowerTiers, Part
-from mallee.worker.kv.tiers.moves import (
-    DISK,
-    HOST,
-    NUM_ASKING,
-    NUM_LANES,
-    PEER,
-    Copier,
-    Moved,
-    Pull,
-    Recall,
-    Repay,
-    ThreadedMover,
-)
-from mallee.worker.kv.tiers.peers import Ask, Loan
-from mallee.worker.kv.tiers.prices import LATENCY_S, MeasuredPrices
-from mallee.worker.kv.watch import Row
+from mallee.worker.kv.watch import Rows
+from mallee.worker.transfer.carrier import Carrier
+from mallee.worker.transfer.host import HostSlots
+from mallee.worker.transfer.lower import Found, LowerTiers, Part
+from mallee.worker.transfer.movers import NUM_ASKING, NUM_LANES, ThreadedMover
+from mallee.worker.transfer.peers import Ask, Loan
+from mallee.worker.transfer.prices import LATENCY_S, MeasuredPrices
+from mallee.worker.transfer.values import DISK, HOST, PEER, Device, Moved, Peer, Question, Transfer
 from support.tiers import LateMover, make_tiers
 
 FORWARD = MockForward(mock_spec(), num_blocks=64, block_size=4)
@@ -63,7 +53,7 @@ class Failing:
         self._clock = clock
         self.block_nbytes = nbytes
 
-    def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+    def read(self, places: Sequence[int], rows: Rows) -> None:
         if places[0]:
             self._clock[0] += 30
             raise WorkerLost("peer", "it lends nothing in time")
@@ -89,11 +79,12 @@ def test_a_pull_that_fails_teaches_no_price() -> None:
     peers = OneLender(Failing(clock, FORWARD.block_nbytes))
     make = make_tiers(prices=prices, peers=peers, clock=lambda: clock[0])
     lower = make(Journal(), FORWARD)
-    lower.recall(Ask(Holder("w", 1, "", 128), (), ""), lambda moved: None)
+    asked: list[Moved] = []
+    lower.ask(Ask(Holder("w", 1, "", 128), (), ""), asked.append)
     lower.settle()
     before = prices.fetch_s(PEER, 32)
     ends: list[Moved] = []
-    part = Part(Found(PEER, 32), tuple(range(32)), tuple(range(32)), 1)
+    part = Part(Found(PEER, 32), tuple(range(32)), tuple(range(32)), asked[0].loan)
     lower.fetch(part, ends.append)
     lower.settle()
     assert ends[0].num_blocks == 16
@@ -126,28 +117,28 @@ class GivenBack(Failing):
 
 
 def test_questions_that_wait_hold_up_no_loan_that_others_have() -> None:
-    """More questions than there are threads wait for room, which is made once a loan is repaid."""
+    """More questions than there are threads wait for room, which is made once a loan has ended."""
     peers = Crowded(FORWARD.block_nbytes)
-    copier = Copier(FORWARD, np.zeros((0, 0), np.uint8), None, time.monotonic, peers=peers)
-    mover, num = ThreadedMover(copier, "test"), 1 + NUM_LANES[PEER] + NUM_ASKING
+    carrier = Carrier(FORWARD, np.zeros((0, 0), np.uint8), None, time.monotonic, peers=peers)
+    mover, num = ThreadedMover(carrier, "test"), 1 + NUM_LANES[PEER] + NUM_ASKING
     came = threading.Event()
     mover.notify(came.set)
     for number in range(num):
-        mover.start(Recall(number, Ask(Holder("w", 1, "", 4), (), "")))
-    num_repaid = 0
-    while num_repaid < num:
-        assert came.wait(5), f"{num_repaid} of {num} loans came and went"
+        mover.start(Question(number, Ask(Holder("w", 1, "", 4), (), "")))
+    num_ended = 0
+    while num_ended < num:
+        assert came.wait(5), f"{num_ended} of {num} loans came and went"
         came.clear()
         for moved in mover.done():
             assert moved.error is None
             match moved.move:
-                case Recall(number=loan):
-                    mover.start(Pull(num + loan, loan, (0,), (0,)))
-                case Pull(loan=loan):
-                    mover.start(Repay(2 * num + loan, loan))
-                case Repay():
-                    num_repaid += 1
-    copier.close()
+                case Question(number=number):
+                    assert moved.loan is not None
+                    mover.start(Transfer(num + number, Peer((0,), moved.loan), Device((0,))))
+                case Transfer(source=Peer(loan=loan)):
+                    carrier.end_loan(loan)
+                    num_ended += 1
+    carrier.close()
     mover.close()
 
 

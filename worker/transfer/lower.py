@@ -1,41 +1,40 @@
-"""The tiers below the device: what is there, what goes down, what comes back up.
+"""The books of the tiers below the device: what is there, what goes down, what comes back up.
 
 Blocks are known by chain hash, the partial last block of a capsule by a key of its own, so a block that
 many texts share is stored once. What the device evicts goes to host memory, and from there, ahead of need, to
 disk; what is fetched stays below too. Capsules hold their blocks: those are never evicted.
-A move that fails is no error of a request: what did not arrive is computed.
+A transfer that fails is no error of a request: its books are as before, and what did not arrive is computed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from mallee.protocol.errors import MalleeError, TierFull
 from mallee.protocol.events import FetchPrices
 from mallee.protocol.hashing import Hashes
 from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.tiers.host import HostSlots
-from mallee.worker.kv.tiers.moves import (
+from mallee.worker.kv.watch import Row
+from mallee.worker.transfer.carrier import Carrier
+from mallee.worker.transfer.host import HostSlots
+from mallee.worker.transfer.movers import InlineMover, Mover
+from mallee.worker.transfer.peers import Ask, Loan
+from mallee.worker.transfer.prices import Prices
+from mallee.worker.transfer.values import (
     DISK,
     HOST,
     PEER,
-    Copier,
+    Device,
+    Disk,
     Forget,
-    InlineMover,
+    Host,
     Move,
     Moved,
-    Mover,
-    Park,
-    Pull,
-    Recall,
-    Repay,
-    Restore,
-    Source,
-    Spill,
+    Peer,
+    Question,
+    Record,
+    Transfer,
 )
-from mallee.worker.kv.tiers.peers import Ask
-from mallee.worker.kv.tiers.prices import Prices
-from mallee.worker.kv.watch import Row
 
 MAX_FETCH_BLOCKS = 256
 """Blocks of one fetch; a longer text is fetched in several, so that waiters follow."""
@@ -58,8 +57,8 @@ class Part(NamedTuple):
     found: Found
     keys: tuple[int, ...]
     blocks: tuple[int, ...]
-    loan: int = 0
-    is_foreign: bool = False  # as in `Pull`
+    loan: Loan | None = None
+    is_foreign: bool = False  # as in `Peer`
 
 
 class TierStats(NamedTuple):
@@ -85,28 +84,30 @@ class TierStats(NamedTuple):
 
 @dataclass(slots=True)
 class _Counts:
-    offloaded: int = 0
-    dropped: int = 0
-    parked: int = 0
-    spilled: int = 0
-    fetched_host: int = 0
-    fetched_disk: int = 0
-    declined: int = 0
-    failed: int = 0
-    fetched_peer: int = 0
+    """Those of `TierStats` that only grow."""
+
+    num_offloaded: int = 0
+    num_dropped: int = 0
+    num_parked: int = 0
+    num_spilled: int = 0
+    num_fetched_host: int = 0
+    num_fetched_disk: int = 0
+    num_declined: int = 0
+    num_failed: int = 0
+    num_fetched_peer: int = 0
     fetched_peer_s: float = 0.0
 
 
 class LowerTiers:
     """Owner of the books of host memory and disk. One thread; the mover copies beside it.
 
-    `settle` takes in what has moved; whoever started a move gets its end from there by number.
+    `settle` takes in what has moved, and calls the `end` of each move.
     """
 
     def __init__(
         self,
         journal: Journal,
-        copier: Copier,
+        carrier: Carrier,
         *,
         prices: Prices,
         mover: Mover | None = None,
@@ -117,29 +118,22 @@ class LowerTiers:
         self._report = report
         self.prices = prices
         self._journal = journal
-        self._copier = copier
-        self._mover = mover or InlineMover(copier)
+        self._carrier = carrier
+        self._mover = mover or InlineMover(carrier)
         self._always_fetches = always_fetches
-        self._host = HostSlots(len(copier.arena))
-        self._disk: dict[int, None] = {}
+        self._host = HostSlots(len(carrier.arena))
+        self._disk = dict.fromkeys(carrier.disk.keys() if carrier.disk is not None else ())
         self._untold: set[int] = (
             set()
         )  # partial blocks and rows of windows: no event is told of them
-        self._arriving: set[int] = (
-            set()
-        )  # on their way to host memory, of which no event is told yet
         self._num_spills = 0
-        self._num_dear = {
-            HOST: 0,
-            DISK: 0,
-            PEER: 0,
-        }  # fetches that would have been dearer than computing
+        # Fetches that would have been dearer than computing.
+        self._num_dear = {HOST: 0, DISK: 0, PEER: 0}
         self._next_number = 0
         self._ends: dict[int, tuple[Move, Callable[[Moved], None]]] = {}  # under way
+        self._moved: list[Moved] = []  # since the last `settle`, but for evictions
         self._counts = _Counts()
         self._lost: list[str] = []
-        if copier.disk is not None:
-            self._disk = dict.fromkeys(copier.disk.keys())
 
     def announce(self, untold: Iterable[int]) -> None:
         """Tell of the blocks that were on disk from the start, but for those of which no event is told."""
@@ -148,65 +142,49 @@ class LowerTiers:
 
     # What goes down
 
-    def offload(self, keys: Sequence[int], blocks: Sequence[int]) -> None:
-        """The device gives up `blocks`, the first of a text first: copy them to host memory, now.
+    def offload(
+        self,
+        keys: Sequence[int],
+        blocks: Sequence[int],
+        end: Callable[[], None],
+        *,
+        are_untold: bool = False,
+    ) -> None:
+        """The device gives up `blocks`, the first of a text first: have them copied to host memory.
 
-        Those that are below already are only used. Without room they are gone.
+        `end` is called when their bytes are needed no longer: now, or from `settle`. Those that are below
+        already are only used. Without room they are gone. `are_untold`: they are no full blocks.
         """
         host = self._host
         if not host.num_slots:
+            end()
             return
-        new: dict[int, None] = {}
-        removed: list[int] = []
-        for key, block in zip(reversed(keys), reversed(blocks), strict=True):
-            if key in host:
-                host.use((key,))
-                continue
-            got = host.put(key)
-            if got is None:
-                self._counts.dropped += 1
-                continue
-            slot, gone = got
-            if gone is not None and gone in new:  # there is less room than comes down at once
-                del new[gone]
-                self._forget_untold(gone)
-            elif gone is not None:
-                self._gone(gone, removed)
-            self._copier.memory.read([block], self._copier.arena[slot : slot + 1])
-            new[key] = None
-        self._counts.offloaded += len(new)
-        self._tell(removed, list(new))
-        self._spill_oldest()
+        here = [key for key in keys if host.is_coming(key)]
+        host.hold(here)  # the new ones must not take their room
+        new = [i for i, key in enumerate(keys) if not host.is_coming(key)]
+        self._counts.num_dropped += max(0, len(new) - host.num_room)
+        new = new[: host.num_room]  # of a text, whose beginning counts most
+        copied = [keys[i] for i in new]
+        if are_untold:
+            self._untold.update((*here, *copied))
+        used = {*here, *copied}
 
-    def has(self, tier: int) -> bool:
-        """Whether there is such a tier."""
-        return self.has_host if tier == HOST else tier == DISK and self._copier.disk is not None
+        def ended(moved: Moved | None) -> None:
+            if moved is not None and moved.error is None:
+                self._counts.num_offloaded += len(copied)
+            end()
+            self.release([key for key in reversed(keys) if key in used])
+            self._spill_oldest()
 
-    @property
-    def has_host(self) -> bool:
-        """Whether there is host memory."""
-        return self._host.num_slots > 0
-
-    def tier_of(self, keys: Iterable[int]) -> int | None:
-        """The tier where the last of `keys` lie, as far as is known; None if some are gone."""
-        tiers = [self._tier(key) for key in keys]
-        return None if None in tiers else max(each for each in tiers if each is not None)
-
-    def missing(self, keys: Iterable[int]) -> list[int]:
-        """Those of `keys` that are in no tier, as far as is known."""
-        return [key for key in keys if self._tier(key) is None]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing can lie below the device here."""
-        return not self._host.num_slots and self._copier.disk is None
-
-    def offload_untold(self, keys: Sequence[int], blocks: Sequence[int]) -> None:
-        """The same of partial blocks and rows of windows."""
-        self._untold.update(keys)
-        self.offload(keys, blocks)
-        for key in keys:
-            self._forget_untold(key)
+        if not new:
+            ended(None)
+            return
+        number = self._copy_down(copied, [blocks[i] for i in new], ended, is_eviction=True)
+        for moved in self._mover.done():  # inline it has ended: room for the next is there at once
+            if moved.move.number == number:
+                self._end(moved)
+            else:
+                self._moved.append(moved)
 
     def park(
         self,
@@ -218,46 +196,89 @@ class LowerTiers:
     ) -> None:
         """Copy what is not in host memory of `keys` there, and hold all of them.
 
-        `num_untold`: so many of them, the last ones, are no full blocks. `end` is called when all are there.
-        Raises TierFull, with nothing changed.
+        `num_untold`: so many of them, the last ones, are no full blocks. `end` is called when all are there,
+        or with the error for which none of them is held. Raises TierFull, with nothing changed.
         """
         host = self._host
-        missing = [i for i, key in enumerate(keys) if key not in host]
         here = [key for key in keys if key in host]
-        host.hold(here)
-        if len(missing) > host.num_room:
-            host.release(here)
-            raise TierFull("host", len(missing), host.num_room, host.num_slots)
+        host.hold(here)  # the new ones must not take their room
+        num_missing, room = len(keys) - len(here), host.num_room
+        if num_missing > room:
+            self.release(here)
+            raise TierFull("host", num_missing, room, host.num_slots)
+        new = [i for i, key in enumerate(keys) if not host.is_whole(key)]
+        coming = [key for key in here if not host.is_whole(key)]
         self._untold.update(keys[len(keys) - num_untold :])
-        removed: list[int] = []
-        slots = []
-        for i in missing:
-            got = host.put(keys[i])
-            assert got is not None, "there was room"
-            slot, gone = got
-            host.hold((keys[i],))
-            if gone is not None:
-                self._gone(gone, removed)
-            slots.append(slot)
-        self._tell(removed, ())
-        self._counts.parked += len(missing)
-        new = tuple(keys[i] for i in missing)
-        move = Park(self._number(), new, tuple(blocks[i] for i in missing), tuple(slots))
-
-        self._arriving.update(new)
+        self._counts.num_parked += num_missing
 
         def ended(moved: Moved) -> None:
-            assert moved.error is None, f"a copy in memory failed: {moved.error}"
-            self._arriving.difference_update(new)
-            self._tell((), new)
+            if moved.error is not None:
+                self.release(keys)
             end(moved)
 
-        self._start(move, ended)
+        self._copy_down([keys[i] for i in new], [blocks[i] for i in new], ended)
+        host.release(coming)  # this copy holds them too
+
+    def _copy_down(
+        self,
+        keys: Sequence[int],
+        blocks: Sequence[int],
+        end: Callable[[Moved], None],
+        *,
+        is_eviction: bool = False,
+    ) -> int:
+        """Begin a copy of `blocks` to host memory, where `keys` are held from now on; the move's number."""
+        removed: list[int] = []
+        for key in keys:
+            gone = self._host.expect(key)
+            if gone is not None:
+                if gone not in self._untold:
+                    removed.append(gone)
+                self._forget_untold(gone)
+        self._tell(removed, ())
+
+        def ended(moved: Moved) -> None:
+            if moved.error is None:
+                self._tell((), self._host.came(keys))
+            else:
+                self._host.failed(keys)
+            end(moved)
+
+        slots = tuple(map(self._host.slot, keys))
+        return self._start(Device(tuple(blocks)), Host(slots), ended, is_eviction=is_eviction)
+
+    def has(self, tier: int) -> bool:
+        """Whether there is such a tier."""
+        return self.has_host if tier == HOST else tier == DISK and self._carrier.disk is not None
+
+    @property
+    def evicts_beside(self) -> bool:
+        """Whether what the device evicts takes its time beside the steps."""
+        return self.has_host and self._mover.is_beside
+
+    @property
+    def has_host(self) -> bool:
+        """Whether there is host memory."""
+        return self._host.num_slots > 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing can lie below the device here."""
+        return not self._host.num_slots and self._carrier.disk is None
+
+    def tier_of(self, keys: Iterable[int]) -> int | None:
+        """The tier where the last of `keys` lie, as far as is known; None if some are gone."""
+        tiers = [self._tier(key) for key in keys]
+        return None if None in tiers else max(each for each in tiers if each is not None)
+
+    def missing(self, keys: Iterable[int]) -> list[int]:
+        """Those of `keys` that are in no tier, as far as is known."""
+        return [key for key in keys if not self._host.is_whole(key) and key not in self._disk]
 
     def commit(
         self,
         name: str,
-        record: bytes,
+        payload: bytes,
         keys: Sequence[int],
         blocks: Sequence[int] | None,
         end: Callable[[Moved], None],
@@ -273,48 +294,49 @@ class LowerTiers:
         """
         untold = keys[len(keys) - num_untold :]
         self._untold.update(untold)
-        sources = []
-        held = []
-        for i, key in enumerate(keys):
-            if blocks is None and key in self._disk:
-                continue
-            if blocks is None:
-                sources.append(Source(key, -1, self._host.slot(key)))
-                held.append(key)
-            else:
-                sources.append(Source(key, blocks[i]))
-        self._host.hold(held)
-        move = Spill(self._number(), tuple(sources), name, record, tuple(keys), owner, is_kept)
+        here: Sequence[int] = keys
+        if blocks is None:
+            here = [key for key in keys if key not in self._disk]
+            self._host.hold(here)
+        slots = () if blocks is not None else tuple(map(self._host.slot, here))
+        source = Device(tuple(blocks)) if blocks is not None else Host(slots)
+        record = Record(name, payload, tuple(keys), owner, is_kept)
 
         def ended(moved: Moved) -> None:
-            self._host.release(held)
+            if blocks is None:
+                self.release(here)
             if moved.error is None:
-                self._on_disk(source.key for source in move.sources)
+                self._on_disk(here)
             for key in untold:
                 self._forget_untold(key)
             end(moved)
 
-        self._start(move, ended)
+        self._start(source, Disk(tuple(here), record), ended)
 
     def forget(self, name: str, end: Callable[[Moved], None] = lambda moved: None) -> None:
         """Drop the record of capsule `name` from disk, also one that is on its way; then call `end`."""
-        self._start(Forget(self._number(), name), end)
+        self._begin(Forget(self._next_number, name), end)
 
     def is_recording(self, name: str) -> bool:
         """Whether a record of capsule `name` is on its way to disk, or out of it."""
-        moves = (move for move, _ in self._ends.values())
-        return any(move.name == name for move in moves if isinstance(move, Spill | Forget))
+        for move, _ in self._ends.values():
+            match move:
+                case Forget(name=other) | Transfer(target=Disk(record=Record(name=other))):
+                    if other == name:
+                        return True
+        return False
 
     def hold(self, keys: Sequence[int]) -> bool:
         """Hold `keys` in host memory, if all are there."""
-        if any(key not in self._host for key in keys):
+        if not all(map(self._host.is_whole, keys)):
             return False
         self._host.hold(keys)
         return True
 
     def release(self, keys: Sequence[int]) -> None:
         """Let go of keys that `park`, `hold` or `lend` held in host memory."""
-        self._host.release(keys)
+        for key in self._host.release(keys):
+            self._forget_untold(key)
 
     # What comes back
 
@@ -376,7 +398,7 @@ class LowerTiers:
         self._num_dear[slowest] += 1
         if self._num_dear[slowest] % _TRY_AGAIN == 0:
             return True
-        self._counts.declined += sum(each.num_blocks for each in found)
+        self._counts.num_declined += sum(each.num_blocks for each in found)
         return False
 
     def fetch_prices(self) -> FetchPrices:
@@ -397,33 +419,32 @@ class LowerTiers:
     def unclaim(self, found: Found, keys: Sequence[int]) -> None:
         """Nothing is wanted of `found`."""
         if found.tier == HOST:
-            self._host.release(keys)
+            self.release(keys)
 
-    def fetch(
-        self,
-        part: Part,
-        end: Callable[[Moved], None],
-    ) -> None:
+    def fetch(self, part: Part, end: Callable[[Moved], None]) -> None:
         """Bring `part`, which is claimed, to its device blocks; `end` is told how many arrived."""
         found, keys, blocks, loan, is_foreign = part
-        counts = self._counts
 
         def ended(moved: Moved) -> None:
+            counts, num = self._counts, moved.num_blocks
             self.unclaim(found, keys)
             if found.tier == HOST:
-                counts.fetched_host += moved.num_blocks
+                counts.num_fetched_host += num
             elif found.tier == DISK:
-                counts.fetched_disk += moved.num_blocks
+                counts.num_fetched_disk += num
             else:
-                counts.fetched_peer += moved.num_blocks
+                counts.num_fetched_peer += num
                 counts.fetched_peer_s += moved.seconds
+            if moved.error is None:
+                self.prices.moved(found.tier, num, moved.seconds)
             end(moved)
 
-        if found.tier == PEER:
-            self._start(Pull(self._number(), loan, keys, blocks, is_foreign), ended)
-            return
-        slots = tuple(map(self._host.slot, keys)) if found.tier == HOST else ()
-        self._start(Restore(self._number(), keys, blocks, slots), ended)
+        source: Host | Disk | Peer = Disk(keys)
+        if loan is not None:
+            source = Peer(keys, loan, is_foreign)
+        elif found.tier == HOST:
+            source = Host(tuple(map(self._host.slot, keys)))
+        self._start(source, Device(blocks), ended)
 
     def fetch_all(self, parts: Sequence[Part], end: Callable[[bool], None]) -> None:
         """Bring all of `parts`, which are claimed; `end` is told whether all of them arrived."""
@@ -439,13 +460,13 @@ class LowerTiers:
         for part in parts:
             self.fetch(part, ended)
 
-    def recall(self, ask: Ask, end: Callable[[Moved], None]) -> None:
-        """Ask a peer for a loan; it goes by the number of the move that `end` gets, until it is repaid."""
-        self._start(Recall(self._number(), ask), end)
+    def ask(self, ask: Ask, end: Callable[[Moved], None]) -> None:
+        """Ask a peer for a loan, which is in the outcome, until `end_loan`."""
+        self._begin(Question(self._next_number, ask), end)
 
-    def repay(self, loan: int) -> None:
-        """End a loan."""
-        self._start(Repay(self._number(), loan), lambda moved: None)
+    def end_loan(self, loan: Loan) -> None:
+        """Nothing more is read of `loan`."""
+        self._carrier.end_loan(loan)
 
     # What others read
 
@@ -454,12 +475,12 @@ class LowerTiers:
         if self.num_leading(keys) < len(keys):
             return None
         self._host.hold(keys)
-        return [self._copier.arena[self._host.slot(key)] for key in keys]
+        return [self._carrier.arena[self._host.slot(key)] for key in keys]
 
     def num_leading(self, keys: Sequence[int]) -> int:
         """The number of leading blocks of `keys` in host memory."""
         num = 0
-        while num < len(keys) and self._tier(keys[num]) == HOST:
+        while num < len(keys) and self._host.is_whole(keys[num]):
             num += 1
         return num
 
@@ -471,23 +492,25 @@ class LowerTiers:
 
     def give_way(self, is_decoding: bool) -> None:
         """Bound the bandwidth of moves while answers are drawn, and only then."""
-        self._copier.gives_way = is_decoding
+        self._carrier.gives_way = is_decoding
 
     def settle(self) -> None:
         """Take in the moves that have ended."""
-        for moved in self._mover.done():
-            _, end = self._ends.pop(moved.move.number)
-            if isinstance(moved.move, Restore | Pull) and moved.error is None:
-                self.prices.moved(moved.move.tier, moved.num_blocks, moved.seconds)
-            if moved.error is not None:
-                self.failed(moved.error)
-            self._lost += moved.lost
-            end(moved)
-            self._off_disk(moved.evicted)  # after it: what the move wrote may be among them
+        moved, self._moved = self._moved, []
+        for each in (*moved, *self._mover.done()):
+            self._end(each)
+
+    def _end(self, moved: Moved) -> None:
+        _, end = self._ends.pop(moved.move.number)
+        if moved.error is not None:
+            self.failed(moved.error)
+        self._lost += moved.lost
+        end(moved)
+        self._off_disk(moved.evicted)  # after it: what the move wrote may be among them
 
     def failed(self, error: MalleeError) -> None:
         """A move, or what it brought, was of no use."""
-        self._counts.failed += 1
+        self._counts.num_failed += 1
         self._report(error)
 
     def take_lost(self) -> list[str]:
@@ -502,7 +525,7 @@ class LowerTiers:
     @property
     def has_news(self) -> bool:
         """Whether `settle` has something to take in."""
-        return self._mover.has_done
+        return bool(self._moved) or self._mover.has_done
 
     @property
     def num_moving(self) -> int:
@@ -510,11 +533,11 @@ class LowerTiers:
         return len(self._ends)
 
     def close(self) -> None:
-        self._copier.close()  # so that pulls end
+        self._carrier.close()  # so that pulls end
         self._mover.close()
-        self._copier.close()
-        if self._copier.disk is not None:
-            self._copier.disk.close()
+        self._carrier.close()
+        if self._carrier.disk is not None:
+            self._carrier.disk.close()
 
     # Reading
 
@@ -523,14 +546,14 @@ class LowerTiers:
 
         One at a time: they may have more bytes than memory.
         """
-        disk = self._copier.disk
+        disk = self._carrier.disk
         if disk is None:
             return
         for name in disk.capsules():
             try:
                 record = disk.load(name)
             except MalleeError:
-                self._counts.failed += 1
+                self._counts.num_failed += 1
                 continue
             if record is not None:
                 yield record.payload
@@ -539,38 +562,29 @@ class LowerTiers:
         """Every full block that lies in `tier`."""
         if tier == DISK:
             return [key for key in self._disk if key not in self._untold]
-        return [k for k in self._host if k not in self._untold and k not in self._arriving]
+        return [k for k in self._host if k not in self._untold and self._host.is_whole(k)]
 
     def stats(self) -> TierStats:
-        counts = self._counts
+        disk = self._carrier.disk
         return TierStats(
-            len(self._host),
-            self._host.num_room,
-            self._host.num_held,
-            len(self._disk),
-            counts.offloaded,
-            counts.dropped,
-            counts.parked,
-            counts.spilled,
-            counts.fetched_host,
-            counts.fetched_disk,
-            counts.declined,
-            counts.failed,
-            self._copier.memory.block_nbytes,
-            counts.fetched_peer,
-            counts.fetched_peer_s,
-            0 if self._copier.disk is None else self._copier.disk.budget_nbytes,
+            host_blocks=len(self._host),
+            host_room=self._host.num_room,
+            host_held=self._host.num_held,
+            disk_blocks=len(self._disk),
+            block_nbytes=self._carrier.memory.block_nbytes,
+            disk_limit_nbytes=0 if disk is None else disk.budget_nbytes,
+            **asdict(self._counts),
         )
 
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
         self._host.check()
-        spilling = {
-            s.key for m, _ in self._ends.values() if isinstance(m, Spill) for s in m.sources
-        }
-        lying = {*self._host, *self._disk, *spilling}
+        lying = {*self._host, *self._disk}
+        for move, _ in self._ends.values():
+            match move:
+                case Transfer(target=Disk(keys)):
+                    lying.update(keys)
         assert self._untold <= lying, "a partial block that is gone"
-        assert all(key in self._host for key in self._arriving), "a block arrives nowhere"
 
     # Inside
 
@@ -579,16 +593,10 @@ class LowerTiers:
         return sum(move.num_blocks for move, _ in self._ends.values() if move.tier == tier)
 
     def _tier(self, key: int) -> int | None:
-        """The highest tier in which the block lies."""
-        if key in self._host:
-            return None if key in self._arriving else HOST
+        """The highest tier in which the block lies, or will when its copy has come."""
+        if self._host.is_coming(key):
+            return HOST
         return DISK if key in self._disk else None
-
-    def _gone(self, key: int, removed: list[int]) -> None:
-        """Host memory has given up `key`."""
-        if key not in self._untold:
-            removed.append(key)
-        self._forget_untold(key)
 
     def _tell(self, removed: Sequence[int], stored: Iterable[int], tier: int = HOST) -> None:
         for key in removed:
@@ -600,7 +608,7 @@ class LowerTiers:
     def _spill_oldest(self) -> None:
         """Write to disk, ahead of need, what gives way next in host memory."""
         host = self._host
-        if self._copier.disk is None or self._num_spills >= _MAX_SPILLS:
+        if self._carrier.disk is None or self._num_spills >= _MAX_SPILLS:
             return
         if host.num_free >= host.num_slots // 8:
             return
@@ -609,7 +617,6 @@ class LowerTiers:
         if len(keys) < min(_SPILL_BLOCKS, host.num_slots // 8):
             return
         host.hold(keys)
-        sources = tuple(Source(key, -1, host.slot(key)) for key in keys)
         self._num_spills += 1
 
         def ended(moved: Moved) -> None:
@@ -618,11 +625,11 @@ class LowerTiers:
             if moved.error is None:
                 self._on_disk(keys)
 
-        self._start(Spill(self._number(), sources), ended)
+        self._start(Host(tuple(map(host.slot, keys))), Disk(tuple(keys)), ended)
 
     def _on_disk(self, keys: Iterable[int]) -> None:
         new = [key for key in keys if key not in self._disk]
-        self._counts.spilled += len(new)
+        self._counts.num_spilled += len(new)
         self._disk.update(dict.fromkeys(new))
         self._tell((), new, DISK)
 
@@ -640,10 +647,20 @@ class LowerTiers:
         if key not in self._host and key not in self._disk:
             self._untold.discard(key)
 
-    def _number(self) -> int:
-        self._next_number += 1
-        return self._next_number
+    def _start(
+        self,
+        source: Device | Host | Disk | Peer,
+        target: Device | Host | Disk,
+        end: Callable[[Moved], None],
+        *,
+        is_eviction: bool = False,
+    ) -> int:
+        """Begin a transfer; its number."""
+        after = self._carrier.memory.mark()
+        return self._begin(Transfer(self._next_number, source, target, after, is_eviction), end)
 
-    def _start(self, move: Move, end: Callable[[Moved], None]) -> None:
+    def _begin(self, move: Move, end: Callable[[Moved], None]) -> int:
+        self._next_number += 1
         self._ends[move.number] = (move, end)
         self._mover.start(move)
+        return move.number

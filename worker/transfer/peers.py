@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from mallee.protocol.messages import Holder
-from mallee.worker.kv.watch import Row
+from mallee.worker.kv.watch import Rows
 
 
 class Ask(NamedTuple):
@@ -41,7 +41,7 @@ class Loan(Protocol):
         """Bytes of each block, as rows hold them."""
         ...
 
-    def read(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+    def read(self, places: Sequence[int], rows: Rows) -> None:
         """Fill `rows` with the blocks at rising `places` among those lent. From any thread.
 
         Raises MalleeError.

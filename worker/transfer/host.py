@@ -2,6 +2,9 @@
 
 A block that is held stays. Of the others the one that was used longest ago goes first; whoever uses a text
 uses its blocks from the last to the first, so a block outlives those that continue it.
+
+A block whose copy has not come yet is *expected*: it has its slot, held by those that copy it. If all of
+these copies fail, it is gone when nothing holds it any more.
 """
 
 from collections import OrderedDict
@@ -11,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 class HostSlots:
     """Slots of one arena by block key. Holds are counted."""
 
-    __slots__ = ("_free", "_holds", "_idle", "_slots", "num_slots")
+    __slots__ = ("_expected", "_free", "_holds", "_idle", "_slots", "num_slots")
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -19,6 +22,7 @@ class HostSlots:
         self._slots: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # not held, the oldest first
         self._holds: dict[int, int] = {}
+        self._expected: dict[int, int] = {}  # copies under way, of those of which none has come
 
     def __contains__(self, key: int) -> bool:
         return key in self._slots
@@ -46,6 +50,14 @@ class HostSlots:
     def slot(self, key: int) -> int:
         return self._slots[key]
 
+    def is_whole(self, key: int) -> bool:
+        """Whether the bytes of `key` are here."""
+        return key in self._slots and key not in self._expected
+
+    def is_coming(self, key: int) -> bool:
+        """Whether they are here, or on their way: what is read after that copy finds them."""
+        return key in self._slots and self._expected.get(key, 1) > 0
+
     def use(self, keys: Iterable[int]) -> None:
         """`keys`, which are here, are the youngest from now on, the last one the very youngest."""
         for key in keys:
@@ -66,6 +78,29 @@ class HostSlots:
         self._idle[key] = None
         return slot, gone
 
+    def expect(self, key: int) -> int | None:
+        """A copy of `key` begins, which holds it; the block that gave way for it. There is room."""
+        gone = None
+        if key not in self._slots:
+            got = self.put(key)
+            assert got is not None, "there was room"
+            gone = got[1]
+            self._expected[key] = 0
+        if key in self._expected:
+            self._expected[key] += 1
+        self.hold((key,))
+        return gone
+
+    def came(self, keys: Sequence[int]) -> list[int]:
+        """A copy of `keys` has come: those that were not here before."""
+        return [key for key in keys if self._expected.pop(key, None) is not None]
+
+    def failed(self, keys: Sequence[int]) -> None:
+        """A copy of `keys` has failed."""
+        for key in keys:
+            if key in self._expected:
+                self._expected[key] -= 1
+
     def drop(self, key: int) -> None:
         """Forget a block that nobody holds."""
         del self._idle[key]
@@ -77,14 +112,24 @@ class HostSlots:
             self._holds[key] = self._holds.get(key, 0) + 1
             self._idle.pop(key, None)
 
-    def release(self, keys: Sequence[int], *, are_oldest: bool = False) -> None:
-        """Those that nobody holds any more are the youngest, or go first if they `are_oldest`, in order."""
+    def release(self, keys: Sequence[int], *, are_oldest: bool = False) -> list[int]:
+        """Those that nobody holds any more are the youngest, or go first if they `are_oldest`, in order.
+
+        Returned are those that never came, which are gone.
+        """
+        gone = []
         for key in reversed(keys) if are_oldest else keys:
             self._holds[key] -= 1
-            if not self._holds[key]:
-                del self._holds[key]
-                self._idle[key] = None
-                self._idle.move_to_end(key, last=not are_oldest)
+            if self._holds[key]:
+                continue
+            del self._holds[key]
+            self._idle[key] = None
+            self._idle.move_to_end(key, last=not are_oldest)
+            if key in self._expected:
+                del self._expected[key]
+                self.drop(key)
+                gone.append(key)
+        return gone
 
     def oldest(self, n: int) -> list[int]:
         """The n blocks that give way first."""
@@ -102,3 +147,4 @@ class HostSlots:
         assert set(self._idle) | set(self._holds) == set(self._slots), "a block is neither"
         assert not set(self._idle) & set(self._holds), "a held block may give way"
         assert all(n > 0 for n in self._holds.values()), "a hold of nobody"
+        assert set(self._expected) <= set(self._holds), "a block is expected by nobody"

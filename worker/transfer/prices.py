@@ -2,7 +2,7 @@
 
 from typing import Final, Protocol
 
-from mallee.worker.kv.tiers.moves import DISK, HOST, PEER
+from mallee.worker.transfer.values import DISK, HOST, PEER
 
 _WEIGHT: Final = 0.2  # of a new measurement
 LATENCY_S: Final = {HOST: 2e-4, DISK: 5e-3, PEER: 3e-3}
