@@ -21,6 +21,7 @@ from mallee.cli.mocker.profile import wait_of
 from mallee.mocker.timing.measure import Profiler, Sweep
 from mallee.worker.memory.budget import DeviceMemory, Room
 from mallee.worker.memory.device import host_memory, probe
+from mallee.worker.model.backend import choose_backend
 from mallee.worker.model.graphs.decode import GraphOptions
 from mallee.worker.model.runner import TorchForward
 
@@ -31,6 +32,7 @@ APART: Final = ("memory", "decode_fp8")
 where CUDA refuses them."""
 TINY_BANDWIDTH_NBYTES: Final = 16 << 20
 MAX_ROWS: Final = 256
+REFERENCE_LAYERS: Final = 8
 ALONE_BLOCKS: Final = 64
 """Of a forward that computes one short text at a time."""
 PROFILE: Final = Sweep((64, 512, 2048, 6144), (0, 2048, 8192), (1, 8, 32, 64), (128, 1024))
@@ -96,17 +98,21 @@ class Check:
         return row(name, measured, reason, judges=self.is_real)
 
     def attention(self) -> Iterator[Row]:
-        errors = exact.attention_errors(
-            self.forward._attention, self.model.config, BLOCK_SIZE, self.device
-        )
+        config, dtype = self.model.config, torch.bfloat16
+        attention = choose_backend(
+            config, dtype=dtype, kv_dtype=dtype, device=self.device, block_size=BLOCK_SIZE
+        ).attention  # without a forward, whose graphs take their time
+        errors = exact.attention_errors(attention, config, BLOCK_SIZE, self.device)
         self.figures["attention_errors"] = errors
         yield self.row("attention_error", max(errors.values()))
 
     def reference(self) -> Iterator[Row]:
-        single = random_model(self.scale, self.device, dtype="float32")
-        found = exact.distance(
-            self.forward, single.forward(self.exact_blocks, uses_kernels=False), self.scale
+        scale = self.scale.shallow(REFERENCE_LAYERS)  # beside the whole model float32 has no room
+        ours = random_model(scale, self.device).forward(self.exact_blocks, graphs=None)
+        theirs = random_model(scale, self.device, dtype="float32").forward(
+            self.exact_blocks, uses_kernels=False, graphs=None
         )
+        found = exact.distance(ours, theirs, scale)
         self.figures["reference"] = found._asdict()
         yield self.row("reference_error", found.error)
 

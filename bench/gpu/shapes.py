@@ -1,6 +1,6 @@
 """Models of real shapes with random weights, made on the device: no checkpoint is read or written."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -55,6 +55,11 @@ class Scale:
     @property
     def config(self) -> ModelConfig:
         return parse_config(self.raw)
+
+    def shallow(self, num_layers: int) -> "Scale":
+        """Of a model of that many layers at most."""
+        num = min(num_layers, self.raw["num_hidden_layers"])
+        return replace(self, raw=self.raw | {"num_hidden_layers": num})
 
 
 FULL: Final = Scale(

@@ -19,7 +19,7 @@ TARGETS: Final[dict[str, Target]] = {
         "at_most", 1e-2, "of the norm", "attention of a layer against plain float32 attention"
     ),
     "reference_error": Target(
-        "at_most", 2e-2, "of the norm", "logits against float32 in torch operations"
+        "at_most", 2e-2, "of the norm", "logits of 8 layers against float32 in torch's operations"
     ),
     "golden_tokens": Target(
         "at_least", 100, "prompts", "transformers' greedy answers of tiny models in float32"

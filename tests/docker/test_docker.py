@@ -56,11 +56,15 @@ def test_versions_of_the_image_are_those_that_the_package_allows() -> None:
 def test_flashinfer_in_the_image_is_the_release_that_the_package_names_and_its_compiler_torch_s() -> (
     None
 ):
-    """X29, part: CUDA's compiler has the release of CUDA that install.sh takes torch for."""
+    """X29, part: CUDA's compiler has the release of CUDA that install.sh takes torch for.
+
+    torch for CUDA brings Triton.
+    """
     lines = (DOCKER / "flashinfer.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
-    (line,) = PROJECT["optional-dependencies"]["cuda"]
-    assert Requirement(line).specifier.contains(pinned["flashinfer-python"])
+    extra = {own.name: own for own in map(Requirement, PROJECT["optional-dependencies"]["cuda"])}
+    assert extra.keys() == {"flashinfer-python", "triton"}
+    assert extra["flashinfer-python"].specifier.contains(pinned["flashinfer-python"])
     found = re.search(r"whl/cu(\d\d)(\d)", (DOCKER / "install.sh").read_text())
     assert found is not None
     for part in ("nvcc", "crt", "cccl"):
