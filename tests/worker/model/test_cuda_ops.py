@@ -78,15 +78,19 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 
 def agrees(ours: torch.Tensor, plain: torch.Tensor) -> None:
-    """Equal but for the order of sums; in bfloat16 and float8 that may round to the next number."""
+    """Equal but for the order of sums; in bfloat16 and float8 few may round to the next number.
+
+    Where large numbers cancel, what is left differs by a step of these.
+    """
     assert ours.dtype == plain.dtype
     assert ours.shape == plain.shape
     step = {torch.float32: 2e-6, BF16: 2**-7, FP8: 2**-3}[ours.dtype]
     found, expected = ours.float(), plain.float()
-    least = 2e-6 * float(expected.abs().max())
-    torch.testing.assert_close(found, expected, rtol=step, atol=max(least, 1e-30), equal_nan=True)
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=0, atol=max(step * largest, 1e-30))
     if ours.dtype != torch.float32:
-        assert float(((found - expected).abs() > least).float().mean()) < 0.05
+        num_rounded = int(((found - expected).abs() > 2e-6 * largest).sum())
+        assert num_rounded <= max(2, found.numel() // 20)
 
 
 ROWS = st.sampled_from([1, 2, 7, 31])
@@ -161,7 +165,7 @@ def test_heads_are_turned_and_written_as_by_torch(
         for ops, memory in zip((kernels.ops, PLAIN), memories, strict=True)
     ]
     agrees(*turned)
-    agrees(memories[0][slots.sort().values], memories[1][slots.sort().values])
+    agrees(*(memory.view(torch.uint8)[slots].view(kept) for memory in memories))
     untouched = torch.ones(40, dtype=torch.bool, device=kernels.device)
     untouched[slots] = False
     assert torch.equal(memories[0].view(torch.uint8)[untouched], before[untouched])
