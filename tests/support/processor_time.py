@@ -74,7 +74,7 @@ def reference_work() -> None:
 def times_slower(
     work: Callable[[], None] = reference_work, clock: Callable[[], float] = time.process_time
 ) -> float:
-    """How much longer than a quiet machine of reference this one takes now: 1 to `MOST_TIMES_SLOWER`."""
+    """The factor, of 1 to `MOST_TIMES_SLOWER`, by which this machine is slower than that of reference."""
     began = clock()
     work()
     return min(max(1.0, (clock() - began) / REFERENCE_S), MOST_TIMES_SLOWER)
