@@ -18,6 +18,7 @@ from mallee.router.placement.fanout_pricing import (
     How,
     Prices,
     RowGroup,
+    Seconds,
     Share,
     Split,
     SplitPlanner,
@@ -194,7 +195,16 @@ class FanOutPlacer:
             ),
             pull_s=pull_s,
             may_pull=may_pull,
+            displaced_s=self._displaced_s(missing_blocks),
         )
+
+    def _displaced_s(self, copied_blocks: Seconds) -> Seconds:
+        """Seconds to compute again what each worker evicts for so many blocks, x the chance that it is."""
+        cost, loads = self._cost, self._fleet.slots.loads[:, : self._fleet.width]
+        free = loads[layout.LOAD_FREE] - loads[layout.LOAD_GROWTH]
+        displaced = np.clip(copied_blocks - free, 0.0, copied_blocks)
+        chance = cost.displaced_weight / max(cost.prefill_weight, 1.0)
+        return chance * cost.prefill_token_s * self._block_size * displaced
 
     def _place_shares(
         self,

@@ -1,4 +1,4 @@
-"""X1, K11: what memory costs. An idle fleet uses all of its memory, and keeps what is asked for again."""
+"""X25: what memory costs. An idle fleet uses all of its memory, and keeps what is asked for again."""
 
 import numpy as np
 import pytest

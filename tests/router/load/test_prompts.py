@@ -1,4 +1,4 @@
-"""K11: what a prompt continues or shares, by a table, against the prompts themselves."""
+"""X25: what a prompt continues or shares, by a table, against the prompts themselves."""
 
 import numpy as np
 from hypothesis import given
