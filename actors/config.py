@@ -29,6 +29,7 @@ PolicyName: TypeAlias = Literal[
 CostFigure: TypeAlias = Literal[
     "prefill_token_s",
     "prefill_weight",
+    "displaced_weight",
     "step_base_s",
     "step_row_s",
     "step_block_s",

@@ -64,12 +64,14 @@ class CostModel:
     Prefill and steps are a fit to AIConfigurator's static table;
     for other models and devices run one and set them. Only ratios decide where a request goes.
     `expected_output_tokens` caps how many decode steps are priced, because `max_tokens` is often left at
-    the rest of the context window. The block times are 2 MiB of KV over 25 and 4 GB/s. Raises
-    ValueError for a negative or non-finite figure.
+    the rest of the context window. `displaced_weight`: seconds for each second of computing again what a
+    placement evicts, the chance that it is asked for again (0.7) x `prefill_weight`; 0: memory is free. The
+    block times are 2 MiB of KV over 25 and 4 GB/s. Raises ValueError for a negative or non-finite figure.
     """
 
     prefill_token_s: float = 2.2e-5
     prefill_weight: float = 2.0
+    displaced_weight: float = 1.4
     step_base_s: float = 4.8e-3
     step_row_s: float = 1.3e-5
     step_block_s: float = 4.6e-7

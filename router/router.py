@@ -162,7 +162,11 @@ class Router:
         now = self._clock()
         with self._fleet.only(among):
             home = placer.home(affinity)
-            demand = placer.demand(len(hashes), prompt_tokens, max_tokens, may_wait, home=home)
+            demand = placer.demand(
+                *(len(hashes), prompt_tokens, max_tokens, may_wait),
+                seen=placer.note(hashes),
+                home=home,
+            )
             offers = placer.match(hashes)
             entry = None
             if source is not None and (entry := self._lent(source)) is not None:

@@ -180,3 +180,46 @@ def sessions(
                 )
             )
     return made(requests, name=f"sessions {num}x{turns}", id_tokens=id_tokens, note=f"seed {seed}")
+
+
+def turns_in_any_order(
+    num: int,
+    turns: int,
+    *,
+    shared_ids: int,
+    turn_ids: int,
+    gap_s: float,
+    output_tokens: int = 8,
+    id_tokens: int = 64,
+    by_turns: bool = False,
+    seed: int = 0,
+) -> Workload:
+    """`num` sessions over one beginning of `shared_ids`, whose turns come in any order, by a clock.
+
+    `by_turns`: all sessions' first turns, then all second ones, exactly `gap_s` apart; else `gap_s` is a
+    mean. Few are under way at once where the gaps are long: what counts is whose memory they meet.
+    """
+    draw = random.Random(seed)  # noqa: S311 # workloads
+    order = list(range(num)) * turns
+    if not by_turns:
+        draw.shuffle(order)
+    texts = [list(range(shared_ids)) for _ in range(num)]
+    next_id, now = shared_ids, 0.0
+    requests: list[Request] = []
+    for client in order:
+        texts[client] += range(next_id, next_id + turn_ids)
+        next_id += turn_ids
+        ids = list(texts[client])
+        requests.append(
+            Request(
+                len(requests),
+                now,
+                ids,
+                len(ids) * id_tokens,
+                output_tokens,
+                session=f"c{client}",
+                cls="turn",
+            )
+        )
+        now += gap_s if by_turns else draw.expovariate(1.0 / gap_s)
+    return made(requests, name=f"turns {num}x{turns}", id_tokens=id_tokens, note=f"seed {seed}")

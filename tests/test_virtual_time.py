@@ -129,6 +129,27 @@ def _arrive(moment: "weakref.ref[asyncio.Future[None]]") -> None:
         future.set_result(None)
 
 
+def test_a_closed_loop_keeps_nothing_of_what_it_served() -> None:
+    """Nor does an executor of it, whose last loop is known for as long as the executor lives."""
+
+    class Service:
+        def __init__(self) -> None:
+            self.pool = ThreadPoolExecutor(1)
+
+        async def answer(self, *_: object) -> None: ...
+
+    async def serve() -> "weakref.ref[Service]":
+        service = Service()
+        async with await asyncio.start_server(service.answer, "127.0.0.1", 0):
+            await asyncio.get_running_loop().run_in_executor(service.pool, int)
+        service.pool.shutdown()
+        return weakref.ref(service)
+
+    served = run(serve())
+    gc.collect()
+    assert served() is None
+
+
 async def test_whoever_asks_again_and_again_gets_there() -> None:
     began = time.monotonic()
     while time.monotonic() < began + 0.01:  # noqa: ASYNC110

@@ -21,6 +21,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     prefill_s: float | None = None
     decode_s: float | None = None
     fetch_s: float | None = None
+    displaced_s: float | None = None
     pull_s: float | None = None
     total: float | None = None
 
@@ -151,10 +152,11 @@ def decision_parts(decision: Decision) -> Iterator[RenderableType]:
     )
     table = Table(box=None, pad_edge=False)
     table.add_column("worker")
-    for name in ("cached", "pulled", "queued", "prefill", "decode", "fetch", "pull", "price"):
+    terms = ("queued", "prefill", "decode", "fetch", "displaced", "pull")
+    for name in ("cached", "pulled", *terms, "price"):
         table.add_column(name, justify="right")
     for each in decision.candidates:
-        prices = (each.queued_s, each.prefill_s, each.decode_s, each.fetch_s, each.pull_s)
+        prices = (getattr(each, f"{term}_s") for term in terms)
         table.add_row(
             Text(each.worker),
             *(str(each.overlap_blocks), str(each.pulled_blocks)),

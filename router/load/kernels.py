@@ -1,10 +1,14 @@
-"""Kernels of counted paths: users of each waypoint, and the index of those in use."""
+"""Kernels of counted paths (users of each waypoint, the index of those in use) and of prompts' growth."""
+
+import numpy as np
+import numpy.typing as npt
 
 from mallee.protocol.hashing import Hashes
 from mallee.router.index.kernels import layout
 from mallee.router.index.kernels.blocks import remove, store
 from mallee.router.index.kernels.table import (
     add,
+    column_word,
     erase,
     insert,
     probe,
@@ -13,6 +17,7 @@ from mallee.router.index.kernels.table import (
     segment_of,
 )
 from mallee.router.jit import get, kernel, put, signed
+from mallee.router.load.layout import LOAD_FREE, LOAD_ROOM
 
 
 @kernel
@@ -94,3 +99,55 @@ def count_down(s: int, waypoints: Hashes, salt: int, gone: Hashes) -> int:
             gone[num_gone] = waypoints[i]
             num_gone += 1
     return num_gone
+
+
+@kernel
+def note_blocks(
+    keys: Hashes,
+    following: Hashes,
+    uses: "npt.NDArray[np.int32]",
+    hashes: Hashes,
+    step: int,
+    found: "npt.NDArray[np.int64]",
+) -> None:
+    """Take in every `step`-th of a prompt's blocks; `found` is `load.growth.Seen`.
+
+    An entry, at the low bits of its key, is overwritten by another key. `following`: the block after it of
+    the first prompt that had one; `uses` is negative once a prompt went on by another.
+    """
+    known, shared, num_shared, continues = 0, 0, 0, 0
+    is_known = True
+    for i in range(step - 1, len(hashes), step):
+        key = hashes[i]
+        after = hashes[i + step] if i + step < len(hashes) else np.uint64(0)
+        at = np.int64(key & np.uint64(len(keys) - 1))
+        if keys[at] != key:
+            keys[at], following[at], uses[at] = key, after, 1
+            is_known = False
+            continue
+        num = abs(uses[at])
+        has_parted = uses[at] < 0 or (following[at] != 0 and after != 0 and following[at] != after)
+        if is_known:
+            known = i + 1
+            continues = 1 if following[at] == 0 else 0
+            if has_parted:
+                shared, num_shared = i + 1, num
+        if following[at] == 0:
+            following[at] = after
+        uses[at] = -(num + 1) if has_parted else num + 1
+    found[0], found[1], found[2], found[3] = known, shared, num_shared, continues
+
+
+@kernel
+def count_free(index: int, loads: "npt.NDArray[np.float64]", width: int) -> None:
+    """Blocks of each worker with nothing in them, by the index's counts."""
+    workers = column_word(index, layout.REGION_WORKERS, 0)
+    held = column_word(index, layout.REGION_HELD, 0)
+    for column in range(get(index, layout.AT_COLUMNS)):
+        w = get(index, workers + column)
+        is_live = (
+            get(index, column_word(index, layout.REGION_LIVE, column >> 6)) >> (column & 63) & 1
+        )
+        if is_live != 0 and w < width:
+            free = loads[LOAD_ROOM, w] - get(index, held + column)
+            loads[LOAD_FREE, w] = free if free > 0.0 else 0.0

@@ -116,6 +116,14 @@ class SlotTracker:
         """Note that the youngest decision, of this number, chose `worker`."""
         self._cells[layout.LOAD_CHOSEN * self._width + worker] = number
 
+    def expect(self, worker: int, num_blocks: int, expected: float) -> None:
+        """Note that a prompt brings `num_blocks` new blocks to `worker`, and that its text is `expected` to
+        bring more later; negative: so many were expected before. Texts end: old expectations fade away.
+        """
+        room, growth = self.loads[layout.LOAD_ROOM, worker], self.loads[layout.LOAD_GROWTH]
+        faded = growth[worker] * max(0.0, 1.0 - num_blocks / max(room, 1.0))
+        growth[worker] = max(0.0, faded + expected)
+
     def prefill_done(self, request: RequestId, now: float) -> bool:
         """End a booking's outstanding prefill. False if it is not booked."""
         booking = self._bookings.get(request)
@@ -141,6 +149,7 @@ class SlotTracker:
         for row in (*layout.LOADS_BOOKED, *layout.LOADS_REPORTED):
             self.loads[row, worker] = 0
         self.loads[layout.LOADS_FETCH, worker] = 0
+        self.loads[layout.LOAD_GROWTH, worker] = 0
         self._freed[worker] = [0.0, 0.0, 0.0]
         return dropped
 

@@ -56,7 +56,7 @@ class Entry(NamedTuple):
 
 
 class DecisionLog:
-    """The last `size` decisions. Terms take 24 bytes a worker and decision, 32 if workers lend."""
+    """The last `size` decisions. Terms take 28 bytes a worker and decision, 36 if workers lend."""
 
     def __init__(self, size: int) -> None:
         self._entries: deque[Entry] = deque(maxlen=size)
@@ -108,7 +108,8 @@ def _decision(number: int, entry: Entry, most: int) -> Decision:
 
 def _candidate(terms: Floats, slot: int, worker: WorkerId | None) -> Candidate:
     assert worker is not None, f"slot {slot} is empty"
-    overlap, queued, prefill, decode, fetch, total, *pull = terms[:, slot].tolist()
-    pull_s, pulled = pull or (0.0, 0.0)
-    cost = Cost(queued, prefill, decode, fetch, pull_s)
+    values = terms[:, slot].tolist()
+    overlap, *seconds, total = values[: score.NUM_TERMS]
+    pull_s, pulled = values[score.NUM_TERMS :] or (0.0, 0.0)
+    cost = Cost(*seconds, pull_s)
     return Candidate(worker, int(overlap), cost, total, int(pulled))

@@ -13,7 +13,7 @@ migrate    the same elsewhere, after latency + bytes that are missing there (pul
 The split with the least price per row is chosen:
 
 finish of the slowest row + (prefill weight - 1) / rows x seconds of GPUs and links that staying would
-not take: copies of the prefix, decode steps of workers that would be idle
+not take: copies of the prefix, what they displace, decode steps of workers that would be idle
 
 The second term is what `pricing` adds to a prompt's own computation: such a second is taken from
 later requests, and the rows share it. Only splits that keep within a deadline of a geometric scale
@@ -60,6 +60,7 @@ class Workers(NamedTuple):
     num_blocks: Amounts  # 0: gets no rows
     pull_s: Seconds  # to get what is missing of the prefix from the owner, whether or not it may
     may_pull: Flags
+    displaced_s: Seconds  # to compute again what a copy of the prefix displaces there, if that is expected
 
     def only(self, slot: int) -> "Workers":
         """One of them, as worker 0 of one."""
@@ -106,7 +107,7 @@ class SplitPlanner:
         self._block_size = block_size
         ones = np.ones(2, dtype=np.int64)
         zeros, may_pull = np.zeros(2), np.ones(2, dtype=np.bool_)
-        workers = Workers(zeros, zeros, ones, ones, ones, ones * 1024, zeros, may_pull)
+        workers = Workers(zeros, zeros, ones, ones, ones, ones * 1024, zeros, may_pull, zeros)
         group = RowGroup(64, 64, 0, 64)
         self.plan(group, workers, 0, max_parts=2, can_recompute=True)
 
@@ -210,7 +211,7 @@ class _Problem:
         workers, weight = self._workers, self.work_weight
         starts = workers.queued_s + workers.prefix_s
         idle_s = np.where(workers.rows > 0, 0.0, self.wave.step_s)
-        works = workers.prefix_s + idle_s
+        works = workers.prefix_s + workers.displaced_s + idle_s
         pulled = workers.may_pull.copy()
         pulled[owner] = False
         if pulled.any():
@@ -219,7 +220,7 @@ class _Problem:
             if can_recompute:
                 pulled &= pull_starts + weight * pull_s < starts + weight * workers.prefix_s
             starts = np.where(pulled, pull_starts, starts)
-            works = np.where(pulled, pull_s + idle_s, works)
+            works = np.where(pulled, pull_s + workers.displaced_s + idle_s, works)
         usable = (workers.num_blocks > 0) & (self._later > 0)
         usable[owner] = False
         if not can_recompute:

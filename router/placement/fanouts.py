@@ -12,11 +12,13 @@ from mallee.protocol.ids import RequestId
 from mallee.router.config import RouterConfig
 from mallee.router.index.capsules import CapsuleEntry
 from mallee.router.load import layout
+from mallee.router.load.prompts import Seen
 from mallee.router.placement.fanout_pricing import (
     Flags,
     How,
     Prices,
     RowGroup,
+    Seconds,
     Share,
     Split,
     SplitPlanner,
@@ -78,7 +80,8 @@ class FanOutPlacer:
         """As `Router.route_fanout`, with the offers that it went by."""
         placer = self._placer
         offers, only = self._match(fan_out)
-        whole = self._demand(fan_out, range(len(fan_out.suffix_tokens)), only, "stay")
+        seen = placer.note(fan_out.hashes)
+        whole = self._demand(fan_out, range(len(fan_out.suffix_tokens)), only, "stay", seen)
         choice, has_room = self._owner(whole, offers, now, may_split=can_recompute)
         split = self._planner.plan(
             RowGroup(
@@ -96,7 +99,7 @@ class FanOutPlacer:
             can_recompute=can_recompute,
         )
         if split.is_spilled:
-            return offers, self._place_shares(requests, fan_out, split, offers, now)
+            return offers, self._place_shares(requests, fan_out, split, offers, now, seen)
         if not has_room:
             choice = placer.choose(whole, offers, now)  # raises Saturated: it waits as any other
         share = split.shares[0]
@@ -125,14 +128,16 @@ class FanOutPlacer:
         # Where a group may be split no worker has to take it whole.
         return self._placer.choose(whole._replace(rows=1), offers, now), False
 
-    def _demand(self, fan_out: FanOut, rows: range, only: int, how: How) -> Demand:
+    def _demand(self, fan_out: FanOut, rows: range, only: int, how: How, seen: Seen) -> Demand:
         """The needs of some of the rows on a worker that gets the prefix in this way."""
         suffixes = [fan_out.suffix_tokens[row] for row in rows]
         tokens, num_blocks = sum(suffixes), len(fan_out.hashes)
         forks = fan_out.capsule is not None and how == "stay"
         shared = max(num_blocks, fan_out.prefix_tokens // self._block_size) if forks else num_blocks
         longest = fan_out.prefix_tokens + max(suffixes)
-        one = self._placer.demand(shared, longest, fan_out.max_tokens, fan_out.may_wait)
+        one = self._placer.demand(
+            *(shared, longest, fan_out.max_tokens, fan_out.may_wait), seen=seen
+        )
         return one._replace(
             prompt_tokens=longest if forks else fan_out.prefix_tokens + tokens,
             num_blocks=num_blocks,
@@ -190,7 +195,16 @@ class FanOutPlacer:
             ),
             pull_s=pull_s,
             may_pull=may_pull,
+            displaced_s=self._displaced_s(missing_blocks),
         )
+
+    def _displaced_s(self, copied_blocks: Seconds) -> Seconds:
+        """Seconds to compute again what each worker evicts for so many blocks, x the chance that it is."""
+        cost, loads = self._cost, self._fleet.slots.loads[:, : self._fleet.width]
+        free = loads[layout.LOAD_FREE] - loads[layout.LOAD_GROWTH]
+        displaced = np.clip(copied_blocks - free, 0.0, copied_blocks)
+        chance = cost.displaced_weight / max(cost.prefill_weight, 1.0)
+        return chance * cost.prefill_token_s * self._block_size * displaced
 
     def _place_shares(
         self,
@@ -199,6 +213,7 @@ class FanOutPlacer:
         split: Split,
         offers: Offers,
         now: float,
+        seen: Seen,
     ) -> tuple[Part, ...]:
         parts: list[Part] = []
         start = 0
@@ -206,7 +221,7 @@ class FanOutPlacer:
         for request, share in zip(requests, split.shares, strict=False):
             rows = range(start, start + share.rows)
             start = rows.stop
-            demand = self._demand(fan_out, rows, share.slot, share.how)._replace(may_wait=0.0)
+            demand = self._demand(fan_out, rows, share.slot, share.how, seen)._replace(may_wait=0.0)
             choice = self._placer.choose(demand, offers, now)
             if share.how != "stay":
                 self.spilled[share.how, reason] += 1

@@ -15,7 +15,9 @@ from mallee.router.config import RouterConfig
 from mallee.router.index.capsules import CapsuleEntry
 from mallee.router.index.kernels.match import match_all
 from mallee.router.load import layout
+from mallee.router.load.kernels import count_free
 from mallee.router.load.paths import STRIDE, room_for_waypoints
+from mallee.router.load.prompts import GROWTH, EarlierPrompts, Seen
 from mallee.router.placement.affinity import home_slot
 from mallee.router.placement.decisions import DecisionLog, Entry
 from mallee.router.placement.fanout_pricing import Share
@@ -58,6 +60,11 @@ class Placer:
         self._log = log
         self._outbox = outbox
         self._pricer = Pricer(config, fleet.slots.loads, draw)
+        self._prices_memory = config.policy == "cost" and config.cost.displaced_weight > 0.0
+        count_free(
+            fleet.index.address, fleet.slots.loads, 0
+        )  # compiles, as no request should have to
+        self._earlier = EarlierPrompts(config.block_size)
         self._used = fleet.slots.paths.address if config.active_blocks else 0
         self.routed = 0
         self.refused = 0
@@ -75,6 +82,7 @@ class Placer:
         max_tokens: int,
         may_wait: bool,
         *,
+        seen: Seen,
         home: int = -1,
     ) -> Demand:
         """The needs of one row of so many tokens, of which `num_blocks` full blocks can be shared."""
@@ -85,7 +93,14 @@ class Placer:
             *(prompt_tokens, num_blocks, own, needed, 1, steps),
             may_wait=1.0 if may_wait else 0.0,
             home=home,
+            growth=1.0 if seen.continues else 1.0 + GROWTH,
+            shared_blocks=seen.shared,
+            copy_share=1.0 / (1.0 + seen.uses / max(1, self._fleet.width)),
         )
+
+    def note(self, hashes: Hashes) -> Seen:
+        """Take in a prompt: what was known of it from earlier ones."""
+        return self._earlier.note(hashes)
 
     def home(self, affinity: int) -> int:
         """The slot of the home of a prompt cache key with this digest; -1: 0 is none, or no worker."""
@@ -123,6 +138,8 @@ class Placer:
         prefers_new = (
             now < fleet.warm_until and demand.only < 0 and self.routed % WARM_UP_EVERY == 0
         )
+        if self._prices_memory:
+            count_free(fleet.index.address, fleet.slots.loads, fleet.width)
         choice = self._pricer.choose(
             demand,
             offers,
@@ -180,6 +197,10 @@ class Placer:
         )
         if fleet.drop_orphan(request) and self._outbox is not None:
             self._outbox.freed(request)
+        brought = max(0, demand.num_blocks + demand.own_blocks - choice.overlap_blocks)
+        is_new_text = demand.growth > 1.0
+        expected = (demand.growth - 1.0) * max(0, demand.num_blocks - demand.shared_blocks)
+        fleet.slots.expect(slot, brought, expected if is_new_text else -brought)
         fleet.predict(member, waypoints, demand.num_blocks, now)
         self.routed += 1
         fleet.slots.set_chosen(slot, self.routed)

@@ -8,6 +8,7 @@ Per row of the request (a request with n branches has n rows):
                        + step time that the request adds x (rows there + own rows) / own rows)
     fetch     seconds until a lower tier's moves under way are over + blocks x seconds per block
     pull      latency + blocks that another worker lends x seconds per block
+    displaced blocks that give way to its text x seconds to compute one again x displaced weight
 
 A decode step takes base + row x rows + block x unique active blocks (attention reads a shared block
 once). Its last part is the delay that the new request adds to every row there, its own included: with
@@ -16,6 +17,13 @@ and never decides. The weight is there because computing a token costs twice: th
 it, and so do later requests. Without it, waiting for a prefix that is being computed and
 computing it again elsewhere would cost the same, and siblings that arrive cold would each do so.
 On the home of the request's prompt cache key the weight is 1 (`placement.affinity`).
+
+Memory has a price: what a text displaces is asked for again, probably. It displaces what it brings to a
+worker, now and in its next turns (`load.prompts`), beyond the blocks that are free there and not spoken for:
+by prompts that are being computed, by the next turns of texts that are there. Where a tier below holds what
+gives way, fetching is its price. A beginning that other texts share is computed once more for all of them: of
+a copy a text pays the share 1 / (1 + uses so far / workers). So new texts spread while memory is free
+somewhere, stay where they began, and take copies of what they share along where that pays.
 
 Blocks below a device count as overlap as far as their worker will fetch them: it computes them where
 that is cheaper by its own figures. Seconds of fetches and pulls are those that a worker measured and tells
@@ -61,6 +69,7 @@ class Cost(NamedTuple):
     prefill_s: float
     decode_s: float
     fetch_s: float = 0.0
+    displaced_s: float = 0.0
     pull_s: float = 0.0
 
     @property
@@ -81,6 +90,11 @@ class Demand(NamedTuple):
     only: int = -1  # slot of the one worker that is allowed; -1: any
     may_wait: float = 0.0  # 1: busy workers are out
     home: int = -1  # slot of the worker of its prompt cache key; -1: none
+    growth: float = (
+        1.0  # blocks that its text brings with the later ones, for each that it brings now
+    )
+    shared_blocks: int = 0  # leading ones that other texts begin with, too
+    copy_share: float = 1.0  # of computing these again that it pays for: later texts use the copy
 
 
 class Offers(NamedTuple):
@@ -122,6 +136,7 @@ class Pricer:
             score.P_BLOCK_SIZE: config.block_size,
             score.P_TOKEN_S: cost.prefill_token_s,
             score.P_PREFILL_WEIGHT: cost.prefill_weight,
+            score.P_DISPLACED_WEIGHT: cost.displaced_weight,
             score.P_BASE_S: cost.step_base_s,
             score.P_ROW_S: cost.step_row_s,
             score.P_BLOCK_S: cost.step_block_s,
@@ -173,9 +188,8 @@ class Pricer:
                 slot = new if is_new else slot
         best_overlap = int(self._cells[score.P_BEST_OVERLAP])
         if may_pull:
-            overlap, queued, prefill, decode, fetch, _, pull, pulled = terms[:, slot].tolist()
-            cost = Cost(queued, prefill, decode, fetch, pull)
+            overlap, *seconds, _, pull, pulled = terms[:, slot].tolist()
+            cost = Cost(*seconds, pull)
             return Choice(slot, int(overlap), best_overlap, cost, is_new, terms, int(pulled))
-        overlap, queued, prefill, decode, fetch, _ = terms[:, slot].tolist()
-        cost = Cost(queued, prefill, decode, fetch)
-        return Choice(slot, int(overlap), best_overlap, cost, is_new, terms)
+        overlap, *seconds, _ = terms[:, slot].tolist()
+        return Choice(slot, int(overlap), best_overlap, Cost(*seconds), is_new, terms)

@@ -92,6 +92,9 @@ PROGRAMS = [
     Program("router.fanout --engines 8 --fanout 64 --warm"),
     Program("router.fanout --engines 4 --fanout 4 --trees 2 --cold --gateways 2"),
     Program(
+        "router.spread --engines 2 --shared 16 --ratios 1.5 --gaps 1 --turns 2", "worst mean losses"
+    ),
+    Program(
         "router.policies --requests 50 --policies cost random",
         "round_robin least_loaded prefix_only dynamo",
     ),

@@ -132,7 +132,7 @@ COMPILED = """
                       active)
         ones = np.ones(9, dtype=np.int64)
         workers = Workers(ones / 9, ones / 8, ones, ones * 9, ones * 64, ones * 4000, ones / 7,
-                          ones * step % 2 > 0)
+                          ones * step % 2 > 0, ones / 5)
         planner.plan(RowGroup(200, 900, step, 64), workers, 3, max_parts=8, can_recompute=True)
     assert index.stats().evicted and index.stats().num_sets
     after = compiled()

@@ -422,7 +422,7 @@ def test_a_prefix_outweighs_the_home_and_the_home_decides_between_equal_ones() -
 def test_a_request_leaves_a_busy_home_once_its_queue_is_longer_than_its_own_prefill() -> None:
     """K11, part: never longer, so that no key makes its worker slow for all."""
     for queued, goes_home in ((3800, True), (4200, False)):
-        bench = FleetBench(2)
+        bench = FleetBench(2, num_blocks=100_000)
         key = next(key for key in KEYS if home(bench, key) == "w1")
         bench.book("first", prompt(1, queued), "w1", max_tokens=0)
         placement = bench.route("second", prompt(2, 4000), max_tokens=0, affinity=key)

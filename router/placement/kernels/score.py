@@ -21,11 +21,12 @@ TERM_QUEUED: Final = 1
 TERM_PREFILL_S: Final = 2
 TERM_DECODE: Final = 3
 TERM_FETCH: Final = 4  # blocks brought back from host memory or disk
-TERM_TOTAL: Final = 5  # infinite where the request may not go
-NUM_TERMS: Final = 6  # where no worker lends
-TERM_PULL: Final = 6  # blocks pulled from other workers
-TERM_PULLED: Final = 7  # blocks; beyond the overlap
-NUM_TERMS_LENT: Final = 8
+TERM_DISPLACED: Final = 5  # blocks that give way to it
+TERM_TOTAL: Final = 6  # infinite where the request may not go
+NUM_TERMS: Final = 7  # where no worker lends
+TERM_PULL: Final = 7  # blocks pulled from other workers
+TERM_PULLED: Final = 8  # blocks; beyond the overlap
+NUM_TERMS_LENT: Final = 9
 
 # The demand, in the order of `router.placement.pricing.Demand`, and then the model [NUM_PARAMS]
 P_PROMPT_TOKENS: Final = 0
@@ -38,28 +39,32 @@ P_FIXED_PREFILL: Final = 6  # tokens to compute wherever it goes; -1: those beyo
 P_ONLY: Final = 7  # the only worker, or -1
 P_MAY_WAIT: Final = 8  # 1: busy workers are out
 P_HOME: Final = 9  # the worker of its prompt cache key, or -1
-P_NOW: Final = 10
-P_DRAW: Final = 11  # uniform in [0, 1)
-P_WIDTH: Final = 12  # workers 0 .. WIDTH - 1 exist
-P_NUM_TIERS: Final = 13  # 1: only the device counts
-NUM_ASKED: Final = 14
-P_POLICY: Final = 14
-P_BLOCK_SIZE: Final = 15
-P_TOKEN_S: Final = 16
-P_PREFILL_WEIGHT: Final = 17
-P_BASE_S: Final = 18
-P_ROW_S: Final = 19
-P_BLOCK_S: Final = 20
-P_BUSY_RATIO: Final = 21
-P_TEMPERATURE: Final = 22
-P_HOST_BLOCK_S: Final = 23
-P_DISK_BLOCK_S: Final = 24
-P_PULL_FIRST_S: Final = 25
-P_PULL_BLOCK_S: Final = 26
+P_GROWTH: Final = 10  # blocks that its text brings with the later ones, for each that it brings now
+P_SHARED: Final = 11  # leading blocks that other texts begin with, too
+P_COPY: Final = 12  # share of a copy of these that it pays for
+P_NOW: Final = 13
+P_DRAW: Final = 14  # uniform in [0, 1)
+P_WIDTH: Final = 15  # workers 0 .. WIDTH - 1 exist
+P_NUM_TIERS: Final = 16  # 1: only the device counts
+NUM_ASKED: Final = 17
+P_POLICY: Final = 17
+P_BLOCK_SIZE: Final = 18
+P_TOKEN_S: Final = 19
+P_PREFILL_WEIGHT: Final = 20
+P_BASE_S: Final = 21
+P_ROW_S: Final = 22
+P_BLOCK_S: Final = 23
+P_BUSY_RATIO: Final = 24
+P_TEMPERATURE: Final = 25
+P_HOST_BLOCK_S: Final = 26
+P_DISK_BLOCK_S: Final = 27
+P_PULL_FIRST_S: Final = 28
+P_PULL_BLOCK_S: Final = 29
+P_DISPLACED_WEIGHT: Final = 30
 # and results
-P_BEST_OVERLAP: Final = 27  # blocks, of workers that could have taken it
-P_DEAREST: Final = 28
-NUM_PARAMS: Final = 29
+P_BEST_OVERLAP: Final = 31  # blocks, of workers that could have taken it
+P_DEAREST: Final = 32
+NUM_PARAMS: Final = 33
 
 COST: Final = 0
 DYNAMO: Final = 1
@@ -167,7 +172,9 @@ def add_pulls(p: Floats, loads: Floats, held: Counts, terms: Floats) -> None:
         terms[TERM_PULL, w] = seconds
         terms[TERM_PULLED, w] = num
         if p[P_FIXED_PREFILL] < 0.0:
-            left = p[P_PROMPT_TOKENS] - (terms[TERM_OVERLAP, w] + num) * p[P_BLOCK_SIZE]
+            there = terms[TERM_OVERLAP, w] + num
+            copied = max(p[P_SHARED] - there, 0.0) * (1.0 - p[P_COPY])
+            left = p[P_PROMPT_TOKENS] - (there + copied) * p[P_BLOCK_SIZE]
             weight = p[P_PREFILL_WEIGHT]
             if w == p[P_HOME] and weight > 1.0:
                 weight = 1.0
@@ -177,8 +184,30 @@ def add_pulls(p: Floats, loads: Floats, held: Counts, terms: Floats) -> None:
             + terms[TERM_PREFILL_S, w]
             + terms[TERM_DECODE, w]
             + terms[TERM_FETCH, w]
+            + terms[TERM_DISPLACED, w]
             + seconds
         )
+
+
+@kernel
+def add_displaced(p: Floats, loads: Floats, terms: Floats) -> None:
+    """The price of what each worker evicts for this text, now or when it has grown.
+
+    Beyond the blocks that are free and not spoken for, by prompts that are being computed or by the growth
+    of texts that are there.
+    """
+    block_size = p[P_BLOCK_SIZE]
+    brought, weight = p[P_NUM_BLOCKS] + p[P_OWN_BLOCKS], p[P_DISPLACED_WEIGHT]
+    for w in range(int(p[P_WIDTH])):
+        more = (brought - terms[TERM_OVERLAP, w]) * p[P_GROWTH]
+        more = more if more > 0.0 else 0.0
+        spoken_for = loads[layout.LOAD_PREFILL, w] / block_size + loads[layout.LOAD_GROWTH, w]
+        displaced = more + spoken_for - loads[layout.LOAD_FREE, w]
+        displaced = displaced if displaced < more else more
+        block_s = p[P_TOKEN_S] * block_size
+        fetch_s = loads[layout.LOAD_HOST_BLOCK_S, w]
+        block_s = fetch_s if fetch_s > 0.0 and fetch_s < block_s else block_s
+        terms[TERM_DISPLACED, w] = weight * block_s * (displaced if displaced > 0.0 else 0.0)
 
 
 @kernel
@@ -220,7 +249,7 @@ def price(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats)
         p[P_BLOCK_SIZE],
         p[P_FIXED_PREFILL],
     )
-    prompt_tokens = p[P_PROMPT_TOKENS]
+    prompt_tokens, shared, not_paid = p[P_PROMPT_TOKENS], p[P_SHARED], 1.0 - p[P_COPY]
     width = int(p[P_WIDTH])
     if p[P_NUM_TIERS] == 1:
         for w in range(width):
@@ -239,6 +268,8 @@ def price(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats)
         ] * token_s
     for w in range(width):
         prefill = prompt_tokens - terms[TERM_OVERLAP, w] * block_size
+        copied = shared - terms[TERM_OVERLAP, w]
+        prefill -= (copied if copied > 0.0 else 0.0) * block_size * not_paid
         prefill = prefill if prefill > 1.0 else 1.0
         terms[TERM_PREFILL_S, w] = prefill_s * (fixed if fixed >= 0.0 else prefill)
     if p[P_HOME] >= 0.0 and p[P_PREFILL_WEIGHT] > 1.0:
@@ -250,12 +281,14 @@ def price(p: Floats, loads: Floats, held: Counts, active: Counts, terms: Floats)
         )
         added = (row_s * rows + block_s * (blocks - active[w])) * (1.0 + rows_there / rows)
         terms[TERM_DECODE, w] = steps * (base_s + there + added)
+    add_displaced(p, loads, terms)
     for w in range(width):
         seconds = (
             terms[TERM_QUEUED, w]
             + terms[TERM_PREFILL_S, w]
             + terms[TERM_DECODE, w]
             + terms[TERM_FETCH, w]
+            + terms[TERM_DISPLACED, w]
         )
         terms[TERM_TOTAL, w] = seconds
 

@@ -56,6 +56,7 @@ class Bench:
         self.num_workers = num_workers
         self.loads = np.zeros((layout.NUM_LOADS, num_workers + 5))
         self.loads[layout.LOAD_ROOM, :num_workers] = 1000
+        self.loads[layout.LOAD_FREE, :num_workers] = 1000
         config = RouterConfig(
             cost=model, spill=PULLS, policy=policy, temperature=temperature, busy_ratio=0.8
         )
@@ -132,7 +133,9 @@ def expected(bench: Bench, policy: Policy, demand: Demand, num_tiers: int, w: in
     pull_s, pulled = 0.0, 0
     if policy == "cost":
         pull_s, pulled = expected_pull(bench, num_tiers, w, overlap)
-    prefill = max(1, demand.prompt_tokens - (overlap + pulled) * BLOCK)
+    there = overlap + pulled
+    unpaid = max(0, demand.shared_blocks - there) * (1.0 - demand.copy_share)
+    prefill = max(1, demand.prompt_tokens - (there + unpaid) * BLOCK)
     prefill = prefill if demand.fixed_prefill < 0 else demand.fixed_prefill
     rows = load[layout.LOAD_ROWS] + load[layout.LOAD_EXTRA_ROWS]
     blocks = load[layout.LOAD_BLOCKS] + load[layout.LOAD_EXTRA_BLOCKS]
@@ -145,6 +148,7 @@ def expected(bench: Bench, policy: Policy, demand: Demand, num_tiers: int, w: in
         MODEL.prefill_token_s * weight * prefill,
         demand.steps * (MODEL.step_base_s + there + added * (rows + demand.rows) / demand.rows),
         fetch_s,
+        displaced(demand, load, overlap),
         pull_s,
     )
     waiting = (load[layout.LOAD_PREFILL] + demand.prompt_tokens) / BLOCK - dynamo_credit
@@ -154,8 +158,16 @@ def expected(bench: Bench, policy: Policy, demand: Demand, num_tiers: int, w: in
         "least_loaded": rows,
         "prefix_only": -overlap,
     }.get(policy, 0.0)
-    terms = [overlap, *cost[:4], total]
+    terms = [overlap, *cost[:5], total]
     return [*terms, pull_s, pulled] if bench.loads[layout.LOAD_LENDS].any() else terms
+
+
+def displaced(demand: Demand, load: list[float], overlap: int) -> float:
+    """Seconds for what a text displaces: all it brings, as far as that is not free and not spoken for."""
+    brings = max(0, demand.num_blocks + demand.own_blocks - overlap) * demand.growth
+    free = load[layout.LOAD_FREE] - load[layout.LOAD_GROWTH] - load[layout.LOAD_PREFILL] / BLOCK
+    again_s = min(MODEL.prefill_token_s * BLOCK, load[layout.LOAD_HOST_BLOCK_S] or math.inf)
+    return MODEL.displaced_weight * again_s * min(brings, max(0.0, brings - free))
 
 
 def may_go(bench: Bench, demand: Demand, w: int) -> bool:
@@ -179,14 +191,19 @@ def load_at_random(bench: Bench, random: np.random.Generator) -> None:
     bench.loads[layout.LOAD_LENDS, :n] = random.random(n) < random.choice([0.0, 0.5, 1.0])
     for row in range(layout.NUM_LOADS)[layout.LOADS_FETCH]:
         bench.loads[row, :n] = random.choice([0.0, 0.0005, 0.005, 0.03, 0.2], n)
+    bench.loads[layout.LOAD_FREE, :n] = random.choice([0, 3, 30, 1000], n)
+    bench.loads[layout.LOAD_GROWTH, :n] = random.choice([0.0, 7.5, 100.0], n)
     held = np.sort(random.integers(0, 20, (3, n)), axis=0)
     bench.held[:, :n] = held
     bench.active[:n] = random.integers(0, 12, n)
 
 
 demands = st.builds(
-    lambda blocks, partial, own, needed, rows, steps, fixed, only, wait, home: Demand(
-        blocks * BLOCK + partial, blocks, own, needed, rows, steps, fixed, only, wait, home
+    lambda blocks, partial, own, needed, rows, steps, fixed, only, wait, home, growth, shared, copy: (
+        Demand(
+            *(blocks * BLOCK + partial, blocks, own, needed, rows, steps, fixed, only, wait, home),
+            *(growth, shared, copy),
+        )
     ),
     st.integers(20, 40),
     st.integers(0, 15),
@@ -198,6 +215,9 @@ demands = st.builds(
     st.sampled_from([-1, -1, -1, 2]),
     st.sampled_from([0.0, 1.0]),
     st.sampled_from([-1, -1, 0, 2]),
+    st.sampled_from([1.0, 6.0]),
+    st.integers(0, 20),
+    st.sampled_from([1.0, 0.25]),
 )
 
 
@@ -232,7 +252,7 @@ def test_prices_and_choice_equal_the_formulas(
         assert choice.slot == min(ties, key=lambda w: (bench.loads[layout.LOAD_CHOSEN, w], w))
     terms = bench.terms[:, choice.slot].tolist()
     assert choice.overlap_blocks == terms[score.TERM_OVERLAP]
-    assert list(choice.cost[:4]) == terms[score.TERM_QUEUED : score.TERM_TOTAL]
+    assert list(choice.cost[:5]) == terms[score.TERM_QUEUED : score.TERM_TOTAL]
     pull = terms[score.NUM_TERMS :] or [0.0, 0]
     assert [choice.cost.pull_s, choice.pulled_blocks] == pull
     overlaps = bench.terms[score.TERM_OVERLAP, :num_workers]
@@ -268,7 +288,7 @@ def test_cost_is_the_documented_sum(
     bench.loads[layout.LOAD_PREFILL_ENDS, 0] = NOW + 1000
     choice = bench.choose(demand)
     assert choice is not None
-    assert tuple(choice.cost) == pytest.approx((*want, 0.0, 0.0), rel=1e-5)
+    assert tuple(choice.cost) == pytest.approx((*want, 0.0, 0.0, 0.0), rel=1e-5)
     assert bench.totals == pytest.approx([sum(want)], rel=1e-5)
 
 
@@ -394,7 +414,7 @@ def terms(seed: float) -> np.ndarray:
     """Prices of three slots, of which the second is empty."""
     made = np.full((score.NUM_TERMS_LENT, 3), np.inf, dtype=np.float32)
     for slot, total in ((0, 2.0), (1, 0.0), (2, 1.0)):
-        made[:, slot] = (seed, 0.25, 0.5, 1.5, 0.75, seed + total, 0.125, 3.0)
+        made[:, slot] = (seed, 0.25, 0.5, 1.5, 0.75, 2.0, seed + total, 0.125, 3.0)
     return made
 
 
@@ -439,6 +459,6 @@ def test_a_decision_shows_every_candidate_cheapest_first() -> None:
     assert [each.worker for each in decision.candidates] == ["c", "a"]
     assert [each.total for each in decision.candidates] == [8.0, math.inf]
     cost = decision.candidates[0].cost
-    assert tuple(cost) == (0.25, 0.5, 1.5, 0.75, 0.125)
+    assert tuple(cost) == (0.25, 0.5, 1.5, 0.75, 2.0, 0.125)
     assert decision.candidates[0].pulled_blocks == 3
-    assert cost.total_s == pytest.approx(3.125)
+    assert cost.total_s == pytest.approx(5.125)

@@ -40,6 +40,7 @@ def fleet(
         *(np.zeros(n), prefix_s, zeros, zeros.copy(), zeros + max_rows, zeros + num_blocks),
         pull_s=np.full(n, pull_s),
         may_pull=np.zeros(n, dtype=np.bool_),
+        displaced_s=np.zeros(n),
     )
 
 
@@ -76,7 +77,8 @@ def finish_s(
     now = max(queued, pull) if how == "migrate" else queued + copy
     now += rows * suffix * COST.prefill_token_s
     others, active = int(workers.rows[slot]), int(workers.active_blocks[slot])
-    work = copy if others else copy + group.steps * COST.step_base_s
+    work = copy + float(workers.displaced_s[slot])
+    work += 0.0 if others else group.steps * COST.step_base_s
     left = rows
     while left:
         free = (int(workers.num_blocks[slot]) - shared - active) // own
@@ -145,6 +147,7 @@ def cases(draw: st.DrawFn) -> tuple[RowGroup, Workers, int]:
         np.full(n, 40_000),
         pull_s=SPILL.migrate_latency_s + each(st.integers(0, prefix // BLOCK)) * SPILL.block_s,
         may_pull=np.array(draw(st.lists(st.booleans(), min_size=n, max_size=n))),
+        displaced_s=each(st.sampled_from([0, 0, 200])) / 1000,
     )
     return group, workers, draw(st.integers(0, n - 1))
 

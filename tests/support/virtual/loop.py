@@ -154,6 +154,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             for _ in range(3):
                 self.run_until_complete(asyncio.sleep(0))
         super().close()
+        # An executor's last loop is known as long as the executor lives, which what is served may hold.
+        self._listening.clear()
 
     def _tasks(self) -> str:
         return "\n".join(["tasks:", *map(repr, asyncio.all_tasks(self))])

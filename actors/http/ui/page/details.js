@@ -5,7 +5,7 @@ import { make, facts, count, ms } from "./dom.js";
 
 const TEXT_TOKENS = 4096; // of a node, that are shown at most
 const SURE_MS = 8000; // for the second press of what can't be undone
-const PRICES = [["queued", "queued_s"], ["prefill", "prefill_s"], ["decode", "decode_s"], ["fetch", "fetch_s"], ["pull", "pull_s"]];
+const PRICES = [["queued", "queued_s"], ["prefill", "prefill_s"], ["decode", "decode_s"], ["fetch", "fetch_s"], ["displaced", "displaced_s"], ["pull", "pull_s"]];
 const POLICIES = {
   best_of_n: { n: 8, max_tokens: 32 },
   beam: { width: 4, branch: 2, depth: 4, step_tokens: 8 },

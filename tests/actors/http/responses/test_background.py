@@ -1,7 +1,7 @@
 """Background responses: who may start them, what they count, how they end; and a capsule lost on the way."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,9 +155,9 @@ async def test_a_streamed_one_is_read_again_from_any_event_and_all_are_counted(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("error", [UnknownCapsule("c"), CapsuleStale("c", "a", "b")])
+@pytest.mark.parametrize("lost", [lambda: UnknownCapsule("c"), lambda: CapsuleStale("c", "a", "b")])
 async def test_a_capsule_that_is_lost_on_the_way_is_computed_from_the_stored_conversation(
-    monkeypatch: Any, tmp_path: Path, error: Exception, background: bool
+    monkeypatch: Any, tmp_path: Path, lost: Callable[[], Exception], background: bool
 ) -> None:
     async with scene(monkeypatch, tmp_path) as (fleet, _, (alice, _bob)):
         short = {**LONG, "max_output_tokens": 6}
@@ -170,7 +170,7 @@ async def test_a_capsule_that_is_lost_on_the_way_is_computed_from_the_stored_con
         async def losing(job: Any, *args: Any, **named: Any) -> Any:
             jobs.append(type(job))
             if isinstance(job, ForkJob):
-                raise error
+                raise lost()
             return await start(job, *args, **named)
 
         monkeypatch.setattr(gateway, "start", losing)

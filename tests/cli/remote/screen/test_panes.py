@@ -186,7 +186,7 @@ async def test_the_cache_is_told_by_tier_load_over_time_and_requests_with_their_
         row = ["req_561337a4…", "w0", "cost", "64", "4", "21.3", "2", "stay"]
         assert lines[1].split() == row
         told = [line.split() for line in lines]
-        assert ["w1", "0", "0", "-", "30.0", "20.0", "-", "-", "-"] in told
+        assert ["w1", "0", "0", "-", "30.0", "20.0", "-", "-", "-", "-"] in told
 
 
 @pytest.mark.slow
