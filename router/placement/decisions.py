@@ -111,5 +111,5 @@ def _candidate(terms: Floats, slot: int, worker: WorkerId | None) -> Candidate:
     values = terms[:, slot].tolist()
     overlap, *seconds, total = values[: score.NUM_TERMS]
     pull_s, pulled = values[score.NUM_TERMS :] or (0.0, 0.0)
-    cost = Cost(*seconds, pull_s)
+    cost = Cost(*seconds)._replace(pull_s=pull_s)
     return Candidate(worker, int(overlap), cost, total, int(pulled))

@@ -202,7 +202,7 @@ class FanOutPlacer:
         """Seconds to compute again what each worker evicts for so many blocks, x the chance that it is."""
         cost, loads = self._cost, self._fleet.slots.loads[:, : self._fleet.width]
         free = loads[layout.LOAD_FREE] - loads[layout.LOAD_GROWTH]
-        displaced = np.clip(copied_blocks - free, 0.0, copied_blocks)
+        displaced: Seconds = np.clip(copied_blocks - free, 0.0, copied_blocks)
         chance = cost.displaced_weight / max(cost.prefill_weight, 1.0)
         return chance * cost.prefill_token_s * self._block_size * displaced
 

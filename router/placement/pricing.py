@@ -189,7 +189,7 @@ class Pricer:
         best_overlap = int(self._cells[score.P_BEST_OVERLAP])
         if may_pull:
             overlap, *seconds, _, pull, pulled = terms[:, slot].tolist()
-            cost = Cost(*seconds, pull)
+            cost = Cost(*seconds)._replace(pull_s=pull)
             return Choice(slot, int(overlap), best_overlap, cost, is_new, terms, int(pulled))
         overlap, *seconds, _ = terms[:, slot].tolist()
         return Choice(slot, int(overlap), best_overlap, Cost(*seconds), is_new, terms)
