@@ -60,7 +60,7 @@ class Workers(NamedTuple):
     num_blocks: Amounts  # 0: gets no rows
     pull_s: Seconds  # to get what is missing of the prefix from the owner, whether or not it may
     may_pull: Flags
-    displaced_s: Seconds  # to compute again what a copy of the prefix displaces, if that is expected
+    displaced_s: Seconds  # to compute again what a copy of the prefix displaces, if expected
 
     def only(self, slot: int) -> "Workers":
         """One of them, as worker 0 of one."""
