@@ -56,8 +56,7 @@ class WholeMemory:
         return self
 
     def read(self, places: Sequence[int], rows: Rows) -> None:
-        for place, row in zip(places, rows, strict=True):
-            self._held.read([place], row[np.newaxis])
+        self._held.read(places, rows)
 
     def close(self) -> None:
         pass
@@ -117,7 +116,7 @@ def loan(address: str, node: str, num_blocks: int) -> Callable[[], None]:
         for i in range(0, num_blocks, BATCH_BLOCKS):
             part = range(i, min(i + BATCH_BLOCKS, num_blocks))
             rows = staged[: len(part)]
-            got.read(part, list(rows))
+            got.read(part, rows)
             held.write(part, rows)
         got.close()
 
