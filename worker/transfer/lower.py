@@ -163,7 +163,7 @@ class LowerTiers:
         host.hold(here)  # the new ones must not take their room
         new = [i for i, key in enumerate(keys) if not host.is_coming(key)]
         self._counts.num_dropped += max(0, len(new) - host.num_room)
-        new = new[: host.num_room]  # of a text, whose beginning counts most
+        new = new[: host.num_room][::-1]  # of a text, whose beginning counts most, the last one first
         copied = [keys[i] for i in new]
         if are_untold:
             self._untold.update((*here, *copied))
