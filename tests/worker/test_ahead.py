@@ -19,6 +19,7 @@ from mallee.worker.gaps import WorkGaps
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.model.graphs.decode import GraphOptions
 from mallee.worker.records import EngineConfig
+from mallee.worker.sched.branch import Plan
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.speculation.speculator import SpeculationConfig
 from support import flashinfer_emulator
@@ -283,6 +284,14 @@ def test_the_pass_of_a_step_outlives_one_that_only_draws() -> None:
     assert found["r", 0] == expect([9], 20)[5:]
     assert engine.stats().ahead.num_void == 0
     assert inner.num_tokens == 5 + 1 + 19 + 3 * 5
+
+
+def test_a_pass_outlives_no_step_that_gives_its_blocks_to_a_transfer() -> None:
+    """I18, part: while decodes wait for blocks that leave, a fetch may get the block of a row ahead."""
+    branch: Any = object()
+    fetch: Any = object()
+    assert Plan([], [], [branch], [], []).draws_only
+    assert not Plan([], [], [branch], [], [], fetches=[fetch]).draws_only
 
 
 def test_a_pass_ahead_without_memory_ends_no_branch() -> None:
