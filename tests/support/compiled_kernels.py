@@ -16,7 +16,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from mallee.worker.model.cuda_ops import CudaOps
-from mallee.worker.model.kernels import fused
+from mallee.worker.model.kernels.triton import fused
 from mallee.worker.model.kernels.triton_launch import TritonKernels
 from mallee.worker.model.linear.rounded import Rounding
 from mallee.worker.model.ops import Turn

@@ -49,7 +49,7 @@ def interpreted() -> SimpleNamespace:
     triton = pytest.importorskip("triton")
     if not triton.knobs.runtime.interpret:
         pytest.skip("Triton compiles here: there is a CUDA device")
-    from mallee.worker.model.kernels import fused
+    from mallee.worker.model.kernels.triton import fused
 
     _round_as_hardware()
     kernels = {

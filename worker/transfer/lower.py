@@ -123,9 +123,8 @@ class LowerTiers:
         self._always_fetches = always_fetches
         self._host = HostSlots(len(carrier.arena))
         self._disk = dict.fromkeys(carrier.disk.keys() if carrier.disk is not None else ())
-        self._untold: set[int] = (
-            set()
-        )  # partial blocks and rows of windows: no event is told of them
+        # Partial blocks and rows of windows: no event is told of them.
+        self._untold: set[int] = set()
         self._num_spills = 0
         # Fetches that would have been dearer than computing.
         self._num_dear = {HOST: 0, DISK: 0, PEER: 0}
@@ -163,7 +162,9 @@ class LowerTiers:
         host.hold(here)  # the new ones must not take their room
         new = [i for i, key in enumerate(keys) if not host.is_coming(key)]
         self._counts.num_dropped += max(0, len(new) - host.num_room)
-        new = new[: host.num_room]  # of a text, whose beginning counts most
+        new = new[: host.num_room][
+            ::-1
+        ]  # of a text, whose beginning counts most, the last one first
         copied = [keys[i] for i in new]
         if are_untold:
             self._untold.update((*here, *copied))

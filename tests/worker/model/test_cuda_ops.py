@@ -35,7 +35,7 @@ from support.triton_interpreter import counting, interpreted
 
 FP8 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
-FUSED = "mallee.worker.model.kernels.fused"
+FUSED = "mallee.worker.model.kernels.triton.fused"
 PLAIN = Ops()
 
 
@@ -72,7 +72,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
         return Kernels(interpreted(), "cpu")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
-    from mallee.worker.model.kernels import fused
+    from mallee.worker.model.kernels.triton import fused
 
     return Kernels(fused, "cuda")
 

@@ -1,4 +1,4 @@
-"""Launches of our Triton kernels, which are loaded here alone: where there is a CUDA device."""
+"""Launches of our Triton kernels of small operations, loaded here alone: where there is a CUDA device."""
 
 from contextlib import nullcontext
 from importlib import import_module
@@ -13,7 +13,7 @@ class NoTriton(RuntimeError):
 
 
 class TritonKernels:
-    """The kernels of `mallee.worker.model.kernels.fused`, by name. `module` has them."""
+    """The kernels of `mallee.worker.model.kernels.triton.fused`, by name. `module` has them."""
 
     __slots__ = ("_module",)
 
@@ -26,7 +26,7 @@ class TritonKernels:
         if not torch.cuda.is_available():
             raise NoTriton("no CUDA device is here")
         try:
-            return cls(import_module("mallee.worker.model.kernels.fused"))
+            return cls(import_module("mallee.worker.model.kernels.triton.fused"))
         except ImportError as e:
             raise NoTriton(f"Triton is not installed ({e}); pip install 'mallee[cuda]'") from e
 
