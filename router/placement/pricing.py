@@ -23,8 +23,8 @@ worker, now and in its next turns (`load.prompts`), beyond the blocks that are f
 by prompts that are being computed or by the next turns of texts that are there. At the home of its key it
 pays for what it displaces now. Where a tier below holds what gives way, the price is that of fetching. A
 beginning that other texts share is computed once more for all of them: of a copy a text pays the share
-1 / (1 + uses so far / workers). So new texts spread while memory is free somewhere, stay where they began, and
-take copies of what they share along where that pays.
+1 / (1 + uses so far / workers). So new texts spread while memory is free somewhere, stay where they began,
+and take copies of what they share along where that pays.
 
 Blocks below a device count as overlap as far as their worker will fetch them: it computes them where
 that is cheaper by its own figures. Seconds of fetches and pulls are those that a worker measured and tells
