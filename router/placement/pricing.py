@@ -19,11 +19,12 @@ computing it again elsewhere would cost the same, and siblings that arrive cold 
 On the home of the request's prompt cache key the weight is 1 (`placement.affinity`).
 
 Memory has a price: what a text displaces is asked for again, probably. It displaces what it brings to a
-worker, now and in its next turns (`load.prompts`), beyond the blocks that are free there and not spoken for:
-by prompts that are being computed, by the next turns of texts that are there. Where a tier below holds what
-gives way, fetching is its price. A beginning that other texts share is computed once more for all of them: of
-a copy a text pays the share 1 / (1 + uses so far / workers). So new texts spread while memory is free
-somewhere, stay where they began, and take copies of what they share along where that pays.
+worker, now and in its next turns (`load.prompts`), beyond the blocks that are free there and not spoken for,
+by prompts that are being computed or by the next turns of texts that are there. At the home of its key it
+pays for what it displaces now. Where a tier below holds what gives way, the price is that of fetching. A
+beginning that other texts share is computed once more for all of them: of a copy a text pays the share
+1 / (1 + uses so far / workers). So new texts spread while memory is free somewhere, stay where they began,
+and take copies of what they share along where that pays.
 
 Blocks below a device count as overlap as far as their worker will fetch them: it computes them where
 that is cheaper by its own figures. Seconds of fetches and pulls are those that a worker measured and tells

@@ -194,14 +194,16 @@ def add_displaced(p: Floats, loads: Floats, terms: Floats) -> None:
     """The price of what each worker evicts for this text, now or when it has grown.
 
     Beyond the blocks that are free and not spoken for, by prompts that are being computed or by the growth
-    of texts that are there.
+    of texts that are there. At its home a text pays for what gives way now: its next turns will come there.
     """
     block_size = p[P_BLOCK_SIZE]
     brought, weight = p[P_NUM_BLOCKS] + p[P_OWN_BLOCKS], p[P_DISPLACED_WEIGHT]
     for w in range(int(p[P_WIDTH])):
-        more = (brought - terms[TERM_OVERLAP, w]) * p[P_GROWTH]
+        later = 0.0 if w == p[P_HOME] else 1.0
+        more = (brought - terms[TERM_OVERLAP, w]) * (1.0 + (p[P_GROWTH] - 1.0) * later)
         more = more if more > 0.0 else 0.0
-        spoken_for = loads[layout.LOAD_PREFILL, w] / block_size + loads[layout.LOAD_GROWTH, w]
+        growth = loads[layout.LOAD_GROWTH, w] * later
+        spoken_for = loads[layout.LOAD_PREFILL, w] / block_size + growth
         displaced = more + spoken_for - loads[layout.LOAD_FREE, w]
         displaced = displaced if displaced < more else more
         block_s = p[P_TOKEN_S] * block_size

@@ -148,7 +148,7 @@ def expected(bench: Bench, policy: Policy, demand: Demand, num_tiers: int, w: in
         MODEL.prefill_token_s * weight * prefill,
         demand.steps * (MODEL.step_base_s + there + added * (rows + demand.rows) / demand.rows),
         fetch_s,
-        displaced(demand, load, overlap),
+        displaced(demand, load, overlap, is_home=demand.home == w),
         pull_s,
     )
     waiting = (load[layout.LOAD_PREFILL] + demand.prompt_tokens) / BLOCK - dynamo_credit
@@ -162,10 +162,12 @@ def expected(bench: Bench, policy: Policy, demand: Demand, num_tiers: int, w: in
     return [*terms, pull_s, pulled] if bench.loads[layout.LOAD_LENDS].any() else terms
 
 
-def displaced(demand: Demand, load: list[float], overlap: int) -> float:
+def displaced(demand: Demand, load: list[float], overlap: int, *, is_home: bool) -> float:
     """Seconds for what a text displaces: all it brings, as far as that is not free and not spoken for."""
-    brings = max(0, demand.num_blocks + demand.own_blocks - overlap) * demand.growth
-    free = load[layout.LOAD_FREE] - load[layout.LOAD_GROWTH] - load[layout.LOAD_PREFILL] / BLOCK
+    brings = max(0, demand.num_blocks + demand.own_blocks - overlap)
+    free = load[layout.LOAD_FREE] - load[layout.LOAD_PREFILL] / BLOCK
+    if not is_home:
+        brings, free = brings * demand.growth, free - load[layout.LOAD_GROWTH]
     again_s = min(MODEL.prefill_token_s * BLOCK, load[layout.LOAD_HOST_BLOCK_S] or math.inf)
     return MODEL.displaced_weight * again_s * min(brings, max(0.0, brings - free))
 
