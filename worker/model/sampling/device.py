@@ -68,7 +68,7 @@ class DeviceSampler:
         try:
             tokens = self.sample([Draw(logits, each, 0, 0) for each in settings])
             ((_, ((likeliest, _),)),) = self.logprobs([LogprobQuery(logits, 0, 1)])
-        except ConfigError:
+        except (ConfigError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a compiler's, a linker's or a driver's: of any class
             raise ConfigError(
