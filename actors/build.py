@@ -387,7 +387,12 @@ def open_access(config: AppConfig) -> "Access":
     return Access(None if file is None else Path(file), os.environ)
 
 
-def build_router(config: AppConfig, *, shared_as: str | None = None) -> "Router":
+def build_router(
+    config: AppConfig,
+    *,
+    shared_as: str | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> "Router":
     """A router. With `shared_as`, a gateway's name, its bookings are broadcast to other gateways."""
     from mallee.router.config import CostModel, RouterConfig  # numba: see above
     from mallee.router.router import Router
@@ -407,7 +412,7 @@ def build_router(config: AppConfig, *, shared_as: str | None = None) -> "Router"
             max_index_nbytes=routing.max_index_mb << 20,
             kv_events=routing.kv_events,
         ),
-        clock=time.monotonic,
+        clock=clock,
         outbox=None if shared_as is None else Outbox(shared_as, Incarnation(time.time_ns())),
     )
 

@@ -52,12 +52,14 @@ class Picker:
     its own and what pods report.
     """
 
-    def __init__(self, config: PickerConfig) -> None:
-        """Loads the tokenizer and compiles the router. Raises MalleeError."""
+    def __init__(
+        self, config: PickerConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Loads the tokenizer and compiles the router, which goes by `clock`. Raises MalleeError."""
         self.config = config
         self.name = _name()
         app = config.app
-        self.router = build_router(app, shared_as=self.name)
+        self.router = build_router(app, shared_as=self.name, clock=clock)
         self._reader = _reader(config)
         self._source = _source(config)
         self._client = httpx.AsyncClient(

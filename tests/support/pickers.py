@@ -4,7 +4,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,9 +94,14 @@ async def pods(num: int, **options: Any) -> AsyncIterator[list[VllmPod]]:
 
 
 @asynccontextmanager
-async def running(config: PickerConfig, num_ready: int | None = None) -> AsyncIterator[Picker]:
+async def running(
+    config: PickerConfig,
+    num_ready: int | None = None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> AsyncIterator[Picker]:
     """A picker that has asked its pods; waits for so many of them, by default all that are listed."""
-    async with Picker(config) as picker:
+    async with Picker(config, clock=clock) as picker:
         wanted = len(config.endpoints) if num_ready is None else num_ready
         await until(lambda: picker.is_ready and len(picker.router.workers()) == wanted)
         try:

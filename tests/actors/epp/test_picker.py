@@ -220,12 +220,16 @@ async def test_a_decision_that_takes_too_long_is_left_to_the_proxy(
 
 async def test_a_pod_that_falls_silent_gets_nothing_until_it_speaks_again() -> None:
     async with pods(2) as found, VllmPod() as third:
-        config = picker_config([*(p.address for p in found), third.address])
-        async with running(config) as picker, Proxy(picker.server.port) as proxy:
+        config, now = picker_config([*(p.address for p in found), third.address]), [100.0]
+        started = running(config, clock=lambda: now[0])
+        async with started as picker, Proxy(picker.server.port) as proxy:
             silent, port = third.address, third.port
             await third.__aexit__()
-            picker.router._fleet._lease_s = picker.router._fleet.members._lease_s = 0.3
-            await until(lambda: len(picker.router.workers()) == 2)
+            now[0] += (
+                2 * picker.router.config.lease_s
+            )  # no pod was heard for so long, but two speak
+            live = {pod.address for pod in found}
+            await until(lambda: {view.worker for view in picker.router.workers()} == live)
             for number in range(4):
                 assert silent not in (await proxy.ask(prompt(number))).endpoints
             async with VllmPod(port=port):
