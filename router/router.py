@@ -162,10 +162,9 @@ class Router:
         now = self._clock()
         with self._fleet.only(among):
             home = placer.home(affinity)
+            seen = placer.note(hashes)
             demand = placer.demand(
-                *(len(hashes), prompt_tokens, max_tokens, may_wait),
-                seen=placer.note(hashes),
-                home=home,
+                len(hashes), prompt_tokens, max_tokens, may_wait, seen=seen, home=home
             )
             offers = placer.match(hashes)
             entry = None

@@ -1,4 +1,4 @@
-"""Kernels of counted paths (users of each waypoint, the index of those in use) and of prompts' growth."""
+"""Kernels of counted paths (users of each waypoint, an index of those in use), of prompts and free blocks."""
 
 import numpy as np
 import numpy.typing as npt
@@ -110,7 +110,7 @@ def note_blocks(
     step: int,
     found: "npt.NDArray[np.int64]",
 ) -> None:
-    """Take in every `step`-th of a prompt's blocks; `found` is `load.growth.Seen`.
+    """Take in every `step`-th of a prompt's blocks; `found` is `load.prompts.Seen`.
 
     An entry, at the low bits of its key, is overwritten by another key. `following`: the block after it of
     the first prompt that had one; `uses` is negative once a prompt went on by another.

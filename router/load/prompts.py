@@ -41,10 +41,10 @@ class EarlierPrompts:
     def __init__(self, block_size: int) -> None:
         self._step = max(1, STEP_TOKENS // block_size)
         self._keys: Hashes = np.zeros(_SIZE, np.uint64)
-        self._next: Hashes = np.zeros(_SIZE, np.uint64)  # the block looked at after it; 0: none yet
-        self._uses: npt.NDArray[np.int32] = np.zeros(
-            _SIZE, np.int32
-        )  # negative: prompts parted here
+        # Of each: the block looked at after it (0: none yet), and the prompts that had it, negative once they
+        # parted behind it.
+        self._next: Hashes = np.zeros(_SIZE, np.uint64)
+        self._uses: npt.NDArray[np.int32] = np.zeros(_SIZE, np.int32)
         self._found: npt.NDArray[np.int64] = np.zeros(len(Seen._fields), np.int64)
         self._num_noted = 0
         for hashes in (NO_HASHES, np.frombuffer(b"", dtype=np.uint64)):

@@ -120,9 +120,9 @@ class SlotTracker:
         """Note that a prompt brings `num_blocks` new blocks to `worker`, and that its text is `expected` to
         bring more later; negative: so many were expected before. Texts end: old expectations fade away.
         """
-        room, growth = self.loads[layout.LOAD_ROOM, worker], self.loads[layout.LOAD_GROWTH]
-        faded = growth[worker] * max(0.0, 1.0 - num_blocks / max(room, 1.0))
-        growth[worker] = max(0.0, faded + expected)
+        cells, at = self._cells, layout.LOAD_GROWTH * self._width + worker
+        room = max(cells[layout.LOAD_ROOM * self._width + worker], 1.0)
+        cells[at] = max(0.0, cells[at] * max(0.0, 1.0 - num_blocks / room) + expected)
 
     def prefill_done(self, request: RequestId, now: float) -> bool:
         """End a booking's outstanding prefill. False if it is not booked."""

@@ -135,9 +135,8 @@ class FanOutPlacer:
         forks = fan_out.capsule is not None and how == "stay"
         shared = max(num_blocks, fan_out.prefix_tokens // self._block_size) if forks else num_blocks
         longest = fan_out.prefix_tokens + max(suffixes)
-        one = self._placer.demand(
-            *(shared, longest, fan_out.max_tokens, fan_out.may_wait), seen=seen
-        )
+        limit, may_wait = fan_out.max_tokens, fan_out.may_wait
+        one = self._placer.demand(shared, longest, limit, may_wait, seen=seen)
         return one._replace(
             prompt_tokens=longest if forks else fan_out.prefix_tokens + tokens,
             num_blocks=num_blocks,

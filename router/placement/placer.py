@@ -61,9 +61,6 @@ class Placer:
         self._outbox = outbox
         self._pricer = Pricer(config, fleet.slots.loads, draw)
         self._prices_memory = config.policy == "cost" and config.cost.displaced_weight > 0.0
-        count_free(
-            fleet.index.address, fleet.slots.loads, 0
-        )  # compiles, as no request should have to
         self._earlier = EarlierPrompts(config.block_size)
         self._used = fleet.slots.paths.address if config.active_blocks else 0
         self.routed = 0
@@ -111,7 +108,10 @@ class Placer:
         return home_slot(affinity, fleet.name_digests[: fleet.width], room)
 
     def match(self, hashes: Hashes) -> Offers:
-        """Leading blocks on every worker: known from events, predicted, or in use."""
+        """Leading blocks on every worker: known from events, predicted, or in use.
+
+        Also takes in, for the prices, how many blocks are free on each.
+        """
         index, predictions = self._fleet.index, self._fleet.predictions
         num_blocks, num_workers = len(hashes), index.num_workers
         waypoints = room_for_waypoints(num_blocks)
@@ -119,6 +119,8 @@ class Placer:
         active = np.empty(num_workers, np.int32)
         match_all(index.address, self._used, hashes, waypoints, STRIDE, held, active)
         self._fleet.holdings.windows.limit(held, hashes, self._block_size)
+        if self._prices_memory:
+            count_free(index.address, self._fleet.slots.loads, self._fleet.width)
         if predictions:
             predicted = np.empty(num_workers, dtype=np.int32)
             predictions.match_into(waypoints, num_blocks, predicted)
@@ -138,8 +140,6 @@ class Placer:
         prefers_new = (
             now < fleet.warm_until and demand.only < 0 and self.routed % WARM_UP_EVERY == 0
         )
-        if self._prices_memory:
-            count_free(fleet.index.address, fleet.slots.loads, fleet.width)
         choice = self._pricer.choose(
             demand,
             offers,
