@@ -24,6 +24,7 @@ import numpy as np
 
 from bench.router.fanout import BOOKING_LAG_S, EVENT_LAG_S, NEVER_S
 from mallee.mocker.replay.config import POLICIES, ReplayConfig
+from mallee.mocker.replay.result import Result
 from mallee.mocker.replay.run import replay
 from mallee.testing.workloads import sessions
 from mallee.traces.read import read_workload
@@ -55,12 +56,19 @@ def made_up(requests: int, seed: int) -> Workload:
     return replace(source, read=read)
 
 
-def play(workload: Workload, config: ReplayConfig) -> dict[str, Any]:
-    """One replay's figures."""
+def replayed(workload: Workload, config: ReplayConfig) -> Result:
+    """One replay, in which no request may fail."""
     result = replay(workload, config)
-    summary, columns = result.summary, result.columns
+    summary = result.summary
     failed = sum(summary["errors"].values()) + summary["lost"]
     assert not failed, f"{failed} requests failed: {summary['reasons']}"
+    return result
+
+
+def play(workload: Workload, config: ReplayConfig) -> dict[str, Any]:
+    """One replay's figures."""
+    result = replayed(workload, config)
+    summary, columns = result.summary, result.columns
     rows = np.bincount(columns.worker, minlength=config.engines)
     return {
         "ttft_ms": {name: round(summary["ttft_ms"][name], 1) for name in ("p50", "p99")},
