@@ -32,6 +32,7 @@
     |  |- CapsuleAbandoned        it was given up before it was computed
     |  `- CapsuleLost             it went with its worker, and can't be computed again         (410)
     |- Unavailable              right request, wrong moment                              (503)
+    |  |- LookupIncomplete        it may be known at another gateway, which has not answered
     |  |- NoWorker                no worker serves this model now
     |  |- WorkerLost              the worker died with the request on it
     |  |- CorruptLoan            KV that another worker lent is not what was sent
@@ -500,6 +501,17 @@ class CapsuleLost(NotFound):
 class Unavailable(MalleeError):
     status = 503
     code = "unavailable"
+
+
+class LookupIncomplete(Unavailable):
+    """The named thing is not known here; `why` it can't be said that no other gateway knows it."""
+
+    code = "lookup_incomplete"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"it is not known at this gateway, and {why}; retry in 1 s", why=why, retry_after_s=1.0
+        )
 
 
 class NoWorker(Unavailable):

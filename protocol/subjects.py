@@ -87,15 +87,6 @@ class Subjects(NamedTuple):
     def queues(self, gateway: str = "*") -> str:
         return f"{self.root}.queues.{gateway}"
 
-    def text_asks(self) -> str:
-        return f"{self.root}.texts.asks"
-
-    def text_told(self, gateway: str = "*") -> str:
-        return f"{self.root}.texts.told.{gateway}"
-
-    def texts_forgotten(self) -> str:
-        return f"{self.root}.texts.forgotten"
-
     def record_asks(self) -> str:
         return f"{self.root}.records.asks"
 
@@ -129,7 +120,6 @@ class Subjects(NamedTuple):
             return Permissions((self.events(), self.lease()), (*requests, self.queues()))
         shared = (
             *(self.bookings(), self.bookings_snapshot()),
-            *(self.text_asks(), self.text_told(), self.texts_forgotten()),
             *(self.record_asks(), self.record_told(), self.records_forgotten()),
             self.records_copied(),
             *(self.sessions_asks(), self.sessions_told()),

@@ -335,6 +335,10 @@ class Router:
         """Forget `capsule`. False if it was not known."""
         return self._fleet.capsules.forget(capsule)
 
+    def note_lost(self, capsule: CapsuleId) -> None:
+        """See `CapsuleDirectory.note_lost`."""
+        self._fleet.capsules.note_lost(capsule)
+
     def was_lost(self, capsule: CapsuleId) -> bool:
         """Whether `capsule` was there and went with its worker."""
         return self._fleet.capsules.was_lost(capsule)

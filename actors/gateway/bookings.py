@@ -71,6 +71,7 @@ class BookingFeed:
     async def start_up(self) -> None:
         """Subscribe, answer, and publish from now on. Doesn't wait for the broker."""
         self._outbox.on_filled = self._schedule
+        self._bus.on_state(self._on_state)
         await self._bus.subscribe(
             self._subjects.bookings(),
             lambda raw: self._pump.put(self._on_bookings, raw, is_loose=True),
@@ -111,12 +112,19 @@ class BookingFeed:
 
     async def _beat(self) -> None:
         while True:
-            beat = msgspec.structs.replace(self._outbox.heartbeat(), metrics_at=self.metrics_at)
-            self._bus.publish(self._subject, encode(beat))
+            self._publish_beat()
             await asyncio.sleep(self._heartbeat_s)
             for gateway in self.replicas.expire():
                 log.warning("gateway %s is silent: its bookings count no more", gateway)
                 self.others_metrics.pop(gateway, None)
+
+    def _publish_beat(self) -> None:
+        beat = msgspec.structs.replace(self._outbox.heartbeat(), metrics_at=self.metrics_at)
+        self._bus.publish(self._subject, encode(beat))
+
+    def _on_state(self, is_up: bool) -> None:
+        if is_up and self._outbox.on_filled is not None:
+            self._publish_beat()  # others may have forgotten this gateway meanwhile
 
     def _on_bookings(self, raw: bytes) -> None:
         try:
@@ -126,8 +134,11 @@ class BookingFeed:
             return
         if batch.metrics_at and batch.gateway != self._outbox.gateway:
             self.others_metrics[batch.gateway] = batch.metrics_at
+        is_known = batch.gateway in self.replicas.names
         if self.replicas.on_batch(batch):
             self._fetcher.want(batch.gateway)
+        if not is_known and batch.gateway in self.replicas.names:
+            self._publish_beat()  # it has just come: it asks nobody for records before it knows of others
 
     def _on_snapshot(self, raw: bytes, asked_at: float) -> bool:
         """Whether it was too old. Raises CodecError."""

@@ -48,7 +48,7 @@ from mallee.protocol.errors import (
     UnknownText,
     from_wire,
 )
-from mallee.protocol.gateways.capsule_texts import Promised
+from mallee.protocol.gateways.capsule_texts import CapsuleState
 from mallee.protocol.hashing import NO_HASHES, Hashes, Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId, account_of, request_of
 from mallee.protocol.messages import (
@@ -209,23 +209,17 @@ class GatewayService:
             is_busy=self._dispatcher.is_busy,
             clock=clock,
         )
-        self._texts = SharedTexts(
-            bus,
-            self._memory,
-            gateway=gateway_id,
-            fleet=fleet,
-            num_others=self._num_others,
-            on_forgotten=self._on_forgotten,
-            promised=self._promised,
-        )
         self.records = SharedRecords(
             bus,
             gateway=gateway_id,
             fleet=fleet,
-            num_others=self._num_others,
+            others=lambda: self._peers.other_gateways,
             belongs=ids.belongs,
         )
         self.tasks.include(self.records.tasks)
+        self._texts = SharedTexts(
+            *(self.records, self._memory), state=self._state, on_forgotten=self._on_forgotten
+        )
         self._sessions = GatewaySessions(
             bus,
             gateway=gateway_id,
@@ -239,7 +233,10 @@ class GatewayService:
         )
         self.tasks.include(self._sessions.tasks)
         metrics.registry.register(
-            RouterCollector(router.stats, self._dispatcher.stats, self._peers.replica_stats)
+            RouterCollector(
+                *(router.stats, self._dispatcher.stats, self._peers.replica_stats),
+                self.records.outcomes,
+            )
         )
 
     # Life
@@ -250,7 +247,6 @@ class GatewayService:
             await self._recorder.start_up()
         self._peers.tell_metrics(self.metrics_at)
         await self._peers.start_up()
-        await self._texts.start_up()
         await self.records.start_up()
         await self._sessions.start_up()
 
@@ -270,7 +266,6 @@ class GatewayService:
         if self._timer is not None:
             self._timer.cancel()
         await self.tasks.close()
-        await self._texts.close()
         await self.records.close()
         await self._sessions.close_up()
         await self._peers.close()
@@ -290,11 +285,7 @@ class GatewayService:
     @property
     def failure(self) -> BaseException | None:
         """The exception that ended a background task of the gateway, which should be replaced."""
-        return self.tasks.failure or self._peers.failure or self._texts.tasks.failure
-
-    def _num_others(self) -> int:
-        stats = self._peers.replica_stats
-        return 0 if stats is None else stats().gateways
+        return self.tasks.failure or self._peers.failure
 
     # Requests
 
@@ -324,8 +315,10 @@ class GatewayService:
             raise _closed()
         if job.capsule is not None:
             self._check_owner(job.capsule, job.scope)
-            await self._wait_for_promise(job.capsule, job.scope)
+            await self._learn_capsule(job.capsule, job.scope)
         session = await self._record_of(job) if job.terms.is_recorded else None
+        if self._is_closed:
+            raise _closed()
         request = name or self._ids.new(job.scope)
         self._metrics.prepare_s.observe(prepare_s)
         tenant = self._metrics.tenants.of(job.terms.owner)
@@ -372,7 +365,7 @@ class GatewayService:
         """The record of the job's session, once the text of its capsule is here. Raises InvalidParameter."""
         session = self._recording().session(job.scope, job.terms.session, job.terms.owner)
         if job.capsule is not None and not session.knows(job.capsule):
-            await self._texts.fetch(job.capsule)
+            await self._texts.fetch(job.capsule, job.scope)
         return session
 
     def _recording(self) -> Recorder:
@@ -523,7 +516,7 @@ class GatewayService:
     async def tokens(self, capsule: CapsuleId, scope: Scope) -> Tokens:
         self._check_owner(capsule, scope)
         if (text := self._memory.get(capsule)) is None:
-            await self._texts.fetch(capsule)
+            await self._texts.fetch(capsule, scope)
             text = self._memory.get(capsule)
         if text is None:
             await self._find(capsule, scope)
@@ -637,7 +630,7 @@ class GatewayService:
         except UnknownCapsule:
             return await self._find_elsewhere(capsule, scope)
         if not entry.is_computing:
-            self._texts.want(capsule)
+            self._texts.want(capsule, scope)
         return self._info(entry)
 
     async def _find_elsewhere(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
@@ -646,16 +639,29 @@ class GatewayService:
         if own is not None:
             info = CapsuleInfo(capsule, own.worker, own.num_tokens, self._wall_time(own.since))
             return _promised(info, None if own.error is None else own.error.to_wire())
-        promised = await self._texts.fetch(capsule)
-        if promised is not None:
-            info = CapsuleInfo(capsule, None, promised.num_tokens, self._wall_clock())
-            if promised.worker and promised.error is None:
-                worker, tokens = WorkerId(promised.worker), promised.num_tokens
-                more = (worker, tokens, NO_HASHES, scope)
-                self._router.learn_capsule(capsule, *more, is_computing=True)
-                with suppress(UnknownCapsule):  # of a worker that isn't known here
-                    return self._info(self._router.capsule(capsule))
-            return _promised(info, promised.error)
+        try:
+            return self._lost_info(capsule)
+        except NotFound:  # its worker's event may be under way
+            state = await self._texts.find(capsule, scope)
+        if state is None:
+            return self._lost_info(capsule)
+        if state.worker and state.error is None:
+            worker, tokens = WorkerId(state.worker), state.num_tokens
+            more = (worker, tokens, NO_HASHES, scope)
+            self._router.learn_capsule(capsule, *more, is_computing=state.is_promised)
+            with suppress(UnknownCapsule):  # of a worker that isn't known here
+                return self._info(self._router.capsule(capsule))
+        if not state.is_promised:
+            if not state.worker:
+                self._router.note_lost(capsule)
+            with suppress(NotFound):
+                return self._lost_info(capsule)
+            raise Unavailable("the capsule's worker is not known at this gateway yet; retry in 1 s")
+        info = CapsuleInfo(capsule, None, state.num_tokens, self._wall_clock())
+        return _promised(info, state.error)
+
+    def _lost_info(self, capsule: CapsuleId) -> CapsuleInfo:
+        """A capsule that is gone, and whose text is known here. Raises UnknownCapsule, CapsuleLost."""
         boundary = self._dispatcher.lost_capsule(capsule)
         is_stale = not self._dispatcher.is_fresh(capsule)
         return CapsuleInfo(capsule, None, boundary, self._wall_clock(), is_stale)
@@ -669,15 +675,22 @@ class GatewayService:
     def _wall_time(self, at: float) -> float:
         return self._wall_clock() - (self._clock() - at)
 
-    # Capsules that are promised
+    # Capsules that other gateways know
 
-    def _promised(self, capsule: CapsuleId) -> Promised | None:
-        """The promise of a capsule, as other gateways are told it; None: this one has given none."""
+    def _state(self, capsule: CapsuleId) -> CapsuleState | None:
+        """A capsule as other gateways are told it: of one that is promised, by this gateway alone."""
         promise = self._dispatcher.promise(capsule)
-        if promise is None:
-            return None
-        error = None if promise.error is None else promise.error.to_wire()
-        return Promised(promise.num_tokens, promise.worker or "", error)
+        if promise is not None:
+            error = None if promise.error is None else promise.error.to_wire()
+            return CapsuleState(
+                *(promise.num_tokens, promise.worker or ""), is_promised=True, error=error
+            )
+        try:
+            entry = self._router.capsule(capsule)
+        except UnknownCapsule:
+            text = self._memory.get(capsule) if self._router.was_lost(capsule) else None
+            return None if text is None else CapsuleState(text.path.length)
+        return None if entry.is_computing else CapsuleState(entry.boundary, entry.worker)
 
     def _forget_promise(self, capsule: CapsuleId) -> None:
         """The worker that was to compute `capsule` does not, or not any more."""
@@ -685,8 +698,8 @@ class GatewayService:
             if self._router.capsule(capsule).is_computing:
                 self._router.forget_capsule(capsule)
 
-    async def _wait_for_promise(self, capsule: CapsuleId, scope: Scope) -> None:
-        """Return when a worker takes forks of `capsule`, if another gateway has promised it.
+    async def _learn_capsule(self, capsule: CapsuleId, scope: Scope) -> None:
+        """Return when forks of `capsule` can be placed here, if another gateway made or promised it.
 
         Raises as `capsule`, and Unavailable.
         """
@@ -698,7 +711,7 @@ class GatewayService:
                     if not self._dispatcher.lacks(capsule):
                         return
                     await asyncio.sleep(PROMISE_CHECK_S)
-                await self._texts.fetch(capsule)  # its worker may be leaving
+                await self._texts.fetch(capsule, scope)  # its worker may be leaving
         except TimeoutError:
             raise Unavailable(
                 f"no worker has begun to compute the capsule for {PROMISE_S:g} s; retry later"
@@ -731,7 +744,7 @@ class GatewayService:
 
     async def release_capsule(self, capsule: CapsuleId, scope: Scope) -> None:
         info = await self._find(capsule, scope)
-        self._texts.forget(capsule)  # first: no gateway computes it again meanwhile
+        self._texts.forget(capsule, scope)  # first: no gateway computes it again meanwhile
         if info.worker is not None:
             with suppress(UnknownCapsule):  # it went by itself: its event is under way
                 await self._desk.ask(info.worker, Delete(self._ids.new(scope), capsule))

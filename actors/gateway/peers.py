@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -142,6 +142,11 @@ class Peers:
     def replica_stats(self) -> Callable[[], ReplicaStats] | None:
         """Counts of other gateways' bookings; None if they are not shared."""
         return None if self._bookings is None else self._bookings.replicas.stats
+
+    @property
+    def other_gateways(self) -> Collection[str] | None:
+        """Their names; None if bookings are not shared, so that there is none."""
+        return None if self._bookings is None else self._bookings.replicas.names
 
     @property
     def newest_gateway(self) -> str | None:

@@ -1,7 +1,8 @@
 """Counts of the router and the dispatcher as Prometheus families, read from their stats at each scrape."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Final
 
 from prometheus_client.registry import Collector
@@ -59,7 +60,10 @@ class RouterCollector(Collector):
         router: Callable[[], RouterStats],
         dispatcher: Callable[[], DispatchStats],
         replicas: Callable[[], ReplicaStats] | None = None,
+        questions: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
+        """`questions` to other gateways, by outcome."""
+        self._questions = questions
         self._router = router
         self._dispatcher = dispatcher
         self._replicas = replicas
@@ -71,6 +75,7 @@ class RouterCollector(Collector):
         others = NO_REPLICAS if self._replicas is None else self._replicas()
         for name, count in _REPLICAS.items():
             yield shown(name, count(others))
+        yield by_label("mallee_other_gateways_questions_total", self._questions)
         yield by_label("mallee_spills_total", stats.spilled)
         yield by_label("mallee_pulls_total", stats.pulls)
         yield by_label("mallee_pull_predicted_bytes_total", stats.pulled_nbytes)

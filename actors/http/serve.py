@@ -30,7 +30,7 @@ from mallee.actors.http.jobs import Plan
 from mallee.actors.http.sse import MAX_RUN, EventStream, unless_gone
 from mallee.actors.tasks import Tasks
 from mallee.actors.text.tokenizer import Tokenizer
-from mallee.protocol.errors import InternalError, MalleeError, NotFound
+from mallee.protocol.errors import InternalError, LookupIncomplete, MalleeError, NotFound
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, account_of, capsule_id
 from mallee.router.dispatch.jobs import PrefillJob, QueueTerms
 from mallee.router.dispatch.promises import not_kept
@@ -384,7 +384,7 @@ async def prefill(
         while (unread := stream.take()) is not None:
             last = unread
         if last is not None and last.capsule is not None:
-            with suppress(NotFound):
+            with suppress(NotFound, LookupIncomplete):
                 await service.release_capsule(last.capsule, job.scope)
         raise
 

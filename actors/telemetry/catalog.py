@@ -344,6 +344,13 @@ _GATEWAYS: Final = _area(
         "mallee_other_gateways_gaps", "times", "Times that operations turned out to be missing."
     ),
     _counter("mallee_other_gateways_expired", "gateways", "Gateways that fell silent."),
+    _counter(
+        "mallee_other_gateways_questions",
+        "questions",
+        "Questions to all other gateways for what a client names and this one doesn't know. `unanswered`:"
+        " none knew it, and not all have answered: its client got a 503.",
+        Label("outcome", ("found", "unknown", "unanswered")),
+    ),
     _gauge("mallee_remote_requests", "requests", "Requests that other gateways booked."),
     _gauge(
         "mallee_replica_skew_rows",

@@ -1,4 +1,4 @@
-"""Messages between gateways about the texts of capsules, so that each can compute them anew."""
+"""A gateway's knowledge of a capsule, as it tells others: its worker, and its text to compute it anew."""
 
 from typing import Any, Final
 
@@ -10,50 +10,33 @@ from mallee.protocol.messages import Continuation, Grammar
 from mallee.protocol.model import BASE_WEIGHTS, WeightVersion
 
 
-class TextAsk(msgspec.Struct, frozen=True, array_like=True):
-    """A question of `gateway` to all others for the text of `capsule`."""
+class CapsuleState(msgspec.Struct, frozen=True, array_like=True):
+    """A capsule of so many tokens is on `worker`, or "": went with its worker, and can be computed again.
 
-    gateway: str
-    capsule: str
-
-
-class Promised(msgspec.Struct, frozen=True, array_like=True):
-    """A capsule of so many tokens that is not there yet: `worker` computes it, or "": it waits for one.
-
-    With `error` it could not be made.
+    Of one that `is_promised` a worker computes it, or "": it waits for one; or with `error` it could not
+    be made.
     """
 
     num_tokens: int
     worker: str = ""
+    is_promised: bool = False
     error: tuple[str, str, dict[str, Any]] | None = None
 
 
-class TextTold(msgspec.Struct, frozen=True, array_like=True):
-    """The answer: `tokens` are packed as in commands; None: not known here.
+class CapsuleKnown(msgspec.Struct, frozen=True, array_like=True):
+    """`tokens` are packed as in commands; None: the text is not known.
 
     `weights` made it, `grammar` is what its text is in, `ttl_s` what its maker asked for (None: an answer
-    left it), `continuation` the branch that left it. With `is_left` nobody asked: a gateway that ends
-    leaves the capsule to this one, which makes it again from now on. `promised` instead of `tokens`: it is
-    made for the first time, or could not be.
+    left it), `continuation` the branch that left it.
     """
 
-    capsule: str
+    state: CapsuleState | None = None
     tokens: bytes | None = None
     scope: Scope = COMMON
     grammar: Grammar | None = None
     ttl_s: float | None = None
     weights: WeightVersion = BASE_WEIGHTS
     continuation: Continuation | None = None
-    is_left: bool = False
-    promised: Promised | None = None
 
 
-class TextForgotten(msgspec.Struct, frozen=True, array_like=True):
-    """A client has deleted `capsule`: no gateway may compute it again."""
-
-    capsule: str
-
-
-decode_ask: Final = Decoder(TextAsk, "a question for a capsule's text")
-decode_told: Final = Decoder(TextTold, "a capsule's text")
-decode_forgotten: Final = Decoder(TextForgotten, "a capsule's end")
+decode_known: Final = Decoder(CapsuleKnown, "what is known of a capsule")

@@ -1,6 +1,6 @@
 """Messages between gateways about records that each keeps in its memory, such as stored responses."""
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -22,10 +22,16 @@ class RecordAsk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RecordTold(msgspec.Struct, frozen=True, array_like=True):
-    """The answer to question `number`; None: not known here."""
+    """The answer of `gateway` to question `number`, or a part of it, if it `has_more`.
+
+    Without a record it is not known there, or the question led to an error.
+    """
 
     number: int
     record: bytes | None = None
+    gateway: str = ""
+    has_more: bool = False
+    error: tuple[str, str, dict[str, Any]] | None = None
 
 
 class RecordForgotten(msgspec.Struct, frozen=True, array_like=True):
@@ -37,13 +43,14 @@ class RecordForgotten(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RecordCopied(msgspec.Struct, frozen=True, array_like=True):
-    """A record of `gateway`, or what is new in it, for all others to keep in case that it dies."""
+    """A record of `gateway`, or what is new in it, for all others (or `to` one) to keep if it dies."""
 
     gateway: str
     kind: str
     name: str
     scope: str
     record: bytes
+    to: str = ""
 
 
 decode_record_ask: Final = Decoder(RecordAsk, "a question for a record")

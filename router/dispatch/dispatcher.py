@@ -570,7 +570,7 @@ class Dispatcher:
         """Whether no worker that stays has `capsule`, and this gateway can't make it. Raises CapsuleStale."""
         if self.promise(capsule) is not None or capsule in self._rebuilds:
             return False
-        return self._capsules.worker_of(capsule) is None and not self._texts.knows(capsule)
+        return self._capsules.worker_of(capsule) is None and not self._capsules.is_lost(capsule)
 
     def _promising(self, capsule: CapsuleId) -> RequestState | None:
         """The request that computes `capsule` for the first time."""

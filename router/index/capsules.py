@@ -144,9 +144,17 @@ class CapsuleDirectory:
         for capsule in owned:
             _discard(self._of_scope, self._entries.pop(capsule).scope, capsule)
             self._lost[capsule] = weights
+        self._bound_lost()
+        return len(owned)
+
+    def note_lost(self, capsule: CapsuleId) -> None:
+        """`capsule` went with a worker that was not known to have it."""
+        self._lost.setdefault(capsule, None)
+        self._bound_lost()
+
+    def _bound_lost(self) -> None:
         while len(self._lost) > self.capacity:
             self._lost.popitem(last=False)
-        return len(owned)
 
     def was_lost(self, capsule: CapsuleId) -> bool:
         """Whether `capsule` went with its worker, not by its own end."""

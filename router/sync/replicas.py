@@ -7,7 +7,7 @@ another life, waits here and is offered again when that life joins (`worker_join
 gaps; bookings of a gateway that fell silent are dropped after `lease_s`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -149,6 +149,10 @@ class Replicas:
             del self._peers[name]
         self._expired += len(silent)
         return silent
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._peers.keys()
 
     @property
     def newest(self) -> str | None:

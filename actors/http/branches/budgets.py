@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Final, NamedTuple
 
 from mallee.actors.gateway.shared.records import SharedRecords
@@ -20,8 +20,8 @@ from mallee.protocol.errors import (
     BadRequest,
     BudgetSpent,
     InvalidParameter,
+    LookupIncomplete,
     MalleeError,
-    Unavailable,
 )
 from mallee.protocol.gateways.loans import (
     Amounts,
@@ -209,7 +209,7 @@ class Budgets:
     # Sessions
 
     async def show(self, name: str, scope: Scope) -> BudgetView | None:
-        """The budget that `name` belongs to; None: no gateway that can be asked keeps it."""
+        """The budget that `name` belongs to; None: no gateway keeps it any more. Raises LookupIncomplete."""
         self._expire()
         account = self._kept(name, scope)
         if account is not None:
@@ -225,10 +225,7 @@ class Budgets:
                 account.change(budget, self.clock())
             return True
         given = encode(ToKeeper(BudgetChange(*budget)))
-        raw, is_certain = await self._records.ask(_KIND, name, scope, given=given)
-        if raw is None and not is_certain:
-            raise _silent()
-        return raw is not None
+        return await self._records.fetch(_KIND, name, scope, given=given) is not None
 
     def _kept(self, name: str, scope: Scope) -> Account | None:
         account = self._accounts.get(_Key(scope, account_of(name)))
@@ -240,9 +237,9 @@ class Budgets:
         """Ask a loan's keeper. Raises Unavailable; BudgetSpent: there is none."""
         holder = loan.holder
         given = encode(ToKeeper(loan.ask(need)))
-        raw, is_certain = await self._records.ask(_KIND, loan.name, loan.scope, given=given)
+        raw = await self._records.fetch(_KIND, loan.name, loan.scope, given=given)
         if raw is None:
-            raise _gone() if is_certain else _silent()
+            raise BudgetSpent("tokens", "the gateway that kept it is gone, or has forgotten it")
         if loan.holder != holder:
             return  # nothing runs on it any more, and what it was lent is on its way back
         loan.hear(decode_loan_told(raw), self.clock())
@@ -267,8 +264,8 @@ class Budgets:
     async def _give_back(self, name: str, scope: Scope, returned: LoanReturn) -> None:
         given = encode(ToKeeper(returned))
         for _ in range(NUM_RETURNS):
-            raw, is_certain = await self._records.ask(_KIND, name, scope, given=given)
-            if raw is not None or is_certain:
+            with suppress(LookupIncomplete):
+                await self._records.fetch(_KIND, name, scope, given=given)
                 return
             await asyncio.sleep(self._renew_s)
         log.warning("what was left of a budget was not given back: its gateway does not answer")
@@ -333,14 +330,6 @@ class Budgets:
             if account is not None:
                 account.expire(holder)
                 log.warning("a gateway is silent: what it was lent of a budget counts as spent")
-
-
-def _gone() -> BudgetSpent:
-    return BudgetSpent("tokens", "the gateway that kept it is gone, or has forgotten it")
-
-
-def _silent() -> Unavailable:
-    return Unavailable("the gateway that keeps this budget does not answer; send this again")
 
 
 def _check_new(account: Account, budget: Budget | None) -> None:

@@ -7,13 +7,7 @@ import msgspec
 
 from mallee.actors.gateway.service import Service
 from mallee.protocol.codec import Decoder, encode
-from mallee.protocol.errors import (
-    MalleeError,
-    Unavailable,
-    UnknownBranch,
-    UnknownRequest,
-    from_wire,
-)
+from mallee.protocol.errors import LookupIncomplete, Unavailable, UnknownBranch, UnknownRequest
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import RequestId, Scope
 from mallee.protocol.messages import pack_tokens, unpack_tokens
@@ -33,15 +27,8 @@ class Verb(msgspec.Struct, frozen=True, array_like=True):
     priority: float = 0.0
 
 
-class _Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """The numbers that a verb answers with, or its error."""
-
-    found: list[int] = []
-    error: tuple[str, str, dict[str, Any]] | None = None
-
-
 _decode_verb: Final = Decoder(Verb, "a verb of branches")
-_decode_outcome: Final = Decoder(_Outcome, "a verb's outcome")
+_decode_found: Final = Decoder(list[int], "a verb's outcome")
 
 
 def injection(branch: int, tokens: Any, *, replaces: bool) -> Verb:
@@ -59,8 +46,8 @@ class BranchVerbs:
     async def run(self, request: RequestId, verb: Verb, scope: Scope) -> list[int]:
         """The branches that it was carried out on; of `inject` the place in the answer.
 
-        Raises UnknownRequest, UnknownBranch, what the verb raises, and Unavailable where another gateway
-        took too long.
+        Raises UnknownRequest, UnknownBranch, what the verb raises, LookupIncomplete, and Unavailable where
+        the gateway that runs it took too long.
         """
         try:
             return await self._here(request, verb, scope)
@@ -69,16 +56,16 @@ class BranchVerbs:
             if await records.fetch(_RUNS, request, scope) is None:
                 raise
         given = encode(verb)
-        raw = await records.fetch(_VERB, request, scope, given=given, wait_s=WAIT_S)
-        if raw is None:
+        try:
+            raw = await records.fetch(_VERB, request, scope, given=given, wait_s=WAIT_S)
+        except LookupIncomplete:
             raise Unavailable(
                 f"the gateway that runs {request} did not answer in {WAIT_S:g} s; look at its stream before"
                 " you send this again"
-            )
-        outcome = _decode_outcome(raw)
-        if outcome.error is not None:
-            raise from_wire(outcome.error)
-        return outcome.found
+            ) from None
+        if raw is None:
+            raise UnknownRequest(request)  # it has just ended
+        return _decode_found(raw)
 
     async def _here(self, request: RequestId, verb: Verb, scope: Scope) -> list[int]:
         match verb.kind:
@@ -101,8 +88,4 @@ class BranchVerbs:
         request = RequestId(key)
         if not self._service.runs(request, scope):
             return None
-        try:
-            found = await self._here(request, _decode_verb(given), scope)
-        except MalleeError as error:
-            return encode(_Outcome(error=error.to_wire()))
-        return encode(_Outcome(found))
+        return encode(await self._here(request, _decode_verb(given), scope))

@@ -10,7 +10,14 @@ import msgspec
 from starlette.datastructures import QueryParams
 
 from mallee.actors.gateway.service import CapsuleInfo, Service
-from mallee.protocol.errors import BadRequest, InvalidParameter, MalleeError, NotFound, Unavailable
+from mallee.protocol.errors import (
+    BadRequest,
+    InvalidParameter,
+    LookupIncomplete,
+    MalleeError,
+    NotFound,
+    Unavailable,
+)
 from mallee.protocol.ids import CapsuleId, Scope, request_of
 
 PAGE: Final = 1024  # capsules that are looked at together
@@ -189,6 +196,8 @@ class Bulk:
             return await self.service.inspect(info.capsule, self.scope)
         except NotFound:  # it has gone
             return None
+        except LookupIncomplete:
+            return info
 
     async def _release(self, info: CapsuleInfo) -> MalleeError | None:
         try:

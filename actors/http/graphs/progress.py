@@ -10,7 +10,7 @@ from mallee.graphs.graph import Graph
 from mallee.graphs.nodes import Branch, Join, Map, Prefill
 from mallee.graphs.run import Output
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import NotFound
+from mallee.protocol.errors import LookupIncomplete, NotFound
 from mallee.protocol.gateways.graph_progress import GraphProgress, NodeDone
 from mallee.protocol.ids import CapsuleId, Scope
 
@@ -101,7 +101,7 @@ async def still_done(
 ) -> list[NodeDone]:
     """Nodes but those whose capsule is gone, though something is still to go on from it.
 
-    `find(capsule)` raises NotFound for one that is gone.
+    `find(capsule)` raises NotFound for one that is gone, and LookupIncomplete for one that may be.
     """
     gone: dict[str, bool] = {}  # that were asked for
     left = list(nodes)
@@ -131,6 +131,6 @@ async def _is_gone(node: NodeDone, find: Callable[[CapsuleId], Awaitable[object]
         return True
     try:
         await find(CapsuleId(node.capsule))
-    except NotFound:
+    except (NotFound, LookupIncomplete):
         return True
     return False

@@ -4,7 +4,7 @@ Each gateway copies what its graphs have done to all others, so that one that st
 """
 
 from contextlib import suppress
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -19,11 +19,10 @@ from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import (
     GraphRunning,
     InvalidParameter,
+    LookupIncomplete,
     MalleeError,
     ToolFailed,
-    Unavailable,
     UnknownGraph,
-    from_wire,
 )
 from mallee.protocol.gateways.graph_progress import (
     GraphProgress,
@@ -54,15 +53,7 @@ class Wish(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
-class _Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """The body of the answer, or an error."""
-
-    body: bytes = b""
-    error: tuple[str, str, dict[str, Any]] | None = None
-
-
 _decode_wish: Final = Decoder(Wish, "a wish for a graph")
-_decode_outcome: Final = Decoder(_Outcome, "what became of a wish for a graph")
 
 
 class GraphWishes:
@@ -89,7 +80,7 @@ class GraphWishes:
             return await self._here(run, wish)
         try:
             return await self._elsewhere(name, wish, scope, WAIT_S)
-        except UnknownGraph:
+        except (UnknownGraph, LookupIncomplete):
             if wish.kind != "delete" or self._copies.get(name, scope) is None:
                 raise
         self._forget(name, scope)  # its gateway is gone
@@ -112,9 +103,7 @@ class GraphWishes:
             case "leave":
                 progress = await self._left(run)
                 self._store.forget(run)
-                return next(
-                    iter(within(progress, MAX_NBYTES)), encode(GraphProgress(progress.digest, ()))
-                )
+                return encode(progress)
 
     async def _take_result(self, run: GraphRun, wish: Wish) -> None:
         tool = run.tool(wish.node)
@@ -136,10 +125,7 @@ class GraphWishes:
         raw = await self._records.fetch(_VERB, key, scope, given=given, wait_s=wait_s)
         if raw is None:
             raise UnknownGraph(name)
-        outcome = _decode_outcome(raw)
-        if outcome.error is not None:
-            raise from_wire(outcome.error)
-        return outcome.body
+        return raw
 
     # Progress, which outlives a gateway
 
@@ -160,13 +146,16 @@ class GraphWishes:
         return await still_done(plan.graph, progress.nodes, find)
 
     async def _progress(self, name: str, scope: Scope) -> GraphProgress:
-        """Of a graph that has stopped, wherever it is known. Raises GraphRunning, UnknownGraph."""
+        """Of a graph that has stopped, wherever it is known.
+
+        Raises GraphRunning, UnknownGraph, LookupIncomplete.
+        """
         if not name.startswith(ID_PREFIX):
             raise UnknownGraph(name)
         run = self._store.find(name, scope)
         if run is not None:
             return await self._left(run)
-        with suppress(UnknownGraph):
+        with suppress(UnknownGraph, LookupIncomplete):  # its gateway may be dead
             raw = await self._elsewhere(name, Wish("leave"), scope, LEAVE_S)
             self._copies.hear(name, scope, decode_graph_progress(raw))
         copy = self._copies.get(name, scope)
@@ -203,24 +192,12 @@ class GraphWishes:
         self._copies.forget(graph_name(RequestId(key)), scope)
 
     async def _tell_copy(self, key: str, scope: Scope, given: bytes) -> bytes | None:
-        """The first of it that one message has room for; what is missing is done again."""
         copy = self._copies.get(graph_name(RequestId(key)), scope)
-        return None if copy is None else next(iter(within(copy, MAX_NBYTES)), None)
+        return None if copy is None else encode(copy)
 
     async def _tell(self, key: str, scope: Scope, given: bytes) -> bytes | None:
         run = self._store.find(graph_name(RequestId(key)), scope)
-        if run is None:
-            return None
-        try:
-            body = await self._here(run, _decode_wish(given))
-            if len(body) > MAX_NBYTES:
-                raise Unavailable(
-                    f"the graph is at another gateway, and its {len(body)} bytes are too many to be passed"
-                    " on; read its stream"
-                )
-        except MalleeError as error:
-            return encode(_Outcome(error=error.to_wire()))
-        return encode(_Outcome(body))
+        return None if run is None else await self._here(run, _decode_wish(given))
 
 
 def _deleted(name: str, *, was_running: bool) -> bytes:

@@ -27,7 +27,7 @@ class LiveHandlers:
         server.service.records.share(_LIFE, self._tell)
 
     async def get(self, request: Request) -> Response:
-        """Raises UnknownRequest."""
+        """Raises UnknownRequest, LookupIncomplete."""
         name, scope = RequestId(request.path_params["request"]), self._asking.scope(request)
         names_workers = caller_of(request).is_operator
         try:

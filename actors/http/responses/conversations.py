@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -13,7 +14,13 @@ from mallee.actors.http.responses.sharing import END_S, named, packed, request_o
 from mallee.actors.http.responses.store import Record, ResponseStore, UnknownResponse, num_chars
 from mallee.actors.text.conversation import MAX_MESSAGES, Conversation
 from mallee.protocol.codec import Decoder, encode
-from mallee.protocol.errors import CodecError, InvalidParameter, NotFound, Unavailable
+from mallee.protocol.errors import (
+    CodecError,
+    InvalidParameter,
+    LookupIncomplete,
+    NotFound,
+    Unavailable,
+)
 from mallee.protocol.ids import RequestId, Scope
 
 log = logging.getLogger(__name__)
@@ -119,7 +126,7 @@ class Conversations:
         return shown(given, named("", self._new_name(scope)))
 
     async def find(self, name: str, scope: Scope, param: str | None = None) -> Record:
-        """The conversation as it is now. Raises UnknownConversation."""
+        """The conversation as it is now. Raises UnknownConversation, LookupIncomplete."""
         found = self._here(name, scope)
         if found is None and name.startswith(ID_PREFIX):
             raw = await self._records.fetch(_KIND, request_of(name), scope)
@@ -134,9 +141,11 @@ class Conversations:
             return self._changed(record.id, record.scope, change, answer)
         if answer is not None:
             change = msgspec.structs.replace(change, answer=packed(answer))
-        raw = await self._records.fetch(
-            *(_CHANGE, request_of(record.id), record.scope), given=encode(change), wait_s=END_S
-        )
+        raw = None
+        with suppress(LookupIncomplete):
+            raw = await self._records.fetch(
+                *(_CHANGE, request_of(record.id), record.scope), given=encode(change), wait_s=END_S
+            )
         found = self._read(raw, record.id, record.scope)
         if found is None:
             raise Unavailable(

@@ -28,7 +28,13 @@ from mallee.actors.http.responses.writing import Writer, opening, sse
 from mallee.actors.http.serve import Server, json_response
 from mallee.actors.http.sse import EventStream, unless_gone
 from mallee.actors.tasks import Tasks
-from mallee.protocol.errors import BadRequest, InvalidParameter, NotFound, Unavailable
+from mallee.protocol.errors import (
+    BadRequest,
+    InvalidParameter,
+    LookupIncomplete,
+    NotFound,
+    Unavailable,
+)
 from mallee.protocol.ids import Scope
 from mallee.router.dispatch.jobs import QueueTerms
 
@@ -180,7 +186,7 @@ class Responses:
         left = record.left
         try:
             info = await self._server.service.capsule(left.capsule, record.scope)
-        except NotFound:
+        except (NotFound, LookupIncomplete):
             return False
         return not info.is_stale and info.boundary == left.prompt_tokens + len(left.drawn)
 

@@ -16,7 +16,7 @@ from mallee.actors.http.responses.store import Left, Record, ResponseStore, Turn
 from mallee.actors.http.responses.turns import PlannedTurn
 from mallee.actors.http.responses.writing import Writer, sse
 from mallee.actors.http.serve import LOGPROBS_COST, TURN_TOKENS, Named, Server
-from mallee.protocol.errors import CapsuleStale, MalleeError, NotFound
+from mallee.protocol.errors import CapsuleStale, LookupIncomplete, MalleeError, NotFound
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import FinishReason
@@ -117,7 +117,7 @@ class Run:
         """Start it; its first delta. Raises MalleeError, with nothing running."""
         try:
             return await self._begin(prepare_s, self._named)
-        except (NotFound, CapsuleStale):
+        except (NotFound, LookupIncomplete, CapsuleStale):
             if not isinstance(self._planned.plan.jobs[0], ForkJob):
                 raise
         self._planned = await self._plan_whole()

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -11,7 +12,7 @@ from mallee.actors.http.responses.store import Left, Record, ResponseStore, Turn
 from mallee.actors.tasks import Tasks
 from mallee.actors.text.conversation import Conversation, Function, Message
 from mallee.protocol.codec import Decoder, encode
-from mallee.protocol.errors import CodecError, Unavailable
+from mallee.protocol.errors import CodecError, LookupIncomplete, Unavailable
 from mallee.protocol.ids import CapsuleId, Scope
 from mallee.protocol.messages import pack_tokens, unpack_tokens
 
@@ -126,7 +127,10 @@ class SharedResponses:
         records.share(_END, self._tell_ended)
 
     async def find(self, name: str, scope: Scope, param: str | None = None) -> Record:
-        """The response; one that runs elsewhere as it stands there. Raises UnknownResponse."""
+        """The response; one that runs elsewhere as it stands there.
+
+        Raises UnknownResponse, LookupIncomplete.
+        """
         try:
             if not name.startswith(ID_PREFIX):
                 raise UnknownResponse(name, param)
@@ -142,7 +146,9 @@ class SharedResponses:
         if not (record.is_copy and record.is_running):
             await self._end(record)
             return record
-        found = await self._fetched(_END, record.id, record.scope, wait_s=END_S)
+        found = None
+        with suppress(LookupIncomplete):
+            found = await self._fetched(_END, record.id, record.scope, wait_s=END_S)
         if found is None:
             found = await self.find(record.id, record.scope)
         if found.is_running:

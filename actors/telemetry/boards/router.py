@@ -203,6 +203,11 @@ _BOOKINGS: Final = Row(
                 Query(_IN.rate("mallee_other_gateways_gaps_total"), "gaps"),
             ),
         ),
+        Panel(
+            "Questions for what other gateways know",
+            "ops",
+            each(_IN.rate, "mallee_other_gateways_questions_total", "outcome"),
+        ),
         Panel("Capsules in the directory", "short", each(_IN.now, "mallee_capsules", "gateway")),
         Panel(
             "Prompts held by prediction",

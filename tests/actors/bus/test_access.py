@@ -100,11 +100,12 @@ async def test_a_client_without_credentials_is_refused(broker: Broker) -> None:
 
 
 OF_GATEWAYS = (
-    *(SUBJECTS.bookings("g"), SUBJECTS.queues("g"), SUBJECTS.text_asks(), SUBJECTS.text_told("g")),
-    *(SUBJECTS.texts_forgotten(), SUBJECTS.drain("w"), SUBJECTS.snapshot("w"), SUBJECTS.admin("w")),
+    *(SUBJECTS.bookings("g"), SUBJECTS.queues("g"), SUBJECTS.record_asks()),
+    *(SUBJECTS.record_told("g"), SUBJECTS.records_forgotten(), SUBJECTS.records_copied()),
+    *(SUBJECTS.drain("w"), SUBJECTS.snapshot("w"), SUBJECTS.admin("w")),
 )
 OF_WORKERS = (SUBJECTS.events("w"), SUBJECTS.lease("w"))
-ELSEWHERE = ("mallee.other.events.w", "mallee.other.texts.asks", "anything", "_INBOX.x.y")
+ELSEWHERE = ("mallee.other.events.w", "mallee.other.records.asks", "anything", "_INBOX.x.y")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from mallee.actors.gateway.shared.records import ASK_S, SharedRecords
+from mallee.actors.gateway.shared.records import ASK_S, MAX_PARTS, PART_NBYTES, SharedRecords
+from mallee.protocol.errors import LookupIncomplete, Unavailable
 from mallee.protocol.ids import COMMON, Scope
 from mallee.protocol.subjects import Subjects
 from mallee.testing.bus import LocalBus, LocalHub
@@ -19,7 +20,7 @@ EVE = Scope("eve")
 class Gateway:
     """The records of one gateway, by name and scope."""
 
-    def __init__(self, hub: LocalHub, name: str, others: int) -> None:
+    def __init__(self, hub: LocalHub, name: str, others: set[str] | None) -> None:
         self.bus = LocalBus(hub)
         self.kept: dict[tuple[str, Scope], bytes] = {}
         self.told: list[str] = []
@@ -27,7 +28,7 @@ class Gateway:
             self.bus,
             gateway=name,
             fleet="test",
-            num_others=lambda: others,
+            others=lambda: others,
             belongs=SCOPES.belongs,
         )
         self.records.share("thing", self._tell, lambda *key: self.kept.pop(key, None), self._hear)
@@ -45,7 +46,8 @@ class Gateway:
 @pytest.fixture
 async def three() -> AsyncIterator[list[Gateway]]:
     hub = LocalHub()
-    made = [Gateway(hub, f"g{i}", 2) for i in range(3)]
+    names = {f"g{i}" for i in range(3)}
+    made = [Gateway(hub, name, names - {name}) for name in sorted(names)]
     for each in made:
         await each.bus.connect()
         await each.records.start_up()
@@ -69,7 +71,7 @@ async def test_what_all_gateways_tell_is_gathered(three: list[Gateway]) -> None:
     assert time.monotonic() - began == pytest.approx(ASK_S)
     await a.bus.close()
     assert await a.records.gather("thing", name, COMMON) == ([], False)
-    alone = Gateway(LocalHub(), "g0", 0)
+    alone = Gateway(LocalHub(), "g0", None)
     assert await alone.records.gather("thing", name, COMMON) == ([], True)
 
 
@@ -118,7 +120,7 @@ async def test_what_is_copied_outlives_its_gateway_until_it_is_deleted(
     await until(lambda: (later, COMMON) in b.kept)
     assert name not in {each for each, _ in c.kept}
     num_before = c.bus.num_published
-    alone = Gateway(LocalHub(), "g0", 0)
+    alone = Gateway(LocalHub(), "g0", None)
     alone.records.copy("thing", name, COMMON, b"for nobody")
     assert (alone.bus.num_published, c.bus.num_published) == (0, num_before)
 
@@ -138,6 +140,47 @@ async def test_malformed_messages_and_failing_owners_hurt_nobody(three: list[Gat
 
     c.records.share("thing", fail)
     name = SCOPES.new(COMMON)
-    assert await b.records.fetch("thing", name, COMMON, wait_s=60) is None
+    with pytest.raises(LookupIncomplete):  # it may be at the one that failed
+        await b.records.fetch("thing", name, COMMON)
     a.kept[name, COMMON] = b"text"
     assert await b.records.fetch("thing", name, COMMON, wait_s=60) == b"text"
+
+
+async def test_what_a_silent_gateway_may_have_is_not_called_unknown(three: list[Gateway]) -> None:
+    """Only answers of all that are there, or the end of a silent one's lease, make it certain."""
+    a, b, c = three
+    name = SCOPES.new(COMMON)
+    assert await a.records.fetch("thing", name, COMMON) is None
+    c.bus.is_mute = True
+    late = Gateway(a.bus._hub, "g3", set())  # that nobody knows yet: its answer is none of c's
+    await late.bus.connect()
+    await late.records.start_up()
+    with pytest.raises(LookupIncomplete, match="1 other gateways have not answered"):
+        await a.records.fetch("thing", name, COMMON)
+    b.kept[name, COMMON] = b"text"
+    assert await a.records.fetch("thing", name, COMMON) == b"text"
+    asking = asyncio.create_task(a.records.fetch("thing", SCOPES.new(COMMON), COMMON))
+    await asyncio.sleep(0)
+    a.records._others = lambda: {"g1"}
+    assert await asking is None
+    a.bus.signals.set_up(False)
+    with pytest.raises(LookupIncomplete, match="the broker is away"):
+        await a.records.fetch("thing", name, COMMON)
+    assert a.records.outcomes == {"unknown": 2, "unanswered": 2, "found": 1}
+    await late.records.close()
+
+
+async def test_a_long_record_comes_in_parts_and_an_error_as_itself(three: list[Gateway]) -> None:
+    """Beyond the megabyte that a broker takes at once."""
+    a, b, c = three
+    name = SCOPES.new(COMMON)
+    b.kept[name, COMMON] = bytes(range(256)) * (3 * PART_NBYTES // 256) + b"end"
+    c.kept[name, COMMON] = b"c" * PART_NBYTES
+    found, is_whole = await a.records.gather("thing", name, COMMON)
+    assert is_whole
+    assert sorted(found, key=len) == [c.kept[name, COMMON], b.kept[name, COMMON]]
+    del c.kept[name, COMMON]
+    assert await a.records.fetch("thing", name, COMMON) == b.kept[name, COMMON]
+    b.kept[name, COMMON] = bytes(MAX_PARTS * PART_NBYTES + 1)
+    with pytest.raises(Unavailable, match="33554433 bytes are more than the 33554432"):
+        await a.records.fetch("thing", name, COMMON)

@@ -165,7 +165,7 @@ class FakeService:
             LocalBus(LocalHub()),
             gateway="g0",
             fleet="test",
-            num_others=lambda: 0,
+            others=lambda: None,
             belongs=SCOPES.belongs,
         )
         self.sessions = SimpleNamespace(budget=lambda session, scope, parent: "")  # none has one

@@ -255,13 +255,15 @@ def test_limits_change_while_accounts_run() -> None:
 class Gateway:
     """The budgets of one gateway, on a bus in memory."""
 
-    def __init__(self, hub: LocalHub, name: str, others: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, hub: LocalHub, name: str, others: set[str], clock: Callable[[], float]
+    ) -> None:
         self.bus = LocalBus(hub)
         self.records = SharedRecords(
             *(self.bus,),
             gateway=name,
             fleet="test",
-            num_others=lambda: others,
+            others=lambda: others,
             belongs=SCOPES.belongs,
         )
         keys = iter(range(1, 1 << 30))
@@ -282,7 +284,8 @@ class Clock:
 @asynccontextmanager
 async def gateways(num: int, clock: Callable[[], float]) -> AsyncIterator[list[Gateway]]:
     hub = LocalHub()
-    made = [Gateway(hub, f"g{i}", num - 1, clock) for i in range(num)]
+    names = {f"g{i}" for i in range(num)}
+    made = [Gateway(hub, name, names - {name}, clock) for name in sorted(names)]
     for each in made:
         await each.bus.connect()
         await each.records.start_up()
@@ -393,13 +396,13 @@ async def test_a_keeper_that_dies_leaves_its_holders_what_they_have() -> None:
         for each in (a, c):
             each.bus.signals.set_up(True)
         a.bus.is_mute = True
-        with pytest.raises(Unavailable, match="does not answer"):
+        with pytest.raises(Unavailable, match="not answered"):
             await b.budgets.secure(account, Amounts(65))
         account.spend("tokens", 64)
         with pytest.raises(Unavailable):
             await c.budgets.begin(bound_of(c, None, name), None, 1)
-        for each in (b, c):
-            each.records._num_others = lambda: 1  # its lease has run out
+        for each, left in ((b, "g2"), (c, "g1")):
+            each.records._others = lambda left=left: {left}  # the lease of g0 has run out
             with pytest.raises(BudgetSpent, match="is gone"):
                 await each.budgets.begin(
                     bound_of(each, Budget(tokens=1), name), Budget(tokens=1), 1

@@ -222,7 +222,7 @@ async def dying_gateway() -> AsyncIterator[tuple[Entry, Callable[[], None]]]:
         served(fleet.gateways[0]) as (url, server),
         served(fleet.gateways[1]) as (other, _),
     ):
-        await until(lambda: all(each._num_others() == 1 for each in fleet.gateways))
+        await until(lambda: all(len(each.records._others()) == 1 for each in fleet.gateways))
         entry = Entry(url)
 
         def kill() -> None:

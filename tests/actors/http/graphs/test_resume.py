@@ -166,7 +166,7 @@ async def test_a_gateway_that_came_later_asks_the_others() -> None:
             served(late) as (late_url, _),
             httpx.AsyncClient(base_url=late_url, timeout=30) as newcomer,
         ):
-            await until(lambda: late._num_others() >= 1)
+            await until(lambda: len(late.records._others()) >= 1)
             async with streamed(newcomer, DOC, branch("a"), tool("t"), resume=name) as resumed:
                 assert (await resumed.until("node.ended", "a"))["resumed"]
 

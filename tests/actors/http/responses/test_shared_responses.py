@@ -407,7 +407,7 @@ async def test_answers_side_by_side_are_both_added_and_the_next_one_sees_both(sc
 async def test_without_the_gateway_that_keeps_it_a_conversation_is_refused_in_time(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """404 where nobody tells of it, 503 where nobody says that it was changed."""
+    """503 where nobody says that it was changed, and while it may be known; 404 once it is gone."""
     a, b, fleet, _ = scene
     begun = await a.conversations.create()
     home = fleet.gateways[0].records
@@ -422,10 +422,18 @@ async def test_without_the_gateway_that_keeps_it_a_conversation_is_refused_in_ti
         await b.conversations.update(begun.id, metadata={"a": "b"}, timeout=5)
     with pytest.raises(openai.InternalServerError, match="before you try again"):
         await ask(b, "x", conversation=begun.id, timeout=5)
+    held = await ask(a, "x")
     home._bus.is_mute = True  # type: ignore[attr-defined]
-    for call in (b.conversations.retrieve, b.conversations.delete):
+    kept: Any = [(call, begun.id) for call in (b.conversations.retrieve, b.conversations.delete)]
+    kept.append((b.responses.retrieve, held.id))
+    for call, name in kept:
+        with pytest.raises(openai.InternalServerError, match="have not answered") as refused:
+            await call(name, timeout=5)
+        assert refused.value.response.headers["retry-after"] == "1"
+    await until(lambda: not fleet.gateways[1].records.has_others, timeout_s=10)
+    for call, name in kept:
         with pytest.raises(openai.NotFoundError):
-            await call(begun.id, timeout=5)
+            await call(name, timeout=5)
 
 
 def conversation(num_items: int) -> Record:

@@ -210,7 +210,7 @@ async def test_a_session_whose_keeper_is_gone_takes_a_new_budget() -> None:
         await put(s.a, "s", budget={"tokens": 50})
         assert num(await ask(s.a, "s", 5)) == 5
         s.bus_of(0).is_mute = True
-        await until(lambda: s.fleet.gateways[1]._num_others() == 0, timeout_s=10)
+        await until(lambda: len(s.fleet.gateways[1].records._others()) == 0, timeout_s=10)
         assert code(await ask(s.b, "s")) == (409, "budget_spent")
         shown = await budget_of(s.b, "s")
         assert shown == {"kept": False, "tokens": None, "branches": None, "wall_s": None}

@@ -173,7 +173,7 @@ async def test_the_sdk_and_the_command_list_show_fork_and_close(capsys: Any) -> 
                 async with client.session("left") as left:
                     await left.complete("abc", **FEW)
                     raise ZeroDivisionError
-            asked = {"mallee": {"session": "a/b"}, "max_tokens": 2}
+            asked = {"mallee": {"session": "a/b"}, "max_tokens": 2, "ignore_eos": True}
             (branch,) = await client.stream(PROMPT, **asked).wait()  # type: ignore[arg-type]
             (listed,) = await client.sessions()
             assert (listed.id, listed.capsules) == ("a/b", 1)
