@@ -13,6 +13,7 @@ from nats.aio.transport import TcpTransport
 
 from mallee.actors.bus.access import BrokerAccess, FindBroker
 from mallee.actors.bus.bus import Handler, OnMessage, OnState, Signals
+from mallee.actors.hooks import check_hooks
 from mallee.actors.tasks import Tasks
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.subjects import Subjects
@@ -68,6 +69,13 @@ class BusClient(Client):
         if initial_connection and wants_tls and not info.get("tls_required"):
             raise NoTls("it offers no TLS, which tls:// in nats_url asks for")
         await super()._process_info(info, initial_connection)
+
+
+check_hooks(
+    Client,
+    *("close", "_attempt_reconnect", "_connect_to_server", "_send_ping", "_process_info"),
+    needs="nats-py>=2.10,<2.17",
+)
 
 
 class NatsBus:

@@ -20,6 +20,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from mallee.actors.hooks import check_hooks
+
 HEAD_S: Final = 10.0  # for a request's head, and for the rest of a body whose answer is written
 MAX_HEAD_BYTES: Final = 64 << 10
 WRITE_S: Final = 60.0
@@ -263,6 +265,15 @@ class _Connection(HttpToolsProtocol):
         self._num_unread = 0
         self._is_between = True
         super().on_message_complete()
+
+
+check_hooks(uvicorn.Server, "on_tick", "capture_signals", needs="uvicorn>=0.35,<0.55")
+check_hooks(
+    HttpToolsProtocol,
+    *("connection_made", "connection_lost", "data_received", "handle_websocket_upgrade"),
+    *("on_message_begin", "on_headers_complete", "on_body", "on_message_complete"),
+    needs="uvicorn>=0.35,<0.55",
+)
 
 
 def _allow_files(num: int) -> None:

@@ -8,9 +8,12 @@ the applications, to everybody: here only the check of health, `/-/healthz`, is 
 
 Ray's configuration binds HAProxy's statistics and its Prometheus exporter on every interface, at ports
 that clash with a second one's, and has no setting for the address. Here they become sockets in the
-configuration's own folder: `curl --unix-socket FOLDER/stats.sock http://x/stats`. HAProxy ends with the
-process that started it, which Ray may kill. Streams of a gateway whose machine is gone end within ten
-seconds.
+configuration's own folder: `curl --unix-socket FOLDER/stats.sock http://x/stats`. Nobody but the user that
+serves may use its admin socket. HAProxy ends with the process that started it, which Ray may kill. Streams
+of a gateway whose machine is gone end within ten seconds.
+
+Another version of Ray may write another configuration: where the limits find no place, or something else
+than the API would listen on an address, HAProxy is not started.
 """
 
 import ctypes
@@ -39,6 +42,8 @@ _NO_PATH = (
     '"param":null,"code":"not_found"}}'
 )
 _SIDE_DOOR = re.compile(r"^(frontend prometheus|listen stats)\n(\s+bind )\S*:\d+$", re.MULTILINE)
+_ADMIN = re.compile(r"^(\s+stats socket \S+ mode) 666\b", re.MULTILINE)
+_API = ("frontend http_frontend", "frontend grpc_frontend")
 
 
 def closed(config: str, folder: Path) -> str:
@@ -48,11 +53,11 @@ def closed(config: str, folder: Path) -> str:
         name = door[1].split()[1]
         return f"{door[1]}\n{door[2]}unix@{folder / name}.sock mode 600"
 
-    return _SIDE_DOOR.sub(move, config)
+    return _ADMIN.sub(r"\1 600", _SIDE_DOOR.sub(move, config))
 
 
-def limited(config: str, max_per_client: int) -> str:
-    """`config` with limits on clients."""
+def _limits(max_per_client: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Lines of the defaults, and of the API's frontend."""
     rules = (
         "stick-table type ipv6 size 100k expire 1m store conn_cur",
         "tcp-request connection track-sc0 src",
@@ -64,7 +69,12 @@ def limited(config: str, max_per_client: int) -> str:
         f"http-request return status 404 content-type application/json string '{_NO_PATH}'"
         " if { path,url_dec -m beg -i /-/ } !{ path /-/healthz }",
     )
-    defaults = (f"timeout http-request {_HEAD_S}s", *_PROBES)
+    return (f"timeout http-request {_HEAD_S}s", *_PROBES), rules
+
+
+def limited(config: str, max_per_client: int) -> str:
+    """`config` with limits on clients."""
+    defaults, rules = _limits(max_per_client)
     config = _DEFAULTS.sub(
         lambda found: found[0] + "".join(f"{found[1]}{rule}\n" for rule in defaults), config
     )
@@ -73,10 +83,42 @@ def limited(config: str, max_per_client: int) -> str:
     )
 
 
+def flaws(config: str, max_per_client: int) -> list[str]:
+    """Limits that `config` lacks, and doors that it leaves open."""
+    sections: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in config.splitlines():
+        if line[:1].strip(" \t#"):
+            lines = sections.setdefault(line.strip(), [])
+        else:
+            lines.append(line.strip())
+    wanted = dict(zip(("defaults", _API[0]), _limits(max_per_client), strict=True))
+    found = [
+        f"{section!r} takes no line {line!r}"
+        for section, limits in wanted.items()
+        for line in limits
+        if line not in sections.get(section, ())
+    ]
+    for section, lines in sections.items():
+        for line in lines:
+            if line.startswith("bind ") and section not in _API and " unix@" not in line:
+                found.append(f"{section!r} listens on an address: {line!r}")
+            if line.startswith("stats socket ") and " mode 600" not in line:
+                found.append(f"others may write to {line!r}")
+    return found
+
+
 def main(max_per_client: str, binary: str, *args: str) -> None:
     if "-f" in args:  # else HAProxy is only asked for its version
-        path = Path(args[args.index("-f") + 1])
-        path.write_text(limited(closed(path.read_text(), path.parent), int(max_per_client)))
+        path, most = Path(args[args.index("-f") + 1]), int(max_per_client)
+        config = limited(closed(path.read_text(), path.parent), most)
+        if found := flaws(config, most):
+            sys.exit(
+                "HAProxy is not started: the configuration that this version of Ray writes can't be closed"
+                f" and limited: {'; '.join(found)}. Use a version of Ray that mallee's package allows, or"
+                " RAY_SERVE_ENABLE_HA_PROXY=0"
+            )
+        path.write_text(config)
     if sys.platform.startswith("linux"):
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

@@ -320,10 +320,20 @@ class Recorder:
                 session.part = str(part)
             await asyncio.to_thread(append, session.part, raw)
         except OSError as error:
+            if session.part and isinstance(error, FileNotFoundError):
+                log.info("the record of a session was deleted, by another gateway it seems")
+                self._forget(session)
+                return
             log.warning("the record of a session can't be written: %s", error)
             self.stop(session, "disk")
         else:
             self._count_nbytes(len(raw))
+
+    def _forget(self, session: SessionTape) -> None:
+        """End a record that was deleted: the next request of its session begins another."""
+        self._sessions.pop(session.key, None)
+        session.is_stopped = True
+        self._drop_pending(session)
 
     async def read(self, scope: Scope, name: str) -> bytes:
         """The record of a session so far, of all its parts in the folder; empty if there is none.
@@ -340,10 +350,9 @@ class Recorder:
         Raises StorageFailed.
         """
         async with self._disk:
-            session = self._sessions.pop((scope, name), None)
+            session = self._sessions.get((scope, name))
             if session is not None:
-                session.is_stopped = True
-                self._drop_pending(session)
+                self._forget(session)
             num_parts = await _reading(self._folder.delete, scope, name)
         return session is not None or num_parts > 0
 

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nats.aio.client import Client
 
 from mallee.actors.bus.access import operators_broker
 from mallee.actors.bus.bus import Bus
 from mallee.actors.bus.nats import SendQueue
 from mallee.actors.bus.queues import QueueDepths, tell_depth
 from mallee.actors.config import AppConfig
+from mallee.actors.hooks import check_hooks
 from mallee.protocol.errors import ConfigError
 from mallee.testing.bus import LocalBus, LocalHub
 from support.buses import *  # noqa: F403
@@ -100,3 +102,9 @@ def test_a_creds_file_needs_the_library_for_its_keys(
     monkeypatch.setattr("mallee.actors.bus.access.find_spec", lambda name: name)
     found = operators_broker(config(nats_credentials=str(file)), "gateway")
     assert found.options()["user_credentials"] == str(file)
+
+
+def test_a_package_without_a_method_that_is_overridden_is_refused() -> None:
+    check_hooks(Client, "_process_info", needs="nats-py>=2.10")
+    with pytest.raises(ConfigError, match=r"has no _greet, _part, .* install 'nats-py<9'"):
+        check_hooks(Client, "_process_info", "_greet", "_part", needs="nats-py<9")

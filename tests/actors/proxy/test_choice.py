@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mallee.actors.proxy import choice as proxy
-from mallee.actors.proxy.haproxy import closed, limited
+from mallee.actors.proxy.haproxy import closed, flaws, limited, main
 
 
 @pytest.fixture
@@ -75,6 +75,41 @@ def test_rays_template_takes_the_limits() -> None:
     assert found.count("sc0_conn_cur gt 7 }") == 1
     assert found.index("!{ path /-/healthz }") < found.index("acl routes path -i /-/routes")
     assert limited(found, 7) == found
+    assert [flaw.partition("'bind")[0].partition("'stats")[0] for flaw in flaws(found, 7)] == [
+        "others may write to ",
+        "'frontend prometheus' listens on an address: ",
+        "'listen stats' listens on an address: ",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "flaw"),
+    [
+        ("frontend http_frontend", "frontend main", "'frontend http_frontend' takes no line"),
+        (
+            "    mode http\n",
+            "    mode tcp\n",
+            "'defaults' takes no line 'timeout http-request 10s'",
+        ),
+        ("frontend prometheus", "frontend metrics", "'frontend metrics' listens on an address"),
+        ("mode 666", "mode 0666", "others may write to"),
+    ],
+)
+def test_a_configuration_of_ray_that_is_not_known_starts_nothing(
+    before: str, after: str, flaw: str, tmp_path: Path
+) -> None:
+    written = template().replace("{{ config.metrics_port }}", "9101")
+    written = written.replace("{{ config.stats_port }}", "8404")
+    written = written.replace("{{ config.socket_path }}", "/x/admin.sock")
+    frontend = "{{ config.frontend_host }}:{{ config.frontend_port }}"
+    written = written.replace(frontend, "127.0.0.1:8000")
+    path = tmp_path / "haproxy.cfg"
+    path.write_text(written.replace(before, after))
+    with pytest.raises(SystemExit, match="HAProxy is not started") as ended:
+        main("7", "/bin/false", "-f", str(path))
+    assert flaw in str(ended.value)
+    assert path.read_text() == written.replace(before, after)
+    assert flaws(limited(closed(written, tmp_path), 7), 7) == []
 
 
 def test_ray_side_doors_become_sockets_of_the_folder(tmp_path: Path) -> None:

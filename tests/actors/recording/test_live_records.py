@@ -225,6 +225,24 @@ async def test_two_gateways_record_two_parts_of_one_session(tmp_path: Path) -> N
         assert bad(again(part.read_bytes())) == []
 
 
+async def test_a_record_that_was_deleted_at_another_gateway_begins_again(tmp_path: Path) -> None:
+    """F25: the other one's next request finds its part gone, the one after that is recorded."""
+    async with (
+        api(tmp_path, gateways=2) as (client, fleet),
+        served(fleet.gateways[1]) as (url, _),
+        httpx.AsyncClient(base_url=url, timeout=30) as other,
+    ):
+        await complete(other, max_tokens=4)
+        await other.get(RECORD)  # it is written
+        assert (await client.delete(RECORD)).status_code == 200
+        assert (await other.get(RECORD)).status_code == 404
+        await complete(other, max_tokens=4, seed=1)
+        assert (await other.get(RECORD)).status_code == 404
+        await complete(other, max_tokens=4, seed=2)
+        raw = (await other.get(RECORD)).content
+    assert [each.request.command.sampling.seed for each in again(raw)] == [2]
+
+
 async def test_a_record_is_refused_where_it_can_not_be(tmp_path: Path) -> None:
     async with api(None) as (client, _):
         for extras in (SESSION, {"record": True}):
@@ -239,7 +257,7 @@ async def test_a_record_is_refused_where_it_can_not_be(tmp_path: Path) -> None:
 async def test_a_record_that_can_not_go_on_ends_and_requests_do_not(
     tmp_path: Path, fault: str
 ) -> None:
-    """F25: too long, too many, no disk, deleted beneath: counted; what is there is replayed."""
+    """F25: too long, too many, no disk: counted; what is there is replayed. Deleted beneath: begun again."""
     stopped: list[str] = []
     most = {"session_bytes": 64, "sessions": 0, "disk": 64, "gone": 64}[fault]
     nbytes = 2500 if fault == "session_bytes" else 1 << 20
@@ -258,10 +276,10 @@ async def test_a_record_that_can_not_go_on_ends_and_requests_do_not(
                     part.unlink()
             await elapse(0.1)
         answer = await client.get(RECORD)
-        assert answer.status_code == (200 if fault == "session_bytes" else 404)
+        assert answer.status_code == (200 if fault in ("session_bytes", "gone") else 404)
         shown = (await client.get("/metrics")).text
         assert "mallee_session_records_stopped" in shown
-    assert set(stopped) == {"disk" if fault == "gone" else fault}
+    assert set(stopped) == (set() if fault == "gone" else {fault})
     if fault == "session_bytes":
         assert len(stopped) == 1
         outcomes = again(answer.content)
