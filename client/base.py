@@ -24,10 +24,9 @@ from mallee.client.calls import (
     Stepping,
     Suffix,
 )
-from mallee.client.errors import ConnectionFailed, StreamBroken, from_body
+from mallee.client.errors import NO_END, ConnectionFailed, StreamBroken, from_body
 from mallee.client.html import tree_html
 from mallee.client.results import (
-    NO_END,
     BranchEvent,
     BranchState,
     CapsuleData,

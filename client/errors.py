@@ -12,9 +12,11 @@ seconds of its `Retry-After`.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from mallee.protocol.errors import MalleeError, type_of
+
+NO_END: Final = "it ended without its end mark"
 
 
 class ApiError(MalleeError):
@@ -38,11 +40,14 @@ class ConnectionFailed(MalleeError):
 
 
 class StreamBroken(MalleeError):
-    """The stream ended without its end mark; texts received so far stay with their branches."""
+    """The stream ended without its end mark; texts received so far stay with their branches.
+
+    Without a `reason` that mark is all that is wrong, as if the connection had been cut.
+    """
 
     code = "stream_broken"
 
-    def __init__(self, url: str, reason: str) -> None:
+    def __init__(self, url: str, reason: str = NO_END) -> None:
         text = f"the stream from {url} broke off ({reason}); send the request again"
         super().__init__(text, url=url, reason=reason)
 

@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from mallee.client.errors import ApiError, NoCapsule, StreamBroken, from_body
 from mallee.client.sse import DONE
-
-NO_END: Final = "no end mark"  # the reason of a stream that broke off without an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +200,7 @@ class StreamReader:
     def end(self) -> None:
         """The connection closed. Raises StreamBroken unless the end mark was seen."""
         if not self.is_done:
-            raise StreamBroken(self._url, NO_END)
+            raise StreamBroken(self._url)
 
 
 def event_body(data: str, url: str) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
 """A graph as the server tells of it: its events, its nodes, its end; bytes in, records out."""
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -9,8 +9,6 @@ from mallee.client.errors import StreamBroken, from_body
 from mallee.client.graphs.builder import Handle
 from mallee.client.sse import DONE, SseParser
 from mallee.protocol.errors import MalleeError
-
-NO_END: Final = "it ended without its end mark"
 
 
 class NodeFailure(msgspec.Struct, frozen=True):
@@ -162,7 +160,7 @@ class GraphReader:
     def finished(self) -> GraphResult:
         """Raises StreamBroken if the end is missing."""
         if self.result is None or not self.is_done:
-            raise StreamBroken(self._url, NO_END)
+            raise StreamBroken(self._url)
         return self.result
 
 

@@ -9,7 +9,7 @@ import msgspec
 from mallee.client.base import failing_as, raise_refusal, raise_refusal_async
 from mallee.client.calls import Call
 from mallee.client.errors import StreamBroken
-from mallee.client.results import NO_END, event_body
+from mallee.client.results import event_body
 from mallee.client.sse import DONE, SseParser
 from mallee.protocol.errors import InvalidParameter
 from mallee.search.policy import Policy, SearchBudget
@@ -103,7 +103,7 @@ class _Reader:
     def finished(self) -> SearchResult:
         """Raises StreamBroken if the end is missing."""
         if self._result is None or not self._is_done:
-            raise StreamBroken(self._url, NO_END)
+            raise StreamBroken(self._url)
         return self._result
 
 

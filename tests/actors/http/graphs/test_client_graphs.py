@@ -21,6 +21,7 @@ from mallee.client import (
 )
 from mallee.client.graphs.builder import Handle
 from mallee.client.graphs.results import GraphReader, NodeExtras
+from mallee.client.graphs.resuming import resume_waits
 from mallee.testing.random_model import random_model
 from support.graphs_asked import CHAT
 from support.live_api import served
@@ -345,10 +346,13 @@ def test_ends_that_an_earlier_stream_told_alike_are_not_told_again() -> None:
     }
 
 
-def test_a_stream_that_breaks_off_is_an_error() -> None:
+def test_a_stream_that_breaks_off_is_an_error_after_which_the_graph_is_resumed() -> None:
+    """Also if the connection ended in order, without the stream's end mark; not after nonsense."""
     reader = GraphReader("u")
     list(reader.feed(b'data: {"type": "graph.started", "id": "g"}\n\n'))
-    with pytest.raises(StreamBroken, match="without its end mark"):
+    with pytest.raises(StreamBroken, match="without its end mark") as ended:
         reader.finished()
+    assert list(resume_waits(ended.value, "g", 1))
+    assert not list(resume_waits(StreamBroken("u", "an event can't be read"), "g", 1))
     with pytest.raises(StreamBroken, match="an event can't be read"):
         list(reader.feed(b"data: {\n\n"))
