@@ -8,6 +8,7 @@
     |  |  `- GraphContextExceeded   a prefix and its largest branch don't fit the window
     |  |- KVBudgetExceeded        it does not fit the whole KV memory of a worker
     |  |- KVMemoryExceeded        it does not fit the KV memory of any worker that may take it
+    |  |- QuotaTooSmall           it is more than its API key may ever have at once
     |  |- GrammarFailed           an answer can't go on under its grammar
     |  |- CapsuleStale            it was made by weights that have been replaced            (409)
     |  |- CapsuleComputing        its prefill has not ended, and only forks can go ahead    (409)
@@ -235,6 +236,21 @@ class KVMemoryExceeded(BadRequest):
             needed=needed,
             largest=largest,
             block_size=block_size,
+        )
+
+
+class QuotaTooSmall(BadRequest):
+    """A request needs `needed` of `what`, of which its API key may never have more than `limit`."""
+
+    code = "quota_too_small"
+
+    def __init__(self, what: str, needed: int, limit: int) -> None:
+        super().__init__(
+            f"this request needs {shown(needed)} {what}, and its API key may have {limit} at most; ask for"
+            " fewer, or have the key's limit raised",
+            what=what,
+            needed=needed,
+            limit=limit,
         )
 
 

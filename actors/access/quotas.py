@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from mallee.actors.access.keys import Key
-from mallee.protocol.errors import QuotaExceeded
+from mallee.protocol.errors import QuotaExceeded, QuotaTooSmall
 from mallee.protocol.ids import CapsuleId
 
 MINUTE_S: Final = 60.0
@@ -76,8 +76,10 @@ class Use:
         self._running += 1
 
     def add_branches(self, n: int) -> None:
-        """So many branches more, of requests that run. Raises QuotaExceeded."""
+        """So many branches more, of requests that run. Raises QuotaExceeded, QuotaTooSmall."""
         most = self.key.max_branches
+        if most is not None and n > most:
+            raise QuotaTooSmall("branches at once", n, most)
         if most is not None and self._branches + n > most:
             raise QuotaExceeded("branches at once", self._branches, most, 1.0)
         self._branches += n
@@ -107,12 +109,16 @@ class Use:
     ) -> Iterator[Callable[[CapsuleId], None]]:
         """A capsule of so many tokens while it is made; the value is called with its id.
 
-        Raises QuotaExceeded. Capsules count until `is_kept(capsule)` says that they are gone.
+        Raises QuotaExceeded, QuotaTooSmall. Capsules count until `is_kept(capsule)` says that they are gone.
         """
         key = self.key
         if key.max_capsules is None and key.max_capsule_tokens is None:
             yield lambda capsule: None
             return
+        if key.max_capsules == 0:
+            raise QuotaTooSmall("capsules", 1, 0)
+        if key.max_capsule_tokens is not None and tokens > key.max_capsule_tokens:
+            raise QuotaTooSmall("tokens in capsules", tokens, key.max_capsule_tokens)
         self._capsules = {c: n for c, n in self._capsules.items() if is_kept(c)}
         num = len(self._capsules) + len(self._making)
         if key.max_capsules is not None and num >= key.max_capsules:
@@ -173,7 +179,7 @@ class Visit:
             more.__exit__()
 
     def begin(self, branches: int, tokens: int) -> None:
-        """Count a prompt of so many tokens, and its branches. Raises QuotaExceeded."""
+        """Count a prompt of so many tokens, and its branches. Raises QuotaExceeded, QuotaTooSmall."""
         if self._use is not None:
             self._use.add_branches(branches)
             self._num_branches += branches

@@ -69,6 +69,7 @@ from mallee.actors.http.ui.handlers import UiHandlers
 from mallee.actors.tasks import Tasks
 from mallee.actors.text.chat import ChatTemplate
 from mallee.actors.text.tokenizer import Tokenizer
+from mallee.protocol.errors import NoWorker
 from mallee.protocol.ids import Scope
 
 PAGE_HEADERS: Final = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
@@ -152,11 +153,18 @@ class Api:
         return json_response(body)
 
     async def models(self, _: Request) -> Response:
+        self._check_served()
         return json_response({"object": "list", "data": [self._model]})
 
     async def model(self, request: Request) -> Response:
         self._maker.check_model(request.path_params["model"])
+        self._check_served()
         return json_response(self._model)
+
+    def _check_served(self) -> None:
+        """Raises NoWorker: clients that wait for a model to be listed send requests next."""
+        if self._service.health()["status"] not in _SERVING:
+            raise NoWorker("none is alive")
 
     async def health(self, request: Request) -> Response:
         health = self._service.health()

@@ -258,6 +258,14 @@ def _messages_problem(events: list[str]) -> str | None:
     return f"a stream ends with {events[-1][:300]}"
 
 
+OF_READINESS = (
+    "health",
+    "ready",
+    "models",
+    "model",
+)  # handlers that refuse while no worker is alive
+
+
 class FuzzedApi:
     """The API over mocked engines, in a loop of its own thread: leases are told also between calls."""
 
@@ -303,12 +311,15 @@ class FuzzedApi:
         answer = self.send(ask)
         problem = self.oracle.problem(ask.operation, answer)
         assert problem is None, f"{ask.operation.method} {ask.path}: {problem}"
-        is_busy = answer.status_code in (503, 529) and ask.operation.path not in ("/health",)
-        if is_busy:
+        if answer.status_code in (503, 529) and ask.operation.handler not in OF_READINESS:
             code = answer.json()["error"]["code"]
             assert code == "capsules_full", answer.text
             self.make_room()
         return answer
+
+    def wait_for_worker(self) -> None:
+        """Return once requests can be served, after its only worker has been restarted."""
+        wait_until(lambda: self.scene.gateway.is_serving, timeout_s=10)
 
     def capsule(self) -> str:
         """One that exists."""

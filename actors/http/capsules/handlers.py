@@ -35,7 +35,7 @@ from mallee.actors.http.schemas import (
 from mallee.actors.http.serve import Server, json_response
 from mallee.actors.http.sse import unless_gone
 from mallee.actors.http.terms import read_terms
-from mallee.protocol.errors import InvalidParameter, QuotaExceeded
+from mallee.protocol.errors import InvalidParameter, QuotaExceeded, QuotaTooSmall
 from mallee.protocol.ids import CapsuleId, RequestId
 
 MAX_START_DIGITS: Final = 9
@@ -141,7 +141,7 @@ class CapsuleHandlers:
 
         try:
             return await self._kept(request, info.boundary, made)
-        except QuotaExceeded:  # its size is known by now alone
+        except (QuotaExceeded, QuotaTooSmall):  # its size is known by now alone
             await self._service.release_capsule(info.capsule, asked.scope)
             raise
 

@@ -18,6 +18,7 @@ from mallee.protocol.errors import (
     Forbidden,
     InvalidParameter,
     QuotaExceeded,
+    QuotaTooSmall,
     Unauthorized,
 )
 from mallee.protocol.ids import CapsuleId
@@ -213,6 +214,10 @@ def test_requests_and_branches_at_once_are_limited_by_key(made: Callable[..., Ac
         with pytest.raises(QuotaExceeded, match="6 of 8 branches at once"):
             second.begin(3, 10)
         second.begin(2, 10)
+        with pytest.raises(
+            QuotaTooSmall, match="needs 9 branches at once, and its API key may have 8"
+        ):
+            second.begin(9, 10)  # whatever ends: no later moment is a better one
     with third:
         third.begin(8, 10)
 
@@ -265,6 +270,9 @@ def test_tokens_per_minute_are_owed_by_the_next_request(
     clock.now += 60.2
     with use(access):
         pass
+    clock.now += 60.0
+    with use(access):
+        caller.visit.begin(1, 100_000)  # more than a whole minute's: it is taken, and owed
 
 
 def test_capsules_are_limited_by_number_and_tokens_while_they_are_kept(
@@ -294,6 +302,11 @@ def test_capsules_are_limited_by_number_and_tokens_while_they_are_kept(
         keep(CapsuleId("b"))
     kept.add(CapsuleId("b"))
     check(1, "2 of 2 capsules")
+    with pytest.raises(QuotaTooSmall, match="101 tokens in capsules"), making(101):
+        raise AssertionError("it is more than all may have together")
+    none = made(BOB, max_capsules=0).caller(BOB.token, None).visit
+    with pytest.raises(QuotaTooSmall), none.making(1, kept.__contains__):
+        raise AssertionError("the key may keep none")
     caller.visit.unkeep(CapsuleId("b"))  # unpinned: it may stay while there is room
     caller.visit.unkeep(CapsuleId("b"))
     with making(40) as keep:

@@ -34,6 +34,7 @@ class Shelf:
     def __init__(self, service: Any) -> None:
         self.model, self.records = service.model, service.records
         self.gateway_metrics, self.new_name = service.gateway_metrics, service.new_name
+        self.health = service.health
         self.held: dict[Scope, dict[CapsuleId, CapsuleInfo]] = {}
         self.silent: set[CapsuleId] = set()
         self.broken: set[CapsuleId] = set()

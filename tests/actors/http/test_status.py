@@ -40,6 +40,11 @@ def test_a_gateway_is_live_whether_or_not_it_is_ready(call: Any, status: str, re
     assert answer.status == ready
     assert answer.body == {"status": "ready" if ready == 200 else "unavailable"}
     assert ("retry-after" in answer.headers) == (ready == 503)
+    for path in ("/v1/models", "/v1/models/tiny/bytes"):  # which clients wait for before they ask
+        answer = call("GET", path)
+        assert answer.status == ready
+        assert ("retry-after" in answer.headers) == (ready == 503)
+        assert ready == 200 or answer.body["error"]["code"] == "no_worker"
     answer = call("GET", "/health/live")
     assert (answer.status, answer.body) == (200, {"status": "live"})
 
