@@ -317,9 +317,12 @@ class FuzzedApi:
             self.make_room()
         return answer
 
-    def wait_for_worker(self) -> None:
-        """Return once requests can be served, after its only worker has been restarted."""
-        wait_until(lambda: self.scene.gateway.is_serving, timeout_s=10)
+    def wait_for_weights(self, label: str) -> None:
+        """Return once the only worker serves these weights."""
+        gateway = self.scene.gateway
+        wait_until(
+            lambda: gateway.is_serving and gateway.weights()["serving"] == label, timeout_s=10
+        )
 
     def capsule(self) -> str:
         """One that exists."""

@@ -119,7 +119,7 @@ def test_examples_are_answered_as_the_document_says(api: FuzzedApi, operation: O
     if operation.handler not in LATER:
         assert answer.status_code == operation.successes[0], answer.text
     if operation.handler == "operators.change_weights":
-        api.wait_for_worker()
+        api.wait_for_weights(operation.example["version"])
     if operation.streams and operation.body is not None:
         body = {**operation.example, "stream": True}
         streamed = api.check(ask._replace(content=json.dumps(body).encode()))
