@@ -224,6 +224,8 @@ class GatewayService:
             bus,
             gateway=gateway_id,
             fleet=fleet,
+            records=self.records,
+            new_name=ids.new,
             limits=sessions or SessionLimits(),
             block_size=router.config.block_size,
             hashes_of=self._hashes_of,

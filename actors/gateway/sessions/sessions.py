@@ -15,10 +15,12 @@ from mallee.actors.gateway.sessions.trees import (
     SessionTree,
     SessionTrees,
 )
+from mallee.actors.gateway.shared.records import SharedRecords
 from mallee.actors.tasks import Tasks
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import (
     InvalidParameter,
+    LookupIncomplete,
     MalleeError,
     NotFound,
     SessionClosed,
@@ -28,6 +30,7 @@ from mallee.protocol.gateways.session_notes import (
     SessionNote,
     SessionNotes,
     SessionsAsk,
+    decode_session_note,
     decode_session_notes,
     decode_sessions_ask,
 )
@@ -40,6 +43,7 @@ log = logging.getLogger(__name__)
 
 MAX_TOLD_NODES: Final = 2048  # of one message: a few hundred kilobytes
 NUM_RELEASED: Final = 64  # capsules at once
+_KIND: Final = "session"
 CLOSE_S: Final = 30.0  # for the workers of all capsules of a session
 
 
@@ -79,6 +83,7 @@ class GatewaySessions:
     """Belongs to one event loop.
 
     `release(capsule, scope)` deletes a capsule, `give_up(request, error)` ends a request of this gateway.
+    `records` ask the others for sessions that they know, under names that `new_name(scope)` gives.
     """
 
     def __init__(
@@ -87,6 +92,8 @@ class GatewaySessions:
         *,
         gateway: str,
         fleet: str,
+        records: SharedRecords,
+        new_name: Callable[[Scope], RequestId],
         limits: SessionLimits,
         block_size: int,
         hashes_of: HashesOf,
@@ -97,6 +104,9 @@ class GatewaySessions:
         self._bus = bus
         self._gateway = gateway
         self._subjects = Subjects.of(fleet)
+        self._records = records
+        self._new_name = new_name
+        records.share(_KIND, self._tell_note)
         self._hashes_of = hashes_of
         self._release = release
         self._clock = clock
@@ -157,6 +167,26 @@ class GatewaySessions:
             await self.close(key.name, key.scope)
 
     # Clients
+
+    async def learn(self, name: str, scope: Scope, capsule: str | None = None) -> None:
+        """Ask other gateways for a session that is not here, or has no such `capsule` (None: none at all).
+
+        What they publish of it may be on its way. Raises LookupIncomplete.
+        """
+        key = SessionKey(scope, name)
+        tree = self.trees.get(key)
+        if tree is not None and (tree.nodes if capsule is None else capsule in tree.nodes):
+            return
+        asking = self._records.gather(_KIND, self._new_name(scope), scope, given=name.encode())
+        notes, is_whole = await asking
+        for note in notes:
+            self.hear(decode_session_note(note))
+        if not is_whole and self.trees.get(key) is None:
+            raise LookupIncomplete("not every other gateway has answered")
+
+    async def _tell_note(self, _: str, scope: Scope, name: bytes) -> bytes | None:
+        tree = self.trees.get(SessionKey(scope, name.decode()))
+        return None if tree is None else encode(tree.note())
 
     def page(self, scope: Scope, after: str, limit: int) -> tuple[list[SessionView], bool]:
         """Sessions of `scope` whose names come after `after`, in order, and whether there are more."""

@@ -63,6 +63,7 @@ class SessionHandlers:
 
     async def show(self, request: Request) -> Response:
         scope = self._asking.scope(request)
+        await self._service.sessions.learn(_session(request), scope)
         view = self._service.sessions.show(_session(request), scope)
         names_workers = caller_of(request).is_operator
         infos = await unless_gone(request.receive, self._inspect(view.nodes, scope))
@@ -79,6 +80,7 @@ class SessionHandlers:
         new = asked.body.session or f"session_{self._draw_seed():016x}"
         source = _session(request)
         budget = read_budget(asked.body.budget, "budget")
+        await self._service.sessions.learn(source, asked.scope, asked.body.capsule)
         if budget is None:
             view, _ = self._service.sessions.fork(source, asked.scope, new, asked.body.capsule)
         else:
@@ -98,6 +100,7 @@ class SessionHandlers:
         return await self._close(request, asked.body.session_id, asked.scope)
 
     async def _close(self, request: Request, session: str, scope: Scope) -> Response:
+        await self._service.sessions.learn(session, scope)
         closed = await self._service.sessions.close(session, scope)
         for capsule in closed.released:
             caller_of(request).visit.unkeep(capsule)

@@ -8,12 +8,14 @@ import pytest
 
 from mallee.actors.gateway.sessions import sessions as closing
 from mallee.actors.gateway.sessions.sessions import GatewaySessions, SessionLimits
+from mallee.actors.gateway.shared.records import SharedRecords
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import CapsuleLost, InternalError, MalleeError, Unavailable
 from mallee.protocol.gateways.session_notes import NodeNote, SessionNote, SessionNotes
 from mallee.protocol.hashing import NO_HASHES, as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope
 from mallee.router.dispatch.jobs import PrefillJob, QueueTerms
+from support.plain_ids import SCOPES
 from support.waiting import elapse
 
 SCOPE = Scope("a")
@@ -33,10 +35,12 @@ class SilentBus:
 
 def made(release: Callable[[CapsuleId, Scope], Awaitable[None]]) -> GatewaySessions:
     bus: Any = SilentBus()
+    named: Any = {"gateway": "g", "fleet": "f"}
     return GatewaySessions(
         bus,
-        gateway="g",
-        fleet="f",
+        **named,
+        records=SharedRecords(bus, **named, others=lambda: None, belongs=SCOPES.belongs),
+        new_name=SCOPES.new,
         limits=SessionLimits(),
         block_size=4,
         hashes_of=lambda capsule: NO_HASHES,

@@ -166,6 +166,24 @@ async def test_every_gateway_lists_shows_and_closes_all_sessions() -> None:
             assert (await client.get("/v1/sessions")).json()["data"] == []
 
 
+async def test_a_session_is_found_at_a_gateway_that_has_not_heard_of_it_yet() -> None:
+    """X24, part: shown, forked from a capsule that is news, and closed."""
+    async with two_gateways(MODEL) as two:
+        a, b, fleet = two
+        fleet.gateways[0].sessions._publish = lambda notes: None  # type: ignore[method-assign]
+        (first,) = await ask(a, PROMPT, "s")
+        assert [node["capsule"] for node in (await tree_of(b, "s"))["nodes"]] == [capsule_of(first)]
+        (second,) = await ask(a, PROMPT + first["text"] + "and more of it", "s")
+        forked = await post(b, "/v1/sessions/s/fork", session="f", capsule=capsule_of(second))
+        assert forked["capsule"] == capsule_of(second)
+        await ask(a, PROMPT, "t")
+        assert (await b.delete("/v1/sessions/t")).json()["released"] == 1
+        assert (await b.get("/v1/sessions/never")).status_code == 404
+        two.bus_of(0).is_mute = True
+        answer = await b.get("/v1/sessions/never")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "lookup_incomplete")
+
+
 async def test_the_sdk_and_the_command_list_show_fork_and_close(capsys: Any) -> None:
     async with tiny_fleet(MODEL, 1) as fleet, served(fleet.gateways[0]) as (url, _):
         async with AsyncMallee(url) as client:
