@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from mallee.protocol.errors import Unavailable, WorkerLost, from_wire
+from mallee.protocol.errors import MalleeError, Unavailable, WorkerLost, from_wire
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.messages import CapsuleCommand, CapsuleReply, CapsuleStatus, Command
 
@@ -19,11 +19,14 @@ class CapsuleDesk:
     def __init__(self, send: Callable[[WorkerId, Command], None]) -> None:
         self._send = send
         self._asked: dict[str, tuple[WorkerId, asyncio.Future[CapsuleStatus]]] = {}
+        self._closed_by: MalleeError | None = None
 
     async def ask(
         self, worker: WorkerId, command: CapsuleCommand, timeout_s: float = ANSWER_S
     ) -> CapsuleStatus:
         """The worker's reply. Raises what it refuses with, WorkerLost, and Unavailable: it is silent."""
+        if self._closed_by is not None:
+            raise self._closed_by
         if len(self._asked) >= MAX_ASKED:
             raise Unavailable(f"{MAX_ASKED} questions about capsules wait already; retry later")
         answer: asyncio.Future[CapsuleStatus] = asyncio.get_running_loop().create_future()
@@ -50,6 +53,13 @@ class CapsuleDesk:
             else:
                 assert reply.error is not None, "a reply says something"
                 asked[1].set_exception(from_wire(reply.error))
+
+    def close(self, error: MalleeError) -> None:
+        """No worker answers any more: what waits, and what is asked from now on, ends with `error`."""
+        self._closed_by = error
+        for _, answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(error)
 
     def lost(self, worker: WorkerId, reason: str) -> None:
         """Nothing more comes from `worker`."""

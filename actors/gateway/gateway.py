@@ -263,6 +263,7 @@ class GatewayService:
         await self._peers.stop_listening()
         self._dispatcher.close(_closed())
         self._carry_out()
+        self._desk.close(_closed())
         if heir is not None:  # not before: what is promised and not there goes with this gateway
             self._texts.leave_to(heir)
         if self._timer is not None:

@@ -10,7 +10,7 @@ import pytest
 from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.gateway.shared.texts import ASK_S
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.errors import LookupIncomplete, UnknownCapsule
+from mallee.protocol.errors import LookupIncomplete, Unavailable, UnknownCapsule
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import COMMON, CapsuleId
 from mallee.protocol.messages import Limits
@@ -169,3 +169,38 @@ async def test_a_gateway_that_comes_knows_the_others_before_it_has_a_worker() ->
         await until(lambda: len(new.records._others() or ()) == 2, timeout_s=0.1)
         assert await new.wait_for_worker(10.0)
         await fork(new, capsule)
+
+
+async def test_what_waits_while_its_gateway_closes_is_refused_and_hangs_nowhere() -> None:
+    """A fork whose capsule is asked for, and a question to a worker whose link has ended."""
+    async with fleet() as f:
+        one, two = f.gateways
+        known = await make(one)
+        await until(lambda: two.is_kept(known))
+        fresh = await make(one)
+        two._peers.send = lambda *_: None  # type: ignore[method-assign]
+        waiting = [
+            asyncio.create_task(fork(two, fresh)),
+            asyncio.create_task(two.pin(known, 60.0, COMMON)),
+        ]
+        await until(lambda: bool(two.records._asked and two._desk._asked))
+        await two.close()
+        f.gateways.remove(two)
+        f.routers.pop()
+        waiting.append(asyncio.create_task(two.pin(known, 60.0, COMMON)))
+        async with asyncio.timeout(5.0):
+            ended = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(each) for each in ended] == [LookupIncomplete, Unavailable, Unavailable]
+
+
+async def test_a_request_whose_lookup_ends_after_its_gateway_began_to_close_is_refused() -> None:
+    async with fleet() as f:
+        one, two = f.gateways
+        capsule = await make(one)
+        asking = asyncio.create_task(fork(two, capsule))
+        await until(lambda: bool(two.records._asked))
+        two._is_closed = True  # its answer comes while the links end
+        with pytest.raises(Unavailable, match="shutting down"):
+            async with asyncio.timeout(5.0):
+                await asking
+        two._is_closed = False
