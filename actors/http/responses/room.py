@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,7 +22,7 @@ from mallee.actors.http.responses.conversations import (
 from mallee.actors.http.responses.items import page, shown
 from mallee.actors.http.responses.requests import ResponseRequest, conversation_of
 from mallee.actors.http.responses.running import Background, Run
-from mallee.actors.http.responses.sharing import ID_PREFIX, SharedResponses
+from mallee.actors.http.responses.sharing import ID_PREFIX, SharedResponses, request_of
 from mallee.actors.http.responses.store import Record, ResponseStore
 from mallee.actors.http.responses.tools import offered
 from mallee.actors.http.responses.turns import PlannedTurn, TurnMaker
@@ -28,10 +30,12 @@ from mallee.actors.http.responses.writing import Writer, opening, sse
 from mallee.actors.http.serve import Server, json_response
 from mallee.actors.http.sse import EventStream, unless_gone
 from mallee.actors.tasks import Tasks
+from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import (
     BadRequest,
     InvalidParameter,
     LookupIncomplete,
+    MalleeError,
     NotFound,
     Unavailable,
 )
@@ -39,6 +43,22 @@ from mallee.protocol.ids import Scope
 from mallee.router.dispatch.jobs import QueueTerms
 
 MAX_EVENTS: Final = 10**9
+NEWS_S: Final = 5.0  # for which another gateway's question for events waits for the next one,
+NEWS_WAIT_S: Final = 8.0  # the gateway that asks for its answer,
+BATCH_S: Final = 0.1  # and events for others to leave with
+MAX_BATCH: Final = 4096  # events
+_EVENTS: Final = "response.events"
+
+
+class _Events(msgspec.Struct, frozen=True, array_like=True):
+    """Events of a response on their way to another gateway; `is_over`: none comes after them."""
+
+    events: list[bytes]
+    is_over: bool
+
+
+_decode_events: Final = Decoder(_Events, "events of a response")
+_decode_number: Final = Decoder(int, "the number of an event")
 
 
 class TooManyInBackground(Unavailable):
@@ -70,6 +90,7 @@ class Responses:
         )
         self._shared = SharedResponses(server.service.records, self.store, tasks, self._end)
         self._background: dict[str, Background] = {}  # those that run
+        server.service.records.share(_EVENTS, self._tell_events)
 
     async def create(self, request: Request) -> Response:
         asked = await self._asking.read(request, ResponseRequest)
@@ -123,16 +144,12 @@ class Responses:
         given = query.get("starting_after")
         after = -1 if given in (None, "0") else read_count(given, "starting_after", 1, MAX_EVENTS)
         after = 0 if given == "0" else after
-        background = self._background.get(record.id)
         if record.is_copy:
-            remedy = "the gateway that made this response has its events; leave stream out here"
-            raise InvalidParameter("stream", True, remedy)
-        if not (background.streams if background is not None else record.events):
-            raise BadRequest(
-                "only a response made with background=true and stream=true can be streamed again",
-                param="stream",
-            )
-        events = background.follow(after) if background else _replayed(record, after)
+            first = await unless_gone(request.receive, self._events_elsewhere(record, after))
+            events = self._follow_elsewhere(record, after, first)
+        else:
+            background = self._streamed(record)
+            events = background.follow(after) if background else _replayed(record, after)
 
         async def close() -> None:
             pass
@@ -157,6 +174,60 @@ class Responses:
         record = await self._record(request)
         items = shown(record.items, record.id.removeprefix(ID_PREFIX))
         return json_response(page(items, request.query_params))
+
+    # Events
+
+    def _streamed(self, record: Record) -> Background | None:
+        """The response as it runs here; None: its events are all there. Raises BadRequest: it has none."""
+        background = self._background.get(record.id)
+        if not (background.streams if background is not None else record.events):
+            raise BadRequest(
+                "only a response made with background=true and stream=true can be streamed again",
+                param="stream",
+            )
+        return background
+
+    async def _tell_events(self, key: str, scope: Scope, given: bytes) -> bytes | None:
+        """Those after number `given`; waits for some if there are none yet."""
+        record, after = self._shared.own(key, scope), _decode_number(given)
+        if record is None:
+            return None
+        background = self._streamed(record)
+        if background is not None and not background.is_over:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(NEWS_S):
+                    await anext(background.follow(after), None)
+                    await asyncio.sleep(BATCH_S)
+        events = record.events[after + 1 : after + 1 + MAX_BATCH]
+        is_over = background is None or background.is_over
+        return encode(_Events(events, is_over and after + 1 + len(events) >= len(record.events)))
+
+    async def _events_elsewhere(self, record: Record, after: int) -> _Events:
+        """Raises BadRequest, LookupIncomplete."""
+        raw = await self._server.service.records.fetch(
+            *(_EVENTS, request_of(record.id), record.scope),
+            given=encode(after),
+            wait_s=NEWS_WAIT_S,
+        )
+        if raw is None:
+            remedy = "its events went with the gateway that made it; leave stream out"
+            raise InvalidParameter("stream", True, remedy)
+        return _decode_events(raw)
+
+    async def _follow_elsewhere(
+        self, record: Record, after: int, told: _Events
+    ) -> AsyncGenerator[bytes, None]:
+        """`told`, and those to come. Raises ConnectionError: its gateway is gone, or silent."""
+        while True:
+            if told.events:
+                after += len(told.events)
+                yield b"".join(told.events)
+            if told.is_over:
+                return
+            try:
+                told = await self._events_elsewhere(record, after)
+            except MalleeError as error:
+                raise ConnectionError(f"the events of a response break off: {error}") from error
 
     # Steps
 

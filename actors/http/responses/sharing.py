@@ -184,6 +184,11 @@ class SharedResponses:
             self._store.keep(record)
         return record
 
+    def own(self, key: str, scope: Scope) -> Record | None:
+        """The response that was made here as request `key`."""
+        record = self._here(key, scope)
+        return None if record is None or record.is_copy else record
+
     def _here(self, key: str, scope: Scope) -> Record | None:
         try:
             return self._store.get(named(ID_PREFIX, key), scope)

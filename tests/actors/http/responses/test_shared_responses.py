@@ -24,7 +24,7 @@ from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import COMMON, CapsuleId, Scope
 from mallee.router.dispatch.jobs import ForkJob
 from mallee.testing.random_model import random_model
-from support.live_fleet import LiveFleet
+from support.live_fleet import LiveFleet, kill_gateway
 from support.tiny_fleet import BLOCK, two_gateways
 from support.waiting import until
 
@@ -123,7 +123,7 @@ async def test_a_background_response_is_seen_cancelled_and_deleted_from_another_
         assert seen.status in ("queued", "in_progress")
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             await ask(b, "more", previous_response_id=queued.id)
-        with pytest.raises(openai.BadRequestError, match="has its events"):
+        with pytest.raises(openai.BadRequestError, match="can be streamed again"):
             await b.responses.retrieve(queued.id, stream=True)
         assert (await b.responses.cancel(queued.id)).status == "cancelled"
         await until(lambda: fleet.engines["w0"].stats().jobs == 0)
@@ -137,6 +137,43 @@ async def test_a_background_response_is_seen_cancelled_and_deleted_from_another_
         await until(lambda: fleet.engines["w0"].stats().jobs == 0)
         with pytest.raises(openai.NotFoundError):
             await a.responses.retrieve(other.id)
+
+
+async def test_a_background_stream_is_resumed_at_another_gateway(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """X24, part: event for event, while it runs and when it has ended, until its gateway dies."""
+    monkeypatch.setattr("mallee.actors.http.responses.room.MAX_BATCH", 64)
+    asked = {**LONG, "max_output_tokens": 300}
+    async with two_clients() as (a, b, fleet, _):
+        stream = await a.responses.create(model="m", input="hi", stream=True, **asked)
+        first = [await anext(stream) for _ in range(4)]
+        name = first[0].response.id
+
+        async def resumed(client: openai.AsyncOpenAI, after: int) -> list[Any]:
+            more = await client.responses.retrieve(name, stream=True, starting_after=after)
+            return [event async for event in more]
+
+        running = asyncio.create_task(resumed(b, 1))
+        rest = [event async for event in stream]
+        whole = [*first, *rest]
+        assert whole[-1].type == "response.incomplete"  # of as many tokens as it may have
+        assert await running == await resumed(b, 1) == await resumed(a, 1) == whole[2:]
+        kill_gateway(fleet, 0)
+        with pytest.raises(openai.BadRequestError, match="went with the gateway"):
+            await resumed(b, 1)
+
+
+async def test_a_background_stream_breaks_off_when_its_gateway_dies() -> None:
+    async with two_clients() as (a, b, fleet, _):
+        begun = await a.responses.create(model="m", input="hi", stream=True, **LONG)
+        name = (await anext(begun)).response.id
+        elsewhere = await b.responses.retrieve(name, stream=True)
+        assert (await anext(elsewhere)).type == "response.created"
+        kill_gateway(fleet, 0)
+        with pytest.raises(openai.APIConnectionError):
+            async for _ in elsewhere:
+                pass
 
 
 def record() -> Record:
