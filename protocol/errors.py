@@ -102,15 +102,22 @@ def shown(value: object) -> str:
 
 
 class MalleeError(Exception):
-    """Base of every error raised on purpose. `fields` holds the data the message was built from."""
+    """Base of every error raised on purpose. `fields` holds the data the message was built from.
 
-    status: ClassVar[int] = 500
+    Where more is needed than there can ever be, no later moment is a better one: the status of such an
+    error is 400, though that of its type is 503.
+    """
+
+    status: int = 500
     code: ClassVar[str] = "internal_error"
 
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
         self.message = message
         self.fields: dict[str, Any] = fields
+        needed, most = fields.get("needed", 0), fields.get("limit", fields.get("total", 0))
+        if self.status == 503 and needed > most > 0:
+            self.status = 400
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self).code, self.message, self.fields))
@@ -646,6 +653,11 @@ class CapsulesFull(Unavailable):
 
     @property
     def client_message(self) -> str:
+        if self.status == 400:
+            return (
+                f"{self.fields['needed']} {self.fields['unit']} to keep in a capsule, more than all capsules of"
+                " a worker may keep; make a shorter one"
+            )
         return (
             f"{self.fields['needed']} {self.fields['unit']} to keep in a capsule, but capsules keep as much"
             " as they may; delete capsules, give them a ttl_s, or try again later"

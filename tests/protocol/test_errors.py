@@ -3,12 +3,14 @@
 import pickle
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
 
 from mallee.protocol import errors
 from mallee.protocol.errors import (
+    CapsulesFull,
     CodecError,
     ContextLengthExceeded,
     InternalError,
@@ -18,6 +20,8 @@ from mallee.protocol.errors import (
     NoWorker,
     PoolExhausted,
     QueueFull,
+    StorageFull,
+    TierFull,
     UnknownCapsule,
     UnknownModel,
     UnsupportedModel,
@@ -104,3 +108,16 @@ def test_messages_hold_the_numbers_and_the_remedy() -> None:
     long = InvalidParameter("n", "x" * 200, "give 1")
     assert len(str(long)) < 120
     assert str(long).endswith(": give 1")
+
+
+@pytest.mark.parametrize("code", [CapsulesFull, TierFull, StorageFull, PoolExhausted])
+def test_more_than_there_can_ever_be_is_refused_for_good(code: Any) -> None:
+    """Also behind a process boundary: whoever waits for room would wait for ever."""
+    name = () if code in (CapsulesFull, PoolExhausted) else ("host",)
+    now, never = code(*name, 4, 3, 8), code(*name, 9, 0, 8)
+    if code is CapsulesFull:
+        assert "shorter" in never.client_message
+        assert "shorter" not in now.client_message
+    for error, status in ((now, 503), (never, 400)):
+        assert error.status == from_wire(error.to_wire()).status == status
+    assert StorageFull("the disk", 9).status == 503  # a full disk's room is not known
