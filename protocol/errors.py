@@ -655,8 +655,8 @@ class CapsulesFull(Unavailable):
     def client_message(self) -> str:
         if self.status == 400:
             return (
-                f"{self.fields['needed']} {self.fields['unit']} to keep in a capsule, more than all capsules of"
-                " a worker may keep; make a shorter one"
+                f"{self.fields['needed']} {self.fields['unit']} to keep in a capsule, more than all capsules"
+                " of a worker may keep; make a shorter one"
             )
         return (
             f"{self.fields['needed']} {self.fields['unit']} to keep in a capsule, but capsules keep as much"
