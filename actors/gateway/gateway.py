@@ -17,7 +17,7 @@ from mallee.actors.bus.bus import Bus
 from mallee.actors.capsule_files.exports import Export, Exports
 from mallee.actors.capsule_files.imports import Import, Imports
 from mallee.actors.gateway.answers import Answer
-from mallee.actors.gateway.capsules import MOVE_S, CapsuleDesk
+from mallee.actors.gateway.capsules import ANSWER_S, MOVE_S, CapsuleDesk
 from mallee.actors.gateway.explain import decisions_body, health_body, targets_body, workers_body
 from mallee.actors.gateway.judge import Judge
 from mallee.actors.gateway.lives import Lives
@@ -33,6 +33,7 @@ from mallee.actors.tasks import Tasks
 from mallee.actors.telemetry.logs import ids, session_digest, told
 from mallee.actors.telemetry.metrics import GatewayMetrics, Tenant
 from mallee.actors.transport.link import Transport
+from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import (
     BadRequest,
     CapsuleAbandoned,
@@ -100,6 +101,8 @@ INSPECT_S = 2.0  # for a worker to tell of a capsule; later it is shown without
 PROMISE_S = 60.0  # for a worker to begin a capsule that is forked at another gateway than its own
 PROMISE_CHECK_S = 0.1
 TAIL_TOKENS = 24  # of a branch under way that are shown
+_CAPTURE = "request.capture"
+_decode_capture = Decoder(tuple[int, float], "a branch of which a capsule is taken")
 
 
 class RequestIds(Protocol):
@@ -216,6 +219,7 @@ class GatewayService:
             others=lambda: self._peers.other_gateways,
             belongs=ids.belongs,
         )
+        self.records.share(_CAPTURE, self._tell_captured)
         self.tasks.include(self.records.tasks)
         self._texts = SharedTexts(
             *(self.records, self._memory), state=self._state, on_forgotten=self._on_forgotten
@@ -556,7 +560,9 @@ class GatewayService:
         belongs = self._ids.belongs(request, scope)
         found = self._dispatcher.running(request, branch) if belongs else None
         if found is None:
-            raise UnknownBranch(request, branch)
+            if not belongs or request in self._answers:
+                raise UnknownBranch(request, branch)
+            return await self._captured_elsewhere(request, branch, ttl_s, scope)
         shard, row = found
         name, answer = self._ids.new(scope, account_of(request)), self._answers.get(request)
         question = Capture(name, shard.name, row, ttl_s)
@@ -570,6 +576,23 @@ class GatewayService:
         return CapsuleInfo(
             capsule, shard.worker, status.boundary, self._wall_clock(), status=status
         )
+
+    async def _captured_elsewhere(
+        self, request: RequestId, branch: int, ttl_s: float, scope: Scope
+    ) -> CapsuleInfo:
+        given = encode((branch, ttl_s))
+        raw = await self.records.fetch(_CAPTURE, request, scope, given=given, wait_s=ANSWER_S)
+        if raw is None:
+            raise UnknownBranch(request, branch)
+        return await self.inspect(CapsuleId(raw.decode()), scope)
+
+    async def _tell_captured(self, name: str, scope: Scope, given: bytes) -> bytes | None:
+        """The capsule that was taken of a branch here, for another gateway."""
+        request = RequestId(name)
+        if request not in self._answers:
+            return None
+        branch, ttl_s = _decode_capture(given)
+        return (await self.capture(request, branch, ttl_s, scope)).capsule.encode()
 
     async def rewind(self, capsule: CapsuleId, to: int, ttl_s: float, scope: Scope) -> CapsuleInfo:
         worker = await self._holder(capsule, scope)

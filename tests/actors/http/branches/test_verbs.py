@@ -60,6 +60,10 @@ async def test_another_gateway_passes_them_on() -> None:
         path = f"/v1/requests/{run.name}"
         done = await post(s.b, f"{path}/branches/1/inject", suffix="LOOK")
         assert (done["branch"], done["tokens"]) == (1, 4)
+        taken = await post(s.b, f"{path}/capsules", branch=1)
+        assert taken["tokens"] > done["at"]
+        for client in (s.a, s.b):
+            await post(client, f"/v1/capsules/{taken['id']}/fork", n=1, max_tokens=2)
         changed = await post(s.b, f"{path}/prioritize", priority=2, branches=[0, 1])
         assert (changed["branches"], changed["priority"]) == ([0, 1], 2)
         assert (await post(s.b, f"{path}/prune", branches=[0, 2, 9]))["branches"] == [0, 2]
@@ -82,8 +86,9 @@ async def test_another_gateway_passes_them_on() -> None:
         assert run.ends == dict.fromkeys(range(3), "cancelled")
         at = done["at"]
         assert run.texts[1][at : at + 4] == "LOOK"
-        over = await s.b.post(f"{path}/prune", json={})
-        assert over.status_code == 404
+        for verb in ("prune", "capsules"):
+            over = await s.b.post(f"{path}/{verb}", json={})
+            assert over.status_code == 404
 
 
 async def test_a_gateway_that_takes_too_long_is_told_apart_from_an_unknown_request(
