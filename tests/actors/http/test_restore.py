@@ -232,7 +232,7 @@ async def test_pins_are_asked_for_seen_changed_and_listed() -> None:
 
 
 async def test_a_refused_pin_is_served_cold() -> None:
-    """F8: the answer comes, its capsule does not, and both are told; a pin by itself is 503."""
+    """F8: the answer comes, its capsule does not, and both are told; a pin by itself is 400: it never fits."""
     async with api() as (client, fleet):
         for engine in fleet.engines.values():
             engine._capsules._room.max_blocks = 4
@@ -241,7 +241,7 @@ async def test_a_refused_pin_is_served_cold() -> None:
         assert (refused["mallee"]["kept"], refused["mallee"]["capsule"]) == ("refused", None)
         left = await complete(client, PROMPT, max_tokens=6)
         pin = await client.post(f"/v1/capsules/{left['mallee']['capsule']}/pin", json={})
-        assert (pin.status_code, pin.json()["error"]["code"]) == (503, "capsules_full")
+        assert (pin.status_code, pin.json()["error"]["code"]) == (400, "capsules_full")
         assert sum(each.stats().capsules.num_refused for each in fleet.engines.values()) == 2
 
 
