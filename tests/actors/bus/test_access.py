@@ -129,17 +129,17 @@ async def test_each_role_publishes_its_own_subjects_alone(
 
 async def test_a_worker_hears_no_prompt_and_no_answer(broker: Broker) -> None:
     """Not by name, by wildcard, nor by another fleet's subjects."""
-    secret = (SUBJECTS.text_told("g0"), SUBJECTS.text_asks(), SUBJECTS.bookings("g0"))
+    secret = (SUBJECTS.text_told("g0"), SUBJECTS.record_asks(), SUBJECTS.bookings("g0"))
     async with (
         Account(broker.access("worker")) as worker,
         Account(broker.access("gateway")) as gateway,
         Account(broker.access("gateway")) as peer,
     ):
-        wanted = (*secret, SUBJECTS.text_told(), f"{SUBJECTS.inbox()}.>", "mallee.>", ">")
+        wanted = (*secret, SUBJECTS.record_told(), f"{SUBJECTS.inbox()}.>", "mallee.>", ">")
         for number, subject in enumerate((*wanted, *ELSEWHERE), 1):
             await worker.listen(subject)
             await until(lambda number=number: len(worker.refusals) == number)
-        await peer.listen(SUBJECTS.text_told())
+        await peer.listen(SUBJECTS.record_told())
         await gateway.say(SUBJECTS.text_told("g0"))
         await until(lambda: bool(peer.heard))
         assert (worker.heard, gateway.refusals, peer.refusals) == ([], [], [])
