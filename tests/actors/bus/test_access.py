@@ -129,7 +129,7 @@ async def test_each_role_publishes_its_own_subjects_alone(
 
 async def test_a_worker_hears_no_prompt_and_no_answer(broker: Broker) -> None:
     """Not by name, by wildcard, nor by another fleet's subjects."""
-    secret = (SUBJECTS.text_told("g0"), SUBJECTS.record_asks(), SUBJECTS.bookings("g0"))
+    secret = (SUBJECTS.record_told("g0"), SUBJECTS.record_asks(), SUBJECTS.bookings("g0"))
     async with (
         Account(broker.access("worker")) as worker,
         Account(broker.access("gateway")) as gateway,
@@ -140,7 +140,7 @@ async def test_a_worker_hears_no_prompt_and_no_answer(broker: Broker) -> None:
             await worker.listen(subject)
             await until(lambda number=number: len(worker.refusals) == number)
         await peer.listen(SUBJECTS.record_told())
-        await gateway.say(SUBJECTS.text_told("g0"))
+        await gateway.say(SUBJECTS.record_told("g0"))
         await until(lambda: bool(peer.heard))
         assert (worker.heard, gateway.refusals, peer.refusals) == ([], [], [])
 
