@@ -7,7 +7,7 @@ from typing import Final
 
 from mallee.actors.gateway.shared.records import SharedRecords
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import LookupIncomplete, MalleeError
+from mallee.protocol.errors import CodecError, LookupIncomplete, MalleeError
 from mallee.protocol.gateways.capsule_texts import CapsuleKnown, CapsuleState, decode_known
 from mallee.protocol.ids import CapsuleId, Scope, owner_of
 from mallee.protocol.messages import pack_tokens, unpack_tokens
@@ -95,6 +95,9 @@ class SharedTexts:
         try:
             raw = await self._records.fetch(_KIND, capsule, scope, given=wanted, wait_s=ASK_S)
             state = None if raw is None else self._hear(capsule, raw, is_own=False)
+        except CodecError:
+            log.exception("another gateway's answer about a capsule was refused")
+            error = LookupIncomplete("the answer of another one can't be read")
         except MalleeError as refusal:
             error = refusal
         else:

@@ -80,7 +80,7 @@ class GraphWishes:
             return await self._here(run, wish)
         try:
             return await self._elsewhere(name, wish, scope, WAIT_S)
-        except (UnknownGraph, LookupIncomplete):
+        except UnknownGraph:
             if wish.kind != "delete" or self._copies.get(name, scope) is None:
                 raise
         self._forget(name, scope)  # its gateway is gone

@@ -16,6 +16,7 @@ from mallee.actors.text.conversation import MAX_MESSAGES, Conversation
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import (
     CodecError,
+    InternalError,
     InvalidParameter,
     LookupIncomplete,
     NotFound,
@@ -179,12 +180,13 @@ class Conversations:
             return None
         try:
             found = unpacked(raw)
-        except CodecError:
+        except CodecError as error:
             log.exception("a conversation of another gateway was refused")
-            return None
+            raise LookupIncomplete("the answer of another one can't be read") from error
         if (found.id, found.scope) != (name, scope):
-            log.error("another gateway told of another conversation than it was asked for")
-            return None
+            raise InternalError(
+                "another gateway told of another conversation than it was asked for"
+            )
         return found
 
     async def _tell(self, key: str, scope: Scope, _: bytes) -> bytes | None:

@@ -12,7 +12,7 @@ from mallee.actors.http.responses.store import Left, Record, ResponseStore, Turn
 from mallee.actors.tasks import Tasks
 from mallee.actors.text.conversation import Conversation, Function, Message
 from mallee.protocol.codec import Decoder, encode
-from mallee.protocol.errors import CodecError, LookupIncomplete, Unavailable
+from mallee.protocol.errors import CodecError, InternalError, LookupIncomplete, Unavailable
 from mallee.protocol.ids import CapsuleId, Scope
 from mallee.protocol.messages import pack_tokens, unpack_tokens
 
@@ -174,12 +174,11 @@ class SharedResponses:
             return None
         try:
             record = unpacked(raw)
-        except CodecError:
+        except CodecError as error:
             log.exception("a stored response of another gateway was refused")
-            return None
+            raise LookupIncomplete("the answer of another one can't be read") from error
         if (record.id, record.scope) != (name, scope):
-            log.error("another gateway told of another response than it was asked for")
-            return None
+            raise InternalError("another gateway told of another response than it was asked for")
         if not record.is_running:
             self._store.keep(record)
         return record
