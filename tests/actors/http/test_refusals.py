@@ -3,11 +3,14 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from mallee.actors.access.access import Access
+from mallee.actors.access.keys import new_key
 from mallee.actors.config import HttpSettings
 from mallee.actors.http.schemas import (
     HARMLESS,
@@ -204,6 +207,30 @@ def test_without_the_key_everything_but_health_is_401(
     assert call("GET", "/v1/models", headers=good).status == 200
     assert call("POST", COMPLETIONS, {"prompt": "a"}, headers=good).status == 200
     assert "s3cret" not in caplog.text
+
+
+def test_more_than_a_key_may_ever_have_is_refused_for_good(
+    call_with: Callable[..., Any], tmp_path: Path
+) -> None:
+    """No later moment is a better one, and the answer doesn't say that it is; what fits may owe the rest."""
+    key, file = new_key("alice", "client", None), tmp_path / "keys.yaml"
+    limits = {"max_branches": 4, "max_capsule_tokens": 3, "tokens_per_minute": 5}
+    file.write_text(yaml.safe_dump({"keys": [{**key.entry, **limits}]}))
+    call = call_with(HttpSettings(), Access(file, {}))
+    headers = {"authorization": f"Bearer {key.token}"}
+    for path, body, needed in (
+        (COMPLETIONS, {"prompt": "a", "n": 8}, "8 branches at once"),
+        ("/v1/capsules", {"prompt": "abcd"}, "5 tokens in capsules"),
+    ):
+        answer = call("POST", path, body, headers=headers)
+        assert answer.body["error"]["code"] == "quota_too_small"
+        assert needed in check_error(answer, 400, "invalid_request_error")
+        assert "retry-after" not in answer.headers
+    answer = call("POST", COMPLETIONS, {"prompt": "a" * 20, "n": 4}, headers=headers)
+    assert answer.status == 200  # of more tokens than a minute's: they are owed
+    again = call("POST", COMPLETIONS, {"prompt": "a"}, headers=headers)
+    assert (again.status, again.body["error"]["code"]) == (429, "quota_exceeded")
+    assert int(again.headers["retry-after"]) >= 1
 
 
 async def test_long_prompts_are_tokenized_beside_the_event_loop(

@@ -232,7 +232,7 @@ async def test_pins_are_asked_for_seen_changed_and_listed() -> None:
 
 
 async def test_a_refused_pin_is_served_cold() -> None:
-    """F8: the answer comes, its capsule does not, and both are told; a pin by itself is 400: it never fits."""
+    """F8: the answer comes, its capsule does not, and both are told; a pin by itself is 400, for good."""
     async with api() as (client, fleet):
         for engine in fleet.engines.values():
             engine._capsules._room.max_blocks = 4
