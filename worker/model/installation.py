@@ -147,7 +147,7 @@ def missing_tools() -> tuple[str, ...]:
 
 
 def missing_for_triton() -> tuple[str, ...]:
-    """What Triton's `runtime/build.py` compiles with and would not find here."""
+    """Those things that Triton's `runtime/build.py` compiles with and would not find here."""
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     lacking = []
     if not any(map(shutil.which, compilers)):
