@@ -47,7 +47,7 @@ def test_a_model_with_a_recurrent_state_takes_no_file() -> None:
     model, raw = spec(window=5), encode(as_sent(record()))
     state = GroupSpec(kind="state", layers=(5, 6), nbytes_per_token=192)
     model = structs.replace(model, groups=(*model.groups, state))
-    with pytest.raises(IncompatibleCapsule, match="layers 5, 6 keep was .* and is 'a state' here"):
+    with pytest.raises(IncompatibleCapsule, match=r"layers 5, 6 keep was .* and is 'a state' here"):
         received(raw, len(rows()), model, BLOCK_SIZE)
 
 
