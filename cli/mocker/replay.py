@@ -113,7 +113,7 @@ def replay(
 ) -> None:
     """Replay a trace on real routers and schedulers in front of modelled devices.
 
-    Exit status 1 if a request failed.
+    Exit status 1 if a request failed or never ended.
 
     Example: mallee replay trace.jsonl --engines 8 --policy cost
     """
@@ -167,10 +167,11 @@ def replay(
         )
         result = run(workload, config)
     _show(result, as_json=as_json)
-    _write(result, out, csv)
     if as_json:
         found = {**result.summary, "by_class": result.by_class, "conditions": result.conditions}
         sys.stdout.write(json.dumps(found, allow_nan=False) + "\n")
+        sys.stdout.flush()  # whatever becomes of the files
+    _write(result, out, csv)
     if result.summary["lost"] or result.summary["errors"]:
         raise typer.Exit(1)
 

@@ -317,4 +317,6 @@ def _failed(fleet: "Fleet") -> str:
     for run in fleet.runs.values():
         if failed := sum(run.summary["errors"].values()):
             return f"{failed} requests; {next(iter(run.summary['reasons'].values()))}"
+        if lost := run.summary["lost"]:
+            return f"{lost} requests never ended"
     return fleet.error

@@ -144,6 +144,24 @@ def test_times_are_those_of_the_timing(tmp_path: Path) -> None:
     assert found["itl_ms"]["mean"] == pytest.approx(10.0)
 
 
+def test_the_faults_of_the_docs_are_played_and_every_life_is_named(tmp_path: Path) -> None:
+    """The JSON line is there whatever becomes of the files, and each row has the life that took it."""
+    text = (Path(__file__).parents[3] / "docs" / "size-a-fleet.md").read_text()
+    faults, out = tmp_path / "faults.json", tmp_path / "rows.csv"
+    faults.write_text(text.partition("```json\n")[2].partition("```")[0])
+    trace = rows(tmp_path / "t.jsonl", num=300)
+    code, stdout, error = run(
+        *(str(trace), "--faults", str(faults), "--csv", str(out), "--json", "--kv-tokens", "65536")
+    )
+    assert (code, error) == (0, None)
+    assert json.loads(stdout.splitlines()[-1])["requests"] == 300
+    with out.open(newline="") as file:
+        found = [(float(row["routed_s"]), row["worker"]) for row in csv.DictReader(file)]
+    assert {name for _, name in found} == {"w0", "w1", "w1#2", "w2", "w3", "w8"}
+    assert all(at <= 5 for at, name in found if name == "w1")
+    assert all(at >= 9 for at, name in found if name == "w1#2")
+
+
 # Sweeps: what one leaves behind is enough to make it again
 
 ROWS = [
