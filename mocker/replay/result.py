@@ -132,6 +132,7 @@ def _conditions(workload: Workload, simulation: Simulation) -> dict[str, Any]:
         "event_lag_ms": config.event_lag_s * 1e3,
         "host_tokens": tiers.host_tokens if tiers is not None else 0,
         "disk_tokens": tiers.disk_tokens if tiers is not None else 0,
+        "kv_bytes_per_token": config.link.token_nbytes,
         "faults": len(config.faults),
         "slo_ttft_ms": config.slo_ttft_s * 1e3,
         "slo_itl_ms": config.slo_itl_s * 1e3,
