@@ -225,8 +225,12 @@ def add_displaced(p: Floats, loads: Floats, terms: Floats) -> None:
 
 @kernel
 def price_copies(
-    loads: Floats, blocks: Floats, home: int, block_size: float, token_s: float
-) -> Floats:
+    loads: Floats,
+    blocks: "npt.NDArray[np.float64]",
+    home: int,
+    block_size: float,
+    token_s: float,
+) -> "npt.NDArray[np.float64]":
     """Seconds as `displaced_s` for `blocks` [num_workers] of a text that is copied to each worker."""
     seconds = np.empty_like(blocks)
     for w in range(len(blocks)):
