@@ -91,7 +91,7 @@ class KVRoom(NamedTuple):
 
 
 def kv_room(name_or_path: str) -> KVRoom:
-    """What the timing of that name, or in that file, tells of KV memory. Raises ConfigError."""
+    """KV memory as the timing of that name, or in that file, tells of it. Raises ConfigError."""
     profile = fitted().profiles.get(name_or_path.partition("@")[0])
     if profile is not None:
         return KVRoom(profile.kv_tokens, profile.kv_bytes_per_token)

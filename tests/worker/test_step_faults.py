@@ -39,7 +39,7 @@ NUM_CAPSULES = 3
 
 
 class Broken(Exception):
-    """What a forward raises that has a fault of its own."""
+    """Raised by a forward that has a fault of its own."""
 
 
 class Faulty(MockForward):
@@ -72,7 +72,7 @@ class Faulty(MockForward):
 
 @dataclass
 class Played:
-    """What clients were told, and how the engine took the fault."""
+    """All that clients were told, and how the engine took the fault."""
 
     answers: dict[tuple[str, int], list[Update]] = field(default_factory=dict)
     replies: dict[str, MalleeError | None] = field(default_factory=dict)
@@ -111,7 +111,7 @@ def commands(seed: int) -> Iterator[list[Command]]:
 
 
 def counts(stats: EngineStats) -> tuple[int, ...]:
-    """What a step adds to."""
+    """The figures that a step adds to."""
     return stats.num_steps, stats.num_prefill_tokens, stats.num_output_tokens
 
 

@@ -176,7 +176,7 @@ def displaced(demand: Demand, load: list[float], overlap: int, *, is_home: bool)
 def test_a_copy_for_a_fan_out_displaces_what_a_text_of_its_blocks_does(
     seed: int, home: int
 ) -> None:
-    """X25: by one rule, whatever is booked there and comes back from host memory."""
+    """X25, part: by one rule, whatever is booked there and comes back from host memory."""
     bench = Bench(9)
     random = np.random.default_rng(seed)
     load_at_random(bench, random)

@@ -1,6 +1,5 @@
 """Drafts are what followed the last tokens where they were last seen; memory is bounded."""
 
-import gc
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -164,7 +163,7 @@ def test_families_and_prompts_are_bounded(branches: Any, monkeypatch: pytest.Mon
 
 
 def test_an_indexed_prompt_keeps_no_node_of_the_tree(bench: Any, branches: Any) -> None:
-    """What was evicted is gone with its tokens, and the next prompt drops its index."""
+    """Nodes that were evicted are gone with their tokens, and the next prompt drops their indexes."""
     lookup, nodes = PromptLookup(), list[ref[Node]]()
     for i in range(3):
         branches(Prefill(f"p{i}", pack_tokens([i + 1, *range(3, 9)])))
@@ -175,7 +174,6 @@ def test_an_indexed_prompt_keeps_no_node_of_the_tree(bench: Any, branches: Any) 
         del branch
         bench.run(Cancel(f"f{i}"), Release(f"p{i}.0"))
         bench.run(Generate(f"full{i}", pack_tokens([60 - i] * 1000), Limits(1), HOT))
-    gc.collect()
     assert [node() for node in nodes] == [None] * 3
     assert len(lookup._shared) == 1
 
