@@ -472,8 +472,8 @@ class Engine:
         without room ended, which the next step tells. CorruptKV is final, and so is what a transfer raises
         that is no MalleeError. Where the device had too little memory for the step, its newest branch ends
         with that error, and the others go on; after one with drafts nothing ends, and the next has none.
-        Where it had too little for a copy to or from a tier, nothing ends: what did not come is computed, what
-        could not go is told.
+        Where it had too little for a copy to or from a tier, nothing ends: what did not come is computed,
+        and what could not go is told.
         """
         watch = self._watch
         if watch is not None:
