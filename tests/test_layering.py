@@ -54,7 +54,6 @@ PACKAGES = tuple(name for name in dict.fromkeys(key.split(".")[0] for key in ARR
 
 # Rooms of actors/ by floor: each imports from floors below its own, and from itself.
 FLOORS = (
-    ("hooks",),
     ("addresses", "autoscaling", "config", "proxy", "tasks"),
     ("access", "bus", "capsule_files", "recording", "text", "transport", "telemetry"),
     ("lending",),

@@ -13,7 +13,6 @@ from nats.aio.transport import TcpTransport
 
 from mallee.actors.bus.access import BrokerAccess, FindBroker
 from mallee.actors.bus.bus import Handler, OnMessage, OnState, Signals
-from mallee.actors.hooks import check_hooks
 from mallee.actors.tasks import Tasks
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.subjects import Subjects
@@ -29,6 +28,19 @@ PING_S = 2.0  # a broker is silent, and left, when three pings have gone without
 
 class NoTls(nats.errors.Error):
     """A broker whose URL promises TLS doesn't offer it."""
+
+
+def check_hooks(base: type, *names: str, needs: str) -> None:
+    """Raises ConfigError unless `base` has the methods `names`: without one, nothing calls ours, silently.
+
+    `needs`: the versions of its package that have them, as pip is told.
+    """
+    lacking = [name for name in names if not callable(getattr(base, name, None))]
+    if lacking:
+        raise ConfigError(
+            f"{base.__module__}.{base.__qualname__} of the installed package has no {', '.join(lacking)}, so"
+            f" that what is overridden would not be called: install '{needs}'"
+        )
 
 
 class BusClient(Client):

@@ -9,10 +9,9 @@ from nats.aio.client import Client
 
 from mallee.actors.bus.access import operators_broker
 from mallee.actors.bus.bus import Bus
-from mallee.actors.bus.nats import SendQueue
+from mallee.actors.bus.nats import SendQueue, check_hooks
 from mallee.actors.bus.queues import QueueDepths, tell_depth
 from mallee.actors.config import AppConfig
-from mallee.actors.hooks import check_hooks
 from mallee.protocol.errors import ConfigError
 from mallee.testing.bus import LocalBus, LocalHub
 from support.buses import *  # noqa: F403
