@@ -16,6 +16,7 @@ from collections import ChainMap
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from errno import ENOENT
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,9 +40,9 @@ from mallee.actors.transport.link import Transport
 from mallee.actors.transport.server import SocketServer
 from mallee.actors.transport.sockets import SocketTransport
 from mallee.actors.transport.tls import TlsFiles, client_tls, server_tls
-from mallee.protocol.errors import ConfigError, StorageError
+from mallee.protocol.errors import ConfigError, MalleeError, StorageError, StorageFailed
 from mallee.protocol.events import MemoryUse
-from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.ids import Incarnation, Scope, WorkerId
 from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig
@@ -126,6 +127,49 @@ def check_links(config: AppConfig) -> None:
     if (files := tls_files(config)) is not None:
         server_tls(files)
         client_tls(files)
+
+
+def check_secret(config: AppConfig) -> None:
+    """Raises ConfigError if capsules on the disk of this machine are tagged by a secret that is not given."""
+    from mallee.worker.storage.volume import read_records
+
+    path, beside = config.engine.disk_path, secret_beside(config)
+    if path is None or "://" in path:
+        return
+    records = list(read_records(Path(disk_place(config, ""))))
+    there, remedy = (
+        f"engine.disk_path={path!r}: ",
+        "put it back from a backup, or give links.secret_file",
+    )
+    if beside is not None and not beside.exists():
+        if records:
+            raise ConfigError(
+                f"{there}{len(records)} capsules are there, and {beside}, which their ids are tagged by, is"
+                f" missing: {remedy}"
+            )
+        return
+    file = beside or Path(config.links.secret_file or "")
+    ids = build_ids(read_secret(file))
+    if others := [each for each in records if not ids.belongs(each.capsule, Scope(each.owner))]:
+        raise ConfigError(
+            f"{there}{len(others)} of {len(records)} capsules there are tagged by another secret than"
+            f" {file}, and nothing could name them: {remedy}"
+        )
+
+
+def secret_beside(config: AppConfig) -> Path | None:
+    """The file beside the disk with the app's secret; None without a disk, or with `links.secret_file`."""
+    if config.engine.disk_path is None or config.links.secret_file is not None:
+        return None
+    return Path(disk_place(config, "secret"))
+
+
+def disk_place(config: AppConfig, name: str) -> str:
+    """The place of `name`, a worker's part or the secret, on the disk of the fleet."""
+    path = config.engine.disk_path
+    assert path is not None, "there is no disk"
+    root = path.rstrip("/") if "://" in path else str(Path(path).expanduser())
+    return f"{root}/{config.fleet}/{name}"
 
 
 def lease_s(config: AppConfig) -> float:
@@ -305,7 +349,7 @@ async def build_gateway(
 
     access, scopes = (
         open_access(config),
-        Scopes(secret.derived(b"scopes"), draw=secrets.token_bytes),
+        build_ids(secret),
     )
 
     metrics, tracing = GatewayMetrics(name), open_tracing("gateway", name)
@@ -577,6 +621,11 @@ def build_server(config: AppConfig, host: Host, secret: Secret, node: str) -> So
     return SocketServer(host, secret, node=node, tls=files and server_tls(files))
 
 
+def build_ids(secret: Secret) -> Scopes:
+    """The ids of the gateways that share `secret`."""
+    return Scopes(secret.derived(b"scopes"), draw=secrets.token_bytes)
+
+
 def build_borrower(config: AppConfig, name: str, secret: Secret, node: str) -> Borrower:
     """The way of `name`, on machine `node`, to the KV of other processes. Raises ConfigError."""
     files = tls_files(config)
@@ -631,7 +680,8 @@ async def build_worker(
     threads = min(threads, place.cpus or threads)
     forward = await asyncio.to_thread(load_forward, config, threads)
     peers = build_borrower(config, worker, secret, node) if config.links.lends else None
-    engine = await asyncio.to_thread(make_engine, config, forward, worker, incarnation, peers)
+    ids = build_ids(secret)
+    engine = await asyncio.to_thread(make_engine, config, forward, worker, incarnation, peers, ids)
     num_blocks = engine.stats().pool.total  # less than the forward's, if some are guards
     bus = NatsBus(broker, fleet=config.fleet, name=f"mallee-{worker}")
     host = Host(
@@ -645,7 +695,7 @@ async def build_worker(
         tracing=open_tracing("worker", worker),
     )
     capacity = Capacity(forward.block_size, num_blocks, config.scheduler.max_rows)
-    source = ModelSource(config, host, forward, engine.incarnation, capacity, peers)
+    source = ModelSource(config, host, forward, engine.incarnation, capacity, peers, ids)
     add_engine(host, engine, capacity, source)
     server = build_server(config, host, secret, node)
     lending = None if peers is None else build_lending(config, host, peers, secret, node)
@@ -694,6 +744,7 @@ class ModelSource:
         incarnation: Incarnation,
         capacity: Capacity,
         peers: Borrower | None,
+        ids: Scopes,
     ) -> None:
         self._config = config
         self._host = host
@@ -701,6 +752,7 @@ class ModelSource:
         self._incarnation = incarnation
         self._capacity = capacity
         self._peers = peers
+        self._ids = ids
 
     def memory(self) -> MemoryUse | None:
         """The memory of the process, for metrics."""
@@ -725,7 +777,9 @@ class ModelSource:
     def _make(self) -> Worker:
         self._incarnation = Incarnation(self._incarnation + 1)
         name = WorkerId(self._host.name)
-        engine = make_engine(self._config, self._forward, name, self._incarnation, self._peers)
+        engine = make_engine(
+            *(self._config, self._forward, name, self._incarnation, self._peers, self._ids)
+        )
         return make_worker(self._host, engine, self._capacity)
 
 
@@ -783,8 +837,9 @@ def make_engine(
     worker: WorkerId,
     incarnation: Incarnation,
     peers: Borrower | None = None,
+    ids: Scopes | None = None,
 ) -> "Engine":
-    """The engine of `worker`, which borrows KV by way of `peers`."""
+    """The engine of `worker`, which borrows KV by way of `peers`; `ids` are those of the app's gateways."""
     from mallee.worker.engine import Engine
     from mallee.worker.model.sampling.grammar import TokenGrammars
     from mallee.worker.speculation.draft_model import DraftModel
@@ -805,7 +860,7 @@ def make_engine(
             forward.spec.eos_token_ids,
         ),
         report_fault=lambda error: log.error("%s: %s", worker, error),
-        below=tiers_below(config, forward, worker, peers),
+        below=tiers_below(config, forward, worker, peers, ids),
         gaps=forward.gaps,
         draft_model=None
         if forward.draft is None
@@ -814,7 +869,11 @@ def make_engine(
 
 
 def tiers_below(
-    config: AppConfig, forward: "TorchForward", worker: WorkerId, peers: Borrower | None
+    config: AppConfig,
+    forward: "TorchForward",
+    worker: WorkerId,
+    peers: Borrower | None,
+    ids: Scopes | None = None,
 ) -> "MakeTiers | None":
     """The tiers below the device of `worker`, of which `peers` count as one, if it is to have any.
 
@@ -839,7 +898,11 @@ def tiers_below(
         arena = memory.new_rows(host_nbytes // nbytes)
         disk = None
         if engine.disk_path is not None:
+            secret = None if ids is None else secret_beside(config)
             try:
+                if secret is not None and not secret.exists():
+                    reason = "the secret that tags the ids of its capsules is missing"
+                    raise StorageFailed("open", str(secret), ENOENT, reason)
                 disk = open_disk(config, forward, worker, nbytes)
             except StorageError as error:
                 log.error("%s serves without its disk: %s", worker, error)
@@ -851,9 +914,22 @@ def tiers_below(
             prices=MeasuredPrices(nbytes),
             mover=ThreadedMover(carrier, worker),
             report=lambda error: log.warning("%s: a move of KV failed: %s", worker, error),
+            report_unreadable=partial(_report_unreadable, worker),
+            is_ours=(lambda capsule, owner: True) if ids is None else ids.belongs,
         )
 
     return make
+
+
+def _report_unreadable(worker: WorkerId, errors: Sequence[MalleeError]) -> None:
+    """Log a line for each kind of reason: a restart can bring a thousand at once."""
+    kinds: dict[object, list[MalleeError]] = {}
+    for error in errors:
+        fields = [field for field, *_ in error.fields.get("differences", ())]
+        kinds.setdefault((error.code, *fields), []).append(error)
+    for found in kinds.values():
+        text = "%s: %d capsules on its disk can't be used, the first because: %s"
+        log.error(text, worker, len(found), found[0])
 
 
 def open_disk(
@@ -865,9 +941,7 @@ def open_disk(
     from mallee.worker.storage.objects import ObjectStore
     from mallee.worker.storage.volume import Volume, VolumeConfig
 
-    engine = config.engine
-    assert engine.disk_path is not None, "there is no disk"
-    place = f"{engine.disk_path.rstrip('/')}/{config.fleet}/{worker}"
+    engine, place = config.engine, disk_place(config, worker)
     files: Files = ObjectStore.at(place) if "://" in place else Directory(Path(place))
     path = resolve(forward.spec.weights.path or config.model)
     volume = Volume.open(

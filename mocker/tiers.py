@@ -81,6 +81,7 @@ class _Got(NamedTuple):
 class _Record(NamedTuple):
     payload: bytes
     keys: tuple[int, ...]
+    owner: str = ""
 
 
 class _Lost(NamedTuple):
@@ -143,6 +144,9 @@ class DiskBooks:
 
     def capsules(self) -> Sequence[str]:
         return list(self._records)
+
+    def unreadable(self) -> Sequence[MalleeError]:
+        return ()
 
     def load(self, capsule: str) -> _Record | None:
         return self._records.get(capsule)

@@ -155,6 +155,7 @@ class TierUse(msgspec.Struct, frozen=True, array_like=True):
     fetched_peer_s: float = 0.0  # seconds that this took
     host_room: int = 0  # blocks in host memory that could be had for capsules
     disk_limit_nbytes: int = 0  # 0: there is no disk
+    num_unreadable: int = 0  # capsules that it found on disk and could not take in
 
 
 class KeptUse(msgspec.Struct, frozen=True, array_like=True):

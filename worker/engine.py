@@ -17,6 +17,7 @@ from mallee.protocol.errors import (
     CodecError,
     CorruptKV,
     DeviceMemoryExhausted,
+    IncompatibleCapsule,
     MalleeError,
     UnknownCapsule,
 )
@@ -577,12 +578,16 @@ class Engine:
 
     def _adopt(self, raw: bytes) -> tuple[int, ...]:
         """Take in a capsule of this worker's earlier life; its keys that are not those of full blocks."""
+        assert self._lower is not None, "a record, without tiers"
         try:
             record = decode_record(raw)
-        except CodecError:
-            return ()  # of another version, which had other fields
-        if record.fingerprint != self._forward.spec.identity:
-            return ()  # of other weights: its blocks are found by nothing
+        except CodecError as error:  # of another version, which had other fields
+            self._lower.refuse(error)
+            return ()
+        if record.fingerprint != (ours := self._forward.spec.identity):  # nothing finds its blocks
+            differs = ("model", record.fingerprint, ours)
+            self._lower.refuse(IncompatibleCapsule(record.capsule, [differs]))
+            return ()
         logits = None if record.logits is None else self._forward.undump(record.logits)
         self._capsules.adopt(record, logits, is_durable=True)
         keys = unpack_hashes(record.keys).tolist()

@@ -5,28 +5,7 @@ import ray
 
 from mallee.actors import cluster
 from mallee.actors.cluster import Claim, claim
-
-
-class DictStore:
-    """A `Store` in memory."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-
-    def add(self, key: str, value: str) -> bool:
-        return self.values.setdefault(key, value) is value
-
-    def put(self, key: str, value: str) -> None:
-        self.values[key] = value
-
-    def get(self, key: str) -> str | None:
-        return self.values.get(key)
-
-    def keys(self, prefix: str) -> list[str]:
-        return [key for key in self.values if key.startswith(prefix)]
-
-    def remove(self, key: str) -> None:
-        self.values.pop(key, None)
+from support.dict_store import DictStore
 
 
 def test_a_worker_that_is_replaced_comes_back_under_its_name_in_the_next_life() -> None:

@@ -68,6 +68,9 @@ class DictDisk:
     def capsules(self) -> Sequence[str]:
         return list(self.named)
 
+    def unreadable(self) -> Sequence[MalleeError]:
+        return ()
+
     def load(self, capsule: str) -> Record:
         payload, keys = self.named[capsule]
         return Record(capsule, payload, list(keys), "", True)

@@ -18,10 +18,12 @@ which only the header is known may be one that a loss of power cut, for nobody s
 record names it, it is read.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from errno import ENOENT
 from itertools import takewhile
+from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -30,6 +32,7 @@ from mallee.protocol.errors import (
     BlocksMissing,
     CorruptStorage,
     IncompatibleCapsule,
+    MalleeError,
     StorageError,
     StorageFailed,
     StorageFull,
@@ -145,6 +148,9 @@ class Volume:
         self._unread: set[str] = set()  # files that `open` could not read
         self.problems: list[StorageError] = []
         """Found by `open`: files that could not be read, or were removed because they were damaged."""
+        self._unknown: list[
+            MalleeError
+        ] = []  # the reasons for records of which no capsule is known
 
     @classmethod
     def open(
@@ -309,6 +315,17 @@ class Volume:
         """Committed capsules, the least recently used first; without those of another identity."""
         return [e.capsule for e in self._catalogue.records() if e.identity is None]
 
+    def unreadable(self) -> Sequence[MalleeError]:
+        """The reason for each record that is, or was when this was opened, of none of the `capsules`."""
+        found = list(self._unknown)
+        for entry in self._catalogue.records():
+            if entry.identity is not None:
+                try:
+                    self._identity.check(entry.capsule, entry.identity)
+                except IncompatibleCapsule as error:
+                    found.append(error)
+        return found
+
     # What goes on behind.
 
     def take_lost(self) -> Lost:
@@ -357,13 +374,15 @@ class Volume:
             for name, head in zip(names, self._files.heads(names, _FIRST_READ), strict=True):
                 try:
                     self._find(name, files[name], head)
-                except CorruptStorage as error:
-                    self._bad += 1
+                except (CorruptStorage, StorageFailed) as error:
                     self.problems.append(error)
-                    self._discard(name)
-                except StorageFailed as error:
-                    self._unread.add(name)
-                    self.problems.append(error)
+                    if not name.startswith("runs/"):
+                        self._unknown.append(error)
+                    if isinstance(error, StorageFailed):
+                        self._unread.add(name)
+                    else:
+                        self._bad += 1
+                        self._discard(name)
         for run in self._catalogue.empty_runs():
             self._forget_run(run)
         self._lost = Lost([], [])
@@ -377,8 +396,10 @@ class Volume:
                 self._find_run(name, nbytes, head)
             else:
                 self._find_record(name, nbytes, head)
-        except IncompatibleCapsule:  # of another version: nothing of it can be read
+        except IncompatibleCapsule as error:  # of another version: nothing of it can be read
             self._catalogue.add(Run(name, nbytes))
+            if not name.startswith("runs/"):
+                self._unknown.append(error)
 
     def _find_run(self, name: str, nbytes: int, head: bytes) -> None:
         prefix, header = self._read_header(name, nbytes, head, RUN, RunHeader)
@@ -583,6 +604,16 @@ class Volume:
     def _new_name(self, folder: str) -> str:
         self._next += 1
         return f"{folder}/{self._next - 1:016x}"
+
+
+def read_records(folder: Path) -> Iterator[RecordHeader]:
+    """The records in volumes below `folder` that can be read, which other processes may have open."""
+    for path in sorted(folder.glob("*/capsules/*")):
+        with suppress(OSError, CorruptStorage, IncompatibleCapsule), path.open("rb") as file:
+            head = file.read(_FIRST_READ)
+            offset = read_prefix(head, RECORD, str(path)).body_offset
+            head += file.read(max(0, offset - len(head)))
+            yield read_header(head[:offset], RecordHeader, str(path))
 
 
 def _ints(keys: Keys) -> list[int]:

@@ -22,6 +22,9 @@ class Record(Protocol):
     @property
     def payload(self) -> bytes: ...
 
+    @property
+    def owner(self) -> str: ...
+
 
 class Lost(Protocol):
     """Blocks and capsules that are not stored any more."""
@@ -64,6 +67,10 @@ class DiskStore(Protocol):
 
     def capsules(self) -> Sequence[str]:
         """Every capsule that is durable and of this model."""
+        ...
+
+    def unreadable(self) -> Sequence[MalleeError]:
+        """The reason for each other record that was there from the start."""
         ...
 
     def load(self, capsule: str) -> Record | None:

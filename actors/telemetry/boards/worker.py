@@ -238,6 +238,11 @@ _BELOW: Final = Row(
                 Query(_IN.rate("mallee_worker_declined_blocks_total"), "cheaper to compute"),
             ),
         ),
+        Panel(
+            "Capsules on disk that can't be used",
+            "short",
+            (Query(_IN.now("mallee_worker_unreadable_capsules"), "{{worker}}"),),
+        ),
     ),
 )
 
