@@ -360,6 +360,7 @@ async def _build_workers(
         node=node,
         own_ip=_own_ip(),
         gpus=cluster.own_gpus(),
+        hold_name=partial(cluster.name_of_the_gone, _app_name(), config.workers),
         threads=threads_of(config, await asyncio.to_thread(_workers_here, config, _app_name())),
     )
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from errno import ENOENT
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mallee.actors.access.scopes import Scopes
 from mallee.actors.addresses import socket_path
@@ -31,6 +31,7 @@ from mallee.actors.hosting.engine import add_engine, make_worker
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.lending import HostLender, Lending
 from mallee.actors.hosting.memory import memory_use
+from mallee.actors.hosting.orphans import HoldName, Orphans
 from mallee.actors.hosting.worker import Capacity, Worker
 from mallee.actors.lending.borrower import Borrower
 from mallee.actors.lending.server import LendingServer
@@ -566,6 +567,7 @@ class WorkerProcess:
     close_engines: Callable[[], Awaitable[None]]
     lending: Lending | None = None
     scraped: "Scraped | None" = None
+    orphans: Orphans | None = None
 
     async def listen(self, *, path: str | None = None, tcp_host: str | None = None) -> None:
         """Listen there too, for loans beside it; leases from now on say so."""
@@ -594,6 +596,8 @@ class WorkerProcess:
             self.host.tasks.spawn(self.lending.server.supervise())
         await self.bus.connect()
         await self.start_engines()
+        if self.orphans is not None:
+            self.host.tasks.spawn(self.orphans.watch(self.host), name="capsules of the gone")
         freeze_heap()
 
     async def drain(self, drain_s: float) -> None:
@@ -671,17 +675,22 @@ async def build_worker(
     threads: int,
     own_ip: str = "127.0.0.1",
     gpus: Sequence[str] = (),
+    hold_name: HoldName | None = None,
 ) -> WorkerProcess:
     """The one worker of a process: loads the model. Raises MalleeError.
 
-    `own_ip`: of the machine, for scrapers. `gpus`: of the process, by Ray's names.
+    `own_ip`: of the machine, for scrapers. `gpus`: of the process, by Ray's names. Without `hold_name` it
+    adopts no capsules of workers that are gone, as on object stores, which have no locks.
     """
     place = await asyncio.to_thread(settle, config, gpus)
     threads = min(threads, place.cpus or threads)
     forward = await asyncio.to_thread(load_forward, config, threads)
     peers = build_borrower(config, worker, secret, node) if config.links.lends else None
-    ids = build_ids(secret)
-    engine = await asyncio.to_thread(make_engine, config, forward, worker, incarnation, peers, ids)
+    orphans = None
+    if hold_name is not None and "://" not in (config.engine.disk_path or "://"):
+        orphans = Orphans(Path(disk_place(config, "")), worker, hold_name)
+    around = Surroundings(peers, build_ids(secret), orphans)
+    engine = await asyncio.to_thread(make_engine, config, forward, worker, incarnation, around)
     num_blocks = engine.stats().pool.total  # less than the forward's, if some are guards
     bus = NatsBus(broker, fleet=config.fleet, name=f"mallee-{worker}")
     host = Host(
@@ -695,7 +704,7 @@ async def build_worker(
         tracing=open_tracing("worker", worker),
     )
     capacity = Capacity(forward.block_size, num_blocks, config.scheduler.max_rows)
-    source = ModelSource(config, host, forward, engine.incarnation, capacity, peers, ids)
+    source = ModelSource(config, host, forward, engine.incarnation, capacity, around)
     add_engine(host, engine, capacity, source)
     server = build_server(config, host, secret, node)
     lending = None if peers is None else build_lending(config, host, peers, secret, node)
@@ -703,6 +712,7 @@ async def build_worker(
     return WorkerProcess(
         *(host, engine.spec, bus, server, host.start, host.close, lending),
         scraped=build_scraped(config, host, own_ip),
+        orphans=orphans,
     )
 
 
@@ -743,16 +753,14 @@ class ModelSource:
         forward: "TorchForward",
         incarnation: Incarnation,
         capacity: Capacity,
-        peers: Borrower | None,
-        ids: Scopes,
+        around: "Surroundings",
     ) -> None:
         self._config = config
         self._host = host
         self._forward = forward
         self._incarnation = incarnation
         self._capacity = capacity
-        self._peers = peers
-        self._ids = ids
+        self._around = around
 
     def memory(self) -> MemoryUse | None:
         """The memory of the process, for metrics."""
@@ -777,9 +785,7 @@ class ModelSource:
     def _make(self) -> Worker:
         self._incarnation = Incarnation(self._incarnation + 1)
         name = WorkerId(self._host.name)
-        engine = make_engine(
-            *(self._config, self._forward, name, self._incarnation, self._peers, self._ids)
-        )
+        engine = make_engine(self._config, self._forward, name, self._incarnation, self._around)
         return make_worker(self._host, engine, self._capacity)
 
 
@@ -831,15 +837,25 @@ def room_on_device(config: AppConfig) -> "Room":
     )
 
 
+class Surroundings(NamedTuple):
+    """Surroundings of an engine: peers that lend it KV, ids as gateways draw them, parts of a disk."""
+
+    peers: Borrower | None = None
+    ids: Scopes | None = None
+    orphans: Orphans | None = None
+
+
+ALONE: Final = Surroundings()
+
+
 def make_engine(
     config: AppConfig,
     forward: "TorchForward",
     worker: WorkerId,
     incarnation: Incarnation,
-    peers: Borrower | None = None,
-    ids: Scopes | None = None,
+    around: Surroundings = ALONE,
 ) -> "Engine":
-    """The engine of `worker`, which borrows KV by way of `peers`; `ids` are those of the app's gateways."""
+    """The engine of `worker`."""
     from mallee.worker.engine import Engine
     from mallee.worker.model.sampling.grammar import TokenGrammars
     from mallee.worker.speculation.draft_model import DraftModel
@@ -860,7 +876,7 @@ def make_engine(
             forward.spec.eos_token_ids,
         ),
         report_fault=lambda error: log.error("%s: %s", worker, error),
-        below=tiers_below(config, forward, worker, peers, ids),
+        below=tiers_below(config, forward, worker, around),
         gaps=forward.gaps,
         draft_model=None
         if forward.draft is None
@@ -872,15 +888,14 @@ def tiers_below(
     config: AppConfig,
     forward: "TorchForward",
     worker: WorkerId,
-    peers: Borrower | None,
-    ids: Scopes | None = None,
+    around: Surroundings = ALONE,
 ) -> "MakeTiers | None":
-    """The tiers below the device of `worker`, of which `peers` count as one, if it is to have any.
+    """The tiers below the device of `worker`, of which its peers count as one, if it is to have any.
 
     A disk that can't be opened is left out, and the log says why: requests don't need it. Where the host's
     memory is the device's there is no tier of it: its bytes are KV already.
     """
-    engine = config.engine
+    engine, (peers, ids, orphans) = config.engine, around
     host_nbytes = 0 if forward.is_unified else int(engine.host_gib * 2**30)
     if engine.host_gib and forward.is_unified:
         log.info("%s: engine.host_gib is KV, since the host's memory is the device's", worker)
@@ -904,6 +919,8 @@ def tiers_below(
                     reason = "the secret that tags the ids of its capsules is missing"
                     raise StorageFailed("open", str(secret), ENOENT, reason)
                 disk = open_disk(config, forward, worker, nbytes)
+                if orphans is not None:
+                    orphans.adopt_into(disk)
             except StorageError as error:
                 log.error("%s serves without its disk: %s", worker, error)
         pace = Pace(engine.tier_gib_s * 2**30, time.monotonic, time.sleep)

@@ -6,7 +6,8 @@ another replica during an update, and a node's clock may be behind.
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import ray
 from ray._private import state
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
+from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
 from mallee.actors.addresses import PRIVATE
@@ -82,20 +84,60 @@ def claim(store: Store, app: str, owner: str, *, is_alive: Callable[[str], bool]
     Replicas that start at once get different numbers, and one that still drains keeps its own.
     """
     while True:
-        lives: dict[int, int] = {}
-        for key in store.keys(_prefix(app)):
-            number, life = map(int, key.removeprefix(_prefix(app)).split(":"))
-            lives[number] = max(life, lives.get(number, 0))
+        lives = _lives(store, app)
         found = next(
             Claim(number, lives.get(number, 0) + 1)
             for number in count()
             if number not in lives
             or not is_alive(store.get(_key(app, number, lives[number])) or "")
         )
-        if store.add(_key(app, *found), owner):
-            if found.life > 1:
-                store.remove(_key(app, found.number, found.life - 1))
+        if _take(store, app, found, owner):
             return found
+
+
+def claim_gone(
+    store: Store,
+    app: str,
+    owner: str,
+    number: int,
+    *,
+    is_alive: Callable[[str], bool],
+    target: Callable[[], int],
+) -> Claim | None:
+    """Take `number` if its last owner is dead and no replica is about to take it: there are `target` others.
+
+    So what that worker left on disk has one heir, and nothing of it comes back meanwhile: `give_back` it.
+    """
+    lives = _lives(store, app)
+    found = Claim(number, lives.pop(number, 0) + 1)
+    if found.life > 1 and is_alive(store.get(_key(app, number, found.life - 1)) or ""):
+        return None
+    owners = {store.get(_key(app, *each)) or "" for each in lives.items()}
+    if sum(map(is_alive, owners)) < target() or not _take(store, app, found, owner):
+        return None
+    return found
+
+
+def give_back(store: Store, app: str, claim: Claim) -> None:
+    """Nothing is done under that number any more: the next replica may have it."""
+    store.put(_key(app, *claim), "")
+
+
+def _lives(store: Store, app: str) -> dict[int, int]:
+    """The last life of each number that was ever claimed."""
+    lives: dict[int, int] = {}
+    for key in store.keys(_prefix(app)):
+        number, life = map(int, key.removeprefix(_prefix(app)).split(":"))
+        lives[number] = max(life, lives.get(number, 0))
+    return lives
+
+
+def _take(store: Store, app: str, claim: Claim, owner: str) -> bool:
+    if not store.add(_key(app, *claim), owner):
+        return False
+    if claim.life > 1:
+        store.remove(_key(app, claim.number, claim.life - 1))
+    return True
 
 
 def secret_of(store: Store, app: str, file: Path | None = None, *, may_make: bool = True) -> bytes:
@@ -139,9 +181,38 @@ def secret_of(store: Store, app: str, file: Path | None = None, *, may_make: boo
 
 def claim_worker(app: str) -> Claim:
     """The claim of the actor that calls this."""
+    return claim(RayStore(), app, _own_actor(), is_alive=_is_alive)
+
+
+@contextmanager
+def name_of_the_gone(app: str, workers: int, name: str) -> Iterator[bool]:
+    """Hold the name of a worker that is gone, as `claim_gone` takes it: whether it is.
+
+    `workers`: those of the settings, while Serve doesn't tell how many there should be.
+    """
+    store, found = RayStore(), None
+    try:
+        found = claim_gone(
+            store,
+            app,
+            _own_actor(),
+            int(name.removeprefix("w")),
+            is_alive=_is_alive,
+            target=lambda: target_replicas(app, "Worker") or workers,
+        )
+    except RayError as error:  # the controller is being replaced
+        log.info("whether %s is gone is not known: %r", name, error)
+    try:
+        yield found is not None
+    finally:
+        if found is not None:
+            give_back(store, app, found)
+
+
+def _own_actor() -> str:
     owner = ray.get_runtime_context().get_actor_id()
     assert owner is not None, "only actors have workers"
-    return claim(RayStore(), app, owner, is_alive=_is_alive)
+    return owner
 
 
 def _prefix(app: str) -> str:

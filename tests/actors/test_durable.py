@@ -2,21 +2,25 @@
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 
 from mallee.actors import cluster
 from mallee.actors.build import (
+    Surroundings,
     build_ids,
     check_secret,
+    disk_place,
     load_forward,
     make_engine,
     secret_beside,
 )
 from mallee.actors.config import AppConfig
+from mallee.actors.hosting.orphans import HoldName, Orphans
 from mallee.actors.transport.greeting import Secret
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.ids import COMMON, Incarnation, RequestId, WorkerId
@@ -41,10 +45,11 @@ class Ray:
         self.ids = build_ids(Secret(secret))
         self._lives = 0
 
-    def worker(self, name: str = "w0") -> Engine:
+    def worker(self, name: str = "w0", orphans: Orphans | None = None) -> Engine:
         self._lives += 1
         forward, life = load_forward(self.config, 1), Incarnation(self._lives)
-        return make_engine(self.config, forward, WorkerId(name), life, None, self.ids)
+        around = Surroundings(ids=self.ids, orphans=orphans)
+        return make_engine(self.config, forward, WorkerId(name), life, around)
 
     def make_durable(self, engine: Engine) -> str:
         """A capsule on disk, with an id as gateways draw it."""
@@ -192,4 +197,85 @@ def test_capsules_that_are_found_and_can_not_be_used_are_logged_and_counted(
     assert load.tiers.num_unreadable == 1
     assert "w0: 1 capsules on its disk can't be used, the first because:" in caplog.text
     assert reason in caplog.text
+    engine.close()
+
+
+# Parts of the disk whose worker is gone
+
+
+@contextmanager
+def gone(name: str) -> Iterator[bool]:
+    yield True
+
+
+def heir(ray: Ray, name: str, hold: HoldName = gone) -> tuple[Engine, Orphans]:
+    orphans = Orphans(Path(disk_place(ray.config, "")), WorkerId(name), hold)
+    return ray.worker(name, orphans), orphans
+
+
+def leave_behind(ray: Ray, name: str) -> str:
+    """A capsule on the disk of a worker that is gone."""
+    engine = ray.worker(name)
+    capsule = ray.make_durable(engine)
+    engine.close()
+    return capsule
+
+
+def files(ray: Ray, name: str) -> list[str]:
+    return [each.name for each in Path(disk_place(ray.config, name)).glob("*/*")]
+
+
+def test_a_worker_adopts_capsules_of_one_that_is_gone_when_it_starts(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """X28, part: the name comes back later, and shares nothing; a part in use or with an heir is left."""
+    ray = Ray(model, tmp_path)
+    kept = leave_behind(ray, "w5")
+    own = leave_behind(ray, "w0")
+    other, _ = heir(ray, "w1", lambda name: nullcontext(False))
+    engine, _ = heir(ray, "w0")
+    for capsule in (kept, own):
+        assert len(fork(engine, capsule)) == 8
+    assert engine.stats().num_prefill_tokens == 0
+    assert "w0 adopted the capsules of w5" in caplog.text or files(ray, "w5") == []
+    back = ray.worker("w5")
+    back.step()
+    assert back.snapshot().capsules == ()
+    for each in (other, engine, back):
+        each.close()
+    again = ray.worker("w0")
+    assert len(fork(again, kept)) == 8
+    assert again.stats().num_prefill_tokens == 0
+    again.close()
+
+
+def test_a_worker_that_runs_adopts_too_and_may_be_killed_in_the_middle(
+    model: Path, tmp_path: Path
+) -> None:
+    """X28, part: what has not come when it ends is adopted in the next life."""
+    ray = Ray(model, tmp_path)
+    engine, orphans = heir(ray, "w0")
+    gone_ones = [leave_behind(ray, "w1"), leave_behind(ray, "w1")]
+    with ExitStack() as held:
+        other = orphans._open("w1", held)
+        assert other is not None
+        done: list[object] = []
+        engine.adopt(other, done.append)
+        engine.close()  # one is on its way
+    assert not done
+    engine, orphans = heir(ray, "w0")
+    for capsule in gone_ones:
+        assert len(fork(engine, capsule)) == 8
+    last = leave_behind(ray, "w2")
+    with ExitStack() as held:
+        other = orphans._open("w2", held)
+        assert other is not None
+        engine.adopt(other, done.append)
+        while not done:
+            engine.step()
+    assert done == [[]]
+    assert files(ray, "w2") == []
+    assert len(fork(engine, last)) == 8
+    assert engine.stats().num_prefill_tokens == 0
+    engine.check()
     engine.close()

@@ -250,6 +250,12 @@ class Volume:
         missing = [key for key in names if key not in self._catalogue]
         if missing:
             raise BlocksMissing(len(missing), len(names), missing[0])
+        self._write_record(capsule, payload, names, owner=owner, is_kept=is_kept)
+
+    def _write_record(
+        self, capsule: str, payload: Piece, names: list[int], *, owner: str, is_kept: bool
+    ) -> None:
+        """As `commit`; blocks that are not stored are missing to the capsule."""
         header = RecordHeader(
             capsule, owner, is_kept, self._identity.fields, as_bytes(names), checksum(payload)
         )
@@ -294,6 +300,63 @@ class Volume:
         self._catalogue.touch(capsule)
         self._catalogue.use(self._catalogue.runs_of(entry.keys))
         return Record(capsule, bytes(payload), list(entry.keys), entry.owner, entry.is_kept)
+
+    def take(self, other: "Volume", capsule: str) -> Record | None:
+        """Move `capsule` of `other` here, with its blocks; None if it was here already, or is not there.
+
+        It is durable here before it is gone there. Damaged blocks of it stay behind. Raises as `load`, `put`
+        and `commit`; then it is still there.
+        """
+        record = other.load(capsule)
+        if record is None:
+            return None
+        if is_new := self._catalogue.record(capsule) is None:
+            todo = [key for key in record.keys if key not in self._catalogue]
+            size = max(1, _SCRATCH_NBYTES // self._block_nbytes)
+            rows = [memoryview(bytearray(self._block_nbytes)) for _ in todo[:size]]
+            self._make_room(
+                len(todo) * self._block_nbytes, spared=self._catalogue.runs_of(record.keys)
+            )
+            while todo:
+                done, error = other.get(todo[:size], rows)
+                if isinstance(error, StorageFailed):  # another time it may be read
+                    raise error
+                self.put(todo[:done], rows[:done])
+                todo = todo[done + (error is not None) :]
+            self._write_record(
+                *(capsule, record.payload, record.keys), owner=record.owner, is_kept=record.is_kept
+            )
+        other.drop(capsule)
+        return record if is_new else None
+
+    def beside(self, files: Files) -> "Volume":
+        """Another volume for this model, to be adopted. Raises as `open`; also if a file can't be read."""
+        other = Volume.open(files, self._identity.fields, self._block_nbytes, self._config)
+        for problem in other.problems:
+            if isinstance(problem, StorageFailed):  # another time it may be
+                other.close()
+                raise problem
+        return other
+
+    def adopt(self, other: "Volume") -> list[MalleeError]:
+        """Take all capsules of `other`; the reasons for what stays there. Without any its cache goes too."""
+        left = list(other.unreadable())
+        for capsule in other.capsules():
+            try:
+                self.take(other, capsule)
+            except MalleeError as error:
+                left.append(error)
+        if not left:
+            try:
+                other.clear()
+            except MalleeError as error:
+                left.append(error)
+        return left
+
+    def clear(self) -> None:
+        """Remove all cached blocks. Raises StorageFailed."""
+        for run in self._catalogue.evictable(()):
+            self._evict_run(run)
 
     def drop(self, capsule: str) -> bool:
         """Forget the capsule, also after a loss of power; whether there was one. Its blocks are a cache then.

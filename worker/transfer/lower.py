@@ -17,6 +17,7 @@ from mallee.protocol.ids import Scope
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.watch import Row
 from mallee.worker.transfer.carrier import Carrier
+from mallee.worker.transfer.disk import DiskStore
 from mallee.worker.transfer.host import HostSlots
 from mallee.worker.transfer.movers import InlineMover, Mover
 from mallee.worker.transfer.peers import Ask, Loan
@@ -25,6 +26,7 @@ from mallee.worker.transfer.values import (
     DISK,
     HOST,
     PEER,
+    Adopt,
     Device,
     Disk,
     Forget,
@@ -129,6 +131,7 @@ class LowerTiers:
         self._report_unreadable = report_unreadable
         self._is_ours = is_ours
         self._unreadable: list[MalleeError] = []  # not reported yet
+        self._adopted: list[DiskStore] = []  # whose capsules are under way
         self.prices = prices
         self._journal = journal
         self._carrier = carrier
@@ -332,6 +335,44 @@ class LowerTiers:
     def forget(self, name: str, end: Callable[[Moved], None] = lambda moved: None) -> None:
         """Drop the record of capsule `name` from disk, also one that is on its way; then call `end`."""
         self._begin(Forget(self._next_number, name), end)
+
+    def adopt(
+        self,
+        other: DiskStore,
+        took: Callable[[bytes], Iterable[int]],
+        end: Callable[[Sequence[MalleeError]], None],
+    ) -> None:
+        """Move the capsules of `other` to the disk, one at a time, and close it then.
+
+        `took` gets the record of each, and returns those of its keys of which no event is told; `end` the
+        reasons for those that stay.
+        """
+        self._adopted.append(other)
+        left = list(other.unreadable())
+        names = iter(other.capsules())
+
+        def go_on() -> None:
+            if (name := next(names, None)) is not None:
+                self._begin(Adopt(self._next_number, other, name), ended)
+                return
+            if not left:
+                try:
+                    other.clear()
+                except MalleeError as error:
+                    left.append(error)
+            self._adopted.remove(other)
+            other.close()
+            end(left)
+
+        def ended(moved: Moved) -> None:
+            if moved.error is not None:
+                left.append(moved.error)
+            elif (record := moved.record) is not None:
+                self._untold.update(took(record.payload))
+                self._on_disk(record.keys)
+            go_on()
+
+        go_on()
 
     def is_recording(self, name: str) -> bool:
         """Whether a record of capsule `name` is on its way to disk, or out of it."""
@@ -552,8 +593,9 @@ class LowerTiers:
         self._carrier.close()  # so that pulls end
         self._mover.close()
         self._carrier.close()
-        if self._carrier.disk is not None:
-            self._carrier.disk.close()
+        for disk in (self._carrier.disk, *self._adopted):
+            if disk is not None:
+                disk.close()
 
     # Reading
 
