@@ -76,12 +76,14 @@ class CapsuleStored(_Event, frozen=True, tag="k"):
     """A capsule exists. `boundary` counts its committed tokens; `hashes` are its full blocks', or none.
 
     Capsules that finished answers leave behind come without hashes: there are many. `scope` is its owner's.
+    `is_durable`: it is on disk, with its record.
     """
 
     capsule: str
     boundary: int
     hashes: bytes
     scope: str = ""
+    is_durable: bool = False
 
     def __post_init__(self) -> None:
         _check_run(self.hashes)
