@@ -208,6 +208,7 @@ class WorkerReplica:
         found = await _find_broker(config, broker, "worker")
         claim = await asyncio.to_thread(cluster.claim_worker, _app_name())
         _set_up_logs(config.telemetry, "worker", f"w{claim.number}")
+        self._claim = claim
         self._process = await _build_workers(config, claim, found, secret)
         await self._process.listen(path=socket_path(f"w{claim.number}"))
         if config.links.tcp == "always":
@@ -250,6 +251,8 @@ class WorkerReplica:
         if process := vars(self).get("_process"):
             await process.drain(self._config.drain_s)
             await process.close()
+            # What it leaves on disk can be adopted at once, before the next replica takes the name.
+            await asyncio.to_thread(cluster.give_back, cluster.RayStore(), _app_name(), self._claim)
 
 
 @serve.ingress()

@@ -22,7 +22,7 @@ from mallee.worker.storage.volume import Volume
 
 log = logging.getLogger(__name__)
 
-PERIOD_S: Final = 2.0
+PERIOD_S: Final = 1.0  # in which a worker asks for one part; others ask for others
 _NAME: Final = re.compile(r"w\d+")
 
 HoldName: TypeAlias = Callable[[str], AbstractContextManager[bool]]
@@ -50,7 +50,7 @@ class Orphans:
 
     async def watch(self, host: Host) -> None:
         """Have the worker's engine on `host` adopt what comes later, unless it drains."""
-        for turn in count():
+        for turn in count(int(self._worker.removeprefix("w"))):
             await asyncio.sleep(PERIOD_S)
             names = await asyncio.to_thread(self._names)
             found = host.workers.get(self._worker)
@@ -58,7 +58,7 @@ class Orphans:
                 continue
             engine = found.runner
             assert isinstance(engine, EngineThread), "mocked engines have no disk"
-            name, held = names[turn % len(names)], ExitStack()  # few: each is asked for at Ray
+            name, held = names[turn % len(names)], ExitStack()
             try:
                 other = await asyncio.to_thread(self._open, name, held)
                 if other is not None:
