@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.weights import WeightSource
@@ -270,7 +270,7 @@ def _fail(answer: "Future[Loan]", error: Exception) -> None:
         answer.set_exception(error)
 
 
-def _reject(future: asyncio.Future[None] | asyncio.Future[Snapshot], error: Exception) -> None:
+def _reject(future: asyncio.Future[Any], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)
 
