@@ -150,7 +150,7 @@ def check_secret(config: AppConfig) -> None:
             )
         return
     file = beside or Path(config.links.secret_file or "")
-    ids = build_ids(read_secret(file))
+    ids = build_ids(read_secret(file, "engine.disk_path" if beside else "links.secret_file"))
     if others := [each for each in records if not ids.belongs(each.capsule, Scope(each.owner))]:
         raise ConfigError(
             f"{there}{len(others)} of {len(records)} capsules there are tagged by another secret than"

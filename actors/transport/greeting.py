@@ -64,12 +64,12 @@ class Secret:
         return hmac.digest(self._key, message, "sha256")
 
 
-def read_secret(file: Path) -> Secret:
-    """The secret that is alone in `file`. Raises ConfigError."""
+def read_secret(file: Path, what: str = "links.secret_file") -> Secret:
+    """The secret that is alone in `file`, which errors call `what`. Raises ConfigError."""
     try:
         return Secret(file.expanduser().read_bytes().strip())
     except OSError as error:
-        raise ConfigError(f"links.secret_file={str(file)!r}: {error.strerror}") from error
+        raise ConfigError(f"{what}={str(file)!r}: {error.strerror}") from error
 
 
 def new_secret() -> bytes:

@@ -154,6 +154,9 @@ class LowerTiers:
         """Tell of the blocks that were on disk from the start, but for those of which no event is told."""
         self._untold.update(key for key in untold if key in self._disk)
         self._tell((), self._disk, DISK)
+        self._report_refused()
+
+    def _report_refused(self) -> None:
         if self._unreadable:
             self._report_unreadable(self._unreadable)
             self._unreadable = []
@@ -362,6 +365,7 @@ class LowerTiers:
                     left.append(error)
             self._adopted.remove(other)
             other.close()
+            self._report_refused()
             end(left)
 
         def ended(moved: Moved) -> None:
@@ -624,7 +628,7 @@ class LowerTiers:
                 self.refuse(IncompatibleCapsule(name, [("secret", "another one", ours)]))
 
     def refuse(self, error: MalleeError) -> None:
-        """Count a capsule that is on disk and can't be taken in; `announce` reports it."""
+        """Count a capsule that is on disk and can't be taken in; all of a start are reported together."""
         self._counts.num_unreadable += 1
         self._unreadable.append(error)
 
