@@ -487,7 +487,11 @@ async def _secret(config: AppConfig, *, has_disk: bool) -> Secret:
     """
     if (file := config.links.secret_file) is not None:
         return read_secret(Path(file))
-    beside = secret_beside(config)
-    may_make = beside is None or (has_disk and cluster.num_nodes() == 1)
-    ask = partial(cluster.secret_of, cluster.RayStore(), _app_name())
-    return Secret(await asyncio.to_thread(ask, beside if has_disk else None, may_make=may_make))
+
+    def ask() -> Secret:
+        beside = secret_beside(config)
+        may_make = beside is None or (has_disk and cluster.num_nodes() == 1)
+        file = beside if has_disk else None
+        return Secret(cluster.secret_of(cluster.RayStore(), _app_name(), file, may_make=may_make))
+
+    return await asyncio.to_thread(ask)

@@ -138,10 +138,8 @@ def check_secret(config: AppConfig) -> None:
     if path is None or "://" in path:
         return
     records = list(read_records(Path(disk_place(config, ""))))
-    there, remedy = (
-        f"engine.disk_path={path!r}: ",
-        "put it back from a backup, or give links.secret_file",
-    )
+    there = f"engine.disk_path={path!r}: "
+    remedy = "put it back from a backup, or give links.secret_file"
     if beside is not None and not beside.exists():
         if records:
             raise ConfigError(
@@ -348,11 +346,7 @@ async def build_gateway(
     from mallee.actors.gateway.sessions.sessions import SessionLimits
     from mallee.actors.telemetry.metrics import GatewayMetrics
 
-    access, scopes = (
-        open_access(config),
-        build_ids(secret),
-    )
-
+    access, scopes = open_access(config), build_ids(secret)
     metrics, tracing = GatewayMetrics(name), open_tracing("gateway", name)
     recorder = None
     if config.recording.folder is not None:

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -20,15 +21,20 @@ from mallee.actors.build import (
     secret_beside,
 )
 from mallee.actors.config import AppConfig
+from mallee.actors.hosting.engine import add_engine
+from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.orphans import HoldName, Orphans
+from mallee.actors.hosting.worker import Capacity
 from mallee.actors.transport.greeting import Secret
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.ids import COMMON, Incarnation, RequestId, WorkerId
 from mallee.protocol.messages import Demote, Fork, Limits, Prefill, Sampling, pack_tokens
+from mallee.testing.bus import LocalBus, LocalHub
 from mallee.worker.engine import Engine
 from mallee.worker.transfer.values import DISK
 from support.dict_store import DictStore
 from support.run_out import run_out
+from support.waiting import until
 
 PROMPT = [3 + i % 29 for i in range(40)]
 
@@ -249,7 +255,7 @@ def test_a_worker_adopts_capsules_of_one_that_is_gone_when_it_starts(
     again.close()
 
 
-def test_a_worker_that_runs_adopts_too_and_may_be_killed_in_the_middle(
+def test_a_worker_that_runs_adopts_too_and_may_end_in_the_middle(
     model: Path, tmp_path: Path
 ) -> None:
     """X28, part: what has not come when it ends is adopted in the next life."""
@@ -259,6 +265,9 @@ def test_a_worker_that_runs_adopts_too_and_may_be_killed_in_the_middle(
     with ExitStack() as held:
         other = orphans._open("w1", held)
         assert other is not None
+        late, _ = heir(ray, "w3")  # though it holds the name too: there is a lock
+        assert len(files(ray, "w1")) == 3, "two records, and the blocks that they share"
+        late.close()
         done: list[object] = []
         engine.adopt(other, done.append)
         engine.close()  # one is on its way
@@ -279,3 +288,34 @@ def test_a_worker_that_runs_adopts_too_and_may_be_killed_in_the_middle(
     assert engine.stats().num_prefill_tokens == 0
     engine.check()
     engine.close()
+
+
+@pytest.fixture
+def ray(model: Path, tmp_path: Path) -> Ray:
+    """With a capsule that a worker w1 left."""
+    made = Ray(model, tmp_path)
+    leave_behind(made, "w1")
+    return made
+
+
+async def test_a_worker_looks_for_capsules_of_others_while_it_runs(ray: Ray) -> None:
+    """X28, part: of a name that was not gone at its start, and that is held until they have come."""
+    held: list[str] = []
+    names = iter([False, True])
+
+    @contextmanager
+    def hold(name: str) -> Iterator[bool]:
+        held.append(name)
+        yield next(names)
+        held.append(f"{name} is free")
+
+    engine, orphans = heir(ray, "w0", hold)
+    host = Host("w0", LocalBus(LocalHub()), fleet="test", clock=time.monotonic)
+    add_engine(host, engine, Capacity(16, 64, 8))
+    await host.start()
+    host.tasks.spawn(orphans.watch(host))
+    await until(lambda: len(held) == 4)
+    assert held == ["w1", "w1 is free"] * 2
+    assert files(ray, "w1") == []
+    assert host.workers[WorkerId("w0")].is_serving
+    await host.close()
