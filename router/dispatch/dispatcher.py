@@ -945,9 +945,11 @@ class Dispatcher:
                 continue
             assert text is not None
             assert text.ttl_s is not None
-            self.num_rebuilt += 1
-            is_durable = self._router.capsule(capsule).is_durable
+            is_durable = self._capsules.is_durable(capsule)
             request = self._departures.start(worker, capsule, is_durable=is_durable)
+            if request is None:
+                continue
+            self.num_rebuilt += 1
             job = PrefillJob(
                 text.tokens,
                 text.scope,
