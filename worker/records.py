@@ -191,6 +191,7 @@ def _tier_use(stats: TierStats) -> TierUse:
         fetched_peer_s=stats.fetched_peer_s,
         host_room=stats.host_room,
         disk_limit_nbytes=stats.disk_limit_nbytes,
+        num_unreadable=stats.num_unreadable,
     )
 
 

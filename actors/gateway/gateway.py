@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from msgspec import structs
 
@@ -51,7 +51,15 @@ from mallee.protocol.errors import (
 )
 from mallee.protocol.gateways.capsule_texts import CapsuleState
 from mallee.protocol.hashing import NO_HASHES, Hashes, Tokens
-from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId, account_of, request_of
+from mallee.protocol.ids import (
+    COMMON,
+    CapsuleId,
+    RequestId,
+    Scope,
+    WorkerId,
+    account_of,
+    request_of,
+)
 from mallee.protocol.messages import (
     CapsuleReply,
     Capture,
@@ -77,6 +85,7 @@ from mallee.router.dispatch.effects import (
     LetGo,
     NotInjected,
     Placed,
+    Rebuilt,
     Refused,
     Send,
 )
@@ -103,6 +112,7 @@ PROMISE_CHECK_S = 0.1
 TAIL_TOKENS = 24  # of a branch under way that are shown
 _CAPTURE = "request.capture"
 _decode_capture = Decoder(tuple[int, float], "a branch of which a capsule is taken")
+_DISK: Final = 2  # of `Demote`
 
 
 class RequestIds(Protocol):
@@ -776,6 +786,20 @@ class GatewayService:
                 await self._desk.ask(info.worker, Delete(self._ids.new(scope), capsule))
         self._router.forget_capsule(capsule)
 
+    async def _secure(self, capsule: CapsuleId, source: WorkerId, worker: WorkerId) -> None:
+        """Have a capsule that was durable on `source`, which drains, be so on `worker`, and there alone."""
+        try:
+            with suppress(UnknownCapsule):  # it was deleted meanwhile: so it must be there
+                demote = Demote(self._ids.new(COMMON), capsule, _DISK)
+                await self._desk.ask(worker, demote, MOVE_S)
+            await self._desk.ask(source, Delete(self._ids.new(COMMON), capsule))
+        except MalleeError as error:
+            text = "capsule %s, durable on worker %s that drains, stays on its disk: %s"
+            log.warning(text, capsule, source, told(error), extra=ids(worker=worker))
+        finally:
+            self._dispatcher.secured(source, capsule)
+            self._carry_out()
+
     def is_kept(self, capsule: CapsuleId) -> bool:
         try:
             self._router.capsule(capsule)
@@ -865,6 +889,10 @@ class GatewayService:
                 case Ended(request=request):
                     self._answers.pop(request).end()
                     self._sessions.ended(request)
+                case Rebuilt(capsule=capsule, source=source, worker=worker):
+                    self.tasks.spawn(
+                        self._secure(capsule, source, worker), name="a durable capsule"
+                    )
                 case LetGo(worker=worker):
                     # Not at once: effects that follow may be for that worker.
                     asyncio.get_running_loop().call_soon(self._peers.let_go, worker)

@@ -12,11 +12,12 @@ from mallee.protocol.errors import (
 )
 from mallee.worker.kv.pool import runs
 from mallee.worker.kv.watch import KVMemory, Rows
-from mallee.worker.transfer.disk import DiskStore
+from mallee.worker.transfer.disk import DiskStore, Record
 from mallee.worker.transfer.peers import Ask, Lender, Loan
 from mallee.worker.transfer.values import (
     BATCH_BLOCKS,
     DISK,
+    Adopt,
     Device,
     Disk,
     Forget,
@@ -52,6 +53,7 @@ class Carrier:
         began, num = self.clock(), 0
         error: MalleeError | None = None
         loan: Loan | None = None
+        record: Record | None = None
         try:
             match move:
                 case Transfer():
@@ -61,13 +63,16 @@ class Carrier:
                     num = loan.num_blocks
                 case Forget(name=name):
                     self._disk.drop(name)
+                case Adopt(other=other, name=name):
+                    record = self._disk.take(other, name)
         except MalleeError as failure:
             error = failure
         seconds = self.clock() - began
         if move.tier != DISK:
             return Moved(move, num, seconds, error, loan=loan)
         lost = self._disk.take_lost()
-        return Moved(move, num, seconds, error, tuple(lost.keys), tuple(lost.capsules))
+        gone = tuple(lost.keys), tuple(lost.capsules)
+        return Moved(move, num, seconds, error, *gone, record=record)
 
     def end_loan(self, loan: Loan) -> None:
         """Nothing more is read of `loan`. From any thread."""
