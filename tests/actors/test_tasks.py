@@ -44,6 +44,7 @@ BARE = {
     ("actors/hosting/engine.py", "to_thread"): "at the end, for a second at a time",
     ("actors/hosting/engine.py", "Thread"): "its failure is its worker's",
     ("actors/lending/server.py", "Thread"): "its failure is the server's, whose host supervises it",
+    ("actors/hosting/orphans.py", "to_thread"): "a look at a disk; its task is the host's",
     ("actors/hosting/weights.py", "to_thread"): "its task is the host's, and takes in how it ends",
     ("actors/recording/recorder.py", "to_thread"): "files; its task is the recorder's",
     ("actors/hosting/compiler.py", "ThreadPoolExecutor"): "the host closes it",
