@@ -6,31 +6,11 @@ from typing import Protocol
 from mallee.protocol.errors import MalleeError
 
 
-class Read(Protocol):
-    """The outcome of reading: so many leading blocks are whole; the reason why the next is not."""
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def error(self) -> MalleeError | None: ...
-
-
 class Record(Protocol):
     """A capsule's record."""
 
     @property
     def payload(self) -> bytes: ...
-
-
-class Lost(Protocol):
-    """Blocks and capsules that are not stored any more."""
-
-    @property
-    def keys(self) -> Sequence[int]: ...
-
-    @property
-    def capsules(self) -> Sequence[str]: ...
 
 
 class DiskStore(Protocol):
@@ -48,8 +28,13 @@ class DiskStore(Protocol):
         """Store blocks as far as they are not there; not yet durable."""
         ...
 
-    def get(self, keys: Sequence[int], rows: Sequence[memoryview]) -> Read:
-        """Fill `rows` with the leading blocks of `keys`. Never raises."""
+    def get(
+        self, keys: Sequence[int], rows: Sequence[memoryview]
+    ) -> tuple[int, MalleeError | None]:
+        """Fill `rows` with the leading blocks of `keys` that are whole: how many, and why not the next.
+
+        Never raises.
+        """
         ...
 
     def commit(
@@ -74,8 +59,8 @@ class DiskStore(Protocol):
         """Every block that is there."""
         ...
 
-    def take_lost(self) -> Lost:
-        """Losses since the last call: evicted, or found damaged."""
+    def take_lost(self) -> tuple[Sequence[int], Sequence[str]]:
+        """Blocks and capsules that were evicted, or found damaged, since the last call."""
         ...
 
     def close(self) -> None: ...

@@ -112,12 +112,11 @@ class HostSlots:
             self._holds[key] = self._holds.get(key, 0) + 1
             self._idle.pop(key, None)
 
-    def release(self, keys: Sequence[int], *, are_oldest: bool = False) -> list[int]:
+    def release(self, keys: Sequence[int], *, are_oldest: bool = False) -> None:
         """Those that nobody holds any more are the youngest, or go first if they `are_oldest`, in order.
 
-        Returned are those that never came, which are gone.
+        Those that never came are gone.
         """
-        gone = []
         for key in reversed(keys) if are_oldest else keys:
             self._holds[key] -= 1
             if self._holds[key]:
@@ -128,8 +127,6 @@ class HostSlots:
             if key in self._expected:
                 del self._expected[key]
                 self.drop(key)
-                gone.append(key)
-        return gone
 
     def oldest(self, n: int) -> list[int]:
         """The n blocks that give way first."""
