@@ -24,7 +24,7 @@ from mallee.worker.transfer.values import (
     PEER,
     Move,
     Moved,
-    Peer,
+    Place,
     Question,
     Transfer,
 )
@@ -228,7 +228,7 @@ class TimedMover(Mover):
         road: int | str = tier
         borrowed: _Borrowed | None = None
         match move:
-            case Transfer(source=Peer(loan=_Borrowed() as loan)):
+            case Transfer(source=Place(loan=_Borrowed() as loan)):
                 borrowed, road = loan, loan.holder.worker
             case _:
                 seconds += self._config.latency_s(tier)

@@ -19,7 +19,7 @@ from mallee.worker.capsules.registry import CapsuleRegistry
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.transfer.loans import LentCapsule
 from mallee.worker.transfer.lower import LowerTiers
-from mallee.worker.transfer.values import Disk, Move, Moved, Record, Transfer
+from mallee.worker.transfer.values import Move, Moved, Record, Transfer
 
 Told: TypeAlias = Callable[[CapsuleId, MalleeError | None], None]
 
@@ -179,7 +179,7 @@ class DiskRecords:
         assert capsule.below is not None, "not on disk"
         record = self._encoded(capsule, self._copied_below(capsule.below))
         match move:
-            case Transfer(target=Disk(record=Record() as written)):
+            case Transfer(record=Record() as written):
                 said = (written.payload, written.is_kept)
                 return said == (record, self._capsules.is_kept(capsule))
         raise AssertionError("no record was written")

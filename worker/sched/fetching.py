@@ -27,7 +27,7 @@ from mallee.worker.sched.running import BlockBudget, Running
 from mallee.worker.sched.waiting import Waiting
 from mallee.worker.transfer.lower import MAX_FETCH_BLOCKS, LowerTiers, Part
 from mallee.worker.transfer.peers import Ask, Loan
-from mallee.worker.transfer.values import PEER, Moved
+from mallee.worker.transfer.values import PEER, Moved, Place
 
 
 class Receiver(NamedTuple):
@@ -137,14 +137,15 @@ class Fetching:
         begin = node_of(branch).end // size
         if lent is None:
             part = lower.find(keys, begin)
-            return (0, []) if part is None else (min((begin + len(part.ids)) * size, last), [part])
+            return (0, []) if part is None else (min((begin + len(part.at)) * size, last), [part])
         skips_local = branch.job.borrowing is not None and branch.job.borrowing.skips_local
         end, most = begin, min(lent.num_blocks, begin + MAX_FETCH_BLOCKS)
         while end < most and (end == begin or skips_local or lower.tier(int(keys[end])) is None):
             end += 1
         places = range(begin, end)
-        part = Part(PEER, tuple(places), range(len(places)), lent.loan, lent.is_foreign)
-        return min(end * size, lent.num_tokens), [part] if places else []
+        source = Place(PEER, tuple(places), lent.loan, lent.is_foreign)
+        parts = [Part(source, range(len(places)))] if places else []
+        return min(end * size, lent.num_tokens), parts
 
     def _all(self, branch: Branch, lent: Lent | None) -> tuple[int, list[Part]]:
         """All blocks and rows up to where every group of layers can go on, and that position."""
@@ -159,12 +160,13 @@ class Fetching:
         skips_local = branch.job.borrowing is not None and branch.job.borrowing.skips_local
         parts = [] if skips_local else self._lower.parts(wanted)
         if lent is not None:
-            below = {key for part in parts for key in part.ids}
+            below = {key for part in parts for key in part.source.ids}
             places = {key: place for place, key in enumerate(lent.keys)}
             at = [i for i, key in enumerate(wanted) if key not in below and key in places]
             ids = tuple(places[wanted[i]] for i in at)
-            parts += [Part(PEER, ids, at, lent.loan, lent.is_foreign)] if at else []
-        is_whole = sum(len(part.ids) for part in parts) == len(wanted)
+            source = Place(PEER, ids, lent.loan, lent.is_foreign)
+            parts += [Part(source, at)] if at else []
+        is_whole = sum(len(part.at) for part in parts) == len(wanted)
         return end, parts if is_whole else []
 
     def _local_end(self, branch: Branch, windows: Windows) -> int:
@@ -218,8 +220,8 @@ class Fetching:
             node_of(branch),
             branch.pending(end - begin),
             above,
-            num_blocks=sum(len(part.ids) for part in parts),
-            is_lent=parts[-1].tier == PEER,
+            num_blocks=sum(len(part.at) for part in parts),
+            is_lent=parts[-1].source.tier == PEER,
         )
         tree.hold(fetch.node)
         self._under_way.add(fetch)
@@ -280,7 +282,7 @@ class Fetching:
             num = min(holder.num_tokens // size, len(keys))
             if num <= begin or holder.capsule:
                 continue
-            part = Part(PEER, tuple(range(begin, num)), ())
+            part = Part(Place(PEER, tuple(range(begin, num))), ())
             if self._lower.is_cheaper([part], (num - begin) * size):
                 own = [int(key) for key in keys[:num]]
                 asked = (*own, *self._tree.window_keys(keys, num * size))

@@ -16,15 +16,12 @@ from mallee.worker.transfer.disk import DiskStore
 from mallee.worker.transfer.peers import Ask, Lender, Loan
 from mallee.worker.transfer.values import (
     BATCH_BLOCKS,
+    DEVICE,
     DISK,
     HOST,
-    Device,
-    Disk,
     Forget,
-    Host,
     Move,
     Moved,
-    Peer,
     Question,
     Transfer,
 )
@@ -83,19 +80,19 @@ class Carrier:
 
         Raises MalleeError: none has.
         """
-        match move:
-            case Transfer(source=Device(blocks), target=Host(slots)):
-                self._unfilled.update(slots)
-                for filled, own, rows in self._in_memory(slots, blocks):
-                    self.memory.read(own, rows, move.after)
-                    self._unfilled.difference_update(filled)
-            case Transfer(source=Host(slots), target=Device(blocks)):
-                if missing := self._unfilled.intersection(slots):
-                    raise BlocksMissing(len(missing), len(slots), min(missing))
-                for _, own, rows in self._in_memory(slots, blocks):
-                    self.memory.write(own, rows, move.after)
-            case _:
-                return self._copy_staged(move)
+        (tier, ids, *_), (target, there, *_) = move.source, move.target
+        if (tier, target) == (DEVICE, HOST):
+            self._unfilled.update(there)
+            for slots, blocks, rows in self._in_memory(there, ids):
+                self.memory.read(blocks, rows, move.after)
+                self._unfilled.difference_update(slots)
+        elif (tier, target) == (HOST, DEVICE):
+            if missing := self._unfilled.intersection(ids):
+                raise BlocksMissing(len(missing), len(ids), min(missing))
+            for _, blocks, rows in self._in_memory(ids, there):
+                self.memory.write(blocks, rows, move.after)
+        else:
+            return self._copy_staged(move)
         return move.num_blocks, None
 
     def _in_memory(
@@ -117,7 +114,7 @@ class Carrier:
                 rows = staged[: len(ids)]
                 try:
                     num, error = self._get(move, ids, rows)
-                    if isinstance(target, Disk):
+                    if target.tier == DISK:
                         own = [self.arena[slot] for slot in ids] if source.tier == HOST else rows
                         self._disk.put(there, [row.data for row in own])
                     elif num:
@@ -128,8 +125,8 @@ class Carrier:
                 if num < len(ids):
                     return done, error
                 self._pause(num)
-        if isinstance(target, Disk) and (record := target.record) is not None:
-            name, payload, keys, owner, is_kept = record
+        if move.record is not None:
+            name, payload, keys, owner, is_kept = move.record
             self._disk.commit(name, payload, keys, owner=owner, is_kept=is_kept)
         return done, None
 
@@ -137,15 +134,15 @@ class Carrier:
         self, move: Transfer, ids: tuple[int, ...], rows: Rows
     ) -> tuple[int, MalleeError | None]:
         """Fill the first of `rows`: how many, and the reason why not the next. Raises MalleeError."""
-        match move.source:
-            case Disk():
-                return self._disk.get(ids, [row.data for row in rows])
-            case Device():
-                self.memory.read(ids, rows, move.after)
-            case Peer(loan=loan, is_foreign=is_foreign):
-                loan.read(ids, rows)
-                if is_foreign and not self.memory.are_numbers(rows):
-                    return 0, CorruptExport("a block", "it has values that are no numbers")
+        tier, _, loan, is_foreign = move.source
+        if tier == DISK:
+            return self._disk.get(ids, [row.data for row in rows])
+        if tier == DEVICE:
+            self.memory.read(ids, rows, move.after)
+        if loan is not None:
+            loan.read(ids, rows)
+            if is_foreign and not self.memory.are_numbers(rows):
+                return 0, CorruptExport("a block", "it has values that are no numbers")
         return len(ids), None  # of host memory they are in its own rows
 
     def _pause(self, num_blocks: int) -> None:

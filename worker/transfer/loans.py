@@ -182,7 +182,9 @@ class Loans:
     def make_ready(self, capsule: str, num: int) -> None:
         """Make `num` loans of `capsule` ahead, as far as it is on the device and there is room."""
         found = self._capsule(capsule)
-        for _ in range(min(num, MAX_LOANS - len(self._open)) if found.node is not None else 0):
+        if found.node is None:
+            return
+        for _ in range(min(num, MAX_LOANS - len(self._open))):
             self._tree.hold(found.node)
             loan = self._made(found)
             with self._ready_lock:

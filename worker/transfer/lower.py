@@ -6,8 +6,9 @@ disk; what is fetched stays below too. Capsules hold their blocks: those are nev
 A transfer that fails is no error of a request: its books are as before, and what did not arrive is computed.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from functools import partial
 from typing import NamedTuple
 
 from mallee.protocol.errors import MalleeError, TierFull
@@ -18,19 +19,18 @@ from mallee.worker.kv.watch import Row
 from mallee.worker.transfer.carrier import Carrier
 from mallee.worker.transfer.host import HostSlots
 from mallee.worker.transfer.movers import Mover
-from mallee.worker.transfer.peers import Ask, Loan
+from mallee.worker.transfer.peers import Ask
 from mallee.worker.transfer.prices import MeasuredPrices
 from mallee.worker.transfer.values import (
+    DEVICE,
     DISK,
     HOST,
     PEER,
-    Device,
-    Disk,
+    TIER_NAMES,
     Forget,
-    Host,
     Move,
     Moved,
-    Peer,
+    Place,
     Question,
     Record,
     Transfer,
@@ -45,29 +45,10 @@ _MAX_SPILLS = 2  # under way at once
 
 
 class Part(NamedTuple):
-    """Blocks of one tier: their keys, or their places in a `loan`; `at` are they among all that is wanted."""
+    """Blocks of one tier, by key, or of a loan: which ones they are of all that is wanted."""
 
-    tier: int
-    ids: tuple[int, ...]
+    source: Place
     at: Sequence[int]
-    loan: Loan | None = None
-    is_foreign: bool = False  # as in `Peer`
-
-
-@dataclass(slots=True)
-class _Counts:
-    """Those of `TierUse` that only grow."""
-
-    num_offloaded: int = 0
-    num_dropped: int = 0
-    num_parked: int = 0
-    num_spilled: int = 0
-    num_fetched_host: int = 0
-    num_fetched_disk: int = 0
-    num_declined: int = 0
-    num_failed: int = 0
-    num_fetched_peer: int = 0
-    fetched_peer_s: float = 0.0
 
 
 class _UnderWay(NamedTuple):
@@ -111,7 +92,8 @@ class LowerTiers:
         self._num_dear = {HOST: 0, DISK: 0, PEER: 0}
         self._next_number = 0
         self._under_way: dict[int, _UnderWay] = {}
-        self._counts = _Counts()
+        self._counts = Counter[str]()  # those of `TierUse` that only grow
+        self._fetched_peer_s = 0.0
         self._lost: list[str] = []
 
     def announce(self, untold: Iterable[int]) -> None:
@@ -141,14 +123,14 @@ class LowerTiers:
         here = [key for key in keys if host.is_coming(key)]
         host.hold(here)  # the new ones must not take their room
         new = [i for i, key in enumerate(keys) if not host.is_coming(key)]
-        self._counts.num_dropped += max(0, len(new) - host.num_room)
+        self._counts["num_dropped"] += max(0, len(new) - host.num_room)
         # Of a text as many as have room from its beginning on, which counts most.
         new = new[: host.num_room]
-        copied = [keys[i] for i in new]
+        copied = tuple(keys[i] for i in new)
 
         def ended(moved: Moved | None) -> None:
             if moved is not None and moved.error is None:
-                self._counts.num_offloaded += len(copied)
+                self._counts["num_offloaded"] += len(copied)
             end()
             host.release(here)
             used = {*here, *copied}
@@ -159,9 +141,8 @@ class LowerTiers:
             ended(None)
             return
         self._start(
-            Device(tuple(blocks[i] for i in new)),
-            None,
-            copied,
+            Place(DEVICE, tuple(blocks[i] for i in new)),
+            Place(HOST, copied),
             ended,
             untold=copied if are_untold else (),
             is_eviction=True,
@@ -189,7 +170,7 @@ class LowerTiers:
             raise TierFull("host", num_missing, room, host.num_slots)
         missing = [key for key in keys if key not in host]
         new = [i for i, key in enumerate(keys) if not host.is_whole(key)]
-        self._counts.num_parked += num_missing
+        self._counts["num_parked"] += num_missing
 
         def ended(moved: Moved) -> None:
             if moved.error is not None:
@@ -197,9 +178,8 @@ class LowerTiers:
             end(moved)
 
         self._start(
-            Device(tuple(blocks[i] for i in new)),
-            None,
-            [keys[i] for i in new],
+            Place(DEVICE, tuple(blocks[i] for i in new)),
+            Place(HOST, tuple(keys[i] for i in new)),
             ended,
             untold=keys[len(keys) - num_untold :],
         )
@@ -222,14 +202,14 @@ class LowerTiers:
         `blocks`: those on the device, if it has them, all of which are offered: the disk may give up cached
         ones until it comes to them. Else all lie in host memory or on disk already.
         """
-        source, here = None, keys
-        if blocks is not None:
-            source = Device(tuple(blocks))
-        else:
-            here = [key for key in keys if key not in self._disk]
+        here = tuple(keys)
+        source = Place(DEVICE, tuple(blocks or ()))
+        if blocks is None:
+            here = tuple(key for key in keys if key not in self._disk)
+            source = Place(HOST, here)
         record = Record(name, payload, tuple(keys), owner, is_kept)
         untold = keys[len(keys) - num_untold :]
-        self._start(source, Disk(tuple(here), record), here, end, untold=untold)
+        self._start(source, Place(DISK, here), end, record=record, untold=untold)
 
     def _spill_oldest(self) -> None:
         """Write to disk, ahead of need, what gives way next in host memory."""
@@ -238,8 +218,8 @@ class LowerTiers:
             return
         if host.num_free >= host.num_slots // 8:
             return
-        keys = [key for key in host.oldest(2 * _SPILL_BLOCKS) if key not in self._disk]
-        keys = keys[:_SPILL_BLOCKS]
+        oldest = [key for key in host.oldest(2 * _SPILL_BLOCKS) if key not in self._disk]
+        keys = tuple(oldest[:_SPILL_BLOCKS])
         if len(keys) < min(_SPILL_BLOCKS, host.num_slots // 8):
             return
         host.hold(keys)
@@ -250,7 +230,7 @@ class LowerTiers:
             host.release(keys, are_oldest=True)
 
         untold = [key for key in keys if key not in self._told_host]
-        self._start(None, Disk(tuple(keys)), keys, ended, untold=untold)
+        self._start(Place(HOST, keys), Place(DISK, keys), ended, untold=untold)
 
     def forget(self, name: str, end: Callable[[Moved], None] = lambda moved: None) -> None:
         """Drop the record of capsule `name` from disk, also one that is on its way; then call `end`."""
@@ -260,7 +240,7 @@ class LowerTiers:
         """Whether a record of capsule `name` is on its way to disk, or out of it."""
         for move, *_ in self._under_way.values():
             match move:
-                case Forget(name=other) | Transfer(target=Disk(record=Record(name=other))):
+                case Forget(name=other) | Transfer(record=Record(name=other)):
                     if other == name:
                         return True
         return False
@@ -287,13 +267,16 @@ class LowerTiers:
         num = 1
         while begin + num < end and self.tier(int(keys[begin + num])) == tier:
             num += 1
-        return Part(tier, tuple(int(key) for key in keys[begin : begin + num]), range(num))
+        found = tuple(int(key) for key in keys[begin : begin + num])
+        return Part(Place(tier, found), range(num))
 
     def parts(self, keys: Sequence[int]) -> list[Part]:
         """Those of `keys` that are here, by the tier that each lies in."""
         tiers = [self.tier(key) for key in keys]
         places = {tier: [i for i, own in enumerate(tiers) if own == tier] for tier in (HOST, DISK)}
-        return [Part(tier, tuple(keys[i] for i in at), at) for tier, at in places.items() if at]
+        return [
+            Part(Place(tier, tuple(keys[i] for i in at)), at) for tier, at in places.items() if at
+        ]
 
     def is_cheaper(self, parts: Sequence[Part], num_tokens: int) -> bool:
         """Whether to fetch all of `parts`, which have `num_tokens`, instead of computing them."""
@@ -301,16 +284,15 @@ class LowerTiers:
             return True
         compute_s = self.prices.compute_s(num_tokens)
         fetch_s = 0.0
-        for part in parts:
-            num_blocks = self._num_under_way(part.tier) + len(part.ids)
-            fetch_s += self.prices.fetch_s(part.tier, num_blocks)
+        for (tier, ids, *_), _ in parts:
+            fetch_s += self.prices.fetch_s(tier, self._num_under_way(tier) + len(ids))
         if not compute_s or fetch_s <= compute_s:
             return True
-        slowest = parts[-1].tier
+        slowest = parts[-1].source.tier
         self._num_dear[slowest] += 1
         if self._num_dear[slowest] % _TRY_AGAIN == 0:
             return True
-        self._counts.num_declined += sum(len(part.ids) for part in parts)
+        self._counts["num_declined"] += sum(len(part.source.ids) for part in parts)
         return False
 
     def fetch_prices(self) -> FetchPrices:
@@ -333,7 +315,7 @@ class LowerTiers:
         It may be made at their expense: they stay where they are meanwhile. `end` is told how many of the
         leading blocks have come.
         """
-        claimed = [key for part in parts if part.tier == HOST for key in part.ids]
+        claimed = [key for part in parts if part.source.tier == HOST for key in part.source.ids]
         self._host.hold(claimed)
         if (blocks := room()) is not None:
             num_left, num_come = len(parts), len(blocks)
@@ -341,36 +323,24 @@ class LowerTiers:
             def ended(part: Part, moved: Moved) -> None:
                 nonlocal num_left, num_come
                 num_left -= 1
-                if moved.num_blocks < len(part.ids):
+                if moved.num_blocks < len(part.at):
                     num_come = min(num_come, part.at[moved.num_blocks])
+                self._fetched(part.source.tier, moved)
                 if not num_left:
                     end(num_come)
 
             for part in parts:
-                self._fetch(part, Device(tuple(blocks[i] for i in part.at)), ended)
+                target = Place(DEVICE, tuple(blocks[i] for i in part.at))
+                self._start(part.source, target, partial(ended, part))
         self._host.release(claimed)
         return blocks is not None
 
-    def _fetch(self, part: Part, target: Device, end: Callable[[Part, Moved], None]) -> None:
-        tier, ids, _, loan, is_foreign = part
-
-        def ended(moved: Moved) -> None:
-            counts, num = self._counts, moved.num_blocks
-            if tier == HOST:
-                counts.num_fetched_host += num
-            elif tier == DISK:
-                counts.num_fetched_disk += num
-            else:
-                counts.num_fetched_peer += num
-                counts.fetched_peer_s += moved.seconds
-            if moved.error is None:
-                self.prices.moved(tier, num, moved.seconds)
-            end(part, moved)
-
-        source: Disk | Peer | None = None if tier == HOST else Disk(ids)
-        if loan is not None:
-            source = Peer(ids, loan, is_foreign)
-        self._start(source, target, ids, ended)
+    def _fetched(self, tier: int, moved: Moved) -> None:
+        self._counts[f"num_fetched_{TIER_NAMES[tier]}"] += moved.num_blocks
+        if tier == PEER:
+            self._fetched_peer_s += moved.seconds
+        if moved.error is None:
+            self.prices.moved(tier, moved.num_blocks, moved.seconds)
 
     def ask(self, ask: Ask, end: Callable[[Moved], None]) -> None:
         """Ask a peer for a loan, which is in the outcome, for its receiver to close."""
@@ -380,35 +350,32 @@ class LowerTiers:
 
     def _start(
         self,
-        source: Device | Disk | Peer | None,
-        target: Device | Disk | None,
-        keys: Sequence[int],
+        source: Place,
+        target: Place,
         end: Callable[[Moved], None],
         *,
+        record: Record | None = None,
         untold: Collection[int] = (),
         is_eviction: bool = False,
     ) -> None:
-        """Begin a transfer. None: the slots of `keys` in host memory, which are held until its end.
+        """Begin a transfer, of keys in host memory, which holds them until the end.
 
-        If it ends well they are known at its target: then its event is told, but of those `untold`.
+        If it ends well they are known at the target: then an event tells of them, but for those `untold`.
         """
-        host = self._host
-        for key in keys if target is None else ():
+        host, keys = self._host, (source if target.tier == DEVICE else target).ids
+        for key in keys if target.tier == HOST else ():
             gone = host.expect(key)
             if gone in self._told_host:
                 self._told_host.remove(gone)
                 self._journal.removed(gone, tier=HOST)
-        if source is None:
+        if source.tier == HOST:
             host.hold(keys)
-        slots = Host(tuple(map(host.slot, keys if source is None or target is None else ())))
-        transfer = Transfer(
-            self._next_number,
-            slots if source is None else source,
-            slots if target is None else target,
-            after=self._carrier.memory.mark(),
-            is_eviction=is_eviction,
-        )
-        self._begin(transfer, end, keys, untold)
+            source = Place(HOST, tuple(map(host.slot, keys)))
+        elif target.tier == HOST:
+            target = Place(HOST, tuple(map(host.slot, keys)))
+        after = self._carrier.memory.mark()
+        move = Transfer(self._next_number, source, target, record, after, is_eviction)
+        self._begin(move, end, keys, untold)
 
     def _begin(
         self,
@@ -455,7 +422,7 @@ class LowerTiers:
             host.release(keys)
         if move.target.tier == DISK and is_whole:
             new = {key: key not in untold for key in keys if key not in self._disk}
-            self._counts.num_spilled += len(new)
+            self._counts["num_spilled"] += len(new)
             self._disk.update(new)
             self._tell([key for key, is_told in new.items() if is_told], DISK)
 
@@ -465,7 +432,7 @@ class LowerTiers:
 
     def failed(self, error: MalleeError) -> None:
         """A move, or what it brought, was of no use."""
-        self._counts.num_failed += 1
+        self._counts["num_failed"] += 1
         self._report(error)
 
     def take_lost(self) -> list[str]:
@@ -554,7 +521,7 @@ class LowerTiers:
             try:
                 record = None if disk is None else disk.load(name)
             except MalleeError:
-                self._counts.num_failed += 1
+                self._counts["num_failed"] += 1
                 continue
             if record is not None:
                 yield record.payload
@@ -574,7 +541,8 @@ class LowerTiers:
             disk_blocks=len(self._disk),
             block_nbytes=self._carrier.memory.block_nbytes,
             disk_limit_nbytes=0 if disk is None else disk.budget_nbytes,
-            **asdict(self._counts),
+            fetched_peer_s=self._fetched_peer_s,
+            **self._counts,
         )
 
     def check(self) -> None:

@@ -19,7 +19,7 @@ from mallee.worker.transfer.lower import LowerTiers, Part
 from mallee.worker.transfer.movers import NUM_ASKING, NUM_LANES, ThreadedMover
 from mallee.worker.transfer.peers import Ask, Loan
 from mallee.worker.transfer.prices import LATENCY_S, MeasuredPrices
-from mallee.worker.transfer.values import DISK, HOST, PEER, Device, Moved, Peer, Question, Transfer
+from mallee.worker.transfer.values import DEVICE, DISK, HOST, PEER, Moved, Place, Question, Transfer
 from support.tiers import LateMover, make_tiers
 
 FORWARD = MockForward(mock_spec(), num_blocks=64, block_size=4)
@@ -84,7 +84,7 @@ def test_a_pull_that_fails_teaches_no_price() -> None:
     lower.settle()
     before = prices.fetch_s(PEER, 32)
     ends: list[int] = []
-    part = Part(PEER, tuple(range(32)), range(32), asked[0].loan)
+    part = Part(Place(PEER, tuple(range(32)), asked[0].loan), range(32))
     assert lower.fetch([part], lambda: range(32), ends.append)
     lower.settle()
     assert ends == [16]
@@ -134,8 +134,9 @@ def test_questions_that_wait_hold_up_no_loan_that_others_have() -> None:
             match moved.move:
                 case Question(number=number):
                     assert moved.loan is not None
-                    mover.start(Transfer(num + number, Peer((0,), moved.loan), Device((0,))))
-                case Transfer(source=Peer(loan=loan)):
+                    pulled = Place(PEER, (0,), moved.loan)
+                    mover.start(Transfer(num + number, pulled, Place(DEVICE, (0,))))
+                case Transfer(source=Place(loan=GivenBack() as loan)):
                     loan.close()
                     num_ended += 1
     mover.close()
@@ -146,11 +147,11 @@ def test_a_tier_that_was_never_measured_is_tried() -> None:
     prices = MeasuredPrices(1000)
     lower = make_tiers(prices=prices)(Journal(), FORWARD)
     prices.computed(100, 100 * 1e-4)
-    assert lower.is_cheaper([Part(HOST, tuple(range(10)), ())], 40)
+    assert lower.is_cheaper([Part(Place(HOST, tuple(range(10))), ())], 40)
     assert prices.fetch_s(DISK, 10) == LATENCY_S[DISK]
     prices.moved(HOST, 10, LATENCY_S[HOST] + 10 * 1000 * 1e-6)
     assert prices.fetch_s(HOST, 10) == pytest.approx(LATENCY_S[HOST] + 10 * 1000 * 1e-6)
-    assert not lower.is_cheaper([Part(HOST, tuple(range(10)), ())], 40)
+    assert not lower.is_cheaper([Part(Place(HOST, tuple(range(10))), ())], 40)
 
 
 def test_a_tier_that_was_slow_is_tried_again() -> None:
@@ -158,7 +159,10 @@ def test_a_tier_that_was_slow_is_tried_again() -> None:
     prices = MeasuredPrices(1000)
     prices.computed(100, 100 * 1e-4)
     prices.moved(HOST, 10, 1.0)
-    lower, asked = make_tiers(prices=prices)(Journal(), FORWARD), [Part(HOST, tuple(range(10)), ())]
+    lower, asked = (
+        make_tiers(prices=prices)(Journal(), FORWARD),
+        [Part(Place(HOST, tuple(range(10))), ())],
+    )
     tried = [lower.is_cheaper(asked, 40) for _ in range(128)]
     assert [i for i, is_done in enumerate(tried) if is_done] == [63, 127]
     assert lower.stats().num_declined == 126 * 10

@@ -24,7 +24,7 @@ from mallee.worker.storage.volume import Read
 from mallee.worker.transfer.carrier import Carrier
 from mallee.worker.transfer.lower import LowerTiers, Part
 from mallee.worker.transfer.prices import MeasuredPrices
-from mallee.worker.transfer.values import DISK, HOST, PEER, Moved
+from mallee.worker.transfer.values import DISK, HOST, PEER, Moved, Place
 from support.examples import examples
 from support.tiers import DictDisk, LooseMover
 
@@ -195,13 +195,13 @@ class TransferMachine(RuleBasedStateMachine):
         """The leading blocks of one tier, if any is there: what arrives has the right bytes."""
         found = self.lower.find(keys, 0)
         if found is not None:
-            self._fetch(found, keys[: len(found.ids)])
+            self._fetch(found, keys[: len(found.at)])
 
     @precondition(lambda self: len(self.free) >= 5)
     @rule(keys=KEYS, num_good=st.integers(0, 5))
     def pull(self, keys: list[int], num_good: int) -> None:
         loan = PeerLoan(keys, num_good)
-        self._fetch(Part(PEER, tuple(range(len(keys))), range(len(keys)), loan), keys)
+        self._fetch(Part(Place(PEER, tuple(range(len(keys))), loan), range(len(keys))), keys)
 
     def _fetch(self, part: Part, keys: list[int]) -> None:
         blocks = [self.free.pop() for _ in keys]
@@ -211,7 +211,7 @@ class TransferMachine(RuleBasedStateMachine):
         def ended(num: int) -> None:
             for key, block in list(zip(keys, blocks, strict=True))[:num]:
                 assert (self.memory.bytes[block] == key).all(), f"stale bytes under key {key}"
-            is_told = self.lower.stats().num_failed > num_failed or part.tier == DISK
+            is_told = self.lower.stats().num_failed > num_failed or part.source.tier == DISK
             assert num == len(keys) or is_told
             end()
 
