@@ -106,6 +106,9 @@ class TorchKV:
         layers, places = np.arange(len(raw)), np.asarray(blocks, np.int64)[:, None]
         own = raw.data_ptr() + places * raw.stride(1) + layers * raw.stride(0)
         there = rows.ctypes.data + np.arange(own.size).reshape(own.shape) * piece
+        if is_read:  # in the order of its memory, which is fetched ahead
+            by_block = np.argsort(places[:, 0])
+            own, there = own[by_block].T, there[by_block].T
         copy_pieces(np.stack((own, there) if is_read else (there, own), -1), piece)
         return True
 
