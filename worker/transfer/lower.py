@@ -375,7 +375,7 @@ class LowerTiers:
             target = Place(HOST, tuple(map(host.slot, keys)))
         after = self._carrier.memory.mark()
         move = Transfer(self._next_number, source, target, record, after, is_eviction)
-        self._begin(move, end, keys, untold)
+        self._begin(move, end, keys, frozenset(untold))
 
     def _begin(
         self,
