@@ -124,8 +124,8 @@ class LowerTiers:
         host.hold(here)  # the new ones must not take their room
         new = [i for i, key in enumerate(keys) if not host.is_coming(key)]
         self._counts["num_dropped"] += max(0, len(new) - host.num_room)
-        # Of a text as many as have room from its beginning on, which counts most.
-        new = new[: host.num_room]
+        # Of a text as many as have room from its beginning on, which counts most, the last one first.
+        new = new[: host.num_room][::-1]
         copied = tuple(keys[i] for i in new)
 
         def ended(moved: Moved | None) -> None:
