@@ -582,7 +582,6 @@ class Engine:
     def _opened(self, branch: Branch, loan: Loan) -> Lent:
         """See `Receiver.opened`."""
         borrowing, salt = branch.job.borrowing, branch.job.salt
-        assert borrowing is not None, "asked by a branch that borrows nothing"
         if not isinstance(branch.job.command, Prefill):
             raise IncompatibleCapsule("", [("command", "a capsule", "an answer")])
         record = checked_loan(loan, branch.tokens, self._tree, self._forward.spec)

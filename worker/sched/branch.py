@@ -80,7 +80,11 @@ class Lent(NamedTuple):
 
 
 class Borrowing:
-    """One job's. `lent` is the loan it has now; `state` what a holder told of the capsule that it is."""
+    """Progress of one job with the holders of its text's KV, of which each is asked once.
+
+    `lent` is the loan it has now; `state` what a holder told of the capsule that it is. `skips_local`: what
+    lies below here did not come, or is dear.
+    """
 
     __slots__ = ("_holders", "lent", "skips_local", "state")
 
@@ -88,25 +92,25 @@ class Borrowing:
         self._holders = list(holders)
         self.lent: Lent | None = None
         self.state: CapsuleState | None = None
-        self.skips_local = False  # what lies below here did not come, or is dear
+        self.skips_local = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is borrowed."""
+        return self.lent is None and not self._holders
 
     def next_capsule(self) -> Holder | None:
-        """The next holder that names a capsule, while none has told its state; it is asked once."""
+        """The next holder that names a capsule, while none has told its state."""
         if self.state is not None or self.lent is not None:
             return None
-        for i, holder in enumerate(self._holders):
-            if holder.capsule:
-                return self._holders.pop(i)
-        return None
+        found = next((i for i, holder in enumerate(self._holders) if holder.capsule), None)
+        return None if found is None else self._holders.pop(found)
 
     def next_holder(self) -> Holder | None:
-        """The next one; it is asked once."""
         return self._holders.pop(0) if self._holders else None
 
     def give_up(self) -> None:
-        """Nothing more is borrowed."""
-        self._holders = []
-        self.lent = None
+        self._holders, self.lent = [], None
 
 
 class Job:
@@ -143,10 +147,10 @@ class Job:
         """
         self.command = command
         self.keys = keys
-        # Of the one branch that computes its prompt. None: it is computed, or nothing of it is lent.
-        self.borrowing: Borrowing | None = None
-        if isinstance(command, Prefill | Generate) and command.holders:
-            self.borrowing = Borrowing(command.holders)
+        # Of the one branch that computes its prompt.
+        self.borrowing = Borrowing(
+            command.holders if isinstance(command, Prefill | Generate) else ()
+        )
         self.salt = salt  # of the hashes of its blocks
         self.session: Session  # from `Scheduler.add` on
         self.matchers = matchers

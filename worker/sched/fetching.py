@@ -21,7 +21,7 @@ from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.kv.windows import Windows
-from mallee.worker.sched.branch import Borrowing, Branch, Lent, node_of
+from mallee.worker.sched.branch import Branch, Lent, node_of
 from mallee.worker.sched.budget import StepBudget
 from mallee.worker.sched.running import BlockBudget, Running
 from mallee.worker.sched.waiting import Waiting
@@ -68,13 +68,13 @@ class Fetching:
         tree: BranchTree,
         lower: LowerTiers,
         receiver: Receiver,
-        go_on: Callable[[Branch, bool], None],
+        go_on: Callable[[Branch], None],
         *,
         waiting: Waiting,
         running: Running,
         room: BlockBudget,
     ) -> None:
-        """`go_on` is called with a branch when it need not wait any more, and whether more may be fetched."""
+        """`go_on` is called with a branch that need not wait any more."""
         self._tree = tree
         self._lower = lower
         self._receiver = receiver
@@ -88,45 +88,40 @@ class Fetching:
     def try_begin(self, budget: StepBudget, branch: Branch) -> bool:
         """Whether the next blocks of `branch` are fetched, or asked for; it computes nothing meanwhile."""
         borrowing = branch.job.borrowing
-        is_there = borrowing is not None or not self._lower.is_empty
+        is_there = not (borrowing.is_over and self._lower.is_empty)
         is_at_block = node_of(branch).end % self._tree.block_size == 0
         if is_there and is_at_block and branch not in budget.granted:
-            if borrowing is not None and (holder := borrowing.next_capsule()) is not None:
+            if (holder := borrowing.next_capsule()) is not None:
                 self._ask(budget, branch, Ask(holder, (), self._receiver.identity()))
                 return True
-            if self._try_fetch(budget, branch, borrowing):
-                return True
-            if borrowing is not None and self._try_ask(budget, branch, borrowing):
+            if self._try_fetch(budget, branch) or self._try_ask(budget, branch):
                 return True
         branch.may_fetch = False
         return False
 
     # Blocks
 
-    def _try_fetch(self, budget: StepBudget, branch: Branch, borrowing: Borrowing | None) -> bool:
+    def _try_fetch(self, budget: StepBudget, branch: Branch) -> bool:
         """Whether blocks come that lie below or, if they don't, are lent."""
-        sources: list[Lent | None] = []
-        if borrowing is None or not borrowing.skips_local:
-            sources.append(None)
-        if borrowing is not None and borrowing.lent is not None:
-            sources.append(borrowing.lent)
+        borrowing = branch.job.borrowing
         find = self._next if self._tree.windows is None else self._all
-        for lent in sources:
+        sources = [None] if borrowing.lent is None else [None, borrowing.lent]
+        for lent in sources[borrowing.skips_local :]:
             end, parts = find(branch, lent)
             if not parts:
                 continue
             if self._lower.is_cheaper(parts, end - node_of(branch).end):
                 self._fetch(budget, branch, parts, end)
                 return True
-            if borrowing is not None and lent is not None:
-                borrowing.give_up()
-            elif borrowing is not None:
+            if lent is None:
                 borrowing.skips_local = True  # a peer may be quicker
+            else:
+                borrowing.give_up()
         return False
 
     def _text(self, branch: Branch) -> tuple[Hashes | Sequence[int], int]:
         """Keys of the blocks that may be fetched of its text, and the position where its tokens end."""
-        lent = None if branch.job.borrowing is None else branch.job.borrowing.lent
+        lent = branch.job.borrowing.lent
         if lent is not None and lent.is_capsule:
             return lent.keys[: lent.num_blocks], lent.num_tokens
         return branch.job.keys or self._waiting.hashes(branch), branch.length
@@ -138,7 +133,7 @@ class Fetching:
         if lent is None:
             part = lower.find(keys, begin)
             return (0, []) if part is None else (min((begin + len(part.at)) * size, last), [part])
-        skips_local = branch.job.borrowing is not None and branch.job.borrowing.skips_local
+        skips_local = branch.job.borrowing.skips_local
         end, most = begin, min(lent.num_blocks, begin + MAX_FETCH_BLOCKS)
         while end < most and (end == begin or skips_local or lower.tier(int(keys[end])) is None):
             end += 1
@@ -157,8 +152,7 @@ class Fetching:
             return 0, []
         wanted = [int(key) for key in keys[begin : -(-end // size)]]
         wanted += windows.keys_after(keys, end, begin)
-        skips_local = branch.job.borrowing is not None and branch.job.borrowing.skips_local
-        parts = [] if skips_local else self._lower.parts(wanted)
+        parts = [] if branch.job.borrowing.skips_local else self._lower.parts(wanted)
         if lent is not None:
             below = {key for part in parts for key in part.source.ids}
             places = {key: place for place, key in enumerate(lent.keys)}
@@ -248,34 +242,32 @@ class Fetching:
             return
         assert branch.attached_tokens is not None, "fetched, but never admitted"
         branch.attached_tokens += len(tokens)
-        borrowing = branch.job.borrowing
-        if not is_whole and borrowing is not None:
-            if fetch.is_lent:
-                borrowing.lent = None  # the next holder may have it
-            else:
-                borrowing.skips_local = True
-        self._go_on(branch, may_fetch=is_whole or borrowing is not None)
+        if not is_whole and fetch.is_lent:
+            branch.job.borrowing.lent = None  # the next holder may have it
+        elif not is_whole:
+            branch.job.borrowing.skips_local = True
+        self._go_on(branch)
 
     def _wait(self, budget: StepBudget, branch: Branch) -> None:
         budget.begins = True
         self._running.fetch(branch)
 
-    def _go_on(self, branch: Branch, *, may_fetch: bool) -> None:
+    def _go_on(self, branch: Branch) -> None:
         """`branch` fetches on or computes, unless all that was wanted is here."""
-        self._went_on(branch, may_fetch)
+        self._went_on(branch)
         borrowing = branch.job.borrowing
-        lent = None if borrowing is None else borrowing.lent
+        lent = borrowing.lent
         has_all = lent is not None and lent.is_capsule and node_of(branch).end >= lent.num_tokens
         if not branch.num_pending or has_all:
             branch.cached_tokens = branch.attached_tokens
-            state = None if borrowing is None or branch.num_pending else borrowing.state
+            state = None if branch.num_pending else borrowing.state
             self._receiver.arrived(branch, None if state is None else state.logits)
 
     # Loans
 
-    def _try_ask(self, budget: StepBudget, branch: Branch, borrowing: Borrowing) -> bool:
+    def _try_ask(self, budget: StepBudget, branch: Branch) -> bool:
         """Whether a holder is asked for blocks by their keys: the next one that is worth it."""
-        size, (keys, _) = self._tree.block_size, self._text(branch)
+        size, borrowing, (keys, _) = self._tree.block_size, branch.job.borrowing, self._text(branch)
         begin = node_of(branch).end // size
         borrowing.lent = None
         while (holder := borrowing.next_holder()) is not None:
@@ -297,18 +289,17 @@ class Fetching:
 
     def _answered(self, branch: Branch, ask: Ask, moved: Moved) -> None:
         """A holder has answered."""
-        loan, borrowing = moved.loan, branch.job.borrowing
+        loan = moved.loan
         if loan is not None:
             self._loans[loan] = branch
         if branch.phase != "fetching":
             return  # it is ended with the others of branches that need none
-        assert borrowing is not None, "asked by a branch that borrows nothing"
         if loan is not None:
             try:
-                borrowing.lent = self._opened(branch, ask, loan)
+                branch.job.borrowing.lent = self._opened(branch, ask, loan)
             except MalleeError as error:
                 self._lower.failed(error)
-        self._go_on(branch, may_fetch=True)
+        self._go_on(branch)
 
     def _opened(self, branch: Branch, ask: Ask, loan: Loan) -> Lent | None:
         """The use that `branch` has of `loan`. Raises as `Receiver.opened`."""
@@ -326,7 +317,7 @@ class Fetching:
         """End the loans that nothing will be read of any more."""
         for loan, branch in list(self._loans.items()):
             borrowing = branch.job.borrowing
-            if borrowing is not None and borrowing.lent and borrowing.lent.loan is loan:
+            if borrowing.lent is not None and borrowing.lent.loan is loan:
                 if branch.phase in ("fetching", "prefill") and branch.may_fetch:
                     continue
                 borrowing.lent = None

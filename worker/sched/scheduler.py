@@ -281,11 +281,9 @@ class Scheduler:
                     self._open(gated, node)
                 self._running.decode(branch)
 
-    def _fetched(self, branch: Branch, may_fetch: bool) -> None:
-        """The blocks that `branch` fetched are committed; not `may_fetch`: no more of them will come."""
+    def _fetched(self, branch: Branch) -> None:
+        """The blocks that `branch` fetched are committed."""
         node = node_of(branch)
-        if not may_fetch:
-            branch.may_fetch = False
         if not branch.num_pending:
             return  # it is over
         for gated in self._waiting.prefix_waits.passed(branch, node.end):

@@ -9,6 +9,7 @@ these copies fail, it is gone when nothing holds it any more.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 
 class HostSlots:
@@ -130,12 +131,7 @@ class HostSlots:
 
     def oldest(self, n: int) -> list[int]:
         """The n blocks that give way first."""
-        found: list[int] = []
-        for key in self._idle:
-            if len(found) == n:
-                break
-            found.append(key)
-        return found
+        return list(islice(self._idle, n))
 
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
