@@ -26,6 +26,8 @@ COMPILE := from mallee.router.router import Router; from mallee.router.config im
 # Set explicitly: a local Ray otherwise writes a token and later commands fail with 401.
 export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
+# Where the environment forbids it, each of a check's many processes would compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test check landing smoke lint format types kernels prometheus flashinfer browser bench docs setup clean
 .PHONY: affected rounds nightly promises clients fuzz schemathesis image image-check image-packages constraints licences sbom

@@ -372,12 +372,12 @@ class HttpSettings(Settings):
     max_connections: int = Field(
         default=4096,
         ge=1,
-        description="Connections of clients; more are refused with 503, or wait.",
+        description="Connections of clients to HAProxy; more wait.",
     )
     max_connections_per_client: int = Field(
         default=1024,
         ge=1,
-        description="The same, from one address. A proxy of yours in front is one address.",
+        description="From one address; more are refused with 503. A proxy of yours in front is one address.",
     )
     default_ttl_s: Positive = Field(
         default=3600.0,

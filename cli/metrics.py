@@ -1,10 +1,9 @@
-"""`mallee metrics`: the page of all metric families, or the dashboards and alert rules made from them."""
+"""`mallee metrics`: the page of all metric families."""
 
 import sys
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -18,33 +17,15 @@ def add_to(cli: typer.Typer) -> None:
     cli.command("metrics")(print_metrics)
 
 
-def print_metrics(
-    write: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Write the Grafana dashboards and Prometheus rules below that folder, instead.",
-        ),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+def print_metrics(as_json: JsonOption = False) -> None:
     """List every metric family with its labels, as docs/metrics.md does.
 
-    Example: mallee metrics --write deploy
+    Example: mallee metrics --json
     """
-    if write is None:
-        if as_json:
-            print_json({"families": families()})
-        else:
-            sys.stdout.write(document())
-        return
-    from mallee.actors.telemetry.boards import files
-
-    paths = [str(path) for path in files.write(write)]
     if as_json:
-        print_json({"files": paths})
+        print_json({"families": families()})
     else:
-        sys.stdout.writelines(f"{path}\n" for path in paths)
+        sys.stdout.write(document())
 
 
 def families() -> list[dict[str, Any]]:

@@ -106,7 +106,6 @@ SessionsOption: TypeAlias = Annotated[
 ]
 SeedOption: TypeAlias = Annotated[int, typer.Option("--seed", help="Same seed, same results.")]
 
-DEFAULT_KV_TOKENS = 1_048_576
 DEFAULT_TIMING = "h200-llama-3.1-8b-fp8"
 
 # Names in the package index, by those of their modules.
@@ -175,6 +174,24 @@ def command_of(ctx: typer.Context) -> str:
 def say_written(paths: Iterable[Path]) -> None:
     for path in paths:
         typer.echo(f"wrote {path}", err=True)
+
+
+def kv_tokens_of(timing: str, given: int | None, engines_per_device: int = 1) -> int:
+    """KV memory of an engine: `given`, or what the timing's device holds. Raises ConfigError."""
+    from mallee.mocker.timing.profiles import kv_room
+
+    if given is not None:
+        return given
+    if not (tokens := kv_room(timing).tokens):
+        raise ConfigError(
+            f"--timing {timing} does not say how much KV a device holds: give --kv-tokens"
+        )
+    if engines_per_device > 1:
+        raise ConfigError(
+            f"--engines-per-device {engines_per_device}: give --kv-tokens, what each has of the"
+            f" {tokens:,} of its device, less the weights of the others"
+        )
+    return tokens
 
 
 def count(name: str, given: int | None) -> int | None:

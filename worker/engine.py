@@ -6,6 +6,7 @@ Single-threaded, no I/O, no clock of its own: equal commands between equal steps
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -472,11 +473,14 @@ class Engine:
     def step(self) -> StepResult:
         """Plan, compute, draw, commit: every planned branch moves on by one chunk or one token.
 
-        If the forward raises, so does this, with nothing drawn or committed: the caller gives the engine up
-        or calls again. What the plan did stands, and is done once: sessions are charged, branches gave way,
-        fetches began, and branches without room ended, which the next step tells. CorruptKV is final. Where
-        the device had too little memory for the step, its newest branch ends with that error, and the others
-        go on; after one with drafts nothing ends, and the next has none.
+        If the forward or a drafter raises, so does this, with nothing drawn, committed or told: the caller
+        gives the engine up, or calls again, and all answers are as if it had not raised. What the plan did
+        stands: sessions are charged, for the next plan too, branches gave way, fetches began, and branches
+        without room ended, which the next step tells. CorruptKV is final, and so is what a transfer raises
+        that is no MalleeError. Where the device had too little memory for the step, its newest branch ends
+        with that error, and the others go on; after one with drafts nothing ends, and the next has none.
+        Where it had too little for a copy to or from a tier, nothing ends: what did not come is computed,
+        and what could not go is told.
         """
         watch = self._watch
         if watch is not None:
@@ -548,7 +552,7 @@ class Engine:
         return result
 
     def _draft(self, speculator: Speculator, plan: Plan) -> None:
-        """Give `plan` drafts. What raises leaves the engine as if the step had not begun."""
+        """Give `plan` drafts. What raises leaves of the step what the plan did (`step`)."""
         try:
             speculator.draft(plan)
         except BaseException:
@@ -611,7 +615,10 @@ class Engine:
             return ()  # of another version, which had other fields
         if record.fingerprint != self._forward.spec.identity:
             return ()  # of other weights: its blocks are found by nothing
-        logits = None if record.logits is None else self._forward.undump(record.logits)
+        logits: Logits | None = None
+        if record.logits is not None:
+            with suppress(MalleeError):  # without them the last token is computed again
+                logits = self._forward.undump(record.logits)
         self._capsules.adopt(record, logits, is_durable=True)
         keys = unpack_hashes(record.keys).tolist()
         tail = keys[-1:] if record.has_tail else []

@@ -276,7 +276,10 @@ class Forward(Protocol):
         ...
 
     def dump(self, logits: Logits) -> bytes:
-        """Kept logits as bytes, for `undump` of a `Forward` of the same fingerprint."""
+        """Kept logits as bytes, for `undump` of a `Forward` of the same fingerprint.
+
+        Raises DeviceMemoryExhausted, as `undump` does.
+        """
         ...
 
     def undump(self, raw: bytes) -> Logits:

@@ -14,6 +14,7 @@ from msgspec import structs
 from mallee.protocol.errors import (
     ContextLengthExceeded,
     CorruptExport,
+    IncompatibleCapsule,
     InvalidParameter,
     MalleeError,
 )
@@ -52,11 +53,16 @@ def as_sent(record: CapsuleRecord) -> CapsuleRecord:
 
 
 def num_rows(model: ModelSpec, block_size: int, num_computed: int) -> tuple[int, int]:
-    """Blocks of the first so many tokens, and beside them the rows of windows that are read after those."""
+    """Blocks of the first so many tokens, and beside them the rows of windows that are read after those.
+
+    Raises IncompatibleCapsule: the model has layers whose state is no rows of a window.
+    """
     end = -(-num_computed // block_size)
     rows = 0
     for group in model.windows:
-        assert group.window is not None, "only windows are beside the full group"
+        if group.window is None:
+            layers = f"what layers {', '.join(map(str, group.layers))} keep"
+            raise IncompatibleCapsule(SENT_AS, [(layers, "KV of tokens", f"a {group.kind}")])
         per_block = -(-group.nbytes_per_token // model.groups[0].nbytes_per_token)
         rows += per_block * (end - max(0, num_computed - group.window + 1) // block_size)
     return end, rows
@@ -65,12 +71,12 @@ def num_rows(model: ModelSpec, block_size: int, num_computed: int) -> tuple[int,
 def received(payload: bytes, num_blocks: int, model: ModelSpec, block_size: int) -> CapsuleRecord:
     """The record in `payload`, of a file with so many blocks.
 
-    Raises CorruptExport, ContextLengthExceeded.
+    Raises CorruptExport, ContextLengthExceeded, IncompatibleCapsule.
     """
     try:
         record = decode_record(payload)
         _check(record, num_blocks, model, block_size)
-    except (CorruptExport, ContextLengthExceeded):
+    except (CorruptExport, ContextLengthExceeded, IncompatibleCapsule):
         raise
     except MalleeError as error:
         raise _bad(str(error)) from error

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Final, Self
 
 import httpx
@@ -27,7 +28,7 @@ from mallee.actors.epp.pods.endpoints import (
 )
 from mallee.actors.epp.pods.kubernetes import PoolEndpoints, account_namespace, server_of
 from mallee.actors.epp.pods.pods import PodLimits, Pods
-from mallee.actors.epp.prompts import Prompt, PromptReader
+from mallee.actors.epp.prompts import PromptReader
 from mallee.actors.epp.server import Limits, PickerServer
 from mallee.actors.gateway.bookings import BookingFeed
 from mallee.actors.tasks import Tasks
@@ -104,7 +105,7 @@ class Picker:
         numbers = itertools.count()
         self.server = PickerServer(
             self.placement,
-            self._read_prompt,
+            lambda: partial(self._reader.read, adapters=self.pods.adapters),
             self.counts,
             Limits(config.max_body_mb << 20, config.max_streams, config.decide_s),
             new_id=lambda: f"{self.name}-{next(numbers)}",
@@ -196,9 +197,6 @@ class Picker:
             "mallee_picker_unknown_blocks": pods.num_unknown_blocks,
             "mallee_picker_remote_requests": self.router.stats().remote_requests,
         }
-
-    def _read_prompt(self, headers: dict[str, str], body: bytes) -> Prompt:
-        return self._reader.read(headers, body, adapters=self.pods.adapters)
 
 
 def _name() -> str:

@@ -78,13 +78,14 @@ class Limits:
 class PickerServer:
     """The service at one address. Belongs to one event loop.
 
+    `prompt_reader()` is what reads one body, in any thread: it has what that needs of the loop's.
     `new_id()` names bookings; `is_ready()` answers the health check.
     """
 
     def __init__(
         self,
         placement: Placement,
-        read_prompt: ReadPrompt,
+        prompt_reader: Callable[[], ReadPrompt],
         observer: Observer,
         limits: Limits,
         *,
@@ -92,7 +93,7 @@ class PickerServer:
         is_ready: Callable[[], bool],
     ) -> None:
         self._placement = placement
-        self._read_prompt = read_prompt
+        self._prompt_reader = prompt_reader
         self._observer = observer
         self._limits = limits
         self._new_id = new_id
@@ -175,10 +176,11 @@ class PickerServer:
     async def _pick(self, wanted: Wanted, request: RequestId) -> tuple[Picked | Refusal, Prompt]:
         began = time.perf_counter()
         async with asyncio.timeout(self._limits.decide_s):
+            read_prompt = self._prompt_reader()
             if len(wanted.body) <= AT_ONCE_NBYTES:
-                prompt = self._read_prompt(wanted.headers, wanted.body)
+                prompt = read_prompt(wanted.headers, wanted.body)
             else:
-                prompt = await asyncio.to_thread(self._read_prompt, wanted.headers, wanted.body)
+                prompt = await asyncio.to_thread(read_prompt, wanted.headers, wanted.body)
         picked = self._placement.pick(request, prompt, wanted.subset)
         outcome = str(picked.status) if isinstance(picked, Refusal) else "picked"
         self._observer.decided(outcome, time.perf_counter() - began)

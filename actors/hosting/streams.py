@@ -28,24 +28,37 @@ LOGPROB_NBYTES = 120
 
 
 class MergedUpdates:
-    """Updates of one branch as one."""
+    """Updates of one branch as one; tokens that were injected (`Update.injected`) stay by themselves."""
 
-    __slots__ = ("_last", "_logprobs", "_position", "_tokens")
+    __slots__ = ("_drafts", "_last", "_logprobs", "_position", "_tokens")
 
     def __init__(self, first: Update) -> None:
         self._last = first
+        self._drafts = first.drafts
         self._position = first.position
         self._tokens = list(first.tokens)
         self._logprobs: list[TokenLogprobs] = list(first.logprobs)
 
-    def add(self, update: Update) -> None:
+    def add(self, update: Update) -> bool:
+        """Take in the next update; False: it has to be told by itself."""
+        if self._last.injected or update.injected:
+            return False
         self._last = update
+        if update.drafts is not None:
+            drafted, accepted = self._drafts or (0, 0)
+            self._drafts = drafted + update.drafts[0], accepted + update.drafts[1]
         self._tokens += update.tokens
         self._logprobs += update.logprobs
+        return True
 
     def update(self) -> Update:
-        tokens, logprobs = tuple(self._tokens), tuple(self._logprobs)
-        return replace(self._last, tokens=tokens, logprobs=logprobs, position=self._position)
+        return replace(
+            self._last,
+            tokens=tuple(self._tokens),
+            logprobs=tuple(self._logprobs),
+            position=self._position,
+            drafts=self._drafts,
+        )
 
 
 class MergedReports:
@@ -54,7 +67,7 @@ class MergedReports:
     __slots__ = ("_last", "_lost", "_replies", "_updates")
 
     def __init__(self) -> None:
-        self._updates: dict[tuple[str, int], MergedUpdates] = {}
+        self._updates: dict[tuple[str, int], list[MergedUpdates]] = {}
         self._replies: list[CapsuleReply] = []
         self._last: Report | None = None
         self._lost: str | None = None
@@ -66,11 +79,9 @@ class MergedReports:
         self._replies += report.frame.replies
         nbytes = UPDATE_NBYTES * len(report.frame.replies)
         for update in report.frame.updates:
-            key = update.request, update.branch
-            if key in self._updates:
-                self._updates[key].add(update)
-            else:
-                self._updates[key] = MergedUpdates(update)
+            own = self._updates.setdefault((update.request, update.branch), [])
+            if not own or not own[-1].add(update):
+                own.append(MergedUpdates(update))
                 nbytes += UPDATE_NBYTES
             nbytes += TOKEN_NBYTES * len(update.tokens)
             nbytes += LOGPROB_NBYTES * sum(1 + len(top) for _, top in update.logprobs)
@@ -78,7 +89,7 @@ class MergedReports:
 
     def report(self) -> Report:
         assert self._last is not None
-        updates = tuple(merged.update() for merged in self._updates.values())
+        updates = tuple(merged.update() for own in self._updates.values() for merged in own)
         frame = Frame(self._last.frame.step, updates, tuple(self._replies))
         return replace(self._last, frame=frame, lost=self._lost)
 
@@ -119,12 +130,13 @@ class Stream:
 
     def put(self, report: Report) -> None:
         """Have a report go out at the end of this turn of the loop, or once the socket has room."""
-        if self._merged or self._sink.is_slow:
-            self._merge(report)
+        if not self._merged and not self._sink.is_slow:
+            if not self._pending:
+                asyncio.get_running_loop().call_soon(self.flush)
+            self._pending.append(report)
             return
-        if not self._pending:
-            asyncio.get_running_loop().call_soon(self.flush)
-        self._pending.append(report)
+        self._merge_pending()  # what came before it: a receipt may have filled the socket meanwhile
+        self._merge(report)
 
     def beat(self, reports: Sequence[Report]) -> None:
         """Say that the host lives, and how far its workers are; a gateway that doesn't read is not told."""
@@ -135,19 +147,22 @@ class Stream:
 
     def flush(self) -> None:
         """Write what waits, if the socket has room."""
-        pending, self._pending = self._pending, []
-        if not self._sink.is_slow:
-            if pending:
-                self._sink.send(encode(pending))
-            return
-        for report in pending:
-            self._merge(report)
+        if self._sink.is_slow:
+            self._merge_pending()
+        elif self._pending:
+            pending, self._pending = self._pending, []
+            self._sink.send(encode(pending))
 
     def end(self, refusal: str | None = None) -> None:
         """Write what waits, and no more; `refusal`: the reason for which the gateway is cut."""
         self.is_ended = True
         self.flush()
         self._sink.finish(refusal)
+
+    def _merge_pending(self) -> None:
+        pending, self._pending = self._pending, []
+        for report in pending:
+            self._merge(report)
 
     def _merge(self, report: Report) -> None:
         life = report.worker, report.incarnation

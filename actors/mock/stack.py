@@ -28,7 +28,7 @@ from mallee.actors.bus.children import death_follower, end
 from mallee.actors.config import AppConfig
 from mallee.actors.mock.fleet import MockPlan
 from mallee.actors.mock.process import ProcessSpec
-from mallee.actors.proxy.connections import LimitedServer
+from mallee.actors.proxy.server import Server
 from mallee.actors.transport.greeting import Secret, new_secret
 from mallee.protocol.errors import ConfigError, InternalError, NoWorker
 from mallee.protocol.subjects import BusRole
@@ -67,7 +67,7 @@ class MockStack:
         self._folder = Path(tempfile.mkdtemp(prefix="mallee-"))
         self._listener: socket.socket | None = None
         self._gateway: Gateway | None = None
-        self._server: LimitedServer | None = None
+        self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     @property
@@ -180,10 +180,8 @@ class MockStack:
             secret=Secret(self._secret),
         )
         await self._gateway.start()
-        self._server = LimitedServer(
+        self._server = Server(
             self._gateway.api,
-            max_connections=self.config.http.max_connections,
-            max_per_client=self.config.http.max_connections_per_client,
             takes_sockets=True,
             ws_max_size=self.config.http.max_body_bytes,
             log_level="error",

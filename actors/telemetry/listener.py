@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from mallee.actors.addresses import first_free_listener
 from mallee.actors.config import TelemetrySettings
-from mallee.actors.proxy.connections import LimitedServer
+from mallee.actors.proxy.server import Server
 from mallee.actors.tasks import Tasks
 from mallee.actors.telemetry.metrics import content_type
 
@@ -60,7 +60,7 @@ class MetricsListener:
         self._settings = settings
         self._own_ip = own_ip
         self.tasks = Tasks("the metrics listener")
-        self._server: LimitedServer | None = None
+        self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._socket: socket.socket | None = None
 
@@ -75,11 +75,8 @@ class MetricsListener:
             Route("/health/live", self._live),
             Route("/health/ready", self._ready),
         ]
-        self._server = LimitedServer(
-            Starlette(routes=routes),
-            max_connections=MAX_CONNECTIONS,
-            max_per_client=MAX_CONNECTIONS,
-            log_level="error",
+        self._server = Server(
+            Starlette(routes=routes), limit_concurrency=MAX_CONNECTIONS, log_level="error"
         )
         serving = self._server.serve(sockets=[self._socket])
         self._serving = self.tasks.spawn(serving, name="the server of metrics")

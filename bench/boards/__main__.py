@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 from typing import Final
 
+from bench.boards.chart import DASHBOARDS, RULES, dashboard
 from bench.boards.deployment import Deployment, deployment
-from bench.boards.pictures import Span, draw, read
+from bench.boards.pictures import Span, draw
 from bench.boards.prometheus import missing, prometheus
 from bench.boards.traffic import Traffic
-from mallee.actors.telemetry.boards.files import BOARDS, write
 
 PICTURES: Final = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 SETTINGS: Final = (
@@ -46,16 +46,15 @@ def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        *boards, rules = write(folder / "chart")
         with (
             deployment(folder, "smollm2", SETTINGS) as served,
-            prometheus(served.scrapes(), [rules]) as server,
+            prometheus(served.scrapes(), [RULES]) as server,
         ):
             begin = time.time()
             statuses = asyncio.run(load(served, seconds))
             span = Span(begin, time.time())
-            for board, path in zip(BOARDS, boards, strict=True):
-                draw(server, read(path), span, PICTURES / f"{board.name}.png")
+            for name in DASHBOARDS:
+                draw(server, dashboard(name), span, PICTURES / f"{name}.png")
             firing = sorted(
                 {each["labels"]["alertname"] for each in server.get("alerts")["alerts"]}
             )

@@ -4,7 +4,6 @@ No Grafana draws them: lines, colours and letters are matplotlib's. Queries, pla
 of series are the file's own.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable
@@ -279,8 +278,3 @@ def _shrink(path: Path) -> None:
 
     with Image.open(path) as image:
         image.convert("RGB").quantize(128).save(path, optimize=True)
-
-
-def read(path: Path) -> Any:
-    """A dashboard's file."""
-    return json.loads(path.read_text(encoding="utf-8"))

@@ -41,7 +41,7 @@ from mallee.actors.hosting.engine import EngineThread, add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
 from mallee.actors.mock.process import run
-from mallee.actors.proxy.connections import LimitedServer
+from mallee.actors.proxy.server import Server
 from mallee.actors.transport.address import Way
 from mallee.actors.transport.greeting import Secret
 from mallee.actors.transport.sockets import Dial, SocketTransport
@@ -208,12 +208,7 @@ async def gateway(spec: GatewaySpec) -> Any:
         secret=Secret(spec.secret),
     )
     await made.start()
-    server = LimitedServer(
-        made.api,
-        max_connections=config.http.max_connections,
-        max_per_client=config.http.max_connections_per_client,
-        log_level="error",
-    )
+    server = Server(made.api, log_level="error")
     serving = asyncio.create_task(server.serve(sockets=[listener("127.0.0.1", spec.port)]))
 
     async def report() -> Report:

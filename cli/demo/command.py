@@ -1,7 +1,8 @@
 """`mallee demo`: five questions about one document, forked from one capsule, then asked plainly; a search.
 
-All of it goes through the real service on this machine over HTTP. Each request of the plain half has a
-cache salt of its own, so that it finds every worker cold, as on a server that doesn't know forks.
+All of it goes through the real service on this machine over HTTP. The plain half is what servers with
+prefix caches do behind a round robin: question i finds what question i - w has left, of w servers. A cache
+salt for each server keeps their caches apart, and those of the fork half.
 """
 
 import json
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from mallee.client import Branch, Mallee
 
 WIDE = 135
+ENDINGS = 3  # of one answer, that is gone back into
 SYSTEM = "You answer questions about a text, briefly and from the text alone.\n\n" + DOCUMENT
 
 
@@ -45,7 +47,7 @@ def demo(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Fork five questions over one document, ask the same five plainly, and search for one answer.
+    """Fork five questions over one document, ask the same plainly, go back in one answer, and search.
 
     Example: mallee demo --max-tokens 32
     """
@@ -61,13 +63,14 @@ def demo(
 def run_demo(
     model: str, *, workers: int, max_tokens: int, keep: bool, quiet: bool
 ) -> dict[str, Any]:
-    """Start a service, run the demo, stop it. Returns {"fork": half, "plain": half, "search": ways}.
+    """Start a service, run the demo, stop it. Returns {"fork", "plain": halves, "rewind", "search": ways}.
 
     A half is {"branches": [{"worker", "cached_tokens", "prefill_tokens", "ttft_ms", "total_ms",
     "text"}], "affinity", "total_ms", "prefill_ms"}. Times are the client's, HTTP included; the fork
     half's `total_ms` includes its `prefill_ms`. `affinity` is the share of branches on the worker that
-    served most of them. `ways` are those of `searched`. With `keep` the service is stopped by a signal
-    only. With `quiet` nothing is printed.
+    served most of them. "rewind" is {"at", "endings", "prefill_tokens", "ttft_ms"}: the token of an answer
+    to go on from, how often, and what these took in all. `ways` are those of `searched`. With `keep` the
+    service is stopped by a signal only. With `quiet` nothing is printed.
     """
     from mallee.actors.addresses import free_port
     from mallee.actors.config import AppConfig
@@ -96,15 +99,15 @@ def _measured(base_url: str, console: Console, *, workers: int, max_tokens: int)
 
     with Mallee(base_url) as client:
         _warm_up(client, workers)
-        fork = _forked(client, max_tokens, console)
-        plain = _plain(client, max_tokens, console)
+        fork, rewind = _forked(client, max_tokens, console)
+        plain = _plain(client, max_tokens, workers, console)
         # Eight columns of figures leave no room for the questions on a narrow terminal: number them.
         numbers = [str(i + 1) for i in range(len(QUESTIONS))]
         labels = QUESTIONS if console.width >= WIDE else numbers
         console.print(_table(fork, plain, labels))
-        console.print(_summary(fork, plain))
+        console.print(_summary(fork, plain, rewind), highlight=False)
         search = _search(client, console)
-    return {"fork": fork, "plain": plain, "search": search}
+    return {"fork": fork, "plain": plain, "rewind": rewind, "search": search}
 
 
 def _search(client: "Mallee", console: Console) -> dict[str, Any]:
@@ -147,7 +150,10 @@ def _warm_up(client: "Mallee", workers: int) -> None:
         stream.wait()
 
 
-def _forked(client: "Mallee", max_tokens: int, console: Console) -> dict[str, Any]:
+def _forked(
+    client: "Mallee", max_tokens: int, console: Console
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fork half, and other endings of its first answer."""
     from mallee.client.view import live
 
     begin = time.perf_counter()
@@ -162,14 +168,32 @@ def _forked(client: "Mallee", max_tokens: int, console: Console) -> dict[str, An
         title = f"capsule {capsule.id} on {capsule.worker}, {capsule.tokens} tokens"
         done = live(branches, title, labels=QUESTIONS, console=console)
         total_ms = _since(begin)
-    return _half(done, total_ms, prefill_ms)
+        rewind = _rewound(done[0], max_tokens)
+    return _half(done, total_ms, prefill_ms), rewind
 
 
-def _plain(client: "Mallee", max_tokens: int, console: Console) -> dict[str, Any]:
+def _rewound(answer: "Branch", max_tokens: int) -> dict[str, Any]:
+    """Go on from the middle of `answer` in other ways: no server of prefixes has its KV by that name."""
+    assert answer.boundary is not None
+    assert answer.completion_tokens is not None
+    drawn = answer.completion_tokens // 2
+    endings = answer.fork(
+        ENDINGS, at=answer.boundary - drawn, max_tokens=max_tokens, temperature=1.0, seed=1
+    ).wait()
+    return {
+        "at": answer.completion_tokens - drawn,
+        "endings": len(endings),
+        "prefill_tokens": sum(each.prefill_tokens or 0 for each in endings),
+        "ttft_ms": _rounded(max(each.ttft_ms or 0.0 for each in endings)),
+    }
+
+
+def _plain(client: "Mallee", max_tokens: int, workers: int, console: Console) -> dict[str, Any]:
     from mallee.client import Mallee
 
     console.print(
-        "\n[bold]plain[/]: the same five requests, each with the whole text, workers cold"
+        f"\n[bold]plain[/]: the same five requests, each with the whole text, to {workers} prefix caches"
+        " in turn, as round robin sends them"
     )
     begin = time.perf_counter()
 
@@ -183,7 +207,7 @@ def _plain(client: "Mallee", max_tokens: int, console: Console) -> dict[str, Any
                 messages=messages,
                 max_tokens=max_tokens,
                 temperature=0.0,
-                cache_salt=f"cold-{index}",
+                cache_salt=f"server-{index % workers}",
             )
             return stream.wait()[0]
 
@@ -236,14 +260,17 @@ def _table(fork: dict[str, Any], plain: dict[str, Any], labels: Sequence[str]) -
     return table
 
 
-def _summary(fork: dict[str, Any], plain: dict[str, Any]) -> str:
+def _summary(fork: dict[str, Any], plain: dict[str, Any], rewind: dict[str, Any]) -> str:
     computed = [sum(b["prefill_tokens"] for b in half["branches"]) for half in (fork, plain)]
     cached = fork["branches"][0]["cached_tokens"]
     return (
         f"fork : {fork['total_ms'] / 1000:.1f} s in all ({fork['prefill_ms'] / 1000:.1f} s of it the"
         f" shared prefill), {cached + computed[0]} prompt tokens computed,"
         f" affinity {fork['affinity']:.2f}\n"
-        f"plain: {plain['total_ms'] / 1000:.1f} s in all, {computed[1]} prompt tokens computed"
+        f"plain: {plain['total_ms'] / 1000:.1f} s in all, {computed[1]} prompt tokens computed (round robin"
+        " under prefix caching)\n"
+        f"rewind: {rewind['endings']} other endings from token {rewind['at']} of the first answer:"
+        f" {rewind['prefill_tokens']} prompt tokens computed, first tokens within {rewind['ttft_ms']:.0f} ms"
     )
 
 

@@ -10,7 +10,6 @@ import typer
 from rich.markup import escape
 
 from mallee.cli.options import (
-    DEFAULT_KV_TOKENS,
     DEFAULT_TIMING,
     POLICIES,
     BlockSizeOption,
@@ -37,8 +36,10 @@ from mallee.cli.options import (
     check_file,
     check_out,
     count,
+    kv_tokens_of,
     say_written,
 )
+from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -59,8 +60,9 @@ def replay(
     engines: Annotated[int, typer.Option(help="Workers, each with a cache of its own.")] = 4,
     policy: Annotated[str, typer.Option(help=POLICIES)] = "cost",
     kv_tokens: Annotated[
-        int, typer.Option(help="KV memory of each worker, in tokens.")
-    ] = DEFAULT_KV_TOKENS,
+        int | None,
+        typer.Option(help="KV memory of each worker, in tokens; by default what its device holds."),
+    ] = None,
     block_size: BlockSizeOption = None,
     timing: TimingOption = DEFAULT_TIMING,
     speedup: SpeedupOption = 1.0,
@@ -97,8 +99,11 @@ def replay(
         float, typer.Option(help="Seconds that sessions want their text retained after its use.")
     ] = 0.0,
     kv_bytes_per_token: Annotated[
-        int, typer.Option(help="Bytes of a token's KV, where KV moves.")
-    ] = 131_072,
+        int | None,
+        typer.Option(
+            help="Bytes of a token's KV, where KV moves; by default those of the timing's model."
+        ),
+    ] = None,
     link_gb_s: Annotated[float, typer.Option(help="GB/s of KV from worker to worker.")] = 25.0,
     shared_reads: Annotated[
         bool, typer.Option(help="Rows read the blocks that they share once (tree attention).")
@@ -113,7 +118,7 @@ def replay(
 ) -> None:
     """Replay a trace on real routers and schedulers in front of modelled devices.
 
-    Exit status 1 if a request failed.
+    Exit status 1 if a request failed or never ended.
 
     Example: mallee replay trace.jsonl --engines 8 --policy cost
     """
@@ -124,11 +129,12 @@ def replay(
     from mallee.mocker.replay.run import replay as run
     from mallee.traces.read import read_workload
 
-    kv_bytes = count("kv-bytes-per-token", kv_bytes_per_token) or 0
+    moves = bool(prefill_engines or migrate or host_kv_tokens or disk_kv_tokens)
+    kv_bytes = _kv_bytes(timing, count("kv-bytes-per-token", kv_bytes_per_token), are_needed=moves)
     config = ReplayConfig(
         engines=engines,
         policy=policy,
-        kv_tokens=kv_tokens,
+        kv_tokens=kv_tokens_of(timing, kv_tokens, engines_per_device),
         block_size=count("block-size", block_size) or 0,
         timing=timing,
         speedup=speedup,
@@ -167,12 +173,27 @@ def replay(
         )
         result = run(workload, config)
     _show(result, as_json=as_json)
-    _write(result, out, csv)
     if as_json:
         found = {**result.summary, "by_class": result.by_class, "conditions": result.conditions}
         sys.stdout.write(json.dumps(found, allow_nan=False) + "\n")
+        sys.stdout.flush()  # whatever becomes of the files
+    _write(result, out, csv)
     if result.summary["lost"] or result.summary["errors"]:
         raise typer.Exit(1)
+
+
+def _kv_bytes(timing: str, given: int | None, *, are_needed: bool) -> int:
+    """Bytes of a token's KV: as given, or of the timing's model. Raises ConfigError."""
+    from mallee.mocker.links import TOKEN_NBYTES
+    from mallee.mocker.timing.profiles import kv_room
+
+    found = given or kv_room(timing).token_nbytes
+    if are_needed and not found:
+        raise ConfigError(
+            f"--timing {timing} does not say what a token's KV takes, and KV moves: give"
+            " --kv-bytes-per-token"
+        )
+    return found or TOKEN_NBYTES
 
 
 def _tiers(host_tokens: int, disk_tokens: int, token_nbytes: int) -> "TierConfig | None":

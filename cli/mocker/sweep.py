@@ -16,7 +16,6 @@ import typer
 from rich.markup import escape
 
 from mallee.cli.options import (
-    DEFAULT_KV_TOKENS,
     DEFAULT_TIMING,
     POLICIES,
     BlockSizeOption,
@@ -42,6 +41,7 @@ from mallee.cli.options import (
     check_out,
     command_of,
     count,
+    kv_tokens_of,
     say_written,
 )
 from mallee.protocol.errors import ConfigError
@@ -68,8 +68,11 @@ def sweep(
     engines: Annotated[str, typer.Option(help="Numbers of engines, with commas.")] = "2,4,8",
     policy: Annotated[str, typer.Option(help=f"With commas: {POLICIES}")] = "cost,round_robin",
     kv_tokens: Annotated[
-        str, typer.Option(help="KV memory of each engine, in tokens, with commas.")
-    ] = str(DEFAULT_KV_TOKENS),
+        str | None,
+        typer.Option(
+            help="KV memory of each engine, in tokens, with commas; by default what its device holds."
+        ),
+    ] = None,
     block_size: BlockSizeOption = None,
     kind: KindOption = "auto",
     timing: TimingOption = DEFAULT_TIMING,
@@ -132,9 +135,12 @@ def sweep(
         )
         for seed in tried
     }
-    grid = Grid(
-        _numbers("engines", engines), _words("policy", policy), _numbers("kv-tokens", kv_tokens)
+    rooms = (
+        [kv_tokens_of(timing, None, engines_per_device)]
+        if kv_tokens is None
+        else _numbers("kv-tokens", kv_tokens)
     )
+    grid = Grid(_numbers("engines", engines), _words("policy", policy), rooms)
     base = ReplayConfig(
         block_size=count("block-size", block_size) or 0,
         timing=timing,
@@ -183,8 +189,12 @@ def figures(
     requests: RequestsOption = None,
     engines: Annotated[int, typer.Option(min=1, help="Engines of the first two figures.")] = 4,
     kv_tokens: Annotated[
-        int, typer.Option(min=1, help="KV memory of each, in tokens, in the first.")
-    ] = DEFAULT_KV_TOKENS,
+        int | None,
+        typer.Option(
+            min=1,
+            help="KV memory of each, in tokens, but in the second; by default what its device holds.",
+        ),
+    ] = None,
     timing: TimingOption = DEFAULT_TIMING,
     speedup: SpeedupOption = 1.0,
     sessions_per_hour: SessionsOption = 240.0,
@@ -216,8 +226,14 @@ def figures(
             sessions_per_hour=sessions_per_hour,
         )
         make()
+    room = kv_tokens_of(timing, kv_tokens)
     conditions = Conditions(
-        engines=engines, kv_tokens=kv_tokens, timing=timing, speedup=speedup, seed=seed
+        engines=engines,
+        kv_tokens=room,
+        fan_tokens=room,
+        timing=timing,
+        speedup=speedup,
+        seed=seed,
     )
     with _progress("replays", len(all_jobs(make, conditions))) as on_done:
         made = make_figures(make, out, conditions, processes=_processes(processes), on_done=on_done)
@@ -317,4 +333,6 @@ def _failed(fleet: "Fleet") -> str:
     for run in fleet.runs.values():
         if failed := sum(run.summary["errors"].values()):
             return f"{failed} requests; {next(iter(run.summary['reasons'].values()))}"
+        if lost := run.summary["lost"]:
+            return f"{lost} requests never ended"
     return fleet.error

@@ -81,9 +81,11 @@ class Clients:
         if self._concurrency:
             self._fill()
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that were read and have not begun: for others' ends, or for room."""
+    def count_waiting(self) -> int:
+        """Requests that have not begun: for others' ends, or for room. Reads what is left of them."""
+        while self._next is not None:
+            self._ready.append(self._next)
+            self._next = self._read()
         return len(self._missing) + len(self._ready)
 
     # How they come

@@ -32,8 +32,8 @@ _DTYPE: Final = np.dtype(
 class Columns(NamedTuple):
     """Requests in the order of their ends, a column for each thing known of them: [num_requests].
 
-    Times are virtual seconds, NaN for what never was (`first_s` also of requests that failed). `worker` is
-    where its first part went, `session` and `cls` index the result's lists. `input_tokens`: the whole
+    Times are virtual seconds, NaN for what never was (`first_s` also of requests that failed). `worker`
+    (where its first part went), `session` and `cls` index the result's lists. `input_tokens`: the whole
     prompt, of a fork with its parent's text; `output_tokens` over all branches; `cached_tokens` of the
     prompt were there already, `computed_tokens` were computed, over all parts and again after losses.
     """

@@ -1,5 +1,6 @@
 """The result of a replay: a summary, the conditions, a row for each request."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mallee.mocker.replay.config import ReplayConfig
+from mallee.mocker.replay.fleet.workers import Worker
 from mallee.mocker.replay.records import Columns, Floats, Histogram, Ints
 from mallee.mocker.replay.simulation import Simulation
 from mallee.mocker.timing import Timing
@@ -36,10 +38,12 @@ class Result:
     requests (with those that failed, which count in no latency),
     requests_per_s (simulated per second of wall time), wall_s (the run), read_s (the workload),
     open_s (making the fleet), duration_s (virtual),
-    virtual_requests_per_s, output_tokens_per_s, prefill_tokens_per_s (virtual)
+    virtual_requests_per_s, output_tokens_per_s, prefill_tokens_per_s (virtual; if requests are lost over the
+    time until nothing happens any more)
     ttft_ms, itl_ms, e2e_ms, queue_ms (first token less what the prompt would take alone, if computed
     with nothing else on that worker), tpot_ms (mean gap of each request)
-    goodput_per_s (virtual: requests within both slo_ttft_ms, slo_itl_ms by their mean gap), slo_share
+    goodput_per_s (virtual: requests within both slo_ttft_ms, slo_itl_ms by their mean gap), slo_share (of all
+    requests: those that failed or are lost missed both)
     hit_rate (share of prompt tokens that were there already), prefix_copies (`sharing.Sharing`),
     regret_blocks, spills, evictions, preemptions, retries, rebuilt_capsules
     errors (by code, how many), reasons (by code, the first in words), lost (never ended)
@@ -49,6 +53,8 @@ class Result:
     long as it waits for a shared device), devices (shares of the time that shared ones work and change
     engines, and how often they change; None where none is shared)
     digest (of all that was delivered, in order), num_events, num_steps, peak_mb
+
+    `workers` are lives in the order of their beginnings: "w1", and "w1#2" when it has come back.
     """
 
     summary: dict[str, Any]
@@ -69,18 +75,21 @@ def summarise(workload: Workload, simulation: Simulation, wall: Wall) -> Result:
     itl = simulation.gaps.histogram()
     queue_s = _queue_s(columns, simulation.timing)
     classes, sessions = list(simulation.classes), list(simulation.sessions)
-    workers = sorted(simulation.fleet.lives.values(), key=lambda w: (w.index, w.incarnation))
+    workers = list(simulation.fleet.lives.values())
+    lost = _num_lost(simulation)
+    span_s = simulation.clock.now if lost else float(columns.end_s.max(initial=0.0))
     summary = {
-        **_speed(columns, wall),
+        **_speed(columns, wall, span_s),
         **_latencies(columns, queue_s),
         "itl_ms": _of_gaps(itl, simulation.gaps.mean_s),
-        **_goodput(columns, config),
+        **_goodput(columns, config, span_s, lost),
         **_cache(columns, simulation),
         **_troubles(simulation),
+        "lost": lost,
         "fairness_sessions": _session_fairness(columns, len(sessions)),
         "fairness_workers": jain([w.busy_s for w in workers]),
-        "utilisation": _utilisation(simulation, _span_s(columns)),
-        "devices": _devices(simulation, _span_s(columns)),
+        "utilisation": _utilisation(simulation, span_s),
+        "devices": _devices(simulation, span_s),
         "digest": simulation.log.digest(),
         "num_events": simulation.clock.num_events,
         "num_steps": sum(w.num_steps for w in workers),
@@ -92,7 +101,7 @@ def summarise(workload: Workload, simulation: Simulation, wall: Wall) -> Result:
         columns,
         sessions,
         classes,
-        [worker.name for worker in workers],
+        _names(workers),
         itl,
         _groups(columns, queue_s, columns.cls, classes),
         _groups(columns, queue_s, columns.session, sessions[:MAX_SESSIONS]),
@@ -123,15 +132,32 @@ def _conditions(workload: Workload, simulation: Simulation) -> dict[str, Any]:
         "event_lag_ms": config.event_lag_s * 1e3,
         "host_tokens": tiers.host_tokens if tiers is not None else 0,
         "disk_tokens": tiers.disk_tokens if tiers is not None else 0,
+        "kv_bytes_per_token": config.link.token_nbytes,
         "faults": len(config.faults),
         "slo_ttft_ms": config.slo_ttft_s * 1e3,
         "slo_itl_ms": config.slo_itl_s * 1e3,
     }
 
 
-def _speed(columns: Columns, wall: Wall) -> dict[str, Any]:
+def _names(workers: Sequence[Worker]) -> list[str]:
+    """One for each life."""
+    counts = Counter[str]()
+    names: list[str] = []
+    for worker in workers:
+        counts[worker.name] += 1
+        num = counts[worker.name]
+        names.append(worker.name if num == 1 else f"{worker.name}#{num}")
+    return names
+
+
+def _num_lost(simulation: Simulation) -> int:
+    """Requests that never ended, or never began."""
+    clients = simulation.clients
+    return clients.num_begun - clients.num_ended + clients.count_waiting()
+
+
+def _speed(columns: Columns, wall: Wall, duration_s: float) -> dict[str, Any]:
     num = len(columns.number)
-    duration_s = _span_s(columns)
     per_s = 1.0 / duration_s if duration_s else 0.0
     return {
         "requests": num,
@@ -144,11 +170,6 @@ def _speed(columns: Columns, wall: Wall) -> dict[str, Any]:
         "output_tokens_per_s": int(columns.output_tokens.sum()) * per_s,
         "prefill_tokens_per_s": int(columns.computed_tokens.sum()) * per_s,
     }
-
-
-def _span_s(columns: Columns) -> float:
-    """Until the last request ended."""
-    return float(columns.end_s.max(initial=0.0))
 
 
 def _latencies(columns: Columns, queue_s: Floats) -> dict[str, Any]:
@@ -196,14 +217,14 @@ def _of_gaps(itl: Histogram, mean_s: float) -> dict[str, float | None]:
     return {**{name: itl.percentile(share) * 1e3 for name, share in _SHARES}, "mean": mean_s * 1e3}
 
 
-def _goodput(columns: Columns, config: ReplayConfig) -> dict[str, Any]:
+def _goodput(columns: Columns, config: ReplayConfig, span_s: float, lost: int) -> dict[str, Any]:
     tpot = _tpot_s(columns)
     in_time = columns.first_s - columns.arrival_s <= config.slo_ttft_s
     good = in_time & (np.isnan(tpot) | (tpot <= config.slo_itl_s))
-    span_s = _span_s(columns)
+    num = len(good) + lost
     return {
         "goodput_per_s": float(good.sum()) / span_s if span_s else 0.0,
-        "slo_share": float(good.mean()) if len(good) else None,
+        "slo_share": float(good.sum()) / num if num else None,
     }
 
 
@@ -235,9 +256,6 @@ def _troubles(simulation: Simulation) -> dict[str, Any]:
         "tiers": _tiers(simulation),
         "errors": dict(simulation.errors),
         "reasons": dict(simulation.reasons),
-        "lost": simulation.clients.num_begun
-        - simulation.clients.num_ended
-        + simulation.clients.num_waiting,
     }
 
 
@@ -281,7 +299,7 @@ def _utilisation(simulation: Simulation, end: float) -> dict[str, Any]:
     shares = [
         worker.busy_s / span
         for worker in simulation.fleet.lives.values()
-        if (span := min(worker.left_s, end) - worker.joined_s) > 0
+        if (span := min(worker.left_s, max(end, worker.busy_until)) - worker.joined_s) > 0
     ]
     if not shares:
         return {"mean": None, "least": None, "most": None}

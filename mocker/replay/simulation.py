@@ -131,7 +131,7 @@ class Simulation:
         asked.unseen.add(shard.name)
         asked.num_retries += shard.dispatch.num_moves > 0
         if asked.worker < 0:
-            asked.worker = self.fleet.lives[shard.incarnation].index
+            asked.worker = shard.incarnation - 1  # lives are numbered from 1
             asked.routed = self.clock.now
 
     def prompted(self, request: RequestId, effect: Deliver) -> None:

@@ -70,7 +70,8 @@ def keep(result: Result) -> Run:
     """The part of a result that comparisons need."""
     columns = result.columns
     ttft = 1000 * (columns.first_s - columns.arrival_s)
-    ttft = np.where(np.isnan(ttft), np.inf, ttft)
+    lost = np.full(result.summary["lost"], np.inf)
+    ttft = np.concatenate((np.where(np.isnan(ttft), np.inf, ttft), lost))
     shares = np.linspace(0.0, 1.0, _QUANTILES)
     # As the summary interpolates; but nothing lies between a number and infinity.
     method: Literal["linear", "higher"] = "linear" if np.isfinite(ttft).all() else "higher"

@@ -33,7 +33,7 @@ FIGURES: Final[dict[str, Callable[[Run], float | None]]] = {
     "hit_rate": lambda run: run.summary["hit_rate"],
     "prefix_copies": lambda run: run.summary["prefix_copies"],
     "utilisation": lambda run: run.summary["utilisation"]["mean"],
-    "failed_requests": lambda run: sum(run.summary["errors"].values()),
+    "failed_requests": lambda run: sum(run.summary["errors"].values()) + run.summary["lost"],
 }
 _CONFIDENCE: Final = 0.95
 
@@ -241,7 +241,9 @@ def sweep(
     conditions = dict(known.conditions) if known is not None else {}
     for name in ("engines", "policy", "kv_tokens", "seed"):
         conditions.pop(name, None)
-    conditions["requests"] = known.summary["requests"] if known is not None else 0
+    conditions["requests"] = 0
+    if known is not None:
+        conditions["requests"] = known.summary["requests"] + known.summary["lost"]
     return Sweep(mark_frontier(fleets), conditions, good_share, tuple(makes))
 
 

@@ -83,6 +83,23 @@ def fitted() -> FittedFile:
     return msgspec.json.decode(data, type=FittedFile)
 
 
+class KVRoom(NamedTuple):
+    """KV memory of a device beside its model: the tokens that fit, and the bytes of one; 0: not known."""
+
+    tokens: int
+    token_nbytes: int
+
+
+def kv_room(name_or_path: str) -> KVRoom:
+    """KV memory as the timing of that name, or in that file, tells of it. Raises ConfigError."""
+    profile = fitted().profiles.get(name_or_path.partition("@")[0])
+    if profile is not None:
+        return KVRoom(profile.kv_tokens, profile.kv_bytes_per_token)
+    if name_or_path == DYNAMO or (path := _file(name_or_path)).suffix == ".npz":
+        return KVRoom(0, 0)
+    return KVRoom(0, read_timing(path).kv_bytes_per_token)
+
+
 def load_timing(name_or_path: str, *, kv_tokens: int | None = None) -> Timing:
     """The timing of that name, or in that file.
 
@@ -97,11 +114,7 @@ def load_timing(name_or_path: str, *, kv_tokens: int | None = None) -> Timing:
         if kv_tokens is None:
             raise ConfigError("timing='dynamo' depends on the KV memory: say how large it is")
         return Timing(Polynomial(kv_tokens))
-    path = Path(name_or_path)
-    if not path.is_file():
-        raise ConfigError(
-            f"timing={name_or_path!r} is no file and none of the profiles {', '.join(timing_names())}"
-        )
+    path = _file(name_or_path)
     if path.suffix == ".npz":
         return Timing(load_npz(path))
     return read_timing(path).timing()
@@ -110,6 +123,15 @@ def load_timing(name_or_path: str, *, kv_tokens: int | None = None) -> Timing:
 def timing_names() -> list[str]:
     """Names that `load_timing` knows."""
     return [*fitted().profiles, DYNAMO]
+
+
+def _file(name_or_path: str) -> Path:
+    path = Path(name_or_path)
+    if not path.is_file():
+        raise ConfigError(
+            f"timing={name_or_path!r} is no file and none of the profiles {', '.join(timing_names())}"
+        )
+    return path
 
 
 def _of_device(device: ClosedForm | Experts, engine: str) -> Timing:
@@ -124,10 +146,12 @@ def _of_device(device: ClosedForm | Experts, engine: str) -> Timing:
 
 def fits_table() -> list[str]:
     """The profiles and how near they are to what was measured, in lines for people."""
-    lines = [f"{'profile':<28} {'prefill error':>22} {'decode error':>22}   source"]
+    head = f"{'prefill error':>22} {'decode error':>22} {'KV tokens':>11} {'bytes each':>11}"
+    lines = [f"{'profile':<28} {head}   source"]
     for name, profile in fitted().profiles.items():
         lines.append(
             f"{name:<28} {_shares(profile.prefill_error):>22} {_shares(profile.decode_error):>22}"
+            f" {profile.kv_tokens:>11,} {profile.kv_bytes_per_token:>11,}"
             f"   {profile.source}{' (a guess)' if profile.is_guess else ''}"
         )
     lines.append("errors: median / 95 % / worst, relative to the measured seconds of a pass")

@@ -944,8 +944,10 @@ class Dispatcher:
                 continue
             assert text is not None
             assert text.ttl_s is not None
-            self.num_rebuilt += 1
             request = self._departures.start(worker, capsule)
+            if request is None:
+                continue
+            self.num_rebuilt += 1
             job = PrefillJob(
                 text.tokens,
                 text.scope,

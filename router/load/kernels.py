@@ -115,7 +115,7 @@ def note_blocks(
     An entry, at the low bits of its key, is overwritten by another key. `following`: the block after it of
     the first prompt that had one; `uses` is negative once a prompt went on by another.
     """
-    known, shared, num_shared, continues = 0, 0, 0, 0
+    shared, num_shared, continues = 0, 0, 0
     is_known = True
     for i in range(step - 1, len(hashes), step):
         key = hashes[i]
@@ -128,14 +128,13 @@ def note_blocks(
         num = abs(uses[at])
         has_parted = uses[at] < 0 or (following[at] != 0 and after != 0 and following[at] != after)
         if is_known:
-            known = i + 1
             continues = 1 if following[at] == 0 else 0
             if has_parted:
                 shared, num_shared = i + 1, num
         if following[at] == 0:
             following[at] = after
         uses[at] = -(num + 1) if has_parted else num + 1
-    found[0], found[1], found[2], found[3] = known, shared, num_shared, continues
+    found[0], found[1], found[2] = shared, num_shared, continues
 
 
 @kernel

@@ -29,10 +29,9 @@ _SIZE: Final = 1 << 16
 class Seen(NamedTuple):
     """A prompt beside those before it, in leading full blocks."""
 
-    known: int  # that an earlier prompt had
-    shared: int  # of those, up to the last one after which prompts parted
+    shared: int  # that earlier prompts had, up to the last one after which prompts parted
     uses: int  # prompts that had the shared ones
-    continues: bool  # it goes on where those that had the known blocks ended
+    continues: bool  # it goes on where those that had its last known block ended
 
 
 class EarlierPrompts:
@@ -51,11 +50,11 @@ class EarlierPrompts:
             self.note(hashes)  # compiles, as no request should have to
 
     def note(self, hashes: Hashes) -> Seen:
-        """Take in a prompt's full blocks; returns what was known of them before."""
+        """Take in a prompt's full blocks; returns what is seen of them by those before."""
         note_blocks(self._keys, self._next, self._uses, hashes, self._step, self._found)
-        known, shared, uses, continues = self._found.tolist()
+        shared, uses, continues = self._found.tolist()
         self._num_noted += len(hashes) // self._step
         if self._num_noted > _SIZE:  # what was popular once counts less and less
             self._num_noted = 0
             self._uses //= 2
-        return Seen(known, shared, uses, bool(continues))
+        return Seen(shared, uses, bool(continues))

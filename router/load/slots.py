@@ -133,19 +133,19 @@ class SlotTracker:
         self._end_prefill(booking, now)
         return True
 
-    def free(self, request: RequestId) -> bool:
+    def free(self, request: RequestId, now: float) -> bool:
         """End a booking. False if there is none: freed before, or unknown."""
         booking = self._bookings.pop(request, None)
         if booking is None:
             return False
-        self._release(request, booking)
+        self._release(request, booking, now)
         return True
 
     def drop_worker(self, worker: int) -> list[RequestId]:
         """Drop all bookings of `worker`; returns their requests, sorted by id."""
         dropped = sorted(self._requests[worker])
         for request in dropped:
-            self._release(request, self._bookings.pop(request))
+            self._release(request, self._bookings.pop(request), 0.0)  # nothing of it is kept
         for row in (*layout.LOADS_BOOKED, *layout.LOADS_REPORTED):
             self.loads[row, worker] = 0
         self.loads[layout.LOADS_FETCH, worker] = 0
@@ -170,7 +170,7 @@ class SlotTracker:
             if request in keep:
                 self.touch(request, now)
                 continue
-            self.free(request)
+            self.free(request, now)
             self.expired += 1
             found.append(request)
         return found
@@ -221,7 +221,7 @@ class SlotTracker:
         for row in layout.LOADS_BOOKED:
             assert (sums[row] == self.loads[row]).all(), f"load {row} differs from the bookings"
 
-    def _release(self, request: RequestId, booking: _Booking) -> None:
+    def _release(self, request: RequestId, booking: _Booking, now: float) -> None:
         worker, cells, width = booking.worker, self._cells, self._width
         gone = self.paths.leave(worker, booking.waypoints, booking.num_blocks)
         self._requests[worker].discard(request)
@@ -230,7 +230,7 @@ class SlotTracker:
         freed = self._freed[worker]
         freed[0] += booking.rows
         freed[1] += booking.own_blocks + gone
-        self._end_prefill(booking, booking.touched_at)
+        self._end_prefill(booking, now)
 
     def _end_prefill(self, booking: _Booking, now: float) -> None:
         """The rest of the queue is at most what is still unconfirmed."""

@@ -68,6 +68,7 @@ class FanOutPlacer:
         self._planner = SplitPlanner(config.cost, config.spill, block_size=config.block_size)
         # Parts that left the owner: how, and whether it was full or they end sooner elsewhere.
         self.spilled: Counter[tuple[How, SpillReason]] = Counter()
+        self._displaced_s(np.zeros(0), -1)  # compiles, as no request should have to
 
     def place(
         self,
@@ -194,16 +195,17 @@ class FanOutPlacer:
             ),
             pull_s=pull_s,
             may_pull=may_pull,
-            displaced_s=self._displaced_s(missing_blocks),
+            displaced_s=self._displaced_s(missing_blocks, fan_out.home),
         )
 
-    def _displaced_s(self, copied_blocks: Seconds) -> Seconds:
-        """Seconds to compute again what each worker evicts for so many blocks, x the chance that it is."""
-        cost, loads = self._cost, self._fleet.slots.loads[:, : self._fleet.width]
-        free = loads[layout.LOAD_FREE] - loads[layout.LOAD_GROWTH]
-        displaced: Seconds = np.clip(copied_blocks - free, 0.0, copied_blocks)
-        chance = cost.displaced_weight / max(cost.prefill_weight, 1.0)
-        return chance * cost.prefill_token_s * self._block_size * displaced
+    def _displaced_s(self, copied_blocks: Seconds, home: int) -> Seconds:
+        """Seconds to bring back what each worker evicts for so many blocks, x the chance that it is."""
+        cost = self._cost
+        seconds: Seconds = score.price_copies(
+            *(self._fleet.slots.loads, copied_blocks, home),
+            *(float(self._block_size), cost.prefill_token_s),
+        )
+        return cost.displaced_weight / max(cost.prefill_weight, 1.0) * seconds
 
     def _place_shares(
         self,

@@ -216,7 +216,7 @@ class Fleet:
     def free(self, request: RequestId) -> bool:
         """End the booking of `request`. False if there was none."""
         self.remote.discard(request)
-        return self.drop_orphan(request) or self.slots.free(request)
+        return self.drop_orphan(request) or self.slots.free(request, self._clock())
 
     def predict(self, member: Member, waypoints: Hashes, num_blocks: int, now: float) -> None:
         """Predict that `member` will hold a prompt, if its events don't arrive."""
@@ -287,7 +287,7 @@ class Fleet:
         if request not in self.remote:
             return False
         self.remote.discard(request)
-        return self.slots.free(request)
+        return self.slots.free(request, self._clock())
 
     def work(self, max_blocks: int) -> bool:
         """Take in so much more of waiting snapshots, sweep a little. True: there is more to do."""

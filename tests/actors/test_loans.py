@@ -67,7 +67,7 @@ class Fleet:
         host = self.processes[number].host
         worker = WorkerId(f"w{number}")
         tokens: list[int] = []
-        open_ends = len(commands)
+        open_ends = sum(len(c.suffixes) if isinstance(c, Fork) else 1 for c in commands)
         async with aclosing(Reader(host, f"g{len(self.leases)}-{commands[0]!r:.40}")) as reader:
             await reader.submit(encode([Parcel(worker, Incarnation(1), commands)]))
             async for raw in reader:

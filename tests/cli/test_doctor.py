@@ -45,7 +45,7 @@ def test_what_is_missing_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatc
 def test_a_gpu_that_can_t_be_used_is_a_fault_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = installation.Installation("2.13.0", "13.0", 1, "580.1", "0.7.2", "3.5.0", 0, ())
+    whole = installation.Installation("2.13.0", "13.0", 1, "580.1", "0.7.2", "3.5.0", 0, (), ())
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nvidia-smi")
     monkeypatch.setattr(doctor, "_output", lambda command: "NVIDIA H100, 81559 MiB, 550.54")
     for here, verdict, says in (
@@ -60,6 +60,7 @@ def test_a_gpu_that_can_t_be_used_is_a_fault_with_the_remedy(
         (whole._replace(flashinfer="0.6.1"), "fault", "FlashInfer 0.6.1 is not 0.7"),
         (whole._replace(missing_tools=("nvcc", "c++")), "fault", "finds no nvcc, c++ to build"),
         (whole._replace(triton=None), "fault", "triton is not installed"),
+        (whole._replace(missing_for_triton=("Python.h",)), "fault", "gcc and python3-dev"),
         (whole._replace(torch=None, num_devices=0), "note", "torch is not installed"),
     ):
         monkeypatch.setattr(installation, "look", lambda here=here: here)

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from mallee.actors.access.access import Access
 from mallee.actors.access.keys import digest
 from mallee.actors.config import AppConfig, sections
-from mallee.actors.telemetry.boards.files import files
 from mallee.actors.telemetry.catalog import FAMILIES
 from mallee.cli import settings
 from mallee.cli.main import cli
@@ -93,19 +92,13 @@ def test_settings_are_a_page_and_objects_by_their_dotted_keys() -> None:
     assert "$GATEWAYS_PASSWORD" in told["authorization"]
 
 
-def test_metric_families_are_a_page_and_files_for_dashboards_and_objects(tmp_path: Path) -> None:
+def test_metric_families_are_a_page_and_objects() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert CliRunner().invoke(cli, ["metrics"]).stdout == page == document()
     told = printed("metrics")["families"]
     assert [each["name"] for each in told] == [family.name for family in FAMILIES]
     assert told[0]["labels"][0] == {"name": "endpoint", "values": [], "most": 48}
     assert all(f"| `{family.name}` |" in page for family in FAMILIES)
-    said = CliRunner().invoke(cli, ["metrics", "--write", str(tmp_path / "text")]).stdout
-    written = printed("metrics", "--write", str(tmp_path))["files"]
-    assert {Path(path) for path in written} == {tmp_path / name for name in files()}
-    for name, text in files().items():
-        assert (tmp_path / name).read_text(encoding="utf-8") == text
-        assert f"{tmp_path / 'text' / name}\n" in said
 
 
 def test_a_new_key_opens_the_service_that_has_its_entry(tmp_path: Path) -> None:

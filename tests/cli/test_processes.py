@@ -62,8 +62,8 @@ def test_the_demo_forks_on_one_worker_and_leaves_nothing_running() -> None:
     report = json.loads(done.stdout)
     _check_fork(report["fork"])
     plain = report["plain"]["branches"]
-    assert [b["cached_tokens"] for b in plain] == [0] * len(QUESTIONS)
-    assert {b["worker"] for b in plain} == {"w0", "w1"}
+    assert [b["prefill_tokens"] > 1000 for b in plain].count(True) == 2, "once by each of two"
+    assert report["rewind"]["prefill_tokens"] <= 3 * 16
     forked = [b["text"] for b in report["fork"]["branches"]]
     assert [b["text"] for b in plain] == forked
     search = report["search"]

@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.mocker.replay.config import ReplayConfig
-from mallee.mocker.replay.fleet.faults import Crash
+from mallee.mocker.replay.fleet.faults import Crash, Join, Restart
 from mallee.mocker.replay.result import Wall, summarise
 from mallee.mocker.replay.simulation import Simulation
+from mallee.mocker.report.pool import keep
+from mallee.mocker.report.sweep import Fleet, Sweep
 from mallee.mocker.timing import ClosedForm, Plane, Timing
 from mallee.router.dispatch.recovery.quarantine import QUIET_S
 from mallee.testing.workloads import made
@@ -121,3 +123,44 @@ def test_who_failed_counts_in_no_latency() -> None:
     assert summary["requests"] == 2
     assert summary["e2e_ms"]["p50"] == summary["e2e_ms"]["p99"] > 0
     assert summary["slo_share"] == 0.5
+
+
+@pytest.mark.parametrize("concurrency", [0, 3])
+def test_who_is_lost_missed_every_limit(concurrency: int) -> None:
+    """A fleet that died is not enough for those that it served, whether the others came or not."""
+    workload = asked(*(Request(i, 0.05 * i, [i], 4, 30) for i in range(40)))
+    crashes = tuple(Crash(at_s=1.0 + i / 100, worker=f"w{i}") for i in range(2))
+    config = ReplayConfig(
+        engines=2, kv_tokens=256, timing=TIMING, faults=crashes, concurrency=concurrency
+    )
+    simulation = Simulation(workload, config)
+    simulation.run()
+    result = summarise(workload, simulation, Wall(1.0, 0.0, 0.0, 0.0))
+    summary, num_ended = result.summary, len(result.columns.number)
+    assert 0 < num_ended < 20
+    assert summary["lost"] == 40 - num_ended
+    assert summary["slo_share"] == pytest.approx(num_ended / 40)
+    assert summary["goodput_per_s"] * summary["duration_s"] == pytest.approx(num_ended)
+    assert summary["duration_s"] >= (1.01 if concurrency else 0.05 * 39)
+    assert 0.9 < summary["utilisation"]["most"] <= 1.0
+    kept = keep(result)
+    assert kept.ttft_at(0.2) < kept.ttft_at(0.9) == float("inf")
+    fleet = Fleet(2, "cost", 256, {0: kept})
+    assert fleet.spread("failed_requests").median == 40 - num_ended
+    assert Sweep((fleet,), {}, good_share=0.95).smallest_good is None
+
+
+def test_a_worker_that_came_back_is_another_life_in_the_rows() -> None:
+    """Of each request the life that its first part went to, whatever joined before or after."""
+    faults = (Join(0.5, "w8"), Restart(2.0, "w0"), Crash(3.0, "w8"))
+    times = (0.0, 0.0, 1.0, 2.5, 2.5, 4.0, 4.0)
+    workload = asked(*(Request(i, at, [i], 4, 2) for i, at in enumerate(times)))
+    options = {"engines": 2, "faults": faults, "policy": "round_robin"}
+    simulation = run(workload, **options)
+    result = summarise(workload, simulation, Wall(1.0, 0.0, 0.0, 0.0))
+    assert result.workers == ["w0", "w1", "w8", "w0#2"]
+    columns = result.columns
+    names = [result.workers[worker] for worker in columns.worker[columns.number.argsort()]]
+    lives = {"w0": (0.0, 2.0), "w8": (0.5, 3.0), "w0#2": (2.0, 9.0), "w1": (0.0, 9.0)}
+    assert all(lives[name][0] <= at < lives[name][1] for name, at in zip(names, times, strict=True))
+    assert set(names) == set(lives)

@@ -48,6 +48,7 @@ def made_run(ttft_ms: float = 1.0, goodput: float = 1.0, slo_share: float = 1.0)
         "prefix_copies": 1.0,
         "utilisation": {"mean": 0.5},
         "errors": {},
+        "lost": 0,
         "digest": f"{ttft_ms}",
     }
     return Run(summary, {"trace": "t", "engines": 1}, np.full(1001, ttft_ms), {})

@@ -193,6 +193,9 @@ def test_fits_are_printed_with_their_errors() -> None:
     assert answer.exit_code == 0
     lines = answer.output.splitlines()
     assert any(line.startswith("h200-llama-3.1-8b-fp8 ") and "%" in line for line in lines)
+    (own,) = [line for line in lines if line.startswith("h100-qwen3-30b-a3b-bf16 ")]
+    assert " 111,000 " in own, "KV tokens beside the weights"
+    assert " 98,304 " in own, "bytes of each"
     assert any(line.startswith("gb10-") and "guess" in line for line in lines)
     assert any(line.startswith("@vllm: prefill x") for line in lines)
     told = json.loads(CliRunner().invoke(cli, ["profile", "--fits", "--json"]).stdout)

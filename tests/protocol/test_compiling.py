@@ -116,7 +116,7 @@ COMPILED = """
         if step % 2:
             slots.prefill_done(str(step), float(step))
         if step > 5:
-            slots.free(str(step - 5))
+            slots.free(str(step - 5), float(step))
         slots.work()
         predictions.add(worker, keys, STRIDE * 4000, capacity=10**6, now=float(step))
         predictions.match_into(keys, 8 * 4000, active)

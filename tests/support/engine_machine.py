@@ -352,7 +352,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(point=st.sampled_from(["before", "after", "sampling", "keeping", "collecting"]))
     def fail_soon(self, point: str) -> None:
-        """One of the next passes raises (I18): the step is as if it had not begun."""
+        """One of the next passes raises (I18): nothing of its step is drawn, committed or told."""
         self.forward.fails = point
 
     def take(self, update: Update) -> None:

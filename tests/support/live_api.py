@@ -14,7 +14,7 @@ from mallee.actors.access.access import Access
 from mallee.actors.config import HttpSettings, ResponsesSettings
 from mallee.actors.gateway.gateway import GatewayService
 from mallee.actors.http.api import DEFAULT_RESPONSES, build_api
-from mallee.actors.proxy.connections import LimitedServer
+from mallee.actors.proxy.server import Server
 from mallee.actors.text.chat import ChatTemplate
 from mallee.protocol.hashing import Tokens, as_tokens
 from support.plain_ids import SCOPES
@@ -85,12 +85,9 @@ def api_over(
 
 
 @asynccontextmanager
-async def serving(
-    app: Any, *, port: int = 0, **options: Any
-) -> AsyncIterator[tuple[str, LimitedServer]]:
-    """The address of `app` behind a server, and the server. `options` are of LimitedServer."""
-    limits = {"max_connections": 2000, "max_per_client": 2000, "log_config": None}
-    server = LimitedServer(app, **{**limits, **options})
+async def serving(app: Any, *, port: int = 0, **options: Any) -> AsyncIterator[tuple[str, Server]]:
+    """The address of `app` behind a server, and the server. `options` are of Server."""
+    server = Server(app, **options)
     with socket.socket(proto=socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
@@ -104,9 +101,7 @@ async def serving(
 
 
 @asynccontextmanager
-async def served(
-    gateway: GatewayService, **settings: Any
-) -> AsyncIterator[tuple[str, LimitedServer]]:
+async def served(gateway: GatewayService, **settings: Any) -> AsyncIterator[tuple[str, Server]]:
     """The address of the API, and its server."""
     async with serving(api_over(gateway, **settings)) as found:
         yield found

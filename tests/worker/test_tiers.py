@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.errors import DeviceMemoryExhausted, MalleeError, from_wire
+from mallee.protocol.errors import CodecError, DeviceMemoryExhausted, MalleeError, from_wire
 from mallee.protocol.events import Removed, Stored, unpack_hashes
 from mallee.protocol.messages import (
     Cut,
@@ -210,6 +211,21 @@ def test_a_record_that_cannot_be_read_keeps_no_worker_from_its_start(make_bench:
     assert again.answers["f", 0].tokens == want(again, text(9))
     again.run(fork("g", "p.0"))
     assert again.answers["g", -1].error.code == "capsule_not_found"
+
+
+def test_logits_that_cannot_be_read_keep_no_worker_from_its_start(make_bench: MakeBench) -> None:
+    """The device has no room for them, or they are of another length: their last token is computed again."""
+    disk = DictDisk()
+    bench = make_bench(num_blocks=24, below=make_tiers(0, disk=disk))
+    bench.run(prefill("p", text(10)))
+    bench.run(Demote("d", "p.0", DISK))
+    for error in (DeviceMemoryExhausted("tried to allocate 2 MiB"), CodecError("6 bytes")):
+        forward = ShortOfMemory(24)
+        forward.undump = Mock(side_effect=error)  # type: ignore[method-assign]
+        again = make_bench(forward=forward, below=make_tiers(0, disk=disk))
+        forward.undump.assert_called_once()
+        again.run(fork("f", "p.0"))
+        assert again.answers["f", 0].tokens == want(again, text(10))
 
 
 # Reads of the device that fail

@@ -43,7 +43,7 @@ class Demotions:
     def demote(self, command: Demote, told: Told) -> None:
         """Begin; `told` gets the capsule once it is there.
 
-        Raises UnknownCapsule, InvalidParameter, TierFull, CapsulesFull.
+        Raises UnknownCapsule, InvalidParameter, TierFull, CapsulesFull, DeviceMemoryExhausted.
         """
         capsule = self._capsules.get(command.capsule)
         if self._records.is_deleting(capsule.id):
@@ -109,7 +109,11 @@ class Demotions:
             else:
                 self._capsules.forgo_below(way.nbytes)
 
-        self._records.commit(capsule, copy, told, ended)
+        try:
+            self._records.commit(capsule, copy, told, ended)
+        except MalleeError:
+            self._capsules.forgo_below(way.nbytes)
+            raise
 
     def _arrived(self, way: _Way) -> None:
         """The copy is there: the capsule lies there, if it is still that text, and nowhere lower."""

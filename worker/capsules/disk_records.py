@@ -31,7 +31,7 @@ class Model(Protocol):
     def spec(self) -> ModelSpec: ...
 
     def dump(self, logits: Any) -> bytes:
-        """Kept logits as bytes."""
+        """Kept logits as bytes. Raises DeviceMemoryExhausted."""
         ...
 
 
@@ -59,9 +59,11 @@ class DiskRecords:
         """Write the record of `capsule`, after the blocks of `copy`.
 
         `written` is called when it is there, or failed; `told` when it says what the capsule is by then.
+        Raises DeviceMemoryExhausted, with nothing changed.
         """
         key, lower = capsule.id, self._lower
         assert lower is not None, "a record, without tiers"
+        payload = self._encoded(capsule, copy)
         end_read = self._tree.keep_bytes(copy.blocks)
 
         def ended(moved: Moved) -> None:
@@ -78,7 +80,7 @@ class DiskRecords:
         self._committing[key] += 1
         lower.commit(
             key,
-            self._encoded(capsule, copy),
+            payload,
             copy.all_keys,
             copy.blocks or None,
             ended,
@@ -112,7 +114,10 @@ class DiskRecords:
         if missing:
             told(key, BlocksMissing(len(missing), len(copy.all_keys), missing[0]))
             return
-        self.commit(capsule, copy, told)
+        try:
+            self.commit(capsule, copy, told)
+        except MalleeError as error:
+            told(key, error)
 
     def delete(self, key: CapsuleId, told: Told) -> None:
         """Release the capsule, if it is here; `told` is called when nothing of it can come back."""
@@ -175,9 +180,12 @@ class DiskRecords:
         return self._capsules.record(capsule, copy, logits, self._model.spec.identity)
 
     def _says(self, move: Move, capsule: Capsule) -> bool:
-        """Whether the record that `move` wrote is that of `capsule` as it is now."""
+        """Whether the record that `move` wrote is that of `capsule` as it is now, as far as can be told."""
         assert capsule.below is not None, "not on disk"
-        record = self._encoded(capsule, self._copied_below(capsule.below))
+        try:
+            record = self._encoded(capsule, self._copied_below(capsule.below))
+        except MalleeError:  # its logits could not be read: they are when it is written anew
+            return False
         match move:
             case Transfer(record=Record() as written):
                 said = (written.payload, written.is_kept)

@@ -25,6 +25,7 @@ class Node:
     """A run of tokens and the blocks that hold them. Only `BranchTree` writes to it."""
 
     __slots__ = (
+        "__weakref__",
         "base",
         "blocks",
         "children",

@@ -6,6 +6,7 @@ Works without torch, and where a package has its metadata alone: what can be imp
 import os
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -35,6 +36,7 @@ class Installation(NamedTuple):
     triton: str | None
     num_prebuilt: int  # modules of FlashInfer's that were built ahead
     missing_tools: tuple[str, ...]  # of TOOLS
+    missing_for_triton: tuple[str, ...]  # what builds the launchers of its kernels
 
 
 def look() -> Installation:
@@ -54,6 +56,7 @@ def look() -> Installation:
         triton=_version("triton", "triton"),
         num_prebuilt=num_prebuilt(),
         missing_tools=missing_tools(),
+        missing_for_triton=missing_for_triton(),
     )
 
 
@@ -101,6 +104,11 @@ def missing(found: Installation) -> list[str]:
         lacking += [reason for reason in reasons if reason is not None]
     if found.torch is not None and found.cuda is not None and found.triton is None:
         lacking.append("triton is not installed: pip install triton (torch for CUDA brings it)")
+    elif found.triton is not None and found.missing_for_triton:
+        lacking.append(
+            f"Triton finds no {' and no '.join(found.missing_for_triton)} to build its launchers with:"
+            " install gcc and python3-dev (Debian's names)"
+        )
     return lacking
 
 
@@ -136,6 +144,18 @@ def missing_tools() -> tuple[str, ...]:
     if (home / "bin" / "nvcc").exists() and (home / "include" / "cuda_runtime.h").exists():
         found["nvcc"] = str(home)
     return tuple(tool for tool in TOOLS if found.get(tool) is None)
+
+
+def missing_for_triton() -> tuple[str, ...]:
+    """Those things that Triton's `runtime/build.py` compiles with and would not find here."""
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    lacking = []
+    if not any(map(shutil.which, compilers)):
+        lacking.append(f"C compiler ({', '.join(compilers)})")
+    header = Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h")
+    if not header.exists():
+        lacking.append(str(header))
+    return tuple(lacking)
 
 
 def _cuda_home() -> Path:

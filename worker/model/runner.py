@@ -354,8 +354,9 @@ class TorchForward:
             return logits.clone()
 
     def dump(self, logits: Logits) -> bytes:
-        raw: bytes = logits.contiguous().cpu().view(torch.uint8).numpy().tobytes()
-        return raw
+        with shed(self._device):
+            raw: bytes = logits.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+            return raw
 
     def undump(self, raw: bytes) -> Logits:
         dtype = self.decoder.weights.embedding.dtype

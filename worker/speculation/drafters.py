@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, TypeAlias
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -196,7 +197,7 @@ class PromptLookup(EachAlone):
     def __init__(self) -> None:
         self._drawn: dict[Branch, _Reader] = {}
         self._prompts: dict[Branch, list[IndexedText]] = {}  # of those that drafted
-        self._shared: OrderedDict[tuple[Node, int], IndexedText] = OrderedDict()
+        self._shared: OrderedDict[tuple[ref[Node], int], IndexedText] = OrderedDict()
 
     def read(self, branch: Branch) -> None:
         reader = self._drawn.get(branch)
@@ -228,9 +229,11 @@ class PromptLookup(EachAlone):
             begin = max(0, begin - NUM_MATCHED, end - MAX_INDEXED)
             texts.append(IndexedText(text_of(branch, begin, end)))
         if origin is not None and branch.origin_len:
-            key = (origin, branch.origin_len)
+            key = (ref(origin), branch.origin_len)
             shared = self._shared.get(key)
             if shared is None:
+                for dead in [each for each in self._shared if each[0]() is None]:
+                    del self._shared[dead]
                 begin = max(0, branch.origin_len - MAX_INDEXED)
                 shared = IndexedText(text_of(branch, begin, branch.origin_len))
                 self._shared[key] = shared

@@ -59,7 +59,7 @@ class Worker:
     """One life of one engine."""
 
     __slots__ = (
-        *("begun", "busy_s", "due", "engine", "inbox", "incarnation", "index"),
+        *("begun", "busy_s", "busy_until", "due", "engine", "inbox", "incarnation", "index"),
         *("is_alive", "is_draining", "is_telling", "joined_s", "left_s", "name", "num_steps"),
         *("questions", "role", "state", "waiting"),
     )
@@ -83,7 +83,7 @@ class Worker:
         self.due = inf  # its end
         self.busy_s = 0.0
         self.num_steps = 0
-        self.joined_s = now
+        self.joined_s = self.busy_until = now
         self.left_s = inf
         self.is_alive = True
         self.is_draining = False  # it takes no new requests
@@ -283,6 +283,7 @@ class Fleet:
         worker.due = inf
         outcome = worker.engine.finish()
         worker.busy_s += now - worker.begun
+        worker.busy_until = now
         worker.num_steps += outcome.num_steps
         worker.is_telling = True
         self._listener.on_outcome(worker, outcome)

@@ -37,7 +37,7 @@ class Asked:
         self.shared = 0  # leading prompt tokens that earlier requests had
         self.output = self.cached = self.computed = 0
         self.is_prompted = False  # its prompt was computed apart, and its tokens counted there
-        self.worker = -1  # index of the first shard's
+        self.worker = -1  # that of its first shard, counted over all lives
         self.num_retries = 0  # shards that were placed again
         self.unseen: set[RequestId] = set()  # shards that were placed and have said nothing
         self.last: dict[int, float] = {}  # times of branches' last tokens, as far as they were told

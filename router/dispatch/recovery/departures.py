@@ -47,13 +47,19 @@ class Departures:
             return None
         return departure.waiting.popleft()
 
-    def start(self, worker: WorkerId, capsule: CapsuleId) -> RequestId:
-        """Name the request that makes `capsule` again."""
+    def start(self, worker: WorkerId, capsule: CapsuleId) -> RequestId | None:
+        """Name the request that makes `capsule` again.
+
+        None: one that an earlier life of `worker` left does so already, and ends for this one.
+        """
         departure = self._by_worker[worker]
         request = RequestId(f"rebuild-{capsule}-{worker}")
+        before = self._by_request.get(request)
+        if before is not None:
+            del before.under_way[request]
         departure.under_way[request] = capsule
         self._by_request[request] = departure
-        return request
+        return request if before is None else None
 
     def end(self, request: RequestId) -> tuple[WorkerId, CapsuleId]:
         """The worker and the capsule of such a request, which is over."""

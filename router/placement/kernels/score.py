@@ -190,26 +190,53 @@ def add_pulls(p: Floats, loads: Floats, held: Counts, terms: Floats) -> None:
 
 
 @kernel
+def displaced_s(
+    loads: Floats, w: int, more: float, later: float, block_size: float, token_s: float
+) -> float:
+    """Seconds to bring back what worker `w` evicts for `more` blocks.
+
+    Beyond the blocks that are free and not spoken for, by prompts that are being computed or, if `later` is
+    1 and not 0, by the growth of texts that are there.
+    """
+    growth = loads[layout.LOAD_GROWTH, w] * later
+    spoken_for = loads[layout.LOAD_PREFILL, w] / block_size + growth
+    displaced = more + spoken_for - loads[layout.LOAD_FREE, w]
+    displaced = displaced if displaced < more else more
+    block_s = token_s * block_size
+    fetch_s = loads[layout.LOAD_HOST_BLOCK_S, w]
+    block_s = fetch_s if fetch_s > 0.0 and fetch_s < block_s else block_s
+    return block_s * (displaced if displaced > 0.0 else 0.0)
+
+
+@kernel
 def add_displaced(p: Floats, loads: Floats, terms: Floats) -> None:
     """The price of what each worker evicts for this text, now or when it has grown.
 
-    Beyond the blocks that are free and not spoken for, by prompts that are being computed or by the growth
-    of texts that are there. At its home a text pays for what gives way now: its next turns will come there.
+    At its home a text pays for what gives way now: its next turns will come there.
     """
-    block_size = p[P_BLOCK_SIZE]
     brought, weight = p[P_NUM_BLOCKS] + p[P_OWN_BLOCKS], p[P_DISPLACED_WEIGHT]
     for w in range(int(p[P_WIDTH])):
         later = 0.0 if w == p[P_HOME] else 1.0
         more = (brought - terms[TERM_OVERLAP, w]) * (1.0 + (p[P_GROWTH] - 1.0) * later)
         more = more if more > 0.0 else 0.0
-        growth = loads[layout.LOAD_GROWTH, w] * later
-        spoken_for = loads[layout.LOAD_PREFILL, w] / block_size + growth
-        displaced = more + spoken_for - loads[layout.LOAD_FREE, w]
-        displaced = displaced if displaced < more else more
-        block_s = p[P_TOKEN_S] * block_size
-        fetch_s = loads[layout.LOAD_HOST_BLOCK_S, w]
-        block_s = fetch_s if fetch_s > 0.0 and fetch_s < block_s else block_s
-        terms[TERM_DISPLACED, w] = weight * block_s * (displaced if displaced > 0.0 else 0.0)
+        seconds = displaced_s(loads, w, more, later, p[P_BLOCK_SIZE], p[P_TOKEN_S])
+        terms[TERM_DISPLACED, w] = weight * seconds
+
+
+@kernel
+def price_copies(
+    loads: Floats,
+    blocks: "npt.NDArray[np.float64]",
+    home: int,
+    block_size: float,
+    token_s: float,
+) -> "npt.NDArray[np.float64]":
+    """Seconds as `displaced_s` for `blocks` [num_workers] of a text that is copied to each worker."""
+    seconds = np.empty_like(blocks)
+    for w in range(len(blocks)):
+        later = 0.0 if w == home else 1.0
+        seconds[w] = displaced_s(loads, w, blocks[w], later, block_size, token_s)
+    return seconds
 
 
 @kernel

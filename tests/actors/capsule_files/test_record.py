@@ -8,10 +8,10 @@ from msgspec import structs
 
 from mallee.actors.capsule_files.record import as_sent, check_numbers, identity_of, received
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import ContextLengthExceeded, CorruptExport
+from mallee.protocol.errors import ContextLengthExceeded, CorruptExport, IncompatibleCapsule
 from mallee.protocol.events import pack_hashes
 from mallee.protocol.messages import Continuation, Grammar, Limits, Sampling, pack_tokens
-from mallee.protocol.model import WeightVersion
+from mallee.protocol.model import GroupSpec, WeightVersion
 from support.files import BLOCK_SIZE, FIELDS, SPEC, record, rows, spec
 
 
@@ -40,6 +40,15 @@ def test_a_record_of_any_length_is_taken(num: int, window: int | None) -> None:
     assert found.boundary == num
     with pytest.raises(CorruptExport, match="blocks"):
         received(raw, len(rows(model, num=num)) + 1, model, BLOCK_SIZE)
+
+
+def test_a_model_with_a_recurrent_state_takes_no_file() -> None:
+    """Its layers keep no KV of tokens that a file could carry: said as what does not fit."""
+    model, raw = spec(window=5), encode(as_sent(record()))
+    state = GroupSpec(kind="state", layers=(5, 6), nbytes_per_token=192)
+    model = structs.replace(model, groups=(*model.groups, state))
+    with pytest.raises(IncompatibleCapsule, match=r"layers 5, 6 keep was .* and is 'a state' here"):
+        received(raw, len(rows()), model, BLOCK_SIZE)
 
 
 WRONG_RECORDS: dict[str, tuple[dict[str, Any], str]] = {

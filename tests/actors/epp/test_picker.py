@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import grpc
@@ -13,6 +14,7 @@ import pytest
 
 from mallee.actors.addresses import free_port
 from mallee.actors.epp.picker import Picker
+from mallee.actors.epp.pods.pods import Pods
 from mallee.actors.tasks import Tasks
 from mallee.actors.telemetry.catalog import exposed_by
 from mallee.protocol.errors import ConfigError
@@ -216,6 +218,25 @@ async def test_a_decision_that_takes_too_long_is_left_to_the_proxy(
             await exchange.request(prompt(0, 5000))
         assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert picker.failure is None
+
+
+async def test_the_thread_that_reads_a_long_body_is_told_of_adapters_by_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pods come and go on the loop: who looks at them elsewhere meets a dict that changes."""
+    seen: list[int] = []
+    look = Pods.adapters.fget
+    assert look is not None
+
+    def adapters(pods: Pods) -> frozenset[str]:
+        seen.append(get_ident())
+        return look(pods)
+
+    monkeypatch.setattr(Pods, "adapters", property(adapters))
+    async with scene(1) as (_, _, proxy):
+        for num_tokens in (100, 5000):
+            assert (await proxy.ask(prompt(0, num_tokens))).status == 0
+    assert seen == [get_ident()] * 2
 
 
 async def test_a_pod_that_falls_silent_gets_nothing_until_it_speaks_again() -> None:

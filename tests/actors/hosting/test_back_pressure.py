@@ -1,18 +1,23 @@
 """A host with a real engine behind real sockets, and gateways that read nothing, stall or die. K28, part."""
 
+import asyncio
+import random
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from mallee.actors.hosting.streams import Stream
 from mallee.actors.transport import wire
 from mallee.actors.transport.server import BUFFER_NBYTES, SocketServer
 from mallee.actors.transport.sockets import SocketTransport
 from mallee.protocol.codec import encode
 from mallee.protocol.ids import Incarnation, WorkerId
-from mallee.protocol.messages import Frame, Generate, Limits, Sampling, pack_tokens
-from mallee.protocol.parcels import Parcel, decode_reports
+from mallee.protocol.messages import Frame, Generate, Limits, Sampling, Update, pack_tokens
+from mallee.protocol.parcels import Parcel, Report, decode_reports
 from support.local_transport import SECRET, ByHand
 from support.waiting import until
 
@@ -121,3 +126,53 @@ async def test_a_gateway_that_stalls_gets_every_token_later(rig: Any, tmp_path: 
         assert len({tuple(tokens) for tokens in got.values()}) == 1, "of one prompt"
         assert num_messages < 500, "of a thousand steps"
         slow.writer.close()
+
+
+class Socket:
+    """A `Sink` that is slow when the test says so, as one is that a receipt fills."""
+
+    def __init__(self) -> None:
+        self.is_slow = False
+        self.updates: list[Update] = []
+
+    def send(self, raw: bytes) -> None:
+        self.updates += [u for report in decode_reports(raw) for u in report.frame.updates]
+
+    def finish(self, refusal: str | None = None) -> None:
+        """Nothing is to be closed."""
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_reports_stay_in_order_whenever_the_socket_fills(seed: int) -> None:
+    """In the middle of a turn, too; injected tokens stay apart, and drafts are counted once."""
+    rng, socket = random.Random(seed), Socket()
+    stream = Stream(
+        "g", socket, on_batch=lambda *given: None, on_close=lambda stream: None, now=0.0
+    )
+    updates = [
+        Update(
+            *("r", 0, (2 * i, 2 * i + 1)),
+            position=2 * i,
+            finish="length" if i == 39 else None,
+            drafts=rng.choice([None, (3, 1)]),
+            injected=rng.choice(["", "", "", f"i{i}"]),
+        )
+        for i in range(40)
+    ]
+    for update in updates:
+        stream.put(Report(*LIFE, Frame(1, (update,))))
+        event = rng.randrange(4)
+        if event == 0:
+            await asyncio.sleep(0)
+        elif event == 1 and not socket.is_slow:
+            socket.is_slow = True
+        elif event == 2 and socket.is_slow:
+            socket.is_slow = False
+            stream.resume()
+    socket.is_slow = False
+    stream.resume()
+    assert [t for u in socket.updates for t in u.tokens] == list(range(80))
+    assert [u.position for u in socket.updates] == [u.tokens[0] for u in socket.updates]
+    assert [u.finish for u in socket.updates if u.finish] == ["length"]
+    assert [u for u in socket.updates if u.injected] == [u for u in updates if u.injected]
+    assert sum((u.drafts or (0,))[0] for u in socket.updates) == sum(3 for u in updates if u.drafts)

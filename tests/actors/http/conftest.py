@@ -22,7 +22,7 @@ from mallee.actors.gateway.explain import decisions_body, workers_body
 from mallee.actors.gateway.service import CapsuleInfo, Delta
 from mallee.actors.gateway.shared.records import SharedRecords
 from mallee.actors.http.api import DEFAULT_CHATS, build_api
-from mallee.actors.proxy.connections import LimitedServer
+from mallee.actors.proxy.server import Server
 from mallee.actors.telemetry.metrics import GatewayMetrics
 from mallee.actors.text.chat import ChatTemplate
 from mallee.protocol.errors import MalleeError, NotFound, UnknownCapsule, UnknownRequest
@@ -413,7 +413,7 @@ class Live(NamedTuple):
 
     port: int
     service: FakeService
-    server: LimitedServer
+    server: Server
 
     @property
     def url(self) -> str:
@@ -466,8 +466,7 @@ def live_app(service: FakeService) -> Starlette:
 @pytest.fixture
 async def live(service: FakeService) -> AsyncIterator[Live]:
     """In the event loop of the test."""
-    options = {"max_per_client": 1500, "takes_sockets": True}
-    async with serving(live_app(service), **options) as (url, server):
+    async with serving(live_app(service), takes_sockets=True) as (url, server):
         yield Live(int(url.rpartition(":")[2]), service, server)
 
 

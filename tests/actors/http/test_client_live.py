@@ -38,7 +38,7 @@ async def test_what_goes_wrong_with_one_stream_leaves_the_others(live: Any) -> N
         await until(live.service.closed.is_set)
         with pytest.raises(StreamBroken, match="in time"):
             await client.stream("abc").wait()
-        assert len(live.server._connections._open) == 1
+        assert len(live.server.server_state.connections) == 1
         async with client.stream("abc") as branches:
             async for _ in branches:
                 break
@@ -100,7 +100,7 @@ async def test_openai_s_client_is_the_transport(live: Any) -> None:
             with pytest.raises(UnknownCapsule):
                 client.capsule("never")
         assert theirs.models.list().data
-        assert len(live.server._connections._open) == 1
+        assert len(live.server.server_state.connections) == 1
 
     await with_theirs(live, ask, max_retries=0, timeout=7)
 

@@ -21,7 +21,7 @@ def test_many_threads_share_one_socket(live_in_thread: Any) -> None:
     with Mallee(live.url, transport=transport) as client, ThreadPoolExecutor(12) as pool:
         answers = pool.map(lambda i: client.complete(f"prompt {i}", n=3), range(24))
         assert all([each.text for each in answer] == TEXTS for answer in answers)
-        assert len(live.server._connections._open) == 1
+        assert len(live.server.server_state.connections) == 1
         assert [each.text for each in client.prefill("abc").fork(3).wait()] == TEXTS
         with pytest.raises(UnknownCapsule):
             client.capsule("never")

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from mallee.actors.proxy.connections import LimitedServer
+from mallee.actors.proxy.server import Server
 from support.live_api import served
 from support.mock_scene import MockScene, make_folder, mock_config, mocked
 from support.waiting import elapse, until, until_asked
@@ -61,10 +61,10 @@ def engines(scene: MockScene) -> list[Any]:
     return [w.runner._mocked.engine for w in scene.fleet.host.workers.values()]  # type: ignore[attr-defined]
 
 
-def is_quiet(scene: MockScene, server: LimitedServer) -> bool:
+def is_quiet(scene: MockScene, server: Server) -> bool:
     """Nobody is connected, nothing runs, waits or is booked."""
     return (
-        not server._connections._open
+        not server.server_state.connections
         and not server.server_state.tasks
         and not scene.gateway._answers
         and scene.gateway.num_waiting == 0

@@ -60,6 +60,7 @@ from support.lent_blocks import (
 pytestmark = pytest.mark.real_time  # its threads block
 
 SECRET = Secret(b"the secret of this app")
+# For what has to end with an error: a busy machine may take longer for what succeeds.
 SHORT = LendingTimes(0.3, 0.3, 0.3, 0.3, 0.3, 0.3)
 
 
@@ -166,10 +167,10 @@ def test_tcp_lends_with_and_without_tls(tmp_path: Path) -> None:
             (server_tls(ours), None, False),
             (None, client_tls(ours), False),
         ):
-            lender = MadeLender()
-            server = LendingServer(lender, SECRET, node="n0", tls=server_side, times=SHORT)
+            lender, times = MadeLender(), None if is_served else SHORT
+            server = LendingServer(lender, SECRET, node="n0", tls=server_side, times=times)
             server.listen_tcp("127.0.0.1")
-            borrower = Borrower("w1", SECRET, node="n1", tls=client_side, times=SHORT)
+            borrower = Borrower("w1", SECRET, node="n1", tls=client_side, times=times)
             asked = ask(str(server.address), range(200))
             if is_served:
                 for _ in range(2):
@@ -457,7 +458,7 @@ def test_a_byte_that_flips_and_a_cut_anywhere_is_an_error_with_a_name(
             assert outcome is not None or not at.is_done or not is_down
             found.add(outcome)
             soon(lambda: not p.lender.open)
-        assert attempt(p, p.address) is None
+        soon(lambda: attempt(p, p.address) is None)
     assert not found - {
         *("WorkerLost", "CorruptLoan", "CodecError", "ConfigError", "UnknownCapsule"),
         *("IncompatibleCapsule", "InternalError", None),
@@ -488,7 +489,8 @@ def test_a_borrower_that_does_not_read_fills_no_memory_and_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_module, "SLOW_NBYTES_S", 1 << 30)
-    with place(tmp_path, nbytes=1 << 20, times=SHORT) as p:
+    times = LendingTimes(message_s=0.3, unread_s=0.3)
+    with place(tmp_path, nbytes=1 << 20, times=times) as p:
         reads = 0
 
         def note() -> None:

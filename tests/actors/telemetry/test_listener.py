@@ -1,6 +1,9 @@
 """The port on which each process serves its own metrics and health."""
 
 import asyncio
+import io
+import logging
+import logging.handlers
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -73,3 +76,17 @@ async def test_beyond_loopback_a_key_must_be_set_and_sent(tmp_path: Path) -> Non
             assert "up 1" not in answer.text
         assert (await http.get(f"{own}/metrics", headers=bearer(ROOT.token))).status_code == 200
         assert (await http.get(f"{own}/health/live")).json() == {"status": "live"}
+
+
+async def test_the_log_of_the_process_goes_on() -> None:
+    """uvicorn's configuration of loggers closes all handlers there are, a replica's among them."""
+    told = io.StringIO()
+    handler = logging.handlers.MemoryHandler(1, target=logging.StreamHandler(told))
+    log = logging.getLogger("mallee")
+    log.addHandler(handler)
+    try:
+        async with listening(make_listener(free_port())):
+            log.error("a fault")
+    finally:
+        log.removeHandler(handler)
+    assert told.getvalue() == "a fault\n"

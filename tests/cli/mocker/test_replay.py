@@ -88,6 +88,12 @@ def test_options_are_taken(options: tuple[str, ...], tmp_path: Path) -> None:
         (("--block-size", "100"), "divisor or a multiple of 512"),
         (("--concurrency", "0"), "--concurrency=0"),
         (("--timing", "abacus"), "timing='abacus'"),
+        (("--engines-per-device", "2"), "--kv-tokens, what each has of the 906,000 of its device"),
+        (("--timing", "dynamo"), "--timing dynamo does not say how much KV a device holds"),
+        (
+            ("--timing", "dynamo", "--kv-tokens", "65536", "--migrate"),
+            "does not say what a token's KV takes, and KV moves: give --kv-bytes-per-token",
+        ),
         (("--speedup", "-1"), "speedup=-1.0"),
         (("--speedup", "1e-300"), "virtual time"),
         (("--faults", "nowhere.json"), "nowhere.json"),
@@ -109,6 +115,28 @@ def test_what_can_not_be_is_one_line(
     assert isinstance(error, MalleeError)
     assert message in str(error)
     assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("timing", "kv_tokens", "nbytes"),
+    [
+        ("h100-qwen3-30b-a3b-bf16", 111_000, 98_304),
+        ("h100-llama-3.1-70b-fp8@kernels", 663_000, 327_680),
+        ("h200-llama-3.1-8b-fp8", 906_000, 131_072),
+    ],
+)
+def test_kv_memory_is_that_of_the_timings_device(
+    timing: str, kv_tokens: int, nbytes: int, tmp_path: Path
+) -> None:
+    """Its tokens, and the bytes of one where KV moves, unless they are given."""
+    trace, named = str(rows(tmp_path / "t.jsonl")), ("--timing", timing, "--json")
+    told = json.loads(run(trace, *named, "--migrate")[1].splitlines()[-1])["conditions"]
+    assert (told["kv_tokens"], told["kv_bytes_per_token"]) == (kv_tokens, nbytes)
+    given = ("--kv-tokens", "65536", "--kv-bytes-per-token", "7")
+    told = json.loads(run(trace, *named, *given)[1].splitlines()[-1])["conditions"]
+    assert (told["kv_tokens"], told["kv_bytes_per_token"]) == (65_536, 7)
+    points = json.loads(sweep(trace, *named, "--engines", "1", "--processes", "1").splitlines()[-1])
+    assert {point["kv_tokens"] for point in points["points"]} == {kv_tokens}
 
 
 def test_prompts_that_no_worker_took_are_told_and_do_not_count_as_misses(tmp_path: Path) -> None:
@@ -136,12 +164,30 @@ def test_times_are_those_of_the_timing(tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     later = {**line, "timestamp": 5000}
     trace.write_text("".join(json.dumps(r) + "\n" for r in (line, later)))
-    options = ("--engines", "1", "--timing", str(timing), "--json")
+    options = ("--engines", "1", "--timing", str(timing), "--kv-tokens", "65536", "--json")
     found = json.loads(run(str(trace), *options)[1].splitlines()[-1])
     # The whole prompt takes 1.124 s; behind 512 cached tokens 0.612 s.
     assert found["ttft_ms"]["mean"] == pytest.approx((1124 + 612) / 2)
     assert found["duration_s"] == pytest.approx(5 + 0.612 + 4 * 0.01)
     assert found["itl_ms"]["mean"] == pytest.approx(10.0)
+
+
+def test_the_faults_of_the_docs_are_played_and_every_life_is_named(tmp_path: Path) -> None:
+    """The JSON line is there whatever becomes of the files, and each row has the life that took it."""
+    text = (Path(__file__).parents[3] / "docs" / "size-a-fleet.md").read_text()
+    faults, out = tmp_path / "faults.json", tmp_path / "rows.csv"
+    faults.write_text(text.partition("```json\n")[2].partition("```")[0])
+    trace = rows(tmp_path / "t.jsonl", num=300)
+    code, stdout, error = run(
+        *(str(trace), "--faults", str(faults), "--csv", str(out), "--json", "--kv-tokens", "65536")
+    )
+    assert (code, error) == (0, None)
+    assert json.loads(stdout.splitlines()[-1])["requests"] == 300
+    with out.open(newline="") as file:
+        found = [(float(row["routed_s"]), row["worker"]) for row in csv.DictReader(file)]
+    assert {name for _, name in found} == {"w0", "w1", "w1#2", "w2", "w3", "w8"}
+    assert all(at <= 5 for at, name in found if name == "w1")
+    assert all(at >= 9 for at, name in found if name == "w1#2")
 
 
 # Sweeps: what one leaves behind is enough to make it again

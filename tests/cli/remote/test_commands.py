@@ -253,6 +253,8 @@ async def test_the_demo_forks_its_questions_and_searches(
     fork, plain = report["fork"], report["plain"]
     assert len(fork["branches"]) == len(plain["branches"]) == len(QUESTIONS)
     assert fork["affinity"] == 1.0
-    assert [each["cached_tokens"] for each in plain["branches"]] == [0] * len(QUESTIONS)
+    computed = [each["prefill_tokens"] > 200 for each in plain["branches"]]
+    assert computed.count(True) == 2, "once by each of two servers"
     assert all(each["prefill_tokens"] < 200 < each["cached_tokens"] for each in fork["branches"])
+    assert report["rewind"]["prefill_tokens"] <= report["rewind"]["endings"] * 16
     assert report["search"]

@@ -15,7 +15,7 @@ from mallee.protocol.errors import (
     UnknownCapsule,
     WorkerLost,
 )
-from mallee.protocol.hashing import as_tokens
+from mallee.protocol.hashing import NO_HASHES, as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId, capsule_id
 from mallee.protocol.messages import Frame, Limits, Prefill, Sampling
 from mallee.router.dispatch.effects import NotInjected
@@ -289,6 +289,27 @@ def test_a_capsule_that_is_released_while_it_is_made_again_is_left_nowhere(is_ma
     assert kept not in other.capsules
     with pytest.raises(UnknownCapsule):
         f.router.capsule(kept)
+
+
+def test_a_worker_that_comes_back_and_drains_again_waits_for_what_is_under_way() -> None:
+    """Its durable capsule is made again once, by the request of its first drain, and it leaves then."""
+    f = fleet(2)
+    kept, leaving = capsule(f)
+    (other,) = [worker for worker in f.workers.values() if worker is not leaving]
+    other.is_hung = True
+    f.drain(leaving)
+    f.die(leaving)
+    again = f.join(leaving.name)
+    again.capsules[kept] = leaving.capsules[kept]
+    f.router.learn_capsule(kept, again.name, len(PROMPT), NO_HASHES, "")
+    f.drain(again)
+    assert f.dispatcher.num_rebuilt == 1
+    assert again.name in f.workers
+    other.is_hung = False
+    f.settle()
+    assert again.name not in f.workers, "it has left"
+    assert f.router.capsule(kept).worker == other.name
+    assert not f.dispatcher.is_rebuilding
 
 
 def test_a_gateway_that_closes_makes_no_more_capsules_again() -> None:

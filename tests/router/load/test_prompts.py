@@ -13,7 +13,7 @@ STEP = STEP_TOKENS // BLOCK
 
 def seen_by_hand(earlier: list[tuple[int, ...]], prompt: tuple[int, ...]) -> Seen:
     """By the texts of all prompts so far, at every `STEP`-th block."""
-    known = shared = uses = 0
+    shared = uses = 0
     continues = False
     for end in range(STEP, len(prompt) + 1, STEP):
         having = [each for each in earlier if each[:end] == prompt[:end]]
@@ -22,10 +22,10 @@ def seen_by_hand(earlier: list[tuple[int, ...]], prompt: tuple[int, ...]) -> See
         nexts = {each[: end + STEP] for each in having if len(each) >= end + STEP}
         if len(prompt) >= end + STEP and nexts:
             nexts.add(prompt[: end + STEP])
-        known, continues = end, not any(len(each) >= end + STEP for each in having)
+        continues = not any(len(each) >= end + STEP for each in having)
         if len(nexts) > 1:
             shared, uses = end, len(having)
-    return Seen(known, shared, uses, continues)
+    return Seen(shared, uses, continues)
 
 
 texts = st.lists(st.integers(1, 2), max_size=9).map(tuple)

@@ -66,7 +66,7 @@ def test_a_hundred_branches_count_their_prefix_once(stride: int) -> None:
     slots.paths.match_into(waypoints_of(path, stride), 130, counts)
     assert counts.tolist()[1] in (128, 129)
     for i in range(100):
-        slots.free(RequestId(f"r{i}"))
+        slots.free(RequestId(f"r{i}"), 0.0)
     assert load(slots, 1) == (0, 0, 0)
     slots.check()
 
@@ -88,7 +88,7 @@ def test_only_what_a_worker_reports_beyond_its_bookings_is_added() -> None:
     slots.report(1, rows=5, prefill_tokens=40, active_blocks=10)
     assert [slots.loads[row, 1] for row in layout.LOADS_REPORTED] == [2.0, 8.0, 0.0]
     assert load(slots, 1) == (100, 3, 2)
-    slots.free(RequestId("a"))
+    slots.free(RequestId("a"), 0.0)
     assert [slots.loads[row, 1] for row in layout.LOADS_REPORTED] == [2.0, 8.0, 0.0]
     slots.report(1, rows=0, prefill_tokens=0, active_blocks=0)
     assert not slots.loads.any()
@@ -132,8 +132,18 @@ def test_a_prefill_that_ends_early_brings_the_queue_forward() -> None:
     slots.prefill_done(RequestId("a"), 1.0)
     assert queued_s(slots, 1.0) == pytest.approx([0.0, 1.0])
     assert queued_s(slots, 1.5) == pytest.approx([0.0, 0.5])
-    slots.free(RequestId("b"))
+    slots.free(RequestId("b"), 1.5)
     assert queued_s(slots, 1.5) == [0.0, 0.0]
+
+
+def test_a_prefill_that_is_given_up_leaves_the_others_their_time() -> None:
+    """K5: it may have been the one that was computed, and the other has not begun."""
+    slots = SlotTracker(2, prefill_token_s=TOKEN_S)
+    book(slots, "a", 0, [], prefill=10_000, now=0.0)
+    book(slots, "b", 0, [], prefill=10_000, now=0.0)
+    slots.free(RequestId("a"), 9.0)
+    assert queued_s(slots, 9.0) == pytest.approx([10.0, 0.0])
+    assert queued_s(slots, 12.0) == pytest.approx([7.0, 0.0])
 
 
 def chain(choices: list[int]) -> list[int]:
@@ -173,7 +183,7 @@ def test_loads_equal_a_recount_after_any_stream(
             if request in live:
                 live[request], touched[request] = (*live[request][:2], 0), now
         elif verb == "free":
-            assert slots.free(request) == (live.pop(request, None) is not None)
+            assert slots.free(request, now) == (live.pop(request, None) is not None)
         elif verb == "drop":
             gone = slots.drop_worker(worker)
             assert gone == sorted(r for r, booked in live.items() if booked[0] == worker)

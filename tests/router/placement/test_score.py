@@ -172,6 +172,24 @@ def displaced(demand: Demand, load: list[float], overlap: int, *, is_home: bool)
     return MODEL.displaced_weight * again_s * min(brings, max(0.0, brings - free))
 
 
+@given(st.integers(0, 1 << 32), st.integers(-1, 8))
+def test_a_copy_for_a_fan_out_displaces_what_a_text_of_its_blocks_does(
+    seed: int, home: int
+) -> None:
+    """X25, part: by one rule, whatever is booked there and comes back from host memory."""
+    bench = Bench(9)
+    random = np.random.default_rng(seed)
+    load_at_random(bench, random)
+    blocks = random.integers(0, 60, 9)
+    found = score.price_copies(
+        bench.loads, blocks.astype(float), home, BLOCK, MODEL.prefill_token_s
+    )
+    for w, num in enumerate(blocks.tolist()):
+        text, load = Demand(1, num, 0, 1, 1, 1), bench.loads[:, w].tolist()
+        seconds = MODEL.displaced_weight * float(found[w])
+        assert seconds == pytest.approx(displaced(text, load, 0, is_home=w == home))
+
+
 def may_go(bench: Bench, demand: Demand, w: int) -> bool:
     """Whether it may go to worker `w` now."""
     load = bench.loads[:, w].tolist()

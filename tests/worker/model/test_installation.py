@@ -30,7 +30,7 @@ WHEELS = (
         "flashinfer_cubin-0.7.2",
     ),
 )
-WHOLE = Installation("2.13.0", "13.0", 1, "580.1", "0.7.2", "3.5.0", 0, ())
+WHOLE = Installation("2.13.0", "13.0", 1, "580.1", "0.7.2", "3.5.0", 0, (), ())
 
 TRY = """
 import importlib, pkgutil, sys
@@ -167,6 +167,22 @@ def test_each_reason_against_flashinfer_ends_the_start_with_the_remedy(
         ConfigError, match=f"device='cuda': .*{says}.*or set engine.attention: torch"
     ):
         choose_backend(config, device="cuda", **half)
+
+
+def test_triton_wants_a_c_compiler_and_the_headers_of_python(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("sysconfig.get_config_var", lambda _: str(tmp_path))
+    (reason,) = missing(WHOLE._replace(missing_for_triton=installation.missing_for_triton()))
+    assert re.search(r"no C compiler \(gcc, clang\) and no \S+/Python\.h .* python3-dev", reason)
+    (tmp_path / "Python.h").touch()
+    assert installation.missing_for_triton() == ("C compiler (gcc, clang)",)
+    (tmp_path / "clang").touch(mode=0o755)
+    assert installation.missing_for_triton() == ()
+    monkeypatch.setenv("CC", "icx")
+    assert installation.missing_for_triton() == ("C compiler (icx)",)
 
 
 def test_a_toolkit_counts_with_its_headers_and_prebuilt_kernels_without_it(

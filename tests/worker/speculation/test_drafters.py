@@ -3,12 +3,23 @@
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, pack_tokens
+from mallee.protocol.messages import (
+    Cancel,
+    Fork,
+    Generate,
+    Limits,
+    Prefill,
+    Release,
+    Sampling,
+    pack_tokens,
+)
+from mallee.worker.kv.node import Node
 from mallee.worker.sched.branch import Branch
 from mallee.worker.speculation import drafters
 from mallee.worker.speculation.drafters import (
@@ -149,6 +160,22 @@ def test_families_and_prompts_are_bounded(branches: Any, monkeypatch: pytest.Mon
         assert list(siblings.propose(branch, 2)) == []
     assert [key[1] for key in siblings._families] == ["p3.0", "p4.0"]
     assert len(prompts._shared) == 2
+
+
+def test_an_indexed_prompt_keeps_no_node_of_the_tree(bench: Any, branches: Any) -> None:
+    """Nodes that were evicted are gone with their tokens, and the next prompt drops their indexes."""
+    lookup, nodes = PromptLookup(), list[ref[Node]]()
+    for i in range(3):
+        branches(Prefill(f"p{i}", pack_tokens([i + 1, *range(3, 9)])))
+        (branch,) = branches(Fork(f"f{i}", f"p{i}.0", (b"",), Limits(30), HOT))
+        nodes.append(ref(branch.origin))
+        lookup.propose(branch, 2)
+        lookup.forget(branch)
+        del branch
+        bench.run(Cancel(f"f{i}"), Release(f"p{i}.0"))
+        bench.run(Generate(f"full{i}", pack_tokens([60 - i] * 1000), Limits(1), HOT))
+    assert [node() for node in nodes] == [None] * 3
+    assert len(lookup._shared) == 1
 
 
 # Drafts are as long as they pay, and stop where they lose

@@ -9,14 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from bench.boards.chart import DASHBOARDS, RULES, alerts, dashboard, targets
 from bench.boards.deployment import Deployment, deployment
 from bench.boards.pictures import fill, values_of
 from bench.boards.prometheus import Prometheus, missing, prometheus
 from bench.boards.traffic import Traffic
-from mallee.actors.telemetry.boards.alerts import GROUPS
-from mallee.actors.telemetry.boards.files import BOARDS, write
-from mallee.actors.telemetry.boards.grafana import to_json
-from mallee.actors.telemetry.boards.panels import Board
 from support.mock_scene import make_folder
 from support.waiting import wait_until
 
@@ -60,10 +57,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("deployment")
     model = make_folder(folder)
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
-    (rules,) = (path for path in write(folder / "chart") if path.suffix == ".yaml")
     with (
         deployment(folder, str(model), SETTINGS) as found,
-        prometheus(found.scrapes(), [rules]) as server,
+        prometheus(found.scrapes(), [RULES]) as server,
     ):
         wait_until(lambda: has_all_processes(server), timeout_s=30)
         asyncio.run(ask(found))
@@ -89,37 +85,34 @@ def has_data(server: Prometheus, expression: str) -> bool:
     return any(math.isfinite(value) for s in server.query(expression) for _, value in s.values)
 
 
-@pytest.mark.parametrize("board", BOARDS, ids=[board.name for board in BOARDS])
+@pytest.mark.parametrize("name", DASHBOARDS)
 def test_every_query_of_every_panel_has_data_or_a_reason_for_none(
-    served: Served, board: Board
+    served: Served, name: str
 ) -> None:
-    file = json.loads(to_json(board))
-    variables = values_of(served.server, file, __rate_interval="20s", __range="1m")
+    board = dashboard(name)
+    variables = values_of(served.server, board, __rate_interval="20s", __range="1m")
     empty = {
-        f"{board.name}: {panel.title}: {query.legend}"
-        for row in board.rows
-        for panel in row.panels
-        for query in panel.queries
-        if not has_data(served.server, fill(query.expression, variables))
+        f"{name}: {panel['title']}: {target.get('legendFormat', '')}"
+        for panel, target in targets(board)
+        if not has_data(served.server, fill(target["expr"], variables))
     }
-    assert empty == {key for key in EMPTY if key.startswith(f"{board.name}: ")}
+    assert empty == {key for key in EMPTY if key.startswith(f"{name}: ")}
 
 
 def test_every_measure_of_every_alert_has_data_or_a_reason_for_none(served: Served) -> None:
-    """Spans of hours look at the minute that there is."""
-    empty = {
-        alert.name
-        for group in GROUPS
-        for alert in group.alerts
-        for condition in alert.conditions
-        if not has_data(served.server, condition.measure.replace(":30s]", ":1s]"))
-    }
+    """Whether its bounds are met or not; spans of hours look at the minute that there is."""
+    empty = set()
+    for name, rule in alerts().items():
+        expression = re.sub(r"\) ([<>]) ([\d.]+)(?=\n|$)", r") \1 bool \2", rule["expr"])
+        assert expression != rule["expr"], name
+        if not has_data(served.server, expression.replace(":30s]", ":1s]")):
+            empty.add(name)
     assert empty == {key for key in EMPTY if key.startswith("Mallee")}
 
 
 def test_prometheus_evaluates_every_rule(served: Served) -> None:
     rules = [rule for group in served.server.get("rules")["groups"] for rule in group["rules"]]
-    assert len(rules) == sum(len(group.alerts) for group in GROUPS)
+    assert {rule["name"] for rule in rules} == alerts().keys()
     assert {rule["health"] for rule in rules} == {"ok"}
 
 

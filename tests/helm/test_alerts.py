@@ -7,14 +7,12 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from bench import ROOT
+from bench.boards.chart import RULES, alerts, dashboard, targets
 from bench.boards.prometheus import missing, promtool
-from mallee.actors.telemetry.boards.alerts import GROUPS, Alert, Group
-from mallee.actors.telemetry.boards.files import BOARDS
-from mallee.actors.telemetry.boards.queries import families_in
-from mallee.actors.telemetry.boards.rules import to_yaml
+from support.promql import families_in
 
-ROOT = Path(__file__).resolve().parents[4]
-ALERTS: dict[str, Alert] = {alert.name: alert for group in GROUPS for alert in group.alerts}
+ALERTS = alerts()
 
 needs_promtool = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -224,16 +222,9 @@ def unit_test(name: str, series: Series, minutes: int, firing: int) -> dict[str,
     }
 
 
-@pytest.fixture
-def rules(tmp_path: Path) -> Path:
-    path = tmp_path / "mallee.yaml"
-    path.write_text(to_yaml(GROUPS))
-    return path
-
-
 @needs_promtool
-def test_promtool_finds_no_fault_in_the_rules(rules: Path) -> None:
-    assert f"SUCCESS: {len(ALERTS)} rules found" in promtool("check", "rules", str(rules))
+def test_promtool_finds_no_fault_in_the_rules() -> None:
+    assert f"SUCCESS: {len(ALERTS)} rules found" in promtool("check", "rules", str(RULES))
 
 
 @needs_promtool
@@ -243,7 +234,7 @@ def test_every_alert_fires_on_what_it_is_for_and_only_then(tmp_path: Path) -> No
     files = []
     for name, case in CASES.items():
         rule, file = tmp_path / f"{name}.yaml", tmp_path / f"{name}-tests.yaml"
-        rule.write_text(to_yaml((Group(name, (ALERTS[name],)),)))
+        rule.write_text(yaml.safe_dump({"groups": [{"name": name, "rules": [ALERTS[name]]}]}))
         tests = [
             unit_test(name, case.fires, case.minutes, 1),
             unit_test(name, case.quiet, case.minutes, 0),
@@ -259,21 +250,20 @@ def test_the_runbook_tells_of_each_alert_and_no_other_what_the_rules_say() -> No
     assert re.findall(r"^### (\w+)$", text, re.MULTILINE) == list(ALERTS)
     sections = re.split(r"^##+ ", text, flags=re.MULTILINE)
     told = {section.partition("\n")[0]: section for section in sections}
-    for alert in ALERTS.values():
-        lasts = "at once" if alert.lasts == "0m" else f"after {alert.lasts}"
-        assert f"*{alert.severity}, {lasts}" in told[alert.name], alert.name
-        assert f"[{alert.board}]" in told[alert.name], alert.name
+    for name, alert in ALERTS.items():
+        lasts = f"after {alert['for']}" if alert["for"] != "0m" else "at once"
+        assert f"*{alert['labels']['severity']}, {lasts}" in told[name], name
+        assert f"[{board_of(alert)}]" in told[name], name
+        assert alert["annotations"]["runbook_url"].endswith(f"/docs/runbook.md#{name.lower()}")
+
+
+def board_of(alert: Any) -> str:
+    return str(alert["annotations"]["dashboard"]).removeprefix("mallee-")
 
 
 def test_every_alert_is_shown_by_a_dashboard() -> None:
-    boards = {board.name: board for board in BOARDS}
-    for alert in ALERTS.values():
-        shown = {
-            family.name
-            for row in boards[alert.board].rows
-            for panel in row.panels
-            for query in panel.queries
-            for family in families_in(query.expression)
-        }
-        measured = {family.name for family in families_in(alert.expression)}
-        assert measured & shown, f"{alert.name}: {measured} not on {alert.board}"
+    for name, alert in ALERTS.items():
+        queries = [target["expr"] for _, target in targets(dashboard(board_of(alert)))]
+        shown = {family for query in queries for family in families_in(query)}
+        measured = families_in(alert["expr"])
+        assert measured.keys() & shown, f"{name}: {[*measured]} not on {board_of(alert)}"

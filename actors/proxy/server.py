@@ -1,0 +1,30 @@
+"""The HTTP server of a process that no proxy stands before: uvicorn, without its hold on the process.
+
+It waits for clients as long as they like: what other machines reach has HAProxy before it, which does not.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+
+class Server(uvicorn.Server):
+    """Leaves the process's signals and loggers alone. WebSockets are refused unless it `takes_sockets`."""
+
+    def __init__(self, app: ASGIApp, *, takes_sockets: bool = False, **options: Any) -> None:
+        config = uvicorn.Config(
+            app,
+            ws="websockets-sansio" if takes_sockets else "none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,  # it would close the handlers that there are
+            **options,
+        )
+        super().__init__(config)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
