@@ -15,6 +15,7 @@ import asyncio
 import logging
 import math
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ from mallee.actors.build import (
     check_files,
     freeze_heap,
     open_access,
+    secret_beside,
     threads_of,
 )
 from mallee.actors.bus.access import BrokerAccess, FindBroker, operators_broker
@@ -50,7 +52,7 @@ from mallee.actors.http.entry.gate import Gate, refuse
 from mallee.actors.http.messages.errors import AnthropicErrors
 from mallee.actors.proxy import choice, direct
 from mallee.actors.telemetry import logs
-from mallee.actors.transport.greeting import Secret, new_secret, read_secret
+from mallee.actors.transport.greeting import Secret, read_secret
 from mallee.protocol.errors import ConfigError, InternalError, MalleeError, NoWorker
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec
@@ -202,10 +204,11 @@ class WorkerReplica:
         self, config: AppConfig, broker: DeploymentHandle[Any] | None
     ) -> None:
         self._config = config
-        secret = await _secret(config)
+        secret = await _secret(config, has_disk=True)
         found = await _find_broker(config, broker, "worker")
         claim = await asyncio.to_thread(cluster.claim_worker, _app_name())
         _set_up_logs(config.telemetry, "worker", f"w{claim.number}")
+        self._claim = claim
         self._process = await _build_workers(config, claim, found, secret)
         await self._process.listen(path=socket_path(f"w{claim.number}"))
         if config.links.tcp == "always":
@@ -248,6 +251,8 @@ class WorkerReplica:
         if process := vars(self).get("_process"):
             await process.drain(self._config.drain_s)
             await process.close()
+            # What it leaves on disk can be adopted at once, before the next replica takes the name.
+            await asyncio.to_thread(cluster.give_back, cluster.RayStore(), _app_name(), self._claim)
 
 
 @serve.ingress()
@@ -358,6 +363,7 @@ async def _build_workers(
         node=node,
         own_ip=_own_ip(),
         gpus=cluster.own_gpus(),
+        hold_name=partial(cluster.name_of_the_gone, _app_name(), config.workers),
         threads=threads_of(config, await asyncio.to_thread(_workers_here, config, _app_name())),
     )
 
@@ -402,14 +408,15 @@ async def _build_gateway(
     workers: DeploymentHandle[Any],
     broker: FindBroker,
 ) -> "BuiltGateway":
-    secret = await _secret(config)
+    model = await _model(config, workers)
+    secret = await _secret(config, has_disk=False)
     return await build_gateway(
         config,
         name,
         broker=broker,
         transport=build_transport(config, name, secret, cluster.own_node()),
         router=build_router(config, shared_as=name if config.experimental.sync_bookings else None),
-        model=await _model(config, workers),
+        model=model,
         secret=secret,
         node=cluster.own_node(),
         own_ip=_own_ip(),
@@ -473,18 +480,18 @@ async def _find_broker(
     return find
 
 
-async def _secret(config: AppConfig) -> Secret:
-    """The secret that gateways and workers share: of the file, or the app's own. Raises ConfigError."""
+async def _secret(config: AppConfig, *, has_disk: bool) -> Secret:
+    """The secret that gateways and workers share: of the file, or the app's own. Raises ConfigError.
+
+    With a disk workers have it beside that, and gateways, whose node may have no such disk, come later.
+    """
     if (file := config.links.secret_file) is not None:
         return read_secret(Path(file))
-    return Secret(await asyncio.to_thread(_made_secret, _app_name()))
 
+    def ask() -> Secret:
+        beside = secret_beside(config)
+        may_make = beside is None or (has_disk and cluster.num_nodes() == 1)
+        file = beside if has_disk else None
+        return Secret(cluster.secret_of(cluster.RayStore(), _app_name(), file, may_make=may_make))
 
-def _made_secret(app: str) -> bytes:
-    """The app's secret in Ray's key-value store, put there by the first replica that asks.
-
-    It outlives every replica and redeploy, and is no part of the app's arguments, which Serve shows.
-    """
-    store, key = cluster.RayStore(), f"secret:{app}"
-    store.add(key, new_secret().hex())
-    return bytes.fromhex(store.get(key) or "")
+    return await asyncio.to_thread(ask)

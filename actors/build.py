@@ -16,9 +16,10 @@ from collections import ChainMap
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from errno import ENOENT
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mallee.actors.access.scopes import Scopes
 from mallee.actors.addresses import socket_path
@@ -30,6 +31,7 @@ from mallee.actors.hosting.engine import add_engine, make_worker
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.lending import HostLender, Lending
 from mallee.actors.hosting.memory import memory_use
+from mallee.actors.hosting.orphans import HoldName, Orphans
 from mallee.actors.hosting.worker import Capacity, Worker
 from mallee.actors.lending.borrower import Borrower
 from mallee.actors.lending.server import LendingServer
@@ -39,9 +41,9 @@ from mallee.actors.transport.link import Transport
 from mallee.actors.transport.server import SocketServer
 from mallee.actors.transport.sockets import SocketTransport
 from mallee.actors.transport.tls import TlsFiles, client_tls, server_tls
-from mallee.protocol.errors import ConfigError, StorageError
+from mallee.protocol.errors import ConfigError, MalleeError, StorageError, StorageFailed
 from mallee.protocol.events import MemoryUse
-from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.ids import Incarnation, Scope, WorkerId
 from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig
@@ -126,6 +128,47 @@ def check_links(config: AppConfig) -> None:
     if (files := tls_files(config)) is not None:
         server_tls(files)
         client_tls(files)
+
+
+def check_secret(config: AppConfig) -> None:
+    """Raises ConfigError if capsules on the disk of this machine are tagged by a secret that is not given."""
+    from mallee.worker.storage.volume import read_records
+
+    path, beside = config.engine.disk_path, secret_beside(config)
+    if path is None or "://" in path:
+        return
+    records = list(read_records(Path(disk_place(config, ""))))
+    there = f"engine.disk_path={path!r}: "
+    remedy = "put it back from a backup, or give links.secret_file"
+    if beside is not None and not beside.exists():
+        if records:
+            raise ConfigError(
+                f"{there}{len(records)} capsules are there, and {beside}, which their ids are tagged by, is"
+                f" missing: {remedy}"
+            )
+        return
+    file = beside or Path(config.links.secret_file or "")
+    ids = build_ids(read_secret(file, "engine.disk_path" if beside else "links.secret_file"))
+    if others := [each for each in records if not ids.belongs(each.capsule, Scope(each.owner))]:
+        raise ConfigError(
+            f"{there}{len(others)} of {len(records)} capsules there are tagged by another secret than"
+            f" {file}, and nothing could name them: {remedy}"
+        )
+
+
+def secret_beside(config: AppConfig) -> Path | None:
+    """The file beside the disk with the app's secret; None without a disk, or with `links.secret_file`."""
+    if config.engine.disk_path is None or config.links.secret_file is not None:
+        return None
+    return Path(disk_place(config, "secret"))
+
+
+def disk_place(config: AppConfig, name: str) -> str:
+    """The place of `name`, a worker's part or the secret, on the disk of the fleet."""
+    path = config.engine.disk_path
+    assert path is not None, "there is no disk"
+    root = path.rstrip("/") if "://" in path else str(Path(path).expanduser())
+    return f"{root}/{config.fleet}/{name}"
 
 
 def lease_s(config: AppConfig) -> float:
@@ -303,11 +346,7 @@ async def build_gateway(
     from mallee.actors.gateway.sessions.sessions import SessionLimits
     from mallee.actors.telemetry.metrics import GatewayMetrics
 
-    access, scopes = (
-        open_access(config),
-        Scopes(secret.derived(b"scopes"), draw=secrets.token_bytes),
-    )
-
+    access, scopes = open_access(config), build_ids(secret)
     metrics, tracing = GatewayMetrics(name), open_tracing("gateway", name)
     recorder = None
     if config.recording.folder is not None:
@@ -522,6 +561,7 @@ class WorkerProcess:
     close_engines: Callable[[], Awaitable[None]]
     lending: Lending | None = None
     scraped: "Scraped | None" = None
+    orphans: Orphans | None = None
 
     async def listen(self, *, path: str | None = None, tcp_host: str | None = None) -> None:
         """Listen there too, for loans beside it; leases from now on say so."""
@@ -550,6 +590,8 @@ class WorkerProcess:
             self.host.tasks.spawn(self.lending.server.supervise())
         await self.bus.connect()
         await self.start_engines()
+        if self.orphans is not None:
+            self.host.tasks.spawn(self.orphans.watch(self.host), name="capsules of the gone")
         freeze_heap()
 
     async def drain(self, drain_s: float) -> None:
@@ -575,6 +617,11 @@ def build_server(config: AppConfig, host: Host, secret: Secret, node: str) -> So
     """The sockets of `host`, which listen to nothing yet. Raises ConfigError."""
     files = tls_files(config)
     return SocketServer(host, secret, node=node, tls=files and server_tls(files))
+
+
+def build_ids(secret: Secret) -> Scopes:
+    """The ids of the gateways that share `secret`."""
+    return Scopes(secret.derived(b"scopes"), draw=secrets.token_bytes)
 
 
 def build_borrower(config: AppConfig, name: str, secret: Secret, node: str) -> Borrower:
@@ -622,16 +669,22 @@ async def build_worker(
     threads: int,
     own_ip: str = "127.0.0.1",
     gpus: Sequence[str] = (),
+    hold_name: HoldName | None = None,
 ) -> WorkerProcess:
     """The one worker of a process: loads the model. Raises MalleeError.
 
-    `own_ip`: of the machine, for scrapers. `gpus`: of the process, by Ray's names.
+    `own_ip`: of the machine, for scrapers. `gpus`: of the process, by Ray's names. Without `hold_name` it
+    adopts no capsules of workers that are gone, as on object stores, which have no locks.
     """
     place = await asyncio.to_thread(settle, config, gpus)
     threads = min(threads, place.cpus or threads)
     forward = await asyncio.to_thread(load_forward, config, threads)
     peers = build_borrower(config, worker, secret, node) if config.links.lends else None
-    engine = await asyncio.to_thread(make_engine, config, forward, worker, incarnation, peers)
+    orphans = None
+    if hold_name is not None and "://" not in (config.engine.disk_path or "://"):
+        orphans = Orphans(Path(disk_place(config, "")), worker, hold_name)
+    around = Surroundings(peers, build_ids(secret), orphans)
+    engine = await asyncio.to_thread(make_engine, config, forward, worker, incarnation, around)
     num_blocks = engine.stats().pool.total  # less than the forward's, if some are guards
     bus = NatsBus(broker, fleet=config.fleet, name=f"mallee-{worker}")
     host = Host(
@@ -645,7 +698,7 @@ async def build_worker(
         tracing=open_tracing("worker", worker),
     )
     capacity = Capacity(forward.block_size, num_blocks, config.scheduler.max_rows)
-    source = ModelSource(config, host, forward, engine.incarnation, capacity, peers)
+    source = ModelSource(config, host, forward, engine.incarnation, capacity, around)
     add_engine(host, engine, capacity, source)
     server = build_server(config, host, secret, node)
     lending = None if peers is None else build_lending(config, host, peers, secret, node)
@@ -653,6 +706,7 @@ async def build_worker(
     return WorkerProcess(
         *(host, engine.spec, bus, server, host.start, host.close, lending),
         scraped=build_scraped(config, host, own_ip),
+        orphans=orphans,
     )
 
 
@@ -693,14 +747,14 @@ class ModelSource:
         forward: "TorchForward",
         incarnation: Incarnation,
         capacity: Capacity,
-        peers: Borrower | None,
+        around: "Surroundings",
     ) -> None:
         self._config = config
         self._host = host
         self._forward = forward
         self._incarnation = incarnation
         self._capacity = capacity
-        self._peers = peers
+        self._around = around
 
     def memory(self) -> MemoryUse | None:
         """The memory of the process, for metrics."""
@@ -725,7 +779,7 @@ class ModelSource:
     def _make(self) -> Worker:
         self._incarnation = Incarnation(self._incarnation + 1)
         name = WorkerId(self._host.name)
-        engine = make_engine(self._config, self._forward, name, self._incarnation, self._peers)
+        engine = make_engine(self._config, self._forward, name, self._incarnation, self._around)
         return make_worker(self._host, engine, self._capacity)
 
 
@@ -777,14 +831,25 @@ def room_on_device(config: AppConfig) -> "Room":
     )
 
 
+class Surroundings(NamedTuple):
+    """Surroundings of an engine: peers that lend it KV, ids as gateways draw them, parts of a disk."""
+
+    peers: Borrower | None = None
+    ids: Scopes | None = None
+    orphans: Orphans | None = None
+
+
+ALONE: Final = Surroundings()
+
+
 def make_engine(
     config: AppConfig,
     forward: "TorchForward",
     worker: WorkerId,
     incarnation: Incarnation,
-    peers: Borrower | None = None,
+    around: Surroundings = ALONE,
 ) -> "Engine":
-    """The engine of `worker`, which borrows KV by way of `peers`."""
+    """The engine of `worker`."""
     from mallee.worker.engine import Engine
     from mallee.worker.model.sampling.grammar import TokenGrammars
     from mallee.worker.speculation.draft_model import DraftModel
@@ -805,7 +870,7 @@ def make_engine(
             forward.spec.eos_token_ids,
         ),
         report_fault=lambda error: log.error("%s: %s", worker, error),
-        below=tiers_below(config, forward, worker, peers),
+        below=tiers_below(config, forward, worker, around),
         gaps=forward.gaps,
         draft_model=None
         if forward.draft is None
@@ -814,14 +879,17 @@ def make_engine(
 
 
 def tiers_below(
-    config: AppConfig, forward: "TorchForward", worker: WorkerId, peers: Borrower | None
+    config: AppConfig,
+    forward: "TorchForward",
+    worker: WorkerId,
+    around: Surroundings = ALONE,
 ) -> "MakeTiers | None":
-    """The tiers below the device of `worker`, of which `peers` count as one, if it is to have any.
+    """The tiers below the device of `worker`, of which its peers count as one, if it is to have any.
 
     A disk that can't be opened is left out, and the log says why: requests don't need it. Where the host's
     memory is the device's there is no tier of it: its bytes are KV already.
     """
-    engine = config.engine
+    engine, (peers, ids, orphans) = config.engine, around
     host_nbytes = 0 if forward.is_unified else int(engine.host_gib * 2**30)
     if engine.host_gib and forward.is_unified:
         log.info("%s: engine.host_gib is KV, since the host's memory is the device's", worker)
@@ -839,8 +907,14 @@ def tiers_below(
         arena = memory.new_rows(host_nbytes // nbytes)
         disk = None
         if engine.disk_path is not None:
+            secret = None if ids is None else secret_beside(config)
             try:
+                if secret is not None and not secret.exists():
+                    reason = "the secret that tags the ids of its capsules is missing"
+                    raise StorageFailed("open", str(secret), ENOENT, reason)
                 disk = open_disk(config, forward, worker, nbytes)
+                if orphans is not None:
+                    orphans.adopt_into(disk)
             except StorageError as error:
                 log.error("%s serves without its disk: %s", worker, error)
         pace = Pace(engine.tier_gib_s * 2**30, time.monotonic, time.sleep)
@@ -851,9 +925,22 @@ def tiers_below(
             prices=MeasuredPrices(nbytes),
             mover=ThreadedMover(carrier, worker),
             report=lambda error: log.warning("%s: a move of KV failed: %s", worker, error),
+            report_unreadable=partial(_report_unreadable, worker),
+            is_ours=(lambda capsule, owner: True) if ids is None else ids.belongs,
         )
 
     return make
+
+
+def _report_unreadable(worker: WorkerId, errors: Sequence[MalleeError]) -> None:
+    """Log a line for each kind of reason: a restart can bring a thousand at once."""
+    kinds: dict[object, list[MalleeError]] = {}
+    for error in errors:
+        fields = [field for field, *_ in error.fields.get("differences", ())]
+        kinds.setdefault((error.code, *fields), []).append(error)
+    for found in kinds.values():
+        text = "%s: %d capsules on its disk can't be used, the first because: %s"
+        log.error(text, worker, len(found), found[0])
 
 
 def open_disk(
@@ -865,9 +952,7 @@ def open_disk(
     from mallee.worker.storage.objects import ObjectStore
     from mallee.worker.storage.volume import Volume, VolumeConfig
 
-    engine = config.engine
-    assert engine.disk_path is not None, "there is no disk"
-    place = f"{engine.disk_path.rstrip('/')}/{config.fleet}/{worker}"
+    engine, place = config.engine, disk_place(config, worker)
     files: Files = ObjectStore.at(place) if "://" in place else Directory(Path(place))
     path = resolve(forward.spec.weights.path or config.model)
     volume = Volume.open(

@@ -4,18 +4,29 @@ Names and lives come from Ray's key-value store, not from Serve's ranks or a clo
 another replica during an update, and a node's clock may be behind.
 """
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import ray
 from ray._private import state
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
+from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
 from mallee.actors.addresses import PRIVATE
+from mallee.actors.transport.greeting import (
+    MIN_SECRET_NBYTES,
+    keep_secret,
+    new_secret,
+)
 from mallee.protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "::1")
 _NAMESPACE = "mallee"
@@ -73,27 +84,135 @@ def claim(store: Store, app: str, owner: str, *, is_alive: Callable[[str], bool]
     Replicas that start at once get different numbers, and one that still drains keeps its own.
     """
     while True:
-        lives: dict[int, int] = {}
-        for key in store.keys(_prefix(app)):
-            number, life = map(int, key.removeprefix(_prefix(app)).split(":"))
-            lives[number] = max(life, lives.get(number, 0))
+        lives = _lives(store, app)
         found = next(
             Claim(number, lives.get(number, 0) + 1)
             for number in count()
             if number not in lives
             or not is_alive(store.get(_key(app, number, lives[number])) or "")
         )
-        if store.add(_key(app, *found), owner):
-            if found.life > 1:
-                store.remove(_key(app, found.number, found.life - 1))
+        if _take(store, app, found, owner):
             return found
+
+
+def claim_gone(
+    store: Store,
+    app: str,
+    owner: str,
+    number: int,
+    *,
+    is_alive: Callable[[str], bool],
+    target: Callable[[], int],
+) -> Claim | None:
+    """Take `number` if its last owner is dead and no replica is about to take it: there are `target` others.
+
+    So what that worker left on disk has one heir, and nothing of it comes back meanwhile: `give_back` it.
+    """
+    lives = _lives(store, app)
+    found = Claim(number, lives.pop(number, 0) + 1)
+    if found.life > 1 and is_alive(store.get(_key(app, number, found.life - 1)) or ""):
+        return None
+    owners = {store.get(_key(app, *each)) or "" for each in lives.items()}
+    if sum(map(is_alive, owners)) < target() or not _take(store, app, found, owner):
+        return None
+    return found
+
+
+def give_back(store: Store, app: str, claim: Claim) -> None:
+    """Nothing is done under that number any more: the next replica may have it."""
+    store.put(_key(app, *claim), "")
+
+
+def _lives(store: Store, app: str) -> dict[int, int]:
+    """The last life of each number that was ever claimed."""
+    lives: dict[int, int] = {}
+    for key in store.keys(_prefix(app)):
+        number, life = map(int, key.removeprefix(_prefix(app)).split(":"))
+        lives[number] = max(life, lives.get(number, 0))
+    return lives
+
+
+def _take(store: Store, app: str, claim: Claim, owner: str) -> bool:
+    if not store.add(_key(app, *claim), owner):
+        return False
+    if claim.life > 1:
+        store.remove(_key(app, claim.number, claim.life - 1))
+    return True
+
+
+def secret_of(store: Store, app: str, file: Path | None = None, *, may_make: bool = True) -> bytes:
+    """The secret of `app`, which the first process that asks puts into the store. Raises ConfigError.
+
+    The store ends with Ray. Capsules on a disk outlive it, and their ids are tagged by the secret: a worker
+    with a disk gives the `file` beside it. Its content becomes the app's secret, or the app's its content.
+    Without `may_make` the store or the file must have one already.
+    """
+    key, found, lack = f"secret:{app}", b"", "is missing, and another node may have it"
+    if file is not None:
+        try:
+            if len(found := file.read_bytes().strip()) < MIN_SECRET_NBYTES:
+                raise ConfigError(
+                    f"{file} has {len(found)} bytes, no secret: put it back from a backup, or remove it"
+                )
+        except FileNotFoundError:
+            pass
+        except OSError as error:  # it may be there: another one must not take its place
+            lack, may_make = f"can't be read: {error.strerror}", False
+    if found or may_make:
+        store.add(key, (found or new_secret()).hex())
+    kept = bytes.fromhex(store.get(key) or "")
+    if not kept:
+        raise ConfigError(
+            f"{file or 'the secret'}, which ids of durable capsules are tagged by, {lack}: give"
+            " links.secret_file, with the same content on every node"
+        )
+    if file is not None and not found:
+        try:
+            found = keep_secret(file, kept)
+        except OSError as error:
+            log.error("%s can't be written, so the disk is not used: %s", file, error.strerror)
+    if found not in (b"", kept):
+        raise ConfigError(
+            f"{file} is another secret than Ray keeps for the app {app!r}, so capsules on that disk would be"
+            f" unknown: give links.secret_file={str(file)!r}, or start Ray anew"
+        )
+    return kept
 
 
 def claim_worker(app: str) -> Claim:
     """The claim of the actor that calls this."""
+    return claim(RayStore(), app, _own_actor(), is_alive=_is_alive)
+
+
+@contextmanager
+def name_of_the_gone(app: str, workers: int, name: str) -> Iterator[bool]:
+    """Hold the name of a worker that is gone, as `claim_gone` takes it: whether it is.
+
+    `workers`: those of the settings, while Serve doesn't tell how many there should be.
+    """
+    store, found = RayStore(), None
+    try:
+        found = claim_gone(
+            store,
+            app,
+            _own_actor(),
+            int(name.removeprefix("w")),
+            is_alive=_is_alive,
+            target=lambda: target_replicas(app, "Worker") or workers,
+        )
+    except RayError as error:  # the controller is being replaced
+        log.info("whether %s is gone is not known: %r", name, error)
+    try:
+        yield found is not None
+    finally:
+        if found is not None:
+            give_back(store, app, found)
+
+
+def _own_actor() -> str:
     owner = ray.get_runtime_context().get_actor_id()
     assert owner is not None, "only actors have workers"
-    return claim(RayStore(), app, owner, is_alive=_is_alive)
+    return owner
 
 
 def _prefix(app: str) -> str:

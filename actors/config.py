@@ -566,8 +566,9 @@ class LinkSettings(Settings):
     )
     secret_file: str | None = Field(
         default=None,
-        description="File with the secret that gateways and workers share, on every node; by default"
-        " one is made and kept in Ray.",
+        description="File with the secret that gateways and workers share, and that ids of capsules are"
+        " tagged by, on every node; by default one is made and kept in Ray, and with `engine.disk_path` in"
+        " `FLEET/secret` below that.",
     )
     tls_cert: str | None = Field(
         default=None,
@@ -808,6 +809,11 @@ class AppConfig(Settings):
             raise ValueError(
                 f"routing.max_workers={self.worker_room} < {self._most_engines} workers: give as many at"
                 " least"
+            )
+        if "://" in (self.engine.disk_path or "") and self.links.secret_file is None:
+            raise ValueError(
+                f"engine.disk_path={self.engine.disk_path!r} needs links.secret_file: ids of durable capsules"
+                " are tagged by that secret, and beside an object store none is kept"
             )
         self._check_memory()
         self._check_autoscaling()

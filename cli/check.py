@@ -306,11 +306,15 @@ def notes(application: Application) -> Iterator[str]:
 
 def missing_files(config: "AppConfig") -> Iterator[str]:
     """Files and folders that are not here, or can't be used."""
-    from mallee.actors.build import check_links, check_model, open_access
+    from mallee.actors.build import check_links, check_model, check_secret, open_access
     from mallee.actors.bus.access import operators_broker
     from mallee.protocol.subjects import BusRole
 
-    looks: list[Callable[[], object]] = [lambda: open_access(config), lambda: check_links(config)]
+    looks: list[Callable[[], object]] = [
+        lambda: open_access(config),
+        lambda: check_links(config),
+        lambda: check_secret(config),
+    ]
     models = [config.model, *filter(None, [config.engine.draft_model])]
     if not any(map(_is_of_hub, models)):
         looks.append(lambda: check_model(config))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mallee.mocker.links import TOKEN_NBYTES, Peers
 from mallee.protocol.errors import ConfigError, MalleeError, TierFull, WorkerLost
@@ -77,6 +77,7 @@ class TierConfig:
 class _Record(NamedTuple):
     payload: bytes
     keys: tuple[int, ...]
+    owner: str = ""
 
 
 class DiskBooks:
@@ -134,6 +135,15 @@ class DiskBooks:
 
     def capsules(self) -> Sequence[str]:
         return list(self._records)
+
+    def unreadable(self) -> Sequence[MalleeError]:
+        return ()
+
+    def take(self, other: Any, capsule: str) -> None:
+        raise AssertionError("no worker's capsules are adopted here")
+
+    def clear(self) -> None:
+        raise AssertionError("no worker's capsules are adopted here")
 
     def load(self, capsule: str) -> _Record | None:
         return self._records.get(capsule)

@@ -76,12 +76,14 @@ class CapsuleStored(_Event, frozen=True, tag="k"):
     """A capsule exists. `boundary` counts its committed tokens; `hashes` are its full blocks', or none.
 
     Capsules that finished answers leave behind come without hashes: there are many. `scope` is its owner's.
+    `is_durable`: it is on disk, with its record.
     """
 
     capsule: str
     boundary: int
     hashes: bytes
     scope: str = ""
+    is_durable: bool = False
 
     def __post_init__(self) -> None:
         _check_run(self.hashes)
@@ -155,6 +157,7 @@ class TierUse(msgspec.Struct, frozen=True, array_like=True):
     fetched_peer_s: float = 0.0  # seconds that this took
     host_room: int = 0  # blocks in host memory that could be had for capsules
     disk_limit_nbytes: int = 0  # 0: there is no disk
+    num_unreadable: int = 0  # capsules that it found on disk and could not take in
 
 
 class KeptUse(msgspec.Struct, frozen=True, array_like=True):

@@ -79,6 +79,7 @@ from mallee.worker.sched.fetching import Receiver
 from mallee.worker.sched.scheduler import Scheduler
 from mallee.worker.speculation.drafters import Drafter
 from mallee.worker.speculation.speculator import SpeculationStats, Speculator
+from mallee.worker.transfer.disk import DiskStore
 from mallee.worker.transfer.loans import Loans
 from mallee.worker.transfer.lower import LowerTiers
 from mallee.worker.transfer.peers import Ask, Loan
@@ -607,14 +608,26 @@ class Engine:
             self._requests.num_cached += branch.attached_tokens or 0
         self._requests.end(branch, "stop", logits=logits)
 
+    def adopt(self, other: DiskStore, end: Callable[[Sequence[MalleeError]], None]) -> None:
+        """Take in the capsules on `other`, the disk of a worker that is gone, and close it.
+
+        `end` gets the reasons for those that stay there.
+        """
+        assert self._lower is not None, "a disk, without tiers"
+        self._lower.adopt(other, self._adopt, end)
+
     def _adopt(self, raw: bytes) -> tuple[int, ...]:
-        """Take in a capsule of this worker's earlier life; its keys that are not those of full blocks."""
+        """Take in a capsule that was on disk; its keys that are not those of full blocks."""
+        assert self._lower is not None, "a record, without tiers"
         try:
             record = decode_record(raw)
-        except CodecError:
-            return ()  # of another version, which had other fields
-        if record.fingerprint != self._forward.spec.identity:
-            return ()  # of other weights: its blocks are found by nothing
+        except CodecError as error:  # of another version, which had other fields
+            self._lower.refuse(error)
+            return ()
+        if record.fingerprint != (ours := self._forward.spec.identity):  # nothing finds its blocks
+            differs = ("model", record.fingerprint, ours)
+            self._lower.refuse(IncompatibleCapsule(record.capsule, [differs]))
+            return ()
         logits: Logits | None = None
         if record.logits is not None:
             with suppress(MalleeError):  # without them the last token is computed again

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from msgspec import structs
 
@@ -50,7 +50,15 @@ from mallee.protocol.errors import (
 )
 from mallee.protocol.gateways.capsule_texts import Promised
 from mallee.protocol.hashing import NO_HASHES, Hashes, Tokens
-from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId, account_of, request_of
+from mallee.protocol.ids import (
+    COMMON,
+    CapsuleId,
+    RequestId,
+    Scope,
+    WorkerId,
+    account_of,
+    request_of,
+)
 from mallee.protocol.messages import (
     CapsuleReply,
     Capture,
@@ -76,6 +84,7 @@ from mallee.router.dispatch.effects import (
     LetGo,
     NotInjected,
     Placed,
+    Rebuilt,
     Refused,
     Send,
 )
@@ -100,6 +109,7 @@ INSPECT_S = 2.0  # for a worker to tell of a capsule; later it is shown without
 PROMISE_S = 60.0  # for a worker to begin a capsule that is forked at another gateway than its own
 PROMISE_CHECK_S = 0.1
 TAIL_TOKENS = 24  # of a branch under way that are shown
+_DISK: Final = 2  # of `Demote`
 
 
 class RequestIds(Protocol):
@@ -737,6 +747,20 @@ class GatewayService:
                 await self._desk.ask(info.worker, Delete(self._ids.new(scope), capsule))
         self._router.forget_capsule(capsule)
 
+    async def _secure(self, capsule: CapsuleId, source: WorkerId, worker: WorkerId) -> None:
+        """Have a capsule that was durable on `source`, which drains, be so on `worker`, and there alone."""
+        try:
+            with suppress(UnknownCapsule):  # it was deleted meanwhile: so it must be there
+                demote = Demote(self._ids.new(COMMON), capsule, _DISK)
+                await self._desk.ask(worker, demote, MOVE_S)
+            await self._desk.ask(source, Delete(self._ids.new(COMMON), capsule))
+        except MalleeError as error:
+            text = "capsule %s, durable on worker %s that drains, stays on its disk: %s"
+            log.warning(text, capsule, source, told(error), extra=ids(worker=worker))
+        finally:
+            self._dispatcher.secured(source, capsule)
+            self._carry_out()
+
     def is_kept(self, capsule: CapsuleId) -> bool:
         try:
             self._router.capsule(capsule)
@@ -826,6 +850,10 @@ class GatewayService:
                 case Ended(request=request):
                     self._answers.pop(request).end()
                     self._sessions.ended(request)
+                case Rebuilt(capsule=capsule, source=source, worker=worker):
+                    self.tasks.spawn(
+                        self._secure(capsule, source, worker), name="a durable capsule"
+                    )
                 case LetGo(worker=worker):
                     # Not at once: effects that follow may be for that worker.
                     asyncio.get_running_loop().call_soon(self._peers.let_go, worker)

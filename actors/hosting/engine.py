@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.weights import WeightSource
@@ -17,6 +17,7 @@ from mallee.protocol.errors import MalleeError, WorkerLost
 from mallee.protocol.events import Load, Snapshot
 from mallee.protocol.messages import Command
 from mallee.worker.engine import Engine
+from mallee.worker.transfer.disk import DiskStore
 from mallee.worker.transfer.peers import Ask, Loan
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inbox: deque[_Item] = deque()
         self._lending: set[Future[Loan]] = set()  # that are not answered yet
+        self._adopting: set[asyncio.Future[Sequence[MalleeError]]] = set()  # the loop's
         self._wake = threading.Condition()
         self._must_stop = False
         self._clock = clock
@@ -156,6 +158,22 @@ class EngineThread:
             with self._wake:
                 self._lending.discard(answer)
 
+    def adopt(self, other: DiskStore) -> asyncio.Future[Sequence[MalleeError]]:
+        """`Engine.adopt`: the reasons for the capsules that stay. Raises WorkerLost in the future."""
+        answer: asyncio.Future[Sequence[MalleeError]] = asyncio.get_running_loop().create_future()
+        self._adopting.add(answer)
+        answer.add_done_callback(self._adopting.discard)
+
+        def take() -> None:
+            self.engine.adopt(other, lambda left: self._post(_resolve, answer, left))
+
+        def refuse(error: Exception) -> None:
+            other.close()
+            _reject(answer, error)
+
+        self._put(_Item(before_step=take, refuse=refuse))
+        return answer
+
     async def stop(self, error: Exception, *, within_s: float = STOP_S) -> bool:
         """Abort; the thread ends after its step, the moves that have begun, and what they write."""
         self.abort(error)
@@ -205,6 +223,11 @@ class EngineThread:
         finally:
             self._lend_no_more()
             self.engine.close()
+            self._post(self._adopt_no_more)
+
+    def _adopt_no_more(self) -> None:
+        for answer in list(self._adopting):
+            _reject(answer, WorkerLost(self.engine.worker, _ENDED))
 
     def _lend_no_more(self) -> None:
         """Answer all that asked for loans and wait."""
@@ -247,7 +270,7 @@ def _fail(answer: "Future[Loan]", error: Exception) -> None:
         answer.set_exception(error)
 
 
-def _reject(future: asyncio.Future[None] | asyncio.Future[Snapshot], error: Exception) -> None:
+def _reject(future: asyncio.Future[Any], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)
 

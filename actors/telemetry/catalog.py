@@ -622,6 +622,13 @@ _BELOW: Final = _area(
         _WORKER,
         when=_TIERS,
     ),
+    _gauge(
+        "mallee_worker_unreadable_capsules",
+        "capsules",
+        "Durable capsules that a worker found on its disk and could not take in; its log says why.",
+        _WORKER,
+        when=_TIERS,
+    ),
 )
 
 _DIRECTION: Final = Label("direction", ("borrowed", "lent"))

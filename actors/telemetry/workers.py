@@ -122,6 +122,7 @@ _TIERS: Final[Table[TierUse]] = {
     ("mallee_worker_declined_blocks_total",): _sum("num_declined"),
     ("mallee_worker_peer_seconds_total",): _sum("fetched_peer_s"),
     ("mallee_worker_failed_moves_total",): _sum("num_failed"),
+    ("mallee_worker_unreadable_capsules",): _sum("num_unreadable"),
 }
 _LOAN_FIELDS: Final[dict[str, str]] = {
     "mallee_worker_open_loans": "num_open",

@@ -6,7 +6,9 @@ secret nor prompts, and a proof for one kind of connection is worth nothing on a
 """
 
 import hmac
+import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -62,17 +64,42 @@ class Secret:
         return hmac.digest(self._key, message, "sha256")
 
 
-def read_secret(file: Path) -> Secret:
-    """The secret that is alone in `file`. Raises ConfigError."""
+def read_secret(file: Path, what: str = "links.secret_file") -> Secret:
+    """The secret that is alone in `file`, which errors call `what`. Raises ConfigError."""
     try:
         return Secret(file.expanduser().read_bytes().strip())
     except OSError as error:
-        raise ConfigError(f"links.secret_file={str(file)!r}: {error.strerror}") from error
+        raise ConfigError(f"{what}={str(file)!r}: {error.strerror}") from error
 
 
 def new_secret() -> bytes:
     """Bytes for a secret that did not exist before."""
     return secrets.token_hex(32).encode()
+
+
+def keep_secret(file: Path, secret: bytes) -> bytes:
+    """The secret that `file` has: `secret`, unless it had one. Only this user can read it. Raises OSError.
+
+    Processes that call this at once get the same one: the file has all its bytes before it has its name,
+    and the name is given once.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as made:
+            made.write(secret)
+            made.flush()
+            os.fsync(made.fileno())
+        with suppress(FileExistsError):
+            os.link(unfinished, file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+    return file.read_bytes().strip()
 
 
 class Challenge(msgspec.Struct, frozen=True, array_like=True):

@@ -73,6 +73,7 @@ from mallee.router.dispatch.effects import (
     LetGo,
     NotInjected,
     Placed,
+    Rebuilt,
     Refused,
     Send,
 )
@@ -944,7 +945,8 @@ class Dispatcher:
                 continue
             assert text is not None
             assert text.ttl_s is not None
-            request = self._departures.start(worker, capsule)
+            is_durable = self._capsules.is_durable(capsule)
+            request = self._departures.start(worker, capsule, is_durable=is_durable)
             if request is None:
                 continue
             self.num_rebuilt += 1
@@ -966,8 +968,17 @@ class Dispatcher:
     def _rebuilt(self, request: RequestId) -> None:
         """A capsule is on another worker now, or could not be made again."""
         worker, capsule = self._departures.end(request)
+        is_fresh = self._capsules.is_fresh(capsule)
+        holder = self._capsules.worker_of(capsule) if is_fresh else None
+        if holder is not None and self._departures.must_secure(worker, capsule):
+            self._effects.append(Rebuilt(capsule, worker, holder))
         self._let_go(capsule)
         self._rebuild(worker)
+
+    def secured(self, worker: WorkerId, capsule: CapsuleId) -> None:
+        """A durable capsule of `worker`, which drains, is durable where it was made again, or can't be."""
+        self._departures.secured(worker, capsule)
+        self._check_departed(worker)
 
     @property
     def is_rebuilding(self) -> bool:

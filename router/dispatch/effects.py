@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple, TypeAlias
 
 from mallee.protocol.errors import MalleeError
-from mallee.protocol.ids import RequestId, WorkerId
+from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import Command
 from mallee.router.dispatch.shards import Shard
 from mallee.router.placement.fanout_pricing import Prices
@@ -75,4 +75,17 @@ class LetGo(NamedTuple):
     worker: WorkerId
 
 
-Effect: TypeAlias = Placed | Send | Deliver | NotInjected | Failed | Refused | Ended | LetGo
+class Rebuilt(NamedTuple):
+    """A capsule that is durable on `source`, which drains, is on `worker` too, and not durable there yet.
+
+    The shell calls `Dispatcher.secured` when it is, or can't be.
+    """
+
+    capsule: CapsuleId
+    source: WorkerId
+    worker: WorkerId
+
+
+Effect: TypeAlias = (
+    Placed | Send | Deliver | NotInjected | Failed | Refused | Ended | LetGo | Rebuilt
+)

@@ -25,6 +25,7 @@ class CapsuleEntry(NamedTuple):
     is_announced: bool = False  # by an event of its worker, not by a reply alone
     scope: Scope = COMMON  # its owner's
     is_computing: bool = False  # its prefill runs there, and has not ended
+    is_durable: bool = False  # on disk there
 
 
 class CapsuleDirectory:
@@ -55,10 +56,11 @@ class CapsuleDirectory:
         is_announced: bool = False,
         scope: Scope | None = None,
         is_computing: bool = False,
+        is_durable: bool | None = None,
     ) -> None:
         """Note that `capsule` is on `worker`. Learning it again renews it, but keeps `created` and the
-        longer of two hash runs: a reply knows fewer than the event, and either may come first. `scope` None:
-        as it is known. One that `is_computing` there is not one that is there already.
+        longer of two hash runs: a reply knows fewer than the event, and either may come first. `scope` and
+        `is_durable` None: as it is known. One that `is_computing` there is not one that is there already.
         """
         known = self._entries.get(capsule)
         if is_computing and known is not None and not known.is_computing:
@@ -69,10 +71,20 @@ class CapsuleDirectory:
             created, is_announced = known.created, known.is_announced or is_announced
             if known.boundary == boundary and len(known.hashes) > len(hashes):
                 hashes = known.hashes
+            is_durable = known.is_durable if is_durable is None else is_durable
         self.forget(capsule)
         self._lost.pop(capsule, None)
-        known_here = (boundary, hashes, created, is_announced, scope, is_computing)
-        entry = CapsuleEntry(capsule, worker, *known_here)
+        entry = CapsuleEntry(
+            capsule,
+            worker,
+            boundary,
+            hashes,
+            created=created,
+            is_announced=is_announced,
+            scope=scope,
+            is_computing=is_computing,
+            is_durable=bool(is_durable),
+        )
         self._entries[capsule] = entry
         self._of_worker.setdefault(worker, set()).add(capsule)
         self._of_scope.setdefault(scope, set()).add(capsule)
@@ -97,6 +109,7 @@ class CapsuleDirectory:
                     created=created,
                     is_announced=True,
                     scope=Scope(event.scope),
+                    is_durable=event.is_durable,
                 )
             case CapsuleReleased():
                 known = self._entries.get(capsule)

@@ -4,29 +4,8 @@ import pytest
 import ray
 
 from mallee.actors import cluster
-from mallee.actors.cluster import Claim, claim
-
-
-class DictStore:
-    """A `Store` in memory."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-
-    def add(self, key: str, value: str) -> bool:
-        return self.values.setdefault(key, value) is value
-
-    def put(self, key: str, value: str) -> None:
-        self.values[key] = value
-
-    def get(self, key: str) -> str | None:
-        return self.values.get(key)
-
-    def keys(self, prefix: str) -> list[str]:
-        return [key for key in self.values if key.startswith(prefix)]
-
-    def remove(self, key: str) -> None:
-        self.values.pop(key, None)
+from mallee.actors.cluster import Claim, claim, claim_gone, give_back
+from support.dict_store import DictStore
 
 
 def test_a_worker_that_is_replaced_comes_back_under_its_name_in_the_next_life() -> None:
@@ -84,3 +63,32 @@ def test_a_ray_that_others_reach_without_a_token_is_told(
     monkeypatch.setattr(cluster, "is_token_auth_enabled", lambda: has_token)
     told = cluster.exposure()
     assert told == named if named is None else named in str(told)
+
+
+def test_the_name_of_a_worker_that_is_gone_is_held_by_one_heir_and_then_free() -> None:
+    """X28, part: it is not gone while fewer workers live than should, for the next may take its name."""
+    store, alive = DictStore(), {"a", "b", "c"}
+
+    def take(owner: str) -> Claim:
+        return claim(store, "app", owner, is_alive=alive.__contains__)
+
+    def inherit(owner: str, number: int, target: int = 2) -> Claim | None:
+        return claim_gone(
+            *(store, "app", owner, number), is_alive=alive.__contains__, target=lambda: target
+        )
+
+    assert [take(each).number for each in "abc"] == [0, 1, 2]
+    assert inherit("b", 0) is None, "it lives"
+    alive.remove("a")
+    assert inherit("b", 0, target=3) is None, "a replica is about to take it"
+    held = inherit("b", 0)
+    assert held == Claim(0, 2)
+    assert inherit("c", 0) is None, "there is one heir"
+    alive.add("d")
+    assert take("d") == Claim(3, 1), "and no worker gets the name meanwhile"
+    give_back(store, "app", held)
+    alive.add("e")
+    assert take("e") == Claim(0, 3)
+    assert inherit("b", 7) == Claim(7, 1), "Ray is new, and had more workers before"
+    alive.remove("b")
+    assert inherit("c", 7) == Claim(7, 2), "the heir died"

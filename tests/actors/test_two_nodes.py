@@ -212,9 +212,11 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
 
 
 async def test_the_app_keeps_its_secret(fleet: Fleet) -> None:
-    from mallee.actors.app import _made_secret
+    from mallee.actors.cluster import RayStore, secret_of
 
-    assert _made_secret("mallee") == _made_secret("mallee") != _made_secret("another")
+    store = RayStore()
+    made = secret_of(store, "mallee", may_make=False)
+    assert secret_of(store, "mallee") == made != secret_of(store, "another")
 
 
 async def test_fan_outs_run_on_both_nodes_and_no_event_is_lost(fleet: Fleet) -> None:

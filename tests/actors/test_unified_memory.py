@@ -56,7 +56,7 @@ def engine_over(forward: TorchForward, model: Path, life: int = 1, **settings: A
         worker=WORKER,
         incarnation=Incarnation(life),
         structures=MockStructures(128, (2,)),
-        below=tiers_below(config, forward, WORKER, None),
+        below=tiers_below(config, forward, WORKER),
     )
 
 

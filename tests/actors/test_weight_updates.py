@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from mallee.actors.build import ModelSource
+from mallee.actors.build import ALONE, ModelSource
 from mallee.actors.config import AppConfig
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import Incarnation
@@ -41,7 +41,7 @@ async def test_a_worker_goes_on_with_weights_that_took_the_place_of_its_own(tmp_
 
     def source(host: Any, forward: Any, capacity: Any) -> ModelSource:
         forwards.append(forward)
-        return ModelSource(config, host, forward, Incarnation(1000), capacity, None)
+        return ModelSource(config, host, forward, Incarnation(1000), capacity, ALONE)
 
     async with tiny_fleet(random_model(seed=1), 1, source=source) as fleet:
         assert await answer(fleet) == fresh(1)

@@ -350,7 +350,7 @@ def hashes(*values: int) -> bytes:
         (Stored(hashes(1), group=1), ["s", hashes(1), 0, 1]),
         (Removed(hashes(3), 2), ["r", hashes(3), 2, 0]),
         (Cleared(), ["c"]),
-        (CapsuleStored("r.0", 9, hashes(1)), ["k", "r.0", 9, hashes(1), ""]),
+        (CapsuleStored("r.0", 9, hashes(1)), ["k", "r.0", 9, hashes(1), "", False]),
         (CapsuleReleased("r.0"), ["d", "r.0"]),
     ],
 )
@@ -365,7 +365,7 @@ def test_a_batch_is_an_array_of_tagged_arrays(event: Any, layout: list[Any]) -> 
 def test_a_snapshot_is_hashes_by_tier_and_capsules() -> None:
     snapshot = Snapshot("w0", 3, 17, hashes(1), (CapsuleStored("r.0", 4, b""),), hashes(2))
     found = msgpack.unpackb(encode(snapshot))
-    assert found == ["w0", 3, 17, hashes(1), [["k", "r.0", 4, b"", ""]], hashes(2), b"", []]
+    assert found == ["w0", 3, 17, hashes(1), [["k", "r.0", 4, b"", "", False]], hashes(2), b"", []]
     assert decode_snapshot(msgpack.packb(found)) == snapshot
 
 

@@ -32,7 +32,16 @@ from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId, cap
 from mallee.protocol.messages import Command, Frame, Limits, Release
 from mallee.protocol.subjects import Subjects
 from mallee.router.dispatch.dispatcher import Dispatcher
-from mallee.router.dispatch.effects import Deliver, Ended, Failed, LetGo, Placed, Refused, Send
+from mallee.router.dispatch.effects import (
+    Deliver,
+    Ended,
+    Failed,
+    LetGo,
+    Placed,
+    Rebuilt,
+    Refused,
+    Send,
+)
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, PrefillJob, QueueTerms
 from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
@@ -95,6 +104,8 @@ class Decisions:
                     self._ended(request)
             case LetGo(worker=worker):
                 entry = ("let go", worker)
+            case Rebuilt(capsule=capsule, source=source, worker=worker):
+                entry = ("rebuilt", capsule, source, worker)
             case _:
                 raise AssertionError(f"{effect} is new")
         self.log.append((self._clock.now, entry))

@@ -173,8 +173,8 @@ class TieredMachine(EngineMachine):
         for tier, raw in enumerate(snapshot.by_tier):
             assert set(unpack_hashes(raw).tolist()) == self.held[tier], f"tier {tier}"
         super().teardown()
-        self.movers[0].advance(100)
-        while self.engine.has_work:
+        while self.engine.has_work or self.movers[0].num_under_way:  # steps evict ahead of need
+            self.movers[0].advance(100)
             self.replay(self.engine.step())
         stats = self.engine.stats()
         if stats.capsules.kept == stats.capsules.replaceable == 0:

@@ -68,6 +68,15 @@ class DictDisk:
     def capsules(self) -> Sequence[str]:
         return list(self.named)
 
+    def unreadable(self) -> Sequence[MalleeError]:
+        return ()
+
+    def take(self, other: Any, capsule: str) -> None:
+        raise AssertionError("no worker's capsules are adopted here")
+
+    def clear(self) -> None:
+        raise AssertionError("no worker's capsules are adopted here")
+
     def load(self, capsule: str) -> Record:
         payload, keys = self.named[capsule]
         return Record(capsule, payload, list(keys), "", True)

@@ -26,6 +26,7 @@ from support import flashinfer_emulator
 from support.driving import drive, engine_over
 from support.fake_device import Call, FakeDevice
 from support.recorded_graphs import RecordedGraphs
+from support.tiers import LateMover, make_tiers
 
 SPEC = mock_spec(vocab_size=64)
 HOT = Sampling(temperature=1.0, seed=3)
@@ -125,6 +126,35 @@ def test_a_row_whose_block_a_later_pass_wrote_is_not_used() -> None:
     assert engine.stats().ahead == AheadStats(4, 1)
     engine.submit(Cancel("f"), "g")
     assert answers(engine)["r", 0] == expect([9, 9], 20)[3:]
+
+
+@pytest.mark.parametrize(
+    "asked",  # tokens of the prompt, of the answer, branches
+    [
+        [(1, 5, 1), (1, 23, 1), (10, 4, 1), (10, 16, 2), (2, 7, 3), (7, 8, 3)],
+        [(7, 4, 2), (11, 8, 3), (12, 6, 3), (10, 8, 1), (9, 11, 2)],
+        [(13, 9, 3), (13, 12, 3), (11, 6, 1), (9, 12, 3)],
+    ],
+)
+def test_a_fork_that_waits_for_its_first_block_is_left_out(asked: list[tuple[int, ...]]) -> None:
+    """Blocks that it needs are leaving for host memory, and the next step only draws for others."""
+    movers: list[LateMover] = []
+    device = FakeDevice(mock(20))
+    scheduler = SchedulerConfig(max_step_tokens=64, max_rows=6)
+    config = EngineConfig(scheduler, max_answer_capsules=8)
+    below = make_tiers(8, movers=movers)
+    engine = engine_over(device, device=device, config=config, below=below)
+    for i, (length, n, branches) in enumerate(asked):
+        limits = Limits(n, ignore_eos=True)
+        engine.submit(Generate(f"r{i}", pack_tokens([3] * length), limits, HOT, branches), "g")
+    found: dict[tuple[str, int], list[int]] = {}
+    while engine.has_work or movers[0].num_under_way:
+        movers[0].advance(100)
+        for key, tokens in step(engine).items():
+            found.setdefault(key, []).extend(tokens)
+    for i, (length, n, branches) in enumerate(asked):
+        for branch in range(branches):
+            assert found[f"r{i}", branch] == expect([3] * length, n, branch)
 
 
 def test_a_prompts_first_decode_is_launched_beside_those_that_run() -> None:

@@ -331,7 +331,11 @@ class CapsuleRegistry:
 
     def sink(self, capsule: Capsule, below: Below) -> None:
         """`capsule` has a copy `below`, and gives up its place on the device, if it has one."""
-        self._weigh(self._places.sink(capsule, below))
+        was_durable = capsule.below is not None and capsule.below.is_durable
+        sunk = self._places.sink(capsule, below)
+        self._weigh(sunk)
+        if below.is_durable and not was_durable:
+            self._journal.capsule(self.describe(sunk))
 
     def lift(self, capsule: Capsule, node: Node, logits: object | None) -> Capsule:
         """`capsule` is on the device again, and stays below; the hold on `node` passes to the registry."""
@@ -474,7 +478,8 @@ class CapsuleRegistry:
                 num_full = len(capsule.below.tokens) // self._tree.block_size
                 hashes = np.array(capsule.below.keys[:num_full], dtype=np.uint64)
         scope = owner_of(capsule.salt.rpartition("/")[2])
-        return CapsuleStored(capsule.id, capsule.boundary, pack_hashes(hashes), scope)
+        is_durable = capsule.below is not None and capsule.below.is_durable
+        return CapsuleStored(capsule.id, capsule.boundary, pack_hashes(hashes), scope, is_durable)
 
     def describe_all(self) -> tuple[CapsuleStored, ...]:
         return tuple(self.describe(self._places[key]) for key in self._places)

@@ -240,6 +240,8 @@ class Scheduler:
                 if (spare := self._blocks.spare(branch)) is None:
                     continue
                 self._roomy[branch] = spare
+            elif not branch.room:
+                continue  # it drew its first token, and waits for blocks that leave
             elif self._blocks.stretch(branch, num_drawn) < num_drawn:
                 continue
             elif branch.room != before:

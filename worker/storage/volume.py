@@ -18,10 +18,12 @@ which only the header is known may be one that a loss of power cut, for nobody s
 record names it, it is read.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from errno import ENOENT
 from itertools import takewhile
+from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -30,6 +32,7 @@ from mallee.protocol.errors import (
     BlocksMissing,
     CorruptStorage,
     IncompatibleCapsule,
+    MalleeError,
     StorageError,
     StorageFailed,
     StorageFull,
@@ -145,6 +148,9 @@ class Volume:
         self._unread: set[str] = set()  # files that `open` could not read
         self.problems: list[StorageError] = []
         """Found by `open`: files that could not be read, or were removed because they were damaged."""
+        self._unknown: list[
+            MalleeError
+        ] = []  # the reasons for records of which no capsule is known
 
     @classmethod
     def open(
@@ -244,6 +250,12 @@ class Volume:
         missing = [key for key in names if key not in self._catalogue]
         if missing:
             raise BlocksMissing(len(missing), len(names), missing[0])
+        self._write_record(capsule, payload, names, owner=owner, is_kept=is_kept)
+
+    def _write_record(
+        self, capsule: str, payload: Piece, names: list[int], *, owner: str, is_kept: bool
+    ) -> None:
+        """As `commit`; blocks that are not stored are missing to the capsule."""
         header = RecordHeader(
             capsule, owner, is_kept, self._identity.fields, as_bytes(names), checksum(payload)
         )
@@ -289,6 +301,63 @@ class Volume:
         self._catalogue.use(self._catalogue.runs_of(entry.keys))
         return Record(capsule, bytes(payload), list(entry.keys), entry.owner, entry.is_kept)
 
+    def take(self, other: "Volume", capsule: str) -> Record | None:
+        """Move `capsule` of `other` here, with its blocks; None if it was here already, or is not there.
+
+        It is durable here before it is gone there. Damaged blocks of it stay behind. Raises as `load`, `put`
+        and `commit`; then it is still there.
+        """
+        record = other.load(capsule)
+        if record is None:
+            return None
+        if is_new := self._catalogue.record(capsule) is None:
+            todo = [key for key in record.keys if key not in self._catalogue]
+            size = max(1, _SCRATCH_NBYTES // self._block_nbytes)
+            rows = [memoryview(bytearray(self._block_nbytes)) for _ in todo[:size]]
+            self._make_room(
+                len(todo) * self._block_nbytes, spared=self._catalogue.runs_of(record.keys)
+            )
+            while todo:
+                done, error = other.get(todo[:size], rows)
+                if isinstance(error, StorageFailed):  # another time it may be read
+                    raise error
+                self.put(todo[:done], rows[:done])
+                todo = todo[done + (error is not None) :]
+            self._write_record(
+                *(capsule, record.payload, record.keys), owner=record.owner, is_kept=record.is_kept
+            )
+        other.drop(capsule)
+        return record if is_new else None
+
+    def beside(self, files: Files) -> "Volume":
+        """Another volume for this model, to be adopted. Raises as `open`; also if a file can't be read."""
+        other = Volume.open(files, self._identity.fields, self._block_nbytes, self._config)
+        for problem in other.problems:
+            if isinstance(problem, StorageFailed):  # another time it may be
+                other.close()
+                raise problem
+        return other
+
+    def adopt(self, other: "Volume") -> list[MalleeError]:
+        """Take all capsules of `other`; the reasons for what stays there. Without any its cache goes too."""
+        left = list(other.unreadable())
+        for capsule in other.capsules():
+            try:
+                self.take(other, capsule)
+            except MalleeError as error:
+                left.append(error)
+        if not left:
+            try:
+                other.clear()
+            except MalleeError as error:
+                left.append(error)
+        return left
+
+    def clear(self) -> None:
+        """Remove all cached blocks. Raises StorageFailed."""
+        for run in self._catalogue.evictable(()):
+            self._evict_run(run)
+
     def drop(self, capsule: str) -> bool:
         """Forget the capsule, also after a loss of power; whether there was one. Its blocks are a cache then.
 
@@ -308,6 +377,17 @@ class Volume:
     def capsules(self) -> Sequence[str]:
         """Committed capsules, the least recently used first; without those of another identity."""
         return [e.capsule for e in self._catalogue.records() if e.identity is None]
+
+    def unreadable(self) -> Sequence[MalleeError]:
+        """The reason for each record that is, or was when this was opened, of none of the `capsules`."""
+        found = list(self._unknown)
+        for entry in self._catalogue.records():
+            if entry.identity is not None:
+                try:
+                    self._identity.check(entry.capsule, entry.identity)
+                except IncompatibleCapsule as error:
+                    found.append(error)
+        return found
 
     # What goes on behind.
 
@@ -357,13 +437,15 @@ class Volume:
             for name, head in zip(names, self._files.heads(names, _FIRST_READ), strict=True):
                 try:
                     self._find(name, files[name], head)
-                except CorruptStorage as error:
-                    self._bad += 1
+                except (CorruptStorage, StorageFailed) as error:
                     self.problems.append(error)
-                    self._discard(name)
-                except StorageFailed as error:
-                    self._unread.add(name)
-                    self.problems.append(error)
+                    if not name.startswith("runs/"):
+                        self._unknown.append(error)
+                    if isinstance(error, StorageFailed):
+                        self._unread.add(name)
+                    else:
+                        self._bad += 1
+                        self._discard(name)
         for run in self._catalogue.empty_runs():
             self._forget_run(run)
         self._lost = Lost([], [])
@@ -377,8 +459,10 @@ class Volume:
                 self._find_run(name, nbytes, head)
             else:
                 self._find_record(name, nbytes, head)
-        except IncompatibleCapsule:  # of another version: nothing of it can be read
+        except IncompatibleCapsule as error:  # of another version: nothing of it can be read
             self._catalogue.add(Run(name, nbytes))
+            if not name.startswith("runs/"):
+                self._unknown.append(error)
 
     def _find_run(self, name: str, nbytes: int, head: bytes) -> None:
         prefix, header = self._read_header(name, nbytes, head, RUN, RunHeader)
@@ -583,6 +667,16 @@ class Volume:
     def _new_name(self, folder: str) -> str:
         self._next += 1
         return f"{folder}/{self._next - 1:016x}"
+
+
+def read_records(folder: Path) -> Iterator[RecordHeader]:
+    """The records in volumes below `folder` that can be read, which other processes may have open."""
+    for path in sorted(folder.glob("*/capsules/*")):
+        with suppress(OSError, CorruptStorage, IncompatibleCapsule), path.open("rb") as file:
+            head = file.read(_FIRST_READ)
+            offset = read_prefix(head, RECORD, str(path)).body_offset
+            head += file.read(max(0, offset - len(head)))
+            yield read_header(head[:offset], RecordHeader, str(path))
 
 
 def _ints(keys: Keys) -> list[int]:

@@ -12,13 +12,14 @@ from mallee.protocol.errors import (
 )
 from mallee.worker.kv.pool import runs
 from mallee.worker.kv.watch import KVMemory, Rows
-from mallee.worker.transfer.disk import DiskStore
+from mallee.worker.transfer.disk import DiskStore, Record
 from mallee.worker.transfer.peers import Ask, Lender, Loan
 from mallee.worker.transfer.values import (
     BATCH_BLOCKS,
     DEVICE,
     DISK,
     HOST,
+    Adopt,
     Forget,
     Move,
     Moved,
@@ -49,6 +50,7 @@ class Carrier:
         began, num = self.clock(), 0
         error: MalleeError | None = None
         loan: Loan | None = None
+        record: Record | None = None
         try:
             match move:
                 case Transfer():
@@ -58,13 +60,15 @@ class Carrier:
                     num = loan.num_blocks
                 case Forget(name=name):
                     self._disk.drop(name)
+                case Adopt(other=other, name=name):
+                    record = self._disk.take(other, name)
         except MalleeError as failure:
             error = failure
         seconds = self.clock() - began
         if move.tier != DISK:
             return Moved(move, num, seconds, error, loan=loan)
         evicted, lost = self._disk.take_lost()
-        return Moved(move, num, seconds, error, tuple(evicted), tuple(lost))
+        return Moved(move, num, seconds, error, tuple(evicted), tuple(lost), record=record)
 
     def _ask(self, ask: Ask) -> Loan:
         assert self.peers is not None, "there are no peers"

@@ -1,7 +1,7 @@
 """The disk as transfers see it: blocks by key, and records of capsules that name them."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from mallee.protocol.errors import MalleeError
 
@@ -11,6 +11,12 @@ class Record(Protocol):
 
     @property
     def payload(self) -> bytes: ...
+
+    @property
+    def keys(self) -> Sequence[int]: ...
+
+    @property
+    def owner(self) -> str: ...
 
 
 class DiskStore(Protocol):
@@ -51,8 +57,20 @@ class DiskStore(Protocol):
         """Every capsule that is durable and of this model."""
         ...
 
+    def unreadable(self) -> Sequence[MalleeError]:
+        """The reason for each other record that was there from the start."""
+        ...
+
     def load(self, capsule: str) -> Record | None:
         """The record of a capsule, verified."""
+        ...
+
+    def take(self, other: Any, capsule: str) -> Record | None:
+        """Move a capsule of `other` here: its record; None if it was here already."""
+        ...
+
+    def clear(self) -> None:
+        """Remove all blocks that no record names."""
         ...
 
     def keys(self) -> Sequence[int]:

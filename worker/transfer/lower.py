@@ -11,12 +11,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from mallee.protocol.errors import MalleeError, TierFull
+from mallee.protocol.errors import IncompatibleCapsule, MalleeError, TierFull
 from mallee.protocol.events import FetchPrices, TierUse
 from mallee.protocol.hashing import Hashes
+from mallee.protocol.ids import Scope
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.watch import Row
 from mallee.worker.transfer.carrier import Carrier
+from mallee.worker.transfer.disk import DiskStore
 from mallee.worker.transfer.host import HostSlots
 from mallee.worker.transfer.movers import Mover
 from mallee.worker.transfer.peers import Ask
@@ -27,6 +29,7 @@ from mallee.worker.transfer.values import (
     HOST,
     PEER,
     TIER_NAMES,
+    Adopt,
     Forget,
     Move,
     Moved,
@@ -75,10 +78,21 @@ class LowerTiers:
         mover: Mover | None = None,
         always_fetches: bool = False,
         report: Callable[[MalleeError], None] = lambda error: None,
+        report_unreadable: Callable[[Sequence[MalleeError]], None] = lambda errors: None,
+        is_ours: Callable[[str, Scope], bool] = lambda capsule, owner: True,
     ) -> None:
-        """`always_fetches`: whatever computing would cost. `report` gets what moves failed of."""
+        """`always_fetches`: whatever computing would cost. `report` gets what moves failed of.
+
+        `report_unreadable` gets the reason for each capsule on disk that is not taken in, all of a start
+        together. `is_ours`: whether the app's secret tagged a capsule's id for its owner; without it nobody
+        could name the capsule.
+        """
         self.prices = prices
         self._report = report
+        self._report_unreadable = report_unreadable
+        self._is_ours = is_ours
+        self._unreadable: list[MalleeError] = []  # not reported yet
+        self._adopted: list[DiskStore] = []  # whose capsules are under way
         self._journal = journal
         self._carrier = carrier
         self._mover = mover or Mover(carrier)
@@ -100,6 +114,12 @@ class LowerTiers:
         """Tell of the blocks that were on disk from the start, but for those of which no event is told."""
         self._disk.update((key, False) for key in untold if key in self._disk)
         self._tell(self.keys(DISK), DISK)
+        self._report_refused()
+
+    def _report_refused(self) -> None:
+        if self._unreadable:
+            self._report_unreadable(self._unreadable)
+            self._unreadable = []
 
     # What goes down
 
@@ -235,6 +255,44 @@ class LowerTiers:
     def forget(self, name: str, end: Callable[[Moved], None] = lambda moved: None) -> None:
         """Drop the record of capsule `name` from disk, also one that is on its way; then call `end`."""
         self._begin(Forget(self._next_number, name), end)
+
+    def adopt(
+        self,
+        other: DiskStore,
+        took: Callable[[bytes], Iterable[int]],
+        end: Callable[[Sequence[MalleeError]], None],
+    ) -> None:
+        """Move the capsules of `other` to the disk, one at a time, and close it then.
+
+        `took` gets the record of each, and returns those of its keys of which no event is told; `end` the
+        reasons for those that stay.
+        """
+        self._adopted.append(other)
+        left = list(other.unreadable())
+        names = iter(other.capsules())
+
+        def go_on() -> None:
+            if (name := next(names, None)) is not None:
+                self._begin(Adopt(self._next_number, other, name), ended)
+                return
+            if not left:
+                try:
+                    other.clear()
+                except MalleeError as error:
+                    left.append(error)
+            self._adopted.remove(other)
+            other.close()
+            self._report_refused()
+            end(left)
+
+        def ended(moved: Moved) -> None:
+            if moved.error is not None:
+                left.append(moved.error)
+            elif (record := moved.record) is not None:
+                self._on_disk(record.keys, frozenset(took(record.payload)))
+            go_on()
+
+        go_on()
 
     def is_recording(self, name: str) -> bool:
         """Whether a record of capsule `name` is on its way to disk, or out of it."""
@@ -421,10 +479,13 @@ class LowerTiers:
         if HOST in (move.source.tier, move.target.tier):
             host.release(keys)
         if move.target.tier == DISK and is_whole:
-            new = {key: key not in untold for key in keys if key not in self._disk}
-            self._counts["num_spilled"] += len(new)
-            self._disk.update(new)
-            self._tell([key for key, is_told in new.items() if is_told], DISK)
+            self._on_disk(keys, untold)
+
+    def _on_disk(self, keys: Iterable[int], untold: Collection[int]) -> None:
+        new = {key: key not in untold for key in keys if key not in self._disk}
+        self._counts["num_spilled"] += len(new)
+        self._disk.update(new)
+        self._tell([key for key, is_told in new.items() if is_told], DISK)
 
     def _tell(self, stored: list[int], tier: int) -> None:
         if stored:
@@ -461,8 +522,9 @@ class LowerTiers:
     def close(self) -> None:
         """The loans that were taken are ended before: so pulls end."""
         self._mover.close()
-        if self._carrier.disk is not None:
-            self._carrier.disk.close()
+        for disk in (self._carrier.disk, *self._adopted):
+            if disk is not None:
+                disk.close()
 
     # Reading
 
@@ -512,19 +574,33 @@ class LowerTiers:
         return not (self.has_host or self.has(DISK))
 
     def records(self) -> Iterator[bytes]:
-        """The capsules that are durable, of this worker's earlier lives; without those that can't be read.
+        """The capsules that are durable, of this worker's earlier lives; the others are `refuse`d.
 
         One at a time: they may have more bytes than memory.
         """
         disk = self._carrier.disk
-        for name in () if disk is None else disk.capsules():
+        if disk is None:
+            return
+        for error in disk.unreadable():
+            self.refuse(error)
+        for name in disk.capsules():
             try:
-                record = None if disk is None else disk.load(name)
-            except MalleeError:
-                self._counts["num_failed"] += 1
+                record = disk.load(name)
+            except MalleeError as error:
+                self.refuse(error)
                 continue
-            if record is not None:
+            if record is None:
+                continue
+            if self._is_ours(name, Scope(record.owner)):
                 yield record.payload
+            else:
+                ours = "that of links.secret_file, or beside the disk"
+                self.refuse(IncompatibleCapsule(name, [("secret", "another one", ours)]))
+
+    def refuse(self, error: MalleeError) -> None:
+        """Count a capsule that is on disk and can't be taken in; all of a start are reported together."""
+        self._counts["num_unreadable"] += 1
+        self._unreadable.append(error)
 
     def keys(self, tier: int) -> list[int]:
         """Every full block that lies in `tier`."""

@@ -7,6 +7,8 @@ Until then the blocks and slots that a transfer names stay as they are: its star
 from typing import Final, NamedTuple, TypeAlias
 
 from mallee.protocol.errors import MalleeError
+from mallee.worker.transfer.disk import DiskStore
+from mallee.worker.transfer.disk import Record as StoredRecord
 from mallee.worker.transfer.peers import Ask, Loan
 
 DEVICE: Final = 0
@@ -76,6 +78,16 @@ class Forget(NamedTuple):
     tier: int = DISK
 
 
+class Adopt(NamedTuple):
+    """Move the capsule `name` here from `other`, the disk of a worker that is gone."""
+
+    number: int
+    other: DiskStore
+    name: str
+    num_blocks: int = 0
+    tier: int = DISK
+
+
 class Question(NamedTuple):
     """Ask a peer for a loan, which is in the outcome."""
 
@@ -85,13 +97,14 @@ class Question(NamedTuple):
     tier: int = PEER
 
 
-Move: TypeAlias = Transfer | Forget | Question
+Move: TypeAlias = Transfer | Forget | Adopt | Question
 
 
 class Moved(NamedTuple):
     """The end of a move: of its blocks the first `num_blocks` arrived; `error` says why not all did.
 
-    `evicted` and `lost` are blocks and capsules that the disk gave up for it, or found damaged.
+    `evicted` and `lost` are blocks and capsules that the disk gave up for it, or found damaged. `record`: of
+    a capsule that was adopted.
     """
 
     move: Move
@@ -101,3 +114,4 @@ class Moved(NamedTuple):
     evicted: tuple[int, ...] = ()
     lost: tuple[str, ...] = ()
     loan: Loan | None = None
+    record: StoredRecord | None = None

@@ -16,7 +16,16 @@ from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId
 from mallee.protocol.messages import Prefill
 from mallee.protocol.parcels import LEAVING
 from mallee.router.dispatch.dispatcher import DispatchConfig, Dispatcher
-from mallee.router.dispatch.effects import Deliver, Ended, Failed, LetGo, Placed, Refused, Send
+from mallee.router.dispatch.effects import (
+    Deliver,
+    Ended,
+    Failed,
+    LetGo,
+    Placed,
+    Rebuilt,
+    Refused,
+    Send,
+)
 from mallee.router.dispatch.jobs import Job
 from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.router import Router
@@ -186,6 +195,8 @@ class Gateway:
                     self._recorder.over(effect.request)
                 elif type(effect) is LetGo:
                     let_go.append(effect.worker)
+                elif type(effect) is Rebuilt:  # a replay makes nothing durable by itself
+                    self._dispatcher.secured(effect.source, effect.capsule)
                 else:
                     assert isinstance(effect, Failed | Refused), "there is nobody to ask"
                     self._recorder.failed(effect.request, effect.error)

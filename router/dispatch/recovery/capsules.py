@@ -28,6 +28,13 @@ class Capsules:
             return None
         return None if worker in self._leaving else worker
 
+    def is_durable(self, capsule: CapsuleId) -> bool:
+        """Whether a worker has `capsule` on disk, as far as is known."""
+        try:
+            return self._router.capsule(capsule).is_durable
+        except UnknownCapsule:
+            return False
+
     def check_fresh(self, capsule: CapsuleId) -> None:
         """Raises CapsuleStale if `capsule` was made by other weights than those that serve."""
         self._router.check_fresh(capsule, self._texts.weights(capsule))

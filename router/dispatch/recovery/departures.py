@@ -12,16 +12,18 @@ MAX_REBUILDS: Final = 4  # capsules of one worker that are made again at a time
 class Departure:
     """One worker that drains: its capsules that wait to be made again, and those under way."""
 
-    __slots__ = ("under_way", "waiting", "worker")
+    __slots__ = ("durable", "under_way", "unsecured", "waiting", "worker")
 
     def __init__(self, worker: WorkerId, capsules: Iterable[CapsuleId]) -> None:
         self.worker = worker
         self.waiting = deque(capsules)
         self.under_way: dict[RequestId, CapsuleId] = {}  # by the request that makes it
+        self.durable: set[CapsuleId] = set()  # of those
+        self.unsecured: set[CapsuleId] = set()  # made again, and not durable there yet
 
     @property
     def is_done(self) -> bool:
-        return not self.waiting and not self.under_way
+        return not (self.waiting or self.under_way or self.unsecured)
 
 
 class Departures:
@@ -47,12 +49,14 @@ class Departures:
             return None
         return departure.waiting.popleft()
 
-    def start(self, worker: WorkerId, capsule: CapsuleId) -> RequestId | None:
+    def start(self, worker: WorkerId, capsule: CapsuleId, *, is_durable: bool) -> RequestId | None:
         """Name the request that makes `capsule` again.
 
         None: one that an earlier life of `worker` left does so already, and ends for this one.
         """
         departure = self._by_worker[worker]
+        if is_durable:
+            departure.durable.add(capsule)
         request = RequestId(f"rebuild-{capsule}-{worker}")
         before = self._by_request.get(request)
         if before is not None:
@@ -65,6 +69,19 @@ class Departures:
         """The worker and the capsule of such a request, which is over."""
         departure = self._by_request.pop(request)
         return departure.worker, departure.under_way.pop(request)
+
+    def must_secure(self, worker: WorkerId, capsule: CapsuleId) -> bool:
+        """Whether `capsule`, made again, was durable on `worker`, which stays then until it is `secured`."""
+        departure = self._by_worker.get(worker)
+        if departure is None or capsule not in departure.durable:
+            return False
+        departure.unsecured.add(capsule)
+        return True
+
+    def secured(self, worker: WorkerId, capsule: CapsuleId) -> None:
+        """`capsule` is durable elsewhere, or can't be."""
+        if (departure := self._by_worker.get(worker)) is not None:
+            departure.unsecured.discard(capsule)
 
     def requests_for(self, capsule: CapsuleId) -> list[RequestId]:
         """The requests under way that make `capsule` again."""

@@ -10,7 +10,7 @@ import pytest
 
 from mallee.client import AsyncMallee
 from mallee.protocol.errors import InvalidParameter
-from mallee.protocol.ids import COMMON
+from mallee.protocol.ids import COMMON, WorkerId
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import MakeTiers
 from support.live_fleet import LiveFleet, lose
@@ -24,15 +24,15 @@ SAMPLED = {"ignore_eos": True, "seed": 3, "temperature": 1.0, "max_tokens": 12}
 
 
 def api(
-    folder: Path | None, *, host_blocks: int = 64
+    folder: Path | None, *, host_blocks: int = 64, workers: int = 1
 ) -> AbstractAsyncContextManager[tuple[httpx.AsyncClient, LiveFleet]]:
-    """One gateway and one worker, behind a real server. Without a `folder` there is no disk."""
+    """One gateway and its workers, behind a real server. Without a `folder` there is no disk."""
 
     def below(worker: str) -> MakeTiers:
         own = None if folder is None else folder / worker
         return volume_tiers(own, host_blocks=host_blocks)
 
-    return tiny_api(MODEL, 1, num_blocks=256, below=below)
+    return tiny_api(MODEL, workers, num_blocks=256, below=below)
 
 
 async def forked(client: httpx.AsyncClient, capsule: str, **options: Any) -> tuple[str, int]:
@@ -128,6 +128,36 @@ async def test_a_durable_capsule_comes_back_with_its_worker(tmp_path: Path) -> N
         assert (await forked(client, gone["id"]))[1] > 0  # it is computed again
         listed = (await client.get("/v1/capsules")).json()["data"]
         assert kept["id"] in [each["id"] for each in listed]
+
+
+async def test_capsules_that_are_durable_stay_so_where_a_worker_that_drains_leaves_them(
+    tmp_path: Path,
+) -> None:
+    """X28, part: a rolling update; one that was deleted does not come back with the old worker's name."""
+    async with api(tmp_path, workers=2) as (client, fleet):
+        held: dict[str, list[tuple[str, str]]] = {"w0": [], "w1": []}
+        for i in range(6):
+            made = await post(client, "/v1/capsules", prompt=chr(65 + i) * 3 + PROMPT, ttl_s=600)
+            want, _ = await forked(client, made["id"])
+            down = await post(client, f"/v1/capsules/{made['id']}/demote", tier="disk")
+            held[down["worker"]].append((made["id"], want))
+        leaves, stays = sorted(held, key=lambda worker: -len(held[worker]))
+        gone, _ = held[leaves].pop()
+        (address,) = (each for each in fleet.hosts if each.startswith(leaves))
+        host = fleet.hosts.pop(address)
+        async with asyncio.timeout(20):
+            await host.drain(WorkerId(leaves), 20)
+        await host.close()
+        del fleet.engines[leaves]
+        for capsule, want in held[leaves] + held[stays]:
+            shown = (await client.get(f"/v1/capsules/{capsule}")).json()
+            assert (shown["worker"], shown["tier"], shown["pinned"]) == (stays, "disk", True)
+            assert await forked(client, capsule) == (want, 0)
+        assert list((tmp_path / leaves / "capsules").iterdir()) == []
+        await client.delete(f"/v1/capsules/{gone}")
+        await fleet.add_worker(leaves)
+        await fleet.ready(2)
+        assert (await client.get(f"/v1/capsules/{gone}")).status_code == 404
 
 
 async def test_the_sdk_moves_capsules(tmp_path: Path) -> None:

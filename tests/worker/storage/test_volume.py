@@ -3,6 +3,7 @@
 import resource
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from errno import EIO
 from itertools import count
 from pathlib import Path
@@ -349,3 +350,57 @@ def test_a_directory_that_can_t_be_written_is_refused_by_name(tmp_path: Path) ->
     (tmp_path / "volume").write_text("a file where a folder should be")
     with pytest.raises(StorageFailed, match=f"open {tmp_path}/volume"):
         opened(Directory(tmp_path / "volume"))
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_no_failure_and_no_loss_of_power_while_capsules_are_adopted_loses_one(
+    is_ours: bool,
+) -> None:
+    """X28, part: at every call of either disk; a capsule that both have is the adopter's."""
+    for nth in count():
+        theirs, ours = Disk(nth), Disk(nth)
+        volume = opened(theirs)
+        for capsule, keys in (("a", [1, 2]), ("b", [2, 3]), ("ours", [4])):
+            volume.put(keys, rows(keys))
+            volume.commit(capsule, capsule.encode(), keys, owner="o")
+        volume.put([9], rows([9]))
+        volume = opened(ours)
+        volume.put([3, 4], rows([3, 4]))
+        volume.commit("ours", b"newer", [4], owner="o")
+        failing = ours if is_ours else theirs
+        failing.fail_next(EIO, after=nth)
+        num_calls = len(failing.calls) + nth
+        with suppress(StorageError):
+            volume.adopt(volume.beside(theirs))
+        was_reached = len(failing.calls) > num_calls
+        for disk in (ours, theirs):
+            disk.fails.clear()
+            disk.lose_power()
+        volume = opened(ours)
+        assert volume.adopt(volume.beside(theirs)) == []
+        for capsule, payload, keys in (
+            ("a", b"a", [1, 2]),
+            ("b", b"b", [2, 3]),
+            ("ours", b"newer", [4]),
+        ):
+            assert volume.load(capsule) == Record(capsule, payload, keys, "o", True)
+            assert read(volume, keys) == (len(keys), None)
+        assert not theirs.contents, "what is adopted is there once"
+        volume.check()
+        if not was_reached:
+            break
+    assert nth > 3
+
+
+def test_capsules_without_room_stay_with_the_one_that_is_gone() -> None:
+    theirs, ours = stored([1, 2, 3]), Disk()
+    volume = opened(ours, VolumeConfig(2 * BLOCK))
+    (error,) = volume.adopt(volume.beside(theirs))
+    assert isinstance(error, StorageFull)
+    assert volume.capsules() == []
+    assert opened(theirs).capsules() == ["a"]
+    volume = opened(Disk(), weights="other")
+    assert volume.adopt(volume.beside(theirs))[0].code == "incompatible_capsule"
+    volume = opened(Disk())
+    assert volume.adopt(opened(theirs)) == []
+    assert volume.capsules() == ["a"]

@@ -1,0 +1,146 @@
+"""Durable capsules over processes, by default settings: Ctrl-C of `mallee serve`, and a rolling update."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mallee.actors.addresses import free_port
+from support.ray_marks import PROCESS_MARKS, local_serve
+from support.waiting import wait_until
+
+pytestmark = [*PROCESS_MARKS, pytest.mark.timeout(500)]
+
+SAMPLED = {"n": 1, "max_tokens": 12, "temperature": 1.0, "seed": 7, "ignore_eos": True}
+until = partial(wait_until, timeout_s=150.0)
+
+
+class Client:
+    """A user, who keeps the ids of capsules and what a fork of each answered."""
+
+    def __init__(self, http: httpx.Client) -> None:
+        self._http = http
+
+    def post(self, path: str, **body: Any) -> Any:
+        answer = self._http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def health(self) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = self._http.get("/health", timeout=5).json()
+        except (httpx.HTTPError, ValueError):
+            return {}
+        return found
+
+    @property
+    def lives(self) -> set[tuple[str, str]]:
+        return {(w["worker"], w["incarnation"]) for w in self.health().get("workers", ())}
+
+    def fork(self, capsule: str) -> tuple[str, int]:
+        choice = self.post(f"/v1/capsules/{capsule}/fork", **SAMPLED)["choices"][0]
+        return choice["text"], choice["mallee"]["prefill_tokens"]
+
+    def make_durable(self, n: int) -> dict[str, str]:
+        answers = {}
+        for i in range(n):
+            made = self.post("/v1/capsules", prompt=f"{i}. A tree of many trunks. " * 3, ttl_s=900)
+            answers[made["id"]], _ = self.fork(made["id"])
+            self.demote(made["id"])
+        return answers
+
+    def demote(self, capsule: str) -> None:
+        assert self.post(f"/v1/capsules/{capsule}/demote", tier="disk")["tier"] == "disk"
+
+    def tier(self, capsule: str) -> str | None:
+        found: str | None = self._http.get(f"/v1/capsules/{capsule}").json().get("tier")
+        return found
+
+    def check(self, answers: dict[str, str]) -> None:
+        """All are on disk, and answer as ever, without a token of their prompts computed."""
+        for capsule, text in answers.items():
+            assert self.tier(capsule) == "disk"
+            assert self.fork(capsule) == (text, 0)
+            self.demote(capsule)
+
+
+@contextmanager
+def user(port: int) -> Iterator[Client]:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+        yield Client(http)
+
+
+@contextmanager
+def serving(model: Path, disk: Path, *, workers: int) -> Iterator[Client]:
+    """`mallee serve`, until Ctrl-C."""
+    port = free_port()
+    sets = [f"engine.disk_path={disk}", "engine.kv_tokens=4096", "engine.dtype=float32"]
+    options = ["--model", str(model), "--workers", str(workers), "--port", str(port)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mallee.cli", "serve", *options, *(f"--set={x}" for x in sets)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        while "Ctrl-C ends" not in (line := process.stdout.readline()):
+            assert line, "it has ended"
+        with user(port) as client:
+            yield client
+    finally:
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+
+
+def test_capsules_answer_after_ctrl_c_and_another_start(model: Path, tmp_path: Path) -> None:
+    """F24, S16, X28, part: plain `mallee serve`; then again with one worker less, which adopts."""
+    disk = tmp_path / "kv"
+    with serving(model, disk, workers=2) as client:
+        answers = client.make_durable(6)
+        client.check(answers)
+    assert (disk / "default" / "secret").stat().st_mode & 0o777 == 0o600
+    assert len({each.parts[-3] for each in disk.glob("*/*/capsules/*")}) == 2
+    with serving(model, disk, workers=2) as client:
+        client.check(answers)
+    with serving(model, disk, workers=1) as client:
+        client.check(answers)
+    assert len({each.parts[-3] for each in disk.glob("*/*/capsules/*")}) == 1
+
+
+def test_capsules_stay_durable_in_a_rolling_update(model: Path, tmp_path: Path) -> None:
+    """X28, part: of this service's life, and of one before, whose texts no gateway knows."""
+    disk = tmp_path / "kv"
+    with serving(model, disk, workers=2) as client:
+        older = client.make_durable(4)
+    with local_serve() as port, user(port) as client:
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
+        def deploy(**args: Any) -> None:
+            engine = {"kv_tokens": 4096, "dtype": "float32", "disk_path": str(disk)}
+            given = {"model": str(model), "workers": 2, "engine": engine, **args}
+            app = {"name": "mallee", "route_prefix": "/", "args": given}
+            app["import_path"] = "mallee.actors.app:app"
+            serve: Any = _get_global_client()
+            serve.deploy_apps(ServeDeploySchema.model_validate({"applications": [app]}))
+
+        deploy()
+        until(lambda: len(client.lives) == 2 and client.health()["status"] == "ok")
+        answers = {**older, **client.make_durable(4)}
+        for drain_s in (29, 28):
+            before = client.lives
+            deploy(drain_s=drain_s)
+            until(lambda: len(client.lives) == 2 and not before & client.lives)  # noqa: B023
+            until(lambda: client.health().get("status") == "ok")
+            # What the last one left is adopted within a second or two.
+            until(lambda: {client.tier(each) for each in answers} == {"disk"}, timeout_s=15)
+            client.check(answers)
