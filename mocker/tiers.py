@@ -15,6 +15,7 @@ from mallee.worker.kv.watch import KVMemory, Rows
 from mallee.worker.transfer.carrier import Carrier
 from mallee.worker.transfer.host import HostSlots
 from mallee.worker.transfer.lower import LowerTiers
+from mallee.worker.transfer.movers import Mover
 from mallee.worker.transfer.peers import Ask, Loan
 from mallee.worker.transfer.prices import LATENCY_S, MeasuredPrices
 from mallee.worker.transfer.values import (
@@ -23,7 +24,7 @@ from mallee.worker.transfer.values import (
     PEER,
     Move,
     Moved,
-    Peer,
+    Place,
     Question,
     Transfer,
 )
@@ -73,20 +74,10 @@ class TierConfig:
         return block_size * self.token_nbytes / bytes_s
 
 
-class _Got(NamedTuple):
-    num_blocks: int
-    error: MalleeError | None = None
-
-
 class _Record(NamedTuple):
     payload: bytes
     keys: tuple[int, ...]
     owner: str = ""
-
-
-class _Lost(NamedTuple):
-    keys: list[int]
-    capsules: tuple[str, ...] = ()
 
 
 class DiskBooks:
@@ -119,12 +110,12 @@ class DiskBooks:
         slots.use(keys)
         return len(new)
 
-    def get(self, keys: Sequence[int], rows: Sequence[memoryview]) -> _Got:
+    def get(self, keys: Sequence[int], rows: Sequence[memoryview]) -> tuple[int, None]:
         slots, num = self._slots, 0
         while num < len(keys) and keys[num] in slots:
             num += 1
         slots.use(reversed(keys[:num]))
-        return _Got(num)
+        return num, None
 
     def commit(
         self, capsule: str, payload: bytes, keys: Sequence[int], *, owner: str, is_kept: bool
@@ -160,9 +151,9 @@ class DiskBooks:
     def keys(self) -> Sequence[int]:
         return list(self._slots)
 
-    def take_lost(self) -> _Lost:
+    def take_lost(self) -> tuple[list[int], tuple[str, ...]]:
         lost, self._lost = self._lost, []
-        return _Lost(lost)
+        return lost, ()
 
     def close(self) -> None:
         """Do nothing: it is gone with its engine."""
@@ -211,7 +202,7 @@ class _Borrowed:
         self._inner.close()
 
 
-class TimedMover:
+class TimedMover(Mover):
     """A mover whose moves end by the clock: those of a tier one after another, the tiers side by side.
 
     The link to each peer is a tier of its own. Evictions take no time. Questions end when they are answered.
@@ -219,12 +210,10 @@ class TimedMover:
     have been there.
     """
 
-    is_beside = False
-
     def __init__(
         self, carrier: Carrier, config: TierConfig, block_size: int, peers: Peers | None = None
     ) -> None:
-        self._carrier = carrier
+        super().__init__(carrier)
         self._config = config
         self._peers = peers
         self._block_s = {tier: config.block_s(tier, block_size) for tier in (HOST, DISK)}
@@ -235,27 +224,27 @@ class TimedMover:
         # By end, and number, with their time; pulls with what is known of their loan.
         self._under_way: list[tuple[float, int, Move, float, _Borrowed | None]] = []
         self._answered: list[tuple[Question, float, Loan | MalleeError]] = []
-        self._notify: Callable[[], None] = lambda: None
         self._is_closed = False
 
-    def start(self, move: Move) -> None:
+    def start(self, move: Move) -> Moved | None:
+        if isinstance(move, Transfer) and move.is_eviction:
+            return self._carrier.carry_out(move)
         tier, now = move.tier, self._carrier.clock()
         if isinstance(move, Question):
             assert self._peers is not None, "there are no peers"
             self._peers.ask(move.ask, partial(self._told, move, now))
-            return
+            return None
         seconds = move.num_blocks * self._block_s[tier]
         road: int | str = tier
         borrowed: _Borrowed | None = None
         match move:
-            case Transfer(is_eviction=True):
-                seconds, road = 0.0, "evictions"
-            case Transfer(source=Peer(loan=_Borrowed() as loan)):
+            case Transfer(source=Place(loan=_Borrowed() as loan)):
                 borrowed, road = loan, loan.holder.worker
             case _:
                 seconds += self._config.latency_s(tier)
         self._free_at[road] = end = max(now, self._free_at.get(road, 0.0)) + seconds
         heapq.heappush(self._under_way, (end, move.number, move, seconds, borrowed))
+        return None
 
     def _told(self, move: Question, begun: float, answer: Loan | MalleeError) -> None:
         """A peer has answered."""
@@ -308,10 +297,6 @@ class TimedMover:
     @property
     def has_done(self) -> bool:
         return bool(self._answered) or self.next_due <= self._carrier.clock()
-
-    def notify(self, call: Callable[[], None]) -> None:
-        """Have `call` made when a question is answered: of all else a driver knows from `next_due`."""
-        self._notify = call
 
     def close(self) -> None:
         self._is_closed = True

@@ -145,14 +145,14 @@ class TierUse(msgspec.Struct, frozen=True, array_like=True):
     host_blocks: int
     host_held: int  # of those, by capsules
     disk_blocks: int
-    num_offloaded: int  # to host memory, as the device evicted them
-    num_dropped: int  # that found no room there
-    num_parked: int  # to host memory, for capsules
-    num_spilled: int  # to disk
-    num_fetched_host: int
-    num_fetched_disk: int
-    num_declined: int  # that were there, and cheaper to compute
-    num_failed: int  # moves that ended by an error
+    num_offloaded: int = 0  # to host memory, as the device evicted them
+    num_dropped: int = 0  # that found no room there
+    num_parked: int = 0  # to host memory, for capsules
+    num_spilled: int = 0  # to disk
+    num_fetched_host: int = 0
+    num_fetched_disk: int = 0
+    num_declined: int = 0  # that were there, and cheaper to compute
+    num_failed: int = 0  # moves that ended by an error
     num_fetched_peer: int = 0  # from other workers
     fetched_peer_s: float = 0.0  # seconds that this took
     host_room: int = 0  # blocks in host memory that could be had for capsules

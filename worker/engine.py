@@ -51,12 +51,11 @@ from mallee.protocol.model import ModelSpec
 from mallee.worker import updates as debug_log
 from mallee.worker.admission import Intake
 from mallee.worker.ahead import AheadPasses, AheadStats
-from mallee.worker.capsules.capsule import Capsule
+from mallee.worker.capsules.capsule import Capsule, block_keys
 from mallee.worker.capsules.demotions import Demotions
 from mallee.worker.capsules.disk_records import DiskRecords, Told
-from mallee.worker.capsules.record import decode_record
+from mallee.worker.capsules.record import checked_loan, decode_record
 from mallee.worker.capsules.registry import CapsuleRegistry
-from mallee.worker.fetches import Fetches
 from mallee.worker.forward import DeviceForward, Drawing, Forward, Logits, Structures
 from mallee.worker.gaps import HostGap, WorkGaps
 from mallee.worker.kv.audit import Leak, check_tree, find_leaks
@@ -64,7 +63,6 @@ from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.usage import TreeUsage
 from mallee.worker.kv.watch import KVMemory
-from mallee.worker.lending import Loans
 from mallee.worker.passes import ForwardPasses, Passes, StepWatch
 from mallee.worker.records import (
     EngineConfig,
@@ -76,11 +74,13 @@ from mallee.worker.records import (
 )
 from mallee.worker.requests import RequestTable, count_holds, memory_usage
 from mallee.worker.sampling import Drafted, Sampled, Scored, StepSampler
-from mallee.worker.sched.branch import Branch, Plan, node_of
+from mallee.worker.sched.branch import Branch, CapsuleState, Lent, Plan, node_of
+from mallee.worker.sched.fetching import Receiver
 from mallee.worker.sched.scheduler import Scheduler
 from mallee.worker.speculation.drafters import Drafter
 from mallee.worker.speculation.speculator import SpeculationStats, Speculator
 from mallee.worker.transfer.disk import DiskStore
+from mallee.worker.transfer.loans import Loans
 from mallee.worker.transfer.lower import LowerTiers
 from mallee.worker.transfer.peers import Ask, Loan
 from mallee.worker.transfer.values import DISK, HOST
@@ -151,8 +151,13 @@ class Engine:
         self._records = DiskRecords(self._tree, self._capsules, self._lower, forward)
         self._demotions = Demotions(self._tree, self._capsules, self._lower, self._records)
         self._scheduler = Scheduler(
-            config.scheduler, self._tree, reclaimer=self._capsules, lower=self._lower
+            config.scheduler,
+            self._tree,
+            reclaimer=self._capsules,
+            lower=self._lower,
+            receiver=Receiver(self._identity, self._opened, self._arrived),
         )
+        self._fetching = self._scheduler.fetching
         self._sampler = StepSampler(
             forward,
             structures,
@@ -183,16 +188,16 @@ class Engine:
         self._next_seq = 0
         self._promoting: dict[CapsuleId, list[Told]] = {}
         self._loans = Loans(
-            *(self._tree, self._capsules, self._records, self._lower, forward),
+            self._tree,
+            self._lower,
+            forward.memory,
+            self._records.lent,
             worker=worker,
             incarnation=incarnation,
+            identity=self._identity,
             clock=clock,
         )
-        self._fetches: Fetches | None = None
         if self._lower is not None:
-            self._fetches = Fetches(
-                self._tree, self._lower, self._scheduler, forward, self._arrived
-            )
             self._lower.announce([key for raw in self._lower.records() for key in self._adopt(raw)])
         self._num_steps = 0
         self._num_prefill = self._num_output = 0
@@ -205,8 +210,7 @@ class Engine:
         Returned is a refusal that no update tells: the command names a request that runs for this
         gateway, and the update would end that one.
         """
-        if self._fetches is not None:
-            self._fetches.is_stalled = False
+        self._scheduler.is_stalled = False
         try:
             match command:
                 case Cancel():
@@ -217,7 +221,7 @@ class Engine:
                     self._intake.open(command, gateway)
                 case Fork():
                     self._intake.fork(command, gateway)
-                    if command.loans:
+                    if command.loans and self._capsules.peek(command.capsule) is not None:
                         self._loans.make_ready(command.capsule, command.loans)
                 case Inject():
                     self._inject(command, gateway)
@@ -295,8 +299,7 @@ class Engine:
             if loan is None:
                 promote = Promote("", ask.holder.capsule)
                 if self._intake.promote(promote) is None:
-                    if self._fetches is not None:
-                        self._fetches.is_stalled = False
+                    self._scheduler.is_stalled = False
                     waiting = self._promoting.setdefault(CapsuleId(ask.holder.capsule), [])
                     waiting.append(partial(self._lend_promoted, ask, told))
                     return
@@ -382,8 +385,7 @@ class Engine:
 
     def drop_gateway(self, gateway: str) -> None:
         """The gateway is gone: its branches end now, without an update. Its capsules stay."""
-        if self._fetches is not None:
-            self._fetches.is_stalled = False
+        self._scheduler.is_stalled = False
         self._requests.drop(gateway)
 
     # Steps
@@ -392,15 +394,19 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` would do or report anything now."""
         return bool(
-            (
-                self._scheduler.has_work
-                and not (self._fetches is not None and self._fetches.is_stalled)
-            )
+            self._scheduler.has_work
             or len(self._updates)
             or len(self._journal)
             or self._capsules.is_expiry_due
-            or (self._fetches is not None and self._fetches.has_news)
+            or self._has_moved
             or self._loans.has_news
+        )
+
+    @property
+    def _has_moved(self) -> bool:
+        """Whether a step would take in the end of a move, or end a loan."""
+        return (self._lower is not None and self._lower.has_news) or (
+            self._fetching is not None and self._fetching.has_loan_to_end
         )
 
     def multi_step_limit(self) -> int:
@@ -416,7 +422,7 @@ class Engine:
             return 0
         if self._requests.has_inbox:
             return 0
-        if self._fetches is not None and self._fetches.has_news:
+        if self._has_moved:
             return 0
         if self._tree.pool.watch is not None or debug_log.is_on("steps"):
             return 0
@@ -491,8 +497,8 @@ class Engine:
         plan = self._scheduler.plan()
         if self._lower is not None and self._lower.evicts_beside:
             self._scheduler.make_room_ahead()
-        if self._fetches is not None:
-            self._fetches.begin(plan)
+        if self._lower is not None:
+            self._scheduler.is_stalled = plan.is_empty and self._lower.num_moving > 0
         if self._speculator is not None:
             self._draft(self._speculator, plan)
         if debug_log.is_on("steps"):
@@ -519,7 +525,7 @@ class Engine:
             raise
         if self._lower is not None and plan.chunks and not plan.decodes:
             num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
-            self._lower.computed(num_tokens, self._clock() - began)
+            self._lower.prices.computed(num_tokens, self._clock() - began)
         if self._speculator is None:
             self._commit(plan)
         else:
@@ -557,8 +563,8 @@ class Engine:
     def _end_step(self) -> StepResult:
         if self._requests.owes_replies:
             self._reply_late()
-        if self._fetches is not None:
-            self._fetches.end_loans()
+        if self._fetching is not None:
+            self._fetching.end_loans()
         self._num_steps += 1
         if self._tree.pool.watch is not None:
             self._tree.pool.watch.end_step()
@@ -574,6 +580,27 @@ class Engine:
                 told(lifted, failure)
         for wanted, gateway in self._requests.wanted():
             self._reply(wanted, gateway)
+
+    def _identity(self) -> str:
+        return self._forward.spec.identity
+
+    def _opened(self, branch: Branch, loan: Loan) -> Lent:
+        """See `Receiver.opened`."""
+        borrowing, salt = branch.job.borrowing, branch.job.salt
+        if not isinstance(branch.job.command, Prefill):
+            raise IncompatibleCapsule("", [("command", "a capsule", "an answer")])
+        record = checked_loan(loan, branch.tokens, self._tree, self._forward.spec)
+        logits = None if record.logits is None else self._forward.undump(record.logits)
+        borrowing.state = CapsuleState(record.continuation, record.grammar, logits)
+        keys = block_keys(self._tree, branch.tokens[: record.num_computed], salt)
+        return Lent(
+            loan,
+            (*keys, *self._tree.window_keys(keys, record.num_computed)),
+            num_blocks=len(keys),
+            num_tokens=record.num_computed,
+            is_capsule=True,
+            is_foreign=record.salt != salt,
+        )
 
     def _arrived(self, branch: Branch, logits: object | None) -> None:
         """All of the capsule that `branch` is to be has come."""
@@ -772,6 +799,8 @@ class Engine:
         """End what runs beside the engine's thread. The engine can't be used afterwards."""
         self._sampler.close()
         self._loans.close()
+        if self._fetching is not None:
+            self._fetching.close()
         if self._lower is not None:
             self._lower.close()
 
@@ -794,7 +823,7 @@ class Engine:
         """The number of holds on each node, by branches, capsules, loans and fetches."""
         holds = count_holds(self._requests.branches(), self._capsules.holds())
         holds += self._loans.holds()
-        return holds if self._fetches is None else holds + self._fetches.holds()
+        return holds if self._fetching is None else holds + self._fetching.holds()
 
     def usage(self) -> TreeUsage:
         """Statistics of how the blocks in use are shared. O(branches and capsules, times their depth)."""

@@ -20,12 +20,12 @@ from mallee.worker.kv.tree import BranchTree, TreeStats
 from mallee.worker.kv.usage import TreeUsage
 from mallee.worker.kv.watch import BlockWatch, KVChecks, WatchStats
 from mallee.worker.kv.windows import WindowGroup, window_groups
-from mallee.worker.lending import LendingStats
 from mallee.worker.retention import Retention
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.sched.scheduler import SchedulerStats
 from mallee.worker.speculation.speculator import SpeculationConfig, SpeculationStats
-from mallee.worker.transfer.lower import LowerTiers, TierStats
+from mallee.worker.transfer.loans import LendingStats
+from mallee.worker.transfer.lower import LowerTiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class EngineStats(NamedTuple):
     tree: TreeStats
     sched: SchedulerStats
     capsules: CapsuleStats
-    tiers: TierStats | None  # None: there is nothing below the device
+    tiers: TierUse | None  # None: there is nothing below the device
     lending: LendingStats
     watch: WatchStats | None  # None: the KV memory is not checked
     jobs: int
@@ -154,7 +154,7 @@ def engine_use(stats: EngineStats, block_nbytes: int) -> EngineUse:
         num_refused_capsules=kept.num_refused,
         kept_below_bytes=kept.nbytes_below,
         num_lent_blocks=stats.lending.num_blocks,
-        tiers=_tier_use(stats.tiers) if stats.tiers is not None else None,
+        tiers=stats.tiers,
         references=usage.references,
         constraint_states=stats.constraint_states,
         block_nbytes=block_nbytes,
@@ -170,28 +170,6 @@ def engine_use(stats: EngineStats, block_nbytes: int) -> EngineUse:
         num_ahead_rows=stats.ahead.num_rows,
         num_ahead_void_rows=stats.ahead.num_void,
         host_gap_s=stats.host_gap.seconds,
-    )
-
-
-def _tier_use(stats: TierStats) -> TierUse:
-    return TierUse(
-        block_nbytes=stats.block_nbytes,
-        host_blocks=stats.host_blocks,
-        host_held=stats.host_held,
-        disk_blocks=stats.disk_blocks,
-        num_offloaded=stats.num_offloaded,
-        num_dropped=stats.num_dropped,
-        num_parked=stats.num_parked,
-        num_spilled=stats.num_spilled,
-        num_fetched_host=stats.num_fetched_host,
-        num_fetched_disk=stats.num_fetched_disk,
-        num_declined=stats.num_declined,
-        num_failed=stats.num_failed,
-        num_fetched_peer=stats.num_fetched_peer,
-        fetched_peer_s=stats.fetched_peer_s,
-        host_room=stats.host_room,
-        disk_limit_nbytes=stats.disk_limit_nbytes,
-        num_unreadable=stats.num_unreadable,
     )
 
 

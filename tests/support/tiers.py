@@ -11,9 +11,9 @@ from mallee.worker.storage.volume import Lost, Read, Record
 from mallee.worker.transfer.carrier import Carrier
 from mallee.worker.transfer.disk import DiskStore
 from mallee.worker.transfer.lower import LowerTiers
-from mallee.worker.transfer.movers import InlineMover
+from mallee.worker.transfer.movers import Mover
 from mallee.worker.transfer.peers import Lender
-from mallee.worker.transfer.prices import MeasuredPrices, Prices
+from mallee.worker.transfer.prices import MeasuredPrices
 from mallee.worker.transfer.values import DISK, Move, Moved, Transfer
 
 
@@ -121,7 +121,7 @@ class ShortMemory:
             raise DeviceMemoryExhausted("tried to allocate 32.00 MiB")
 
 
-class LateMover(InlineMover):
+class LateMover(Mover):
     """A mover whose moves begin and end when a test says so: `advance`. In order."""
 
     is_beside = True
@@ -136,18 +136,11 @@ class LateMover(InlineMover):
     def advance(self, n: int = 1) -> None:
         """The next n moves are carried out."""
         now, self._begun = self._begun[:n], self._begun[n:]
-        for move in now:
-            super().start(move)
+        self._done += map(self._carrier.carry_out, now)
 
     @property
     def num_under_way(self) -> int:
         return len(self._begun) + len(self._done)
-
-    def notify(self, call: Callable[[], None]) -> None:
-        """The test's own loop asks."""
-
-    def close(self) -> None:
-        self._begun = []
 
 
 def make_tiers(
@@ -157,7 +150,7 @@ def make_tiers(
     movers: list[LateMover] | None = None,
     clock: Callable[[], float] = lambda: 0.0,
     peers: Lender | None = None,
-    prices: Prices | None = None,
+    prices: MeasuredPrices | None = None,
     failures: list[MalleeError] | None = None,
     pause: Callable[[int], None] = lambda nbytes: None,
     short: ShortMemory | None = None,
@@ -186,16 +179,15 @@ def make_tiers(
     return make
 
 
-class LooseMover:
+class LooseMover(Mover):
     """A mover whose lanes go on by themselves, each in order, and whose ends are told in any order."""
 
     is_beside = True
 
     def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
+        super().__init__(carrier)
         self._lanes: dict[object, list[Move]] = {}
         self._ended: list[Moved] = []  # and not told
-        self._told: list[Moved] = []
 
     def start(self, move: Move) -> None:
         self._lanes.setdefault(move.tier if isinstance(move, Transfer) else DISK, []).append(move)
@@ -215,18 +207,4 @@ class LooseMover:
 
     def tell(self, i: int) -> None:
         """That one of the moves that have ended is told."""
-        self._told.append(self._ended.pop(i))
-
-    def done(self) -> list[Moved]:
-        told, self._told = self._told, []
-        return told
-
-    @property
-    def has_done(self) -> bool:
-        return bool(self._told)
-
-    def notify(self, call: Callable[[], None]) -> None:
-        """The test's own loop asks."""
-
-    def close(self) -> None:
-        self._lanes = {}
+        self._done.append(self._ended.pop(i))

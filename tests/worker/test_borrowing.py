@@ -21,7 +21,7 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.worker.capsules.record import CapsuleRecord, decode_record
-from mallee.worker.lending import MAX_LOANS
+from mallee.worker.transfer.loans import MAX_LOANS
 from mallee.worker.transfer.peers import Ask
 from mallee.worker.transfer.prices import MeasuredPrices
 from mallee.worker.transfer.values import DISK, HOST

@@ -231,7 +231,8 @@ class MigratingMachine(TieredMachine):
         if not dice:
             self.step(1)
             self.engine._loans.close()
-            self.movers[0]._carrier.close()
+            self.engine._fetching.close()
+            self.movers[0].close()
         super().restart(dice)
 
     @invariant()

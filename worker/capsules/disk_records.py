@@ -17,8 +17,9 @@ from mallee.worker.capsules.capsule import Below, Capsule, Copied, copy_of
 from mallee.worker.capsules.record import CapsuleRecord
 from mallee.worker.capsules.registry import CapsuleRegistry
 from mallee.worker.kv.tree import BranchTree
+from mallee.worker.transfer.loans import LentCapsule
 from mallee.worker.transfer.lower import LowerTiers
-from mallee.worker.transfer.values import Disk, Move, Moved, Record, Transfer
+from mallee.worker.transfer.values import Move, Moved, Record, Transfer
 
 Told: TypeAlias = Callable[[CapsuleId, MalleeError | None], None]
 
@@ -149,6 +150,16 @@ class DiskRecords:
         """`capsule`, which is here, at rest; `copy` are the parts of it, if they are known. O(tokens)."""
         return self._record(capsule, self.copied(capsule) if copy is None else copy)
 
+    def lent(self, name: str) -> LentCapsule:
+        """The capsule `name`, as others may read it. Raises UnknownCapsule."""
+        capsule = self._capsules.get(name)
+        node, num_computed = capsule.node, capsule.num_computed
+        if node is not None:
+            copy = copy_of(self._tree, node)
+            return LentCapsule(encode(self.record(capsule, copy)), num_computed, node, copy.blocks)
+        keys = () if capsule.below is None else capsule.below.all_keys
+        return LentCapsule(encode(self.record(capsule)), num_computed, keys=keys)
+
     def copied(self, capsule: Capsule) -> Copied:
         """The parts of a copy of `capsule`; without blocks, if its copy is below already."""
         below = capsule.below
@@ -176,7 +187,7 @@ class DiskRecords:
         except MalleeError:  # its logits could not be read: they are when it is written anew
             return False
         match move:
-            case Transfer(target=Disk(record=Record() as written)):
+            case Transfer(record=Record() as written):
                 said = (written.payload, written.is_kept)
                 return said == (record, self._capsules.is_kept(capsule))
         raise AssertionError("no record was written")

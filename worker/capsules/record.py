@@ -11,6 +11,9 @@ from mallee.protocol.codec import Decoder
 from mallee.protocol.errors import CodecError, IncompatibleCapsule, InvalidParameter
 from mallee.protocol.messages import Continuation, Grammar
 from mallee.protocol.model import ModelSpec
+from mallee.worker.kv.text import Text
+from mallee.worker.kv.tree import BranchTree
+from mallee.worker.transfer.peers import Loan
 
 MAX_STATE_NBYTES: Final = 4 << 20
 """Of a record beside its tokens and its logits: a grammar's source, ids that end an answer, keys."""
@@ -50,6 +53,16 @@ class CapsuleRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 decode_record: Final = Decoder(CapsuleRecord, "a capsule's record")
+
+
+def checked_loan(loan: Loan, text: Text, tree: BranchTree, spec: ModelSpec) -> CapsuleRecord:
+    """The record of `loan`, as `checked_record`, which also has all of the blocks that it names."""
+    tokens = tree.notation.dump(text)
+    record = checked_record(loan.record, tokens, spec, block_size=tree.block_size)
+    num_rows = len(tree.window_keys(range(record.num_blocks), record.num_computed))
+    if loan.num_blocks != (due := record.num_blocks + num_rows):
+        raise IncompatibleCapsule(record.capsule, [("blocks", str(loan.num_blocks), str(due))])
+    return record
 
 
 def checked_record(raw: bytes, tokens: bytes, spec: ModelSpec, *, block_size: int) -> CapsuleRecord:

@@ -37,9 +37,8 @@ from mallee.worker.kv.node import BlockCopy, Node
 from mallee.worker.kv.paths import path_texts
 from mallee.worker.kv.text import Notation, Text, joined
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.borrowing import Borrowing
 from mallee.worker.sched.sessions import Session, Sessions, Tenant, Turns
-from mallee.worker.transfer.lower import Part
+from mallee.worker.transfer.peers import Loan
 
 NOT_LOOKED_UP = (-1, 0)
 """No version of the tree, no blocks: `Branch.found` before the first look."""
@@ -54,6 +53,64 @@ JobCommand: TypeAlias = Prefill | Generate | Fork | Promote
 """The commands that begin branches."""
 
 _NOTHING = Continuation(Sampling(), Limits(0))  # of a prefill, which draws nothing
+
+
+class CapsuleState(NamedTuple):
+    """A capsule's state beside its text and its KV; `logits` are opaque."""
+
+    continuation: Continuation | None
+    grammar: Grammar | None
+    logits: object | None
+
+
+class Lent(NamedTuple):
+    """A loan of the KV of the first `num_tokens` of a job's text.
+
+    `keys` are those of its blocks by place, under the salt of this job: `num_blocks` of the text, the last
+    one partial if the tokens end inside it, then rows of windows that are read after it. `is_capsule`: it
+    ends where the capsule's KV does.
+    """
+
+    loan: Loan
+    keys: tuple[int, ...]
+    num_blocks: int
+    num_tokens: int
+    is_capsule: bool = False
+    is_foreign: bool = False  # as in `Peer`
+
+
+class Borrowing:
+    """Progress of one job with the holders of its text's KV, of which each is asked once.
+
+    `lent` is the loan it has now; `state` what a holder told of the capsule that it is. `skips_local`: what
+    lies below here did not come, or is dear.
+    """
+
+    __slots__ = ("_holders", "lent", "skips_local", "state")
+
+    def __init__(self, holders: Sequence[Holder]) -> None:
+        self._holders = list(holders)
+        self.lent: Lent | None = None
+        self.state: CapsuleState | None = None
+        self.skips_local = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is borrowed."""
+        return self.lent is None and not self._holders
+
+    def next_capsule(self) -> Holder | None:
+        """The next holder that names a capsule, while none has told its state."""
+        if self.state is not None or self.lent is not None:
+            return None
+        found = next((i for i, holder in enumerate(self._holders) if holder.capsule), None)
+        return None if found is None else self._holders.pop(found)
+
+    def next_holder(self) -> Holder | None:
+        return self._holders.pop(0) if self._holders else None
+
+    def give_up(self) -> None:
+        self._holders, self.lent = [], None
 
 
 class Job:
@@ -90,10 +147,10 @@ class Job:
         """
         self.command = command
         self.keys = keys
-        # Of the one branch that computes its prompt. None: it is computed, or nothing of it is lent.
-        self.borrowing: Borrowing | None = None
-        if isinstance(command, Prefill | Generate) and command.holders:
-            self.borrowing = Borrowing(command.holders)
+        # Of the one branch that computes its prompt.
+        self.borrowing = Borrowing(
+            command.holders if isinstance(command, Prefill | Generate) else ()
+        )
         self.salt = salt  # of the hashes of its blocks
         self.session: Session  # from `Scheduler.add` on
         self.matchers = matchers
@@ -590,32 +647,6 @@ class Chunk(NamedTuple):
     is_last: bool
 
 
-class Fetch(NamedTuple):
-    """Bring the next tokens of `branch` from lower tiers to `node`, which has room for them.
-
-    `node` is held until they are there. With windows (`above`) all of them come or none: then `branch` goes
-    on from `above`, the end of what it had, which is held too.
-    """
-
-    branch: Branch
-    node: Node
-    tokens: Text
-    parts: Sequence[Part]  # without windows one
-    above: Node | None = None
-
-
-class Query(NamedTuple):
-    """Ask `holder` for blocks of the text of `branch`: of the capsule that it names, or `keys`.
-
-    `node`, where the branch is, is held until there is an answer.
-    """
-
-    branch: Branch
-    node: Node
-    holder: Holder
-    keys: tuple[int, ...]
-
-
 class Draft(NamedTuple):
     """Tokens that a branch may draw next, and the state of its grammar after each of them, if it has one."""
 
@@ -628,8 +659,8 @@ class Plan:
     """The work of one step.
 
     `decodes` compute the one token that they drew last; `chunks` are pieces of prompts; `ready` draw
-    without a pass; `failed` can't go on. `copies` come before everything; `fetches` and `queries` begin with
-    the step. `tokens_left` of the step's are granted to none: decodes may compute `drafts` for them.
+    without a pass; `failed` can't go on. `copies` come before everything. `begins`: some wait for transfers
+    from now on. `tokens_left` of the step's are granted to none: decodes may compute `drafts` for them.
     """
 
     decodes: list[Branch]
@@ -637,8 +668,7 @@ class Plan:
     ready: list[Branch]
     copies: list[BlockCopy]
     failed: list[tuple[Branch, PoolExhausted]]
-    fetches: Sequence[Fetch] = ()
-    queries: Sequence[Query] = ()
+    begins: bool = False
     tokens_left: int = 0
     drafts: dict[Branch, Draft] = field(default_factory=dict)
 
@@ -651,10 +681,9 @@ class Plan:
     @property
     def draws_only(self) -> bool:
         """Whether branches draw that need no pass, and nothing else gets a block or computes."""
-        return bool(self.ready) and not (self.decodes or self.chunks or self.fetches)
+        return bool(self.ready) and not (self.decodes or self.chunks or self.begins)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do, and nothing begins."""
-        begins = self.fetches or self.queries
-        return not (self.decodes or self.chunks or self.ready or self.failed or begins)
+        return not (self.decodes or self.chunks or self.ready or self.failed or self.begins)

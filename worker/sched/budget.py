@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from mallee.worker.sched.branch import Branch, Fetch, Query
+from mallee.worker.sched.branch import Branch
 from mallee.worker.sched.running import Grown
 
 
@@ -18,8 +18,7 @@ class StepBudget:
     may_admit: bool  # whether waiting branches may join
     is_full: bool = False  # no more prompts: one can't be cut, or waits for room
     granted: dict[Branch, int] = field(default_factory=dict)  # tokens by prompt
-    fetches: tuple[Fetch, ...] = ()
-    queries: tuple[Query, ...] = ()
+    begins: bool = False  # a branch waits for a transfer from now on
     has_left_out: bool = False  # branches that run compute nothing, though chosen before
 
     def note(self, grown: Grown) -> None:

@@ -1,252 +1,340 @@
-"""Has the next blocks of prompts fetched, where that is cheaper than computing them.
+"""The rule by which a branch waits for a transfer: its next blocks are fetched where that is cheaper.
 
-From the worker's own lower tiers first, then from other workers that hold them, one holder after another.
-What does not arrive is computed. A long text comes in several fetches, so that waiters follow.
+From the worker's own lower tiers first, then from other workers that hold them, one holder after another. A
+holder is asked for a loan, which names what it has, and blocks come of that. A branch that waits is
+*fetching*: it has its room and computes nothing. What has come is committed, the rest it computes. So a
+holder that is slow, gone, or lends something else costs time and nothing more. A long text comes in several
+fetches, so that waiters follow; with windows all comes that is needed to go on, or nothing that counts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
+from mallee.protocol.errors import MalleeError
 from mallee.protocol.hashing import Hashes
-from mallee.protocol.messages import Holder
 from mallee.worker.kv.node import Node
+from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.kv.windows import Windows
-from mallee.worker.sched.borrowing import Borrowing, Lent
-from mallee.worker.sched.branch import Branch, Fetch, Query, node_of
+from mallee.worker.sched.branch import Branch, Lent, node_of
 from mallee.worker.sched.budget import StepBudget
 from mallee.worker.sched.running import BlockBudget, Running
 from mallee.worker.sched.waiting import Waiting
-from mallee.worker.transfer.lower import MAX_FETCH_BLOCKS, Found, LowerTiers, Part
-from mallee.worker.transfer.values import PEER
+from mallee.worker.transfer.lower import MAX_FETCH_BLOCKS, LowerTiers, Part
+from mallee.worker.transfer.peers import Ask, Loan
+from mallee.worker.transfer.values import PEER, Moved, Place
+
+
+class Receiver(NamedTuple):
+    """The engine, as it takes in what comes for a branch."""
+
+    identity: Callable[[], str]
+    """That of its model, with the weights."""
+    opened: Callable[[Branch, Loan], Lent]
+    """The capsule that is lent for a branch, whose job has its state from now on.
+
+    Raises CodecError, IncompatibleCapsule, InvalidParameter if it is of no use.
+    """
+    arrived: Callable[[Branch, object | None], None]
+    """All of the capsule that the branch is to be is here, with the logits of its next token."""
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """The next tokens of `branch` on their way to `node`, which is held until then.
+
+    With windows (`above`) all of them come or none: then `branch` goes on from `above`, the end of what it
+    had, which is held too. `num_blocks` are on their way, rows of windows too; some from a peer: `is_lent`.
+    """
+
+    branch: Branch
+    node: Node
+    tokens: Text
+    above: Node | None
+    num_blocks: int
+    is_lent: bool
 
 
 class Fetching:
-    """Begins fetches for prompts that run."""
+    """Begins transfers for prompts that run, and owns those under way and the loans of others' blocks."""
 
     def __init__(
         self,
         tree: BranchTree,
         lower: LowerTiers,
+        receiver: Receiver,
+        go_on: Callable[[Branch], None],
         *,
         waiting: Waiting,
         running: Running,
         room: BlockBudget,
     ) -> None:
+        """`go_on` is called with a branch that need not wait any more."""
         self._tree = tree
         self._lower = lower
+        self._receiver = receiver
+        self._went_on = go_on
         self._waiting = waiting
         self._running = running
         self._room = room
+        self._under_way: set[_Fetch] = set()
+        self._loans: dict[Loan, Branch] = {}
 
     def try_begin(self, budget: StepBudget, branch: Branch) -> bool:
         """Whether the next blocks of `branch` are fetched, or asked for; it computes nothing meanwhile."""
-        borrowing, windows = branch.job.borrowing, self._tree.windows
-        is_there = borrowing is not None or not self._lower.is_empty
-        if is_there and self._is_at_block(branch) and branch not in budget.granted:
-            capsule = None if borrowing is None else borrowing.next_capsule()
-            if capsule is not None:
-                self._ask(budget, branch, capsule, ())
+        borrowing = branch.job.borrowing
+        is_there = not (borrowing.is_over and self._lower.is_empty)
+        is_at_block = node_of(branch).end % self._tree.block_size == 0
+        if is_there and is_at_block and branch not in budget.granted:
+            if (holder := borrowing.next_capsule()) is not None:
+                self._ask(budget, branch, Ask(holder, (), self._receiver.identity()))
                 return True
-            if windows is None:
-                is_coming = self._try_next(budget, branch)
-            else:
-                is_coming = self._try_all(budget, branch, windows)
-            if is_coming or (borrowing is not None and self._try_ask(budget, branch, borrowing)):
+            if self._try_fetch(budget, branch) or self._try_ask(budget, branch):
                 return True
         branch.may_fetch = False
         return False
 
-    def _is_at_block(self, branch: Branch) -> bool:
-        return node_of(branch).end % self._tree.block_size == 0
+    # Blocks
 
-    def _keys(self, branch: Branch) -> Hashes | Sequence[int]:
-        """Keys of the blocks that may be fetched of its text."""
+    def _try_fetch(self, budget: StepBudget, branch: Branch) -> bool:
+        """Whether blocks come that lie below or, if they don't, are lent."""
         borrowing = branch.job.borrowing
-        if borrowing is not None and borrowing.lent is not None and borrowing.lent.is_capsule:
-            return borrowing.lent.keys[: borrowing.lent.num_blocks]
-        return branch.job.keys or self._waiting.hashes(branch)
-
-    def _end(self, branch: Branch) -> int:
-        """The position up to which its tokens may be fetched."""
-        borrowing = branch.job.borrowing
-        if borrowing is not None and borrowing.lent is not None and borrowing.lent.is_capsule:
-            return borrowing.lent.num_tokens
-        return branch.length
-
-    # With layers of full attention alone
-
-    def _try_next(self, budget: StepBudget, branch: Branch) -> bool:
-        """Fetch the next run of blocks from one place."""
-        node, size, lower = node_of(branch), self._tree.block_size, self._lower
-        keys, begin = self._keys(branch), node.end // size
-        borrowing = branch.job.borrowing
-        if borrowing is None or not borrowing.skips_local:
-            found = lower.find(keys, begin)
-            if found is not None:
-                num_tokens = min(found.num_blocks * size, self._end(branch) - node.end)
-                if lower.is_cheaper((found,), num_tokens):
-                    wanted = tuple(int(key) for key in keys[begin : begin + found.num_blocks])
-                    return self._fetch(budget, branch, Part(found, wanted, ()), num_tokens)
-                if borrowing is None:
-                    return False
-                borrowing.skips_local = True  # a peer may be quicker
-        lent = None if borrowing is None else borrowing.lent
-        if borrowing is None or lent is None or begin >= lent.num_blocks:
-            return False
-        left = Found(PEER, lent.num_blocks - begin)
-        if not lower.is_cheaper((left,), lent.num_tokens - node.end):
-            self._give_up(borrowing)
-            return False
-        end = begin + 1
-        most = min(lent.num_blocks, begin + MAX_FETCH_BLOCKS)
-        while end < most and (borrowing.skips_local or lower.find(keys, end) is None):
-            end += 1
-        num_tokens = min(end * size, lent.num_tokens) - node.end
-        found = Found(PEER, end - begin)
-        places = tuple(range(begin, end))
-        part = Part(found, places, (), lent.loan, lent.is_foreign)
-        return self._fetch(budget, branch, part, num_tokens)
-
-    def _fetch(self, budget: StepBudget, branch: Branch, part: Part, num_tokens: int) -> bool:
-        """Make room for `part`, whose blocks are not known yet, and have it come."""
-        lower, tree, size = self._lower, self._tree, self._tree.block_size
-        lower.claim(part.found, part.keys)  # room for it may be made at its expense
-        grown = self._room.grow(branch, num_tokens)
-        budget.note(grown)
-        if not grown.has_room:
-            lower.unclaim(part.found, part.keys)
-            return True
-        node = node_of(branch)
-        tree.hold(node)
-        own = (node.end - node.base) // size
-        part = part._replace(blocks=tuple(node.blocks[own : own + part.found.num_blocks]))
-        budget.fetches += (Fetch(branch, node, branch.pending(num_tokens), (part,)),)
-        self._running.fetch(branch)
-        return True
-
-    # With windows
-
-    def _try_all(self, budget: StepBudget, branch: Branch, windows: Windows) -> bool:
-        """Fetch all up to where every group of layers can go on, at once."""
-        borrowing = branch.job.borrowing
-        if borrowing is None or not borrowing.skips_local:
-            end = self._local_end(branch, windows)
-            if end and self._try_up_to(budget, branch, windows, end=end):
+        find = self._next if self._tree.windows is None else self._all
+        sources = [None] if borrowing.lent is None else [None, borrowing.lent]
+        for lent in sources[borrowing.skips_local :]:
+            end, parts = find(branch, lent)
+            if not parts:
+                continue
+            if self._lower.is_cheaper(parts, end - node_of(branch).end):
+                self._fetch(budget, branch, parts, end)
                 return True
-        lent = None if borrowing is None else borrowing.lent
-        if lent is None or lent.num_tokens <= node_of(branch).end:
-            return False
-        return self._try_up_to(budget, branch, windows, end=lent.num_tokens, lent=lent)
+            if lent is None:
+                borrowing.skips_local = True  # a peer may be quicker
+            else:
+                borrowing.give_up()
+        return False
+
+    def _text(self, branch: Branch) -> tuple[Hashes | Sequence[int], int]:
+        """Keys of the blocks that may be fetched of its text, and the position where its tokens end."""
+        lent = branch.job.borrowing.lent
+        if lent is not None and lent.is_capsule:
+            return lent.keys[: lent.num_blocks], lent.num_tokens
+        return branch.job.keys or self._waiting.hashes(branch), branch.length
+
+    def _next(self, branch: Branch, lent: Lent | None) -> tuple[int, list[Part]]:
+        """The next run of blocks from one place, and the position where it ends."""
+        size, lower, (keys, last) = self._tree.block_size, self._lower, self._text(branch)
+        begin = node_of(branch).end // size
+        if lent is None:
+            part = lower.find(keys, begin)
+            return (0, []) if part is None else (min((begin + len(part.at)) * size, last), [part])
+        skips_local = branch.job.borrowing.skips_local
+        end, most = begin, min(lent.num_blocks, begin + MAX_FETCH_BLOCKS)
+        while end < most and (end == begin or skips_local or lower.tier(int(keys[end])) is None):
+            end += 1
+        places = range(begin, end)
+        source = Place(PEER, tuple(places), lent.loan, lent.is_foreign)
+        parts = [Part(source, range(len(places)))] if places else []
+        return min(end * size, lent.num_tokens), parts
+
+    def _all(self, branch: Branch, lent: Lent | None) -> tuple[int, list[Part]]:
+        """All blocks and rows up to where every group of layers can go on, and that position."""
+        above, size, windows = node_of(branch), self._tree.block_size, self._tree.windows
+        assert windows is not None, "the next run is enough"
+        keys, begin = self._text(branch)[0], above.end // size
+        end = self._local_end(branch, windows) if lent is None else lent.num_tokens
+        if end <= above.end:
+            return 0, []
+        wanted = [int(key) for key in keys[begin : -(-end // size)]]
+        wanted += windows.keys_after(keys, end, begin)
+        parts = [] if branch.job.borrowing.skips_local else self._lower.parts(wanted)
+        if lent is not None:
+            below = {key for part in parts for key in part.source.ids}
+            places = {key: place for place, key in enumerate(lent.keys)}
+            at = [i for i, key in enumerate(wanted) if key not in below and key in places]
+            ids = tuple(places[wanted[i]] for i in at)
+            source = Place(PEER, ids, lent.loan, lent.is_foreign)
+            parts += [Part(source, at)] if at else []
+        is_whole = sum(len(part.at) for part in parts) == len(wanted)
+        return end, parts if is_whole else []
 
     def _local_end(self, branch: Branch, windows: Windows) -> int:
         """The position up to which all lies below, that is then needed to go on; 0: nothing."""
-        above, size, tree, lower = node_of(branch), self._tree.block_size, self._tree, self._lower
-        keys, last = self._keys(branch), self._end(branch)
-        begin = above.end // size
+        size, tree, (keys, last) = self._tree.block_size, self._tree, self._text(branch)
+        begin = node_of(branch).end // size
         held = tree.index.count_leading(np.asarray(keys, np.uint64))
 
-        def read_after(num_blocks: int) -> Iterable[int]:
-            return windows.keys_after(keys, min(num_blocks * size, last), begin)
+        def is_below(key: int) -> bool:
+            return self._lower.tier(key) is not None
 
-        num = lower.find_resumable(keys, begin, held, read_after)
-        if (
-            begin < held and num
-        ):  # but its windows were given up: it comes back with them, by host memory
-            own = [int(key) for key in keys[begin : min(held, begin + num)]]
+        end = max(begin, held)
+        while end < len(keys) and is_below(int(keys[end])):
+            end += 1
+        while end > begin:
+            if all(map(is_below, windows.keys_after(keys, min(end * size, last), begin))):
+                break
+            end -= 1
+        if begin < min(held, end):  # windows were given up: it comes back with them, by host memory
+            own = [int(key) for key in keys[begin : min(held, end)]]
             tree.offload(own, tree.blocks_of(own, begin))
-        return min((begin + num) * size, last) if num else 0
+        return min(end * size, last) if end > begin else 0
 
-    def _try_up_to(
-        self,
-        budget: StepBudget,
-        branch: Branch,
-        windows: Windows,
-        *,
-        end: int,
-        lent: Lent | None = None,
-    ) -> bool:
-        """Fetch what is needed to go on at `end`: what does not lie below comes from `lent`, if given."""
-        above, size, lower = node_of(branch), self._tree.block_size, self._lower
-        keys, begin = self._keys(branch), above.end // size
-        num = -(-end // size) - begin
-        wanted = [int(key) for key in keys[begin : begin + num]]
-        wanted += windows.keys_after(keys, end, begin)
-        if lent is None:
-            parts = lower.parts(wanted, range(len(wanted)))
-        else:
-            parts = self._parts_with(branch, lent, wanted)
-        is_here = sum(len(part.keys) for part in parts) == len(wanted)
-        if not is_here or not lower.is_cheaper([part.found for part in parts], end - above.end):
-            if lent is not None:
-                self._give_up(branch.job.borrowing)
-            return False
-        for part in parts:
-            lower.claim(part.found, part.keys)  # room for it may be made at its expense
-        self._tree.hold(above)
-        grown = self._room.grow(branch, end - above.end, is_fetched=True)
-        budget.note(grown)
-        if not grown.has_room:
-            self._tree.release(above)
-            for part in parts:
-                lower.unclaim(part.found, part.keys)
-            return True
-        node = node_of(branch)
-        self._tree.hold(node)
-        blocks = [*node.blocks[:num], *windows.rows_after(node, end, begin)]
-        parts = [part._replace(blocks=tuple(blocks[i] for i in part.blocks)) for part in parts]
-        tokens = branch.pending(end - above.end)
-        budget.fetches += (Fetch(branch, node, tokens, parts, above),)
+    def _fetch(self, budget: StepBudget, branch: Branch, parts: Sequence[Part], end: int) -> None:
+        """Have `parts`, which are of the tokens up to `end`, come, if there is room for them."""
+        tree, size, windows, above = self._tree, self._tree.block_size, self._tree.windows, None
+        begin = node_of(branch).end
+        if windows is not None:
+            above = node_of(branch)
+            tree.hold(above)
+
+        def room() -> list[int] | None:
+            grown = self._room.grow(branch, end - begin, is_fetched=windows is not None)
+            budget.note(grown)
+            if not grown.has_room:
+                return None
+            node = node_of(branch)
+            blocks = node.blocks[(begin - node.base) // size : -(-(end - node.base) // size)]
+            rows = [] if windows is None else windows.rows_after(node, end, begin // size)
+            return blocks + rows
+
+        def ended(num_blocks: int) -> None:
+            self._fetched(fetch, num_blocks)
+
+        if not self._lower.fetch(parts, room, ended):
+            if above is not None:
+                tree.release(above)
+            return
+        fetch = _Fetch(
+            branch,
+            node_of(branch),
+            branch.pending(end - begin),
+            above,
+            num_blocks=sum(len(part.at) for part in parts),
+            is_lent=parts[-1].source.tier == PEER,
+        )
+        tree.hold(fetch.node)
+        self._under_way.add(fetch)
+        self._wait(budget, branch)
+
+    def _fetched(self, fetch: _Fetch, num_blocks: int) -> None:
+        """The first of the blocks of `fetch` have come: commit them, and compute the rest."""
+        tree, branch, node, above = self._tree, fetch.branch, fetch.node, fetch.above
+        is_whole, waits = num_blocks == fetch.num_blocks, branch.phase == "fetching"
+        tokens = fetch.tokens[: num_blocks * tree.block_size]
+        if above is not None and not is_whole:
+            tokens = fetch.tokens[:0]
+            if waits:
+                tree.release(node)
+                tree.hold(above)
+                branch.node, branch.room = above, 0
+        if len(tokens):
+            tree.commit(node, tokens)
+        self._under_way.remove(fetch)
+        tree.release(node)
+        if above is not None:
+            tree.release(above)
+        if not waits:
+            return
+        assert branch.attached_tokens is not None, "fetched, but never admitted"
+        branch.attached_tokens += len(tokens)
+        if not is_whole and fetch.is_lent:
+            branch.job.borrowing.lent = None  # the next holder may have it
+        elif not is_whole:
+            branch.job.borrowing.skips_local = True
+        self._go_on(branch)
+
+    def _wait(self, budget: StepBudget, branch: Branch) -> None:
+        budget.begins = True
         self._running.fetch(branch)
-        return True
 
-    def _parts_with(self, branch: Branch, lent: Lent, wanted: Sequence[int]) -> list[Part]:
-        """`wanted` by where it lies: below, as far as that is to be tried, and else in `lent`."""
-        borrowing, parts = branch.job.borrowing, list[Part]()
-        if borrowing is None or not borrowing.skips_local:
-            parts = self._lower.parts(wanted, range(len(wanted)))
-        below = {key for part in parts for key in part.keys}
-        places = {key: place for place, key in enumerate(lent.keys)}
-        others = [i for i, key in enumerate(wanted) if key not in below and key in places]
-        if others:
-            own = tuple(places[wanted[i]] for i in others)
-            found = Found(PEER, len(own))
-            parts.append(Part(found, own, tuple(others), lent.loan, lent.is_foreign))
-        return parts
+    def _go_on(self, branch: Branch) -> None:
+        """`branch` fetches on or computes, unless all that was wanted is here."""
+        self._went_on(branch)
+        borrowing = branch.job.borrowing
+        lent = borrowing.lent
+        has_all = lent is not None and lent.is_capsule and node_of(branch).end >= lent.num_tokens
+        if not branch.num_pending or has_all:
+            branch.cached_tokens = branch.attached_tokens
+            state = None if branch.num_pending else borrowing.state
+            self._receiver.arrived(branch, None if state is None else state.logits)
 
-    # Holders
+    # Loans
 
-    def _try_ask(self, budget: StepBudget, branch: Branch, borrowing: Borrowing) -> bool:
+    def _try_ask(self, budget: StepBudget, branch: Branch) -> bool:
         """Whether a holder is asked for blocks by their keys: the next one that is worth it."""
-        size, node = self._tree.block_size, node_of(branch)
-        begin = node.end // size
+        size, borrowing, (keys, _) = self._tree.block_size, branch.job.borrowing, self._text(branch)
+        begin = node_of(branch).end // size
         borrowing.lent = None
         while (holder := borrowing.next_holder()) is not None:
-            keys = self._keys(branch)
             num = min(holder.num_tokens // size, len(keys))
             if num <= begin or holder.capsule:
                 continue
-            if self._lower.is_cheaper((Found(PEER, num - begin),), (num - begin) * size):
-                self._ask(budget, branch, holder, self._asked(keys, num))
+            part = Part(Place(PEER, tuple(range(begin, num))), ())
+            if self._lower.is_cheaper([part], (num - begin) * size):
+                own = [int(key) for key in keys[:num]]
+                asked = (*own, *self._tree.window_keys(keys, num * size))
+                self._ask(budget, branch, Ask(holder, asked, self._receiver.identity()))
                 return True
         return False
 
-    def _asked(self, keys: Hashes | Sequence[int], num_blocks: int) -> tuple[int, ...]:
-        """Keys of the first `num_blocks`, and of the rows of windows that are read after them."""
-        asked = [int(key) for key in keys[:num_blocks]]
-        asked += self._tree.window_keys(keys, num_blocks * self._tree.block_size)
-        return tuple(asked)
+    def _ask(self, budget: StepBudget, branch: Branch, ask: Ask) -> None:
+        """Ask a holder for blocks: of the capsule that it names, or the keys."""
+        self._lower.ask(ask, partial(self._answered, branch, ask))
+        self._wait(budget, branch)
 
-    def _ask(
-        self, budget: StepBudget, branch: Branch, holder: Holder, keys: tuple[int, ...]
-    ) -> None:
-        node: Node = node_of(branch)
-        self._tree.hold(node)
-        budget.queries += (Query(branch, node, holder, keys),)
-        self._running.fetch(branch)
+    def _answered(self, branch: Branch, ask: Ask, moved: Moved) -> None:
+        """A holder has answered."""
+        loan = moved.loan
+        if loan is not None:
+            self._loans[loan] = branch
+        if branch.phase != "fetching":
+            return  # it is ended with the others of branches that need none
+        if loan is not None:
+            try:
+                branch.job.borrowing.lent = self._opened(branch, ask, loan)
+            except MalleeError as error:
+                self._lower.failed(error)
+        self._go_on(branch)
 
-    def _give_up(self, borrowing: Borrowing | None) -> None:
-        """Computing is cheaper."""
-        if borrowing is not None:
-            borrowing.give_up()
+    def _opened(self, branch: Branch, ask: Ask, loan: Loan) -> Lent | None:
+        """The use that `branch` has of `loan`. Raises as `Receiver.opened`."""
+        if ask.holder.capsule:
+            return self._receiver.opened(branch, loan)
+        size, num = self._tree.block_size, len(ask.keys)
+        if self._tree.windows is not None:
+            if loan.num_blocks < num:
+                return None  # without all that is read there nothing goes on
+            num = min(ask.holder.num_tokens // size, num)  # the others are rows of windows
+        num = min(loan.num_blocks, num)
+        return Lent(loan, ask.keys, num, num * size)
+
+    def end_loans(self) -> None:
+        """End the loans that nothing will be read of any more."""
+        for loan, branch in list(self._loans.items()):
+            borrowing = branch.job.borrowing
+            if borrowing.lent is not None and borrowing.lent.loan is loan:
+                if branch.phase in ("fetching", "prefill") and branch.may_fetch:
+                    continue
+                borrowing.lent = None
+            del self._loans[loan]
+            loan.close()
+
+    @property
+    def has_loan_to_end(self) -> bool:
+        """Whether a branch that had one is over."""
+        return any(branch.phase not in ("fetching", "prefill") for branch in self._loans.values())
+
+    def close(self) -> None:
+        """End all loans."""
+        for loan in self._loans:
+            loan.close()
+
+    def holds(self) -> Counter[Node]:
+        """The nodes that are held for what is under way, and how often."""
+        ends = [(fetch.node, fetch.above) for fetch in self._under_way]
+        return Counter(node for each in ends for node in each if node is not None)

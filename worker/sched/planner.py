@@ -69,8 +69,7 @@ class Planner:
         copies = list(room.copies.values()) if room.copies else []
         failed = list(room.failed.items()) if room.failed else []
         self._sessions.close(self._lowest_held_back(), self._lowest_held_back_of)
-        fetches, queries = budget.fetches, budget.queries
-        return Plan(decodes, chunks, ready, copies, failed, fetches, queries, budget.tokens)
+        return Plan(decodes, chunks, ready, copies, failed, budget.begins, budget.tokens)
 
     @property
     def _must_compute(self) -> bool:

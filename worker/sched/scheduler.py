@@ -15,7 +15,7 @@ from mallee.worker.kv.node import Node, Spare
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import Branch, Phase, Plan, node_of
-from mallee.worker.sched.fetching import Fetching
+from mallee.worker.sched.fetching import Fetching, Receiver
 from mallee.worker.sched.planner import Planner
 from mallee.worker.sched.policy import POLICIES, SchedulerConfig
 from mallee.worker.sched.prefill import Prompts, Queues
@@ -48,7 +48,9 @@ class Scheduler:
         *,
         reclaimer: Reclaimer,
         lower: LowerTiers | None = None,
+        receiver: Receiver | None = None,
     ) -> None:
+        """`receiver` takes in what comes from `lower`."""
         self.config = config
         self._tree = tree
         self._policy = POLICIES[config.policy]
@@ -64,16 +66,22 @@ class Scheduler:
             reclaimer=reclaimer,
         )
         queues = Queues(self._sessions, self._waiting, self._running, self._blocks)
-        fetching = None
-        if lower is not None:
-            fetching = Fetching(
-                *(tree, lower),
+        self.fetching: Fetching | None = None
+        if lower is not None and receiver is not None:
+            self.fetching = Fetching(
+                tree,
+                lower,
+                receiver,
+                self._fetched,
                 waiting=self._waiting,
                 running=self._running,
                 room=self._blocks,
             )
-        prompts = Prompts(config, self._policy, tree, queues, fetching)
+        prompts = Prompts(config, self._policy, tree, queues, self.fetching)
         self._planner = Planner(config, self._policy, queues, prompts)
+        self.is_stalled = (
+            False  # until a block has moved, or a command comes, there is nothing to do
+        )
         self._step = 0
         self._roomy: dict[Branch, Spare | None] = {}  # that got a block of `room_ahead`, in order
         self._num_joint = 0  # members of all groups, less one of each
@@ -165,7 +173,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting.num or self._running.num)
+        return bool(self._waiting.num or self._running.num) and not self.is_stalled
 
     def plan(self) -> Plan:
         """The next step. Room for every chunk is reserved in the tree."""
@@ -275,15 +283,11 @@ class Scheduler:
                     self._open(gated, node)
                 self._running.decode(branch)
 
-    def fetched(self, branch: Branch, *, may_fetch: bool) -> None:
-        """The blocks that `branch` fetched are committed; not `may_fetch`: no more of them will come."""
-        if branch.phase != "fetching":
-            return
+    def _fetched(self, branch: Branch) -> None:
+        """The blocks that `branch` fetched are committed."""
         node = node_of(branch)
-        if not may_fetch:
-            branch.may_fetch = False
         if not branch.num_pending:
-            return  # its caller ends it
+            return  # it is over
         for gated in self._waiting.prefix_waits.passed(branch, node.end):
             self._open(gated, node)
         self._running.fetched(branch, self._step)

@@ -1,4 +1,4 @@
-"""Carries out moves: copies blocks batch by batch between any two places, and reads loans of peers."""
+"""Carries out moves: copies blocks batch by batch between any two places, and asks peers for loans."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,15 +16,13 @@ from mallee.worker.transfer.disk import DiskStore, Record
 from mallee.worker.transfer.peers import Ask, Lender, Loan
 from mallee.worker.transfer.values import (
     BATCH_BLOCKS,
+    DEVICE,
     DISK,
+    HOST,
     Adopt,
-    Device,
-    Disk,
     Forget,
-    Host,
     Move,
     Moved,
-    Peer,
     Question,
     Transfer,
 )
@@ -44,7 +42,6 @@ class Carrier:
     """Called with its bytes after each batch, while moves give way."""
     peers: Lender | None = None
     gives_way: bool = field(default=False, init=False)  # answers are drawn meanwhile
-    _loans: set[Loan] = field(default_factory=set, init=False)
     _staging: list[Rows] = field(default_factory=list, init=False)  # in no use
     _unfilled: set[int] = field(default_factory=set, init=False)  # slots, by a copy that failed
 
@@ -70,19 +67,8 @@ class Carrier:
         seconds = self.clock() - began
         if move.tier != DISK:
             return Moved(move, num, seconds, error, loan=loan)
-        lost = self._disk.take_lost()
-        gone = tuple(lost.keys), tuple(lost.capsules)
-        return Moved(move, num, seconds, error, *gone, record=record)
-
-    def end_loan(self, loan: Loan) -> None:
-        """Nothing more is read of `loan`. From any thread."""
-        self._loans.discard(loan)
-        loan.close()
-
-    def close(self) -> None:
-        """End all loans, also those that are read just now. From any thread."""
-        for loan in list(self._loans):
-            self.end_loan(loan)
+        evicted, lost = self._disk.take_lost()
+        return Moved(move, num, seconds, error, tuple(evicted), tuple(lost), record=record)
 
     def _ask(self, ask: Ask) -> Loan:
         assert self.peers is not None, "there are no peers"
@@ -91,7 +77,6 @@ class Carrier:
             loan.close()
             sizes = ("bytes of a block", str(loan.block_nbytes), str(nbytes))
             raise IncompatibleCapsule(ask.holder.capsule, [sizes])
-        self._loans.add(loan)
         return loan
 
     def _copy(self, move: Transfer) -> tuple[int, MalleeError | None]:
@@ -99,21 +84,19 @@ class Carrier:
 
         Raises MalleeError: none has.
         """
-        match move:
-            case Transfer(source=Device(blocks), target=Host(slots)):
-                self._unfilled.update(slots)
-                for filled, own, rows in self._in_memory(slots, blocks):
-                    self.memory.read(own, rows, move.after)
-                    self._unfilled.difference_update(filled)
-            case Transfer(source=Host(slots), target=Device(blocks)):
-                if missing := self._unfilled.intersection(slots):
-                    raise BlocksMissing(len(missing), len(slots), min(missing))
-                for _, own, rows in self._in_memory(slots, blocks):
-                    self.memory.write(own, rows, move.after)
-            case Transfer(target=Disk() as disk):
-                self._write(move, disk)
-            case _:
-                return self._fetch(move)
+        (tier, ids, *_), (target, there, *_) = move.source, move.target
+        if (tier, target) == (DEVICE, HOST):
+            self._unfilled.update(there)
+            for slots, blocks, rows in self._in_memory(there, ids):
+                self.memory.read(blocks, rows, move.after)
+                self._unfilled.difference_update(slots)
+        elif (tier, target) == (HOST, DEVICE):
+            if missing := self._unfilled.intersection(ids):
+                raise BlocksMissing(len(missing), len(ids), min(missing))
+            for _, blocks, rows in self._in_memory(ids, there):
+                self.memory.write(blocks, rows, move.after)
+        else:
+            return self._copy_staged(move)
         return move.num_blocks, None
 
     def _in_memory(
@@ -124,54 +107,47 @@ class Carrier:
         for part in runs([slot for slot, _ in pairs], BATCH_BLOCKS):
             own, there = zip(*pairs[part], strict=True)
             yield own, there, self.arena[own[0] : own[-1] + 1]
-            self._pause(part.stop - part.start)
+            self._pause(len(own))
 
-    def _write(self, move: Transfer, disk: Disk) -> None:
-        """Have the blocks of `move` on disk, and then the record."""
+    def _copy_staged(self, move: Transfer) -> tuple[int, MalleeError | None]:
+        """As `_copy`, to or from disk, or from a peer. Raises nothing before the record."""
+        source, target, done = move.source, move.target, 0
         with self._staged() as staged:
-            for part in _batches(move):
-                match move.source:
-                    case Host(slots):
-                        rows = [self.arena[slot] for slot in slots[part]]
-                    case source:
-                        rows = list(staged[: part.stop - part.start])
-                        self.memory.read(source.ids[part], staged[: len(rows)], move.after)
-                self._disk.put(disk.ids[part], [row.data for row in rows])
-                self._pause(len(rows))
-        if (record := disk.record) is not None:
-            name, payload, keys, owner, is_kept = record
-            self._disk.commit(name, payload, keys, owner=owner, is_kept=is_kept)
-
-    def _fetch(self, move: Transfer) -> tuple[int, MalleeError | None]:
-        """As `_copy`, from disk or from a peer to the device. Raises nothing."""
-        done = 0
-        with self._staged() as staged:
-            for part in _batches(move):
-                rows = staged[: part.stop - part.start]
+            for i in range(0, move.num_blocks, BATCH_BLOCKS):
+                ids, there = source.ids[i : i + BATCH_BLOCKS], target.ids[i : i + BATCH_BLOCKS]
+                rows = staged[: len(ids)]
                 try:
-                    num, error = self._get(move.source, move.source.ids[part], rows)
-                    if num:
-                        there = move.target.ids[part.start : part.start + num]
-                        self.memory.write(there, rows[:num], move.after)
+                    num, error = self._get(move, ids, rows)
+                    if target.tier == DISK:
+                        own = [self.arena[slot] for slot in ids] if source.tier == HOST else rows
+                        self._disk.put(there, [row.data for row in own])
+                    elif num:
+                        self.memory.write(there[:num], rows[:num], move.after)
                 except MalleeError as failure:
                     return done, failure
                 done += num
-                if num < len(rows):
+                if num < len(ids):
                     return done, error
                 self._pause(num)
+        if move.record is not None:
+            name, payload, keys, owner, is_kept = move.record
+            self._disk.commit(name, payload, keys, owner=owner, is_kept=is_kept)
         return done, None
 
     def _get(
-        self, source: Device | Host | Disk | Peer, ids: tuple[int, ...], rows: Rows
+        self, move: Transfer, ids: tuple[int, ...], rows: Rows
     ) -> tuple[int, MalleeError | None]:
         """Fill the first of `rows`: how many, and the reason why not the next. Raises MalleeError."""
-        if not isinstance(source, Peer):
-            got = self._disk.get(ids, [row.data for row in rows])
-            return got.num_blocks, got.error
-        source.loan.read(ids, rows)
-        if source.is_foreign and not self.memory.are_numbers(rows):
-            return 0, CorruptExport("a block", "it has values that are no numbers")
-        return len(ids), None
+        tier, _, loan, is_foreign = move.source
+        if tier == DISK:
+            return self._disk.get(ids, [row.data for row in rows])
+        if tier == DEVICE:
+            self.memory.read(ids, rows, move.after)
+        if loan is not None:
+            loan.read(ids, rows)
+            if is_foreign and not self.memory.are_numbers(rows):
+                return 0, CorruptExport("a block", "it has values that are no numbers")
+        return len(ids), None  # of host memory they are in its own rows
 
     def _pause(self, num_blocks: int) -> None:
         if self.gives_way:
@@ -193,9 +169,3 @@ class Carrier:
             yield rows
         finally:
             self._staging.append(rows)
-
-
-def _batches(move: Transfer) -> Iterator[slice]:
-    """Blocks of `move` that pass at once."""
-    for i in range(0, move.num_blocks, BATCH_BLOCKS):
-        yield slice(i, min(i + BATCH_BLOCKS, move.num_blocks))

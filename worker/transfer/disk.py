@@ -6,16 +6,6 @@ from typing import Any, Protocol
 from mallee.protocol.errors import MalleeError
 
 
-class Read(Protocol):
-    """The outcome of reading: so many leading blocks are whole; the reason why the next is not."""
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def error(self) -> MalleeError | None: ...
-
-
 class Record(Protocol):
     """A capsule's record."""
 
@@ -27,16 +17,6 @@ class Record(Protocol):
 
     @property
     def owner(self) -> str: ...
-
-
-class Lost(Protocol):
-    """Blocks and capsules that are not stored any more."""
-
-    @property
-    def keys(self) -> Sequence[int]: ...
-
-    @property
-    def capsules(self) -> Sequence[str]: ...
 
 
 class DiskStore(Protocol):
@@ -54,8 +34,13 @@ class DiskStore(Protocol):
         """Store blocks as far as they are not there; not yet durable."""
         ...
 
-    def get(self, keys: Sequence[int], rows: Sequence[memoryview]) -> Read:
-        """Fill `rows` with the leading blocks of `keys`. Never raises."""
+    def get(
+        self, keys: Sequence[int], rows: Sequence[memoryview]
+    ) -> tuple[int, MalleeError | None]:
+        """Fill `rows` with the leading blocks of `keys` that are whole: how many, and why not the next.
+
+        Never raises.
+        """
         ...
 
     def commit(
@@ -92,8 +77,8 @@ class DiskStore(Protocol):
         """Every block that is there."""
         ...
 
-    def take_lost(self) -> Lost:
-        """Losses since the last call: evicted, or found damaged."""
+    def take_lost(self) -> tuple[Sequence[int], Sequence[str]]:
+        """Blocks and capsules that were evicted, or found damaged, since the last call."""
         ...
 
     def close(self) -> None: ...

@@ -9,6 +9,7 @@ these copies fail, it is gone when nothing holds it any more.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 
 class HostSlots:
@@ -112,12 +113,11 @@ class HostSlots:
             self._holds[key] = self._holds.get(key, 0) + 1
             self._idle.pop(key, None)
 
-    def release(self, keys: Sequence[int], *, are_oldest: bool = False) -> list[int]:
+    def release(self, keys: Sequence[int], *, are_oldest: bool = False) -> None:
         """Those that nobody holds any more are the youngest, or go first if they `are_oldest`, in order.
 
-        Returned are those that never came, which are gone.
+        Those that never came are gone.
         """
-        gone = []
         for key in reversed(keys) if are_oldest else keys:
             self._holds[key] -= 1
             if self._holds[key]:
@@ -128,17 +128,10 @@ class HostSlots:
             if key in self._expected:
                 del self._expected[key]
                 self.drop(key)
-                gone.append(key)
-        return gone
 
     def oldest(self, n: int) -> list[int]:
         """The n blocks that give way first."""
-        found: list[int] = []
-        for key in self._idle:
-            if len(found) == n:
-                break
-            found.append(key)
-        return found
+        return list(islice(self._idle, n))
 
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""

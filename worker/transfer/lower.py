@@ -6,12 +6,13 @@ disk; what is fetched stays below too. Capsules hold their blocks: those are nev
 A transfer that fails is no error of a request: its books are as before, and what did not arrive is computed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from mallee.protocol.errors import IncompatibleCapsule, MalleeError, TierFull
-from mallee.protocol.events import FetchPrices
+from mallee.protocol.events import FetchPrices, TierUse
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import Scope
 from mallee.worker.kv.journal import Journal
@@ -19,21 +20,20 @@ from mallee.worker.kv.watch import Row
 from mallee.worker.transfer.carrier import Carrier
 from mallee.worker.transfer.disk import DiskStore
 from mallee.worker.transfer.host import HostSlots
-from mallee.worker.transfer.movers import InlineMover, Mover
-from mallee.worker.transfer.peers import Ask, Loan
-from mallee.worker.transfer.prices import Prices
+from mallee.worker.transfer.movers import Mover
+from mallee.worker.transfer.peers import Ask
+from mallee.worker.transfer.prices import MeasuredPrices
 from mallee.worker.transfer.values import (
+    DEVICE,
     DISK,
     HOST,
     PEER,
+    TIER_NAMES,
     Adopt,
-    Device,
-    Disk,
     Forget,
-    Host,
     Move,
     Moved,
-    Peer,
+    Place,
     Question,
     Record,
     Transfer,
@@ -47,60 +47,20 @@ _SPILL_BLOCKS = 32
 _MAX_SPILLS = 2  # under way at once
 
 
-class Found(NamedTuple):
-    """The next `num_blocks` of a text lie in `tier`."""
-
-    tier: int
-    num_blocks: int
-
-
 class Part(NamedTuple):
-    """Blocks of one tier, `keys`, that are to come to device `blocks`; of a `loan` they are places in it."""
+    """Blocks of one tier, by key, or of a loan: which ones they are of all that is wanted."""
 
-    found: Found
-    keys: tuple[int, ...]
-    blocks: tuple[int, ...]
-    loan: Loan | None = None
-    is_foreign: bool = False  # as in `Peer`
+    source: Place
+    at: Sequence[int]
 
 
-class TierStats(NamedTuple):
-    """Blocks that lie in each tier, and counts since the start. A row of a window block counts as a block."""
+class _UnderWay(NamedTuple):
+    """A move with the blocks that it brings down, but for a fetch; no event is told of those `untold`."""
 
-    host_blocks: int
-    host_room: int  # slots that could be had
-    host_held: int
-    disk_blocks: int
-    num_offloaded: int  # blocks written to host memory as the device evicted them
-    num_dropped: int  # that found no room there
-    num_parked: int  # blocks copied down for capsules
-    num_spilled: int  # blocks written to disk
-    num_fetched_host: int
-    num_fetched_disk: int
-    num_declined: int  # blocks that were there, and cheaper to compute
-    num_failed: int  # moves that ended by an error
-    block_nbytes: int
-    num_fetched_peer: int = 0
-    fetched_peer_s: float = 0.0  # that pulls from peers took
-    disk_limit_nbytes: int = 0  # 0: there is no disk
-    num_unreadable: int = 0  # capsules that were found on disk and could not be taken in
-
-
-@dataclass(slots=True)
-class _Counts:
-    """Those of `TierStats` that only grow."""
-
-    num_offloaded: int = 0
-    num_dropped: int = 0
-    num_parked: int = 0
-    num_spilled: int = 0
-    num_fetched_host: int = 0
-    num_fetched_disk: int = 0
-    num_declined: int = 0
-    num_failed: int = 0
-    num_fetched_peer: int = 0
-    fetched_peer_s: float = 0.0
-    num_unreadable: int = 0
+    move: Move
+    end: Callable[[Moved], None]
+    keys: Sequence[int] = ()
+    untold: Collection[int] = ()
 
 
 class LowerTiers:
@@ -114,7 +74,7 @@ class LowerTiers:
         journal: Journal,
         carrier: Carrier,
         *,
-        prices: Prices,
+        prices: MeasuredPrices,
         mover: Mover | None = None,
         always_fetches: bool = False,
         report: Callable[[MalleeError], None] = lambda error: None,
@@ -127,33 +87,33 @@ class LowerTiers:
         together. `is_ours`: whether the app's secret tagged a capsule's id for its owner; without it nobody
         could name the capsule.
         """
+        self.prices = prices
         self._report = report
         self._report_unreadable = report_unreadable
         self._is_ours = is_ours
         self._unreadable: list[MalleeError] = []  # not reported yet
         self._adopted: list[DiskStore] = []  # whose capsules are under way
-        self.prices = prices
         self._journal = journal
         self._carrier = carrier
-        self._mover = mover or InlineMover(carrier)
+        self._mover = mover or Mover(carrier)
         self._always_fetches = always_fetches
         self._host = HostSlots(len(carrier.arena))
-        self._disk = dict.fromkeys(carrier.disk.keys() if carrier.disk is not None else ())
-        # Partial blocks and rows of windows: no event is told of them.
-        self._untold: set[int] = set()
+        self._told_host: set[int] = set()  # of its blocks those that an event has told of
+        disk = carrier.disk
+        self._disk = dict.fromkeys(() if disk is None else disk.keys(), True)  # whether it is told
         self._num_spills = 0
         # Fetches that would have been dearer than computing.
         self._num_dear = {HOST: 0, DISK: 0, PEER: 0}
         self._next_number = 0
-        self._ends: dict[int, tuple[Move, Callable[[Moved], None]]] = {}  # under way
-        self._moved: list[Moved] = []  # since the last `settle`, but for evictions
-        self._counts = _Counts()
+        self._under_way: dict[int, _UnderWay] = {}
+        self._counts = Counter[str]()  # those of `TierUse` that only grow
+        self._fetched_peer_s = 0.0
         self._lost: list[str] = []
 
     def announce(self, untold: Iterable[int]) -> None:
         """Tell of the blocks that were on disk from the start, but for those of which no event is told."""
-        self._untold.update(key for key in untold if key in self._disk)
-        self._tell((), self._disk, DISK)
+        self._disk.update((key, False) for key in untold if key in self._disk)
+        self._tell(self.keys(DISK), DISK)
         self._report_refused()
 
     def _report_refused(self) -> None:
@@ -183,30 +143,30 @@ class LowerTiers:
         here = [key for key in keys if host.is_coming(key)]
         host.hold(here)  # the new ones must not take their room
         new = [i for i, key in enumerate(keys) if not host.is_coming(key)]
-        self._counts.num_dropped += max(0, len(new) - host.num_room)
+        self._counts["num_dropped"] += max(0, len(new) - host.num_room)
         # Of a text as many as have room from its beginning on, which counts most, the last one first.
         new = new[: host.num_room][::-1]
-        copied = [keys[i] for i in new]
-        if are_untold:
-            self._untold.update((*here, *copied))
-        used = {*here, *copied}
+        copied = tuple(keys[i] for i in new)
 
         def ended(moved: Moved | None) -> None:
             if moved is not None and moved.error is None:
-                self._counts.num_offloaded += len(copied)
+                self._counts["num_offloaded"] += len(copied)
             end()
-            self.release([key for key in reversed(keys) if key in used])
+            host.release(here)
+            used = {*here, *copied}
+            host.use([key for key in reversed(keys) if key in used])
             self._spill_oldest()
 
         if not new:
             ended(None)
             return
-        number = self._copy_down(copied, [blocks[i] for i in new], ended, is_eviction=True)
-        for moved in self._mover.done():  # inline it has ended: room for the next is there at once
-            if moved.move.number == number:
-                self._end(moved)
-            else:
-                self._moved.append(moved)
+        self._start(
+            Place(DEVICE, tuple(blocks[i] for i in new)),
+            Place(HOST, copied),
+            ended,
+            untold=copied if are_untold else (),
+            is_eviction=True,
+        )
 
     def park(
         self,
@@ -226,76 +186,24 @@ class LowerTiers:
         host.hold(here)  # the new ones must not take their room
         num_missing, room = len(keys) - len(here), host.num_room
         if num_missing > room:
-            self.release(here)
+            host.release(here)
             raise TierFull("host", num_missing, room, host.num_slots)
+        missing = [key for key in keys if key not in host]
         new = [i for i, key in enumerate(keys) if not host.is_whole(key)]
-        coming = [key for key in here if not host.is_whole(key)]
-        self._untold.update(keys[len(keys) - num_untold :])
-        self._counts.num_parked += num_missing
+        self._counts["num_parked"] += num_missing
 
         def ended(moved: Moved) -> None:
             if moved.error is not None:
-                self.release(keys)
+                host.release(keys)
             end(moved)
 
-        self._copy_down([keys[i] for i in new], [blocks[i] for i in new], ended)
-        host.release(coming)  # this copy holds them too
-
-    def _copy_down(
-        self,
-        keys: Sequence[int],
-        blocks: Sequence[int],
-        end: Callable[[Moved], None],
-        *,
-        is_eviction: bool = False,
-    ) -> int:
-        """Begin a copy of `blocks` to host memory, where `keys` are held from now on; the move's number."""
-        removed: list[int] = []
-        for key in keys:
-            gone = self._host.expect(key)
-            if gone is not None:
-                if gone not in self._untold:
-                    removed.append(gone)
-                self._forget_untold(gone)
-        self._tell(removed, ())
-
-        def ended(moved: Moved) -> None:
-            if moved.error is None:
-                self._tell((), self._host.came(keys))
-            else:
-                self._host.failed(keys)
-            end(moved)
-
-        slots = tuple(map(self._host.slot, keys))
-        return self._start(Device(tuple(blocks)), Host(slots), ended, is_eviction=is_eviction)
-
-    def has(self, tier: int) -> bool:
-        """Whether there is such a tier."""
-        return self.has_host if tier == HOST else tier == DISK and self._carrier.disk is not None
-
-    @property
-    def evicts_beside(self) -> bool:
-        """Whether what the device evicts takes its time beside the steps."""
-        return self.has_host and self._mover.is_beside
-
-    @property
-    def has_host(self) -> bool:
-        """Whether there is host memory."""
-        return self._host.num_slots > 0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing can lie below the device here."""
-        return not self._host.num_slots and self._carrier.disk is None
-
-    def tier_of(self, keys: Iterable[int]) -> int | None:
-        """The tier where the last of `keys` lie, as far as is known; None if some are gone."""
-        tiers = [self._tier(key) for key in keys]
-        return None if None in tiers else max(each for each in tiers if each is not None)
-
-    def missing(self, keys: Iterable[int]) -> list[int]:
-        """Those of `keys` that are in no tier, as far as is known."""
-        return [key for key in keys if not self._host.is_whole(key) and key not in self._disk]
+        self._start(
+            Place(DEVICE, tuple(blocks[i] for i in new)),
+            Place(HOST, tuple(keys[i] for i in new)),
+            ended,
+            untold=keys[len(keys) - num_untold :],
+        )
+        host.hold(missing)
 
     def commit(
         self,
@@ -314,26 +222,35 @@ class LowerTiers:
         `blocks`: those on the device, if it has them, all of which are offered: the disk may give up cached
         ones until it comes to them. Else all lie in host memory or on disk already.
         """
-        untold = keys[len(keys) - num_untold :]
-        self._untold.update(untold)
-        here: Sequence[int] = keys
+        here = tuple(keys)
+        source = Place(DEVICE, tuple(blocks or ()))
         if blocks is None:
-            here = [key for key in keys if key not in self._disk]
-            self._host.hold(here)
-        slots = () if blocks is not None else tuple(map(self._host.slot, here))
-        source = Device(tuple(blocks)) if blocks is not None else Host(slots)
+            here = tuple(key for key in keys if key not in self._disk)
+            source = Place(HOST, here)
         record = Record(name, payload, tuple(keys), owner, is_kept)
+        untold = keys[len(keys) - num_untold :]
+        self._start(source, Place(DISK, here), end, record=record, untold=untold)
+
+    def _spill_oldest(self) -> None:
+        """Write to disk, ahead of need, what gives way next in host memory."""
+        host = self._host
+        if self._carrier.disk is None or self._num_spills >= _MAX_SPILLS:
+            return
+        if host.num_free >= host.num_slots // 8:
+            return
+        oldest = [key for key in host.oldest(2 * _SPILL_BLOCKS) if key not in self._disk]
+        keys = tuple(oldest[:_SPILL_BLOCKS])
+        if len(keys) < min(_SPILL_BLOCKS, host.num_slots // 8):
+            return
+        host.hold(keys)
+        self._num_spills += 1
 
         def ended(moved: Moved) -> None:
-            if blocks is None:
-                self.release(here)
-            if moved.error is None:
-                self._on_disk(here)
-            for key in untold:
-                self._forget_untold(key)
-            end(moved)
+            self._num_spills -= 1
+            host.release(keys, are_oldest=True)
 
-        self._start(source, Disk(tuple(here), record), ended)
+        untold = [key for key in keys if key not in self._told_host]
+        self._start(Place(HOST, keys), Place(DISK, keys), ended, untold=untold)
 
     def forget(self, name: str, end: Callable[[Moved], None] = lambda moved: None) -> None:
         """Drop the record of capsule `name` from disk, also one that is on its way; then call `end`."""
@@ -372,94 +289,68 @@ class LowerTiers:
             if moved.error is not None:
                 left.append(moved.error)
             elif (record := moved.record) is not None:
-                self._untold.update(took(record.payload))
-                self._on_disk(record.keys)
+                self._on_disk(record.keys, frozenset(took(record.payload)))
             go_on()
 
         go_on()
 
     def is_recording(self, name: str) -> bool:
         """Whether a record of capsule `name` is on its way to disk, or out of it."""
-        for move, _ in self._ends.values():
+        for move, *_ in self._under_way.values():
             match move:
-                case Forget(name=other) | Transfer(target=Disk(record=Record(name=other))):
+                case Forget(name=other) | Transfer(record=Record(name=other)):
                     if other == name:
                         return True
         return False
 
     def hold(self, keys: Sequence[int]) -> bool:
         """Hold `keys` in host memory, if all are there."""
-        if not all(map(self._host.is_whole, keys)):
+        if self.num_leading(keys) < len(keys):
             return False
         self._host.hold(keys)
         return True
 
     def release(self, keys: Sequence[int]) -> None:
-        """Let go of keys that `park`, `hold` or `lend` held in host memory."""
-        for key in self._host.release(keys):
-            self._forget_untold(key)
+        """Let go of keys that `park` or `hold` held in host memory."""
+        self._host.release(keys)
 
     # What comes back
 
-    def find(self, keys: Hashes | Sequence[int], begin: int) -> Found | None:
+    def find(self, keys: Hashes | Sequence[int], begin: int) -> Part | None:
         """The next run of one tier of `keys` from the one at `begin` on; None if that is on none."""
         end = min(len(keys), begin + MAX_FETCH_BLOCKS)
-        if begin >= end:
-            return None
-        tier = self._tier(int(keys[begin]))
+        tier = self.tier(int(keys[begin])) if begin < end else None
         if tier is None:
             return None
         num = 1
-        while begin + num < end and self._tier(int(keys[begin + num])) == tier:
+        while begin + num < end and self.tier(int(keys[begin + num])) == tier:
             num += 1
-        return Found(tier, num)
+        found = tuple(int(key) for key in keys[begin : begin + num])
+        return Part(Place(tier, found), range(num))
 
-    def find_resumable(
-        self,
-        keys: Hashes | Sequence[int],
-        begin: int,
-        num_held: int,
-        read_after: Callable[[int], Iterable[int]],
-    ) -> int:
-        """The most of `keys`, from the one at `begin` on, in any tiers, after which a text can go on.
-
-        The first `num_held` are on the device. `read_after`: the keys of all else that must be here for
-        that, after so many.
-        """
-        end = max(begin, num_held)
-        while end < len(keys) and self._tier(int(keys[end])) is not None:
-            end += 1
-        while end > begin and any(self._tier(key) is None for key in read_after(end)):
-            end -= 1
-        return end - begin
-
-    def parts(self, keys: Sequence[int], blocks: Sequence[int]) -> list[Part]:
+    def parts(self, keys: Sequence[int]) -> list[Part]:
         """Those of `keys` that are here, by the tier that each lies in."""
-        tiers = [self._tier(key) for key in keys]
-        parts = []
-        for tier in (HOST, DISK):
-            own = [i for i, each in enumerate(tiers) if each == tier]
-            if own:
-                found = Found(tier, len(own))
-                there = tuple(keys[i] for i in own)
-                parts.append(Part(found, there, tuple(blocks[i] for i in own)))
-        return parts
+        tiers = [self.tier(key) for key in keys]
+        places = {tier: [i for i, own in enumerate(tiers) if own == tier] for tier in (HOST, DISK)}
+        return [
+            Part(Place(tier, tuple(keys[i] for i in at)), at) for tier, at in places.items() if at
+        ]
 
-    def is_cheaper(self, found: Sequence[Found], num_tokens: int) -> bool:
-        """Whether to fetch all of `found`, which has `num_tokens`, instead of computing them."""
+    def is_cheaper(self, parts: Sequence[Part], num_tokens: int) -> bool:
+        """Whether to fetch all of `parts`, which have `num_tokens`, instead of computing them."""
         if self._always_fetches:
             return True
         compute_s = self.prices.compute_s(num_tokens)
         fetch_s = 0.0
-        for tier, num_blocks in found:
-            fetch_s += self.prices.fetch_s(tier, self._num_under_way(tier) + num_blocks)
+        for (tier, ids, *_), _ in parts:
+            fetch_s += self.prices.fetch_s(tier, self._num_under_way(tier) + len(ids))
         if not compute_s or fetch_s <= compute_s:
             return True
-        slowest = found[-1].tier
+        slowest = parts[-1].source.tier
         self._num_dear[slowest] += 1
         if self._num_dear[slowest] % _TRY_AGAIN == 0:
             return True
-        self._counts.num_declined += sum(each.num_blocks for each in found)
+        self._counts["num_declined"] += sum(len(part.source.ids) for part in parts)
         return False
 
     def fetch_prices(self) -> FetchPrices:
@@ -471,113 +362,148 @@ class LowerTiers:
             seconds += [prices.fetch_s(tier, num), prices.fetch_s(tier, 1) - none_s]
         return FetchPrices(*seconds)
 
-    def claim(self, found: Found, keys: Sequence[int]) -> None:
-        """`found`, which is `keys`, stays where it is until it is fetched, or not wanted (`unclaim`)."""
-        if found.tier == HOST:
-            self._host.use(reversed(keys))
-            self._host.hold(keys)
+    def fetch(
+        self,
+        parts: Sequence[Part],
+        room: Callable[[], Sequence[int] | None],
+        end: Callable[[int], None],
+    ) -> bool:
+        """Bring `parts` to the device blocks that `room` makes; whether it made any.
 
-    def unclaim(self, found: Found, keys: Sequence[int]) -> None:
-        """Nothing is wanted of `found`."""
-        if found.tier == HOST:
-            self.release(keys)
+        It may be made at their expense: they stay where they are meanwhile. `end` is told how many of the
+        leading blocks have come.
+        """
+        claimed = [key for part in parts if part.source.tier == HOST for key in part.source.ids]
+        self._host.hold(claimed)
+        if (blocks := room()) is not None:
+            num_left, num_come = len(parts), len(blocks)
 
-    def fetch(self, part: Part, end: Callable[[Moved], None]) -> None:
-        """Bring `part`, which is claimed, to its device blocks; `end` is told how many arrived."""
-        found, keys, blocks, loan, is_foreign = part
+            def ended(part: Part, moved: Moved) -> None:
+                nonlocal num_left, num_come
+                num_left -= 1
+                if moved.num_blocks < len(part.at):
+                    num_come = min(num_come, part.at[moved.num_blocks])
+                self._fetched(part.source.tier, moved)
+                if not num_left:
+                    end(num_come)
 
-        def ended(moved: Moved) -> None:
-            counts, num = self._counts, moved.num_blocks
-            self.unclaim(found, keys)
-            if found.tier == HOST:
-                counts.num_fetched_host += num
-            elif found.tier == DISK:
-                counts.num_fetched_disk += num
-            else:
-                counts.num_fetched_peer += num
-                counts.fetched_peer_s += moved.seconds
-            if moved.error is None:
-                self.prices.moved(found.tier, num, moved.seconds)
-            end(moved)
+            for part in parts:
+                target = Place(DEVICE, tuple(blocks[i] for i in part.at))
+                self._start(part.source, target, partial(ended, part))
+        self._host.release(claimed)
+        return blocks is not None
 
-        source: Host | Disk | Peer = Disk(keys)
-        if loan is not None:
-            source = Peer(keys, loan, is_foreign)
-        elif found.tier == HOST:
-            source = Host(tuple(map(self._host.slot, keys)))
-        self._start(source, Device(blocks), ended)
-
-    def fetch_all(self, parts: Sequence[Part], end: Callable[[bool], None]) -> None:
-        """Bring all of `parts`, which are claimed; `end` is told whether all of them arrived."""
-        num_left, is_whole = len(parts), True
-
-        def ended(moved: Moved) -> None:
-            nonlocal num_left, is_whole
-            num_left -= 1
-            is_whole = is_whole and moved.num_blocks == moved.move.num_blocks
-            if not num_left:
-                end(is_whole)
-
-        for part in parts:
-            self.fetch(part, ended)
+    def _fetched(self, tier: int, moved: Moved) -> None:
+        self._counts[f"num_fetched_{TIER_NAMES[tier]}"] += moved.num_blocks
+        if tier == PEER:
+            self._fetched_peer_s += moved.seconds
+        if moved.error is None:
+            self.prices.moved(tier, moved.num_blocks, moved.seconds)
 
     def ask(self, ask: Ask, end: Callable[[Moved], None]) -> None:
-        """Ask a peer for a loan, which is in the outcome, until `end_loan`."""
+        """Ask a peer for a loan, which is in the outcome, for its receiver to close."""
         self._begin(Question(self._next_number, ask), end)
-
-    def end_loan(self, loan: Loan) -> None:
-        """Nothing more is read of `loan`."""
-        self._carrier.end_loan(loan)
-
-    # What others read
-
-    def lend(self, keys: Sequence[int]) -> list[Row] | None:
-        """The bytes of `keys` in host memory, held there until `release`; None unless all have arrived."""
-        if self.num_leading(keys) < len(keys):
-            return None
-        self._host.hold(keys)
-        return [self._carrier.arena[self._host.slot(key)] for key in keys]
-
-    def num_leading(self, keys: Sequence[int]) -> int:
-        """The number of leading blocks of `keys` in host memory."""
-        num = 0
-        while num < len(keys) and self._host.is_whole(keys[num]):
-            num += 1
-        return num
 
     # Moves
 
-    def computed(self, num_tokens: int, seconds: float) -> None:
-        """A step of prompts alone computed so many tokens."""
-        self.prices.computed(num_tokens, seconds)
+    def _start(
+        self,
+        source: Place,
+        target: Place,
+        end: Callable[[Moved], None],
+        *,
+        record: Record | None = None,
+        untold: Collection[int] = (),
+        is_eviction: bool = False,
+    ) -> None:
+        """Begin a transfer, of keys in host memory, which holds them until the end.
 
-    def give_way(self, is_decoding: bool) -> None:
-        """Bound the bandwidth of moves while answers are drawn, and only then."""
-        self._carrier.gives_way = is_decoding
+        If it ends well they are known at the target: then an event tells of them, but for those `untold`.
+        """
+        host, keys = self._host, (source if target.tier == DEVICE else target).ids
+        for key in keys if target.tier == HOST else ():
+            gone = host.expect(key)
+            if gone in self._told_host:
+                self._told_host.remove(gone)
+                self._journal.removed(gone, tier=HOST)
+        if source.tier == HOST:
+            host.hold(keys)
+            source = Place(HOST, tuple(map(host.slot, keys)))
+        elif target.tier == HOST:
+            target = Place(HOST, tuple(map(host.slot, keys)))
+        after = self._carrier.memory.mark()
+        move = Transfer(self._next_number, source, target, record, after, is_eviction)
+        self._begin(move, end, keys, frozenset(untold))
+
+    def _begin(
+        self,
+        move: Move,
+        end: Callable[[Moved], None],
+        keys: Sequence[int] = (),
+        untold: Collection[int] = (),
+    ) -> None:
+        self._next_number += 1
+        self._under_way[move.number] = _UnderWay(move, end, keys, untold)
+        if (moved := self._mover.start(move)) is not None:
+            self._end(moved)
 
     def settle(self) -> None:
         """Take in the moves that have ended."""
-        moved, self._moved = self._moved, []
-        for each in (*moved, *self._mover.done()):
-            self._end(each)
+        for moved in self._mover.done():
+            self._end(moved)
 
     def _end(self, moved: Moved) -> None:
-        _, end = self._ends.pop(moved.move.number)
+        """The books after a move: as before it, if it failed."""
+        move, end, keys, untold = self._under_way.pop(moved.move.number)
         if moved.error is not None:
             self.failed(moved.error)
         self._lost += moved.lost
+        if isinstance(move, Transfer):
+            self._end_transfer(move, keys, untold, is_whole=moved.error is None)
         end(moved)
-        self._off_disk(moved.evicted)  # after it: what the move wrote may be among them
+        for key in moved.evicted:  # after it: what the move wrote may be among them
+            if self._disk.pop(key, False):
+                self._journal.removed(key, tier=DISK)
+
+    def _end_transfer(
+        self, move: Transfer, keys: Sequence[int], untold: Collection[int], *, is_whole: bool
+    ) -> None:
+        host = self._host
+        if move.target.tier == HOST:
+            if is_whole:
+                told = [key for key in host.came(keys) if key not in untold]
+                self._told_host.update(told)
+                self._tell(told, HOST)
+            else:
+                host.failed(keys)
+        if HOST in (move.source.tier, move.target.tier):
+            host.release(keys)
+        if move.target.tier == DISK and is_whole:
+            self._on_disk(keys, untold)
+
+    def _on_disk(self, keys: Iterable[int], untold: Collection[int]) -> None:
+        new = {key: key not in untold for key in keys if key not in self._disk}
+        self._counts["num_spilled"] += len(new)
+        self._disk.update(new)
+        self._tell([key for key, is_told in new.items() if is_told], DISK)
+
+    def _tell(self, stored: list[int], tier: int) -> None:
+        if stored:
+            self._journal.stored(stored, tier=tier)
 
     def failed(self, error: MalleeError) -> None:
         """A move, or what it brought, was of no use."""
-        self._counts.num_failed += 1
+        self._counts["num_failed"] += 1
         self._report(error)
 
     def take_lost(self) -> list[str]:
         """Capsules whose records the disk gave up or found damaged, since the last call."""
         lost, self._lost = self._lost, []
         return lost
+
+    def give_way(self, is_decoding: bool) -> None:
+        """Bound the bandwidth of moves while answers are drawn, and only then."""
+        self._carrier.gives_way = is_decoding
 
     def notify(self, call: Callable[[], None]) -> None:
         """Have `call` made, from any thread, whenever there may be news."""
@@ -586,22 +512,66 @@ class LowerTiers:
     @property
     def has_news(self) -> bool:
         """Whether `settle` has something to take in."""
-        return bool(self._moved) or self._mover.has_done
+        return self._mover.has_done
 
     @property
     def num_moving(self) -> int:
         """Moves under way."""
-        return len(self._ends)
+        return len(self._under_way)
 
     def close(self) -> None:
-        self._carrier.close()  # so that pulls end
+        """The loans that were taken are ended before: so pulls end."""
         self._mover.close()
-        self._carrier.close()
         for disk in (self._carrier.disk, *self._adopted):
             if disk is not None:
                 disk.close()
 
     # Reading
+
+    def tier(self, key: int) -> int | None:
+        """The highest tier in which the block lies, or will when its copy has come."""
+        if self._host.is_coming(key):
+            return HOST
+        return DISK if key in self._disk else None
+
+    def tier_of(self, keys: Iterable[int]) -> int | None:
+        """The tier where the last of `keys` lie, as far as is known; None if some are gone."""
+        tiers = [self.tier(key) for key in keys]
+        return None if None in tiers else max(each for each in tiers if each is not None)
+
+    def missing(self, keys: Iterable[int]) -> list[int]:
+        """Those of `keys` that are in no tier, as far as is known."""
+        return [key for key in keys if not self._host.is_whole(key) and key not in self._disk]
+
+    def num_leading(self, keys: Sequence[int]) -> int:
+        """The number of leading blocks of `keys` in host memory."""
+        num = 0
+        while num < len(keys) and self._host.is_whole(keys[num]):
+            num += 1
+        return num
+
+    def rows(self, keys: Sequence[int]) -> list[Row]:
+        """The bytes of `keys`, which are held in host memory."""
+        return [self._carrier.arena[self._host.slot(key)] for key in keys]
+
+    def has(self, tier: int) -> bool:
+        """Whether there is such a tier."""
+        return self.has_host if tier == HOST else tier == DISK and self._carrier.disk is not None
+
+    @property
+    def evicts_beside(self) -> bool:
+        """Whether what the device evicts takes its time beside the steps."""
+        return self.has_host and self._mover.is_beside
+
+    @property
+    def has_host(self) -> bool:
+        """Whether there is host memory."""
+        return self._host.num_slots > 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing can lie below the device here."""
+        return not (self.has_host or self.has(DISK))
 
     def records(self) -> Iterator[bytes]:
         """The capsules that are durable, of this worker's earlier lives; the others are `refuse`d.
@@ -629,112 +599,35 @@ class LowerTiers:
 
     def refuse(self, error: MalleeError) -> None:
         """Count a capsule that is on disk and can't be taken in; all of a start are reported together."""
-        self._counts.num_unreadable += 1
+        self._counts["num_unreadable"] += 1
         self._unreadable.append(error)
 
     def keys(self, tier: int) -> list[int]:
         """Every full block that lies in `tier`."""
         if tier == DISK:
-            return [key for key in self._disk if key not in self._untold]
-        return [k for k in self._host if k not in self._untold and self._host.is_whole(k)]
+            return [key for key, is_told in self._disk.items() if is_told]
+        return [key for key in self._host if key in self._told_host]
 
-    def stats(self) -> TierStats:
+    def stats(self) -> TierUse:
         disk = self._carrier.disk
-        return TierStats(
+        return TierUse(
             host_blocks=len(self._host),
             host_room=self._host.num_room,
             host_held=self._host.num_held,
             disk_blocks=len(self._disk),
             block_nbytes=self._carrier.memory.block_nbytes,
             disk_limit_nbytes=0 if disk is None else disk.budget_nbytes,
-            **asdict(self._counts),
+            fetched_peer_s=self._fetched_peer_s,
+            **self._counts,
         )
 
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
         self._host.check()
-        lying = {*self._host, *self._disk}
-        for move, _ in self._ends.values():
-            match move:
-                case Transfer(target=Disk(keys)):
-                    lying.update(keys)
-        assert self._untold <= lying, "a partial block that is gone"
-
-    # Inside
+        assert all(map(self._host.is_whole, self._told_host)), "told of a block that is not there"
 
     def _num_under_way(self, tier: int) -> int:
         """Blocks on their way to or from `tier`, whose moves are done in order."""
-        return sum(move.num_blocks for move, _ in self._ends.values() if move.tier == tier)
-
-    def _tier(self, key: int) -> int | None:
-        """The highest tier in which the block lies, or will when its copy has come."""
-        if self._host.is_coming(key):
-            return HOST
-        return DISK if key in self._disk else None
-
-    def _tell(self, removed: Sequence[int], stored: Iterable[int], tier: int = HOST) -> None:
-        for key in removed:
-            self._journal.removed(key, tier=tier)
-        told = [key for key in stored if key not in self._untold]
-        if told:
-            self._journal.stored(told, tier=tier)
-
-    def _spill_oldest(self) -> None:
-        """Write to disk, ahead of need, what gives way next in host memory."""
-        host = self._host
-        if self._carrier.disk is None or self._num_spills >= _MAX_SPILLS:
-            return
-        if host.num_free >= host.num_slots // 8:
-            return
-        keys = [key for key in host.oldest(2 * _SPILL_BLOCKS) if key not in self._disk]
-        keys = keys[:_SPILL_BLOCKS]
-        if len(keys) < min(_SPILL_BLOCKS, host.num_slots // 8):
-            return
-        host.hold(keys)
-        self._num_spills += 1
-
-        def ended(moved: Moved) -> None:
-            self._num_spills -= 1
-            host.release(keys, are_oldest=True)
-            if moved.error is None:
-                self._on_disk(keys)
-
-        self._start(Host(tuple(map(host.slot, keys))), Disk(tuple(keys)), ended)
-
-    def _on_disk(self, keys: Iterable[int]) -> None:
-        new = [key for key in keys if key not in self._disk]
-        self._counts.num_spilled += len(new)
-        self._disk.update(dict.fromkeys(new))
-        self._tell((), new, DISK)
-
-    def _off_disk(self, keys: Iterable[int]) -> None:
-        for key in keys:
-            if key not in self._disk:
-                continue
-            del self._disk[key]
-            if key not in self._untold:
-                self._journal.removed(key, tier=DISK)
-            self._forget_untold(key)
-
-    def _forget_untold(self, key: int) -> None:
-        """If `key` lies nowhere any more, its events need not be held back."""
-        if key not in self._host and key not in self._disk:
-            self._untold.discard(key)
-
-    def _start(
-        self,
-        source: Device | Host | Disk | Peer,
-        target: Device | Host | Disk,
-        end: Callable[[Moved], None],
-        *,
-        is_eviction: bool = False,
-    ) -> int:
-        """Begin a transfer; its number."""
-        after = self._carrier.memory.mark()
-        return self._begin(Transfer(self._next_number, source, target, after, is_eviction), end)
-
-    def _begin(self, move: Move, end: Callable[[Moved], None]) -> int:
-        self._next_number += 1
-        self._ends[move.number] = (move, end)
-        self._mover.start(move)
-        return move.number
+        return sum(
+            each.move.num_blocks for each in self._under_way.values() if each.move.tier == tier
+        )

@@ -3,10 +3,19 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, Protocol
+from typing import Final
 
 from mallee.worker.transfer.carrier import Carrier
-from mallee.worker.transfer.values import DISK, HOST, PEER, TIER_NAMES, Move, Moved, Question
+from mallee.worker.transfer.values import (
+    DISK,
+    HOST,
+    PEER,
+    TIER_NAMES,
+    Move,
+    Moved,
+    Question,
+    Transfer,
+)
 
 NUM_LANES: Final = {HOST: 1, DISK: 1, PEER: 4}
 """Threads of each tier: one peer that answers late does not hold up what others lend."""
@@ -14,73 +23,58 @@ NUM_ASKING: Final = 4
 """Threads for questions to peers alone. One may wait until another loan is over: pulls go on meanwhile."""
 
 
-class Mover(Protocol):
-    """Carries out moves, beside the steps if it can; those of host memory, and of disk, in order."""
+class Mover:
+    """Carries out each move before `start` returns: for one thread, and for what must be alike.
 
-    @property
-    def is_beside(self) -> bool:
-        """Whether evictions take their time beside the steps."""
-        ...
+    Others do so beside the steps; those of host memory, and of disk, in order.
+    """
 
-    def start(self, move: Move) -> None: ...
+    is_beside = False
+    """Whether evictions take their time beside the steps."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+        self._done: deque[Moved] = deque()
+        self._notify: Callable[[], None] = lambda: None
+
+    def start(self, move: Move) -> Moved | None:
+        """The outcome of an eviction, if it is there at once: the next needs the room. Else `done` has it."""
+        moved = self._carrier.carry_out(move)
+        if isinstance(move, Transfer) and move.is_eviction:
+            return moved
+        self._done.append(moved)
+        return None
 
     def done(self) -> Sequence[Moved]:
         """The moves that ended since the last call."""
-        ...
+        return [self._done.popleft() for _ in range(len(self._done))]
 
     @property
     def has_done(self) -> bool:
         """Whether `done` would return any."""
-        ...
-
-    def notify(self, call: Callable[[], None]) -> None:
-        """Have `call` made, from any thread, whenever a move ends that went on beside its starter."""
-        ...
-
-    def close(self) -> None:
-        """Give up what has not begun, and wait for what has."""
-        ...
-
-
-class InlineMover:
-    """A mover that has done each move before `start` returns: for one thread, and for what must be alike."""
-
-    is_beside = False
-
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
-        self._done: list[Moved] = []
-
-    def start(self, move: Move) -> None:
-        self._done.append(self._carrier.carry_out(move))
-
-    def done(self) -> Sequence[Moved]:
-        done, self._done = self._done, []
-        return done
-
-    @property
-    def has_done(self) -> bool:
         return bool(self._done)
 
     def notify(self, call: Callable[[], None]) -> None:
-        """Nothing goes on beside its starter."""
+        """Have `call` made, from any thread, whenever a move ends that went on beside its starter."""
+        self._notify = call
 
     def close(self) -> None:
-        """Nothing goes on."""
+        """Give up what has not begun, wait for what has, and end the loans that nobody took."""
+        for moved in self._done:
+            if moved.loan is not None:
+                moved.loan.close()
 
 
-class ThreadedMover:
+class ThreadedMover(Mover):
     """A mover with threads for each tier (`NUM_LANES`), and some for questions to peers (`NUM_ASKING`).
 
-    Those of host memory and disk do theirs in order. A tier without moves has none.
+    A tier without moves has none.
     """
 
     is_beside = True
 
     def __init__(self, carrier: Carrier, name: str) -> None:
-        self._carrier = carrier
-        self._done: deque[Moved] = deque()
-        self._notify: Callable[[], None] = lambda: None
+        super().__init__(carrier)
         self._lanes = {
             tier: ThreadPoolExecutor(num, thread_name_prefix=f"{TIER_NAMES[tier]} of {name}")
             for tier, num in NUM_LANES.items()
@@ -104,15 +98,13 @@ class ThreadedMover:
     def done(self) -> Sequence[Moved]:
         if self._failure is not None:
             raise self._failure
-        return [self._done.popleft() for _ in range(len(self._done))]
+        return super().done()
 
     @property
     def has_done(self) -> bool:
         return bool(self._done) or self._failure is not None
 
-    def notify(self, call: Callable[[], None]) -> None:
-        self._notify = call
-
     def close(self) -> None:
         for lane in (self._asking, *self._lanes.values()):
             lane.shutdown(wait=True, cancel_futures=True)
+        super().close()

@@ -1,31 +1,11 @@
 """Prices of fetching blocks and of computing them, in seconds: measured as the engine goes on."""
 
-from typing import Final, Protocol
+from typing import Final
 
 from mallee.worker.transfer.values import DISK, HOST, PEER
 
 _WEIGHT: Final = 0.2  # of a new measurement
 LATENCY_S: Final = {HOST: 2e-4, DISK: 5e-3, PEER: 3e-3}
-
-
-class Prices(Protocol):
-    """Says whether blocks are fetched or computed."""
-
-    def fetch_s(self, tier: int, num_blocks: int) -> float:
-        """Seconds to bring so many blocks from `tier` to the device."""
-        ...
-
-    def compute_s(self, num_tokens: int) -> float:
-        """Seconds to compute so many tokens of a prompt; 0 while that is not known."""
-        ...
-
-    def moved(self, tier: int, num_blocks: int, seconds: float) -> None:
-        """Note that so many blocks came from `tier`."""
-        ...
-
-    def computed(self, num_tokens: int, seconds: float) -> None:
-        """Note that a step of prompts alone computed so many tokens."""
-        ...
 
 
 class MeasuredPrices:
@@ -40,9 +20,11 @@ class MeasuredPrices:
         self._token_s = 0.0
 
     def fetch_s(self, tier: int, num_blocks: int) -> float:
+        """Seconds to bring so many blocks from `tier` to the device."""
         return LATENCY_S[tier] + num_blocks * self._block_nbytes * self._byte_s[tier]
 
     def compute_s(self, num_tokens: int) -> float:
+        """Seconds to compute so many tokens of a prompt; 0 while that is not known."""
         return num_tokens * self._token_s
 
     def moved(self, tier: int, num_blocks: int, seconds: float) -> None:

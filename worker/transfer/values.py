@@ -4,8 +4,7 @@ The engine's thread starts transfers and takes their outcomes between steps; a m
 Until then the blocks and slots that a transfer names stay as they are: its starter holds them.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from mallee.protocol.errors import MalleeError
 from mallee.worker.transfer.disk import DiskStore
@@ -23,26 +22,17 @@ BATCH_BLOCKS: Final = 16
 """Blocks that pass at once; between the device and disk, or a peer, their bytes are in memory twice."""
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """One end of a transfer: its blocks by numbers of its own, in order."""
+class Place(NamedTuple):
+    """Blocks in one tier, in order.
 
+    By their numbers on the device, where rows of window blocks have some too (`kv.windows`), by slots of host
+    memory, by keys on disk, or by rising places in a `loan`. `is_foreign`: it may have other than numbers.
+    """
+
+    tier: int
     ids: tuple[int, ...]
-    tier: ClassVar[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Device(_End):
-    """Blocks of the device, or rows of its window blocks (`kv.windows`)."""
-
-    tier = DEVICE
-
-
-@dataclass(frozen=True, slots=True)
-class Host(_End):
-    """Slots of host memory."""
-
-    tier = HOST
+    loan: Loan | None = None
+    is_foreign: bool = False
 
 
 class Record(NamedTuple):
@@ -55,33 +45,17 @@ class Record(NamedTuple):
     is_kept: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Disk(_End):
-    """Blocks of the disk by key. As a target they are written as far as they are not there."""
-
-    tier = DISK
-    record: Record | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Peer(_End):
-    """Blocks at rising places of a loan. `is_foreign`: others than numbers may be in them."""
-
-    tier = PEER
-    loan: Loan
-    is_foreign: bool = False
-
-
 class Transfer(NamedTuple):
-    """Copy the blocks of `source` to those of `target`, in order, batch by batch.
+    """Copy the blocks of `source` to those of `target`, in order, batch by batch; then write `record`.
 
-    `after`: a mark of the device (`KVMemory.mark`), behind which it takes its place there. `is_eviction`: the
-    device gives the blocks up, and needs them for others.
+    Disk takes those that it lacks. `after`: a mark of the device (`KVMemory.mark`), behind which it takes its
+    place there. `is_eviction`: the device gives the blocks up, and needs them for others.
     """
 
     number: int
-    source: Device | Host | Disk | Peer
-    target: Device | Host | Disk
+    source: Place
+    target: Place
+    record: Record | None = None
     after: object = None
     is_eviction: bool = False
 

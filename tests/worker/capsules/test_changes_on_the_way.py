@@ -89,10 +89,10 @@ def test_an_answer_whose_blocks_went_on_says_where_they_are(make_bench: MakeBenc
         bench.run(generate(f"other{i}", [7 + i] * 40, 1))
     bench.run(Inspect("j", "a.0"))
     keys = bench.engine._capsules.peek("a.0").below.all_keys
-    tiers = {bench.engine._lower._tier(key) for key in keys}
+    tiers = {bench.engine._lower.tier(key) for key in keys}
     assert tiers == {HOST, DISK}
     assert bench.replies["j"].status.tier == "disk"
-    bench.engine._lower._off_disk(keys)
+    bench.engine._lower._disk.clear()
     bench.run(Inspect("k", "a.0"))
     assert bench.replies["k"].status.tier == "none"
 

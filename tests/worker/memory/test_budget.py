@@ -28,7 +28,7 @@ from mallee.worker.memory.device import Identity, host_memory, identify, probe
 from mallee.worker.memory.refusals import shed, told
 from mallee.worker.model.kv_memory import TorchKV
 from mallee.worker.transfer.carrier import Carrier
-from mallee.worker.transfer.values import Device, Host, Transfer
+from mallee.worker.transfer.values import DEVICE, HOST, Place, Transfer
 
 H200 = DeviceMemory("NVIDIA H200", 140 * GIB, 139 * GIB)
 GB10 = DeviceMemory("NVIDIA GB10", 120 * GIB, 110 * GIB, is_unified=True)
@@ -296,6 +296,6 @@ def test_a_copy_that_the_device_has_no_room_for_is_a_move_that_failed() -> None:
 
     memory = TorchKV(torch.zeros(2, 8, 2, 1, 4), block_size=4, copies=Full())
     carrier = Carrier(memory, memory.new_rows(2), None, lambda: 0.0)
-    moved = carrier.carry_out(Transfer(1, Device((0,)), Host((1,))))
+    moved = carrier.carry_out(Transfer(1, Place(DEVICE, (0,)), Place(HOST, (1,))))
     assert moved.num_blocks == 0
     assert isinstance(moved.error, DeviceMemoryExhausted)

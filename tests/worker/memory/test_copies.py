@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from mallee.protocol.model import GroupSpec
 from mallee.worker.kv.windows import row_spans
 from mallee.worker.memory.copies import CudaCopies
+from mallee.worker.model import kv_memory
+from mallee.worker.model.kernels.copies import copy_pieces
 from mallee.worker.model.kv_memory import GroupedKV, TorchKV
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 9
@@ -64,6 +66,35 @@ def test_gathered_blocks_are_those_that_are_copied_one_by_one(
     plain.read(every, after)
     beside.read(every, there)
     assert (there == after).all()
+
+
+@pytest.mark.parametrize("num_values", [8, 16, 24, 5])  # pieces of 32, 64 and 96 bytes; of 20
+def test_copies_past_the_caches_are_those_through_them(
+    num_values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S8, part: blocks in any order, to a slice of a memory and back; unaligned ones go the other way."""
+    shape = (3, NUM_BLOCKS * BLOCK_SIZE, num_values)
+    plain = TorchKV(filled(*shape, dtype=torch.uint8), BLOCK_SIZE)
+    expected = plain.new_rows(NUM_BLOCKS)[2:7]
+    plain.read((8, 3, 4, 5, 0), expected)
+    sizes: list[int] = []
+
+    def copy(addresses: Any, nbytes: int) -> None:
+        sizes.append(nbytes)
+        copy_pieces(addresses, nbytes)
+
+    monkeypatch.setattr(kv_memory, "UNCACHED_NBYTES", 0)
+    monkeypatch.setattr(kv_memory, "copy_pieces", copy)
+    past = TorchKV(filled(*shape, dtype=torch.uint8), BLOCK_SIZE)
+    found = past.new_rows(NUM_BLOCKS)[2:7]
+    past.read((8, 3, 4, 5, 0), found)
+    assert (found == expected).all()
+    there = TorchKV(torch.zeros(shape, dtype=torch.uint8), BLOCK_SIZE)
+    there.write((1, 6, 2, 3, 8), found)
+    again = there.new_rows(5)
+    there.read((1, 6, 2, 3, 8), again)
+    assert (again == expected).all()
+    assert sizes == ([] if num_values == 5 else [4 * num_values] * 3)
 
 
 def test_rows_of_window_blocks_are_copied_on_the_stream_too() -> None:

@@ -15,20 +15,14 @@ from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.watch import Rows
 from mallee.worker.transfer.carrier import Carrier
 from mallee.worker.transfer.host import HostSlots
-from mallee.worker.transfer.lower import Found, LowerTiers, Part
+from mallee.worker.transfer.lower import Part
 from mallee.worker.transfer.movers import NUM_ASKING, NUM_LANES, ThreadedMover
 from mallee.worker.transfer.peers import Ask, Loan
 from mallee.worker.transfer.prices import LATENCY_S, MeasuredPrices
-from mallee.worker.transfer.values import DISK, HOST, PEER, Device, Moved, Peer, Question, Transfer
-from support.tiers import LateMover, make_tiers
+from mallee.worker.transfer.values import DEVICE, DISK, HOST, PEER, Moved, Place, Question, Transfer
+from support.tiers import make_tiers
 
 FORWARD = MockForward(mock_spec(), num_blocks=64, block_size=4)
-
-
-def settle(lower: LowerTiers, mover: LateMover) -> None:
-    while mover.num_under_way:
-        mover.advance()
-        lower.settle()
 
 
 def test_blocks_that_are_on_disk_too_give_way_first() -> None:
@@ -83,12 +77,12 @@ def test_a_pull_that_fails_teaches_no_price() -> None:
     lower.ask(Ask(Holder("w", 1, "", 128), (), ""), asked.append)
     lower.settle()
     before = prices.fetch_s(PEER, 32)
-    ends: list[Moved] = []
-    part = Part(Found(PEER, 32), tuple(range(32)), tuple(range(32)), asked[0].loan)
-    lower.fetch(part, ends.append)
+    ends: list[int] = []
+    part = Part(Place(PEER, tuple(range(32)), asked[0].loan), range(32))
+    assert lower.fetch([part], lambda: range(32), ends.append)
     lower.settle()
-    assert ends[0].num_blocks == 16
-    assert ends[0].error is not None
+    assert ends == [16]
+    assert lower.stats().num_failed == 1
     assert prices.fetch_s(PEER, 32) == before
 
 
@@ -134,11 +128,11 @@ def test_questions_that_wait_hold_up_no_loan_that_others_have() -> None:
             match moved.move:
                 case Question(number=number):
                     assert moved.loan is not None
-                    mover.start(Transfer(num + number, Peer((0,), moved.loan), Device((0,))))
-                case Transfer(source=Peer(loan=loan)):
-                    carrier.end_loan(loan)
+                    pulled = Place(PEER, (0,), moved.loan)
+                    mover.start(Transfer(num + number, pulled, Place(DEVICE, (0,))))
+                case Transfer(source=Place(loan=GivenBack() as loan)):
+                    loan.close()
                     num_ended += 1
-    carrier.close()
     mover.close()
 
 
@@ -147,11 +141,11 @@ def test_a_tier_that_was_never_measured_is_tried() -> None:
     prices = MeasuredPrices(1000)
     lower = make_tiers(prices=prices)(Journal(), FORWARD)
     prices.computed(100, 100 * 1e-4)
-    assert lower.is_cheaper([Found(HOST, 10)], 40)
+    assert lower.is_cheaper([Part(Place(HOST, tuple(range(10))), ())], 40)
     assert prices.fetch_s(DISK, 10) == LATENCY_S[DISK]
     prices.moved(HOST, 10, LATENCY_S[HOST] + 10 * 1000 * 1e-6)
     assert prices.fetch_s(HOST, 10) == pytest.approx(LATENCY_S[HOST] + 10 * 1000 * 1e-6)
-    assert not lower.is_cheaper([Found(HOST, 10)], 40)
+    assert not lower.is_cheaper([Part(Place(HOST, tuple(range(10))), ())], 40)
 
 
 def test_a_tier_that_was_slow_is_tried_again() -> None:
@@ -159,7 +153,10 @@ def test_a_tier_that_was_slow_is_tried_again() -> None:
     prices = MeasuredPrices(1000)
     prices.computed(100, 100 * 1e-4)
     prices.moved(HOST, 10, 1.0)
-    lower, asked = make_tiers(prices=prices)(Journal(), FORWARD), [Found(HOST, 10)]
+    lower, asked = (
+        make_tiers(prices=prices)(Journal(), FORWARD),
+        [Part(Place(HOST, tuple(range(10))), ())],
+    )
     tried = [lower.is_cheaper(asked, 40) for _ in range(128)]
     assert [i for i, is_done in enumerate(tried) if is_done] == [63, 127]
     assert lower.stats().num_declined == 126 * 10

@@ -22,9 +22,9 @@ from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.watch import Row, Rows
 from mallee.worker.storage.volume import Read
 from mallee.worker.transfer.carrier import Carrier
-from mallee.worker.transfer.lower import Found, LowerTiers, Part
+from mallee.worker.transfer.lower import LowerTiers, Part
 from mallee.worker.transfer.prices import MeasuredPrices
-from mallee.worker.transfer.values import DISK, HOST, PEER, Moved
+from mallee.worker.transfer.values import DISK, HOST, PEER, Moved, Place
 from support.examples import examples
 from support.tiers import DictDisk, LooseMover
 
@@ -194,29 +194,28 @@ class TransferMachine(RuleBasedStateMachine):
     def fetch(self, keys: list[int]) -> None:
         """The leading blocks of one tier, if any is there: what arrives has the right bytes."""
         found = self.lower.find(keys, 0)
-        if found is None:
-            return
-        wanted = keys[: found.num_blocks]
-        self.lower.claim(found, wanted)
-        self._fetch(found, wanted, tuple(wanted), None)
+        if found is not None:
+            self._fetch(found, keys[: len(found.at)])
 
     @precondition(lambda self: len(self.free) >= 5)
     @rule(keys=KEYS, num_good=st.integers(0, 5))
     def pull(self, keys: list[int], num_good: int) -> None:
         loan = PeerLoan(keys, num_good)
-        self._fetch(Found(PEER, len(keys)), keys, tuple(range(len(keys))), loan)
+        self._fetch(Part(Place(PEER, tuple(range(len(keys))), loan), range(len(keys))), keys)
 
-    def _fetch(self, found: Found, keys: list[int], ids: tuple[int, ...], loan: Any) -> None:
+    def _fetch(self, part: Part, keys: list[int]) -> None:
         blocks = [self.free.pop() for _ in keys]
         end = self.given_up(blocks)
+        num_failed = self.lower.stats().num_failed
 
-        def ended(moved: Moved) -> None:
-            for key, block in list(zip(keys, blocks, strict=True))[: moved.num_blocks]:
+        def ended(num: int) -> None:
+            for key, block in list(zip(keys, blocks, strict=True))[:num]:
                 assert (self.memory.bytes[block] == key).all(), f"stale bytes under key {key}"
-            assert (moved.num_blocks < len(keys)) <= (moved.error is not None or found.tier == DISK)
+            is_told = self.lower.stats().num_failed > num_failed or part.source.tier == DISK
+            assert num == len(keys) or is_told
             end()
 
-        self.lower.fetch(Part(found, ids, tuple(blocks), loan), ended)
+        assert self.lower.fetch([part], lambda: blocks, ended)
 
     @precondition(lambda self: len(self.free) >= 5)
     @rule(keys=KEYS)
@@ -277,9 +276,8 @@ class TransferMachine(RuleBasedStateMachine):
         for tier in (HOST, DISK):
             assert set(self.lower.keys(tier)) == self.told[tier]
         for key in self.lower.keys(HOST):
-            rows = self.lower.lend([key])
-            assert rows is not None
-            assert (rows[0] == key).all(), f"other bytes under key {key}"
+            assert self.lower.hold([key])
+            assert (self.lower.rows([key])[0] == key).all(), f"other bytes under key {key}"
             self.lower.release([key])
         for keys in self.held:
             assert self.lower.num_leading(keys) == len(keys), "a held block is gone"
