@@ -28,7 +28,7 @@ from mallee.protocol.codec import encode
 from mallee.protocol.errors import MalleeError, UnknownCapsule
 from mallee.protocol.events import Lease, Snapshot
 from mallee.protocol.hashing import as_tokens
-from mallee.protocol.ids import CapsuleId, Incarnation, RequestId, WorkerId, capsule_id
+from mallee.protocol.ids import COMMON, CapsuleId, Incarnation, RequestId, WorkerId, capsule_id
 from mallee.protocol.messages import Command, Frame, Limits, Release
 from mallee.protocol.subjects import Subjects
 from mallee.router.dispatch.dispatcher import Dispatcher
@@ -330,7 +330,7 @@ class LiveGateway:
             return  # it is pushed out, or went with its worker
         self.service._peers.send(worker, Release(capsule))
         self.router.forget_capsule(capsule)
-        self.service._texts.forget(capsule)
+        self.service._texts.forget(capsule, COMMON)
 
 
 class LiveWorld:
