@@ -127,10 +127,10 @@ smoke: setup
 # Packages that others write clients with, in an environment of its own over .venv: LiteLLM and LangChain pin an older
 # openai. aiperf has one, too (1.2 GB). A few minutes, most of them downloads; not part of `check`.
 CLIENTS := .venv-clients
-PINNED := --constraint tests/actors/http/clients/constraints.txt
+PINNED := --constraint tests/api/clients/constraints.txt
 QUIET := --quiet --disable-pip-version-check
 
-$(CLIENTS)/.ready: pyproject.toml tests/actors/http/clients/constraints.txt | setup
+$(CLIENTS)/.ready: pyproject.toml tests/api/clients/constraints.txt | setup
 	$(PYTHON) -m venv $(CLIENTS) && $(PYTHON) -m venv $(CLIENTS)/aiperf
 	$(CLIENTS)/bin/python -m pip install $(QUIET) $(PINNED) -e ".[clients]"
 	$(CLIENTS)/aiperf/bin/python -m pip install $(QUIET) $(PINNED) aiperf==0.13.0
@@ -140,7 +140,7 @@ $(CLIENTS)/.ready: pyproject.toml tests/actors/http/clients/constraints.txt | se
 
 # Warnings are those of the packages' own code. The broker's program is in the environment below.
 clients: $(CLIENTS)/.ready
-	PATH="$(CURDIR)/$(BIN):$$PATH" AIPERF=$(CURDIR)/$(CLIENTS)/aiperf/bin/aiperf $(CLIENTS)/bin/python -m pytest -rs -o filterwarnings=default tests/actors/http/clients
+	PATH="$(CURDIR)/$(BIN):$$PATH" AIPERF=$(CURDIR)/$(CLIENTS)/aiperf/bin/aiperf $(CLIENTS)/bin/python -m pytest -rs -o filterwarnings=default tests/api/clients
 
 # So many calls of the API's document against a mocked fleet, none of which may be a 5xx.
 CALLS ?= 20000

@@ -1,4 +1,4 @@
-"""The processes of the service: Ray Serve app, HTTP API, NATS bus, metrics.
+"""The processes of the service: Ray Serve app, hosted engines, mocked fleets, and the picker.
 
-I/O lives here, in `cli` and in `client`. Decisions live in `router`, token work in `worker`.
+Here the parts are wired (`build.py`). Decisions live in `router`, token work in `worker`.
 """

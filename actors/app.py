@@ -29,8 +29,6 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from mallee.actors import cluster
-from mallee.actors.access.access import Access
-from mallee.actors.addresses import free_port, socket_path
 from mallee.actors.autoscaling import Report
 from mallee.actors.build import (
     build_gateway,
@@ -43,20 +41,22 @@ from mallee.actors.build import (
     secret_beside,
     threads_of,
 )
-from mallee.actors.bus.access import BrokerAccess, FindBroker, operators_broker
-from mallee.actors.bus.accounts import Passwords
-from mallee.actors.bus.broker import check_broker, check_operators_broker
-from mallee.actors.bus.queues import QueueDepths, tell_depth
-from mallee.actors.config import AppConfig, TelemetrySettings, problems
-from mallee.actors.http.entry.gate import Gate, refuse
-from mallee.actors.http.messages.errors import AnthropicErrors
-from mallee.actors.proxy import choice, direct
-from mallee.actors.telemetry import logs
-from mallee.actors.transport.greeting import Secret, read_secret
+from mallee.api.entry.gate import Gate, refuse
+from mallee.api.messages.errors import AnthropicErrors
+from mallee.gateway.access.access import Access
 from mallee.protocol.errors import ConfigError, InternalError, MalleeError, NoWorker
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec
 from mallee.protocol.subjects import BusRole
+from mallee.runtime.addresses import free_port, socket_path
+from mallee.runtime.bus.access import BrokerAccess, FindBroker, operators_broker
+from mallee.runtime.bus.accounts import Passwords
+from mallee.runtime.bus.broker import check_broker, check_operators_broker
+from mallee.runtime.bus.queues import QueueDepths, tell_depth
+from mallee.runtime.config import AppConfig, TelemetrySettings, problems
+from mallee.runtime.proxy import choice, direct
+from mallee.runtime.telemetry import logs
+from mallee.runtime.transport.greeting import Secret, read_secret
 
 if TYPE_CHECKING:
     from mallee.actors.build import Gateway as BuiltGateway
@@ -169,7 +169,7 @@ class BrokerReplica:
     async def __init__(  # type: ignore[misc] # Serve awaits it
         self, fleet: str, telemetry: TelemetrySettings
     ) -> None:
-        from mallee.actors.bus.broker import start_broker
+        from mallee.runtime.bus.broker import start_broker
 
         _set_up_logs(telemetry, "broker", fleet)
         store, key = cluster.RayStore(), f"broker:{_app_name()}"

@@ -21,12 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from mallee.actors.access.scopes import Scopes
-from mallee.actors.addresses import socket_path
-from mallee.actors.bus.access import FindBroker
-from mallee.actors.bus.bus import Bus
-from mallee.actors.bus.nats import NatsBus
-from mallee.actors.config import AppConfig
 from mallee.actors.hosting.engine import add_engine, make_worker
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.lending import HostLender, Lending
@@ -35,16 +29,22 @@ from mallee.actors.hosting.orphans import HoldName, Orphans
 from mallee.actors.hosting.worker import Capacity, Worker
 from mallee.actors.lending.borrower import Borrower
 from mallee.actors.lending.server import LendingServer
-from mallee.actors.telemetry.tracing.provider import Tracing, check_exporters, open_tracing
-from mallee.actors.transport.greeting import Secret, read_secret
-from mallee.actors.transport.link import Transport
-from mallee.actors.transport.server import SocketServer
-from mallee.actors.transport.sockets import SocketTransport
-from mallee.actors.transport.tls import TlsFiles, client_tls, server_tls
+from mallee.gateway.access.scopes import Scopes
 from mallee.protocol.errors import ConfigError, MalleeError, StorageError, StorageFailed
 from mallee.protocol.events import MemoryUse
 from mallee.protocol.ids import Incarnation, Scope, WorkerId
 from mallee.protocol.model import ModelSpec, WeightVersion
+from mallee.runtime.addresses import socket_path
+from mallee.runtime.bus.access import FindBroker
+from mallee.runtime.bus.bus import Bus
+from mallee.runtime.bus.nats import NatsBus
+from mallee.runtime.config import AppConfig
+from mallee.runtime.telemetry.tracing.provider import Tracing, check_exporters, open_tracing
+from mallee.runtime.transport.greeting import Secret, read_secret
+from mallee.runtime.transport.link import Transport
+from mallee.runtime.transport.server import SocketServer
+from mallee.runtime.transport.sockets import SocketTransport
+from mallee.runtime.transport.tls import TlsFiles, client_tls, server_tls
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
@@ -53,16 +53,16 @@ from mallee.worker.speculation.speculator import SpeculationConfig
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from mallee.actors.access.access import Access
-    from mallee.actors.gateway.gateway import CapsuleFiles, GatewayService
-    from mallee.actors.gateway.service import Service
-    from mallee.actors.recording.recorder import Recorder
-    from mallee.actors.tasks import Tasks
-    from mallee.actors.telemetry.listener import MetricsListener
-    from mallee.actors.telemetry.metrics import GatewayMetrics
-    from mallee.actors.telemetry.tracing.requests import RequestSpans
+    from mallee.gateway.access.access import Access
+    from mallee.gateway.gateway import CapsuleFiles, GatewayService
+    from mallee.gateway.recording.recorder import Recorder
+    from mallee.gateway.service import Service
     from mallee.router.dispatch.queue import AdmissionConfig
     from mallee.router.router import Router
+    from mallee.runtime.tasks import Tasks
+    from mallee.runtime.telemetry.listener import MetricsListener
+    from mallee.runtime.telemetry.metrics import GatewayMetrics
+    from mallee.runtime.telemetry.tracing.requests import RequestSpans
     from mallee.worker.engine import Engine, MakeTiers
     from mallee.worker.kv.journal import Journal
     from mallee.worker.kv.watch import KVMemory
@@ -268,7 +268,7 @@ def build_listener(
     """The listener of a process for the metrics that `render` gives, if the settings want one."""
     if config.telemetry.metrics_port is None:
         return None
-    from mallee.actors.telemetry.listener import MetricsListener  # a server: see above
+    from mallee.runtime.telemetry.listener import MetricsListener  # a server: see above
 
     return MetricsListener(*(render, is_ready, access), settings=config.telemetry, own_ip=own_ip)
 
@@ -297,11 +297,11 @@ def build_files(
     tcp_host: Callable[[], str | None],
 ) -> FileDesk:
     """The files of gateway `name` on machine `node`. Raises ConfigError."""
-    from mallee.actors.capsule_files.exports import Exports
-    from mallee.actors.capsule_files.imports import Imports, SpoolLender
-    from mallee.actors.capsule_files.spool import Spools
-    from mallee.actors.gateway.gateway import CapsuleFiles
     from mallee.actors.lending.late import LateListener
+    from mallee.gateway.capsule_files.exports import Exports
+    from mallee.gateway.capsule_files.imports import Imports, SpoolLender
+    from mallee.gateway.capsule_files.spool import Spools
+    from mallee.gateway.gateway import CapsuleFiles
 
     tls, settings = tls_files(config), config.imports
     folder = None if settings.folder is None else Path(settings.folder).expanduser()
@@ -342,9 +342,9 @@ async def build_gateway(
     `tcp_host()`: where to lend to workers of other machines, if there are any.
     """
     # Lazily: numba and a tokenizer library, which workers don't need.
-    from mallee.actors.gateway.gateway import GatewayService
-    from mallee.actors.gateway.sessions.sessions import SessionLimits
-    from mallee.actors.telemetry.metrics import GatewayMetrics
+    from mallee.gateway.gateway import GatewayService
+    from mallee.gateway.sessions.sessions import SessionLimits
+    from mallee.runtime.telemetry.metrics import GatewayMetrics
 
     access, scopes = open_access(config), build_ids(secret)
     metrics, tracing = GatewayMetrics(name), open_tracing("gateway", name)
@@ -375,7 +375,7 @@ async def build_gateway(
         build_api, config, service, access, scopes, metrics, prompts, service.tasks
     )
     if tracing is not None:
-        from mallee.actors.telemetry.tracing.http import HttpSpans  # OpenTelemetry
+        from mallee.runtime.telemetry.tracing.http import HttpSpans  # OpenTelemetry
 
         api.add_middleware(HttpSpans, tracing=tracing)
 
@@ -389,7 +389,7 @@ async def build_gateway(
 
 
 def build_spans(tracing: Tracing, config: AppConfig) -> "RequestSpans":
-    from mallee.actors.telemetry.tracing.requests import RequestSpans  # OpenTelemetry
+    from mallee.runtime.telemetry.tracing.requests import RequestSpans  # OpenTelemetry
 
     return RequestSpans(tracing, served_name(config))
 
@@ -398,8 +398,8 @@ def build_recorder(
     config: AppConfig, folder: str, name: str, model: ModelSpec, metrics: "GatewayMetrics"
 ) -> "Recorder":
     """The recorder of gateway `name`."""
-    from mallee.actors.recording.files import RecordFolder
-    from mallee.actors.recording.recorder import Recorder
+    from mallee.gateway.recording.files import RecordFolder
+    from mallee.gateway.recording.recorder import Recorder
 
     recording = config.recording
     return Recorder(
@@ -420,7 +420,7 @@ def build_recorder(
 
 def open_access(config: AppConfig) -> "Access":
     """The callers of a gateway. Raises ConfigError."""
-    from mallee.actors.access.access import Access
+    from mallee.gateway.access.access import Access
 
     file = config.http.keys_file
     return Access(None if file is None else Path(file), os.environ)
@@ -477,9 +477,9 @@ def build_api(
     tasks: "Tasks",
 ) -> "Starlette":
     """The HTTP API in front of `service`, with the model's tokenizer and chat template."""
-    from mallee.actors.http import api
-    from mallee.actors.text.chat import ChatTemplate
-    from mallee.actors.text.tokenizer import Tokenizer
+    from mallee.api import api
+    from mallee.api.text.chat import ChatTemplate
+    from mallee.api.text.tokenizer import Tokenizer
 
     path, chats = resolve(config.model), config.chat
     tokenizer = Tokenizer.load(path)

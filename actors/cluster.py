@@ -18,13 +18,13 @@ from ray._private.authentication.authentication_utils import is_token_auth_enabl
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
-from mallee.actors.addresses import PRIVATE
-from mallee.actors.transport.greeting import (
+from mallee.protocol.errors import ConfigError
+from mallee.runtime.addresses import PRIVATE
+from mallee.runtime.transport.greeting import (
     MIN_SECRET_NBYTES,
     keep_secret,
     new_secret,
 )
-from mallee.protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

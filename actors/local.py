@@ -18,12 +18,12 @@ from typing import Any
 
 import httpx
 
-from mallee.actors.addresses import base_url, listener
 from mallee.actors.build import check_files, open_access
-from mallee.actors.bus.broker import check_operators_broker
-from mallee.actors.config import AppConfig
-from mallee.actors.proxy.choice import KEEP_ALIVE_S, SWITCH, is_haproxy_on, serving_environment
 from mallee.protocol.errors import ConfigError, NoWorker
+from mallee.runtime.addresses import base_url, listener
+from mallee.runtime.bus.broker import check_operators_broker
+from mallee.runtime.config import AppConfig
+from mallee.runtime.proxy.choice import KEEP_ALIVE_S, SWITCH, is_haproxy_on, serving_environment
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ import psutil
 
 from bench import measure
 from bench.processes import running, wait_for
-from mallee.actors.addresses import free_port
+from mallee.runtime.addresses import free_port
 
 MODEL: Final = "m"
 READY_S: Final = 180.0

@@ -26,9 +26,9 @@ import torch
 from bench.measure import machine, rounded, seconds
 from mallee.actors.lending.borrower import Borrower
 from mallee.actors.lending.server import LendingServer
-from mallee.actors.transport.address import parse_address
-from mallee.actors.transport.greeting import Secret
 from mallee.protocol.messages import Holder
+from mallee.runtime.transport.address import parse_address
+from mallee.runtime.transport.greeting import Secret
 from mallee.worker.kv.watch import Rows
 from mallee.worker.model.kv_memory import TorchKV
 from mallee.worker.transfer.peers import Ask

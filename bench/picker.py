@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import psutil
 
 from bench.measure import machine, rounded
-from mallee.actors.addresses import free_port
-from mallee.actors.bus.broker import Broker
+from mallee.runtime.addresses import free_port
+from mallee.runtime.bus.broker import Broker
 from mallee.testing.envoy import envoy
 from mallee.testing.vllm_pod import PodTiming, VllmPod
 

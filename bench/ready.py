@@ -26,8 +26,8 @@ import yaml
 
 from bench import measure
 from bench.processes import running, wait_for, wait_for_page
-from mallee.actors.addresses import free_port
-from mallee.actors.proxy.choice import KEEP_ALIVE_S, serving_environment
+from mallee.runtime.addresses import free_port
+from mallee.runtime.proxy.choice import KEEP_ALIVE_S, serving_environment
 from mallee.testing.ports import free_ports
 
 MODEL: Final = "m"

@@ -22,22 +22,22 @@ import numpy as np
 import tokenizers
 
 from bench.measure import machine
-from mallee.actors.config import ChatSettings, HttpSettings
-from mallee.actors.http.chat.reading import ChatReader
-from mallee.actors.http.entry.bodies import Bodies
-from mallee.actors.http.jobs import JobMaker
-from mallee.actors.http.prompts import PromptReader
-from mallee.actors.http.responses.requests import ResponseRequest
-from mallee.actors.http.responses.store import Left, Record, Turn
-from mallee.actors.http.responses.turns import PlannedTurn, TurnMaker
-from mallee.actors.text.chat import ChatTemplate
-from mallee.actors.text.conversation import Message
-from mallee.actors.text.families import FAMILIES
-from mallee.actors.text.tokenizer import Tokenizer
+from mallee.api.chat.reading import ChatReader
+from mallee.api.entry.bodies import Bodies
+from mallee.api.jobs import JobMaker
+from mallee.api.prompts import PromptReader
+from mallee.api.responses.requests import ResponseRequest
+from mallee.api.responses.store import Left, Record, Turn
+from mallee.api.responses.turns import PlannedTurn, TurnMaker
+from mallee.api.text.chat import ChatTemplate
+from mallee.api.text.conversation import Message
+from mallee.api.text.families import FAMILIES
+from mallee.api.text.tokenizer import Tokenizer
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import COMMON, CapsuleId, RequestId
 from mallee.protocol.model import ModelSpec
 from mallee.router.dispatch.jobs import NO_TERMS
+from mallee.runtime.config import ChatSettings, HttpSettings
 
 CONTEXTS: Final = (1_000, 10_000, 50_000, 200_000)
 WORDS: Final = (

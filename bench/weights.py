@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench import measure
-from mallee.actors.text.tokenizer import Tokenizer
+from mallee.api.text.tokenizer import Tokenizer
 from mallee.testing.quantized import Activations, Form, quantization_config, quantized_tensors
 from mallee.worker.forward import ForwardBatch, Row
 from mallee.worker.model.loading.checkpoint import weight_files

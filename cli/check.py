@@ -21,7 +21,7 @@ from mallee.protocol.errors import ConfigError, MalleeError
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from mallee.actors.config import AppConfig
+    from mallee.runtime.config import AppConfig
 
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _EVERYWHERE: Final = "0.0.0.0"  # noqa: S104 # Serve's default
@@ -101,7 +101,7 @@ def _config(values: object, name: str, faults: list[str]) -> "AppConfig | None":
     """The settings, or None after adding what is wrong with them to `faults`."""
     from pydantic import ValidationError
 
-    from mallee.actors.config import AppConfig, problems
+    from mallee.runtime.config import AppConfig, problems
 
     try:
         return AppConfig.model_validate(values)
@@ -235,7 +235,7 @@ def _option_faults(name: str, options: dict[str, Any], config: "AppConfig") -> I
 
 def _actor_faults(name: str, actor: dict[str, Any], config: "AppConfig") -> Iterator[str]:
     """The loss where `ray_actor_options` takes the place of Mallee's own."""
-    from mallee.actors.proxy.direct import ENVIRONMENT
+    from mallee.runtime.proxy.direct import ENVIRONMENT
 
     variables = _variables(actor)
     if _KEY_VARIABLE in variables:
@@ -281,7 +281,7 @@ def _shared_fleets(applications: list[Application]) -> Iterator[str]:
 
 def notes(application: Application) -> Iterator[str]:
     """Remarks on what only the machines can tell."""
-    from mallee.actors.access.access import LOOPBACK
+    from mallee.gateway.access.access import LOOPBACK
 
     host = application.host
     if host and host not in LOOPBACK and application.config.http.keys_file is None:
@@ -307,8 +307,8 @@ def notes(application: Application) -> Iterator[str]:
 def missing_files(config: "AppConfig") -> Iterator[str]:
     """Files and folders that are not here, or can't be used."""
     from mallee.actors.build import check_links, check_model, check_secret, open_access
-    from mallee.actors.bus.access import operators_broker
     from mallee.protocol.subjects import BusRole
+    from mallee.runtime.bus.access import operators_broker
 
     looks: list[Callable[[], object]] = [
         lambda: open_access(config),
@@ -357,7 +357,7 @@ def _unwritable(key: str, folder: str) -> Iterator[str]:
 
 def broker_faults(config: "AppConfig") -> Iterator[str]:
     """The reason if the broker doesn't take gateways and workers."""
-    from mallee.actors.bus.broker import check_operators_broker
+    from mallee.runtime.bus.broker import check_operators_broker
 
     if config.nats_url is None:
         return

@@ -125,7 +125,7 @@ def version_of(package: str) -> str | None:
 
 
 def nats_server() -> Finding:
-    from mallee.actors.bus.broker import find_binary
+    from mallee.runtime.bus.broker import find_binary
 
     try:
         binary = find_binary()

@@ -137,7 +137,7 @@ def _prompt(folder: Path, config: "ModelConfig", text: str | None) -> list[int]:
     """Raises ConfigError if the text can't be made tokens."""
     import numpy as np
 
-    from mallee.actors.text.tokenizer import Tokenizer
+    from mallee.api.text.tokenizer import Tokenizer
 
     if text is None:
         drawn = np.random.default_rng(0).integers(0, config.vocab_size, NUM_RANDOM_TOKENS)

@@ -39,7 +39,7 @@ def new(
     require_serve_extra(is_mocked=True)
     import yaml
 
-    from mallee.actors.access.keys import Role, new_key, parse
+    from mallee.gateway.access.keys import Role, new_key, parse
 
     one_of("role", role, Role)
     made = new_key(name, role, tenant)  # type: ignore[arg-type] # one of them
@@ -61,7 +61,7 @@ def check(
     Example: mallee keys check keys.yaml
     """
     require_serve_extra(is_mocked=True)
-    from mallee.actors.access.keys import read_file
+    from mallee.gateway.access.keys import read_file
 
     try:
         found = read_file(file)

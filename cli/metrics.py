@@ -10,7 +10,7 @@ import typer
 from mallee.cli.options import JsonOption, print_json
 
 if TYPE_CHECKING:
-    from mallee.actors.telemetry.catalog import Family, Label
+    from mallee.runtime.telemetry.catalog import Family, Label
 
 
 def add_to(cli: typer.Typer) -> None:
@@ -30,7 +30,7 @@ def print_metrics(as_json: JsonOption = False) -> None:
 
 def families() -> list[dict[str, Any]]:
     """All of them, JSON-able; of a label its values, or the most different ones that it has."""
-    from mallee.actors.telemetry.catalog import FAMILIES
+    from mallee.runtime.telemetry.catalog import FAMILIES
 
     return [
         {**family._asdict(), "labels": [label._asdict() for label in family.labels]}
@@ -55,7 +55,7 @@ start, as 0."""
 
 def document() -> str:
     """The page of all metrics, in Markdown."""
-    from mallee.actors.telemetry.catalog import FAMILIES
+    from mallee.runtime.telemetry.catalog import FAMILIES
 
     parts = [_HEAD]
     for area, families in groupby(FAMILIES, key=lambda family: family.area):

@@ -23,8 +23,8 @@ from mallee.protocol.errors import ConfigError
 from mallee.sessions.session import RecordedSession
 
 if TYPE_CHECKING:
-    from mallee.actors.config import AppConfig
     from mallee.protocol.model import ModelSpec, WeightVersion
+    from mallee.runtime.config import AppConfig
     from mallee.sessions.replay import MakeEngine, Outcome
     from mallee.worker.engine import Engine
     from mallee.worker.model.runner import TorchForward
@@ -182,7 +182,7 @@ def engines_for(
     Raises ModelError, and unless `force` IncompatibleCapsule naming the fields in which the model differs.
     """
     from mallee.actors.build import resolve
-    from mallee.actors.config import AppConfig
+    from mallee.runtime.config import AppConfig
     from mallee.sessions.replay import check_model
 
     recorded, name = session.model, model or session.model.name

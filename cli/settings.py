@@ -12,7 +12,7 @@ from mallee.cli.options import JsonOption, print_json
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mallee.actors.config import AppConfig, Settings
+    from mallee.runtime.config import AppConfig, Settings
 
 ConfigFile = Annotated[
     Path | None,
@@ -38,7 +38,7 @@ def make_config(
     base: Mapping[str, object] | None = None,
 ) -> "AppConfig":
     """The service's settings: as `layered`, on `base` by dotted keys. Raises ConfigError."""
-    from mallee.actors.config import AppConfig, put
+    from mallee.runtime.config import AppConfig, put
 
     values: dict[str, Any] = {"model": DEFAULT_MODEL}
     for key, value in (base or {}).items():
@@ -60,7 +60,7 @@ def layered(
     """
     from pydantic import ValidationError
 
-    from mallee.actors.config import problems, put
+    from mallee.runtime.config import problems, put
 
     _update(values, read_settings(file) if file else {})
     for assignment in assignments or ():
@@ -157,7 +157,7 @@ def print_settings(
         else:
             sys.stdout.write(document())
         return
-    from mallee.actors.bus.accounts import authorization
+    from mallee.runtime.bus.accounts import authorization
 
     text = authorization(nats_permissions, gateway="$GATEWAYS_PASSWORD", worker="$WORKERS_PASSWORD")
     if as_json:
@@ -184,7 +184,7 @@ nearest name. `mallee check FILE` names what is wrong with a file before it is d
 
 def document() -> str:
     """The page of all settings, in Markdown."""
-    from mallee.actors.config import AppConfig, sections
+    from mallee.runtime.config import AppConfig, sections
 
     inside = sections()
     parts = [_HEAD, "## Top level", _table(AppConfig, without=inside)]
@@ -196,7 +196,7 @@ def document() -> str:
 
 def rows() -> Iterator[dict[str, Any]]:
     """Every setting by its dotted key; `schema` is JSON Schema's, with the default unless it is required."""
-    from mallee.actors.config import AppConfig, sections
+    from mallee.runtime.config import AppConfig, sections
 
     inside = sections()
     pages: dict[str, type[Settings]] = {"": AppConfig, **inside}

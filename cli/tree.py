@@ -22,7 +22,7 @@ from mallee.cli.remote.watching import IntervalOption
 from mallee.protocol.errors import ConfigError, InvalidParameter, from_wire
 
 if TYPE_CHECKING:
-    from mallee.actors.text.tokenizer import Tokenizer
+    from mallee.api.text.tokenizer import Tokenizer
     from mallee.protocol.messages import Command
     from mallee.worker.engine import Engine
     from mallee.worker.forward import Forward
@@ -83,7 +83,7 @@ def tree(
     if prompt is None:
         raise ConfigError("tree: give PROMPT, or --live for the sessions of a running service")
     require_serve_extra()
-    from mallee.actors.text.tokenizer import Tokenizer
+    from mallee.api.text.tokenizer import Tokenizer
     from mallee.worker.model.loading.source import resolve_model
     from mallee.worker.model.runner import load
 

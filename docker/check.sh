@@ -29,7 +29,7 @@ mallee version
 mallee check "$root/serve.yaml"
 python -m pip check
 
-port=$(python -c "from mallee.actors.addresses import free_port; print(free_port())")
+port=$(python -c "from mallee.runtime.addresses import free_port; print(free_port())")
 mkdir model
 PYTHONPATH=$root/tests python -c "
 from pathlib import Path

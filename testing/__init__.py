@@ -1,5 +1,5 @@
-"""Doubles and made-up workloads, shared by tests and benches.
+"""Doubles and made-up workloads, shared by tests and benches; `nodes` is the rig of `mallee up`.
 
-Knows `actors.bus`, `worker`, `mocker` and `traces`. No product package may import it; a module says
-itself whether it loads torch.
+Knows `runtime`, `worker`, `mocker` and `traces`, and `nodes` also `actors`. No product package but `cli` may
+import it; a module says itself whether it loads torch.
 """

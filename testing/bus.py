@@ -2,7 +2,7 @@
 
 import asyncio
 
-from mallee.actors.bus.bus import Handler, OnMessage, OnState, Signals
+from mallee.runtime.bus.bus import Handler, OnMessage, OnState, Signals
 
 
 class LocalHub:

@@ -1,6 +1,6 @@
 """Ports of loopback for several processes."""
 
-from mallee.actors.addresses import free_port
+from mallee.runtime.addresses import free_port
 
 
 def free_ports(count: int) -> list[int]:

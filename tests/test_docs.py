@@ -11,10 +11,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from mallee.actors.config import AppConfig, sections
-from mallee.actors.http import errors as http_errors
+from mallee.api import errors as http_errors
 from mallee.cli.main import cli
 from mallee.protocol.errors import MalleeError, type_of
+from mallee.runtime.config import AppConfig, sections
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]

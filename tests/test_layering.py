@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from support.imports import HEAVY, ROOT, reached
 from support.lanes import is_in_real_time
 
@@ -37,36 +39,38 @@ ARROWS: dict[str, set[str]] = {
     "graphs": {"protocol", "graphs"},
     "search": {"protocol", "search"},
     "client": {"protocol", "graphs", "search", "client"},
+    "runtime": {"protocol", "runtime"},
+    "runtime.telemetry.tracing": {"protocol", "router.dispatch", "router.placement", "runtime"},
+    "gateway": {"protocol", "router", "worker", "sessions", "runtime", "gateway"},
+    "api": {"protocol", "router", "graphs", "search", "runtime", "gateway", "api"},
     "actors": {
-        *("protocol", "traces", "figures", "router", "worker", "sessions", "mocker", "graphs"),
-        *("search", "client", "actors"),
+        *("protocol", "router", "worker", "mocker", "runtime", "gateway", "api", "actors"),
     },
     "testing": {
         *("protocol", "traces", "worker", "mocker"),
-        *("actors.addresses", "actors.bus", "testing"),
+        *("runtime.addresses", "runtime.bus", "testing"),
     },
+    "testing.nodes": {"protocol", "runtime", "actors", "testing"},
     "cli": {""},
 }
 FORBIDDEN: dict[str, set[str]] = {
-    name: {"worker.model"} for name in ("worker", "mocker", "sessions")
+    **{name: {"worker.model"} for name in ("worker", "mocker", "sessions", "gateway")},
+    "api": {"runtime.telemetry"},  # it is given what it counts with
 }
 PACKAGES = tuple(name for name in dict.fromkeys(key.split(".")[0] for key in ARROWS))
 
-# Rooms of actors/ by floor: each imports from floors below its own, and from itself.
-FLOORS = (
-    ("addresses", "autoscaling", "config", "proxy", "tasks"),
-    ("access", "bus", "capsule_files", "recording", "text", "transport", "telemetry"),
-    ("lending",),
-    ("hosting", "gateway"),
-    ("http",),
-    ("build",),
-    ("mock", "cluster", "epp"),
-    ("app",),
-    ("local",),
-    ("nodes",),
-)
-# Though on a floor below, these are not for that room: it is given what it counts with.
-CUT = {("http", "telemetry")}
+# Rooms of a package by floor: each imports from floors below its own, and from itself.
+FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "runtime": (("addresses", "config", "proxy", "tasks"), ("bus", "transport", "telemetry")),
+    "actors": (
+        ("autoscaling", "lending"),
+        ("hosting",),
+        ("build",),
+        ("mock", "cluster", "epp"),
+        ("app",),
+        ("local",),
+    ),
+}
 
 # Third-party packages that whole floors must not name, not even lazily.
 LIGHT_FLOORS = (
@@ -174,21 +178,21 @@ def test_packages_import_along_the_arrows() -> None:
     assert not offenders
 
 
-def test_rooms_of_actors_import_from_floors_below() -> None:
-    floors = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+@pytest.mark.parametrize("package", FLOORS)
+def test_rooms_import_from_floors_below(package: str) -> None:
+    floors = {room: floor for floor, rooms in enumerate(FLOORS[package]) for room in rooms}
     offenders = set()
     for name, path in modules().items():
-        if not name.startswith("actors."):
+        if not name.startswith(f"{package}."):
             continue
         room = name.split(".")[1]
-        assert room in floors, f"actors/{room} has no floor"
+        assert room in floors, f"{package}/{room} has no floor"
         for target in ours(path):
-            if not target.startswith("actors."):
+            if not target.startswith(f"{package}."):
                 continue
             other = target.split(".")[1]
-            is_below = floors[other] < floors[room] and (room, other) not in CUT
-            if not is_below and other != room:
-                offenders.add(f"{name} imports mallee.actors.{other}")
+            if floors[other] >= floors[room] and other != room:
+                offenders.add(f"{name} imports mallee.{package}.{other}")
     assert not offenders
 
 

@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from mallee.actors.config import AppConfig, EngineSettings, Positive, RoutingSettings, Settings
+from mallee.runtime.config import AppConfig, EngineSettings, Positive, RoutingSettings, Settings
 
 
 class PickerConfig(Settings):

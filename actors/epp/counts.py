@@ -6,8 +6,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from mallee.actors.telemetry.families import Families, Labelled, ProcessCollector, Shown, shown
 from mallee.protocol.errors import ConfigError
+from mallee.runtime.telemetry.families import Families, Labelled, ProcessCollector, Shown, shown
 
 
 class PickerCounts:

@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING, Final, Self
 import httpx
 
 from mallee.actors.build import build_router, freeze_heap, resolve, share_interpreter
-from mallee.actors.bus.access import operators_broker
-from mallee.actors.bus.inbox import WORK_BLOCKS, Pump
-from mallee.actors.bus.nats import NatsBus
 from mallee.actors.epp.config import PickerConfig
 from mallee.actors.epp.counts import PickerCounts
 from mallee.actors.epp.placement import Placement
@@ -30,12 +27,15 @@ from mallee.actors.epp.pods.kubernetes import PoolEndpoints, account_namespace, 
 from mallee.actors.epp.pods.pods import PodLimits, Pods
 from mallee.actors.epp.prompts import PromptReader
 from mallee.actors.epp.server import Limits, PickerServer
-from mallee.actors.gateway.bookings import BookingFeed
-from mallee.actors.tasks import Tasks
-from mallee.actors.text.chat import ChatTemplate
-from mallee.actors.text.tokenizer import Tokenizer
+from mallee.api.text.chat import ChatTemplate
+from mallee.api.text.tokenizer import Tokenizer
+from mallee.gateway.bookings import BookingFeed
 from mallee.protocol.errors import InternalError
 from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.runtime.bus.access import operators_broker
+from mallee.runtime.bus.inbox import WORK_BLOCKS, Pump
+from mallee.runtime.bus.nats import NatsBus
+from mallee.runtime.tasks import Tasks
 
 if TYPE_CHECKING:
     import zmq.asyncio

@@ -14,9 +14,9 @@ import numpy as np
 import xxhash
 
 from mallee.actors.epp.pods.kv_events import salt_of
-from mallee.actors.text.chat import ChatTemplate
-from mallee.actors.text.conversation import MAX_MESSAGES
-from mallee.actors.text.tokenizer import Tokenizer
+from mallee.api.text.chat import ChatTemplate
+from mallee.api.text.conversation import MAX_MESSAGES
+from mallee.api.text.tokenizer import Tokenizer
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.hashing import NO_HASHES, Hashes, Tokens, as_tokens, block_hashes
 

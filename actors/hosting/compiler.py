@@ -10,8 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeAlias
 
-from mallee.actors.tasks import Tasks
 from mallee.protocol.errors import Unavailable
+from mallee.runtime.tasks import Tasks
 
 MAX_WAITING: Final = 128
 """Grammars of one tenant that may wait for their turn: those of real schemas take 2 to 34 ms each."""

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.weights import WeightSource
 from mallee.actors.hosting.worker import STOP_S, Capacity, Results, Worker
-from mallee.actors.telemetry.logs import ids, told
 from mallee.protocol.errors import MalleeError, WorkerLost
 from mallee.protocol.events import Load, Snapshot
 from mallee.protocol.messages import Command
+from mallee.runtime.telemetry.logs import ids, told
 from mallee.worker.engine import Engine
 from mallee.worker.transfer.disk import DiskStore
 from mallee.worker.transfer.peers import Ask, Loan

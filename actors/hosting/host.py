@@ -10,13 +10,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from mallee.actors.bus.bus import Bus
 from mallee.actors.hosting.compiler import MAX_WAIT_S, Compiler, Done
 from mallee.actors.hosting.streams import HEARTBEAT_S, MAX_WAITING_NBYTES, Stream, Streams
 from mallee.actors.hosting.weights import WeightChanges, WeightSource
 from mallee.actors.hosting.worker import NO_DEMAND, STOP_S, Demand, Worker
-from mallee.actors.tasks import Tasks
-from mallee.actors.transport.server import Sink
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import (
@@ -30,10 +27,13 @@ from mallee.protocol.ids import WorkerId
 from mallee.protocol.messages import Frame
 from mallee.protocol.parcels import CHANGED, LEAVING, Parcel, Report, decode_parcels
 from mallee.protocol.subjects import Subjects, check_token
+from mallee.runtime.bus.bus import Bus
+from mallee.runtime.tasks import Tasks
+from mallee.runtime.transport.server import Sink
 
 if TYPE_CHECKING:
-    from mallee.actors.telemetry.tracing.provider import Tracing
-    from mallee.actors.telemetry.tracing.workers import WorkerSpans
+    from mallee.runtime.telemetry.tracing.provider import Tracing
+    from mallee.runtime.telemetry.tracing.workers import WorkerSpans
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class Host:
         """For the spans of a worker of this host, if there are any."""
         if self.tracing is None:
             return None
-        from mallee.actors.telemetry.tracing.workers import WorkerSpans  # OpenTelemetry
+        from mallee.runtime.telemetry.tracing.workers import WorkerSpans  # OpenTelemetry
 
         return WorkerSpans(self.tracing, worker)
 

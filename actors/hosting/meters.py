@@ -11,11 +11,11 @@ from prometheus_client.registry import Collector
 
 from mallee.actors.hosting.host import LOAD_WAIT_S, Host
 from mallee.actors.hosting.worker import Worker
-from mallee.actors.telemetry.catalog import MOST_WORKERS, OTHERS
-from mallee.actors.telemetry.engines import EngineMeters
-from mallee.actors.telemetry.families import FewNames, Labelled, ProcessCollector, Shown, shown
-from mallee.actors.telemetry.metrics import exposition
 from mallee.protocol.events import EngineUse, Load
+from mallee.runtime.telemetry.catalog import MOST_WORKERS, OTHERS
+from mallee.runtime.telemetry.engines import EngineMeters
+from mallee.runtime.telemetry.families import FewNames, Labelled, ProcessCollector, Shown, shown
+from mallee.runtime.telemetry.metrics import exposition
 
 
 class HostMetrics:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from mallee.actors.transport.server import Sink
 from mallee.protocol.codec import encode
 from mallee.protocol.messages import CapsuleReply, Frame, TokenLogprobs, Update
 from mallee.protocol.parcels import Report
+from mallee.runtime.transport.server import Sink
 
 log = logging.getLogger(__name__)
 

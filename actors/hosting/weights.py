@@ -13,10 +13,10 @@ from contextlib import suppress
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from mallee.actors.hosting.worker import Worker
-from mallee.actors.tasks import Tasks
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.model import WeightChange, WeightsAsk, WeightVersion
+from mallee.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 

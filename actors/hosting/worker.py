@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from mallee.actors.hosting.compiler import Done
 from mallee.actors.hosting.waits import Answered, Waits
-from mallee.actors.telemetry.logs import ids, stack_of
 from mallee.protocol.errors import InvalidParameter, MalleeError, Unavailable, WorkerLost
 from mallee.protocol.events import EventBatch, Lease, LendingUse, Load, MemoryUse, Snapshot
 from mallee.protocol.ids import WorkerId
@@ -25,13 +24,14 @@ from mallee.protocol.messages import (
 from mallee.protocol.model import WeightChange
 from mallee.protocol.parcels import Report
 from mallee.protocol.subjects import check_token
+from mallee.runtime.telemetry.logs import ids, stack_of
 from mallee.worker.engine import Engine
 from mallee.worker.records import StepResult
 from mallee.worker.transfer.peers import Ask, Loan
 
 if TYPE_CHECKING:
-    from mallee.actors.telemetry.engines import EngineMeter
-    from mallee.actors.telemetry.tracing.workers import WorkerSpans
+    from mallee.runtime.telemetry.engines import EngineMeter
+    from mallee.runtime.telemetry.tracing.workers import WorkerSpans
 
 log = logging.getLogger(__name__)
 

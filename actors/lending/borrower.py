@@ -31,8 +31,6 @@ from mallee.actors.lending.messages import (
     read_refusal,
 )
 from mallee.actors.lending.stream import LendingTimes, Stream
-from mallee.actors.transport.address import Way, parse_address
-from mallee.actors.transport.greeting import LENDING, DialerGreeting, Secret
 from mallee.protocol.errors import (
     CodecError,
     CorruptLoan,
@@ -41,6 +39,8 @@ from mallee.protocol.errors import (
     Unavailable,
     WorkerLost,
 )
+from mallee.runtime.transport.address import Way, parse_address
+from mallee.runtime.transport.greeting import LENDING, DialerGreeting, Secret
 from mallee.worker.kv.watch import Rows
 from mallee.worker.transfer.peers import Ask, Loan
 

@@ -39,10 +39,10 @@ from mallee.actors.lending.messages import (
     read_places,
 )
 from mallee.actors.lending.stream import LendingTimes, Stream
-from mallee.actors.transport.address import Address
-from mallee.actors.transport.greeting import LENDING, ListenerGreeting, Secret
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import CodecError, MalleeError, Unavailable
+from mallee.runtime.transport.address import Address
+from mallee.runtime.transport.greeting import LENDING, ListenerGreeting, Secret
 from mallee.worker.transfer.peers import Lender, Loan
 
 log = logging.getLogger(__name__)

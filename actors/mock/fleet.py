@@ -18,19 +18,13 @@ from mallee.actors.build import (
     resolve,
     served_name,
 )
-from mallee.actors.bus.access import FindBroker
-from mallee.actors.bus.bus import Bus
-from mallee.actors.bus.nats import NatsBus
-from mallee.actors.config import AppConfig
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity, Worker
 from mallee.actors.mock.device import LiveDevice
 from mallee.actors.mock.pacer import Pacer
 from mallee.actors.mock.runner import MockRunner
 from mallee.actors.mock.words import words_of
-from mallee.actors.telemetry.tracing.provider import Tracing, open_tracing
-from mallee.actors.text.tokenizer import Tokenizer
-from mallee.actors.transport.greeting import Secret
+from mallee.api.text.tokenizer import Tokenizer
 from mallee.mocker.device import DeviceConfig
 from mallee.mocker.engine import MockedEngine
 from mallee.mocker.tiers import TierConfig
@@ -39,6 +33,12 @@ from mallee.protocol.errors import ConfigError, NotFound
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import BASE_WEIGHTS, ModelSpec, WeightVersion
 from mallee.protocol.subjects import Subjects, check_token
+from mallee.runtime.bus.access import FindBroker
+from mallee.runtime.bus.bus import Bus
+from mallee.runtime.bus.nats import NatsBus
+from mallee.runtime.config import AppConfig
+from mallee.runtime.telemetry.tracing.provider import Tracing, open_tracing
+from mallee.runtime.transport.greeting import Secret
 from mallee.worker.model.config import model_spec
 from mallee.worker.model.loading.config_json import read_config
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from mallee.actors.bus.access import BrokerAccess
-from mallee.actors.config import AppConfig
 from mallee.actors.mock.fleet import build_mocked_workers, counted_names
-from mallee.actors.telemetry import logs
-from mallee.actors.transport.greeting import Secret
 from mallee.protocol.errors import MalleeError
+from mallee.runtime.bus.access import BrokerAccess
+from mallee.runtime.config import AppConfig
+from mallee.runtime.telemetry import logs
+from mallee.runtime.transport.greeting import Secret
 
 
 class ProcessSpec(msgspec.Struct, frozen=True):

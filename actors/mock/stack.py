@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from mallee.actors.addresses import base_url, listener
 from mallee.actors.build import (
     Gateway,
     build_gateway,
@@ -22,16 +21,17 @@ from mallee.actors.build import (
     freeze_heap,
     open_access,
 )
-from mallee.actors.bus.access import BrokerAccess, operators_broker
-from mallee.actors.bus.broker import Broker, check_operators_broker
-from mallee.actors.bus.children import death_follower, end
-from mallee.actors.config import AppConfig
 from mallee.actors.mock.fleet import MockPlan
 from mallee.actors.mock.process import ProcessSpec
-from mallee.actors.proxy.server import Server
-from mallee.actors.transport.greeting import Secret, new_secret
 from mallee.protocol.errors import ConfigError, InternalError, NoWorker
 from mallee.protocol.subjects import BusRole
+from mallee.runtime.addresses import base_url, listener
+from mallee.runtime.bus.access import BrokerAccess, operators_broker
+from mallee.runtime.bus.broker import Broker, check_operators_broker
+from mallee.runtime.bus.children import death_follower, end
+from mallee.runtime.config import AppConfig
+from mallee.runtime.proxy.server import Server
+from mallee.runtime.transport.greeting import Secret, new_secret
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 2.0

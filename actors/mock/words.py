@@ -2,7 +2,7 @@
 
 import re
 
-from mallee.actors.text.tokenizer import Tokenizer
+from mallee.api.text.tokenizer import Tokenizer
 
 NUM_WORDS = 2000
 _WORD = re.compile(rb" [a-z]{2,}|\.|,")

@@ -14,8 +14,8 @@ import httpx
 import psutil
 import yaml
 
-from mallee.actors.access.keys import new_key
-from mallee.actors.addresses import free_port
+from mallee.gateway.access.keys import new_key
+from mallee.runtime.addresses import free_port
 
 MODEL: Final = "mallee"
 TENANTS: Final = ("acme", "birch", "cedar")

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import httpx
 import yaml
 
-from mallee.actors.addresses import free_port
+from mallee.runtime.addresses import free_port
 
 FOLDER: Final = Path(sys.prefix) / "prometheus"
 PROMETHEUS: Final = FOLDER / "usr/bin/prometheus"

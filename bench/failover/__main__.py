@@ -29,7 +29,7 @@ from bench import measure
 from bench.failover.faults import Fault, faults, hang_environment, processes
 from bench.failover.streams import MODEL, Ask, Round, Seen, asks, client_of, stream
 from bench.processes import running, wait_for
-from mallee.actors.addresses import free_port
+from mallee.runtime.addresses import free_port
 
 UNDISTURBED = "none"
 PREFIX = "Rivers of Europe: the Danube, the Rhine, the Loire. " * 6

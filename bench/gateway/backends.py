@@ -20,8 +20,6 @@ from typing import cast
 import numpy as np
 
 from bench.measure import run_async
-from mallee.actors.transport.greeting import Secret
-from mallee.actors.transport.server import Sink, SocketServer
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.codec import encode
 from mallee.protocol.events import EventBatch, Stored, pack_hashes
@@ -33,6 +31,8 @@ from mallee.protocol.messages import (
     unpack_tokens,
 )
 from mallee.protocol.parcels import Report, decode_parcels
+from mallee.runtime.transport.greeting import Secret
+from mallee.runtime.transport.server import Sink, SocketServer
 
 ANSWER_TOKENS = 8
 LIFE_SIGN_S = 1.0

@@ -20,21 +20,21 @@ import uvicorn
 
 from bench.gateway.backends import BLOCK_SIZE, SECRET, SPEC, read_events
 from bench.measure import run_async
-from mallee.actors.access.access import Access
-from mallee.actors.access.scopes import Scopes
-from mallee.actors.config import HttpSettings
-from mallee.actors.gateway.gateway import GatewayService
-from mallee.actors.http.api import build_api
-from mallee.actors.tasks import Tasks
-from mallee.actors.telemetry.metrics import GatewayMetrics
-from mallee.actors.transport.address import Address
-from mallee.actors.transport.sockets import SocketTransport
+from mallee.api.api import build_api
+from mallee.gateway.access.access import Access
+from mallee.gateway.access.scopes import Scopes
+from mallee.gateway.gateway import GatewayService
 from mallee.protocol.codec import encode
 from mallee.protocol.events import Lease, decode_batch
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
+from mallee.runtime.config import HttpSettings
+from mallee.runtime.tasks import Tasks
+from mallee.runtime.telemetry.metrics import GatewayMetrics
+from mallee.runtime.transport.address import Address
+from mallee.runtime.transport.sockets import SocketTransport
 from mallee.testing.bus import LocalBus, LocalHub
 
 FLEET = "bench"
@@ -74,8 +74,8 @@ class ByteCodec:
 
 def _text_side(path: Path | None) -> tuple[Any, Any]:
     """(tokenizer, chat template): of the checkpoint at `path`, or next to free ones."""
-    from mallee.actors.text.chat import ChatTemplate
-    from mallee.actors.text.tokenizer import Tokenizer
+    from mallee.api.text.chat import ChatTemplate
+    from mallee.api.text.tokenizer import Tokenizer
 
     if path is None:
         return ByteCodec(), ChatTemplate(None)

@@ -26,22 +26,22 @@ from typing import Any, Final
 import msgspec
 
 from bench.measure import machine, quiet
-from mallee.actors.config import ChatSettings, HttpSettings
-from mallee.actors.http.chat.reading import ChatReader
-from mallee.actors.http.entry.bodies import Bodies
-from mallee.actors.http.jobs import JobMaker, Plan
-from mallee.actors.http.messages.handlers import MessagesHandlers
-from mallee.actors.http.messages.schemas import MessagesRequest
-from mallee.actors.http.prompts import PromptReader
-from mallee.actors.http.responses.requests import ResponseRequest
-from mallee.actors.http.responses.turns import TurnMaker
-from mallee.actors.http.schemas import ChatRequest
-from mallee.actors.text.chat import ChatTemplate
-from mallee.actors.text.tokenizer import Tokenizer
+from mallee.api.chat.reading import ChatReader
+from mallee.api.entry.bodies import Bodies
+from mallee.api.jobs import JobMaker, Plan
+from mallee.api.messages.handlers import MessagesHandlers
+from mallee.api.messages.schemas import MessagesRequest
+from mallee.api.prompts import PromptReader
+from mallee.api.responses.requests import ResponseRequest
+from mallee.api.responses.turns import TurnMaker
+from mallee.api.schemas import ChatRequest
+from mallee.api.text.chat import ChatTemplate
+from mallee.api.text.tokenizer import Tokenizer
 from mallee.protocol.ids import COMMON, RequestId
 from mallee.protocol.model import ModelSpec
 from mallee.router.dispatch.jobs import NO_TERMS, GenerateJob
 from mallee.router.index.hashing import block_hashes, compile_hashing
+from mallee.runtime.config import ChatSettings, HttpSettings
 
 BLOCK_SIZE: Final = 16
 WORDS: Final = 300  # of a message, or of a tool's result

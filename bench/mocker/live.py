@@ -30,10 +30,6 @@ from typing import Any
 import psutil
 
 from bench import measure
-from mallee.actors.addresses import free_port
-from mallee.actors.bus.access import BrokerAccess
-from mallee.actors.bus.nats import NatsBus
-from mallee.actors.config import AppConfig, EngineSettings, MockSettings, RoutingSettings
 from mallee.actors.mock.process import run
 from mallee.actors.mock.stack import MockStack
 from mallee.protocol.events import decode_leases, decode_snapshot
@@ -41,6 +37,10 @@ from mallee.protocol.ids import WorkerId
 from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
+from mallee.runtime.addresses import free_port
+from mallee.runtime.bus.access import BrokerAccess
+from mallee.runtime.bus.nats import NatsBus
+from mallee.runtime.config import AppConfig, EngineSettings, MockSettings, RoutingSettings
 
 FLEET = "bench"
 DIGESTS = Subjects.of(FLEET).bookings_snapshot("bench")  # a subject that a gateway may serve

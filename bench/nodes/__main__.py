@@ -27,7 +27,7 @@ from bench.failover.streams import client_of
 from bench.nodes import faults
 from bench.nodes.clients import MODEL, Load, Pinned, asks, some_more, streaming, undisturbed
 from bench.nodes.cluster import Cluster, health, running, until, until_well
-from mallee.actors.nodes import network
+from mallee.testing.nodes import network
 
 NODES = 3
 WORKERS = 3

@@ -18,7 +18,7 @@ import httpx
 import psutil
 
 from bench.failover.faults import clock_environment
-from mallee.actors.addresses import free_port
+from mallee.runtime.addresses import free_port
 
 START_S = 420.0
 STOP_S = 60.0

@@ -37,10 +37,10 @@ from bench.processes import running, wait_for
 from bench.search.clients import TIMEOUT_S, by_server
 from bench.search.compare import QUICK, Scale, Timed, asked, beamed, mcts, sampled
 from bench.serve.sides import MODEL, STOP_S, serve_model, version_of
-from mallee.actors.addresses import free_port
 from mallee.cli.demo.text import DOCUMENT
 from mallee.client.results import BranchState
 from mallee.client.searches.local import planned, run
+from mallee.runtime.addresses import free_port
 from mallee.search.policies.named import read_policy
 
 START_S: Final = 300.0

@@ -19,12 +19,12 @@ from typing import Any, Final
 import httpx
 
 from bench.serve.sides import MODEL, answering
-from mallee.actors.addresses import free_port
 from mallee.actors.build import load_forward, make_engine
-from mallee.actors.config import AppConfig, EngineSettings
-from mallee.actors.text.tokenizer import Tokenizer
+from mallee.api.text.tokenizer import Tokenizer
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Generate, Limits, Sampling, pack_tokens
+from mallee.runtime.addresses import free_port
+from mallee.runtime.config import AppConfig, EngineSettings
 from mallee.worker.engine import Engine
 from mallee.worker.model.loading.source import resolve_model
 

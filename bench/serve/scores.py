@@ -28,9 +28,9 @@ import httpx
 
 from bench.measure import machine
 from bench.serve.sides import MODEL, answering
-from mallee.actors.addresses import free_port
 from mallee.mocker.timing.closed import ClosedForm, Plane
 from mallee.mocker.timing.files import TimingFile
+from mallee.runtime.addresses import free_port
 
 STEP_S: Final = 0.01
 BRANCHES: Final = 16

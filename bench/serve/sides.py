@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from bench.processes import running, wait_for
-from mallee.actors.addresses import free_port
+from mallee.runtime.addresses import free_port
 from mallee.testing.ports import free_ports
 from mallee.worker.model.loading.source import resolve_model
 

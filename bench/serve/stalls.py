@@ -31,8 +31,6 @@ from urllib.parse import urlsplit
 import httpx
 
 from bench.serve.sides import MODEL, answering
-from mallee.actors.addresses import free_port
-from mallee.actors.bus.bus import Bus
 from mallee.actors.hosting.engine import EngineThread
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity, Worker
@@ -43,6 +41,8 @@ from mallee.protocol.codec import encode
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Generate, Grammar, Limits, pack_tokens
 from mallee.protocol.parcels import Parcel, decode_reports
+from mallee.runtime.addresses import free_port
+from mallee.runtime.bus.bus import Bus
 from mallee.testing.bus import LocalBus, LocalHub
 from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine

@@ -26,7 +26,7 @@ from bench.soak import left
 from bench.soak.clients import Clients
 from bench.soak.faults import Chaos
 from bench.soak.plain import Plain
-from mallee.actors.config import AppConfig
+from mallee.runtime.config import AppConfig
 
 MAX_PAST = 400  # faults in the result
 

@@ -29,7 +29,7 @@ from bench.failover.streams import MODEL, WORDS
 from bench.processes import running
 from bench.soak import hostile
 from bench.soak.raw import exchange, leave, trickle
-from mallee.actors.addresses import free_port
+from mallee.runtime.addresses import free_port
 
 AT_ONCE: Final = 16
 ANSWER_S: Final = 30.0

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from bench.failover.streams import MODEL
 from bench.soak.raw import HUNG, NO_ANSWER, Answer
-from mallee.actors.http.schemas import (
+from mallee.api.schemas import (
     NEUTRAL,
     CapsuleRequest,
     ChatRequest,

@@ -24,13 +24,13 @@ import psutil
 from bench.failover.faults import clock_environment, set_clock
 from bench.soak.process import EnginesSpec, GatewaySpec, Report
 from bench.soak.proxy import Proxy
-from mallee.actors.bus.access import BrokerAccess
-from mallee.actors.bus.broker import Broker
-from mallee.actors.bus.children import death_follower, end
-from mallee.actors.config import AppConfig
-from mallee.actors.tasks import Tasks
-from mallee.actors.transport.greeting import new_secret
 from mallee.protocol.subjects import BusRole
+from mallee.runtime.bus.access import BrokerAccess
+from mallee.runtime.bus.broker import Broker
+from mallee.runtime.bus.children import death_follower, end
+from mallee.runtime.config import AppConfig
+from mallee.runtime.tasks import Tasks
+from mallee.runtime.transport.greeting import new_secret
 from mallee.testing.ports import free_ports
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,6 @@ from typing import Any
 
 import msgspec
 
-from mallee.actors.addresses import listener
 from mallee.actors.build import (
     build_gateway,
     build_router,
@@ -34,21 +33,22 @@ from mallee.actors.build import (
     resolve,
     served_name,
 )
-from mallee.actors.bus.access import BrokerAccess
-from mallee.actors.bus.nats import NatsBus
-from mallee.actors.config import AppConfig
 from mallee.actors.hosting.engine import EngineThread, add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
 from mallee.actors.mock.process import run
-from mallee.actors.proxy.server import Server
-from mallee.actors.transport.address import Way
-from mallee.actors.transport.greeting import Secret
-from mallee.actors.transport.sockets import Dial, SocketTransport
 from mallee.protocol.events import Snapshot, unpack_hashes
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec
 from mallee.router.index.index import PrefixIndex
+from mallee.runtime.addresses import listener
+from mallee.runtime.bus.access import BrokerAccess
+from mallee.runtime.bus.nats import NatsBus
+from mallee.runtime.config import AppConfig
+from mallee.runtime.proxy.server import Server
+from mallee.runtime.transport.address import Way
+from mallee.runtime.transport.greeting import Secret
+from mallee.runtime.transport.sockets import Dial, SocketTransport
 from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits

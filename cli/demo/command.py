@@ -72,9 +72,9 @@ def run_demo(
     to go on from, how often, and what these took in all. `ways` are those of `searched`. With `keep` the
     service is stopped by a signal only. With `quiet` nothing is printed.
     """
-    from mallee.actors.addresses import free_port
-    from mallee.actors.config import AppConfig
     from mallee.actors.local import LocalStack
+    from mallee.runtime.addresses import free_port
+    from mallee.runtime.config import AppConfig
 
     console = Console(quiet=quiet)
     config = AppConfig(model=model, workers=workers)

@@ -12,7 +12,7 @@ from mallee.cli.settings import ConfigFile, SetOptions, make_config
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mallee.actors.config import AppConfig
+    from mallee.runtime.config import AppConfig
 
 DEFAULT_ENGINES = 16
 
@@ -69,7 +69,7 @@ def mock(
     """
     require_serve_extra(is_mocked=True)
     from mallee.actors.mock.process import run
-    from mallee.actors.telemetry import logs
+    from mallee.runtime.telemetry import logs
 
     wanted = engines or DEFAULT_ENGINES
     each, rest = divmod(wanted, processes or 1)

@@ -54,7 +54,7 @@ def serve(
     """
     require_serve_extra()
     from mallee.actors.local import LocalStack
-    from mallee.actors.telemetry import logs
+    from mallee.runtime.telemetry import logs
 
     settings = make_config(
         config,

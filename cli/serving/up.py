@@ -15,8 +15,8 @@ from mallee.cli.settings import ConfigFile, SetOptions, make_config
 from mallee.protocol.errors import ConfigError, MalleeError
 
 if TYPE_CHECKING:
-    from mallee.actors.config import AppConfig
-    from mallee.actors.nodes.stack import NodesStack
+    from mallee.runtime.config import AppConfig
+    from mallee.testing.nodes.stack import NodesStack
 
 _TICK_S = 0.25
 _MAX_NODES = 64
@@ -98,10 +98,10 @@ def _stack(
 
     Enters it by starting this program again, in place.
     """
-    from mallee.actors.addresses import listener
-    from mallee.actors.nodes import network
-    from mallee.actors.nodes.folders import clear_abandoned
-    from mallee.actors.nodes.stack import NodesStack, check
+    from mallee.runtime.addresses import listener
+    from mallee.testing.nodes import network
+    from mallee.testing.nodes.folders import clear_abandoned
+    from mallee.testing.nodes.stack import NodesStack, check
 
     inherited = network.entered()
     if inherited is None:

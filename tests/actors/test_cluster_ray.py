@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mallee.actors.addresses import free_port
-from mallee.actors.proxy.choice import SWITCH, haproxy_binary, serving_environment
+from mallee.runtime.addresses import free_port
+from mallee.runtime.proxy.choice import SWITCH, haproxy_binary, serving_environment
 from support.folders import short_folder
 from support.mock_scene import make_folder, mock_config
 
@@ -41,7 +41,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ServeDeploySchema
 from mallee.actors.app import app as mallee
 from mallee.actors.cluster import exposure, http_host
-from mallee.actors.config import AppConfig
+from mallee.runtime.config import AppConfig
 
 def refusal(config):
     try:

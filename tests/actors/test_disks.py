@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from mallee.actors.build import load_forward, make_engine
-from mallee.actors.config import AppConfig
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     Demote,
@@ -19,6 +18,7 @@ from mallee.protocol.messages import (
     Sampling,
     pack_tokens,
 )
+from mallee.runtime.config import AppConfig
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.transfer.values import DISK

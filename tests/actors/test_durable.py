@@ -20,15 +20,15 @@ from mallee.actors.build import (
     make_engine,
     secret_beside,
 )
-from mallee.actors.config import AppConfig
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.orphans import HoldName, Orphans
 from mallee.actors.hosting.worker import Capacity
-from mallee.actors.transport.greeting import Secret
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.ids import COMMON, Incarnation, RequestId, WorkerId
 from mallee.protocol.messages import Demote, Fork, Limits, Prefill, Sampling, pack_tokens
+from mallee.runtime.config import AppConfig
+from mallee.runtime.transport.greeting import Secret
 from mallee.testing.bus import LocalBus, LocalHub
 from mallee.worker.engine import Engine
 from mallee.worker.transfer.values import DISK

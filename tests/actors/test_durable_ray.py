@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mallee.actors.addresses import free_port
+from mallee.runtime.addresses import free_port
 from support.ray_marks import PROCESS_MARKS, local_serve
 from support.waiting import wait_until
 

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from mallee.actors.proxy.choice import SWITCH, haproxy_binary
+from mallee.runtime.proxy.choice import SWITCH, haproxy_binary
 from support.mock_scene import make_folder
 from support.serve_command import ServeCommand
 from support.waiting import wait_until

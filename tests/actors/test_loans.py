@@ -10,12 +10,8 @@ import pytest
 
 from mallee.actors import build
 from mallee.actors.build import WorkerProcess, build_worker
-from mallee.actors.config import AppConfig
 from mallee.actors.hosting.lending import Lending
 from mallee.actors.hosting.meters import HostMetrics
-from mallee.actors.telemetry.catalog import exposed_by
-from mallee.actors.transport.address import parse_address
-from mallee.actors.transport.greeting import Secret
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import Lease, LendingUse, LoanUse, decode_leases
@@ -32,6 +28,10 @@ from mallee.protocol.messages import (
 )
 from mallee.protocol.parcels import Parcel, decode_reports
 from mallee.protocol.subjects import Subjects
+from mallee.runtime.config import AppConfig
+from mallee.runtime.telemetry.catalog import exposed_by
+from mallee.runtime.transport.address import parse_address
+from mallee.runtime.transport.greeting import Secret
 from mallee.testing.bus import LocalBus, LocalHub
 from mallee.worker.transfer.peers import Ask
 from mallee.worker.transfer.prices import MeasuredPrices

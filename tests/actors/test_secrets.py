@@ -18,9 +18,9 @@ import psutil
 import pytest
 import yaml
 
-from mallee.actors.addresses import free_port
-from mallee.actors.bus.broker import find_binary
-from mallee.actors.config import AppConfig
+from mallee.runtime.addresses import free_port
+from mallee.runtime.bus.broker import find_binary
+from mallee.runtime.config import AppConfig
 from support.certificates import certificate
 from support.folders import short_folder
 from support.mock_scene import make_folder

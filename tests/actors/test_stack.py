@@ -16,13 +16,13 @@ import pydantic
 import pytest
 from anyio.from_thread import start_blocking_portal
 
-from mallee.actors.bus.broker import Broker
-from mallee.actors.bus.nats import NatsBus
-from mallee.actors.text.chat import ChatTemplate
-from mallee.actors.text.tokenizer import Tokenizer
+from mallee.api.text.chat import ChatTemplate
+from mallee.api.text.tokenizer import Tokenizer
 from mallee.client import Mallee
 from mallee.protocol.errors import ModelError
 from mallee.router.config import RouterConfig
+from mallee.runtime.bus.broker import Broker
+from mallee.runtime.bus.nats import NatsBus
 from mallee.worker.model.loading.source import resolve_model
 from mallee.worker.model.runner import load
 from mallee.worker.model.sampling.grammar import TokenGrammars

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from starlette.routing import WebSocketRoute
 
-from mallee.actors.access.keys import NewKey, new_key
+from mallee.gateway.access.keys import NewKey, new_key
 from support.mock_scene import make_folder, mock_config
 from support.mock_stack import Stack, mock_stack
 

@@ -9,9 +9,6 @@ from typing import Any, get_args
 import httpx
 import pytest
 
-from mallee.actors.addresses import free_port
-from mallee.actors.bus.broker import start_broker
-from mallee.actors.bus.nats import NatsBus
 from mallee.protocol.events import (
     Cleared,
     EventBatch,
@@ -22,6 +19,9 @@ from mallee.protocol.events import (
     unpack_hashes,
 )
 from mallee.protocol.subjects import BusRole, Subjects
+from mallee.runtime.addresses import free_port
+from mallee.runtime.bus.broker import start_broker
+from mallee.runtime.bus.nats import NatsBus
 from support.mock_scene import make_folder, mock_config
 from support.ray_marks import PROCESS_MARKS
 from support.waiting import until

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from mallee.actors.build import tiers_below
-from mallee.actors.config import AppConfig
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     Demote,
@@ -18,6 +17,7 @@ from mallee.protocol.messages import (
     Promote,
     pack_tokens,
 )
+from mallee.runtime.config import AppConfig
 from mallee.testing.random_model import random_model
 from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine

@@ -28,8 +28,8 @@ from bench.search import clients, compare, ways
 from bench.search.peer import beam_of_ours, mcts_of_ours, mcts_of_vllm, samples
 from bench.serve.__main__ import Scale, bench
 from bench.serve.sides import Programs
-from mallee.actors.nodes import network
 from mallee.testing.envoy import find_envoy
+from mallee.testing.nodes import network
 from mallee.testing.random_model import random_model
 from support.benches import ROOT, run_bench
 from support.grammar_lab import train

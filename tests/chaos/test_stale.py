@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.actors.gateway.service import Delta
+from mallee.gateway.service import Delta
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import CapsuleLost, UnknownCapsule

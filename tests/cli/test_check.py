@@ -8,8 +8,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from mallee.actors.proxy.direct import ENVIRONMENT
 from mallee.cli.main import cli
+from mallee.runtime.proxy.direct import ENVIRONMENT
 from mallee.testing.quantized import quantization_config
 from mallee.testing.random_model import random_model
 from support.mock_scene import make_folder

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from mallee.actors.addresses import free_port
-from mallee.actors.bus import broker
 from mallee.cli import doctor
 from mallee.cli.doctor import Finding
 from mallee.cli.main import cli
 from mallee.protocol.errors import ConfigError
+from mallee.runtime.addresses import free_port
+from mallee.runtime.bus import broker
 from mallee.worker.model import installation
 
 Usage = namedtuple("Usage", "total used free")

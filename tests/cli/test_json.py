@@ -11,14 +11,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from mallee.actors.access.access import Access
-from mallee.actors.access.keys import digest
-from mallee.actors.config import AppConfig, sections
-from mallee.actors.telemetry.catalog import FAMILIES
 from mallee.cli import settings
 from mallee.cli.main import cli
 from mallee.cli.metrics import document
+from mallee.gateway.access.access import Access
+from mallee.gateway.access.keys import digest
 from mallee.protocol.errors import ConfigError
+from mallee.runtime.config import AppConfig, sections
+from mallee.runtime.telemetry.catalog import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_JSON = {

@@ -10,12 +10,12 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from mallee.actors.build import make_engine
-from mallee.actors.config import AppConfig
 from mallee.cli.main import cli
 from mallee.protocol.errors import CodecError, ConfigError, IncompatibleCapsule
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Fork, Generate, Grammar, Limits, Sampling, pack_tokens
 from mallee.protocol.model import WeightVersion
+from mallee.runtime.config import AppConfig
 from mallee.sessions.record import Asked, Stopped, frame, read
 from mallee.testing.random_model import random_model
 from mallee.worker.model.loading.checkpoint import weights_digest

@@ -19,8 +19,8 @@ from anyio.to_thread import run_sync
 from examples import debate, langgraph_agents
 from examples.debate import PERSONAS
 from examples.langgraph_agents import Agents, State, compiled
-from mallee.actors.text.chat import ChatTemplate
-from mallee.actors.text.families import FAMILIES
+from mallee.api.text.chat import ChatTemplate
+from mallee.api.text.families import FAMILIES
 from mallee.client import Mallee
 from mallee.testing.random_model import random_model
 from support.live_fleet import LiveFleet

@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from mallee.actors.addresses import free_port
+from mallee.runtime.addresses import free_port
 from support.chart import CHART, MINIMAL, Object, containers, groups, merged, objects, one
 from support.chart_nats import Servers, running
 from support.folders import short_folder

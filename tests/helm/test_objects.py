@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from mallee.actors.config import AppConfig
+from mallee.runtime.config import AppConfig
 from support.chart import (
     CHART,
     MINIMAL,

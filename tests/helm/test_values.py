@@ -11,8 +11,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from mallee.actors.config import AppConfig
 from mallee.cli.main import cli
+from mallee.runtime.config import AppConfig
 from support.chart import (
     ACCOUNTS,
     CHART,

@@ -23,12 +23,12 @@ import psutil
 import pytest
 import yaml
 
-from mallee.actors.access.keys import NewKey, new_key
-from mallee.actors.addresses import free_port
-from mallee.actors.proxy.choice import haproxy_binary
 from mallee.client import AsyncMallee, Mallee
 from mallee.client.errors import MalleeError
+from mallee.gateway.access.keys import NewKey, new_key
 from mallee.protocol.errors import ModelError
+from mallee.runtime.addresses import free_port
+from mallee.runtime.proxy.choice import haproxy_binary
 from mallee.worker.model.loading.source import resolve_model
 from support.browser import MISSING, WAIT_MS, browser_page
 from support.chart import MINIMAL, objects, one, pods, settings
@@ -350,7 +350,7 @@ def test_the_chart_renders_what_kubernetes_and_mallee_take() -> None:
     import jsonschema
     import kubernetes_validate
 
-    from mallee.actors.config import AppConfig
+    from mallee.runtime.config import AppConfig
 
     found = objects(MINIMAL)
     service = one(found, "RayService")

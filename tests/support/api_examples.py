@@ -14,8 +14,8 @@ import textwrap
 from pathlib import Path
 from typing import Final
 
-from mallee.actors.http.openapi.document import template
-from mallee.actors.http.openapi.operations import BYTES, OPERATIONS, Operation
+from mallee.api.openapi.document import template
+from mallee.api.openapi.operations import BYTES, OPERATIONS, Operation
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "api" / "examples.md"
 URL: Final = "http://127.0.0.1:8000"

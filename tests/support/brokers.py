@@ -1,7 +1,7 @@
 """A broker without accounts, for tests in which one client speaks for gateways and workers."""
 
-from mallee.actors.bus.access import BrokerAccess
-from mallee.actors.bus.broker import Broker
+from mallee.runtime.bus.access import BrokerAccess
+from mallee.runtime.bus.broker import Broker
 
 
 class OpenBroker(Broker):

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import pytest
 
-from mallee.actors.bus.bus import Bus
+from mallee.runtime.bus.bus import Bus
 from support.waiting import until
 
 

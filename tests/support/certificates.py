@@ -3,7 +3,7 @@
 import subprocess
 from pathlib import Path
 
-from mallee.actors.transport.tls import TlsFiles
+from mallee.runtime.transport.tls import TlsFiles
 
 
 def certificate(folder: Path, name: str) -> TlsFiles:

@@ -170,7 +170,7 @@ def with_table(readme: str) -> str:
 
 def accounts() -> str:
     """The accounts of NATS as `mallee settings` prints them, for any fleet."""
-    from mallee.actors.bus.accounts import authorization
+    from mallee.runtime.bus.accounts import authorization
 
     printed = authorization("FLEET", gateway="$GATEWAYS_PASSWORD", worker="$WORKERS_PASSWORD")
     return (

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import httpx
 
-from mallee.actors.addresses import free_port
-from mallee.actors.bus.broker import find_binary
+from mallee.runtime.addresses import free_port
+from mallee.runtime.bus.broker import find_binary
 from support.chart import Object, one
 from support.waiting import wait_until
 

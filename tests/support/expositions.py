@@ -3,7 +3,7 @@
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from mallee.actors.telemetry.catalog import Process, exposed_by
+from mallee.runtime.telemetry.catalog import Process, exposed_by
 
 _OWN = {"le", "quantile"}  # labels of histograms' and summaries' samples
 

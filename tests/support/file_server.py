@@ -10,15 +10,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mallee.actors.addresses import socket_path
 from mallee.actors.build import FileDesk, build_files
-from mallee.actors.config import AppConfig
 from mallee.actors.hosting.lending import HostLender
 from mallee.actors.lending.borrower import Borrower
 from mallee.actors.lending.server import LendingServer
-from mallee.actors.transport.greeting import Secret, new_secret
 from mallee.client import AsyncMallee
 from mallee.protocol.ids import WorkerId
+from mallee.runtime.addresses import socket_path
+from mallee.runtime.config import AppConfig
+from mallee.runtime.transport.greeting import Secret, new_secret
 from mallee.testing.random_model import random_model
 from support.live_fleet import LiveFleet
 from support.tiny_fleet import tiny_api

@@ -12,7 +12,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mallee.actors.http.openapi.operations import OPERATIONS, Operation
+from mallee.api.openapi.operations import OPERATIONS, Operation
 from support.fuzzing import FuzzedApi, asks, fuzzed_api
 
 

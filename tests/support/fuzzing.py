@@ -13,13 +13,13 @@ import jsonschema
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from hypothesis import strategies as st
 
-from mallee.actors.access.access import Access
-from mallee.actors.config import HttpSettings
-from mallee.actors.http.api import build_api
-from mallee.actors.http.openapi.document import document, statuses, template
-from mallee.actors.http.openapi.operations import EVENTS, JSON, OPERATIONS, Operation
-from mallee.actors.text.chat import ChatTemplate
-from mallee.actors.text.tokenizer import Tokenizer
+from mallee.api.api import build_api
+from mallee.api.openapi.document import document, statuses, template
+from mallee.api.openapi.operations import EVENTS, JSON, OPERATIONS, Operation
+from mallee.api.text.chat import ChatTemplate
+from mallee.api.text.tokenizer import Tokenizer
+from mallee.gateway.access.access import Access
+from mallee.runtime.config import HttpSettings
 from support.mock_scene import MockScene, make_folder, mock_config, mocked
 from support.plain_ids import SCOPES
 from support.waiting import wait_until

@@ -10,13 +10,13 @@ from typing import Any
 
 from starlette.applications import Starlette
 
-from mallee.actors.access.access import Access
-from mallee.actors.config import HttpSettings, ResponsesSettings
-from mallee.actors.gateway.gateway import GatewayService
-from mallee.actors.http.api import DEFAULT_RESPONSES, build_api
-from mallee.actors.proxy.server import Server
-from mallee.actors.text.chat import ChatTemplate
+from mallee.api.api import DEFAULT_RESPONSES, build_api
+from mallee.api.text.chat import ChatTemplate
+from mallee.gateway.access.access import Access
+from mallee.gateway.gateway import GatewayService
 from mallee.protocol.hashing import Tokens, as_tokens
+from mallee.runtime.config import HttpSettings, ResponsesSettings
+from mallee.runtime.proxy.server import Server
 from support.plain_ids import SCOPES
 from support.waiting import until
 

@@ -7,18 +7,13 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import count
 from typing import Any
 
-from mallee.actors.bus.bus import Bus
-from mallee.actors.gateway.gateway import CapsuleFiles, GatewayService, RequestIds
-from mallee.actors.gateway.service import BranchStream, Delta
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.weights import WeightSource
 from mallee.actors.hosting.worker import Capacity
-from mallee.actors.recording.recorder import Recorder
-from mallee.actors.telemetry.metrics import GatewayMetrics
-from mallee.actors.telemetry.tracing.provider import Tracing
-from mallee.actors.telemetry.tracing.requests import RequestSpans
-from mallee.actors.transport.link import Transport
+from mallee.gateway.gateway import CapsuleFiles, GatewayService, RequestIds
+from mallee.gateway.recording.recorder import Recorder
+from mallee.gateway.service import BranchStream, Delta
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec
 from mallee.protocol.subjects import BusRole
@@ -26,6 +21,11 @@ from mallee.router.config import RouterConfig
 from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
+from mallee.runtime.bus.bus import Bus
+from mallee.runtime.telemetry.metrics import GatewayMetrics
+from mallee.runtime.telemetry.tracing.provider import Tracing
+from mallee.runtime.telemetry.tracing.requests import RequestSpans
+from mallee.runtime.transport.link import Transport
 from mallee.testing.bus import LocalBus, LocalHub
 from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine, MakeTiers

@@ -5,12 +5,12 @@ import socket
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from mallee.actors.transport import wire
-from mallee.actors.transport.address import Way
-from mallee.actors.transport.greeting import DialerGreeting, Secret
-from mallee.actors.transport.link import LinkTimes
-from mallee.actors.transport.server import HostConnection, HostLike, SocketServer
-from mallee.actors.transport.sockets import Dial, SocketTransport
+from mallee.runtime.transport import wire
+from mallee.runtime.transport.address import Way
+from mallee.runtime.transport.greeting import DialerGreeting, Secret
+from mallee.runtime.transport.link import LinkTimes
+from mallee.runtime.transport.server import HostConnection, HostLike, SocketServer
+from mallee.runtime.transport.sockets import Dial, SocketTransport
 
 SECRET = Secret(b"known to tests alone")
 

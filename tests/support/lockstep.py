@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from mallee.actors.gateway.gateway import GatewayService
-from mallee.actors.tasks import Tasks
+from mallee.gateway.gateway import GatewayService
 from mallee.mocker.engine import MockedEngine, Outcome
 from mallee.mocker.passes import mock_spec
 from mallee.mocker.replay.build import ReplayBuilder
@@ -46,6 +45,7 @@ from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, PrefillJob, Q
 from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
 from mallee.router.sync.replicas import Replicas
+from mallee.runtime.tasks import Tasks
 from mallee.testing.bus import LocalBus, LocalHub
 from mallee.traces.workload import NO_PARENT, Request
 from support.live_fleet import make_gateway

@@ -7,14 +7,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from mallee.actors.access.access import Access
 from mallee.actors.build import admission_config
-from mallee.actors.config import AppConfig, put
-from mallee.actors.gateway.sessions.sessions import SessionLimits
 from mallee.actors.mock.fleet import MockFleet, MockPlan
-from mallee.actors.telemetry.metrics import GatewayMetrics
+from mallee.gateway.access.access import Access
+from mallee.gateway.sessions.sessions import SessionLimits
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
+from mallee.runtime.config import AppConfig, put
+from mallee.runtime.telemetry.metrics import GatewayMetrics
 from mallee.testing.bus import LocalBus, LocalHub
 from support.live_fleet import make_gateway
 from support.local_transport import LocalTransport

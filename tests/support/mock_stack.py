@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from mallee.actors.build import Gateway, build_gateway, build_router
-from mallee.actors.config import AppConfig
 from mallee.actors.hosting.host import Host
 from mallee.actors.mock.fleet import MockPlan, build_mocked_workers, counted_names
+from mallee.runtime.config import AppConfig
 from mallee.testing.bus import LocalBus, LocalHub
 from support.live_api import serving
 from support.local_transport import SECRET, LocalTransport

@@ -32,7 +32,7 @@ SLOTS: Final = 2  # parts at a time
 PART_S: Final = 1800.0  # after which a part is ended
 POLL_S: Final = 0.2
 PYTEST: Final = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
-CLIENTS: Final = "tests/actors/http/clients/"
+CLIENTS: Final = "tests/api/clients/"
 ROUNDS: Final = "process, many times"
 STORIES: Final = ("tests/chaos/test_stale.py", "tests/mocker/test_faults.py")
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import grpc
 import grpc.aio
 
-from mallee.actors.addresses import free_port
 from mallee.actors.epp import wire
 from mallee.actors.epp.config import PickerConfig
 from mallee.actors.epp.conversation import PIECE_NBYTES
 from mallee.actors.epp.picker import Picker
+from mallee.runtime.addresses import free_port
 from mallee.testing.vllm_pod import VllmPod
 from support.tokenizers_made import byte_level
 from support.waiting import until

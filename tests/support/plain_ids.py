@@ -4,7 +4,7 @@ import re
 import secrets
 from collections.abc import Callable
 
-from mallee.actors.access.scopes import Scopes
+from mallee.gateway.access.scopes import Scopes
 from mallee.protocol.ids import RequestId, Scope, on_account
 
 SCOPES = Scopes(b"secret", draw=secrets.token_bytes)

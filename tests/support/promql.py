@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from mallee.actors.telemetry.catalog import Family, family
+from mallee.runtime.telemetry.catalog import Family, family
 
 _SERIES: Final = re.compile(r"\b((?:(?:mallee|process)_|vllm:)\w+)(?:\{([^}]*)\})?")
 _PART: Final = re.compile(r"_(bucket|sum|count)$")

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import pytest
 
-from mallee.actors.addresses import free_port
-from mallee.actors.proxy.choice import KEEP_ALIVE_S, serving_environment
+from mallee.runtime.addresses import free_port
+from mallee.runtime.proxy.choice import KEEP_ALIVE_S, serving_environment
 from support.folders import short_folder
 
 PROCESS_MARKS: Final = [

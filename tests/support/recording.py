@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from mallee.actors.recording.files import RecordFolder
-from mallee.actors.recording.recorder import Recorder
+from mallee.gateway.recording.files import RecordFolder
+from mallee.gateway.recording.recorder import Recorder
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.model import ModelSpec, WeightVersion

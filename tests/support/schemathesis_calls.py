@@ -18,10 +18,10 @@ from typing import Any
 
 import httpx
 
-from mallee.actors.addresses import free_port
-from mallee.actors.http.openapi.document import document
-from mallee.actors.http.openapi.operations import OPERATIONS
 from mallee.actors.mock.stack import MockStack
+from mallee.api.openapi.document import document
+from mallee.api.openapi.operations import OPERATIONS
+from mallee.runtime.addresses import free_port
 from support.fuzzing import CHATML
 from support.mock_scene import make_folder, mock_config
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mallee.actors.addresses import free_port
+from mallee.runtime.addresses import free_port
 from support.live_api import serving
 
 Body: TypeAlias = str | dict[str, Any]

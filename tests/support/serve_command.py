@@ -13,8 +13,8 @@ from typing import Any, Final
 import psutil
 import yaml
 
-from mallee.actors.addresses import free_port
-from mallee.actors.bus.children import death_follower
+from mallee.runtime.addresses import free_port
+from mallee.runtime.bus.children import death_follower
 from support.folders import short_folder
 
 READY: Final = "(Ctrl-C ends)"

@@ -7,7 +7,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from mallee.actors.telemetry.tracing.provider import Tracing
+from mallee.runtime.telemetry.tracing.provider import Tracing
 
 
 class Spans:

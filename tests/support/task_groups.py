@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from mallee.actors.tasks import Tasks
+from mallee.runtime.tasks import Tasks
 
 FLIP_S = 2.0  # in which health says that a task broke
 

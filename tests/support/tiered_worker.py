@@ -10,14 +10,14 @@ import sys
 import time
 from pathlib import Path
 
-from mallee.actors.bus.access import BrokerAccess
-from mallee.actors.bus.nats import NatsBus
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.worker import Capacity
-from mallee.actors.transport.greeting import Secret
-from mallee.actors.transport.server import SocketServer
 from mallee.mocker.passes import mock_spec
+from mallee.runtime.bus.access import BrokerAccess
+from mallee.runtime.bus.nats import NatsBus
+from mallee.runtime.transport.greeting import Secret
+from mallee.runtime.transport.server import SocketServer
 from mallee.testing.forward import MockForward
 from support.live_fleet import make_engine
 from support.volumes import volume_tiers

@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from mallee.actors.text.conversation import Function
-from mallee.actors.text.tools.source import Call
+from mallee.api.text.conversation import Function
+from mallee.api.text.tools.source import Call
 
 SCHEMA: Final = {
     "type": "object",

@@ -17,10 +17,10 @@ from mallee.actors.epp.pods.endpoints import Endpoint
 from mallee.actors.epp.pods.kv_events import Arrival, PodContents
 from mallee.actors.epp.pods.metrics import MAX_NBYTES, PodReport, read_metrics
 from mallee.actors.epp.pods.subscriber import EventPlaces, Subscriber
-from mallee.actors.tasks import Tasks
 from mallee.protocol.events import Event, EventBatch, Lease, Load
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.router.router import Router
+from mallee.runtime.tasks import Tasks
 
 if TYPE_CHECKING:
     import zmq.asyncio

@@ -21,7 +21,7 @@ from bench.failover.streams import MODEL
 from bench.peers.vllm_server import vllm_command, vllm_env
 from bench.processes import running, wait_for
 from bench.serve.sides import version_of
-from mallee.actors.addresses import free_port
+from mallee.runtime.addresses import free_port
 from mallee.testing.ports import free_ports
 
 START_S: Final = 300.0

@@ -12,12 +12,12 @@ import grpc
 import httpx
 import pytest
 
-from mallee.actors.addresses import free_port
 from mallee.actors.epp.picker import Picker
 from mallee.actors.epp.pods.pods import Pods
-from mallee.actors.tasks import Tasks
-from mallee.actors.telemetry.catalog import exposed_by
 from mallee.protocol.errors import ConfigError
+from mallee.runtime.addresses import free_port
+from mallee.runtime.tasks import Tasks
+from mallee.runtime.telemetry.catalog import exposed_by
 from mallee.testing.vllm_pod import KVPublisher, VllmPod
 from support.certificates import certificate
 from support.expositions import check_against_catalog

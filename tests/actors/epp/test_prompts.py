@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from mallee.actors.epp.pods.kv_events import salt_of
 from mallee.actors.epp.prompts import Prompt, PromptReader, cached_tokens
-from mallee.actors.text.chat import ChatTemplate
-from mallee.actors.text.tokenizer import Tokenizer
+from mallee.api.text.chat import ChatTemplate
+from mallee.api.text.tokenizer import Tokenizer
 from mallee.protocol.hashing import block_hashes
 from support.tokenizers_made import byte_level
 

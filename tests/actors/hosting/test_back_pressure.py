@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from mallee.actors.hosting.streams import Stream
-from mallee.actors.transport import wire
-from mallee.actors.transport.server import BUFFER_NBYTES, SocketServer
-from mallee.actors.transport.sockets import SocketTransport
 from mallee.protocol.codec import encode
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Frame, Generate, Limits, Sampling, Update, pack_tokens
 from mallee.protocol.parcels import Parcel, Report, decode_reports
+from mallee.runtime.transport import wire
+from mallee.runtime.transport.server import BUFFER_NBYTES, SocketServer
+from mallee.runtime.transport.sockets import SocketTransport
 from support.local_transport import SECRET, ByHand
 from support.waiting import until
 

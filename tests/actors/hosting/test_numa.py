@@ -13,10 +13,10 @@ import torch
 
 from mallee.actors import cluster
 from mallee.actors.build import Place, settle
-from mallee.actors.config import AppConfig
 from mallee.actors.hosting.numa import Neighbours, neighbours, pin
 from mallee.actors.local import check_gpus
 from mallee.protocol.errors import ConfigError
+from mallee.runtime.config import AppConfig
 
 PCI = "0000:9b:00.0"
 

@@ -22,15 +22,6 @@ from mallee.actors.lending import stream as stream_module
 from mallee.actors.lending.borrower import Borrower
 from mallee.actors.lending.server import LendingBounds, LendingServer
 from mallee.actors.lending.stream import LendingTimes, Stream
-from mallee.actors.transport.greeting import (
-    LENDING,
-    LINK,
-    DialerGreeting,
-    ListenerGreeting,
-    Roles,
-    Secret,
-)
-from mallee.actors.transport.tls import client_tls, server_tls
 from mallee.protocol.errors import (
     CodecError,
     ConfigError,
@@ -42,6 +33,15 @@ from mallee.protocol.errors import (
     UnknownCapsule,
     WorkerLost,
 )
+from mallee.runtime.transport.greeting import (
+    LENDING,
+    LINK,
+    DialerGreeting,
+    ListenerGreeting,
+    Roles,
+    Secret,
+)
+from mallee.runtime.transport.tls import client_tls, server_tls
 from mallee.worker.transfer.peers import Loan
 from support.certificates import certificate
 from support.lent_blocks import (

@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from mallee.actors.addresses import free_port
-from mallee.actors.http.openapi.operations import OPERATIONS, Operation
 from mallee.actors.mock.stack import MockStack
+from mallee.api.openapi.operations import OPERATIONS, Operation
+from mallee.runtime.addresses import free_port
 from support.api_examples import PAGE, URL, heading, names, page
 from support.fuzzing import CHATML, Oracle
 from support.mock_scene import make_folder, mock_config

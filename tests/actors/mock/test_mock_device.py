@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mallee.actors.gateway.service import BranchStream
 from mallee.actors.mock.device import LiveDevice
 from mallee.actors.mock.fleet import device_of
 from mallee.actors.mock.pacer import GRAIN_S, MAX_PACE_S, PACE_S, Pacer
+from mallee.gateway.service import BranchStream
 from mallee.mocker.device import DeviceConfig
 from mallee.mocker.timing import Fixed, Timing
 from mallee.protocol.hashing import as_tokens

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from mallee.actors.gateway.service import BranchStream, Delta
 from mallee.actors.mock.fleet import replica_names, timing_of
 from mallee.actors.mock.words import words_of
-from mallee.actors.text.tokenizer import Tokenizer
-from mallee.actors.transport.link import HostLink
+from mallee.api.text.tokenizer import Tokenizer
+from mallee.gateway.service import BranchStream, Delta
 from mallee.mocker.timing import Fixed, Timing
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import ConfigError, WorkerLost
@@ -27,6 +26,7 @@ from mallee.protocol.parcels import Parcel
 from mallee.router.config import RouterConfig
 from mallee.router.dispatch.jobs import GenerateJob
 from mallee.router.router import Router
+from mallee.runtime.transport.link import HostLink
 from support.mock_scene import MockScene, make_folder, mock_config, mocked
 from support.reading import Reader
 from support.waiting import elapse, until

@@ -9,13 +9,13 @@ from typing import Any
 import openai
 import pytest
 
-from mallee.actors.addresses import free_port
-from mallee.actors.bus.nats import NatsBus
-from mallee.actors.config import EngineSettings
 from mallee.actors.mock import process as loops
 from mallee.actors.mock.pacer import Pacer
 from mallee.actors.mock.stack import MockStack
 from mallee.protocol.errors import ConfigError, InternalError
+from mallee.runtime.addresses import free_port
+from mallee.runtime.bus.nats import NatsBus
+from mallee.runtime.config import EngineSettings
 from support.mock_scene import make_folder, mock_config
 from support.task_groups import FLIP_S, groups, running
 from support.waiting import until

@@ -7,7 +7,6 @@ from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
-from mallee.actors.addresses import free_port
 from mallee.cli.main import cli
 from mallee.cli.remote.fleet import Answers, Metrics, Sample, draw
 from mallee.cli.remote.forest import MAX_DEPTH, drawn
@@ -15,6 +14,7 @@ from mallee.cli.remote.watching import watch
 from mallee.client import ConnectionFailed, InvalidParameter
 from mallee.client.sessions import SessionNode, SessionTree
 from mallee.protocol.errors import ConfigError
+from mallee.runtime.addresses import free_port
 
 
 def text(shown: Any) -> list[str]:

@@ -12,7 +12,6 @@ from tokenizers import AddedToken, Tokenizer, models
 
 from mallee.actors.build import check_model, load_forward
 from mallee.actors.build import make_engine as make_worker
-from mallee.actors.config import AppConfig
 from mallee.protocol.errors import (
     ConfigError,
     DeviceMemoryExhausted,
@@ -23,6 +22,7 @@ from mallee.protocol.errors import (
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Generate, Limits, Sampling, pack_tokens
 from mallee.protocol.model import WeightVersion
+from mallee.runtime.config import AppConfig
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch

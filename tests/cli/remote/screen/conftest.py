@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mallee.actors.addresses import free_port
 from mallee.client import ConnectionFailed, Mallee
+from mallee.runtime.addresses import free_port
 from support.mock_scene import make_folder
 from support.waiting import wait_until
 

@@ -1,0 +1,499 @@
+"""OpenAI's JSON bodies. One response format per endpoint; the text comes as deltas."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from mallee.api.deltas import (
+    CallDelta,
+    TextDelta,
+    TokenBytes,
+    TokenChance,
+    WholeCalls,
+    chat_logprobs,
+    text_logprobs,
+)
+from mallee.api.errors import AnswerTooLarge, error_body
+from mallee.api.jobs import Plan
+from mallee.api.sse import COMMENT, DONE, event
+from mallee.api.text.conversation import ToolCall
+from mallee.gateway.answers import outcome_of
+from mallee.gateway.lives import verdict_body
+from mallee.gateway.service import CapsuleInfo
+from mallee.protocol.errors import MalleeError
+from mallee.protocol.ids import CapsuleId
+
+MAX_CHANCES: Final = 1 << 19
+"""Log-probabilities of an answer that is sent in one body: tens of megabytes until it is sent."""
+
+
+def usage_body(
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int,
+    drafts: tuple[int, int] | None = None,
+) -> dict[str, Any]:
+    """Token counts of one request; a prompt shared by several branches counts once."""
+    body: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+    if drafts is not None:
+        body["completion_tokens_details"] = prediction_tokens(drafts)
+    return body
+
+
+def prediction_tokens(drafts: tuple[int, int]) -> dict[str, int]:
+    """OpenAI's names for the drafted tokens that were drawn, and for those that were not."""
+    drafted, accepted = drafts
+    return {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": drafted - accepted,
+    }
+
+
+class UsageCounter:
+    """Usage as deltas come in."""
+
+    __slots__ = ("_completion", "_drafts", "_keep", "_prefilled", "_prompt", "_spend")
+
+    def __init__(
+        self,
+        prompt_tokens: int,
+        spend: Callable[[int], None],
+        keep: Callable[[CapsuleId], None] = lambda capsule: None,
+    ) -> None:
+        """`spend(tokens)` is called with the tokens of each delta, `keep` with each pinned capsule."""
+        self._prompt = prompt_tokens
+        self._spend = spend
+        self._keep = keep
+        self._completion = 0
+        self._prefilled: dict[int, int] = {}
+        self._drafts: dict[int, tuple[int, int]] = {}  # by branch
+
+    def add(self, delta: TextDelta) -> None:
+        self._completion += delta.num_tokens
+        self._spend(delta.num_tokens)
+        if delta.kept == "kept" and delta.capsule is not None:
+            self._keep(delta.capsule)
+        if delta.drafts is not None:
+            self._drafts[delta.index] = delta.drafts
+        # A branch that fails reports nothing: what it reported before stands.
+        known = self._prefilled.get(delta.index, 0)
+        self._prefilled[delta.index] = max(known, delta.prefill_tokens)
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Tokens of the prompt, those of them that were there, and tokens of the answer.
+
+        Tokens not computed were there; of a prompt computed twice (after a loss) none were.
+        """
+        cached = max(self._prompt - sum(self._prefilled.values()), 0)
+        return self._prompt, cached, self._completion
+
+    def body(self) -> dict[str, Any]:
+        _, cached, _ = self.counts
+        drafts = None
+        if self._drafts:
+            drafted, accepted = zip(*self._drafts.values(), strict=True)
+            drafts = (sum(drafted), sum(accepted))
+        return usage_body(self._prompt, self._completion, cached, drafts)
+
+
+def extras(delta: TextDelta, *, names_workers: bool) -> dict[str, Any]:
+    """The `mallee` object of a choice, known at its end; a failed branch has its error."""
+    known: dict[str, Any] = {
+        "worker": delta.worker if names_workers else None,
+        "capsule": delta.capsule,
+        "boundary": delta.boundary if delta.capsule is not None else None,
+        "cached_tokens": delta.cached_tokens,
+        "prefill_tokens": delta.prefill_tokens,
+        "completion_tokens": delta.completion_tokens,
+        "weight_version": {"start": delta.weights[0], "end": delta.weights[1]},
+    }
+    if delta.drafts is not None:
+        known |= prediction_tokens(delta.drafts)
+    if delta.retained is not None:
+        known["retain"] = {
+            "outcome": outcome_of(delta.retained),
+            "asked_bytes": delta.retained.asked_nbytes,
+            "bytes": delta.retained.nbytes,
+        }
+    if delta.verdict is not None:
+        known["cache"] = verdict_body(delta.verdict)
+    if delta.kept:
+        known["kept"] = delta.kept
+    if delta.ended_by:
+        known["ended_by"] = delta.ended_by
+    if delta.scored is not None:
+        known["score"] = delta.scored.score
+        if delta.scored.error:
+            known["score_error"] = delta.scored.error
+    if delta.error is not None:
+        known["error"] = {"message": delta.error.client_message, "code": delta.error.code}
+    return known
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """The fields that all bodies of one answer have in common."""
+
+    id: str
+    created: int
+    model: str
+
+    def body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+
+class ResponseFormat:
+    """Writes the choices of completions and forks: `text`. The arguments are OpenAI's `object`."""
+
+    def __init__(self, whole_object: str, chunk_object: str) -> None:
+        self.whole_object = whole_object
+        self.chunk_object = chunk_object
+
+    def begin_whole(
+        self, plan: Plan, token_bytes: TokenBytes | None, *, names_workers: bool
+    ) -> "WholeAnswer":
+        """For a `Server`."""
+        return WholeAnswer(self, plan.num_choices, token_bytes, names_workers=names_workers)
+
+    def begin_stream(
+        self,
+        plan: Plan,
+        token_bytes: TokenBytes | None,
+        envelope: "Envelope",
+        *,
+        names_workers: bool,
+    ) -> "ChunkWriter":
+        """For a `Server`."""
+        return ChunkWriter(
+            self,
+            envelope,
+            with_usage=plan.include_usage,
+            token_bytes=token_bytes,
+            names_workers=names_workers,
+        )
+
+    def whole(self, text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        """The text fields of a finished choice."""
+        return {"text": text}
+
+    def chunk(self, delta: TextDelta, *, is_first: bool) -> dict[str, Any]:
+        """The text fields of a streamed choice."""
+        return {"text": delta.text}
+
+    def logprobs(
+        self, chances: Sequence[TokenChance], token_bytes: TokenBytes, offset: int
+    ) -> dict[str, Any]:
+        """The field of that name, for tokens that begin `offset` characters into the text."""
+        return text_logprobs(chances, token_bytes, offset)
+
+
+class ChatFormat(ResponseFormat):
+    """Chat: `message`, or `delta` whose first one names the role."""
+
+    def whole(self, text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        content = None if calls and not text else text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message |= _reasoning(reasoning)
+        if calls:
+            message["tool_calls"] = [_call(call) for call in calls]
+        return {"message": message}
+
+    def chunk(self, delta: TextDelta, *, is_first: bool) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if is_first:
+            has_call = delta.calls or delta.is_in_call
+            content = None if has_call and not delta.text else delta.text
+            fields = {"role": "assistant", "content": content}
+        elif delta.text:
+            fields = {"content": delta.text}
+        fields |= _reasoning(delta.reasoning)
+        if delta.calls:
+            fields["tool_calls"] = [_call_delta(call) for call in delta.calls]
+        return {"delta": fields}
+
+    def logprobs(
+        self, chances: Sequence[TokenChance], token_bytes: TokenBytes, offset: int
+    ) -> dict[str, Any]:
+        return chat_logprobs(chances, token_bytes)
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Under both names that clients read."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _call_delta(delta: CallDelta) -> dict[str, Any]:
+    if delta.id:
+        return {"index": delta.number, **_call(ToolCall(delta.id, delta.name, delta.arguments))}
+    return {"index": delta.number, "function": {"arguments": delta.arguments}}
+
+
+COMPLETION = ResponseFormat("text_completion", "text_completion")
+FORK = ResponseFormat("capsule.fork", "capsule.fork.chunk")
+RESTORE = ResponseFormat("capsule.restore", "capsule.restore.chunk")
+CHAT = ChatFormat("chat.completion", "chat.completion.chunk")
+
+
+def _choice(
+    index: int,
+    text: Mapping[str, Any],
+    last: TextDelta | None,
+    logprobs: Mapping[str, Any] | None,
+    *,
+    has_calls: bool,
+    names_workers: bool,
+    injected: Sequence[tuple[int, int]] = (),
+) -> dict[str, Any]:
+    choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": None}
+    if injected:
+        choice["mallee"] = {"injected": [{"at": at, "tokens": num} for at, num in injected]}
+    if last is not None:
+        is_call = has_calls and last.finish == "stop"
+        choice["finish_reason"] = "tool_calls" if is_call else last.finish
+        choice["mallee"] = extras(last, names_workers=names_workers) | choice.get("mallee", {})
+    return choice
+
+
+class _Written:
+    """The `logprobs` of a choice, its lists in JSON as they come: all at once stops the loop for long."""
+
+    __slots__ = ("_fields", "_num_chars")
+
+    def __init__(self) -> None:
+        self._fields: dict[str, Any] = {}  # a list's as the JSON of its parts, without brackets
+        self._num_chars = 0
+
+    def add(
+        self, chances: Sequence[TokenChance], written: ResponseFormat, token_bytes: TokenBytes
+    ) -> None:
+        part = written.logprobs(chances, token_bytes, self._num_chars)
+        self._num_chars += sum(map(len, part.get("tokens", ())))
+        for name, value in part.items():
+            if not isinstance(value, list):
+                self._fields[name] = value
+            elif value:
+                self._fields.setdefault(name, []).append(msgspec.json.encode(value)[1:-1])
+            else:
+                self._fields.setdefault(name, [])
+
+    def body(self) -> dict[str, Any]:
+        """All of it, once."""
+        return {
+            name: _json_list(value) if isinstance(value, list) else value
+            for name, value in self._fields.items()
+        }
+
+
+def _json_list(parts: list[bytes]) -> msgspec.Raw:
+    """One list of all `parts`, which are copied once."""
+    parts = parts or [b""]
+    parts[0] = b"[" + parts[0]
+    parts[-1] += b"]"
+    return msgspec.Raw(b",".join(parts))
+
+
+class WholeAnswer:
+    """Collects the deltas of an answer that is sent in one body.
+
+    With `token_bytes` each choice has its log-probabilities.
+    """
+
+    __slots__ = (
+        *("_calls", "_format", "_injected", "_last", "_logprobs", "_names_workers", "_num_chances"),
+        *("_reasoning", "_texts", "_token_bytes"),
+    )
+
+    def __init__(
+        self,
+        response_format: ResponseFormat,
+        num_choices: int,
+        token_bytes: TokenBytes | None,
+        *,
+        names_workers: bool,
+    ) -> None:
+        self._names_workers = names_workers
+        self._format = response_format
+        self._token_bytes = token_bytes
+        self._texts: list[list[str]] = [[] for _ in range(num_choices)]
+        self._reasoning: list[list[str]] = [[] for _ in range(num_choices)]
+        self._calls = [WholeCalls() for _ in range(num_choices)]
+        self._logprobs = [_Written() for _ in range(num_choices)] if token_bytes else []
+        self._last: dict[int, TextDelta] = {}
+        self._injected: dict[int, list[tuple[int, int]]] = {}
+        self._num_chances = 0
+
+    def add(self, delta: TextDelta) -> None:
+        """Raises AnswerTooLarge."""
+        self._texts[delta.index].append(delta.text)
+        self._reasoning[delta.index].append(delta.reasoning)
+        self._calls[delta.index].add(delta.calls)
+        if delta.injected:
+            self._injected.setdefault(delta.index, []).extend(delta.injected)
+        if self._token_bytes is not None:
+            self._num_chances += sum(1 + len(chance.top) for chance in delta.chances)
+            if self._num_chances > MAX_CHANCES:
+                raise AnswerTooLarge(self._num_chances, MAX_CHANCES)
+            self._logprobs[delta.index].add(delta.chances, self._format, self._token_bytes)
+        if delta.finish is not None:
+            self._last[delta.index] = delta
+
+    def choices(self) -> Iterator[dict[str, Any]]:
+        """Every choice must be finished."""
+        assert len(self._last) == len(self._texts), "a choice is unfinished"
+        for i, texts in enumerate(self._texts):
+            calls = self._calls[i].found()
+            yield _choice(
+                i,
+                self._format.whole("".join(texts), "".join(self._reasoning[i]), calls),
+                self._last[i],
+                self._logprobs[i].body() if self._logprobs else None,
+                has_calls=bool(calls),
+                names_workers=self._names_workers,
+                injected=self._injected.get(i, ()),
+            )
+
+    def body(
+        self, envelope: Envelope, choices: list[dict[str, Any]], usage: UsageCounter
+    ) -> dict[str, Any]:
+        return {**envelope.body(self._format.whole_object, choices), "usage": usage.body()}
+
+
+class ChunkWriter:
+    """Pieces as the bodies of stream chunks.
+
+    With `token_bytes` a chunk has the log-probabilities of the tokens since the choice's last chunk:
+    text that is held back holds back its tokens. Those of a call go out as they come, in chunks without text
+    that show clients that the answer goes on.
+    """
+
+    idle: Final = COMMENT
+    __slots__ = (
+        *("_called", "_envelope", "_format", "_names_workers", "_offsets", "_owed", "_started"),
+        *("_token_bytes", "_with_usage"),
+    )
+
+    def __init__(
+        self,
+        response_format: ResponseFormat,
+        envelope: Envelope,
+        *,
+        with_usage: bool,
+        token_bytes: TokenBytes | None,
+        names_workers: bool,
+    ) -> None:
+        self._names_workers = names_workers
+        self._format = response_format
+        self._envelope = envelope
+        self._with_usage = with_usage
+        self._token_bytes = token_bytes
+        self._started: set[int] = set()
+        self._called: set[int] = set()  # choices with calls
+        self._owed: dict[int, list[TokenChance]] = {}
+        self._offsets: dict[int, int] = {}  # characters of the text so far, by choice
+
+    def chunk(self, delta: TextDelta) -> dict[str, Any] | None:
+        """None if the delta shows nothing: no text, no token of a call, and not the last of its choice."""
+        if self._token_bytes is not None:
+            self._owed.setdefault(delta.index, []).extend(delta.chances)
+        is_shown = delta.text or delta.reasoning or delta.calls or delta.injected
+        is_sign_of_life = delta.is_in_call and delta.num_tokens
+        if not (is_shown or is_sign_of_life) and delta.finish is None:
+            return None
+        text = self._format.chunk(delta, is_first=delta.index not in self._started)
+        self._started.add(delta.index)
+        if delta.calls:
+            self._called.add(delta.index)
+        last = delta if delta.finish is not None else None
+        choice = _choice(
+            *(delta.index, text, last, self._logprobs(delta)),
+            has_calls=delta.index in self._called,
+            names_workers=self._names_workers,
+            injected=delta.injected,
+        )
+        body = self._envelope.body(self._format.chunk_object, [choice])
+        return {**body, "usage": None} if self._with_usage else body
+
+    def _logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
+        if self._token_bytes is None:
+            return None
+        offset = self._offsets.get(delta.index, 0)
+        self._offsets[delta.index] = offset + len(delta.text)
+        owed = self._owed.pop(delta.index, [])
+        return self._format.logprobs(owed, self._token_bytes, offset)
+
+    def events(self, delta: TextDelta, usage: UsageCounter) -> bytes:
+        """The chunk of a delta as an event, if it shows something."""
+        chunk = self.chunk(delta)
+        return b"" if chunk is None else event(chunk)
+
+    def end(self, usage: UsageCounter) -> bytes:
+        """The mark of the end, and before it, if it was asked for, the usage of the whole request."""
+        if not self._with_usage:
+            return DONE
+        body = self._envelope.body(self._format.chunk_object, [])
+        return event({**body, "usage": usage.body()}) + DONE
+
+    def failure(self, error: MalleeError, left: Collection[int]) -> bytes:
+        """The error, and the choices that end by it: the others have ended before."""
+        return event({**error_body(error), "mallee": {"unfinished": sorted(left)}})
+
+
+def capsule_body(info: CapsuleInfo, model: str, *, names_workers: bool) -> dict[str, Any]:
+    """A capsule as `GET` shows it."""
+    body: dict[str, Any] = {
+        "id": info.capsule,
+        "object": "capsule",
+        "created": int(info.created),
+        "model": model,
+        "worker": info.worker if names_workers else None,
+        "tokens": info.boundary,
+        "status": "ready",
+    }
+    status = info.status
+    if info.error is not None:
+        return {**body, "status": "failed", **error_body(info.error)}
+    if info.is_computing:
+        computed = {} if status is None else {"computed_tokens": status.computed}
+        return {**body, "status": "computing", **computed}
+    if info.is_stale:
+        body["stale"] = True
+    if status is not None:
+        body |= {
+            "pinned": status.is_pinned,
+            "ttl_s": status.ttl_s,
+            "tier": status.tier,
+            "nbytes": status.nbytes,
+            "shared_nbytes": status.shared_nbytes,
+            "drawn": status.drawn,
+        }
+    return body
+
+
+def model_body(model: str, created: int, max_model_len: int) -> dict[str, Any]:
+    """One entry of the model list."""
+    return {
+        "id": model,
+        "object": "model",
+        "created": created,
+        "owned_by": "mallee",
+        "max_model_len": max_model_len,
+    }

@@ -1,0 +1,305 @@
+"""The routes of docs/api.md: parse, make jobs, run them, encode."""
+
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from functools import cache
+from operator import attrgetter
+from typing import Final, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match, Route, WebSocketRoute
+from starlette.types import Receive, Send
+from starlette.types import Scope as AsgiScope
+
+from mallee.api.answers import (
+    CHAT,
+    COMPLETION,
+    model_body,
+)
+from mallee.api.branches.budgets import Budgets
+from mallee.api.branches.handlers import BranchHandlers
+from mallee.api.callbacks.callbacks import Callbacks, CountCallback, ignore
+from mallee.api.capsules.handlers import CapsuleHandlers
+from mallee.api.chat.reading import ChatReader
+from mallee.api.entry.asking import SALT_HEADER, Asking
+from mallee.api.entry.idempotency import IdempotencyMiddleware
+from mallee.api.entry.middleware import (
+    AuthMiddleware,
+    CountAnswer,
+    caller_of,
+)
+from mallee.api.errors import RETRY_AFTER_S, install
+from mallee.api.graphs.handlers import GraphHandlers
+from mallee.api.jobs import JobMaker
+from mallee.api.live.handlers import LiveHandlers
+from mallee.api.live.socket import LiveSocket
+from mallee.api.messages.errors import AnthropicErrors
+from mallee.api.messages.handlers import MessagesHandlers
+from mallee.api.openapi.document import document
+from mallee.api.openapi.operations import (
+    HTML,
+    OPERATIONS,
+)
+from mallee.api.openapi.page import page
+from mallee.api.operators import OperatorHandlers
+from mallee.api.prompts import PromptReader
+from mallee.api.responses.conversation_routes import ConversationHandlers
+from mallee.api.responses.room import Responses
+from mallee.api.responses.turns import TurnMaker
+from mallee.api.schemas import (
+    AnyRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from mallee.api.search.handlers import SearchHandlers
+from mallee.api.search.policies import installed_policies
+from mallee.api.serve import CountSearch, Server, json_response
+from mallee.api.sessions.handlers import SessionHandlers
+from mallee.api.text.chat import ChatTemplate
+from mallee.api.text.tokenizer import Tokenizer
+from mallee.api.tokenizing import Tokenizing
+from mallee.api.ui.handlers import UiHandlers
+from mallee.gateway.access.access import Access
+from mallee.gateway.access.scopes import Scopes
+from mallee.gateway.service import Service
+from mallee.protocol.errors import NoWorker
+from mallee.protocol.ids import Scope
+from mallee.runtime.config import ChatSettings, HttpSettings, ResponsesSettings
+from mallee.runtime.tasks import Tasks
+
+PAGE_HEADERS: Final = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+DEFAULT_CHATS: Final = ChatSettings()
+DEFAULT_RESPONSES: Final = ResponsesSettings()
+_SERVING: Final = ("ok", "degraded")  # of the service's health
+
+R = TypeVar("R", bound=AnyRequest)
+
+
+class Api:
+    """The handlers, those of each room of its own in an attribute. All state is the service's."""
+
+    def __init__(
+        self,
+        server: Server,
+        maker: JobMaker,
+        asking: Asking,
+        tokenizing: Tokenizing,
+        responses: Responses,
+        messages: MessagesHandlers,
+        branches: BranchHandlers,
+        graphs: GraphHandlers,
+        *,
+        created: int,
+        draw_seed: Callable[[], int],
+    ) -> None:
+        self.messages = messages
+        self.sessions = SessionHandlers(server, asking, draw_seed=draw_seed)
+        self.branches = branches
+        self.graphs = graphs
+        self.capsules = CapsuleHandlers(server, maker, asking)
+        self.live_requests = LiveHandlers(server, asking)
+        self.searches = SearchHandlers(
+            *(server, maker, asking, installed_policies()), draw_seed=draw_seed
+        )
+        self.responses = responses
+        self.conversations = ConversationHandlers(asking, responses.conversations)
+        self.operators = OperatorHandlers(server.service, asking)
+        self.ui = UiHandlers(server, asking)
+        self._server = server
+        self._tokenizing = tokenizing
+        self._service = server.service
+        self._maker = maker
+        self._asking = asking
+        self._model = model_body(server.model_name, created, server.service.model.max_model_len)
+
+    async def completions(self, request: Request) -> Response:
+        asked = await self._asking.read(request, CompletionRequest)
+        plan = await self._asking.make(request, asked, self._maker.completion)
+        return await self._server.answer(request, plan, COMPLETION)
+
+    async def chat(self, request: Request) -> Response:
+        asked = await self._asking.read(request, ChatRequest)
+        plan = await self._asking.make(request, asked, self._maker.chat)
+        return await self._server.answer(request, plan, CHAT)
+
+    async def tokenize(self, request: Request) -> Response:
+        return await self._tokens(request, TokenizeRequest, self._tokenizing.tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self._tokens(request, DetokenizeRequest, self._tokenizing.detokenize)
+
+    async def _tokens(
+        self, request: Request, kind: type[R], make: Callable[[R, Scope], bytes]
+    ) -> Response:
+        asked = await self._asking.read(request, kind)
+        self._maker.check_model(asked.body.model)
+        raw = await self._asking.make(request, asked, lambda body, scope, _: make(body, scope))
+        return Response(raw, media_type="application/json")
+
+    async def get_record(self, request: Request) -> Response:
+        session = request.path_params["session"]
+        raw = await self._service.read_record(session, self._asking.scope(request))
+        return Response(raw, headers={"content-type": "application/octet-stream"})
+
+    async def delete_record(self, request: Request) -> Response:
+        session = request.path_params["session"]
+        await self._service.delete_record(session, self._asking.scope(request))
+        body = {"session": session, "object": "session.record.deleted", "deleted": True}
+        return json_response(body)
+
+    async def models(self, _: Request) -> Response:
+        self._check_served()
+        return json_response({"object": "list", "data": [self._model]})
+
+    async def model(self, request: Request) -> Response:
+        self._maker.check_model(request.path_params["model"])
+        self._check_served()
+        return json_response(self._model)
+
+    def _check_served(self) -> None:
+        """Raises NoWorker: clients that wait for a model to be listed send requests next."""
+        if self._service.health()["status"] not in _SERVING:
+            raise NoWorker("none is alive")
+
+    async def health(self, request: Request) -> Response:
+        health = self._service.health()
+        shown = health if caller_of(request).is_operator else {"status": health["status"]}
+        if health["status"] in _SERVING:
+            return json_response(shown)
+        return json_response(shown, 503, {"retry-after": str(RETRY_AFTER_S)})
+
+    async def live(self, _: Request) -> Response:
+        """The process's loop turns: this was answered."""
+        return json_response({"status": "live"})
+
+    async def ready(self, _: Request) -> Response:
+        """Whether requests can be served; the gate answers once it is closed."""
+        if self._service.health()["status"] in _SERVING:
+            return json_response({"status": "ready"})
+        return json_response({"status": "unavailable"}, 503, {"retry-after": str(RETRY_AFTER_S)})
+
+    async def openapi(self, _: Request) -> Response:
+        return Response(_document_bytes(), media_type="application/json")
+
+    async def page(self, _: Request) -> Response:
+        return Response(_page_bytes(), media_type=HTML, headers=PAGE_HEADERS)
+
+
+@cache
+def _document_bytes() -> bytes:
+    return msgspec.json.encode(document())
+
+
+@cache
+def _page_bytes() -> bytes:
+    return page(document()).encode()
+
+
+def build_api(
+    service: Service,
+    tokenizer: Tokenizer,
+    chat: ChatTemplate,
+    *,
+    access: Access,
+    scopes: Scopes,
+    model_name: str,
+    limits: HttpSettings,
+    chats: ChatSettings = DEFAULT_CHATS,
+    responses: ResponsesSettings = DEFAULT_RESPONSES,
+    created: int,
+    clock: Callable[[], float],
+    new_id: Callable[[], str],
+    draw_seed: Callable[[], int],
+    count_answer: CountAnswer = lambda endpoint, status: None,
+    count_callback: CountCallback = ignore,
+    count_search: CountSearch = lambda reason, seconds: None,
+    pool: Executor | None = None,
+    tasks: Tasks | None = None,
+) -> Starlette:
+    """The ASGI app over `service`.
+
+    `created` and `clock` are seconds since the epoch; `new_id` names failures in the log;
+    `draw_seed` gives integers in [0, 2**64), from any thread.
+    `count_answer(endpoint, status)` is called when an answer begins, `count_callback(outcome, seconds)` when
+    a call of a URL that a request named is over, `count_search(reason, seconds)` when a search has its
+    result. `pool` reads large requests, by
+    default the loop's own. `tasks` are the service's, which closes them.
+    """
+    reader = PromptReader(
+        tokenizer, chat, service.model.vocab_size, max_model_len=service.model.max_model_len
+    )
+    chat_reader = ChatReader(reader, chat, tokenizer.added_tokens, chats)
+    maker = JobMaker(
+        service.model,
+        reader,
+        chat_reader,
+        model_name=model_name,
+        limits=limits,
+        draw_seed=draw_seed,
+    )
+    tasks = tasks or Tasks("the HTTP API")
+    callbacks = Callbacks(timeout_s=limits.callback_timeout_s, tasks=tasks, count=count_callback)
+    budgets = Budgets(clock, service.records, lambda: f"{draw_seed():016x}")
+    server = Server(
+        *(service, tokenizer, model_name, clock, new_id, budgets, tasks, callbacks, count_search),
+    )
+    tokenizing = Tokenizing(reader, chat_reader, tokenizer, service.model.max_model_len)
+    asking = Asking(
+        scopes,
+        max_body_bytes=limits.max_body_bytes,
+        max_model_len=service.model.max_model_len,
+        pool=pool,
+    )
+    turns = TurnMaker(reader, chat_reader, maker)
+    stored = Responses(asking, server, turns, responses, tasks)
+    messages = MessagesHandlers(server, maker, asking, reader, chat_reader)
+    graphs = GraphHandlers(server, maker, reader, asking, settings=limits)
+    rooms = (stored, messages, BranchHandlers(service, maker, reader, asking), graphs)
+    api = Api(server, maker, asking, tokenizing, *rooms, created=created, draw_seed=draw_seed)
+    socket = WebSocketRoute("/v1/live", LiveSocket(limits.max_body_bytes))
+    app = Starlette(routes=[*_routes(api), socket])
+    app.router.redirect_slashes = False
+    install(app)
+    app.add_middleware(
+        IdempotencyMiddleware,
+        ttl_s=limits.replay_ttl_s,
+        max_nbytes=limits.replay_max_mib << 20,
+        max_body_bytes=limits.max_body_bytes,
+        salt_header=SALT_HEADER,
+    )
+    app.add_middleware(AuthMiddleware, access=access, new_id=new_id, count_answer=count_answer)
+    app.add_middleware(AnthropicErrors, new_id=new_id)
+    return app
+
+
+class _Endpoint:
+    """A handler as an ASGI app: without Starlette's second net for errors around each."""
+
+    def __init__(self, handler: Callable[[Request], Awaitable[Response]]) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        response = await self._handler(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+
+class _Named(Route):
+    """A route that names itself in the scope: answers are counted by it."""
+
+    def matches(self, scope: AsgiScope) -> tuple[Match, AsgiScope]:
+        match, child = super().matches(scope)
+        if match is not Match.NONE:
+            child["route"] = self
+        return match, child
+
+
+def _routes(api: Api) -> list[Route]:
+    return [
+        _Named(each.path, _Endpoint(attrgetter(each.handler)(api)), methods=[each.method])
+        for each in OPERATIONS
+    ]

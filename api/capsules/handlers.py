@@ -1,0 +1,235 @@
+"""The handlers of `/v1/capsules`."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mallee.api.answers import FORK, RESTORE, capsule_body
+from mallee.api.branches.subtrees import Subtrees
+from mallee.api.capsules.bulk import (
+    Bulk,
+    check_wanted,
+    read_bool,
+    read_filter,
+    release_each,
+)
+from mallee.api.entry.asking import Asking, read_count
+from mallee.api.entry.middleware import caller_of
+from mallee.api.files.sending import CapsuleFile
+from mallee.api.files.taking import read_query, take_file
+from mallee.api.jobs import JobMaker
+from mallee.api.openapi.operations import MAX_LISTED
+from mallee.api.schemas import (
+    AnyRequest,
+    CapsuleRequest,
+    CaptureRequest,
+    DemoteRequest,
+    ForkRequest,
+    PinRequest,
+    RestoreRequest,
+    RewindRequest,
+)
+from mallee.api.serve import Server, json_response
+from mallee.api.sse import unless_gone
+from mallee.api.terms import read_terms
+from mallee.gateway.service import CapsuleInfo
+from mallee.protocol.errors import InvalidParameter, QuotaExceeded, QuotaTooSmall
+from mallee.protocol.ids import CapsuleId, RequestId
+
+MAX_START_DIGITS: Final = 9
+MAX_INLINE_TOKENS: Final = 4096  # that are decoded on the event loop
+
+
+class CapsuleHandlers:
+    """Makes, shows, forks, moves and forgets capsules. All state is the service's."""
+
+    def __init__(self, server: Server, maker: JobMaker, asking: Asking) -> None:
+        self._server = server
+        self._service = server.service
+        self._maker = maker
+        self._asking = asking
+        self._subtrees = Subtrees(server.service)
+
+    async def create(self, request: Request) -> Response:
+        asked = await self._asking.read(request, CapsuleRequest)
+        job = await self._asking.make(request, asked, self._maker.capsule)
+        if not asked.body.wait:
+            return await self._server.promise(request, job)
+        return await self._server.capsule(request, job)
+
+    async def get(self, request: Request) -> Response:
+        info = await self._service.inspect(_capsule(request), self._asking.scope(request))
+        return json_response(self._body(request, info))
+
+    async def text(self, request: Request) -> Response:
+        """The text from token `start` on; a character that begins before it is left out."""
+        capsule, asked = _capsule(request), request.query_params.get("start", "0")
+        if not (asked.isascii() and asked.isdecimal() and len(asked) <= MAX_START_DIGITS):
+            raise InvalidParameter("start", asked, "give the number of tokens to leave out")
+        reading = self._service.tokens(capsule, self._asking.scope(request))
+        tokens = await unless_gone(request.receive, reading)
+        start = min(int(asked), len(tokens))
+
+        def decode() -> str:
+            ids = tokens[start:].tolist()
+            text = self._server.tokenizer.decode(ids, skip_special_tokens=False)
+            return text.lstrip("\ufffd") if start else text
+
+        is_large = len(tokens) - start > MAX_INLINE_TOKENS
+        text = await self._asking.off_loop(request, decode, is_large=is_large)
+        body = {"id": capsule, "object": "capsule.text", "start": start, "tokens": len(tokens)}
+        return json_response({**body, "text": text})
+
+    async def list(self, request: Request) -> Response:
+        query = request.query_params
+        bulk = self._bulk(request, ("limit", "after"))
+        limit = read_count(query.get("limit"), "limit", 20, MAX_LISTED)
+        with caller_of(request).visit:
+            listed = bulk.page(query.get("after", ""), limit)
+            found, has_more, num_unknown = await unless_gone(request.receive, listed)
+        bodies = [self._body(request, info) for info in found]
+        last = bodies[-1]["id"] if bodies else None
+        body = {"object": "list", "data": bodies, "last_id": last, "has_more": has_more}
+        return json_response({**body, "unknown": num_unknown})
+
+    async def count(self, request: Request) -> Response:
+        bulk = self._bulk(request)
+        with caller_of(request).visit:
+            return json_response(await unless_gone(request.receive, bulk.count()))
+
+    async def delete_many(self, request: Request) -> Response:
+        bulk = self._bulk(request, ("all",))
+        check_wanted(bulk.wanted, read_bool(request.query_params, "all"))
+        visit = caller_of(request).visit
+        with visit:
+            num = await unless_gone(request.receive, bulk.delete(visit.unkeep))
+        return json_response({"object": "capsules.deleted", "deleted": num})
+
+    async def fork(self, request: Request) -> Response:
+        asked = await self._asking.read(request, ForkRequest)
+        info = await self._service.capsule(_capsule(request), asked.scope)
+        plan = await self._asking.make(
+            request, asked, lambda body, scope, terms: self._maker.fork(body, info, scope, terms)
+        )
+        return await self._server.answer(request, plan, FORK)
+
+    async def restore(self, request: Request) -> Response:
+        asked = await self._asking.read(request, RestoreRequest)
+        info = await self._service.capsule(_capsule(request), asked.scope)
+        plan = self._maker.restore(asked.body, info, asked.scope, asked.terms)
+        return await self._server.answer(request, plan, RESTORE)
+
+    async def rewind(self, request: Request) -> Response:
+        asked = await self._asking.read(request, RewindRequest)
+        info = await self._service.capsule(_capsule(request), asked.scope)
+        to, ttl_s = self._maker.rewind(asked.body, info)
+        return await self._kept(
+            request, to, lambda: self._service.rewind(info.capsule, to, ttl_s, asked.scope)
+        )
+
+    async def capture(self, request: Request) -> Response:
+        asked = await self._asking.read(request, CaptureRequest)
+        name, branch = RequestId(request.path_params["request"]), asked.body.branch
+        ttl_s = self._maker.pin(PinRequest(model=asked.body.model, ttl_s=asked.body.ttl_s))
+        with caller_of(request).visit.making(0, self._service.is_kept):
+            info = await self._service.capture(name, branch, ttl_s, asked.scope)
+
+        async def made() -> CapsuleInfo:
+            return info
+
+        try:
+            return await self._kept(request, info.boundary, made)
+        except (QuotaExceeded, QuotaTooSmall):  # its size is known by now alone
+            await self._service.release_capsule(info.capsule, asked.scope)
+            raise
+
+    async def prune(self, request: Request) -> Response:
+        asked = await self._asking.read(request, AnyRequest)
+        self._maker.check_model(asked.body.model)
+        capsule, visit = _capsule(request), caller_of(request).visit
+        pruning = self._subtrees.prune(capsule, asked.scope)
+        requests, capsules = await unless_gone(request.receive, pruning)
+        with visit:
+            releasing = release_each(self._service, capsules, asked.scope, visit.unkeep)
+            num = await unless_gone(request.receive, releasing)
+        body = {"id": capsule, "object": "capsule.pruned", "requests": requests}
+        return json_response({**body, "released": num, "left": len(capsules) - num})
+
+    async def pin(self, request: Request) -> Response:
+        asked = await self._asking.read(request, PinRequest)
+        info = await self._service.capsule(_capsule(request), asked.scope)
+        ttl_s = self._maker.pin(asked.body)
+        return await self._kept(
+            request,
+            info.boundary,
+            lambda: self._service.pin(info.capsule, ttl_s, asked.scope),
+        )
+
+    async def unpin(self, request: Request) -> Response:
+        info = await self._service.pin(_capsule(request), None, self._asking.scope(request))
+        caller_of(request).visit.unkeep(info.capsule)
+        return json_response(self._body(request, info))
+
+    async def demote(self, request: Request) -> Response:
+        asked = await self._asking.read(request, DemoteRequest)
+        tier = self._maker.demote(asked.body)
+        moved = self._service.demote(_capsule(request), tier, asked.scope)
+        info = await unless_gone(request.receive, moved)
+        return json_response(self._body(request, info))
+
+    async def promote(self, request: Request) -> Response:
+        asked = await self._asking.read(request, AnyRequest)
+        self._maker.check_model(asked.body.model)
+        share = asked.terms.share
+        moved = self._service.promote(_capsule(request), share, asked.scope)
+        info = await unless_gone(request.receive, moved)
+        return json_response(self._body(request, info))
+
+    async def export(self, request: Request) -> Response:
+        capsule = _capsule(request)
+        exported = self._service.export(capsule, self._asking.scope(request))
+        return CapsuleFile(await unless_gone(request.receive, exported), capsule)
+
+    async def take(self, request: Request) -> Response:
+        asked, caller = read_query(request.query_params), caller_of(request)
+        self._maker.check_import(asked)
+        scope, terms = self._asking.scope(request), read_terms(asked, caller, request.headers)
+        with caller.visit.making(0, self._service.is_kept):
+            pass  # a key that may keep no more is told before it sends gigabytes
+        incoming = await self._service.begin_import()
+        try:
+            found = await take_file(request, incoming, self._service.max_import_nbytes)
+            job = self._maker.imported(asked, found, scope, terms)
+            return await self._server.capsule(request, job, found.nbytes)
+        finally:
+            incoming.close()
+
+    async def delete(self, request: Request) -> Response:
+        capsule = _capsule(request)
+        await self._service.release_capsule(capsule, self._asking.scope(request))
+        caller_of(request).visit.unkeep(capsule)
+        return json_response({"id": capsule, "object": "capsule.deleted", "deleted": True})
+
+    def _bulk(self, request: Request, others: tuple[str, ...] = ()) -> Bulk:
+        """The capsules that a query means, which may have `others` too. Raises InvalidParameter."""
+        wanted = read_filter(request.query_params, others)
+        return Bulk(self._service, self._asking.scope(request), wanted, self._server.clock)
+
+    async def _kept(
+        self, request: Request, tokens: int, make: Callable[[], Awaitable[CapsuleInfo]]
+    ) -> Response:
+        """The answer to what pins a capsule; its key may keep no more than its quota."""
+        with caller_of(request).visit.making(tokens, self._service.is_kept) as keep:
+            info = await make()
+            keep(info.capsule)
+        return json_response(self._body(request, info))
+
+    def _body(self, request: Request, info: CapsuleInfo) -> dict[str, Any]:
+        names_workers = caller_of(request).is_operator
+        return capsule_body(info, self._server.model_name, names_workers=names_workers)
+
+
+def _capsule(request: Request) -> CapsuleId:
+    return CapsuleId(request.path_params["capsule"])

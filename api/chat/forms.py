@@ -1,0 +1,74 @@
+"""The form of answers that may or must call functions, as one grammar."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from mallee.api.chat.choice import ToolChoice
+from mallee.api.grammars import OutputFormat
+from mallee.api.text.answers import Thinking
+from mallee.api.text.tools.lark import ANY_TEXT, Lark
+from mallee.api.text.tools.parser import ToolFormat
+from mallee.protocol.errors import InvalidParameter
+from mallee.protocol.messages import Grammar
+
+_GAP: Final = r"/\n{0,2}/"  # behind the reasoning
+
+
+def answer_form(
+    form: ToolFormat,
+    choice: ToolChoice,
+    output: OutputFormat,
+    added_tokens: Mapping[str, int],
+    *,
+    several: bool,
+    thinking: Thinking | None,
+    is_open: bool,
+) -> OutputFormat:
+    """The grammar of calls, of free text beside them or of `output`; none where all is free.
+
+    `thinking`: the model may reason first; `is_open`: it does so already. Raises InvalidParameter.
+    """
+    is_strict = any(function.is_strict for function in choice.functions.values())
+    if choice.mode == "auto" and several and not is_strict and output.grammar is None:
+        return output
+    lark = Lark(added_tokens)
+    opening = form.grammar(lark, choice.functions, several=several)
+    calls = f"{lark.literal(opening)} calls".strip()
+    if choice.mode == "required":
+        start = calls
+    elif output.grammar is not None:
+        start = f"{calls} | {lark.json('text_form', _schema(output.grammar, output.param))}"
+    elif opening:
+        free = lark.text_until("before_calls", opening)
+        start = f"{lark.add('plain_text', ANY_TEXT)} | {free} calls"
+    else:
+        start = f"{calls} | {lark.add('plain_text', _not_beginning(form.starts))}"
+    start = _after_thinking(lark, start, thinking, is_open=is_open)
+    return OutputFormat(Grammar("lark", lark.build(start)), "tools").checked()
+
+
+def _after_thinking(lark: Lark, start: str, thinking: Thinking | None, *, is_open: bool) -> str:
+    if thinking is None:
+        return start
+    thoughts = f"{lark.text_until('thoughts', thinking.close)} {lark.add('gap', _GAP)}"
+    if is_open:
+        return f"{thoughts} ({start})"
+    return f"({lark.literal(thinking.open)} {thoughts})? ({start})"
+
+
+def _not_beginning(starts: tuple[str, ...]) -> str:
+    """Text that can't be taken for a call: none begins with its first character."""
+    first = "".join(sorted({start[0] for start in starts if start[0] != "<"}))
+    return rf"/([^\s{first}](.|\n)*)?/".replace("[^\\s[", "[^\\s\\[")
+
+
+def _schema(grammar: Grammar, param: str) -> Any:
+    if grammar.kind == "json_object":
+        return {"type": "object"}
+    if grammar.kind != "json_schema":
+        raise InvalidParameter(param, grammar.kind, "beside tools give a JSON schema, or none")
+    try:
+        return json.loads(grammar.source)
+    except (ValueError, RecursionError) as error:
+        raise InvalidParameter(param, grammar.source, f"no JSON: {error}") from error

@@ -1,0 +1,114 @@
+"""Requests as handlers read them: the body as a struct, its scope and terms; long work off the event loop."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Final, Generic, NamedTuple, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from mallee.api.entry.bodies import Bodies
+from mallee.api.entry.middleware import caller_of, header, read_body
+from mallee.api.schemas import LEAST_VALUES, AnyRequest, parse
+from mallee.api.sse import unless_gone
+from mallee.api.terms import checked_salt, read_terms
+from mallee.gateway.access.scopes import Scopes
+from mallee.protocol.errors import InvalidParameter
+from mallee.protocol.ids import Scope
+from mallee.router.dispatch.jobs import QueueTerms
+
+SALT_HEADER: Final = "x-cache-salt"  # where the body has no cache_salt
+INLINE_BODY_BYTES: Final = 32 << 10  # larger bodies are read off the event loop
+
+R = TypeVar("R", bound=AnyRequest)
+J = TypeVar("J")
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class Asked(NamedTuple, Generic[R]):
+    """A request that was read."""
+
+    body: R
+    scope: Scope
+    terms: QueueTerms
+    is_large: bool
+
+
+class Asking:
+    """Reads the requests of all routes. `pool` reads large ones, by default the loop's own."""
+
+    def __init__(
+        self, scopes: Scopes, *, max_body_bytes: int, max_model_len: int, pool: Executor | None
+    ) -> None:
+        self._scopes = scopes
+        self._max_body_bytes = max_body_bytes
+        # The ids of a prompt as long as the window, and the rest of a body.
+        self._max_values = max(LEAST_VALUES, max_model_len + LEAST_VALUES // 2)
+        self._pool = pool
+        self._bodies = Bodies()
+
+    async def read(self, request: Request, kind: type[R]) -> Asked[R]:
+        """The request, whose body is a `kind`. Raises BadRequest and as `read_body`."""
+        raw = await read_body(request, self._max_body_bytes)
+        caller, salt = caller_of(request), _salt(request)
+
+        def work() -> Asked[R]:
+            owner = f"{caller.tenant}\0{salt}"
+            body = self._bodies.parse(raw, kind, owner, self._max_values)
+            if not kind.is_bounded:
+                _check_unbounded(body)
+            scope = self._scopes.scope(caller.tenant, checked_salt(body.cache_salt) or salt)
+            terms = read_terms(body, caller, request.headers)
+            return Asked(body, scope, terms, len(raw) > INLINE_BODY_BYTES)
+
+        return await self.off_loop(request, work, is_large=len(raw) > INLINE_BODY_BYTES)
+
+    async def read_plain(self, request: Request, kind: type[S]) -> S:
+        """The body without an owner or terms. Raises BadRequest and as `read_body`."""
+        return parse(await read_body(request, self._max_body_bytes), kind, self._max_values)
+
+    async def make(
+        self, request: Request, asked: Asked[R], make: Callable[[R, Scope, QueueTerms], J]
+    ) -> J:
+        """The result of `make`, given a request that was read."""
+        return await self.off_loop(
+            request,
+            lambda: make(asked.body, asked.scope, asked.terms),
+            is_large=asked.is_large,
+        )
+
+    async def off_loop(self, request: Request, work: Callable[[], J], *, is_large: bool) -> J:
+        """The result of `work`: seconds of tokenizing must not hold up the tokens of other requests."""
+        if not is_large:
+            return work()
+        return await unless_gone(request.receive, self.in_pool(work))
+
+    async def in_pool(self, work: Callable[[], J]) -> J:
+        """The result of `work`, made off the event loop whether its client is there or not."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def scope(self, request: Request) -> Scope:
+        """The scope of a request without a body."""
+        return self._scopes.scope(caller_of(request).tenant, _salt(request))
+
+
+def _check_unbounded(body: AnyRequest) -> None:
+    for name in ("budget", "stop_when"):
+        if (given := getattr(body.mallee, name)) is not None:
+            remedy = "completions, chat, messages, forks and restores have it; leave it out"
+            raise InvalidParameter(f"mallee.{name}", given, remedy)
+
+
+def _salt(request: Request) -> str:
+    return checked_salt(header(request.headers, SALT_HEADER) or "", SALT_HEADER)
+
+
+def read_count(text: str | None, name: str, default: int, most: int) -> int:
+    """A query parameter from 1 to `most`. Raises InvalidParameter."""
+    if text is None:
+        return default
+    is_short = text.isascii() and text.isdecimal() and len(text) <= len(str(most))
+    if not is_short or not 1 <= int(text) <= most:
+        raise InvalidParameter(name, text, f"give a whole number from 1 to {most}")
+    return int(text)

@@ -1,0 +1,312 @@
+"""A POST that is sent again under its `Idempotency-Key` gets the answer of the first, and runs once.
+
+One gateway's: another replica knows nothing of the key, and runs the request. While the first runs, others
+join it; afterwards they get what was sent, byte for byte. Refusals and failures are not kept: a request
+that was refused changed nothing, and is sent again to be run.
+
+The app's answer goes into a record, from which every client reads at its own speed. A request whose last
+client has gone is cancelled, as one without a key is: at once if it has sent nothing, a stream after
+GRACE_S, so that its client can come back to it.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import MutableMapping
+from typing import Any, Final, NamedTuple
+
+import xxhash
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mallee.api.entry.middleware import caller_of, header, read_body
+from mallee.api.errors import CLIENT_GONE, AnswerNotKept, ClientGone, KeyReused
+from mallee.api.sse import MAX_WRITE_S, TimeLimit, unless_gone
+from mallee.protocol.errors import InvalidParameter, Unavailable
+
+KEY_HEADER: Final = "idempotency-key"
+MAX_KEY: Final = 255  # characters
+REPLAYED: Final = (b"idempotent-replayed", b"true")
+GRACE_S: Final = 5.0  # in which the reader of a stream comes back
+_SHARE: Final = 8  # of the memory for all records: one has at most an eighth
+_OVERHEAD_NBYTES: Final = 1024  # of a record and its key
+_MESSAGE_NBYTES: Final = 256  # of a message beside its body and headers
+_FILES: Final = "/v1/capsules/import"  # its body is a file, of any length
+
+_log = logging.getLogger(__name__)
+
+
+class _Name(NamedTuple):
+    """A key in its scope: that of the caller, who may see workers or not."""
+
+    tenant: str
+    is_operator: bool
+    salt: str
+    key: str
+
+
+class _Record:
+    """The answer of one run as far as it is written. Belongs to one event loop."""
+
+    def __init__(self, request: bytes, scope: Scope, max_nbytes: int) -> None:
+        self.request = request  # a digest of its path and body
+        self.scope = scope
+        self.nbytes = _OVERHEAD_NBYTES
+        self.is_over = False
+        self._is_complete = False  # the app may still be tidying up
+        self.is_whole = True  # False: it is too large to be kept, and its beginning is gone
+        self.due = 0.0  # loop seconds at which it is forgotten, once it is over
+        self._max_nbytes = max_nbytes
+        self._messages: list[Message] = []
+        self._first = 0  # number of the first of them
+        self._status = 0
+        self._error: Exception | None = None
+        self._positions: dict[object, int] = {}  # of readers: the number of their next message
+        self._changed = asyncio.Event()  # replaced at each change
+        self._is_left = asyncio.Event()  # by every reader
+        self._grace: asyncio.TimerHandle | None = None
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether its run is cancelled, though it may not be over: it has no answer for anybody."""
+        return self._is_left.is_set()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it can be given again, once it is over."""
+        return (
+            self._is_complete
+            and self.is_whole
+            and self._error is None
+            and 200 <= self._status < 300
+        )
+
+    async def put(self, message: Message) -> None:
+        """Take what the app sends. Returns at once, unless a long answer has to wait for its readers."""
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+        self._messages.append(message)
+        self._is_complete = _is_last(message)
+        self.nbytes += _nbytes(message)
+        self.is_whole = self.is_whole and self.nbytes <= self._max_nbytes
+        self._tell()
+        while not self.is_whole and self._drop() > self._max_nbytes and self._positions:
+            await self._changed.wait()
+
+    def end(self, error: Exception | None = None) -> None:
+        self.is_over, self._error = True, error
+        self._tell()
+
+    async def left(self) -> Message:
+        """Return when its client is gone: all of them."""
+        await self._is_left.wait()
+        return {"type": "http.disconnect"}
+
+    def join(self, reader: object) -> None:
+        self._positions[reader] = 0
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+
+    def leave(self, reader: object) -> None:
+        """One reads no more."""
+        del self._positions[reader]
+        self._tell()
+        if self._positions or self.is_over or self._is_complete:
+            return
+        if self._status and self.is_whole:
+            self._grace = asyncio.get_running_loop().call_later(GRACE_S, self._is_left.set)
+        else:
+            self._is_left.set()
+
+    async def read(self, reader: object) -> list[Message]:
+        """The messages that the reader has not read yet, once there are some; none at the end.
+
+        Raises the error with which the app failed.
+        """
+        while True:
+            position = self._positions[reader]
+            found = self._messages[position - self._first :]
+            if found:
+                self._positions[reader] = position + len(found)
+                self._tell()
+                return found
+            if self.is_over:
+                if self._error is not None:
+                    raise self._error
+                return []
+            await self._changed.wait()
+
+    def _drop(self) -> int:
+        """Forget what every reader has read; the bytes that are left."""
+        done = min(self._positions.values(), default=self._first) - self._first
+        gone = sum(map(_nbytes, self._messages[:done]))
+        del self._messages[:done]
+        self._first += done
+        self.nbytes -= gone
+        return self.nbytes
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+class IdempotencyMiddleware:
+    """ASGI middleware, inside of the one that finds the caller.
+
+    Answers are kept for `ttl_s`, and in `max_nbytes` all together: the oldest go first. `salt_header` names
+    the header that parts the scopes of one tenant.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, ttl_s: float, max_nbytes: int, max_body_bytes: int, salt_header: str
+    ) -> None:
+        self._app = app
+        self._ttl_s = ttl_s
+        self._max_nbytes = max_nbytes
+        self._max_body_bytes = max_body_bytes
+        self._salt_header = salt_header
+        self._records: dict[_Name, _Record] = {}
+        self._nbytes = 0  # of the next
+        self._over: OrderedDict[_Name, _Record] = OrderedDict()  # those that are kept, oldest first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises MalleeError, and what the app raises."""
+        headers = Headers(scope=scope) if scope["type"] == "http" else None
+        if headers is None or scope["method"] != "POST" or KEY_HEADER not in headers:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        name = self._name(request)
+        try:
+            body = await read_body(request, self._max_body_bytes)
+        except ClientGone:
+            await Response(status_code=CLIENT_GONE)(scope, receive, send)
+            return
+        digest = _digest(scope, body)
+        self._forget_old()
+        record = self._records.get(name)
+        if record is None or (record.is_given_up and not record.is_over):
+            await self._run(name, digest, body, scope, receive, send)
+            return
+        if record.request != digest:
+            raise KeyReused(name.key)
+        if not record.is_whole:
+            raise AnswerNotKept(name.key)
+        await _Reader(record, is_first=False).follow(scope, receive, send)
+
+    def _name(self, request: Request) -> _Name:
+        """Raises InvalidParameter."""
+        key = header(request.headers, KEY_HEADER) or ""
+        if not (0 < len(key) <= MAX_KEY and key.isascii() and key.isprintable()):
+            raise InvalidParameter(KEY_HEADER, key, f"give 1 to {MAX_KEY} printable characters")
+        if request.url.path == _FILES:
+            raise InvalidParameter(
+                KEY_HEADER, key, "an import of a file takes no key: leave it out"
+            )
+        caller = caller_of(request)
+        salt = header(request.headers, self._salt_header) or ""
+        return _Name(caller.tenant, caller.is_operator, salt, key)
+
+    async def _run(
+        self, name: _Name, digest: bytes, body: bytes, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Run the app in this call, which lasts until the run ends, though its client may go before."""
+        record = self._records[name] = _Record(digest, scope, self._max_nbytes // _SHARE)
+        bodies: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def received() -> Message:
+            return bodies.pop() if bodies else await record.left()
+
+        reader = _Reader(record, is_first=True)
+        reading = asyncio.ensure_future(reader.follow(scope, receive, send))
+        try:
+            await self._app(scope, received, record.put)
+        except asyncio.CancelledError:
+            record.end(Unavailable("the request was given up; send it again"))
+            reading.cancel()
+            await asyncio.wait([reading])
+            raise
+        except Exception as error:
+            record.end(error)
+        else:
+            record.end()
+        finally:
+            self._ended(name, record)
+        await reading
+
+    def _ended(self, name: _Name, record: _Record) -> None:
+        if self._records.get(name) is not record:
+            return  # it was given up, and the request came again
+        if not record.is_kept:
+            del self._records[name]
+            return
+        record.scope = {"route": record.scope.get("route")}  # the rest is the first client's
+        record.due = asyncio.get_running_loop().time() + self._ttl_s
+        self._over[name] = record
+        self._nbytes += record.nbytes
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        """Forget what is too old, and the oldest while there is too much."""
+        now = asyncio.get_running_loop().time()
+        while self._over:
+            name, oldest = next(iter(self._over.items()))
+            if oldest.due > now and self._nbytes <= self._max_nbytes:
+                return
+            self._nbytes -= oldest.nbytes
+            del self._over[name], self._records[name]
+
+
+class _Reader:
+    """One client of a record."""
+
+    def __init__(self, record: _Record, *, is_first: bool) -> None:
+        self._record = record
+        self._is_first = is_first
+        record.join(self)
+
+    async def follow(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all of the answer. Raises what the app raised."""
+        try:
+            await unless_gone(receive, self._send_all(scope, send))
+        except TimeoutError:
+            # The answer is not complete, so the server cuts the connection.
+            _log.warning("a client took nothing of its answer for %g s", MAX_WRITE_S)
+        except (ClientGone, OSError):
+            return  # no reader is left
+        finally:
+            self._record.leave(self)
+
+    async def _send_all(self, scope: MutableMapping[str, Any], send: Send) -> None:
+        with TimeLimit(MAX_WRITE_S) as limit:
+            while messages := await self._record.read(self):
+                for message in messages:
+                    limit.begin()
+                    await send(self._own(message, scope))
+                    limit.end()
+                    if _is_last(message):
+                        return
+
+    def _own(self, message: Message, scope: MutableMapping[str, Any]) -> Message:
+        """The message for this client: what it did not begin is marked."""
+        if self._is_first or message["type"] != "http.response.start":
+            return message
+        scope["route"] = self._record.scope.get("route")  # answers are counted by it
+        return {**message, "headers": [*message["headers"], REPLAYED]}
+
+
+def _is_last(message: Message) -> bool:
+    return message["type"] == "http.response.body" and not message.get("more_body", False)
+
+
+def _nbytes(message: Message) -> int:
+    headers = sum(len(name) + len(value) for name, value in message.get("headers", ()))
+    return _MESSAGE_NBYTES + headers + len(message.get("body", b""))
+
+
+def _digest(scope: Scope, body: bytes) -> bytes:
+    head = scope["path"].encode() + b"\0" + scope["query_string"] + b"\0"
+    return xxhash.xxh3_128_digest(head + body)

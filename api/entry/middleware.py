@@ -1,0 +1,230 @@
+"""Checks before every route: the caller and its limits, the body's size; the net under bugs."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import nullcontext, suppress
+from typing import Final, TypeAlias
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from mallee.api.entry.gate import Turns
+from mallee.api.errors import (
+    BodyTooLarge,
+    ClientGone,
+    SlowBody,
+    UnsupportedEncoding,
+    error_response,
+)
+from mallee.api.errors import unexpected as unexpected_error
+from mallee.gateway.access.access import NOBODY, TENANT_HEADER, Access, Caller
+from mallee.protocol.errors import InvalidParameter, MalleeError, Unauthorized
+
+_log = logging.getLogger(__name__)
+
+BODY_S: Final = 20.0
+"""Time of a body, to which each MIN_BODY_RATE bytes that have come add a second."""
+MIN_BODY_RATE: Final = 16 << 10
+LINGER_S: Final = 5.0
+
+CountAnswer: TypeAlias = Callable[[str, int], None]
+"""Called with the path's template (not the path) and the HTTP status when an answer begins."""
+
+# Told to everybody: the state of the service, though not whole, and the API's description and the page's
+# files, alike everywhere.
+_OPEN = frozenset(("/health", "/health/live", "/health/ready", "/openapi.json", "/docs", "/ui"))
+_OPEN_FILES = "/ui/"
+OUTER: Final = frozenset(("/v1/batch", "/v1/search"))  # the requests in them count, each by itself
+INNER: Final = "mallee.inner"  # in the scope of a request that came inside of another
+_CALLER = "mallee.caller"  # in the scope of a request
+_BEGUN = "mallee.begun"  # in loop seconds
+
+
+def caller_of(request: Request) -> Caller:
+    """The sender of `request`, as the middleware found it."""
+    caller: Caller = request.scope[_CALLER]
+    return caller
+
+
+def age_s(request: Request) -> float:
+    """Seconds since the head of `request` came."""
+    begun: float = request.scope[_BEGUN]
+    return asyncio.get_running_loop().time() - begun
+
+
+class AuthMiddleware:
+    """ASGI middleware. Finds each request's caller, counts answers, catches bugs.
+
+    A bug is logged with a fresh id and answered by a 500 that names the id and nothing else.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        access: Access,
+        new_id: Callable[[], str],
+        count_answer: CountAnswer,
+    ) -> None:
+        self._app = app
+        self._access = access
+        self._turns = Turns()
+        self._new_id = new_id
+        self._count_answer = count_answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._socket(scope, receive, send)
+            return
+        if scope["type"] != "http":  # the server's start and end
+            await self._app(scope, receive, send)
+            return
+        has_begun = False
+        scope[_BEGUN] = asyncio.get_running_loop().time()
+
+        async def counted_send(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                path = getattr(scope.get("route"), "path", "other")
+                self._count_answer(path, message["status"])
+            await send(message)
+
+        try:
+            try:
+                caller = scope[_CALLER] = self._find_caller(scope)
+                is_work = scope["method"] == "POST" and scope["path"] not in OUTER
+                if is_work or INNER in scope:  # a frame costs its sender too little to be free
+                    await self._turns.wait()
+                with caller.visit if is_work else nullcontext():
+                    await self._app(scope, receive, counted_send)
+            except MalleeError as error:
+                if has_begun:
+                    raise
+                await error_response(error)(scope, receive, counted_send)
+        except Exception:
+            request_id = self._new_id()
+            _log.exception("request %s failed", request_id)
+            if has_begun:
+                raise  # the server cuts the connection
+            await error_response(unexpected_error(request_id))(scope, receive, counted_send)
+
+    async def _socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a WebSocket in that has a key; the requests that come by it are looked at each."""
+        try:
+            self._find_caller(scope)
+        except MalleeError as error:
+            await WebSocket(scope, receive, send).send_denial_response(error_response(error))
+            return
+        await self._app(scope, receive, send)
+
+    def _find_caller(self, scope: Scope) -> Caller:
+        """Raises Unauthorized, Forbidden."""
+        headers = Headers(scope=scope)
+        try:
+            return self._access.caller(_bearer(headers), header(headers, TENANT_HEADER))
+        except Unauthorized:
+            if scope["path"] in _OPEN or scope["path"].startswith(_OPEN_FILES):
+                return NOBODY
+            raise
+
+
+def header(headers: Headers, name: str) -> str | None:
+    """A header that names an owner. Raises InvalidParameter if it comes twice: one may be a stranger's."""
+    given = headers.getlist(name)
+    if len(given) > 1:
+        raise InvalidParameter(name, given, "give it once")
+    return given[0] if given else None
+
+
+def _bearer(headers: Headers) -> str | None:
+    """The key that was sent, if exactly one was: OpenAI's header before Anthropic's."""
+    given = headers.getlist("authorization")
+    if not given and len(keys := headers.getlist("x-api-key")) == 1:
+        return keys[0].strip()
+    kind, _, token = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+    return token.strip() if kind.lower() == "bearer" else None
+
+
+async def body_pieces(
+    request: Request, limit: int, too_large: type[BodyTooLarge]
+) -> AsyncGenerator[bytes, None]:
+    """The body as it comes; `too_large` is raised for one of more than `limit` bytes.
+
+    Its time stands still while nothing is asked for. Raises as `read_body`.
+    """
+    try:
+        _check_head(request, limit, too_large)
+    except BodyTooLarge:
+        await _drop_rest(request)
+        raise
+    loop = asyncio.get_running_loop()
+    left_s, nbytes, has_more = BODY_S, 0, True
+    while has_more:
+        begin = loop.time()
+        try:
+            async with asyncio.timeout(left_s):
+                message = await request.receive()
+        except TimeoutError:
+            raise SlowBody(nbytes, BODY_S, MIN_BODY_RATE) from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk = message.get("body", b"")
+        nbytes += len(chunk)
+        has_more = message.get("more_body", False)
+        if nbytes > limit:
+            if has_more:
+                await _drop_rest(request)
+            raise too_large(limit)
+        left_s = min(BODY_S, left_s - (loop.time() - begin) + len(chunk) / MIN_BODY_RATE)
+        yield chunk
+
+
+async def _drop_rest(request: Request) -> None:
+    """Let a client that is refused send on for a moment: one that is cut off may never read why."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while (message := await request.receive())["type"] != "http.disconnect":
+                if not message.get("more_body", False):
+                    return
+
+
+def _check_head(request: Request, limit: int, too_large: type[BodyTooLarge]) -> None:
+    """Raises UnsupportedEncoding, and `too_large` if the body is said to be."""
+    declared = request.headers.get("content-length", "0")
+    # A sane server passes digits only; for anything else the bytes that arrive are counted.
+    if declared.isdecimal() and int(declared[:20]) > limit:
+        raise too_large(limit)
+    if (encoding := request.headers.get("content-encoding", "identity")) not in ("identity", ""):
+        raise UnsupportedEncoding(encoding)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body.
+
+    Raises BodyTooLarge before holding more than `limit` bytes, SlowBody, UnsupportedEncoding, ClientGone.
+    """
+    _check_head(request, limit, BodyTooLarge)
+    begin = asyncio.get_running_loop().time()
+    chunks: list[bytes] = []
+    nbytes = 0
+    try:
+        async with asyncio.timeout_at(begin + BODY_S) as due:
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                chunk = message.get("body", b"")
+                nbytes += len(chunk)
+                if nbytes > limit:
+                    raise BodyTooLarge(limit)
+                chunks.append(chunk)
+                if not message.get("more_body", False):
+                    return b"".join(chunks)
+                due.reschedule(begin + BODY_S + nbytes / MIN_BODY_RATE)
+    except TimeoutError:
+        seconds = asyncio.get_running_loop().time() - begin
+        raise SlowBody(nbytes, seconds, MIN_BODY_RATE) from None

@@ -1,0 +1,600 @@
+"""Requests become jobs: ranges, token limits and defaults are decided here, before any worker."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple, TypeVar
+
+import msgspec
+
+from mallee.api.branches.accounts import Budget, read_budget
+from mallee.api.branches.conditions import Conditions, read_conditions
+from mallee.api.callbacks.callbacks import AllowedUrls
+from mallee.api.chat.reading import Chat, ChatReader
+from mallee.api.files.taking import ImportRequest
+from mallee.api.grammars import FREE_TEXT, OutputFormat, read_output_format
+from mallee.api.prompts import PromptReader
+from mallee.api.schemas import (
+    AnyRequest,
+    CapsuleRequest,
+    ChatRequest,
+    CompletionRequest,
+    DemoteRequest,
+    ForkRequest,
+    PinRequest,
+    RestoreRequest,
+    RewindRequest,
+    SamplingFields,
+)
+from mallee.api.terms import read_affinity, read_retention
+from mallee.api.text.answers import Reading
+from mallee.gateway.capsule_files.imports import Received
+from mallee.gateway.service import CapsuleInfo
+from mallee.protocol.errors import (
+    BadRequest,
+    ContextLengthExceeded,
+    InvalidParameter,
+    UnknownModel,
+    shown,
+)
+from mallee.protocol.hashing import Tokens, as_tokens
+from mallee.protocol.ids import CapsuleId, Scope
+from mallee.protocol.messages import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    Limits,
+    ReasoningBudget,
+    Sampling,
+    unpack_tokens,
+)
+from mallee.protocol.model import ModelSpec
+from mallee.router.dispatch.jobs import (
+    NO_MESSAGES,
+    ForkJob,
+    GenerateJob,
+    Messages,
+    PrefillJob,
+    QueueTerms,
+)
+from mallee.runtime.config import HttpSettings
+
+MAX_STOPS: Final = 16
+MAX_STOP_CHARS: Final = 4096  # of all stop strings together
+MAX_STOP_IDS: Final = 1024
+DEFAULT_MAX_TOKENS: Final = 16
+LOWER_TIERS: Final = {"host": 1, "disk": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Jobs to start, and the rules by which their text is cut. Choice index = job * branches + branch."""
+
+    jobs: tuple[GenerateJob | ForkJob, ...]
+    branches: int
+    prompt_tokens: int
+    stops: tuple[str, ...]
+    stop_token_ids: frozenset[int]  # that end a branch and are not part of its text
+    stream: bool
+    include_usage: bool
+    keeps_stop: bool = False  # a stop string is part of the text that it ends
+    min_tokens: int = 0  # of which no stop string is looked for
+    logprobs: bool = False
+    output: OutputFormat = FREE_TEXT
+    diagnoses: bool = False  # the answer says how its prompts were served
+    starts: tuple[int, ...] = ()  # tokens before each choice's answer
+    reading: Reading | None = None  # of reasoning and calls in the text, if there may be any
+    budget: Budget | None = None
+    conditions: Conditions | None = None  # that end branches before their limits
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the capsules of its choices are to be pinned."""
+        return any(job.keep_s is not None for job in self.jobs)
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.jobs) * self.branches
+
+
+class Start(NamedTuple):
+    """The first `num_tokens` tokens of a capsule, which has more of them if `is_cut`."""
+
+    capsule: CapsuleId
+    num_tokens: int
+    is_cut: bool
+
+
+T = TypeVar("T", int, float)
+
+
+def _within(param: str, value: T, low: T, high: T) -> T:
+    if not low <= value <= high:  # also refuses NaN
+        raise InvalidParameter(param, value, f"give {low} to {high}")
+    return value
+
+
+class JobMaker:
+    """Turns parsed requests into plans. `draw_seed` gives a seed in [0, 2**64) where none was given.
+
+    Every method raises BadRequest (or UnknownModel) and has no other effect.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        reader: PromptReader,
+        chat: ChatReader,
+        *,
+        model_name: str,
+        limits: HttpSettings,
+        draw_seed: Callable[[], int],
+    ) -> None:
+        self._spec = spec
+        self._reader = reader
+        self._chat = chat
+        self._model_name = model_name
+        self._limits = limits
+        self.urls = AllowedUrls(limits.callbacks)
+        self._draw_seed = draw_seed
+
+    def check_model(self, model: str | None) -> None:
+        """Raises UnknownModel; a request that names no model means the one served."""
+        if model is not None and model != self._model_name:
+            raise UnknownModel(model, [self._model_name])
+
+    def completion(self, request: CompletionRequest, scope: Scope, terms: QueueTerms) -> Plan:
+        self.check_model(request.model)
+        self._check_sampling(request)
+        num_prompts = len(request.prompt) if _is_batch(request.prompt) else 1
+        self._check_branches("n", request.n, num_prompts)
+        max_tokens = self._max_tokens("max_tokens", request.max_tokens)
+        prompts = self._reader.prompts(request.prompt, scope)
+        max_tokens = max_tokens or DEFAULT_MAX_TOKENS
+        output = read_output_format(request)
+        return self._generate(request, prompts, max_tokens, output=output, scope=scope, terms=terms)
+
+    def chat(self, request: ChatRequest, scope: Scope, terms: QueueTerms) -> Plan:
+        """Without a token limit the setting's counts, as far as the prompt leaves room in the window."""
+        self.check_model(request.model)
+        self._check_branches("n", request.n, 1)
+        old, new = request.max_tokens, request.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            remedy = f"max_completion_tokens={shown(new)}: give one"
+            raise InvalidParameter("max_tokens", old, remedy)
+        self._max_tokens("max_tokens", old)
+        self._max_tokens("max_completion_tokens", new)
+        return self.conversation(request, self._chat.read(request, scope), scope, terms)
+
+    def conversation(
+        self,
+        request: ChatRequest,
+        chat: Chat,
+        scope: Scope,
+        terms: QueueTerms,
+        start: Start | None = None,
+    ) -> Plan:
+        """The plan of a request that was read; its prompt goes on from `start`, if that is given.
+
+        A request of another API sets `max_completion_tokens`, and names its own fields before.
+        """
+        self._check_sampling(request)
+        if request.thinking_token_budget is not None:
+            _within("thinking_token_budget", request.thinking_token_budget, 0, (1 << 31) - 1)
+        max_tokens = request.max_completion_tokens or request.max_tokens
+        begun = 0 if start is None else start.num_tokens
+        room = max(self._spec.max_model_len - begun - len(chat.prompt), 1)
+        default = min(self._chat.settings.max_tokens or room, room)
+        if ends := self._chat.stop_token_ids:
+            ids = [*request.stop_token_ids, *(() if request.ignore_eos else ends)]
+            request = msgspec.structs.replace(request, stop_token_ids=ids)
+        if start is not None:
+            plan = self._go_on(request, chat, start, max_tokens or default, scope, terms)
+        else:
+            plan = self._generate(
+                *(request, [chat.prompt], max_tokens or default),
+                output=chat.output,
+                scope=scope,
+                terms=terms,
+                messages=chat.messages._replace(changed=chat.changed),
+                reasoning=chat.reasoning,
+            )
+        return replace(plan, reading=chat.reading)
+
+    def _go_on(
+        self,
+        request: ChatRequest,
+        chat: Chat,
+        start: Start,
+        max_tokens: int,
+        scope: Scope,
+        terms: QueueTerms,
+    ) -> Plan:
+        """One branch from a capsule, whose suffix is the rest of a conversation."""
+        length = start.num_tokens + len(chat.prompt)
+        self._check_fits(length, max_tokens)
+        job = ForkJob(
+            start.capsule,
+            [chat.prompt],
+            self._branch_limits(request, max_tokens, chat.reasoning),
+            self._sampling(request),
+            terms,
+            chat.output.grammar,
+            start.num_tokens if start.is_cut else None,
+            scope,
+            keep_s=self._keep_s(request),
+            retain=read_retention(request, length, self._limits.max_ttl_s),
+        )
+        return self._plan(
+            request, chat.output, (job,), branches=1, prompt_tokens=length, starts=(length,)
+        )
+
+    def capsule(self, request: CapsuleRequest, scope: Scope, terms: QueueTerms) -> PrefillJob:
+        self.check_model(request.model)
+        ttl_s = self._ttl_s(request.ttl_s)
+        if (request.prompt is None) == (request.messages is None):
+            raise BadRequest("give either prompt or messages", param="prompt")
+        messages = NO_MESSAGES
+        if request.messages is None:
+            tokens = self._reader.prompt(request.prompt, scope=scope)
+        else:
+            tokens, messages = self._chat.prefix(request, scope)
+        self._check_fits(len(tokens), 0)
+        return PrefillJob(
+            tokens,
+            scope,
+            ttl_s,
+            terms,
+            messages=messages,
+            retain=read_retention(request, len(tokens), self._limits.max_ttl_s),
+            affinity=read_affinity(request, scope),
+        )
+
+    def imported(
+        self, request: ImportRequest, found: Received, scope: Scope, terms: QueueTerms
+    ) -> PrefillJob:
+        """The job that makes a capsule of a file that has come, under a salt that nobody knows."""
+        record = found.record
+        return PrefillJob(
+            unpack_tokens(record.tokens),
+            scope,
+            self._ttl_s(request.ttl_s),
+            terms,
+            grammar=record.grammar,
+            continuation=record.continuation,
+            holders=(found.holder,),
+            nonce=found.holder.capsule,
+        )
+
+    def check_import(self, request: ImportRequest) -> None:
+        """Raises what `imported` would, before the file comes."""
+        self.check_model(request.model)
+        self._ttl_s(request.ttl_s)
+
+    def check_fork(self, request: ForkRequest) -> None:
+        """Raises what a fork of any capsule would raise for its model and sampling."""
+        self.check_model(request.model)
+        self._check_sampling(request)
+        self._sampling(request)
+
+    def fork(
+        self, request: ForkRequest, capsule: CapsuleInfo, scope: Scope, terms: QueueTerms
+    ) -> Plan:
+        self.check_model(request.model)
+        self._check_sampling(request)
+        if (request.suffixes is None) == (request.n is None):
+            raise BadRequest("give either suffixes or n", param="suffixes")
+        if request.n is not None:
+            self._check_branches("n", request.n, 1)
+        entries = request.suffixes if request.suffixes is not None else [[]] * (request.n or 0)
+        self._check_branches("suffixes", len(entries), 1)
+        max_tokens = self._max_tokens("max_tokens", request.max_tokens)
+        max_tokens = max_tokens or DEFAULT_MAX_TOKENS
+        suffixes = [self._reader.suffix(s, f"suffixes[{i}]", scope) for i, s in enumerate(entries)]
+        at, boundary = request.at, _checked_at("at", request.at, capsule)
+        self._check_fits(boundary + max(map(len, suffixes)), max_tokens)
+        output = read_output_format(request)
+        job = ForkJob(
+            capsule.capsule,
+            suffixes,
+            self._branch_limits(request, max_tokens),
+            self._sampling(request),
+            terms,
+            output.grammar,
+            at,
+            scope,
+            keep_s=self._keep_s(request),
+            retain=read_retention(
+                request, boundary + max(map(len, suffixes)), self._limits.max_ttl_s
+            ),
+        )
+        lengths = tuple(map(len, suffixes))
+        return self._plan(
+            request,
+            output,
+            (job,),
+            branches=len(suffixes),
+            prompt_tokens=boundary + sum(lengths),
+            starts=tuple(boundary + length for length in lengths),
+        )
+
+    def restore(
+        self, request: RestoreRequest, capsule: CapsuleInfo, scope: Scope, terms: QueueTerms
+    ) -> Plan:
+        """The branch that a capsule was taken from, going on from there."""
+        self.check_model(request.model)
+        _check_stops(request)
+        more = self._max_tokens("max_tokens", request.max_tokens) or 0
+        boundary = _checked_at("at", request.at, capsule)
+        self._check_fits(boundary, more or 1)
+        conditions = read_conditions(request.mallee.stop_when, 1, self.urls)
+        if conditions is not None and conditions.below is not None:
+            remedy = "how a restored branch draws is its capsule's; leave it out, or fork"
+            raise InvalidParameter("mallee.stop_when.logprob", {"below": conditions.below}, remedy)
+        job = ForkJob(
+            capsule.capsule,
+            [as_tokens(())],
+            Limits(more),
+            terms=terms,
+            at=request.at,
+            scope=scope,
+            resumes=True,
+            keep_s=self._keep_s(request),
+        )
+        options = request.stream_options
+        return Plan(
+            jobs=(job,),
+            branches=1,
+            prompt_tokens=boundary,
+            stops=_stops(request),
+            stop_token_ids=frozenset(),
+            stream=request.stream,
+            include_usage=options is not None and options.include_usage,
+            keeps_stop=request.include_stop_str_in_output,
+            starts=(boundary,),
+            budget=read_budget(request.mallee.budget),
+            conditions=conditions,
+        )
+
+    def rewind(self, request: RewindRequest, capsule: CapsuleInfo) -> tuple[int, float]:
+        """The boundary to rewind to, and the seconds to keep that without use."""
+        self.check_model(request.model)
+        if request.to is None:
+            raise BadRequest("to is required", param="to")
+        return _checked_at("to", request.to, capsule), self._ttl_s(request.ttl_s)
+
+    def pin(self, request: PinRequest) -> float:
+        """Seconds to keep a capsule without use; 0: until it is deleted."""
+        self.check_model(request.model)
+        return self._ttl_s(request.ttl_s)
+
+    def demote(self, request: DemoteRequest) -> int:
+        """The tier to move a capsule to."""
+        self.check_model(request.model)
+        if request.tier is None:
+            raise BadRequest("tier is required: host or disk", param="tier")
+        if request.tier not in LOWER_TIERS:
+            raise InvalidParameter("tier", request.tier, "give host or disk")
+        return LOWER_TIERS[request.tier]
+
+    def _keep_s(self, request: AnyRequest) -> float | None:
+        """Seconds to keep the capsules of an answer without use; None: while there is room."""
+        keep = request.mallee.keep
+        if keep is False:
+            return None
+        return self._ttl_s(None if keep is True else keep.ttl_s)
+
+    def _generate(
+        self,
+        request: CompletionRequest | ChatRequest,
+        prompts: list[Tokens],
+        max_tokens: int,
+        *,
+        output: OutputFormat,
+        scope: Scope,
+        terms: QueueTerms,
+        messages: Messages = NO_MESSAGES,
+        reasoning: ReasoningBudget | None = None,
+    ) -> Plan:
+        for prompt in prompts:
+            self._check_fits(len(prompt), max_tokens)
+        limits = self._branch_limits(request, max_tokens, reasoning)
+        keep_s, affinity = self._keep_s(request), read_affinity(request, scope)
+        jobs = tuple(
+            GenerateJob(
+                prompt,
+                limits,
+                self._sampling(request),
+                request.n,
+                scope,
+                terms,
+                output.grammar,
+                messages=messages,
+                keep_s=keep_s,
+                retain=read_retention(request, len(prompt), self._limits.max_ttl_s),
+                affinity=affinity,
+            )
+            for prompt in prompts
+        )
+        lengths = list(map(len, prompts))
+        return self._plan(
+            request,
+            output,
+            jobs,
+            branches=request.n,
+            prompt_tokens=sum(lengths),
+            starts=tuple(length for length in lengths for _ in range(request.n)),
+        )
+
+    def _plan(
+        self,
+        request: SamplingFields,
+        output: OutputFormat,
+        jobs: tuple[GenerateJob | ForkJob, ...],
+        *,
+        branches: int,
+        prompt_tokens: int,
+        starts: tuple[int, ...],
+    ) -> Plan:
+        own = () if request.ignore_eos else self._spec.eos_token_ids
+        options = request.stream_options
+        return Plan(
+            jobs=jobs,
+            branches=branches,
+            prompt_tokens=prompt_tokens,
+            stops=_stops(request),
+            stop_token_ids=frozenset((*own, *request.stop_token_ids)),
+            stream=request.stream,
+            include_usage=options is not None and options.include_usage,
+            keeps_stop=request.include_stop_str_in_output,
+            min_tokens=request.min_tokens,
+            logprobs=_num_logprobs(request) >= 0,
+            output=output,
+            diagnoses=request.mallee.diagnostics,
+            starts=starts,
+            budget=read_budget(request.mallee.budget),
+            conditions=read_conditions(request.mallee.stop_when, len(jobs) * branches, self.urls),
+        )
+
+    def _branch_limits(
+        self, request: SamplingFields, max_tokens: int, reasoning: ReasoningBudget | None = None
+    ) -> Limits:
+        if not 0 <= request.min_tokens <= max_tokens:
+            raise InvalidParameter(
+                "min_tokens", request.min_tokens, f"give 0 to {max_tokens}, which is max_tokens"
+            )
+        return Limits(
+            max_tokens,
+            tuple(request.stop_token_ids),
+            request.ignore_eos,
+            request.min_tokens,
+            reasoning,
+        )
+
+    def _sampling(self, request: SamplingFields) -> Sampling:
+        """Checked sampling; negative seeds keep their 64 bits, top_k -1 means off."""
+        seed = self._draw_seed() if request.seed is None else request.seed
+        top_k = min(max(request.top_k, 0), self._spec.vocab_size)
+        return Sampling(
+            temperature=request.temperature,
+            top_k=top_k,
+            top_p=request.top_p,
+            seed=seed % (1 << 64),
+            min_p=request.min_p,
+            repetition_penalty=request.repetition_penalty,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            logit_bias=self._logit_bias(request.logit_bias),
+            logprobs=max(_num_logprobs(request), 0 if _follows_logprobs(request) else -1),
+        ).validate()
+
+    def _logit_bias(self, bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
+        """Keys are token ids written as text, as JSON has no others."""
+        found: dict[int, float] = {}
+        for key, value in bias.items():
+            is_id = key.isascii() and key.isdigit() and len(key) < 10
+            if not is_id or int(key) >= self._spec.vocab_size:
+                raise InvalidParameter(
+                    "logit_bias", key, f"keys are token ids, 0 to {self._spec.vocab_size - 1}"
+                )
+            found[int(key)] = value
+        return tuple(found.items())
+
+    def _check_sampling(self, request: SamplingFields) -> None:
+        _within("temperature", request.temperature, 0.0, 2.0)
+        if request.top_k < -1:
+            raise InvalidParameter("top_k", request.top_k, "give 0 (off) or a positive count")
+        if request.seed is not None:
+            _within("seed", request.seed, -(1 << 63), (1 << 63) - 1)
+        if (num_ids := len(request.stop_token_ids)) > MAX_STOP_IDS:
+            raise InvalidParameter("stop_token_ids", num_ids, f"give at most {MAX_STOP_IDS} ids")
+        self._reader.ids(request.stop_token_ids, "stop_token_ids")
+        _check_stops(request)
+        if len(request.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidParameter(
+                "logit_bias", len(request.logit_bias), f"give at most {MAX_LOGIT_BIAS} tokens"
+            )
+
+    def _check_branches(self, param: str, n: int, num_prompts: int) -> None:
+        most = self._limits.max_branches
+        if not 1 <= n <= most:
+            raise InvalidParameter(param, n, f"give 1 to {most} branches")
+        if n * num_prompts > most:
+            raise InvalidParameter(
+                param, n, f"{num_prompts} prompts x {n} = {n * num_prompts} > {most} branches"
+            )
+
+    def _ttl_s(self, asked: float | None) -> float:
+        """Seconds without use that a capsule is kept; 0: until it is deleted. Raises InvalidParameter."""
+        most = self._limits.max_ttl_s
+        if asked is None:
+            return self._limits.default_ttl_s
+        if asked == 0.0 and most is not None:
+            raise InvalidParameter(
+                "ttl_s", asked, f"no capsule is kept for ever here; give up to {most:g} seconds"
+            )
+        return _within("ttl_s", asked, 0.0, most or 1e9)
+
+    def _max_tokens(self, param: str, value: int | None) -> int | None:
+        if value is not None and value < 1:
+            raise InvalidParameter(param, value, "give at least 1")
+        return value
+
+    def _check_fits(self, prompt_tokens: int, max_tokens: int) -> None:
+        if prompt_tokens + max_tokens > self._spec.max_model_len:
+            raise ContextLengthExceeded(prompt_tokens, max_tokens, self._spec.max_model_len)
+
+
+def _follows_logprobs(request: SamplingFields) -> bool:
+    stop_when = request.mallee.stop_when
+    return stop_when is not None and stop_when.logprob is not None
+
+
+def _num_logprobs(request: SamplingFields) -> int:
+    """The number of likeliest tokens to report, -1 for no report at all."""
+    if isinstance(request, ChatRequest):
+        top = request.top_logprobs
+        if top is not None and top != 0 and not request.logprobs:
+            raise BadRequest("top_logprobs needs logprobs=true", param="top_logprobs")
+        if top is not None:
+            _within("top_logprobs", top, 0, MAX_LOGPROBS)
+        return (top or 0) if request.logprobs else -1
+    assert isinstance(request, CompletionRequest | ForkRequest), "no other request draws tokens"
+    asked = request.logprobs
+    if asked is None or asked is False:
+        return -1
+    if asked is True:
+        raise InvalidParameter("logprobs", asked, f"give how many, 0 to {MAX_LOGPROBS}")
+    return _within("logprobs", asked, 0, MAX_LOGPROBS)
+
+
+def _is_batch(prompt: object) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+
+
+def _checked_at(param: str, at: int | None, capsule: CapsuleInfo) -> int:
+    """The boundary to go on from: `at`, if it is given. Raises InvalidParameter."""
+    if at is None:
+        return capsule.boundary
+    if not 1 <= at <= capsule.boundary:
+        raise InvalidParameter(
+            param, at, f"give 1 to {capsule.boundary}, the tokens of the capsule"
+        )
+    return at
+
+
+def _check_stops(request: SamplingFields | RestoreRequest) -> None:
+    """Raises BadRequest for what can't be looked for in a text, and for options of no stream."""
+    stops, most = _stops(request), MAX_STOPS
+    if len(stops) > most or "" in stops:
+        raise InvalidParameter("stop", request.stop, f"give at most {most} non-empty strings")
+    if (num_chars := sum(map(len, stops))) > MAX_STOP_CHARS:
+        raise InvalidParameter(
+            "stop", request.stop, f"{num_chars} characters; give at most {MAX_STOP_CHARS}"
+        )
+    if request.stream_options is not None and not request.stream:
+        raise BadRequest("stream_options needs stream=true", param="stream_options")
+
+
+def _stops(request: SamplingFields | RestoreRequest) -> tuple[str, ...]:
+    if request.stop is None:
+        return ()
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)

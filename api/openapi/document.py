@@ -1,0 +1,185 @@
+"""The OpenAPI document, made from the operations and the types of their bodies."""
+
+import re
+from functools import cache
+from inspect import cleandoc
+from typing import Any, Final
+
+import msgspec
+
+from mallee.api.entry.idempotency import MAX_KEY
+from mallee.api.openapi.fields import FIELDS
+from mallee.api.openapi.operations import BYTES, EVENTS, JSON, OPERATIONS, Operation
+from mallee.api.schemas import HARMLESS, NEUTRAL
+
+API_VERSION: Final = "1"
+NOT_SUPPORTED: Final = "Not supported: it may have a value that changes nothing."
+_REF: Final = "#/components/schemas/{name}"
+_ALL: Final = (400, 401, 429)
+_WITH_BODY: Final = (403, 408, 413, 415)
+_WITH_KEY: Final = (409, 422)
+_KEY: Final = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "required": False,
+    "description": "Sent again with the same key and body, the request gets the answer of the first.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY},
+}
+_MEANINGS: Final = {
+    200: "Success",
+    202: "Under way",
+    400: "The request can't be served as it is",
+    401: "No API key, or none that is valid",
+    403: "The key has not the right",
+    404: "There is no such thing",
+    408: "The body, or its reader, is too slow",
+    409: "Made by other weights, still computing, or its key's answer is too large to be given twice",
+    410: "It went with its worker",
+    413: "The body is too large",
+    415: "The body is compressed",
+    422: "Another request was sent under this key",
+    429: "A limit of the key or tenant; `retry-after` says when to come back",
+    503: "Right request, wrong moment; `retry-after` says when to come back",
+    529: "As 503, in Anthropic's words",
+}
+_DESCRIPTION: Final = (
+    "OpenAI's wire formats, and capsules: prompts whose state is kept and forked. `null` means that a field"
+    " is left out. Header `x-cache-salt` is the salt of a request without a body."
+)
+
+
+@cache
+def document() -> dict[str, Any]:
+    """All operations and types; not to be changed."""
+    kinds = [kind for each in OPERATIONS for kind in (each.body, each.answer, each.error)]
+    structs = {kind for kind in kinds if kind is not None and not isinstance(kind, str | tuple)}
+    _, schemas = msgspec.json.schema_components(sorted(structs, key=str), ref_template=_REF)
+    for schema in schemas.values():
+        schema["description"] = cleandoc(schema.get("description", ""))
+        for field in schema["properties"].values():
+            if field.get("default", "") is None or field.get("default") == {}:
+                del field["default"]  # left out
+    for kind in {each.body for each in OPERATIONS if _is_struct(each.body)}:
+        _refine(schemas[kind.__name__], kind)
+    paths: dict[str, Any] = {}
+    for each in OPERATIONS:
+        paths.setdefault(template(each.path), {})[each.method.lower()] = _operation(each)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Mallee", "version": API_VERSION, "description": _DESCRIPTION},
+        "paths": paths,
+        "components": {
+            "schemas": dict(sorted(schemas.items())),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def template(path: str) -> str:
+    """The path as OpenAPI writes it."""
+    return re.sub(r"{(\w+):path}", r"{\1}", path)
+
+
+def _is_struct(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+# Schemas
+
+
+def _refine(schema: dict[str, Any], kind: type[msgspec.Struct]) -> None:
+    """Add what the type of a request doesn't say, and the fields of others that `parse` accepts."""
+    fields: dict[str, Any] = schema["properties"]
+    for name, field in fields.items():
+        more = FIELDS.get(f"{kind.__name__}.{name}", FIELDS.get(name, {}))
+        fields[name] = _nullable({**field, **more})
+    fields.update(
+        {name: {"description": "Changes nothing."} for name in HARMLESS - fields.keys()},
+    )
+    for name in NEUTRAL.keys() - fields.keys():
+        fields[name] = {"description": NOT_SUPPORTED, "enum": [*NEUTRAL[name], None]}
+    schema["properties"] = dict(sorted(fields.items()))
+    schema["additionalProperties"] = False
+
+
+def _nullable(field: dict[str, Any]) -> dict[str, Any]:
+    """null means absent."""
+    null = {"type": "null"}
+    if "anyOf" in field:
+        others = [each for each in field["anyOf"] if each != null]
+        return {**field, "anyOf": [*others, null]}
+    if "$ref" in field:
+        rest = {name: value for name, value in field.items() if name != "$ref"}
+        return {"anyOf": [{"$ref": field["$ref"]}, null], **rest}
+    if isinstance(field.get("type"), str):
+        return {**field, "type": [field["type"], "null"]}
+    return field
+
+
+def _schema(kind: Any) -> dict[str, Any]:
+    if kind == JSON:
+        return {"type": "object"}
+    if isinstance(kind, str):
+        return {"type": "string"}
+    (made,), _ = msgspec.json.schema_components([kind], ref_template=_REF)
+    return made
+
+
+def _content(kind: Any) -> dict[str, Any]:
+    if isinstance(kind, tuple):
+        return {media: content for each in kind for media, content in _content(each).items()}
+    return {kind if isinstance(kind, str) else JSON: {"schema": _schema(kind)}}
+
+
+# Operations
+
+
+def _operation(each: Operation) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "operationId": re.sub(r"\W+", "_", f"{each.method.lower()}{template(each.path)}").strip(
+            "_"
+        ),
+        "summary": each.summary,
+        "tags": [each.tag],
+        "parameters": _parameters(each),
+        "responses": {str(status): _answer(each, status) for status in statuses(each)},
+        "security": [{}] if each.is_open else [{}, {"key": []}],
+    }
+    if each.body is not None:
+        content = _content(each.body)
+        if _is_struct(each.body):
+            content[JSON]["example"] = dict(each.example)
+        made["requestBody"] = {"required": True, "content": content}
+    return made
+
+
+def statuses(each: Operation) -> list[int]:
+    """Of all its answers but those of bugs, 500."""
+    with_body = _WITH_BODY if each.body is not None else ()
+    with_key = _WITH_KEY if takes_key(each) else ()
+    return sorted({*each.successes, *_ALL, *with_body, *with_key, *each.refusals, each.busy})
+
+
+def _answer(each: Operation, status: int) -> dict[str, Any]:
+    kind = each.answer if status in each.successes else each.error
+    content = _content(kind)
+    if each.streams and status in each.successes:
+        content |= _content(EVENTS)
+    return {"description": _MEANINGS[status], "content": content}
+
+
+def _parameters(each: Operation) -> list[dict[str, Any]]:
+    path = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in re.findall(r"{(\w+)(?::path)?}", each.path)
+    ]
+    query = [
+        {"name": name, "in": "query", "required": False, "schema": dict(schema)}
+        for name, schema in each.query.items()
+    ]
+    return path + query + ([_KEY] if takes_key(each) else [])
+
+
+def takes_key(each: Operation) -> bool:
+    """Whether it can be sent again under an `Idempotency-Key`."""
+    return each.method == "POST" and each.body != BYTES

@@ -1,0 +1,575 @@
+"""The API's operations, one row each: its routes and its document are made from them."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from mallee.api.capsules.bulk import MAX_AGE_S, TIERS
+from mallee.api.graphs.requests import GraphRequest, ResultRequest
+from mallee.api.live.batch import BatchRequest
+from mallee.api.messages.errors import OVERLOADED
+from mallee.api.messages.schemas import CountRequest, MessagesRequest
+from mallee.api.openapi import bodies
+from mallee.api.responses.conversation_routes import (
+    ConversationRequest,
+    ConversationUpdate,
+    ItemsRequest,
+)
+from mallee.api.responses.requests import ResponseRequest
+from mallee.api.schemas import (
+    AnyRequest,
+    CapsuleRequest,
+    CaptureRequest,
+    ChatRequest,
+    CloseSessionRequest,
+    CompletionRequest,
+    DemoteRequest,
+    DetokenizeRequest,
+    ForkRequest,
+    InjectRequest,
+    PinRequest,
+    PrioritizeRequest,
+    PruneRequest,
+    RestoreRequest,
+    RewindRequest,
+    SessionForkRequest,
+    SessionRequest,
+    TokenizeRequest,
+    WeightsRequest,
+)
+from mallee.api.search.requests import SearchRequest
+from mallee.api.tokenizing import Detokenized, Tokenized
+
+JSON, EVENTS, BYTES = "application/json", "text/event-stream", "application/octet-stream"
+TEXT, HTML, FORM = "text/plain", "text/html", "application/x-www-form-urlencoded"
+
+NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+MAX_LISTED: Final = 100  # capsules of one page
+MAX_DECISIONS: Final = 128
+MAX_CANDIDATES: Final = 4096
+MAX_WATCH_S: Final = 25
+
+
+class Operation(NamedTuple):
+    """A method and path, and what it takes and gives.
+
+    `handler` is the name of a method of `Api`, or of one of its rooms: "capsules.fork".
+    `body` and `answer` are structs, or a media type; an answer may have one of several. `example` is a body
+    that is answered with success. `refusals`: statuses beside those that all have.
+    """
+
+    method: str
+    path: str
+    handler: str
+    summary: str
+    answer: Any
+    body: Any = None
+    example: Mapping[str, Any] = NOTHING
+    query: Mapping[str, Mapping[str, Any]] = NOTHING
+    successes: tuple[int, ...] = (200,)
+    refusals: tuple[int, ...] = ()
+    streams: bool = False
+    is_open: bool = False  # to callers without a key
+    error: Any = bodies.ErrorBody
+    busy: int = 503  # the status where nothing can be served now
+
+    @property
+    def tag(self) -> str:
+        words = self.path.removeprefix("/v1").split("/")
+        return words[1].partition(".")[0]
+
+
+def _count(default: int, most: int) -> dict[str, Any]:
+    return {"type": "integer", "minimum": 1, "maximum": most, "default": default}
+
+
+_FILTER: Final[Mapping[str, Mapping[str, Any]]] = {
+    "request": {"type": "string", "minLength": 1},
+    "pinned": {"type": "boolean"},
+    "tier": {"type": "string", "enum": list(TIERS)},
+    "min_age_s": {"type": "number", "minimum": 0, "maximum": MAX_AGE_S},
+}
+_PAGE: Final[Mapping[str, Mapping[str, Any]]] = {
+    "limit": _count(20, MAX_LISTED),
+    "after": {"type": "string"},
+}
+_IMPORT: Final[Mapping[str, Mapping[str, Any]]] = {
+    "model": {"type": "string"},
+    "user": {"type": "string"},
+    "ttl_s": {"type": "number"},
+    "session": {"type": "string"},
+    "priority": {"type": "integer"},
+    "weight": {"type": "number"},
+    "deadline_s": {"type": "number"},
+}
+_MESSAGES: Final = {"messages": [{"role": "user", "content": "Why do mallees re-sprout?"}]}
+_MADE: Final = (
+    404,
+    409,
+    410,
+)  # what works on a capsule may not find it, or find it stale or computing
+_CAPSULE: Final = "/v1/capsules/{capsule}"
+_SESSION: Final = "/v1/sessions/{session:path}"
+_RESPONSE: Final = "/v1/responses/{response}"
+_CONVERSATION: Final = "/v1/conversations/{conversation}"
+_ITEMS: Final = {
+    "limit": _count(20, MAX_LISTED),
+    "order": {"type": "string", "enum": ["asc", "desc"]},
+    "after": {"type": "string"},
+}
+_BRANCH: Final = "/v1/requests/{request}/branches/{branch}"
+_GRAPH: Final = "/v1/graphs/{graph}"
+_NODES: Final = [
+    {"kind": "prefill", "name": "doc", "text": "A mallee is"},
+    {"kind": "branch", "name": "one", "of": "doc", "text": " a tree", "max_tokens": 8},
+    {"kind": "branch", "name": "two", "of": "doc", "text": " a bird", "max_tokens": 8},
+    {"kind": "join", "name": "both", "inputs": ["one", "two"]},
+]
+_RECORD: Final = "/v1/sessions/{session:path}/record"
+
+
+OPERATIONS: Final = (
+    Operation(
+        *("POST", "/v1/completions", "completions", "Answers to a prompt"),
+        *(bodies.Completion, CompletionRequest),
+        {"prompt": "A mallee is", "max_tokens": 16, "n": 2},
+        refusals=(404, 409),
+        streams=True,
+    ),
+    Operation(
+        *("POST", "/v1/chat/completions", "chat", "Answers to a conversation"),
+        *(bodies.Chat, ChatRequest),
+        {**_MESSAGES, "max_tokens": 16},
+        refusals=(404, 409),
+        streams=True,
+    ),
+    Operation(
+        *("POST", "/v1/messages", "messages.create", "Answers, as Anthropic's API"),
+        *(bodies.AnthropicMessage, MessagesRequest),
+        {**_MESSAGES, "max_tokens": 16},
+        refusals=(404, 409),
+        streams=True,
+        error=bodies.AnthropicError,
+        busy=OVERLOADED,
+    ),
+    Operation(
+        *("POST", "/v1/messages/count_tokens", "messages.count_tokens", "Tokens of a prompt"),
+        *(bodies.TokenCount, CountRequest),
+        _MESSAGES,
+        refusals=(404,),
+        error=bodies.AnthropicError,
+        busy=OVERLOADED,
+    ),
+    Operation(
+        *("POST", "/tokenize", "tokenize", "Text or messages as token ids"),
+        *(Tokenized, TokenizeRequest),
+        {"prompt": "A mallee is", "return_token_strs": True},
+        refusals=(404,),
+    ),
+    Operation(
+        *("POST", "/v1/tokenize", "tokenize", "As /tokenize"),
+        *(Tokenized, TokenizeRequest),
+        _MESSAGES,
+        refusals=(404,),
+    ),
+    Operation(
+        *("POST", "/detokenize", "detokenize", "Token ids as text"),
+        *(Detokenized, DetokenizeRequest),
+        {"tokens": [1, 2, 3]},
+        refusals=(404,),
+    ),
+    Operation(
+        *("POST", "/v1/detokenize", "detokenize", "As /detokenize"),
+        *(Detokenized, DetokenizeRequest),
+        {"tokens": [1, 2, 3]},
+        refusals=(404,),
+    ),
+    Operation(
+        *("POST", "/v1/search", "searches.create", "A whole search of texts, in one call"),
+        *(bodies.Search, SearchRequest),
+        {"prompt": "A mallee is", "policy": {"type": "best_of_n", "n": 2, "max_tokens": 8}},
+        refusals=_MADE,
+        streams=True,
+    ),
+    Operation(
+        *("POST", "/v1/responses", "responses.create", "An answer that the server remembers"),
+        *(bodies.Response, ResponseRequest),
+        {"input": "Why do mallees re-sprout?", "max_output_tokens": 16},
+        refusals=(404, 409),
+        streams=True,
+    ),
+    Operation(
+        *("GET", _RESPONSE, "responses.get", "A stored response"),
+        bodies.Response,
+        query={"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
+        refusals=(404,),
+        streams=True,
+    ),
+    Operation(
+        *("DELETE", _RESPONSE, "responses.delete", "Forget a response; its capsule stays"),
+        bodies.ResponseDeleted,
+        refusals=(404,),
+    ),
+    Operation(
+        *("POST", f"{_RESPONSE}/cancel", "responses.cancel", "End a background response"),
+        bodies.Response,
+        refusals=(404,),
+    ),
+    Operation(
+        *("GET", f"{_RESPONSE}/input_items", "responses.input_items", "The items of its input"),
+        bodies.ItemList,
+        query=_ITEMS,
+        refusals=(404,),
+    ),
+    Operation(
+        *("POST", "/v1/conversations", "conversations.create", "Begin a conversation"),
+        *(bodies.ConversationBody, ConversationRequest),
+        {"items": [{"role": "user", "content": "I grow mallees."}], "metadata": {"topic": "trees"}},
+    ),
+    Operation(
+        *("GET", _CONVERSATION, "conversations.get", "A conversation"),
+        bodies.ConversationBody,
+        refusals=(404,),
+    ),
+    Operation(
+        *("POST", _CONVERSATION, "conversations.update", "Replace a conversation's metadata"),
+        *(bodies.ConversationBody, ConversationUpdate),
+        {"metadata": {"topic": "fires"}},
+        refusals=(404,),
+    ),
+    Operation(
+        *("DELETE", _CONVERSATION, "conversations.delete", "Forget a conversation"),
+        bodies.ConversationDeleted,
+        refusals=(404,),
+    ),
+    Operation(
+        *("GET", f"{_CONVERSATION}/items", "conversations.list_items", "Its items"),
+        bodies.ItemList,
+        query=_ITEMS,
+        refusals=(404,),
+    ),
+    Operation(
+        *("POST", f"{_CONVERSATION}/items", "conversations.add_items", "Add items to its end"),
+        *(bodies.ItemList, ItemsRequest),
+        {"items": [{"role": "user", "content": "Mine re-sprouted."}]},
+        refusals=(404,),
+    ),
+    Operation(
+        *("GET", f"{_CONVERSATION}/items/{{item}}", "conversations.get_item", "One item of it"),
+        bodies.ConversationItem,
+        refusals=(404,),
+    ),
+    Operation(
+        *("DELETE", f"{_CONVERSATION}/items/{{item}}", "conversations.delete_item", "Drop an item"),
+        bodies.ConversationBody,
+        refusals=(404,),
+    ),
+    Operation(
+        *(
+            "POST",
+            "/v1/graphs",
+            "graphs.create",
+            "Run a graph of prefills, branches, joins and tools",
+        ),
+        *(bodies.GraphBody, GraphRequest),
+        {"nodes": _NODES},
+        refusals=(404, 409),
+        streams=True,
+    ),
+    Operation(
+        *("GET", _GRAPH, "graphs.get", "A graph as it stands"), bodies.GraphBody, refusals=(404,)
+    ),
+    Operation(
+        *("DELETE", _GRAPH, "graphs.delete", "Cancel a graph, and forget it"),
+        bodies.GraphDeleted,
+        refusals=(404,),
+    ),
+    Operation(
+        *(
+            "POST",
+            f"{_GRAPH}/nodes/{{node}}/result",
+            "graphs.result",
+            "The result of a tool's call",
+        ),
+        *(bodies.GraphResult, ResultRequest),
+        {"output": "42"},
+        refusals=(404, 409),
+    ),
+    Operation("GET", "/v1/models", "models", "The models served: one", bodies.ModelList),
+    Operation(
+        *("GET", "/v1/models/weights", "operators.weights", "Versions of the model's weights"),
+        bodies.Weights,
+        refusals=(403,),
+    ),
+    Operation(
+        *("POST", "/v1/models/weights", "operators.change_weights", "Serve other weights"),
+        *(bodies.Weights, WeightsRequest),
+        {"version": "step-100"},
+        successes=(200, 202),
+        refusals=(403, 409),
+    ),
+    Operation(
+        *("GET", "/v1/models/{model:path}", "model", "One model"), bodies.Model, refusals=(404,)
+    ),
+    Operation(
+        *("POST", "/v1/capsules", "capsules.create", "Compute a prompt once and keep its state"),
+        *(bodies.NewCapsule, CapsuleRequest),
+        {"prompt": "A long document ...", "ttl_s": 600},
+        successes=(200, 202),
+        refusals=(404, 409),
+    ),
+    Operation(
+        *("GET", "/v1/capsules", "capsules.list", "The caller's capsules, a page at a time"),
+        bodies.CapsuleList,
+        query={**_FILTER, **_PAGE},
+    ),
+    Operation(
+        *("DELETE", "/v1/capsules", "capsules.delete_many", "Forget the capsules that are meant"),
+        bodies.CapsulesDeleted,
+        query={**_FILTER, "all": {"type": "boolean"}},
+    ),
+    Operation(
+        *("GET", "/v1/capsules/count", "capsules.count", "Number of the capsules that are meant"),
+        bodies.CapsuleCount,
+        query=_FILTER,
+    ),
+    Operation(
+        *("POST", "/v1/capsules/import", "capsules.take", "A capsule from the file of an export"),
+        *(bodies.NewCapsule, BYTES),
+        query=_IMPORT,
+        refusals=(404, 409),
+    ),
+    Operation(
+        *("GET", f"{_CAPSULE}/export", "capsules.export", "A capsule as a file"),
+        BYTES,
+        refusals=_MADE,
+    ),
+    Operation(
+        *(
+            "POST",
+            f"{_CAPSULE}/restore",
+            "capsules.restore",
+            "Go on as the branch it was taken from",
+        ),
+        *(bodies.Restore, RestoreRequest),
+        {"max_tokens": 16},
+        refusals=_MADE,
+        streams=True,
+    ),
+    Operation(
+        *("POST", f"{_CAPSULE}/rewind", "capsules.rewind", "A capsule of its first tokens"),
+        *(bodies.Capsule, RewindRequest),
+        {"to": 2},
+        refusals=_MADE,
+    ),
+    Operation(
+        *("POST", f"{_CAPSULE}/prune", "capsules.prune", "Cancel and forget all below a capsule"),
+        *(bodies.CapsulePruned, AnyRequest),
+        {},
+        refusals=(404,),
+    ),
+    Operation(
+        *("POST", f"{_CAPSULE}/pin", "capsules.pin", "Keep it"),
+        *(bodies.Capsule, PinRequest),
+        {"ttl_s": 600},
+        refusals=_MADE,
+    ),
+    Operation(
+        *("DELETE", f"{_CAPSULE}/pin", "capsules.unpin", "Keep it only while there is room"),
+        bodies.Capsule,
+        refusals=_MADE,
+    ),
+    Operation(
+        *("POST", f"{_CAPSULE}/demote", "capsules.demote", "Move it to host memory or disk"),
+        *(bodies.Capsule, DemoteRequest),
+        {"tier": "host"},
+        refusals=_MADE,
+    ),
+    Operation(
+        *("POST", f"{_CAPSULE}/promote", "capsules.promote", "Bring it back to the device"),
+        *(bodies.Capsule, AnyRequest),
+        {},
+        refusals=_MADE,
+    ),
+    Operation(
+        *("POST", "/v1/batch", "live_requests.batch", "Many operations, each with its own result"),
+        *(bodies.Batch, BatchRequest),
+        {"operations": [{"method": "GET", "path": "/v1/capsules/count"}]},
+    ),
+    Operation(
+        *("GET", "/v1/requests/{request}", "live_requests.get", "The course of a request"),
+        bodies.RequestLife,
+        refusals=(404,),
+    ),
+    Operation(
+        *(
+            "POST",
+            "/v1/requests/{request}/capsules",
+            "capsules.capture",
+            "A capsule of a running branch",
+        ),
+        *(bodies.Capsule, CaptureRequest),
+        {"branch": 0},
+        refusals=_MADE,
+    ),
+    Operation(
+        *("POST", "/v1/requests/{request}/prune", "branches.prune", "Cancel running branches"),
+        *(bodies.Pruned, PruneRequest),
+        {"branches": [1, 2]},
+        refusals=(404,),
+    ),
+    Operation(
+        *("POST", "/v1/requests/{request}/prioritize", "branches.prioritize"),
+        *("Priority of running branches", bodies.Prioritized, PrioritizeRequest),
+        {"priority": 5, "branches": [0]},
+        refusals=(404,),
+    ),
+    Operation(
+        *("POST", f"{_BRANCH}/inject", "branches.inject", "Tokens into a running branch"),
+        *(bodies.Injected, InjectRequest),
+        {"suffix": " The tool says: 42.", "mode": "append"},
+        refusals=(404, 409),
+    ),
+    Operation("GET", _CAPSULE, "capsules.get", "A capsule", bodies.Capsule, refusals=(404,)),
+    Operation(
+        *("GET", f"{_CAPSULE}/text", "capsules.text", "Its text, from a token on"),
+        bodies.CapsuleText,
+        query={"start": {"type": "integer", "minimum": 0, "default": 0}},
+        refusals=(404, 410),
+    ),
+    Operation(
+        *("DELETE", _CAPSULE, "capsules.delete", "Forget it"),
+        bodies.CapsuleDeleted,
+        refusals=(404,),
+    ),
+    Operation(
+        *("POST", f"{_CAPSULE}/fork", "capsules.fork", "Continue it many times"),
+        *(bodies.Fork, ForkRequest),
+        {"suffixes": [" Question one?", " Question two?"], "max_tokens": 16},
+        refusals=_MADE,
+        streams=True,
+    ),
+    Operation("GET", _RECORD, "get_record", "The record of a session", BYTES, refusals=(404,)),
+    Operation(
+        *("DELETE", _RECORD, "delete_record", "Forget it"), bodies.RecordDeleted, refusals=(404,)
+    ),
+    Operation(
+        *("GET", "/v1/sessions", "sessions.list", "The caller's sessions, a page at a time"),
+        bodies.SessionList,
+        query=_PAGE,
+    ),
+    Operation(
+        *("GET", "/v1/watch", "ui.watch", "The caller's sessions, as they change"),
+        EVENTS,
+        query={"seconds": _count(MAX_WATCH_S, MAX_WATCH_S)},
+    ),
+    Operation(
+        *("POST", f"{_SESSION}/fork", "sessions.fork", "A session that begins with its capsule"),
+        *(bodies.SessionFork, SessionForkRequest),
+        {"session": "another"},
+        refusals=(404,),
+    ),
+    Operation(
+        *("GET", _SESSION, "sessions.show", "A session as a tree of capsules"),
+        bodies.SessionTree,
+        refusals=(404,),
+    ),
+    Operation(
+        *("PUT", _SESSION, "sessions.put", "Give it a budget; it may be new"),
+        *(bodies.BoundSession, SessionRequest),
+        {"budget": {"tokens": 2000, "branches": 50}},
+        refusals=(404, 409),  # 404: a line break in its name
+    ),
+    Operation(
+        *("DELETE", _SESSION, "sessions.close", "End it: release its capsules, end its requests"),
+        bodies.SessionClosed,
+        refusals=(404,),
+    ),
+    Operation(
+        *(
+            "POST",
+            "/close_session",
+            "sessions.close_named",
+            "End a session, as SGLang's clients do",
+        ),
+        *(bodies.SessionClosed, CloseSessionRequest),
+        {"session_id": "s"},
+        refusals=(404,),
+    ),
+    Operation(
+        *(
+            "GET",
+            "/v1/router/explain",
+            "operators.explain",
+            "Reasons of the last decisions, or of one",
+        ),
+        bodies.Decisions,
+        query={
+            "request": {"type": "string", "minLength": 1},
+            "limit": _count(16, MAX_DECISIONS),
+            "candidates": _count(16, MAX_CANDIDATES),
+        },
+        refusals=(403, 404),
+    ),
+    Operation(
+        *(
+            "GET",
+            "/v1/router/workers",
+            "operators.workers",
+            "The workers as this gateway sees them",
+        ),
+        bodies.WorkerList,
+        refusals=(403,),
+    ),
+    Operation(
+        *(
+            "GET",
+            "/v1/router/metrics-targets",
+            "operators.metrics_targets",
+            "Addresses for Prometheus",
+        ),
+        list[bodies.MetricsTarget],
+        refusals=(403,),
+    ),
+    Operation(
+        *(
+            "POST",
+            "/v1/router/workers/{worker}/drain",
+            "operators.drain_worker",
+            "Have a worker leave",
+        ),
+        bodies.WorkerDraining,
+        successes=(202,),
+        refusals=(403, 404),
+    ),
+    Operation(
+        "GET",
+        "/health",
+        "health",
+        "State of the service",
+        bodies.Health,
+        successes=(200, 503),
+        is_open=True,
+    ),
+    Operation(
+        "GET", "/health/live", "live", "Whether the process answers", bodies.Status, is_open=True
+    ),
+    Operation(
+        *("GET", "/health/ready", "ready", "Whether requests are served"),
+        bodies.Status,
+        successes=(200, 503),
+        is_open=True,
+    ),
+    Operation("GET", "/metrics", "operators.metrics", "Prometheus' text", TEXT, refusals=(403,)),
+    Operation("GET", "/openapi.json", "openapi", "This document", JSON, is_open=True),
+    Operation("GET", "/docs", "page", "This document for people", HTML, is_open=True),
+    Operation(
+        "GET", "/ui", "ui.page", "Sessions and workers, live, for people", HTML, is_open=True
+    ),
+    Operation(
+        *("GET", "/ui/{file}", "ui.file", "A file of that page"),
+        (HTML, "text/css", "text/javascript"),
+        refusals=(404,),
+        is_open=True,
+    ),
+)

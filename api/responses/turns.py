@@ -1,0 +1,220 @@
+"""Plans of responses: what is new since the last one is rendered, and drawn after its capsule.
+
+The tokens are those of rendering the whole conversation again, whatever the template does. It is asked with
+the messages since the last question of a user alone, up to an *anchor* (the end of an earlier prompt, whose
+place among the tokens is known) and beyond: if both texts begin alike, the rest follows the anchor. As far as
+the rest begins with the tokens that the model drew, they stay too. Where a template rewrites what came before
+an anchor (reasoning that is dropped), the one before is tried; then the whole is rendered.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from mallee.api.chat.reading import Chat, ChatReader
+from mallee.api.jobs import JobMaker, Plan, Start
+from mallee.api.prompts import PromptReader, RenderedPrompt
+from mallee.api.responses.items import messages_of, read_input, renamed
+from mallee.api.responses.requests import (
+    ResponseRequest,
+    chat_request,
+    check,
+    effort_of,
+    output_of,
+)
+from mallee.api.responses.store import Left, Record, Turn
+from mallee.api.responses.tools import declared, placed
+from mallee.api.schemas import ChatRequest
+from mallee.api.text.conversation import Conversation, Message, read_functions
+from mallee.api.text.specials import Rendering
+from mallee.protocol.errors import InvalidParameter
+from mallee.protocol.hashing import Tokens
+from mallee.protocol.ids import Scope
+from mallee.router.dispatch.jobs import QueueTerms
+
+How: TypeAlias = Literal["new", "capsule", "rewritten", "whole"]
+SHOWN_CHARS: Final = 256  # at either end of a long text that is rendered only to be left out again
+
+
+class PlannedTurn(NamedTuple):
+    """One request, ready to start. `asked`: see `Left`; None: this prompt is it."""
+
+    plan: Plan
+    items: list[dict[str, Any]]
+    head: Conversation
+    turn: Turn
+    how: How
+    new_tokens: int
+    asked: tuple[int, Turn] | None
+
+
+class _Rest(NamedTuple):
+    start: Start
+    prompt: RenderedPrompt
+    how: How
+
+
+class TurnMaker:
+    """Reads requests for one model. Stateless; safe to use from several threads."""
+
+    def __init__(self, reader: PromptReader, chat: ChatReader, maker: JobMaker) -> None:
+        self._reader = reader
+        self._chat = chat
+        self._maker = maker
+
+    def plan(
+        self,
+        body: ResponseRequest,
+        scope: Scope,
+        terms: QueueTerms,
+        previous: Record | None,
+        *,
+        has_capsule: bool,
+        pending: Sequence[dict[str, Any]] = (),
+    ) -> PlannedTurn:
+        """The plan of `body` after `previous` and `pending` items.
+
+        `has_capsule`: the capsule of `previous` can be forked.
+
+        Raises BadRequest.
+        """
+        self._maker.check_model(body.model)
+        check(body)
+        request, output = chat_request(body), output_of(body)
+        items, messages = read_input(body.input)
+        if pending:
+            messages = messages_of([*pending, *items], "input")
+        parent = previous.turn if previous is not None else None
+        turn = Turn(parent, tuple(messages))
+        head = self._head(body)
+        rest = None
+        left = previous.left if previous is not None and has_capsule else None
+        # Instructions or tools that changed stand at the beginning of it all.
+        if previous is not None and left is not None and head == previous.head:
+            rest = self._rest(previous, left, turn, scope)
+        if rest is not None:
+            found = self._conversation(head, turn.messages)
+            chat = self._chat.begun(request, found, rest.prompt, output)
+            plan = self._planned(request, chat, scope, terms, rest.start)
+            asked = None if left is None else left.asked
+            is_question = any(message.role == "user" for message in messages)
+            if is_question or (asked is not None and asked[0] > rest.start.num_tokens):
+                asked = None
+            return PlannedTurn(plan, items, head, turn, rest.how, len(rest.prompt.tokens), asked)
+        found = self._conversation(head, turn.conversation())
+        prompt = self._reader.conversation(found, scope, add_generation_prompt=True)
+        chat = self._chat.begun(request, found, prompt, output)
+        plan = self._planned(request, chat, scope, terms, None)
+        how: How = "new" if previous is None and not pending else "whole"
+        return PlannedTurn(plan, items, head, turn, how, len(prompt.tokens), None)
+
+    def _planned(
+        self,
+        request: ChatRequest,
+        chat: Chat,
+        scope: Scope,
+        terms: QueueTerms,
+        start: Start | None,
+    ) -> Plan:
+        try:
+            return self._maker.conversation(request, chat, scope, terms, start)
+        except InvalidParameter as error:
+            raise renamed(error, "max_completion_tokens", "max_output_tokens") from error
+
+    def _head(self, body: ResponseRequest) -> Conversation:
+        """Instructions, functions and what the template reads."""
+        system = (Message("system", body.instructions),) if body.instructions else ()
+        functions = read_functions(placed(body.tools), declared)
+        given = Conversation(system, functions)
+        return self._chat.with_variables(
+            given, effort_of(body), body.chat_template_kwargs, is_hint=True
+        )
+
+    def _conversation(self, head: Conversation, messages: Sequence[Message]) -> Conversation:
+        """All of it. Instructions and a system's message that follows them are one message."""
+        if head.messages and messages and messages[0].role in ("system", "developer"):
+            text = f"{head.messages[0].text}\n\n{messages[0].text}"
+            return Conversation(
+                (Message("system", text), *messages[1:]), head.functions, head.variables
+            )
+        return Conversation((*head.messages, *messages), head.functions, head.variables)
+
+    def _rest(self, previous: Record, left: Left, turn: Turn, scope: Scope) -> _Rest | None:
+        """The tokens after an anchor of `previous`; None: the template rewrites it all."""
+        answer = previous.turn
+        assert answer is not None
+        assert answer.parent is not None, "an answer follows a prompt"
+        head = _shortened_head(previous.head)
+        asked_tokens, asked = left.asked
+        base = [_shortened(each) for each in _since_question(asked)]
+        between: list[Message] = []
+        for step in answer.parent.path():
+            if step is asked:
+                break
+            between[:0] = step.messages
+        whole = self._rendered(
+            head, [*base, *between, *answer.messages, *turn.messages], generates=True
+        )
+        anchors = [(left.prompt_tokens, between)]
+        if asked is not answer.parent:
+            anchors.append((asked_tokens, []))
+        for num_tokens, more in anchors:
+            for generates in (True, False):
+                before = self._rendered(head, [*base, *more], generates=True)
+                begin, at = before, num_tokens
+                if not generates:
+                    begin = self._rendered(head, [*base, *more], generates=False)
+                    if not before.text.startswith(begin.text):
+                        continue
+                    at -= len(self._reader.rest(before, len(begin.text), scope).tokens)
+                if not whole.text.startswith(begin.text):
+                    continue
+                prompt = self._reader.rest(whole, len(begin.text), scope)
+                is_last = generates and num_tokens == left.prompt_tokens
+                return _after(left, at, prompt, left.drawn if is_last else None)
+        return None
+
+    def _rendered(
+        self, head: Conversation, messages: Sequence[Message], *, generates: bool
+    ) -> Rendering:
+        found = self._conversation(head, messages)
+        return self._reader.rendering(found, add_generation_prompt=generates)
+
+
+def _after(left: Left, at: int, prompt: RenderedPrompt, drawn: Tokens | None) -> _Rest:
+    """`prompt` after `at` tokens of a capsule, without those of its beginning that were drawn there."""
+    total = left.prompt_tokens + len(left.drawn)
+    num = 0 if drawn is None else _num_alike(drawn, prompt.tokens)
+    start = Start(left.capsule, at + num, is_cut=at + num < total)
+    rest = prompt._replace(tokens=prompt.tokens[num:])
+    return _Rest(start, rest, "rewritten" if start.is_cut else "capsule")
+
+
+def _num_alike(drawn: Tokens, tokens: Tokens) -> int:
+    num = min(len(drawn), len(tokens) - 1)
+    differ = np.flatnonzero(drawn[:num] != tokens[:num])
+    return int(differ[0]) if len(differ) else num
+
+
+def _since_question(turn: Turn) -> list[Message]:
+    """The messages from a user's last one on, or all."""
+    found: list[Message] = []
+    for step in turn.path():
+        found[:0] = step.messages
+        for i in range(len(step.messages) - 1, -1, -1):
+            if step.messages[i].role == "user":
+                return found[i:]
+    return found
+
+
+def _shortened_head(head: Conversation) -> Conversation:
+    return replace(head, messages=[_shortened(each) for each in head.messages])
+
+
+def _shortened(message: Message) -> Message:
+    """The same with less of a long text, which no template reads to its middle."""
+    if len(message.text) <= 4 * SHOWN_CHARS or message.role == "assistant":
+        return message
+    return replace(message, text=message.text[:SHOWN_CHARS] + message.text[-SHOWN_CHARS:])

@@ -1,0 +1,174 @@
+"""The request of a search, read and checked before anything is computed."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from mallee.api.callbacks.callbacks import AllowedUrls
+from mallee.api.jobs import JobMaker
+from mallee.api.schemas import AnyRequest, ForkRequest
+from mallee.protocol.errors import BadRequest, InvalidParameter
+from mallee.search.drawn import Ends
+from mallee.search.policies.named import read_policy
+from mallee.search.policy import Policy, SearchBudget, within
+from mallee.search.scores import Scoring, Verifier
+
+MAX_NODES: Final = 16_384  # of one search
+MAX_ENDS: Final = 16
+MAX_END_CHARS: Final = 4096  # of all marks together
+_OF_PROMPTS: Final = (
+    *("prompt", "messages", "tools", "chat_template_kwargs"),
+    *("kv_hints", "prompt_cache_options", "cache_control"),
+)
+_OF_STEPS: Final = (
+    *("temperature", "top_p", "top_k", "min_p", "stop", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "logit_bias"),
+)
+_OF_ALL: Final = (
+    *(
+        "model",
+        "user",
+        "safety_identifier",
+        "cache_salt",
+        "session_id",
+        "nvext",
+        "prompt_cache_key",
+    ),
+)
+
+
+class SearchRequest(AnyRequest, frozen=True, kw_only=True):
+    """`POST /v1/search`: where it begins (`prompt`, `messages` or `capsule`), its policy and its steps.
+
+    `score`: "mean_logprob", "sum_logprob", a verifier of the same model (`prompt`, `answers`, `read`,
+    `max_tokens`), or one of the client's (`url`). A step with one of the texts `ends` ends an answer.
+    """
+
+    prompt: Any = None
+    messages: Any = None
+    tools: Any = None
+    chat_template_kwargs: Any = None
+    capsule: str | None = None
+    policy: Any = None
+    score: Any = "mean_logprob"
+    seed: int | None = None
+    budget: SearchBudget | None = None
+    ends: list[str] = msgspec.field(default_factory=list)
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = msgspec.field(default_factory=dict)
+    stop: str | list[str] | None = None
+    stream: bool = False
+
+
+class UrlScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Values by a service of the client's, of those that the operator allows."""
+
+    url: str
+
+
+class SearchPlan(NamedTuple):
+    """A search that may run. The mappings are fields of the requests that it makes."""
+
+    policy: Policy
+    scoring: Scoring
+    verifier: Verifier | UrlScore | None  # if values come from outside
+    seed: int
+    budget: SearchBudget
+    ends: Ends
+    capsule: str | None
+    prompt: Mapping[str, Any]  # of its capsule, if it makes one
+    steps: Mapping[str, Any]  # of its forks
+    common: Mapping[str, Any]  # of all
+
+
+def read_search(
+    request: SearchRequest,
+    kinds: Mapping[str, type[msgspec.Struct]],
+    maker: JobMaker,
+    draw_seed: Callable[[], int],
+) -> SearchPlan:
+    """Raises BadRequest, InvalidParameter, UnknownModel."""
+    given = [
+        name for name in ("prompt", "messages", "capsule") if getattr(request, name) is not None
+    ]
+    if len(given) != 1:
+        raise BadRequest("give one of prompt, messages and capsule", param="prompt")
+    if request.mallee.session_final:
+        raise InvalidParameter("mallee.session_final", True, "close the session after the search")
+    _, policy = read_policy(request.policy, kinds)
+    scoring, verifier = _scoring(request.score, maker.urls)
+    ends = _ends(request)
+    steps = {name: getattr(request, name) for name in _OF_STEPS}
+    maker.check_fork(msgspec.convert({**steps, "model": request.model, "n": 1}, ForkRequest))
+    if ends.stop:
+        steps["include_stop_str_in_output"] = True
+    seed = draw_seed() >> 1 if request.seed is None else request.seed
+    if not -(1 << 63) <= seed < 1 << 63:
+        raise InvalidParameter("seed", seed, "give a number of 64 bits")
+    return SearchPlan(
+        *(policy, scoring, verifier, seed, _budget(request), ends, request.capsule),
+        {name: value for name in _OF_PROMPTS if (value := getattr(request, name)) is not None},
+        steps,
+        {
+            **{name: value for name in _OF_ALL if (value := getattr(request, name))},
+            "mallee": _mallee(request),
+        },
+    )
+
+
+def _mallee(request: SearchRequest) -> dict[str, Any]:
+    """The waiting terms, which each step has too; `keep` is not one of them."""
+    if request.mallee.keep is not False:
+        remedy = "pin the capsules of the nodes that you want to keep"
+        raise InvalidParameter("mallee.keep", request.mallee.keep, remedy)
+    if request.mallee.diagnostics:
+        raise InvalidParameter("mallee.diagnostics", True, "a search has none; leave it out")
+    known: dict[str, Any] = msgspec.to_builtins(request.mallee)
+    return {name: value for name, value in known.items() if name in _TERMS and value is not None}
+
+
+_TERMS: Final = ("priority", "deadline_s", "session", "parent_session", "weight", "record")
+
+
+def _budget(request: SearchRequest) -> SearchBudget:
+    budget = request.budget or SearchBudget()
+    nodes = (
+        MAX_NODES if budget.nodes is None else within("budget.nodes", budget.nodes, 1, MAX_NODES)
+    )
+    return msgspec.structs.replace(budget, nodes=nodes)
+
+
+def _scoring(score: Any, urls: AllowedUrls) -> tuple[Scoring, Verifier | UrlScore | None]:
+    if score == "mean_logprob":
+        return "mean_logprob", None
+    if score == "sum_logprob":
+        return "sum_logprob", None
+    if not isinstance(score, dict):
+        remedy = (
+            "give mean_logprob, sum_logprob, an object with prompt and answers, or one with a url"
+        )
+        raise InvalidParameter("score", score, remedy)
+    kind: type[Verifier | UrlScore] = UrlScore if "url" in score else Verifier
+    try:
+        found = msgspec.convert(score, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise InvalidParameter("score", score, str(error)) from error
+    if isinstance(found, UrlScore):
+        urls.check("score.url", found.url)
+    return "outside", found
+
+
+def _ends(request: SearchRequest) -> Ends:
+    stop = request.stop or ()
+    marks = tuple(request.ends)
+    if len(marks) > MAX_ENDS or sum(map(len, marks)) > MAX_END_CHARS or "" in marks:
+        remedy = f"give at most {MAX_ENDS} texts, of 1 to {MAX_END_CHARS} characters in all"
+        raise InvalidParameter("ends", request.ends, remedy)
+    return Ends((stop,) if isinstance(stop, str) else tuple(stop), marks)

@@ -1,0 +1,408 @@
+"""Runs a plan against the service and answers with one body or a stream of events."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mallee.api.answers import (
+    Envelope,
+    UsageCounter,
+    capsule_body,
+    usage_body,
+)
+from mallee.api.branches.accounts import Budget
+from mallee.api.branches.budgets import Bound, Budgets
+from mallee.api.branches.watch import Watch
+from mallee.api.callbacks.callbacks import Callbacks
+from mallee.api.deltas import TextDelta, TextStream, TokenBytes
+from mallee.api.entry.middleware import age_s, caller_of
+from mallee.api.errors import unexpected
+from mallee.api.jobs import Plan
+from mallee.api.sse import MAX_RUN, EventStream, unless_gone
+from mallee.api.text.tokenizer import Tokenizer
+from mallee.gateway.access.access import Caller
+from mallee.gateway.service import BranchStream, CapsuleInfo, Delta, Service
+from mallee.protocol.errors import InternalError, LookupIncomplete, MalleeError, NotFound
+from mallee.protocol.ids import CapsuleId, RequestId, Scope, account_of, capsule_id
+from mallee.router.dispatch.jobs import PrefillJob, QueueTerms
+from mallee.router.dispatch.promises import not_kept
+from mallee.runtime.tasks import Tasks
+
+TURN_TOKENS: Final = 2048  # of a backlog, written without a turn of the loop: a few milliseconds
+LOGPROBS_COST: Final = 16  # of a token's log-probabilities, as tokens
+
+CountSearch: TypeAlias = Callable[[str, float], None]
+"""Counts a search that has its result: the reason of its end, and seconds since its request."""
+
+_log = logging.getLogger(__name__)
+
+
+class Whole(Protocol):
+    """Collects an answer that is sent in one body."""
+
+    def add(self, delta: TextDelta) -> None: ...
+
+    def choices(self) -> Iterable[Any]:
+        """The parts of the finished answer, one after the other."""
+
+    def body(self, envelope: Envelope, choices: list[Any], usage: UsageCounter) -> object: ...
+
+
+class Writer(Protocol):
+    """Writes the events of an answer that is streamed; any may be none."""
+
+    @property
+    def idle(self) -> bytes:
+        """The event of a stream that has none for a while."""
+        ...
+
+    def events(self, delta: TextDelta, usage: UsageCounter) -> bytes:
+        """Those of a delta, which `usage` has counted."""
+
+    def end(self, usage: UsageCounter) -> bytes: ...
+
+    def failure(self, error: MalleeError, left: Collection[int]) -> bytes:
+        """The last one of an answer that fails after its beginning; `left` are choices that end by it."""
+
+
+class Named(NamedTuple):
+    """The name of a request to come, and the account that bounds it."""
+
+    name: RequestId
+    bound: Bound | None
+
+
+class AnswerFormat(Protocol):
+    """The shape of an API's answers. With `token_bytes` they have log-probabilities."""
+
+    def begin_whole(
+        self, plan: Plan, token_bytes: TokenBytes | None, *, names_workers: bool
+    ) -> Whole: ...
+
+    def begin_stream(
+        self, plan: Plan, token_bytes: TokenBytes | None, envelope: Envelope, *, names_workers: bool
+    ) -> Writer: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Runs plans. `clock` gives seconds since the epoch; `new_id` names failures in the log."""
+
+    service: Service
+    tokenizer: Tokenizer
+    model_name: str
+    clock: Callable[[], float]
+    new_id: Callable[[], str]
+    budgets: Budgets
+    tasks: Tasks  # prefills that no client waits for
+    callbacks: Callbacks
+    count_search: CountSearch
+
+    async def answer(self, request: Request, plan: Plan, answer_format: AnswerFormat) -> Response:
+        """The whole answer, or a stream whose first delta is there: failures before it are raised.
+
+        Raises MalleeError, and ClientGone with every branch cancelled.
+        """
+        caller = caller_of(request)
+        caller.visit.begin(plan.num_choices, plan.prompt_tokens)
+        prepare_s = age_s(request)
+        if not plan.stream:
+            whole = self._whole(plan, prepare_s, answer_format, caller)
+            return await unless_gone(request.receive, whole)
+        usage = self._usage(plan, caller)
+        text, first = await unless_gone(request.receive, self._opened(plan, prepare_s))
+        token_bytes = self.tokenizer.token_bytes if plan.logprobs else None
+        writer = answer_format.begin_stream(
+            plan, token_bytes, self._envelope(text), names_workers=caller.is_operator
+        )
+        events = self._events(first, text, usage, plan, writer)
+        return EventStream(events, text.aclose, _headers(text, caller), idle=writer.idle)
+
+    def _usage(self, plan: Plan, caller: Caller) -> UsageCounter:
+        """Raises QuotaExceeded, if capsules of the answer are to be kept and its key may keep no more."""
+        charge = caller.visit.charge
+        if not plan.keeps:
+            return UsageCounter(plan.prompt_tokens, charge)
+        with caller.visit.making(plan.prompt_tokens, self.service.is_kept) as keep:
+            return UsageCounter(plan.prompt_tokens, charge, keep)
+
+    async def capsule(
+        self, request: Request, job: PrefillJob, file_nbytes: int | None = None
+    ) -> Response:
+        """The answer to `POST /v1/capsules`, or to an import of so many bytes. Raises as `answer`."""
+        caller, tokens = caller_of(request), len(job.tokens)
+        with caller.visit.making(tokens, self.service.is_kept) as keep:
+            caller.visit.begin(1, tokens)
+            making = prefill(self.service, job, age_s(request), self._prefill_name(job))
+            made = await unless_gone(request.receive, making)
+            assert made.capsule is not None
+            assert made.worker is not None
+            keep(made.capsule)
+        info = CapsuleInfo(made.capsule, made.worker, made.boundary, self.clock())
+        body = {
+            **capsule_body(info, self.model_name, names_workers=caller.is_operator),
+            "prefill_tokens": made.prefill_tokens,
+            "cached_tokens": made.cached_tokens,
+            "ttl_s": job.ttl_s or None,
+            "usage": usage_body(tokens, 0, made.cached_tokens),
+        }
+        if file_nbytes is not None:
+            # Nothing but its own file can have what its private salt finds.
+            body["imported"] = {
+                "fetched_tokens": made.cached_tokens,
+                "computed_tokens": made.prefill_tokens,
+                "bytes": file_nbytes,
+            }
+        return json_response(body, headers=_worker_header([made.worker], caller))
+
+    async def promise(self, request: Request, job: PrefillJob) -> Response:
+        """The answer to `POST /v1/capsules` before its prefill has ended, which goes on after it.
+
+        Raises as `answer`, if it is refused.
+        """
+        caller, tokens = caller_of(request), len(job.tokens)
+        name = self._prefill_name(job)
+        capsule = capsule_id(name)
+        with ExitStack() as stay:
+            visit = stay.enter_context(caller.visit.staying())
+            keep = stay.enter_context(visit.making(tokens, self.service.is_kept))
+            visit.begin(1, tokens)
+            promised = replace(job, makes=capsule)
+            stream = await self.service.begin(promised, age_s(request), name=name)
+            # Nothing is awaited before the task has it all.
+            work = self._keep_promise(stream, capsule, keep, stay.pop_all())
+            self.tasks.spawn(work, name="prefill")
+        info = await self.service.capsule(capsule, job.scope)
+        body = capsule_body(info, self.model_name, names_workers=caller.is_operator)
+        workers = () if info.worker is None else (info.worker,)
+        return json_response(
+            {**body, "ttl_s": job.ttl_s or None}, 202, _worker_header(workers, caller)
+        )
+
+    async def _keep_promise(
+        self,
+        stream: BranchStream,
+        capsule: CapsuleId,
+        keep: Callable[[CapsuleId], None],
+        stay: ExitStack,
+    ) -> None:
+        """Wait for a capsule that was promised; its failure is told by its id."""
+        with stay:
+            try:
+                await stream.opened()
+                await _prefilled(stream)
+            except MalleeError as error:
+                _log.info("capsule %s could not be made: %s", capsule, error)
+            else:
+                keep(capsule)
+
+    async def start(
+        self,
+        plan: Plan,
+        prepare_s: float,
+        *,
+        named: Named | None = None,
+        follow: Callable[[BranchStream], BranchStream] = lambda stream: stream,
+    ) -> TextStream:
+        """The running answer, ended where its budget and its conditions say. The caller closes it.
+
+        `named`: a plan with one job has a name already. `follow(stream)` is read instead of each stream.
+        Raises MalleeError.
+        """
+        bound = self.bound(plan) if named is None else named.bound
+        watch = await Watch.begin(
+            *(plan, self.budgets, bound, self.tokenizer.token_bytes), callbacks=self.callbacks
+        )
+        if watch is not None:
+            plan = watch.within(plan)
+        streams: list[BranchStream] = []
+        try:
+            for job in plan.jobs:
+                name = named.name if named is not None else None
+                if named is None and bound is not None:
+                    name = self.named(job.scope, bound).name
+                stream = follow(await self.service.start(job, prepare_s, name=name))
+                streams.append(stream)
+                if watch is not None:
+                    watch.started(stream.request)
+        except BaseException:
+            if watch is not None:
+                watch.close()
+            for stream in streams:
+                await stream.aclose()
+            raise
+        return TextStream(streams, plan, self.tokenizer, watch)
+
+    def bound(self, plan: Plan, after: CapsuleId | None = None) -> Bound | None:
+        """The account that bounds a plan: its own, its capsule's (or that of `after`), its session's."""
+        job = plan.jobs[0]  # of all
+        return self.bound_of(plan.budget, job.scope, job.terms, job.capsule or after or "")
+
+    def bound_of(
+        self, budget: Budget | None, scope: Scope, terms: QueueTerms, capsule: str = ""
+    ) -> Bound | None:
+        """The account for `budget`, below those of a capsule and of the session."""
+        return self.budgets.bound(budget, scope, capsule, self._session_budget(scope, terms))
+
+    def named(self, scope: Scope, bound: Bound | None) -> Named:
+        """A name for a request to come, from which its account can be told."""
+        account = "" if bound is None else bound.key
+        return Named(self.service.new_name(scope, account), bound)
+
+    def _prefill_name(self, job: PrefillJob) -> RequestId:
+        """A name for a prefill to come. It draws nothing; what goes on from its capsule is bounded."""
+        account = account_of(self._session_budget(job.scope, job.terms))
+        return self.service.new_name(job.scope, account)
+
+    def _session_budget(self, scope: Scope, terms: QueueTerms) -> str:
+        """The name of the budget of a session, or of one above it; "" if there is none."""
+        if not terms.session:
+            return ""
+        return self.service.sessions.budget(terms.session, scope, terms.parent_session)
+
+    async def _whole(
+        self, plan: Plan, prepare_s: float, answer_format: AnswerFormat, caller: Caller
+    ) -> Response:
+        token_bytes = self.tokenizer.token_bytes if plan.logprobs else None
+        cost = LOGPROBS_COST if plan.logprobs else 1
+        answer = answer_format.begin_whole(plan, token_bytes, names_workers=caller.is_operator)
+        usage = self._usage(plan, caller)
+        text = await self.start(plan, prepare_s)
+        owed = 0
+        try:
+            async for delta in text:
+                answer.add(delta)
+                usage.add(delta)
+                owed += delta.num_tokens * cost
+                if owed >= TURN_TOKENS:
+                    owed = 0
+                    await asyncio.sleep(0)  # nothing else suspends while there is a backlog
+        finally:
+            await text.aclose()
+        choices = []
+        for choice in answer.choices():
+            choices.append(choice)
+            if plan.logprobs:
+                await asyncio.sleep(0)
+        body = answer.body(self._envelope(text), choices, usage)
+        return json_response(body, headers=_headers(text, caller))
+
+    async def _opened(self, plan: Plan, prepare_s: float) -> tuple[TextStream, TextDelta]:
+        """The answer begun, and its first delta; the caller closes it."""
+        text = await self.start(plan, prepare_s)
+        try:
+            return text, await anext(text)
+        except BaseException:
+            await text.aclose()
+            raise
+
+    async def _events(
+        self,
+        first: TextDelta,
+        text: TextStream,
+        usage: UsageCounter,
+        plan: Plan,
+        writer: Writer,
+    ) -> AsyncGenerator[bytes, None]:
+        left, owed = set(range(plan.num_choices)), 0  # choices that have not ended
+        cost = LOGPROBS_COST if plan.logprobs else 1
+        delta: TextDelta | None = first
+        try:
+            while delta is not None:
+                events: list[bytes] = []  # of all that waits: one write
+                while delta is not None and len(events) < MAX_RUN and owed < TURN_TOKENS:
+                    usage.add(delta)
+                    owed += delta.num_tokens * cost
+                    if delta.finish is not None:
+                        left.discard(delta.index)
+                    events.append(writer.events(delta, usage))
+                    delta = text.take()
+                if not left:
+                    events.append(writer.end(usage))
+                if written := b"".join(events):
+                    yield written
+                if owed >= TURN_TOKENS:
+                    owed = 0
+                    await asyncio.sleep(0)
+                if delta is None:
+                    delta = await anext(text, None)
+        except MalleeError as error:
+            yield writer.failure(error, left)
+        except Exception:
+            request_id = self.new_id()
+            _log.exception("request %s failed after its first byte", request_id)
+            yield writer.failure(unexpected(request_id), left)
+
+    def _envelope(self, text: TextStream) -> Envelope:
+        return Envelope(text.streams[0].request, int(self.clock()), self.model_name)
+
+
+def json_response(
+    body: object, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+def _headers(text: TextStream, caller: Caller) -> dict[str, str]:
+    """Workers that answer, each once: one, unless a request has several prompts.
+
+    Of a fan-out that was split the one that holds its prefix; each branch names its own.
+    """
+    return _worker_header(dict.fromkeys(stream.worker for stream in text.streams), caller)
+
+
+def _worker_header(workers: Iterable[str], caller: Caller) -> dict[str, str]:
+    return {"x-mallee-worker": ",".join(workers)} if caller.is_operator else {}
+
+
+async def prefill(
+    service: Service,
+    job: PrefillJob,
+    prepare_s: float,
+    name: RequestId,
+    *,
+    placed: Callable[[RequestId], None] = lambda request: None,
+) -> Delta:
+    """The last delta of `job`, which names the capsule. `placed` is called once a worker has it.
+
+    Raises MalleeError. Cancelled, it leaves nothing running and no capsule.
+    """
+    stream = await service.start(job, prepare_s, name=name)
+    try:
+        placed(stream.request)
+        return await _prefilled(stream)
+    except asyncio.CancelledError:
+        # The capsule may be made already, its delta unread: no client would know it.
+        last: Delta | None = None
+        while (unread := stream.take()) is not None:
+            last = unread
+        if last is not None and last.capsule is not None:
+            with suppress(NotFound, LookupIncomplete):
+                await service.release_capsule(last.capsule, job.scope)
+        raise
+
+
+async def _prefilled(stream: BranchStream) -> Delta:
+    """The last delta of a prefill, which names the capsule. Raises MalleeError."""
+    last: Delta | None = None
+    try:
+        async for delta in stream:
+            last = delta
+            if delta.finish is not None:
+                break
+    finally:
+        await stream.aclose()
+    if last is None or last.finish is None:
+        raise InternalError("the prefill ended without a result")
+    if last.finish == "error":
+        raise last.error or InternalError("the prefill failed")
+    if last.capsule is None:
+        raise not_kept()
+    return last._replace(worker=stream.worker)

@@ -1,0 +1,167 @@
+"""The handlers of `/v1/sessions`: a scope's sessions as trees of capsules."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mallee.api.branches.accounts import read_budget
+from mallee.api.entry.asking import Asking, read_count
+from mallee.api.entry.middleware import caller_of
+from mallee.api.openapi.operations import MAX_LISTED
+from mallee.api.schemas import CloseSessionRequest, SessionForkRequest, SessionRequest
+from mallee.api.serve import Server, json_response
+from mallee.api.sessions.budgets import SessionBudgets
+from mallee.api.sessions.names import check_session
+from mallee.api.sse import unless_gone
+from mallee.gateway.service import CapsuleInfo
+from mallee.gateway.sessions.sessions import SessionView
+from mallee.protocol.errors import BadRequest, InvalidParameter, NotFound
+from mallee.protocol.gateways.session_notes import NodeNote
+from mallee.protocol.ids import CapsuleId, Scope
+
+Infos: TypeAlias = list[CapsuleInfo | None]
+
+NUM_ASKED: Final = 64  # questions to workers at once, of one request
+
+
+class SessionHandlers:
+    """Lists, shows, bounds, forks and closes sessions. All state is the service's, and its budgets'."""
+
+    def __init__(self, server: Server, asking: Asking, *, draw_seed: Callable[[], int]) -> None:
+        self._service = server.service
+        self._budgets = SessionBudgets(server.service, server.budgets)
+        self._asking = asking
+        self._draw_seed = draw_seed
+
+    async def list(self, request: Request) -> Response:
+        query = request.query_params
+        limit = read_count(query.get("limit"), "limit", 20, MAX_LISTED)
+        scope = self._asking.scope(request)
+        found, has_more = self._service.sessions.page(scope, query.get("after", ""), limit)
+        bodies = [_body(view) for view in found]
+        last = bodies[-1]["id"] if bodies else None
+        return json_response(
+            {"object": "list", "data": bodies, "last_id": last, "has_more": has_more}
+        )
+
+    async def put(self, request: Request) -> Response:
+        asked = await self._asking.read(request, SessionRequest)
+        name, body = _session(request), asked.body
+        check_session(name, "session")
+        check_session(body.parent, "parent")
+        budget = read_budget(body.budget, "budget")
+        if budget is None:
+            raise InvalidParameter("budget", None, "give tokens, branches or wall_s")
+        parent = body.parent if body.parent != name else ""
+        giving = self._budgets.give(name, asked.scope, budget, parent, asked.terms.tenant)
+        await unless_gone(request.receive, giving)
+        view = self._service.sessions.show(name, asked.scope)
+        return json_response(await self._bound_body(view, asked.scope))
+
+    async def show(self, request: Request) -> Response:
+        scope = self._asking.scope(request)
+        await self._service.sessions.learn(_session(request), scope)
+        view = self._service.sessions.show(_session(request), scope)
+        names_workers = caller_of(request).is_operator
+        infos = await unless_gone(request.receive, self._inspect(view.nodes, scope))
+        nodes = [
+            _node(node, info, names_workers=names_workers)
+            for node, info in zip(view.nodes, infos, strict=True)
+        ]
+        body = await self._bound_body(view, scope)
+        return json_response({**body, "children": [*view.children], "nodes": nodes})
+
+    async def fork(self, request: Request) -> Response:
+        asked = await self._asking.read(request, SessionForkRequest)
+        check_session(asked.body.session, "session")
+        new = asked.body.session or f"session_{self._draw_seed():016x}"
+        source = _session(request)
+        budget = read_budget(asked.body.budget, "budget")
+        await self._service.sessions.learn(source, asked.scope, asked.body.capsule)
+        if budget is None:
+            view, _ = self._service.sessions.fork(source, asked.scope, new, asked.body.capsule)
+        else:
+            forking = self._budgets.fork(source, asked.scope, new, asked.body.capsule, budget)
+            view = await unless_gone(request.receive, forking)
+        body = await self._bound_body(view, asked.scope)
+        return json_response({**body, "capsule": view.nodes[0].capsule})
+
+    async def close(self, request: Request) -> Response:
+        return await self._close(request, _session(request), self._asking.scope(request))
+
+    async def close_named(self, request: Request) -> Response:
+        """SGLang's: the body names the session."""
+        asked = await self._asking.read(request, CloseSessionRequest)
+        if not asked.body.session_id:
+            raise BadRequest("session_id is required", param="session_id")
+        return await self._close(request, asked.body.session_id, asked.scope)
+
+    async def _close(self, request: Request, session: str, scope: Scope) -> Response:
+        await self._service.sessions.learn(session, scope)
+        closed = await self._service.sessions.close(session, scope)
+        for capsule in closed.released:
+            caller_of(request).visit.unkeep(capsule)
+        return json_response(
+            {
+                "id": session,
+                "object": "session.closed",
+                "closed": True,
+                "released": len(closed.released),
+                "left": closed.num_left,
+                "cancelled": closed.num_cancelled,
+            }
+        )
+
+    async def _bound_body(self, view: SessionView, scope: Scope) -> dict[str, Any]:
+        return {**_body(view), "budget": await self._budgets.body(view, scope)}
+
+    async def _inspect(self, nodes: Sequence[NodeNote], scope: Scope) -> "Infos":
+        """The nodes' capsules as their workers tell; None: it is gone."""
+        turns = asyncio.Semaphore(NUM_ASKED)
+
+        async def ask(node: NodeNote) -> CapsuleInfo | None:
+            async with turns:
+                try:
+                    return await self._service.inspect(CapsuleId(node.capsule), scope)
+                except NotFound:
+                    return None
+
+        return await asyncio.gather(*map(ask, nodes))
+
+
+def _session(request: Request) -> str:
+    name: str = request.path_params["session"]
+    return name
+
+
+def _body(view: SessionView) -> dict[str, Any]:
+    return {
+        "id": view.name,
+        "object": "session",
+        "parent": view.parent or None,
+        "created": int(view.created),
+        "last_used": int(view.used),
+        "capsules": len(view.nodes),
+        "running": view.num_running,
+    }
+
+
+def _node(node: NodeNote, info: CapsuleInfo | None, *, names_workers: bool) -> dict[str, Any]:
+    status = None if info is None else info.status
+    worker = info.worker if info is not None and names_workers else None
+    body = {
+        "capsule": node.capsule,
+        "parent": node.parent or None,
+        "request": node.request,
+        "tokens": node.tokens,
+        "created": int(node.created),
+        "is_root": node.is_root,
+        "held": info is not None and info.worker is not None,
+        "worker": worker,
+    }
+    if status is not None:
+        body |= {"pinned": status.is_pinned, "tier": status.tier}
+    return body

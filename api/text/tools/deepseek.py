@@ -1,0 +1,71 @@
+# ruff: noqa: RUF001 - the tokens have a wide bar
+"""DeepSeek's form: a block of calls, each of them a name, a separator and JSON; in V3 within a fence."""
+
+from typing import Final
+
+from mallee.api.text.tools.lark import Lark
+from mallee.api.text.tools.source import Block, Call, Functions, Source
+
+BEGIN: Final = "<｜tool▁calls▁begin｜>"
+END: Final = "<｜tool▁calls▁end｜>"
+CALL: Final = "<｜tool▁call▁begin｜>"
+CALL_END: Final = "<｜tool▁call▁end｜>"
+SEPARATOR: Final = "<｜tool▁sep｜>"
+
+
+class DeepSeek:
+    """V3's and V3.1's are read; `is_fenced`: V3's is written."""
+
+    opens = (BEGIN, CALL)
+    marks = (BEGIN, END, CALL, CALL_END, SEPARATOR)
+    starts: tuple[str, ...] = ()
+    has_short_ids = False
+
+    def __init__(self, *, is_fenced: bool) -> None:
+        self._is_fenced = is_fenced
+
+    def block(self, source: Source, functions: Functions) -> Block:
+        yield from source.literal(BEGIN)
+        while True:
+            yield from source.space()
+            if not (yield from source.literal(CALL)):
+                break
+            head = yield from source.until(SEPARATOR)
+            if head is None:
+                return False
+            yield from source.literal(SEPARATOR)
+            name, is_fenced = head.strip(), not (yield from source.stands("{"))
+            if is_fenced:
+                name = ((yield from source.until("```json")) or "").strip()
+                yield from source.literal("```json")
+                yield from source.space()
+            if name not in functions or not (yield from source.stands("{")):
+                return False
+            yield Call(name, "")
+            if not (yield from source.arguments()):
+                return False
+            if is_fenced:
+                yield from source.space()
+                yield from source.literal("```")
+            yield from source.space()
+            if not (yield from source.literal(CALL_END)) and source.pos < len(source.text):
+                return False
+        yield from source.literal(END)
+        return True
+
+    def grammar(self, lark: Lark, functions: Functions, *, several: bool) -> str:
+        calls = []
+        for i, function in enumerate(functions.values()):
+            name = function.name
+            head, end = f"{name}{SEPARATOR}", CALL_END
+            if self._is_fenced:
+                head = f"function{SEPARATOR}{name}\n```json\n"
+                end = "\n```" + CALL_END
+            arguments = lark.arguments(f"arguments_{i}", function.parameters)
+            rule = f"{lark.literal(CALL + head)} {arguments} {lark.literal(end)}"
+            calls.append(lark.add(f"call_{i}", rule))
+        lark.add("call", " | ".join(calls))
+        between = lark.literal("\n") + " " if self._is_fenced else ""
+        more = f"({between}call)*" if several else ""
+        lark.add("calls", f"call {more} {lark.literal(END)}")
+        return BEGIN

@@ -1,0 +1,1 @@
+"""Parts that every process needs: settings, tasks, addresses, bus, connections, telemetry, proxy."""

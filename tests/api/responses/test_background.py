@@ -1,0 +1,197 @@
+"""Background responses: who may start them, what they count, how they end; and a capsule lost on the way."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import create_autospec
+
+import openai
+import pytest
+import yaml
+
+from mallee.api.responses.room import Responses
+from mallee.api.responses.running import Background, Run
+from mallee.api.responses.store import Record
+from mallee.api.text.chat import ChatTemplate
+from mallee.api.text.conversation import Conversation
+from mallee.api.text.families import FAMILIES
+from mallee.gateway.access.access import Access
+from mallee.gateway.access.keys import new_key
+from mallee.gateway.access.quotas import UNLIMITED
+from mallee.protocol.errors import CapsuleStale, UnknownCapsule
+from mallee.protocol.ids import COMMON
+from mallee.router.dispatch.jobs import ForkJob, GenerateJob
+from mallee.runtime.config import ResponsesSettings
+from mallee.testing.random_model import random_model
+from support.live_api import served
+from support.live_fleet import LiveFleet
+from support.tiny_fleet import tiny_fleet
+from support.waiting import until
+
+MODEL = random_model("llama", 5, max_position_embeddings=8192)
+OPTIONS: Any = {"ignore_eos": True, "seed": 1}
+LONG: Any = {"model": "m", "input": "hi", "max_output_tokens": 6000, "extra_body": OPTIONS}
+
+
+class Scene(NamedTuple):
+    fleet: LiveFleet
+    room: Responses
+    clients: list[openai.AsyncOpenAI]
+
+
+@asynccontextmanager
+async def scene(monkeypatch: Any, folder: Path, **settings: Any) -> AsyncIterator[Scene]:
+    """Clients of two tenants and their gateway; alice may have two branches at once."""
+    keys = [new_key(name, "client", name) for name in ("alice", "bob")]
+    file = folder / "keys.yaml"
+    file.write_text(yaml.safe_dump({"keys": [{**keys[0].entry, "max_branches": 2}, keys[1].entry]}))
+    rooms: list[Responses] = []
+    init = Responses.__init__
+
+    def seen(self: Responses, *args: Any) -> None:
+        init(self, *args)
+        rooms.append(self)
+
+    monkeypatch.setattr(Responses, "__init__", seen)
+    given: Any = {"chat": ChatTemplate(None, family=FAMILIES[0]), "access": Access(file, {})}
+    async with (
+        tiny_fleet(MODEL, 1, num_blocks=4096) as fleet,
+        served(fleet.gateways[0], responses=ResponsesSettings(**settings), **given) as (url, _),
+    ):
+        clients = [
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key.token, max_retries=0)
+            for key in keys
+        ]
+        yield Scene(fleet, rooms[0], clients)
+        for client in clients:
+            await client.close()
+        assert rooms[0]._tasks.failure is None
+        rooms[0].store.check()
+
+
+async def test_a_quota_refuses_a_background_response_before_it_is_one(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
+    """F30, part: with 429, and its branch counts as long as it runs."""
+    async with scene(monkeypatch, tmp_path) as (_, room, (alice, _bob)):
+        first, second = [await alice.responses.create(**LONG, background=True) for _ in range(2)]
+        with pytest.raises(openai.RateLimitError, match="branches"):
+            await alice.responses.create(**LONG, background=True)
+        assert len(room.store) == 2
+        await alice.responses.cancel(first.id)
+        third = await alice.responses.create(**LONG, background=True)
+        for each in (second, third):
+            await alice.responses.delete(each.id)
+        assert len(room.store) == 1
+
+
+async def test_one_tenant_may_not_run_all_background_responses(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
+    limits = {"max_background": 2, "max_tenant_background": 1}
+    async with scene(monkeypatch, tmp_path, **limits) as (_, _room, (alice, bob)):
+        made = [await alice.responses.create(**LONG, background=True)]
+        with pytest.raises(openai.RateLimitError, match="1 background responses of this tenant"):
+            await alice.responses.create(**LONG, background=True)
+        other = await bob.responses.create(**LONG, background=True)
+        with pytest.raises(openai.InternalServerError, match="2 background responses run"):
+            await bob.responses.create(**LONG, background=True)
+        await alice.responses.cancel(made[0].id)
+        made.append(await alice.responses.create(**LONG, background=True))
+        await bob.responses.delete(other.id)
+        await alice.responses.delete(made[1].id)
+
+
+async def test_one_that_is_deleted_while_its_cancel_ends_does_not_come_back(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
+    gate, closes = asyncio.Event(), 0
+    close = Run.close
+
+    async def slow(run: Run) -> None:
+        nonlocal closes
+        closes += 1
+        await gate.wait()
+        await close(run)
+
+    async with scene(monkeypatch, tmp_path) as (fleet, room, (alice, _)):
+        made = await alice.responses.create(**LONG, background=True)
+        await until(lambda: fleet.engines["w0"].stats().jobs == 1)
+        monkeypatch.setattr(Run, "close", slow)
+        cancelling = asyncio.create_task(alice.responses.cancel(made.id))
+        await until(lambda: closes == 1)
+        deleting = asyncio.create_task(alice.responses.delete(made.id))
+        await alice.models.list()  # later than the deletion
+        assert not deleting.done()
+        assert not cancelling.done()
+        gate.set()
+        assert (await cancelling).status == "cancelled"
+        await deleting
+        assert len(room.store) == 0
+        assert not room._background
+        await until(lambda: fleet.engines["w0"].stats().jobs == 0)
+        with pytest.raises(openai.NotFoundError):
+            await alice.responses.retrieve(made.id)
+
+
+async def test_a_streamed_one_is_read_again_from_any_event_and_all_are_counted(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
+    async with scene(monkeypatch, tmp_path) as (_, room, (alice, _bob)):
+        short = {**LONG, "max_output_tokens": 8}
+        stream = await alice.responses.create(**short, background=True, stream=True)
+        events = [event async for event in stream]
+        assert (events[1].type, events[-1].type) == ("response.queued", "response.incomplete")
+        name = events[0].response.id  # type: ignore[union-attr]
+        again = await alice.responses.retrieve(name, stream=True, starting_after=3)
+        assert [e.sequence_number async for e in again] == list(range(4, len(events)))
+        await until(lambda: not room._background)
+        (kept,) = room.store._records.values()
+        assert len(kept.record.events) == len(events)
+        assert kept.nbytes == kept.record.nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("lost", [lambda: UnknownCapsule("c"), lambda: CapsuleStale("c", "a", "b")])
+async def test_a_capsule_that_is_lost_on_the_way_is_computed_from_the_stored_conversation(
+    monkeypatch: Any, tmp_path: Path, lost: Callable[[], Exception], background: bool
+) -> None:
+    async with scene(monkeypatch, tmp_path) as (fleet, _, (alice, _bob)):
+        short = {**LONG, "max_output_tokens": 6}
+        first = await alice.responses.create(**short)
+        expected = await alice.responses.create(**short, previous_response_id=first.id)
+        assert expected.mallee["turn"] == "capsule"
+        gateway, jobs = fleet.gateways[0], []
+        start = gateway.start
+
+        async def losing(job: Any, *args: Any, **named: Any) -> Any:
+            jobs.append(type(job))
+            if isinstance(job, ForkJob):
+                raise lost()
+            return await start(job, *args, **named)
+
+        monkeypatch.setattr(gateway, "start", losing)
+        given = {**short, "previous_response_id": first.id, "background": background}
+        found = await alice.responses.create(**given)
+        while found.status in ("queued", "in_progress"):
+            found = await alice.responses.retrieve(found.id)
+        assert jobs == [ForkJob, GenerateJob]
+        assert found.mallee["turn"] == "whole"
+        assert found.status == "incomplete"  # at its 6 tokens
+        assert found.output_text == expected.output_text
+        assert found.usage.input_tokens == expected.usage.input_tokens
+
+
+async def test_a_reader_that_is_slow_at_the_end_gets_the_end() -> None:
+    record = Record("resp_a", COMMON, {}, [], Conversation(()))
+    run = create_autospec(Run, instance=True)  # it never begins
+    background = Background(run, record, UNLIMITED, tenant="", streams=True)
+    record.events.append(b"first")
+    reading = background.follow(-1)
+    assert await anext(reading) == b"first"
+    record.events.append(b"last")  # while the first is written
+    background.finish()
+    assert [each async for each in reading] == [b"last"]

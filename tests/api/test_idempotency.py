@@ -1,0 +1,269 @@
+"""POSTs that are sent again under their `Idempotency-Key`."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from mallee.api.entry import idempotency
+from mallee.api.entry.idempotency import GRACE_S
+from mallee.gateway.access.access import Access
+from mallee.protocol.errors import Overloaded
+from mallee.runtime.config import HttpSettings
+from support.waiting import elapse, until
+
+PATH = "/v1/completions"
+CHAT = "/v1/chat/completions"
+FORK = "/v1/capsules/req_x.0/fork"
+MESSAGES = [{"role": "user", "content": "hi"}]
+REPLAYED = "idempotent-replayed"
+
+
+def keyed(key: str, **more: str) -> dict[str, str]:
+    return {"Idempotency-Key": key, **more}
+
+
+@pytest.fixture
+async def client(call: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async with call.client() as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (PATH, {"prompt": "abc"}),
+        (PATH, {"prompt": "abc", "n": 3, "stream": True}),
+        (CHAT, {"messages": MESSAGES}),
+        (CHAT, {"messages": MESSAGES, "stream": True}),
+        ("/v1/capsules", {"prompt": "abc"}),
+        (FORK, {"n": 2}),
+        (FORK, {"n": 2, "stream": True}),
+        ("/v1/tokenize", {"prompt": "abc"}),
+    ],
+)
+async def test_a_key_sent_again_gets_the_same_answer_and_runs_nothing(
+    client: httpx.AsyncClient, call: Any, path: str, body: dict[str, Any]
+) -> None:
+    first = await client.post(path, json=body, headers=keyed("a"))
+    assert first.status_code == 200
+    assert REPLAYED not in first.headers
+    num = len(call.service.streams)
+    again = await client.post(path, json=body, headers=keyed("a"))
+    assert (again.status_code, again.content) == (200, first.content)
+    assert again.headers[REPLAYED] == "true"
+    assert again.headers["content-type"] == first.headers["content-type"]
+    assert len(call.service.streams) == num
+    other = await client.post(path, json=body, headers=keyed("b"))
+    assert REPLAYED not in other.headers
+    assert len(call.service.streams) == 2 * num
+    counted = call.service.gateway_metrics.render().decode()
+    assert '",status="200"} 3.0' in counted, "replays are answers of their path"
+
+
+async def test_another_request_under_a_key_is_refused_by_name(client: httpx.AsyncClient) -> None:
+    await client.post(PATH, json={"prompt": "abc"}, headers=keyed("once"))
+    for path, body in [(PATH, {"prompt": "abd"}), (f"{PATH}?x=1", {"prompt": "abc"}), (CHAT, {})]:
+        answer = await client.post(path, json=body, headers=keyed("once"))
+        assert answer.status_code == 422
+        error = answer.json()["error"]
+        assert (error["code"], error["param"]) == ("idempotency_key_reused", "idempotency-key")
+        assert "'once'" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [(PATH, ""), (PATH, "k" * 256), (PATH, "a\tb"), ("/v1/capsules/import", "a")],
+)
+async def test_keys_are_short_and_printable_and_not_of_an_import(
+    client: httpx.AsyncClient, path: str, key: str
+) -> None:
+    answer = await client.post(path, json={"prompt": "abc"}, headers=keyed(key))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "idempotency-key"
+
+
+async def test_keys_belong_to_a_scope(call_with: Any) -> None:
+    """Tenants, salts, and callers who see workers, each have keys of their own."""
+    call = call_with(HttpSettings(), Access(None, {"MALLEE_API_KEY": "k" * 16}))
+    operator = {"Authorization": f"Bearer {'k' * 16}"}
+    async with call.client() as client:
+        scopes = [{}, {"x-tenant-id": "t"}, {"x-tenant-id": "u"}, {"x-cache-salt": "s"}]
+        for headers in scopes:
+            body = {"prompt": f"of {headers}"}
+            answer = await client.post(PATH, json=body, headers=keyed("a", **headers, **operator))
+            assert (answer.status_code, REPLAYED in answer.headers) == (200, False)
+        assert (await client.post(PATH, json={}, headers=keyed("a"))).status_code == 401
+
+
+async def test_refusals_are_not_kept(client: httpx.AsyncClient, call: Any) -> None:
+    """A refused request changed nothing: sent again, it runs."""
+    call.service.refuses = Overloaded(5, 5, 1.0)
+    first = await client.post(PATH, json={"prompt": "abc"}, headers=keyed("a"))
+    assert first.status_code in (429, 503)
+    call.service.refuses = None
+    again = await client.post(PATH, json={"prompt": "abc"}, headers=keyed("a"))
+    assert (again.status_code, REPLAYED in again.headers) == (200, False)
+
+
+async def test_a_bug_is_told_to_all_that_wait_for_it(client: httpx.AsyncClient, call: Any) -> None:
+    go = asyncio.Event()
+
+    async def broken(stream: Any) -> AsyncIterator[Any]:
+        await go.wait()
+        raise ZeroDivisionError
+        yield
+
+    call.service.script = broken
+    asked = [
+        asyncio.create_task(client.post(PATH, json={"prompt": "abc"}, headers=keyed("a")))
+        for _ in range(3)
+    ]
+    await until(call.service.started.is_set)
+    go.set()
+    for task in asked:
+        assert (await task).status_code == 500
+    assert len(call.service.streams) == 1
+    call.service.reset()
+    assert (await client.post(PATH, json={"prompt": "abc"}, headers=keyed("a"))).status_code == 200
+
+
+async def test_answers_are_kept_for_a_time_and_in_bounded_memory(
+    call_with: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = call_with(HttpSettings(replay_ttl_s=60.0, replay_max_mib=1))
+    async with call.client() as client:
+
+        async def is_replayed(key: str) -> bool:
+            answer = await client.post(PATH, json={"prompt": "abc"}, headers=keyed(key))
+            return REPLAYED in answer.headers
+
+        assert not await is_replayed("a")
+        await elapse(59.9)
+        assert await is_replayed("a")
+        await elapse(0.2)
+        assert not await is_replayed("a"), "its time is over"
+        monkeypatch.setattr(idempotency, "_OVERHEAD_NBYTES", 100_000)
+        found = [await is_replayed(str(i)) for i in range(12)]
+        assert not any(found)
+    middleware = _middleware(call)
+    assert middleware._nbytes == sum(each.nbytes for each in middleware._over.values()) <= 1 << 20
+    assert set(middleware._records) == set(middleware._over)
+    assert len(middleware._over) <= 10
+
+
+def _middleware(call: Any) -> Any:
+    app = call.app.middleware_stack
+    while not isinstance(app, idempotency.IdempotencyMiddleware):
+        app = getattr(app, "_app", None) or app.app
+    return app
+
+
+@asynccontextmanager
+async def reading(live: Any, key: str) -> AsyncIterator[httpx.Response]:
+    """A stream that is read over a real connection, until the caller leaves."""
+    body = {"prompt": "abc", "stream": True}
+    async with (
+        httpx.AsyncClient(base_url=live.url, headers=keyed(key)) as client,
+        client.stream("POST", PATH, json=body) as response,
+    ):
+        yield response
+
+
+async def events(response: httpx.Response, num: int) -> list[str]:
+    found: list[str] = []
+    async for line in response.aiter_lines():
+        if line:
+            found.append(line)
+        if len(found) == num:
+            break
+    return found
+
+
+async def test_a_stream_is_joined_from_its_beginning_and_goes_on_for_a_client_that_comes_back(
+    live: Any,
+) -> None:
+    live.service.holds_after = 3
+    async with reading(live, "back") as first:
+        seen = await events(first, 2)
+        async with reading(live, "back") as beside:
+            assert beside.headers[REPLAYED] == "true"
+            assert await events(beside, 2) == seen
+    await elapse(GRACE_S - 0.1)
+    assert not live.service.closed.is_set()
+    async with reading(live, "back") as second:
+        assert (await events(second, 3))[:2] == seen
+    assert len(live.service.streams) == 1
+    await elapse(GRACE_S - 0.1)
+    assert not live.service.closed.is_set()
+    await elapse(0.2)
+    assert live.service.closed.is_set(), "nobody came back"
+    live.service.holds_after = None
+    async with reading(live, "back") as third:
+        assert REPLAYED not in third.headers
+
+
+async def test_an_answer_without_a_reader_is_cancelled_at_once(live: Any) -> None:
+    """F28, part: a key keeps nothing running of which nothing was shown."""
+    live.service.holds_after = 3
+    async with httpx.AsyncClient(base_url=live.url) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post(PATH, json={"prompt": "abc"}, headers=keyed("gone"), timeout=0.3)
+    await until(live.service.closed.is_set)
+
+
+async def test_a_key_sent_again_at_once_after_hanging_up_runs_again(live: Any) -> None:
+    """The run that is given up may take its time; its refusal is for nobody."""
+    service, going = live.service, asyncio.Event()
+
+    async def held(stream: Any) -> AsyncIterator[Any]:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await going.wait()
+        yield
+
+    service.script = held
+    async with httpx.AsyncClient(base_url=live.url, headers=keyed("again")) as client:
+        gone = asyncio.create_task(client.post(PATH, json={"prompt": "abc"}))
+        await until(service.started.is_set)
+        gone.cancel()
+        await elapse(1)
+        service.script = service.plain
+        second = asyncio.create_task(client.post(PATH, json={"prompt": "abc"}))
+        await elapse(1)
+        going.set()
+        answer = await second
+        assert (answer.status_code, len(service.streams)) == (200, 2)
+        third = await client.post(PATH, json={"prompt": "abc"})
+        assert third.content == answer.content
+        assert len(service.streams) == 2
+
+
+async def test_a_long_stream_waits_for_its_readers_and_is_not_kept(
+    call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a record nor a slow reader fills the memory."""
+    record = idempotency._Record(b"", {}, 2800)
+    reader, late = object(), object()
+    record.join(reader)
+    body = {"type": "http.response.body", "body": b"x" * 400, "more_body": True}
+    await record.put({"type": "http.response.start", "status": 200, "headers": []})
+    await record.put(body)
+    await record.put(body)
+    writing = asyncio.create_task(record.put(body))
+    await elapse(60)
+    assert not writing.done()
+    assert not record.is_whole
+    assert len(await record.read(reader)) == 4
+    await writing
+    assert record.nbytes <= 2800
+    record.join(late)
+    record.leave(late)
+    record.leave(reader)
+    await asyncio.wait_for(record.left(), 1)
+    record.end()
+    assert not record.is_kept

@@ -1,0 +1,256 @@
+"""Refusals of requests and their messages."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mallee.api.schemas import (
+    HARMLESS,
+    NEUTRAL,
+    CapsuleRequest,
+    ChatRequest,
+    CompletionRequest,
+    ForkRequest,
+)
+from mallee.gateway.access.access import Access
+from mallee.gateway.access.keys import new_key
+from mallee.runtime.config import HttpSettings
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def check_error(answer: Any, status: int, kind: str, param: str | None = None) -> str:
+    """The message of an error in OpenAI's shape."""
+    assert answer.status == status, answer.body
+    error = answer.body["error"]
+    assert set(answer.body) == {"error"}
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == kind
+    assert isinstance(error["code"], str)
+    assert error["param"] == param
+    assert error["message"]
+    return str(error["message"])
+
+
+BAD: dict[str, list[Any]] = {
+    "max_tokens": [0, -1, True, "5", 1.5],
+    "n": [0, 129, False],
+    "temperature": [-0.1, 2.1, "hot", True],
+    "top_p": [0, 1.01],
+    "top_k": [-2],
+    "seed": [1 << 63, -(1 << 63) - 1, 10**400, "1"],
+    "stop": ["", ["a", ""], ["a"] * 17, 5],
+    "ignore_eos": [1],
+    "min_p": [-0.1, 1.1],
+    "repetition_penalty": [0],
+    "presence_penalty": [2.1],
+    "frequency_penalty": [-2.1, "much"],
+    "logit_bias": [{"a": 1}, {"-1": 1}, {"300": 1}, {"5": 101}, [5]],
+    "logprobs": [-1, 21, True],
+    "min_tokens": [-1, 17],
+    "include_stop_str_in_output": [1],
+    "stream": ["yes"],
+    "cache_salt": [5],
+    "prompt_cache_key": [7],
+    "model": [5],
+    "stream_options": [True],
+    "prompt": ["", [], 5, {"a": 1}, [1.5], [True], [1, "a"], ["a", [1]]],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field in BAD for value in BAD[field]]
+)
+def test_a_bad_value_is_refused_with_its_field_named(call: Any, field: str, value: Any) -> None:
+    """I17: unsupported values give a clear error."""
+    answer = call("POST", COMPLETIONS, {"prompt": "abc", "max_tokens": 5, field: value})
+    message = check_error(answer, 400, "invalid_request_error", field)
+    assert field in message
+    assert not call.service.streams
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": [1, 300]}, "prompt[1]"),
+        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": [10**30]}, "prompt[0]"),
+        ({"prompt": ["a", ""]}, "prompt[1]"),
+        ({"prompt": [[1], []]}, "prompt[1]"),
+        ({"prompt": [[1], [2, 300]]}, "prompt[1][1]"),
+        ({"prompt": "a", "stop_token_ids": [0, 999]}, "stop_token_ids[1]"),
+        ({"prompt": "a", "stop_token_ids": ["x"]}, "stop_token_ids[0]"),
+        ({"prompt": "a", "stop": ["x", 1]}, "stop[1]"),
+        ({}, "prompt"),
+        ({"prompt": ["a"] * 65, "n": 2}, "n"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+    ],
+)
+def test_a_bad_element_is_refused_with_its_place_named(call: Any, body: Any, param: str) -> None:
+    check_error(call("POST", COMPLETIONS, body), 400, "invalid_request_error", param)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("field", sorted(NEUTRAL))
+def test_answer_changing_fields_pass_only_at_their_neutral_value(call: Any, field: str) -> None:
+    """I17: an unsupported field gives a clear error, never a silently different answer."""
+    answer = call("POST", COMPLETIONS, {"prompt": "a", field: ["something", "else"]})
+    assert field in check_error(answer, 400, "invalid_request_error", field)
+    for value in (None, *NEUTRAL[field]):
+        assert call("POST", COMPLETIONS, {"prompt": "a", field: value}).status == 200
+        if type(value) is int:  # 1 is no true
+            answer = call("POST", COMPLETIONS, {"prompt": "a", field: True})
+            check_error(answer, 400, "invalid_request_error", field)
+
+
+@pytest.mark.parametrize("field", sorted(HARMLESS))
+def test_harmless_fields_are_accepted(call: Any, field: str) -> None:
+    assert call("POST", COMPLETIONS, {"prompt": "a", field: {"any": "thing"}}).status == 200
+
+
+KINDS = {
+    COMPLETIONS: CompletionRequest,
+    CHAT: ChatRequest,
+    "/v1/capsules": CapsuleRequest,
+    "/v1/capsules/req_x.0/fork": ForkRequest,
+}
+
+
+@pytest.mark.parametrize("path", KINDS)
+def test_unknown_fields_are_refused_by_name(call: Any, path: str) -> None:
+    asked: list[tuple[dict[str, Any], str, str]] = [
+        ({"max_token": 5}, "max_token", "max_token"),
+        ({"mallee": {"prio": 1}}, "mallee", "prio"),
+    ]
+    if path != "/v1/capsules":  # which has no stream
+        asked.append(({"stream_options": {"include_all": 1}}, "stream_options", "include_all"))
+    for fields, param, name in asked:
+        message = check_error(call("POST", path, fields), 400, "invalid_request_error", param)
+        assert name in message
+
+
+def test_what_does_not_fit_the_window_is_refused_with_all_numbers(call: Any) -> None:
+    answer = call("POST", COMPLETIONS, {"prompt": [1] * 200, "max_tokens": 57})
+    message = check_error(answer, 400, "invalid_request_error", "prompt")
+    assert answer.body["error"]["code"] == "context_length_exceeded"
+    assert "200" in message
+    assert "57" in message
+    assert "257 > 256" in message
+    assert call("POST", COMPLETIONS, {"prompt": [1] * 200, "max_tokens": 56}).status == 200
+    for path, body in (
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1 << 70}),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 400}]}),
+    ):
+        check_error(call("POST", path, body), 400, "invalid_request_error", "prompt")
+
+
+def test_another_model_is_not_found(call: Any) -> None:
+    for path, body in (
+        (COMPLETIONS, {"prompt": "a"}),
+        (CHAT, {"messages": MESSAGES}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [1]}),
+    ):
+        answer = call("POST", path, {**body, "model": "gpt-9"})
+        check_error(answer, 404, "not_found_error", "model")
+        assert answer.body["error"]["code"] == "model_not_found"
+
+
+def test_unknown_paths_and_methods_have_the_shape_too(call: Any) -> None:
+    check_error(call("GET", "/v2/nothing"), 404, "not_found_error")
+    check_error(call("POST", "/v1/completions/", {"prompt": "a"}), 404, "not_found_error")
+    answer = call("GET", COMPLETIONS)
+    check_error(answer, 405, "invalid_request_error")
+    assert answer.headers["allow"] == "POST"
+
+
+def test_a_bug_is_500_with_an_id_and_no_detail(call: Any, caplog: pytest.LogCaptureFixture) -> None:
+    call.service.refuses = ZeroDivisionError("secret detail")
+    for stream in (False, True):
+        answer = call("POST", COMPLETIONS, {"prompt": "a", "stream": stream})
+        message = check_error(answer, 500, "server_error")
+        assert "err_1" in message
+        assert "secret" not in message
+    assert "request err_1 failed" in caplog.text
+
+
+def test_without_the_key_everything_but_health_is_401(
+    call_with: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    key = "s3cret-key-of-24-letters"
+    call = call_with(HttpSettings(), Access(None, {"MALLEE_API_KEY": key}))
+    bad: list[dict[str, str]] = [
+        {},
+        {"authorization": "Bearer"},
+        {"authorization": "Bearer s3cret-key-of-24-letterz"},
+        {"authorization": f"Basic {key}"},
+        {"authorization": key},
+    ]
+    for headers in bad:
+        for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("POST", CHAT)):
+            answer = call(method, path, headers=headers)
+            assert "s3cret" not in check_error(answer, 401, "invalid_request_error")
+            assert answer.headers["www-authenticate"] == "Bearer"
+    assert call("GET", "/health").body == {"status": "ok"}
+    for path in ("/health/live", "/health/ready"):
+        for headers in bad:  # a probe that sends a wrong key is answered too
+            assert call("GET", path, headers=headers).status == 200
+    good = {"authorization": f"Bearer {key}"}
+    assert set(call("GET", "/health", headers=good).body) > {"status"}
+    assert call("GET", "/v1/models", headers=good).status == 200
+    assert call("POST", COMPLETIONS, {"prompt": "a"}, headers=good).status == 200
+    assert "s3cret" not in caplog.text
+
+
+def test_more_than_a_key_may_ever_have_is_refused_for_good(
+    call_with: Callable[..., Any], tmp_path: Path
+) -> None:
+    """No later moment is a better one, and the answer doesn't say that it is; what fits may owe the rest."""
+    key, file = new_key("alice", "client", None), tmp_path / "keys.yaml"
+    limits = {"max_branches": 4, "max_capsule_tokens": 3, "tokens_per_minute": 5}
+    file.write_text(yaml.safe_dump({"keys": [{**key.entry, **limits}]}))
+    call = call_with(HttpSettings(), Access(file, {}))
+    headers = {"authorization": f"Bearer {key.token}"}
+    for path, body, needed in (
+        (COMPLETIONS, {"prompt": "a", "n": 8}, "8 branches at once"),
+        ("/v1/capsules", {"prompt": "abcd"}, "5 tokens in capsules"),
+    ):
+        answer = call("POST", path, body, headers=headers)
+        assert answer.body["error"]["code"] == "quota_too_small"
+        assert needed in check_error(answer, 400, "invalid_request_error")
+        assert "retry-after" not in answer.headers
+    answer = call("POST", COMPLETIONS, {"prompt": "a" * 20, "n": 4}, headers=headers)
+    assert answer.status == 200  # of more tokens than a minute's: they are owed
+    again = call("POST", COMPLETIONS, {"prompt": "a"}, headers=headers)
+    assert (again.status, again.body["error"]["code"]) == (429, "quota_exceeded")
+    assert int(again.headers["retry-after"]) >= 1
+
+
+async def test_long_prompts_are_tokenized_beside_the_event_loop(
+    call_with: Callable[[HttpSettings], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Health answers while a long prompt is being tokenized."""
+    monkeypatch.setattr("mallee.api.entry.asking.INLINE_BODY_BYTES", 10)
+    call = call_with(HttpSettings())
+    begun, may_end = threading.Event(), threading.Event()
+
+    def encode(*_: Any, **__: Any) -> list[int]:
+        begun.set()
+        assert may_end.wait(5)
+        return [1]
+
+    monkeypatch.setattr(call.tokenizer, "encode", encode)
+
+    async with call.client() as client:
+        long = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "abcdefgh"}))
+        assert await asyncio.to_thread(begun.wait, 5)
+        health = await client.get("/health")
+        may_end.set()
+        assert (health.status_code, (await long).status_code) == (200, 200)

@@ -1,0 +1,238 @@
+"""Trees of sessions, against histories that were made as trees: parents, limits, forgetting."""
+
+import random
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mallee.gateway.sessions.trees import (
+    END_TOKENS,
+    MAX_SESSION_NODES,
+    SessionKey,
+    SessionTrees,
+)
+from mallee.protocol.gateways.session_notes import SessionNote
+from mallee.protocol.hashing import NO_HASHES, Hashes, as_tokens, block_hashes
+from mallee.protocol.ids import CapsuleId, RequestId, Scope
+
+BLOCK = 4
+KEY = SessionKey(Scope("a"), "s")
+
+
+class Scene:
+    """Trees, and the texts of all capsules."""
+
+    def __init__(self, max_nodes: int = 4096, ttl_s: float = 100.0) -> None:
+        self.now = 0.0
+        self.trees = SessionTrees(
+            max_nodes=max_nodes, ttl_s=ttl_s, block_size=BLOCK, clock=lambda: self.now
+        )
+        self.texts: dict[CapsuleId, list[int]] = {}
+        self._ids = count()
+
+    def hashes_of(self, capsule: CapsuleId) -> Hashes:
+        return block_hashes(as_tokens(self.texts[capsule]), BLOCK)
+
+    def ask(
+        self,
+        prompt: list[int],
+        answers: list[list[int]],
+        key: SessionKey = KEY,
+        *,
+        capsule: CapsuleId | None = None,
+        **more: Any,
+    ) -> list[CapsuleId]:
+        """A request and its answers' capsules."""
+        self.now += 1
+        request = RequestId(f"r{next(self._ids)}")
+        self.trees.begin(
+            request, key, capsule=capsule, prompt_tokens=0 if capsule else len(prompt), **more
+        )
+        text = self.texts[capsule] if capsule else prompt
+        hashes = NO_HASHES if capsule else block_hashes(as_tokens(prompt), BLOCK)
+        left = []
+        for i, answer in enumerate(answers):
+            made = CapsuleId(f"{request}.{i}")
+            self.texts[made] = text + answer
+            self.trees.left(request, made, len(text + answer), hashes, self.hashes_of)
+            left.append(made)
+        self.trees.ended(request)
+        self.trees.check()
+        return left
+
+    def parent(self, capsule: CapsuleId, key: SessionKey = KEY) -> str:
+        tree = self.trees.get(key)
+        assert tree is not None
+        return tree.nodes[capsule].parent
+
+
+def words(rng: random.Random, num: int) -> list[int]:
+    return [rng.randrange(1000) for _ in range(num)]
+
+
+@given(st.integers(0, 1 << 30), st.integers(0, END_TOKENS))
+def test_parents_are_those_of_the_conversations(seed: int, num_rewritten: int) -> None:
+    """F31, part: turns go on from any earlier turn, in any order, by prompt or by fork; templates rewrite
+    the end of each prompt."""
+    rng = random.Random(seed)
+    scene = Scene()
+    known: list[tuple[CapsuleId, list[int], str]] = []
+    for _ in range(14):
+        if known and rng.random() < 0.25:
+            capsule, _text, _ = rng.choice(known)
+            (made,) = scene.ask([], [words(rng, 30)], capsule=capsule)
+            known.append((made, scene.texts[made], capsule))
+            continue
+        above, history = "", words(rng, 40)
+        if known and rng.random() < 0.8:
+            above, history, _ = rng.choice(known)
+        end = words(rng, num_rewritten)
+        prompt = history + words(rng, 20) + end
+        left = scene.ask(prompt, [words(rng, 24) for _ in range(rng.choice((1, 1, 3)))])
+        for made in left:
+            # The next turn sees the answer after another end of the prompt of the same length.
+            scene.texts[made] = [*prompt, *scene.texts[made][len(prompt) :]]
+            known.append((made, scene.texts[made], above))
+    for made, _, above in known:
+        assert scene.parent(made) == above
+
+
+def test_the_end_of_a_prompt_may_be_rewritten() -> None:
+    """F31, part: hidden reasoning: what the prompt ended with, and the answer began with, is dropped."""
+    rng = random.Random(1)
+    scene = Scene()
+    first, think = words(rng, 60), words(rng, 12)
+    (turn,) = scene.ask(first + think, [words(rng, 50)])
+    (after,) = scene.ask(first + words(rng, 30), [words(rng, 10)])
+    assert scene.parent(after) == turn
+    (retry,) = scene.ask(first + think, [words(rng, 50)])
+    assert scene.parent(retry) == "", "the same prompt again is no turn after it"
+
+
+def test_a_session_below_another_begins_where_that_was() -> None:
+    """aiperf's FORK inherits the context, SPAWN has its own."""
+    rng = random.Random(2)
+    scene = Scene()
+    prompt = words(rng, 60)
+    (turn,) = scene.ask(prompt, [words(rng, 8)])
+    forked, spawned = SessionKey(KEY.scope, "f"), SessionKey(KEY.scope, "g")
+    (a,) = scene.ask(scene.texts[turn] + words(rng, 30), [[1]], forked, parent="s")
+    (b,) = scene.ask(words(rng, 60), [[1]], spawned, parent="s")
+    assert (scene.parent(a, forked), scene.parent(b, spawned)) == (turn, "")
+    assert scene.trees.children(KEY) == ["f", "g"]
+    stranger = SessionKey(Scope("b"), "s")
+    (c,) = scene.ask(scene.texts[turn] + words(rng, 30), [[1]], stranger)
+    assert scene.parent(c, stranger) == ""
+    assert scene.trees.children(stranger) == []
+
+
+def test_what_was_used_last_stays() -> None:
+    scene = Scene(max_nodes=20)
+    keys = [SessionKey(KEY.scope, f"s{i}") for i in range(12)]
+    for key in keys:
+        scene.ask([1] * 8, [[2]], key)
+    assert [t.key for t in scene.trees.page(KEY.scope, "", 99)[0]] == sorted(keys[2:])
+    for _ in range(40):
+        scene.ask([1] * 8, [[2]], keys[5])
+    tree = scene.trees.get(keys[5])
+    assert tree is not None
+    assert len(tree.nodes) == 19
+    assert len(scene.trees.page(KEY.scope, "", 99)[0]) == 1
+
+
+def test_a_session_remembers_so_many_capsules() -> None:
+    scene = Scene()
+    for _ in range(MAX_SESSION_NODES + 5):
+        scene.ask([1] * 8, [[2]])
+    tree = scene.trees.get(KEY)
+    assert tree is not None
+    assert len(tree.nodes) == MAX_SESSION_NODES
+
+
+def test_a_session_without_use_is_forgotten_unless_it_runs() -> None:
+    scene = Scene(ttl_s=10)
+    scene.ask([1] * 8, [[2]])
+    scene.now += 9
+    assert scene.trees.get(KEY) is not None
+    scene.trees.begin(RequestId("long"), KEY)
+    scene.ask([1] * 8, [[2]], SessionKey(KEY.scope, "other"))
+    scene.now += 60
+    assert [tree.key for tree in scene.trees.page(KEY.scope, "", 9)[0]] == [KEY]
+    scene.trees.ended(RequestId("long"))
+    assert scene.trees.get(KEY) is None
+    scene.trees.check()
+
+
+def test_late_news_brings_no_closed_session_back() -> None:
+    here, there = Scene(), Scene()
+    here.now = there.now = 1000.0
+    here.ask([1] * 8, [[2], [3]])
+    late = list(here.trees.notes())
+    there.now += 10
+    assert there.trees.merge(SessionNote(*KEY, is_closed=True)) is None
+    for note in (*late, SessionNote(*KEY)):
+        assert there.trees.merge(note) is None
+    assert there.trees.get(KEY) is None
+    # A session of that name that begins after the end is another, and shows once it has a capsule.
+    here.trees.close(KEY)
+    here.now = there.now + 5
+    (new,) = here.ask([1] * 8, [[4]])
+    for note in (*late, *here.trees.notes()):
+        there.trees.merge(note)
+    found = there.trees.get(KEY)
+    assert found is not None
+    assert found.own == [new]
+    there.trees.close(KEY)
+    there.now += 61  # nothing is under way for so long
+    there.trees.merge(late[0])
+    assert there.trees.get(KEY) is not None
+    there.trees.check()
+
+
+def test_a_request_of_a_closed_session_leaves_nothing() -> None:
+    scene = Scene()
+    scene.trees.begin(RequestId("r"), KEY, prompt_tokens=8)
+    scene.trees.close(KEY)
+    assert scene.trees.left(RequestId("r"), CapsuleId("r.0"), 9) is None
+    scene.trees.ended(RequestId("r"))
+    assert scene.trees.get(KEY) is None
+    scene.trees.check()
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=120), st.integers(8, 24))
+def test_a_tenant_loses_only_what_is_beyond_its_share(
+    asked: list[tuple[int, int]], max_nodes: int
+) -> None:
+    """F7, part: requests of one tenant never take from another that has less than an even part."""
+    scene = Scene(max_nodes=max_nodes)
+    for tenant, session in asked:
+        before = sizes(scene)
+        key = SessionKey(Scope(f"salt{tenant}{session}"), f"s{session}")
+        scene.ask([1] * 8, [[2]], key, tenant=f"t{tenant}")
+        after = sizes(scene)
+        for other, size in before.items():
+            if other != f"t{tenant}" and after.get(other, 0) < size:
+                assert size >= max_nodes // 4, (before, after)
+        assert scene.trees.get(key) is not None
+        scene.trees.check()
+
+
+def sizes(scene: Scene) -> dict[str, int]:
+    """Sessions and nodes by tenant."""
+    found: dict[str, int] = {}
+    for note in scene.trees.notes():
+        found[note.tenant] = found.get(note.tenant, 0) + 1 + len(note.nodes)
+    return found
+
+
+@pytest.mark.parametrize("num", [0, 3, 7])
+def test_hashes_that_are_not_known_tie_to_the_newest(num: int) -> None:
+    scene = Scene()
+    left = scene.ask([5] * 40, [[i] * 9 for i in range(8)])
+    scene.hashes_of = lambda capsule: np.array([], dtype="<u8")  # type: ignore[method-assign]
+    (made,) = scene.ask([*scene.texts[left[num]], *range(30)], [[1]])
+    assert scene.parent(made) == left[-1]

@@ -1,0 +1,160 @@
+"""Gateway, transport, worker host and engine together in one process (bus in memory, mocked model)."""
+
+import time
+from contextlib import AbstractAsyncContextManager
+
+import pytest
+
+from mallee.mocker.passes import mock_spec
+from mallee.protocol.hashing import as_tokens
+from mallee.protocol.ids import COMMON, branch_seed
+from mallee.protocol.messages import Limits, Sampling
+from mallee.router.config import RouterConfig
+from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
+from mallee.testing.bus import LocalBus
+from mallee.testing.forward import linear_tokens
+from support.live_fleet import LiveFleet, collect, running
+from support.waiting import elapse, until
+
+SPEC = mock_spec(max_model_len=4096)
+PROMPT = as_tokens([i % 61 for i in range(200)])
+HOT = Sampling(temperature=1.0, seed=9)
+BLOCK = 16
+
+
+def fleet(
+    workers: int, gateways: int = 1, *, num_blocks: int = 256
+) -> AbstractAsyncContextManager[LiveFleet]:
+    made = LiveFleet(SPEC, RouterConfig(block_size=BLOCK), num_blocks=num_blocks)
+    return running(made, workers, gateways)
+
+
+def expect(prompt: list[int], n: int, branch: int = 0) -> list[int]:
+    return linear_tokens(SPEC, prompt, n, sampling=HOT, seed=branch_seed(HOT.seed, branch))
+
+
+async def test_capsules_are_dated_by_the_gateways_wall_clock() -> None:
+    dates: list[float] = []
+    made_fleet = LiveFleet(
+        SPEC, RouterConfig(block_size=BLOCK), wall_clock=lambda: 1e6 + time.monotonic()
+    )
+    async with running(made_fleet, workers=1) as f:
+        gateway = f.gateways[0]
+        for _ in range(2):
+            ((_, made),) = (await collect(await gateway.start(PrefillJob(PROMPT)))).values()
+            dates.append((await gateway.capsule(made.capsule, COMMON)).created)
+            await elapse(30.0)
+        assert dates[0] == pytest.approx(1e6 + time.monotonic() - 60.0, abs=1.0)
+        assert dates[1] - dates[0] == pytest.approx(30.0, abs=0.5)
+
+
+async def test_with_the_broker_gone_requests_still_work_and_the_index_converges_after() -> None:
+    """X8, part: routing goes on without the broker; afterwards the index equals what is held."""
+    async with fleet(workers=2, gateways=2) as f:
+        await collect(await f.gateways[0].start(GenerateJob(PROMPT, Limits(2), HOT)))
+        f.hub.set_up(False)
+        assert f.gateways[0].health()["status"] == "degraded"
+        for i in range(4):
+            prompt = as_tokens([i + 5] * 64)
+            answers = await collect(
+                await f.gateways[i % 2].start(GenerateJob(prompt, Limits(2), HOT))
+            )
+            assert answers[0][0] == expect([i + 5] * 64, 2)
+        f.hub.set_up(True)
+        held = sum(len(engine._tree.held_hashes()) for engine in f.engines.values())
+        assert held > 12
+        await until(
+            lambda: all(sum(w.indexed_blocks for w in r.workers()) == held for r in f.routers)
+        )
+
+
+async def test_a_worker_whose_link_broke_is_met_again_at_its_next_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The worker lives: its requests wait for it and go on, then it serves again, capsules and all."""
+    monkeypatch.setattr("mallee.gateway.peers.RELINK_S", 0.1)
+    async with fleet(workers=1) as f:
+        gateway = f.gateways[0]
+        ((_, made),) = (await collect(await gateway.start(PrefillJob(PROMPT)))).values()
+        stream = await gateway.start(GenerateJob(PROMPT, Limits(3000), HOT))
+        (host,) = f.hosts.values()
+        host._streams.end("g0")
+        await until(lambda: gateway.health()["status"] == "unavailable")
+        await f.ready(1)
+        answers = await collect(stream)
+        assert answers[0][0] == expect(PROMPT.tolist(), 3000)
+        await until(lambda: gateway.health()["status"] == "ok")
+        fork = await gateway.start(ForkJob(made.capsule, [as_tokens([])], Limits(3), HOT))
+        assert (await collect(fork))[0][0] == expect(PROMPT.tolist(), 3)
+
+
+async def test_fewer_workers_than_expected_show_in_health_and_in_metrics() -> None:
+    async with fleet(workers=1) as f:
+        gateway = f.gateways[0]
+        assert gateway.health()["status"] == "ok"
+        gateway.expect(3)
+        assert gateway.health()["status"] == "degraded"
+        lines = gateway._metrics.render().decode().splitlines()
+        assert "mallee_workers_expected 3.0" in lines
+        assert "mallee_workers_alive 1.0" in lines
+
+
+@pytest.mark.parametrize("mute", ["the gateway", "the workers"])
+async def test_workers_whose_links_stand_get_requests_though_no_lease_arrives(mute: str) -> None:
+    """X8, part: a broker that carries nothing and holds its connections is no death of anybody."""
+    made = LiveFleet(SPEC, RouterConfig(block_size=BLOCK, lease_s=1.5))
+    async with running(made, workers=2) as f:
+        gateway, router = f.gateways[0], f.routers[0]
+        buses = f.buses[:1] if mute == "the gateway" else f.buses[1:]
+        for bus in buses:
+            assert isinstance(bus, LocalBus)
+            bus.is_mute = True
+        await until(lambda: all(w.lease_age_s > 2.5 for w in router.all_workers()))
+        assert router.stats().num_unleased == 2
+        streams = [
+            await gateway.start(GenerateJob(as_tokens([i] * 100), Limits(4), HOT)) for i in range(6)
+        ]
+        assert {s.worker for s in streams} == {"w0", "w1"}
+        for i, stream in enumerate(streams):
+            assert (await collect(stream))[0][0] == expect([i] * 100, 4)
+        router.check()
+        for bus in buses:
+            bus.is_mute = False
+        await until(lambda: not router.stats().num_unleased)
+
+
+@pytest.mark.parametrize("seconds", [600.0, -600.0])
+async def test_clocks_of_processes_need_not_agree(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases, bookings, deadlines and pins count the seconds of the process that keeps them."""
+    now, true = {"g0": 0.0, "g1": seconds, "w0": -seconds, "w1": 1e6}, time.time
+    made = LiveFleet(
+        SPEC,
+        RouterConfig(block_size=BLOCK, lease_s=0.5),
+        syncs=True,
+        clock_of=lambda process: lambda: time.monotonic() + now[process],
+    )
+    terms = QueueTerms(deadline_s=5.0)
+    async with running(made, workers=2, gateways=2) as f:
+        monkeypatch.setattr(time, "time", lambda: true() + seconds)  # jumps under all of them
+        one, two = f.gateways
+        running_there = await one.start(GenerateJob(PROMPT, Limits(3000), HOT))
+        await until(lambda: f.routers[1].stats().remote_requests == 1)
+        (made_it,) = (await collect(await one.start(PrefillJob(PROMPT)))).values()
+        assert made_it[1].capsule is not None
+        await one.pin(made_it[1].capsule, 30.0, COMMON)
+        await elapse(1.2)  # more than two leases
+        for gateway, router in zip(f.gateways, f.routers, strict=True):
+            assert [w.state for w in router.all_workers()] == ["ready", "ready"]
+            assert router.stats().num_unleased == 0
+            answers = await collect(
+                await gateway.start(GenerateJob(PROMPT, Limits(4), HOT, terms=terms))
+            )
+            assert answers[0][0] == expect(PROMPT.tolist(), 4)
+        fork = await two.start(ForkJob(made_it[1].capsule, [as_tokens([1])], Limits(8), HOT))
+        assert (await collect(fork))[0][0] == expect([*PROMPT.tolist(), 1], 8)
+        await running_there.aclose()
+        await until(lambda: f.routers[1].stats().remote_requests == 0)
+        for each in f.gateways:
+            each.check()

@@ -1,0 +1,109 @@
+"""The bus in memory, by what every bus does; queue depths over it; an operator's credentials."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nats.aio.client import Client
+
+from mallee.protocol.errors import ConfigError
+from mallee.runtime.bus.access import operators_broker
+from mallee.runtime.bus.bus import Bus
+from mallee.runtime.bus.nats import SendQueue, check_hooks
+from mallee.runtime.bus.queues import QueueDepths, tell_depth
+from mallee.runtime.config import AppConfig
+from mallee.testing.bus import LocalBus, LocalHub
+from support.buses import *  # noqa: F403
+from support.buses import Place
+from support.waiting import until
+
+
+class LocalPlace:
+    def __init__(self) -> None:
+        self.hub = LocalHub()
+
+    async def bus(self) -> Bus:
+        bus = LocalBus(self.hub)
+        await bus.connect()
+        return bus
+
+    async def down(self) -> None:
+        self.hub.set_up(False)
+
+    async def up(self) -> None:
+        self.hub.set_up(True)
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def place() -> Place:
+    return LocalPlace()
+
+
+async def test_an_outbox_refuses_what_is_beyond_its_bounds() -> None:
+    outbox = SendQueue(max_messages=2, max_bytes=10)
+    assert outbox.put("s", b"12345")
+    assert not outbox.put("s", b"123456")
+    assert outbox.put("s", b"1")
+    assert not outbox.put("s", b"")
+    outbox.check()
+    assert await outbox.take() == ("s", b"12345")
+    assert outbox.clear() == 1
+    outbox.check()
+
+
+async def test_depths_of_gateways_add_up_and_silent_ones_count_no_more() -> None:
+    hub, now = LocalHub(), 0.0
+    bus = LocalBus(hub)
+    await bus.connect()
+    depths = QueueDepths(lambda: now)
+    await depths.start_up(bus, "f")
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(tell_depth(bus, fleet, name, lambda n=waiting: n))  # type: ignore[misc]
+            for fleet, name, waiting in (("f", "g1", 3), ("f", "g2", 4), ("other", "g3", 9))
+        ]
+        await until(lambda: depths.total() == 7)
+        for task in tasks:
+            task.cancel()
+    now = 60.0
+    assert depths.total() == 0
+    await bus.close()
+
+
+def config(**settings: Any) -> AppConfig:
+    return AppConfig(model="m", fleet="f", nats_url="nats://127.0.0.1:1", **settings)
+
+
+@pytest.mark.parametrize("text", [None, "", "one\ntwo", b"\xff\xfe"])
+def test_a_file_without_credentials_is_one_error_that_does_not_show_it(
+    tmp_path: Path, text: str | bytes | None
+) -> None:
+    file = tmp_path / "file"
+    if text is not None:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=f"nats_credentials='{file}': ") as caught:
+        operators_broker(config(nats_credentials=str(file)), "worker")
+    assert "two" not in str(caught.value)
+
+
+def test_a_creds_file_needs_the_library_for_its_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "it.creds"
+    file.write_text("-----BEGIN NATS USER JWT-----\nabc\n------END NATS USER JWT------\n")
+    monkeypatch.setattr("mallee.runtime.bus.access.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'nats-py\[nkeys\]'"):
+        operators_broker(config(nats_credentials=str(file)), "gateway")
+    monkeypatch.setattr("mallee.runtime.bus.access.find_spec", lambda name: name)
+    found = operators_broker(config(nats_credentials=str(file)), "gateway")
+    assert found.options()["user_credentials"] == str(file)
+
+
+def test_a_package_without_a_method_that_is_overridden_is_refused() -> None:
+    check_hooks(Client, "_process_info", needs="nats-py>=2.10")
+    with pytest.raises(ConfigError, match=r"has no _greet, _part, .* install 'nats-py<9'"):
+        check_hooks(Client, "_process_info", "_greet", "_part", needs="nats-py<9")

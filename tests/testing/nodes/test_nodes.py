@@ -1,0 +1,102 @@
+"""Services on this machine, `mallee up` among them: what they refuse before they start anything."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from mallee.actors.local import RAY_STARTS, LocalStack
+from mallee.cli.main import cli
+from mallee.protocol.errors import ConfigError, MalleeError
+from mallee.runtime.config import AppConfig
+from mallee.testing.nodes import network
+from mallee.testing.nodes.folders import Folder, clear_abandoned
+from support.mock_scene import make_folder
+
+
+def test_a_folder_too_deep_for_sockets_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(ConfigError, match="set TMPDIR="):
+        Folder()
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_without_their_owners_are_removed_and_others_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An owner has its folder locked; one that was just made is not locked yet."""
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")  # paths of sockets are short
+    mine = Folder()
+    secret = Path(mine.secret("key", "k"))
+    abandoned, young = (Path(tempfile.mkdtemp(prefix="mup-", dir="/tmp")) for _ in range(2))
+    try:
+        (abandoned / "owner").touch()
+        told = [each for each in clear_abandoned() if str(abandoned) in each]
+        assert told == [f"removed {abandoned} of a `mallee up` that was killed"]
+        assert not abandoned.exists()
+        assert young.is_dir()
+        assert mine.made("a/b").is_dir()
+        assert (secret.read_text(), secret.stat().st_mode & 0o777) == ("k", 0o600)
+    finally:
+        mine.remove()
+        young.rmdir()
+    assert not mine.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        (["--set", "nats_url=nats://host"], "leave it out"),
+        (["--gateways", "13"], "3 nodes have 12 at most"),
+        (["--model", "/nowhere/model"], "'/nowhere/model' is neither a directory"),
+        (["--host", "0.0.0.0"], "MALLEE_API_KEY"),
+    ],
+)
+def test_settings_that_nodes_cant_serve_are_refused_before_anything_starts(
+    arguments: list[str], cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MALLEE_API_KEY", raising=False)
+    before = len(psutil.Process().children(recursive=True))
+    answer = CliRunner().invoke(cli, ["up", *arguments])
+    assert isinstance(answer.exception, MalleeError)
+    assert cause in str(answer.exception)
+    assert len(psutil.Process().children(recursive=True)) == before
+
+
+def test_where_namespaces_cant_be_had_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert network.obstacle() == "unshare, ip, mount not installed (packages iproute2, util-linux)"
+
+
+@pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")  # Ray's
+def test_a_ray_that_is_late_is_one_error_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray raises a bare exception then, and is started again; all others go on as they are, bare ones too."""
+    late = Exception("The current node timed out during startup.")
+    raised: list[Exception] = [
+        *[late] * RAY_STARTS,
+        late,
+        Exception("Head node session dir not found in NodeInfo."),
+        OSError("no file"),
+    ]
+
+    def init(**options: Any) -> None:
+        raise raised.pop(0)
+
+    monkeypatch.setattr("ray.init", init)
+    config = AppConfig.model_validate(
+        {"model": str(make_folder(tmp_path)), "engine": {"kind": "mock"}}
+    )
+    with pytest.raises(ConfigError, match=r"Ray did not start, 3 times: .*timed out.*try again"):
+        LocalStack(config, port=0).start()
+    with pytest.raises(Exception, match="session dir") as found:
+        LocalStack(config, port=0).start()
+    assert type(found.value) is Exception
+    with pytest.raises(OSError, match="no file"):
+        LocalStack(config, port=0).start()
