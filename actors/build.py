@@ -270,7 +270,7 @@ def build_listener(
         return None
     from mallee.runtime.telemetry.listener import MetricsListener  # a server: see above
 
-    return MetricsListener(*(render, is_ready, access), settings=config.telemetry, own_ip=own_ip)
+    return MetricsListener(render, is_ready, access, settings=config.telemetry, own_ip=own_ip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -704,7 +704,13 @@ async def build_worker(
     lending = None if peers is None else build_lending(config, host, peers, secret, node)
     host.memory, host.device = source.memory, place.device
     return WorkerProcess(
-        *(host, engine.spec, bus, server, host.start, host.close, lending),
+        host,
+        engine.spec,
+        bus,
+        server,
+        host.start,
+        host.close,
+        lending,
         scraped=build_scraped(config, host, own_ip),
         orphans=orphans,
     )
@@ -958,7 +964,10 @@ def open_disk(
     volume = Volume.open(
         files,
         kv_identity(
-            *(path, forward.decoder.config, forward.spec, engine.kv_dtype),
+            path,
+            forward.decoder.config,
+            forward.spec,
+            engine.kv_dtype,
             is_scaled=forward.decoder.weights.has_kv_scales,
         ),
         block_nbytes,

@@ -424,7 +424,10 @@ class ChunkWriter:
             self._called.add(delta.index)
         last = delta if delta.finish is not None else None
         choice = _choice(
-            *(delta.index, text, last, self._logprobs(delta)),
+            delta.index,
+            text,
+            last,
+            self._logprobs(delta),
             has_calls=delta.index in self._called,
             names_workers=self._names_workers,
             injected=delta.injected,

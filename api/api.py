@@ -104,7 +104,7 @@ class Api:
         self.capsules = CapsuleHandlers(server, maker, asking)
         self.live_requests = LiveHandlers(server, asking)
         self.searches = SearchHandlers(
-            *(server, maker, asking, installed_policies()), draw_seed=draw_seed
+            server, maker, asking, installed_policies(), draw_seed=draw_seed
         )
         self.responses = responses
         self.conversations = ConversationHandlers(asking, responses.conversations)
@@ -246,7 +246,15 @@ def build_api(
     callbacks = Callbacks(timeout_s=limits.callback_timeout_s, tasks=tasks, count=count_callback)
     budgets = Budgets(clock, service.records, lambda: f"{draw_seed():016x}")
     server = Server(
-        *(service, tokenizer, model_name, clock, new_id, budgets, tasks, callbacks, count_search),
+        service,
+        tokenizer,
+        model_name,
+        clock,
+        new_id,
+        budgets,
+        tasks,
+        callbacks,
+        count_search,
     )
     tokenizing = Tokenizing(reader, chat_reader, tokenizer, service.model.max_model_len)
     asking = Asking(

@@ -172,7 +172,9 @@ class BranchText:
     def find_cut(self, tokenizer: Tokenizer, scope: str) -> TokenCut | None:
         """The tokens of the text that was cut, if they can be told."""
         return find_cut(
-            *(tokenizer, self._tokens, self._num_hidden),
+            tokenizer,
+            self._tokens,
+            self._num_hidden,
             is_whole=self._is_whole,
             shown=self._shown,
             scope=scope,

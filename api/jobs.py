@@ -190,7 +190,9 @@ class JobMaker:
             plan = self._go_on(request, chat, start, max_tokens or default, scope, terms)
         else:
             plan = self._generate(
-                *(request, [chat.prompt], max_tokens or default),
+                request,
+                [chat.prompt],
+                max_tokens or default,
                 output=chat.output,
                 scope=scope,
                 terms=terms,

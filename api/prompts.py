@@ -86,7 +86,8 @@ class PromptReader:
         """
         if not starts:
             prompt = self._histories.prompt(
-                *(conversation, scope),
+                conversation,
+                scope,
                 add_generation_prompt=add_generation_prompt,
                 begun=begun,
                 max_tokens=self._max_model_len,

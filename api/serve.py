@@ -218,7 +218,7 @@ class Server:
         """
         bound = self.bound(plan) if named is None else named.bound
         watch = await Watch.begin(
-            *(plan, self.budgets, bound, self.tokenizer.token_bytes), callbacks=self.callbacks
+            plan, self.budgets, bound, self.tokenizer.token_bytes, callbacks=self.callbacks
         )
         if watch is not None:
             plan = watch.within(plan)

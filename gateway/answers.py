@@ -231,7 +231,10 @@ class Answer:
             self._verdict = self._life.verdict = verdict = self.judge.verdict(effect)
             self._metrics.prompt_served(verdict.verb, verdict.reason)
             log.debug(
-                *("%s: %s (%s)", self.request, verdict.verb, verdict.reason),
+                "%s: %s (%s)",
+                self.request,
+                verdict.verb,
+                verdict.reason,
                 extra=ids(request=self.request, worker=effect.shard.worker),
             )
         worker, serving = effect.shard.worker, effect.shard.weights.label
@@ -276,7 +279,9 @@ class Answer:
             self.trace.end(self._life.branches)
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
-                *("%s ended: %s", self.request, self._life.summary),
+                "%s ended: %s",
+                self.request,
+                self._life.summary,
                 extra=ids(
                     request=self.request,
                     worker=self._life.branches[0].worker,
@@ -289,7 +294,8 @@ class Answer:
             return
         if not self._deltas.put(delta, now):
             log.warning(
-                *("%s: its client does not read, it is given up", self.request),
+                "%s: its client does not read, it is given up",
+                self.request,
                 extra=ids(request=self.request),
             )
             asyncio.get_running_loop().call_soon(self._give_up)

@@ -186,7 +186,7 @@ class GatewayService:
         self._dispatcher = Dispatcher(
             router,
             TokenTexts(
-                *(self._memory, model, router.config.block_size), weights=lambda: router.weights
+                self._memory, model, router.config.block_size, weights=lambda: router.weights
             ),
             DispatchConfig(
                 admission or AdmissionConfig(), max_moves=MAX_MOVES, patience_s=patience_s
@@ -232,7 +232,7 @@ class GatewayService:
         self.records.share(_CAPTURE, self._tell_captured)
         self.tasks.include(self.records.tasks)
         self._texts = SharedTexts(
-            *(self.records, self._memory), state=self._state, on_forgotten=self._on_forgotten
+            self.records, self._memory, state=self._state, on_forgotten=self._on_forgotten
         )
         self._sessions = GatewaySessions(
             bus,
@@ -250,7 +250,9 @@ class GatewayService:
         self.tasks.include(self._sessions.tasks)
         metrics.registry.register(
             RouterCollector(
-                *(router.stats, self._dispatcher.stats, self._peers.replica_stats),
+                router.stats,
+                self._dispatcher.stats,
+                self._peers.replica_stats,
                 self.records.outcomes,
             )
         )
@@ -473,7 +475,9 @@ class GatewayService:
         life = self._lives.get(request) if self._ids.belongs(request, scope) else None
         return [
             OpenBranch(
-                *(i, branch.state, branch.num_tokens),
+                i,
+                branch.state,
+                branch.num_tokens,
                 self._dispatcher.tail(request, i, TAIL_TOKENS),
             )
             for i, branch in enumerate(() if life is None else life.branches)
@@ -719,7 +723,7 @@ class GatewayService:
         if promise is not None:
             error = None if promise.error is None else promise.error.to_wire()
             return CapsuleState(
-                *(promise.num_tokens, promise.worker or ""), is_promised=True, error=error
+                promise.num_tokens, promise.worker or "", is_promised=True, error=error
             )
         try:
             entry = self._router.capsule(capsule)
@@ -930,7 +934,10 @@ class GatewayService:
         )
         if shard.dispatch.is_moved:
             log.info(
-                *("%s goes on as %s on %s", effect.request, shard.name, placement.worker),
+                "%s goes on as %s on %s",
+                effect.request,
+                shard.name,
+                placement.worker,
                 extra=ids(request=effect.request, worker=placement.worker),
             )
         elif not shard.branches.start and shard.dispatch.queued_at is not None:
@@ -939,7 +946,11 @@ class GatewayService:
             prices = effect.prices
             log.info(
                 "%s: %d rows %s on %s; %s",
-                *(shard.name, len(shard.branches), shard.how, placement.worker, prices),
+                shard.name,
+                len(shard.branches),
+                shard.how,
+                placement.worker,
+                prices,
                 extra=ids(request=effect.request, worker=placement.worker),
             )
         if not answer.placed.done():

@@ -38,7 +38,8 @@ class Judge:
         cached, computed = first.prompt
         if self._asked is not None:
             return judge_prompt(
-                *(self._asked, self._likeness),
+                self._asked,
+                self._likeness,
                 cached_tokens=cached,
                 block_size=self._block_size,
                 held_elsewhere=self.is_held_elsewhere,

@@ -235,7 +235,9 @@ class Peers:
         link = self._peers.pop(worker).link
         log.log(
             logging.INFO if reason in (LEAVING, CHANGED) else logging.WARNING,
-            *("worker %s lost: %s", worker, reason),
+            "worker %s lost: %s",
+            worker,
+            reason,
             extra=ids(worker=worker),
         )
         self._closing.spawn(link.close())

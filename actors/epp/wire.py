@@ -96,7 +96,7 @@ _MESSAGES: Final[Mapping[str, _Fields]] = {
     },
     "ProcessingResponse": {
         **_exchange(
-            *(1, "response"), headers="Response", body="Response", trailers="TrailersResponse"
+            1, "response", headers="Response", body="Response", trailers="TrailersResponse"
         ),
         "immediate_response": (7, "ImmediateResponse|response"),
         "dynamic_metadata": (8, "Struct"),

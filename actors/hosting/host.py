@@ -398,7 +398,8 @@ class Host:
         for i in range(0, len(workers), LEASES_PER_MESSAGE):
             leases = [
                 w.lease(
-                    *(self.address, self.name),
+                    self.address,
+                    self.name,
                     is_leaving=is_leaving,
                     lends_at=self.lends_at,
                     lending=use,

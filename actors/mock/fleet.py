@@ -198,7 +198,12 @@ async def build_mocked_workers(
     server = build_server(config, fleet.host, secret, node)
     start = partial(fleet.start, workers)
     return WorkerProcess(
-        *(fleet.host, plan.served, bus, server, start, fleet.close),
+        fleet.host,
+        plan.served,
+        bus,
+        server,
+        start,
+        fleet.close,
         scraped=build_scraped(config, fleet.host, own_ip),
     )
 

@@ -155,7 +155,9 @@ class MockStack:
             number, path, self._secret, self.access("worker"), self.config.model_dump_json()
         )
         child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "mallee.actors.mock.process"),
+            sys.executable,
+            "-m",
+            "mallee.actors.mock.process",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             preexec_fn=death_follower(),

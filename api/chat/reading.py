@@ -100,7 +100,10 @@ class ChatReader:
         if form is not None:
             may_think = thinking if thinking and not thinking.is_closed_in(prompt.end) else None
             output = answer_form(
-                *(form, choice, output, self._added_tokens),
+                form,
+                choice,
+                output,
+                self._added_tokens,
                 several=request.parallel_tool_calls is not False,
                 thinking=may_think,
                 is_open=is_open,

@@ -48,7 +48,7 @@ class GraphHandlers:
             max_running=settings.max_graphs, ttl_s=settings.graph_ttl_s, clock=server.clock
         )
         self._wishes = GraphWishes(
-            *(server, self._store, self._maker, asking), ttl_s=settings.graph_ttl_s
+            server, self._store, self._maker, asking, ttl_s=settings.graph_ttl_s
         )
 
     async def create(self, request: Request) -> Response:

@@ -195,7 +195,11 @@ class _Talk:
         outer: HTTPConnection = self._socket
         try:
             await run_inner(
-                *(outer, frame.method, frame.path, body, frame.idempotency_key),
+                outer,
+                frame.method,
+                frame.path,
+                body,
+                frame.idempotency_key,
                 gone=gone,
                 send=send,
             )

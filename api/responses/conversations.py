@@ -145,7 +145,7 @@ class Conversations:
         raw = None
         with suppress(LookupIncomplete):
             raw = await self._records.fetch(
-                *(_CHANGE, request_of(record.id), record.scope), given=encode(change), wait_s=END_S
+                _CHANGE, request_of(record.id), record.scope, given=encode(change), wait_s=END_S
             )
         found = self._read(raw, record.id, record.scope)
         if found is None:

@@ -84,7 +84,8 @@ class Responses:
         self._tasks = tasks
         self.store = ResponseStore(settings, server.clock)
         self.conversations = Conversations(
-            *(server.service.records, self.store),
+            server.service.records,
+            self.store,
             new_name=server.service.new_name,
             clock=server.clock,
         )
@@ -205,7 +206,9 @@ class Responses:
     async def _events_elsewhere(self, record: Record, after: int) -> _Events:
         """Raises BadRequest, LookupIncomplete."""
         raw = await self._server.service.records.fetch(
-            *(_EVENTS, request_of(record.id), record.scope),
+            _EVENTS,
+            request_of(record.id),
+            record.scope,
             given=encode(after),
             wait_s=NEWS_WAIT_S,
         )
@@ -275,14 +278,19 @@ class Responses:
         bound = self._server.bound(planned.plan, left.capsule if left is not None else None)
         named = self._server.named(scope, bound)
         begun = opening(
-            *(body, f"{ID_PREFIX}{named.name.removeprefix('req_')}", int(self._server.clock())),
-            *(self._server.model_name, offered(body.tools) or []),
+            body,
+            f"{ID_PREFIX}{named.name.removeprefix('req_')}",
+            int(self._server.clock()),
+            self._server.model_name,
+            offered(body.tools) or [],
         )
         if conversation is not None:
             check_room(conversation, len(planned.items), "conversation")
             begun["conversation"] = {"id": conversation.id}
         writer = Writer(
-            *(body, begun, self._server.tokenizer.token_bytes),
+            body,
+            begun,
+            self._server.tokenizer.token_bytes,
             names_workers=caller_of(request).is_operator,
         )
         record = Record(begun["id"], scope, begun, planned.items, planned.head)

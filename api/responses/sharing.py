@@ -62,8 +62,11 @@ def packed(record: Record) -> bytes:
     if record.left is not None:
         tokens, turn = record.left.asked
         left = _Left(
-            *(record.left.capsule, record.left.prompt_tokens, pack_tokens(record.left.drawn)),
-            *(tokens, path.index(turn)),
+            record.left.capsule,
+            record.left.prompt_tokens,
+            pack_tokens(record.left.drawn),
+            tokens,
+            path.index(turn),
         )
     head = record.head
     told = _Told(
@@ -97,9 +100,14 @@ def unpacked(raw: bytes) -> Record:
         drawn = unpack_tokens(told.left.drawn)
         left = Left(CapsuleId(told.left.capsule), told.left.prompt_tokens, drawn, asked)
     return Record(
-        *(told.id, Scope(told.scope), told.body, told.items),
+        told.id,
+        Scope(told.scope),
+        told.body,
+        told.items,
         Conversation(told.system, told.functions, told.variables),
-        *(path[-1] if path else None, left, max(0, told.num_chars)),
+        path[-1] if path else None,
+        left,
+        max(0, told.num_chars),
         is_running=told.is_running,
         is_copy=True,
         num_covered=told.num_covered,

@@ -46,7 +46,8 @@ class SearchHandlers:
     async def create(self, request: Request) -> Response:
         asked = await self._asking.read(request, SearchRequest)
         plan = await self._asking.make(
-            *(request, asked),
+            request,
+            asked,
             lambda body, scope, terms: read_search(body, self._kinds, self._maker, self._draw_seed),
         )
         begun = 0

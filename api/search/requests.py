@@ -113,7 +113,13 @@ def read_search(
     if not -(1 << 63) <= seed < 1 << 63:
         raise InvalidParameter("seed", seed, "give a number of 64 bits")
     return SearchPlan(
-        *(policy, scoring, verifier, seed, _budget(request), ends, request.capsule),
+        policy,
+        scoring,
+        verifier,
+        seed,
+        _budget(request),
+        ends,
+        request.capsule,
         {name: value for name in _OF_PROMPTS if (value := getattr(request, name)) is not None},
         steps,
         {

@@ -128,7 +128,8 @@ class Run:
             self._prefilled += found.prefill_tokens
             self.root, self._begun = found.id, found.tokens
         self._search = Search(
-            *(plan.policy, Proposal("", 0, self.root)),
+            plan.policy,
+            Proposal("", 0, self.root),
             seed=plan.seed,
             budget=plan.budget,
             scoring=plan.scoring,

@@ -35,7 +35,7 @@ def find_cut(
     while True:
         begin = max(0, len(tokens) - window)
         cut = _in_window(
-            *(tokenizer, tokens, begin, num_dropped), is_whole=is_whole, shown=shown, scope=scope
+            tokenizer, tokens, begin, num_dropped, is_whole=is_whole, shown=shown, scope=scope
         )
         if cut is not None or not begin:
             return cut

@@ -186,8 +186,16 @@ class Histories:
             texts = [cut.rest for cut in new_cuts]
             texts += [] if rendered.trace is None else [rendered.trace.before]
             history = _History(
-                *(kind, [*same, *messages[num_same:]], shown, functions, its_nbytes, digests),
-                *(sizes, rendered.trace, new_cuts, tokens),
+                kind,
+                [*same, *messages[num_same:]],
+                shown,
+                functions,
+                its_nbytes,
+                digests,
+                sizes,
+                rendered.trace,
+                new_cuts,
+                tokens,
                 len(kind) + its_nbytes + sizes[-1] + tokens.nbytes + sum(map(sys.getsizeof, texts)),
             )
             self._keep(scope, history, found)

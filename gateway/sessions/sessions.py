@@ -348,6 +348,11 @@ class GatewaySessions:
 def _view(tree: SessionTree) -> SessionView:
     nodes = list(tree.nodes.values())
     return SessionView(
-        *(tree.key.name, tree.parent, tree.created, tree.used, nodes, len(tree.running)),
+        tree.key.name,
+        tree.parent,
+        tree.created,
+        tree.used,
+        nodes,
+        len(tree.running),
         tree.budget,
     )

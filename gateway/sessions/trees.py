@@ -67,7 +67,9 @@ class SessionTree:
     def told(self, nodes: tuple[NodeNote, ...]) -> SessionNote:
         """News of these nodes for other gateways."""
         return SessionNote(
-            *(*self.key, self.parent, nodes),
+            *self.key,
+            self.parent,
+            nodes,
             tenant=self.tenant,
             budget=self.budget,
             given=self.given,
@@ -160,7 +162,11 @@ class SessionTrees:
             own = max(0, asked.prompt_tokens - END_TOKENS) // self._block_size
             num = min(len(hashes), own or asked.prompt_tokens // self._block_size)
             node = NodeNote(
-                *(capsule, self._parent(asked, hashes, hashes_of), request, tokens, now),
+                capsule,
+                self._parent(asked, hashes, hashes_of),
+                request,
+                tokens,
+                now,
                 asked.prompt_tokens,
                 num,
                 int(hashes[num - 1]) if num else 0,

@@ -85,7 +85,11 @@ class BusClient(Client):
 
 check_hooks(
     Client,
-    *("close", "_attempt_reconnect", "_connect_to_server", "_send_ping", "_process_info"),
+    "close",
+    "_attempt_reconnect",
+    "_connect_to_server",
+    "_send_ping",
+    "_process_info",
     needs="nats-py>=2.10,<2.17",
 )
 
@@ -299,7 +303,8 @@ class NatsBus:
             log.error(
                 "the broker's account for %s may do too little: %s; `mallee settings --nats-permissions`"
                 " prints what it needs",
-                *(self._name, error),
+                self._name,
+                error,
             )
         else:
             log.info("bus: %r", error)

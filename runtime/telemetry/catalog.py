@@ -646,7 +646,8 @@ _LENDING: Final = _area(
         "mallee_worker_open_loans",
         "loans",
         "Loans of KV that are open.",
-        *(_WORKER, _DIRECTION),
+        _WORKER,
+        _DIRECTION,
         when=_LOANS,
     ),
     *(

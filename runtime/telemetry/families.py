@@ -66,7 +66,9 @@ class Families:
     def histogram(self, name: str) -> Histogram:
         found = family(name)
         made = Histogram(
-            *(name, found.text, found.label_names),
+            name,
+            found.text,
+            found.label_names,
             buckets=found.buckets,
             registry=self._registry,
         )

@@ -151,7 +151,8 @@ class Pods:
         if len(self._pods) >= self._max_pods:
             log.error(
                 "endpoint %s is one more than routing.max_workers=%d: it gets no requests",
-                *(endpoint.address, self._max_pods),
+                endpoint.address,
+                self._max_pods,
             )
             return
         limits = self._limits
@@ -186,7 +187,9 @@ class Pods:
             if failure != pod.failure:
                 log.log(
                     logging.WARNING if failure else logging.INFO,
-                    *("metrics of %s: %s", pod.worker, failure or "they are there"),
+                    "metrics of %s: %s",
+                    pod.worker,
+                    failure or "they are there",
                 )
                 pod.failure = failure
             self._tried.add(pod.endpoint.address)
