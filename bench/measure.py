@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import time
@@ -12,6 +13,8 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+from bench import ROOT
 
 T = TypeVar("T")
 
@@ -104,9 +107,18 @@ def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def machine() -> dict[str, str]:
-    """Hardware and Python of the figures."""
-    cores = f"{platform.machine()}, {os.cpu_count()} cores"
-    return {"python": platform.python_version(), "machine": cores}
+    """Hardware, Python and commit of the figures."""
+    told = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    named = re.search(r"^model name\s*: (.+)$", told, re.MULTILINE)
+    amx = "with AMX" if "amx_tile" in told else "without AMX"
+    command = ["git", "rev-parse", "--short=8", "HEAD"]
+    git = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    return {
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "processor": f"{named[1] if named else platform.processor()} {amx}",
+        "commit": git.stdout.strip() or "of no checkout",
+    }
 
 
 def conclude(result: Any, out: Path | None) -> None:

@@ -1357,8 +1357,8 @@ SECTIONS = {
     ),
     "spread": Section(
         "Idle to saturated",
-        "python -m bench.router.spread --engines 2 8 --gaps 20 0.02",
-        "Sessions over one beginning, on two and on eight workers, means over beginnings of 64, 1,024 and"
+        "python -m bench.router.spread --engines 2 8 64",
+        "Sessions over one beginning, on two, eight and 64 workers, means over beginnings of 64, 1,024 and"
         " 4,096 tokens. The best simple rule is the best of four in each scene and figure: dynamo's, least"
         " loaded, round robin, prefix alone. Before a placement paid for what it displaces, 24 sessions in"
         " random order on four workers of 65,536 tokens found .544 of their prompts, now .817 (dynamo's"
@@ -1582,6 +1582,8 @@ def page() -> str:
     for name, section in SECTIONS.items():
         data = json.loads((RESULTS / f"{name}.json").read_text())
         text = f"`{section.command}` (`bench/results/{name}.json`). {section.note}".rstrip()
+        if "commit" in data:
+            text += f" Commit {data['commit']}, {data['machine']}, {data['processor']}."
         parts += [f"## {section.title}\n", text + "\n", *section.tables(data)]
     return "\n".join(parts)
 
