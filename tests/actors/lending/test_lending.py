@@ -608,10 +608,10 @@ def test_threads_that_read_one_loan_take_turns(tmp_path: Path) -> None:
 
 def test_a_question_under_way_ends_when_the_borrower_closes(tmp_path: Path) -> None:
     with place(tmp_path) as p, ThreadPoolExecutor(1) as pool:
-        gate = threading.Event()
-        p.lender.before_loan = lambda: gate.wait(5) and None
+        asked, gate = threading.Event(), threading.Event()
+        p.lender.before_loan = lambda: asked.set() or (gate.wait(5) and None)
         asking = pool.submit(p.lend, [1])
-        soon(lambda: bool(p.borrower._asking))
+        assert asked.wait(5)
         p.borrower.close()
         with pytest.raises(WorkerLost):
             asking.result(1)
