@@ -500,7 +500,7 @@ def test_a_borrower_that_does_not_read_fills_no_memory_and_is_cut(
         p.lender.before_read = note
         loan = p.lend(range(300))
         loan._stream.send(m.READ, m.pack_places(range(300)))  # type: ignore[attr-defined]
-        soon(lambda: not p.lender.open)
+        soon(lambda: not p.lender.open and p.server.num_connections == 0)
         assert reads < 20
         loan.close()
         loan = p.lend(range(5))  # of which nothing is asked for
