@@ -6,6 +6,7 @@ any more. Who adopts such a part holds the name meanwhile, so that no worker beg
 
 import asyncio
 import logging
+import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
@@ -72,11 +73,19 @@ class Orphans:
         """The other parts that have capsules; none if the disk can't be read."""
         known = {self._worker, *self._left}
         try:
-            parts = [each.parts[-3:] for each in self._folder.glob("*/capsules/*")]
+            names = {path.name for path in self._folder.glob("w*") if _NAME.fullmatch(path.name)}
+            return sorted(name for name in names - known if self._has_capsules(name))
         except OSError as error:
             log.warning("%s can't look for capsules of others: %s", self._worker, error)
             return []
-        return sorted({name for name, *_ in parts if _NAME.fullmatch(name)} - known)
+
+    def _has_capsules(self, name: str) -> bool:
+        """Whether a part has any: a living worker's has thousands, and this is asked each second."""
+        try:
+            with os.scandir(self._folder / name / "capsules") as found:
+                return next(found, None) is not None
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def _open(self, name: str, held: ExitStack) -> Volume | None:
         """The part `name`, if its worker is gone; its name stays in `held`."""

@@ -92,7 +92,9 @@ class FanOutPlacer:
                 steps=whole.steps,
             ),
             self._workers(
-                *(fan_out, whole, choice),
+                fan_out,
+                whole,
+                choice,
                 may_pull=self._may_pull(fan_out, can_recompute),
             ),
             choice.slot,
@@ -202,8 +204,11 @@ class FanOutPlacer:
         """Seconds to bring back what each worker evicts for so many blocks, x the chance that it is."""
         cost = self._cost
         seconds: Seconds = score.price_copies(
-            *(self._fleet.slots.loads, copied_blocks, home),
-            *(float(self._block_size), cost.prefill_token_s),
+            self._fleet.slots.loads,
+            copied_blocks,
+            home,
+            float(self._block_size),
+            cost.prefill_token_s,
         )
         return cost.displaced_weight / max(cost.prefill_weight, 1.0) * seconds
 
@@ -248,7 +253,10 @@ class FanOutPlacer:
         if share.how == "migrate" or (is_spilled and choice.pulled_blocks):
             source = fan_out.capsule or source
         placement = self._placer.book(
-            *(request, demand, offers, choice),
+            request,
+            demand,
+            offers,
+            choice,
             reason="fan_out",
             now=now,
             share=share,

@@ -74,7 +74,7 @@ def test_the_name_of_a_worker_that_is_gone_is_held_by_one_heir_and_then_free() -
 
     def inherit(owner: str, number: int, target: int = 2) -> Claim | None:
         return claim_gone(
-            *(store, "app", owner, number), is_alive=alive.__contains__, target=lambda: target
+            store, "app", owner, number, is_alive=alive.__contains__, target=lambda: target
         )
 
     assert [take(each).number for each in "abc"] == [0, 1, 2]

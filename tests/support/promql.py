@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 from mallee.runtime.telemetry.catalog import Family, family
 
 _SERIES: Final = re.compile(r"\b((?:(?:mallee|process)_|vllm:)\w+)(?:\{([^}]*)\})?")
-_PART: Final = re.compile(r"_(bucket|sum|count)$")
+_PARTS: Final = ("bucket", "sum", "count")  # of histograms and summaries
 _FILTER: Final = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"([^"]*)"')
 _BY: Final = re.compile(r"\bby \(([^)]*)\)")
 # Every gateway tells of every worker: of what they say the largest counts, once.
@@ -30,8 +30,10 @@ def series_in(expression: str) -> Iterator[Series]:
         try:
             known = family(name)
         except KeyError:
-            part = _PART.findall(name)[0] if _PART.search(name) else ""
-            known = family(_PART.sub("", name))
+            name, _, part = name.rpartition("_")
+            if part not in _PARTS:
+                raise
+            known = family(name)
         yield Series(known, part, (*_FILTER.findall(found[2] or ""),), expression[: found.start()])
 
 

@@ -148,9 +148,8 @@ class Volume:
         self._unread: set[str] = set()  # files that `open` could not read
         self.problems: list[StorageError] = []
         """Found by `open`: files that could not be read, or were removed because they were damaged."""
-        self._unknown: list[
-            MalleeError
-        ] = []  # the reasons for records of which no capsule is known
+        # The reasons for records of which no capsule is known.
+        self._unknown: list[MalleeError] = []
 
     @classmethod
     def open(
@@ -324,7 +323,7 @@ class Volume:
                 self.put(todo[:done], rows[:done])
                 todo = todo[done + (error is not None) :]
             self._write_record(
-                *(capsule, record.payload, record.keys), owner=record.owner, is_kept=record.is_kept
+                capsule, record.payload, record.keys, owner=record.owner, is_kept=record.is_kept
             )
         other.drop(capsule)
         return record if is_new else None

@@ -179,7 +179,7 @@ def test_the_faults_of_the_docs_are_played_and_every_life_is_named(tmp_path: Pat
     faults.write_text(text.partition("```json\n")[2].partition("```")[0])
     trace = rows(tmp_path / "t.jsonl", num=300)
     code, stdout, error = run(
-        *(str(trace), "--faults", str(faults), "--csv", str(out), "--json", "--kv-tokens", "65536")
+        str(trace), "--faults", str(faults), "--csv", str(out), "--json", "--kv-tokens", "65536"
     )
     assert (code, error) == (0, None)
     assert json.loads(stdout.splitlines()[-1])["requests"] == 300
@@ -225,7 +225,7 @@ def test_the_command_of_a_sweep_makes_the_same_trials_again(trace: Path, tmp_pat
     options = ["--engines", "1,2", "--kv-tokens", "8192", "--seeds", "2", "--slo-ttft-ms", "900"]
     first = tmp_path / "first"
     shown = sweep(
-        *(str(trace), *options, "--kind", "mooncake", "--processes", "1", "--out", str(first))
+        str(trace), *options, "--kind", "mooncake", "--processes", "1", "--out", str(first)
     )
     assert "* is the frontier" in shown
     found = json.loads((first / "sweep.json").read_text())
