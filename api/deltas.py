@@ -4,9 +4,9 @@ import asyncio
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self, TypeAlias
 
+import msgspec
 import xxhash
 
 from mallee.api.branches.scoring import Scored
@@ -48,8 +48,7 @@ class TokenChance(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True):
     """New text of one choice. The last delta of a choice has `finish`; text may be empty."""
 
     index: int
@@ -121,8 +120,7 @@ class BranchText:
         tail = tokens[len(head) :]
         if self._matcher is None:
             self.num_tokens += len(tail)
-            text += self._detokenizer.push(tail) if tail else ""
-            text += self._detokenizer.flush() if finish is not None else ""
+            text += self._detokenizer.push(tail, is_last=finish is not None)
         else:
             self._tokens.extend(head)
             text += self._until_stop(self._matcher, tail, finish, has_stop_id=has_stop_id)
@@ -152,7 +150,7 @@ class BranchText:
         if finish is None:
             return "".join(shown)
         self._is_whole = True
-        if not self._is_cut_after(matcher, self._detokenizer.flush(), shown):
+        if not self._is_cut_after(matcher, self._detokenizer.push((), is_last=True), shown):
             shown.append(matcher.flush())
         return "".join(shown)
 
@@ -263,7 +261,8 @@ class TextStream:
             if self._merged is not None:
                 await self._merged.aclose()
         finally:
-            await asyncio.gather(*(stream.aclose() for stream in self.streams))
+            for stream in self.streams:
+                await stream.aclose()
 
     def check(self) -> None:
         """Raises AssertionError if the counts don't agree with the branches."""
