@@ -113,16 +113,15 @@ class BranchText:
         has_stop_id = bool(finish == "stop" and tokens and tokens[-1] in self._stop_ids)
         if has_stop_id:
             tokens = tokens[:-1]
-        head = tokens[: self._num_unstoppable]
-        self._num_unstoppable -= len(head)
-        self.num_tokens += len(head)
-        text = self._detokenizer.push(head) if head else ""
-        tail = tokens[len(head) :]
         if self._matcher is None:
-            self.num_tokens += len(tail)
-            text += self._detokenizer.push(tail, is_last=finish is not None)
+            self.num_tokens += len(tokens)
+            text = self._detokenizer.push(tokens, is_last=finish is not None)
         else:
+            head = tokens[: self._num_unstoppable]
+            self._num_unstoppable -= len(head)
+            self.num_tokens += len(head)
             self._tokens.extend(head)
+            text, tail = self._detokenizer.push(head) if head else "", tokens[len(head) :]
             text += self._until_stop(self._matcher, tail, finish, has_stop_id=has_stop_id)
         if self.is_cut:
             finish = "stop"
@@ -210,11 +209,12 @@ class TextStream:
         self._branches = plan.branches
         self._output = plan.output
         self._diagnoses = plan.diagnoses
-        self._texts = [BranchText(tokenizer, plan) for _ in range(plan.num_choices)]
+        num = plan.num_choices
+        self._texts = [BranchText(tokenizer, plan) for _ in range(num)]
         reading = plan.reading
         self._parsers = [reading.parser() for _ in self._texts] if reading is not None else []
-        self._num_calls = [0] * plan.num_choices
-        self._num_open = plan.num_choices
+        self._num_calls = [0] * num
+        self._num_open = num
         self._num_failed = 0
         self._is_good = False  # a choice has text
         self._ready: deque[TextDelta] = deque()

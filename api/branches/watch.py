@@ -77,13 +77,11 @@ class Watch:
         token_bytes: Callable[[int], bytes],
         *,
         callbacks: Callbacks,
-    ) -> "Watch | None":
-        """None if nothing is to be watched. Raises as `Budgets.begin`."""
+    ) -> "Watch":
+        """Raises as `Budgets.begin`."""
         account, conditions = None, plan.conditions
         if bound is not None:
             account = await budgets.begin(bound, plan.budget, plan.num_choices)
-        if account is None and conditions is None:
-            return None
         scoring = None
         if conditions is not None and conditions.score is not None:
             scope = plan.jobs[0].scope

@@ -126,7 +126,8 @@ class AuthMiddleware:
     def _find_caller(self, scope: Scope) -> Caller:
         """Raises Unauthorized, Forbidden."""
         try:
-            return self._access.caller(_bearer(scope), header(scope, TENANT_HEADER))
+            token = _bearer(scope) if self._access.has_keys else None
+            return self._access.caller(token, header(scope, TENANT_HEADER))
         except Unauthorized:
             if scope["path"] in _OPEN or scope["path"].startswith(_OPEN_FILES):
                 return NOBODY

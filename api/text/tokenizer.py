@@ -192,9 +192,9 @@ class Tokenizer:
     def detokenizer(self, shown: Collection[str] = ()) -> "Detokenizer":
         """A fresh one, for one branch. Its text has the special tokens that are `shown`, and no others."""
         if self.special_tokens.keys().isdisjoint(shown):
-            return Detokenizer(self)
+            return Detokenizer(self._inner)
         hidden = (i for text, i in self.special_tokens.items() if text not in shown)
-        return Detokenizer(self, frozenset(hidden))
+        return Detokenizer(self._inner, frozenset(hidden))
 
 
 def _takes_part(other: str, text: str, *, is_first: bool) -> bool:
@@ -237,11 +237,11 @@ class Detokenizer:
     characters with stray bytes, `decode` spoils the whole run, and what was emitted stays.
     """
 
-    __slots__ = ("_emitted", "_hidden", "_ids", "_read", "_tokenizer")
+    __slots__ = ("_decoder", "_emitted", "_hidden", "_ids", "_read")
 
-    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int] | None = None) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, hidden: frozenset[int] | None = None) -> None:
         """`hidden`: tokens without text; by default the special ones."""
-        self._tokenizer = tokenizer
+        self._decoder = inner.decode
         self._hidden = hidden
         self._ids: list[int] = []  # the window: tokens [0, _read) are emitted, the rest wait
         self._read = 0
@@ -274,8 +274,9 @@ class Detokenizer:
         """Whether text is held back."""
         return self._read < len(self._ids)
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._hidden is None)
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._decoder(ids, skip_special_tokens=self._hidden is None)
+        return text
 
 
 class StopMatcher:
