@@ -1,26 +1,20 @@
 """Prometheus families made from the catalog: those that count themselves, and those of one scrape."""
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from itertools import accumulate, product
+from itertools import product
 from typing import Any, TypeAlias, TypeVar
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, Summary
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
-from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from mallee import __version__
 from mallee.runtime.telemetry.catalog import Family, family
+from mallee.runtime.telemetry.counting import Counted, Counter, Gauge, Histogram, Summary
 
 Shown: TypeAlias = CounterMetricFamily | GaugeMetricFamily
-M = TypeVar("M", bound=MetricWrapperBase)
+M = TypeVar("M", bound=Counted)
 
 
 def shown(name: str, value: float | None = None) -> Shown:
@@ -86,43 +80,6 @@ def _with_values(made: M, found: Family) -> M:
         for value in found.labels[0].values:
             made.labels(value)
     return made
-
-
-class TokenCounter(Collector):
-    """A counter without labels, of one event loop: without a lock it takes a tenth of the time of another."""
-
-    def __init__(self, name: str, registry: CollectorRegistry) -> None:
-        self._name = name
-        self._value = 0
-        registry.register(self)
-
-    def inc(self, num: int) -> None:
-        self._value += num
-
-    def collect(self) -> Iterator[Shown]:
-        yield shown(self._name, self._value)
-
-
-class TokenHistogram(Collector):
-    """A histogram without labels, of one event loop, as `TokenCounter`."""
-
-    def __init__(self, name: str, registry: CollectorRegistry) -> None:
-        self._family = family(name)
-        self._bounds = self._family.buckets
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
-        registry.register(self)
-
-    def observe(self, amount: float) -> None:
-        self._counts[bisect_left(self._bounds, amount)] += 1
-        self._sum += amount
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        names = [*map(floatToGoString, self._bounds), "+Inf"]
-        buckets = list(zip(names, accumulate(self._counts), strict=True))
-        yield HistogramMetricFamily(
-            self._family.name, self._family.text, buckets=buckets, sum_value=self._sum
-        )
 
 
 class ProcessCollector(Collector):

@@ -18,8 +18,6 @@ from mallee.runtime.telemetry.families import (
     FewNames,
     Labelled,
     ProcessCollector,
-    TokenCounter,
-    TokenHistogram,
 )
 from mallee.runtime.telemetry.workers import WorkerCollector
 
@@ -61,12 +59,12 @@ class GatewayMetrics:
         self._ends = make.counter("mallee_branches_ended_total")
         self.first_token_s = make.histogram("mallee_time_to_first_token_seconds")
         self.prepare_s = make.histogram("mallee_request_preparation_seconds")
-        self.token_gap_s = TokenHistogram("mallee_inter_token_latency_seconds", self.registry)
+        self.token_gap_s = make.histogram("mallee_inter_token_latency_seconds")
         self._durations = make.histogram("mallee_branch_duration_seconds")
         phases = make.histogram("mallee_branch_phase_seconds")
         self._queue_s, self._prefill_s = phases.labels("queue"), phases.labels("prefill")
         self._decode_s = phases.labels("decode")
-        self.output_tokens = TokenCounter("mallee_output_tokens_total", self.registry)
+        self.output_tokens = make.counter("mallee_output_tokens_total")
         self.recorded_bytes = make.counter("mallee_session_record_bytes_total")
         self._records_stopped = make.counter("mallee_session_records_stopped_total")
         self._callbacks = make.histogram("mallee_callback_duration_seconds")
