@@ -75,7 +75,7 @@ class Process(NamedTuple):
 class Shell:
     """The running requests of a gateway, between its dispatcher and the links to workers.
 
-    After a call of the `dispatcher`'s, `carry_out` what it decided.
+    Made in its event loop. After a call of the `dispatcher`'s, `carry_out` what it decided.
     """
 
     def __init__(self, process: Process, dispatcher: Dispatcher, transport: Transport) -> None:
@@ -95,6 +95,7 @@ class Shell:
         self.is_closed = False
         self.tasks = Tasks(f"gateway {process.gateway}")
         self._process = process
+        self._loop = asyncio.get_running_loop()
         self._injecting: dict[str, asyncio.Future[int]] = {}  # by injection
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0  # uvloop's handles don't tell it
@@ -120,7 +121,7 @@ class Shell:
         Raises UnknownBranch, InvalidParameter, QueueFull, Superseded.
         """
         self.dispatcher.inject(request, branch, injection)
-        place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        place: asyncio.Future[int] = self._loop.create_future()
         self._injecting[injection.name] = place
         try:
             self.carry_out()
@@ -204,7 +205,7 @@ class Shell:
                     self.tasks.spawn(securing, name="a durable capsule")
                 case LetGo(worker=worker):
                     # Not at once: effects that follow may be for that worker.
-                    asyncio.get_running_loop().call_soon(self.links.let_go, worker)
+                    self._loop.call_soon(self.links.let_go, worker)
         self._set_timer(now)
 
     def _took_in(self, name: str, place: int | MalleeError) -> None:
@@ -245,13 +246,12 @@ class Shell:
         at = self.dispatcher.next_time()
         if at is None or self.is_closed:
             return
-        loop = asyncio.get_running_loop()
-        due = loop.time() + max(0.0, at - now)
+        due = self._loop.time() + max(0.0, at - now)
         if self._timer is not None:
             if self._timer_due <= due:
                 return
             self._timer.cancel()
-        self._timer = loop.call_at(due, self._on_time)
+        self._timer = self._loop.call_at(due, self._on_time)
         self._timer_due = due
 
     def _on_time(self) -> None:

@@ -146,7 +146,8 @@ class DeltaQueue:
 
 
 def _size(delta: Delta) -> int:
-    return len(delta.tokens) + sum(1 + len(top) for _, top in delta.logprobs)
+    num = len(delta.tokens)
+    return num + sum(1 + len(top) for _, top in delta.logprobs) if delta.logprobs else num
 
 
 def _merged(deltas: list[Delta]) -> Delta:
