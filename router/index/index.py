@@ -200,8 +200,9 @@ class PrefixIndex:
 
     def work(self, num_entries: int = 16_384) -> bool:
         """Sweep and rehash a little. True: there is more to do."""
-        if self._columns.num_dead:
-            self._sweep(self._table.segments(num_entries))
+        if not self._columns.num_dead:
+            return self._table.work(num_entries)
+        self._sweep(self._table.segments(num_entries))
         return self._table.work(num_entries) or self._columns.num_dead > 0
 
     def stats(self) -> IndexStats:

@@ -31,6 +31,7 @@ class Table:
         "_next",
         "_next_memory",
         "address",
+        "capacity",
         "control",
         "is_moving",
     )
@@ -51,11 +52,6 @@ class Table:
     @property
     def num_keys(self) -> int:
         return int(self.control[layout.AT_NUM_KEYS])
-
-    @property
-    def capacity(self) -> int:
-        """Entries of the present table."""
-        return int(self.control[layout.AT_CAP]) * layout.NUM_SEGMENTS
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +93,9 @@ class Table:
 
     def work(self, num_entries: int) -> bool:
         """Move some entries; begin to shrink when mostly empty. True: there is more to do."""
-        if not self.is_moving and self._is_too_large():
+        if not self.is_moving:
+            if not self._is_too_large():
+                return False
             self._begin()
         if self.is_moving:
             move_some(self.address, self.segments(num_entries))
@@ -168,6 +166,7 @@ class Table:
 
     def _publish(self, cap: int) -> None:
         control = self.control
+        self.capacity = cap * layout.NUM_SEGMENTS  # entries of the present table
         control[layout.AT_TABLE] = self._entries.ctypes.data
         control[layout.AT_CAP] = cap
         control[layout.AT_NEXT_CAP] = control[layout.AT_NEXT_TABLE] = control[
