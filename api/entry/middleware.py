@@ -136,7 +136,11 @@ class AuthMiddleware:
 
 def given(scope: Scope, name: bytes) -> list[str]:
     """The values of a header, whose name is in lower case."""
-    return [value.decode("latin-1") for each, value in scope["headers"] if each == name]
+    found = []
+    for each, value in scope["headers"]:
+        if each == name:
+            found.append(value.decode("latin-1"))
+    return found
 
 
 def header(scope: Scope, name: str) -> str | None:

@@ -77,10 +77,11 @@ _HEADERS: Final = {
 def read_session(request: AnyRequest, headers: Headers) -> SessionNames:
     """Raises InvalidParameter for what the body says."""
     own = request.mallee
-    check_session(own.session, "mallee.session")
-    check_session(own.parent_session, "mallee.parent_session")
-    check_session(request.session_id, "session_id")
     session, parent = own.session or request.session_id, own.parent_session
+    if session or parent:
+        check_session(own.session, "mallee.session")
+        check_session(parent, "mallee.parent_session")
+        check_session(request.session_id, "session_id")
     is_final = own.session_final
     if not _HEADERS.isdisjoint(name for name, _ in headers.raw):
         if not session:
