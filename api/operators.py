@@ -38,7 +38,7 @@ class OperatorHandlers:
 
     async def workers(self, request: Request) -> Response:
         _check_operator(request)
-        return json_response(self._service.workers())
+        return json_response(await self._service.workers())
 
     async def metrics_targets(self, request: Request) -> Response:
         _check_operator(request)

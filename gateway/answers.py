@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from mallee.gateway.judge import Judge
 from mallee.gateway.lives import BranchLife, RequestLife
+from mallee.gateway.metrics import GatewayMetrics, Tenant
 from mallee.gateway.recording.recorder import RequestTape
 from mallee.gateway.service import Delta, DeltaQueue
 from mallee.protocol.errors import MalleeError
@@ -18,7 +19,6 @@ from mallee.router.dispatch.shards import Shard
 from mallee.router.dispatch.verdicts import Verdict
 from mallee.router.placement.placer import Placement
 from mallee.runtime.telemetry.logs import ids
-from mallee.runtime.telemetry.metrics import GatewayMetrics, Tenant
 
 if TYPE_CHECKING:
     from mallee.runtime.telemetry.tracing.requests import RequestTrace

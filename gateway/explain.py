@@ -1,25 +1,24 @@
 """The router's state and decisions as JSON bodies: `GET /v1/router/...` and `GET /health`."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mallee.gateway.lives import RequestLife
 from mallee.protocol.errors import NotFound, shown
-from mallee.protocol.events import TierUse
-from mallee.protocol.ids import RequestId, WorkerId
+from mallee.protocol.events import Load, TierUse
+from mallee.protocol.ids import RequestId
 from mallee.protocol.model import WeightChange
 from mallee.router.placement.decisions import Candidate, Decision
 from mallee.router.placement.fanout_pricing import Prices
 from mallee.router.placement.pulls import Pull
 from mallee.router.router import Router
-from mallee.runtime.telemetry.workers import LYING, MOVED
 
 
-def workers_body(router: Router, tiers_of: Callable[[WorkerId], TierUse | None]) -> dict[str, Any]:
+def workers_body(router: Router, loads: Mapping[str, Load]) -> dict[str, Any]:
     """All known workers. Incarnations are strings: they may exceed what JavaScript counts exactly.
 
-    `tiers_of`: what a worker said last of the tiers below its device.
+    `loads`: what workers hold and did, as they say now; those that don't answer are not in it.
     """
     return {
         "object": "list",
@@ -29,21 +28,44 @@ def workers_body(router: Router, tiers_of: Callable[[WorkerId], TierUse | None])
                 "object": "worker",
                 "incarnation": str(view.incarnation),
                 "weight_change": _change(view.weight_change),
-                "tiers": _tiers(tiers_of(view.worker)),
+                **_held(loads.get(view.worker)),
             }
             for view in router.all_workers()
         ],
     }
 
 
-def _tiers(use: TierUse | None) -> dict[str, Any] | None:
-    if use is None:
-        return None
+def _held(load: Load | None) -> dict[str, Any]:
+    if load is None or load.use is None:
+        return {"use": None, "tiers": None}
+    use = load.use
+    counts = {
+        "running_branches": load.rows,
+        "waiting_branches": load.waiting,
+        "live_blocks": use.live_blocks,
+        "cached_blocks": use.cached_blocks,
+        "capsules": use.kept_capsules,
+        "cached_tokens": use.num_cached_tokens,
+        "prefill_tokens": use.num_prefill_tokens,
+        "evicted_blocks": use.num_evicted_blocks,
+        "preemptions": use.num_preemptions,
+    }
+    return {"use": counts, "tiers": None if use.tiers is None else _tiers(use.tiers)}
+
+
+def _tiers(use: TierUse) -> dict[str, Any]:
     return {
         "block_nbytes": use.block_nbytes,
-        "blocks": {tier: num(use) for tier, num in LYING.items()},
+        "blocks": {"host": use.host_blocks, "disk": use.disk_blocks},
         "held_blocks": use.host_held,
-        "moved_blocks": {move: num(use) for move, num in MOVED.items()},
+        "moved_blocks": {
+            "offload": use.num_offloaded,
+            "park": use.num_parked,
+            "spill": use.num_spilled,
+            "fetch_host": use.num_fetched_host,
+            "fetch_disk": use.num_fetched_disk,
+            "fetch_peer": use.num_fetched_peer,
+        },
         "dropped_blocks": use.num_dropped,
         "declined_blocks": use.num_declined,
         "failed_moves": use.num_failed,

@@ -20,9 +20,9 @@ from mallee.gateway.capsules import ANSWER_S, MOVE_S, CapsuleDesk
 from mallee.gateway.explain import decisions_body, health_body, targets_body, workers_body
 from mallee.gateway.judge import Judge
 from mallee.gateway.lives import Lives
+from mallee.gateway.metrics import GatewayMetrics, Tenant
 from mallee.gateway.peers import Peers
 from mallee.gateway.recording.recorder import Recorder, SessionTape
-from mallee.gateway.router_metrics import RouterCollector
 from mallee.gateway.service import CapsuleInfo, OpenBranch, Subtree
 from mallee.gateway.sessions.lineage import Lineage
 from mallee.gateway.sessions.sessions import GatewaySessions, SessionLimits
@@ -96,7 +96,6 @@ from mallee.router.router import Router
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.tasks import Tasks
 from mallee.runtime.telemetry.logs import ids, session_digest, told
-from mallee.runtime.telemetry.metrics import GatewayMetrics, Tenant
 from mallee.runtime.transport.link import Transport
 
 if TYPE_CHECKING:
@@ -248,13 +247,8 @@ class GatewayService:
             clock=wall_clock,
         )
         self.tasks.include(self._sessions.tasks)
-        metrics.registry.register(
-            RouterCollector(
-                router.stats,
-                self._dispatcher.stats,
-                self._peers.replica_stats,
-                self.records.outcomes,
-            )
+        metrics.show_router(
+            router.stats, self._dispatcher.stats, self._peers.replica_stats, self.records.outcomes
         )
 
     # Life
@@ -996,8 +990,8 @@ class GatewayService:
             raise UnknownRequest(request)
         return life.record(request, self._clock(), names_workers=names_workers)
 
-    def workers(self) -> dict[str, Any]:
-        return workers_body(self._router, self._metrics.workers.tiers_of)
+    async def workers(self) -> dict[str, Any]:
+        return workers_body(self._router, await self._peers.loads())
 
     async def drain_worker(self, worker: WorkerId) -> None:
         await self._peers.ask_drain(worker)
@@ -1021,15 +1015,10 @@ class GatewayService:
 
     def metrics_targets(self) -> list[dict[str, Any]]:
         gateways = {self.gateway_id: self.metrics_at, **self._peers.others_metrics}
-        self._forget_gone()
-        workers = self._metrics.workers.addresses()
+        workers = {worker.metrics_at for worker in self._router.all_workers()}
         return targets_body(self._fleet, gateways.values(), workers)
 
-    def _forget_gone(self) -> None:
-        self._metrics.workers.keep({worker.worker for worker in self._router.workers()})
-
     def metrics(self, accept: str = "") -> bytes:
-        self._forget_gone()
         placed = (answer for answer in self._answers.values() if answer.placed.done())
         self._metrics.in_flight.set(sum(answer.num_open for answer in placed))
         return self._metrics.render(accept)

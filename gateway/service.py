@@ -26,7 +26,7 @@ from mallee.protocol.messages import (
 from mallee.protocol.model import BASE_WEIGHTS, ModelSpec
 from mallee.router.dispatch.jobs import Job
 from mallee.router.dispatch.verdicts import Verdict
-from mallee.runtime.telemetry.metrics import content_type
+from mallee.runtime.telemetry.families import content_type
 
 metrics_type: Final = content_type
 """The type of `Service.metrics`, for the header `accept`."""
@@ -430,7 +430,7 @@ class Service(Protocol):
         """The course of a request of `scope`: `RequestLife.record`. Raises UnknownRequest."""
         ...
 
-    def workers(self) -> dict[str, Any]:
+    async def workers(self) -> dict[str, Any]:
         """The body of `GET /v1/router/workers`."""
         ...
 

@@ -430,6 +430,7 @@ class Router:
             weight_change=member.lease.change,
             lends_at=member.lease.lends_at,
             device=member.lease.device,
+            metrics_at=member.lease.metrics_at,
         )
 
     def stats(self) -> RouterStats:

@@ -16,13 +16,13 @@ from itertools import count
 import numpy as np
 
 from mallee.gateway.feed import FleetFeed
+from mallee.gateway.metrics import GatewayMetrics
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import KVMemoryExceeded, NoWorker
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import RequestId
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
-from mallee.runtime.telemetry.metrics import GatewayMetrics
 from mallee.testing.bus import LocalBus, LocalHub
 
 FLEET = "bench"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mallee.gateway.answers import Answer
 from mallee.gateway.judge import Judge
 from mallee.gateway.lives import RequestLife
+from mallee.gateway.metrics import GatewayMetrics
 from mallee.gateway.service import MAX_MERGED, PATIENCE_S, Delta, DeltaQueue
 from mallee.protocol.errors import SlowReader
 from mallee.protocol.hashing import as_tokens
@@ -19,7 +20,6 @@ from mallee.protocol.messages import FinishReason, Limits, Update
 from mallee.protocol.model import BASE_WEIGHTS
 from mallee.router.dispatch.effects import Deliver
 from mallee.router.dispatch.jobs import GenerateJob
-from mallee.runtime.telemetry.metrics import GatewayMetrics
 from support.examples import examples
 
 

@@ -12,6 +12,7 @@ from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.weights import WeightSource
 from mallee.actors.hosting.worker import Capacity
 from mallee.gateway.gateway import CapsuleFiles, GatewayService, RequestIds
+from mallee.gateway.metrics import GatewayMetrics
 from mallee.gateway.recording.recorder import Recorder
 from mallee.gateway.service import BranchStream, Delta
 from mallee.protocol.ids import Incarnation, WorkerId
@@ -22,7 +23,6 @@ from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
 from mallee.runtime.bus.bus import Bus
-from mallee.runtime.telemetry.metrics import GatewayMetrics
 from mallee.runtime.telemetry.tracing.provider import Tracing
 from mallee.runtime.telemetry.tracing.requests import RequestSpans
 from mallee.runtime.transport.link import Transport
