@@ -39,7 +39,7 @@ def declared() -> "Mapping[str, Mapping[str, Family]]":
     every = Families().declared
     of = {
         "gateway": gateway.registry,
-        "worker": WorkerMetrics(list, _nothing).registry,
+        "worker": WorkerMetrics(_nothing).registry,
         "picker": PickerCounts().registry,
     }
     own = {

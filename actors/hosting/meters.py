@@ -4,11 +4,12 @@ Workers beyond `MOST_WORKERS` are summed under one name.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from time import perf_counter, time
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
+from msgspec import structs
 from prometheus_client import Metric
 
 from mallee.actors.hosting.host import Host, HostStats
@@ -20,17 +21,13 @@ from mallee.runtime.telemetry.families import (
     Families,
     Family,
     FewNames,
+    Groups,
     Label,
     Reading,
     exposition,
 )
 
-SLICE_S: Final = (
-    0.005  # of the event loop's time; then others have their turn, after a whole family
-)
-
-Read: TypeAlias = str | Callable[[Any], float]
-"""The path of an attribute, or a function."""
+SLICE_S: Final = 0.005  # that a scrape takes the event loop for, but for the rest of a family
 
 
 class Report(NamedTuple):
@@ -46,288 +43,231 @@ class Report(NamedTuple):
     memory: MemoryUse | None
 
 
-class Row(NamedTuple):
-    """A counter or gauge of workers: what `read` finds in their reports, summed; with `per`, by its sum.
-
-    With a `label`, by its values.
-    """
-
-    name: str
-    text: str
-    read: Read | Mapping[str, Read]
-    label: str = ""
-    per: Read = ""
-
-
-class Part:
-    """Rows of what `of` finds in a report: a worker without it is not in them."""
-
-    def __init__(
-        self, of: Callable[[Report], Any], labels: tuple[Label, ...], rows: Sequence[Row]
-    ) -> None:
-        self._of = of
-        self._labels = attrgetter(*(("model", "worker") if len(labels) > 1 else ("worker",)))
-        self._rows: list[tuple[Family, list[tuple[tuple[str, ...], _Value]]]] = []
-        for row in rows:
-            reads = row.read if isinstance(row.read, Mapping) else {"": row.read}
-            own = (Label(row.label, tuple(reads)),) if row.label else ()
-            values: list[tuple[tuple[str, ...], _Value]] = [
-                ((value,) if row.label else (), _value(read, row.per))
-                for value, read in reads.items()
-            ]
-            self._rows.append((Family(row.name, row.text, (*labels, *own)), values))
-
-    @property
-    def families(self) -> list[Family]:
-        return [family for family, _ in self._rows]
-
-    def collect(self, groups: Sequence[Sequence[Report]]) -> Iterator[Metric]:
-        """The families, if there is a report for them; `groups` are shown under one name each."""
-        found = []
-        for reports in groups:
-            parts = [part for each in reports if (part := self._of(each)) is not None]
-            if parts:
-                labels = self._labels(reports[0])
-                found.append((labels if isinstance(labels, tuple) else (labels,), parts))
-        if not found:
-            return
-        for family, values in self._rows:
-            shown = family.shown()
-            for labels, parts in found:
-                for more, value in values:
-                    shown.add_metric((*labels, *more), value(parts))
-            yield shown
-
-
-_Value: TypeAlias = Callable[[Sequence[Any]], float]
-
-
-def _value(read: Read, per: Read) -> _Value:
-    total = _reader(read)
-    if not per:
-        return lambda parts: sum(map(total, parts))
-    num = _reader(per)
-    return lambda parts: sum(map(total, parts)) / (sum(map(num, parts)) or 1)
-
-
-def _reader(read: Read) -> Callable[[Any], float]:
-    return attrgetter(read) if isinstance(read, str) else read
-
-
 _WORKER: Final = (Label("worker", most=MOST_WORKERS + 1),)
+_TIER: Final = Label("tier", ("0", "1", "2"))
+_BELOW: Final = Label("tier", ("host", "disk"))
+_MOVE: Final = Label("move", ("offload", "park", "spill", "fetch_host", "fetch_disk", "fetch_peer"))
+_DIRECTION: Final = Label("direction", ("borrowed", "lent"))
 
 
-def _nbytes(num: str) -> Callable[[TierUse], int]:
-    """The bytes of so many blocks."""
-    read = attrgetter(num)
-    return lambda tiers: read(tiers) * tiers.block_nbytes
+def _lying(tiers: TierUse) -> dict[str, int]:
+    return {"host": tiers.host_blocks, "disk": tiers.disk_blocks}
 
 
-def _kept(tier: int) -> Callable[[EngineUse], int]:
-    return lambda use: use.kept_by_tier[tier].capsules
+def _moved(tiers: TierUse) -> dict[str, int]:
+    return {
+        "offload": tiers.num_offloaded,
+        "park": tiers.num_parked,
+        "spill": tiers.num_spilled,
+        "fetch_host": tiers.num_fetched_host,
+        "fetch_disk": tiers.num_fetched_disk,
+        "fetch_peer": tiers.num_fetched_peer,
+    }
 
 
-def _kept_nbytes(tier: int) -> Callable[[EngineUse], int]:
-    return lambda use: use.kept_by_tier[tier].blocks * use.block_nbytes
+def _nbytes(blocks: Callable[[TierUse], dict[str, int]]) -> Callable[[TierUse], dict[str, int]]:
+    return lambda tiers: {name: num * tiers.block_nbytes for name, num in blocks(tiers).items()}
 
 
-_LYING: Final = {"host": "host_blocks", "disk": "disk_blocks"}
-_MOVED: Final = {
-    "offload": "num_offloaded",
-    "park": "num_parked",
-    "spill": "num_spilled",
-    "fetch_host": "num_fetched_host",
-    "fetch_disk": "num_fetched_disk",
-    "fetch_peer": "num_fetched_peer",
-}
-_LOAD_ROWS: Final = (
-    Row("mallee_worker_running_branches", "Branches that run.", "rows"),
-    Row("mallee_worker_waiting_branches", "Branches that wait in it.", "waiting"),
+def _kept(use: EngineUse) -> dict[str, int]:
+    return {str(tier): kept.capsules for tier, kept in enumerate(use.kept_by_tier)}
+
+
+def _kept_nbytes(use: EngineUse) -> dict[str, int]:
+    return {str(tier): kept.blocks * use.block_nbytes for tier, kept in enumerate(use.kept_by_tier)}
+
+
+def _both(field: str) -> Callable[[LendingUse], dict[str, float]]:
+    read = attrgetter(field)
+    return lambda loans: {"borrowed": read(loans.borrowed), "lent": read(loans.lent)}
+
+
+_LOAD: Final = (
+    Reading("mallee_worker_running_branches", "Branches that run.", "rows"),
+    Reading("mallee_worker_waiting_branches", "Branches that wait in it.", "waiting"),
 )
-_HELD_ROWS: Final = (
-    Row("mallee_worker_total_blocks", "KV blocks of the worker.", "total_blocks"),
-    Row("mallee_worker_live_blocks", "KV blocks in use by branches and capsules.", "live_blocks"),
-    Row(
+_HELD: Final = (
+    Reading("mallee_worker_total_blocks", "KV blocks of the worker.", "total_blocks"),
+    Reading(
+        "mallee_worker_live_blocks", "KV blocks in use by branches and capsules.", "live_blocks"
+    ),
+    Reading(
         "mallee_worker_shared_blocks",
         "Of those, in use by several branches or capsules: the share ratio is this by live blocks.",
         "shared_blocks",
     ),
-    Row(
+    Reading(
         "mallee_worker_cached_blocks",
         "KV blocks not in use, kept for prefix hits.",
         "cached_blocks",
     ),
-    Row("mallee_worker_readers", "Branches and capsules that have KV blocks.", "readers"),
-    Row(
+    Reading("mallee_worker_readers", "Branches and capsules that have KV blocks.", "readers"),
+    Reading(
         "mallee_worker_block_references",
         "Entries of all their page tables: the blocks that they would take if nothing were shared.",
         "references",
     ),
-    Row(
+    Reading(
         "mallee_worker_branch_blocks",
         "Pages of a branch or capsule, on average, shared ones counted for each.",
         "references",
         per="readers",
     ),
-    Row(
+    Reading(
         "mallee_worker_branch_bytes",
         "KV memory of a branch or capsule, on average, shared blocks counted once.",
         lambda use: use.live_blocks * use.block_nbytes,
         per="readers",
     ),
-    Row(
+    Reading(
         "mallee_worker_constraint_states",
         "Grammar states that branches and capsules hold.",
         "constraint_states",
     ),
-    Row(
+    Reading(
         "mallee_worker_capsules",
         "Capsules that were asked for, by the lowest tier where they lie: device (0), host"
         " memory (1), disk (2).",
-        {str(tier): _kept(tier) for tier in range(3)},
-        "tier",
+        _kept,
+        (_TIER,),
     ),
-    Row(
+    Reading(
         "mallee_worker_capsule_bytes",
         "KV of those, as if they shared none.",
-        {str(tier): _kept_nbytes(tier) for tier in range(3)},
-        "tier",
+        _kept_nbytes,
+        (_TIER,),
     ),
-    Row(
+    Reading(
         "mallee_worker_capsule_limit_bytes",
         "KV that they may take on the device (`engine.max_kept_share`), shared blocks counted"
         " once.",
         lambda use: use.max_kept_blocks * use.block_nbytes,
     ),
-    Row(
+    Reading(
         "mallee_worker_kept_below_bytes",
         "Memory of texts and state of those that lie below the device.",
         "kept_below_bytes",
     ),
 )
-_MEMORY_ROWS: Final = (
-    Row(
+_MEMORY: Final = (
+    Reading(
         "mallee_worker_memory_bytes",
         "Memory of the worker's process on its device: the `weights`, the `kv`, recorded steps"
         " (`graphs`) and all the `other`. On a CPU that is its resident memory, with the KV"
         " that was ever in use. Not of mocked engines.",
-        {part: part for part in ("weights", "kv", "graphs", "other")},
-        "part",
+        structs.asdict,
+        (Label("part", ("weights", "kv", "graphs", "other")),),
     ),
 )
-_WORK_ROWS: Final = (
-    Row("mallee_worker_prefill_tokens_total", "Tokens computed for prompts.", "num_prefill_tokens"),
-    Row(
+_WORK: Final = (
+    Reading(
+        "mallee_worker_prefill_tokens_total", "Tokens computed for prompts.", "num_prefill_tokens"
+    ),
+    Reading(
         "mallee_worker_cached_tokens_total",
         "Prompt tokens found in its cache.",
         "num_cached_tokens",
     ),
-    Row("mallee_worker_output_tokens_total", "Tokens drawn.", "num_output_tokens"),
-    Row(
+    Reading("mallee_worker_output_tokens_total", "Tokens drawn.", "num_output_tokens"),
+    Reading(
         "mallee_worker_drafted_tokens_total",
         "Tokens of drafts that were computed (`engine.speculation`).",
         "num_drafted_tokens",
     ),
-    Row(
+    Reading(
         "mallee_worker_accepted_tokens_total",
         "Of those, tokens that were drawn: the acceptance of speculation is this by drafted"
         " tokens.",
         "num_accepted_tokens",
     ),
-    Row(
+    Reading(
         "mallee_worker_ahead_rows_total",
         "Rows of decodes that a GPU was handed before their tokens were here.",
         "num_ahead_rows",
     ),
-    Row(
+    Reading(
         "mallee_worker_ahead_void_rows_total",
         "Of those, rows in vain: their answers ended, or went on elsewhere.",
         "num_ahead_void_rows",
     ),
-    Row(
+    Reading(
         "mallee_worker_host_gap_seconds_total",
         "Time in which the device stood still while there was work: it waited for the host.",
         "host_gap_s",
     ),
-    Row(
+    Reading(
         "mallee_worker_forks_total", "Branches that began at state shared with others.", "num_forks"
     ),
-    Row("mallee_worker_copied_blocks_total", "KV blocks copied on write.", "num_copied_blocks"),
-    Row(
+    Reading("mallee_worker_copied_blocks_total", "KV blocks copied on write.", "num_copied_blocks"),
+    Reading(
         "mallee_worker_evicted_blocks_total",
         "Cached KV blocks that gave way.",
         "num_evicted_blocks",
     ),
-    Row(
+    Reading(
         "mallee_worker_preemptions_total",
         "Branches that lost their place for lack of blocks.",
         "num_preemptions",
     ),
-    Row("mallee_worker_kv_faults_total", "Faults found by checks of the KV memory.", "num_faults"),
-    Row(
+    Reading(
+        "mallee_worker_kv_faults_total", "Faults found by checks of the KV memory.", "num_faults"
+    ),
+    Reading(
         "mallee_worker_refused_capsules_total",
         "Capsules that found no room to be kept.",
         "num_refused_capsules",
     ),
-    Row("mallee_worker_lent_blocks_total", "KV blocks that other workers read.", "num_lent_blocks"),
-)
-_BELOW_ROWS: Final = (
-    Row("mallee_worker_tier_blocks", "KV blocks below the device.", _LYING, "tier"),
-    Row(
-        "mallee_worker_tier_bytes",
-        "The bytes of those.",
-        {tier: _nbytes(num) for tier, num in _LYING.items()},
-        "tier",
+    Reading(
+        "mallee_worker_lent_blocks_total", "KV blocks that other workers read.", "num_lent_blocks"
     ),
-    Row(
+)
+_TIERS: Final = (
+    Reading("mallee_worker_tier_blocks", "KV blocks below the device.", _lying, (_BELOW,)),
+    Reading("mallee_worker_tier_bytes", "The bytes of those.", _nbytes(_lying), (_BELOW,)),
+    Reading(
         "mallee_worker_host_held_blocks",
         "KV blocks in host memory that capsules hold.",
         "host_held",
     ),
-    Row(
+    Reading(
         "mallee_worker_host_room_blocks",
         "KV blocks of host memory that capsules could still have.",
         "host_room",
     ),
-    Row(
+    Reading(
         "mallee_worker_disk_limit_bytes",
         "KV that the disk may hold (`engine.disk_gib`); 0 without one, and of mocked engines.",
         "disk_limit_nbytes",
     ),
-    Row(
+    Reading(
         "mallee_worker_moved_blocks_total",
         "KV blocks moved between tiers: `offload` (evicted to host memory), `park` (capsules"
         " to host memory), `spill` (to disk), and fetched from there or from other workers.",
-        _MOVED,
-        "move",
+        _moved,
+        (_MOVE,),
     ),
-    Row(
-        "mallee_worker_moved_bytes_total",
-        "The bytes of those.",
-        {move: _nbytes(num) for move, num in _MOVED.items()},
-        "move",
-    ),
-    Row(
+    Reading("mallee_worker_moved_bytes_total", "The bytes of those.", _nbytes(_moved), (_MOVE,)),
+    Reading(
         "mallee_worker_dropped_blocks_total",
         "Evicted KV blocks that host memory had no room for.",
         "num_dropped",
     ),
-    Row(
+    Reading(
         "mallee_worker_declined_blocks_total",
         "KV blocks below the device, cheaper to compute again.",
         "num_declined",
     ),
-    Row(
+    Reading(
         "mallee_worker_peer_seconds_total",
         "Seconds that fetches from other workers took.",
         "fetched_peer_s",
     ),
-    Row(
+    Reading(
         "mallee_worker_failed_moves_total",
         "Moves between tiers that ended by an error.",
         "num_failed",
     ),
-    Row(
+    Reading(
         "mallee_worker_unreadable_capsules",
         "Durable capsules that a worker found on its disk and could not take in; its log says why.",
         "num_unreadable",
@@ -335,65 +275,68 @@ _BELOW_ROWS: Final = (
 )
 
 
-def _both(field: str) -> dict[str, Read]:
-    return {direction: f"{direction}.{field}" for direction in ("borrowed", "lent")}
-
-
-_LOAN_ROWS: Final = (
-    Row("mallee_worker_open_loans", "Loans of KV that are open.", _both("num_open"), "direction"),
-    Row(
+_LOANS: Final = (
+    Reading(
+        "mallee_worker_open_loans", "Loans of KV that are open.", _both("num_open"), (_DIRECTION,)
+    ),
+    Reading(
         "mallee_worker_loans_total",
         "Loans of KV from worker to worker.",
         _both("num_granted"),
-        "direction",
+        (_DIRECTION,),
     ),
-    Row(
+    Reading(
         "mallee_worker_refused_loans_total",
         "Questions for loans that got an error for an answer: the KV was gone.",
         _both("num_refused"),
-        "direction",
+        (_DIRECTION,),
     ),
-    Row(
+    Reading(
         "mallee_worker_failed_loans_total",
         "Loans that ended by an error, and connections that did.",
         _both("num_failed"),
-        "direction",
+        (_DIRECTION,),
     ),
-    Row(
-        "mallee_worker_loan_bytes_total", "Bytes of KV that crossed.", _both("nbytes"), "direction"
+    Reading(
+        "mallee_worker_loan_bytes_total",
+        "Bytes of KV that crossed.",
+        _both("nbytes"),
+        (_DIRECTION,),
     ),
-    Row(
+    Reading(
         "mallee_worker_loan_seconds_total",
         "Seconds in which those crossed.",
         _both("seconds"),
-        "direction",
+        (_DIRECTION,),
     ),
 )
-_CONTRACT_ROWS: Final = (
-    Row("vllm:num_requests_running", "Branches that run.", "load.rows"),
-    Row("vllm:num_requests_waiting", "Branches that wait.", "load.waiting"),
-    Row(
+_CONTRACT: Final = (
+    Reading("vllm:num_requests_running", "Branches that run.", "load.rows"),
+    Reading("vllm:num_requests_waiting", "Branches that wait.", "load.waiting"),
+    Reading(
         "vllm:kv_cache_usage_perc",
         "Share of the KV blocks that are in use, 0 to 1; cached ones that could be evicted are"
         " not.",
         "load.active_blocks",
         per="size.num_blocks",
     ),
-    Row(
+    Reading(
         "vllm:prefix_cache_queries_total",
         "Prompt tokens looked for in the cache.",
         lambda report: report.use.num_cached_tokens + report.use.num_prefill_tokens,
     ),
-    Row("vllm:prefix_cache_hits_total", "Of them, those that were there.", "use.num_cached_tokens"),
-    Row("vllm:prompt_tokens_total", "Tokens computed for prompts.", "use.num_prefill_tokens"),
-    Row("vllm:generation_tokens_total", "Tokens drawn.", "use.num_output_tokens"),
-    Row(
+    Reading(
+        "vllm:prefix_cache_hits_total", "Of them, those that were there.", "use.num_cached_tokens"
+    ),
+    Reading("vllm:prompt_tokens_total", "Tokens computed for prompts.", "use.num_prefill_tokens"),
+    Reading("vllm:generation_tokens_total", "Tokens drawn.", "use.num_output_tokens"),
+    Reading(
         "vllm:num_preemptions_total",
         "Branches that lost their place for lack of blocks.",
         "use.num_preemptions",
     ),
 )
-_OPEN_ROWS: Final = (Row("mallee_engine_open_requests", "Requests that are not over.", "num_open"),)
+_OPEN: Final = (Reading("mallee_engine_open_requests", "Requests that are not over.", "num_open"),)
 _CONFIG: Final = Family(
     "vllm:cache_config_info",
     "1; the size of the KV memory is in the labels.",
@@ -428,44 +371,53 @@ _HOST: Final = (
         "silent_gateways",
     ),
 )
-_PARTS: Final = {
-    "Workers: load and memory": (
-        Part(attrgetter("load"), _WORKER, _LOAD_ROWS),
-        Part(attrgetter("use"), _WORKER, _HELD_ROWS),
-        Part(attrgetter("memory"), _WORKER, _MEMORY_ROWS),
-    ),
-    "Workers: work": (Part(attrgetter("use"), _WORKER, _WORK_ROWS),),
-    "Workers: below the device": (Part(attrgetter("use.tiers"), _WORKER, _BELOW_ROWS),),
-    "Workers: loans": (Part(attrgetter("lending"), _WORKER, _LOAN_ROWS),),
-    VLLM: (Part(lambda report: report, ENGINE, _CONTRACT_ROWS),),
-    ENGINES: (Part(lambda report: report, ENGINE, _OPEN_ROWS),),
-}
 
 
 class WorkerMetrics:
-    """The families of a process of workers: over `reports` at each scrape, and the host's `stats`."""
+    """The families of a process of workers, of the `reports` at a scrape, and of the host's `stats`."""
 
-    def __init__(
-        self, reports: Callable[[], Iterable[Report]], stats: Callable[[], HostStats]
-    ) -> None:
+    def __init__(self, stats: Callable[[], HostStats]) -> None:
         self.registry = Families()
-        self._reports = reports
-        for title, parts in _PARTS.items():
-            for family in (family for part in parts for family in part.families):
-                self.registry.area(title).declare(family)
-        self.registry.area(VLLM).collect_by(self._collect, (_CONFIG, _LORA))
-        self.registry.area(ENGINES).readings(stats, _HOST)
+        self.reports: Sequence[Report] = ()
+        area = self.registry.area
+        for title, path, readings in (
+            ("Workers: load and memory", "load", _LOAD),
+            ("Workers: load and memory", "use", _HELD),
+            ("Workers: load and memory", "memory", _MEMORY),
+            ("Workers: work", "use", _WORK),
+            ("Workers: below the device", "use.tiers", _TIERS),
+            ("Workers: loans", "lending", _LOANS),
+        ):
+            area(title).grouped(self._each(path), readings, _WORKER)
+        area(VLLM).grouped(self._engines, _CONTRACT, ENGINE)
+        area(VLLM).collect_by(self._collect_sizes, (_CONFIG, _LORA))
+        area(ENGINES).grouped(self._engines, _OPEN, ENGINE)
+        area(ENGINES).readings(stats, _HOST)
         self.engines = EngineMeters(self.registry)
 
-    def _collect(self) -> Iterator[Metric]:
-        groups: dict[str, list[Report]] = {}  # by the name that they are shown under
-        for report in self._reports():
-            groups.setdefault(report.worker, []).append(report)
-        for part in (part for parts in _PARTS.values() for part in parts):
-            yield from part.collect([*groups.values()])
+    def _each(self, path: str) -> Callable[[], Groups]:
+        """That part of the reports that have it, by worker."""
+        part = attrgetter(path)
+
+        def groups() -> Groups:
+            found: dict[str, list[Any]] = {}
+            for report in self.reports:
+                if (state := part(report)) is not None:
+                    found.setdefault(report.worker, []).append(state)
+            return [((worker,), states) for worker, states in found.items()]
+
+        return groups
+
+    def _engines(self) -> Groups:
+        found: dict[tuple[str, str], list[Report]] = {}
+        for report in self.reports:
+            found.setdefault((report.model, report.worker), []).append(report)
+        return [*found.items()]
+
+    def _collect_sizes(self) -> Iterator[Metric]:
         config, lora = _CONFIG.shown(), _LORA.shown()
-        for report, *_ in groups.values():
-            engine, size = (report.model, report.worker), report.size
+        for engine, (report, *_) in self._engines():
+            size = report.size
             config.add_metric((*engine, str(size.block_size), str(size.num_blocks)), 1)
             lora.add_metric((*engine, "0", "", ""), time())
         yield from (config, lora)
@@ -477,7 +429,7 @@ class HostMetrics:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._names = FewNames(MOST_WORKERS)
-        self._metrics = WorkerMetrics(self._reports, host.stats)
+        self._metrics = WorkerMetrics(host.stats)
         host.on_add = self._watch
         for worker in host.workers.values():
             self._watch(worker)
@@ -485,6 +437,7 @@ class HostMetrics:
     async def render(self, accept: str = "") -> bytes:
         """Prometheus text, with loads as fresh as a moment's wait gives them."""
         await self._host.renew_loads()
+        self._metrics.reports = [*self._reports()]
         parts, due = [], perf_counter() + SLICE_S
         for part in exposition(self._metrics.registry, accept):
             parts.append(part)

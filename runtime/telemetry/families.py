@@ -27,7 +27,6 @@ from prometheus_client.utils import floatToGoString
 from mallee import __version__
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram", "summary"]
-Shown: TypeAlias = CounterMetricFamily | GaugeMetricFamily
 M = TypeVar("M", bound=MetricWrapperBase)
 
 MOST_WORKERS: Final = 256
@@ -75,11 +74,9 @@ class Family(NamedTuple):
     def label_names(self) -> tuple[str, ...]:
         return tuple(label.name for label in self.labels)
 
-    def shown(self, value: float | None = None) -> Shown:
-        """The counter or gauge at this scrape, with a value if it has no labels."""
+    def shown(self) -> CounterMetricFamily | GaugeMetricFamily:
+        """The counter or gauge at this scrape, without values yet."""
         kind = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
-        if value is not None:
-            return kind(self.name, self.text, value)
         return kind(self.name, self.text, labels=self.label_names)
 
 
@@ -87,20 +84,33 @@ class Reading(NamedTuple):
     """A counter or gauge that is read from a state at each scrape: the path of an attribute, or a function.
 
     With labels that gives a mapping from values of its one label, or tuples of several; it lacks what is 0.
+    Of several states the sum is shown; with `per`, by the sum of those.
     """
 
     name: str
     text: str
     read: str | Callable[[Any], Any]
     labels: tuple[Label, ...] = ()
+    per: str = ""
 
-    @property
-    def family(self) -> Family:
-        return Family(self.name, self.text, self.labels)
+    def samples(self, groups: "Groups") -> Iterator[tuple[tuple[str, ...], float]]:
+        """Values of labels, of the groups and its own, and the number for them."""
+        read = attrgetter(self.read) if isinstance(self.read, str) else self.read
+        per = attrgetter(self.per) if self.per else None
+        own = [*product(*(label.values for label in self.labels))]
+        for values, states in groups:
+            if self.labels:
+                counts = [read(state) for state in states]
+                for key in own:
+                    found = (each.get(key if len(key) > 1 else key[0], 0) for each in counts)
+                    yield (*values, *key), sum(found)
+                continue
+            total, num = sum(map(read, states)), sum(map(per, states)) if per else 1
+            yield values, total / num if num else 0.0
 
-    @property
-    def reader(self) -> Callable[[Any], Any]:
-        return attrgetter(self.read) if isinstance(self.read, str) else self.read
+
+Groups: TypeAlias = Sequence[tuple[tuple[str, ...], Sequence[Any]]]
+"""States, and the values of labels that those of a group are shown under together."""
 
 
 class Families(CollectorRegistry):
@@ -116,10 +126,6 @@ class Families(CollectorRegistry):
         for family in super().collect():
             family.samples = [x for x in family.samples if not x.name.endswith("_created")]
             yield family
-
-    def show(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        """Show what `collect` yields at each scrape: declared families."""
-        self.register(_Collector(collect))
 
     def area(self, title: str) -> "Area":
         """The declarations of one subject; docs list them under its title."""
@@ -179,14 +185,23 @@ class Area:
 
     def readings(self, source: Callable[[], Any], readings: Sequence[Reading]) -> None:
         """Show what `readings` find in the state that `source` gives at each scrape."""
-        found = [(each.family, each.reader) for each in readings]
+        self.grouped(lambda: [((), (source(),))], readings, ())
+
+    def grouped(
+        self, source: Callable[[], Groups], readings: Sequence[Reading], labels: tuple[Label, ...]
+    ) -> None:
+        """Show what `readings` find in each group; nothing without any."""
+        families = [Family(each.name, each.text, (*labels, *each.labels)) for each in readings]
 
         def collect() -> Iterator[Metric]:
-            state = source()
-            for family, read in found:
-                yield _shown(family, read(state))
+            groups = source()
+            for family, reading in zip(families, readings, strict=True) if groups else ():
+                shown = family.shown()
+                for values, number in reading.samples(groups):
+                    shown.add_metric(values, number)
+                yield shown
 
-        self.collect_by(collect, [family for family, _ in found])
+        self.collect_by(collect, families)
 
     def collect_by(
         self, collect: Callable[[], Iterator[Metric]], families: Sequence[Family]
@@ -194,16 +209,7 @@ class Area:
         """Show what `collect` yields at each scrape: of `families` alone."""
         for family in families:
             self.declare(family)
-        self._families.show(collect)
-
-
-def _shown(family: Family, found: Any) -> Shown:
-    if not family.labels:
-        return family.shown(found)
-    shown = family.shown()
-    for values in product(*(label.values for label in family.labels)):
-        shown.add_metric(values, found.get(values if len(values) > 1 else values[0], 0))
-    return shown
+        self._families.register(_Collector(collect))
 
 
 class _Collector(Collector):
@@ -263,7 +269,10 @@ def _collect_process() -> Iterator[Metric]:
     version.add_metric([__version__], 1)
     yield version
     values = {each.samples[0].name: each.samples[0].value for each in _PROCESS_COLLECTOR.collect()}
-    yield from (each.shown(values[each.name]) for each in others if each.name in values)
+    for family in (each for each in others if each.name in values):
+        shown = family.shown()
+        shown.add_metric((), values[family.name])
+        yield shown
 
 
 class FewNames:

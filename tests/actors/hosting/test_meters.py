@@ -33,7 +33,8 @@ def report(worker: str, use: EngineUse, **more: Any) -> Report:
 
 
 def lines_of(*reports: Report) -> list[str]:
-    metrics = WorkerMetrics(lambda: reports, lambda: STATS)
+    metrics = WorkerMetrics(lambda: STATS)
+    metrics.reports = reports
     return b"".join(exposition(metrics.registry, "")).decode().splitlines()
 
 
