@@ -17,7 +17,8 @@ from mallee.actors.hosting.meters import HostMetrics
 from mallee.actors.mock.fleet import replica_names, timing_of
 from mallee.actors.mock.words import words_of
 from mallee.api.text.tokenizer import Tokenizer
-from mallee.gateway.service import BranchStream, Delta
+from mallee.gateway.requests.deltas import Delta
+from mallee.gateway.requests.request import RunningRequest
 from mallee.mocker.timing import Fixed, Timing
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import ConfigError, WorkerLost
@@ -49,12 +50,12 @@ def generate(number: int, max_tokens: int = 8, length: int = 70) -> GenerateJob:
     return GenerateJob(prompt(number, length), Limits(max_tokens, ignore_eos=True))
 
 
-async def collect(stream: BranchStream) -> list[Delta]:
+async def collect(stream: RunningRequest) -> list[Delta]:
     return [delta async for delta in stream]
 
 
 async def ask(scene: MockScene, job: GenerateJob) -> tuple[str, list[Delta]]:
-    stream = await scene.gateway.start(job)
+    stream = await scene.gateway.requests.start(job)
     return str(stream.worker), await collect(stream)
 
 
@@ -79,11 +80,13 @@ async def test_workers_are_asked_for_their_use_and_leases_lack_it(folder: Path) 
         await until(lambda: any(each.load for raw in leases for each in decode_leases(raw)))
         loads = [each.load for raw in leases for each in decode_leases(raw)]
         assert all(load is None or load.use is None for load in loads)
-        uses = {each["worker"]: each["use"] for each in (await scene.gateway.workers())["data"]}
+        uses = {
+            each["worker"]: each["use"] for each in (await scene.gateway.operator.workers())["data"]
+        }
         assert uses.keys() == {"w0", "w1"}
         assert {name for name, use in uses.items() if use["prefill_tokens"] == 70} == {worker}
         await scene.bus.close()
-        silent = (await scene.gateway.workers())["data"]
+        silent = (await scene.gateway.operator.workers())["data"]
         assert [(each["use"], each["tiers"]) for each in silent] == [(None, None)] * 2
 
 
@@ -157,7 +160,7 @@ async def test_a_loop_that_is_behind_tells_several_steps_at_once_and_keeps_the_t
     monkeypatch.setattr("mallee.actors.mock.pacer.Pacer.pace_s", 0.05)
     async with mocked(mock_config(folder)) as scene:
         begin = time.monotonic()
-        stream = await scene.gateway.start(generate(1, 61))
+        stream = await scene.gateway.requests.start(generate(1, 61))
         deltas, times = [], []
         async for delta in stream:
             deltas.append(delta)
@@ -165,7 +168,7 @@ async def test_a_loop_that_is_behind_tells_several_steps_at_once_and_keeps_the_t
         assert num_tokens(deltas) == 61
         assert len(deltas) <= 12  # a stride ends where a block does, too
         assert times[-1] == pytest.approx(0.3)
-        stream = await scene.gateway.start(generate(2, 200))
+        stream = await scene.gateway.requests.start(generate(2, 200))
         await elapse(0.02)
         await stream.aclose()  # cuts the stride under way
         await until(lambda: scene.fleet.host.stats().open_requests == 0)
@@ -182,7 +185,7 @@ async def test_requests_that_outlast_the_drain_go_on_elsewhere(
     )
     async with mocked(config) as scene:
         undisturbed = [tokens_of((await ask(scene, generate(i, 40)))[1]) for i in range(4)]
-        streams = [await scene.gateway.start(generate(i, 40)) for i in range(4)]
+        streams = [await scene.gateway.requests.start(generate(i, 40)) for i in range(4)]
         running = [asyncio.ensure_future(collect(stream)) for stream in streams]
         await elapse(0.05)
         await scene.admin("drain", "w1")
@@ -190,7 +193,7 @@ async def test_requests_that_outlast_the_drain_go_on_elsewhere(
         ended = await asyncio.gather(*running)
         assert [tokens_of(deltas) for deltas in ended] == undisturbed
         assert {deltas[-1].worker for deltas in ended if deltas[-1].worker} == {"w0"}
-        assert scene.gateway._dispatcher.num_moved
+        assert scene.gateway.shell.dispatcher.num_moved
         scene.gateway.check()
 
 
@@ -207,7 +210,7 @@ async def test_leases_that_overtake_the_last_frames_of_a_worker_end_no_answer(
     set_timing(monkeypatch, Timing(Fixed(0.0, 0.01)))
     config = mock_config(folder, mock__engines_per_worker=2, routing__policy="round_robin")
     async with mocked(config) as scene:
-        streams = [await scene.gateway.start(generate(i, 12)) for i in range(2)]
+        streams = [await scene.gateway.requests.start(generate(i, 12)) for i in range(2)]
         running = [asyncio.ensure_future(collect(stream)) for stream in streams]
         await until(lambda: scene.fleet.host.stats().open_requests == 2)
         await scene.admin("drain", "w1")
@@ -217,7 +220,7 @@ async def test_leases_that_overtake_the_last_frames_of_a_worker_end_no_answer(
         for ended in await asyncio.gather(*running):
             assert ended[-1].error is None
             assert num_tokens(ended) == 12
-        await until(lambda: list(scene.gateway._peers._peers) == ["w0"])
+        await until(lambda: list(scene.gateway.shell.links._links) == ["w0"])
 
 
 async def test_engines_are_there_after_their_start_up_time(
@@ -281,7 +284,7 @@ async def test_who_waits_for_a_snapshot_of_a_worker_that_crashes_is_told(
 ) -> None:
     set_timing(monkeypatch, Timing(Fixed(60.0, 60.0)))
     async with mocked(mock_config(folder, mock__engines_per_worker=1)) as scene:
-        stream = await scene.gateway.start(generate(1))
+        stream = await scene.gateway.requests.start(generate(1))
         host = scene.fleet.host
         await until(lambda: host.stats().open_requests == 1)
         (worker,) = host.workers.values()
@@ -349,7 +352,7 @@ async def test_a_host_needs_memory_for_what_runs_and_not_for_answers_capsules(fo
         demand = scene.fleet.host.demand
         await until(lambda: len(scene.names()) == 2)
         assert (demand().max_rows, demand().num_blocks) == (2 * 256, 2 * 256)
-        streams = [await scene.gateway.start(generate(key, 500)) for key in (1, 2)]
+        streams = [await scene.gateway.requests.start(generate(key, 500)) for key in (1, 2)]
         await until(lambda: demand().rows == 2 and demand().needed_blocks > 0)
         for stream in streams:
             await stream.aclose()
