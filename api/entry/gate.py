@@ -12,7 +12,7 @@ from mallee.protocol.errors import Unavailable
 
 _ALWAYS_OPEN = frozenset(("/health", "/health/live", "/metrics"))
 CLOSING: Final = "mallee.closing"  # in the scope: an event, set once the gate is closed
-PER_TURN: Final = 8  # requests that begin in one turn of the loop: some 5 ms
+PER_TURN: Final = 16  # requests that begin in one turn of the loop: some 5 ms
 
 
 class Turns:
