@@ -12,7 +12,6 @@ Earlier prompts are remembered for a while, and compared within one scope alone:
 ask. Only the salts of one API key's tenant are compared with each other.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -81,22 +80,21 @@ class Verdict(NamedTuple):
 class _Entry(NamedTuple):
     request: RequestId
     asked: Asked
-    keys: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return _ENTRY_NBYTES + self.asked.tokens.nbytes + _KEY_NBYTES * len(self.keys)
 
 
 class RecentPrompts:
-    """Prompts of at most `max_nbytes`, oldest out first."""
+    """The youngest prompts, of at most `max_nbytes`.
+
+    Two generations: when the young one has half of the room the old one goes, as a whole. To forget prompts
+    one by one costs as much as to remember them.
+    """
 
     def __init__(self, block_size: int, max_nbytes: int = MAX_NBYTES) -> None:
         self._block_size = block_size
         self._max_nbytes = max_nbytes
-        self._entries: OrderedDict[RequestId, _Entry] = OrderedDict()
-        self._by_key: dict[int, _Entry] = {}  # the youngest with these blocks
-        self.nbytes = 0
+        self._young: dict[int, _Entry] = {}  # by key, the youngest with these blocks
+        self._old: dict[int, _Entry] = {}
+        self._nbytes = 0  # of the young ones
 
     def take(self, request: RequestId, asked: Asked) -> Likeness | None:
         """Remember a prompt; what it has in common with earlier ones. None: not a block."""
@@ -107,12 +105,13 @@ class RecentPrompts:
             other = self._like(asked, shared)
             if other is not None and (found is None or other.same_tokens > found.same_tokens):
                 found = other
-        entry = _Entry(request, asked, (*own, *shared))
-        self._entries[request] = entry
-        self._by_key.update(dict.fromkeys(entry.keys, entry))
-        self.nbytes += entry.nbytes
-        while self.nbytes > self._max_nbytes:
-            self._forget_oldest()
+        keys = (*own, *shared)
+        nbytes = _ENTRY_NBYTES + asked.tokens.nbytes + _KEY_NBYTES * len(keys)
+        if self._nbytes + nbytes > self._max_nbytes // 2:
+            self._old, self._young, self._nbytes = self._young, {}, 0
+        if nbytes <= self._max_nbytes // 2:
+            self._young.update(dict.fromkeys(keys, _Entry(request, asked)))
+            self._nbytes += nbytes
         return found
 
     def _keys(self, tokens: Tokens, salt: str) -> tuple[int, ...]:
@@ -123,8 +122,12 @@ class RecentPrompts:
         return (*hashes[:_ALL_BLOCKS].tolist(), *later, int(hashes[-1]))
 
     def _like(self, asked: Asked, keys: Sequence[int]) -> Likeness | None:
-        entry = next((e for k in reversed(keys) if (e := self._by_key.get(k)) is not None), None)
-        if entry is None:
+        young, old = self._young, self._old
+        for key in reversed(keys):
+            entry = young.get(key) or old.get(key)
+            if entry is not None:
+                break
+        else:
             return None
         earlier = entry.asked
         is_own = earlier.scope == asked.scope or (asked.owner and earlier.owner == asked.owner)
@@ -141,18 +144,14 @@ class RecentPrompts:
             earlier.weights,
         )
 
-    def _forget_oldest(self) -> None:
-        _, entry = self._entries.popitem(last=False)
-        self.nbytes -= entry.nbytes
-        for key in entry.keys:
-            if self._by_key.get(key) is entry:
-                del self._by_key[key]
-
     def check(self) -> None:
-        """Raises AssertionError unless keys and bytes follow from the entries, and the bound holds."""
-        assert self.nbytes == sum(e.nbytes for e in self._entries.values()), "bytes"
-        assert self.nbytes <= self._max_nbytes, "too many bytes"
-        assert all(e.request in self._entries for e in self._by_key.values()), "a key of nothing"
+        """Raises AssertionError unless the bound holds for what is remembered."""
+        for generation in (self._young, self._old):
+            nbytes = sum(
+                _ENTRY_NBYTES + entry.asked.tokens.nbytes
+                for entry in {id(entry): entry for entry in generation.values()}.values()
+            )
+            assert nbytes + _KEY_NBYTES * len(generation) <= self._max_nbytes // 2, "too many bytes"
 
 
 def _num_same(one: Tokens, other: Tokens) -> int:

@@ -138,7 +138,7 @@ def test_the_first_message_that_differs_is_named_in_anthropics_words(
         st.tuples(st.integers(0, 2), st.lists(st.integers(0, 1), min_size=1, max_size=40)),
         max_size=12,
     ),
-    st.integers(2_000, 20_000),
+    st.integers(2_000, 80_000),
 )
 def test_the_likeness_is_the_longest_in_the_scope(
     prompts: list[tuple[int, list[int]]], room: int
@@ -147,10 +147,9 @@ def test_the_likeness_is_the_longest_in_the_scope(
     recent = RecentPrompts(2, room)
     kept: list[tuple[int, list[int]]] = []
     for i, (scope, tokens) in enumerate(prompts):
-        num_before = len(recent._entries)
         found = recent.take(RequestId(str(i)), asked(tokens, scope=str(scope)))
         recent.check()
-        if num_before == len(kept):
+        if 3_000 * len(kept) < room // 2:  # more than they need
             best = max((_same(tokens, t) for s, t in kept if s == scope), default=0)
             assert (0 if found is None else found.same_tokens // 2) == best // 2
         kept.append((scope, tokens))
