@@ -302,7 +302,7 @@ class App(Starlette):
         self.router = _Routes(routes, redirect_slashes=False)
 
     def build_middleware_stack(self) -> ASGIApp:
-        app: ASGIApp = self.router
+        app: ASGIApp = self.router.app
         for middleware, args, options in reversed(self.user_middleware):
             app = middleware(app, *args, **options)
         return app

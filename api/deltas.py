@@ -230,7 +230,10 @@ class TextStream:
                 raise self._failure
             if not self._num_open:
                 raise StopAsyncIteration
-            await self._push_next()
+            if self._watch is None:
+                self._push(*await self._next_delta())
+            else:
+                await self._push_next(self._watch)
         return self._ready.popleft()
 
     def take(self) -> TextDelta | None:
@@ -270,12 +273,8 @@ class TextStream:
         assert self._num_open == sum(not text.is_finished for text in self._texts)
         assert 0 <= self._num_failed <= len(self._texts) - self._num_open
 
-    async def _push_next(self) -> None:
+    async def _push_next(self, watch: Watch) -> None:
         """Wait for a delta, but not beyond the time that the choices have, nor beyond a verdict on one."""
-        watch = self._watch
-        if watch is None:
-            self._push(*await self._next_delta())
-            return
         if watch.has_verdicts:
             self._end_due()
             return

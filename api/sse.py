@@ -93,13 +93,15 @@ class Client:
             self._is_cancelled = self._caller.cancel()
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
     """The result of `work`. Raises ClientGone, with `work` cancelled and over, on a disconnect.
 
     Runs in the caller's task, which the watcher cancels: a task of its own would cost as much again.
     """
-    if isinstance(receive, Client):
-        return await receive.waits_for(work)
+    return receive.waits_for(work) if isinstance(receive, Client) else _waits_for(receive, work)
+
+
+async def _waits_for(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     client = Client(receive)
     try:
         return await client.waits_for(work)
