@@ -204,6 +204,7 @@ class EngineSettings(Settings):
     )
     disk_path: str | None = Field(
         default=None,
+        min_length=1,
         description="Folder for the KV of durable capsules, or an fsspec URL (`s3://bucket/prefix`); each"
         " worker has a part of its own, which it finds again after a restart. By default there is none.",
     )
@@ -606,6 +607,13 @@ class RaySettings(Settings):
     )
     gateway_resources: dict[str, Positive] = Field(default={}, description="The same of a gateway.")
 
+    @field_validator("worker_gpus")
+    @classmethod
+    def _check_gpus(cls, gpus: float | None) -> float | None:
+        if gpus is not None and gpus > 1 and not gpus.is_integer():
+            raise ValueError("Ray gives whole GPUs from 1 on: give a whole number, or less than 1")
+        return gpus
+
 
 class TelemetrySettings(Settings):
     """Metrics and logs of each process."""
@@ -989,7 +997,7 @@ def problems(error: ValidationError) -> Iterator[tuple[str, str]]:
         message = each["msg"].removeprefix("Value error, ")
         if not path:
             yield from (("", sentence) for sentence in message.splitlines())
-        elif each["type"] == "missing":
+        elif each["type"] == "missing" or isinstance(each["input"], dict):
             yield path, f": {message}"
         else:
             yield path, f"={each['input']!r}: {message}"
