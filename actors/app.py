@@ -16,7 +16,6 @@ import logging
 import math
 import uuid
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -38,9 +37,9 @@ from mallee.actors.build import (
     check_files,
     freeze_heap,
     open_access,
-    secret_beside,
     threads_of,
 )
+from mallee.actors.secret import take_secret
 from mallee.api.entry.gate import Gate, refuse
 from mallee.api.messages.errors import AnthropicErrors
 from mallee.gateway.access.access import Access
@@ -56,7 +55,7 @@ from mallee.runtime.bus.queues import QueueDepths, tell_depth
 from mallee.runtime.config import AppConfig, TelemetrySettings, problems
 from mallee.runtime.proxy import choice, direct
 from mallee.runtime.telemetry import logs
-from mallee.runtime.transport.greeting import Secret, read_secret
+from mallee.runtime.transport.greeting import Secret
 
 if TYPE_CHECKING:
     from mallee.actors.build import Gateway as BuiltGateway
@@ -481,17 +480,11 @@ async def _find_broker(
 
 
 async def _secret(config: AppConfig, *, has_disk: bool) -> Secret:
-    """The secret that gateways and workers share: of the file, or the app's own. Raises ConfigError.
-
-    With a disk workers have it beside that, and gateways, whose node may have no such disk, come later.
-    """
-    if (file := config.links.secret_file) is not None:
-        return read_secret(Path(file))
-
-    def ask() -> Secret:
-        beside = secret_beside(config)
-        may_make = beside is None or (has_disk and cluster.num_nodes() == 1)
-        file = beside if has_disk else None
-        return Secret(cluster.secret_of(cluster.RayStore(), _app_name(), file, may_make=may_make))
-
-    return await asyncio.to_thread(ask)
+    return await asyncio.to_thread(
+        take_secret,
+        config,
+        cluster.RayStore(),
+        _app_name(),
+        has_disk=has_disk,
+        is_one_node=lambda: cluster.num_nodes() == 1,
+    )

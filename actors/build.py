@@ -16,7 +16,6 @@ from collections import ChainMap
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from errno import ENOENT
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -29,10 +28,10 @@ from mallee.actors.hosting.orphans import HoldName, Orphans
 from mallee.actors.hosting.worker import Capacity, Worker
 from mallee.actors.lending.borrower import Borrower
 from mallee.actors.lending.server import LendingServer
+from mallee.actors.secret import build_ids, check_kept
 from mallee.gateway.access.scopes import Scopes
-from mallee.protocol.errors import ConfigError, MalleeError, StorageError, StorageFailed
-from mallee.protocol.events import MemoryUse
-from mallee.protocol.ids import Incarnation, Scope, WorkerId
+from mallee.protocol.errors import ConfigError, MalleeError, StorageError
+from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.runtime.addresses import socket_path
 from mallee.runtime.bus.access import FindBroker
@@ -128,47 +127,6 @@ def check_links(config: AppConfig) -> None:
     if (files := tls_files(config)) is not None:
         server_tls(files)
         client_tls(files)
-
-
-def check_secret(config: AppConfig) -> None:
-    """Raises ConfigError if capsules on the disk of this machine are tagged by a secret that is not given."""
-    from mallee.worker.storage.volume import read_records
-
-    path, beside = config.engine.disk_path, secret_beside(config)
-    if path is None or "://" in path:
-        return
-    records = list(read_records(Path(disk_place(config, ""))))
-    there = f"engine.disk_path={path!r}: "
-    remedy = "put it back from a backup, or give links.secret_file"
-    if beside is not None and not beside.exists():
-        if records:
-            raise ConfigError(
-                f"{there}{len(records)} capsules are there, and {beside}, which their ids are tagged by, is"
-                f" missing: {remedy}"
-            )
-        return
-    file = beside or Path(config.links.secret_file or "")
-    ids = build_ids(read_secret(file, "engine.disk_path" if beside else "links.secret_file"))
-    if others := [each for each in records if not ids.belongs(each.capsule, Scope(each.owner))]:
-        raise ConfigError(
-            f"{there}{len(others)} of {len(records)} capsules there are tagged by another secret than"
-            f" {file}, and nothing could name them: {remedy}"
-        )
-
-
-def secret_beside(config: AppConfig) -> Path | None:
-    """The file beside the disk with the app's secret; None without a disk, or with `links.secret_file`."""
-    if config.engine.disk_path is None or config.links.secret_file is not None:
-        return None
-    return Path(disk_place(config, "secret"))
-
-
-def disk_place(config: AppConfig, name: str) -> str:
-    """The place of `name`, a worker's part or the secret, on the disk of the fleet."""
-    path = config.engine.disk_path
-    assert path is not None, "there is no disk"
-    root = path.rstrip("/") if "://" in path else str(Path(path).expanduser())
-    return f"{root}/{config.fleet}/{name}"
 
 
 def lease_s(config: AppConfig) -> float:
@@ -557,7 +515,7 @@ class WorkerProcess:
     model: ModelSpec
     bus: Bus
     server: SocketServer
-    start_engines: Callable[[], Awaitable[None]]
+    start_engines: Callable[[str], Awaitable[None]]  # given where their metrics are read
     close_engines: Callable[[], Awaitable[None]]
     lending: Lending | None = None
     scraped: "Scraped | None" = None
@@ -581,15 +539,16 @@ class WorkerProcess:
     async def start(self) -> None:
         """Register the workers; `listen` comes first. Raises ConfigError."""
         self.host.tasks.watch_callbacks()
+        metrics_at = ""
         if self.scraped is not None:
-            self.host.metrics_at = self.scraped.start_up()
+            metrics_at = self.scraped.start_up()
             self.host.tasks.include(self.scraped.listener.tasks)
             self.host.tasks.include(self.scraped.access.tasks)
         share_interpreter()
         if self.lending is not None:
             self.host.tasks.spawn(self.lending.server.supervise())
         await self.bus.connect()
-        await self.start_engines()
+        await self.start_engines(metrics_at)
         if self.orphans is not None:
             self.host.tasks.spawn(self.orphans.watch(self.host), name="capsules of the gone")
         freeze_heap()
@@ -617,11 +576,6 @@ def build_server(config: AppConfig, host: Host, secret: Secret, node: str) -> So
     """The sockets of `host`, which listen to nothing yet. Raises ConfigError."""
     files = tls_files(config)
     return SocketServer(host, secret, node=node, tls=files and server_tls(files))
-
-
-def build_ids(secret: Secret) -> Scopes:
-    """The ids of the gateways that share `secret`."""
-    return Scopes(secret.derived(b"scopes"), draw=secrets.token_bytes)
 
 
 def build_borrower(config: AppConfig, name: str, secret: Secret, node: str) -> Borrower:
@@ -682,7 +636,7 @@ async def build_worker(
     peers = build_borrower(config, worker, secret, node) if config.links.lends else None
     orphans = None
     if hold_name is not None and "://" not in (config.engine.disk_path or "://"):
-        orphans = Orphans(Path(disk_place(config, "")), worker, hold_name)
+        orphans = Orphans(Path(config.disk_place("")), worker, hold_name)
     around = Surroundings(peers, build_ids(secret), orphans)
     engine = await asyncio.to_thread(make_engine, config, forward, worker, incarnation, around)
     num_blocks = engine.stats().pool.total  # less than the forward's, if some are guards
@@ -696,21 +650,22 @@ async def build_worker(
         max_step_s=config.engine.max_step_s,
         drain_s=config.drain_s,
         tracing=open_tracing("worker", worker),
+        device=place.device,
+        measure_memory=lambda load: memory_use(forward.memory_stats(), load),
     )
     capacity = Capacity(forward.block_size, num_blocks, config.scheduler.max_rows)
     source = ModelSource(config, host, forward, engine.incarnation, capacity, around)
     add_engine(host, engine, capacity, source)
     server = build_server(config, host, secret, node)
     lending = None if peers is None else build_lending(config, host, peers, secret, node)
-    host.memory, host.device = source.memory, place.device
     return WorkerProcess(
-        host,
-        engine.spec,
-        bus,
-        server,
-        host.start,
-        host.close,
-        lending,
+        host=host,
+        model=engine.spec,
+        bus=bus,
+        server=server,
+        start_engines=host.start,
+        close_engines=host.close,
+        lending=lending,
         scraped=build_scraped(config, host, own_ip),
         orphans=orphans,
     )
@@ -761,11 +716,6 @@ class ModelSource:
         self._incarnation = incarnation
         self._capacity = capacity
         self._around = around
-
-    def memory(self) -> MemoryUse | None:
-        """The memory of the process, for metrics."""
-        worker = self._host.workers.get(WorkerId(self._host.name))
-        return memory_use(self._forward.memory_stats(), None if worker is None else worker.load)
 
     def load(self, weights: WeightVersion) -> Callable[[], Worker]:
         forward = self._forward
@@ -913,11 +863,9 @@ def tiers_below(
         arena = memory.new_rows(host_nbytes // nbytes)
         disk = None
         if engine.disk_path is not None:
-            secret = None if ids is None else secret_beside(config)
             try:
-                if secret is not None and not secret.exists():
-                    reason = "the secret that tags the ids of its capsules is missing"
-                    raise StorageFailed("open", str(secret), ENOENT, reason)
+                if ids is not None:
+                    check_kept(config)
                 disk = open_disk(config, forward, worker, nbytes)
                 if orphans is not None:
                     orphans.adopt_into(disk)
@@ -958,7 +906,7 @@ def open_disk(
     from mallee.worker.storage.objects import ObjectStore
     from mallee.worker.storage.volume import Volume, VolumeConfig
 
-    engine, place = config.engine, disk_place(config, worker)
+    engine, place = config.engine, config.disk_place(worker)
     files: Files = ObjectStore.at(place) if "://" in place else Directory(Path(place))
     path = resolve(forward.spec.weights.path or config.model)
     volume = Volume.open(

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import ray
@@ -20,11 +19,6 @@ from ray.experimental import internal_kv
 
 from mallee.protocol.errors import ConfigError
 from mallee.runtime.addresses import PRIVATE
-from mallee.runtime.transport.greeting import (
-    MIN_SECRET_NBYTES,
-    keep_secret,
-    new_secret,
-)
 
 log = logging.getLogger(__name__)
 
@@ -138,45 +132,6 @@ def _take(store: Store, app: str, claim: Claim, owner: str) -> bool:
     if claim.life > 1:
         store.remove(_key(app, claim.number, claim.life - 1))
     return True
-
-
-def secret_of(store: Store, app: str, file: Path | None = None, *, may_make: bool = True) -> bytes:
-    """The secret of `app`, which the first process that asks puts into the store. Raises ConfigError.
-
-    The store ends with Ray. Capsules on a disk outlive it, and their ids are tagged by the secret: a worker
-    with a disk gives the `file` beside it. Its content becomes the app's secret, or the app's its content.
-    Without `may_make` the store or the file must have one already.
-    """
-    key, found, lack = f"secret:{app}", b"", "is missing, and another node may have it"
-    if file is not None:
-        try:
-            if len(found := file.read_bytes().strip()) < MIN_SECRET_NBYTES:
-                raise ConfigError(
-                    f"{file} has {len(found)} bytes, no secret: put it back from a backup, or remove it"
-                )
-        except FileNotFoundError:
-            pass
-        except OSError as error:  # it may be there: another one must not take its place
-            lack, may_make = f"can't be read: {error.strerror}", False
-    if found or may_make:
-        store.add(key, (found or new_secret()).hex())
-    kept = bytes.fromhex(store.get(key) or "")
-    if not kept:
-        raise ConfigError(
-            f"{file or 'the secret'}, which ids of durable capsules are tagged by, {lack}: give"
-            " links.secret_file, with the same content on every node"
-        )
-    if file is not None and not found:
-        try:
-            found = keep_secret(file, kept)
-        except OSError as error:
-            log.error("%s can't be written, so the disk is not used: %s", file, error.strerror)
-    if found not in (b"", kept):
-        raise ConfigError(
-            f"{file} is another secret than Ray keeps for the app {app!r}, so capsules on that disk would be"
-            f" unknown: give links.secret_file={str(file)!r}, or start Ray anew"
-        )
-    return kept
 
 
 def claim_worker(app: str) -> Claim:

@@ -325,7 +325,8 @@ def notes(application: Application) -> Iterator[str]:
 
 def missing_files(config: "AppConfig") -> Iterator[str]:
     """Files and folders that are not here, or can't be used."""
-    from mallee.actors.build import check_links, check_model, check_secret, open_access
+    from mallee.actors.build import check_links, check_model, open_access
+    from mallee.actors.secret import check_secret
     from mallee.protocol.subjects import BusRole
     from mallee.runtime.bus.access import operators_broker
 

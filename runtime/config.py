@@ -6,6 +6,7 @@ One model, in sections. `docs/configure.md` is written from it (`mallee settings
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
@@ -779,6 +780,13 @@ class AppConfig(Settings):
     @property
     def _most_engines(self) -> int:
         return self.most_workers * self.mock.engines_per_worker
+
+    def disk_place(self, name: str) -> str:
+        """The place of `name`, a worker's part or the secret, on the disk of the fleet."""
+        path = self.engine.disk_path
+        assert path is not None, "there is no disk"
+        root = path.rstrip("/") if "://" in path else str(Path(path).expanduser())
+        return f"{root}/{self.fleet}/{name}"
 
     @property
     def has_cuda(self) -> bool:

@@ -277,9 +277,8 @@ def _reject(future: asyncio.Future[Any], error: Exception) -> None:
 
 def make_worker(host: Host, engine: Engine, capacity: Capacity) -> Worker:
     """`engine` as a worker of `host`, which computes in a thread of its own once it is started."""
-    worker = Worker(engine, host, capacity, host.spans_of(engine.worker))
-    worker.runner = EngineThread(engine, worker, clock=host.clock)
-    return worker
+    make_runner = partial(EngineThread, engine, clock=host.clock)
+    return Worker(engine, host, capacity, make_runner, spans=host.spans_of(engine.worker))
 
 
 def add_engine(

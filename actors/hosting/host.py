@@ -19,6 +19,7 @@ from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import (
     EventBatch,
     LendingUse,
+    Load,
     MemoryUse,
     decode_weights_ask,
     encode_leases,
@@ -81,10 +82,13 @@ class Host:
         drain_s: float = DRAIN_S,
         max_grammar_wait_s: float = MAX_WAIT_S,
         tracing: "Tracing | None" = None,
+        device: str = "",
+        measure_memory: Callable[[Load | None], MemoryUse | None] = lambda load: None,
     ) -> None:
-        """Without `tracing` there are no spans.
+        """Without `tracing` there are no spans. `device`: what the workers compute on, for people.
 
-        `address`, then `lends_at` and `metrics_at` go into leases; they may be set later.
+        `address` and `lends_at` go into leases; they may change later. `measure_memory` tells of the memory
+        of the process, given the last load of its one worker.
 
         Raises ConfigError if `name` or `fleet` can't be part of a subject.
         """
@@ -92,9 +96,9 @@ class Host:
         self.address = address
         self.lends_at = ""
         self.metrics_at = ""
-        self.device = ""  # what its workers compute on, for people
+        self.device = device
         self.lending: Callable[[], LendingUse] | None = None  # for metrics
-        self.memory: Callable[[], MemoryUse | None] | None = None  # for metrics
+        self._measure_memory = measure_memory
         self.on_add: Callable[[Worker], None] = lambda worker: None
         self.workers: dict[WorkerId, Worker] = {}
         self.tracing = tracing
@@ -125,8 +129,9 @@ class Host:
 
     # Life
 
-    async def start(self) -> None:
-        """Start the engines, answer snapshots, publish the first leases."""
+    async def start(self, metrics_at: str = "") -> None:
+        """Start the engines, answer snapshots, publish the first leases, which say where metrics are read."""
+        self.metrics_at = metrics_at
         self._is_started = True
         for worker in self.workers.values():
             worker.start()
@@ -394,7 +399,7 @@ class Host:
     def _publish_leases(self, workers: Sequence[Worker], *, is_leaving: bool = False) -> None:
         subject = self._subjects.lease(self.name)
         use = None if self.lending is None else self.lending()
-        memory = None if self.memory is None else self.memory()
+        memory = self.memory()
         for i in range(0, len(workers), LEASES_PER_MESSAGE):
             leases = [
                 w.lease(
@@ -425,16 +430,21 @@ class Host:
     def stats(self) -> HostStats:
         workers = self.workers.values()
         return HostStats(
-            len(workers),
-            len(self.gateways),
-            sum(worker.num_open for worker in workers),
-            self._past_steps + sum(worker.num_steps for worker in workers),
-            self._batches,
-            self._streams.num_slow,
-            self._streams.num_silent,
-            self._failure() is not None,
-            self._compiler.num_open,
+            workers=len(workers),
+            gateways=len(self.gateways),
+            open_requests=sum(worker.num_open for worker in workers),
+            steps=self._past_steps + sum(worker.num_steps for worker in workers),
+            batches=self._batches,
+            slow_streams=self._streams.num_slow,
+            silent_gateways=self._streams.num_silent,
+            is_failed=self._failure() is not None,
+            compiling=self._compiler.num_open,
         )
+
+    def memory(self) -> MemoryUse | None:
+        """The memory of the process, where it tells of that."""
+        worker = self.workers.get(WorkerId(self.name))
+        return self._measure_memory(None if worker is None else worker.load)
 
     def demand(self) -> Demand:
         """The sum over the workers that serve."""

@@ -23,7 +23,9 @@ from mallee.worker.storage.volume import Volume
 
 log = logging.getLogger(__name__)
 
-PERIOD_S: Final = 1.0  # in which a worker asks for one part; others ask for others
+# Between two parts that a worker asks for; others ask for others. The time doubles while each has a worker,
+# for that is asked of Ray.
+PERIODS_S: Final = (1.0, 16.0)
 _NAME: Final = re.compile(r"w\d+")
 
 HoldName: TypeAlias = Callable[[str], AbstractContextManager[bool]]
@@ -51,8 +53,10 @@ class Orphans:
 
     async def watch(self, host: Host) -> None:
         """Have the worker's engine on `host` adopt what comes later, unless it drains."""
+        first_s, last_s = PERIODS_S
+        period_s = first_s
         for turn in count(int(self._worker.removeprefix("w"))):
-            await asyncio.sleep(PERIOD_S)
+            await asyncio.sleep(period_s)
             names = await asyncio.to_thread(self._names)
             found = host.workers.get(self._worker)
             if not names or found is None or found.is_draining or not found.is_serving:
@@ -60,9 +64,11 @@ class Orphans:
             engine = found.runner
             assert isinstance(engine, EngineThread), "mocked engines have no disk"
             name, held = names[turn % len(names)], ExitStack()
+            period_s = min(2 * period_s, last_s)
             try:
                 other = await asyncio.to_thread(self._open, name, held)
                 if other is not None:
+                    period_s = first_s
                     self._tell(name, await engine.adopt(other))
             except WorkerLost:  # it has ended, and what it moved is whole
                 continue

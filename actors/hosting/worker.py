@@ -162,20 +162,21 @@ class Outlet(Protocol):
 
 
 class Worker:
-    """The life of an engine in a host; the `Results` of its `runner`, which has to be set first."""
-
-    runner: Runner
+    """The life of an engine in a host; the `Results` of its `runner`."""
 
     def __init__(
         self,
         engine: Engine,
         outlet: Outlet,
         capacity: Capacity,
+        make_runner: Callable[[Results], Runner],
+        *,
         spans: "WorkerSpans | None" = None,
     ) -> None:
-        """Without `spans` nothing is traced.
+        """`make_runner` makes what computes for this worker. Without `spans` nothing is traced.
 
-        Raises ConfigError if the worker's name can't be part of a subject."""
+        Raises ConfigError if the worker's name can't be part of a subject.
+        """
         self.worker = WorkerId(check_token(engine.worker, "worker"))
         self.incarnation = engine.incarnation
         self._outlet = outlet
@@ -197,8 +198,9 @@ class Worker:
         self.failure: str | None = None
         self.is_draining = False  # nothing new comes, what runs goes on
         self.change: WeightChange | None = None  # the last one asked of this life
-        self._let_go: set[str] = set()  # gateways that want nothing of it any more, while it drains
+        self._released_by: set[str] = set()  # gateways that need it no more, while it drains
         self._changed = asyncio.Event()
+        self.runner = make_runner(self)
 
     def start(self) -> None:
         self._published_seq = self.runner.next_seq
@@ -324,7 +326,7 @@ class Worker:
     def drop(self, gateway: str) -> None:
         """Free everything that the gateway has running: it gave this worker up."""
         if self.is_draining:
-            self._let_go.add(gateway)
+            self._released_by.add(gateway)
         self._changed.set()
         self._waits.pop(gateway, None)
         if self._spans:
@@ -349,7 +351,7 @@ class Worker:
 
     async def wait_released(self) -> None:
         """Returns when every gateway that reads has given this worker up, or it has failed."""
-        while self.failure is None and set(self._outlet.gateways) - self._let_go:
+        while self.failure is None and set(self._outlet.gateways) - self._released_by:
             self._changed.clear()
             await self._changed.wait()
 

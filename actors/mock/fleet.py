@@ -74,7 +74,12 @@ class MockPlan:
         if not words:  # no such tokens: any, but none that would end an answer
             words = [t for t in range(spec.vocab_size) if t not in spec.eos_token_ids]
         return cls(
-            config, spec, timing_of(config), words, tiers_of(config, spec), device_of(config)
+            config,
+            spec,
+            timing_of(config),
+            words,
+            tiers=tiers_of(config, spec),
+            device=device_of(config),
         )
 
     @property
@@ -196,14 +201,13 @@ async def build_mocked_workers(
     tracing = open_tracing("worker", name)
     fleet = MockFleet(name, plan, bus, past=past, tracing=tracing)
     server = build_server(config, fleet.host, secret, node)
-    start = partial(fleet.start, workers)
     return WorkerProcess(
-        fleet.host,
-        plan.served,
-        bus,
-        server,
-        start,
-        fleet.close,
+        host=fleet.host,
+        model=plan.served,
+        bus=bus,
+        server=server,
+        start_engines=partial(fleet.start, workers),
+        close_engines=fleet.close,
         scraped=build_scraped(config, fleet.host, own_ip),
     )
 
@@ -255,13 +259,16 @@ class MockFleet:
         self._first_past = Incarnation(time.time_ns()) if past is None else past
         self._starting: set[WorkerId] = set()
 
-    async def start(self, workers: Sequence[str]) -> None:
-        """Start these workers, and take commands to the fleet; returns when they are registered."""
+    async def start(self, workers: Sequence[str], metrics_at: str = "") -> None:
+        """Start these workers, and take commands to the fleet; returns when they are registered.
+
+        `metrics_at`: as for `Host.start`.
+        """
         await asyncio.sleep(self.plan.timing.startup_s)
         for name in workers:
             self._add(WorkerId(name))
             await asyncio.sleep(0)  # thousands take seconds, and the broker wants an answer
-        await self.host.start()
+        await self.host.start(metrics_at)
         await self._bus.serve(self._subject, self._admin)
 
     async def close(self) -> None:
@@ -317,9 +324,9 @@ class MockFleet:
         mocked, config = self.plan.engine(name, incarnation, weights), self.plan.config
         max_rows = config.scheduler.max_rows
         capacity = Capacity(config.engine.block_size, self.plan.num_blocks, max_rows)
-        worker = Worker(mocked.engine, self.host, capacity, self.host.spans_of(name))
-        worker.runner = MockRunner(mocked, self._pacer, worker, clock=time.monotonic, device=device)
-        return worker
+        make_runner = partial(MockRunner, mocked, self._pacer, clock=time.monotonic, device=device)
+        spans = self.host.spans_of(name)
+        return Worker(mocked.engine, self.host, capacity, make_runner, spans=spans)
 
     def _device_of(self, name: WorkerId) -> LiveDevice | None:
         """The device of a worker, by the order in which names came; None if each has its own."""

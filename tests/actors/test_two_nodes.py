@@ -212,7 +212,8 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
 
 
 async def test_the_app_keeps_its_secret(fleet: Fleet) -> None:
-    from mallee.actors.cluster import RayStore, secret_of
+    from mallee.actors.cluster import RayStore
+    from mallee.actors.secret import secret_of
 
     store = RayStore()
     made = secret_of(store, "mallee", may_make=False)
