@@ -93,7 +93,7 @@ def app(settings: dict[str, Any] | AppConfig) -> Application:
         config = settings if isinstance(settings, AppConfig) else AppConfig.model_validate(settings)
         check_deployable(config)
     except ValidationError as error:
-        raise RayServeException("; ".join(map("".join, problems(error)))) from error
+        raise RayServeException("; ".join(map("".join, problems(error, AppConfig)))) from error
     except MalleeError as error:
         raise RayServeException(str(error)) from error
     return build_application(config)

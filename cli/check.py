@@ -122,7 +122,7 @@ def _config(schema: type[S], values: object, name: str, faults: list[str]) -> S 
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        faults += [f"{name}{key}{sentence}" for key, sentence in problems(error)]
+        faults += [f"{name}{key}{sentence}" for key, sentence in problems(error, schema)]
         return None
 
 
