@@ -51,7 +51,7 @@ from mallee.runtime.addresses import free_port, socket_path
 from mallee.runtime.bus.access import BrokerAccess, FindBroker, operators_broker
 from mallee.runtime.bus.accounts import Passwords
 from mallee.runtime.bus.broker import check_broker, check_operators_broker
-from mallee.runtime.bus.queues import QueueDepths, tell_depth
+from mallee.runtime.bus.queues import QueueDepths, publish_depth
 from mallee.runtime.config import AppConfig, TelemetrySettings, problems
 from mallee.runtime.proxy import choice, direct
 from mallee.runtime.telemetry import logs
@@ -86,8 +86,8 @@ SPEC_TIMEOUT_S = 1800.0  # for which workers may load their model
 def app(settings: dict[str, Any] | AppConfig) -> Application:
     """The application of `args` in serve.yaml, once what can be checked before is found to serve.
 
-    Raises RayServeException with one sentence, which `serve status` tells; the application that runs
-    goes on then.
+    Raises RayServeException with one sentence, which `serve status` shows; the application that runs
+    is kept then.
     """
     try:
         config = settings if isinstance(settings, AppConfig) else AppConfig.model_validate(settings)
@@ -230,12 +230,12 @@ class WorkerReplica:
         demand = self._process.host.demand()
         share = min(1.0, self._config.admission.busy_rows_ratio)
         report = Report(
-            demand.rows,
-            demand.waiting,
-            demand.max_rows * share,
-            demand.needed_blocks,
-            demand.num_blocks,
-            self._queues.total(),
+            rows=demand.rows,
+            waiting=demand.waiting,
+            max_rows=demand.max_rows * share,
+            needed_blocks=demand.needed_blocks,
+            num_blocks=demand.num_blocks,
+            queued=self._queues.total(),
         )
         return report._asdict()
 
@@ -277,7 +277,7 @@ class GatewayReplica:
         service, bus = self._gateway.service, self._gateway.bus
         service.tasks.spawn(_follow_target(config, self._gateway))
         if config.autoscaling.max_workers is not None:
-            service.tasks.spawn(tell_depth(bus, config.fleet, name, lambda: service.num_waiting))
+            service.tasks.spawn(publish_depth(bus, config.fleet, name, lambda: service.num_waiting))
         # Serve sends requests as soon as this returns. Without a broker there is no lease to wait for.
         await self._gateway.service.wait_for_worker(FIRST_LEASE_S)
         freeze_heap()
@@ -362,7 +362,7 @@ async def _build_workers(
         node=node,
         own_ip=_own_ip(),
         gpus=cluster.own_gpus(),
-        hold_name=partial(cluster.name_of_the_gone, _app_name(), config.workers),
+        hold_name=partial(cluster.hold_departed, _app_name(), config.workers),
         threads=threads_of(config, await asyncio.to_thread(_workers_here, config, _app_name())),
     )
 
@@ -376,7 +376,7 @@ def _workers_here(config: AppConfig, app: str) -> int:
 
 
 async def _follow_target(config: AppConfig, gateway: "BuiltGateway") -> None:
-    """Tell the gateway how many workers there should be, which changes without a restart."""
+    """Keep the gateway's number of expected workers at Serve's target, which changes without a restart."""
     app = _app_name()
     while True:
         try:
@@ -451,7 +451,7 @@ def _version(config: AppConfig) -> str:
 async def _find_broker(
     config: AppConfig, broker: DeploymentHandle[Any] | None, role: BusRole
 ) -> FindBroker:
-    """A call that tells where the broker is, now and later. Raises ConfigError if it can't be used here."""
+    """A call that finds the broker, now and later. Raises ConfigError if it can't be used here."""
     if broker is None:
 
         async def read() -> BrokerAccess:

@@ -550,7 +550,9 @@ class WorkerProcess:
         await self.bus.connect()
         await self.start_engines(metrics_at)
         if self.orphans is not None:
-            self.host.tasks.spawn(self.orphans.watch(self.host), name="capsules of the gone")
+            self.host.tasks.spawn(
+                self.orphans.watch(self.host), name="capsules of departed workers"
+            )
         freeze_heap()
 
     async def drain(self, drain_s: float) -> None:
@@ -630,7 +632,7 @@ async def build_worker(
     `own_ip`: of the machine, for scrapers. `gpus`: of the process, by Ray's names. Without `hold_name` it
     adopts no capsules of workers that are gone, as on object stores, which have no locks.
     """
-    place = await asyncio.to_thread(settle, config, gpus)
+    place = await asyncio.to_thread(place_worker, config, gpus)
     threads = min(threads, place.cpus or threads)
     forward = await asyncio.to_thread(load_forward, config, threads)
     peers = build_borrower(config, worker, secret, node) if config.links.lends else None
@@ -671,18 +673,18 @@ async def build_worker(
     )
 
 
-class Place(NamedTuple):
-    """The device of a worker's process, for people, and the number of CPUs that it is pinned to, if it is."""
+class Placement(NamedTuple):
+    """The name of a worker's device, and the number of CPUs that its process is pinned to, if it is."""
 
     device: str
     cpus: int | None = None
 
 
-def settle(config: AppConfig, gpus: Sequence[str], sysfs: Path = Path("/sys")) -> Place:
+def place_worker(config: AppConfig, gpus: Sequence[str], sysfs: Path = Path("/sys")) -> Placement:
     """Pin this process to the CPUs beside its device. Raises ConfigError if there is no such device."""
     names = [f"GPU {name}" for name in gpus]
     if not config.has_cuda:
-        return Place(", ".join(names))
+        return Placement(", ".join(names))
     from mallee.actors.hosting.numa import pin
     from mallee.worker.memory.device import identify
     from mallee.worker.model.backend import check_device
@@ -690,53 +692,42 @@ def settle(config: AppConfig, gpus: Sequence[str], sysfs: Path = Path("/sys")) -
     check_device(config.engine.device)
     found = identify(config.engine.device)
     near = pin(found.pci, root=sysfs) if config.engine.pin_cpus else None
-    told = [found.name, *names, *filter(None, [found.pci])]
+    parts = [found.name, *names, *filter(None, [found.pci])]
     if near is not None:
-        told.append(f"NUMA node {near.node}")
-    place = Place(", ".join(told), None if near is None else len(near.cpus))
+        parts.append(f"NUMA node {near.node}")
+    place = Placement(", ".join(parts), None if near is None else len(near.cpus))
     log.info("this worker computes on %s, pinned to %s CPUs", place.device, place.cpus or "no")
     return place
 
 
+@dataclass(slots=True)
 class ModelSource:
     """The `WeightSource` of the one worker of a process."""
 
-    def __init__(
-        self,
-        config: AppConfig,
-        host: Host,
-        forward: "TorchForward",
-        incarnation: Incarnation,
-        capacity: Capacity,
-        around: "Surroundings",
-    ) -> None:
-        self._config = config
-        self._host = host
-        self._forward = forward
-        self._incarnation = incarnation
-        self._capacity = capacity
-        self._around = around
+    config: AppConfig
+    host: Host
+    forward: "TorchForward"
+    incarnation: Incarnation  # of the worker's last life
+    capacity: Capacity
+    around: "Surroundings"
 
     def load(self, weights: WeightVersion) -> Callable[[], Worker]:
-        forward = self._forward
+        forward = self.forward
         own = forward.spec.weights
         if (weights.path, weights.digest) == (own.path, own.digest):
             take = partial(forward.rename, weights)
         else:
-            folder = resolve(weights.path or self._config.model)
+            folder = resolve(weights.path or self.config.model)
             take = partial(forward.update, forward.prepare_update(folder, weights))
 
         def make() -> Worker:
             take()
-            return self._make()
+            self.incarnation = Incarnation(self.incarnation + 1)
+            name = WorkerId(self.host.name)
+            engine = make_engine(self.config, self.forward, name, self.incarnation, self.around)
+            return make_worker(self.host, engine, self.capacity)
 
         return make
-
-    def _make(self) -> Worker:
-        self._incarnation = Incarnation(self._incarnation + 1)
-        name = WorkerId(self._host.name)
-        engine = make_engine(self._config, self._forward, name, self._incarnation, self._around)
-        return make_worker(self._host, engine, self._capacity)
 
 
 def threads_of(config: AppConfig, workers_here: int) -> int:

@@ -89,7 +89,7 @@ def claim(store: Store, app: str, owner: str, *, is_alive: Callable[[str], bool]
             return found
 
 
-def claim_gone(
+def claim_departed(
     store: Store,
     app: str,
     owner: str,
@@ -100,7 +100,7 @@ def claim_gone(
 ) -> Claim | None:
     """Take `number` if its last owner is dead and no replica is about to take it: there are `target` others.
 
-    So what that worker left on disk has one heir, and nothing of it comes back meanwhile: `give_back` it.
+    So one worker adopts what that one left on disk, and no replica takes the name before `give_back`.
     """
     lives = _lives(store, app)
     found = Claim(number, lives.pop(number, 0) + 1)
@@ -140,14 +140,14 @@ def claim_worker(app: str) -> Claim:
 
 
 @contextmanager
-def name_of_the_gone(app: str, workers: int, name: str) -> Iterator[bool]:
-    """Hold the name of a worker that is gone, as `claim_gone` takes it: whether it is.
+def hold_departed(app: str, workers: int, name: str) -> Iterator[bool]:
+    """Hold the name of a worker that is gone, as `claim_departed` takes it: whether it is.
 
-    `workers`: those of the settings, while Serve doesn't tell how many there should be.
+    `workers`: those of the settings, while Serve has no target.
     """
     store, found = RayStore(), None
     try:
-        found = claim_gone(
+        found = claim_departed(
             store,
             app,
             _own_actor(),
@@ -156,7 +156,7 @@ def name_of_the_gone(app: str, workers: int, name: str) -> Iterator[bool]:
             target=lambda: target_replicas(app, "Worker") or workers,
         )
     except RayError as error:  # the controller is being replaced
-        log.info("whether %s is gone is not known: %r", name, error)
+        log.info("whether %s has departed is not known: %r", name, error)
     try:
         yield found is not None
     finally:

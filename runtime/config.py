@@ -123,7 +123,7 @@ class EngineSettings(Settings):
     at the start, where that is faster; `off`: none does, and KV gets the 0.5 GiB."""
     pin_cpus: bool = True
     """Keep a worker with a CUDA device to the CPUs of that device's NUMA node, where the
-    machine tells them."""
+    machine lists them."""
     threads: AtLeastOne | None = None
     """CPU threads of a worker; by default `ray.worker_cpus` if that is 1 or more, else the
     node's cores shared by its workers."""
@@ -717,11 +717,24 @@ class AppConfig(Settings):
 
 
 _OF_MODELS = (
-    *("engine.dtype", "engine.kv_dtype", "engine.device", "engine.deterministic"),
-    *("engine.attention", "engine.cuda_graphs"),
-    *("engine.threads", "engine.kv_gib", "engine.device_share", "engine.pin_cpus"),
-    *("engine.host_gib", "engine.disk_path", "engine.disk_gib", "engine.disk_tenant_gib"),
-    *("engine.disk_fsync", "engine.tier_gib_s", "ray.worker_gpus", "experimental.kv_checks"),
+    "engine.attention",
+    "engine.cuda_graphs",
+    "engine.deterministic",
+    "engine.device",
+    "engine.device_share",
+    "engine.disk_fsync",
+    "engine.disk_gib",
+    "engine.disk_path",
+    "engine.disk_tenant_gib",
+    "engine.dtype",
+    "engine.host_gib",
+    "engine.kv_dtype",
+    "engine.kv_gib",
+    "engine.pin_cpus",
+    "engine.threads",
+    "engine.tier_gib_s",
+    "experimental.kv_checks",
+    "ray.worker_gpus",
 )
 
 

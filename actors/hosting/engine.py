@@ -132,7 +132,7 @@ class EngineThread:
         """
         answer: Future[Loan] = Future()
 
-        def told(loan: Loan | MalleeError) -> None:
+        def answered(loan: Loan | MalleeError) -> None:
             if isinstance(loan, MalleeError):
                 _fail(answer, loan)
             elif answer.set_running_or_notify_cancel():
@@ -147,7 +147,7 @@ class EngineThread:
         try:
             if (ready := self.engine.take_loan(ask)) is not None:
                 return ready
-            self._put(_Item(before_step=lambda: self.engine.lend(ask, told)))
+            self._put(_Item(before_step=lambda: self.engine.lend(ask, answered)))
             return answer.result(LEND_TIMEOUT_S)
         except TimeoutError:
             if answer.cancel():
@@ -197,7 +197,7 @@ class EngineThread:
             self._wake.notify()
 
     def _look(self) -> None:
-        """Have the thread look whether there is work."""
+        """Wake the thread: there may be work."""
         with self._wake:
             self._wake.notify()
 

@@ -87,8 +87,8 @@ class Host:
     ) -> None:
         """Without `tracing` there are no spans. `device`: what the workers compute on, for people.
 
-        `address` and `lends_at` go into leases; they may change later. `measure_memory` tells of the memory
-        of the process, given the last load of its one worker.
+        `address` and `lends_at` go into leases; they may change later. `measure_memory` gives the memory
+        of the process by the last load of its one worker.
 
         Raises ConfigError if `name` or `fleet` can't be part of a subject.
         """
@@ -215,7 +215,7 @@ class Host:
         return raw
 
     async def _ask_weights(self, raw: bytes) -> bytes:
-        """Begin a change of weights, of which leases tell. The answer is empty if the worker is not here."""
+        """Begin a change of weights; leases have its state. The answer is empty if the worker is not here."""
         asked = decode_weights_ask(raw)
         worker = self.workers.get(WorkerId(asked.worker))
         if worker is None or worker.failure is not None:
@@ -249,7 +249,7 @@ class Host:
         await self._end(self.workers.pop(name), reason)
 
     async def _end(self, worker: Worker, reason: str, within_s: float = STOP_S) -> bool:
-        """End a life and tell gateways; False: what it does goes on after `within_s`."""
+        """End a life and report it lost; False: its runner has not ended within `within_s`."""
         self._past_steps += worker.num_steps
         worker.abandon()
         is_over = await worker.runner.stop(WorkerLost(worker.worker, reason), within_s=within_s)
@@ -442,7 +442,7 @@ class Host:
         )
 
     def memory(self) -> MemoryUse | None:
-        """The memory of the process, where it tells of that."""
+        """The memory of the process; None if it is not measured."""
         worker = self.workers.get(WorkerId(self.name))
         return self._measure_memory(None if worker is None else worker.load)
 

@@ -1,4 +1,4 @@
-"""Pins a worker's process to the CPUs beside its GPU, as Linux tells them.
+"""Pins a worker's process to the CPUs beside its GPU, as Linux lists them.
 
 Copies between a device and the memory of another NUMA node cross the link between sockets. A thread that runs
 beside the device also takes its memory there: a page lies where it is first touched.
@@ -24,7 +24,7 @@ class Neighbours(NamedTuple):
 
 
 def neighbours(pci: str, root: Path = SYS) -> Neighbours | None:
-    """Of the device with that PCI address; None: this machine does not tell."""
+    """Of the device with that PCI address; None: this machine has no such list."""
     folder = root / "bus/pci/devices" / pci.lower()
     try:
         node = int((folder / "numa_node").read_text())

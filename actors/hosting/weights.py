@@ -47,7 +47,7 @@ class _Loaded(NamedTuple):
 class WeightChanges:
     """The changes under way among the workers of a host. Belongs to its event loop.
 
-    `publish(worker)` tells of a worker's `change`. `end(worker, within_s)` ends a life: True once all of it
+    `publish(worker)` publishes a worker's `change`. `end(worker, within_s)` ends a life: True once all of it
     is over, False if it is not in time, None if there is nothing to replace. `begin(worker)` begins the next.
     """
 
@@ -74,7 +74,7 @@ class WeightChanges:
         if newest is not None and newest.weights.covers(asked.weights):
             return
         if source is None:
-            self._tell(worker, asked, "failed", "this worker can't change its weights")
+            self._report(worker, asked, "failed", "this worker can't change its weights")
             return
         self._asked[worker.worker] = asked
         if newest is None:
@@ -85,7 +85,7 @@ class WeightChanges:
         loaded = await self._load(worker, source)
         if loaded is None:
             return
-        self._tell(worker, loaded.asked, "finishing")
+        self._report(worker, loaded.asked, "finishing")
         with suppress(TimeoutError):
             async with asyncio.timeout(loaded.asked.drain_s):
                 await worker.wait_idle()
@@ -126,7 +126,7 @@ class WeightChanges:
         """The newest weights that were asked for; None if they can't be loaded: the worker serves on."""
         while True:
             asked = self._asked[worker.worker]
-            self._tell(worker, asked, "loading")
+            self._report(worker, asked, "loading")
             try:
                 make = await asyncio.to_thread(source.load, asked.weights)
             except (
@@ -138,12 +138,12 @@ class WeightChanges:
                 if self._asked[worker.worker] is asked:
                     del self._asked[worker.worker]
                     log.error("%s keeps its weights: %s", worker.worker, error)
-                    self._tell(worker, asked, "failed", f"{type(error).__name__}: {error}")
+                    self._report(worker, asked, "failed", f"{type(error).__name__}: {error}")
                     return None
                 continue
             if self._asked[worker.worker] is asked:
                 return _Loaded(asked, make)
 
-    def _tell(self, worker: Worker, asked: WeightsAsk, state: str, reason: str = "") -> None:
+    def _report(self, worker: Worker, asked: WeightsAsk, state: str, reason: str = "") -> None:
         worker.change = WeightChange(asked.weights, state, reason)
         self._publish(worker)

@@ -55,7 +55,7 @@ class Demand(NamedTuple):
 
 
 STOP_S: Final = 10.0  # that the end of a runner is waited for where nothing depends on it
-NO_DEMAND = Demand(0, 0, 0, 0.0, 0)
+NO_DEMAND = Demand(rows=0, waiting=0, max_rows=0, needed_blocks=0.0, num_blocks=0)
 
 
 class Runner(Protocol):
@@ -215,7 +215,7 @@ class Worker:
         return sum(map(len, self._open.values())) + sum(map(len, self._waits.values()))
 
     def progress_for(self, gateway: str) -> Report | None:
-        """A report without updates, whose step tells how far this worker is; None: it has nothing to do.
+        """A report without updates, whose step is this worker's progress; None: it has nothing to do.
 
         A grammar that is compiled counts as progress: its compiler has limits of its own.
         """
@@ -445,7 +445,7 @@ class Worker:
 
     @property
     def load(self) -> Load | None:
-        """The last load that the engine told; fresh, unless it computes."""
+        """The last load of the engine; fresh, unless it computes."""
         self._take_load()
         return self._load
 
@@ -460,7 +460,13 @@ class Worker:
     def demand(self) -> Demand:
         """Use and size, by the last load."""
         load, size = self.load or Load(0, 0, 0, 0), self.capacity
-        return Demand(load.rows, load.waiting, size.max_rows, _needed(load), size.num_blocks)
+        return Demand(
+            rows=load.rows,
+            waiting=load.waiting,
+            max_rows=size.max_rows,
+            needed_blocks=_needed(load),
+            num_blocks=size.num_blocks,
+        )
 
     def lease(
         self,
@@ -518,7 +524,7 @@ def _needed(load: Load) -> float:
 
 
 def _note(taken: asyncio.Future[None]) -> None:
-    """Look at how it ended: of a worker that failed its own report tells."""
+    """Retrieve its exception, if any: a worker that failed reports that itself."""
     if not taken.cancelled():
         taken.exception()
 

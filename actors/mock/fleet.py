@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -212,17 +213,16 @@ async def build_mocked_workers(
     )
 
 
-class _Labels:
+class _Labels(NamedTuple):
     """The `WeightSource` of a mocked engine, whose weights are no more than a label."""
 
-    def __init__(self, fleet: "MockFleet", worker: WorkerId) -> None:
-        self._fleet = fleet
-        self._worker = worker
+    fleet: "MockFleet"
+    worker: WorkerId
 
     def load(self, weights: WeightVersion) -> Callable[[], Worker]:
         if weights.path:
             raise ConfigError("mocked engines have no weights to load; leave the path out")
-        return lambda: self._fleet.make(self._worker, weights)
+        return lambda: self.fleet.make(self.worker, weights)
 
 
 class MockFleet:

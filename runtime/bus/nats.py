@@ -35,7 +35,7 @@ def check_overrides(own: type, *, names: Sequence[str], needs: str) -> None:
     """Raises ConfigError unless the base of `own` has the methods that it overrides, called as it expects.
 
     Else nothing would call them, silently, or not with what they go by. `needs`: the versions of the base's
-    package that are known to, as pip is told.
+    package that do, as pip takes them.
     """
     base = own.__mro__[1]
     wrong = [name for name in names if _parameters(base, name) != _parameters(own, name)]

@@ -4,7 +4,7 @@ import pytest
 import ray
 
 from mallee.actors import cluster
-from mallee.actors.cluster import Claim, claim, claim_gone, give_back
+from mallee.actors.cluster import Claim, claim, claim_departed, give_back
 from support.dict_store import DictStore
 
 
@@ -73,7 +73,7 @@ def test_the_name_of_a_worker_that_is_gone_is_held_by_one_heir_and_then_free() -
         return claim(store, "app", owner, is_alive=alive.__contains__)
 
     def inherit(owner: str, number: int, target: int = 2) -> Claim | None:
-        return claim_gone(
+        return claim_departed(
             store, "app", owner, number, is_alive=alive.__contains__, target=lambda: target
         )
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mallee.actors import cluster
-from mallee.actors.build import Place, settle
+from mallee.actors.build import Placement, place_worker
 from mallee.actors.hosting.numa import Neighbours, neighbours, pin
 from mallee.actors.local import check_gpus
 from mallee.protocol.errors import ConfigError
@@ -161,21 +161,21 @@ def test_a_worker_is_pinned_beside_its_gpu_and_named_by_it(
     two_gpus: dict[int, set[int]], tmp_path: Path
 ) -> None:
     """Ray's number of it, its place on the bus, its NUMA node; pinning can be switched off."""
-    place = settle(config(device="cuda", pin_cpus=False), ["3"], tmp_path)
-    assert place == Place("NVIDIA H200, GPU 3, 0000:9b:00.0", None)
+    place = place_worker(config(device="cuda", pin_cpus=False), ["3"], tmp_path)
+    assert place == Placement("NVIDIA H200, GPU 3, 0000:9b:00.0", None)
     assert not two_gpus
     with pytest.raises(ConfigError, match=r"has 1 CUDA device\(s\).*each worker has its own"):
-        settle(config(device="cuda:1"), ["3"])
-    place = settle(config(device="cuda"), ["3"], tmp_path)
-    assert place == Place("NVIDIA H200, GPU 3, 0000:9b:00.0, NUMA node 1", 8)
+        place_worker(config(device="cuda:1"), ["3"])
+    place = place_worker(config(device="cuda"), ["3"], tmp_path)
+    assert place == Placement("NVIDIA H200, GPU 3, 0000:9b:00.0, NUMA node 1", 8)
     assert two_gpus
     assert all(cpus == set(range(8, 16)) for cpus in two_gpus.values())
 
 
 def test_a_worker_on_a_cpu_is_not_pinned_and_says_what_ray_gave_it() -> None:
     before = os.sched_getaffinity(0)
-    assert settle(config(), []) == Place("")
-    assert settle(config(), ["1"]) == Place("GPU 1")
+    assert place_worker(config(), []) == Placement("")
+    assert place_worker(config(), ["1"]) == Placement("GPU 1")
     assert os.sched_getaffinity(0) == before
 
 

@@ -11,7 +11,7 @@ from mallee.protocol.errors import ConfigError
 from mallee.runtime.bus.access import operators_broker
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.bus.nats import BusClient, SendQueue, check_overrides
-from mallee.runtime.bus.queues import QueueDepths, tell_depth
+from mallee.runtime.bus.queues import QueueDepths, publish_depth
 from mallee.runtime.config import AppConfig
 from mallee.testing.bus import LocalBus, LocalHub
 from support.buses import *  # noqa: F403
@@ -63,7 +63,7 @@ async def test_depths_of_gateways_add_up_and_silent_ones_count_no_more() -> None
     await depths.start_up(bus, "f")
     async with asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(tell_depth(bus, fleet, name, lambda n=waiting: n))  # type: ignore[misc]
+            group.create_task(publish_depth(bus, fleet, name, lambda n=waiting: n))  # type: ignore[misc]
             for fleet, name, waiting in (("f", "g1", 3), ("f", "g2", 4), ("other", "g3", 9))
         ]
         await until(lambda: depths.total() == 7)
