@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import ray
 from ray._private import state
@@ -33,26 +33,11 @@ class Claim(NamedTuple):
     life: int
 
 
-class Store(Protocol):
-    """Ray's key-value store."""
+class RayStore:
+    """Ray's key-value store, which outlives every replica and redeploy. Its calls block."""
 
     def add(self, key: str, value: str) -> bool:
         """Put a value, atomically. False if there is one already."""
-        ...
-
-    def put(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> str | None: ...
-
-    def keys(self, prefix: str) -> list[str]: ...
-
-    def remove(self, key: str) -> None: ...
-
-
-class RayStore:
-    """The `Store` of this cluster, which outlives every replica and redeploy. Its calls block."""
-
-    def add(self, key: str, value: str) -> bool:
         return not internal_kv._internal_kv_put(
             key, value.encode(), overwrite=False, namespace=_NAMESPACE
         )
@@ -72,7 +57,7 @@ class RayStore:
         internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
 
 
-def claim(store: Store, app: str, owner: str, *, is_alive: Callable[[str], bool]) -> Claim:
+def claim(store: RayStore, app: str, owner: str, *, is_alive: Callable[[str], bool]) -> Claim:
     """Take the lowest number whose last owner is dead, in a new life; owners are actors' ids.
 
     Replicas that start at once get different numbers, and one that still drains keeps its own.
@@ -90,7 +75,7 @@ def claim(store: Store, app: str, owner: str, *, is_alive: Callable[[str], bool]
 
 
 def claim_departed(
-    store: Store,
+    store: RayStore,
     app: str,
     owner: str,
     number: int,
@@ -112,12 +97,12 @@ def claim_departed(
     return found
 
 
-def give_back(store: Store, app: str, claim: Claim) -> None:
+def give_back(store: RayStore, app: str, claim: Claim) -> None:
     """Nothing is done under that number any more: the next replica may have it."""
     store.put(_key(app, *claim), "")
 
 
-def _lives(store: Store, app: str) -> dict[int, int]:
+def _lives(store: RayStore, app: str) -> dict[int, int]:
     """The last life of each number that was ever claimed."""
     lives: dict[int, int] = {}
     for key in store.keys(_prefix(app)):
@@ -126,7 +111,7 @@ def _lives(store: Store, app: str) -> dict[int, int]:
     return lives
 
 
-def _take(store: Store, app: str, claim: Claim, owner: str) -> bool:
+def _take(store: RayStore, app: str, claim: Claim, owner: str) -> bool:
     if not store.add(_key(app, *claim), owner):
         return False
     if claim.life > 1:

@@ -23,7 +23,7 @@ from mallee.runtime.transport.greeting import (
 )
 
 if TYPE_CHECKING:
-    from mallee.actors.cluster import Store
+    from mallee.actors.cluster import RayStore
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,12 @@ def file_of(config: AppConfig) -> Path | None:
 
 
 def take_secret(
-    config: AppConfig, store: "Store", app: str, *, has_disk: bool, is_one_node: Callable[[], bool]
+    config: AppConfig,
+    store: "RayStore",
+    app: str,
+    *,
+    has_disk: bool,
+    is_one_node: Callable[[], bool],
 ) -> Secret:
     """The secret that gateways and workers share. Raises ConfigError.
 
@@ -55,7 +60,7 @@ def take_secret(
 
 
 def secret_of(
-    store: "Store", app: str, file: Path | None = None, *, may_make: bool = True
+    store: "RayStore", app: str, file: Path | None = None, *, may_make: bool = True
 ) -> bytes:
     """The secret of `app`, which the first process that asks puts into the store. Raises ConfigError.
 

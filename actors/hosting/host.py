@@ -120,12 +120,7 @@ class Host:
         self.tasks = Tasks(f"host {name}")
         self._compiler = Compiler(name, self.tasks, max_wait_s=max_grammar_wait_s)
         self._sources: dict[WorkerId, WeightSource] = {}
-        self._changes = WeightChanges(
-            self.tasks,
-            publish=lambda worker: self._publish_leases([worker]),
-            end=self._end_life,
-            begin=self.add,
-        )
+        self._changes = WeightChanges(self.tasks, self)
 
     # Life
 
@@ -188,7 +183,7 @@ class Host:
             self._sources[worker.worker] = source
         if self._is_started:
             worker.start()
-            self._publish_leases([worker])
+            self.publish_lease(worker)
 
     async def drain(self, name: WorkerId, drain_s: float) -> None:
         """Have gateways send the worker nothing new, and remove it when they need it no more.
@@ -198,7 +193,7 @@ class Host:
         worker = self.workers[name]
         if not worker.is_draining:
             worker.is_draining = True
-            self._publish_leases([worker])
+            self.publish_lease(worker)
         with suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
                 await worker.wait_released()
@@ -223,11 +218,8 @@ class Host:
         self._changes.ask(worker, asked, self._sources.get(worker.worker))
         return raw
 
-    async def _end_life(self, worker: Worker, within_s: float) -> bool | None:
-        """End a life, for the next one of its worker; None if that is over or leaves.
-
-        False: it has not ended in time.
-        """
+    async def end_life(self, worker: Worker, within_s: float) -> bool | None:
+        """End a life, for the next one of its worker; None if that is over or leaves, False: not in time."""
         if self.workers.get(worker.worker) is not worker or worker.failure or worker.is_draining:
             return None
         del self.workers[worker.worker]
@@ -415,6 +407,10 @@ class Host:
                 for w in workers[i : i + LEASES_PER_MESSAGE]
             ]
             self._bus.publish(subject, encode_leases(leases))
+
+    def publish_lease(self, worker: Worker) -> None:
+        """Publish a lease of one worker now."""
+        self._publish_leases([worker])
 
     async def _snapshot(self, raw: bytes) -> bytes:
         """The snapshot of the worker whose name is in `raw`; a single worker may go unnamed."""

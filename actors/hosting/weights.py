@@ -8,7 +8,7 @@ and leases, which all name the life, can't mix two versions, and what the old we
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
@@ -44,25 +44,28 @@ class _Loaded(NamedTuple):
     make: MakeLife
 
 
+class Lives(Protocol):
+    """Begins and ends the lives of workers: their host."""
+
+    def publish_lease(self, worker: Worker) -> None:
+        """Publish a lease, which has the worker's `change`."""
+        ...
+
+    async def end_life(self, worker: Worker, within_s: float) -> bool | None:
+        """End a life: True once all of it is over, False if not in time, None if the worker leaves."""
+        ...
+
+    def add(self, worker: Worker) -> None:
+        """Begin the next life."""
+        ...
+
+
 class WeightChanges:
-    """The changes under way among the workers of a host. Belongs to its event loop.
+    """The changes under way among the workers of a host. Belongs to its event loop."""
 
-    `publish(worker)` publishes a worker's `change`. `end(worker, within_s)` ends a life: True once all of it
-    is over, False if it is not in time, None if there is nothing to replace. `begin(worker)` begins the next.
-    """
-
-    def __init__(
-        self,
-        tasks: Tasks,
-        *,
-        publish: Callable[[Worker], None],
-        end: Callable[[Worker, float], Awaitable[bool | None]],
-        begin: Callable[[Worker], None],
-    ) -> None:
+    def __init__(self, tasks: Tasks, lives: Lives) -> None:
         self._tasks = tasks
-        self._publish = publish
-        self._end = end
-        self._begin = begin
+        self._lives = lives
         self._asked: dict[WorkerId, WeightsAsk] = {}  # the newest, while one is under way
         self.num_replacing = 0
 
@@ -105,7 +108,7 @@ class WeightChanges:
         raises, as weights that could be written in part only: the host is not healthy then, and its process
         is replaced.
         """
-        is_over = await self._end(worker, MAX_END_S)
+        is_over = await self._lives.end_life(worker, MAX_END_S)
         if is_over is None:
             return None
         if not is_over:
@@ -119,7 +122,7 @@ class WeightChanges:
         except TimeoutError:
             late = f"the next life of {worker.worker} was not made within {MAX_MAKE_S:g} s"
             raise RuntimeError(late) from None
-        self._begin(next_life)
+        self._lives.add(next_life)
         return next_life
 
     async def _load(self, worker: Worker, source: WeightSource) -> _Loaded | None:
@@ -146,4 +149,4 @@ class WeightChanges:
 
     def _report(self, worker: Worker, asked: WeightsAsk, state: str, reason: str = "") -> None:
         worker.change = WeightChange(asked.weights, state, reason)
-        self._publish(worker)
+        self._lives.publish_lease(worker)
