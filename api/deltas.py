@@ -17,7 +17,8 @@ from mallee.api.text.conversation import ToolCall
 from mallee.api.text.cuts import TokenCut, find_cut
 from mallee.api.text.tokenizer import StopMatcher, Tokenizer
 from mallee.api.text.tools.source import Call
-from mallee.gateway.service import BranchStream, Delta
+from mallee.gateway.requests.deltas import Delta
+from mallee.gateway.requests.request import RunningRequest
 from mallee.protocol.errors import InternalError, MalleeError
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import CapsuleId, WorkerId
@@ -184,7 +185,7 @@ class BranchText:
 class TextStream:
     """The running answer to a plan: text of all its choices, interleaved, then the end.
 
-    Raises what the service raises. If every choice fails, the last failure is raised instead of
+    Raises what the gateway raises. If every choice fails, the last failure is raised instead of
     given as a delta, and as long as nothing but failures came, no delta is given at all: so a
     request that fails as a whole is an error and not an answer. Must be closed with `aclose`.
     `watch` ends choices before their branches do; it is closed here.
@@ -192,7 +193,7 @@ class TextStream:
 
     def __init__(
         self,
-        streams: Sequence[BranchStream],
+        streams: Sequence[RunningRequest],
         plan: Plan,
         tokenizer: Tokenizer,
         watch: Watch | None = None,
@@ -303,7 +304,7 @@ class TextStream:
         return held
 
     async def _next_delta(self) -> tuple[int, Delta]:
-        """(job, delta). Raises InternalError if the service ended too early."""
+        """(job, delta). Raises InternalError if the gateway ended too early."""
         try:
             if self._merged is None:
                 return 0, await anext(self._only)
@@ -457,7 +458,7 @@ def _chances(delta: Delta) -> tuple[TokenChance, ...]:
 class _Merged:
     """(stream, delta) of several streams as they come; a failure of one stream is raised."""
 
-    def __init__(self, streams: Sequence[BranchStream]) -> None:
+    def __init__(self, streams: Sequence[RunningRequest]) -> None:
         self._deltas: asyncio.Queue[tuple[int, Delta] | asyncio.Task[None]] = asyncio.Queue()
         # Of deltas there: what a reader leaves waits in the streams, where it is counted.
         self._room = asyncio.Semaphore(ROOM_OF_A_STREAM * len(streams))
@@ -466,7 +467,7 @@ class _Merged:
         for task in self._pumps:
             task.add_done_callback(self._deltas.put_nowait)
 
-    async def _pump(self, number: int, stream: BranchStream) -> None:
+    async def _pump(self, number: int, stream: RunningRequest) -> None:
         async for delta in stream:
             await self._room.acquire()
             self._deltas.put_nowait((number, delta))

@@ -27,8 +27,8 @@ from mallee.api.schemas import (
 )
 from mallee.api.terms import read_affinity, read_retention
 from mallee.api.text.answers import Reading
-from mallee.gateway.capsule_files.imports import Received
-from mallee.gateway.service import CapsuleInfo
+from mallee.gateway.capsules.capsules import CapsuleInfo
+from mallee.gateway.capsules.files.imports import Received
 from mallee.protocol.errors import (
     BadRequest,
     ContextLengthExceeded,

@@ -12,7 +12,7 @@ from mallee.api.branches.conditions import BranchConditions
 from mallee.api.branches.scoring import Scored, Scoring
 from mallee.api.callbacks.callbacks import Callbacks
 from mallee.api.jobs import Plan
-from mallee.gateway.service import Delta
+from mallee.gateway.requests.deltas import Delta
 from mallee.protocol.errors import InvalidParameter, MalleeError
 from mallee.protocol.gateways.loans import Amounts
 from mallee.protocol.ids import RequestId

@@ -33,7 +33,7 @@ LINGER_S: Final = 5.0
 CountAnswer: TypeAlias = Callable[[str, int], None]
 """Called with the path's template (not the path) and the HTTP status when an answer begins."""
 
-# Told to everybody: the state of the service, though not whole, and the API's description and the page's
+# Told to everybody: the state of the gateway, though not whole, and the API's description and the page's
 # files, alike everywhere.
 _OPEN = frozenset(("/health", "/health/live", "/health/ready", "/openapi.json", "/docs", "/ui"))
 _OPEN_FILES = "/ui/"
