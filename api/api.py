@@ -1,6 +1,6 @@
 """The routes of docs/api.md: parse, make jobs, run them, encode."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from functools import cache
 from operator import attrgetter
@@ -10,8 +10,8 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route, WebSocketRoute
-from starlette.types import Receive, Send
+from starlette.routing import BaseRoute, Match, Route, Router, WebSocketRoute
+from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from mallee.api.answers import (
@@ -31,7 +31,7 @@ from mallee.api.entry.middleware import (
     CountAnswer,
     caller_of,
 )
-from mallee.api.errors import RETRY_AFTER_S, install
+from mallee.api.errors import RETRY_AFTER_S
 from mallee.api.graphs.handlers import GraphHandlers
 from mallee.api.jobs import JobMaker
 from mallee.api.live.handlers import LiveHandlers
@@ -60,6 +60,7 @@ from mallee.api.search.handlers import SearchHandlers
 from mallee.api.search.policies import installed_policies
 from mallee.api.serve import CountSearch, Server, json_response
 from mallee.api.sessions.handlers import SessionHandlers
+from mallee.api.sse import Client
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.tokenizer import Tokenizer
 from mallee.api.tokenizing import Tokenizing
@@ -280,9 +281,7 @@ def build_api(
     rooms = (stored, messages, BranchHandlers(gateway, maker, reader, asking), graphs)
     api = Api(server, maker, asking, tokenizing, *rooms, created=created, draw_seed=draw_seed)
     socket = WebSocketRoute("/v1/live", LiveSocket(limits.max_body_bytes))
-    app = Starlette(routes=[*_routes(api), socket])
-    app.router.redirect_slashes = False
-    install(app)
+    app = App([*_routes(api), socket])
     app.add_middleware(
         IdempotencyMiddleware,
         ttl_s=limits.replay_ttl_s,
@@ -295,15 +294,35 @@ def build_api(
     return app
 
 
-class _Endpoint:
-    """A handler as an ASGI app: without Starlette's second net for errors around each."""
+class App(Starlette):
+    """Routes behind middleware, where `AuthMiddleware` answers errors: without Starlette's nets for them."""
 
-    def __init__(self, handler: Callable[[Request], Awaitable[Response]]) -> None:
-        self._handler = handler
+    def __init__(self, routes: Sequence[BaseRoute]) -> None:
+        super().__init__()
+        self.router = _Routes(routes, redirect_slashes=False)
 
-    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        response = await self._handler(Request(scope, receive, send))
-        await response(scope, receive, send)
+    def build_middleware_stack(self) -> ASGIApp:
+        app: ASGIApp = self.router
+        for middleware, args, options in reversed(self.user_middleware):
+            app = middleware(app, *args, **options)
+        return app
+
+
+class _Routes(Router):
+    """Finds a path without parameters, as most requests have it, in one step; names routes in the scope."""
+
+    def __init__(self, routes: Sequence[BaseRoute], *, redirect_slashes: bool) -> None:
+        super().__init__(routes, redirect_slashes=redirect_slashes)
+        fixed = [each for each in routes if isinstance(each, Route) and "{" not in each.path]
+        self._fixed = {(method, each.path): each for each in fixed for method in each.methods or ()}
+
+    async def app(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        route = self._fixed.get((scope.get("method", ""), scope.get("path", "")))
+        if route is None:
+            await super().app(scope, receive, send)
+            return
+        scope["route"], scope["path_params"] = route, {}
+        await route.app(scope, receive, send)
 
 
 class _Named(Route):
@@ -314,6 +333,21 @@ class _Named(Route):
         if match is not Match.NONE:
             child["route"] = self
         return match, child
+
+
+class _Endpoint:
+    """A handler as an ASGI app."""
+
+    def __init__(self, handler: Callable[[Request], Awaitable[Response]]) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        client = Client(receive)
+        try:
+            response = await self._handler(Request(scope, client, send))
+            await response(scope, client, send)
+        finally:
+            client.close()
 
 
 def _unrecorded() -> NotFound:

@@ -4,9 +4,9 @@ import asyncio
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self, TypeAlias
 
+import msgspec
 import xxhash
 
 from mallee.api.branches.scoring import Scored
@@ -49,8 +49,7 @@ class TokenChance(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True):
     """New text of one choice. The last delta of a choice has `finish`; text may be empty."""
 
     index: int
@@ -115,17 +114,15 @@ class BranchText:
         has_stop_id = bool(finish == "stop" and tokens and tokens[-1] in self._stop_ids)
         if has_stop_id:
             tokens = tokens[:-1]
-        head = tokens[: self._num_unstoppable]
-        self._num_unstoppable -= len(head)
-        self.num_tokens += len(head)
-        text = self._detokenizer.push(head) if head else ""
-        tail = tokens[len(head) :]
         if self._matcher is None:
-            self.num_tokens += len(tail)
-            text += self._detokenizer.push(tail) if tail else ""
-            text += self._detokenizer.flush() if finish is not None else ""
+            self.num_tokens += len(tokens)
+            text = self._detokenizer.push(tokens, is_last=finish is not None)
         else:
+            head = tokens[: self._num_unstoppable]
+            self._num_unstoppable -= len(head)
+            self.num_tokens += len(head)
             self._tokens.extend(head)
+            text, tail = self._detokenizer.push(head) if head else "", tokens[len(head) :]
             text += self._until_stop(self._matcher, tail, finish, has_stop_id=has_stop_id)
         if self.is_cut:
             finish = "stop"
@@ -153,7 +150,7 @@ class BranchText:
         if finish is None:
             return "".join(shown)
         self._is_whole = True
-        if not self._is_cut_after(matcher, self._detokenizer.flush(), shown):
+        if not self._is_cut_after(matcher, self._detokenizer.push((), is_last=True), shown):
             shown.append(matcher.flush())
         return "".join(shown)
 
@@ -213,11 +210,12 @@ class TextStream:
         self._branches = plan.branches
         self._output = plan.output
         self._diagnoses = plan.diagnoses
-        self._texts = [BranchText(tokenizer, plan) for _ in range(plan.num_choices)]
+        num = plan.num_choices
+        self._texts = [BranchText(tokenizer, plan) for _ in range(num)]
         reading = plan.reading
         self._parsers = [reading.parser() for _ in self._texts] if reading is not None else []
-        self._num_calls = [0] * plan.num_choices
-        self._num_open = plan.num_choices
+        self._num_calls = [0] * num
+        self._num_open = num
         self._num_failed = 0
         self._is_good = False  # a choice has text
         self._ready: deque[TextDelta] = deque()
@@ -264,7 +262,8 @@ class TextStream:
             if self._merged is not None:
                 await self._merged.aclose()
         finally:
-            await asyncio.gather(*(stream.aclose() for stream in self.streams))
+            for stream in self.streams:
+                await stream.aclose()
 
     def check(self) -> None:
         """Raises AssertionError if the counts don't agree with the branches."""

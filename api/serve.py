@@ -221,10 +221,11 @@ class Server:
         Raises MalleeError.
         """
         bound = self.bound(plan) if named is None else named.bound
-        watch = await Watch.begin(
-            plan, self.budgets, bound, self.tokenizer.token_bytes, callbacks=self.callbacks
-        )
-        if watch is not None:
+        watch = None
+        if bound is not None or plan.conditions is not None:
+            watch = await Watch.begin(
+                plan, self.budgets, bound, self.tokenizer.token_bytes, callbacks=self.callbacks
+            )
             plan = watch.within(plan)
         streams: list[RunningRequest] = []
         try:
@@ -255,6 +256,8 @@ class Server:
         self, budget: Budget | None, scope: Scope, terms: QueueTerms, capsule: str = ""
     ) -> Bound | None:
         """The account for `budget`, below those of a capsule and of the session."""
+        if budget is None and not capsule and not terms.session:
+            return None
         return self.budgets.bound(budget, scope, capsule, self._session_budget(scope, terms))
 
     def named(self, scope: Scope, bound: Bound | None) -> Named:

@@ -66,11 +66,8 @@ class ByteCodec:
     def detokenizer(self, shown: Sequence[str] = ()) -> "ByteCodec":
         return self
 
-    def push(self, tokens: Sequence[int]) -> str:
+    def push(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
         return " word" * len(tokens)
-
-    def flush(self) -> str:
-        return ""
 
 
 def _text_side(path: Path | None) -> tuple[Any, Any]:

@@ -81,15 +81,12 @@ class ByteDetokenizer:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, tokens: Sequence[int]) -> str:
-        return self._decoder.decode(bytes(t for t in tokens if t < 256))
+    def push(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
+        return self._decoder.decode(bytes(t for t in tokens if t < 256), final=is_last)
 
     @property
     def is_waiting(self) -> bool:
         return bool(self._decoder.getstate()[0])
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
 
 
 # `<role>content|` for each message, Hermes' form for tools and their results.

@@ -42,14 +42,11 @@ class CharTokenizer:
     def detokenizer(self, shown: Sequence[str] = ()) -> "CharTokenizer":
         return self
 
-    def push(self, tokens: Sequence[int]) -> str:
+    def push(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
         return "".join(map(chr, tokens))
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self.push(tokens)
-
-    def flush(self) -> str:
-        return ""
 
     def token_bytes(self, token: int) -> bytes:
         return chr(token).encode()
