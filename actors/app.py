@@ -204,10 +204,11 @@ class WorkerReplica:
         self._config = config
         secret = await _secret(config, has_disk=True)
         found = await _find_broker(config, broker, "worker")
-        claim = await asyncio.to_thread(cluster.claim_worker, _app_name())
+        self._names = cluster.Names.of(_app_name())
+        claim = await asyncio.to_thread(self._names.claim)
         _set_up_logs(config.telemetry, "worker", f"w{claim.number}")
         self._claim = claim
-        self._process = await _build_workers(config, claim, found, secret)
+        self._process = await _build_workers(config, self._names, claim, found, secret)
         await self._process.listen(path=socket_path(f"w{claim.number}"))
         if config.links.tcp == "always":
             await self._process.listen(tcp_host=_own_ip())
@@ -250,7 +251,7 @@ class WorkerReplica:
             await process.drain(self._config.drain_s)
             await process.close()
             # What it leaves on disk can be adopted at once, before the next replica takes the name.
-            await asyncio.to_thread(cluster.give_back, cluster.RayStore(), _app_name(), self._claim)
+            await asyncio.to_thread(self._names.give_back, self._claim)
 
 
 @serve.ingress()
@@ -338,7 +339,11 @@ def _app_name() -> str:
 
 
 async def _build_workers(
-    config: AppConfig, claim: cluster.Claim, broker: FindBroker, secret: Secret
+    config: AppConfig,
+    names: cluster.Names,
+    claim: cluster.Claim,
+    broker: FindBroker,
+    secret: Secret,
 ) -> "WorkerProcess":
     """The workers of a replica."""
     node = cluster.own_node()
@@ -364,16 +369,21 @@ async def _build_workers(
         node=node,
         own_ip=_own_ip(),
         gpus=cluster.own_gpus(),
-        hold_name=partial(cluster.hold_departed, _app_name(), config.workers),
+        hold_name=partial(names.hold_departed, partial(_target_workers, config, _app_name())),
         threads=threads_of(config, await asyncio.to_thread(_workers_here, config, _app_name())),
     )
+
+
+def _target_workers(config: AppConfig, app: str) -> int:
+    """The replicas that Serve aims at, or those of the settings while it has no target."""
+    return cluster.target_replicas(app, "Worker") or config.workers
 
 
 def _workers_here(config: AppConfig, app: str) -> int:
     """Workers that this node gets when Serve has spread them."""
     workers = config.most_workers
     if config.autoscaling.max_workers is None:
-        workers = cluster.target_replicas(app, "Worker") or workers
+        workers = _target_workers(config, app)
     return math.ceil(workers / max(1, cluster.num_nodes()))
 
 

@@ -24,8 +24,9 @@ from mallee.worker.storage.volume import Volume
 
 log = logging.getLogger(__name__)
 
-# Between two parts that are tried. The time doubles while each has its worker: each try asks Ray.
-PERIODS_S: Final = (1.0, 16.0)
+# In which a worker tries one part; others try others. Each try asks Ray; rarer ones would leave capsules of a
+# rolling update's last worker unknown for longer.
+PERIOD_S: Final = 1.0
 _NAME: Final = re.compile(r"w\d+")
 
 HoldName: TypeAlias = Callable[[str], AbstractContextManager[bool]]
@@ -53,10 +54,8 @@ class Orphans:
 
     async def watch(self, host: Host) -> None:
         """Have the worker's engine on `host` adopt what comes later, unless it drains."""
-        first_s, last_s = PERIODS_S
-        period_s = first_s
         for turn in count(int(self._worker.removeprefix("w"))):
-            await asyncio.sleep(period_s)
+            await asyncio.sleep(PERIOD_S)
             names = await asyncio.to_thread(self._names)
             found = host.workers.get(self._worker)
             if not names or found is None or found.is_draining or not found.is_serving:
@@ -64,11 +63,9 @@ class Orphans:
             engine = found.runner
             assert isinstance(engine, EngineThread), "mocked engines have no disk"
             name, held = names[turn % len(names)], ExitStack()
-            period_s = min(2 * period_s, last_s)
             try:
                 other = await asyncio.to_thread(self._open, name, held)
                 if other is not None:
-                    period_s = first_s
                     self._log(name, await engine.adopt(other))
             except WorkerLost:  # it has ended, and what it moved is whole
                 continue
