@@ -722,9 +722,9 @@ _OF_MODELS = (
     "engine.deterministic",
     "engine.device",
     "engine.device_share",
+    "engine.disk_path",  # before those that need it
     "engine.disk_fsync",
     "engine.disk_gib",
-    "engine.disk_path",
     "engine.disk_tenant_gib",
     "engine.dtype",
     "engine.host_gib",
