@@ -264,8 +264,8 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     events it holds, with any block, all blocks before it on the path, which lets a router look at few
     blocks of a long one. `adapters`: LoRA adapters it has loaded. `host` answers requests for its
     snapshot (`Subjects.snapshot`); empty: the worker itself. `weights`: those of this life. `change`: the
-    worker is on its way to others, or was; others begin another life. `lends_at`: the address at which it
-    lends its KV to other workers; empty: nowhere. `metrics_at`: host and port of the process's metrics;
+    worker is on its way to others, or was; others begin another life. `serves_kv`: other workers and gateways
+    can read its KV, at the same `address`. `metrics_at`: host and port of the process's metrics;
     empty: they are served nowhere. `device`: what it computes on, for people; empty: it does not say.
     """
 
@@ -289,7 +289,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     weights: WeightVersion = BASE_WEIGHTS
     change: WeightChange | None = None
     windows: tuple[int, ...] = ()  # tokens that the layers of each window group read
-    lends_at: str = ""
+    serves_kv: bool = False
     lending: LendingUse | None = None
     memory: MemoryUse | None = None  # None: it has no model
     metrics_at: str = ""

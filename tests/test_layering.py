@@ -63,7 +63,7 @@ PACKAGES = tuple(name for name in dict.fromkeys(key.split(".")[0] for key in ARR
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "runtime": (("addresses", "config", "proxy", "tasks"), ("bus", "transport", "telemetry")),
     "actors": (
-        ("autoscaling", "lending"),
+        ("autoscaling", "kv_transfer"),
         ("hosting",),
         ("build",),
         ("mock", "cluster", "epp"),

@@ -30,6 +30,7 @@ from mallee.protocol.subjects import Subjects, check_token
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.tasks import Tasks
 from mallee.runtime.transport.server import Sink
+from mallee.worker.transfer.peers import Ask, Loan
 
 if TYPE_CHECKING:
     from mallee.runtime.telemetry.tracing.provider import Tracing
@@ -59,7 +60,7 @@ class HostStats(NamedTuple):
 
 
 class Host:
-    """The workers of one process. All methods belong to one event loop.
+    """The workers of one process; a `Lender` of their KV. All methods but `lend` belong to one event loop.
 
     `clock` gives monotonic seconds. After an exception in an engine, or a step of more than
     `max_step_s` seconds, its worker is failed for good: it is lost to its gateways and takes
@@ -84,16 +85,16 @@ class Host:
     ) -> None:
         """Without `tracing` there are no spans.
 
-        `address`, then `lends_at` and `metrics_at` go into leases; they may be set later.
+        `address`, then `serves_kv` and `metrics_at` go into leases; they may be set later.
 
         Raises ConfigError if `name` or `fleet` can't be part of a subject.
         """
         self.name = check_token(name, "host")
         self.address = address
-        self.lends_at = ""
+        self.serves_kv = False
         self.metrics_at = ""
         self.device = ""  # what its workers compute on, for people
-        self.lending: Callable[[], LendingUse] | None = None  # for metrics
+        self.kv_use: Callable[[], LendingUse] | None = None  # for metrics
         self.memory: Callable[[], MemoryUse | None] | None = None  # for metrics
         self.on_add: Callable[[Worker], None] = lambda worker: None
         self.workers: dict[WorkerId, Worker] = {}
@@ -252,6 +253,16 @@ class Host:
             self.send(gateway, worker.lost(reason))
         return is_over
 
+    def lend(self, ask: Ask) -> Loan:
+        """Blocks of one of its workers, by its name and life. From any thread but the loop's and engines'."""
+        holder = ask.holder
+        worker = self.workers.get(WorkerId(holder.worker))
+        if worker is None or worker.incarnation != holder.incarnation:
+            raise WorkerLost(holder.worker, "that life of it is over")
+        if worker.failure is not None:
+            raise WorkerLost(holder.worker, worker.failure)
+        return worker.runner.lend(ask)
+
     # Requests of gateways
 
     def open(self, gateway: str, sink: Sink) -> Stream:
@@ -393,7 +404,7 @@ class Host:
 
     def _publish_leases(self, workers: Sequence[Worker], *, is_leaving: bool = False) -> None:
         subject = self._subjects.lease(self.name)
-        use = None if self.lending is None else self.lending()
+        use = None if self.kv_use is None else self.kv_use()
         memory = None if self.memory is None else self.memory()
         for i in range(0, len(workers), LEASES_PER_MESSAGE):
             leases = [
@@ -401,7 +412,7 @@ class Host:
                     self.address,
                     self.name,
                     is_leaving=is_leaving,
-                    lends_at=self.lends_at,
+                    serves_kv=self.serves_kv,
                     lending=use,
                     memory=memory,
                     metrics_at=self.metrics_at,

@@ -34,7 +34,7 @@ from mallee.runtime.config import HttpSettings
 from mallee.runtime.tasks import Tasks
 from mallee.runtime.telemetry.metrics import GatewayMetrics
 from mallee.runtime.transport.address import Address
-from mallee.runtime.transport.sockets import SocketTransport
+from mallee.runtime.transport.link import Transport
 from mallee.testing.bus import LocalBus, LocalHub
 
 FLEET = "bench"
@@ -92,7 +92,7 @@ async def serve(port: int, workers: list[str], events: str, path: Path | None) -
     service = GatewayService(
         "g0",
         bus=bus,
-        transport=SocketTransport("g0", SECRET),
+        transport=Transport("g0", SECRET),
         router=Router(RouterConfig(block_size=BLOCK_SIZE), clock=time.monotonic),
         model=SPEC,
         fleet=FLEET,

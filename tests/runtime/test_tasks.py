@@ -43,7 +43,7 @@ BARE = {
     ("actors/build.py", "ThreadPoolExecutor"): "the gateway closes it",
     ("actors/hosting/engine.py", "to_thread"): "at the end, for a second at a time",
     ("actors/hosting/engine.py", "Thread"): "its failure is its worker's",
-    ("actors/lending/server.py", "Thread"): "its failure is the server's, whose host supervises it",
+    ("actors/kv_transfer/server.py", "ThreadPoolExecutor"): "its listener closes it",
     ("actors/hosting/orphans.py", "to_thread"): "a look at a disk; its task is the host's",
     ("actors/hosting/weights.py", "to_thread"): "its task is the host's, and takes in how it ends",
     ("gateway/recording/recorder.py", "to_thread"): "files; its task is the recorder's",

@@ -1,4 +1,4 @@
-"""Real sockets between a gateway and a host: order, secrets, bounds, TCP with TLS, ends. K28, part."""
+"""One listener, and links over real sockets: kinds, secrets, order, bounds, TCP with TLS, ends. K28, part."""
 
 import asyncio
 import logging
@@ -15,12 +15,20 @@ from mallee.protocol.errors import CodecError, ConfigError
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Cancel, Frame, Generate, Limits, Update, pack_tokens
 from mallee.protocol.parcels import Parcel, Report, decode_parcels
-from mallee.runtime.transport import server, wire
+from mallee.runtime.transport import listener, server, wire
 from mallee.runtime.transport.address import Address, parse_address
-from mallee.runtime.transport.greeting import Secret, new_secret
-from mallee.runtime.transport.link import LinkTimes
-from mallee.runtime.transport.server import SocketServer
-from mallee.runtime.transport.sockets import SocketTransport
+from mallee.runtime.transport.greeting import (
+    COMMANDS,
+    KV,
+    DialerGreeting,
+    Kind,
+    ListenerGreeting,
+    Secret,
+    new_secret,
+)
+from mallee.runtime.transport.link import LinkTimes, Transport
+from mallee.runtime.transport.listener import Listener
+from mallee.runtime.transport.server import CommandServer
 from mallee.runtime.transport.tls import TlsFiles, client_tls, server_tls
 from support.certificates import certificate
 from support.local_transport import ByHand
@@ -70,26 +78,25 @@ class Place:
 
     def __init__(self, **options: Any) -> None:
         self.host = Echo()
-        self.server = SocketServer(self.host, Secret(KEY), node="n0", **options)
+        self.server = CommandServer(self.host, Secret(KEY))
+        self.listener = Listener(self.server, node="n0", **options)
         self.frames: list[Frame] = []
         self.lost: list[str] = []
 
     def link(self, *, key: bytes = KEY, node: str = "n0", address: str = "", **options: Any) -> Any:
-        self.transport = SocketTransport(
-            "g0", Secret(key), node=node, **({"times": TIMES} | options)
-        )
-        address = address or str(self.server.address)
+        self.transport = Transport("g0", Secret(key), node=node, **({"times": TIMES} | options))
+        address = address or str(self.listener.address)
         return self.transport.link(W, LIFE, address, self.frames.append, self.lost.append)
 
 
 @asynccontextmanager
 async def place(folder: Path, **options: Any) -> AsyncIterator[Place]:
     made = Place(**options)
-    await made.server.listen_unix(str(folder / "h.sock"))
+    await made.listener.listen_unix(str(folder / "h.sock"))
     try:
         yield made
     finally:
-        await made.server.close()
+        await made.listener.close()
         assert not made.server.connections
         assert not made.host.sinks
         assert not [name for name in os.listdir(folder) if name.endswith(".sock")]
@@ -108,7 +115,7 @@ async def test_commands_cross_in_order_and_frames_come_back(tmp_path: Path) -> N
         sent: list[Any] = [Cancel(f"r{i}") for i in range(300)]
         for command in sent[:150]:
             link.send(command)
-        await p.server.listen_unix(str(path))
+        await p.listener.listen_unix(str(path))
         await until(lambda: len(p.frames) == 2)
         for command in sent[150:]:
             link.send(command)
@@ -133,7 +140,7 @@ async def test_a_host_that_closes_sends_its_last_frames_and_is_lost(tmp_path: Pa
         await answered(p, link)
         last = Report(W, LIFE, Frame(9, (Update("z", 0, tuple(range(100_000))),)))
         p.host.sinks["g0"].send(encode([last]))
-        await p.server.close()
+        await p.listener.close()
         await until(lambda: bool(p.lost))
         assert p.frames[-1] == last.frame
         assert p.lost == ["it closed the connection"]
@@ -156,39 +163,51 @@ async def test_another_secret_is_refused_at_once_and_never_shown(
             assert secret.decode() not in caplog.text + repr(Secret(secret))
 
 
-async def test_a_host_that_does_not_know_the_secret_gets_no_commands(tmp_path: Path) -> None:
-    """A lease may be forged: the place that it names must prove itself, too."""
-    heard = b""
+OURS, OTHERS = Secret(KEY), Secret(b"the secret of another app")
 
-    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal heard
-        greeting = server.ListenerGreeting(Secret(b"not the app's secret"))
-        writer.write(wire.message(wire.GREETING, greeting.challenge()))
-        heard = await reader.read(1000)
-        writer.write(wire.message(wire.GREETING, encode((bytes(32),))))
-        heard += await reader.read()
+
+@pytest.mark.parametrize(
+    ("secret", "kind"), [(OTHERS, COMMANDS), (OTHERS, KV), (OURS, COMMANDS), (OURS, KV)]
+)
+def test_a_proof_of_another_app_or_kind_opens_nothing(secret: Secret, kind: Kind) -> None:
+    """At neither end: a lease may be forged, and the place that it names must prove itself, too."""
+    right = kind if secret is OTHERS else next(each for each in (COMMANDS, KV) if each != kind)
+    dialer = DialerGreeting(secret, "w1", kind)
+    challenge = ListenerGreeting(OURS, right).challenge()
+    hello = dialer.take(challenge)
+    assert hello is not None
+    with pytest.raises(ConfigError, match="another secret"):
+        ListenerGreeting(OURS, right).take(hello)
+    dialer = DialerGreeting(OURS, "w1", right)
+    false = ListenerGreeting(secret, kind)
+    hello = dialer.take(false.challenge())
+    assert hello is not None
+    proof = secret.proof(kind.listener, "w1", false._nonce, dialer._nonce)
+    with pytest.raises(ConfigError, match="another secret"):
+        dialer.take(encode((proof,)))
+
+
+async def test_a_kind_that_is_not_served_is_closed(tmp_path: Path) -> None:
+    async with place(tmp_path) as p:
+        reader, writer = await asyncio.open_unix_connection(str(tmp_path / "h.sock"))
+        writer.write(KV.first)
+        assert await reader.read() == b""
         writer.close()
-
-    listening = await asyncio.start_unix_server(impostor, str(tmp_path / "i.sock"))
-    made = Place()
-    link = made.link(address=f"node=n0;unix:{tmp_path}/i.sock")
-    link.send(Cancel("a prompt"))
-    await until(lambda: bool(made.lost))
-    assert "another secret" in made.lost[0]
-    assert b"a prompt" not in heard
-    assert KEY not in heard
-    listening.close()
-    await listening.wait_closed()
+        link = p.link()
+        await answered(p, link)
+        await link.close()
 
 
 async def test_a_greeting_that_does_not_come_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whether its kind comes or not: they are few at a time, and take no thread."""
+    monkeypatch.setattr(listener, "GREETING_S", 0.05)
     monkeypatch.setattr(server, "GREETING_S", 0.05)
-    monkeypatch.setattr(server, "MAX_GREETINGS", 3)
+    monkeypatch.setattr(listener, "MAX_GREETINGS", 3)
     async with place(tmp_path) as p:
         ends = [await asyncio.open_unix_connection(str(tmp_path / "h.sock")) for _ in range(5)]
-        await until(lambda: len(p.server.connections) <= 3)
+        ends[0][1].write(COMMANDS.first)
         said = await asyncio.gather(*(reader.read() for reader, _ in ends))
         assert sum(b"too many connections" in each for each in said) == 2
         assert sum(b"not greet in time" in each for each in said) == 3
@@ -212,6 +231,7 @@ async def test_a_message_that_is_too_long_is_refused_by_its_head(
             size = wire.MAX_MESSAGE_NBYTES + 1
         else:
             reader, writer = await asyncio.open_unix_connection(str(path))
+            writer.write(COMMANDS.first)
             size = wire.MAX_GREETING_NBYTES + 1
         writer.write(size.to_bytes(4, "little") + b"\x02")
         assert b"at most" in await reader.read()
@@ -222,6 +242,7 @@ async def test_a_message_that_is_too_long_is_refused_by_its_head(
 async def test_a_gateway_of_another_protocol_is_told_so(tmp_path: Path) -> None:
     async with place(tmp_path) as p:
         reader, writer = await asyncio.open_unix_connection(str(tmp_path / "h.sock"))
+        writer.write(COMMANDS.first)
         writer.write(wire.message(wire.GREETING, encode((99, "g", bytes(32), bytes(32)))))
         assert b"version 99 of the protocol" in await reader.read()
         assert not p.host.sinks
@@ -233,17 +254,16 @@ async def test_a_gateway_of_another_node_takes_tcp(tmp_path: Path) -> None:
         p.link(node="n1")
         await until(lambda: bool(p.lost))
         assert "own node alone" in p.lost.pop()
-        await p.server.listen_tcp("127.0.0.1")
+        await p.listener.listen_tcp("127.0.0.1")
         link = p.link(node="n1")
         await answered(p, link)
-        assert p.host.sinks["g0"]._transport.get_extra_info("sockname") == p.server.address.tcp
         await link.close()
 
 
 async def test_tcp_goes_through_tls_and_other_certificates_are_refused(tmp_path: Path) -> None:
     ours, others = certificate(tmp_path, "ours"), certificate(tmp_path, "others")
     async with place(tmp_path, tls=server_tls(ours)) as p:
-        await p.server.listen_tcp("127.0.0.1")
+        await p.listener.listen_tcp("127.0.0.1")
         link = p.link(node="n1", tls=client_tls(ours))
         await answered(p, link)
         found = p.host.sinks["g0"]._transport.get_extra_info("ssl_object")
