@@ -83,11 +83,11 @@ async def serve(folder: str, num_blocks: int, pipe: Connection) -> None:
         (socket.AF_UNIX, f"{folder}/plain.sock"),
         (socket.AF_INET, ("127.0.0.1", 0)),
     ):
-        listener = socket.socket(family)
-        listener.bind(place)
-        listener.listen()
-        places.append(listener.getsockname())
-        threading.Thread(target=send_plainly, args=(listener, buffer), daemon=True).start()
+        plain = socket.socket(family)
+        plain.bind(place)
+        plain.listen()
+        places.append(plain.getsockname())
+        threading.Thread(target=send_plainly, args=(plain, buffer), daemon=True).start()
     pipe.send((str(listener.address), places))
     await asyncio.to_thread(pipe.recv)
     await listener.close()
