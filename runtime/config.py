@@ -561,8 +561,8 @@ class LinkSettings(Settings):
     )
     lends: bool = Field(
         default=True,
-        description="Workers lend each other KV that is cheaper to fetch than to compute, at addresses of"
-        " their own beside those for gateways; `false`: each computes its own.",
+        description="Workers lend each other KV that is cheaper to fetch than to compute, over the port that"
+        " gateways use; `false`: each computes its own.",
     )
     secret_file: str | None = Field(
         default=None,

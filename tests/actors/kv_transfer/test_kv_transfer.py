@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import uvloop
 
 from mallee.actors.kv_transfer import client as client_module
 from mallee.actors.kv_transfer import messages as m
@@ -60,6 +61,9 @@ SECRET = Secret(b"the secret of this app")
 SHORT = KvTimes(0.3, 0.3, 0.3, 0.3, 0.3)
 
 
+uvloop.new_event_loop().close()  # the first one opens files that stay
+
+
 class Place:
     """A server in a loop of its own, and a client."""
 
@@ -68,7 +72,7 @@ class Place:
         nbytes: int = NBYTES, times: KvTimes | None = None, **options: Any,
     ) -> None:  # fmt: skip
         self.lender = MadeLender(nbytes)
-        self.loop = asyncio.new_event_loop()
+        self.loop = uvloop.new_event_loop()  # as in Ray's workers
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
         self.server = KvServer(self.lender, SECRET, times=times, **options)
