@@ -19,10 +19,10 @@ from mallee.actors.kv_transfer.messages import (
     Granted,
     KvTimes,
     checksum,
-    pack_ask,
     pack_places,
     read_granted,
 )
+from mallee.protocol.codec import encode
 from mallee.protocol.errors import (
     CodecError,
     CorruptLoan,
@@ -154,7 +154,7 @@ class KvClient:
 
     def _ask(self, stream: Stream, ask: Ask) -> Granted | MalleeError:
         """The answer, or the error with which the server refuses."""
-        stream.send(ASK, pack_ask(ask))
+        stream.send(ASK, encode(ask))
         kind, answer = stream.receive(self.times.answer_s, _GRANTED_ROOM)
         if kind == REFUSED:
             return read_refusal(answer)

@@ -18,7 +18,6 @@ import xxhash
 
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import CodecError
-from mallee.protocol.messages import Holder
 from mallee.worker.transfer.peers import Ask, Loan
 
 ASK: Final = 16
@@ -48,14 +47,6 @@ class KvTimes(NamedTuple):
     unread_s: float = 30.0  # for which granted blocks may lie without being read
 
 
-class Asked(msgspec.Struct, frozen=True, array_like=True):
-    """An `Ask`; `keys` are u64, little-endian."""
-
-    holder: Holder
-    keys: bytes
-    identity: str
-
-
 class Granted(msgspec.Struct, frozen=True, array_like=True):
     """Blocks that are held for the client."""
 
@@ -69,29 +60,8 @@ def checksum(raw: bytes | memoryview, seed: int) -> int:
     return xxhash.xxh3_64_intdigest(raw, seed)
 
 
-_decode_asked: Final = Decoder(Asked, "a question for blocks")
+read_ask: Final = Decoder(Ask, "a question for blocks")
 _decode_granted: Final = Decoder(Granted, "a grant of blocks")
-
-
-def pack_ask(ask: Ask) -> bytes:
-    """Raises CodecError if it is too long for a server."""
-    keys = np.array(ask.keys, dtype="<u8").tobytes()
-    raw = encode(Asked(ask.holder, keys, ask.identity))
-    if len(raw) > MAX_ASK_NBYTES:
-        raise CodecError(
-            f"a question for {len(ask.keys)} blocks takes {len(raw)} bytes: at most {MAX_ASK_NBYTES}",
-            nbytes=len(raw),
-        )
-    return raw
-
-
-def read_ask(raw: bytes) -> Ask:
-    """Raises CodecError."""
-    asked = _decode_asked(raw)
-    if len(asked.keys) % 8:
-        raise CodecError(f"{len(asked.keys)} bytes of keys of 8", nbytes=len(raw))
-    keys = tuple(np.frombuffer(asked.keys, dtype="<u8").tolist())
-    return Ask(asked.holder, keys, asked.identity)
 
 
 def pack_granted(loan: Loan) -> bytes:

@@ -13,8 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import msgspec
-
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import ConfigError
 
@@ -104,15 +102,15 @@ def keep_secret(file: Path, secret: bytes) -> bytes:
     return file.read_bytes().strip()
 
 
-class Challenge(msgspec.Struct, frozen=True, array_like=True):
+class Challenge(NamedTuple):
     """First message of the end that listens, once it knows the kind."""
 
     version: int
     nonce: bytes
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """First message of the end that dialed, in answer."""
+class Hello(NamedTuple):
+    """First message of the end that dialed, in answer; a right one is answered with a proof, too."""
 
     version: int
     name: str
@@ -120,15 +118,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     proof: bytes
 
 
-class Welcome(msgspec.Struct, frozen=True, array_like=True):
-    """The answer to a right one."""
-
-    proof: bytes
-
-
 _decode_challenge: Final = Decoder(Challenge, "a challenge")
 _decode_hello: Final = Decoder(Hello, "a greeting")
-_decode_welcome: Final = Decoder(Welcome, "a welcome")
+_decode_welcome: Final = Decoder(bytes, "a welcome")
 
 
 class ListenerGreeting:
@@ -153,7 +145,7 @@ class ListenerGreeting:
         parts = hello.name, self._nonce, hello.nonce
         if not hmac.compare_digest(hello.proof, self._secret.proof(self._kind.dialer, *parts)):
             raise ConfigError("it has another secret")
-        return hello.name, encode(Welcome(self._secret.proof(self._kind.listener, *parts)))
+        return hello.name, encode(self._secret.proof(self._kind.listener, *parts))
 
 
 class DialerGreeting:
@@ -175,7 +167,7 @@ class DialerGreeting:
             proof = self._proof(self._kind.dialer, self._challenge)
             return encode(Hello(VERSION, self._name, self._nonce, proof))
         proof = self._proof(self._kind.listener, self._challenge)
-        if not hmac.compare_digest(_decode_welcome(raw).proof, proof):
+        if not hmac.compare_digest(_decode_welcome(raw), proof):
             raise ConfigError("it has another secret")
         return None
 

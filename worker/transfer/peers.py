@@ -5,7 +5,9 @@ loan from another process has the same methods, over a socket.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
+
+from msgspec import Meta
 
 from mallee.protocol.messages import Holder
 from mallee.worker.kv.watch import Rows
@@ -18,7 +20,7 @@ class Ask(NamedTuple):
     """
 
     holder: Holder
-    keys: tuple[int, ...]
+    keys: tuple[Annotated[int, Meta(ge=0)], ...]
     identity: str
 
 

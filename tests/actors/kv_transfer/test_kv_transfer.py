@@ -342,7 +342,7 @@ def by_hand(p: Place) -> Stream:
     [
         ([(m.READ, b"")], "kind 18 where a question is due"),
         ([(m.ASK, b"\xff")], "not a question for blocks"),
-        ([(m.ASK, msgspec.msgpack.encode((("w0", 1, "", 0), b"123", "")))], "bytes of keys of 8"),
+        ([(m.ASK, msgspec.msgpack.encode((("w0", 1, "", 0), (-1,), "")))], ">= 0"),
         ([("ask",), (m.ASK, b"")], "kind 16 within a transfer"),
         ([("ask",), (m.READ, b"123")], "3 bytes of places of 4"),
         ([("ask",), (m.READ, m.pack_places([1, 1]))], "don't rise"),
@@ -357,7 +357,7 @@ def test_a_client_that_says_what_it_may_not_is_told_so_and_closed(
         stream = by_hand(p)
         for each in said:
             if each == ("ask",):
-                stream.send(m.ASK, m.pack_ask(ask("", range(4))))
+                stream.send(m.ASK, msgspec.msgpack.encode(ask("", range(4))))
                 assert stream.receive(5.0, 1000)[0] == m.GRANTED
             else:
                 stream.send(*each)
@@ -381,8 +381,6 @@ def test_what_is_too_long_is_refused_by_its_head(tmp_path: Path) -> None:
     with place(tmp_path) as p:
         with scripted(tmp_path, say) as address, pytest.raises(CodecError, match="at most"):
             p.lend(range(4), address=address)
-        with pytest.raises(CodecError, match="at most"):
-            p.lend(range(m.MAX_ASK_NBYTES // 8))
         stream = by_hand(p)
         stream._sock.sendall(HEAD.pack(m.MAX_ASK_NBYTES + 1, m.ASK))
         assert "at most" in str(read_refusal(stream.receive(5.0, 10_000)[1]))

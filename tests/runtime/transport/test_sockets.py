@@ -184,7 +184,7 @@ def test_a_proof_of_another_app_or_kind_opens_nothing(secret: Secret, kind: Kind
     assert hello is not None
     proof = secret.proof(kind.listener, "w1", false._nonce, dialer._nonce)
     with pytest.raises(ConfigError, match="another secret"):
-        dialer.take(encode((proof,)))
+        dialer.take(encode(proof))
 
 
 async def test_a_kind_that_is_not_served_is_closed(tmp_path: Path) -> None:
