@@ -1,9 +1,12 @@
-"""One listener, and links over real sockets: kinds, secrets, order, bounds, TCP with TLS, ends. K28, part."""
+"""One listener, and links over real sockets: kinds, secrets, order, bounds, TCP with TLS, ends. K28, part.
+
+K21, part: many workers share one way, and one that is lost takes none of the others with it.
+"""
 
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,11 @@ from typing import Any
 import pytest
 
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import CodecError, ConfigError
+from mallee.protocol.errors import CodecError, ConfigError, WorkerLost
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Cancel, Frame, Generate, Limits, Update, pack_tokens
 from mallee.protocol.parcels import Parcel, Report, decode_parcels
+from mallee.runtime.transport import link as links
 from mallee.runtime.transport import listener, server, wire
 from mallee.runtime.transport.address import Address, parse_address
 from mallee.runtime.transport.greeting import (
@@ -31,7 +35,7 @@ from mallee.runtime.transport.listener import Listener
 from mallee.runtime.transport.server import CommandServer
 from mallee.runtime.transport.tls import TlsFiles, client_tls, server_tls
 from support.certificates import certificate
-from support.local_transport import ByHand
+from support.local_transport import ByHand, LocalTransport
 from support.waiting import until
 
 TIMES = LinkTimes(connect_s=2.0, retry_s=0.01, silence_s=5.0, keepalive_s=0.05)
@@ -39,45 +43,60 @@ W, LIFE = WorkerId("w0"), Incarnation(1)
 KEY = b"the secret of this app"
 
 
-class Echo:
-    """A host that answers each command with its request, told twice over; of one gateway at a time."""
+class FakeHost:
+    """A host that echoes: it answers each command with its request, told twice over.
+
+    With `accept`, batches get no receipt before that is done, and nothing is echoed.
+    """
 
     def __init__(self) -> None:
         self.batches: list[tuple[Parcel, ...]] = []
+        self.accept: asyncio.Future[None] | None = None
+        self.refusal: str | None = None
+        self.echoes = True
         self.sinks: dict[str, Any] = {}
+        self.opened = self.closed = 0
 
-    def open(self, gateway: str, sink: Any) -> "EchoStream":
+    def open(self, gateway: str, sink: Any) -> "FakeHost":
+        self.opened += 1
         self.sinks[gateway] = sink
-        return EchoStream(self, gateway)
+        return self
 
-
-class EchoStream:
-    def __init__(self, host: Echo, gateway: str) -> None:
-        self.host = host
-        self.gateway = gateway
-
-    def submit(self, raw: bytes) -> None:
-        parcels = decode_parcels(raw)
-        if not parcels:
-            return
-        self.host.batches.append(parcels)
-        for parcel in parcels:
+    def submit(self, raw: bytes) -> asyncio.Future[None] | None:
+        if self.refusal is not None:
+            raise WorkerLost("h0", self.refusal)
+        if parcels := decode_parcels(raw):
+            self.batches.append(parcels)
+        for parcel in parcels if self.echoes and self.accept is None else ():
             updates = tuple(Update(c.request, 0, (1,)) for c in parcel.commands)  # type: ignore[union-attr]
             report = Report(parcel.worker, parcel.incarnation, Frame(1, updates))
-            self.host.sinks[self.gateway].send(encode([report, report]))
+            self.write(encode([report, report]))
+        return self.accept
 
     def resume(self) -> None:
         pass
 
     def close(self) -> None:
-        self.host.sinks.pop(self.gateway, None)
+        self.closed += 1
+        self.sinks.clear()
+
+    @property
+    def commands(self) -> list[Any]:
+        """All that came, in order."""
+        return [c for batch in self.batches for parcel in batch for c in parcel.commands]
+
+    def say(self, frame: Frame, worker: str = W, lost: str | None = None) -> None:
+        self.write(encode([Report(worker, LIFE, frame, lost)]))
+
+    def write(self, raw: bytes) -> None:
+        self.sinks["g0"].send(raw)
 
 
 class Place:
     """A host that listens, and a gateway's links to it."""
 
     def __init__(self, **options: Any) -> None:
-        self.host = Echo()
+        self.host = FakeHost()
         self.server = CommandServer(self.host, Secret(KEY))
         self.listener = Listener(self.server, node="n0", **options)
         self.frames: list[Frame] = []
@@ -124,8 +143,7 @@ async def test_commands_cross_in_order_and_frames_come_back(tmp_path: Path) -> N
         sent.append(Generate("large", pack_tokens(range(1_000_000)), Limits(1)))
         link.send(sent[-1])
         await until(lambda: len(p.frames) > num_frames)
-        got = [c for batch in p.host.batches for parcel in batch for c in parcel.commands]
-        assert got == sent
+        assert p.host.commands == sent
         assert list(p.host.sinks) == ["g0"]
         await until(lambda: link.host._untaken_nbytes == 0)
         await link.close()
@@ -138,11 +156,11 @@ async def test_a_host_that_closes_sends_its_last_frames_and_is_lost(tmp_path: Pa
     async with place(tmp_path) as p:
         link = p.link()
         await answered(p, link)
-        last = Report(W, LIFE, Frame(9, (Update("z", 0, tuple(range(100_000))),)))
-        p.host.sinks["g0"].send(encode([last]))
+        last = Frame(9, (Update("z", 0, tuple(range(100_000))),))
+        p.host.say(last)
         await p.listener.close()
         await until(lambda: bool(p.lost))
-        assert p.frames[-1] == last.frame
+        assert p.frames[-1] == last
         assert p.lost == ["it closed the connection"]
         await link.close()
 
@@ -320,3 +338,197 @@ def test_the_way_depends_on_the_node() -> None:
 def test_other_text_is_no_address(text: str) -> None:
     with pytest.raises(CodecError, match="not an address"):
         parse_address(text)
+
+
+# Links
+
+FAST = LinkTimes(connect_s=0.3, retry_s=0.01, silence_s=0.2, keepalive_s=0.05)
+
+
+class Seen:
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.lost: list[str] = []
+
+
+@asynccontextmanager
+async def linked(worker: FakeHost | None, times: LinkTimes = FAST) -> AsyncGenerator[Any, None]:
+    seen = Seen()
+    transport = LocalTransport("g0", {"a": worker} if worker else {}, times=times)
+    link = transport.link(W, LIFE, "a", seen.frames.append, seen.lost.append)
+    way = transport._hosts["a"]
+    try:
+        yield link, seen
+    finally:
+        await link.close()
+        way.check()
+        assert not transport._hosts
+        await transport._tasks.finish()
+        assert transport._tasks.failure is None
+
+
+PATIENT = FAST._replace(silence_s=5.0)
+
+
+async def test_commands_of_a_turn_travel_as_one_batch_and_wait_for_no_receipt() -> None:
+    worker = FakeHost()
+    async with linked(worker, PATIENT) as (link, _):
+        await until(lambda: link.host.is_connected)
+        worker.accept = asyncio.get_running_loop().create_future()
+        link.send(Cancel("0"))
+        await until(lambda: len(worker.commands) == 1)
+        for i in range(1, 100):
+            link.send(Cancel(str(i)))
+        await until(lambda: len(worker.commands) == 100)
+        assert [len(parcels[0].commands) for parcels in worker.batches] == [1, 99]
+        assert [c.request for c in worker.commands] == [str(i) for i in range(100)]
+        waiting: int = link.host._untaken_nbytes
+        assert waiting > 0
+        worker.accept.set_result(None)
+        await until(lambda: link.host._untaken_nbytes < waiting)
+
+
+async def test_a_host_that_takes_nothing_is_lost_beyond_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(links, "MAX_UNTAKEN_NBYTES", 4000)
+    worker = FakeHost()
+    async with linked(worker, PATIENT) as (link, seen):
+        await until(lambda: link.host.is_connected)
+        worker.accept = asyncio.get_running_loop().create_future()
+        for i in range(3):
+            link.send(Generate(f"r{i}", pack_tokens(range(400)), Limits(1)))
+            await until(lambda i=i: len(worker.batches) == i + 1 or bool(seen.lost))  # type: ignore[misc]
+        await until(lambda: bool(seen.lost))
+        assert "takes no commands" in seen.lost[0]
+
+
+async def test_a_worker_that_cannot_be_reached_is_lost_after_the_connect_time() -> None:
+    async with linked(None) as (link, seen):
+        link.send(Cancel("a"))
+        await until(lambda: bool(seen.lost), 2.0)
+        assert seen.lost == ["there is no host at a"]
+        link.send(Cancel("b"))
+        assert link.is_over
+        assert not link.host.is_connected
+
+
+async def test_silence_and_a_refused_batch_are_loss() -> None:
+    silent, refusing = FakeHost(), FakeHost()
+    refusing.refusal = "every engine failed"
+    async with linked(silent) as (_, seen_silence), linked(refusing, PATIENT) as (link, refused):
+        silent.accept = asyncio.get_running_loop().create_future()  # no receipts either
+        link.send(Cancel("a"))
+        await until(lambda: bool(seen_silence.lost and refused.lost))
+        assert "gone silent" in seen_silence.lost[0]
+        assert refused.lost == ["it refused: every engine failed"]
+
+
+async def test_bytes_that_are_no_frame_are_loss() -> None:
+    worker = FakeHost()
+    async with linked(worker, PATIENT) as (link, seen):
+        await until(lambda: link.host.is_connected)
+        worker.write(b"\xff\xff")
+        await until(lambda: bool(seen.lost))
+        assert "not a run of reports" in seen.lost[0]
+
+
+async def test_an_idle_gateway_says_that_it_lives() -> None:
+    worker = FakeHost()
+    async with linked(worker, PATIENT) as (link, _):
+        await until(lambda: link.host.num_batches >= 2)
+
+
+@asynccontextmanager
+async def pair(host: FakeHost) -> AsyncGenerator[Any, None]:
+    """Links to two workers of one host, and what they heard."""
+    transport = LocalTransport("g0", {"a": host}, times=PATIENT)
+    heard = Seen(), Seen()
+    names = "w0", "w1"
+    pair_of_links: list[Any] = [
+        transport.link(WorkerId(name), LIFE, "a", seen.frames.append, seen.lost.append)
+        for name, seen in zip(names, heard, strict=True)
+    ]
+    try:
+        await until(lambda: pair_of_links[0].host.is_connected)
+        yield pair_of_links, heard
+    finally:
+        for link in pair_of_links:
+            await link.close()
+        assert not transport._hosts
+        await transport._tasks.finish()
+
+
+async def test_workers_of_a_host_share_one_way_and_each_hears_its_own() -> None:
+    host = FakeHost()
+    host.echoes = False
+    async with pair(host) as (both, heard):
+        for i in range(7):
+            both[i % 2].send(Cancel(str(i)))
+        await until(lambda: len(host.commands) == 7)
+        assert host.opened == 1
+        assert len(host.batches) == 1
+        got = {
+            name: [c.request for ps in host.batches for p in ps if p.worker == name
+                   for c in p.commands]
+            for name in ("w0", "w1")
+        }  # fmt: skip
+        assert got == {"w0": ["0", "2", "4", "6"], "w1": ["1", "3", "5"]}
+        said = [Frame(1, (Update("a", 0, (1,)),)), Frame(7, ())]  # the last tells that it goes on
+        for frame in said:
+            host.say(frame, "w1")
+        await until(lambda: heard[1].frames == said)
+        assert not heard[0].frames
+
+
+async def test_a_lost_worker_leaves_the_others_their_way() -> None:
+    """Their way ends with the last one that is lost."""
+    host = FakeHost()
+    host.echoes = False
+    async with pair(host) as (both, heard):
+        last = Frame(1, (Update("a", 0, (), "error"),))
+        host.say(last, "w0", lost="it broke")
+        await until(lambda: bool(heard[0].lost))
+        assert heard[0].frames == [last]
+        assert heard[0].lost == ["it broke"]
+        both[0].send(Cancel("x"))
+        both[1].send(Cancel("y"))
+        await until(lambda: bool(host.batches))
+        assert host.commands == [Cancel("y")]
+        assert not heard[1].lost
+        host.say(Frame(1, ()), "w1", lost="it crashed, too")
+        await until(lambda: host.closed == 1)
+        assert [seen.lost for seen in heard] == [["it broke"], ["it crashed, too"]]
+
+
+async def test_who_fails_to_take_in_a_loss_does_not_keep_it_from_others() -> None:
+    def fail(_: str) -> None:
+        raise RuntimeError("a bug")
+
+    host, lost = FakeHost(), list[str]()
+    transport = LocalTransport("g0", {"a": host}, times=PATIENT)
+    for name, on_lost in (("w0", fail), ("w1", lost.append)):
+        transport.link(WorkerId(name), LIFE, "a", lambda frame: None, on_lost)
+    await until(lambda: transport._hosts["a"].is_connected)
+    host.sinks["g0"].finish()
+    await until(lambda: lost == ["it closed the connection"])
+    assert not transport._hosts
+
+
+async def test_a_closed_link_says_so_and_the_way_stays_for_the_rest() -> None:
+    host = FakeHost()
+    host.echoes = False
+    async with pair(host) as (both, heard):
+        both[0].send(Cancel("x"))
+        await both[0].close()
+        await until(lambda: bool(host.batches))
+        sent = [parcel for batch in host.batches for parcel in batch]
+        assert sent == [Parcel("w0", 1, (Cancel("x"),), True)]
+        host.say(Frame(1, (Update("a", 0, (1,)),)), "w0")
+        host.say(Frame(1, (Update("b", 0, (1,)),)), "w1")
+        await until(lambda: bool(heard[1].frames))
+        assert not heard[0].frames
+        assert not heard[0].lost
+        assert not host.closed
+        await both[1].close()
+        await until(lambda: host.closed == 1)
