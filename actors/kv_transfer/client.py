@@ -5,7 +5,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import BoundedSemaphore, Lock
+from threading import Lock
 from typing import Final
 
 from mallee.actors.kv_transfer.messages import (
@@ -39,15 +39,13 @@ from mallee.runtime.transport.wire import GREETING, MAX_REFUSAL_NBYTES, REFUSED,
 from mallee.worker.kv.watch import Rows
 from mallee.worker.transfer.peers import Ask, Loan
 
-MAX_TRANSFERS: Final = 16
-MAX_IDLE: Final = 8
 _GRANTED_ROOM: Final = MAX_RECORD_NBYTES + 1024
 
 
 class KvClient:
     """A `Lender`: the way to those of other processes, by the addresses of their leases.
 
-    Each transfer has a connection of its own, and at most MAX_TRANSFERS are open at once.
+    Each transfer has a connection of its own; servers bound how many there are.
     """
 
     def __init__(
@@ -66,7 +64,6 @@ class KvClient:
         self._secret = secret
         self._node = node
         self._tls = tls
-        self._room = BoundedSemaphore(MAX_TRANSFERS)
         self._lock = Lock()
         self._ends: set[Callable[[], None]] = set()  # of what is under way
         self._is_closed = False
@@ -74,10 +71,6 @@ class KvClient:
     def lend(self, ask: Ask) -> Loan:
         """Raises MalleeError: an address that is none, an error of the server, WorkerLost, Unavailable."""
         worker = ask.holder.worker
-        if not self._room.acquire(timeout=self.times.connect_s):
-            raise Unavailable(
-                f"{MAX_TRANSFERS} KV transfers from other workers are open, as many as may be"
-            )
         try:
             way = parse_address(ask.holder.address).way_from(self._node)
             with self._opening(way) as stream:
@@ -91,11 +84,8 @@ class KvClient:
             stream.close()
             self.counts.add(num_refused=1)
             raise answer
-        except BaseException as error:
-            self._room.release()
-            if isinstance(error, OSError):
-                raise WorkerLost(worker, reason_of(error)) from error
-            raise
+        except OSError as error:
+            raise WorkerLost(worker, reason_of(error)) from error
 
     def close(self) -> None:
         """End every transfer and connection. Idempotent; from any thread."""
@@ -109,7 +99,6 @@ class KvClient:
         """A transfer is over."""
         with self._lock:
             self._ends.discard(blocks.close)
-        self._room.release()
         self.counts.add(num_open=-1)
 
     def _until_closed(self, end: Callable[[], None]) -> None:

@@ -40,7 +40,7 @@ CHUNK_NBYTES: Final = 1 << 20
 class KvTimes(NamedTuple):
     """Seconds."""
 
-    connect_s: float = 5.0  # also for a place among the transfers of a client
+    connect_s: float = 5.0
     greeting_s: float = 5.0
     answer_s: float = 12.0  # until an answer begins: a capsule may have to come from disk first
     message_s: float = 10.0  # for a message that has begun, and each MiB of it may take one more

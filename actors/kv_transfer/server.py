@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 32
 NUM_GREETING: Final = 16  # threads beyond those for connections that are open
-CLOSE_S: Final = 10.0
 
 
 class KvServer:
@@ -70,8 +69,7 @@ class KvServer:
         self._threads = ThreadPoolExecutor(
             max_connections + NUM_GREETING, thread_name_prefix="a KV transfer"
         )
-        self._is_closed = False
-        self._is_empty = asyncio.Event()
+        self._is_ended = False
 
     async def serve(
         self, sock: socket.socket, tls: ssl.SSLContext | None, on_greeted: Callable[[], None]
@@ -80,31 +78,21 @@ class KvServer:
         session, loop = Session(self, sock, tls), asyncio.get_running_loop()
         self.sessions.append(session)
         try:
-            if self._is_closed:
+            if self._is_ended:
                 return
             is_right = await loop.run_in_executor(self._threads, session.greet)
             on_greeted()
-            if is_right and self._admit(session):
+            if is_right and not self._is_ended and self._admit(session):
                 await loop.run_in_executor(self._threads, session.serve)
         finally:
             on_greeted()
             session.stream.close()
             self.sessions.remove(session)
-            if not self.sessions:
-                self._is_empty.set()
 
-    async def close(self) -> None:
-        """End every transfer and thread, in a bounded time."""
-        self._is_closed = True
+    def end(self) -> None:
+        self._is_ended = True
         for session in self.sessions:
             session.cut()
-        if self.sessions:
-            self._is_empty.clear()
-            try:
-                async with asyncio.timeout(CLOSE_S):
-                    await self._is_empty.wait()
-            except TimeoutError:
-                log.error("a KV transfer did not end within %.0f s", CLOSE_S)
         self._threads.shutdown(wait=False)
 
     def _admit(self, session: "Session") -> bool:

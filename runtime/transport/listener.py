@@ -23,6 +23,7 @@ from mallee.runtime.transport.greeting import Kind
 log = logging.getLogger(__name__)
 
 GREETING_S: Final = 5.0
+CLOSE_S: Final = 10.0
 MAX_GREETINGS: Final = 64  # connections of all kinds that have not greeted yet
 
 
@@ -35,14 +36,14 @@ class Server(Protocol):
     async def serve(
         self, sock: socket.socket, tls: ssl.SSLContext | None, on_greeted: Callable[[], None]
     ) -> None:
-        """Take over `sock`, from TLS and the greeting on. `on_greeted`: once that is over, in any way.
+        """Take over `sock`, from TLS and the greeting on, until it is over.
 
-        Raises OSError: it broke before it was open.
+        `on_greeted` is called once the greeting is, in any way. Raises OSError: it broke before it was open.
         """
         ...
 
-    async def close(self) -> None:
-        """No connection goes on. Idempotent."""
+    def end(self) -> None:
+        """Have every connection end, after its last bytes, and those that come. Idempotent."""
         ...
 
 
@@ -123,8 +124,13 @@ class Listener:
             each.close()
         for opening in list(self._greeting):
             opening.abort()
-        await asyncio.gather(*(server.close() for server in self._servers.values()))
-        await self.tasks.close()
+        for server in self._servers.values():
+            server.end()
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self.tasks.finish()
+        except TimeoutError:
+            log.error("connections did not end within %.0f s", CLOSE_S)
         if self.address.path is not None:
             with suppress(OSError):
                 os.unlink(self.address.path)

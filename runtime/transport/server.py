@@ -74,12 +74,12 @@ class HostConnection(asyncio.Protocol):
         self._inlet: Inlet | None = None
         self._taken_nbytes = 0  # that no receipt is out for
         self.is_slow = False
+        self.lost: asyncio.Future[None] = self._loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=BUFFER_NBYTES)
         self._timer = self._loop.call_later(GREETING_S, self._refuse, "it did not greet in time")
-        self._server.connections.add(self)
         self._transport.write(wire.message(wire.GREETING, self._greeting.challenge()))
 
     def data_received(self, data: bytes) -> None:
@@ -97,7 +97,8 @@ class HostConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._timer.cancel()
         self._on_greeted()
-        self._server.forget(self)
+        if not self.lost.done():
+            self.lost.set_result(None)
         if self._inlet is not None:
             self._inlet.close()
 
@@ -176,28 +177,27 @@ class CommandServer:
         self.host = host
         self.secret = secret
         self.connections: set[HostConnection] = set()
-        self._is_empty = asyncio.Event()
+        self._is_ended = False
 
     async def serve(
         self, sock: socket.socket, tls: ssl.SSLContext | None, on_greeted: Callable[[], None]
     ) -> None:
-        await asyncio.get_running_loop().connect_accepted_socket(
+        _, connection = await asyncio.get_running_loop().connect_accepted_socket(
             lambda: HostConnection(self, on_greeted),
             sock,
             ssl=tls,
             ssl_handshake_timeout=None if tls is None else GREETING_S,
         )
-
-    async def close(self) -> None:
-        """No connection is left, after the last bytes of each are out."""
-        for connection in list(self.connections):
+        self.connections.add(connection)
+        if self._is_ended:
             connection.finish()
-        if self.connections:
-            self._is_empty.clear()
-            await self._is_empty.wait()  # at most LINGER_S
+        try:
+            await connection.lost
+        finally:
+            self.connections.discard(connection)
 
-    def forget(self, connection: HostConnection) -> None:
-        """A connection is over."""
-        self.connections.discard(connection)
-        if not self.connections:
-            self._is_empty.set()
+    def end(self) -> None:
+        """Each connection is over after LINGER_S at most."""
+        self._is_ended = True
+        for connection in self.connections:
+            connection.finish()
