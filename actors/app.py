@@ -59,8 +59,7 @@ from mallee.runtime.telemetry import logs
 from mallee.runtime.transport.greeting import Secret, read_secret
 
 if TYPE_CHECKING:
-    from mallee.actors.build import Gateway as BuiltGateway
-    from mallee.actors.build import WorkerProcess
+    from mallee.actors.build import GatewayProcess, WorkerProcess
 
 log = logging.getLogger(__name__)
 
@@ -275,12 +274,13 @@ class GatewayReplica:
         self._gateway = await _build_gateway(config, name, workers, found)
         await asyncio.to_thread(_check_listening, self._gateway.access)
         await self._gateway.start()
-        service, bus = self._gateway.service, self._gateway.bus
-        service.tasks.spawn(_follow_target(config, self._gateway))
+        gateway, bus = self._gateway.gateway, self._gateway.bus
+        gateway.tasks.spawn(_follow_target(config, self._gateway))
         if config.autoscaling.max_workers is not None:
-            service.tasks.spawn(tell_depth(bus, config.fleet, name, lambda: service.num_waiting))
+            requests = gateway.requests
+            gateway.tasks.spawn(tell_depth(bus, config.fleet, name, lambda: requests.num_waiting))
         # Serve sends requests as soon as this returns. Without a broker there is no lease to wait for.
-        await self._gateway.service.wait_for_worker(FIRST_LEASE_S)
+        await gateway.wait_for_worker(FIRST_LEASE_S)
         freeze_heap()
         refusal = AnthropicErrors(refuse, new_id=lambda: uuid.uuid4().hex)
         self._gate = Gate(self._gateway.api, refusal)
@@ -293,7 +293,7 @@ class GatewayReplica:
             await self._gateway.close()
 
     async def check_health(self) -> None:
-        if (failure := self._gateway.service.failure) is not None:
+        if (failure := self._gateway.gateway.operator.failure) is not None:
             raise InternalError(f"a task of the gateway failed: {failure!r}")
 
     def __serve_build_asgi_app__(self) -> Gate:
@@ -376,7 +376,7 @@ def _workers_here(config: AppConfig, app: str) -> int:
     return math.ceil(workers / max(1, cluster.num_nodes()))
 
 
-async def _follow_target(config: AppConfig, gateway: "BuiltGateway") -> None:
+async def _follow_target(config: AppConfig, gateway: "GatewayProcess") -> None:
     """Tell the gateway how many workers there should be, which changes without a restart."""
     app = _app_name()
     while True:
@@ -386,7 +386,7 @@ async def _follow_target(config: AppConfig, gateway: "BuiltGateway") -> None:
             log.info("the number of workers is not known: %r", error)
             found = None
         if found is not None:
-            gateway.service.expect(found * config.mock.engines_per_worker)
+            gateway.gateway.operator.expect(found * config.mock.engines_per_worker)
         await asyncio.sleep(NODES_PERIOD_S)
 
 
@@ -407,7 +407,7 @@ async def _build_gateway(
     name: str,
     workers: DeploymentHandle[Any],
     broker: FindBroker,
-) -> "BuiltGateway":
+) -> "GatewayProcess":
     model = await _model(config, workers)
     secret = await _secret(config, has_disk=False)
     return await build_gateway(

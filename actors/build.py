@@ -53,15 +53,15 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from mallee.gateway.access.access import Access
-    from mallee.gateway.gateway import CapsuleFiles, GatewayService
+    from mallee.gateway.capsules.capsules import CapsuleFiles
+    from mallee.gateway.gateway import Gateway
     from mallee.gateway.recording.recorder import Recorder
-    from mallee.gateway.service import Service
+    from mallee.gateway.requests.spans import RequestSpans
     from mallee.router.dispatch.queue import AdmissionConfig
     from mallee.router.router import Router
     from mallee.runtime.tasks import Tasks
     from mallee.runtime.telemetry.listener import MetricsListener
     from mallee.runtime.telemetry.metrics import GatewayMetrics
-    from mallee.runtime.telemetry.tracing.requests import RequestSpans
     from mallee.worker.engine import Engine, MakeTiers
     from mallee.worker.kv.journal import Journal
     from mallee.worker.kv.watch import KVMemory
@@ -218,10 +218,10 @@ def freeze_heap() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Gateway:
-    """A gateway's service and its HTTP API, with their bus."""
+class GatewayProcess:
+    """A gateway and its HTTP API, with their bus."""
 
-    service: "GatewayService"
+    gateway: "Gateway"
     api: "Starlette"
     bus: Bus
     access: "Access"
@@ -232,20 +232,21 @@ class Gateway:
 
     async def start(self) -> None:
         """Listen to the fleet; doesn't wait for it. Raises ConfigError."""
+        metrics_at, tasks = "", self.gateway.tasks
         if self.listener is not None:
-            self.service.metrics_at = self.listener.start_up()
-            self.service.tasks.include(self.listener.tasks)
-        self.service.tasks.include(self.access.tasks)
-        self.service.tasks.watch_callbacks()
-        self.service.tasks.include(self.files.listener.tasks)
+            metrics_at = self.listener.start_up()
+            tasks.include(self.listener.tasks)
+        tasks.include(self.access.tasks)
+        tasks.watch_callbacks()
+        tasks.include(self.files.listener.tasks)
         share_interpreter()
         self.access.start_up()
         await self.bus.connect()
-        await self.service.start_up()
+        await self.gateway.start_up(metrics_at)
 
     async def close(self) -> None:
         """End every answer, and with them every stream of the API."""
-        await self.service.close()
+        await self.gateway.close()
         await self.bus.close()
         if self.listener is not None:
             await self.listener.close()
@@ -296,10 +297,10 @@ def build_files(
     tcp_host: Callable[[], str | None],
 ) -> FileDesk:
     """The files of gateway `name` on machine `node`. Raises ConfigError."""
-    from mallee.gateway.capsule_files.exports import Exports
-    from mallee.gateway.capsule_files.imports import Imports, SpoolLender
-    from mallee.gateway.capsule_files.spool import Spools
-    from mallee.gateway.gateway import CapsuleFiles
+    from mallee.gateway.capsules.capsules import CapsuleFiles
+    from mallee.gateway.capsules.files.exports import Exports
+    from mallee.gateway.capsules.files.imports import Imports, SpoolLender
+    from mallee.gateway.capsules.files.spool import Spools
 
     settings = config.imports
     folder = None if settings.folder is None else Path(settings.folder).expanduser()
@@ -342,15 +343,16 @@ async def build_gateway(
     node: str = "",
     own_ip: str = "127.0.0.1",
     tcp_host: Callable[[], str | None] = lambda: None,
-) -> Gateway:
+) -> GatewayProcess:
     """A gateway called `name` on machine `node`, not yet started. Raises MalleeError if files don't serve.
 
     Gateways with one `secret` know each other's capsules. `own_ip`: of the machine, for scrapers.
     `tcp_host()`: where workers of other machines read what was imported, if there are any.
     """
     # Lazily: numba and a tokenizer library, which workers don't need.
-    from mallee.gateway.gateway import GatewayService
+    from mallee.gateway.gateway import Gateway
     from mallee.gateway.sessions.sessions import SessionLimits
+    from mallee.gateway.shell import Process
     from mallee.runtime.telemetry.metrics import GatewayMetrics
 
     access, scopes = open_access(config), build_ids(secret)
@@ -360,26 +362,31 @@ async def build_gateway(
         recorder = build_recorder(config, config.recording.folder, name, model, metrics)
     bus = NatsBus(broker, fleet=config.fleet, name=f"mallee-{name}")
     files = build_files(config, name, secret, node, tcp_host)
-    service = GatewayService(
-        name,
-        bus=bus,
-        transport=transport,
-        router=router,
-        model=model,
+    process = Process(
+        gateway=name,
         fleet=config.fleet,
+        model=model,
+        bus=bus,
+        router=router,
         metrics=metrics,
         ids=scopes,
+        clock=time.monotonic,
+        wall_clock=time.time,
+    )
+    gateway = Gateway(
+        process,
+        transport,
         expected_workers=config.num_workers,
-        token_memory_nbytes=config.routing.token_memory_mb << 20,
         admission=admission_config(config, access),
+        sessions=SessionLimits(config.sessions.max_nodes, config.sessions.ttl_s),
+        token_memory_nbytes=config.routing.token_memory_mb << 20,
         recorder=recorder,
         files=files.files,
         spans=None if tracing is None else build_spans(tracing, config),
-        sessions=SessionLimits(config.sessions.max_nodes, config.sessions.ttl_s),
     )
     prompts = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix=f"prompts of {name}")
     api = await asyncio.to_thread(
-        build_api, config, service, access, scopes, metrics, prompts, service.tasks
+        build_api, config, gateway, access, scopes, metrics, prompts, gateway.tasks
     )
     if tracing is not None:
         from mallee.runtime.telemetry.tracing.http import HttpSpans  # OpenTelemetry
@@ -387,16 +394,29 @@ async def build_gateway(
         api.add_middleware(HttpSpans, tracing=tracing)
 
     async def render(accept: str) -> bytes:
-        return service.metrics(accept)
+        return gateway.operator.metrics(accept)
 
     listener = build_listener(
-        config, render, is_ready=lambda: service.is_serving, access=access, own_ip=own_ip
+        config,
+        render,
+        is_ready=lambda: gateway.operator.is_serving,
+        access=access,
+        own_ip=own_ip,
     )
-    return Gateway(service, api, bus, access, prompts, files, tracing, listener)
+    return GatewayProcess(
+        gateway=gateway,
+        api=api,
+        bus=bus,
+        access=access,
+        prompts=prompts,
+        files=files,
+        tracing=tracing,
+        listener=listener,
+    )
 
 
 def build_spans(tracing: Tracing, config: AppConfig) -> "RequestSpans":
-    from mallee.runtime.telemetry.tracing.requests import RequestSpans  # OpenTelemetry
+    from mallee.gateway.requests.spans import RequestSpans  # OpenTelemetry
 
     return RequestSpans(tracing, served_name(config))
 
@@ -476,14 +496,14 @@ def admission_config(config: AppConfig, access: "Access") -> "AdmissionConfig":
 
 def build_api(
     config: AppConfig,
-    service: "Service",
+    gateway: "Gateway",
     access: "Access",
     scopes: Scopes,
     metrics: "GatewayMetrics",
     pool: Executor,
     tasks: "Tasks",
 ) -> "Starlette":
-    """The HTTP API in front of `service`, with the model's tokenizer and chat template."""
+    """The HTTP API in front of `gateway`, with the model's tokenizer and chat template."""
     from mallee.api import api
     from mallee.api.text.chat import ChatTemplate
     from mallee.api.text.tokenizer import Tokenizer
@@ -498,7 +518,7 @@ def build_api(
         protects=not chats.special_tokens,
     )
     return api.build_api(
-        service,
+        gateway,
         tokenizer,
         template,
         access=access,

@@ -19,9 +19,9 @@ from mallee.api.errors import AnswerTooLarge, error_body
 from mallee.api.jobs import Plan
 from mallee.api.sse import COMMENT, DONE, event
 from mallee.api.text.conversation import ToolCall
-from mallee.gateway.answers import outcome_of
-from mallee.gateway.lives import verdict_body
-from mallee.gateway.service import CapsuleInfo
+from mallee.gateway.capsules.capsules import CapsuleInfo
+from mallee.gateway.requests.lives import verdict_body
+from mallee.gateway.requests.meter import outcome_of
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.ids import CapsuleId
 

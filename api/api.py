@@ -1,6 +1,6 @@
 """The routes of docs/api.md: parse, make jobs, run them, encode."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from functools import cache
 from operator import attrgetter
@@ -10,8 +10,8 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route, WebSocketRoute
-from starlette.types import Receive, Send
+from starlette.routing import BaseRoute, Match, Route, Router, WebSocketRoute
+from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from mallee.api.answers import (
@@ -31,7 +31,7 @@ from mallee.api.entry.middleware import (
     CountAnswer,
     caller_of,
 )
-from mallee.api.errors import RETRY_AFTER_S, install
+from mallee.api.errors import RETRY_AFTER_S
 from mallee.api.graphs.handlers import GraphHandlers
 from mallee.api.jobs import JobMaker
 from mallee.api.live.handlers import LiveHandlers
@@ -60,14 +60,15 @@ from mallee.api.search.handlers import SearchHandlers
 from mallee.api.search.policies import installed_policies
 from mallee.api.serve import CountSearch, Server, json_response
 from mallee.api.sessions.handlers import SessionHandlers
+from mallee.api.sse import Client
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.tokenizer import Tokenizer
 from mallee.api.tokenizing import Tokenizing
 from mallee.api.ui.handlers import UiHandlers
 from mallee.gateway.access.access import Access
 from mallee.gateway.access.scopes import Scopes
-from mallee.gateway.service import Service
-from mallee.protocol.errors import NoWorker
+from mallee.gateway.gateway import Gateway
+from mallee.protocol.errors import NotFound, NoWorker
 from mallee.protocol.ids import Scope
 from mallee.runtime.config import ChatSettings, HttpSettings, ResponsesSettings
 from mallee.runtime.tasks import Tasks
@@ -75,13 +76,13 @@ from mallee.runtime.tasks import Tasks
 PAGE_HEADERS: Final = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 DEFAULT_CHATS: Final = ChatSettings()
 DEFAULT_RESPONSES: Final = ResponsesSettings()
-_SERVING: Final = ("ok", "degraded")  # of the service's health
+_SERVING: Final = ("ok", "degraded")  # of the gateway's health
 
 R = TypeVar("R", bound=AnyRequest)
 
 
 class Api:
-    """The handlers, those of each room of its own in an attribute. All state is the service's."""
+    """The handlers, those of each room of its own in an attribute. All state is the gateway's."""
 
     def __init__(
         self,
@@ -108,14 +109,16 @@ class Api:
         )
         self.responses = responses
         self.conversations = ConversationHandlers(asking, responses.conversations)
-        self.operators = OperatorHandlers(server.service, asking)
+        self.operators = OperatorHandlers(server.gateway, asking)
         self.ui = UiHandlers(server, asking)
         self._server = server
         self._tokenizing = tokenizing
-        self._service = server.service
+        self._gateway = server.gateway
         self._maker = maker
         self._asking = asking
-        self._model = model_body(server.model_name, created, server.service.model.max_model_len)
+        self._model = model_body(
+            server.model_name, created, server.gateway.process.model.max_model_len
+        )
 
     async def completions(self, request: Request) -> Response:
         asked = await self._asking.read(request, CompletionRequest)
@@ -143,12 +146,17 @@ class Api:
 
     async def get_record(self, request: Request) -> Response:
         session = request.path_params["session"]
-        raw = await self._service.read_record(session, self._asking.scope(request))
+        recorder = self._gateway.requests.recorder
+        raw = await recorder.read(self._asking.scope(request), session)
+        if not raw:
+            raise _unrecorded()
         return Response(raw, headers={"content-type": "application/octet-stream"})
 
     async def delete_record(self, request: Request) -> Response:
         session = request.path_params["session"]
-        await self._service.delete_record(session, self._asking.scope(request))
+        recorder = self._gateway.requests.recorder
+        if not await recorder.delete(self._asking.scope(request), session):
+            raise _unrecorded()
         body = {"session": session, "object": "session.record.deleted", "deleted": True}
         return json_response(body)
 
@@ -163,11 +171,11 @@ class Api:
 
     def _check_served(self) -> None:
         """Raises NoWorker: clients that wait for a model to be listed send requests next."""
-        if self._service.health()["status"] not in _SERVING:
+        if self._gateway.operator.health()["status"] not in _SERVING:
             raise NoWorker("none is alive")
 
     async def health(self, request: Request) -> Response:
-        health = self._service.health()
+        health = self._gateway.operator.health()
         shown = health if caller_of(request).is_operator else {"status": health["status"]}
         if health["status"] in _SERVING:
             return json_response(shown)
@@ -179,7 +187,7 @@ class Api:
 
     async def ready(self, _: Request) -> Response:
         """Whether requests can be served; the gate answers once it is closed."""
-        if self._service.health()["status"] in _SERVING:
+        if self._gateway.operator.health()["status"] in _SERVING:
             return json_response({"status": "ready"})
         return json_response({"status": "unavailable"}, 503, {"retry-after": str(RETRY_AFTER_S)})
 
@@ -201,7 +209,7 @@ def _page_bytes() -> bytes:
 
 
 def build_api(
-    service: Service,
+    gateway: Gateway,
     tokenizer: Tokenizer,
     chat: ChatTemplate,
     *,
@@ -221,21 +229,24 @@ def build_api(
     pool: Executor | None = None,
     tasks: Tasks | None = None,
 ) -> Starlette:
-    """The ASGI app over `service`.
+    """The ASGI app over `gateway`.
 
     `created` and `clock` are seconds since the epoch; `new_id` names failures in the log;
     `draw_seed` gives integers in [0, 2**64), from any thread.
     `count_answer(endpoint, status)` is called when an answer begins, `count_callback(outcome, seconds)` when
     a call of a URL that a request named is over, `count_search(reason, seconds)` when a search has its
     result. `pool` reads large requests, by
-    default the loop's own. `tasks` are the service's, which closes them.
+    default the loop's own. `tasks` are the gateway's, which closes them.
     """
     reader = PromptReader(
-        tokenizer, chat, service.model.vocab_size, max_model_len=service.model.max_model_len
+        tokenizer,
+        chat,
+        gateway.process.model.vocab_size,
+        max_model_len=gateway.process.model.max_model_len,
     )
     chat_reader = ChatReader(reader, chat, tokenizer.added_tokens, chats)
     maker = JobMaker(
-        service.model,
+        gateway.process.model,
         reader,
         chat_reader,
         model_name=model_name,
@@ -244,9 +255,9 @@ def build_api(
     )
     tasks = tasks or Tasks("the HTTP API")
     callbacks = Callbacks(timeout_s=limits.callback_timeout_s, tasks=tasks, count=count_callback)
-    budgets = Budgets(clock, service.records, lambda: f"{draw_seed():016x}")
+    budgets = Budgets(clock, gateway.records, lambda: f"{draw_seed():016x}")
     server = Server(
-        service,
+        gateway,
         tokenizer,
         model_name,
         clock,
@@ -256,23 +267,21 @@ def build_api(
         callbacks,
         count_search,
     )
-    tokenizing = Tokenizing(reader, chat_reader, tokenizer, service.model.max_model_len)
+    tokenizing = Tokenizing(reader, chat_reader, tokenizer, gateway.process.model.max_model_len)
     asking = Asking(
         scopes,
         max_body_bytes=limits.max_body_bytes,
-        max_model_len=service.model.max_model_len,
+        max_model_len=gateway.process.model.max_model_len,
         pool=pool,
     )
     turns = TurnMaker(reader, chat_reader, maker)
     stored = Responses(asking, server, turns, responses, tasks)
     messages = MessagesHandlers(server, maker, asking, reader, chat_reader)
     graphs = GraphHandlers(server, maker, reader, asking, settings=limits)
-    rooms = (stored, messages, BranchHandlers(service, maker, reader, asking), graphs)
+    rooms = (stored, messages, BranchHandlers(gateway, maker, reader, asking), graphs)
     api = Api(server, maker, asking, tokenizing, *rooms, created=created, draw_seed=draw_seed)
     socket = WebSocketRoute("/v1/live", LiveSocket(limits.max_body_bytes))
-    app = Starlette(routes=[*_routes(api), socket])
-    app.router.redirect_slashes = False
-    install(app)
+    app = App([*_routes(api), socket])
     app.add_middleware(
         IdempotencyMiddleware,
         ttl_s=limits.replay_ttl_s,
@@ -285,15 +294,35 @@ def build_api(
     return app
 
 
-class _Endpoint:
-    """A handler as an ASGI app: without Starlette's second net for errors around each."""
+class App(Starlette):
+    """Routes behind middleware, where `AuthMiddleware` answers errors: without Starlette's nets for them."""
 
-    def __init__(self, handler: Callable[[Request], Awaitable[Response]]) -> None:
-        self._handler = handler
+    def __init__(self, routes: Sequence[BaseRoute]) -> None:
+        super().__init__()
+        self.router = _Routes(routes, redirect_slashes=False)
 
-    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        response = await self._handler(Request(scope, receive, send))
-        await response(scope, receive, send)
+    def build_middleware_stack(self) -> ASGIApp:
+        app: ASGIApp = self.router
+        for middleware, args, options in reversed(self.user_middleware):
+            app = middleware(app, *args, **options)
+        return app
+
+
+class _Routes(Router):
+    """Finds a path without parameters, as most requests have it, in one step; names routes in the scope."""
+
+    def __init__(self, routes: Sequence[BaseRoute], *, redirect_slashes: bool) -> None:
+        super().__init__(routes, redirect_slashes=redirect_slashes)
+        fixed = [each for each in routes if isinstance(each, Route) and "{" not in each.path]
+        self._fixed = {(method, each.path): each for each in fixed for method in each.methods or ()}
+
+    async def app(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        route = self._fixed.get((scope.get("method", ""), scope.get("path", "")))
+        if route is None:
+            await super().app(scope, receive, send)
+            return
+        scope["route"], scope["path_params"] = route, {}
+        await route.app(scope, receive, send)
 
 
 class _Named(Route):
@@ -304,6 +333,25 @@ class _Named(Route):
         if match is not Match.NONE:
             child["route"] = self
         return match, child
+
+
+class _Endpoint:
+    """A handler as an ASGI app."""
+
+    def __init__(self, handler: Callable[[Request], Awaitable[Response]]) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        client = Client(receive)
+        try:
+            response = await self._handler(Request(scope, client, send))
+            await response(scope, client, send)
+        finally:
+            client.close()
+
+
+def _unrecorded() -> NotFound:
+    return NotFound("no session of that name is recorded here", param="session")
 
 
 def _routes(api: Api) -> list[Route]:

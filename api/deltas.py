@@ -4,9 +4,9 @@ import asyncio
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self, TypeAlias
 
+import msgspec
 import xxhash
 
 from mallee.api.branches.scoring import Scored
@@ -17,7 +17,8 @@ from mallee.api.text.conversation import ToolCall
 from mallee.api.text.cuts import TokenCut, find_cut
 from mallee.api.text.tokenizer import StopMatcher, Tokenizer
 from mallee.api.text.tools.source import Call
-from mallee.gateway.service import BranchStream, Delta
+from mallee.gateway.requests.deltas import Delta
+from mallee.gateway.requests.request import RunningRequest
 from mallee.protocol.errors import InternalError, MalleeError
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import CapsuleId, WorkerId
@@ -48,8 +49,7 @@ class TokenChance(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True):
     """New text of one choice. The last delta of a choice has `finish`; text may be empty."""
 
     index: int
@@ -114,17 +114,15 @@ class BranchText:
         has_stop_id = bool(finish == "stop" and tokens and tokens[-1] in self._stop_ids)
         if has_stop_id:
             tokens = tokens[:-1]
-        head = tokens[: self._num_unstoppable]
-        self._num_unstoppable -= len(head)
-        self.num_tokens += len(head)
-        text = self._detokenizer.push(head) if head else ""
-        tail = tokens[len(head) :]
         if self._matcher is None:
-            self.num_tokens += len(tail)
-            text += self._detokenizer.push(tail) if tail else ""
-            text += self._detokenizer.flush() if finish is not None else ""
+            self.num_tokens += len(tokens)
+            text = self._detokenizer.push(tokens, is_last=finish is not None)
         else:
+            head = tokens[: self._num_unstoppable]
+            self._num_unstoppable -= len(head)
+            self.num_tokens += len(head)
             self._tokens.extend(head)
+            text, tail = self._detokenizer.push(head) if head else "", tokens[len(head) :]
             text += self._until_stop(self._matcher, tail, finish, has_stop_id=has_stop_id)
         if self.is_cut:
             finish = "stop"
@@ -152,7 +150,7 @@ class BranchText:
         if finish is None:
             return "".join(shown)
         self._is_whole = True
-        if not self._is_cut_after(matcher, self._detokenizer.flush(), shown):
+        if not self._is_cut_after(matcher, self._detokenizer.push((), is_last=True), shown):
             shown.append(matcher.flush())
         return "".join(shown)
 
@@ -184,7 +182,7 @@ class BranchText:
 class TextStream:
     """The running answer to a plan: text of all its choices, interleaved, then the end.
 
-    Raises what the service raises. If every choice fails, the last failure is raised instead of
+    Raises what the gateway raises. If every choice fails, the last failure is raised instead of
     given as a delta, and as long as nothing but failures came, no delta is given at all: so a
     request that fails as a whole is an error and not an answer. Must be closed with `aclose`.
     `watch` ends choices before their branches do; it is closed here.
@@ -192,7 +190,7 @@ class TextStream:
 
     def __init__(
         self,
-        streams: Sequence[BranchStream],
+        streams: Sequence[RunningRequest],
         plan: Plan,
         tokenizer: Tokenizer,
         watch: Watch | None = None,
@@ -212,11 +210,12 @@ class TextStream:
         self._branches = plan.branches
         self._output = plan.output
         self._diagnoses = plan.diagnoses
-        self._texts = [BranchText(tokenizer, plan) for _ in range(plan.num_choices)]
+        num = plan.num_choices
+        self._texts = [BranchText(tokenizer, plan) for _ in range(num)]
         reading = plan.reading
         self._parsers = [reading.parser() for _ in self._texts] if reading is not None else []
-        self._num_calls = [0] * plan.num_choices
-        self._num_open = plan.num_choices
+        self._num_calls = [0] * num
+        self._num_open = num
         self._num_failed = 0
         self._is_good = False  # a choice has text
         self._ready: deque[TextDelta] = deque()
@@ -263,7 +262,8 @@ class TextStream:
             if self._merged is not None:
                 await self._merged.aclose()
         finally:
-            await asyncio.gather(*(stream.aclose() for stream in self.streams))
+            for stream in self.streams:
+                await stream.aclose()
 
     def check(self) -> None:
         """Raises AssertionError if the counts don't agree with the branches."""
@@ -303,7 +303,7 @@ class TextStream:
         return held
 
     async def _next_delta(self) -> tuple[int, Delta]:
-        """(job, delta). Raises InternalError if the service ended too early."""
+        """(job, delta). Raises InternalError if the gateway ended too early."""
         try:
             if self._merged is None:
                 return 0, await anext(self._only)
@@ -457,7 +457,7 @@ def _chances(delta: Delta) -> tuple[TokenChance, ...]:
 class _Merged:
     """(stream, delta) of several streams as they come; a failure of one stream is raised."""
 
-    def __init__(self, streams: Sequence[BranchStream]) -> None:
+    def __init__(self, streams: Sequence[RunningRequest]) -> None:
         self._deltas: asyncio.Queue[tuple[int, Delta] | asyncio.Task[None]] = asyncio.Queue()
         # Of deltas there: what a reader leaves waits in the streams, where it is counted.
         self._room = asyncio.Semaphore(ROOM_OF_A_STREAM * len(streams))
@@ -466,7 +466,7 @@ class _Merged:
         for task in self._pumps:
             task.add_done_callback(self._deltas.put_nowait)
 
-    async def _pump(self, number: int, stream: BranchStream) -> None:
+    async def _pump(self, number: int, stream: RunningRequest) -> None:
         async for delta in stream:
             await self._room.acquire()
             self._deltas.put_nowait((number, delta))

@@ -4,10 +4,9 @@ import math
 from typing import Any, Final
 
 import msgspec
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from mallee.protocol.errors import (
     BadRequest,
@@ -246,20 +245,20 @@ def unexpected(request_id: str) -> InternalError:
     return InternalError(f"internal error; it was logged as request {request_id}")
 
 
-async def _on_mallee_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, MalleeError)
-    return error_response(error)
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    where = f"{shown(request.method)[1:-1]} {shown(request.url.path)[1:-1]}"
+def answer_to(error: MalleeError | HTTPException | ClientGone, scope: Scope) -> Response:
+    """The answer to a request that is refused, or whose client has gone."""
+    if isinstance(error, MalleeError):
+        return error_response(error)
+    if isinstance(error, ClientGone):
+        return Response(status_code=CLIENT_GONE)
+    path = scope["path"]
+    where = f"{shown(scope['method'])[1:-1]} {shown(path)[1:-1]}"
     if error.status_code == 405:
         answer = error_response(MethodNotAllowed(f"{where}: this path has other methods only"))
         answer.headers.update(error.headers or {})
         return answer
     if error.status_code == 404:
-        if (what := _unserved(request.url.path)) is not None:
+        if (what := _unserved(path)) is not None:
             return error_response(NotServed(where, what))
         return error_response(NotFound(f"{where}: there is no such path"))
     return error_response(BadRequest(f"{where}: {error.detail}"))
@@ -267,14 +266,3 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 def _unserved(path: str) -> str | None:
     return next((UNSERVED[head] for head in UNSERVED if f"{path}/".startswith(f"{head}/")), None)
-
-
-async def _on_client_gone(_: Request, __: Exception) -> Response:
-    return Response(status_code=CLIENT_GONE)
-
-
-def install(app: Starlette) -> None:
-    """Answer every expected error of `app` in OpenAI's shape."""
-    app.add_exception_handler(MalleeError, _on_mallee_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(ClientGone, _on_client_gone)

@@ -1,7 +1,6 @@
 """Requests become jobs: ranges, token limits and defaults are decided here, before any worker."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
@@ -27,8 +26,8 @@ from mallee.api.schemas import (
 )
 from mallee.api.terms import read_affinity, read_retention
 from mallee.api.text.answers import Reading
-from mallee.gateway.capsule_files.imports import Received
-from mallee.gateway.service import CapsuleInfo
+from mallee.gateway.capsules.capsules import CapsuleInfo
+from mallee.gateway.capsules.files.imports import Received
 from mallee.protocol.errors import (
     BadRequest,
     ContextLengthExceeded,
@@ -64,8 +63,7 @@ DEFAULT_MAX_TOKENS: Final = 16
 LOWER_TIERS: Final = {"host": 1, "disk": 2}
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """Jobs to start, and the rules by which their text is cut. Choice index = job * branches + branch."""
 
     jobs: tuple[GenerateJob | ForkJob, ...]
@@ -199,7 +197,7 @@ class JobMaker:
                 messages=chat.messages._replace(changed=chat.changed),
                 reasoning=chat.reasoning,
             )
-        return replace(plan, reading=chat.reading)
+        return msgspec.structs.replace(plan, reading=chat.reading)
 
     def _go_on(
         self,
@@ -508,7 +506,8 @@ class JobMaker:
             _within("seed", request.seed, -(1 << 63), (1 << 63) - 1)
         if (num_ids := len(request.stop_token_ids)) > MAX_STOP_IDS:
             raise InvalidParameter("stop_token_ids", num_ids, f"give at most {MAX_STOP_IDS} ids")
-        self._reader.ids(request.stop_token_ids, "stop_token_ids")
+        if request.stop_token_ids:
+            self._reader.ids(request.stop_token_ids, "stop_token_ids")
         _check_stops(request)
         if len(request.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidParameter(

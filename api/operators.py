@@ -10,7 +10,8 @@ from mallee.api.entry.middleware import caller_of
 from mallee.api.openapi.operations import MAX_CANDIDATES, MAX_DECISIONS
 from mallee.api.schemas import WeightsRequest
 from mallee.api.serve import json_response
-from mallee.gateway.service import Service, metrics_type
+from mallee.gateway.gateway import Gateway
+from mallee.gateway.operator import metrics_type
 from mallee.protocol.errors import Forbidden, InvalidParameter
 from mallee.protocol.ids import RequestId, WorkerId
 
@@ -21,8 +22,8 @@ MAX_CHANGE_S: Final = 3600
 class OperatorHandlers:
     """Tells and changes what belongs to no tenant. Everybody else is refused."""
 
-    def __init__(self, service: Service, asking: Asking) -> None:
-        self._service = service
+    def __init__(self, gateway: Gateway, asking: Asking) -> None:
+        self._gateway = gateway
         self._asking = asking
 
     async def explain(self, request: Request) -> Response:
@@ -34,20 +35,20 @@ class OperatorHandlers:
         limit = read_count(query.get("limit"), "limit", 64 if name else 16, MAX_DECISIONS)
         candidates = read_count(query.get("candidates"), "candidates", 16, MAX_CANDIDATES)
         request_id = RequestId(name) if name else None
-        return json_response(self._service.decisions(request_id, limit, candidates))
+        return json_response(self._gateway.operator.decisions(request_id, limit, candidates))
 
     async def workers(self, request: Request) -> Response:
         _check_operator(request)
-        return json_response(self._service.workers())
+        return json_response(self._gateway.operator.workers())
 
     async def metrics_targets(self, request: Request) -> Response:
         _check_operator(request)
-        return json_response(self._service.metrics_targets())
+        return json_response(self._gateway.operator.metrics_targets())
 
     async def drain_worker(self, request: Request) -> Response:
         _check_operator(request)
         worker = WorkerId(request.path_params["worker"])
-        await self._service.drain_worker(worker)
+        await self._gateway.operator.drain_worker(worker)
         return json_response({"worker": worker, "object": "worker.draining"}, 202)
 
     async def change_weights(self, request: Request) -> Response:
@@ -60,7 +61,7 @@ class OperatorHandlers:
         for name, seconds in (("drain_s", body.drain_s), ("wait_s", body.wait_s)):
             if not 0 <= seconds <= MAX_CHANGE_S:
                 raise InvalidParameter(name, seconds, f"give 0 to {MAX_CHANGE_S} seconds")
-        found = await self._service.change_weights(
+        found = await self._gateway.operator.change_weights(
             body.version, path=body.path, drain_s=body.drain_s, wait_s=body.wait_s
         )
         is_done = all(worker["state"] == "serving" for worker in found["workers"])
@@ -68,13 +69,13 @@ class OperatorHandlers:
 
     async def weights(self, request: Request) -> Response:
         _check_operator(request)
-        return json_response(self._service.weights())
+        return json_response(self._gateway.operator.weights())
 
     async def metrics(self, request: Request) -> Response:
         _check_operator(request)
         accept = request.headers.get("accept", "")
         headers = {"content-type": metrics_type(accept)}
-        return Response(self._service.metrics(accept), headers=headers)
+        return Response(self._gateway.operator.metrics(accept), headers=headers)
 
 
 def _check_operator(request: Request) -> None:

@@ -1,8 +1,8 @@
-"""Runs a plan against the service and answers with one body or a stream of events."""
+"""Runs a plan against the gateway and answers with one body or a stream of events."""
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
@@ -28,7 +28,11 @@ from mallee.api.jobs import Plan
 from mallee.api.sse import MAX_RUN, EventStream, unless_gone
 from mallee.api.text.tokenizer import Tokenizer
 from mallee.gateway.access.access import Caller
-from mallee.gateway.service import BranchStream, CapsuleInfo, Delta, Service
+from mallee.gateway.capsules.capsules import CapsuleInfo
+from mallee.gateway.gateway import Gateway
+from mallee.gateway.requests.deltas import Delta
+from mallee.gateway.requests.observers import Observer
+from mallee.gateway.requests.request import RunningRequest
 from mallee.protocol.errors import InternalError, LookupIncomplete, MalleeError, NotFound
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, account_of, capsule_id
 from mallee.router.dispatch.jobs import PrefillJob, QueueTerms
@@ -95,7 +99,7 @@ class AnswerFormat(Protocol):
 class Server:
     """Runs plans. `clock` gives seconds since the epoch; `new_id` names failures in the log."""
 
-    service: Service
+    gateway: Gateway
     tokenizer: Tokenizer
     model_name: str
     clock: Callable[[], float]
@@ -130,7 +134,7 @@ class Server:
         charge = caller.visit.charge
         if not plan.keeps:
             return UsageCounter(plan.prompt_tokens, charge)
-        with caller.visit.making(plan.prompt_tokens, self.service.is_kept) as keep:
+        with caller.visit.making(plan.prompt_tokens, self.gateway.capsules.is_kept) as keep:
             return UsageCounter(plan.prompt_tokens, charge, keep)
 
     async def capsule(
@@ -138,9 +142,9 @@ class Server:
     ) -> Response:
         """The answer to `POST /v1/capsules`, or to an import of so many bytes. Raises as `answer`."""
         caller, tokens = caller_of(request), len(job.tokens)
-        with caller.visit.making(tokens, self.service.is_kept) as keep:
+        with caller.visit.making(tokens, self.gateway.capsules.is_kept) as keep:
             caller.visit.begin(1, tokens)
-            making = prefill(self.service, job, age_s(request), self._prefill_name(job))
+            making = prefill(self.gateway, job, age_s(request), self._prefill_name(job))
             made = await unless_gone(request.receive, making)
             assert made.capsule is not None
             assert made.worker is not None
@@ -172,14 +176,14 @@ class Server:
         capsule = capsule_id(name)
         with ExitStack() as stay:
             visit = stay.enter_context(caller.visit.staying())
-            keep = stay.enter_context(visit.making(tokens, self.service.is_kept))
+            keep = stay.enter_context(visit.making(tokens, self.gateway.capsules.is_kept))
             visit.begin(1, tokens)
             promised = replace(job, makes=capsule)
-            stream = await self.service.begin(promised, age_s(request), name=name)
+            stream = await self.gateway.requests.begin(promised, age_s(request), name=name)
             # Nothing is awaited before the task has it all.
             work = self._keep_promise(stream, capsule, keep, stay.pop_all())
             self.tasks.spawn(work, name="prefill")
-        info = await self.service.capsule(capsule, job.scope)
+        info = await self.gateway.capsules.show(capsule, job.scope)
         body = capsule_body(info, self.model_name, names_workers=caller.is_operator)
         workers = () if info.worker is None else (info.worker,)
         return json_response(
@@ -188,7 +192,7 @@ class Server:
 
     async def _keep_promise(
         self,
-        stream: BranchStream,
+        stream: RunningRequest,
         capsule: CapsuleId,
         keep: Callable[[CapsuleId], None],
         stay: ExitStack,
@@ -209,26 +213,29 @@ class Server:
         prepare_s: float,
         *,
         named: Named | None = None,
-        follow: Callable[[BranchStream], BranchStream] = lambda stream: stream,
+        observers: Sequence[Observer] = (),
     ) -> TextStream:
         """The running answer, ended where its budget and its conditions say. The caller closes it.
 
-        `named`: a plan with one job has a name already. `follow(stream)` is read instead of each stream.
+        `named`: a plan with one job has a name already. `observers` see each of its requests.
         Raises MalleeError.
         """
         bound = self.bound(plan) if named is None else named.bound
-        watch = await Watch.begin(
-            plan, self.budgets, bound, self.tokenizer.token_bytes, callbacks=self.callbacks
-        )
-        if watch is not None:
+        watch = None
+        if bound is not None or plan.conditions is not None:
+            watch = await Watch.begin(
+                plan, self.budgets, bound, self.tokenizer.token_bytes, callbacks=self.callbacks
+            )
             plan = watch.within(plan)
-        streams: list[BranchStream] = []
+        streams: list[RunningRequest] = []
         try:
             for job in plan.jobs:
                 name = named.name if named is not None else None
                 if named is None and bound is not None:
                     name = self.named(job.scope, bound).name
-                stream = follow(await self.service.start(job, prepare_s, name=name))
+                stream = await self.gateway.requests.start(
+                    job, prepare_s, name=name, observers=observers
+                )
                 streams.append(stream)
                 if watch is not None:
                     watch.started(stream.request)
@@ -249,23 +256,25 @@ class Server:
         self, budget: Budget | None, scope: Scope, terms: QueueTerms, capsule: str = ""
     ) -> Bound | None:
         """The account for `budget`, below those of a capsule and of the session."""
+        if budget is None and not capsule and not terms.session:
+            return None
         return self.budgets.bound(budget, scope, capsule, self._session_budget(scope, terms))
 
     def named(self, scope: Scope, bound: Bound | None) -> Named:
         """A name for a request to come, from which its account can be told."""
         account = "" if bound is None else bound.key
-        return Named(self.service.new_name(scope, account), bound)
+        return Named(self.gateway.requests.new_name(scope, account), bound)
 
     def _prefill_name(self, job: PrefillJob) -> RequestId:
         """A name for a prefill to come. It draws nothing; what goes on from its capsule is bounded."""
         account = account_of(self._session_budget(job.scope, job.terms))
-        return self.service.new_name(job.scope, account)
+        return self.gateway.requests.new_name(job.scope, account)
 
     def _session_budget(self, scope: Scope, terms: QueueTerms) -> str:
         """The name of the budget of a session, or of one above it; "" if there is none."""
         if not terms.session:
             return ""
-        return self.service.sessions.budget(terms.session, scope, terms.parent_session)
+        return self.gateway.sessions.budget(terms.session, scope, terms.parent_session)
 
     async def _whole(
         self, plan: Plan, prepare_s: float, answer_format: AnswerFormat, caller: Caller
@@ -363,7 +372,7 @@ def _worker_header(workers: Iterable[str], caller: Caller) -> dict[str, str]:
 
 
 async def prefill(
-    service: Service,
+    gateway: Gateway,
     job: PrefillJob,
     prepare_s: float,
     name: RequestId,
@@ -374,7 +383,7 @@ async def prefill(
 
     Raises MalleeError. Cancelled, it leaves nothing running and no capsule.
     """
-    stream = await service.start(job, prepare_s, name=name)
+    stream = await gateway.requests.start(job, prepare_s, name=name)
     try:
         placed(stream.request)
         return await _prefilled(stream)
@@ -385,11 +394,11 @@ async def prefill(
             last = unread
         if last is not None and last.capsule is not None:
             with suppress(NotFound, LookupIncomplete):
-                await service.release_capsule(last.capsule, job.scope)
+                await gateway.capsules.release(last.capsule, job.scope)
         raise
 
 
-async def _prefilled(stream: BranchStream) -> Delta:
+async def _prefilled(stream: RunningRequest) -> Delta:
     """The last delta of a prefill, which names the capsule. Raises MalleeError."""
     last: Delta | None = None
     try:

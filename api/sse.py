@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from asyncio import CancelledError
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
@@ -18,6 +19,11 @@ MAX_RUN = 64  # events of one write, and writes without a turn of the loop
 MAX_WRITE_S = 60.0  # in which a client takes something of what was written
 IDLE_S = 15.0  # of silence, after which proxies and clients are told that the stream lives
 COMMENT = b": the answer goes on\n\n"  # which clients skip
+
+_HEADERS = (
+    (b"cache-control", b"no-cache"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+)
 
 T = TypeVar("T")
 
@@ -36,34 +42,69 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+class Client:
+    """The receiving end of a request, and the one task that notices when its client has gone."""
+
+    __slots__ = ("_caller", "_is_cancelled", "_receive", "_watcher", "is_gone")
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._watcher: asyncio.Task[None] | None = None
+        self._caller: asyncio.Task[Any] | None = None  # to be cancelled
+        self._is_cancelled = False
+        self.is_gone = False
+
+    async def __call__(self) -> Message:
+        return await self._receive()
+
+    async def waits_for(self, work: Coroutine[Any, Any, T]) -> T:
+        """As `unless_gone`."""
+        if self._watcher is None:
+            self._watcher = asyncio.ensure_future(_disconnected(self._receive))
+            self._watcher.add_done_callback(self._on_gone)
+        if self.is_gone:
+            work.close()
+            raise ClientGone
+        caller = asyncio.current_task()
+        assert caller is not None
+        assert self._caller is None, "one task at a time waits for one work"
+        self._caller = caller
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._is_cancelled and caller.cancelling() == 1:
+                raise ClientGone from None
+            raise  # this task is cancelled from elsewhere
+        finally:
+            self._caller = None
+            if self._is_cancelled:
+                caller.uncancel()  # however `work` took it
+
+    def close(self) -> None:
+        """Watch no longer."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    def _on_gone(self, watcher: asyncio.Task[None]) -> None:
+        if watcher.cancelled():
+            return
+        self.is_gone = True
+        if self._caller is not None:
+            self._is_cancelled = self._caller.cancel()
+
+
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`. Raises ClientGone, with `work` cancelled and over, on a disconnect.
 
     Runs in the caller's task, which the watcher cancels: a task of its own would cost as much again.
     """
-    caller = asyncio.current_task()
-    assert caller is not None
-    is_gone = is_over = False
-
-    def cancel(watcher: asyncio.Task[None]) -> None:
-        nonlocal is_gone
-        if not (is_over or watcher.cancelled()):
-            is_gone = True
-            caller.cancel()
-
-    watcher = asyncio.ensure_future(_disconnected(receive))
-    watcher.add_done_callback(cancel)
+    if isinstance(receive, Client):
+        return await receive.waits_for(work)
+    client = Client(receive)
     try:
-        return await work
-    except asyncio.CancelledError:
-        if is_gone and caller.cancelling() == 1:
-            raise ClientGone from None
-        raise  # this task is cancelled from elsewhere
+        return await client.waits_for(work)
     finally:
-        is_over = True
-        watcher.cancel()
-        if is_gone:
-            caller.uncancel()  # however `work` took it
+        client.close()
 
 
 class EventStream(Response):
@@ -72,8 +113,6 @@ class EventStream(Response):
     A client that doesn't read loses its stream after `max_write_s`: its connection is cut. Where there is
     no event for `idle_s`, it gets `idle`.
     """
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
@@ -85,8 +124,8 @@ class EventStream(Response):
         idle_s: float = IDLE_S,
         max_write_s: float = MAX_WRITE_S,
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", **headers})
-        del self.headers["content-length"]
+        self.status_code, self.background = 200, None  # Response's own would give it a length
+        self.raw_headers = [*_HEADERS, *((k.encode(), v.encode()) for k, v in headers.items())]
         self._events = events
         self._close = close
         self._idle = idle
@@ -107,110 +146,87 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        with TimeLimit(self._max_write_s) as limit:
-            writer = KeepAlive(send, self._idle, self._idle_s)
-            async with aclosing(writer), aclosing(self._events) as events:
-                num_sent = 0
-                async for chunk in events:
-                    is_last = chunk.endswith(DONE)
-                    message = {
-                        "type": "http.response.body",
-                        "body": chunk,
-                        "more_body": not is_last,
-                    }
-                    limit.begin()
-                    await writer.write(message)
-                    limit.end()
-                    if is_last:
-                        return
-                    num_sent += 1
-                    if num_sent % MAX_RUN == 0:
-                        await asyncio.sleep(0)  # nothing above suspends while there is a backlog
-                await writer.write({"type": "http.response.body", "body": b"", "more_body": False})
+        writer = Writer(send, self._max_write_s, self._idle, self._idle_s)
+        async with writer, aclosing(self._events) as events:
+            num_sent = 0
+            async for chunk in events:
+                is_last = chunk.endswith(DONE)
+                await writer.write(
+                    {"type": "http.response.body", "body": chunk, "more_body": not is_last}
+                )
+                if is_last:
+                    return
+                num_sent += 1
+                if num_sent % MAX_RUN == 0:
+                    await asyncio.sleep(0)  # nothing above suspends while there is a backlog
+            await writer.write({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class KeepAlive:
-    """Sends events, and `idle` after each `seconds` without one. One timer, as `TimeLimit`'s."""
+class Writer:
+    """Sends the messages of an answer, and `idle` (if it is some) after each `idle_s` without one.
 
-    def __init__(self, send: Send, idle: bytes, seconds: float) -> None:
-        self._send = send
-        self._message = {"type": "http.response.body", "body": idle, "more_body": True}
-        self._seconds = seconds
-        self._loop = asyncio.get_running_loop()
-        self._last = self._loop.time()
-        self._is_busy = False
-        self._writing: asyncio.Future[None] | None = None
-        self._timer = self._loop.call_later(seconds, self._look)
-
-    async def write(self, message: Message) -> None:
-        """Send an event, after what is being written already."""
-        self._is_busy = True
-        if self._writing is not None:
-            await self._writing
-            self._writing = None
-        await self._send(message)
-        self._is_busy = False
-        self._last = self._loop.time()
-
-    async def aclose(self) -> None:
-        self._timer.cancel()
-        if self._writing is not None:
-            self._writing.cancel()
-            await asyncio.wait([self._writing])
-            if not self._writing.cancelled():
-                self._writing.exception()  # its client has gone
-
-    def _look(self) -> None:
-        now = self._loop.time()
-        if now < self._last + self._seconds:
-            self._timer = self._loop.call_at(self._last + self._seconds, self._look)
-            return
-        is_written = self._writing is None or self._writing.done()
-        if is_written and not self._is_busy:  # else its client doesn't read
-            self._writing = asyncio.ensure_future(self._send(self._message))
-        self._last = now
-        self._timer = self._loop.call_later(self._seconds, self._look)
-
-
-class TimeLimit:
-    """Raises TimeoutError in its task if one of many short waits takes longer than `seconds`.
-
-    One timer for all of them: a timer of its own would cost a write that doesn't wait as much again.
+    Its task gets TimeoutError if a message is not taken for `max_write_s`. One timer for all: one for each
+    message would cost a write that doesn't wait as much again.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(
+        self,
+        send: Send,
+        max_write_s: float = MAX_WRITE_S,
+        idle: bytes = b"",
+        idle_s: float = IDLE_S,
+    ) -> None:
+        self._send = send
+        self._max_write_s = max_write_s
+        self._idle = idle
+        self._idle_s = idle_s if idle else math.inf
         self._loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._since: float | None = None
+        self._since: float | None = None  # of the write under way
+        self._last = self._loop.time()  # end of the last one
+        self._idling: asyncio.Future[None] | None = None
         self._is_over = False
-        self._timer = self._loop.call_later(seconds, self._look)
+        self._timer = self._loop.call_later(min(self._idle_s, max_write_s), self._look)
 
-    def begin(self) -> None:
-        """A wait begins."""
+    async def write(self, message: Message) -> None:
+        """Send a message, after what is being written already."""
         self._since = self._loop.time()
+        if self._idling is not None:
+            await self._idling
+            self._idling = None
+        await self._send(message)
+        self._last, self._since = self._loop.time(), None
 
-    def end(self) -> None:
-        """It is over."""
-        self._since = None
-
-    def __enter__(self) -> "TimeLimit":
+    async def __aenter__(self) -> "Writer":
         return self
 
-    def __exit__(
+    async def __aexit__(
         self, _: type[BaseException] | None, error: BaseException | None, __: object
     ) -> None:
         self._timer.cancel()
+        if self._idling is not None:
+            self._idling.cancel()
+            await asyncio.wait([self._idling])
+            if not self._idling.cancelled():
+                self._idling.exception()  # its client has gone
         if self._is_over and self._task.uncancel() == 0 and isinstance(error, CancelledError):
             raise TimeoutError from error
 
     def _look(self) -> None:
         now = self._loop.time()
-        due = (now if self._since is None else self._since) + self._seconds
-        if due <= now:
-            self._is_over = True
-            self._task.cancel()
+        if self._since is not None:
+            due = self._since + self._max_write_s
+            if due <= now:
+                self._is_over = True
+                self._task.cancel()
+                return
         else:
-            self._timer = self._loop.call_at(due, self._look)
+            due = self._last + self._idle_s
+            if due <= now:
+                if self._idling is None or self._idling.done():  # else its client doesn't read
+                    message = {"type": "http.response.body", "body": self._idle, "more_body": True}
+                    self._idling = asyncio.ensure_future(self._send(message))
+                self._last, due = now, now + self._idle_s
+        self._timer = self._loop.call_at(min(due, now + self._max_write_s), self._look)

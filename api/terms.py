@@ -210,9 +210,11 @@ def _control_ttl_s(request: AnyRequest, param: str) -> float | None:
         if isinstance(content := message.get("content"), list):
             parts = (part for part in content if isinstance(part, dict))
             marks += [part["cache_control"] for part in parts if part.get("cache_control")]
+    if not marks:
+        return None
     if not all(isinstance(mark, dict) and mark.get("type") == "ephemeral" for mark in marks):
         raise InvalidParameter(param, marks, 'give {"type": "ephemeral", "ttl": "5m" or "1h"}')
-    return max((read_ttl_s(mark.get("ttl", "5m"), f"{param}.ttl") for mark in marks), default=None)
+    return max(read_ttl_s(mark.get("ttl", "5m"), f"{param}.ttl") for mark in marks)
 
 
 def read_ttl_s(text: Any, param: str) -> float:

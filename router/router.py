@@ -7,6 +7,7 @@ it goes on with what it knows, what it booked itself and what it can predict.
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Final, NamedTuple
 
 from mallee.protocol.bookings import Booked
@@ -160,7 +161,7 @@ class Router:
         self._check_unbooked(request)
         placer = self._placer
         now = self._clock()
-        with self._fleet.only(among):
+        with nullcontext() if among is None else self._fleet.only(among):
             home = placer.home(affinity)
             seen = placer.note(hashes)
             demand = placer.demand(

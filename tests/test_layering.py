@@ -40,7 +40,6 @@ ARROWS: dict[str, set[str]] = {
     "search": {"protocol", "search"},
     "client": {"protocol", "graphs", "search", "client"},
     "runtime": {"protocol", "runtime"},
-    "runtime.telemetry.tracing": {"protocol", "router.dispatch", "router.placement", "runtime"},
     "gateway": {"protocol", "router", "worker", "sessions", "runtime", "gateway"},
     "api": {"protocol", "router", "graphs", "search", "runtime", "gateway", "api"},
     "actors": {

@@ -29,7 +29,7 @@ from mallee.actors.epp.prompts import PromptReader
 from mallee.actors.epp.server import Limits, PickerServer
 from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.tokenizer import Tokenizer
-from mallee.gateway.bookings import BookingFeed
+from mallee.gateway.fleet.bookings import BookingFeed
 from mallee.protocol.errors import InternalError
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.runtime.bus.access import operators_broker

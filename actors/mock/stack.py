@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from mallee.actors.build import (
-    Gateway,
+    GatewayProcess,
     build_gateway,
     build_router,
     build_transport,
@@ -66,7 +66,7 @@ class MockStack:
         self._secret = new_secret()
         self._folder = Path(tempfile.mkdtemp(prefix="mallee-"))
         self._listener: socket.socket | None = None
-        self._gateway: Gateway | None = None
+        self._gateway: GatewayProcess | None = None
         self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -121,7 +121,7 @@ class MockStack:
                 raise ConfigError("a process of mocked engines has ended")
             if self.broker is not None and not self.broker.is_running:
                 raise InternalError("the broker's supervisor failed")
-            if (failure := self._gateway.service.failure) is not None:
+            if (failure := self._gateway.gateway.operator.failure) is not None:
                 raise InternalError(f"a task of the gateway failed: {failure!r}") from failure
         await self._serving
 

@@ -1,4 +1,4 @@
 """Verbs of branches that run: tokens come into them, and they are cancelled.
 
-Knows bodies and the service; texts become tokens elsewhere. Must not know workers.
+Knows bodies and the gateway; texts become tokens elsewhere. Must not know workers.
 """

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Final, NamedTuple
 
 from mallee.api.branches.accounts import RESOURCES, Account, Budget, Loan
-from mallee.gateway.shared.records import SharedRecords
+from mallee.gateway.records import SharedRecords
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import (
     BadRequest,

@@ -13,7 +13,7 @@ from mallee.api.schemas import InjectRequest, PrioritizeRequest, PruneRequest
 from mallee.api.serve import json_response
 from mallee.api.sse import unless_gone
 from mallee.api.terms import checked_priority
-from mallee.gateway.service import Service
+from mallee.gateway.gateway import Gateway
 from mallee.protocol.errors import InvalidParameter, UnknownBranch
 from mallee.protocol.ids import RequestId
 
@@ -24,9 +24,9 @@ class BranchHandlers:
     """The verbs of running branches."""
 
     def __init__(
-        self, service: Service, maker: JobMaker, reader: PromptReader, asking: Asking
+        self, gateway: Gateway, maker: JobMaker, reader: PromptReader, asking: Asking
     ) -> None:
-        self._verbs = BranchVerbs(service)
+        self._verbs = BranchVerbs(gateway)
         self._maker = maker
         self._reader = reader
         self._asking = asking

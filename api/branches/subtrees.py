@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from mallee.gateway.service import Service
+from mallee.gateway.gateway import Gateway
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import Unavailable
 from mallee.protocol.ids import CapsuleId, Scope
@@ -33,9 +33,9 @@ _decode_part: Final = Decoder(_Part, "a part of a subtree")
 class Subtrees:
     """One gateway's side: it ends what began here, and has the others do so."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        service.records.share(_BELOW, self._tell)
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        gateway.records.share(_BELOW, self._tell)
 
     async def prune(self, capsule: CapsuleId, scope: Scope) -> tuple[list[str], list[CapsuleId]]:
         """End the whole subtree: its requests that were not over, and the capsules that all of them left.
@@ -60,14 +60,14 @@ class Subtrees:
 
     def _here(self, capsule: CapsuleId, origins: Iterable[str], scope: Scope) -> _Part:
         names = [CapsuleId(name) for name in origins]
-        part = self._service.prune_below(capsule, names, scope)
+        part = self._gateway.requests.prune_below(capsule, names, scope)
         return _Part([*part.requests], [*part.ended], [*part.left])
 
     async def _others(self, capsule: CapsuleId, scope: Scope, origins: list[str]) -> list[_Part]:
         found: list[_Part] = []
         for i in range(0, len(origins), MAX_ORIGINS):
             given = encode(origins[i : i + MAX_ORIGINS])
-            raws, is_whole = await self._service.records.gather(_BELOW, capsule, scope, given=given)
+            raws, is_whole = await self._gateway.records.gather(_BELOW, capsule, scope, given=given)
             found += map(_decode_part, raws)
             if not is_whole:
                 raise Unavailable(

@@ -5,7 +5,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from mallee.gateway.service import Service
+from mallee.gateway.gateway import Gateway
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import LookupIncomplete, Unavailable, UnknownBranch, UnknownRequest
 from mallee.protocol.hashing import as_tokens
@@ -38,10 +38,10 @@ def injection(branch: int, tokens: Any, *, replaces: bool) -> Verb:
 class BranchVerbs:
     """One gateway's side: it carries out what others pass on, and passes on what it doesn't run."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        service.records.share(_RUNS, self._tell_runs)
-        service.records.share(_VERB, self._tell_outcome)
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        gateway.records.share(_RUNS, self._tell_runs)
+        gateway.records.share(_VERB, self._tell_outcome)
 
     async def run(self, request: RequestId, verb: Verb, scope: Scope) -> list[int]:
         """The branches that it was carried out on; of `inject` the place in the answer.
@@ -52,7 +52,7 @@ class BranchVerbs:
         try:
             return await self._here(request, verb, scope)
         except (UnknownRequest, UnknownBranch):
-            records = self._service.records
+            records = self._gateway.records
             if await records.fetch(_RUNS, request, scope) is None:
                 raise
         given = encode(verb)
@@ -72,20 +72,22 @@ class BranchVerbs:
             case "inject":
                 (branch,) = verb.branches or [0]
                 tokens = as_tokens(unpack_tokens(verb.tokens))
-                place: Awaitable[int] = self._service.inject(
+                place: Awaitable[int] = self._gateway.requests.inject(
                     request, branch, tokens, scope, replaces=verb.replaces
                 )
                 return [await place]
             case "prune":
-                return self._service.prune(request, verb.branches, scope)
+                return self._gateway.requests.prune(request, verb.branches, scope)
             case "prioritize":
-                return self._service.prioritize(request, verb.branches, verb.priority, scope)
+                return self._gateway.requests.prioritize(
+                    request, verb.branches, verb.priority, scope
+                )
 
     async def _tell_runs(self, key: str, scope: Scope, _: bytes) -> bytes | None:
-        return b"" if self._service.runs(RequestId(key), scope) else None
+        return b"" if self._gateway.requests.runs(RequestId(key), scope) else None
 
     async def _tell_outcome(self, key: str, scope: Scope, given: bytes) -> bytes | None:
         request = RequestId(key)
-        if not self._service.runs(request, scope):
+        if not self._gateway.requests.runs(request, scope):
             return None
         return encode(await self._here(request, _decode_verb(given), scope))

@@ -6,13 +6,15 @@ from dataclasses import replace
 from math import inf
 from typing import Final, NamedTuple
 
+from msgspec import structs
+
 from mallee.api.branches.accounts import Account
 from mallee.api.branches.budgets import Bound, Budgets
 from mallee.api.branches.conditions import BranchConditions
 from mallee.api.branches.scoring import Scored, Scoring
 from mallee.api.callbacks.callbacks import Callbacks
 from mallee.api.jobs import Plan
-from mallee.gateway.service import Delta
+from mallee.gateway.requests.deltas import Delta
 from mallee.protocol.errors import InvalidParameter, MalleeError
 from mallee.protocol.gateways.loans import Amounts
 from mallee.protocol.ids import RequestId
@@ -75,13 +77,11 @@ class Watch:
         token_bytes: Callable[[int], bytes],
         *,
         callbacks: Callbacks,
-    ) -> "Watch | None":
-        """None if nothing is to be watched. Raises as `Budgets.begin`."""
+    ) -> "Watch":
+        """Raises as `Budgets.begin`."""
         account, conditions = None, plan.conditions
         if bound is not None:
             account = await budgets.begin(bound, plan.budget, plan.num_choices)
-        if account is None and conditions is None:
-            return None
         scoring = None
         if conditions is not None and conditions.score is not None:
             scope = plan.jobs[0].scope
@@ -101,7 +101,8 @@ class Watch:
         known = plan.jobs[0].terms  # of all
         deadline_s = rest_s if known.deadline_s is None else min(known.deadline_s, rest_s)
         terms = known._replace(deadline_s=deadline_s)
-        return replace(plan, jobs=tuple(replace(job, terms=terms) for job in plan.jobs))
+        jobs = tuple(replace(job, terms=terms) for job in plan.jobs)
+        return structs.replace(plan, jobs=jobs)
 
     @property
     def rest_s(self) -> float | None:

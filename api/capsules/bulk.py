@@ -9,7 +9,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 from starlette.datastructures import QueryParams
 
-from mallee.gateway.service import CapsuleInfo, Service
+from mallee.gateway.capsules.capsules import CapsuleInfo
+from mallee.gateway.gateway import Gateway
 from mallee.protocol.errors import (
     BadRequest,
     InvalidParameter,
@@ -114,7 +115,7 @@ def _seconds(query: QueryParams, name: str) -> float | None:
 class Bulk:
     """The capsules of one `scope` that `wanted` means. `clock`: seconds since the epoch."""
 
-    service: Service
+    gateway: Gateway
     scope: Scope
     wanted: CapsuleFilter
     clock: Callable[[], float]
@@ -176,7 +177,7 @@ class Bulk:
         The scope's capsules are gone through once.
         """
         size = min(size, ASKED_PAGE) if self.wanted.asks_workers else size
-        held = self.service.capsules(self.scope, after)
+        held = self.gateway.capsules.of(self.scope, after)
         while run := list(islice(held, size)):
             now = self.clock()
             infos = [info for info in run if self.wanted.may_mean(info, now)]
@@ -193,7 +194,7 @@ class Bulk:
 
     async def _inspect(self, info: CapsuleInfo) -> CapsuleInfo | None:
         try:
-            return await self.service.inspect(info.capsule, self.scope)
+            return await self.gateway.capsules.inspect(info.capsule, self.scope)
         except NotFound:  # it has gone
             return None
         except LookupIncomplete:
@@ -201,7 +202,7 @@ class Bulk:
 
     async def _release(self, info: CapsuleInfo) -> MalleeError | None:
         try:
-            await self.service.release_capsule(info.capsule, self.scope)
+            await self.gateway.capsules.release(info.capsule, self.scope)
         except NotFound:
             return None
         except MalleeError as error:
@@ -223,7 +224,7 @@ async def _each(
 
 
 async def release_each(
-    service: Service,
+    gateway: Gateway,
     capsules: Sequence[CapsuleId],
     scope: Scope,
     released: Callable[[CapsuleId], None],
@@ -234,7 +235,7 @@ async def release_each(
     async def release(capsule: CapsuleId) -> bool:
         async with turns:
             try:
-                await service.release_capsule(capsule, scope)
+                await gateway.capsules.release(capsule, scope)
             except NotFound:
                 pass  # it went by itself
             except MalleeError:

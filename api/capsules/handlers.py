@@ -34,7 +34,7 @@ from mallee.api.schemas import (
 from mallee.api.serve import Server, json_response
 from mallee.api.sse import unless_gone
 from mallee.api.terms import read_terms
-from mallee.gateway.service import CapsuleInfo
+from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.protocol.errors import InvalidParameter, QuotaExceeded, QuotaTooSmall
 from mallee.protocol.ids import CapsuleId, RequestId
 
@@ -43,14 +43,14 @@ MAX_INLINE_TOKENS: Final = 4096  # that are decoded on the event loop
 
 
 class CapsuleHandlers:
-    """Makes, shows, forks, moves and forgets capsules. All state is the service's."""
+    """Makes, shows, forks, moves and forgets capsules. All state is the gateway's."""
 
     def __init__(self, server: Server, maker: JobMaker, asking: Asking) -> None:
         self._server = server
-        self._service = server.service
+        self._gateway = server.gateway
         self._maker = maker
         self._asking = asking
-        self._subtrees = Subtrees(server.service)
+        self._subtrees = Subtrees(server.gateway)
 
     async def create(self, request: Request) -> Response:
         asked = await self._asking.read(request, CapsuleRequest)
@@ -60,7 +60,7 @@ class CapsuleHandlers:
         return await self._server.capsule(request, job)
 
     async def get(self, request: Request) -> Response:
-        info = await self._service.inspect(_capsule(request), self._asking.scope(request))
+        info = await self._gateway.capsules.inspect(_capsule(request), self._asking.scope(request))
         return json_response(self._body(request, info))
 
     async def text(self, request: Request) -> Response:
@@ -68,7 +68,7 @@ class CapsuleHandlers:
         capsule, asked = _capsule(request), request.query_params.get("start", "0")
         if not (asked.isascii() and asked.isdecimal() and len(asked) <= MAX_START_DIGITS):
             raise InvalidParameter("start", asked, "give the number of tokens to leave out")
-        reading = self._service.tokens(capsule, self._asking.scope(request))
+        reading = self._gateway.capsules.tokens(capsule, self._asking.scope(request))
         tokens = await unless_gone(request.receive, reading)
         start = min(int(asked), len(tokens))
 
@@ -109,7 +109,7 @@ class CapsuleHandlers:
 
     async def fork(self, request: Request) -> Response:
         asked = await self._asking.read(request, ForkRequest)
-        info = await self._service.capsule(_capsule(request), asked.scope)
+        info = await self._gateway.capsules.show(_capsule(request), asked.scope)
         plan = await self._asking.make(
             request, asked, lambda body, scope, terms: self._maker.fork(body, info, scope, terms)
         )
@@ -117,24 +117,24 @@ class CapsuleHandlers:
 
     async def restore(self, request: Request) -> Response:
         asked = await self._asking.read(request, RestoreRequest)
-        info = await self._service.capsule(_capsule(request), asked.scope)
+        info = await self._gateway.capsules.show(_capsule(request), asked.scope)
         plan = self._maker.restore(asked.body, info, asked.scope, asked.terms)
         return await self._server.answer(request, plan, RESTORE)
 
     async def rewind(self, request: Request) -> Response:
         asked = await self._asking.read(request, RewindRequest)
-        info = await self._service.capsule(_capsule(request), asked.scope)
+        info = await self._gateway.capsules.show(_capsule(request), asked.scope)
         to, ttl_s = self._maker.rewind(asked.body, info)
         return await self._kept(
-            request, to, lambda: self._service.rewind(info.capsule, to, ttl_s, asked.scope)
+            request, to, lambda: self._gateway.capsules.rewind(info.capsule, to, ttl_s, asked.scope)
         )
 
     async def capture(self, request: Request) -> Response:
         asked = await self._asking.read(request, CaptureRequest)
         name, branch = RequestId(request.path_params["request"]), asked.body.branch
         ttl_s = self._maker.pin(PinRequest(model=asked.body.model, ttl_s=asked.body.ttl_s))
-        with caller_of(request).visit.making(0, self._service.is_kept):
-            info = await self._service.capture(name, branch, ttl_s, asked.scope)
+        with caller_of(request).visit.making(0, self._gateway.capsules.is_kept):
+            info = await self._gateway.requests.capture(name, branch, ttl_s, asked.scope)
 
         async def made() -> CapsuleInfo:
             return info
@@ -142,7 +142,7 @@ class CapsuleHandlers:
         try:
             return await self._kept(request, info.boundary, made)
         except (QuotaExceeded, QuotaTooSmall):  # its size is known by now alone
-            await self._service.release_capsule(info.capsule, asked.scope)
+            await self._gateway.capsules.release(info.capsule, asked.scope)
             raise
 
     async def prune(self, request: Request) -> Response:
@@ -152,30 +152,32 @@ class CapsuleHandlers:
         pruning = self._subtrees.prune(capsule, asked.scope)
         requests, capsules = await unless_gone(request.receive, pruning)
         with visit:
-            releasing = release_each(self._service, capsules, asked.scope, visit.unkeep)
+            releasing = release_each(self._gateway, capsules, asked.scope, visit.unkeep)
             num = await unless_gone(request.receive, releasing)
         body = {"id": capsule, "object": "capsule.pruned", "requests": requests}
         return json_response({**body, "released": num, "left": len(capsules) - num})
 
     async def pin(self, request: Request) -> Response:
         asked = await self._asking.read(request, PinRequest)
-        info = await self._service.capsule(_capsule(request), asked.scope)
+        info = await self._gateway.capsules.show(_capsule(request), asked.scope)
         ttl_s = self._maker.pin(asked.body)
         return await self._kept(
             request,
             info.boundary,
-            lambda: self._service.pin(info.capsule, ttl_s, asked.scope),
+            lambda: self._gateway.capsules.pin(info.capsule, ttl_s, asked.scope),
         )
 
     async def unpin(self, request: Request) -> Response:
-        info = await self._service.pin(_capsule(request), None, self._asking.scope(request))
+        info = await self._gateway.capsules.pin(
+            _capsule(request), None, self._asking.scope(request)
+        )
         caller_of(request).visit.unkeep(info.capsule)
         return json_response(self._body(request, info))
 
     async def demote(self, request: Request) -> Response:
         asked = await self._asking.read(request, DemoteRequest)
         tier = self._maker.demote(asked.body)
-        moved = self._service.demote(_capsule(request), tier, asked.scope)
+        moved = self._gateway.capsules.demote(_capsule(request), tier, asked.scope)
         info = await unless_gone(request.receive, moved)
         return json_response(self._body(request, info))
 
@@ -183,24 +185,24 @@ class CapsuleHandlers:
         asked = await self._asking.read(request, AnyRequest)
         self._maker.check_model(asked.body.model)
         share = asked.terms.share
-        moved = self._service.promote(_capsule(request), share, asked.scope)
+        moved = self._gateway.capsules.promote(_capsule(request), share, asked.scope)
         info = await unless_gone(request.receive, moved)
         return json_response(self._body(request, info))
 
     async def export(self, request: Request) -> Response:
         capsule = _capsule(request)
-        exported = self._service.export(capsule, self._asking.scope(request))
+        exported = self._gateway.capsules.export(capsule, self._asking.scope(request))
         return CapsuleFile(await unless_gone(request.receive, exported), capsule)
 
     async def take(self, request: Request) -> Response:
         asked, caller = read_query(request.query_params), caller_of(request)
         self._maker.check_import(asked)
         scope, terms = self._asking.scope(request), read_terms(asked, caller, request.headers)
-        with caller.visit.making(0, self._service.is_kept):
+        with caller.visit.making(0, self._gateway.capsules.is_kept):
             pass  # a key that may keep no more is told before it sends gigabytes
-        incoming = await self._service.begin_import()
+        incoming = await self._gateway.capsules.begin_import()
         try:
-            found = await take_file(request, incoming, self._service.max_import_nbytes)
+            found = await take_file(request, incoming, self._gateway.capsules.max_import_nbytes)
             job = self._maker.imported(asked, found, scope, terms)
             return await self._server.capsule(request, job, found.nbytes)
         finally:
@@ -208,20 +210,20 @@ class CapsuleHandlers:
 
     async def delete(self, request: Request) -> Response:
         capsule = _capsule(request)
-        await self._service.release_capsule(capsule, self._asking.scope(request))
+        await self._gateway.capsules.release(capsule, self._asking.scope(request))
         caller_of(request).visit.unkeep(capsule)
         return json_response({"id": capsule, "object": "capsule.deleted", "deleted": True})
 
     def _bulk(self, request: Request, others: tuple[str, ...] = ()) -> Bulk:
         """The capsules that a query means, which may have `others` too. Raises InvalidParameter."""
         wanted = read_filter(request.query_params, others)
-        return Bulk(self._service, self._asking.scope(request), wanted, self._server.clock)
+        return Bulk(self._gateway, self._asking.scope(request), wanted, self._server.clock)
 
     async def _kept(
         self, request: Request, tokens: int, make: Callable[[], Awaitable[CapsuleInfo]]
     ) -> Response:
         """The answer to what pins a capsule; its key may keep no more than its quota."""
-        with caller_of(request).visit.making(tokens, self._service.is_kept) as keep:
+        with caller_of(request).visit.making(tokens, self._gateway.capsules.is_kept) as keep:
             info = await make()
             keep(info.capsule)
         return json_response(self._body(request, info))

@@ -101,7 +101,7 @@ def _check_unbounded(body: AnyRequest) -> None:
 
 
 def _salt(request: Request) -> str:
-    return checked_salt(header(request.headers, SALT_HEADER) or "", SALT_HEADER)
+    return checked_salt(header(request.scope, SALT_HEADER) or "", SALT_HEADER)
 
 
 def read_count(text: str | None, name: str, default: int, most: int) -> int:

@@ -16,14 +16,13 @@ from collections.abc import MutableMapping
 from typing import Any, Final, NamedTuple
 
 import xxhash
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mallee.api.entry.middleware import caller_of, header, read_body
+from mallee.api.entry.middleware import caller_of, given, header, read_body
 from mallee.api.errors import CLIENT_GONE, AnswerNotKept, ClientGone, KeyReused
-from mallee.api.sse import MAX_WRITE_S, TimeLimit, unless_gone
+from mallee.api.sse import MAX_WRITE_S, Writer, unless_gone
 from mallee.protocol.errors import InvalidParameter, Unavailable
 
 KEY_HEADER: Final = "idempotency-key"
@@ -174,8 +173,7 @@ class IdempotencyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises MalleeError, and what the app raises."""
-        headers = Headers(scope=scope) if scope["type"] == "http" else None
-        if headers is None or scope["method"] != "POST" or KEY_HEADER not in headers:
+        if scope.get("method") != "POST" or not given(scope, KEY_HEADER.encode()):
             await self._app(scope, receive, send)
             return
         request = Request(scope, receive)
@@ -199,7 +197,7 @@ class IdempotencyMiddleware:
 
     def _name(self, request: Request) -> _Name:
         """Raises InvalidParameter."""
-        key = header(request.headers, KEY_HEADER) or ""
+        key = header(request.scope, KEY_HEADER) or ""
         if not (0 < len(key) <= MAX_KEY and key.isascii() and key.isprintable()):
             raise InvalidParameter(KEY_HEADER, key, f"give 1 to {MAX_KEY} printable characters")
         if request.url.path == _FILES:
@@ -207,7 +205,7 @@ class IdempotencyMiddleware:
                 KEY_HEADER, key, "an import of a file takes no key: leave it out"
             )
         caller = caller_of(request)
-        salt = header(request.headers, self._salt_header) or ""
+        salt = header(request.scope, self._salt_header) or ""
         return _Name(caller.tenant, caller.is_operator, salt, key)
 
     async def _run(
@@ -281,12 +279,10 @@ class _Reader:
             self._record.leave(self)
 
     async def _send_all(self, scope: MutableMapping[str, Any], send: Send) -> None:
-        with TimeLimit(MAX_WRITE_S) as limit:
+        async with Writer(send) as writer:
             while messages := await self._record.read(self):
                 for message in messages:
-                    limit.begin()
-                    await send(self._own(message, scope))
-                    limit.end()
+                    await writer.write(self._own(message, scope))
                     if _is_last(message):
                         return
 

@@ -3,10 +3,10 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Final, TypeAlias
 
-from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
@@ -17,10 +17,12 @@ from mallee.api.errors import (
     ClientGone,
     SlowBody,
     UnsupportedEncoding,
+    answer_to,
     error_response,
 )
 from mallee.api.errors import unexpected as unexpected_error
 from mallee.gateway.access.access import NOBODY, TENANT_HEADER, Access, Caller
+from mallee.gateway.access.quotas import UNLIMITED
 from mallee.protocol.errors import InvalidParameter, MalleeError, Unauthorized
 
 _log = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ LINGER_S: Final = 5.0
 CountAnswer: TypeAlias = Callable[[str, int], None]
 """Called with the path's template (not the path) and the HTTP status when an answer begins."""
 
-# Told to everybody: the state of the service, though not whole, and the API's description and the page's
+# Told to everybody: the state of the gateway, though not whole, and the API's description and the page's
 # files, alike everywhere.
 _OPEN = frozenset(("/health", "/health/live", "/health/ready", "/openapi.json", "/docs", "/ui"))
 _OPEN_FILES = "/ui/"
@@ -56,7 +58,7 @@ def age_s(request: Request) -> float:
 
 
 class AuthMiddleware:
-    """ASGI middleware. Finds each request's caller, counts answers, catches bugs.
+    """ASGI middleware. Finds each request's caller, counts answers, writes refusals, catches bugs.
 
     A bug is logged with a fresh id and answered by a 500 that names the id and nothing else.
     """
@@ -99,12 +101,12 @@ class AuthMiddleware:
                 is_work = scope["method"] == "POST" and scope["path"] not in OUTER
                 if is_work or INNER in scope:  # a frame costs its sender too little to be free
                     await self._turns.wait()
-                with caller.visit if is_work else nullcontext():
+                with caller.visit if is_work else UNLIMITED:
                     await self._app(scope, receive, counted_send)
-            except MalleeError as error:
+            except (MalleeError, HTTPException, ClientGone) as error:
                 if has_begun:
                     raise
-                await error_response(error)(scope, receive, counted_send)
+                await answer_to(error, scope)(scope, receive, counted_send)
         except Exception:
             request_id = self._new_id()
             _log.exception("request %s failed", request_id)
@@ -123,29 +125,34 @@ class AuthMiddleware:
 
     def _find_caller(self, scope: Scope) -> Caller:
         """Raises Unauthorized, Forbidden."""
-        headers = Headers(scope=scope)
         try:
-            return self._access.caller(_bearer(headers), header(headers, TENANT_HEADER))
+            token = _bearer(scope) if self._access.has_keys else None
+            return self._access.caller(token, header(scope, TENANT_HEADER))
         except Unauthorized:
             if scope["path"] in _OPEN or scope["path"].startswith(_OPEN_FILES):
                 return NOBODY
             raise
 
 
-def header(headers: Headers, name: str) -> str | None:
+def given(scope: Scope, name: bytes) -> list[str]:
+    """The values of a header, whose name is in lower case."""
+    return [value.decode("latin-1") for each, value in scope["headers"] if each == name]
+
+
+def header(scope: Scope, name: str) -> str | None:
     """A header that names an owner. Raises InvalidParameter if it comes twice: one may be a stranger's."""
-    given = headers.getlist(name)
-    if len(given) > 1:
-        raise InvalidParameter(name, given, "give it once")
-    return given[0] if given else None
+    values = given(scope, name.encode())
+    if len(values) > 1:
+        raise InvalidParameter(name, values, "give it once")
+    return values[0] if values else None
 
 
-def _bearer(headers: Headers) -> str | None:
+def _bearer(scope: Scope) -> str | None:
     """The key that was sent, if exactly one was: OpenAI's header before Anthropic's."""
-    given = headers.getlist("authorization")
-    if not given and len(keys := headers.getlist("x-api-key")) == 1:
+    bearers = given(scope, b"authorization")
+    if not bearers and len(keys := given(scope, b"x-api-key")) == 1:
         return keys[0].strip()
-    kind, _, token = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+    kind, _, token = bearers[0].partition(" ") if len(bearers) == 1 else ("", "", "")
     return token.strip() if kind.lower() == "bearer" else None
 
 
@@ -194,12 +201,13 @@ async def _drop_rest(request: Request) -> None:
 
 def _check_head(request: Request, limit: int, too_large: type[BodyTooLarge]) -> None:
     """Raises UnsupportedEncoding, and `too_large` if the body is said to be."""
-    declared = request.headers.get("content-length", "0")
+    declared = given(request.scope, b"content-length")
     # A sane server passes digits only; for anything else the bytes that arrive are counted.
-    if declared.isdecimal() and int(declared[:20]) > limit:
+    if declared and declared[0].isdecimal() and int(declared[0][:20]) > limit:
         raise too_large(limit)
-    if (encoding := request.headers.get("content-encoding", "identity")) not in ("identity", ""):
-        raise UnsupportedEncoding(encoding)
+    encodings = given(request.scope, b"content-encoding")
+    if encodings and encodings[0] not in ("identity", ""):
+        raise UnsupportedEncoding(encodings[0])
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from mallee.api.errors import ClientGone
 from mallee.api.sse import unless_gone
-from mallee.gateway.capsule_files.exports import Export
+from mallee.gateway.capsules.files.exports import Export
 from mallee.protocol.errors import MalleeError
 
 MAX_STALL_S: Final = 20.0

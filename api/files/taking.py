@@ -12,7 +12,7 @@ from starlette.requests import Request
 from mallee.api.entry.middleware import LINGER_S, body_pieces
 from mallee.api.errors import ClientGone, ImportTooLarge
 from mallee.api.schemas import AnyRequest
-from mallee.gateway.capsule_files.imports import Import, Received
+from mallee.gateway.capsules.files.imports import Import, Received
 from mallee.protocol.errors import InvalidParameter, MalleeError
 
 FEED_NBYTES: Final = 1 << 20  # checked and written at once, in another thread

@@ -41,7 +41,7 @@ class GraphHandlers:
         self._maker = GraphMaker(
             maker,
             reader,
-            n_ctx=server.service.model.max_model_len,
+            n_ctx=server.gateway.process.model.max_model_len,
             fork=settings.max_branches,
         )
         self._store = GraphStore(
@@ -68,8 +68,8 @@ class GraphHandlers:
             if account is not None:
                 account.close()
             raise
-        caller, service = caller_of(request), self._server.service
-        name = graph_name(service.new_name(asked.scope)) if name is None else name
+        caller, gateway = caller_of(request), self._server.gateway
+        name = graph_name(gateway.requests.new_name(asked.scope)) if name is None else name
         run = GraphRun(
             name,
             plan,

@@ -19,7 +19,7 @@ from mallee.api.schemas import (
     SamplingFields,
     read,
 )
-from mallee.gateway.service import CapsuleInfo
+from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.graphs.context import check_context
 from mallee.graphs.graph import Graph, checked_graph
 from mallee.graphs.nodes import Branch, Filled, Map, Node, Tool

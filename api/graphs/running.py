@@ -1,4 +1,4 @@
-"""One graph that runs: the effects of its state machine are carried out with the service.
+"""One graph that runs: the effects of its state machine are carried out with the gateway.
 
 Prefills and forks run each in a task of one group; they tell the machine what happens, and the effects that
 follow are carried out at once, in order. Capsules are given back as soon as the machine says so.
@@ -33,7 +33,7 @@ from mallee.api.graphs.writing import (
 )
 from mallee.api.serve import Server, prefill
 from mallee.gateway.access.quotas import Visit
-from mallee.gateway.service import CapsuleInfo
+from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.graphs.effects import Cancel, Effect, Ended, Expanded, Over, Release, Start
 from mallee.graphs.nodes import Filled, Join, Prefill, Tool, parts, texts_of
 from mallee.graphs.run import Output, Run
@@ -276,7 +276,7 @@ class GraphRun:
         if group.request is not None:
             with suppress(UnknownRequest):
                 branch = group.names.index(name)
-                self._server.service.prune(group.request, [branch], self._plan.scope)
+                self._server.gateway.requests.prune(group.request, [branch], self._plan.scope)
 
     def _release(self, name: str) -> None:
         known = self._computed[name]
@@ -291,7 +291,7 @@ class GraphRun:
 
     async def _released(self, capsule: CapsuleId) -> None:
         try:
-            await self._server.service.release_capsule(capsule, self._plan.scope)
+            await self._server.gateway.capsules.release(capsule, self._plan.scope)
         except NotFound:
             pass  # it has gone by itself
         except MalleeError as error:
@@ -326,15 +326,15 @@ class GraphRun:
         makes = capsule_id(request) if self._run.is_forked_early(name) else None
         make = partial(self._maker.prefill, plan, text, makes=makes)
         job = await self._made(make, _num_chars(text))
-        num, service = len(job.tokens), self._server.service
+        num, gateway = len(job.tokens), self._server.gateway
 
         def placed(request: RequestId) -> None:
             self._begun(name, request, num)
             self._carry_out()  # what forks it early is ready
 
-        with self._visit.staying() as part, part.making(num, service.is_kept) as keep:
+        with self._visit.staying() as part, part.making(num, gateway.capsules.is_kept) as keep:
             part.begin(1, num)
-            last = await prefill(service, job, 0.0, request, placed=placed)
+            last = await prefill(gateway, job, 0.0, request, placed=placed)
             assert last.capsule is not None
             assert last.worker is not None
             keep(last.capsule)
@@ -358,12 +358,14 @@ class GraphRun:
             lambda: self._maker.fork(self._plan, spec, info, texts, keeps=keeps, item=item),
             sum(map(_num_chars, texts)),
         )
-        server, service = self._server, self._server.service
+        server, gateway = self._server, self._server.gateway
         with ExitStack() as stack:
             part = stack.enter_context(self._visit.staying())
             usage = UsageCounter(plan.prompt_tokens, part.charge)
             if plan.keeps:
-                keep = stack.enter_context(part.making(plan.prompt_tokens, service.is_kept))
+                keep = stack.enter_context(
+                    part.making(plan.prompt_tokens, gateway.capsules.is_kept)
+                )
                 usage = UsageCounter(plan.prompt_tokens, part.charge, keep)
             part.begin(plan.num_choices, plan.prompt_tokens)
             stream = await server.start(plan, 0.0)

@@ -66,7 +66,7 @@ class GraphWishes:
         self._store = store
         self._maker = maker
         self._asking = asking
-        self._records = server.service.records
+        self._records = server.gateway.records
         self._copies = ProgressCopies(ttl_s=ttl_s, clock=server.clock)
         self._records.share(_VERB, self._tell)
         self._records.share(_PROGRESS, self._tell_copy, self._forget_copy, self._hear_copy)
@@ -138,10 +138,10 @@ class GraphWishes:
         if progress.digest != plan.digest:
             remedy = "its nodes or outputs were others: send it as it was"
             raise InvalidParameter("resume", name, remedy)
-        service = self._server.service
+        gateway = self._server.gateway
 
         async def find(capsule: CapsuleId) -> None:
-            await service.capsule(capsule, plan.scope)
+            await gateway.capsules.show(capsule, plan.scope)
 
         return await still_done(plan.graph, progress.nodes, find)
 

@@ -24,7 +24,7 @@ class LiveHandlers:
     def __init__(self, server: Server, asking: Asking) -> None:
         self._server = server
         self._asking = asking
-        server.service.records.share(_LIFE, self._tell)
+        server.gateway.records.share(_LIFE, self._tell)
 
     async def get(self, request: Request) -> Response:
         """Raises UnknownRequest, LookupIncomplete."""
@@ -34,7 +34,7 @@ class LiveHandlers:
             life = self._life(name, scope, names_workers=names_workers)
         except UnknownRequest:
             given = _NAMES_WORKERS if names_workers else b""
-            raw = await self._server.service.records.fetch(_LIFE, name, scope, given=given)
+            raw = await self._server.gateway.records.fetch(_LIFE, name, scope, given=given)
             if raw is None:
                 raise
             life = msgspec.json.decode(raw)
@@ -42,7 +42,7 @@ class LiveHandlers:
 
     def _life(self, name: RequestId, scope: Scope, *, names_workers: bool) -> dict[str, Any]:
         """Raises UnknownRequest: it did not begin at this gateway, or long ago."""
-        life = self._server.service.life(name, scope, names_workers=names_workers)
+        life = self._server.gateway.requests.life(name, scope, names_workers=names_workers)
         return {**life, "created": self._server.clock() - life["age_s"]}
 
     async def _tell(self, key: str, scope: Scope, given: bytes) -> bytes | None:

@@ -13,8 +13,8 @@ from mallee.api.messages.errors import anthropic_error
 from mallee.api.messages.reading import input_of
 from mallee.api.messages.schemas import FIVE_MINUTES_S
 from mallee.api.messages.signatures import signature_of
-from mallee.gateway.answers import outcome_of
-from mallee.gateway.lives import verdict_body
+from mallee.gateway.requests.lives import verdict_body
+from mallee.gateway.requests.meter import outcome_of
 from mallee.protocol.errors import MalleeError
 
 _encoder: Final = msgspec.json.Encoder()

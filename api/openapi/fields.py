@@ -99,7 +99,7 @@ FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
         **_OBJECT,
     },
     "score": {
-        "description": "By log-probability, a verifier that asks the model, or a service by its URL.",
+        "description": "By log-probability, a verifier that asks the model, or a gateway by its URL.",
         "anyOf": [
             {"enum": ["mean_logprob", "sum_logprob"]},
             {**_OBJECT, "required": ["prompt", "answers"]},

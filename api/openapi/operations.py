@@ -714,7 +714,7 @@ OPERATIONS: Final = (
         "GET",
         "/health",
         "health",
-        "State of the service",
+        "State of the gateway",
         bodies.Health,
         successes=(200, 503),
         is_open=True,

@@ -12,7 +12,7 @@ from mallee.api.responses.items import shown
 from mallee.api.responses.sharing import END_S, named, packed, request_of, unpacked
 from mallee.api.responses.store import Record, ResponseStore, UnknownResponse, num_chars
 from mallee.api.text.conversation import MAX_MESSAGES, Conversation
-from mallee.gateway.shared.records import SharedRecords
+from mallee.gateway.records import SharedRecords
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import (
     CodecError,

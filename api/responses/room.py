@@ -84,14 +84,14 @@ class Responses:
         self._tasks = tasks
         self.store = ResponseStore(settings, server.clock)
         self.conversations = Conversations(
-            server.service.records,
+            server.gateway.records,
             self.store,
-            new_name=server.service.new_name,
+            new_name=server.gateway.requests.new_name,
             clock=server.clock,
         )
-        self._shared = SharedResponses(server.service.records, self.store, tasks, self._end)
+        self._shared = SharedResponses(server.gateway.records, self.store, tasks, self._end)
         self._background: dict[str, Background] = {}  # those that run
-        server.service.records.share(_EVENTS, self._tell_events)
+        server.gateway.records.share(_EVENTS, self._tell_events)
 
     async def create(self, request: Request) -> Response:
         asked = await self._asking.read(request, ResponseRequest)
@@ -205,7 +205,7 @@ class Responses:
 
     async def _events_elsewhere(self, record: Record, after: int) -> _Events:
         """Raises BadRequest, LookupIncomplete."""
-        raw = await self._server.service.records.fetch(
+        raw = await self._server.gateway.records.fetch(
             _EVENTS,
             request_of(record.id),
             record.scope,
@@ -259,7 +259,7 @@ class Responses:
             return False
         left = record.left
         try:
-            info = await self._server.service.capsule(left.capsule, record.scope)
+            info = await self._server.gateway.capsules.show(left.capsule, record.scope)
         except (NotFound, LookupIncomplete):
             return False
         return not info.is_stale and info.boundary == left.prompt_tokens + len(left.drawn)

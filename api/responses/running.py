@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,59 +15,26 @@ from mallee.api.responses.turns import PlannedTurn
 from mallee.api.responses.writing import Writer, sse
 from mallee.api.serve import LOGPROBS_COST, TURN_TOKENS, Named, Server
 from mallee.gateway.access.quotas import Visit
-from mallee.gateway.service import BranchStream, Delta
+from mallee.gateway.requests.deltas import Delta
+from mallee.gateway.requests.lives import BranchLife
+from mallee.gateway.requests.observers import Observer
 from mallee.protocol.errors import CapsuleStale, LookupIncomplete, MalleeError, NotFound
-from mallee.protocol.hashing import Tokens, as_tokens
-from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
-from mallee.protocol.messages import FinishReason
+from mallee.protocol.hashing import as_tokens
 from mallee.router.dispatch.jobs import ForkJob
 
 log = logging.getLogger(__name__)
 
 
-class DrawnStream:
-    """A stream whose tokens are remembered: the answer as it was drawn."""
+class DrawnTokens(Observer):
+    """The tokens of a request with one branch, as they were drawn."""
 
-    def __init__(self, stream: BranchStream) -> None:
-        self._stream = stream
-        self._deltas = aiter(stream)
+    __slots__ = ("tokens",)
+
+    def __init__(self) -> None:
         self.tokens = array("I")
 
-    @property
-    def request(self) -> RequestId:
-        return self._stream.request
-
-    @property
-    def worker(self) -> WorkerId:
-        return self._stream.worker
-
-    async def opened(self) -> None:
-        await self._stream.opened()
-
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return self
-
-    async def __anext__(self) -> Delta:
-        return self._seen(await anext(self._deltas))
-
-    def take(self) -> Delta | None:
-        delta = self._stream.take()
-        return None if delta is None else self._seen(delta)
-
-    def cancel(self, branch: int) -> None:
-        self._stream.cancel(branch)
-
-    def cut(
-        self, branch: int, at: int, residue: Tokens, end: FinishReason = "stop"
-    ) -> CapsuleId | None:
-        return self._stream.cut(branch, at, residue, end)
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
-
-    def _seen(self, delta: Delta) -> Delta:
+    def delivered(self, branch: BranchLife, delta: Delta) -> None:
         self.tokens.extend(delta.tokens)
-        return delta
 
 
 class Run:
@@ -101,16 +68,16 @@ class Run:
         self._plan_whole = plan_whole
         self.error: MalleeError | None = None  # of an answer that failed
         self._usage: UsageCounter | None = None
-        self._drawn: DrawnStream | None = None
+        self._drawn = DrawnTokens()
         self._text: TextStream | None = None
 
     def admit(self, visit: Visit) -> None:
         """Count its prompt. Raises QuotaExceeded."""
-        plan, service = self._planned.plan, self._server.service
+        plan, gateway = self._planned.plan, self._server.gateway
         visit.begin(1, plan.prompt_tokens)
         self._usage = UsageCounter(plan.prompt_tokens, visit.charge)
         if plan.keeps:
-            with visit.making(plan.prompt_tokens, service.is_kept) as keep:
+            with visit.making(plan.prompt_tokens, gateway.capsules.is_kept) as keep:
                 self._usage = UsageCounter(plan.prompt_tokens, visit.charge, keep)
 
     async def open(self, prepare_s: float) -> TextDelta:
@@ -125,8 +92,10 @@ class Run:
         return await self._begin(prepare_s, again)
 
     async def _begin(self, prepare_s: float, named: Named) -> TextDelta:
-        plan = self._planned.plan
-        self._text = await self._server.start(plan, prepare_s, named=named, follow=self._follow)
+        plan, self._drawn = self._planned.plan, DrawnTokens()
+        self._text = await self._server.start(
+            plan, prepare_s, named=named, observers=(self._drawn,)
+        )
         try:
             first = await anext(self._text)
             if isinstance(first.error, (NotFound, CapsuleStale)):
@@ -136,14 +105,10 @@ class Run:
             raise
         return first
 
-    def _follow(self, stream: BranchStream) -> BranchStream:
-        self._drawn = DrawnStream(stream)
-        return self._drawn
-
     @property
     def worker(self) -> str:
-        assert self._drawn is not None
-        return self._drawn.worker
+        assert self._text is not None
+        return self._text.streams[0].worker
 
     async def events(self, first: TextDelta) -> AsyncGenerator[list[dict[str, Any]], None]:
         """All events, in groups; errors are events too. The record is stored before the last."""
@@ -210,7 +175,6 @@ class Run:
         """Have the record, and its conversation, go on after the answer. Raises MalleeError."""
         planned, record = self._planned, self._record
         record.turn = Turn(planned.turn, self.writer.answer())
-        assert self._drawn is not None
         prompt_tokens = planned.plan.prompt_tokens
         num_drawn = last.boundary - prompt_tokens
         if last.capsule is not None and 0 <= num_drawn <= len(self._drawn.tokens):

@@ -9,7 +9,7 @@ import msgspec
 
 from mallee.api.responses.store import Left, Record, ResponseStore, Turn, UnknownResponse
 from mallee.api.text.conversation import Conversation, Function, Message
-from mallee.gateway.shared.records import ASK_S, SharedRecords
+from mallee.gateway.records import ASK_S, SharedRecords
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import CodecError, InternalError, LookupIncomplete, Unavailable
 from mallee.protocol.ids import CapsuleId, Scope

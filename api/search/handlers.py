@@ -52,7 +52,7 @@ class SearchHandlers:
         )
         begun = 0
         if plan.capsule is not None:
-            found = await self._server.service.capsule(CapsuleId(plan.capsule), asked.scope)
+            found = await self._server.gateway.capsules.show(CapsuleId(plan.capsule), asked.scope)
             begun = found.boundary
         run, is_streamed = self._run(request, plan, asked.scope, begun), False
 
@@ -104,7 +104,7 @@ class SearchHandlers:
             "created": int(self._server.clock()),
             "model": self._server.model_name,
             "seed": plan.seed,
-            "blocks": run.num_blocks(self._server.service.block_size),
+            "blocks": run.num_blocks(self._server.gateway.process.router.config.block_size),
             "spent": run.spent._asdict(),
             **msgspec.structs.asdict(run.result),
         }
@@ -119,10 +119,12 @@ class SearchHandlers:
         if not run.is_whole and run.root is not None:
             nodes = list(map(CapsuleId, run.capsules))
             with suppress(UnknownCapsule):  # it was deleted meanwhile
-                below = self._server.service.prune_below(CapsuleId(run.root), own or nodes, scope)
+                below = self._server.gateway.requests.prune_below(
+                    CapsuleId(run.root), own or nodes, scope
+                )
                 nodes = [*dict.fromkeys((*nodes, *below.left))]
             found += nodes
         unkeep = caller_of(request).visit.unkeep
-        num = await release_each(self._server.service, found, scope, unkeep)
+        num = await release_each(self._server.gateway, found, scope, unkeep)
         if num < len(found):
             _log.warning("%d capsules of a search are left: no worker answers", len(found) - num)

@@ -68,7 +68,7 @@ class SearchRequest(AnyRequest, frozen=True, kw_only=True):
 
 
 class UrlScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Values by a service of the client's, of those that the operator allows."""
+    """Values by a gateway of the client's, of those that the operator allows."""
 
     url: str
 

@@ -74,7 +74,7 @@ class Spent(NamedTuple):
 class Run:
     """One search of one request. `nodes` gives those that join the tree; then there is a `result`.
 
-    `capsules` are those that its branches have left. `name` groups its questions to a service by URL.
+    `capsules` are those that its branches have left. `name` groups its questions to a gateway by URL.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Run:
         return list(await asyncio.gather(*asking))
 
     async def _called(self, url: str, work: Score) -> list[float | None]:
-        """The values of texts by a service of the client's. Raises CallbackFailed."""
+        """The values of texts by a gateway of the client's. Raises CallbackFailed."""
         assert self._search is not None, "it has begun"
         tree = self._search.tree
         before = sum(each.proposal.num_tokens for each in tree.path(tree.nodes[work.node])[1:])

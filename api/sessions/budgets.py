@@ -6,7 +6,7 @@ from msgspec import structs
 
 from mallee.api.branches.accounts import Budget
 from mallee.api.branches.budgets import Budgets
-from mallee.gateway.service import Service
+from mallee.gateway.gateway import Gateway
 from mallee.gateway.sessions.sessions import SessionView
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import MalleeError, Unavailable
@@ -22,10 +22,10 @@ _AGAIN: Final = "a session's budget has to be known to every gateway, and {}; se
 class SessionBudgets:
     """One gateway's side: it gives budgets to sessions, and hears of those that others give."""
 
-    def __init__(self, service: Service, budgets: Budgets) -> None:
-        self._service = service
+    def __init__(self, gateway: Gateway, budgets: Budgets) -> None:
+        self._gateway = gateway
         self._budgets = budgets
-        service.records.share(_KIND, self._hear)
+        gateway.records.share(_KIND, self._hear)
 
     async def give(self, name: str, scope: Scope, budget: Budget, parent: str, tenant: str) -> None:
         """Bound a session, which may be new, from now on, or give its budget new limits.
@@ -34,7 +34,7 @@ class SessionBudgets:
         gateway has heard of it. What runs already goes on as it began.
         """
         self._check_up()
-        sessions = self._service.sessions
+        sessions = self._gateway.sessions
         own = sessions.own_budget(name, scope)
         if not own or not await self._budgets.change(own, scope, budget):
             above = sessions.budget_above(name, scope, parent)
@@ -50,7 +50,7 @@ class SessionBudgets:
         Raises as `give`; there is no new session then.
         """
         self._check_up()
-        sessions = self._service.sessions
+        sessions = self._gateway.sessions
         root = sessions.root_of_fork(name, scope, new, capsule).capsule
         above = root if account_of(root) else sessions.budget(name, scope)
         own = await self._made(budget, scope, above)
@@ -77,22 +77,22 @@ class SessionBudgets:
         bound = self._budgets.bound(budget, scope, above)
         assert bound is not None
         await self._budgets.give(bound, budget)
-        return self._service.new_name(scope, bound.key)
+        return self._gateway.requests.new_name(scope, bound.key)
 
     def _check_up(self) -> None:
-        if not self._service.records.is_up:
+        if not self._gateway.records.is_up:
             raise Unavailable(_AGAIN.format("the broker is away"))
 
     async def _tell_all(self, note: SessionNote) -> None:
         given = encode(note)
-        asking = self._service.records.gather(_KIND, note.budget, note.scope, given=given)
+        asking = self._gateway.records.gather(_KIND, note.budget, note.scope, given=given)
         if not (await asking)[1]:
             raise Unavailable(_AGAIN.format("one does not answer"))
 
     async def _hear(self, name: str, scope: Scope, given: bytes) -> bytes | None:
         note = decode_session_note(given)
         if (note.budget, note.scope) == (name, scope):
-            self._service.sessions.hear(note)
+            self._gateway.sessions.hear(note)
         return _DONE
 
 

@@ -16,7 +16,7 @@ from mallee.api.serve import Server, json_response
 from mallee.api.sessions.budgets import SessionBudgets
 from mallee.api.sessions.names import check_session
 from mallee.api.sse import unless_gone
-from mallee.gateway.service import CapsuleInfo
+from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.gateway.sessions.sessions import SessionView
 from mallee.protocol.errors import BadRequest, InvalidParameter, NotFound
 from mallee.protocol.gateways.session_notes import NodeNote
@@ -28,11 +28,11 @@ NUM_ASKED: Final = 64  # questions to workers at once, of one request
 
 
 class SessionHandlers:
-    """Lists, shows, bounds, forks and closes sessions. All state is the service's, and its budgets'."""
+    """Lists, shows, bounds, forks and closes sessions. All state is the gateway's, and its budgets'."""
 
     def __init__(self, server: Server, asking: Asking, *, draw_seed: Callable[[], int]) -> None:
-        self._service = server.service
-        self._budgets = SessionBudgets(server.service, server.budgets)
+        self._gateway = server.gateway
+        self._budgets = SessionBudgets(server.gateway, server.budgets)
         self._asking = asking
         self._draw_seed = draw_seed
 
@@ -40,7 +40,7 @@ class SessionHandlers:
         query = request.query_params
         limit = read_count(query.get("limit"), "limit", 20, MAX_LISTED)
         scope = self._asking.scope(request)
-        found, has_more = self._service.sessions.page(scope, query.get("after", ""), limit)
+        found, has_more = self._gateway.sessions.page(scope, query.get("after", ""), limit)
         bodies = [_body(view) for view in found]
         last = bodies[-1]["id"] if bodies else None
         return json_response(
@@ -58,13 +58,13 @@ class SessionHandlers:
         parent = body.parent if body.parent != name else ""
         giving = self._budgets.give(name, asked.scope, budget, parent, asked.terms.tenant)
         await unless_gone(request.receive, giving)
-        view = self._service.sessions.show(name, asked.scope)
+        view = self._gateway.sessions.show(name, asked.scope)
         return json_response(await self._bound_body(view, asked.scope))
 
     async def show(self, request: Request) -> Response:
         scope = self._asking.scope(request)
-        await self._service.sessions.learn(_session(request), scope)
-        view = self._service.sessions.show(_session(request), scope)
+        await self._gateway.sessions.learn(_session(request), scope)
+        view = self._gateway.sessions.show(_session(request), scope)
         names_workers = caller_of(request).is_operator
         infos = await unless_gone(request.receive, self._inspect(view.nodes, scope))
         nodes = [
@@ -80,9 +80,9 @@ class SessionHandlers:
         new = asked.body.session or f"session_{self._draw_seed():016x}"
         source = _session(request)
         budget = read_budget(asked.body.budget, "budget")
-        await self._service.sessions.learn(source, asked.scope, asked.body.capsule)
+        await self._gateway.sessions.learn(source, asked.scope, asked.body.capsule)
         if budget is None:
-            view, _ = self._service.sessions.fork(source, asked.scope, new, asked.body.capsule)
+            view, _ = self._gateway.sessions.fork(source, asked.scope, new, asked.body.capsule)
         else:
             forking = self._budgets.fork(source, asked.scope, new, asked.body.capsule, budget)
             view = await unless_gone(request.receive, forking)
@@ -100,8 +100,8 @@ class SessionHandlers:
         return await self._close(request, asked.body.session_id, asked.scope)
 
     async def _close(self, request: Request, session: str, scope: Scope) -> Response:
-        await self._service.sessions.learn(session, scope)
-        closed = await self._service.sessions.close(session, scope)
+        await self._gateway.sessions.learn(session, scope)
+        closed = await self._gateway.sessions.close(session, scope)
         for capsule in closed.released:
             caller_of(request).visit.unkeep(capsule)
         return json_response(
@@ -125,7 +125,7 @@ class SessionHandlers:
         async def ask(node: NodeNote) -> CapsuleInfo | None:
             async with turns:
                 try:
-                    return await self._service.inspect(CapsuleId(node.capsule), scope)
+                    return await self._gateway.capsules.inspect(CapsuleId(node.capsule), scope)
                 except NotFound:
                     return None
 

@@ -69,27 +69,29 @@ KINDS: Final = (
     _Kind("x-session-affinity"),
     _Kind("x-smg-routing-key"),
 )
+_HEADERS: Final = {
+    name.encode() for name in (FINAL_HEADER, *(n for kind in KINDS for n in kind if n))
+}
 
 
 def read_session(request: AnyRequest, headers: Headers) -> SessionNames:
     """Raises InvalidParameter for what the body says."""
     own = request.mallee
-    for name, value in (
-        ("mallee.session", own.session),
-        ("mallee.parent_session", own.parent_session),
-        ("session_id", request.session_id),
-    ):
-        check_session(value, name)
-    session, parent = own.session or request.session_id, ""
-    kinds = iter(() if session else KINDS)
-    while not session and (kind := next(kinds, None)) is not None:
-        session, parent = kind.read(headers)
-    parent = own.parent_session or parent
+    check_session(own.session, "mallee.session")
+    check_session(own.parent_session, "mallee.parent_session")
+    check_session(request.session_id, "session_id")
+    session, parent = own.session or request.session_id, own.parent_session
+    is_final = own.session_final
+    if not _HEADERS.isdisjoint(name for name, _ in headers.raw):
+        if not session:
+            found = (kind.read(headers) for kind in KINDS)
+            session, above = next((each for each in found if each[0]), ("", ""))
+            parent = parent or above
+        is_final = is_final or _named(headers, FINAL_HEADER).lower() in _TRUE
     if own.parent_session and not session:
         raise InvalidParameter(
             "mallee.parent_session", parent, "name the session too, as mallee.session"
         )
-    is_final = own.session_final or _named(headers, FINAL_HEADER).lower() in _TRUE
     return SessionNames(session, parent if parent != session else "", bool(session) and is_final)
 
 

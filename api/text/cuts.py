@@ -62,7 +62,7 @@ def _in_window(
         if not text.is_waiting:
             ends.append((number, len(written)))
     if is_whole:
-        written += text.flush()
+        written += text.push((), is_last=True)
     seen = len(written) - num_dropped
     if seen < 0:
         return None
@@ -75,6 +75,6 @@ def _in_window(
         ids = tokenizer.encode(residue, scope=scope)
         text = tokenizer.detokenizer(shown)
         text.push(tokens[begin:number])
-        if ids and text.push(ids) + text.flush() == residue:
+        if ids and text.push(ids, is_last=True) == residue:
             return TokenCut(number, ids)
     return None

@@ -191,9 +191,10 @@ class Tokenizer:
 
     def detokenizer(self, shown: Collection[str] = ()) -> "Detokenizer":
         """A fresh one, for one branch. Its text has the special tokens that are `shown`, and no others."""
-        hidden = {i for text, i in self.special_tokens.items() if text not in shown}
-        shows_some = len(hidden) < len(self.special_tokens)
-        return Detokenizer(self, frozenset(hidden) if shows_some else None)
+        if self.special_tokens.keys().isdisjoint(shown):
+            return Detokenizer(self._inner)
+        hidden = (i for text, i in self.special_tokens.items() if text not in shown)
+        return Detokenizer(self._inner, frozenset(hidden))
 
 
 def _takes_part(other: str, text: str, *, is_first: bool) -> bool:
@@ -228,7 +229,7 @@ def _tokens_around(inner: tokenizers.Tokenizer) -> "tuple[array[int], array[int]
 
 
 class Detokenizer:
-    """Text of one branch, as its tokens arrive: the pushes and the flush add up to `decode` of all.
+    """Text of one branch, as its tokens arrive: the pushes up to the last add up to `decode` of all.
 
     Decoders look at neighbours (a word's leading space, a character over several tokens), so each push
     decodes a short window that starts one emission back and emits what the window grew by. Text that
@@ -236,48 +237,46 @@ class Detokenizer:
     characters with stray bytes, `decode` spoils the whole run, and what was emitted stays.
     """
 
-    __slots__ = ("_emitted", "_hidden", "_ids", "_read", "_tokenizer")
+    __slots__ = ("_decoder", "_emitted", "_hidden", "_ids", "_read")
 
-    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int] | None = None) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, hidden: frozenset[int] | None = None) -> None:
         """`hidden`: tokens without text; by default the special ones."""
-        self._tokenizer = tokenizer
+        self._decoder = inner.decode
         self._hidden = hidden
         self._ids: list[int] = []  # the window: tokens [0, _read) are emitted, the rest wait
         self._read = 0
         self._emitted = ""  # decode of the emitted part
 
-    def push(self, tokens: Sequence[int]) -> str:
-        """Take tokens; the text that no later token can change."""
+    def push(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
+        """Take tokens; the text that no later token can change.
+
+        After the last ones all of it, with U+FFFD for a character that never came to its end.
+        """
         hidden = self._hidden
-        self._ids.extend(int(t) for t in tokens if hidden is None or t not in hidden)
-        return self._advance(is_last=False)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether text is held back."""
-        return self._read < len(self._ids)
-
-    def flush(self) -> str:
-        """The text held back, with U+FFFD for a character that never came to its end."""
-        return self._advance(is_last=True)
-
-    def _advance(self, *, is_last: bool) -> str:
+        self._ids += tokens if hidden is None else [t for t in tokens if t not in hidden]
         if self._read == len(self._ids):
             return ""
         text = self._decode(self._ids)
         if text.endswith(_UNFINISHED) and not is_last:
             return ""
         new = text[len(self._emitted) :]
-        tail = self._ids[self._read :]
-        tail_text = self._decode(tail)
-        if tail_text:  # a window without text would lose the next word's leading space
-            self._ids, text = tail, tail_text
+        if not is_last:
+            tail = self._ids[self._read :]
+            tail_text = self._decode(tail)
+            if tail_text:  # a window without text would lose the next word's leading space
+                self._ids, text = tail, tail_text
         self._read = len(self._ids)
         self._emitted = text
         return new
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._hidden is None)
+    @property
+    def is_waiting(self) -> bool:
+        """Whether text is held back."""
+        return self._read < len(self._ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._decoder(ids, skip_special_tokens=self._hidden is None)
+        return text
 
 
 class StopMatcher:

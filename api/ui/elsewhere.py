@@ -37,7 +37,7 @@ class Elsewhere:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._records = server.service.records
+        self._records = server.gateway.records
         self._answers: dict[tuple[Scope, str], _Answer] = {}
         self._records.share(_KIND, self._tell)
 
@@ -45,7 +45,7 @@ class Elsewhere:
         """The branches of a tenant's sessions, as each gateway tells them that answers in time."""
         if not self._records.has_others:
             return []
-        name = self._server.service.new_name(scope)  # of the scope: no record has it
+        name = self._server.gateway.requests.new_name(scope)  # of the scope: no record has it
         raws, _ = await self._records.gather(_KIND, name, scope, given=tenant.encode())
         return raws
 
@@ -64,10 +64,10 @@ class Elsewhere:
         return raw
 
     def _running(self, scope: Scope, tenant: str) -> Running:
-        service = self._server.service
-        look, num_left = Look(service, self._server.tokenizer, scope), MAX_BRANCHES
+        gateway = self._server.gateway
+        look, num_left = Look(gateway, self._server.tokenizer, scope), MAX_BRANCHES
         found: dict[str, list[dict[str, Any]]] = {}
-        for tree in service.sessions.trees.newest(scope, tenant, MAX_SESSIONS):
+        for tree in gateway.sessions.trees.newest(scope, tenant, MAX_SESSIONS):
             if tree.running and num_left > 0:
                 found[tree.key.name] = branches = look.branches(tree)[:num_left]
                 num_left -= len(branches)

@@ -66,7 +66,7 @@ class UiHandlers:
             if num >= most:
                 raise Unavailable(f"{num} clients watch this gateway already; try again later")
         scope = self._asking.scope(request)
-        watch = SessionWatch(self._server.service, self._server.tokenizer, scope, tenant)
+        watch = SessionWatch(self._server.gateway, self._server.tokenizer, scope, tenant)
         self._watchers[tenant] += 1
 
         async def leave() -> None:

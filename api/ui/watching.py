@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from mallee.api.text.tokenizer import Tokenizer
-from mallee.gateway.service import OpenBranch, Service
+from mallee.gateway.gateway import Gateway
+from mallee.gateway.requests.requests import OpenBranch
 from mallee.gateway.sessions.trees import SessionTree
 from mallee.protocol.gateways.session_notes import NodeNote
 from mallee.protocol.ids import RequestId, Scope
@@ -21,8 +22,8 @@ _NOTHING: Final[Mapping[str, NodeNote]] = {}
 class Look:
     """One look at the branches that run at this gateway."""
 
-    def __init__(self, service: Service, tokenizer: Tokenizer, scope: Scope) -> None:
-        self._service = service
+    def __init__(self, gateway: Gateway, tokenizer: Tokenizer, scope: Scope) -> None:
+        self._gateway = gateway
         self._tokenizer = tokenizer
         self._scope = scope
         self._num_tails = 0
@@ -32,7 +33,7 @@ class Look:
         return [body for request in sorted(tree.running) for body in self._of(request)]
 
     def _of(self, request: RequestId) -> list[dict[str, Any]]:
-        capsule, prompt_tokens = self._service.sessions.trees.start_of(request)
+        capsule, prompt_tokens = self._gateway.sessions.trees.start_of(request)
         return [
             {
                 "request": request,
@@ -40,7 +41,7 @@ class Look:
                 "prompt_tokens": prompt_tokens,
                 **self._branch(each),
             }
-            for each in self._service.open_branches(request, self._scope)
+            for each in self._gateway.requests.open_branches(request, self._scope)
         ]
 
     def _branch(self, branch: OpenBranch) -> dict[str, Any]:
@@ -62,8 +63,8 @@ class Look:
 class SessionWatch:
     """Tells one watcher what has changed since it looked last."""
 
-    def __init__(self, service: Service, tokenizer: Tokenizer, scope: Scope, tenant: str) -> None:
-        self._service = service
+    def __init__(self, gateway: Gateway, tokenizer: Tokenizer, scope: Scope, tenant: str) -> None:
+        self._gateway = gateway
         self._tokenizer = tokenizer
         self._scope = scope
         self._tenant = tenant
@@ -75,8 +76,8 @@ class SessionWatch:
         `elsewhere`: branches that run at other gateways. Sessions that only these know are not among them
         until they have left a capsule.
         """
-        look = Look(self._service, self._tokenizer, self._scope)
-        trees = self._service.sessions.trees.newest(self._scope, self._tenant, MAX_SESSIONS)
+        look = Look(self._gateway, self._tokenizer, self._scope)
+        trees = self._gateway.sessions.trees.newest(self._scope, self._tenant, MAX_SESSIONS)
         names = {tree.key.name for tree in trees}
         gone = [name for name in self._told if name not in names]
         for name in gone:

@@ -15,11 +15,12 @@ from itertools import count
 
 import numpy as np
 
-from mallee.gateway.feed import FleetFeed
+from mallee.gateway.fleet.feed import FleetFeed
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import KVMemoryExceeded, NoWorker
+from mallee.protocol.events import Lease
 from mallee.protocol.hashing import Hashes
-from mallee.protocol.ids import RequestId
+from mallee.protocol.ids import Incarnation, RequestId, WorkerId
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from mallee.runtime.telemetry.metrics import GatewayMetrics
@@ -54,6 +55,25 @@ class Metrics(GatewayMetrics):
         self.lags_s.append(lag_s)
 
 
+class Members:
+    """Takes every worker, and does nothing with it."""
+
+    def join(self, lease: Lease) -> None:
+        pass
+
+    def on_lease(self, lease: Lease) -> None:
+        pass
+
+    def drain(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        pass
+
+    def leave(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        pass
+
+    def is_heard(self, worker: WorkerId, incarnation: Incarnation) -> bool:
+        return False
+
+
 class Gateway:
     """A router, its feed, and the decisions it was asked for."""
 
@@ -67,9 +87,7 @@ class Gateway:
             model=SPEC,
             fleet=FLEET,
             metrics=self.metrics,
-            on_join=lambda lease: None,
-            on_drain=lambda worker, incarnation: None,
-            on_leave=lambda worker, incarnation: None,
+            members=Members(),
             clock=time.monotonic,
         )
         self.latencies_s: list[float] = []

@@ -23,7 +23,8 @@ from bench.measure import run_async
 from mallee.api.api import build_api
 from mallee.gateway.access.access import Access
 from mallee.gateway.access.scopes import Scopes
-from mallee.gateway.gateway import GatewayService
+from mallee.gateway.gateway import Gateway
+from mallee.gateway.shell import Process
 from mallee.protocol.codec import encode
 from mallee.protocol.events import Lease, decode_batch
 from mallee.protocol.hashing import Tokens
@@ -65,11 +66,8 @@ class ByteCodec:
     def detokenizer(self, shown: Sequence[str] = ()) -> "ByteCodec":
         return self
 
-    def push(self, tokens: Sequence[int]) -> str:
+    def push(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
         return " word" * len(tokens)
-
-    def flush(self) -> str:
-        return ""
 
 
 def _text_side(path: Path | None) -> tuple[Any, Any]:
@@ -89,20 +87,21 @@ async def serve(port: int, workers: list[str], events: str, path: Path | None) -
     await bus.connect()
     await worker_bus.connect()
     scopes, metrics = Scopes(b"bench", draw=secrets.token_bytes), GatewayMetrics()
-    service = GatewayService(
-        "g0",
-        bus=bus,
-        transport=Transport("g0", SECRET),
-        router=Router(RouterConfig(block_size=BLOCK_SIZE), clock=time.monotonic),
-        model=SPEC,
+    process = Process(
+        gateway="g0",
         fleet=FLEET,
+        model=SPEC,
+        bus=bus,
+        router=Router(RouterConfig(block_size=BLOCK_SIZE), clock=time.monotonic),
         metrics=metrics,
         ids=scopes,
-        expected_workers=len(workers),
+        clock=time.monotonic,
+        wall_clock=time.time,
     )
+    gateway = Gateway(process, Transport("g0", SECRET), expected_workers=len(workers))
     tokenizer, chat = _text_side(path)
     api = build_api(
-        service,
+        gateway,
         tokenizer,
         chat,
         access=Access(None, {}),
@@ -115,7 +114,7 @@ async def serve(port: int, workers: list[str], events: str, path: Path | None) -
         draw_seed=lambda: secrets.randbits(64),
         count_answer=metrics.answered,
     )
-    await service.start_up()
+    await gateway.start_up()
     reader, writer = await asyncio.open_unix_connection(events)  # without it nothing is measured
     tasks = Tasks("the stub workers' bus")
     tasks.spawn(_lease(worker_bus, workers))
@@ -124,7 +123,7 @@ async def serve(port: int, workers: list[str], events: str, path: Path | None) -
     await uvicorn.Server(config).serve()
     await tasks.close()
     writer.close()
-    await service.close()
+    await gateway.close()
 
 
 async def _pass_events(bus: LocalBus, reader: asyncio.StreamReader) -> None:

@@ -215,9 +215,9 @@ async def gateway(spec: GatewaySpec) -> Any:
         names = [each.worker for each in router.workers()]
         stats = router.stats()
         return _report(
-            _broken(made.service.check) or _broken(router.check),
-            len(made.service._answers),
-            num_waiting=made.service.num_waiting,
+            _broken(made.gateway.check) or _broken(router.check),
+            len(made.gateway.shell.running),
+            num_waiting=made.gateway.requests.num_waiting,
             num_booked=stats.booked_requests,
             digests={str(name): router.digest(name) or 0 for name in names},
             capsules={str(name): sorted(map(str, router.capsules_of(name))) for name in names},

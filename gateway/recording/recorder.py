@@ -12,22 +12,18 @@ from typing import Final, Literal, TypeAlias, TypeVar
 from msgspec import structs
 
 from mallee.gateway.recording.files import RecordFolder, append
+from mallee.gateway.requests.deltas import Delta
+from mallee.gateway.requests.lives import BranchLife
+from mallee.gateway.requests.observers import Observer
 from mallee.protocol.errors import ConfigError, StorageFailed
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId
-from mallee.protocol.messages import (
-    FinishReason,
-    Fork,
-    Generate,
-    Prefill,
-    Share,
-    TokenLogprobs,
-    pack_tokens,
-)
+from mallee.protocol.messages import Fork, Generate, Prefill, Share, pack_tokens
 from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.router.dispatch.jobs import Job
 from mallee.router.dispatch.shards import Shard
 from mallee.router.dispatch.token_memory import CapsuleTokens
+from mallee.router.placement.placer import Placement
 from mallee.runtime.tasks import Tasks
 from mallee.sessions.record import (
     FORMAT,
@@ -143,7 +139,7 @@ def shown(weights: WeightVersion) -> WeightVersion:
     return structs.replace(weights, path="")
 
 
-class RequestTape:
+class RequestTape(Observer):
     """The part of a session's record about one request."""
 
     __slots__ = ("_number", "_session")
@@ -152,34 +148,47 @@ class RequestTape:
         self._session = session
         self._number = number
 
-    def placed(self, shard: Shard) -> None:
+    def placed(self, shard: Shard, placement: Placement, at_s: float) -> None:
         session, branches = self._session, shard.branches
-        where = (branches.start, len(branches), session.label(shard.worker))
-        weights = shown(shard.weights)
-        session.add(Placed(self._number, session.at_s(), *where, weights, shard.dispatch.is_moved))
+        session.add(
+            Placed(
+                number=self._number,
+                at_s=session.at_s(),
+                first=branches.start,
+                count=len(branches),
+                worker=session.label(shard.worker),
+                weights=shown(shard.weights),
+                is_moved=shard.dispatch.is_moved,
+            )
+        )
 
-    def got(
-        self,
-        branch: int,
-        tokens: tuple[int, ...],
-        finish: FinishReason | None,
-        *,
-        capsule: CapsuleId | None = None,
-        boundary: int = 0,
-        error: str | None = None,
-        logprobs: tuple[TokenLogprobs, ...] = (),
+    def delivered(self, branch: BranchLife, delta: Delta) -> None:
+        session, capsule = self._session, delta.capsule
+        entry = Got(
+            number=self._number,
+            at_s=session.at_s(),
+            branch=delta.branch,
+            tokens=pack_tokens(delta.tokens),
+            finish=delta.finish,
+            capsule=capsule,
+            boundary=delta.boundary,
+            error=None if delta.error is None else delta.error.code,
+            logprobs=delta.logprobs,
+        )
+        session.add(entry, capsule=capsule)
+
+    def gave_up(self, branch: BranchLife) -> None:
+        self._session.add(GivenUp(self._number, self._session.at_s(), branch.index))
+
+    def cut(self, branch: BranchLife, at: int, residue: Tokens) -> None:
+        self.shortened(branch, at, residue, branch.capsule)
+
+    def shortened(
+        self, branch: BranchLife, at: int, residue: Tokens, capsule: CapsuleId | None
     ) -> None:
-        session, raw = self._session, pack_tokens(tokens)
-        news = (branch, raw, finish, capsule, boundary, error, logprobs)
-        session.add(Got(self._number, session.at_s(), *news), capsule=capsule)
-
-    def given_up(self, branch: int) -> None:
-        self._session.add(GivenUp(self._number, self._session.at_s(), branch))
-
-    def cut(self, branch: int, at: int, residue: Tokens, capsule: CapsuleId | None) -> None:
-        session = self._session
-        where = (branch, at, residue.tobytes(), capsule)
-        session.add(CutShort(self._number, session.at_s(), *where), capsule=capsule)
+        session, left = self._session, residue.tobytes()
+        entry = CutShort(self._number, session.at_s(), branch.index, at, left, capsule)
+        session.add(entry, capsule=capsule)
 
     def captured(self, branch: int, capsule: CapsuleId, boundary: int) -> None:
         session = self._session

@@ -2,19 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from mallee.gateway.sessions.trees import (
-    LATE_S,
-    HashesOf,
-    SessionKey,
-    SessionTree,
-    SessionTrees,
-)
-from mallee.gateway.shared.records import SharedRecords
+from mallee.gateway.capsules.capsules import Capsules
+from mallee.gateway.records import SharedRecords
+from mallee.gateway.requests.deltas import Delta
+from mallee.gateway.requests.lives import BranchLife
+from mallee.gateway.requests.observers import Observer
+from mallee.gateway.sessions.trees import LATE_S, SessionKey, SessionTree, SessionTrees
+from mallee.gateway.shell import Process, Shell
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import (
     InvalidParameter,
@@ -32,11 +31,12 @@ from mallee.protocol.gateways.session_notes import (
     decode_session_notes,
     decode_sessions_ask,
 )
-from mallee.protocol.hashing import Hashes
-from mallee.protocol.ids import CapsuleId, RequestId, Scope
+from mallee.protocol.hashing import NO_HASHES, Hashes, Tokens
+from mallee.protocol.ids import CapsuleId, RequestId, Scope, request_of
 from mallee.protocol.subjects import Subjects
 from mallee.router.dispatch.jobs import Job
-from mallee.runtime.bus.bus import Bus
+from mallee.router.dispatch.shards import Shard
+from mallee.router.placement.placer import Placement
 from mallee.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -80,41 +80,33 @@ class Closed(NamedTuple):
 
 
 class GatewaySessions:
-    """Belongs to one event loop.
-
-    `release(capsule, scope)` deletes a capsule, `give_up(request, error)` ends a request of this gateway.
-    `records` ask the others for sessions that they know, under names that `new_name(scope)` gives.
-    """
+    """The sessions of one gateway. Belongs to one event loop. `records` ask the others for theirs."""
 
     def __init__(
         self,
-        bus: Bus,
-        *,
-        gateway: str,
-        fleet: str,
+        process: Process,
+        shell: Shell,
+        capsules: Capsules,
         records: SharedRecords,
-        new_name: Callable[[Scope], RequestId],
         limits: SessionLimits,
-        block_size: int,
-        hashes_of: HashesOf,
-        release: Callable[[CapsuleId, Scope], Awaitable[None]],
-        give_up: Callable[[RequestId, MalleeError], None],
-        clock: Callable[[], float],
     ) -> None:
-        self._bus = bus
-        self._gateway = gateway
-        self._subjects = Subjects.of(fleet)
+        self._bus = process.bus
+        self._gateway = process.gateway
+        self._subjects = Subjects.of(process.fleet)
+        self._new_name = process.ids.new
+        self._clock = process.wall_clock
+        self._shell = shell
+        self._capsules = capsules
         self._records = records
-        self._new_name = new_name
-        records.share(_KIND, self._tell_note)
-        self._hashes_of = hashes_of
-        self._release = release
-        self._clock = clock
-        self._give_up = give_up
         self.trees = SessionTrees(
-            max_nodes=limits.max_nodes, ttl_s=limits.ttl_s, block_size=block_size, clock=clock
+            max_nodes=limits.max_nodes,
+            ttl_s=limits.ttl_s,
+            block_size=process.router.config.block_size,
+            clock=self._clock,
         )
         self.tasks = Tasks("the gateways' sessions")
+        records.share(_KIND, self._tell_note)
+        capsules.watch(self)
 
     async def start_up(self) -> None:
         """Hear of others' sessions from now on, and ask for those so far. Doesn't wait for the broker."""
@@ -132,8 +124,8 @@ class GatewaySessions:
 
     # Requests
 
-    def begin(self, request: RequestId, job: Job) -> None:
-        """A job of a session was accepted."""
+    def begin(self, request: RequestId, job: Job) -> "SessionRequest":
+        """A job of a session was accepted. Returns what has to see it."""
         terms = job.terms
         note = self.trees.begin(
             request,
@@ -145,16 +137,17 @@ class GatewaySessions:
             is_last=terms.ends_session,
         )
         self._tell(note)
+        return SessionRequest(self, request)
 
     def left(self, request: RequestId, capsule: CapsuleId, tokens: int, hashes: Hashes) -> None:
         """A branch left a capsule, after a prompt of these blocks."""
-        self._tell(self.trees.left(request, capsule, tokens, hashes, self._hashes_of))
+        self._tell(self.trees.left(request, capsule, tokens, hashes, self._capsules.hashes))
 
     def cut(self, request: RequestId, capsule: CapsuleId, tokens: int) -> None:
         self._tell(self.trees.cut(request, capsule, tokens))
 
-    def derived(self, capsule: CapsuleId, source: CapsuleId, tokens: int) -> None:
-        self._tell(self.trees.derived(capsule, source, tokens))
+    def rewound(self, scope: Scope, source: CapsuleId, capsule: CapsuleId, boundary: int) -> None:
+        self._tell(self.trees.derived(capsule, source, boundary))
 
     def ended(self, request: RequestId) -> None:
         """Nothing of the request runs any more; the last one of a session closes that."""
@@ -278,7 +271,7 @@ class GatewaySessions:
         async def release(capsule: CapsuleId) -> None:
             async with turns:
                 try:
-                    await self._release(capsule, scope)
+                    await self._capsules.release(capsule, scope)
                 except NotFound:
                     gone.add(capsule)  # it went before
                 except MalleeError as error:
@@ -297,7 +290,7 @@ class GatewaySessions:
     def _end_requests(self, tree: SessionTree) -> int:
         running = sorted(tree.running)
         for request in running:
-            self._give_up(request, SessionClosed())
+            self._shell.give_up(request, SessionClosed())
         return len(running)
 
     def _tree(self, name: str, scope: Scope) -> SessionTree:
@@ -343,6 +336,41 @@ class GatewaySessions:
         own = [node for node in closed.nodes.values() if not node.is_root]
         news = [CapsuleId(node.capsule) for node in own if node.created > since]
         await self._release_all(news, closed.key.scope)
+
+
+class SessionRequest(Observer):
+    """Notes the capsules that a request of a session leaves."""
+
+    __slots__ = ("_hashes", "_request", "_sessions")
+
+    def __init__(self, sessions: GatewaySessions, request: RequestId) -> None:
+        self._sessions = sessions
+        self._request = request
+        self._hashes: dict[int, Hashes] = {}  # of the prompts that branches run with
+
+    def placed(self, shard: Shard, placement: Placement, at_s: float) -> None:
+        self._hashes.update(dict.fromkeys(shard.branches, shard.dispatch.hashes))
+
+    def delivered(self, branch: BranchLife, delta: Delta) -> None:
+        if delta.capsule is not None:
+            self.captured(branch.index, delta.capsule, delta.boundary)
+
+    def cut(self, branch: BranchLife, at: int, residue: Tokens) -> None:
+        if branch.capsule is not None:
+            self.captured(branch.index, branch.capsule, at + len(residue))
+
+    def shortened(
+        self, branch: BranchLife, at: int, residue: Tokens, capsule: CapsuleId | None
+    ) -> None:
+        if capsule is not None:
+            self._sessions.cut(request_of(capsule), capsule, at + len(residue))
+
+    def captured(self, branch: int, capsule: CapsuleId, boundary: int) -> None:
+        hashes = self._hashes.get(branch, NO_HASHES)
+        self._sessions.left(self._request, capsule, boundary, hashes)
+
+    def ended(self, branches: Sequence[BranchLife], error: MalleeError | None) -> None:
+        self._sessions.ended(self._request)
 
 
 def _view(tree: SessionTree) -> SessionView:

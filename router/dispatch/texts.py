@@ -28,6 +28,7 @@ from mallee.router.dispatch.token_memory import CapsuleTokens, TokenMemory, Toke
 from mallee.router.index.hashing import block_hashes
 
 _COPY_TTL_S: Final = 60.0  # of a capsule that is computed to be forked once
+NO_TOKENS: Final = as_tokens(())
 _PROBE_TTL_S: Final = 1.0  # of the capsule that a probe leaves, if it is not released
 
 
@@ -256,8 +257,9 @@ class TokenLog:
         path = self._find_path()
         if not self._memory.max_nbytes or path is None:
             return None
-        suffix = self._suffix(row)
-        tail = np.concatenate((suffix, as_tokens(self._drawn.get(row, ()))))
+        suffix, tail = self._suffix(row), as_tokens(self._drawn.get(row, ()))
+        if len(suffix):
+            tail = np.concatenate((suffix, tail))
         num_new = boundary - path.length
         if num_new < 0:  # before the branch went on here
             grammar, left = self._grammar_after(0, 0), self._left(row, 0)
@@ -317,7 +319,7 @@ class TokenLog:
 
     def _suffix(self, row: int) -> Tokens:
         job = self._job
-        return tokens_of(job.suffixes[row]) if isinstance(job, ForkJob) else as_tokens(())
+        return tokens_of(job.suffixes[row]) if isinstance(job, ForkJob) else NO_TOKENS
 
     def _grammar_after(self, num_suffix: int, num_drawn: int) -> Grammar | None:
         """The grammar that a row's text is in, after so many tokens of it; None: in none that is known."""

@@ -14,9 +14,8 @@ ask. Only the salts of one API key's tenant are compared with each other.
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Final, Literal, NamedTuple, TypeAlias
-
-import numpy as np
 
 from mallee.protocol.hashing import Tokens
 from mallee.protocol.ids import RequestId, Scope
@@ -135,7 +134,7 @@ class RecentPrompts:
             entry.request,
             _num_same(asked.tokens, earlier.tokens),
             len(earlier.tokens),
-            _num_same(np.array(asked.messages.digests), np.array(earlier.messages.digests)),
+            _num_same_messages(asked.messages, earlier.messages),
             len(earlier.messages.digests),
             earlier.messages.has_system,
             earlier.scope != asked.scope,
@@ -156,10 +155,16 @@ class RecentPrompts:
         assert all(e.request in self._entries for e in self._by_key.values()), "a key of nothing"
 
 
-def _num_same(one: np.ndarray, other: np.ndarray) -> int:
+def _num_same(one: Tokens, other: Tokens) -> int:
     n = min(len(one), len(other))
     differs = one[:n] != other[:n]
-    return int(differs.argmax()) if differs.any() else n
+    first = int(differs.argmax())
+    return first if differs[first] else n
+
+
+def _num_same_messages(one: Messages, other: Messages) -> int:
+    pairs = zip(one.digests, other.digests, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def judge_prompt(

@@ -72,9 +72,12 @@ class CapsuleDirectory:
             if known.boundary == boundary and len(known.hashes) > len(hashes):
                 hashes = known.hashes
             is_durable = known.is_durable if is_durable is None else is_durable
-        self.forget(capsule)
+        if known is None or known.worker != worker or known.scope != scope:
+            self.forget(capsule)
+            self._of_worker.setdefault(worker, set()).add(capsule)
+            self._of_scope.setdefault(scope, set()).add(capsule)
         self._lost.pop(capsule, None)
-        entry = CapsuleEntry(
+        self._entries[capsule] = CapsuleEntry(
             capsule,
             worker,
             boundary,
@@ -85,11 +88,11 @@ class CapsuleDirectory:
             is_computing=is_computing,
             is_durable=bool(is_durable),
         )
-        self._entries[capsule] = entry
-        self._of_worker.setdefault(worker, set()).add(capsule)
-        self._of_scope.setdefault(scope, set()).add(capsule)
+        self._entries.move_to_end(capsule)
         if not is_announced and not is_computing:
             self._unannounced.setdefault(worker, set()).add(capsule)
+        else:
+            _discard(self._unannounced, worker, capsule)
         if len(self._entries) > self.capacity:
             self.forget(next(iter(self._entries)))
 

@@ -227,11 +227,8 @@ class Fleet:
             )
 
     @contextmanager
-    def only(self, workers: Sequence[WorkerId] | None) -> Iterator[None]:
-        """Within it a decision finds room on these workers alone; None: on all."""
-        if workers is None:
-            yield
-            return
+    def only(self, workers: Sequence[WorkerId]) -> Iterator[None]:
+        """Within it a decision finds room on these workers alone."""
         room = self.slots.loads[layout.LOAD_ROOM]
         members = (self.members.get(worker) for worker in workers)
         slots = [member.slot for member in members if member is not None]

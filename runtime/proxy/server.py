@@ -21,6 +21,7 @@ class Server(uvicorn.Server):
             lifespan="off",
             access_log=False,
             log_config=None,  # it would close the handlers that there are
+            proxy_headers=False,  # nothing here depends on the client's address
             **options,
         )
         super().__init__(config)

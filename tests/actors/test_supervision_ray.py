@@ -33,7 +33,7 @@ def killable() -> dict[str, Any]:
 
     class Gateway(app.GatewayReplica):
         async def kill_task(self) -> int:
-            return kill("sweep", self._gateway.service._peers._feed.tasks._tasks)
+            return kill("sweep", self._gateway.gateway.shell.links._feed.tasks._tasks)
 
     return {
         "Worker": app.Worker.options(func_or_class=Worker),

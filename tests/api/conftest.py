@@ -19,9 +19,12 @@ from starlette.applications import Starlette
 from mallee.api.api import DEFAULT_CHATS, build_api
 from mallee.api.text.chat import ChatTemplate
 from mallee.gateway.access.access import Access
-from mallee.gateway.explain import decisions_body, workers_body
-from mallee.gateway.service import CapsuleInfo, Delta
-from mallee.gateway.shared.records import SharedRecords
+from mallee.gateway.capsules.capsules import CapsuleInfo
+from mallee.gateway.operator import decisions_body, workers_body
+from mallee.gateway.records import SharedRecords
+from mallee.gateway.requests.deltas import Delta
+from mallee.gateway.requests.lives import BranchLife
+from mallee.gateway.requests.observers import Observer
 from mallee.protocol.errors import MalleeError, NotFound, UnknownCapsule, UnknownRequest
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope, WorkerId
@@ -78,15 +81,12 @@ class ByteDetokenizer:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, tokens: Sequence[int]) -> str:
-        return self._decoder.decode(bytes(t for t in tokens if t < 256))
+    def push(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
+        return self._decoder.decode(bytes(t for t in tokens if t < 256), final=is_last)
 
     @property
     def is_waiting(self) -> bool:
         return bool(self._decoder.getstate()[0])
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
 
 
 # `<role>content|` for each message, Hermes' form for tools and their results.
@@ -107,7 +107,10 @@ PLAIN_CHAT = """
 class FakeStream:
     """Plays its service's script for one job; remembers what its reader gave up."""
 
-    def __init__(self, service: "FakeService", job: Job, number: int) -> None:
+    def __init__(
+        self, service: "FakeService", job: Job, number: int, observers: Sequence[Observer]
+    ) -> None:
+        self._observers = observers
         self._service = service
         self.job = job
         self.request = RequestId(f"req_{number}")
@@ -135,7 +138,30 @@ class FakeStream:
     async def __aiter__(self) -> AsyncIterator[Delta]:
         async for delta in self._service.script(self):
             if delta.branch not in self.cancelled:
+                for observer in self._observers:
+                    observer.delivered(BranchLife(delta.branch), delta)
                 yield delta
+
+
+class FakeCapsules(dict[CapsuleId, CapsuleInfo]):
+    """Capsules that are all on a worker."""
+
+    asked_scope: Scope
+
+    async def show(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
+        self.asked_scope = scope
+        if capsule not in self:
+            raise UnknownCapsule(capsule)
+        return self[capsule]
+
+    inspect = show
+
+    async def release(self, capsule: CapsuleId, scope: Scope) -> None:
+        await self.show(capsule, scope)
+        del self[capsule]
+
+    def is_kept(self, capsule: CapsuleId) -> bool:
+        return capsule in self
 
 
 class FakeService:
@@ -168,6 +194,7 @@ class FakeService:
             others=lambda: None,
             belongs=SCOPES.belongs,
         )
+        self.process = self.requests = self.operator = self
         self.sessions = SimpleNamespace(budget=lambda session, scope, parent: "")  # none has one
         self.started = threading.Event()
         self.closed = threading.Event()  # every stream started so far
@@ -180,9 +207,8 @@ class FakeService:
         self.refuses: BaseException | None = None
         self.status = "ok"
         self.streams: list[FakeStream] = []
-        self.capsules = {
-            CapsuleId("req_x.0"): CapsuleInfo(CapsuleId("req_x.0"), WorkerId("w0"), 32, 7)
-        }
+        name = CapsuleId("req_x.0")
+        self.capsules = FakeCapsules({name: CapsuleInfo(name, WorkerId("w0"), 32, 7)})
         self.started.clear()
         self.closed.clear()
 
@@ -194,12 +220,17 @@ class FakeService:
         return SCOPES.new(scope, account)
 
     async def start(
-        self, job: Job, prepare_s: float = 0.0, *, name: RequestId | None = None
+        self,
+        job: Job,
+        prepare_s: float = 0.0,
+        *,
+        name: RequestId | None = None,
+        observers: Sequence[Observer] = (),
     ) -> FakeStream:
         assert prepare_s >= 0
         if self.refuses is not None:
             raise self.refuses
-        self.streams.append(FakeStream(self, job, len(self.streams)))
+        self.streams.append(FakeStream(self, job, len(self.streams), observers))
         if name is not None:
             self.streams[-1].request = name
         self.started.set()
@@ -241,22 +272,6 @@ class FakeService:
             found = _last(stream, branch, (token,), finish, i + 1)
             del out[i + 1 :]
         return found._replace(logprobs=chances)
-
-    async def capsule(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
-        self.asked_scope = scope
-        if capsule not in self.capsules:
-            raise UnknownCapsule(capsule)
-        return self.capsules[capsule]
-
-    async def inspect(self, capsule: CapsuleId, scope: Scope) -> CapsuleInfo:
-        return await self.capsule(capsule, scope)
-
-    async def release_capsule(self, capsule: CapsuleId, scope: Scope) -> None:
-        await self.capsule(capsule, scope)
-        del self.capsules[capsule]
-
-    def is_kept(self, capsule: CapsuleId) -> bool:
-        return capsule in self.capsules
 
     def decisions(self, request: RequestId | None, limit: int, candidates: int) -> dict[str, Any]:
         return decisions_body(self.router, request, limit, candidates)

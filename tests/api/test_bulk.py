@@ -14,7 +14,7 @@ from mallee.api.capsules import bulk
 from mallee.api.capsules.bulk import TIERS
 from mallee.gateway.access.access import Access
 from mallee.gateway.access.keys import new_key
-from mallee.gateway.service import CapsuleInfo
+from mallee.gateway.capsules.capsules import CapsuleInfo
 from mallee.protocol.errors import StorageFailed, UnknownCapsule
 from mallee.protocol.ids import CapsuleId, Scope, WorkerId
 from mallee.protocol.messages import CapsuleStatus
@@ -34,14 +34,15 @@ class Shelf:
     def __init__(self, service: Any) -> None:
         self.model, self.records = service.model, service.records
         self.gateway_metrics, self.new_name = service.gateway_metrics, service.new_name
-        self.health = service.health
+        self.health, self.router = service.health, service.router
+        self.process = self.requests = self.operator = self.capsules = self
         self.held: dict[Scope, dict[CapsuleId, CapsuleInfo]] = {}
         self.silent: set[CapsuleId] = set()
         self.broken: set[CapsuleId] = set()
         self.vanishing: set[CapsuleId] = set()
         self.num_scans = 0
 
-    def capsules(self, scope: Scope, after: str) -> Iterator[CapsuleInfo]:
+    def of(self, scope: Scope, after: str) -> Iterator[CapsuleInfo]:
         self.num_scans += 1
         for name in sorted(name for name in self.held.get(scope, {}) if name > after):
             if name in self.held[scope]:
@@ -53,7 +54,7 @@ class Shelf:
             raise UnknownCapsule(capsule)
         return info._replace(status=None) if capsule in self.silent else info
 
-    async def release_capsule(self, capsule: CapsuleId, scope: Scope) -> None:
+    async def release(self, capsule: CapsuleId, scope: Scope) -> None:
         await asyncio.sleep(0)
         if capsule in self.broken:
             raise StorageFailed("write", "w0.log", 5, "I/O error")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mallee.gateway.access.access import Access
-from mallee.gateway.service import Delta
+from mallee.gateway.requests.deltas import Delta
 from mallee.runtime.config import HttpSettings
 from support.plain_ids import SCOPES
 from support.waiting import until
@@ -230,7 +230,7 @@ def test_operations_belong_to_their_sender(call_with: Any) -> None:
         headers = {"authorization": f"Bearer {key}", **more}
         answer = call("POST", BATCH, {"operations": operations}, headers=headers)
         assert answer.body["data"][0]["status"] == 200
-        scopes.append(call.service.asked_scope)
+        scopes.append(call.service.capsules.asked_scope)
     assert len(set(scopes)) == 3
 
 

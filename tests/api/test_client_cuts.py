@@ -157,10 +157,10 @@ async def test_what_has_a_salt_is_used_with_it(live: Any) -> None:
             await capsule.fork(1).wait()
             assert service.job.scope == scope
             await client.capsule(capsule.id, cache_salt="s")
-            assert service.asked_scope == scope
+            assert service.capsules.asked_scope == scope
             await client.capsule(capsule.id)
-            assert service.asked_scope != scope
-        assert service.asked_scope == scope
+            assert service.capsules.asked_scope != scope
+        assert service.capsules.asked_scope == scope
         (branch,) = await client.stream("abc", cache_salt="t").wait()
         scope = service.job.scope
         service.capsules[branch.capsule] = service.capsules["req_x.0"]

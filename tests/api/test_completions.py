@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mallee.gateway.service import Delta
+from mallee.gateway.requests.deltas import Delta
 from mallee.protocol.errors import PoolExhausted, QueueFull, WorkerLost
 
 PATH, CHAT = "/v1/completions", "/v1/chat/completions"

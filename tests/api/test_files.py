@@ -194,7 +194,7 @@ async def test_a_broken_export_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer's length tells that it was cut."""
-    monkeypatch.setattr("mallee.gateway.capsule_files.exports.RUN_NBYTES", 4096)
+    monkeypatch.setattr("mallee.gateway.capsules.files.exports.RUN_NBYTES", 4096)
     async with file_server(tmp_path) as server, AsyncMallee(server.url) as client:
         capsule = await client.prefill(PROMPT * 12)
         (tmp_path / "kept").write_bytes(b"before")

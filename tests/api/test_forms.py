@@ -89,7 +89,7 @@ class Model:
             if token != 0:
                 ids.append(token)
         text = self.tokenizer.detokenizer(self.tokenizer.special_tokens)
-        return text.push(ids) + text.flush()
+        return text.push(ids, is_last=True)
 
 
 @pytest.fixture(params=list(FORMATS))

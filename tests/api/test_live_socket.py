@@ -15,7 +15,7 @@ from mallee.api.entry.gate import PER_TURN, Gate
 from mallee.api.live.inner import answer_of
 from mallee.api.sse import MAX_WRITE_S
 from mallee.gateway.access.access import Access
-from mallee.gateway.service import Delta
+from mallee.gateway.requests.deltas import Delta
 from mallee.runtime.config import HttpSettings
 from support.live_api import serving
 from support.plain_ids import SCOPES
@@ -185,7 +185,7 @@ async def test_a_socket_needs_a_key_in_its_header(call_with: Any) -> None:
         async with connect(address, additional_headers=headers) as client:
             await tell(client, id="a", method="GET", path="/v1/capsules/req_x.0")
             assert (await hear(client))["status"] == 200
-        assert call.service.asked_scope == SCOPES.scope("", "s")
+        assert call.service.capsules.asked_scope == SCOPES.scope("", "s")
 
 
 async def test_a_client_that_does_not_read_holds_up_its_own_streams(
@@ -265,7 +265,7 @@ async def test_frames_take_turns_whatever_they_ask(call: Any) -> None:
         begun.append(name)
         return call.service.capsules["req_x.0"]
 
-    call.service.inspect = seen
+    call.service.capsules.inspect = seen
     scope = {"type": "websocket", "asgi": {}, "scheme": "ws", "path": "/v1/live", "headers": []}
     outer = HTTPConnection({**scope, "query_string": b"", "server": ("t", 80), "app": call.app})
 

@@ -84,7 +84,7 @@ async def test_names_that_come_once_cost_no_memory(tmp_path: Path) -> None:
     async with mocked(config) as scene:
         app = api_over(scene.gateway)
         # What it remembers of prompts is full before the first count.
-        scene.gateway._recent = RecentPrompts(config.engine.block_size, 1 << 20)
+        scene.gateway.requests._recent = RecentPrompts(config.engine.block_size, 1 << 20)
         await play(app, 0, num)
         gc.collect()
         before, memory = sys.getallocatedblocks(), psutil.Process().memory_info().rss
@@ -94,4 +94,4 @@ async def test_names_that_come_once_cost_no_memory(tmp_path: Path) -> None:
         assert grown < num / 20, f"{grown} blocks more after {num} requests"
         assert psutil.Process().memory_info().rss - memory < 20 << 20
         scene.gateway.check()
-        assert len(scene.gateway.metrics()) < 100_000
+        assert len(scene.gateway.operator.metrics()) < 100_000

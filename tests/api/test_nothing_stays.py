@@ -66,8 +66,8 @@ def is_quiet(scene: MockScene, server: Server) -> bool:
     return (
         not server.server_state.connections
         and not server.server_state.tasks
-        and not scene.gateway._answers
-        and scene.gateway.num_waiting == 0
+        and not scene.gateway.shell.running
+        and scene.gateway.requests.num_waiting == 0
         and all(engine.stats().jobs == 0 for engine in engines(scene))
         and all(w.rows == 0 and w.active_blocks == 0 for w in scene.router.workers())
     )
@@ -95,7 +95,7 @@ async def test_disconnects_leave_nothing_behind(
         scene.fleet.check()
         await until(lambda: len(asyncio.all_tasks()) <= num_tasks)
         await until(lambda: process.num_fds() <= num_fds + 4)  # not one for each client
-        text = scene.gateway.metrics().decode()
+        text = scene.gateway.operator.metrics().decode()
         assert "mallee_branches_in_flight 0.0" in text
         # A capsule of an answer that was written lives on, read or not: it has a time to live.
         made = re.search(r'http_answers_total.*"/v1/capsules",status="200"} (\d+)', text)

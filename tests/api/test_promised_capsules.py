@@ -173,12 +173,12 @@ async def scene(
             clients.append(await stack.enter_async_context(client))
         yield Scene(fleet, gate, clients)
         gate.open()
-        await until(lambda: all(not gateway._answers for gateway in fleet.gateways))
+        await until(lambda: all(not gateway.shell.running for gateway in fleet.gateways))
         for engine in fleet.engines.values():
             engine.check()
         for gateway in fleet.gateways:
             gateway.check()
-            assert gateway.failure is None
+            assert gateway.operator.failure is None
 
 
 def _tiny(_: Any, *, num_blocks: int, block_size: int) -> Any:
@@ -241,7 +241,7 @@ async def test_many_branches_begin_at_their_watermarks() -> None:
         forks = [
             s.fork(made["id"], **(wholes if at == 3500 else {**wholes, "at": at})) for at in places
         ]
-        await until(lambda: len(s.fleet.gateways[0]._answers) == 7)
+        await until(lambda: len(s.fleet.gateways[0].shell.running) == 7)
         s.gate.open()
         await asyncio.gather(*(fork.task for fork in forks))
         firsts = [s.gate.first(at + len(SUFFIX)) for at in places[:4]]
@@ -354,7 +354,7 @@ async def test_a_capsule_that_could_not_be_made_says_why(gateway: int) -> None:
     """S6, part: until it is deleted; a fork gets the same error. Nothing is kept."""
     async with scene(gateways=2, max_kept_share=0.1) as s:
         made = await s.promise()
-        await until(lambda: not s.fleet.gateways[0]._answers)
+        await until(lambda: not s.fleet.gateways[0].shell.running)
         path = f"/v1/capsules/{made['id']}"
         client = s.clients[gateway]
         shown = (await client.get(path)).json()
@@ -369,7 +369,9 @@ async def test_a_capsule_that_could_not_be_made_says_why(gateway: int) -> None:
         assert (await client.get(path, headers=other)).status_code == 404
         assert s.num_kept == 0
         assert (await client.delete(path)).json()["deleted"]
-        await until(lambda: s.fleet.gateways[0]._dispatcher.promise(CapsuleId(made["id"])) is None)
+        await until(
+            lambda: s.fleet.gateways[0].shell.dispatcher.promise(CapsuleId(made["id"])) is None
+        )
         assert (await client.get(path)).status_code == 404
         assert (await client.delete(path)).status_code == 404
 
@@ -444,7 +446,7 @@ async def test_a_fork_at_another_gateway_follows_or_fails_when_the_worker_dies()
         s.gate.shut()
         made = await s.promise()
         fork = s.fork(made["id"], 1)
-        await until(lambda: len(s.fleet.gateways[1]._answers) == 1)
+        await until(lambda: len(s.fleet.gateways[1].shell.running) == 1)
         await s.lose(made["worker"])
         await fork.task
         alone = await s.expected(PROMPT + SUFFIX, max_tokens=8)
@@ -459,7 +461,7 @@ async def test_a_capsule_that_waits_for_a_worker_can_be_forked_at_any_gateway(
 ) -> None:
     """S6, part: forks are held until it is placed."""
     async with scene(gateways=2) as s:
-        dispatcher = s.fleet.gateways[0]._dispatcher
+        dispatcher = s.fleet.gateways[0].shell.dispatcher
         monkeypatch.setattr(dispatcher, "_place", _no_room)
         made = await s.promise()
         assert made["worker"] is None
@@ -517,7 +519,7 @@ async def test_a_prefill_runs_on_its_key_s_account_until_it_ends(tmp_path: Path)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "quota_exceeded")
         s.gate.open()
         await until(lambda: s.num_jobs == 0)
-        await until(lambda: not s.fleet.gateways[0]._answers)
+        await until(lambda: not s.fleet.gateways[0].shell.running)
         answer = await s.client.post("/v1/completions", json={"prompt": [1]})
         assert answer.status_code == 200
 

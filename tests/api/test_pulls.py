@@ -131,7 +131,7 @@ async def test_a_worker_that_drains_hands_over_its_capsules() -> None:
         await fleet.add_worker("w1")
         await transfers.serve(fleet)
         await fleet.ready(2)
-        await fleet.gateways[0].drain_worker(WorkerId("w0"))
+        await fleet.gateways[0].operator.drain_worker(WorkerId("w0"))
         await until(lambda: [w.worker for w in fleet.routers[0].all_workers()] == ["w1"])
         new = fleet.engines["w1"].stats()
         assert new.num_prefill_tokens == 0

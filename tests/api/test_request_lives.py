@@ -73,12 +73,12 @@ async def test_the_course_of_an_answer_is_told() -> None:
 
 async def begun(client: httpx.AsyncClient, gateway: Any) -> tuple[asyncio.Task[Any], str]:
     """An answer whose branches have tokens, and its id."""
-    known = len(gateway._lives._lives)
+    known = len(gateway.requests._lives._lives)
     body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "n": 2}
     asked = asyncio.create_task(client.post(PATH, json=body))
-    await until(lambda: len(gateway._lives._lives) > known)
-    request = next(reversed(gateway._lives._lives))
-    branches = gateway._lives.get(request).branches
+    await until(lambda: len(gateway.requests._lives._lives) > known)
+    request = next(reversed(gateway.requests._lives._lives))
+    branches = gateway.requests._lives.get(request).branches
     await until(lambda: {branch.state for branch in branches} == {"answering"})
     return asked, request
 
@@ -99,7 +99,7 @@ async def test_a_running_answer_its_hang_up_and_its_error_are_told() -> None:
         asked, request = await begun(client, gateway)
         lost = WorkerLost("w0", "test")
         for branch in range(2):
-            gateway._answers[request].fail(branch, lost, gateway._clock(), "base")
+            gateway.shell.running[request].fail(branch, lost, gateway.process.clock(), "base")
         await asyncio.wait([asked])
         ends = (await life(client, request))["branches"]
         assert {(each["state"], each["error"]) for each in ends} == {("error", "worker_lost")}
@@ -110,7 +110,7 @@ async def test_a_refusal_is_told_by_its_code() -> None:
     async with served(workers=0) as (client, gateway):
         refused = await client.post(PATH, json={"prompt": "abc"})
         assert refused.status_code == 503, refused.text
-        told = await life(client, next(reversed(gateway._lives._lives)))
+        told = await life(client, next(reversed(gateway.requests._lives._lives)))
         branch = told["branches"][0]
         assert (told["state"], branch["state"]) == ("ended", "refused")
         assert branch["error"] == refused.json()["error"]["code"]

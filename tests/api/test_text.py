@@ -13,7 +13,7 @@ from mallee.api.jobs import Plan
 from mallee.api.text.answers import Reading
 from mallee.api.text.tokenizer import Tokenizer
 from mallee.api.text.tools.formats import FORMATS
-from mallee.gateway.service import Delta
+from mallee.gateway.requests.deltas import Delta
 from mallee.protocol.errors import InternalError
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.messages import Limits

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mallee.gateway.service import Delta
+from mallee.gateway.requests.deltas import Delta
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import CapsuleLost, UnknownCapsule
@@ -106,13 +106,13 @@ def expect(tokens: list[int], n: int, branch: int = 0) -> list[int]:
 async def ask(f: LiveFleet, tokens: list[int], n: int = 4, gateway: int = 0) -> Delta:
     """The last delta of an answer, which is right."""
     job = GenerateJob(as_tokens(tokens), Limits(n), HOT)
-    drawn, last = (await collect(await f.gateways[gateway].start(job)))[0]
+    drawn, last = (await collect(await f.gateways[gateway].requests.start(job)))[0]
     assert drawn == expect(tokens, n)
     return last
 
 
 async def make_capsule(f: LiveFleet, tokens: list[int], ttl_s: float = 0.0) -> CapsuleId:
-    stream = await f.gateways[0].start(PrefillJob(as_tokens(tokens), ttl_s=ttl_s))
+    stream = await f.gateways[0].requests.start(PrefillJob(as_tokens(tokens), ttl_s=ttl_s))
     ((_, made),) = (await collect(stream)).values()
     assert made.capsule is not None
     return made.capsule
@@ -120,7 +120,7 @@ async def make_capsule(f: LiveFleet, tokens: list[int], ttl_s: float = 0.0) -> C
 
 async def fork(f: LiveFleet, capsule: CapsuleId, suffix: list[int], gateway: int = 0) -> Any:
     job = ForkJob(capsule, [as_tokens(suffix)], Limits(5), HOT)
-    return (await collect(await f.gateways[gateway].start(job)))[0]
+    return (await collect(await f.gateways[gateway].requests.start(job)))[0]
 
 
 async def agrees(f: LiveFleet) -> bool:
@@ -208,7 +208,7 @@ async def test_a_fork_of_a_capsule_that_is_gone_is_right_or_refused(way: str) ->
         else:
             assert last.error is None
             assert drawn == expect([*text, 5, 6], 5)
-            assert gateway._dispatcher.num_rebuilt == 1
+            assert gateway.shell.dispatcher.num_rebuilt == 1
         weather.is_deaf = False
         await agreed(f)
 
@@ -274,7 +274,7 @@ async def play(
                 case "release":
                     capsule = await make_capsule(f, prompt(what))
                     scope = PrefillJob(NOTHING).scope
-                    await f.gateways[0].release_capsule(capsule, scope)
+                    await f.gateways[0].capsules.release(capsule, scope)
                 case "weather":
                     weather.kind = what
                 case "stranger":
@@ -350,7 +350,7 @@ async def test_the_next_turn_goes_on_from_what_the_client_saw(end: str) -> None:
         undisturbed = expect(first, 400)
         stop = undisturbed[37]
         limits = Limits(400, (stop,)) if end == "stopped" else Limits(40 if end == "whole" else 400)
-        stream = await gateway.start(GenerateJob(as_tokens(first), limits, HOT))
+        stream = await gateway.requests.start(GenerateJob(as_tokens(first), limits, HOT))
         seen: list[int] = []
         last: Delta | None = None
         async for delta in stream:
@@ -371,7 +371,7 @@ async def test_the_next_turn_goes_on_from_what_the_client_saw(end: str) -> None:
         turn = [*first, *seen, 11, 12, 13]
         assert (await ask(f, turn, 30)).error is None
         if last is not None and last.capsule is not None:
-            info = await gateway.capsule(last.capsule, PrefillJob(NOTHING).scope)
+            info = await gateway.capsules.show(last.capsule, PrefillJob(NOTHING).scope)
             assert info.boundary == len(first) + len(seen)
             drawn, _ = await fork(f, last.capsule, [11, 12, 13])
             assert drawn == expect(turn, 5)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mallee.api.serve import prefill
-from mallee.gateway.service import BranchStream
+from mallee.gateway.requests.request import RunningRequest
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import DeadlineExceeded, Overloaded, TenantQueueFull, Unavailable
 from mallee.protocol.hashing import as_tokens
@@ -39,13 +39,13 @@ class Full(LiveFleet):
             admission=AdmissionConfig(**limits),
             clock_of=lambda name: lambda: time.monotonic() + self.jump_s * (name == "g0"),
         )
-        self.streams: list[BranchStream] = []
+        self.streams: list[RunningRequest] = []
         self.num_kept = 0  # capsules that may stay
 
-    def start(self, job: Job) -> "asyncio.Task[BranchStream]":
-        return asyncio.create_task(self.gateways[0].start(job))
+    def start(self, job: Job) -> "asyncio.Task[RunningRequest]":
+        return asyncio.create_task(self.gateways[0].requests.start(job))
 
-    def ask(self, **terms: Any) -> "asyncio.Task[BranchStream]":
+    def ask(self, **terms: Any) -> "asyncio.Task[RunningRequest]":
         return self.start(GenerateJob(PROMPT, Limits(4), terms=QueueTerms(**terms)))
 
     async def fill(self) -> None:
@@ -61,7 +61,7 @@ class Full(LiveFleet):
         await stream.aclose()
 
     async def waiting(self, num: int) -> None:
-        await until(lambda: self.gateways[0]._dispatcher.num_waiting == num)
+        await until(lambda: self.gateways[0].shell.dispatcher.num_waiting == num)
 
 
 @asynccontextmanager
@@ -86,7 +86,7 @@ async def test_a_tenants_and_the_whole_queues_limit_refuse_with_429_and_503() ->
         await f.waiting(3)
         with pytest.raises(Overloaded):
             await f.ask(tenant="c")
-        told = f.gateways[0].metrics()
+        told = f.gateways[0].operator.metrics()
         assert b'mallee_admission_refusals_total{reason="overloaded"} 1.0' in told
         for task in waits:
             task.cancel()
@@ -104,13 +104,13 @@ async def test_a_wait_counts_in_the_first_tokens_time_and_ends_at_its_deadline()
         f.jump_s = 3.0
         with pytest.raises(DeadlineExceeded):
             await late
-        life = f.gateways[0].decisions(RequestId("g0-r2"), 1, 1)["life"]
+        life = f.gateways[0].operator.decisions(RequestId("g0-r2"), 1, 1)["life"]
         assert life["branches"][0]["state"] == "refused"
         assert life["branches"][0]["end_s"] == pytest.approx(3.0, abs=0.1)
         f.jump_s = 7.0
         await f.free()
         assert (await collect(await patient))[0][1].finish is not None
-        read = f.gateways[0]._metrics.registry.get_sample_value
+        read = f.gateways[0].process.metrics.registry.get_sample_value
         assert read("mallee_admission_wait_seconds_sum") == pytest.approx(7.0, abs=0.5)
         assert (read("mallee_time_to_first_token_seconds_sum") or 0) > 7.0
 
@@ -121,7 +121,7 @@ async def test_a_client_that_leaves_as_it_is_sent_leaves_nothing_at_the_worker()
     async with full() as f:
         gateway, num_made = f.gateways[0], 0
         for i in range(60):
-            name = gateway.new_name(COMMON)
+            name = gateway.requests.new_name(COMMON)
             asking: tuple[asyncio.Task[Any], ...] = (
                 f.start(job),
                 asyncio.create_task(prefill(gateway, PrefillJob(PROMPT), 0.0, name)),

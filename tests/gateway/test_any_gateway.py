@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from mallee.gateway.gateway import GatewayService
-from mallee.gateway.shared.texts import ASK_S
+from mallee.gateway.capsules.texts import ASK_S
+from mallee.gateway.gateway import Gateway
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import LookupIncomplete, Unavailable, UnknownCapsule
 from mallee.protocol.hashing import as_tokens
@@ -56,18 +56,20 @@ async def fleet() -> AsyncIterator[LiveFleet]:
         yield made
         for gateway in made.gateways:
             gateway.check()
-            assert gateway.failure is None
+            assert gateway.operator.failure is None
 
 
-async def make(gateway: GatewayService, ttl_s: float = 300.0) -> CapsuleId:
-    ((_, last),) = (await collect(await gateway.start(PrefillJob(PROMPT, ttl_s=ttl_s)))).values()
+async def make(gateway: Gateway, ttl_s: float = 300.0) -> CapsuleId:
+    ((_, last),) = (
+        await collect(await gateway.requests.start(PrefillJob(PROMPT, ttl_s=ttl_s)))
+    ).values()
     assert last.capsule is not None
     return last.capsule
 
 
-async def fork(gateway: GatewayService, capsule: CapsuleId) -> None:
+async def fork(gateway: Gateway, capsule: CapsuleId) -> None:
     ((tokens, last),) = (
-        await collect(await gateway.start(ForkJob(capsule, SUFFIX, Limits(1))))
+        await collect(await gateway.requests.start(ForkJob(capsule, SUFFIX, Limits(1))))
     ).values()
     assert (last.error, len(tokens)) == (None, 1)
 
@@ -85,7 +87,7 @@ async def test_a_capsule_is_forked_at_the_other_gateway_as_soon_as_it_is_answere
                 here, there = f.gateways[i % 2], f.gateways[1 - i % 2]
                 capsule = await make(here)
                 await fork(there, capsule)
-                await there.release_capsule(capsule, COMMON)
+                await there.capsules.release(capsule, COMMON)
 
         async with asyncio.TaskGroup() as group:
             for i in range(num):
@@ -95,7 +97,7 @@ async def test_a_capsule_is_forked_at_the_other_gateway_as_soon_as_it_is_answere
         assert outcomes["found"] > num * 0.9
         # Of what is known here, or has a wrong tag, nobody is asked.
         capsule = await make(f.gateways[0])
-        await until(lambda: f.gateways[1].is_kept(capsule))
+        await until(lambda: f.gateways[1].capsules.is_kept(capsule))
         before = f.gateways[1].records.outcomes.copy()
         await fork(f.gateways[1], capsule)
         with pytest.raises(UnknownCapsule):
@@ -106,10 +108,10 @@ async def test_a_capsule_is_forked_at_the_other_gateway_as_soon_as_it_is_answere
 async def test_every_verb_of_a_capsule_is_taken_by_the_other_gateway_at_once() -> None:
     async with fleet() as f:
         one, two = f.gateways
-        assert (await two.tokens(await make(one), COMMON)).tolist() == PROMPT.tolist()
-        assert (await two.inspect(await make(one), COMMON)).worker
-        assert (await two.pin(await make(one), 60.0, COMMON)).status
-        rewound = await two.rewind(await make(one), 20, 60.0, COMMON)
+        assert (await two.capsules.tokens(await make(one), COMMON)).tolist() == PROMPT.tolist()
+        assert (await two.capsules.inspect(await make(one), COMMON)).worker
+        assert (await two.capsules.pin(await make(one), 60.0, COMMON)).status
+        rewound = await two.capsules.rewind(await make(one), 20, 60.0, COMMON)
         await fork(one, rewound.capsule)
         await fork(two, rewound.capsule)
         assert two.records.outcomes["unknown"] == one.records.outcomes["unknown"] == 0
@@ -133,8 +135,8 @@ async def test_a_capsule_that_went_before_its_event_came_is_computed_at_the_othe
     async with fleet() as f:
         one, two = f.gateways
         capsule = await make(one)
-        host = await lose(f, (await one.capsule(capsule, COMMON)).worker)
-        assert not two._router.was_lost(capsule)
+        host = await lose(f, (await one.capsules.show(capsule, COMMON)).worker)
+        assert not two.process.router.was_lost(capsule)
         await fork(two, capsule)
         await host.close()
 
@@ -144,7 +146,7 @@ async def test_a_capsule_is_unknown_only_if_every_gateway_that_lives_says_so() -
     async with fleet() as f:
         one, two = f.gateways
         capsule = await make(one)
-        await two.release_capsule(capsule, COMMON)
+        await two.capsules.release(capsule, COMMON)
         with pytest.raises(UnknownCapsule):
             await fork(two, capsule)
         news = asyncio.get_running_loop().time() + NEWS_S
@@ -158,7 +160,7 @@ async def test_a_capsule_is_unknown_only_if_every_gateway_that_lives_says_so() -
         assert asyncio.get_running_loop().time() < news + ASK_S
         await until(lambda: not two.records.has_others, timeout_s=10)
         with pytest.raises(UnknownCapsule):
-            await two.capsule(gone, COMMON)
+            await two.capsules.show(gone, COMMON)
 
 
 async def test_a_gateway_that_comes_knows_the_others_before_it_has_a_worker() -> None:
@@ -176,18 +178,18 @@ async def test_what_waits_while_its_gateway_closes_is_refused_and_hangs_nowhere(
     async with fleet() as f:
         one, two = f.gateways
         known = await make(one)
-        await until(lambda: two.is_kept(known))
+        await until(lambda: two.capsules.is_kept(known))
         fresh = await make(one)
-        two._peers.send = lambda *_: None  # type: ignore[method-assign]
+        two.shell.links.send = lambda *_: None  # type: ignore[method-assign]
         waiting = [
             asyncio.create_task(fork(two, fresh)),
-            asyncio.create_task(two.pin(known, 60.0, COMMON)),
+            asyncio.create_task(two.capsules.pin(known, 60.0, COMMON)),
         ]
-        await until(lambda: bool(two.records._asked and two._desk._asked))
+        await until(lambda: bool(two.records._asked and two.shell.questions._asked))
         await two.close()
         f.gateways.remove(two)
         f.routers.pop()
-        waiting.append(asyncio.create_task(two.pin(known, 60.0, COMMON)))
+        waiting.append(asyncio.create_task(two.capsules.pin(known, 60.0, COMMON)))
         async with asyncio.timeout(5.0):
             ended = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(each) for each in ended] == [LookupIncomplete, Unavailable, Unavailable]
@@ -199,8 +201,8 @@ async def test_a_request_whose_lookup_ends_after_its_gateway_began_to_close_is_r
         capsule = await make(one)
         asking = asyncio.create_task(fork(two, capsule))
         await until(lambda: bool(two.records._asked))
-        two._is_closed = True  # its answer comes while the links end
+        two.shell.is_closed = True  # its answer comes while the links end
         with pytest.raises(Unavailable, match="shutting down"):
             async with asyncio.timeout(5.0):
                 await asking
-        two._is_closed = False
+        two.shell.is_closed = False

@@ -41,8 +41,10 @@ async def test_capsules_are_dated_by_the_gateways_wall_clock() -> None:
     async with running(made_fleet, workers=1) as f:
         gateway = f.gateways[0]
         for _ in range(2):
-            ((_, made),) = (await collect(await gateway.start(PrefillJob(PROMPT)))).values()
-            dates.append((await gateway.capsule(made.capsule, COMMON)).created)
+            ((_, made),) = (
+                await collect(await gateway.requests.start(PrefillJob(PROMPT)))
+            ).values()
+            dates.append((await gateway.capsules.show(made.capsule, COMMON)).created)
             await elapse(30.0)
         assert dates[0] == pytest.approx(1e6 + time.monotonic() - 60.0, abs=1.0)
         assert dates[1] - dates[0] == pytest.approx(30.0, abs=0.5)
@@ -51,13 +53,13 @@ async def test_capsules_are_dated_by_the_gateways_wall_clock() -> None:
 async def test_with_the_broker_gone_requests_still_work_and_the_index_converges_after() -> None:
     """X8, part: routing goes on without the broker; afterwards the index equals what is held."""
     async with fleet(workers=2, gateways=2) as f:
-        await collect(await f.gateways[0].start(GenerateJob(PROMPT, Limits(2), HOT)))
+        await collect(await f.gateways[0].requests.start(GenerateJob(PROMPT, Limits(2), HOT)))
         f.hub.set_up(False)
-        assert f.gateways[0].health()["status"] == "degraded"
+        assert f.gateways[0].operator.health()["status"] == "degraded"
         for i in range(4):
             prompt = as_tokens([i + 5] * 64)
             answers = await collect(
-                await f.gateways[i % 2].start(GenerateJob(prompt, Limits(2), HOT))
+                await f.gateways[i % 2].requests.start(GenerateJob(prompt, Limits(2), HOT))
             )
             assert answers[0][0] == expect([i + 5] * 64, 2)
         f.hub.set_up(True)
@@ -72,29 +74,29 @@ async def test_a_worker_whose_link_broke_is_met_again_at_its_next_lease(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The worker lives: its requests wait for it and go on, then it serves again, capsules and all."""
-    monkeypatch.setattr("mallee.gateway.peers.RELINK_S", 0.1)
+    monkeypatch.setattr("mallee.gateway.fleet.links.RELINK_S", 0.1)
     async with fleet(workers=1) as f:
         gateway = f.gateways[0]
-        ((_, made),) = (await collect(await gateway.start(PrefillJob(PROMPT)))).values()
-        stream = await gateway.start(GenerateJob(PROMPT, Limits(3000), HOT))
+        ((_, made),) = (await collect(await gateway.requests.start(PrefillJob(PROMPT)))).values()
+        stream = await gateway.requests.start(GenerateJob(PROMPT, Limits(3000), HOT))
         (host,) = f.hosts.values()
         host._streams.end("g0")
-        await until(lambda: gateway.health()["status"] == "unavailable")
+        await until(lambda: gateway.operator.health()["status"] == "unavailable")
         await f.ready(1)
         answers = await collect(stream)
         assert answers[0][0] == expect(PROMPT.tolist(), 3000)
-        await until(lambda: gateway.health()["status"] == "ok")
-        fork = await gateway.start(ForkJob(made.capsule, [as_tokens([])], Limits(3), HOT))
+        await until(lambda: gateway.operator.health()["status"] == "ok")
+        fork = await gateway.requests.start(ForkJob(made.capsule, [as_tokens([])], Limits(3), HOT))
         assert (await collect(fork))[0][0] == expect(PROMPT.tolist(), 3)
 
 
 async def test_fewer_workers_than_expected_show_in_health_and_in_metrics() -> None:
     async with fleet(workers=1) as f:
         gateway = f.gateways[0]
-        assert gateway.health()["status"] == "ok"
-        gateway.expect(3)
-        assert gateway.health()["status"] == "degraded"
-        lines = gateway._metrics.render().decode().splitlines()
+        assert gateway.operator.health()["status"] == "ok"
+        gateway.operator.expect(3)
+        assert gateway.operator.health()["status"] == "degraded"
+        lines = gateway.process.metrics.render().decode().splitlines()
         assert "mallee_workers_expected 3.0" in lines
         assert "mallee_workers_alive 1.0" in lines
 
@@ -112,7 +114,8 @@ async def test_workers_whose_links_stand_get_requests_though_no_lease_arrives(mu
         await until(lambda: all(w.lease_age_s > 2.5 for w in router.all_workers()))
         assert router.stats().num_unleased == 2
         streams = [
-            await gateway.start(GenerateJob(as_tokens([i] * 100), Limits(4), HOT)) for i in range(6)
+            await gateway.requests.start(GenerateJob(as_tokens([i] * 100), Limits(4), HOT))
+            for i in range(6)
         ]
         assert {s.worker for s in streams} == {"w0", "w1"}
         for i, stream in enumerate(streams):
@@ -139,20 +142,22 @@ async def test_clocks_of_processes_need_not_agree(
     async with running(made, workers=2, gateways=2) as f:
         monkeypatch.setattr(time, "time", lambda: true() + seconds)  # jumps under all of them
         one, two = f.gateways
-        running_there = await one.start(GenerateJob(PROMPT, Limits(3000), HOT))
+        running_there = await one.requests.start(GenerateJob(PROMPT, Limits(3000), HOT))
         await until(lambda: f.routers[1].stats().remote_requests == 1)
-        (made_it,) = (await collect(await one.start(PrefillJob(PROMPT)))).values()
+        (made_it,) = (await collect(await one.requests.start(PrefillJob(PROMPT)))).values()
         assert made_it[1].capsule is not None
-        await one.pin(made_it[1].capsule, 30.0, COMMON)
+        await one.capsules.pin(made_it[1].capsule, 30.0, COMMON)
         await elapse(1.2)  # more than two leases
         for gateway, router in zip(f.gateways, f.routers, strict=True):
             assert [w.state for w in router.all_workers()] == ["ready", "ready"]
             assert router.stats().num_unleased == 0
             answers = await collect(
-                await gateway.start(GenerateJob(PROMPT, Limits(4), HOT, terms=terms))
+                await gateway.requests.start(GenerateJob(PROMPT, Limits(4), HOT, terms=terms))
             )
             assert answers[0][0] == expect(PROMPT.tolist(), 4)
-        fork = await two.start(ForkJob(made_it[1].capsule, [as_tokens([1])], Limits(8), HOT))
+        fork = await two.requests.start(
+            ForkJob(made_it[1].capsule, [as_tokens([1])], Limits(8), HOT)
+        )
         assert (await collect(fork))[0][0] == expect([*PROMPT.tolist(), 1], 8)
         await running_there.aclose()
         await until(lambda: f.routers[1].stats().remote_requests == 0)

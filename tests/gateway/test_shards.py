@@ -4,8 +4,9 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from mallee.gateway.gateway import GatewayService
-from mallee.gateway.service import BranchStream, Delta
+from mallee.gateway.gateway import Gateway
+from mallee.gateway.requests.deltas import Delta
+from mallee.gateway.requests.request import RunningRequest
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import CapsuleLost, UnknownCapsule
 from mallee.protocol.hashing import as_tokens, block_hashes
@@ -39,22 +40,22 @@ def expect(prompt: list[int], n: int, branch: int) -> list[int]:
 
 
 async def make_capsule(f: LiveFleet, *, salt: str = "", gateway: int = 0) -> Delta:
-    stream = await f.gateways[gateway].start(PrefillJob(PROMPT, scope=Scope(salt)))
+    stream = await f.gateways[gateway].requests.start(PrefillJob(PROMPT, scope=Scope(salt)))
     ((_, made),) = (await collect(stream)).values()
     assert made.capsule is not None
     return made
 
 
-def shards_of(f: LiveFleet, stream: BranchStream) -> list[Shard]:
+def shards_of(f: LiveFleet, stream: RunningRequest) -> list[Shard]:
     """The shards of a running request."""
     for gateway in f.gateways:
-        state = gateway._dispatcher._requests.get(stream.request)
+        state = gateway.shell.dispatcher._requests.get(stream.request)
         if state is not None:
             return list(state.shards.values())
     return []
 
 
-def workers_of(f: LiveFleet, stream: BranchStream) -> set[WorkerId]:
+def workers_of(f: LiveFleet, stream: RunningRequest) -> set[WorkerId]:
     return {shard.worker for shard in shards_of(f, stream)}
 
 
@@ -62,7 +63,7 @@ async def test_a_split_fork_draws_what_it_would_draw_unsplit() -> None:
     """X6, part, D3: twelve branches with suffixes of three lengths, over three workers of four rows each."""
     async with fleet() as f:
         made = await make_capsule(f)
-        fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT))
+        fork = await f.gateways[0].requests.start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT))
         assert workers_of(f, fork) == {"w0", "w1", "w2"}
         ran = {branch: shard.worker for shard in shards_of(f, fork) for branch in shard.branches}
         answers = await collect(fork)
@@ -86,7 +87,7 @@ async def test_a_split_fork_of_a_capsules_beginning_draws_what_it_would_draw_uns
     async with fleet() as f:
         made = await make_capsule(f)
         gateway = f.gateways[0]
-        fork = await gateway.start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT, at=cut))
+        fork = await gateway.requests.start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT, at=cut))
         assert len(workers_of(f, fork)) == 3
         answers = await collect(fork)
         begun = PROMPT.tolist()[:cut]
@@ -94,9 +95,9 @@ async def test_a_split_fork_of_a_capsules_beginning_draws_what_it_would_draw_uns
             assert answers[i][0] == expect(begun + suffix.tolist(), 8, i)
         tokens, last = answers[5]
         text = begun + SUFFIXES[5].tolist() + tokens
-        known = await gateway.capsule(last.capsule, COMMON)
+        known = await gateway.capsules.show(last.capsule, COMMON)
         assert known.boundary == len(text) == last.boundary
-        again = await gateway.start(ForkJob(last.capsule, SUFFIXES, Limits(4), HOT))
+        again = await gateway.requests.start(ForkJob(last.capsule, SUFFIXES, Limits(4), HOT))
         assert len(workers_of(f, again)) == 3
         for k, (drawn, _) in (await collect(again)).items():
             assert drawn == expect(text + SUFFIXES[k].tolist(), 4, k)
@@ -105,7 +106,7 @@ async def test_a_split_fork_of_a_capsules_beginning_draws_what_it_would_draw_uns
 
 async def test_a_split_generate_draws_what_it_would_draw_unsplit() -> None:
     async with fleet() as f:
-        stream = await f.gateways[0].start(GenerateJob(PROMPT, Limits(8), HOT, n=12))
+        stream = await f.gateways[0].requests.start(GenerateJob(PROMPT, Limits(8), HOT, n=12))
         assert len(workers_of(f, stream)) > 1
         answers = await collect(stream)
         assert [answers[i][0] for i in range(12)] == [
@@ -119,7 +120,7 @@ async def test_a_capsule_whose_tokens_are_not_known_is_not_split() -> None:
         made = await make_capsule(f)
         other = f.gateways[1]
         await until(lambda: bool(f.routers[1].stats().num_capsules))
-        fork = await other.start(ForkJob(made.capsule, SUFFIXES, Limits(4), HOT))
+        fork = await other.requests.start(ForkJob(made.capsule, SUFFIXES, Limits(4), HOT))
         assert len(shards_of(f, fork)) == 1
         assert len(await collect(fork)) == 12
 
@@ -129,9 +130,9 @@ async def test_a_tenants_salt_goes_with_its_tokens() -> None:
     async with fleet() as f:
         made = await make_capsule(f, salt="acme")
         with pytest.raises(UnknownCapsule):
-            await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(4), HOT))
+            await f.gateways[0].requests.start(ForkJob(made.capsule, SUFFIXES, Limits(4), HOT))
         job = ForkJob(made.capsule, SUFFIXES, Limits(4), HOT, scope=Scope("acme"))
-        fork = await f.gateways[0].start(job)
+        fork = await f.gateways[0].requests.start(job)
         assert len(workers_of(f, fork)) == 3
         await collect(fork)
         await until(f.is_clean)
@@ -147,7 +148,9 @@ async def test_a_tenants_salt_goes_with_its_tokens() -> None:
 async def test_a_reader_that_leaves_ends_every_part(when: str) -> None:
     async with fleet() as f:
         made = await make_capsule(f)
-        fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(3000), HOT))
+        fork = await f.gateways[0].requests.start(
+            ForkJob(made.capsule, SUFFIXES, Limits(3000), HOT)
+        )
         if when == "while it is computed":
             await elapse(0.003)
         elif when == "while it answers":
@@ -165,7 +168,7 @@ async def test_branches_are_cancelled_one_by_one_wherever_they_are() -> None:
     """Some before their part's prefix is computed: the others draw what they would anyway."""
     async with fleet() as f:
         made = await make_capsule(f)
-        fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT))
+        fork = await f.gateways[0].requests.start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT))
         gone = {1, 5, 6, 7, 11}
         for branch in gone:
             fork.cancel(branch)
@@ -181,7 +184,7 @@ async def test_the_parts_of_a_lost_worker_go_on_elsewhere() -> None:
     """X4, part: each branch after its own last token, with what it had drawn; counted so."""
     async with fleet() as f:
         made = await make_capsule(f)
-        fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(400), HOT))
+        fork = await f.gateways[0].requests.start(ForkJob(made.capsule, SUFFIXES, Limits(400), HOT))
         (shard,) = [shard for shard in shards_of(f, fork) if shard.worker == "w2"]
         await until(lambda: min(shard.counts) > 3)
         host = f.hosts.pop("w2#3")
@@ -192,8 +195,8 @@ async def test_the_parts_of_a_lost_worker_go_on_elsewhere() -> None:
             tokens, last = answers[i]
             assert tokens == expect(PROMPT.tolist() + suffix.tolist(), 400, i)
             assert last.worker != "w2"
-        assert f.gateways[0]._dispatcher.num_moved == 1
-        lines = f.gateways[0].metrics().decode().splitlines()
+        assert f.gateways[0].shell.dispatcher.num_moved == 1
+        lines = f.gateways[0].operator.metrics().decode().splitlines()
         assert f'mallee_branches_moved_total{{reason="death"}} {len(shard.branches)}.0' in lines
         assert f"mallee_branch_stall_seconds_count {len(shard.branches)}.0" in lines
         assert 'mallee_branch_latency_seconds_count{how="recompute"} 0.0' not in lines
@@ -208,9 +211,11 @@ async def met(f: LiveFleet) -> None:
     await until(lambda: all(router.stats().num_capsules == 1 for router in f.routers))
 
 
-async def check_fork(gateway: GatewayService, capsule: CapsuleId) -> None:
+async def check_fork(gateway: Gateway, capsule: CapsuleId) -> None:
     """Branches of the prompt draw what they would where its worker lives."""
-    answers = await collect(await gateway.start(ForkJob(capsule, SUFFIXES, Limits(8), HOT)))
+    answers = await collect(
+        await gateway.requests.start(ForkJob(capsule, SUFFIXES, Limits(8), HOT))
+    )
     for k, suffix in enumerate(SUFFIXES):
         assert answers[k][0] == expect(PROMPT.tolist() + suffix.tolist(), 8, k)
 
@@ -221,12 +226,12 @@ async def test_gateways_tell_each_other_the_texts_of_lost_capsules() -> None:
         made = await make_capsule(f)
         one, two = f.gateways
         await met(f)
-        host = await lose(f, (await one.capsule(made.capsule, COMMON)).worker)
-        info = await two.capsule(made.capsule, COMMON)
+        host = await lose(f, (await one.capsules.show(made.capsule, COMMON)).worker)
+        info = await two.capsules.show(made.capsule, COMMON)
         assert (info.worker, info.boundary) == (None, len(PROMPT))
         await check_fork(two, made.capsule)
-        assert (await two.capsule(made.capsule, COMMON)).worker
-        assert b"mallee_capsules_rebuilt_total 1.0" in two.metrics()
+        assert (await two.capsules.show(made.capsule, COMMON)).worker
+        assert b"mallee_capsules_rebuilt_total 1.0" in two.operator.metrics()
         await host.close()
 
 
@@ -236,12 +241,12 @@ async def test_a_gateway_that_ends_leaves_the_texts_of_kept_capsules_to_another(
         made = await make_capsule(f)
         one, two = f.gateways
         await met(f)
-        worker = (await one.capsule(made.capsule, COMMON)).worker
+        worker = (await one.capsules.show(made.capsule, COMMON)).worker
         await one.close()
         f.gateways.remove(one)
         f.routers.pop(0)
-        await until(lambda: made.capsule in two._memory)
-        assert [capsule for capsule, _ in two._memory.own_kept()] == [made.capsule]
+        await until(lambda: made.capsule in two.memory)
+        assert [capsule for capsule, _ in two.memory.own_kept()] == [made.capsule]
         host = await lose(f, worker)
         await check_fork(two, made.capsule)
         await host.close()
@@ -252,11 +257,11 @@ async def test_a_deleted_capsule_stays_deleted_everywhere() -> None:
         made = await make_capsule(f)
         one, two = f.gateways
         await met(f)
-        await two.release_capsule(made.capsule, COMMON)
+        await two.capsules.release(made.capsule, COMMON)
         await until(lambda: not f.routers[0].stats().num_capsules)
         for gateway in (one, two):
             with pytest.raises(UnknownCapsule):
-                await gateway.capsule(made.capsule, COMMON)
+                await gateway.capsules.show(made.capsule, COMMON)
 
 
 async def test_a_capsule_whose_text_nobody_knows_is_lost() -> None:
@@ -264,13 +269,13 @@ async def test_a_capsule_whose_text_nobody_knows_is_lost() -> None:
         made = await make_capsule(f)
         one, two = f.gateways
         await until(lambda: len(two.records._others()) == 1)
-        host = await lose(f, (await one.capsule(made.capsule, COMMON)).worker)
-        one._memory.forget(made.capsule)
+        host = await lose(f, (await one.capsules.show(made.capsule, COMMON)).worker)
+        one.memory.forget(made.capsule)
         for gateway in (one, two):
             with pytest.raises(CapsuleLost):
-                await gateway.capsule(made.capsule, COMMON)
+                await gateway.capsules.show(made.capsule, COMMON)
         with pytest.raises(UnknownCapsule):
-            await one.capsule(CapsuleId("never.0"), COMMON)
+            await one.capsules.show(CapsuleId("never.0"), COMMON)
         await host.close()
 
 
@@ -279,7 +284,7 @@ async def test_a_part_whose_prefix_is_refused_ends_with_that_error() -> None:
         made = await make_capsule(f)
         for name in ("w1", "w2"):
             f.engines[name]._intake._num_blocks = 3  # smaller than its lease says
-        fork = await f.gateways[0].start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT))
+        fork = await f.gateways[0].requests.start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT))
         home = next(s.branches for s in shards_of(f, fork) if s.worker == fork.worker)
         answers = await collect(fork)
         for i, (_, last) in answers.items():
@@ -293,7 +298,7 @@ async def test_gateways_count_each_others_parts_until_they_end() -> None:
     async with fleet(workers=3, gateways=2) as f:
         one, two = f.routers
         job = GenerateJob(PROMPT, Limits(200, ignore_eos=True), n=4 * ROWS)
-        stream = await f.gateways[0].start(job)
+        stream = await f.gateways[0].requests.start(job)
         assert one.stats().booked_rows == 4 * ROWS
         await until(lambda: two.stats().booked_rows == 4 * ROWS)
         booked = {view.worker: view.rows for view in one.workers()}

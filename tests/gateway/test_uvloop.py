@@ -22,7 +22,7 @@ def test_requests_that_wait_are_placed_under_uvloop_too() -> None:
     async def work() -> None:
         fleet = LiveFleet(mock_spec(), RouterConfig(block_size=16), rows=4)
         async with running(fleet, 1) as f:
-            for stream in await asyncio.gather(*(f.gateways[0].start(job) for _ in "abc")):
+            for stream in await asyncio.gather(*(f.gateways[0].requests.start(job) for _ in "abc")):
                 assert sum([len(delta.tokens) async for delta in stream]) == 12
 
     uvloop.run(work())

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mallee.gateway.gateway import GatewayService
+from mallee.gateway.gateway import Gateway
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from mallee.runtime.bus.access import BrokerAccess
@@ -63,7 +63,7 @@ class WorkerProcess:
 
 
 @asynccontextmanager
-async def gateway(url: str, name: str) -> AsyncIterator[tuple[GatewayService, httpx.AsyncClient]]:
+async def gateway(url: str, name: str) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
     """A gateway that knows a worker, and a client of its API."""
     bus = NatsBus(BrokerAccess(url), fleet="test", name=name)
     await bus.connect()

@@ -133,7 +133,8 @@ async def test_health_says_within_two_seconds_that_a_task_was_killed(tmp_path: P
             task.cancel()
             await until(
                 lambda found=found: (  # type: ignore[misc]
-                    not found.fleet.host.healthy() or found.gateway.health()["status"] != "ok"
+                    not found.fleet.host.healthy()
+                    or found.gateway.operator.health()["status"] != "ok"
                 ),
                 FLIP_S,
             )
@@ -150,10 +151,10 @@ async def test_a_callback_that_raises_is_a_failure_of_its_service(
     async with scene(make_folder(tmp_path)) as (found, _):
         gateway = found.gateway
         gateway.tasks.watch_callbacks()
-        monkeypatch.setattr(gateway._dispatcher, "on_time", fail)
-        asyncio.get_running_loop().call_soon(gateway._on_time)
-        await until(lambda: gateway.failure is not None, FLIP_S)
-        assert gateway.health()["status"] == "degraded"
+        monkeypatch.setattr(gateway.shell.dispatcher, "on_time", fail)
+        asyncio.get_running_loop().call_soon(gateway.shell._on_time)
+        await until(lambda: gateway.operator.failure is not None, FLIP_S)
+        assert gateway.operator.health()["status"] == "degraded"
         assert "a callback of gateway g0 failed" in caplog.text
         other = Tasks("another")
         other.watch_callbacks()
@@ -170,11 +171,11 @@ async def test_a_host_and_a_gateway_whose_bus_broke_are_not_healthy(
     async with mocked(mock_config(make_folder(tmp_path))) as found:
         host, gateway = found.fleet.host, found.gateway
         assert host.healthy()
-        assert gateway.failure is None
-        assert gateway.health()["status"] == "ok"
+        assert gateway.operator.failure is None
+        assert gateway.operator.health()["status"] == "ok"
         owners: tuple[Any, ...] = (
             (host, host.healthy),
-            (gateway._peers, lambda: not gateway.failure),
+            (gateway.shell.links, lambda: not gateway.operator.failure),
         )
         for owner, is_sound in owners:
             with monkeypatch.context() as broken:

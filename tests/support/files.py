@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from mallee.gateway.capsule_files.exports import Exports
-from mallee.gateway.capsule_files.imports import Imports, SpoolLender
-from mallee.gateway.capsule_files.record import num_rows
-from mallee.gateway.capsule_files.spool import Spools
+from mallee.gateway.capsules.files.exports import Exports
+from mallee.gateway.capsules.files.imports import Imports, SpoolLender
+from mallee.gateway.capsules.files.record import num_rows
+from mallee.gateway.capsules.files.spool import Spools
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import UnknownCapsule
 from mallee.protocol.events import pack_hashes

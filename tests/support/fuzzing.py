@@ -321,7 +321,8 @@ class FuzzedApi:
         """Return once the only worker serves these weights."""
         gateway = self.scene.gateway
         wait_until(
-            lambda: gateway.is_serving and gateway.weights()["serving"] == label, timeout_s=10
+            lambda: gateway.operator.is_serving and gateway.operator.weights()["serving"] == label,
+            timeout_s=10,
         )
 
     def capsule(self) -> str:

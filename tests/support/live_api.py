@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from mallee.api.api import DEFAULT_RESPONSES, build_api
 from mallee.api.text.chat import ChatTemplate
 from mallee.gateway.access.access import Access
-from mallee.gateway.gateway import GatewayService
+from mallee.gateway.gateway import Gateway
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.runtime.config import HttpSettings, ResponsesSettings
 from mallee.runtime.proxy.server import Server
@@ -42,21 +42,18 @@ class CharTokenizer:
     def detokenizer(self, shown: Sequence[str] = ()) -> "CharTokenizer":
         return self
 
-    def push(self, tokens: Sequence[int]) -> str:
+    def push(self, tokens: Sequence[int], *, is_last: bool = False) -> str:
         return "".join(map(chr, tokens))
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self.push(tokens)
-
-    def flush(self) -> str:
-        return ""
 
     def token_bytes(self, token: int) -> bytes:
         return chr(token).encode()
 
 
 def api_over(
-    gateway: GatewayService,
+    gateway: Gateway,
     *,
     tokenizer: Any = None,
     chat: ChatTemplate = NO_CHAT,
@@ -77,9 +74,9 @@ def api_over(
         clock=time.time,
         new_id=lambda: "err",
         draw_seed=lambda: secrets.randbits(64),
-        count_answer=gateway._metrics.answered,
-        count_callback=gateway._metrics.called_back,
-        count_search=gateway._metrics.searched,
+        count_answer=gateway.process.metrics.answered,
+        count_callback=gateway.process.metrics.called_back,
+        count_search=gateway.process.metrics.searched,
         tasks=gateway.tasks,
     )
 
@@ -101,7 +98,7 @@ async def serving(app: Any, *, port: int = 0, **options: Any) -> AsyncIterator[t
 
 
 @asynccontextmanager
-async def served(gateway: GatewayService, **settings: Any) -> AsyncIterator[tuple[str, Server]]:
+async def served(gateway: Gateway, **settings: Any) -> AsyncIterator[tuple[str, Server]]:
     """The address of the API, and its server."""
     async with serving(api_over(gateway, **settings)) as found:
         yield found

@@ -11,9 +11,13 @@ from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.weights import WeightSource
 from mallee.actors.hosting.worker import Capacity
-from mallee.gateway.gateway import CapsuleFiles, GatewayService, RequestIds
+from mallee.gateway.capsules.capsules import CapsuleFiles
+from mallee.gateway.gateway import Gateway
 from mallee.gateway.recording.recorder import Recorder
-from mallee.gateway.service import BranchStream, Delta
+from mallee.gateway.requests.deltas import Delta
+from mallee.gateway.requests.request import RunningRequest
+from mallee.gateway.requests.spans import RequestSpans
+from mallee.gateway.shell import Process, RequestIds
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec
 from mallee.protocol.subjects import BusRole
@@ -24,7 +28,6 @@ from mallee.router.sync.outbox import Outbox
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.telemetry.metrics import GatewayMetrics
 from mallee.runtime.telemetry.tracing.provider import Tracing
-from mallee.runtime.telemetry.tracing.requests import RequestSpans
 from mallee.runtime.transport.link import Transport
 from mallee.testing.bus import LocalBus, LocalHub
 from mallee.testing.forward import MockForward
@@ -39,17 +42,23 @@ from support.waiting import until
 
 def make_gateway(
     name: str, bus: Bus, transport: Transport, router: Router, model: ModelSpec, **options: Any
-) -> GatewayService:
-    """A gateway of the fleet "test" that numbers its requests; `options` are further arguments."""
+) -> Gateway:
+    """A gateway of the fleet "test" that numbers its requests; `options` are of Process or Gateway."""
     ids = count()
-    defaults = {
-        "fleet": "test",
-        "metrics": GatewayMetrics(),
-        "ids": PlainIds(lambda: f"{name}-r{next(ids)}"),
-    }
-    return GatewayService(
-        name, bus=bus, transport=transport, router=router, model=model, **(defaults | options)
+    process = Process(
+        gateway=name,
+        fleet="test",
+        model=model,
+        bus=bus,
+        router=router,
+        metrics=GatewayMetrics(),
+        ids=PlainIds(lambda: f"{name}-r{next(ids)}"),
+        clock=time.monotonic,
+        wall_clock=time.time,
     )
+    own = {key: value for key, value in options.items() if key in Process._fields}
+    rest = {key: value for key, value in options.items() if key not in own}
+    return Gateway(process._replace(**own), transport, **rest)
 
 
 def make_engine(
@@ -109,7 +118,7 @@ class LiveFleet:
         self.hosts: dict[str, Host] = {}  # by address
         self.engines: dict[str, Engine] = {}
         self.forwards: dict[str, Any] = {}
-        self.gateways: list[GatewayService] = []
+        self.gateways: list[Gateway] = []
         self.routers: list[Router] = []
         self.buses: list[Bus] = []
         self.lives = count(1)
@@ -147,7 +156,7 @@ class LiveFleet:
         await host.start()
         return host
 
-    async def add_gateway(self) -> GatewayService:
+    async def add_gateway(self) -> Gateway:
         name = f"g{len(self.gateways)}"
         outbox = Outbox(name, Incarnation(1)) if self.syncs else None
         clock = self.clock_of(name)
@@ -181,7 +190,7 @@ class LiveFleet:
             kept <= most_kept
             and all(engine.stats().jobs == 0 for engine in self.engines.values())
             and all(w.rows == 0 for router in self.routers for w in router.workers())
-            and not any(gateway._answers for gateway in self.gateways)
+            and not any(gateway.shell.running for gateway in self.gateways)
         )
 
     async def close(self) -> None:
@@ -207,7 +216,7 @@ async def running(made: LiveFleet, workers: int, gateways: int = 1) -> AsyncIter
         await made.close()
 
 
-async def collect(stream: BranchStream) -> dict[int, tuple[list[int], Delta]]:
+async def collect(stream: RunningRequest) -> dict[int, tuple[list[int], Delta]]:
     """Per branch: its tokens and its last delta; every branch ends once."""
     found: dict[int, tuple[list[int], Delta]] = {}
     async for delta in stream:
@@ -223,7 +232,7 @@ async def lose(f: LiveFleet, worker: str) -> Host:
     host = f.hosts.pop(next(address for address in f.hosts if address.startswith(worker)))
     await host.tasks.close()
     for gateway in f.gateways:
-        host._streams.end(gateway.gateway_id)
+        host._streams.end(gateway.process.gateway)
     await until(lambda: all(len(router.workers()) == len(f.hosts) for router in f.routers))
     del f.engines[worker]
     return host
@@ -234,8 +243,8 @@ def kill_gateway(f: LiveFleet, number: int) -> None:
     gateway, bus = f.gateways[number], f.gateways[number].records._bus
     assert isinstance(bus, LocalBus)
     bus.is_mute = True
-    transport = gateway._peers._transport
+    transport = gateway.shell.links._transport
     assert isinstance(transport, LocalTransport)
     transport._here = {}
     for host in f.hosts.values():
-        host._streams.end(gateway.gateway_id)
+        host._streams.end(gateway.process.gateway)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from mallee.gateway.gateway import GatewayService
+from mallee.gateway.gateway import Gateway
 from mallee.mocker.engine import MockedEngine, Outcome
 from mallee.mocker.passes import mock_spec
 from mallee.mocker.replay.build import ReplayBuilder
@@ -266,7 +266,7 @@ class LiveGateway:
         world, clock = self._world, self._world.clock
         bus = SimBus(hub, world.snapshot)
         await bus.connect()
-        self.service: GatewayService = make_gateway(
+        self.service: Gateway = make_gateway(
             self.name,
             bus,
             self,
@@ -275,14 +275,14 @@ class LiveGateway:
             clock=clock.read,
             ids=PlainIds(self.names.popleft),
         )
-        peers = self.service._peers
+        peers = self.service.shell.links
         if self.router.outbox is not None:
             self.bookings = SimBookings(self.router, self.name, clock)
             peers._bookings = self.bookings  # type: ignore[assignment]
-        self._carry_out = self.service._carry_out
-        self.service._carry_out = self._carry_out_and_more  # type: ignore[method-assign]
+        self._carry_out = self.service.shell.carry_out
+        self.service.shell.carry_out = self._carry_out_and_more  # type: ignore[method-assign]
         await self.service.start_up()
-        dispatcher = self.service._dispatcher
+        dispatcher = self.service.shell.dispatcher
         dispatcher._waiting._recheck_s = None  # all room is announced, as in a replay
         dispatcher._config = dispatcher._config._replace(can_convict=False)
         self.decisions = Decisions(dispatcher, clock, world.on_end)
@@ -304,7 +304,7 @@ class LiveGateway:
 
     def poke_feed(self) -> None:
         """It may wait with leases."""
-        self.service._peers._feed.pump.poke()
+        self.service.shell.links._feed.pump.poke()
 
     def is_linked(self, worker: Worker) -> bool:
         link = self.links.get(worker.incarnation)
@@ -316,7 +316,7 @@ class LiveGateway:
         while self.unwanted:
             self._release(self.unwanted.popleft())
         was_rebuilding = self._is_rebuilding
-        self._is_rebuilding = self.service._dispatcher.is_rebuilding
+        self._is_rebuilding = self.service.shell.dispatcher.is_rebuilding
         if self.decisions.has_booked or was_rebuilding or self._is_rebuilding:
             self.decisions.has_booked = False
             if self.router.outbox is not None:
@@ -328,9 +328,9 @@ class LiveGateway:
             worker = self.router.capsule(capsule).worker
         except UnknownCapsule:
             return  # it is pushed out, or went with its worker
-        self.service._peers.send(worker, Release(capsule))
+        self.service.shell.links.send(worker, Release(capsule))
         self.router.forget_capsule(capsule)
-        self.service._texts.forget(capsule, COMMON)
+        self.service.capsules.texts.forget(capsule, COMMON)
 
 
 class LiveWorld:
@@ -442,7 +442,7 @@ class LiveWorld:
 
     async def _follow(self, name: str, gateway: LiveGateway, job: Job) -> None:
         try:
-            stream = self._streams[name] = await gateway.service.start(job)
+            stream = self._streams[name] = await gateway.service.requests.start(job)
         except MalleeError as error:
             self.errors[name] = error.code
             if name not in self._ended:  # it never was the dispatcher's
@@ -489,8 +489,8 @@ class LiveWorld:
             if gateway.bookings.replicas.on_batch(batch):
                 assert source.router.outbox is not None
                 gateway.bookings.replicas.on_snapshot(source.router.outbox.snapshot())
-            gateway.service._dispatcher.on_room()
-            gateway.service._carry_out()
+            gateway.service.shell.dispatcher.on_room()
+            gateway.service.shell.carry_out()
 
     # The fleet's listener
 
@@ -498,7 +498,7 @@ class LiveWorld:
         if outcome.events is not None and self.fleet.is_broker_up:
             raw = encode(outcome.events)
             for gateway in self.gateways:
-                gateway.service._peers._feed._on_events(raw)
+                gateway.service.shell.links._feed._on_events(raw)
         frame = worker.engine.result.frames.get("g")  # type: ignore[attr-defined]
         if frame is not None:
             links = [g.links[worker.incarnation] for g in self.gateways if g.is_linked(worker)]
@@ -529,7 +529,7 @@ class LiveWorld:
         for gateway in self.gateways:
             self.loop.call_soon(gateway.poke_feed)
             # A lease announces room in a replay; a live gateway looks for it every 20 ms.
-            self.loop.call_soon(gateway.service._on_change, lease.worker)
+            self.loop.call_soon(gateway.service.shell.on_change, lease.worker)
 
     def on_death(self, worker: Worker, unreported: Sequence[CountedUpdate]) -> None:
         for answer in self._asked.pop(worker.incarnation, ()):

@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from mallee.actors.build import Gateway, build_gateway, build_router
+from mallee.actors.build import GatewayProcess, build_gateway, build_router
 from mallee.actors.hosting.host import Host
 from mallee.actors.mock.fleet import MockPlan, build_mocked_workers, counted_names
 from mallee.runtime.config import AppConfig
@@ -19,7 +19,7 @@ class Stack(NamedTuple):
     """A running service at `base_url`."""
 
     base_url: str
-    gateway: Gateway
+    gateway: GatewayProcess
 
 
 async def _no_broker(*_: Any) -> Any:
@@ -61,5 +61,5 @@ async def mock_stack(config: AppConfig) -> AsyncIterator[Stack]:
             serving(gateway.api, takes_sockets=True, ws_max_size=config.http.max_body_bytes)
         )
         yield Stack(url, gateway)
-        gateway.service.check()
-        assert gateway.service.failure is None
+        gateway.gateway.check()
+        assert gateway.gateway.operator.failure is None

@@ -98,7 +98,7 @@ async def two_gateways(
             yield TwoGateways(a, b, fleet)
         for gateway in fleet.gateways:
             gateway.check()
-            assert gateway.failure is None
+            assert gateway.operator.failure is None
 
 
 async def post(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:

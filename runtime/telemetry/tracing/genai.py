@@ -7,8 +7,6 @@ and sessions are left out on purpose.
 
 from typing import Final, TypeAlias
 
-from mallee.router.dispatch.jobs import Job
-
 Attributes: TypeAlias = dict[str, str | bool | int | float | list[str]]
 
 OPERATION: Final = "gen_ai.operation.name"
@@ -50,31 +48,3 @@ COMMAND: Final = "mallee.engine.command"
 STEP: Final = "mallee.engine.step"
 STEPS: Final = "mallee.engine.steps"
 PROCESS: Final = "mallee.process"
-
-
-def request_attributes(job: Job, model: str) -> Attributes:
-    """The fields that a client gave, without any text."""
-    found: Attributes = {
-        OPERATION: job.operation,
-        PROVIDER: "mallee",
-        REQUEST_MODEL: model,
-        RESPONSE_MODEL: model,
-        CHOICES: job.num_branches,
-    }
-    if job.capsule is not None:
-        found[CAPSULE] = job.capsule
-    if not job.max_tokens:
-        return found
-    sampling = job.sampling
-    found |= {
-        MAX_TOKENS: job.max_tokens,
-        TEMPERATURE: sampling.temperature,
-        TOP_P: sampling.top_p,
-        FREQUENCY_PENALTY: sampling.frequency_penalty,
-        PRESENCE_PENALTY: sampling.presence_penalty,
-    }
-    if sampling.top_k:
-        found[TOP_K] = sampling.top_k
-    if job.grammar is not None and job.grammar.kind.startswith("json"):
-        found[OUTPUT_TYPE] = "json"
-    return found

@@ -9,7 +9,7 @@ import pytest
 from mallee.actors.mock.device import LiveDevice
 from mallee.actors.mock.fleet import device_of
 from mallee.actors.mock.pacer import GRAIN_S, MAX_PACE_S, PACE_S, Pacer
-from mallee.gateway.service import BranchStream
+from mallee.gateway.requests.request import RunningRequest
 from mallee.mocker.device import DeviceConfig
 from mallee.mocker.timing import Fixed, Timing
 from mallee.protocol.hashing import as_tokens
@@ -65,7 +65,7 @@ async def decoded_s(scene: MockScene, num: int, max_tokens: int) -> float:
     async def one(i: int) -> int:
         prompt = as_tokens([(i * 31 + j) % 300 + 1 for j in range(40)])
         job = GenerateJob(prompt, Limits(max_tokens, ignore_eos=True))
-        stream: BranchStream = await scene.gateway.start(job)
+        stream: RunningRequest = await scene.gateway.requests.start(job)
         return sum([len(delta.tokens) async for delta in stream])
 
     begun = time.monotonic()

@@ -16,7 +16,8 @@ import pytest
 from mallee.actors.mock.fleet import replica_names, timing_of
 from mallee.actors.mock.words import words_of
 from mallee.api.text.tokenizer import Tokenizer
-from mallee.gateway.service import BranchStream, Delta
+from mallee.gateway.requests.deltas import Delta
+from mallee.gateway.requests.request import RunningRequest
 from mallee.mocker.timing import Fixed, Timing
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import ConfigError, WorkerLost
@@ -45,12 +46,12 @@ def generate(number: int, max_tokens: int = 8, length: int = 70) -> GenerateJob:
     return GenerateJob(prompt(number, length), Limits(max_tokens, ignore_eos=True))
 
 
-async def collect(stream: BranchStream) -> list[Delta]:
+async def collect(stream: RunningRequest) -> list[Delta]:
     return [delta async for delta in stream]
 
 
 async def ask(scene: MockScene, job: GenerateJob) -> tuple[str, list[Delta]]:
-    stream = await scene.gateway.start(job)
+    stream = await scene.gateway.requests.start(job)
     return str(stream.worker), await collect(stream)
 
 
@@ -115,7 +116,7 @@ async def test_a_loop_that_is_behind_tells_several_steps_at_once_and_keeps_the_t
     monkeypatch.setattr("mallee.actors.mock.pacer.Pacer.pace_s", 0.05)
     async with mocked(mock_config(folder)) as scene:
         begin = time.monotonic()
-        stream = await scene.gateway.start(generate(1, 61))
+        stream = await scene.gateway.requests.start(generate(1, 61))
         deltas, times = [], []
         async for delta in stream:
             deltas.append(delta)
@@ -123,7 +124,7 @@ async def test_a_loop_that_is_behind_tells_several_steps_at_once_and_keeps_the_t
         assert num_tokens(deltas) == 61
         assert len(deltas) <= 12  # a stride ends where a block does, too
         assert times[-1] == pytest.approx(0.3)
-        stream = await scene.gateway.start(generate(2, 200))
+        stream = await scene.gateway.requests.start(generate(2, 200))
         await elapse(0.02)
         await stream.aclose()  # cuts the stride under way
         await until(lambda: scene.fleet.host.stats().open_requests == 0)
@@ -140,7 +141,7 @@ async def test_requests_that_outlast_the_drain_go_on_elsewhere(
     )
     async with mocked(config) as scene:
         undisturbed = [tokens_of((await ask(scene, generate(i, 40)))[1]) for i in range(4)]
-        streams = [await scene.gateway.start(generate(i, 40)) for i in range(4)]
+        streams = [await scene.gateway.requests.start(generate(i, 40)) for i in range(4)]
         running = [asyncio.ensure_future(collect(stream)) for stream in streams]
         await elapse(0.05)
         await scene.admin("drain", "w1")
@@ -148,7 +149,7 @@ async def test_requests_that_outlast_the_drain_go_on_elsewhere(
         ended = await asyncio.gather(*running)
         assert [tokens_of(deltas) for deltas in ended] == undisturbed
         assert {deltas[-1].worker for deltas in ended if deltas[-1].worker} == {"w0"}
-        assert scene.gateway._dispatcher.num_moved
+        assert scene.gateway.shell.dispatcher.num_moved
         scene.gateway.check()
 
 
@@ -165,7 +166,7 @@ async def test_leases_that_overtake_the_last_frames_of_a_worker_end_no_answer(
     set_timing(monkeypatch, Timing(Fixed(0.0, 0.01)))
     config = mock_config(folder, mock__engines_per_worker=2, routing__policy="round_robin")
     async with mocked(config) as scene:
-        streams = [await scene.gateway.start(generate(i, 12)) for i in range(2)]
+        streams = [await scene.gateway.requests.start(generate(i, 12)) for i in range(2)]
         running = [asyncio.ensure_future(collect(stream)) for stream in streams]
         await until(lambda: scene.fleet.host.stats().open_requests == 2)
         await scene.admin("drain", "w1")
@@ -175,7 +176,7 @@ async def test_leases_that_overtake_the_last_frames_of_a_worker_end_no_answer(
         for ended in await asyncio.gather(*running):
             assert ended[-1].error is None
             assert num_tokens(ended) == 12
-        await until(lambda: list(scene.gateway._peers._peers) == ["w0"])
+        await until(lambda: list(scene.gateway.shell.links._links) == ["w0"])
 
 
 async def test_engines_are_there_after_their_start_up_time(
@@ -239,7 +240,7 @@ async def test_who_waits_for_a_snapshot_of_a_worker_that_crashes_is_told(
 ) -> None:
     set_timing(monkeypatch, Timing(Fixed(60.0, 60.0)))
     async with mocked(mock_config(folder, mock__engines_per_worker=1)) as scene:
-        stream = await scene.gateway.start(generate(1))
+        stream = await scene.gateway.requests.start(generate(1))
         host = scene.fleet.host
         await until(lambda: host.stats().open_requests == 1)
         (worker,) = host.workers.values()
@@ -307,7 +308,7 @@ async def test_a_host_needs_memory_for_what_runs_and_not_for_answers_capsules(fo
         demand = scene.fleet.host.demand
         await until(lambda: len(scene.names()) == 2)
         assert (demand().max_rows, demand().num_blocks) == (2 * 256, 2 * 256)
-        streams = [await scene.gateway.start(generate(key, 500)) for key in (1, 2)]
+        streams = [await scene.gateway.requests.start(generate(key, 500)) for key in (1, 2)]
         await until(lambda: demand().rows == 2 and demand().needed_blocks > 0)
         for stream in streams:
             await stream.aclose()

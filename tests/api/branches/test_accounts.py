@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 from mallee.api.branches import budgets as module
 from mallee.api.branches.accounts import RESOURCES, Account, Budget, Loan, Resource
 from mallee.api.branches.budgets import EXPIRE_S, Bound, Budgets
-from mallee.gateway.shared.records import SharedRecords
+from mallee.gateway.records import SharedRecords
 from mallee.protocol.errors import BudgetSpent, InvalidParameter, Unavailable
 from mallee.protocol.gateways.loans import Amounts, LoanReturn
 from mallee.protocol.ids import COMMON, account_of

@@ -71,7 +71,7 @@ async def scene(
             await until(lambda: not fleet.engines["w0"].branches)
             fleet.engines["w0"].check()
             gateway.check()
-            assert gateway.failure is None
+            assert gateway.operator.failure is None
 
 
 async def test_a_poor_branch_ends_within_one_step_of_the_verdict(
@@ -132,7 +132,7 @@ async def test_a_poor_branch_ends_within_one_step_of_the_verdict(
 
 def _num_open(gateway: Any) -> int:
     """Branches that the gateway's answers have open."""
-    return sum(answer.num_open for answer in gateway._answers.values())
+    return sum(answer.num_open for answer in gateway.shell.running.values())
 
 
 async def test_texts_are_shown_at_most_every_so_many_tokens_with_nothing_of_the_client() -> None:
@@ -190,7 +190,7 @@ async def test_branches_go_on_when_their_verifier_fails_and_say_so() -> None:
                 assert s.verifier.url in choice["mallee"]["score_error"]
                 assert "hush" not in choice["mallee"]["score_error"]
         assert set(s.verifier.paths) == {"/verify?key=hush"}
-        outcomes = s.fleet.gateways[0].metrics("").decode()
+        outcomes = s.fleet.gateways[0].operator.metrics("").decode()
         assert 'mallee_callback_duration_seconds_count{outcome="answered"} 0.0' in outcomes
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mallee.api.branches import verbs
 from mallee.client import AsyncMallee, Mallee
-from mallee.gateway.sessions.lineage import Lineage
+from mallee.gateway.capsules.lineage import Lineage
 from mallee.protocol.ids import CapsuleId, RequestId
 from mallee.testing.random_model import random_model
 from support.live_fleet import LiveFleet, lose

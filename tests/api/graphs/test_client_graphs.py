@@ -234,7 +234,7 @@ async def dying_gateway() -> AsyncIterator[tuple[Entry, Callable[[], None]]]:
                 connection.transport.abort()
 
         yield entry, kill
-        assert fleet.gateways[1].failure is None
+        assert fleet.gateways[1].operator.failure is None
 
 
 def long_graph(*calls: Callable[[str], Any]) -> tuple[Graph, list[Handle]]:

@@ -165,7 +165,7 @@ async def test_a_capsule_that_is_lost_on_the_way_is_computed_from_the_stored_con
         expected = await alice.responses.create(**short, previous_response_id=first.id)
         assert expected.mallee["turn"] == "capsule"
         gateway, jobs = fleet.gateways[0], []
-        start = gateway.start
+        start = gateway.requests.start
 
         async def losing(job: Any, *args: Any, **named: Any) -> Any:
             jobs.append(type(job))
@@ -173,7 +173,7 @@ async def test_a_capsule_that_is_lost_on_the_way_is_computed_from_the_stored_con
                 raise lost()
             return await start(job, *args, **named)
 
-        monkeypatch.setattr(gateway, "start", losing)
+        monkeypatch.setattr(gateway.requests, "start", losing)
         given = {**short, "previous_response_id": first.id, "background": background}
         found = await alice.responses.create(**given)
         while found.status in ("queued", "in_progress"):

@@ -52,11 +52,13 @@ async def two_clients() -> AsyncIterator[Scene]:
         jobs: list[Any] = []
         for gateway in two.fleet.gateways:
 
-            async def spied(job: Any, *more: Any, start: Any = gateway.start, **named: Any) -> Any:
+            async def spied(
+                job: Any, *more: Any, start: Any = gateway.requests.start, **named: Any
+            ) -> Any:
                 jobs.append(job)
                 return await start(job, *more, **named)
 
-            gateway.start = spied  # type: ignore[method-assign]
+            gateway.requests.start = spied  # type: ignore[method-assign]
         yield Scene(a, b, two.fleet, jobs)
 
 

@@ -137,7 +137,7 @@ async def test_headers_make_child_sessions_and_the_last_request_closes() -> None
         last = await client.post("/v1/completions", json=body, headers=final)
         gone = [capsule_of(each.json()["choices"][0]) for each in (made, last)]
 
-        await until(lambda: not any(map(fleet.gateways[0].is_kept, gone)))  # type: ignore[arg-type]
+        await until(lambda: not any(map(fleet.gateways[0].capsules.is_kept, gone)))  # type: ignore[arg-type]
         assert (await client.get("/v1/sessions/child")).status_code == 404
         assert (await tree_of(client, "root"))["children"] == []
 
@@ -159,7 +159,7 @@ async def test_every_gateway_lists_shows_and_closes_all_sessions() -> None:
             httpx.AsyncClient(base_url=url, timeout=20) as c,
         ):
             made = [capsule_of(first), capsule_of(second)]
-            await until(lambda: all(map(late.is_kept, made)))  # type: ignore[arg-type]
+            await until(lambda: all(map(late.capsules.is_kept, made)))  # type: ignore[arg-type]
             assert (await c.delete("/v1/sessions/s")).json()["released"] == 2
         await until(lambda: not any(list(g.sessions.trees.notes()) for g in fleet.gateways))
         for client in (a, b):

@@ -37,7 +37,9 @@ def splits(draw: st.DrawFn, vocab_size: int) -> list[list[int]]:
 
 
 def joined(detokenizer: Detokenizer, chunks: list[list[int]]) -> str:
-    return "".join([detokenizer.push(chunk) for chunk in chunks]) + detokenizer.flush()
+    return "".join([detokenizer.push(chunk) for chunk in chunks]) + detokenizer.push(
+        (), is_last=True
+    )
 
 
 @given(splits(BYTES.vocab_size))
@@ -65,7 +67,7 @@ def test_text_streamed_token_by_token_comes_back_and_no_half_character_shows(tex
     for token in BYTES.encode(text):
         seen += detokenizer.push([token])
         assert text.startswith(seen)
-    assert seen + detokenizer.flush() == text
+    assert seen + detokenizer.push((), is_last=True) == text
 
 
 def test_a_directory_gives_tokens_and_ends_or_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -140,7 +142,7 @@ WORDS = ["the tree", " the root", " leaf", "é", "木", ", ", "Obser", "vation:"
 
 def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     text = tokenizer.detokenizer()
-    return text.push(tokens) + text.flush()
+    return text.push(tokens, is_last=True)
 
 
 @given(
@@ -198,4 +200,4 @@ def test_marks_of_calls_that_are_shown_are_text_of_their_own_tokens() -> None:
     assert inside is not None
     text = BYTES.detokenizer(shown)
     ids = [*tokens[: inside.num_tokens], *inside.residue]
-    assert text.push(ids) + text.flush() == kept + "<|"
+    assert text.push(ids, is_last=True) == kept + "<|"

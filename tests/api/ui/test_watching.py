@@ -19,7 +19,8 @@ from mallee.api.ui.handlers import MAX_OF_TENANT
 from mallee.api.ui.watching import MAX_SESSIONS, Running, SessionWatch
 from mallee.client import AsyncMallee, Mallee
 from mallee.gateway.access.keys import new_key
-from mallee.gateway.service import OpenBranch, Service
+from mallee.gateway.gateway import Gateway
+from mallee.gateway.requests.requests import OpenBranch
 from mallee.gateway.sessions.trees import SessionKey, SessionTrees
 from mallee.protocol.ids import CapsuleId, RequestId, Scope
 from mallee.testing.random_model import random_model
@@ -80,11 +81,12 @@ class Watching(RuleBasedStateMachine):
         self.trees = SessionTrees(max_nodes=24, ttl_s=500.0, block_size=4, clock=lambda: self.now)
         self.counts: dict[RequestId, int] = {}
         self.num = 0
-        service = SimpleNamespace(
-            sessions=SimpleNamespace(trees=self.trees), open_branches=self.branches
+        gateway = SimpleNamespace(
+            sessions=SimpleNamespace(trees=self.trees),
+            requests=SimpleNamespace(open_branches=self.branches),
         )
         tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(map(str, ids)))
-        self.watch = SessionWatch(cast(Service, service), cast(Tokenizer, tokenizer), SCOPE, "acme")
+        self.watch = SessionWatch(cast(Gateway, gateway), cast(Tokenizer, tokenizer), SCOPE, "acme")
         self.watcher = Watcher()
 
     def branches(self, request: RequestId, scope: Scope) -> list[OpenBranch]:

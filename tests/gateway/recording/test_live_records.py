@@ -311,12 +311,12 @@ async def test_a_tenant_fills_its_own_parts_and_no_record_has_a_path_of_the_serv
         gateway = fleet.gateways[0]
 
         async def ask(tenant: str, session: str) -> bytes:
-            async for _ in await gateway.start(job(tenant, session)):
+            async for _ in await gateway.requests.start(job(tenant, session)):
                 pass
             if session in ("3", "4", "5"):
                 await elapse(0.1)
                 return b""
-            return await gateway.read_record(session, Scope(f"of {tenant}"))
+            return await gateway.requests.recorder.read(Scope(f"of {tenant}"), session)
 
         acme = [await ask("acme", str(i)) for i in range(1, 6)]
         other = [await ask("other", str(i)) for i in (1, 2)]
@@ -330,7 +330,7 @@ async def test_a_tenant_fills_its_own_parts_and_no_record_has_a_path_of_the_serv
             True,
         ]
         assert set(stopped) == {"tenant_sessions"}
-        await gateway.delete_record("1", Scope("of acme"))
+        await gateway.requests.recorder.delete(Scope("of acme"), "1")
         again = await ask("acme", "6")
         assert again, "a part that was deleted makes room for another"
     for raw in (*acme[:2], *other, again):

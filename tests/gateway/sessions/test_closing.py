@@ -2,18 +2,20 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mallee.gateway.records import SharedRecords
 from mallee.gateway.sessions import sessions as closing
 from mallee.gateway.sessions.sessions import GatewaySessions, SessionLimits
-from mallee.gateway.shared.records import SharedRecords
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import CapsuleLost, InternalError, MalleeError, Unavailable
 from mallee.protocol.gateways.session_notes import NodeNote, SessionNote, SessionNotes
 from mallee.protocol.hashing import NO_HASHES, as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, Scope
+from mallee.router.config import RouterConfig
 from mallee.router.dispatch.jobs import PrefillJob, QueueTerms
 from support.plain_ids import SCOPES
 from support.waiting import elapse
@@ -36,18 +38,19 @@ class SilentBus:
 def made(release: Callable[[CapsuleId, Scope], Awaitable[None]]) -> GatewaySessions:
     bus: Any = SilentBus()
     named: Any = {"gateway": "g", "fleet": "f"}
-    return GatewaySessions(
-        bus,
+    process: Any = SimpleNamespace(
         **named,
-        records=SharedRecords(bus, **named, others=lambda: None, belongs=SCOPES.belongs),
-        new_name=SCOPES.new,
-        limits=SessionLimits(),
-        block_size=4,
-        hashes_of=lambda capsule: NO_HASHES,
-        release=release,
-        give_up=lambda request, error: None,
-        clock=lambda: 1000.0,
+        bus=bus,
+        ids=SCOPES,
+        wall_clock=lambda: 1000.0,
+        router=SimpleNamespace(config=RouterConfig(block_size=4)),
     )
+    shell: Any = SimpleNamespace(give_up=lambda request, error: None)
+    capsules: Any = SimpleNamespace(
+        release=release, hashes=lambda capsule: NO_HASHES, watch=lambda observer: None
+    )
+    records = SharedRecords(bus, **named, others=lambda: None, belongs=SCOPES.belongs)
+    return GatewaySessions(process, shell, capsules, records, SessionLimits())
 
 
 def told(*notes: SessionNote) -> bytes:

@@ -1,0 +1,258 @@
+"""The operator's view of a gateway: its health, workers, decisions and metrics, as JSON-able bodies.
+
+They are those of `GET /v1/router/...` and `GET /health`.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from mallee.gateway.requests.requests import Requests
+from mallee.gateway.shell import Process, Shell
+from mallee.protocol.errors import NotFound, shown
+from mallee.protocol.events import TierUse
+from mallee.protocol.ids import RequestId, WorkerId
+from mallee.protocol.model import WeightChange
+from mallee.router.placement.decisions import Candidate, Decision
+from mallee.router.placement.fanout_pricing import Prices
+from mallee.router.placement.pulls import Pull
+from mallee.router.router import Router
+from mallee.runtime.telemetry.metrics import content_type
+from mallee.runtime.telemetry.workers import LYING, MOVED
+
+metrics_type: Final = content_type
+"""The type of `Operator.metrics`, for the header `accept`."""
+
+
+class Operator:
+    """One gateway, as its operator sees it.
+
+    With fewer than `expected_workers` routable, `health` is degraded. `metrics_at`: host and port of its own
+    metrics; "" if it has none.
+    """
+
+    def __init__(
+        self, process: Process, shell: Shell, requests: Requests, expected_workers: int
+    ) -> None:
+        self._process = process
+        self._router = process.router
+        self._metrics = process.metrics
+        self._shell = shell
+        self._requests = requests
+        self.metrics_at = ""
+        self.expect(expected_workers)
+
+    def expect(self, num_workers: int) -> None:
+        """With fewer routable workers than this, `health` is degraded."""
+        self._expected_workers = num_workers
+        self._metrics.workers_expected.set(num_workers)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended a background task of the gateway, which should be replaced."""
+        return self._shell.tasks.failure or self._shell.links.failure
+
+    def health(self) -> dict[str, Any]:
+        """`status` ok | degraded | unavailable, workers, broker state."""
+        is_sound, gateway = self.failure is None, self._process.gateway
+        return health_body(self._router, gateway, self._expected_workers, is_sound=is_sound)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests can be served."""
+        return self.health()["status"] in ("ok", "degraded")
+
+    def workers(self) -> dict[str, Any]:
+        return workers_body(self._router, self._metrics.workers.tiers_of)
+
+    def decisions(self, request: RequestId | None, limit: int, candidates: int) -> dict[str, Any]:
+        """`decisions_body`. Raises NotFound."""
+        course = None if request is None else self._requests.course(request)
+        return decisions_body(self._router, request, limit, candidates, course)
+
+    async def drain_worker(self, worker: WorkerId) -> None:
+        """Have a worker take nothing new and leave. Raises NotFound, Unavailable."""
+        await self._shell.links.ask_drain(worker)
+
+    async def change_weights(
+        self, label: str, *, path: str | None, drain_s: float, wait_s: float
+    ) -> dict[str, Any]:
+        """Have every worker serve a new version of the weights: `FleetWeights.change`."""
+        weights = self._shell.links.weights
+        return await weights.change(label, path=path, drain_s=drain_s, wait_s=wait_s)
+
+    def weights(self) -> dict[str, Any]:
+        """The versions that workers serve."""
+        return self._shell.links.weights.body()
+
+    def metrics_targets(self) -> list[dict[str, Any]]:
+        """`targets_body`."""
+        own = {self._process.gateway: self.metrics_at}
+        gateways = own | self._shell.links.others_metrics
+        self._forget_gone()
+        addresses = self._metrics.workers.addresses()
+        return targets_body(self._process.fleet, gateways.values(), addresses)
+
+    def metrics(self, accept: str = "") -> bytes:
+        """Prometheus's exposition for the header `accept`."""
+        self._forget_gone()
+        self._metrics.waiting.set(self._requests.num_waiting)
+        self._metrics.in_flight.set(self._requests.num_in_flight)
+        return self._metrics.render(accept)
+
+    def _forget_gone(self) -> None:
+        self._metrics.workers.keep({worker.worker for worker in self._router.workers()})
+
+
+def workers_body(router: Router, tiers_of: Callable[[WorkerId], TierUse | None]) -> dict[str, Any]:
+    """All known workers. Incarnations are strings: they may exceed what JavaScript counts exactly.
+
+    `tiers_of`: what a worker said last of the tiers below its device.
+    """
+    return {
+        "object": "list",
+        "data": [
+            {
+                **view._asdict(),
+                "object": "worker",
+                "incarnation": str(view.incarnation),
+                "weight_change": _change(view.weight_change),
+                "tiers": _tiers(tiers_of(view.worker)),
+            }
+            for view in router.all_workers()
+        ],
+    }
+
+
+def _tiers(use: TierUse | None) -> dict[str, Any] | None:
+    if use is None:
+        return None
+    return {
+        "block_nbytes": use.block_nbytes,
+        "blocks": {tier: num(use) for tier, num in LYING.items()},
+        "held_blocks": use.host_held,
+        "moved_blocks": {move: num(use) for move, num in MOVED.items()},
+        "dropped_blocks": use.num_dropped,
+        "declined_blocks": use.num_declined,
+        "failed_moves": use.num_failed,
+    }
+
+
+def _change(change: WeightChange | None) -> dict[str, Any] | None:
+    if change is None:
+        return None
+    return {"version": change.target.label, "state": change.state, "reason": change.reason}
+
+
+def health_body(
+    router: Router, gateway: str, expected_workers: int, *, is_sound: bool
+) -> dict[str, Any]:
+    """`status` and its cause: ok, degraded or unavailable (no worker).
+
+    Degraded: no broker, workers missing, or the gateway is not `is_sound`.
+    """
+    stats = router.stats()
+    is_whole = is_sound and stats.is_broker_up and stats.num_workers >= expected_workers
+    status = "ok" if is_whole else "degraded"
+    if not stats.num_workers:
+        status = "unavailable"
+    return {
+        "status": status,
+        "gateway": gateway,
+        "broker": "up" if stats.is_broker_up else "down",
+        "workers": [
+            {"worker": view.worker, "incarnation": str(view.incarnation), "rows": view.rows}
+            for view in router.workers()
+        ],
+    }
+
+
+def targets_body(
+    fleet: str, gateways: Iterable[str], workers: Iterable[str]
+) -> list[dict[str, Any]]:
+    """Addresses at which processes serve their metrics, as Prometheus' HTTP service discovery reads them.
+
+    Source: Prometheus, http_sd_config.
+    """
+    processes = {"gateway": gateways, "worker": workers}
+    return [
+        {"targets": found, "labels": {"process": process, "fleet": fleet}}
+        for process, addresses in processes.items()
+        if (found := sorted(filter(None, addresses)))
+    ]
+
+
+def decisions_body(
+    router: Router,
+    request: RequestId | None,
+    limit: int,
+    candidates: int,
+    life: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The last decisions, youngest first; with `request`, its own alone: one for each part of it.
+
+    Each with its `candidates` cheapest workers and the chosen one; `life` is the request's course. Raises
+    NotFound if nothing about `request` is remembered.
+    """
+    decisions = router.decisions(limit, of=request, candidates=candidates)
+    if request is not None and not decisions and life is None:
+        raise NotFound(
+            f"request {shown(request)} is not in the decision log (another gateway's, or too long ago)",
+            param="request",
+            request=request,
+        )
+    body: dict[str, Any] = {"object": "list", "data": [_decision(each) for each in decisions]}
+    return body if life is None else {**body, "life": life}
+
+
+def _decision(decision: Decision) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "object": "route.decision",
+        "number": decision.number,
+        "request": decision.request,
+        "worker": decision.worker,
+        "reason": decision.reason,
+        "prompt_tokens": decision.prompt_tokens,
+        "num_blocks": decision.num_blocks,
+        "rows": decision.rows,
+        "num_candidates": decision.num_candidates,
+        "candidates": [_candidate(each) for each in decision.candidates],
+    }
+    if decision.spill is not None:
+        body["spill"] = {"how": decision.spill.how, **_prices(decision.spill.prices)}
+    if decision.pull is not None:
+        body["pull"] = _pull(decision.pull)
+    return body
+
+
+def _prices(prices: Prices) -> dict[str, float | None]:
+    """In seconds; null for a way that is barred."""
+    return {
+        name: seconds if math.isfinite(seconds) else None
+        for name, seconds in prices._asdict().items()
+    }
+
+
+def _pull(pull: Pull) -> dict[str, Any]:
+    return {
+        "reason": pull.reason,
+        "blocks": pull.num_blocks,
+        "bytes": pull.nbytes,
+        "from": [
+            {"worker": each.worker, "tokens": each.num_tokens, "capsule": each.capsule or None}
+            for each in pull.holders
+        ],
+        **_prices(pull.prices),
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    is_eligible = math.isfinite(candidate.total)
+    return {
+        "worker": candidate.worker,
+        "eligible": is_eligible,
+        "overlap_blocks": candidate.overlap_blocks,
+        "pulled_blocks": candidate.pulled_blocks,
+        **candidate.cost._asdict(),
+        "total": candidate.total if is_eligible else None,
+    }
