@@ -85,7 +85,6 @@ class KvServer:
             if is_right and not self._is_ended and self._admit(session):
                 await loop.run_in_executor(self._threads, session.serve)
         finally:
-            on_greeted()
             session.stream.close()
             self.sessions.remove(session)
 

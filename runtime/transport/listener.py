@@ -38,7 +38,7 @@ class Server(Protocol):
     ) -> None:
         """Take over `sock`, from TLS and the greeting on, until it is over.
 
-        `on_greeted` is called once the greeting is, in any way. Raises OSError: it broke before it was open.
+        `on_greeted` is called once the greeting is. Raises OSError: it broke before it was open.
         """
         ...
 
@@ -163,4 +163,5 @@ class Listener:
         except OSError as error:
             log.info("a connection ended before it was open: %s", error)
             sock.close()
+        finally:
             on_greeted()

@@ -96,7 +96,6 @@ class HostConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._timer.cancel()
-        self._on_greeted()
         if not self.lost.done():
             self.lost.set_result(None)
         if self._inlet is not None:

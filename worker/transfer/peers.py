@@ -1,7 +1,8 @@
 """KV that workers lend each other: what is asked for, and the loans that hold it meanwhile.
 
 A lender holds the blocks of a loan until it ends, so they can be read from any thread, beside its steps. A
-loan from another process has the same methods, over a socket.
+loan from another process has the same methods, over a socket (`actors.kv_transfer`). Another mover of bytes
+between processes, as NIXL, takes its place there by a `Lender` and a `Loan` of its own.
 """
 
 from collections.abc import Sequence
