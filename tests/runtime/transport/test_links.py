@@ -6,7 +6,7 @@ K21, part: many workers share one way, and one that is lost takes none of the ot
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,12 @@ from mallee.runtime.transport.greeting import (
     Secret,
     new_secret,
 )
-from mallee.runtime.transport.link import LinkTimes, Transport
+from mallee.runtime.transport.link import Link, LinkTimes, Transport
 from mallee.runtime.transport.listener import Listener
 from mallee.runtime.transport.server import CommandServer
 from mallee.runtime.transport.tls import TlsFiles, client_tls, server_tls
 from support.certificates import certificate
-from support.local_transport import ByHand, LocalTransport
+from support.local_transport import ByHand
 from support.waiting import until
 
 TIMES = LinkTimes(connect_s=2.0, retry_s=0.01, silence_s=5.0, keepalive_s=0.05)
@@ -92,20 +92,56 @@ class FakeHost:
         self.sinks["g0"].send(raw)
 
 
+class Seen:
+    """Frames and losses of one worker's link."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.lost: list[str] = []
+
+
 class Place:
-    """A host that listens, and a gateway's links to it."""
+    """A host that listens, and a gateway's links to it, which are whole at the end."""
 
     def __init__(self, **options: Any) -> None:
         self.host = FakeHost()
         self.server = CommandServer(self.host, Secret(KEY))
         self.listener = Listener(self.server, node="n0", **options)
-        self.frames: list[Frame] = []
-        self.lost: list[str] = []
+        self.transports: list[Transport] = []
+        self.links: list[Link] = []
+        self.seen = Seen()
 
-    def link(self, *, key: bytes = KEY, node: str = "n0", address: str = "", **options: Any) -> Any:
-        self.transport = Transport("g0", Secret(key), node=node, **({"times": TIMES} | options))
+    def link(
+        self, *, key: bytes = KEY, node: str = "n0", address: str = "", times: LinkTimes = TIMES,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        self.transports.append(Transport("g0", Secret(key), node=node, times=times, **options))
+        return self.more(W, self.seen, address)
+
+    def more(self, worker: str, seen: Seen, address: str = "") -> Any:
+        """One more link of the last transport."""
         address = address or str(self.listener.address)
-        return self.transport.link(W, LIFE, address, self.frames.append, self.lost.append)
+        taken = seen.frames.append, seen.lost.append
+        link = self.transports[-1].link(WorkerId(worker), LIFE, address, *taken)
+        self.links.append(link)
+        return link
+
+    async def two(self) -> tuple[Any, Any, Seen]:
+        """Links to two workers of the host, which does not echo, and what the second hears."""
+        self.host.echoes, other = False, Seen()
+        links = self.link(), self.more("w1", other)
+        await until(lambda: links[0].host.is_connected)
+        return *links, other
+
+    async def close(self) -> None:
+        for link in self.links:
+            await link.close()
+            link.host.check()
+        for transport in self.transports:
+            assert not transport._hosts
+            await transport._tasks.finish()
+            assert transport.failure is None
+        await self.listener.close()
 
 
 @asynccontextmanager
@@ -115,7 +151,7 @@ async def place(folder: Path, **options: Any) -> AsyncIterator[Place]:
     try:
         yield made
     finally:
-        await made.listener.close()
+        await made.close()
         assert not made.server.connections
         assert not made.host.sinks
         assert not [name for name in os.listdir(folder) if name.endswith(".sock")]
@@ -123,8 +159,8 @@ async def place(folder: Path, **options: Any) -> AsyncIterator[Place]:
 
 async def answered(p: Place, link: Any) -> None:
     link.send(Cancel("a"))
-    await until(lambda: len(p.frames) == 2)
-    assert not p.lost
+    await until(lambda: len(p.seen.frames) == 2)
+    assert not p.seen.lost
 
 
 async def test_commands_cross_in_order_and_frames_come_back(tmp_path: Path) -> None:
@@ -135,20 +171,20 @@ async def test_commands_cross_in_order_and_frames_come_back(tmp_path: Path) -> N
         for command in sent[:150]:
             link.send(command)
         await p.listener.listen_unix(str(path))
-        await until(lambda: len(p.frames) == 2)
+        await until(lambda: len(p.seen.frames) == 2)
         for command in sent[150:]:
             link.send(command)
-        await until(lambda: sum(len(f.updates) for f in p.frames) == 600)
-        num_frames = len(p.frames)
+        await until(lambda: sum(len(f.updates) for f in p.seen.frames) == 600)
+        num_frames = len(p.seen.frames)
         sent.append(Generate("large", pack_tokens(range(1_000_000)), Limits(1)))
         link.send(sent[-1])
-        await until(lambda: len(p.frames) > num_frames)
+        await until(lambda: len(p.seen.frames) > num_frames)
         assert p.host.commands == sent
         assert list(p.host.sinks) == ["g0"]
         await until(lambda: link.host._untaken_nbytes == 0)
         await link.close()
         await until(lambda: not p.host.sinks)
-        assert not p.lost
+        assert not p.seen.lost
         os.unlink(tmp_path / "h.sock")
 
 
@@ -159,10 +195,9 @@ async def test_a_host_that_closes_sends_its_last_frames_and_is_lost(tmp_path: Pa
         last = Frame(9, (Update("z", 0, tuple(range(100_000))),))
         p.host.say(last)
         await p.listener.close()
-        await until(lambda: bool(p.lost))
-        assert p.frames[-1] == last
-        assert p.lost == ["it closed the connection"]
-        await link.close()
+        await until(lambda: bool(p.seen.lost))
+        assert p.seen.frames[-1] == last
+        assert p.seen.lost == ["it closed the connection"]
 
 
 async def test_another_secret_is_refused_at_once_and_never_shown(
@@ -171,8 +206,8 @@ async def test_another_secret_is_refused_at_once_and_never_shown(
     wrong = b"the secret of another app"
     async with place(tmp_path) as p:
         p.link(key=wrong)
-        await until(lambda: bool(p.lost), 1.0)
-        assert p.lost == ["it refused: it has another secret"]
+        await until(lambda: bool(p.seen.lost), 1.0)
+        assert p.seen.lost == ["it refused: it has another secret"]
         assert not p.host.sinks
         errors = [r for r in caplog.records if r.levelno == logging.ERROR]
         assert len(errors) == 1
@@ -205,6 +240,28 @@ def test_a_proof_of_another_app_or_kind_opens_nothing(secret: Secret, kind: Kind
         dialer.take(encode(proof))
 
 
+async def test_a_host_that_does_not_know_the_secret_gets_no_commands(tmp_path: Path) -> None:
+    heard = b""
+
+    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal heard
+        writer.write(wire.message(wire.GREETING, ListenerGreeting(OTHERS, COMMANDS).challenge()))
+        heard = await reader.read(1000)
+        writer.write(wire.message(wire.GREETING, encode(bytes(32))))
+        heard += await reader.read()
+        writer.close()
+
+    listening = await asyncio.start_unix_server(impostor, str(tmp_path / "impostor"))
+    async with place(tmp_path) as p:
+        p.link(address=f"node=n0;unix:{tmp_path}/impostor").send(Cancel("a prompt"))
+        await until(lambda: bool(p.seen.lost))
+        assert "another secret" in p.seen.lost[0]
+        assert b"a prompt" not in heard
+        assert KEY not in heard
+    listening.close()
+    await listening.wait_closed()
+
+
 async def test_a_kind_that_is_not_served_is_closed(tmp_path: Path) -> None:
     async with place(tmp_path) as p:
         reader, writer = await asyncio.open_unix_connection(str(tmp_path / "h.sock"))
@@ -213,7 +270,6 @@ async def test_a_kind_that_is_not_served_is_closed(tmp_path: Path) -> None:
         writer.close()
         link = p.link()
         await answered(p, link)
-        await link.close()
 
 
 async def test_a_greeting_that_does_not_come_is_not_waited_for(
@@ -234,7 +290,6 @@ async def test_a_greeting_that_does_not_come_is_not_waited_for(
             writer.close()
         link = p.link()
         await answered(p, link)
-        await link.close()
 
 
 @pytest.mark.parametrize("is_greeted", [False, True])
@@ -270,12 +325,11 @@ async def test_a_gateway_of_another_protocol_is_told_so(tmp_path: Path) -> None:
 async def test_a_gateway_of_another_node_takes_tcp(tmp_path: Path) -> None:
     async with place(tmp_path) as p:
         p.link(node="n1")
-        await until(lambda: bool(p.lost))
-        assert "own node alone" in p.lost.pop()
+        await until(lambda: bool(p.seen.lost))
+        assert "own node alone" in p.seen.lost.pop()
         await p.listener.listen_tcp("127.0.0.1")
         link = p.link(node="n1")
         await answered(p, link)
-        await link.close()
 
 
 async def test_tcp_goes_through_tls_and_other_certificates_are_refused(tmp_path: Path) -> None:
@@ -289,9 +343,9 @@ async def test_tcp_goes_through_tls_and_other_certificates_are_refused(tmp_path:
         await link.close()
         await until(lambda: not p.server.connections)
         for wrong in (None, client_tls(others), client_tls(ours._replace(ca=others.ca))):
-            p.lost.clear()
+            p.seen.lost.clear()
             p.link(node="n1", tls=wrong, times=TIMES._replace(connect_s=0.3))
-            await until(lambda: bool(p.lost))
+            await until(lambda: bool(p.seen.lost))
             assert not p.host.sinks
         await until(lambda: not p.server.connections)
 
@@ -342,193 +396,139 @@ def test_other_text_is_no_address(text: str) -> None:
 
 # Links
 
-FAST = LinkTimes(connect_s=0.3, retry_s=0.01, silence_s=0.2, keepalive_s=0.05)
 
-
-class Seen:
-    def __init__(self) -> None:
-        self.frames: list[Frame] = []
-        self.lost: list[str] = []
-
-
-@asynccontextmanager
-async def linked(worker: FakeHost | None, times: LinkTimes = FAST) -> AsyncGenerator[Any, None]:
-    seen = Seen()
-    transport = LocalTransport("g0", {"a": worker} if worker else {}, times=times)
-    link = transport.link(W, LIFE, "a", seen.frames.append, seen.lost.append)
-    way = transport._hosts["a"]
-    try:
-        yield link, seen
-    finally:
-        await link.close()
-        way.check()
-        assert not transport._hosts
-        await transport._tasks.finish()
-        assert transport._tasks.failure is None
-
-
-PATIENT = FAST._replace(silence_s=5.0)
-
-
-async def test_commands_of_a_turn_travel_as_one_batch_and_wait_for_no_receipt() -> None:
-    worker = FakeHost()
-    async with linked(worker, PATIENT) as (link, _):
+async def test_commands_of_a_turn_travel_as_one_batch_and_wait_for_no_receipt(
+    tmp_path: Path,
+) -> None:
+    async with place(tmp_path) as p:
+        link, host = p.link(), p.host
         await until(lambda: link.host.is_connected)
-        worker.accept = asyncio.get_running_loop().create_future()
+        host.accept = asyncio.get_running_loop().create_future()
         link.send(Cancel("0"))
-        await until(lambda: len(worker.commands) == 1)
+        await until(lambda: len(host.commands) == 1)
         for i in range(1, 100):
             link.send(Cancel(str(i)))
-        await until(lambda: len(worker.commands) == 100)
-        assert [len(parcels[0].commands) for parcels in worker.batches] == [1, 99]
-        assert [c.request for c in worker.commands] == [str(i) for i in range(100)]
+        await until(lambda: len(host.commands) == 100)
+        assert [len(parcels[0].commands) for parcels in host.batches] == [1, 99]
+        assert [c.request for c in host.commands] == [str(i) for i in range(100)]
         waiting: int = link.host._untaken_nbytes
         assert waiting > 0
-        worker.accept.set_result(None)
+        host.accept.set_result(None)
         await until(lambda: link.host._untaken_nbytes < waiting)
 
 
 async def test_a_host_that_takes_nothing_is_lost_beyond_a_bound(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links, "MAX_UNTAKEN_NBYTES", 4000)
-    worker = FakeHost()
-    async with linked(worker, PATIENT) as (link, seen):
+    async with place(tmp_path) as p:
+        link = p.link()
         await until(lambda: link.host.is_connected)
-        worker.accept = asyncio.get_running_loop().create_future()
+        p.host.accept = asyncio.get_running_loop().create_future()
         for i in range(3):
             link.send(Generate(f"r{i}", pack_tokens(range(400)), Limits(1)))
-            await until(lambda i=i: len(worker.batches) == i + 1 or bool(seen.lost))  # type: ignore[misc]
-        await until(lambda: bool(seen.lost))
-        assert "takes no commands" in seen.lost[0]
+            await until(lambda i=i: len(p.host.batches) == i + 1 or bool(p.seen.lost))  # type: ignore[misc]
+        await until(lambda: bool(p.seen.lost))
+        assert "takes no commands" in p.seen.lost[0]
 
 
-async def test_a_worker_that_cannot_be_reached_is_lost_after_the_connect_time() -> None:
-    async with linked(None) as (link, seen):
+async def test_a_worker_that_cannot_be_reached_is_lost_after_the_connect_time(
+    tmp_path: Path,
+) -> None:
+    async with place(tmp_path) as p:
+        times = TIMES._replace(connect_s=0.3)
+        link = p.link(address=f"node=n0;unix:{tmp_path}/none.sock", times=times)
         link.send(Cancel("a"))
-        await until(lambda: bool(seen.lost), 2.0)
-        assert seen.lost == ["there is no host at a"]
+        await until(lambda: bool(p.seen.lost), 2.0)
+        assert "No such file" in p.seen.lost[0]
         link.send(Cancel("b"))
         assert link.is_over
         assert not link.host.is_connected
 
 
-async def test_silence_and_a_refused_batch_are_loss() -> None:
-    silent, refusing = FakeHost(), FakeHost()
-    refusing.refusal = "every engine failed"
-    async with linked(silent) as (_, seen_silence), linked(refusing, PATIENT) as (link, refused):
-        silent.accept = asyncio.get_running_loop().create_future()  # no receipts either
-        link.send(Cancel("a"))
-        await until(lambda: bool(seen_silence.lost and refused.lost))
-        assert "gone silent" in seen_silence.lost[0]
-        assert refused.lost == ["it refused: every engine failed"]
-
-
-async def test_bytes_that_are_no_frame_are_loss() -> None:
-    worker = FakeHost()
-    async with linked(worker, PATIENT) as (link, seen):
+@pytest.mark.parametrize("fault", ["silent", "refused", "no frame"])
+async def test_silence_a_refused_batch_and_bytes_that_are_no_frame_are_loss(
+    tmp_path: Path, fault: str
+) -> None:
+    async with place(tmp_path) as p:
+        link = p.link(times=TIMES._replace(silence_s=0.2) if fault == "silent" else TIMES)
         await until(lambda: link.host.is_connected)
-        worker.write(b"\xff\xff")
-        await until(lambda: bool(seen.lost))
-        assert "not a run of reports" in seen.lost[0]
+        if fault == "no frame":
+            p.host.write(b"\xff\xff")
+        elif fault == "silent":
+            p.host.accept = asyncio.get_running_loop().create_future()  # no receipts either
+        else:
+            p.host.refusal = "every engine failed"
+        link.send(Cancel("a"))
+        await until(lambda: bool(p.seen.lost))
+        reasons = {
+            "silent": "it has gone silent",
+            "refused": "it refused: every engine failed",
+            "no frame": "not a run of reports",
+        }
+        assert reasons[fault] in p.seen.lost[0]
 
 
-async def test_an_idle_gateway_says_that_it_lives() -> None:
-    worker = FakeHost()
-    async with linked(worker, PATIENT) as (link, _):
+async def test_an_idle_gateway_says_that_it_lives(tmp_path: Path) -> None:
+    async with place(tmp_path) as p:
+        link = p.link()
         await until(lambda: link.host.num_batches >= 2)
 
 
-@asynccontextmanager
-async def pair(host: FakeHost) -> AsyncGenerator[Any, None]:
-    """Links to two workers of one host, and what they heard."""
-    transport = LocalTransport("g0", {"a": host}, times=PATIENT)
-    heard = Seen(), Seen()
-    names = "w0", "w1"
-    pair_of_links: list[Any] = [
-        transport.link(WorkerId(name), LIFE, "a", seen.frames.append, seen.lost.append)
-        for name, seen in zip(names, heard, strict=True)
-    ]
-    try:
-        await until(lambda: pair_of_links[0].host.is_connected)
-        yield pair_of_links, heard
-    finally:
-        for link in pair_of_links:
-            await link.close()
-        assert not transport._hosts
-        await transport._tasks.finish()
-
-
-async def test_workers_of_a_host_share_one_way_and_each_hears_its_own() -> None:
-    host = FakeHost()
-    host.echoes = False
-    async with pair(host) as (both, heard):
+async def test_workers_of_a_host_share_one_way_and_each_hears_its_own(tmp_path: Path) -> None:
+    async with place(tmp_path) as p:
+        one, two, other = await p.two()
         for i in range(7):
-            both[i % 2].send(Cancel(str(i)))
-        await until(lambda: len(host.commands) == 7)
-        assert host.opened == 1
-        assert len(host.batches) == 1
-        got = {
-            name: [c.request for ps in host.batches for p in ps if p.worker == name
-                   for c in p.commands]
-            for name in ("w0", "w1")
-        }  # fmt: skip
+            (one, two)[i % 2].send(Cancel(str(i)))
+        await until(lambda: len(p.host.commands) == 7)
+        assert (p.host.opened, len(p.host.batches)) == (1, 1)
+        (parcels,) = p.host.batches
+        got = {parcel.worker: [c.request for c in parcel.commands] for parcel in parcels}  # type: ignore[union-attr]
         assert got == {"w0": ["0", "2", "4", "6"], "w1": ["1", "3", "5"]}
         said = [Frame(1, (Update("a", 0, (1,)),)), Frame(7, ())]  # the last tells that it goes on
         for frame in said:
-            host.say(frame, "w1")
-        await until(lambda: heard[1].frames == said)
-        assert not heard[0].frames
+            p.host.say(frame, "w1")
+        await until(lambda: other.frames == said)
+        assert not p.seen.frames
 
 
-async def test_a_lost_worker_leaves_the_others_their_way() -> None:
+async def test_a_lost_worker_leaves_the_others_their_way(tmp_path: Path) -> None:
     """Their way ends with the last one that is lost."""
-    host = FakeHost()
-    host.echoes = False
-    async with pair(host) as (both, heard):
+    async with place(tmp_path) as p:
+        one, two, other = await p.two()
         last = Frame(1, (Update("a", 0, (), "error"),))
-        host.say(last, "w0", lost="it broke")
-        await until(lambda: bool(heard[0].lost))
-        assert heard[0].frames == [last]
-        assert heard[0].lost == ["it broke"]
-        both[0].send(Cancel("x"))
-        both[1].send(Cancel("y"))
-        await until(lambda: bool(host.batches))
-        assert host.commands == [Cancel("y")]
-        assert not heard[1].lost
-        host.say(Frame(1, ()), "w1", lost="it crashed, too")
-        await until(lambda: host.closed == 1)
-        assert [seen.lost for seen in heard] == [["it broke"], ["it crashed, too"]]
+        p.host.say(last, "w0", lost="it broke")
+        await until(lambda: p.seen.lost == ["it broke"])
+        assert p.seen.frames == [last]
+        one.send(Cancel("x"))
+        two.send(Cancel("y"))
+        await until(lambda: p.host.commands == [Cancel("y")])
+        assert not other.lost
+        p.host.say(Frame(1, ()), "w1", lost="it crashed, too")
+        await until(lambda: p.host.closed == 1)
+        assert (p.seen.lost, other.lost) == (["it broke"], ["it crashed, too"])
 
 
-async def test_who_fails_to_take_in_a_loss_does_not_keep_it_from_others() -> None:
+async def test_who_fails_to_take_in_a_loss_does_not_keep_it_from_others(tmp_path: Path) -> None:
     def fail(_: str) -> None:
         raise RuntimeError("a bug")
 
-    host, lost = FakeHost(), list[str]()
-    transport = LocalTransport("g0", {"a": host}, times=PATIENT)
-    for name, on_lost in (("w0", fail), ("w1", lost.append)):
-        transport.link(WorkerId(name), LIFE, "a", lambda frame: None, on_lost)
-    await until(lambda: transport._hosts["a"].is_connected)
-    host.sinks["g0"].finish()
-    await until(lambda: lost == ["it closed the connection"])
-    assert not transport._hosts
+    async with place(tmp_path) as p:
+        one, _, other = await p.two()
+        one._on_lost = fail
+        p.host.sinks["g0"].finish()
+        await until(lambda: other.lost == ["it closed the connection"])
 
 
-async def test_a_closed_link_says_so_and_the_way_stays_for_the_rest() -> None:
-    host = FakeHost()
-    host.echoes = False
-    async with pair(host) as (both, heard):
-        both[0].send(Cancel("x"))
-        await both[0].close()
-        await until(lambda: bool(host.batches))
-        sent = [parcel for batch in host.batches for parcel in batch]
-        assert sent == [Parcel("w0", 1, (Cancel("x"),), True)]
-        host.say(Frame(1, (Update("a", 0, (1,)),)), "w0")
-        host.say(Frame(1, (Update("b", 0, (1,)),)), "w1")
-        await until(lambda: bool(heard[1].frames))
-        assert not heard[0].frames
-        assert not heard[0].lost
-        assert not host.closed
-        await both[1].close()
-        await until(lambda: host.closed == 1)
+async def test_a_closed_link_says_so_and_the_way_stays_for_the_rest(tmp_path: Path) -> None:
+    async with place(tmp_path) as p:
+        one, two, other = await p.two()
+        one.send(Cancel("x"))
+        await one.close()
+        await until(lambda: p.host.batches == [(Parcel("w0", 1, (Cancel("x"),), True),)])
+        p.host.say(Frame(1, (Update("a", 0, (1,)),)), "w0")
+        p.host.say(Frame(1, (Update("b", 0, (1,)),)), "w1")
+        await until(lambda: bool(other.frames))
+        assert (p.seen.frames, p.seen.lost, p.host.closed) == ([], [], 0)
+        await two.close()
+        await until(lambda: p.host.closed == 1)
