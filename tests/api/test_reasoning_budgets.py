@@ -35,7 +35,7 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tokenizer in which the marks of reasoning are tokens."""
     shown = {token: mark for mark, token in MARKS.items()}
 
-    def push(self: Any, tokens: Any) -> str:
+    def push(self: Any, tokens: Any, *, is_last: bool = False) -> str:
         return "".join(shown.get(int(token), chr(token)) for token in tokens)
 
     monkeypatch.setattr(CharTokenizer, "added_tokens", MARKS)
