@@ -11,6 +11,7 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -65,7 +66,7 @@ class KvServer:
         self.times = times or KvTimes()
         self.counts = Counts()
         self.sessions: list[Session] = []
-        self._max_connections = max_connections
+        self.max_connections = max_connections
         self._threads = ThreadPoolExecutor(
             max_connections + NUM_GREETING, thread_name_prefix="a KV transfer"
         )
@@ -82,7 +83,9 @@ class KvServer:
                 return
             is_right = await loop.run_in_executor(self._threads, session.greet)
             on_greeted()
-            if is_right and not self._is_ended and self._admit(session):
+            if is_right and not self._is_ended:
+                num_open = sum(each.is_open for each in self.sessions)
+                session.is_open = num_open < self.max_connections
                 await loop.run_in_executor(self._threads, session.serve)
         finally:
             session.stream.close()
@@ -93,15 +96,6 @@ class KvServer:
         for session in self.sessions:
             session.cut()
         self._threads.shutdown(wait=False)
-
-    def _admit(self, session: "Session") -> bool:
-        """Whether a connection that has greeted finds room."""
-        num_open = sum(each.is_open for each in self.sessions)
-        session.is_open = num_open < self._max_connections
-        if not session.is_open:
-            text = f"{num_open} KV transfers are open, as many as may be; try again later"
-            session.refuse(Unavailable(text))
-        return session.is_open
 
 
 class Session:
@@ -130,18 +124,15 @@ class Session:
         self._is_cut = True
         self.stream.cut()
 
-    def refuse(self, error: MalleeError) -> None:
-        """Have the client know why its connection ends."""
-        self._server.counts.add(num_failed=1)
-        log.warning("the connection of KV client %s ends: %s", self._client, error)
-        self.stream.try_send(REFUSED, refusal(error))
-
     def _run(self, work: Callable[[], None]) -> bool:
         """Whether `work` ends without an error that the client or the network has caused."""
         try:
             work()
         except MalleeError as error:
-            self.refuse(error)
+            self._server.counts.add(num_failed=1)
+            log.warning("the connection of KV client %s ends: %s", self._client, error)
+            with suppress(OSError):
+                self.stream.send(REFUSED, refusal(error))
         except OSError as error:
             if not self._is_cut:
                 self._server.counts.add(num_failed=1)
@@ -164,6 +155,9 @@ class Session:
             raise CodecError(f"a message of kind {kind} where a question is due", nbytes=len(raw))
         ask, counts = read_ask(raw), self._server.counts
         try:
+            if not self.is_open:
+                text = f"{self._server.max_connections} KV transfers are open, as many as may be"
+                raise Unavailable(f"{text}; try again later")
             loan = self._server.lender.lend(ask)
         except MalleeError as error:
             counts.add(num_refused=1)

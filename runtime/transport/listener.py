@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 GREETING_S: Final = 5.0
 CLOSE_S: Final = 10.0
-MAX_GREETINGS: Final = 64  # connections of all kinds that have not greeted yet
+MAX_GREETINGS: Final = 64  # connections of one kind, or none yet, that have not greeted
 
 
 class Server(Protocol):
@@ -59,20 +59,20 @@ class Opening(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(GREETING_S, self._refuse, "it did not greet in time")
-        if not self._listener.admit(self):
-            self._refuse("too many connections at once have not greeted yet")
+        self._admit(b"")
 
     def get_buffer(self, sizehint: int) -> bytearray:
         return self._kind
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._transport.is_closing():
+        kind = bytes(self._kind)
+        if self._transport.is_closing() or not self._admit(kind):
             return
         self._transport.pause_reading()
         sock = socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno()))
         sock.setblocking(False)
         self._timer.cancel()
-        self._listener.begin(self, bytes(self._kind), sock, self._tls)
+        self._listener.begin(self, kind, sock, self._tls)
         self._transport.abort()  # its own descriptor alone
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -83,6 +83,12 @@ class Opening(asyncio.BufferedProtocol):
     def abort(self) -> None:
         """End it at once."""
         self._transport.abort()
+
+    def _admit(self, kind: bytes) -> bool:
+        is_admitted = self._listener.admit(self, kind)
+        if not is_admitted:
+            self._refuse("too many connections at once have not greeted yet")
+        return is_admitted
 
     def _refuse(self, reason: str) -> None:
         if self._tls is None:
@@ -102,7 +108,7 @@ class Listener:
         self._servers = {server.kind.first: server for server in servers}
         self._tls = tls
         self._accepting: list[asyncio.Server] = []
-        self._greeting: set[Opening] = set()
+        self._greeting: dict[Opening, bytes] = {}  # with their kinds, as far as known
 
     async def listen_unix(self, path: str) -> None:
         """Listen on a Unix socket too, which all may open that may enter its folder."""
@@ -137,14 +143,14 @@ class Listener:
 
     # Connections that are opening
 
-    def admit(self, opening: Opening) -> bool:
-        """Whether there is room for one more that has not greeted."""
-        self._greeting.add(opening)
-        return len(self._greeting) <= MAX_GREETINGS
+    def admit(self, opening: Opening, kind: bytes) -> bool:
+        """Whether there is room for one more of this kind: no kind takes the room of another."""
+        self._greeting[opening] = kind
+        return sum(each == kind for each in self._greeting.values()) <= MAX_GREETINGS
 
     def greeted(self, opening: Opening) -> None:
         """It has greeted, or is over. Idempotent."""
-        self._greeting.discard(opening)
+        self._greeting.pop(opening, None)
 
     def begin(
         self, opening: Opening, kind: bytes, sock: socket.socket, tls: ssl.SSLContext | None

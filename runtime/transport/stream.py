@@ -100,15 +100,6 @@ class Stream:
             if views and sent:
                 views[0] = views[0][sent:]
 
-    def try_send(self, kind: int, raw: bytes = b"") -> bool:
-        """Send a short message if that takes no waiting; if not, the connection is of no more use."""
-        try:
-            self._sock.settimeout(0)
-            data = HEAD.pack(len(raw), kind) + raw
-            return self._sock.send(data) == len(data)
-        except OSError:
-            return False
-
     def cut(self) -> None:
         """Have every wait of its thread end with an error. From any thread."""
         with self._lock:

@@ -292,6 +292,40 @@ async def test_a_greeting_that_does_not_come_is_not_waited_for(
         await answered(p, link)
 
 
+class Stuck:
+    """A server of KV whose connections never greet."""
+
+    kind = KV
+
+    def __init__(self) -> None:
+        self.over = asyncio.Event()
+
+    async def serve(self, sock: Any, tls: Any, on_greeted: Any) -> None:
+        await self.over.wait()
+        sock.close()
+
+    def end(self) -> None:
+        self.over.set()
+
+
+async def test_connections_for_kv_take_no_room_of_those_for_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "MAX_GREETINGS", 3)
+    async with place(tmp_path) as p:
+        both = Listener(p.server, Stuck(), node="n0")
+        await both.listen_unix(str(tmp_path / "both"))
+        ends = []
+        for _ in range(4):
+            ends.append(await asyncio.open_unix_connection(str(tmp_path / "both")))
+            ends[-1][1].write(KV.first)
+        assert b"too many connections" in await ends[-1][0].read()
+        await answered(p, p.link(address=str(both.address)))
+        await both.close()
+        for _, writer in ends:
+            writer.close()
+
+
 @pytest.mark.parametrize("is_greeted", [False, True])
 async def test_a_message_that_is_too_long_is_refused_by_its_head(
     tmp_path: Path, is_greeted: bool
