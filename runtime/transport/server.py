@@ -181,8 +181,9 @@ class CommandServer:
     async def serve(
         self, sock: socket.socket, tls: ssl.SSLContext | None, on_greeted: Callable[[], None]
     ) -> None:
-        _, connection = await asyncio.get_running_loop().connect_accepted_socket(
-            lambda: HostConnection(self, on_greeted),
+        connection = HostConnection(self, on_greeted)
+        await asyncio.get_running_loop().connect_accepted_socket(
+            lambda: connection,
             sock,
             ssl=tls,
             ssl_handshake_timeout=None if tls is None else GREETING_S,

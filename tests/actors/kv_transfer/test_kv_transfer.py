@@ -21,6 +21,7 @@ from mallee.actors.kv_transfer import messages as m
 from mallee.actors.kv_transfer.client import KvClient
 from mallee.actors.kv_transfer.messages import KvTimes
 from mallee.actors.kv_transfer.server import KvServer
+from mallee.protocol.codec import encode
 from mallee.protocol.errors import (
     CodecError,
     ConfigError,
@@ -32,9 +33,14 @@ from mallee.protocol.errors import (
     UnknownCapsule,
     WorkerLost,
 )
+from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.messages import Cancel, Frame
+from mallee.protocol.parcels import Report
 from mallee.runtime.transport import stream as stream_module
 from mallee.runtime.transport.greeting import KV, DialerGreeting, ListenerGreeting, Secret
+from mallee.runtime.transport.link import Transport
 from mallee.runtime.transport.listener import Listener
+from mallee.runtime.transport.server import CommandServer, Sink
 from mallee.runtime.transport.stream import Stream
 from mallee.runtime.transport.tls import client_tls, server_tls
 from mallee.runtime.transport.wire import GREETING, HEAD, REFUSED, read_refusal
@@ -75,7 +81,8 @@ class Place:
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
         self.server = KvServer(self.lender, SECRET, times=times, **options)
-        self.listener = Listener(self.server, node="n0", tls=tls)
+        commands = CommandServer(Echo(), SECRET)
+        self.listener = Listener(self.server, commands, node="n0", tls=tls)
         self.path = folder / "kv.sock"
         listen = self.listener.listen_tcp("127.0.0.1") if tcp else None
         self.run(listen or self.listener.listen_unix(str(self.path)))
@@ -446,6 +453,47 @@ def test_a_client_that_does_not_read_fills_no_memory_and_is_cut(
         soon(lambda: not p.lender.open)
         with pytest.raises(WorkerLost, match="broke"):
             read(loan, [0])
+        loan.close()
+
+
+class Echo:
+    """A host that answers each batch with a frame."""
+
+    def open(self, gateway: str, sink: Sink) -> "Echo":
+        self.sink = sink
+        return self
+
+    def submit(self, raw: bytes) -> None:
+        self.sink.send(encode([Report("w0", 1, Frame(7, ()))]))
+
+    def resume(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("is_safe", [False, True])
+def test_commands_and_kv_share_a_port(tmp_path: Path, is_safe: bool) -> None:
+    """With TLS too, of which the two have one each; a link goes on beside a transfer."""
+    files = certificate(tmp_path, "ours")
+    safe = client_tls(files) if is_safe else None
+
+    async def ask_host(address: str) -> tuple[Frame, list[str]]:
+        frames, lost = asyncio.Queue[Frame](), list[str]()
+        transport = Transport("g0", SECRET, tls=safe)
+        link = transport.link(
+            WorkerId("w0"), Incarnation(1), address, frames.put_nowait, lost.append
+        )
+        link.send(Cancel("a"))
+        async with asyncio.timeout(5):
+            frame = await frames.get()
+        await link.close()
+        return frame, lost
+
+    tls = server_tls(files) if is_safe else None
+    with place(tmp_path, tcp=True, tls=tls, client_tls=safe) as p:
+        loan = p.lend(range(3))
+        assert p.run(ask_host(p.address)) == (Frame(7, ()), [])
+        check(loan, range(3))
         loan.close()
 
 
