@@ -46,7 +46,7 @@ from mallee.runtime.transport.tls import client_tls, server_tls
 from mallee.runtime.transport.wire import GREETING, HEAD, REFUSED, read_refusal
 from mallee.worker.transfer.peers import Loan
 from support.certificates import certificate
-from support.lent_blocks import (
+from support.kv_blocks import (
     CAPSULE,
     NBYTES,
     RECORD,
