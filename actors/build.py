@@ -55,13 +55,13 @@ if TYPE_CHECKING:
     from mallee.gateway.access.access import Access
     from mallee.gateway.capsules.capsules import CapsuleFiles
     from mallee.gateway.gateway import Gateway
+    from mallee.gateway.metrics import GatewayMetrics
     from mallee.gateway.recording.recorder import Recorder
     from mallee.gateway.requests.spans import RequestSpans
     from mallee.router.dispatch.queue import AdmissionConfig
     from mallee.router.router import Router
     from mallee.runtime.tasks import Tasks
     from mallee.runtime.telemetry.listener import MetricsListener
-    from mallee.runtime.telemetry.metrics import GatewayMetrics
     from mallee.worker.engine import Engine, MakeTiers
     from mallee.worker.kv.journal import Journal
     from mallee.worker.kv.watch import KVMemory
@@ -351,9 +351,9 @@ async def build_gateway(
     """
     # Lazily: numba and a tokenizer library, which workers don't need.
     from mallee.gateway.gateway import Gateway
+    from mallee.gateway.metrics import GatewayMetrics
     from mallee.gateway.sessions.sessions import SessionLimits
     from mallee.gateway.shell import Process
-    from mallee.runtime.telemetry.metrics import GatewayMetrics
 
     access, scopes = open_access(config), build_ids(secret)
     metrics, tracing = GatewayMetrics(name), open_tracing("gateway", name)

@@ -39,7 +39,7 @@ class OperatorHandlers:
 
     async def workers(self, request: Request) -> Response:
         _check_operator(request)
-        return json_response(self._gateway.operator.workers())
+        return json_response(await self._gateway.operator.workers())
 
     async def metrics_targets(self, request: Request) -> Response:
         _check_operator(request)

@@ -1,8 +1,7 @@
-"""`mallee metrics`: the page of all metric families."""
+"""`mallee metrics`: the page of all metric families, as the modules that count declare them."""
 
 import sys
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -10,7 +9,7 @@ import typer
 from mallee.cli.options import JsonOption, print_json
 
 if TYPE_CHECKING:
-    from mallee.runtime.telemetry.catalog import Family, Label
+    from mallee.runtime.telemetry.families import Family, Label
 
 
 def add_to(cli: typer.Typer) -> None:
@@ -28,13 +27,46 @@ def print_metrics(as_json: JsonOption = False) -> None:
         sys.stdout.write(document())
 
 
+def declared() -> "Mapping[str, Mapping[str, Family]]":
+    """The families that each kind of process declares, by its kind and by name; first those of `every`."""
+    from mallee.actors.epp.counts import PickerCounts
+    from mallee.actors.hosting.meters import WorkerMetrics
+    from mallee.gateway.metrics import GatewayMetrics
+    from mallee.runtime.telemetry.families import Families
+
+    gateway = GatewayMetrics()
+    gateway.show_router(_nothing, _nothing)
+    every = Families().declared
+    of = {
+        "gateway": gateway.registry,
+        "worker": WorkerMetrics(_nothing).registry,
+        "picker": PickerCounts().registry,
+    }
+    own = {
+        process: {name: found for name, found in families.declared.items() if name not in every}
+        for process, families in of.items()
+    }
+    return {"every": every, **own}
+
+
+def _nothing() -> Any:
+    raise AssertionError("nothing is read of a registry that is there for its declarations")
+
+
 def families() -> list[dict[str, Any]]:
     """All of them, JSON-able; of a label its values, or the most different ones that it has."""
-    from mallee.runtime.telemetry.catalog import FAMILIES
-
     return [
-        {**family._asdict(), "labels": [label._asdict() for label in family.labels]}
-        for family in FAMILIES
+        {
+            "name": family.name,
+            "kind": family.kind,
+            "text": family.text,
+            "labels": [label._asdict() for label in family.labels],
+            "buckets": family.buckets,
+            "process": process,
+            "area": family.area,
+        }
+        for process, found in declared().items()
+        for family in found.values()
     ]
 
 
@@ -43,34 +75,33 @@ _HEAD = """\
 
 Printed by `mallee metrics`; don't edit.
 
-Gateways show theirs at the API's `/metrics`, and with `telemetry.metrics_port` at a port of each process, as
-worker processes do: [operate.md](operate.md#metrics) says how to scrape them. Every sample of a gateway has
-the label `gateway` beside those below. Histograms end in `_bucket`, `_count` and `_sum`, summaries in the
-last two.
+Gateways show theirs at the API's `/metrics`. With `telemetry.metrics_port` each process has `/metrics` at a
+port of its own, and those of workers are nowhere else: [operate.md](operate.md#metrics) says how to scrape
+them. Every sample of a gateway has the label `gateway` beside those below. Histograms end in `_bucket`,
+`_count` and `_sum`, summaries in the last two.
 
-Values of labels are those given, or at most as many as the number in brackets; workers beyond 256 are summed
-as `others`, and so are tenants beyond 100. Of families with one label of known values all are there from the
-start, as 0."""
+Values of labels are those given, or at most as many as the number in brackets; workers of one process
+beyond 256 are summed as `others`, and so are tenants beyond 100. Of families with one label of known values
+all are there from the start, as 0. Families of what a worker does not have (tiers below the device, loans)
+are not there."""
 
 
 def document() -> str:
     """The page of all metrics, in Markdown."""
-    from mallee.runtime.telemetry.catalog import FAMILIES
-
-    parts = [_HEAD]
-    for area, families in groupby(FAMILIES, key=lambda family: family.area):
-        parts += [f"## {area}", "\n".join(_table(list(families)))]
-    return "\n\n".join(parts) + "\n"
+    areas: dict[str, list[Family]] = {}
+    for found in declared().values():
+        for family in found.values():
+            areas.setdefault(family.area, []).append(family)
+    tables = (f"## {area}\n\n" + "\n".join(_table(found)) for area, found in areas.items())
+    return "\n\n".join((_HEAD, *tables)) + "\n"
 
 
 def _table(families: "list[Family]") -> Iterator[str]:
-    yield "| family | kind, unit | labels | |"
+    yield "| family | kind | labels | |"
     yield "|---|---|---|---|"
     for family in families:
-        kind = f"{family.kind}, {family.unit}" if family.unit else family.kind
         labels = "<br>".join(map(_label, family.labels))
-        when = f" Only if {family.when}." if family.when else ""
-        yield f"| `{family.name}` | {kind} | {labels} | {family.text}{when} |"
+        yield f"| `{family.name}` | {family.kind} | {labels} | {family.text} |"
 
 
 def _label(label: "Label") -> str:

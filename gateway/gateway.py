@@ -7,7 +7,6 @@ from mallee.gateway.operator import Operator
 from mallee.gateway.recording.recorder import Recorder
 from mallee.gateway.records import SharedRecords
 from mallee.gateway.requests.requests import Requests
-from mallee.gateway.router_metrics import RouterCollector
 from mallee.gateway.sessions.sessions import GatewaySessions, SessionLimits
 from mallee.gateway.shell import Process, Shell
 from mallee.router.dispatch.dispatcher import DispatchConfig, Dispatcher
@@ -87,10 +86,8 @@ class Gateway:
         if recorder is not None:
             self.tasks.include(recorder.tasks)
             self.capsules.watch(recorder)
-        process.metrics.registry.register(
-            RouterCollector(
-                router.stats, dispatcher.stats, links.replica_stats, self.records.outcomes
-            )
+        process.metrics.show_router(
+            router.stats, dispatcher.stats, links.replica_stats, self.records.outcomes
         )
 
     async def start_up(self, metrics_at: str = "") -> None:

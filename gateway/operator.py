@@ -4,21 +4,20 @@ They are those of `GET /v1/router/...` and `GET /health`.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from mallee.gateway.requests.requests import Requests
 from mallee.gateway.shell import Process, Shell
 from mallee.protocol.errors import NotFound, shown
-from mallee.protocol.events import TierUse
+from mallee.protocol.events import Load, TierUse
 from mallee.protocol.ids import RequestId, WorkerId
 from mallee.protocol.model import WeightChange
 from mallee.router.placement.decisions import Candidate, Decision
 from mallee.router.placement.fanout_pricing import Prices
 from mallee.router.placement.pulls import Pull
 from mallee.router.router import Router
-from mallee.runtime.telemetry.metrics import content_type
-from mallee.runtime.telemetry.workers import LYING, MOVED
+from mallee.runtime.telemetry.families import content_type
 
 metrics_type: Final = content_type
 """The type of `Operator.metrics`, for the header `accept`."""
@@ -62,8 +61,9 @@ class Operator:
         """Whether requests can be served."""
         return self.health()["status"] in ("ok", "degraded")
 
-    def workers(self) -> dict[str, Any]:
-        return workers_body(self._router, self._metrics.workers.tiers_of)
+    async def workers(self) -> dict[str, Any]:
+        """`workers_body`, of workers that are asked now."""
+        return workers_body(self._router, await self._shell.links.loads())
 
     def decisions(self, request: RequestId | None, limit: int, candidates: int) -> dict[str, Any]:
         """`decisions_body`. Raises NotFound."""
@@ -89,25 +89,20 @@ class Operator:
         """`targets_body`."""
         own = {self._process.gateway: self.metrics_at}
         gateways = own | self._shell.links.others_metrics
-        self._forget_gone()
-        addresses = self._metrics.workers.addresses()
+        addresses = {worker.metrics_at for worker in self._router.all_workers()}
         return targets_body(self._process.fleet, gateways.values(), addresses)
 
     def metrics(self, accept: str = "") -> bytes:
         """Prometheus's exposition for the header `accept`."""
-        self._forget_gone()
         self._metrics.waiting.set(self._requests.num_waiting)
         self._metrics.in_flight.set(self._requests.num_in_flight)
         return self._metrics.render(accept)
 
-    def _forget_gone(self) -> None:
-        self._metrics.workers.keep({worker.worker for worker in self._router.workers()})
 
-
-def workers_body(router: Router, tiers_of: Callable[[WorkerId], TierUse | None]) -> dict[str, Any]:
+def workers_body(router: Router, loads: Mapping[str, Load]) -> dict[str, Any]:
     """All known workers. Incarnations are strings: they may exceed what JavaScript counts exactly.
 
-    `tiers_of`: what a worker said last of the tiers below its device.
+    `loads`: what workers hold and did, as they say now; those that don't answer are not in it.
     """
     return {
         "object": "list",
@@ -117,21 +112,44 @@ def workers_body(router: Router, tiers_of: Callable[[WorkerId], TierUse | None])
                 "object": "worker",
                 "incarnation": str(view.incarnation),
                 "weight_change": _change(view.weight_change),
-                "tiers": _tiers(tiers_of(view.worker)),
+                **_held(loads.get(view.worker)),
             }
             for view in router.all_workers()
         ],
     }
 
 
-def _tiers(use: TierUse | None) -> dict[str, Any] | None:
-    if use is None:
-        return None
+def _held(load: Load | None) -> dict[str, Any]:
+    if load is None or load.use is None:
+        return {"use": None, "tiers": None}
+    use = load.use
+    counts = {
+        "running_branches": load.rows,
+        "waiting_branches": load.waiting,
+        "live_blocks": use.live_blocks,
+        "cached_blocks": use.cached_blocks,
+        "capsules": use.kept_capsules,
+        "cached_tokens": use.num_cached_tokens,
+        "prefill_tokens": use.num_prefill_tokens,
+        "evicted_blocks": use.num_evicted_blocks,
+        "preemptions": use.num_preemptions,
+    }
+    return {"use": counts, "tiers": None if use.tiers is None else _tiers(use.tiers)}
+
+
+def _tiers(use: TierUse) -> dict[str, Any]:
     return {
         "block_nbytes": use.block_nbytes,
-        "blocks": {tier: num(use) for tier, num in LYING.items()},
+        "blocks": {"host": use.host_blocks, "disk": use.disk_blocks},
         "held_blocks": use.host_held,
-        "moved_blocks": {move: num(use) for move, num in MOVED.items()},
+        "moved_blocks": {
+            "offload": use.num_offloaded,
+            "park": use.num_parked,
+            "spill": use.num_spilled,
+            "fetch_host": use.num_fetched_host,
+            "fetch_disk": use.num_fetched_disk,
+            "fetch_peer": use.num_fetched_peer,
+        },
         "dropped_blocks": use.num_dropped,
         "declined_blocks": use.num_declined,
         "failed_moves": use.num_failed,

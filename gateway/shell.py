@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from mallee.gateway.fleet.links import WorkerLinks
 from mallee.gateway.fleet.questions import MOVE_S, WorkerQuestions
+from mallee.gateway.metrics import GatewayMetrics
 from mallee.gateway.requests.request import RunningRequest
 from mallee.protocol.errors import MalleeError, Unavailable, UnknownCapsule, from_wire
 from mallee.protocol.ids import COMMON, CapsuleId, RequestId, Scope, WorkerId
@@ -35,7 +36,6 @@ from mallee.router.router import Router
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.tasks import Tasks
 from mallee.runtime.telemetry.logs import ids, told
-from mallee.runtime.telemetry.metrics import GatewayMetrics
 from mallee.runtime.transport.link import Transport
 
 log = logging.getLogger(__name__)

@@ -226,7 +226,7 @@ class FetchPrices(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """Load of a worker, counted by its engine."""
+    """Load of a worker, counted by its engine. Leases have it without `use`."""
 
     rows: int  # running branches
     waiting: int  # waiting branches
@@ -234,6 +234,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     prefill_tokens: int  # prompt tokens of either that are still to be computed
     use: EngineUse | None = None
     fetch: FetchPrices | None = None  # None: nothing lies below the device
+    block_nbytes: int = 0  # of KV that moves; 0: nothing lies below the device
 
 
 class LoanUse(msgspec.Struct, frozen=True, array_like=True):
@@ -263,10 +264,13 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     at most a lease period older than the lease, or a step. `is_prefix_closed`: after every batch of its
     events it holds, with any block, all blocks before it on the path, which lets a router look at few
     blocks of a long one. `adapters`: LoRA adapters it has loaded. `host` answers requests for its
-    snapshot (`Subjects.snapshot`); empty: the worker itself. `weights`: those of this life. `change`: the
-    worker is on its way to others, or was; others begin another life. `serves_kv`: other workers and gateways
-    can read its KV, at the same `address`. `metrics_at`: host and port of the process's metrics;
-    empty: they are served nowhere. `device`: what it computes on, for people; empty: it does not say.
+    snapshot (`Subjects.snapshot`) and `Subjects.loads`; empty: the worker itself. `weights`: those of
+    this life. `change`: the worker is on its way to others, or was; others begin another life. `metrics_at`:
+    host and port of the process's metrics; empty: they are served nowhere. `device`: what it computes on,
+    for people. `serves_kv`: other workers and gateways can read its KV, at the same `address`.
+
+    Old gateways read leases of new workers, and the other way round: fields come at the end, with a default,
+    and those that go leave their place.
     """
 
     worker: WorkerId
@@ -289,11 +293,12 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     weights: WeightVersion = BASE_WEIGHTS
     change: WeightChange | None = None
     windows: tuple[int, ...] = ()  # tokens that the layers of each window group read
-    serves_kv: bool = False
-    lending: LendingUse | None = None
-    memory: MemoryUse | None = None  # None: it has no model
+    was_lends_at: str = ""  # an address for KV alone, of workers that were older; not read
+    was_lending: object = None  # counters, of workers that were older; not read
+    was_memory: object = None
     metrics_at: str = ""
     device: str = ""
+    serves_kv: bool = False
 
     @property
     def is_finishing(self) -> bool:
@@ -305,6 +310,7 @@ decode_batch: Final = Decoder(EventBatch, "an event batch")
 decode_snapshot: Final = Decoder(Snapshot, "a snapshot")
 decode_lease: Final = Decoder(Lease, "a lease")
 decode_weights_ask: Final = Decoder(WeightsAsk, "a request for other weights")
+decode_loads: Final = Decoder(dict[str, Load], "the loads of a host's workers")
 _decode_leases: Final = Decoder(tuple[Lease, ...], "leases")
 
 

@@ -5,6 +5,7 @@ A host is a process with one worker, whose name it then has, or with many.
 mallee.{fleet}.events.{worker}               EventBatch, published by the worker
 mallee.{fleet}.lease.{host}                  Leases, published by the host every lease period
 mallee.{fleet}.snapshot.{host}               request by a gateway for a worker, answered with a Snapshot
+mallee.{fleet}.loads.{host}                  request for what its workers hold and did, a Load by worker
 mallee.{fleet}.admin.{host}                  request for a change of a mocked fleet, answered with JSON
 mallee.{fleet}.weights.{host}                request for a worker to change its weights: WeightsAsk
 mallee.{fleet}.bookings.{gateway}            BookingBatch, published by the gateway
@@ -72,6 +73,9 @@ class Subjects(NamedTuple):
     def drain(self, host: str = "*") -> str:
         return f"{self.root}.drain.{host}"
 
+    def loads(self, host: str = "*") -> str:
+        return f"{self.root}.loads.{host}"
+
     def weights(self, host: str = "*") -> str:
         return f"{self.root}.weights.{host}"
 
@@ -115,7 +119,7 @@ class Subjects(NamedTuple):
         Workers neither hear prompts (texts of capsules) nor speak for gateways, and gateways not for
         workers. Members of one role are not kept apart.
         """
-        requests = (self.snapshot(), self.drain(), self.weights(), self.admin())
+        requests = (self.snapshot(), self.loads(), self.drain(), self.weights(), self.admin())
         if role == "worker":
             return Permissions((self.events(), self.lease()), (*requests, self.queues()))
         shared = (

@@ -431,6 +431,7 @@ class Router:
             weight_change=member.lease.change,
             lends_at=member.lease.address if member.lease.serves_kv else "",
             device=member.lease.device,
+            metrics_at=member.lease.metrics_at,
         )
 
     def stats(self) -> RouterStats:

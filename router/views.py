@@ -30,6 +30,7 @@ class WorkerView(NamedTuple):
     weight_version: str = BASE_WEIGHTS.label
     weight_change: WeightChange | None = None  # asked of it
     device: str = ""  # that it computes on, for people
+    metrics_at: str = ""  # host and port of its process's metrics, if they are served
 
 
 @dataclass(frozen=True, slots=True)

@@ -785,14 +785,15 @@ class Engine:
 
     def load(self) -> Load:
         """The engine's load. Call between steps."""
-        queues = self._scheduler.stats()
+        queues, use = self._scheduler.stats(), engine_use(self.stats(), self.kv_bytes(1))
         return Load(
             rows=queues.running,
             waiting=queues.waiting,
             active_blocks=self._tree.pool.num_blocks - self._tree.num_available,
             prefill_tokens=self._scheduler.prefill_tokens(),
-            use=engine_use(self.stats(), self.kv_bytes(1)),
+            use=use,
             fetch=self._lower.fetch_prices() if self._lower is not None else None,
+            block_nbytes=0 if use.tiers is None else use.tiers.block_nbytes,
         )
 
     def close(self) -> None:

@@ -100,8 +100,7 @@ class Picker:
             fallbacks=config.fallbacks,
             objectives=config.objectives,
         )
-        self._shown: dict[str, float] = self._count()
-        self.counts = PickerCounts(lambda: self._shown)
+        self.counts = PickerCounts()
         numbers = itertools.count()
         self.server = PickerServer(
             self.placement,
@@ -184,19 +183,17 @@ class Picker:
     async def _recount(self) -> None:
         """Count here what the thread of the metrics must not go through."""
         while True:
-            self._shown = self._count()
+            self._count()
             await asyncio.sleep(COUNT_S)
 
-    def _count(self) -> dict[str, float]:
-        pods = self.pods
-        return {
-            "mallee_picker_endpoints": len(pods),
-            "mallee_picker_ready_endpoints": len(self.router.workers()),
-            "mallee_picker_incomplete_endpoints": pods.num_incomplete,
-            "mallee_picker_event_gaps": pods.num_gaps,
-            "mallee_picker_unknown_blocks": pods.num_unknown_blocks,
-            "mallee_picker_remote_requests": self.router.stats().remote_requests,
-        }
+    def _count(self) -> None:
+        pods, counts = self.pods, self.counts
+        counts.endpoints.set(len(pods))
+        counts.ready.set(len(self.router.workers()))
+        counts.incomplete.set(pods.num_incomplete)
+        counts.event_gaps.set(pods.num_gaps)
+        counts.unknown_blocks.set(pods.num_unknown_blocks)
+        counts.remote_requests.set(self.router.stats().remote_requests)
 
 
 def _name() -> str:

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 MAX_STEP_S = 120.0
 DRAIN_S = 30.0
-# A lease waits so long for the engine's load; during a step it goes with the last.
+# A lease, or a reader, waits so long for the engine's load; during a step it goes with the last.
 LOAD_WAIT_S = 0.05
 LEASES_PER_MESSAGE = 16  # taken in by a gateway in one turn of its loop
 
@@ -133,6 +133,7 @@ class Host:
             worker.start()
         self._bus.on_state(self._on_bus)
         await self._bus.serve(self._subjects.snapshot(self.name), self._snapshot)
+        await self._bus.serve(self._subjects.loads(self.name), self._loads)
         await self._bus.serve(self._subjects.drain(self.name), self._begin_drain)
         await self._bus.serve(self._subjects.weights(self.name), self._ask_weights)
         self.tasks.spawn(self._lease())
@@ -404,8 +405,6 @@ class Host:
 
     def _publish_leases(self, workers: Sequence[Worker], *, is_leaving: bool = False) -> None:
         subject = self._subjects.lease(self.name)
-        use = None if self.kv_use is None else self.kv_use()
-        memory = None if self.memory is None else self.memory()
         for i in range(0, len(workers), LEASES_PER_MESSAGE):
             leases = [
                 w.lease(
@@ -413,8 +412,6 @@ class Host:
                     self.name,
                     is_leaving=is_leaving,
                     serves_kv=self.serves_kv,
-                    lending=use,
-                    memory=memory,
                     metrics_at=self.metrics_at,
                     device=self.device,
                 )
@@ -430,6 +427,18 @@ class Host:
         if worker is None or worker.failure is not None:
             raise WorkerLost(name, "it is not here any more")
         return encode(await worker.runner.snapshot())
+
+    async def _loads(self, _: bytes) -> bytes:
+        """The loads of all workers with their engines' use, which leases lack: few ask for it."""
+        await self.renew_loads()
+        workers = self.workers.values()
+        return encode({w.worker: load for w in workers if (load := w.load) is not None})
+
+    async def renew_loads(self) -> None:
+        """Ask engines for their loads, and wait a moment for those that compute."""
+        asked = [worker.renew_load() for worker in self._renewing()]
+        if asked:
+            await asyncio.wait(asked, timeout=LOAD_WAIT_S)
 
     # Reading
 

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+from msgspec import structs
+
 from mallee.actors.hosting.compiler import Done
 from mallee.actors.hosting.waits import Answered, Waits
 from mallee.protocol.errors import InvalidParameter, MalleeError, Unavailable, WorkerLost
-from mallee.protocol.events import EventBatch, Lease, LendingUse, Load, MemoryUse, Snapshot
+from mallee.protocol.events import EventBatch, Lease, Load, Snapshot
 from mallee.protocol.ids import WorkerId
 from mallee.protocol.messages import (
     ALL_BRANCHES,
@@ -467,12 +469,11 @@ class Worker:
         *,
         is_leaving: bool = False,
         serves_kv: bool = False,
-        lending: LendingUse | None = None,
-        memory: MemoryUse | None = None,
         metrics_at: str = "",
         device: str = "",
     ) -> Lease:
-        """A lease, with the last load."""
+        """A lease, with what routing needs of the last load."""
+        load = self.load
         return Lease(
             worker=self.worker,
             incarnation=self.incarnation,
@@ -485,7 +486,7 @@ class Worker:
             max_model_len=self.model.max_model_len,
             next_seq=self._published_seq,
             is_leaving=is_leaving,
-            load=self.load,
+            load=None if load is None else structs.replace(load, use=None),
             is_prefix_closed=not self._has_tiers,  # the tree evicts from its leaves
             host="" if host == self.worker else host,
             is_draining=self.is_draining,
@@ -493,8 +494,6 @@ class Worker:
             change=self.change,
             windows=tuple(group.window or 0 for group in self.model.windows),
             serves_kv=serves_kv,
-            lending=lending,
-            memory=memory,
             metrics_at=metrics_at,
             device=device,
         )

@@ -554,6 +554,8 @@ class Worker(Body, frozen=True, kw_only=True):
     lends_at: str
     weight_version: str
     weight_change: dict[str, Any] | None
+    metrics_at: str
+    use: dict[str, int] | None
     tiers: dict[str, Any] | None
 
 

@@ -15,7 +15,6 @@ one JSON object.
 import argparse
 import asyncio
 import json
-import re
 import sys
 import tempfile
 import time
@@ -36,7 +35,6 @@ PREFIX = "Rivers of Europe: the Danube, the Rhine, the Loire. " * 6
 START_S = 180.0
 BACK_S = 120.0  # in which a process must be back
 GONE_S = 1.0  # after which a worker that was killed is known to be gone
-_KEPT = re.compile(r"^mallee_worker_capsules\{(.*)\} (\S+)$", re.MULTILINE)
 NUM_ASKED = 8  # times; each gateway answers some of them
 
 
@@ -80,12 +78,9 @@ class Service:
         listed = (await self._get("/v1/router/workers")).get("data")
         if listed is None or any(each["rows"] or each["active_blocks"] for each in listed):
             return f"booked: {listed}"
-        try:
-            metrics = (await self.client.get("/metrics", timeout=5.0)).text
-        except httpx.HTTPError as error:
-            return f"metrics: {error!r}"
-        kept = _KEPT.findall(metrics)
-        return "" if sum(int(float(each)) for _, each in kept) == 1 else f"kept capsules: {kept}"
+        kept = {each["worker"]: each["use"] and each["use"]["capsules"] for each in listed}
+        is_known = None not in kept.values()
+        return "" if is_known and sum(kept.values()) == 1 else f"kept capsules: {kept}"
 
     async def _get(self, path: str) -> dict[str, Any]:
         try:

@@ -16,6 +16,7 @@ from itertools import count
 import numpy as np
 
 from mallee.gateway.fleet.feed import FleetFeed
+from mallee.gateway.metrics import GatewayMetrics
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import KVMemoryExceeded, NoWorker
 from mallee.protocol.events import Lease
@@ -23,7 +24,6 @@ from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import Incarnation, RequestId, WorkerId
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
-from mallee.runtime.telemetry.metrics import GatewayMetrics
 from mallee.testing.bus import LocalBus, LocalHub
 
 FLEET = "bench"

@@ -24,6 +24,7 @@ from mallee.api.api import build_api
 from mallee.gateway.access.access import Access
 from mallee.gateway.access.scopes import Scopes
 from mallee.gateway.gateway import Gateway
+from mallee.gateway.metrics import GatewayMetrics
 from mallee.gateway.shell import Process
 from mallee.protocol.codec import encode
 from mallee.protocol.events import Lease, decode_batch
@@ -33,7 +34,6 @@ from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from mallee.runtime.config import HttpSettings
 from mallee.runtime.tasks import Tasks
-from mallee.runtime.telemetry.metrics import GatewayMetrics
 from mallee.runtime.transport.address import Address
 from mallee.runtime.transport.link import Transport
 from mallee.testing.bus import LocalBus, LocalHub

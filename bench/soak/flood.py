@@ -162,8 +162,9 @@ class Flood:
         metrics = (await client.get("/metrics")).text.splitlines()
         found = [] if health["status"] == "ok" else [f"health: {health}"]
         found += [f"{w['worker']}: {w['rows']} rows" for w in workers if w["rows"] or w["waiting"]]
+        capsules = {w["worker"]: w["use"] and w["use"]["capsules"] for w in workers}
+        found += [f"{worker}: {num} capsules" for worker, num in capsules.items() if num != 0]
         gauges = ("mallee_branches_in_flight", "mallee_requests_waiting", "mallee_booked")
-        gauges += ("mallee_worker_capsules",)
         found += [x for x in metrics if x.startswith(gauges) and float(x.rsplit(" ", 1)[1])]
         opened = self._open() - before
         return found + ([f"{opened} descriptors more"] if opened > 2 else [])

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -18,7 +18,7 @@ METRICS_PATH: Final = "/metrics"
 
 _LABELS: Final = r'(?:[^"}]|"(?:[^"\\]|\\.)*")*'  # a path's template has braces in its quotes
 _SAMPLE: Final = re.compile(rf"^(mallee_\w+?)(?:\{{({_LABELS})\}})? (\S+)$", re.MULTILINE)
-_LABEL: Final = r'(?:^|,){}="((?:[^"\\]|\\.)*)"'
+_GATEWAY: Final = re.compile(r'[{,]gateway="((?:[^"\\]|\\.)*)"')
 _ANSWERS: Final = "mallee_http_answers_total"
 _GENERATES: Final = re.compile(
     r'endpoint="/v1/(chat/completions|completions|capsules/\{[^}"]*\}/(fork|restore))"'
@@ -39,35 +39,19 @@ class Metrics:
     Of the answers it has those alone that generate text: looks at the service would count as well.
     """
 
-    __slots__ = ("_samples", "_totals", "gateway")
+    __slots__ = ("_totals", "gateway")
 
     def __init__(self, text: str) -> None:
-        self._samples: dict[str, list[tuple[str, float]]] = {}
+        self._totals: dict[str, float] = {}
         for name, labels, value in _SAMPLE.findall(text):
             if name != _ANSWERS or _GENERATES.search(labels):
-                self._samples.setdefault(name, []).append((labels, float(value)))
-        self._totals = {
-            name: sum(value for _, value in found) for name, found in self._samples.items()
-        }
-        first = next(iter(self._samples.values()), [("", 0.0)])[0][0]
-        self.gateway = _label(first, "gateway")
+                self._totals[name] = self._totals.get(name, 0.0) + float(value)
+        found = _GATEWAY.search(text)
+        self.gateway = "" if found is None else found[1]
 
     def total(self, family: str) -> float:
         """Summed over all labels; 0 of one that the service doesn't have."""
         return self._totals.get(family, 0.0)
-
-    def by(self, family: str, label: str) -> Mapping[str, float]:
-        """Summed over the other labels, by values of `label`."""
-        found: dict[str, float] = {}
-        for labels, value in self._samples.get(family, ()):
-            name = _label(labels, label)
-            found[name] = found.get(name, 0.0) + value
-        return found
-
-
-def _label(labels: str, name: str) -> str:
-    found = re.search(_LABEL.format(name), labels)
-    return "" if found is None else found[1]
 
 
 class TierUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +60,19 @@ class TierUse(msgspec.Struct, frozen=True, kw_only=True):
     blocks: dict[str, int]
     moved_blocks: dict[str, int]
     dropped_blocks: int = 0
+
+
+class WorkerUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Branches and blocks of a worker's engine, and its counts so far."""
+
+    running_branches: int
+    waiting_branches: int
+    live_blocks: int
+    cached_blocks: int
+    cached_tokens: int
+    prefill_tokens: int
+    evicted_blocks: int
+    preemptions: int
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +89,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     lease_age_s: float
     weight_version: str
     device: str = ""
+    use: WorkerUse | None = None  # None: its process did not answer
     tiers: TierUse | None = None
 
     @property
@@ -135,12 +133,19 @@ class Sample(NamedTuple):
 
     def rate(self, metric: str, before: "Sample | None") -> float | None:
         """A counter's growth in a second. One that fell began anew."""
+        return self.growth(lambda sample: sample.metrics.total(metric), before)
+
+    def use(self, count: Callable[[WorkerUse], int]) -> float:
+        """Summed over the workers that say."""
+        return sum(count(each.use) for each in self.workers if each.use is not None)
+
+    def growth(self, total: Callable[["Sample"], float], before: "Sample | None") -> float | None:
+        """As `rate`."""
         if before is None or self.at <= before.at:
             return None
         if before.metrics.gateway != self.metrics.gateway:
             return None
-        grown = self.metrics.total(metric) - before.metrics.total(metric)
-        return max(0.0, grown) / (self.at - before.at)
+        return max(0.0, total(self) - total(before)) / (self.at - before.at)
 
 
 def read_workers(listed: object) -> list[Worker]:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from mallee.gateway.metrics import GatewayMetrics
 from mallee.protocol.errors import CodecError
 from mallee.protocol.events import Lease, decode_batch, decode_leases, decode_snapshot
 from mallee.protocol.ids import Incarnation, WorkerId
@@ -20,7 +21,6 @@ from mallee.runtime.bus.inbox import WORK_BLOCKS, Pump
 from mallee.runtime.bus.snapshots import Fetcher
 from mallee.runtime.tasks import Tasks
 from mallee.runtime.telemetry.logs import ids
-from mallee.runtime.telemetry.metrics import GatewayMetrics
 from mallee.runtime.transport.link import LATE_S
 
 log = logging.getLogger(__name__)
@@ -118,6 +118,11 @@ class FleetFeed:
         self._fetcher.close()
         await self.tasks.close()
 
+    @property
+    def hosts(self) -> set[str]:
+        """The hosts of all workers."""
+        return {*self._hosts.values()}
+
     def host_of(self, worker: WorkerId) -> str | None:
         """The host of a worker that has joined."""
         return self._hosts.get(worker) if worker in self._lives else None
@@ -171,7 +176,6 @@ class FleetFeed:
         if lease.is_draining and known == incarnation and not is_told:
             self._draining[worker] = incarnation
             self._members.drain(worker, incarnation)
-        self._metrics.workers.heard(lease)
         if known is None or known < incarnation:
             if not self._router.is_routable(worker, incarnation):
                 return  # a life that the router knows to be over, or has no room for

@@ -10,8 +10,9 @@ from typing import NamedTuple, Protocol
 from mallee.gateway.fleet.bookings import BookingFeed
 from mallee.gateway.fleet.feed import FleetFeed
 from mallee.gateway.fleet.weights import FleetWeights
-from mallee.protocol.errors import NotFound, Unavailable, shown
-from mallee.protocol.events import Lease
+from mallee.gateway.metrics import GatewayMetrics
+from mallee.protocol.errors import CodecError, NotFound, Unavailable, shown
+from mallee.protocol.events import Lease, Load, decode_loads
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, Frame
 from mallee.protocol.model import ModelSpec, WeightVersion
@@ -22,12 +23,12 @@ from mallee.router.sync.replicas import ReplicaStats
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.tasks import Tasks
 from mallee.runtime.telemetry.logs import ids
-from mallee.runtime.telemetry.metrics import GatewayMetrics
 from mallee.runtime.transport.link import Link, Transport
 
 log = logging.getLogger(__name__)
 
 ADMIN_S = 5.0  # for a host's answer
+LOADS_S = 1.0  # for a host's answer to what its workers hold
 RELINK_S = 2.0  # a worker whose link broke is tried again no sooner
 
 
@@ -206,6 +207,22 @@ class WorkerLinks:
             raise Unavailable(f"worker {worker} can't be told to drain: {error}") from error
         if not answer:
             raise NotFound(f"no worker {shown(worker)} any more", param="worker")
+
+    async def loads(self) -> dict[str, Load]:
+        """The loads of workers with their engines' use, now: of hosts that answer within `LOADS_S`."""
+        found: dict[str, Load] = {}
+        for each in await asyncio.gather(*map(self._loads_of, self._feed.hosts)):
+            found |= each
+        return found
+
+    async def _loads_of(self, host: str) -> dict[str, Load]:
+        try:
+            return decode_loads(await self._bus.request(self._subjects.loads(host), b"", LOADS_S))
+        except (ConnectionError, TimeoutError):  # its leases say whether it is there
+            return {}
+        except CodecError:
+            log.exception("loads of host %s refused", host)
+            return {}
 
     def let_go(self, worker: WorkerId) -> None:
         """Nothing of this gateway's is left on `worker`, which drains: it need not wait for us."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from mallee.gateway.metrics import GatewayMetrics, Tenant
 from mallee.gateway.requests.deltas import Delta
 from mallee.gateway.requests.lives import BranchLife
 from mallee.gateway.requests.observers import Observer
@@ -11,7 +12,6 @@ from mallee.protocol.messages import Retained
 from mallee.router.dispatch.shards import Shard
 from mallee.router.dispatch.verdicts import Verdict
 from mallee.router.placement.placer import Placement
-from mallee.runtime.telemetry.metrics import GatewayMetrics, Tenant
 
 
 def outcome_of(retained: Retained) -> str:

@@ -111,8 +111,8 @@ class PullFinder:
         """Bytes of a block, as the worker told, if it did."""
         member = self._fleet.by_slot[slot]
         load = None if member is None else member.lease.load
-        tiers = None if load is None or load.use is None else load.use.tiers
-        return self._config.spill.kv_block_nbytes if tiers is None else tiers.block_nbytes
+        nbytes = 0 if load is None else load.block_nbytes
+        return nbytes or self._config.spill.kv_block_nbytes
 
     def _pull_s(self, slot: int, num_blocks: int) -> float:
         """Seconds to pull so many blocks, as the worker measured if it did."""

@@ -136,10 +136,9 @@ class Fleet:
 
     def _priced(self, fetch: FetchPrices, load: Load) -> FetchPrices:
         """`fetch` with a price of pulls also before the worker has measured one: by its blocks' bytes."""
-        tiers = None if load.use is None else load.use.tiers
-        if fetch.peer_block_s or tiers is None:
+        if fetch.peer_block_s or not load.block_nbytes:
             return fetch
-        block_s = tiers.block_nbytes * self._spill.migrate_byte_s
+        block_s = load.block_nbytes * self._spill.migrate_byte_s
         return replace(fetch, peer_first_s=self._spill.migrate_latency_s, peer_block_s=block_s)
 
     def on_events(self, batch: EventBatch) -> bool:

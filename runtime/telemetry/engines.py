@@ -1,21 +1,39 @@
 """One engine's latencies as its process sees them: counted only where a process serves metrics."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Final
 
-from prometheus_client import CollectorRegistry
+from mallee.protocol.messages import Update
+from mallee.runtime.telemetry.families import BETWEEN_S, FIRST_S, MOST_WORKERS, Families, Label
 
-from mallee.runtime.telemetry.families import Families
+ENGINE: Final = (Label("model_name", most=1), Label("engine", most=MOST_WORKERS + 1))
+VLLM: Final = "Workers: vLLM's names"
+ENGINES: Final = "Workers: engines and connections"
 
 
 class EngineMeters:
-    """The meters of all engines of a process; those of engines beyond `most` are one."""
+    """The meters of all engines of a process; those of engines beyond `MOST_WORKERS` are one."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        make = Families(registry)
-        self.first_s = make.histogram("vllm:time_to_first_token_seconds")
-        self.gap_s = make.histogram("vllm:inter_token_latency_seconds")
-        self.step_s = make.histogram("mallee_engine_step_seconds")
+    def __init__(self, registry: Families) -> None:
+        area = registry.area(VLLM)
+        self.first_s = area.histogram(
+            "vllm:time_to_first_token_seconds",
+            "From a request's handing over to the engine to the first token of each branch.",
+            FIRST_S,
+            *ENGINE,
+        )
+        self.gap_s = area.histogram(
+            "vllm:inter_token_latency_seconds",
+            "Between two tokens of a branch.",
+            BETWEEN_S,
+            *ENGINE,
+        )
+        self.step_s = registry.area(ENGINES).histogram(
+            "mallee_engine_step_seconds",
+            "Steps of the engine, from the plan to what was drawn.",
+            BETWEEN_S,
+            *ENGINE,
+        )
 
     def meter(self, model: str, engine: str) -> "EngineMeter":
         """That of an engine, by the label that it is shown under."""
@@ -49,7 +67,7 @@ class EngineMeter:
         """A request of `gateway` came, and has begun only once."""
         self._open.setdefault((gateway, request), _Timing(now))
 
-    def took(self, gateway: str, updates: Iterable[Any], now: float) -> None:
+    def took(self, gateway: str, updates: Iterable[Update], now: float) -> None:
         """Updates for `gateway` are there: several tokens of one count by their mean."""
         for update in updates:
             timing = self._open.get((gateway, update.request))

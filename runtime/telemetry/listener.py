@@ -17,7 +17,7 @@ from mallee.runtime.addresses import first_free_listener
 from mallee.runtime.config import TelemetrySettings
 from mallee.runtime.proxy.server import Server
 from mallee.runtime.tasks import Tasks
-from mallee.runtime.telemetry.metrics import content_type
+from mallee.runtime.telemetry.families import content_type
 
 LOOPBACK: Final = "127.0.0.1"
 NUM_PORTS: Final = 32  # that are tried

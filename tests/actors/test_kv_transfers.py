@@ -10,10 +10,11 @@ import pytest
 
 from mallee.actors import build
 from mallee.actors.build import WorkerProcess, build_worker
+from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.meters import HostMetrics
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import WorkerLost
-from mallee.protocol.events import Lease, LendingUse, LoanUse, decode_leases
+from mallee.protocol.events import Lease, decode_leases
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     Command,
@@ -28,12 +29,11 @@ from mallee.protocol.messages import (
 from mallee.protocol.parcels import Parcel, decode_reports
 from mallee.protocol.subjects import Subjects
 from mallee.runtime.config import AppConfig
-from mallee.runtime.telemetry.catalog import exposed_by
 from mallee.runtime.transport.greeting import Secret
 from mallee.testing.bus import LocalBus, LocalHub
 from mallee.worker.transfer.peers import Ask
 from mallee.worker.transfer.prices import MeasuredPrices
-from support.expositions import check_against_catalog
+from support.expositions import check_exposition
 from support.reading import Reader
 from support.waiting import until
 
@@ -41,7 +41,6 @@ pytestmark = pytest.mark.real_time  # KV is sent by threads that block
 
 PROMPT = [3 + i % 29 for i in range(100)]
 FLIP_S = 2.0
-NO_LOANS = LoanUse(0, 0, 0, 0, 0, 0.0)
 
 
 class Fleet:
@@ -115,41 +114,42 @@ async def fleet(
         await listener.close()
 
 
-def _labelled(text: str, name: str) -> float:
-    """The one sample of that name."""
-    (line,) = [line for line in text.splitlines() if line.startswith(name + "{")]
+def _active(lease: Lease) -> int:
+    """Blocks in use by a lease's load, which has what routing needs."""
+    assert lease.load is None or lease.load.use is None
+    return 0 if lease.load is None else lease.load.active_blocks
+
+
+def _sample(text: str, name: str, label: str = "") -> float:
+    """The one sample of that name with that label."""
+    lines = [line for line in text.splitlines() if line.startswith(name + "{") and label in line]
+    (line,) = lines
     return float(line.split()[-1])
 
 
-async def test_a_worker_tells_its_memory_in_leases_and_its_latencies_to_scrapers(
+async def test_a_worker_shows_its_memory_and_its_latencies_to_scrapers(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I23, part, D22, part: weights, KV that was used, and the rest; steps, first tokens and gaps."""
     async with fleet(model, tmp_path, monkeypatch) as found:
-        await until(lambda: all(lease.memory is not None for lease in found.leases.values()))
-        memory = found.leases["w0"].memory
-        assert memory is not None
-        assert memory.weights > 0
-        assert memory.kv == 0
-        await found.ask(0, Prefill("p", pack_tokens(PROMPT)))
-
-        def kv() -> int:
-            memory = found.leases["w0"].memory
-            return 0 if memory is None else memory.kv
-
-        await until(lambda: kv() > 0)
-        load = found.leases["w0"].load
-        assert load is not None
-        assert load.use is not None
-        assert kv() == load.use.used_blocks * load.use.block_nbytes
         metrics = HostMetrics(found.processes[0].host)
+        text = (await metrics.render()).decode()
+        assert _sample(text, "mallee_worker_memory_bytes", 'part="weights"') > 0
+        assert _sample(text, "mallee_worker_memory_bytes", 'part="kv"') == 0
+        await found.ask(0, Prefill("p", pack_tokens(PROMPT)))
         await found.ask(0, Fork("f", "p.0", (b"", b""), Limits(8, ignore_eos=True)))
         text = (await metrics.render()).decode()
-        assert check_against_catalog(text, "worker") == {each.name for each in exposed_by("worker")}
+        load = found.processes[0].host.workers[WorkerId("w0")].load
+        assert load is not None
+        assert load.use is not None
+        used = load.use.used_blocks * load.use.block_nbytes
+        assert _sample(text, "mallee_worker_memory_bytes", 'part="kv"') == used > 0
+        await until(lambda: _active(found.leases["w0"]) > 0)
+        assert not check_exposition(text, "worker")
         for name, count in (("time_to_first_token", 2), ("inter_token_latency", 14)):
-            assert _labelled(text, f"vllm:{name}_seconds_count") == count
-        assert _labelled(text, "mallee_engine_step_seconds_count") >= 8
-        assert _labelled(text, "vllm:generation_tokens_total") == 16
+            assert _sample(text, f"vllm:{name}_seconds_count") == count
+        assert _sample(text, "mallee_engine_step_seconds_count") >= 8
+        assert _sample(text, "vllm:generation_tokens_total") == 16
 
 
 async def test_a_worker_reads_what_another_computed(
@@ -165,36 +165,28 @@ async def test_a_worker_reads_what_another_computed(
         holder = Holder("w0", 1, address, len(PROMPT), "p.0")
         await found.ask(1, Prefill("p", pack_tokens(PROMPT), holders=(holder,)))
         assert await found.ask(1, fork) == want
-        await until(lambda: _nbytes(found.leases) > 0)
-        client = found.processes[1].kv_client
+        client, kv_use = found.processes[1].kv_client, found.processes[0].host.kv_use
         assert client is not None
-        await until(lambda: found.leases["w1"].lending == LendingUse(client.counts.use, NO_LOANS))
-        await until(lambda: _num_open(found.leases) == 0)
+        assert kv_use is not None
+        await until(lambda: kv_use().lent.nbytes == client.counts.use.nbytes > 0)
+        for number, direction, use in (
+            (0, "lent", kv_use().lent),
+            (1, "borrowed", client.counts.use),
+        ):
+            text = (await HostMetrics(found.processes[number].host).render()).decode()
+            for name in ("lent", "borrowed"):
+                shown = _sample(text, "mallee_worker_loan_bytes_total", f'direction="{name}"')
+                assert shown == (use.nbytes if name == direction else 0)
         past = Ask(Holder("w0", 7, address, 0, "p.0"), (), "")
         with pytest.raises(WorkerLost, match="that life of it is over"):
             await asyncio.to_thread(client.lend, past)
         host = found.processes[0].host
         assert host.healthy()
-        monkeypatch.setattr(host, "workers", None)  # what its threads do from now on fails
-        with pytest.raises(WorkerLost, match="closed"):
-            await asyncio.to_thread(client.lend, past)
-        monkeypatch.undo()
+        with monkeypatch.context() as broken:
+            broken.setattr(Host, "lend", lambda *_: 1 // 0)
+            with pytest.raises(WorkerLost, match="closed"):
+                await asyncio.to_thread(client.lend, past)
         await until(lambda: not host.healthy(), FLIP_S)
-
-
-def _nbytes(leases: dict[str, Lease]) -> int:
-    """Bytes that both workers' leases tell of."""
-    one, other = leases["w0"].lending, leases["w1"].lending
-    assert one is not None
-    assert other is not None
-    return min(one.lent.nbytes, other.borrowed.nbytes)
-
-
-def _num_open(leases: dict[str, Lease]) -> int:
-    """Transfers that are open, by the lease of the worker that serves them."""
-    use = leases["w0"].lending
-    assert use is not None
-    return use.lent.num_open
 
 
 async def test_workers_that_serve_no_kv_say_so(
@@ -202,7 +194,8 @@ async def test_workers_that_serve_no_kv_say_so(
 ) -> None:
     async with fleet(model, tmp_path, monkeypatch, lends=False) as found:
         assert not any(lease.serves_kv for lease in found.leases.values())
-        assert all(lease.lending is None for lease in found.leases.values())
+        text = (await HostMetrics(found.processes[0].host).render()).decode()
+        assert "mallee_worker_loan" not in text
         assert all(lease.is_prefix_closed for lease in found.leases.values())
         holder = Holder("w0", 1, found.leases["w0"].address, len(PROMPT))
         await found.ask(1, Prefill("p", pack_tokens(PROMPT), holders=(holder,)))

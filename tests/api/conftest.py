@@ -20,6 +20,7 @@ from mallee.api.api import DEFAULT_CHATS, build_api
 from mallee.api.text.chat import ChatTemplate
 from mallee.gateway.access.access import Access
 from mallee.gateway.capsules.capsules import CapsuleInfo
+from mallee.gateway.metrics import GatewayMetrics
 from mallee.gateway.operator import decisions_body, workers_body
 from mallee.gateway.records import SharedRecords
 from mallee.gateway.requests.deltas import Delta
@@ -34,7 +35,6 @@ from mallee.router.dispatch.jobs import ForkJob, GenerateJob, Job, PrefillJob
 from mallee.router.router import Router
 from mallee.runtime.config import ChatSettings, HttpSettings
 from mallee.runtime.proxy.server import Server
-from mallee.runtime.telemetry.metrics import GatewayMetrics
 from mallee.testing.bus import LocalBus, LocalHub
 from support.live_api import serving
 from support.plain_ids import SCOPES
@@ -279,8 +279,8 @@ class FakeService:
     def life(self, request: RequestId, scope: Scope, *, names_workers: bool) -> dict[str, Any]:
         raise UnknownRequest(request)
 
-    def workers(self) -> dict[str, Any]:
-        return workers_body(self.router, self.gateway_metrics.workers.tiers_of)
+    async def workers(self) -> dict[str, Any]:
+        return workers_body(self.router, {})
 
     async def drain_worker(self, worker: WorkerId) -> None:
         raise NotFound(f"no worker {worker!r} here", param="worker", worker=worker)

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mallee.gateway.metrics import GatewayMetrics
 from mallee.protocol.events import EventBatch, FetchPrices, Lease, Load, Stored, pack_hashes
 from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.ids import RequestId, WorkerId
 from mallee.router.router import Router
-from mallee.runtime.telemetry.metrics import GatewayMetrics
 
 HASHES = np.arange(1, 11, dtype=np.uint64)
 

@@ -20,10 +20,10 @@ from mallee.api.text.chat import ChatTemplate
 from mallee.api.text.tokenizer import Tokenizer
 from mallee.api.tokenizing import Tokenizing
 from mallee.gateway.access.access import Access
+from mallee.gateway.metrics import GatewayMetrics
 from mallee.protocol.ids import COMMON
 from mallee.runtime.config import ChatSettings
 from mallee.runtime.tasks import Tasks
-from mallee.runtime.telemetry.metrics import GatewayMetrics
 from support.examples import examples
 from support.mock_scene import make_folder, mock_config
 from support.plain_ids import SCOPES

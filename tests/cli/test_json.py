@@ -13,12 +13,11 @@ from typer.testing import CliRunner
 
 from mallee.cli import settings
 from mallee.cli.main import cli
-from mallee.cli.metrics import document
+from mallee.cli.metrics import declared, document
 from mallee.gateway.access.access import Access
 from mallee.gateway.access.keys import digest
 from mallee.protocol.errors import ConfigError
 from mallee.runtime.config import AppConfig, sections
-from mallee.runtime.telemetry.catalog import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_JSON = {
@@ -96,9 +95,9 @@ def test_metric_families_are_a_page_and_objects() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert CliRunner().invoke(cli, ["metrics"]).stdout == page == document()
     told = printed("metrics")["families"]
-    assert [each["name"] for each in told] == [family.name for family in FAMILIES]
-    assert told[0]["labels"][0] == {"name": "endpoint", "values": [], "most": 48}
-    assert all(f"| `{family.name}` |" in page for family in FAMILIES)
+    assert [each["name"] for each in told] == [x for found in declared().values() for x in found]
+    assert told[0]["labels"][0] == {"name": "version", "values": [], "most": 1}
+    assert all(f"| `{each['name']}` |" in page for each in told)
 
 
 def test_a_new_key_opens_the_service_that_has_its_entry(tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ FAILED = 'mallee_http_answers_total{job="m",endpoint="/v1/completions",status="5
 DEMOTED = 'mallee_http_answers_total{job="m",endpoint="/v1/capsules/{capsule}/demote",status="%s"}'
 PROBED = 'mallee_http_answers_total{job="m",endpoint="/health",status="503"}'
 G0, G1 = ('job="m",gateway="g0"', 'job="m",gateway="g1"')
-W0 = f'{G0},worker="w0"'
 A = 'job="m",instance="a"'
+W0 = f'{A},worker="w0"'
 OVERLOADED = f'{G0},reason="overloaded"'
 
 

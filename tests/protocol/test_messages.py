@@ -375,10 +375,23 @@ def test_a_lease_is_its_fields_in_order() -> None:
     found = msgpack.unpackb(encode(lease))
     head = ["w0", 3, "a0", "m", "f", 16, 99, 8, 4096, 5]
     weights = [0, "base", "", ""]
-    rest = [False, True, [1, 2, 3, 4, None, None], False, [], "", False, weights, None, []]
-    rest += ["", None, None, "", "GPU 0"]
+    rest = [False, True, [1, 2, 3, 4, None, None, 0], False, [], "", False, weights, None, []]
+    rest += ["", None, None, "", "GPU 0", False]
     assert found == [*head, *rest]
     assert decode_lease(msgpack.packb(found)) == lease
+
+
+def test_a_lease_of_an_older_worker_is_read_without_its_counters() -> None:
+    """It had an engine's use, loans and memory, and no `block_nbytes`."""
+    use = [100, 40, 30, 20, 9, 2, 7, 5, 3, 0, 0, [1024, 7, 3, 20]]
+    load = [1, 2, 3, 4, use, [1e-3, *[0.0] * 6]]
+    lending, memory = [[0] * 5 + [0.5]] * 2, [7000, 2000, 1000, 500]
+    old = ["w0", 3, "a0", "m", "f", 16, 99, 8, 4096, 5, False, True, load, False, [], "", False]
+    old += [[0, "base", "", ""], None, [], "at", lending, memory, "10.0.0.1:9400", "GPU 0"]
+    (found,) = decode_leases(msgpack.packb(old))
+    assert found.load is not None
+    assert (found.load.rows, found.load.prefill_tokens, found.load.block_nbytes) == (1, 4, 0)
+    assert (found.serves_kv, found.metrics_at, found.device) == (False, "10.0.0.1:9400", "GPU 0")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from mallee.protocol.events import EngineUse, FetchPrices, Load, TierUse
+from mallee.protocol.events import FetchPrices, Load
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId
 from mallee.protocol.messages import Holder
 from mallee.protocol.model import WeightVersion
@@ -65,7 +65,6 @@ def test_an_idle_worker_pulls_what_a_loaded_one_holds() -> None:
 
 def test_a_worker_that_measured_pulls_is_priced_by_them() -> None:
     """X6, part: until then by the bytes of its blocks, if it tells them."""
-    use = EngineUse(*[0] * 10, tiers=TierUse(500_000, *[0] * 11))
     bench = lending(2)
     bench.events("w0", stored(LONG))
     bench.book("q", prompt(9, 8000), "w0")
@@ -75,7 +74,7 @@ def test_a_worker_that_measured_pulls_is_priced_by_them() -> None:
         (replace(prices, peer_first_s=0.02, peer_block_s=0.003), 0.32),
         (replace(prices, peer_first_s=0.02, peer_block_s=0.005), 0.0),  # computed: 0.004 a block
     ):
-        lend(bench, "w1", load=Load(0, 0, 0, 0, use, fetch))
+        lend(bench, "w1", load=Load(0, 0, 0, 0, None, fetch, 500_000))
         placed = bench.route("b", LONG)
         assert placed.cost.pull_s == pytest.approx(pull_s)
         assert placed.pull is None or placed.pull.nbytes == 100 * 500_000

@@ -1,23 +1,23 @@
-"""Prometheus text against the catalog of metrics."""
+"""Prometheus text against what a process's modules declare."""
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from mallee.runtime.telemetry.catalog import Process, exposed_by
+from mallee.cli.metrics import declared
 
 _OWN = {"le", "quantile"}  # labels of histograms' and summaries' samples
 
 
-def check_against_catalog(text: str, process: Process) -> set[str]:
-    """The names of the families in `text`, of which the catalog says that `process` exposes them.
+def check_exposition(text: str, process: str) -> set[str]:
+    """The families that `process` declares and `text` lacks; it has no other, and each as declared.
 
     Gateways add a label of their own.
     """
-    known = {each.name: each for each in exposed_by(process)}
+    known = {**declared()["every"], **declared()[process]}
     more = {"gateway"} if process == "gateway" else set()
     found = {_full_name(each): each for each in text_string_to_metric_families(text)}
     for name, shown in found.items():
-        assert name in known, f"{name} is not in the catalog"
+        assert name in known, f"{name} is not declared"
         expected = known[name]
         assert shown.type == expected.kind, name
         assert shown.documentation == expected.text, name
@@ -33,7 +33,7 @@ def check_against_catalog(text: str, process: Process) -> set[str]:
                 assert seen <= set(label.values), f"{name}: {label.name}"
             else:
                 assert len(seen) <= label.most, f"{name}: {label.name}"
-    return set(found)
+    return known.keys() - found.keys()
 
 
 def _full_name(shown: Metric) -> str:

@@ -13,6 +13,7 @@ from mallee.actors.hosting.weights import WeightSource
 from mallee.actors.hosting.worker import Capacity
 from mallee.gateway.capsules.capsules import CapsuleFiles
 from mallee.gateway.gateway import Gateway
+from mallee.gateway.metrics import GatewayMetrics
 from mallee.gateway.recording.recorder import Recorder
 from mallee.gateway.requests.deltas import Delta
 from mallee.gateway.requests.request import RunningRequest
@@ -26,7 +27,6 @@ from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.router import Router
 from mallee.router.sync.outbox import Outbox
 from mallee.runtime.bus.bus import Bus
-from mallee.runtime.telemetry.metrics import GatewayMetrics
 from mallee.runtime.telemetry.tracing.provider import Tracing
 from mallee.runtime.transport.link import Transport
 from mallee.testing.bus import LocalBus, LocalHub

@@ -10,11 +10,11 @@ from typing import Any
 from mallee.actors.build import admission_config
 from mallee.actors.mock.fleet import MockFleet, MockPlan
 from mallee.gateway.access.access import Access
+from mallee.gateway.metrics import GatewayMetrics
 from mallee.gateway.sessions.sessions import SessionLimits
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from mallee.runtime.config import AppConfig, put
-from mallee.runtime.telemetry.metrics import GatewayMetrics
 from mallee.testing.bus import LocalBus, LocalHub
 from support.live_fleet import make_gateway
 from support.local_transport import LocalTransport

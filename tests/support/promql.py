@@ -1,17 +1,18 @@
-"""PromQL held against the catalog of metrics: names, labels, kinds, buckets."""
+"""PromQL held against what processes declare: names, labels, kinds, buckets."""
 
 import re
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from mallee.runtime.telemetry.catalog import Family, family
+from mallee.cli.metrics import declared
+from mallee.runtime.telemetry.families import Family
 
 _SERIES: Final = re.compile(r"\b((?:(?:mallee|process)_|vllm:)\w+)(?:\{([^}]*)\})?")
 _PARTS: Final = ("bucket", "sum", "count")  # of histograms and summaries
 _FILTER: Final = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"([^"]*)"')
 _BY: Final = re.compile(r"\bby \(([^)]*)\)")
-# Every gateway tells of every worker: of what they say the largest counts, once.
-_ONCE: Final = re.compile(r"max by \(job, [^)]*\) \((?:rate\(|increase\()?$")
+_DECLARED: Final = declared()
+_KNOWN: Final = {name: each for found in _DECLARED.values() for name, each in found.items()}
 
 
 class Series(NamedTuple):
@@ -24,17 +25,14 @@ class Series(NamedTuple):
 
 
 def series_in(expression: str) -> Iterator[Series]:
-    """All of them. Raises KeyError for a name that the catalog has not."""
+    """All of them. Raises KeyError for a name that nothing declares."""
     for found in _SERIES.finditer(expression):
         name, part = found[1], ""
-        try:
-            known = family(name)
-        except KeyError:
+        if name not in _KNOWN and name.endswith(tuple(f"_{part}" for part in _PARTS)):
             name, _, part = name.rpartition("_")
-            if part not in _PARTS:
-                raise
-            known = family(name)
-        yield Series(known, part, (*_FILTER.findall(found[2] or ""),), expression[: found.start()])
+        yield Series(
+            _KNOWN[name], part, (*_FILTER.findall(found[2] or ""),), expression[: found.start()]
+        )
 
 
 def families_in(expression: str) -> dict[str, Family]:
@@ -43,10 +41,9 @@ def families_in(expression: str) -> dict[str, Family]:
 
 
 def labels_of(found: Family) -> set[str]:
-    """Those of the catalog, and those that the scraper and the exposition add."""
-    return {"job", "instance", "le", *found.label_names} | (
-        {"gateway"} if found.process == "gateway" else set()
-    )
+    """Those declared, and those that the scraper and the exposition add."""
+    added = {"gateway"} if found.name in _DECLARED["gateway"] else set()
+    return {"job", "instance", "le", *found.label_names} | added
 
 
 def faults(expression: str) -> Iterator[str]:
@@ -64,8 +61,6 @@ def faults(expression: str) -> Iterator[str]:
             yield f"{name} is a {each.family.kind}: it has no _{each.part}"
         if each.before.endswith(("rate(", "increase(")) == (each.family.kind == "gauge"):
             yield f"{name} is a {each.family.kind}: rates are of counters, and gauges have none"
-        if name.startswith("mallee_worker_") and not _ONCE.search(each.before):
-            yield f"{name} counts once for each gateway that tells of it"
     for found in _BY.findall(expression):
         if unknown := set(re.split(r",\s*", found)) - all_labels:
             yield f"no series of it has a label {', '.join(sorted(unknown))}"

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Final, NamedTuple, TypeAlias
 
 from rich.text import Text
@@ -26,6 +27,15 @@ class Figure(NamedTuple):
 
 def _gauge(metric: str) -> Reading:
     return lambda now, before: now.metrics.total(metric)
+
+
+def _use(count: str) -> Reading:
+    """Of all workers."""
+    return lambda now, before: now.use(attrgetter(count))
+
+
+def _use_rate(count: str) -> Reading:
+    return lambda now, before: now.growth(lambda look: look.use(attrgetter(count)), before)
 
 
 def _rate(metric: str) -> Reading:
@@ -55,8 +65,8 @@ def _found(now: Sample, before: Sample | None) -> float | None:
 FIGURES: Final = (
     Figure("requests waiting", _gauge("mallee_requests_waiting")),
     Figure("branches in flight", _gauge("mallee_branches_in_flight")),
-    Figure("branches running on workers", _gauge("mallee_worker_running_branches")),
-    Figure("branches waiting in workers", _gauge("mallee_worker_waiting_branches")),
+    Figure("branches running on workers", _use("running_branches")),
+    Figure("branches waiting in workers", _use("waiting_branches")),
     Figure("answers/s", _rate("mallee_http_answers_total"), 1),
     Figure("forked branches/s", _rate("mallee_forked_branches_total"), 1),
     Figure("output tokens/s", _rate("mallee_output_tokens_total")),
@@ -66,8 +76,8 @@ FIGURES: Final = (
     Figure("between tokens, ms", _mean_ms("mallee_inter_token_latency_seconds"), 1),
     Figure("refused/s", _rate("mallee_admission_refusals_total"), 1),
     Figure("moved to other workers/s", _rate("mallee_branches_moved_total"), 1),
-    Figure("preempted/s", _rate("mallee_worker_preemptions_total"), 1),
-    Figure("evicted blocks/s", _rate("mallee_worker_evicted_blocks_total")),
+    Figure("preempted/s", _use_rate("preemptions"), 1),
+    Figure("evicted blocks/s", _use_rate("evicted_blocks")),
 )
 
 

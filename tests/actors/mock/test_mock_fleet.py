@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mallee.actors.hosting.meters import HostMetrics
 from mallee.actors.mock.fleet import replica_names, timing_of
 from mallee.actors.mock.words import words_of
 from mallee.api.text.tokenizer import Tokenizer
@@ -21,13 +22,16 @@ from mallee.gateway.requests.request import RunningRequest
 from mallee.mocker.timing import Fixed, Timing
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import ConfigError, WorkerLost
+from mallee.protocol.events import decode_leases
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.protocol.messages import Generate, Limits
 from mallee.protocol.parcels import Parcel
+from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
 from mallee.router.dispatch.jobs import GenerateJob
 from mallee.router.router import Router
 from mallee.runtime.transport.link import HostLink
+from support.expositions import check_exposition
 from support.mock_scene import MockScene, make_folder, mock_config, mocked
 from support.reading import Reader
 from support.waiting import elapse, until
@@ -65,6 +69,46 @@ def tokens_of(deltas: list[Delta]) -> list[int]:
 
 def set_timing(monkeypatch: pytest.MonkeyPatch, timing: Timing) -> None:
     monkeypatch.setattr("mallee.actors.mock.fleet.timing_of", lambda config: timing)
+
+
+async def test_workers_are_asked_for_their_use_and_leases_lack_it(folder: Path) -> None:
+    """D36, part: a process that does not answer leaves a gap, and no error."""
+    async with mocked(mock_config(folder, mock__engines_per_worker=2)) as scene:
+        leases: list[bytes] = []
+        await scene.gateway_bus.subscribe(Subjects.of(scene.config.fleet).lease(), leases.append)
+        worker, _ = await ask(scene, generate(1))
+        await until(lambda: any(each.load for raw in leases for each in decode_leases(raw)))
+        loads = [each.load for raw in leases for each in decode_leases(raw)]
+        assert all(load is None or load.use is None for load in loads)
+        uses = {
+            each["worker"]: each["use"] for each in (await scene.gateway.operator.workers())["data"]
+        }
+        assert uses.keys() == {"w0", "w1"}
+        assert {name for name, use in uses.items() if use["prefill_tokens"] == 70} == {worker}
+        await scene.bus.close()
+        silent = (await scene.gateway.operator.workers())["data"]
+        assert [(each["use"], each["tiers"]) for each in silent] == [(None, None)] * 2
+
+
+async def test_a_scrape_of_many_workers_lets_others_have_their_turn(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K21, part: after each family, where it has taken its slice of the event loop."""
+    monkeypatch.setattr("mallee.actors.hosting.meters.SLICE_S", 0.0)
+    async with mocked(mock_config(folder, mock__engines_per_worker=3)) as scene:
+        metrics, turns = HostMetrics(scene.fleet.host), 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        text = (await metrics.render()).decode()
+        counting.cancel()
+        assert turns >= text.count("# TYPE")
+        assert "mallee_worker_live_blocks" not in check_exposition(text, "worker")
 
 
 async def test_every_engine_answers_and_all_events_arrive(folder: Path) -> None:

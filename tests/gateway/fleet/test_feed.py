@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from mallee.gateway.fleet.feed import SWEEP_PERIOD_S, FleetFeed
-from mallee.gateway.router_metrics import RouterCollector
+from mallee.gateway.metrics import GatewayMetrics
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.codec import encode
 from mallee.protocol.events import EventBatch, Lease, Snapshot, Stored, pack_hashes
@@ -15,7 +15,6 @@ from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
 from mallee.router.dispatch.dispatcher import DispatchStats
 from mallee.router.router import Router
-from mallee.runtime.telemetry.metrics import GatewayMetrics
 from mallee.runtime.transport.link import LATE_S
 from mallee.testing.bus import LocalBus, LocalHub
 from support.virtual.loop import virtual_loop
@@ -133,9 +132,7 @@ async def test_what_an_overflow_dropped_comes_back_by_snapshot() -> None:
         await until(lambda: place.sizes() == {"w0": 20})
         assert place.feed.pump.num_dropped > 0
         assert place.router.stats().gaps == 1
-        place.metrics.registry.register(
-            RouterCollector(place.router.stats, lambda: DispatchStats({}, 0))
-        )
+        place.metrics.show_router(place.router.stats, lambda: DispatchStats({}, 0))
         shown = place.metrics.registry.get_sample_value
         dropped = place.feed.pump.num_dropped
         assert shown("mallee_event_messages_dropped_total") == dropped

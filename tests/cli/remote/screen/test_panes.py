@@ -19,23 +19,23 @@ COUNTERS = """\
 mallee_requests_waiting{gateway="g0"} 2.0
 mallee_capsules{gateway="g0"} 7.0
 mallee_output_tokens_total{gateway="g0"} 900.0
-mallee_worker_live_blocks{gateway="g0",worker="w0"} 40.0
-mallee_worker_live_blocks{gateway="g0",worker="w1"} 90.0
-mallee_worker_cached_blocks{gateway="g0",worker="w0"} 12.0
-mallee_worker_cached_blocks{gateway="g0",worker="w1"} 3.0
-mallee_worker_cached_tokens_total{gateway="g0",worker="w0"} 300.0
-mallee_worker_prefill_tokens_total{gateway="g0",worker="w0"} 100.0
-mallee_worker_prefill_tokens_total{gateway="g0",worker="w1"} 400.0
 """
 
 
 def worker(name: str, **more: Any) -> dict[str, Any]:
     moved = {"offload": 5, "park": 1, "spill": 2, "fetch_host": 3, "fetch_disk": 0, "fetch_peer": 1}
     tiers = {"blocks": {"host": 20, "disk": 7}, "moved_blocks": moved, "dropped_blocks": 4}
+    live, cached, found, computed = (40, 12, 300, 100) if name == "w0" else (90, 3, 0, 400)
+    use = {
+        **{"running_branches": 3, "waiting_branches": 1, "live_blocks": live},
+        **{"cached_blocks": cached, "cached_tokens": found, "prefill_tokens": computed},
+        **{"evicted_blocks": 0, "preemptions": 0, "capsules": 2},
+    }
     return {
         **{"worker": name, "state": "ready", "active_blocks": 30, "num_blocks": 100, "rows": 3},
         **{"waiting": 1, "prefill_tokens": 5, "indexed_blocks": 9, "lease_age_s": 0.5},
-        **{"weight_version": "base", "device": "", "tiers": tiers, **more},
+        **{"weight_version": "base", "device": "", "use": use, "tiers": tiers},
+        **more,
     }
 
 
