@@ -431,12 +431,12 @@ async def _build_gateway(
         secret=secret,
         node=cluster.own_node(),
         own_ip=_own_ip(),
-        tcp_host=lambda: _lending_host(config),
+        tcp_host=lambda: _kv_host(config),
     )
 
 
-def _lending_host(config: AppConfig) -> str | None:
-    """The host at which a gateway lends to workers of other machines; None while there are none."""
+def _kv_host(config: AppConfig) -> str | None:
+    """The host at which workers of other machines read what a gateway imports; None while there are none."""
     if config.links.tcp == "always":
         return _own_ip()
     # With a broker of our own there is but one node.

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mallee.actors.hosting.engine import add_engine, make_worker
 from mallee.actors.hosting.host import Host
-from mallee.actors.hosting.lending import HostLender, Lending
 from mallee.actors.hosting.memory import memory_use
 from mallee.actors.hosting.orphans import HoldName, Orphans
 from mallee.actors.hosting.worker import Capacity, Worker
-from mallee.actors.lending.borrower import Borrower
-from mallee.actors.lending.server import LendingServer
+from mallee.actors.kv_transfer.client import KvClient
+from mallee.actors.kv_transfer.server import KvServer
 from mallee.actors.secret import build_ids, check_kept
 from mallee.gateway.access.scopes import Scopes
 from mallee.protocol.errors import ConfigError, MalleeError, StorageError
+from mallee.protocol.events import LendingUse
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.runtime.addresses import socket_path
@@ -41,8 +41,8 @@ from mallee.runtime.config import AppConfig
 from mallee.runtime.telemetry.tracing.provider import Tracing, check_exporters, open_tracing
 from mallee.runtime.transport.greeting import Secret, read_secret
 from mallee.runtime.transport.link import Transport
-from mallee.runtime.transport.server import SocketServer
-from mallee.runtime.transport.sockets import SocketTransport
+from mallee.runtime.transport.listener import Listener, Server
+from mallee.runtime.transport.server import CommandServer
 from mallee.runtime.transport.tls import TlsFiles, client_tls, server_tls
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig
@@ -197,7 +197,7 @@ class GatewayProcess:
             tasks.include(self.listener.tasks)
         tasks.include(self.access.tasks)
         tasks.watch_callbacks()
-        tasks.spawn(self.files.server.supervise(), name="the loans of imports")
+        tasks.include(self.files.listener.tasks)
         share_interpreter()
         self.access.start_up()
         await self.bus.connect()
@@ -211,7 +211,7 @@ class GatewayProcess:
             await self.listener.close()
         await self.access.close()
         self.prompts.shutdown(wait=False, cancel_futures=True)
-        await asyncio.to_thread(self.files.close)
+        await self.files.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
 
@@ -234,17 +234,17 @@ def build_listener(
 
 @dataclass(frozen=True, slots=True)
 class FileDesk:
-    """Capsules that come and go as files: what is borrowed for them, and lent of them."""
+    """Capsules that come and go as files, and both ends of the KV transfers for them."""
 
     files: "CapsuleFiles"
-    borrower: Borrower
-    server: LendingServer
+    kv_client: KvClient
+    listener: Listener
     pool: Executor
 
-    def close(self) -> None:
-        """End every loan; blocks for a bounded time."""
-        self.borrower.close()
-        self.server.close()
+    async def close(self) -> None:
+        """End every KV transfer."""
+        self.kv_client.close()
+        await self.listener.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -256,30 +256,38 @@ def build_files(
     tcp_host: Callable[[], str | None],
 ) -> FileDesk:
     """The files of gateway `name` on machine `node`. Raises ConfigError."""
-    from mallee.actors.lending.late import LateListener
     from mallee.gateway.capsules.capsules import CapsuleFiles
     from mallee.gateway.capsules.files.exports import Exports
     from mallee.gateway.capsules.files.imports import Imports, SpoolLender
     from mallee.gateway.capsules.files.spool import Spools
 
-    tls, settings = tls_files(config), config.imports
+    settings = config.imports
     folder = None if settings.folder is None else Path(settings.folder).expanduser()
     if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ConfigError(f"imports.folder={str(folder)!r} is no folder that can be written to")
     pool = ThreadPoolExecutor(FILE_THREADS, thread_name_prefix=f"files of {name}")
-    borrower = build_borrower(config, name, secret, node)
+    kv_client = build_kv_client(config, name, secret, node)
     lender = SpoolLender(lambda: secrets.token_hex(16))
-    server = LendingServer(lender, secret, node=node, tls=tls and server_tls(tls))
-    listener = LateListener(server, socket_path=lambda: socket_path("gl"), tcp_host=tcp_host)
+    listener, lock = build_link_listener(config, node, KvServer(lender, secret)), asyncio.Lock()
+
+    async def address() -> str:
+        """Listen once something is imported, as few gateways ever do."""
+        async with lock:
+            if listener.address.path is None:
+                await listener.listen_unix(socket_path("gl"))
+            if listener.address.tcp is None and (host := await asyncio.to_thread(tcp_host)):
+                await listener.listen_tcp(host)
+        return str(listener.address)
+
     imports = Imports(
         name,
         Spools(folder, int(settings.spool_gib * 2**30)),
         pool,
         max_nbytes=int(settings.max_gib * 2**30),
         lender=lender,
-        address=listener.address,
+        address=address,
     )
-    return FileDesk(CapsuleFiles(Exports(borrower, pool), imports), borrower, server, pool)
+    return FileDesk(CapsuleFiles(Exports(kv_client, pool), imports), kv_client, listener, pool)
 
 
 async def build_gateway(
@@ -298,7 +306,7 @@ async def build_gateway(
     """A gateway called `name` on machine `node`, not yet started. Raises MalleeError if files don't serve.
 
     Gateways with one `secret` know each other's capsules. `own_ip`: of the machine, for scrapers.
-    `tcp_host()`: where to lend to workers of other machines, if there are any.
+    `tcp_host()`: where workers of other machines read what was imported, if there are any.
     """
     # Lazily: numba and a tokenizer library, which workers don't need.
     from mallee.gateway.gateway import Gateway
@@ -526,7 +534,7 @@ def build_scraped(config: AppConfig, host: Host, own_ip: str) -> Scraped | None:
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess:
-    """The workers of one process behind their host, with their bus and the sockets for gateways.
+    """The workers of one process behind their host, with their bus, listener and way to others' KV.
 
     `start_engines` registers them, `close_engines` makes them leave.
     """
@@ -534,27 +542,20 @@ class WorkerProcess:
     host: Host
     model: ModelSpec
     bus: Bus
-    server: SocketServer
+    listener: Listener
     start_engines: Callable[[str], Awaitable[None]]  # given where their metrics are read
     close_engines: Callable[[], Awaitable[None]]
-    lending: Lending | None = None
+    kv_client: KvClient | None = None
     scraped: "Scraped | None" = None
     orphans: Orphans | None = None
 
     async def listen(self, *, path: str | None = None, tcp_host: str | None = None) -> None:
-        """Listen there too, for loans beside it; leases from now on say so."""
+        """Listen there too; leases from now on say so."""
         if path is not None:
-            await self.server.listen_unix(path)
+            await self.listener.listen_unix(path)
         if tcp_host is not None:
-            await self.server.listen_tcp(tcp_host)
-        self.host.address = str(self.server.address)
-        if self.lending is not None:
-            loans = self.lending.server
-            if path is not None:
-                loans.listen_unix(socket_path(f"{self.host.name}-loans"))
-            if tcp_host is not None:
-                loans.listen_tcp(tcp_host)
-            self.host.lends_at = str(loans.address)
+            await self.listener.listen_tcp(tcp_host)
+        self.host.address = str(self.listener.address)
 
     async def start(self) -> None:
         """Register the workers; `listen` comes first. Raises ConfigError."""
@@ -565,8 +566,7 @@ class WorkerProcess:
             self.host.tasks.include(self.scraped.listener.tasks)
             self.host.tasks.include(self.scraped.access.tasks)
         share_interpreter()
-        if self.lending is not None:
-            self.host.tasks.spawn(self.lending.server.supervise())
+        self.host.tasks.include(self.listener.tasks)
         await self.bus.connect()
         await self.start_engines(metrics_at)
         if self.orphans is not None:
@@ -581,49 +581,33 @@ class WorkerProcess:
 
     async def close(self) -> None:
         """End the workers; gateways get their last frames."""
-        if self.lending is not None:
-            self.lending.borrower.close()  # the engine's end waits for what it borrows
+        if self.kv_client is not None:
+            self.kv_client.close()  # the engine's end waits for what it reads
         await self.close_engines()
         if self.scraped is not None:
             await self.scraped.close()
-        if self.lending is not None:
-            await asyncio.to_thread(self.lending.server.close)
-        await self.server.close()
+        await self.listener.close()
         await self.bus.close()
         if self.host.tracing is not None:
             await asyncio.to_thread(self.host.tracing.close)
 
 
-def build_server(config: AppConfig, host: Host, secret: Secret, node: str) -> SocketServer:
-    """The sockets of `host`, which listen to nothing yet. Raises ConfigError."""
+def build_link_listener(config: AppConfig, node: str, *servers: Server) -> Listener:
+    """The listener of a process on machine `node`, at no address yet. Raises ConfigError."""
     files = tls_files(config)
-    return SocketServer(host, secret, node=node, tls=files and server_tls(files))
+    return Listener(*servers, node=node, tls=files and server_tls(files))
 
 
-def build_borrower(config: AppConfig, name: str, secret: Secret, node: str) -> Borrower:
+def build_kv_client(config: AppConfig, name: str, secret: Secret, node: str) -> KvClient:
     """The way of `name`, on machine `node`, to the KV of other processes. Raises ConfigError."""
     files = tls_files(config)
-    return Borrower(name, secret, node=node, tls=files and client_tls(files))
+    return KvClient(name, secret, node=node, tls=files and client_tls(files))
 
 
-def build_lending(
-    config: AppConfig, host: Host, borrower: Borrower, secret: Secret, node: str
-) -> Lending:
-    """The loans of the workers of `host`, which listens to nothing yet. Raises ConfigError."""
-    files = tls_files(config)
-    lender = HostLender(host.workers)
-    server = LendingServer(lender, secret, node=node, tls=files and server_tls(files))
-    lending = Lending(server, borrower)
-    host.lending = lambda: lending.use
-    return lending
-
-
-def build_transport(
-    config: AppConfig, gateway: str, secret: Secret, node: str = ""
-) -> SocketTransport:
+def build_transport(config: AppConfig, gateway: str, secret: Secret, node: str = "") -> Transport:
     """The links of `gateway` on machine `node`. Raises ConfigError."""
     files = tls_files(config)
-    return SocketTransport(gateway, secret, node=node, tls=files and client_tls(files))
+    return Transport(gateway, secret, node=node, tls=files and client_tls(files))
 
 
 def tls_files(config: AppConfig) -> TlsFiles | None:
@@ -655,11 +639,11 @@ async def build_worker(
     place = await asyncio.to_thread(place_worker, config, gpus)
     threads = min(threads, place.cpus or threads)
     forward = await asyncio.to_thread(load_forward, config, threads)
-    peers = build_borrower(config, worker, secret, node) if config.links.lends else None
+    kv_client = build_kv_client(config, worker, secret, node) if config.links.lends else None
     orphans = None
     if hold_name is not None and "://" not in (config.engine.disk_path or "://"):
         orphans = Orphans(Path(config.disk_place("")), worker, hold_name)
-    around = Surroundings(peers, build_ids(secret), orphans)
+    around = Surroundings(kv_client, build_ids(secret), orphans)
     engine = await asyncio.to_thread(make_engine, config, forward, worker, incarnation, around)
     num_blocks = engine.stats().pool.total  # less than the forward's, if some are guards
     bus = NatsBus(broker, fleet=config.fleet, name=f"mallee-{worker}")
@@ -678,16 +662,20 @@ async def build_worker(
     capacity = Capacity(forward.block_size, num_blocks, config.scheduler.max_rows)
     source = ModelSource(config, host, forward, engine.incarnation, capacity, around)
     add_engine(host, engine, capacity, source)
-    server = build_server(config, host, secret, node)
-    lending = None if peers is None else build_lending(config, host, peers, secret, node)
+    servers: list[Server] = [CommandServer(host, secret)]
+    if kv_client is not None:
+        kv_server, read = KvServer(host, secret), kv_client.counts
+        servers.append(kv_server)
+        host.serves_kv = True
+        host.kv_use = lambda: LendingUse(read.use, kv_server.counts.use)
     return WorkerProcess(
         host=host,
         model=engine.spec,
         bus=bus,
-        server=server,
+        listener=build_link_listener(config, node, *servers),
         start_engines=host.start,
         close_engines=host.close,
-        lending=lending,
+        kv_client=kv_client,
         scraped=build_scraped(config, host, own_ip),
         orphans=orphans,
     )
@@ -801,7 +789,7 @@ def room_on_device(config: AppConfig) -> "Room":
 class Surroundings(NamedTuple):
     """Surroundings of an engine: peers that lend it KV, ids as gateways draw them, parts of a disk."""
 
-    peers: Borrower | None = None
+    peers: KvClient | None = None
     ids: Scopes | None = None
     orphans: Orphans | None = None
 

@@ -424,8 +424,8 @@ class LinkSettings(Settings):
     """`auto`: workers listen on TCP once the cluster has several nodes; `always`: at once.
     Gateways of a worker's own node use a Unix socket."""
     lends: bool = True
-    """Workers lend each other KV that is cheaper to fetch than to compute, at addresses of
-    their own beside those for gateways; `false`: each computes its own."""
+    """Workers lend each other KV that is cheaper to fetch than to compute, over the
+    port that gateways use; `false`: each computes its own."""
     secret_file: str | None = None
     """File with the secret that gateways and workers share, and that ids of capsules are tagged
     by, on every node; by default one is made and kept in Ray, and with `engine.disk_path` in

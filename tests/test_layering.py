@@ -62,7 +62,7 @@ PACKAGES = tuple(name for name in dict.fromkeys(key.split(".")[0] for key in ARR
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "runtime": (("addresses", "config", "proxy", "tasks"), ("bus", "transport", "telemetry")),
     "actors": (
-        ("autoscaling", "cluster", "lending"),
+        ("autoscaling", "cluster", "kv_transfer"),
         ("hosting", "secret"),
         ("build",),
         ("mock", "epp"),

@@ -31,6 +31,7 @@ from mallee.protocol.subjects import Subjects, check_token
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.tasks import Tasks
 from mallee.runtime.transport.server import Sink
+from mallee.worker.transfer.peers import Ask, Loan
 
 if TYPE_CHECKING:
     from mallee.runtime.telemetry.tracing.provider import Tracing
@@ -60,7 +61,7 @@ class HostStats(NamedTuple):
 
 
 class Host:
-    """The workers of one process. All methods belong to one event loop.
+    """The workers of one process; a `Lender` of their KV. All methods but `lend` belong to one event loop.
 
     `clock` gives monotonic seconds. After an exception in an engine, or a step of more than
     `max_step_s` seconds, its worker is failed for good: it is lost to its gateways and takes
@@ -87,17 +88,17 @@ class Host:
     ) -> None:
         """Without `tracing` there are no spans. `device`: what the workers compute on, for people.
 
-        `address` and `lends_at` go into leases; they may change later. `measure_memory` gives the memory
+        `address` and `serves_kv` go into leases; they may change later. `measure_memory` gives the memory
         of the process by the last load of its one worker.
 
         Raises ConfigError if `name` or `fleet` can't be part of a subject.
         """
         self.name = check_token(name, "host")
         self.address = address
-        self.lends_at = ""
+        self.serves_kv = False
         self.metrics_at = ""
         self.device = device
-        self.lending: Callable[[], LendingUse] | None = None  # for metrics
+        self.kv_use: Callable[[], LendingUse] | None = None  # for metrics
         self._measure_memory = measure_memory
         self.on_add: Callable[[Worker], None] = lambda worker: None
         self.workers: dict[WorkerId, Worker] = {}
@@ -250,6 +251,16 @@ class Host:
             self.send(gateway, worker.lost(reason))
         return is_over
 
+    def lend(self, ask: Ask) -> Loan:
+        """Blocks of one of its workers, by its name and life. From any thread but the loop's and engines'."""
+        holder = ask.holder
+        worker = self.workers.get(WorkerId(holder.worker))
+        if worker is None or worker.incarnation != holder.incarnation:
+            raise WorkerLost(holder.worker, "that life of it is over")
+        if worker.failure is not None:
+            raise WorkerLost(holder.worker, worker.failure)
+        return worker.runner.lend(ask)
+
     # Requests of gateways
 
     def open(self, gateway: str, sink: Sink) -> Stream:
@@ -397,7 +408,7 @@ class Host:
                     self.address,
                     self.name,
                     is_leaving=is_leaving,
-                    lends_at=self.lends_at,
+                    serves_kv=self.serves_kv,
                     metrics_at=self.metrics_at,
                     device=self.device,
                 )

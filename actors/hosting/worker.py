@@ -476,7 +476,7 @@ class Worker:
         host: str,
         *,
         is_leaving: bool = False,
-        lends_at: str = "",
+        serves_kv: bool = False,
         metrics_at: str = "",
         device: str = "",
     ) -> Lease:
@@ -501,7 +501,7 @@ class Worker:
             weights=self.model.weights,
             change=self.change,
             windows=tuple(group.window or 0 for group in self.model.windows),
-            lends_at=lends_at,
+            serves_kv=serves_kv,
             metrics_at=metrics_at,
             device=device,
         )

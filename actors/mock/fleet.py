@@ -13,8 +13,8 @@ from msgspec import structs
 
 from mallee.actors.build import (
     WorkerProcess,
+    build_link_listener,
     build_scraped,
-    build_server,
     engine_config,
     resolve,
     served_name,
@@ -40,6 +40,7 @@ from mallee.runtime.bus.nats import NatsBus
 from mallee.runtime.config import AppConfig
 from mallee.runtime.telemetry.tracing.provider import Tracing, open_tracing
 from mallee.runtime.transport.greeting import Secret
+from mallee.runtime.transport.server import CommandServer
 from mallee.worker.model.config import model_spec
 from mallee.worker.model.loading.config_json import read_config
 
@@ -201,12 +202,11 @@ async def build_mocked_workers(
     bus = NatsBus(broker, fleet=config.fleet, name=f"mallee-{name}")
     tracing = open_tracing("worker", name)
     fleet = MockFleet(name, plan, bus, past=past, tracing=tracing)
-    server = build_server(config, fleet.host, secret, node)
     return WorkerProcess(
         host=fleet.host,
         model=plan.served,
         bus=bus,
-        server=server,
+        listener=build_link_listener(config, node, CommandServer(fleet.host, secret)),
         start_engines=partial(fleet.start, workers),
         close_engines=fleet.close,
         scraped=build_scraped(config, fleet.host, own_ip),

@@ -19,7 +19,7 @@ from mallee.router.router import Router
 from mallee.runtime.bus.access import BrokerAccess
 from mallee.runtime.bus.children import death_follower
 from mallee.runtime.bus.nats import NatsBus
-from mallee.runtime.transport.sockets import SocketTransport
+from mallee.runtime.transport.link import Transport
 from support import tiered_worker
 from support.brokers import OpenBroker
 from support.live_api import served
@@ -68,7 +68,7 @@ async def gateway(url: str, name: str) -> AsyncIterator[tuple[Gateway, httpx.Asy
     bus = NatsBus(BrokerAccess(url), fleet="test", name=name)
     await bus.connect()
     router = Router(RouterConfig(block_size=4), clock=time.monotonic)
-    made = make_gateway(name, bus, SocketTransport(name, SECRET), router, SPEC, ids=SCOPES)
+    made = make_gateway(name, bus, Transport(name, SECRET), router, SPEC, ids=SCOPES)
     await made.start_up()
     try:
         assert await made.wait_for_worker(10)

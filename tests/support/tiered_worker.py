@@ -17,7 +17,8 @@ from mallee.mocker.passes import mock_spec
 from mallee.runtime.bus.access import BrokerAccess
 from mallee.runtime.bus.nats import NatsBus
 from mallee.runtime.transport.greeting import Secret
-from mallee.runtime.transport.server import SocketServer
+from mallee.runtime.transport.listener import Listener
+from mallee.runtime.transport.server import CommandServer
 from mallee.testing.forward import MockForward
 from support.live_fleet import make_engine
 from support.volumes import volume_tiers
@@ -32,9 +33,9 @@ async def serve(url: str, socket: str, folder: Path, life: int) -> None:
     bus = NatsBus(BrokerAccess(url), fleet="test", name="w0")
     host = Host("w0", bus, fleet="test", clock=time.monotonic, lease_period_s=0.1)
     add_engine(host, engine, Capacity(4, 64, 64))
-    server = SocketServer(host, SECRET)
-    await server.listen_unix(socket)
-    host.address = str(server.address)
+    listener = Listener(CommandServer(host, SECRET))
+    await listener.listen_unix(socket)
+    host.address = str(listener.address)
     await bus.connect()
     await host.start()
     sys.stdout.write("ready\n")
