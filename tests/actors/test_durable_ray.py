@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,10 +29,18 @@ class Client:
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
 
-    def post(self, path: str, **body: Any) -> Any:
-        answer = self._http.post(path, json=body)
+    def ask(self, method: str, path: str, **body: Any) -> Any:
+        """The answer, asked for again for as long as the server says when."""
+        answers = (self._http.request(method, path, json=body or None) for _ in range(30))
+        for answer in answers:
+            if answer.status_code != 503:
+                break
+            time.sleep(float(answer.headers["retry-after"]))
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+    def post(self, path: str, **body: Any) -> Any:
+        return self.ask("POST", path, **body)
 
     def health(self) -> dict[str, Any]:
         try:
@@ -60,7 +69,7 @@ class Client:
         assert self.post(f"/v1/capsules/{capsule}/demote", tier="disk")["tier"] == "disk"
 
     def tier(self, capsule: str) -> str | None:
-        found: str | None = self._http.get(f"/v1/capsules/{capsule}").json().get("tier")
+        found: str | None = self.ask("GET", f"/v1/capsules/{capsule}").get("tier")
         return found
 
     def check(self, answers: dict[str, str]) -> None:
@@ -141,6 +150,4 @@ def test_capsules_stay_durable_in_a_rolling_update(model: Path, tmp_path: Path) 
             deploy(drain_s=drain_s)
             until(lambda: len(client.lives) == 2 and not before & client.lives)  # noqa: B023
             until(lambda: client.health().get("status") == "ok")
-            # What the last one left is adopted within a second or two.
-            until(lambda: {client.tier(each) for each in answers} == {"disk"}, timeout_s=15)
             client.check(answers)
