@@ -4,11 +4,14 @@ import ast
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mallee.protocol.errors import InternalError
 from mallee.runtime.tasks import Tasks
 from support.mock_scene import MockScene, make_folder, mock_config, mocked
 from support.task_groups import FLIP_S, groups, running
@@ -164,21 +167,26 @@ async def test_a_callback_that_raises_is_a_failure_of_its_service(
         asyncio.get_running_loop().set_exception_handler(None)
 
 
+@pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")  # Ray's
 async def test_a_host_and_a_gateway_whose_bus_broke_are_not_healthy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host or a gateway whose bus broke has to be replaced."""
+    """Ray asks its replicas, and replaces one that raises."""
+    from mallee.actors.app import GatewayReplica, WorkerReplica  # its imports warn
+
     async with mocked(mock_config(make_folder(tmp_path))) as found:
         host, gateway = found.fleet.host, found.gateway
         assert host.healthy()
         assert gateway.operator.failure is None
         assert gateway.operator.health()["status"] == "ok"
-        owners: tuple[Any, ...] = (
-            (host, host.healthy),
-            (gateway.shell.links, lambda: not gateway.operator.failure),
-        )
-        for owner, is_sound in owners:
+        worker: Any = SimpleNamespace(_process=SimpleNamespace(host=host))
+        entry: Any = SimpleNamespace(_gateway=SimpleNamespace(gateway=gateway))
+        for owner, look in (
+            (host, partial(WorkerReplica.check_health, worker)),
+            (gateway.shell.links, partial(GatewayReplica.check_health, entry)),
+        ):
             with monkeypatch.context() as broken:
                 broken.setattr(owner._bus, "failure", RuntimeError("a bug of the bus"))
-                assert not is_sound()
-            assert is_sound()
+                with pytest.raises(InternalError, match="failed"):
+                    await look()
+            await look()
