@@ -1,5 +1,7 @@
 """Services on this machine, `mallee up` among them: what they refuse before they start anything."""
 
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,20 +31,26 @@ def test_a_folder_too_deep_for_sockets_is_refused(
 def test_folders_without_their_owners_are_removed_and_others_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An owner has its folder locked; one that was just made is not locked yet."""
+    """With the processes of such an owner, which has its folder locked; a new one is not locked yet."""
     monkeypatch.setattr("tempfile.tempdir", "/tmp")  # paths of sockets are short
     mine = Folder()
     secret = Path(mine.secret("key", "k"))
     abandoned, young = (Path(tempfile.mkdtemp(prefix="mup-", dir="/tmp")) for _ in range(2))
+    (abandoned / "owner").touch()
+    program = [sys.executable, "-c", "import time; time.sleep(60)", f"{abandoned}/1/orders.json"]
+    left = subprocess.Popen(program)
     try:
-        (abandoned / "owner").touch()
         told = [each for each in clear_abandoned() if str(abandoned) in each]
-        assert told == [f"removed {abandoned} of a `mallee up` that was killed"]
+        said = f"removed {abandoned} of a `mallee up` that was killed"
+        assert told == [f"{said}, and ended 1 processes of it"]
+        left.wait(5)
         assert not abandoned.exists()
         assert young.is_dir()
         assert mine.made("a/b").is_dir()
         assert (secret.read_text(), secret.stat().st_mode & 0o777) == ("k", 0o600)
     finally:
+        left.kill()
+        left.wait()
         mine.remove()
         young.rmdir()
     assert not mine.path.exists()
