@@ -29,10 +29,7 @@ BARE = {
     ("api/live/batch.py", "create_task"): "in that group",
     ("api/live/socket.py", "TaskGroup"): "its connection waits for all of them",
     ("api/live/socket.py", "create_task"): "in that group",
-    (
-        "api/live/socket.py",
-        "to_thread",
-    ): "a frame that is parsed, while its connection waits",
+    ("api/live/socket.py", "to_thread"): "a frame that is parsed, while its connection waits",
     ("api/graphs/running.py", "TaskGroup"): "its graph's work waits for all of them",
     ("api/graphs/running.py", "create_task"): "in that group",
     ("api/search/running.py", "ensure_future"): "its search takes in how each ends",
@@ -52,14 +49,8 @@ BARE = {
     ("gateway/recording/recorder.py", "to_thread"): "files; its task is the recorder's",
     ("actors/hosting/compiler.py", "ThreadPoolExecutor"): "the host closes it",
     ("runtime/bus/broker.py", "ThreadPoolExecutor"): "for the length of a call, which has a limit",
-    (
-        "actors/epp/server.py",
-        "to_thread",
-    ): "its request waits for it, and no longer than a decision takes",
-    (
-        "actors/epp/pods/kubernetes.py",
-        "TaskGroup",
-    ): "it ends with its owner's task, which is supervised",
+    ("actors/epp/server.py", "to_thread"): "its request waits for it, as long as a decision takes",
+    ("actors/epp/pods/kubernetes.py", "TaskGroup"): "it ends with its owner's supervised task",
     ("actors/epp/pods/kubernetes.py", "create_task"): "in that group",
     ("actors/local.py", "Thread"): "at the end, which waits for it",
 }
