@@ -429,7 +429,7 @@ class Router:
             state=member.state,
             weight_version=member.lease.weights.label,
             weight_change=member.lease.change,
-            lends_at=member.lease.lends_at,
+            lends_at=member.lease.address if member.lease.serves_kv else "",
             device=member.lease.device,
             metrics_at=member.lease.metrics_at,
         )

@@ -10,20 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from mallee.actors import cluster
-from mallee.actors.build import (
-    Surroundings,
-    build_ids,
-    check_secret,
-    disk_place,
-    load_forward,
-    make_engine,
-    secret_beside,
-)
+from mallee.actors.build import Surroundings, load_forward, make_engine
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.orphans import HoldName, Orphans
 from mallee.actors.hosting.worker import Capacity
+from mallee.actors.secret import build_ids, check_secret, file_of, secret_of
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.ids import COMMON, Incarnation, RequestId, WorkerId
 from mallee.protocol.messages import Demote, Fork, Limits, Prefill, Sampling, pack_tokens
@@ -49,7 +41,7 @@ class Ray:
         given = {"model": str(model), "engine": engine, "fleet": fleet}
         self.config = AppConfig.model_validate(given)
         self.store = DictStore()
-        secret = cluster.secret_of(self.store, "app", secret_beside(self.config))
+        secret = secret_of(self.store, "app", file_of(self.config))
         self.ids = build_ids(Secret(secret))
         self._lives = 0
 
@@ -111,17 +103,17 @@ def test_all_processes_that_make_the_secret_at_once_get_one(tmp_path: Path) -> N
     file = tmp_path / "kv" / "default" / "secret"
     store = DictStore()
     with ThreadPoolExecutor(8) as pool:
-        of_one_ray = set(pool.map(lambda _: cluster.secret_of(store, "app", file), range(32)))
+        of_one_ray = set(pool.map(lambda _: secret_of(store, "app", file), range(32)))
     assert of_one_ray == {file.read_bytes()}
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert [each.name for each in file.parent.iterdir()] == ["secret"]
-    assert cluster.secret_of(store, "app") in of_one_ray, "gateways have it from Ray"
-    assert cluster.secret_of(store, "another") not in of_one_ray
+    assert secret_of(store, "app") in of_one_ray, "gateways have it from Ray"
+    assert secret_of(store, "another") not in of_one_ray
 
 
 def test_a_node_with_a_disk_of_its_own_takes_the_fleets_secret_or_refuses(tmp_path: Path) -> None:
     here, there, other = (tmp_path / name / "secret" for name in ("here", "there", "other"))
-    store, take = DictStore(), cluster.secret_of
+    store, take = DictStore(), secret_of
     with pytest.raises(ConfigError, match=r"another node may have it: give links\.secret_file"):
         take(store, "app", here, may_make=False)
     assert not here.exists()
@@ -255,7 +247,7 @@ def gone(name: str) -> Iterator[bool]:
 
 
 def heir(ray: Ray, name: str, hold: HoldName = gone) -> tuple[Engine, Orphans]:
-    orphans = Orphans(Path(disk_place(ray.config, "")), WorkerId(name), hold)
+    orphans = Orphans(Path(ray.config.disk_place("")), WorkerId(name), hold)
     return ray.worker(name, orphans), orphans
 
 
@@ -268,7 +260,7 @@ def leave_behind(ray: Ray, name: str) -> str:
 
 
 def files(ray: Ray, name: str) -> list[str]:
-    return [each.name for each in Path(disk_place(ray.config, name)).glob("*/*")]
+    return [each.name for each in Path(ray.config.disk_place(name)).glob("*/*")]
 
 
 def test_a_worker_adopts_capsules_of_one_that_is_gone_when_it_starts(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from mallee.actors.hosting import waits
-from mallee.actors.hosting.compiler import MAX_WAITING, TurnLock
+from mallee.actors.hosting.compiler import MAX_WAITING, Compiler
 from mallee.actors.hosting.waits import Waits
 from mallee.protocol.codec import encode
 from mallee.protocol.messages import (
@@ -32,6 +32,7 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.protocol.parcels import Parcel, decode_reports
+from mallee.runtime.tasks import Tasks
 from mallee.testing.structures import MockMatcher, MockStructures
 from support.reading import Reader
 from support.waiting import until
@@ -308,20 +309,26 @@ async def test_an_answer_that_goes_on_from_another_worker_waits_as_long_as_it_ta
 
 
 async def test_a_turn_that_is_given_up_goes_to_the_next() -> None:
-    lock = TurnLock()
-    await lock.acquire("a")
-    waiting = [asyncio.ensure_future(lock.acquire(name)) for name in "abb"]
-    await asyncio.sleep(0)
-    waiting[1].cancel()
-    lock.release()
-    waiting[2].cancel()  # it was given the turn just now
-    await asyncio.wait(waiting, timeout=1)
-    assert waiting[1].cancelled()
-    assert waiting[2].cancelled()
-    assert waiting[0].result() is None
-    lock.release()
-    await lock.acquire("c")
-    lock.release()
+    """Whether it was under way, waited behind one of its tenant, or for the thread."""
+    tasks, order, may_end = Tasks("test"), list[str](), threading.Event()
+    compiler = Compiler("w0", tasks)
+
+    def submit(tenant: str) -> asyncio.Task[None]:
+        before = set(asyncio.all_tasks())
+        compiler.submit(tenant, may_end.wait, lambda error: order.append(tenant))
+        (task,) = asyncio.all_tasks() - before
+        return task
+
+    first, second, _, other, _ = map(submit, "aaabb")
+    for given_up in (first, second, other):
+        for _ in range(5):  # turns of the loop
+            await asyncio.sleep(0)
+        tasks.cancel(given_up)
+    may_end.set()
+    await tasks.finish()
+    assert order == ["a", "b"]
+    assert compiler.num_open == 0
+    compiler.close()
 
 
 NAMES = st.sampled_from("abc")
