@@ -1,4 +1,4 @@
-"""Durable capsules after all else has ended: the secret that tags their ids, and what can't be read."""
+"""Workers' disks, as their settings make them: durable capsules, the secret that tags their ids, faults."""
 
 import os
 import stat
@@ -22,10 +22,12 @@ from mallee.protocol.messages import Demote, Fork, Limits, Prefill, Sampling, pa
 from mallee.runtime.config import AppConfig
 from mallee.runtime.transport.greeting import Secret
 from mallee.testing.bus import LocalBus, LocalHub
+from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.transfer.values import DISK
 from support.dict_store import DictStore
 from support.run_out import run_out
+from support.tokenizers_made import byte_level
 from support.waiting import until
 
 PROMPT = [3 + i % 29 for i in range(40)]
@@ -57,6 +59,15 @@ class Ray:
         assert reply.status is not None, reply.error
         assert reply.status.tier == "disk"
         return f"{request}.0"
+
+
+def refusal(ray: Ray, engine: Engine) -> str | None:
+    """Of the demotion of a capsule to disk."""
+    request = ray.ids.new(COMMON)
+    run_out(engine, Prefill(request, pack_tokens(PROMPT)))
+    _, (reply,) = run_out(engine, Demote(ray.ids.new(COMMON), f"{request}.0", DISK))
+    assert len(fork(engine, f"{request}.0")) == 8, "it serves all the same"
+    return None if reply.error is None else reply.error[0]
 
 
 def fork(engine: Engine, capsule: str) -> list[int]:
@@ -125,11 +136,40 @@ def test_a_disk_without_its_secret_is_not_used(model: Path, tmp_path: Path) -> N
     ray = Ray(model, tmp_path / "disk")
     os.remove(tmp_path / "disk" / "default" / "secret")
     engine = ray.worker()
-    request = ray.ids.new(COMMON)
-    run_out(engine, Prefill(request, pack_tokens(PROMPT)))
-    _, (reply,) = run_out(engine, Demote(ray.ids.new(COMMON), f"{request}.0", DISK))
-    assert reply.error is not None
+    assert refusal(ray, engine) is not None
     engine.close()
+
+
+def test_a_disk_in_use_or_broken_stops_no_worker(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """F24, part: while one worker has the disk, another of its name serves without it."""
+    ray = Ray(model, tmp_path)
+    first, second = ray.worker(), ray.worker()
+    assert f"in use by process {os.getpid()}" in caplog.text
+    assert refusal(ray, second) == "invalid_parameter"
+    (tmp_path / "default" / "w1").write_text("no folder")
+    broken = ray.worker("w1")
+    assert "w1 serves without its disk" in caplog.text
+    assert "look after the disk" in caplog.text
+    assert refusal(ray, broken) == "invalid_parameter"
+    for engine in (first, second, broken):
+        engine.check()
+        engine.close()
+
+
+def test_capsules_of_other_weights_are_not_taken_in(model: Path, tmp_path: Path) -> None:
+    """F24, part: the volume outlives them; its blocks are found by nothing."""
+    ray = Ray(model, tmp_path / "disk")
+    leave_behind(ray, "w0")
+    random_model("llama", 6, vocab_size=320).save(tmp_path / "model")
+    byte_level().save(str(tmp_path / "model" / "tokenizer.json"))
+    ray = Ray(tmp_path / "model", tmp_path / "disk")
+    other = ray.worker()
+    assert other.snapshot().capsules == ()
+    assert other.snapshot().disk_hashes == b""
+    ray.make_durable(other)
+    other.close()
 
 
 def test_an_object_store_needs_a_secret_of_the_operators() -> None:
