@@ -16,7 +16,6 @@ import logging
 import math
 import uuid
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -38,9 +37,9 @@ from mallee.actors.build import (
     check_files,
     freeze_heap,
     open_access,
-    secret_beside,
     threads_of,
 )
+from mallee.actors.secret import take_secret
 from mallee.api.entry.gate import Gate, refuse
 from mallee.api.messages.errors import AnthropicErrors
 from mallee.gateway.access.access import Access
@@ -52,11 +51,11 @@ from mallee.runtime.addresses import free_port, socket_path
 from mallee.runtime.bus.access import BrokerAccess, FindBroker, operators_broker
 from mallee.runtime.bus.accounts import Passwords
 from mallee.runtime.bus.broker import check_broker, check_operators_broker
-from mallee.runtime.bus.queues import QueueDepths, tell_depth
+from mallee.runtime.bus.queues import QueueDepths, publish_depth
 from mallee.runtime.config import AppConfig, TelemetrySettings, problems
 from mallee.runtime.proxy import choice, direct
 from mallee.runtime.telemetry import logs
-from mallee.runtime.transport.greeting import Secret, read_secret
+from mallee.runtime.transport.greeting import Secret
 
 if TYPE_CHECKING:
     from mallee.actors.build import GatewayProcess, WorkerProcess
@@ -86,14 +85,14 @@ SPEC_TIMEOUT_S = 1800.0  # for which workers may load their model
 def app(settings: dict[str, Any] | AppConfig) -> Application:
     """The application of `args` in serve.yaml, once what can be checked before is found to serve.
 
-    Raises RayServeException with one sentence, which `serve status` tells; the application that runs
-    goes on then.
+    Raises RayServeException with one sentence, which `serve status` shows; the application that runs
+    is kept then.
     """
     try:
         config = settings if isinstance(settings, AppConfig) else AppConfig.model_validate(settings)
         check_deployable(config)
     except ValidationError as error:
-        raise RayServeException("; ".join(map("".join, problems(error)))) from error
+        raise RayServeException("; ".join(map("".join, problems(error, AppConfig)))) from error
     except MalleeError as error:
         raise RayServeException(str(error)) from error
     return build_application(config)
@@ -205,10 +204,11 @@ class WorkerReplica:
         self._config = config
         secret = await _secret(config, has_disk=True)
         found = await _find_broker(config, broker, "worker")
-        claim = await asyncio.to_thread(cluster.claim_worker, _app_name())
+        self._names = cluster.Names.of(_app_name())
+        claim = await asyncio.to_thread(self._names.claim)
         _set_up_logs(config.telemetry, "worker", f"w{claim.number}")
         self._claim = claim
-        self._process = await _build_workers(config, claim, found, secret)
+        self._process = await _build_workers(config, self._names, claim, found, secret)
         await self._process.listen(path=socket_path(f"w{claim.number}"))
         if config.links.tcp == "always":
             await self._process.listen(tcp_host=_own_ip())
@@ -230,12 +230,12 @@ class WorkerReplica:
         demand = self._process.host.demand()
         share = min(1.0, self._config.admission.busy_rows_ratio)
         report = Report(
-            demand.rows,
-            demand.waiting,
-            demand.max_rows * share,
-            demand.needed_blocks,
-            demand.num_blocks,
-            self._queues.total(),
+            rows=demand.rows,
+            waiting=demand.waiting,
+            max_rows=demand.max_rows * share,
+            needed_blocks=demand.needed_blocks,
+            num_blocks=demand.num_blocks,
+            queued=self._queues.total(),
         )
         return report._asdict()
 
@@ -251,7 +251,7 @@ class WorkerReplica:
             await process.drain(self._config.drain_s)
             await process.close()
             # What it leaves on disk can be adopted at once, before the next replica takes the name.
-            await asyncio.to_thread(cluster.give_back, cluster.RayStore(), _app_name(), self._claim)
+            await asyncio.to_thread(self._names.give_back, self._claim)
 
 
 @serve.ingress()
@@ -278,7 +278,9 @@ class GatewayReplica:
         gateway.tasks.spawn(_follow_target(config, self._gateway))
         if config.autoscaling.max_workers is not None:
             requests = gateway.requests
-            gateway.tasks.spawn(tell_depth(bus, config.fleet, name, lambda: requests.num_waiting))
+            gateway.tasks.spawn(
+                publish_depth(bus, config.fleet, name, lambda: requests.num_waiting)
+            )
         # Serve sends requests as soon as this returns. Without a broker there is no lease to wait for.
         await gateway.wait_for_worker(FIRST_LEASE_S)
         freeze_heap()
@@ -337,7 +339,11 @@ def _app_name() -> str:
 
 
 async def _build_workers(
-    config: AppConfig, claim: cluster.Claim, broker: FindBroker, secret: Secret
+    config: AppConfig,
+    names: cluster.Names,
+    claim: cluster.Claim,
+    broker: FindBroker,
+    secret: Secret,
 ) -> "WorkerProcess":
     """The workers of a replica."""
     node = cluster.own_node()
@@ -363,21 +369,26 @@ async def _build_workers(
         node=node,
         own_ip=_own_ip(),
         gpus=cluster.own_gpus(),
-        hold_name=partial(cluster.name_of_the_gone, _app_name(), config.workers),
+        hold_name=partial(names.hold_departed, partial(_target_workers, config, _app_name())),
         threads=threads_of(config, await asyncio.to_thread(_workers_here, config, _app_name())),
     )
+
+
+def _target_workers(config: AppConfig, app: str) -> int:
+    """The replicas that Serve aims at, or those of the settings while it has no target."""
+    return cluster.target_replicas(app, "Worker") or config.workers
 
 
 def _workers_here(config: AppConfig, app: str) -> int:
     """Workers that this node gets when Serve has spread them."""
     workers = config.most_workers
     if config.autoscaling.max_workers is None:
-        workers = cluster.target_replicas(app, "Worker") or workers
+        workers = _target_workers(config, app)
     return math.ceil(workers / max(1, cluster.num_nodes()))
 
 
 async def _follow_target(config: AppConfig, gateway: "GatewayProcess") -> None:
-    """Tell the gateway how many workers there should be, which changes without a restart."""
+    """Keep the gateway's number of expected workers at Serve's target, which changes without a restart."""
     app = _app_name()
     while True:
         try:
@@ -420,12 +431,12 @@ async def _build_gateway(
         secret=secret,
         node=cluster.own_node(),
         own_ip=_own_ip(),
-        tcp_host=lambda: _lending_host(config),
+        tcp_host=lambda: _kv_host(config),
     )
 
 
-def _lending_host(config: AppConfig) -> str | None:
-    """The host at which a gateway lends to workers of other machines; None while there are none."""
+def _kv_host(config: AppConfig) -> str | None:
+    """The host at which workers of other machines read what a gateway imports; None while there are none."""
     if config.links.tcp == "always":
         return _own_ip()
     # With a broker of our own there is but one node.
@@ -452,7 +463,7 @@ def _version(config: AppConfig) -> str:
 async def _find_broker(
     config: AppConfig, broker: DeploymentHandle[Any] | None, role: BusRole
 ) -> FindBroker:
-    """A call that tells where the broker is, now and later. Raises ConfigError if it can't be used here."""
+    """A call that finds the broker, now and later. Raises ConfigError if it can't be used here."""
     if broker is None:
 
         async def read() -> BrokerAccess:
@@ -481,17 +492,11 @@ async def _find_broker(
 
 
 async def _secret(config: AppConfig, *, has_disk: bool) -> Secret:
-    """The secret that gateways and workers share: of the file, or the app's own. Raises ConfigError.
-
-    With a disk workers have it beside that, and gateways, whose node may have no such disk, come later.
-    """
-    if (file := config.links.secret_file) is not None:
-        return read_secret(Path(file))
-
-    def ask() -> Secret:
-        beside = secret_beside(config)
-        may_make = beside is None or (has_disk and cluster.num_nodes() == 1)
-        file = beside if has_disk else None
-        return Secret(cluster.secret_of(cluster.RayStore(), _app_name(), file, may_make=may_make))
-
-    return await asyncio.to_thread(ask)
+    return await asyncio.to_thread(
+        take_secret,
+        config,
+        cluster.RayStore(),
+        _app_name(),
+        has_disk=has_disk,
+        is_one_node=lambda: cluster.num_nodes() == 1,
+    )

@@ -16,23 +16,22 @@ from collections import ChainMap
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from errno import ENOENT
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mallee.actors.hosting.engine import add_engine, make_worker
 from mallee.actors.hosting.host import Host
-from mallee.actors.hosting.lending import HostLender, Lending
 from mallee.actors.hosting.memory import memory_use
 from mallee.actors.hosting.orphans import HoldName, Orphans
 from mallee.actors.hosting.worker import Capacity, Worker
-from mallee.actors.lending.borrower import Borrower
-from mallee.actors.lending.server import LendingServer
+from mallee.actors.kv_transfer.client import KvClient
+from mallee.actors.kv_transfer.server import KvServer
+from mallee.actors.secret import build_ids, check_kept
 from mallee.gateway.access.scopes import Scopes
-from mallee.protocol.errors import ConfigError, MalleeError, StorageError, StorageFailed
-from mallee.protocol.events import MemoryUse
-from mallee.protocol.ids import Incarnation, Scope, WorkerId
+from mallee.protocol.errors import ConfigError, MalleeError, StorageError
+from mallee.protocol.events import LendingUse
+from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.runtime.addresses import socket_path
 from mallee.runtime.bus.access import FindBroker
@@ -42,8 +41,8 @@ from mallee.runtime.config import AppConfig
 from mallee.runtime.telemetry.tracing.provider import Tracing, check_exporters, open_tracing
 from mallee.runtime.transport.greeting import Secret, read_secret
 from mallee.runtime.transport.link import Transport
-from mallee.runtime.transport.server import SocketServer
-from mallee.runtime.transport.sockets import SocketTransport
+from mallee.runtime.transport.listener import Listener, Server
+from mallee.runtime.transport.server import CommandServer
 from mallee.runtime.transport.tls import TlsFiles, client_tls, server_tls
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig
@@ -130,47 +129,6 @@ def check_links(config: AppConfig) -> None:
         client_tls(files)
 
 
-def check_secret(config: AppConfig) -> None:
-    """Raises ConfigError if capsules on the disk of this machine are tagged by a secret that is not given."""
-    from mallee.worker.storage.volume import read_records
-
-    path, beside = config.engine.disk_path, secret_beside(config)
-    if path is None or "://" in path:
-        return
-    records = list(read_records(Path(disk_place(config, ""))))
-    there = f"engine.disk_path={path!r}: "
-    remedy = "put it back from a backup, or give links.secret_file"
-    if beside is not None and not beside.exists():
-        if records:
-            raise ConfigError(
-                f"{there}{len(records)} capsules are there, and {beside}, which their ids are tagged by, is"
-                f" missing: {remedy}"
-            )
-        return
-    file = beside or Path(config.links.secret_file or "")
-    ids = build_ids(read_secret(file, "engine.disk_path" if beside else "links.secret_file"))
-    if others := [each for each in records if not ids.belongs(each.capsule, Scope(each.owner))]:
-        raise ConfigError(
-            f"{there}{len(others)} of {len(records)} capsules there are tagged by another secret than"
-            f" {file}, and nothing could name them: {remedy}"
-        )
-
-
-def secret_beside(config: AppConfig) -> Path | None:
-    """The file beside the disk with the app's secret; None without a disk, or with `links.secret_file`."""
-    if config.engine.disk_path is None or config.links.secret_file is not None:
-        return None
-    return Path(disk_place(config, "secret"))
-
-
-def disk_place(config: AppConfig, name: str) -> str:
-    """The place of `name`, a worker's part or the secret, on the disk of the fleet."""
-    path = config.engine.disk_path
-    assert path is not None, "there is no disk"
-    root = path.rstrip("/") if "://" in path else str(Path(path).expanduser())
-    return f"{root}/{config.fleet}/{name}"
-
-
 def lease_s(config: AppConfig) -> float:
     """Seconds for which a gateway believes a lease."""
     return max(3.0, 3 * config.lease_interval_s)
@@ -239,7 +197,7 @@ class GatewayProcess:
             tasks.include(self.listener.tasks)
         tasks.include(self.access.tasks)
         tasks.watch_callbacks()
-        tasks.spawn(self.files.server.supervise(), name="the loans of imports")
+        tasks.include(self.files.listener.tasks)
         share_interpreter()
         self.access.start_up()
         await self.bus.connect()
@@ -253,7 +211,7 @@ class GatewayProcess:
             await self.listener.close()
         await self.access.close()
         self.prompts.shutdown(wait=False, cancel_futures=True)
-        await asyncio.to_thread(self.files.close)
+        await self.files.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
 
@@ -276,17 +234,17 @@ def build_listener(
 
 @dataclass(frozen=True, slots=True)
 class FileDesk:
-    """Capsules that come and go as files: what is borrowed for them, and lent of them."""
+    """Capsules that come and go as files, and both ends of the KV transfers for them."""
 
     files: "CapsuleFiles"
-    borrower: Borrower
-    server: LendingServer
+    kv_client: KvClient
+    listener: Listener
     pool: Executor
 
-    def close(self) -> None:
-        """End every loan; blocks for a bounded time."""
-        self.borrower.close()
-        self.server.close()
+    async def close(self) -> None:
+        """End every KV transfer."""
+        self.kv_client.close()
+        await self.listener.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -298,30 +256,38 @@ def build_files(
     tcp_host: Callable[[], str | None],
 ) -> FileDesk:
     """The files of gateway `name` on machine `node`. Raises ConfigError."""
-    from mallee.actors.lending.late import LateListener
     from mallee.gateway.capsules.capsules import CapsuleFiles
     from mallee.gateway.capsules.files.exports import Exports
     from mallee.gateway.capsules.files.imports import Imports, SpoolLender
     from mallee.gateway.capsules.files.spool import Spools
 
-    tls, settings = tls_files(config), config.imports
+    settings = config.imports
     folder = None if settings.folder is None else Path(settings.folder).expanduser()
     if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ConfigError(f"imports.folder={str(folder)!r} is no folder that can be written to")
     pool = ThreadPoolExecutor(FILE_THREADS, thread_name_prefix=f"files of {name}")
-    borrower = build_borrower(config, name, secret, node)
+    kv_client = build_kv_client(config, name, secret, node)
     lender = SpoolLender(lambda: secrets.token_hex(16))
-    server = LendingServer(lender, secret, node=node, tls=tls and server_tls(tls))
-    listener = LateListener(server, socket_path=lambda: socket_path("gl"), tcp_host=tcp_host)
+    listener, lock = build_link_listener(config, node, KvServer(lender, secret)), asyncio.Lock()
+
+    async def address() -> str:
+        """Listen once something is imported, as few gateways ever do."""
+        async with lock:
+            if listener.address.path is None:
+                await listener.listen_unix(socket_path("gl"))
+            if listener.address.tcp is None and (host := await asyncio.to_thread(tcp_host)):
+                await listener.listen_tcp(host)
+        return str(listener.address)
+
     imports = Imports(
         name,
         Spools(folder, int(settings.spool_gib * 2**30)),
         pool,
         max_nbytes=int(settings.max_gib * 2**30),
         lender=lender,
-        address=listener.address,
+        address=address,
     )
-    return FileDesk(CapsuleFiles(Exports(borrower, pool), imports), borrower, server, pool)
+    return FileDesk(CapsuleFiles(Exports(kv_client, pool), imports), kv_client, listener, pool)
 
 
 async def build_gateway(
@@ -340,7 +306,7 @@ async def build_gateway(
     """A gateway called `name` on machine `node`, not yet started. Raises MalleeError if files don't serve.
 
     Gateways with one `secret` know each other's capsules. `own_ip`: of the machine, for scrapers.
-    `tcp_host()`: where to lend to workers of other machines, if there are any.
+    `tcp_host()`: where workers of other machines read what was imported, if there are any.
     """
     # Lazily: numba and a tokenizer library, which workers don't need.
     from mallee.gateway.gateway import Gateway
@@ -568,7 +534,7 @@ def build_scraped(config: AppConfig, host: Host, own_ip: str) -> Scraped | None:
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess:
-    """The workers of one process behind their host, with their bus and the sockets for gateways.
+    """The workers of one process behind their host, with their bus, listener and way to others' KV.
 
     `start_engines` registers them, `close_engines` makes them leave.
     """
@@ -576,42 +542,37 @@ class WorkerProcess:
     host: Host
     model: ModelSpec
     bus: Bus
-    server: SocketServer
-    start_engines: Callable[[], Awaitable[None]]
+    listener: Listener
+    start_engines: Callable[[str], Awaitable[None]]  # given where their metrics are read
     close_engines: Callable[[], Awaitable[None]]
-    lending: Lending | None = None
+    kv_client: KvClient | None = None
     scraped: "Scraped | None" = None
     orphans: Orphans | None = None
 
     async def listen(self, *, path: str | None = None, tcp_host: str | None = None) -> None:
-        """Listen there too, for loans beside it; leases from now on say so."""
+        """Listen there too; leases from now on say so."""
         if path is not None:
-            await self.server.listen_unix(path)
+            await self.listener.listen_unix(path)
         if tcp_host is not None:
-            await self.server.listen_tcp(tcp_host)
-        self.host.address = str(self.server.address)
-        if self.lending is not None:
-            loans = self.lending.server
-            if path is not None:
-                loans.listen_unix(socket_path(f"{self.host.name}-loans"))
-            if tcp_host is not None:
-                loans.listen_tcp(tcp_host)
-            self.host.lends_at = str(loans.address)
+            await self.listener.listen_tcp(tcp_host)
+        self.host.address = str(self.listener.address)
 
     async def start(self) -> None:
         """Register the workers; `listen` comes first. Raises ConfigError."""
         self.host.tasks.watch_callbacks()
+        metrics_at = ""
         if self.scraped is not None:
-            self.host.metrics_at = self.scraped.start_up()
+            metrics_at = self.scraped.start_up()
             self.host.tasks.include(self.scraped.listener.tasks)
             self.host.tasks.include(self.scraped.access.tasks)
         share_interpreter()
-        if self.lending is not None:
-            self.host.tasks.spawn(self.lending.server.supervise())
+        self.host.tasks.include(self.listener.tasks)
         await self.bus.connect()
-        await self.start_engines()
+        await self.start_engines(metrics_at)
         if self.orphans is not None:
-            self.host.tasks.spawn(self.orphans.watch(self.host), name="capsules of the gone")
+            self.host.tasks.spawn(
+                self.orphans.watch(self.host), name="capsules of departed workers"
+            )
         freeze_heap()
 
     async def drain(self, drain_s: float) -> None:
@@ -620,54 +581,33 @@ class WorkerProcess:
 
     async def close(self) -> None:
         """End the workers; gateways get their last frames."""
-        if self.lending is not None:
-            self.lending.borrower.close()  # the engine's end waits for what it borrows
+        if self.kv_client is not None:
+            self.kv_client.close()  # the engine's end waits for what it reads
         await self.close_engines()
         if self.scraped is not None:
             await self.scraped.close()
-        if self.lending is not None:
-            await asyncio.to_thread(self.lending.server.close)
-        await self.server.close()
+        await self.listener.close()
         await self.bus.close()
         if self.host.tracing is not None:
             await asyncio.to_thread(self.host.tracing.close)
 
 
-def build_server(config: AppConfig, host: Host, secret: Secret, node: str) -> SocketServer:
-    """The sockets of `host`, which listen to nothing yet. Raises ConfigError."""
+def build_link_listener(config: AppConfig, node: str, *servers: Server) -> Listener:
+    """The listener of a process on machine `node`, at no address yet. Raises ConfigError."""
     files = tls_files(config)
-    return SocketServer(host, secret, node=node, tls=files and server_tls(files))
+    return Listener(*servers, node=node, tls=files and server_tls(files))
 
 
-def build_ids(secret: Secret) -> Scopes:
-    """The ids of the gateways that share `secret`."""
-    return Scopes(secret.derived(b"scopes"), draw=secrets.token_bytes)
-
-
-def build_borrower(config: AppConfig, name: str, secret: Secret, node: str) -> Borrower:
+def build_kv_client(config: AppConfig, name: str, secret: Secret, node: str) -> KvClient:
     """The way of `name`, on machine `node`, to the KV of other processes. Raises ConfigError."""
     files = tls_files(config)
-    return Borrower(name, secret, node=node, tls=files and client_tls(files))
+    return KvClient(name, secret, node=node, tls=files and client_tls(files))
 
 
-def build_lending(
-    config: AppConfig, host: Host, borrower: Borrower, secret: Secret, node: str
-) -> Lending:
-    """The loans of the workers of `host`, which listens to nothing yet. Raises ConfigError."""
-    files = tls_files(config)
-    lender = HostLender(host.workers)
-    server = LendingServer(lender, secret, node=node, tls=files and server_tls(files))
-    lending = Lending(server, borrower)
-    host.lending = lambda: lending.use
-    return lending
-
-
-def build_transport(
-    config: AppConfig, gateway: str, secret: Secret, node: str = ""
-) -> SocketTransport:
+def build_transport(config: AppConfig, gateway: str, secret: Secret, node: str = "") -> Transport:
     """The links of `gateway` on machine `node`. Raises ConfigError."""
     files = tls_files(config)
-    return SocketTransport(gateway, secret, node=node, tls=files and client_tls(files))
+    return Transport(gateway, secret, node=node, tls=files and client_tls(files))
 
 
 def tls_files(config: AppConfig) -> TlsFiles | None:
@@ -696,14 +636,14 @@ async def build_worker(
     `own_ip`: of the machine, for scrapers. `gpus`: of the process, by Ray's names. Without `hold_name` it
     adopts no capsules of workers that are gone, as on object stores, which have no locks.
     """
-    place = await asyncio.to_thread(settle, config, gpus)
+    place = await asyncio.to_thread(place_worker, config, gpus)
     threads = min(threads, place.cpus or threads)
     forward = await asyncio.to_thread(load_forward, config, threads)
-    peers = build_borrower(config, worker, secret, node) if config.links.lends else None
+    kv_client = build_kv_client(config, worker, secret, node) if config.links.lends else None
     orphans = None
     if hold_name is not None and "://" not in (config.engine.disk_path or "://"):
-        orphans = Orphans(Path(disk_place(config, "")), worker, hold_name)
-    around = Surroundings(peers, build_ids(secret), orphans)
+        orphans = Orphans(Path(config.disk_place("")), worker, hold_name)
+    around = Surroundings(kv_client, build_ids(secret), orphans)
     engine = await asyncio.to_thread(make_engine, config, forward, worker, incarnation, around)
     num_blocks = engine.stats().pool.total  # less than the forward's, if some are guards
     bus = NatsBus(broker, fleet=config.fleet, name=f"mallee-{worker}")
@@ -716,38 +656,43 @@ async def build_worker(
         max_step_s=config.engine.max_step_s,
         drain_s=config.drain_s,
         tracing=open_tracing("worker", worker),
+        device=place.device,
+        measure_memory=lambda load: memory_use(forward.memory_stats(), load),
     )
     capacity = Capacity(forward.block_size, num_blocks, config.scheduler.max_rows)
     source = ModelSource(config, host, forward, engine.incarnation, capacity, around)
     add_engine(host, engine, capacity, source)
-    server = build_server(config, host, secret, node)
-    lending = None if peers is None else build_lending(config, host, peers, secret, node)
-    host.memory, host.device = source.memory, place.device
+    servers: list[Server] = [CommandServer(host, secret)]
+    if kv_client is not None:
+        kv_server, read = KvServer(host, secret), kv_client.counts
+        servers.append(kv_server)
+        host.serves_kv = True
+        host.kv_use = lambda: LendingUse(read.use, kv_server.counts.use)
     return WorkerProcess(
-        host,
-        engine.spec,
-        bus,
-        server,
-        host.start,
-        host.close,
-        lending,
+        host=host,
+        model=engine.spec,
+        bus=bus,
+        listener=build_link_listener(config, node, *servers),
+        start_engines=host.start,
+        close_engines=host.close,
+        kv_client=kv_client,
         scraped=build_scraped(config, host, own_ip),
         orphans=orphans,
     )
 
 
-class Place(NamedTuple):
-    """The device of a worker's process, for people, and the number of CPUs that it is pinned to, if it is."""
+class Placement(NamedTuple):
+    """The name of a worker's device, and the number of CPUs that its process is pinned to, if it is."""
 
     device: str
     cpus: int | None = None
 
 
-def settle(config: AppConfig, gpus: Sequence[str], sysfs: Path = Path("/sys")) -> Place:
+def place_worker(config: AppConfig, gpus: Sequence[str], sysfs: Path = Path("/sys")) -> Placement:
     """Pin this process to the CPUs beside its device. Raises ConfigError if there is no such device."""
     names = [f"GPU {name}" for name in gpus]
     if not config.has_cuda:
-        return Place(", ".join(names))
+        return Placement(", ".join(names))
     from mallee.actors.hosting.numa import pin
     from mallee.worker.memory.device import identify
     from mallee.worker.model.backend import check_device
@@ -755,58 +700,42 @@ def settle(config: AppConfig, gpus: Sequence[str], sysfs: Path = Path("/sys")) -
     check_device(config.engine.device)
     found = identify(config.engine.device)
     near = pin(found.pci, root=sysfs) if config.engine.pin_cpus else None
-    told = [found.name, *names, *filter(None, [found.pci])]
+    parts = [found.name, *names, *filter(None, [found.pci])]
     if near is not None:
-        told.append(f"NUMA node {near.node}")
-    place = Place(", ".join(told), None if near is None else len(near.cpus))
+        parts.append(f"NUMA node {near.node}")
+    place = Placement(", ".join(parts), None if near is None else len(near.cpus))
     log.info("this worker computes on %s, pinned to %s CPUs", place.device, place.cpus or "no")
     return place
 
 
+@dataclass(slots=True)
 class ModelSource:
     """The `WeightSource` of the one worker of a process."""
 
-    def __init__(
-        self,
-        config: AppConfig,
-        host: Host,
-        forward: "TorchForward",
-        incarnation: Incarnation,
-        capacity: Capacity,
-        around: "Surroundings",
-    ) -> None:
-        self._config = config
-        self._host = host
-        self._forward = forward
-        self._incarnation = incarnation
-        self._capacity = capacity
-        self._around = around
-
-    def memory(self) -> MemoryUse | None:
-        """The memory of the process, for metrics."""
-        worker = self._host.workers.get(WorkerId(self._host.name))
-        return memory_use(self._forward.memory_stats(), None if worker is None else worker.load)
+    config: AppConfig
+    host: Host
+    forward: "TorchForward"
+    incarnation: Incarnation  # of the worker's last life
+    capacity: Capacity
+    around: "Surroundings"
 
     def load(self, weights: WeightVersion) -> Callable[[], Worker]:
-        forward = self._forward
+        forward = self.forward
         own = forward.spec.weights
         if (weights.path, weights.digest) == (own.path, own.digest):
             take = partial(forward.rename, weights)
         else:
-            folder = resolve(weights.path or self._config.model)
+            folder = resolve(weights.path or self.config.model)
             take = partial(forward.update, forward.prepare_update(folder, weights))
 
         def make() -> Worker:
             take()
-            return self._make()
+            self.incarnation = Incarnation(self.incarnation + 1)
+            name = WorkerId(self.host.name)
+            engine = make_engine(self.config, self.forward, name, self.incarnation, self.around)
+            return make_worker(self.host, engine, self.capacity)
 
         return make
-
-    def _make(self) -> Worker:
-        self._incarnation = Incarnation(self._incarnation + 1)
-        name = WorkerId(self._host.name)
-        engine = make_engine(self._config, self._forward, name, self._incarnation, self._around)
-        return make_worker(self._host, engine, self._capacity)
 
 
 def threads_of(config: AppConfig, workers_here: int) -> int:
@@ -860,7 +789,7 @@ def room_on_device(config: AppConfig) -> "Room":
 class Surroundings(NamedTuple):
     """Surroundings of an engine: peers that lend it KV, ids as gateways draw them, parts of a disk."""
 
-    peers: Borrower | None = None
+    peers: KvClient | None = None
     ids: Scopes | None = None
     orphans: Orphans | None = None
 
@@ -933,11 +862,9 @@ def tiers_below(
         arena = memory.new_rows(host_nbytes // nbytes)
         disk = None
         if engine.disk_path is not None:
-            secret = None if ids is None else secret_beside(config)
             try:
-                if secret is not None and not secret.exists():
-                    reason = "the secret that tags the ids of its capsules is missing"
-                    raise StorageFailed("open", str(secret), ENOENT, reason)
+                if ids is not None:
+                    check_kept(config)
                 disk = open_disk(config, forward, worker, nbytes)
                 if orphans is not None:
                     orphans.adopt_into(disk)
@@ -978,7 +905,7 @@ def open_disk(
     from mallee.worker.storage.objects import ObjectStore
     from mallee.worker.storage.volume import Volume, VolumeConfig
 
-    engine, place = config.engine, disk_place(config, worker)
+    engine, place = config.engine, config.disk_place(worker)
     files: Files = ObjectStore.at(place) if "://" in place else Directory(Path(place))
     path = resolve(forward.spec.weights.path or config.model)
     volume = Volume.open(

@@ -9,8 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import ray
 from ray._private import state
@@ -20,11 +19,6 @@ from ray.experimental import internal_kv
 
 from mallee.protocol.errors import ConfigError
 from mallee.runtime.addresses import PRIVATE
-from mallee.runtime.transport.greeting import (
-    MIN_SECRET_NBYTES,
-    keep_secret,
-    new_secret,
-)
 
 log = logging.getLogger(__name__)
 
@@ -39,26 +33,11 @@ class Claim(NamedTuple):
     life: int
 
 
-class Store(Protocol):
-    """Ray's key-value store."""
+class RayStore:
+    """Ray's key-value store, which outlives every replica and redeploy. Its calls block."""
 
     def add(self, key: str, value: str) -> bool:
         """Put a value, atomically. False if there is one already."""
-        ...
-
-    def put(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> str | None: ...
-
-    def keys(self, prefix: str) -> list[str]: ...
-
-    def remove(self, key: str) -> None: ...
-
-
-class RayStore:
-    """The `Store` of this cluster, which outlives every replica and redeploy. Its calls block."""
-
-    def add(self, key: str, value: str) -> bool:
         return not internal_kv._internal_kv_put(
             key, value.encode(), overwrite=False, namespace=_NAMESPACE
         )
@@ -78,153 +57,104 @@ class RayStore:
         internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
 
 
-def claim(store: Store, app: str, owner: str, *, is_alive: Callable[[str], bool]) -> Claim:
-    """Take the lowest number whose last owner is dead, in a new life; owners are actors' ids.
+class Names:
+    """The numbers of an app's workers, and their lives, in Ray's store. Its calls block.
 
-    Replicas that start at once get different numbers, and one that still drains keeps its own.
+    Owners are actors' ids; `is_alive` says of one whether that actor lives.
     """
-    while True:
-        lives = _lives(store, app)
-        found = next(
-            Claim(number, lives.get(number, 0) + 1)
-            for number in count()
-            if number not in lives
-            or not is_alive(store.get(_key(app, number, lives[number])) or "")
-        )
-        if _take(store, app, found, owner):
-            return found
 
+    def __init__(
+        self, store: RayStore, app: str, owner: str, *, is_alive: Callable[[str], bool]
+    ) -> None:
+        self._store = store
+        self._prefix = f"worker:{app}:"
+        self._owner = owner
+        self._is_alive = is_alive
 
-def claim_gone(
-    store: Store,
-    app: str,
-    owner: str,
-    number: int,
-    *,
-    is_alive: Callable[[str], bool],
-    target: Callable[[], int],
-) -> Claim | None:
-    """Take `number` if its last owner is dead and no replica is about to take it: there are `target` others.
+    @classmethod
+    def of(cls, app: str) -> "Names":
+        """As the actor that calls this claims them."""
+        owner = ray.get_runtime_context().get_actor_id()
+        assert owner is not None, "only actors have workers"
+        return cls(RayStore(), app, owner, is_alive=_is_alive)
 
-    So what that worker left on disk has one heir, and nothing of it comes back meanwhile: `give_back` it.
-    """
-    lives = _lives(store, app)
-    found = Claim(number, lives.pop(number, 0) + 1)
-    if found.life > 1 and is_alive(store.get(_key(app, number, found.life - 1)) or ""):
-        return None
-    owners = {store.get(_key(app, *each)) or "" for each in lives.items()}
-    if sum(map(is_alive, owners)) < target() or not _take(store, app, found, owner):
-        return None
-    return found
+    def claim(self) -> Claim:
+        """Take the lowest number whose last owner is dead, in a new life.
 
+        Replicas that start at once get different numbers, and one that still drains keeps its own.
+        """
+        while True:
+            lives = self._lives()
+            found = next(
+                Claim(number, lives.get(number, 0) + 1)
+                for number in count()
+                if number not in lives or not self._lives_on(Claim(number, lives[number]))
+            )
+            if self._take(found):
+                return found
 
-def give_back(store: Store, app: str, claim: Claim) -> None:
-    """Nothing is done under that number any more: the next replica may have it."""
-    store.put(_key(app, *claim), "")
+    def claim_departed(self, number: int, target: Callable[[], int]) -> Claim | None:
+        """Take `number` if its last owner is dead and no replica is about to: `target` others live.
 
+        So one worker adopts what that one left on disk, and no replica takes the name before `give_back`.
+        """
+        lives = self._lives()
+        last = Claim(number, lives.pop(number, 0))
+        if self._lives_on(last):
+            return None
+        others = {self._owner_of(Claim(*each)) for each in lives.items()}  # one may hold several
+        if sum(map(self._is_alive, filter(None, others))) < target():
+            return None
+        found = Claim(number, last.life + 1)
+        return found if self._take(found) else None
 
-def _lives(store: Store, app: str) -> dict[int, int]:
-    """The last life of each number that was ever claimed."""
-    lives: dict[int, int] = {}
-    for key in store.keys(_prefix(app)):
-        number, life = map(int, key.removeprefix(_prefix(app)).split(":"))
-        lives[number] = max(life, lives.get(number, 0))
-    return lives
-
-
-def _take(store: Store, app: str, claim: Claim, owner: str) -> bool:
-    if not store.add(_key(app, *claim), owner):
-        return False
-    if claim.life > 1:
-        store.remove(_key(app, claim.number, claim.life - 1))
-    return True
-
-
-def secret_of(store: Store, app: str, file: Path | None = None, *, may_make: bool = True) -> bytes:
-    """The secret of `app`, which the first process that asks puts into the store. Raises ConfigError.
-
-    The store ends with Ray. Capsules on a disk outlive it, and their ids are tagged by the secret: a worker
-    with a disk gives the `file` beside it. Its content becomes the app's secret, or the app's its content.
-    Without `may_make` the store or the file must have one already.
-    """
-    key, found, lack = f"secret:{app}", b"", "is missing, and another node may have it"
-    if file is not None:
+    @contextmanager
+    def hold_departed(self, target: Callable[[], int], name: str) -> Iterator[bool]:
+        """Hold the name of a worker that is gone, as `claim_departed` takes it: whether it is."""
+        found = None
         try:
-            if len(found := file.read_bytes().strip()) < MIN_SECRET_NBYTES:
-                raise ConfigError(
-                    f"{file} has {len(found)} bytes, no secret: put it back from a backup, or remove it"
-                )
-        except FileNotFoundError:
-            pass
-        except OSError as error:  # it may be there: another one must not take its place
-            lack, may_make = f"can't be read: {error.strerror}", False
-    if found or may_make:
-        store.add(key, (found or new_secret()).hex())
-    kept = bytes.fromhex(store.get(key) or "")
-    if not kept:
-        raise ConfigError(
-            f"{file or 'the secret'}, which ids of durable capsules are tagged by, {lack}: give"
-            " links.secret_file, with the same content on every node"
-        )
-    if file is not None and not found:
+            found = self.claim_departed(int(name.removeprefix("w")), target)
+        except RayError as error:  # the controller is being replaced
+            log.info("whether %s has departed is not known: %r", name, error)
         try:
-            found = keep_secret(file, kept)
-        except OSError as error:
-            log.error("%s can't be written, so the disk is not used: %s", file, error.strerror)
-    if found not in (b"", kept):
-        raise ConfigError(
-            f"{file} is another secret than Ray keeps for the app {app!r}, so capsules on that disk would be"
-            f" unknown: give links.secret_file={str(file)!r}, or start Ray anew"
-        )
-    return kept
+            yield found is not None
+        finally:
+            if found is not None:
+                self.give_back(found)
 
+    def give_back(self, claim: Claim) -> None:
+        """Nothing is done under that number any more: the next replica may have it."""
+        self._store.put(self._key(claim), "")
 
-def claim_worker(app: str) -> Claim:
-    """The claim of the actor that calls this."""
-    return claim(RayStore(), app, _own_actor(), is_alive=_is_alive)
+    def _lives(self) -> dict[int, int]:
+        """The last life of each number that was ever claimed."""
+        lives: dict[int, int] = {}
+        for key in self._store.keys(self._prefix):
+            number, life = map(int, key.removeprefix(self._prefix).split(":"))
+            lives[number] = max(life, lives.get(number, 0))
+        return lives
 
+    def _take(self, claim: Claim) -> bool:
+        if not self._store.add(self._key(claim), self._owner):
+            return False
+        if claim.life > 1:
+            self._store.remove(self._key(Claim(claim.number, claim.life - 1)))
+        return True
 
-@contextmanager
-def name_of_the_gone(app: str, workers: int, name: str) -> Iterator[bool]:
-    """Hold the name of a worker that is gone, as `claim_gone` takes it: whether it is.
+    def _owner_of(self, claim: Claim) -> str:
+        """The actor that made `claim`; none if it was given back."""
+        return self._store.get(self._key(claim)) or ""
 
-    `workers`: those of the settings, while Serve doesn't tell how many there should be.
-    """
-    store, found = RayStore(), None
-    try:
-        found = claim_gone(
-            store,
-            app,
-            _own_actor(),
-            int(name.removeprefix("w")),
-            is_alive=_is_alive,
-            target=lambda: target_replicas(app, "Worker") or workers,
-        )
-    except RayError as error:  # the controller is being replaced
-        log.info("whether %s is gone is not known: %r", name, error)
-    try:
-        yield found is not None
-    finally:
-        if found is not None:
-            give_back(store, app, found)
+    def _lives_on(self, claim: Claim) -> bool:
+        owner = self._owner_of(claim)
+        return bool(owner) and self._is_alive(owner)
 
-
-def _own_actor() -> str:
-    owner = ray.get_runtime_context().get_actor_id()
-    assert owner is not None, "only actors have workers"
-    return owner
-
-
-def _prefix(app: str) -> str:
-    return f"worker:{app}:"
-
-
-def _key(app: str, number: int, life: int) -> str:
-    return f"{_prefix(app)}{number}:{life}"
+    def _key(self, claim: Claim) -> str:
+        return f"{self._prefix}{claim.number}:{claim.life}"
 
 
 def _is_alive(actor: str) -> bool:
-    found: dict[str, Any] = (state.actors(actor) if actor else None) or {}
+    found: dict[str, Any] = state.actors(actor) or {}
     return str(found.get("State", "DEAD")) != "DEAD"
 
 

@@ -159,7 +159,7 @@ class LocalStack:
             check_operators_broker(self.config)
 
     def _wait(self) -> None:
-        """Until the gateway is well: without a key it tells no more."""
+        """Wait until the gateway is well: its answer to a caller without a key says no more."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             with suppress(httpx.HTTPError, ValueError):

@@ -1,14 +1,15 @@
-"""A loan read from end to end beside a plain copy of the same bytes, over the same kind of socket.
+"""A KV transfer from end to end beside a plain copy of the same bytes, over the same kind of socket.
 
     python -m bench.migration [--blocks 256] [--rounds 9]
 
 Two processes, each with the KV memory of SmolLM2-135M in float32 (blocks of 720 KiB). Plain: `sendall` of
-one buffer and `recv_into` one. Loan: the lender's memory, socket, checksums at both ends, the borrower's
+one buffer and `recv_into` one. Transfer: the server's memory, socket, checksums at both ends, the client's
 memory, 16 blocks at a time as a worker's mover does it. Sides take turns; the last line is one JSON object:
 GB/s (10^9) as medians, and the medians of each round's ratios.
 """
 
 import argparse
+import asyncio
 import json
 import multiprocessing
 import socket
@@ -24,11 +25,12 @@ import numpy as np
 import torch
 
 from bench.measure import machine, rounded, seconds
-from mallee.actors.lending.borrower import Borrower
-from mallee.actors.lending.server import LendingServer
+from mallee.actors.kv_transfer.client import KvClient
+from mallee.actors.kv_transfer.server import KvServer
 from mallee.protocol.messages import Holder
 from mallee.runtime.transport.address import parse_address
 from mallee.runtime.transport.greeting import Secret
+from mallee.runtime.transport.listener import Listener
 from mallee.worker.kv.watch import Rows
 from mallee.worker.model.kv_memory import TorchKV
 from mallee.worker.transfer.peers import Ask
@@ -69,27 +71,30 @@ def send_plainly(listener: socket.socket, buffer: memoryview) -> None:
         sock.sendall(buffer)
 
 
-def lend(folder: str, num_blocks: int, pipe: Connection) -> None:
-    """The lender's process."""
+async def serve(folder: str, num_blocks: int, pipe: Connection) -> None:
+    """The process that has the blocks."""
     held = memory(num_blocks, 1)
-    lender = WholeMemory(held, num_blocks)
-    server = LendingServer(lender, Secret(SECRET), node="here")
-    server.listen_unix(f"{folder}/loans.sock")
-    server.listen_tcp("127.0.0.1")
+    listener = Listener(KvServer(WholeMemory(held, num_blocks), Secret(SECRET)), node="here")
+    await listener.listen_unix(f"{folder}/kv.sock")
+    await listener.listen_tcp("127.0.0.1")
     buffer = memoryview(np.full(num_blocks * held.block_nbytes, 1, np.uint8))
     places: list[Any] = []
     for family, place in (
         (socket.AF_UNIX, f"{folder}/plain.sock"),
         (socket.AF_INET, ("127.0.0.1", 0)),
     ):
-        listener = socket.socket(family)
-        listener.bind(place)
-        listener.listen()
-        places.append(listener.getsockname())
-        threading.Thread(target=send_plainly, args=(listener, buffer), daemon=True).start()
-    pipe.send((str(server.address), places))
-    pipe.recv()
-    server.close()
+        plain = socket.socket(family)
+        plain.bind(place)
+        plain.listen()
+        places.append(plain.getsockname())
+        threading.Thread(target=send_plainly, args=(plain, buffer), daemon=True).start()
+    pipe.send((str(listener.address), places))
+    await asyncio.to_thread(pipe.recv)
+    await listener.close()
+
+
+def run_server(folder: str, num_blocks: int, pipe: Connection) -> None:
+    asyncio.run(serve(folder, num_blocks, pipe))
 
 
 def plain_copy(family: int, place: Any, nbytes: int) -> Callable[[], None]:
@@ -106,13 +111,13 @@ def plain_copy(family: int, place: Any, nbytes: int) -> Callable[[], None]:
     return copy
 
 
-def loan(address: str, node: str, num_blocks: int) -> Callable[[], None]:
+def transfer(address: str, node: str, num_blocks: int) -> Callable[[], None]:
     held = memory(num_blocks, 0)
     staged = np.empty((BATCH_BLOCKS, held.block_nbytes), np.uint8)
-    borrower = Borrower("bench", Secret(SECRET), node=node)
+    client = KvClient("bench", Secret(SECRET), node=node)
 
-    def borrow() -> None:
-        got = borrower.lend(Ask(Holder("w0", 1, address, 0), tuple(range(num_blocks)), ""))
+    def read() -> None:
+        got = client.lend(Ask(Holder("w0", 1, address, 0), tuple(range(num_blocks)), ""))
         for i in range(0, num_blocks, BATCH_BLOCKS):
             part = range(i, min(i + BATCH_BLOCKS, num_blocks))
             rows = staged[: len(part)]
@@ -120,23 +125,23 @@ def loan(address: str, node: str, num_blocks: int) -> Callable[[], None]:
             held.write(part, rows)
         got.close()
 
-    return borrow
+    return read
 
 
 def figures(num_blocks: int, rounds: int) -> dict[str, Any]:
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     with tempfile.TemporaryDirectory() as folder:
-        child = spawn.Process(target=lend, args=(folder, num_blocks, theirs), daemon=True)
+        child = spawn.Process(target=run_server, args=(folder, num_blocks, theirs), daemon=True)
         child.start()
         address, (unix, tcp) = ours.recv()
         assert parse_address(address).tcp is not None
         nbytes = num_blocks * LAYERS * SLOT_NBYTES * BLOCK_SIZE
         sides = {
             "unix_plain": plain_copy(socket.AF_UNIX, unix, nbytes),
-            "unix_loan": loan(address, "here", num_blocks),
+            "unix_loan": transfer(address, "here", num_blocks),
             "tcp_plain": plain_copy(socket.AF_INET, tcp, nbytes),
-            "tcp_loan": loan(address, "elsewhere", num_blocks),
+            "tcp_loan": transfer(address, "elsewhere", num_blocks),
         }
         speeds: dict[str, list[float]] = {name: [] for name in sides}
         for i in range(rounds + 1):  # the first warms up
@@ -146,7 +151,7 @@ def figures(num_blocks: int, rounds: int) -> dict[str, Any]:
                     speeds[name].append(nbytes / taken_s / 1e9)
         ours.send("end")
         child.join()
-        assert not list(Path(folder).glob("loans.sock"))
+        assert not list(Path(folder).glob("kv.sock"))
     ratios = {
         kind: [a / b for a, b in zip(speeds[f"{kind}_loan"], speeds[f"{kind}_plain"], strict=True)]
         for kind in ("unix", "tcp")

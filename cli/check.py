@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, get_args
 import typer
 
 from mallee.cli.options import JsonOption, print_json, require_serve_extra
-from mallee.cli.settings import APP_PATH, parse_yaml, read_settings
+from mallee.cli.settings import APP_PATH, S, parse_yaml, read_settings
 from mallee.protocol.errors import ConfigError, MalleeError
 
 if TYPE_CHECKING:
@@ -50,12 +50,18 @@ def check(
         Path,
         typer.Argument(help="serve.yaml, a RayService manifest, or a file for --config."),
     ],
+    picker: Annotated[
+        bool, typer.Option("--picker", help="It is a file for `mallee picker --config`.")
+    ] = False,
     files: Annotated[
         bool,
         typer.Option("--files", help="Look on this machine for every file and folder it names."),
     ] = False,
     broker: Annotated[
         bool, typer.Option("--broker", help="Log in at the broker of nats_url, as each role.")
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print faults alone; look for no notes.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -64,27 +70,36 @@ def check(
     Example: mallee check serve.yaml
     """
     require_serve_extra(is_mocked=True)
-    faults, applications = find_faults(read_settings(file))
+    faults, applications = find_faults(read_settings(file), is_picker=picker)
     for each in applications:
         if files:
             faults += map(each.line, missing_files(each.config))
         if broker:
             faults += map(each.line, broker_faults(each.config))
     faults = list(dict.fromkeys(faults))  # each once
-    remarks = [] if faults else [each.line(note) for each in applications for note in notes(each)]
+    noted = () if faults or quiet else applications
+    remarks = [each.line(note) for each in noted for note in notes(each)]
     if as_json:
         print_json({"file": str(file), "right": not faults, "faults": faults, "notes": remarks})
     else:
         sys.stderr.writelines(f"{file}: {fault}\n" for fault in faults)
     if faults:
         raise typer.Exit(1)
-    if not as_json:
+    if not (as_json or quiet):
         sys.stdout.write(f"{file}: right\n")
         sys.stdout.writelines(f"note: {note}\n" for note in remarks)
 
 
-def find_faults(values: dict[str, Any]) -> tuple[list[str], list[Application]]:
+def find_faults(
+    values: dict[str, Any], *, is_picker: bool = False
+) -> tuple[list[str], list[Application]]:
     """The faults of a file's content, and the applications whose settings are right."""
+    faults = list[str]()
+    if is_picker:
+        from mallee.actors.epp.config import PickerConfig
+
+        _config(PickerConfig, values, "", faults)
+        return faults, []
     if values.get("kind") == "RayService":
         text = (values.get("spec") or {}).get("serveConfigV2")
         if not isinstance(text, str):
@@ -92,21 +107,22 @@ def find_faults(values: dict[str, Any]) -> tuple[list[str], list[Application]]:
         values = parse_yaml(text, "spec.serveConfigV2")
     if any(key in values for key in _OF_SERVE):
         return _serve_faults(values)
-    faults = list[str]()
-    config = _config(values, "", faults)
+    from mallee.runtime.config import AppConfig
+
+    config = _config(AppConfig, values, "", faults)
     return faults, [Application("", config, {}, "")] if config else []
 
 
-def _config(values: object, name: str, faults: list[str]) -> "AppConfig | None":
+def _config(schema: type[S], values: object, name: str, faults: list[str]) -> S | None:
     """The settings, or None after adding what is wrong with them to `faults`."""
     from pydantic import ValidationError
 
-    from mallee.runtime.config import AppConfig, problems
+    from mallee.runtime.config import problems
 
     try:
-        return AppConfig.model_validate(values)
+        return schema.model_validate(values)
     except ValidationError as error:
-        faults += [f"{name}{key}{sentence}" for key, sentence in problems(error)]
+        faults += [f"{name}{key}{sentence}" for key, sentence in problems(error, schema)]
         return None
 
 
@@ -116,6 +132,8 @@ def _config(values: object, name: str, faults: list[str]) -> "AppConfig | None":
 def _serve_faults(values: dict[str, Any]) -> tuple[list[str], list[Application]]:
     require_serve_extra()
     from ray.serve.schema import ServeDeploySchema  # seconds
+
+    from mallee.runtime.config import AppConfig
 
     if "applications" not in values:
         return ["`applications` is missing: give a list with one entry of import_path and args"], []
@@ -129,7 +147,8 @@ def _serve_faults(values: dict[str, Any]) -> tuple[list[str], list[Application]]
     for options in given:
         path, name = str(options.get("import_path")), str(options.get("name", "default"))
         if path == APP_PATH:
-            if (config := _config(options.get("args") or {}, f"{name}: ", faults)) is not None:
+            config = _config(AppConfig, options.get("args") or {}, f"{name}: ", faults)
+            if config is not None:
                 ours.append(Application(name, config, options, host))
         elif path.startswith("mallee"):
             faults.append(f"{name}: import_path={path!r}: give {APP_PATH}")
@@ -306,7 +325,8 @@ def notes(application: Application) -> Iterator[str]:
 
 def missing_files(config: "AppConfig") -> Iterator[str]:
     """Files and folders that are not here, or can't be used."""
-    from mallee.actors.build import check_links, check_model, check_secret, open_access
+    from mallee.actors.build import check_links, check_model, open_access
+    from mallee.actors.secret import check_secret
     from mallee.protocol.subjects import BusRole
     from mallee.runtime.bus.access import operators_broker
 

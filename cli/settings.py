@@ -72,7 +72,7 @@ def layered(
         return schema.model_validate(values)
     except ValidationError as error:
         names = {key: name for name, (key, _) in given.items()}
-        lines = [names.get(key, key) + sentence for key, sentence in problems(error)]
+        lines = [names.get(key, key) + sentence for key, sentence in problems(error, schema)]
         raise ConfigError("\n".join(lines)) from error
 
 

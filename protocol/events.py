@@ -265,9 +265,9 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     events it holds, with any block, all blocks before it on the path, which lets a router look at few
     blocks of a long one. `adapters`: LoRA adapters it has loaded. `host` answers requests for its
     snapshot (`Subjects.snapshot`) and `Subjects.loads`; empty: the worker itself. `weights`: those of
-    this life. `change`: the worker is on its way to others, or was; others begin another life. `lends_at`:
-    the address at which it lends its KV to other workers; empty: nowhere. `metrics_at`: host and port of
-    the process's metrics; empty: they are served nowhere. `device`: what it computes on, for people.
+    this life. `change`: the worker is on its way to others, or was; others begin another life. `metrics_at`:
+    host and port of the process's metrics; empty: they are served nowhere. `device`: what it computes on,
+    for people. `serves_kv`: other workers and gateways can read its KV, at the same `address`.
 
     Old gateways read leases of new workers, and the other way round: fields come at the end, with a default,
     and those that go leave their place.
@@ -293,11 +293,12 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     weights: WeightVersion = BASE_WEIGHTS
     change: WeightChange | None = None
     windows: tuple[int, ...] = ()  # tokens that the layers of each window group read
-    lends_at: str = ""
+    was_lends_at: str = ""  # an address for KV alone, of workers that were older; not read
     was_lending: object = None  # counters, of workers that were older; not read
     was_memory: object = None
     metrics_at: str = ""
     device: str = ""
+    serves_kv: bool = False
 
     @property
     def is_finishing(self) -> bool:

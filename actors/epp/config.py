@@ -5,95 +5,78 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from mallee.runtime.config import AppConfig, EngineSettings, Positive, RoutingSettings, Settings
+from mallee.runtime.config import (
+    AppConfig,
+    AtLeastOne,
+    EngineSettings,
+    Port,
+    Positive,
+    RoutingSettings,
+    Settings,
+)
 
 
 class PickerConfig(Settings):
     """One picker of a pool. Unknown keys are refused."""
 
-    listen: str = Field(
-        default="127.0.0.1:9002",
-        description="Address of the gRPC service; `0.0.0.0:9002` in a pod, behind a NetworkPolicy.",
-    )
-    tls_cert: str | None = Field(
-        default=None, description="PEM certificate for it; by default there is no TLS."
-    )
-    tls_key: str | None = Field(default=None, description="Its key.")
-    health_listen: str | None = Field(
-        default=None,
-        description="Address of the gRPC health checks alone, without TLS, as Kubernetes' probes need them;"
-        " `listen` answers them too.",
-    )
-    endpoints: tuple[str, ...] = Field(
-        default=(), description="Pods, each as ip:port, if they never change."
-    )
-    endpoints_file: str | None = Field(
-        default=None, description="File with a list of ip:port, read again whenever it changes."
-    )
-    pool: str | None = Field(
-        default=None, description="InferencePool whose pods are followed, in a Kubernetes cluster."
-    )
-    namespace: str | None = Field(default=None, description="Its namespace; by default the pod's.")
-    kubernetes_url: str | None = Field(
-        default=None,
-        description="Kubernetes' API without an account, as `kubectl proxy` serves it; by default"
-        " that of the pod.",
-    )
-    model: str | None = Field(
-        default=None,
-        description="Folder or hub id with the pods' tokenizer and chat template. Without, a prompt counts a"
-        " token for each 4 bytes of its text, and caches are predicted.",
-    )
-    block_size: int = Field(default=16, ge=1, description="Tokens of a KV block in the pods.")
-    events_port: int | None = Field(
-        default=None,
-        ge=1,
-        le=65_535,
-        description="Port on which pods publish KV events over ZeroMQ; without, caches are predicted.",
-    )
-    replay_port: int | None = Field(
-        default=None,
-        ge=1,
-        le=65_535,
-        description="Port on which they repeat those that were missed.",
-    )
-    events_topic: str = Field(default="", description="Topic of the events.")
-    scrape_s: Positive = Field(
-        default=1.0, le=60, description="Seconds between two looks at a pod's metrics."
-    )
-    kv_tokens: int = Field(
-        default=262_144, ge=1, description="KV memory of a pod whose metrics do not tell it."
-    )
-    max_rows: int = Field(
-        default=256, ge=1, description="Requests that a pod runs at once (vLLM's max_num_seqs)."
-    )
-    fallbacks: int = Field(
-        default=2, ge=0, le=15, description="Further endpoints given to the proxy, for its retries."
-    )
-    objectives: dict[str, int] = Field(
-        default={},
-        description="Priorities of InferenceObjectives by name. Requests of one below 0 are refused with 429"
-        " while all pods are busy; others are sent.",
-    )
-    max_body_mb: int = Field(default=16, ge=1, le=1024, description="Largest body of a request.")
-    max_streams: int = Field(
-        default=4096, ge=1, description="Requests that the proxy may have open here at once."
-    )
-    decide_s: Positive = Field(
-        default=2.0,
-        le=60,
-        description="Longest time for a decision; then the proxy goes on its own.",
-    )
-    metrics_listen: str | None = Field(
-        default=None, description="Address of `/metrics` for Prometheus; by default there is none."
-    )
-    fleet: str = Field(default="picker", description="Name of the pool in the broker's subjects.")
-    nats_url: str | None = Field(
-        default=None,
-        description="NATS broker by which pickers share bookings; without, each counts its own.",
-    )
-    nats_credentials: str | None = Field(default=None, description="As of `mallee serve`.")
-    nats_ca: str | None = Field(default=None, description="As of `mallee serve`.")
+    listen: str = "127.0.0.1:9002"
+    """Address of the gRPC service; `0.0.0.0:9002` in a pod, behind a NetworkPolicy."""
+    tls_cert: str | None = None
+    """PEM certificate for it; by default there is no TLS."""
+    tls_key: str | None = None
+    """Its key."""
+    health_listen: str | None = None
+    """Address of the gRPC health checks alone, without TLS, as Kubernetes' probes need them;
+    `listen` answers them too."""
+    endpoints: tuple[str, ...] = ()
+    """Pods, each as ip:port, if they never change."""
+    endpoints_file: str | None = None
+    """File with a list of ip:port, read again whenever it changes."""
+    pool: str | None = None
+    """InferencePool whose pods are followed, in a Kubernetes cluster."""
+    namespace: str | None = None
+    """Its namespace; by default the pod's."""
+    kubernetes_url: str | None = None
+    """Kubernetes' API without an account, as `kubectl proxy` serves it; by default that of the
+    pod."""
+    model: str | None = None
+    """Folder or hub id with the pods' tokenizer and chat template. Without, a prompt counts a
+    token for each 4 bytes of its text, and caches are predicted."""
+    block_size: AtLeastOne = 16
+    """Tokens of a KV block in the pods."""
+    events_port: Port | None = None
+    """Port on which pods publish KV events over ZeroMQ; without, caches are predicted."""
+    replay_port: Port | None = None
+    """Port on which they repeat those that were missed."""
+    events_topic: str = ""
+    """Topic of the events."""
+    scrape_s: Positive = Field(default=1.0, le=60)
+    """Seconds between two looks at a pod's metrics."""
+    kv_tokens: AtLeastOne = 262_144
+    """KV memory of a pod whose metrics do not tell it."""
+    max_rows: AtLeastOne = 256
+    """Requests that a pod runs at once (vLLM's max_num_seqs)."""
+    fallbacks: int = Field(default=2, ge=0, le=15)
+    """Further endpoints given to the proxy, for its retries."""
+    objectives: dict[str, int] = Field(default={})
+    """Priorities of InferenceObjectives by name. Requests of one below 0 are refused with 429
+    while all pods are busy; others are sent."""
+    max_body_mb: int = Field(default=16, ge=1, le=1024)
+    """Largest body of a request."""
+    max_streams: AtLeastOne = 4096
+    """Requests that the proxy may have open here at once."""
+    decide_s: Positive = Field(default=2.0, le=60)
+    """Longest time for a decision; then the proxy goes on its own."""
+    metrics_listen: str | None = None
+    """Address of `/metrics` for Prometheus; by default there is none."""
+    fleet: str = "picker"
+    """Name of the pool in the broker's subjects."""
+    nats_url: str | None = None
+    """NATS broker by which pickers share bookings; without, each counts its own."""
+    nats_credentials: str | None = None
+    """As of `mallee serve`."""
+    nats_ca: str | None = None
+    """As of `mallee serve`."""
     routing: RoutingSettings = RoutingSettings()
 
     @property

@@ -5,9 +5,10 @@ so those of one tenant may delay each other, but those of another by one of them
 """
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from typing import Final, TypeAlias
 
 from mallee.protocol.errors import Unavailable
@@ -28,7 +29,9 @@ class Compiler:
         self._tasks = tasks
         self._max_wait_s = max_wait_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"grammars of {name}")
-        self._turns = TurnLock()
+        # One grammar of each tenant at most waits for the thread, in order: so the tenants take turns.
+        self._turns = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        self._thread_turn = asyncio.Lock()
         self._num_open: Counter[str] = Counter()  # by tenant, the one that compiles included
 
     def submit(
@@ -59,60 +62,21 @@ class Compiler:
         self, tenant: str, prepare: Callable[[], None], done: Done, limit_s: float | None
     ) -> None:
         try:
-            try:
-                async with asyncio.timeout(limit_s):
-                    await self._turns.acquire(tenant)
-            except TimeoutError:
-                done(_late(self._num_open[tenant] - 1, self._max_wait_s))
-                return
-            try:
+            async with AsyncExitStack() as turn:
+                try:
+                    async with asyncio.timeout(limit_s):
+                        await turn.enter_async_context(self._turns[tenant])
+                        await turn.enter_async_context(self._thread_turn)
+                except TimeoutError:
+                    done(_late(self._num_open[tenant] - 1, self._max_wait_s))
+                    return
                 loop = asyncio.get_running_loop()
                 error = await loop.run_in_executor(self._thread, _caught, prepare)
-            finally:
-                self._turns.release()
             done(error)
         finally:
             self._num_open[tenant] -= 1
             if not self._num_open[tenant]:
-                del self._num_open[tenant]
-
-
-class TurnLock:
-    """A lock for one holder; the names that wait for it take turns."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # in the order of their turns
-        self._holder: str | None = None
-
-    async def acquire(self, name: str) -> None:
-        if self._holder is None:
-            self._holder = name
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(name, deque()).append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():
-                self.release()  # it was given just now
-            raise
-
-    def release(self) -> None:
-        """The next name's turn; after it this holder's, if it waits again."""
-        assert self._holder is not None, "nobody holds it"
-        if (own := self._waiting.pop(self._holder, None)) is not None:
-            self._waiting[self._holder] = own
-        self._holder = None
-        while self._waiting:
-            name = next(iter(self._waiting))
-            turns = self._waiting[name]
-            turn = turns.popleft()
-            if not turns:
-                del self._waiting[name]
-            if not turn.done():  # else it was given up
-                self._holder = name
-                turn.set_result(None)
-                return
+                del self._num_open[tenant], self._turns[tenant]
 
 
 def _caught(prepare: Callable[[], None]) -> BaseException | None:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.weights import WeightSource
@@ -26,6 +26,9 @@ LEND_TIMEOUT_S = 10.0  # a capsule may have to come from disk first
 EXPIRY_PERIOD_S = 1.0  # an idle engine is asked this often whether a capsule has expired
 _ENDED = "its engine has ended"
 JOIN_S = 1.0  # a wait for the end of a thread, which can't be cancelled
+
+
+T = TypeVar("T")
 
 
 def _nothing(*_: object) -> None:
@@ -107,22 +110,22 @@ class EngineThread:
         self._put(_Item(before_step=forget))
 
     def snapshot(self) -> asyncio.Future[Snapshot]:
-        answer: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
-
-        def take() -> None:
-            self._post(_resolve, answer, self.engine.snapshot())
-
-        self._put(_Item(after_step=take, refuse=partial(_reject, answer)))
-        return answer
+        return self._after_step(self.engine.snapshot, _reject)
 
     def load(self) -> asyncio.Future[Load]:
-        answer: asyncio.Future[Load] = asyncio.get_running_loop().create_future()
+        # A lease goes without the load of an engine that has ended.
+        return self._after_step(self.engine.load, lambda answer, error: answer.cancel())
+
+    def _after_step(
+        self, read: Callable[[], T], refuse: Callable[[asyncio.Future[T], Exception], object]
+    ) -> asyncio.Future[T]:
+        """The result of `read` in the thread, after a step; `refuse` ends it if there is none."""
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def take() -> None:
-            self._post(_resolve, answer, self.engine.load())
+            self._post(_resolve, answer, read())
 
-        # A lease goes without the load of an engine that has ended.
-        self._put(_Item(after_step=take, refuse=lambda error: answer.cancel()))
+        self._put(_Item(after_step=take, refuse=partial(refuse, answer)))
         return answer
 
     def lend(self, ask: Ask) -> Loan:
@@ -132,7 +135,7 @@ class EngineThread:
         """
         answer: Future[Loan] = Future()
 
-        def told(loan: Loan | MalleeError) -> None:
+        def answered(loan: Loan | MalleeError) -> None:
             if isinstance(loan, MalleeError):
                 _fail(answer, loan)
             elif answer.set_running_or_notify_cancel():
@@ -147,7 +150,7 @@ class EngineThread:
         try:
             if (ready := self.engine.take_loan(ask)) is not None:
                 return ready
-            self._put(_Item(before_step=lambda: self.engine.lend(ask, told)))
+            self._put(_Item(before_step=lambda: self.engine.lend(ask, answered)))
             return answer.result(LEND_TIMEOUT_S)
         except TimeoutError:
             if answer.cancel():
@@ -197,7 +200,7 @@ class EngineThread:
             self._wake.notify()
 
     def _look(self) -> None:
-        """Have the thread look whether there is work."""
+        """Wake the thread: there may be work."""
         with self._wake:
             self._wake.notify()
 
@@ -277,9 +280,8 @@ def _reject(future: asyncio.Future[Any], error: Exception) -> None:
 
 def make_worker(host: Host, engine: Engine, capacity: Capacity) -> Worker:
     """`engine` as a worker of `host`, which computes in a thread of its own once it is started."""
-    worker = Worker(engine, host, capacity, host.spans_of(engine.worker))
-    worker.runner = EngineThread(engine, worker, clock=host.clock)
-    return worker
+    make_runner = partial(EngineThread, engine, clock=host.clock)
+    return Worker(engine, host, capacity, make_runner, spans=host.spans_of(engine.worker))
 
 
 def add_engine(

@@ -19,6 +19,7 @@ from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import (
     EventBatch,
     LendingUse,
+    Load,
     MemoryUse,
     decode_weights_ask,
     encode_leases,
@@ -30,6 +31,7 @@ from mallee.protocol.subjects import Subjects, check_token
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.tasks import Tasks
 from mallee.runtime.transport.server import Sink
+from mallee.worker.transfer.peers import Ask, Loan
 
 if TYPE_CHECKING:
     from mallee.runtime.telemetry.tracing.provider import Tracing
@@ -59,7 +61,7 @@ class HostStats(NamedTuple):
 
 
 class Host:
-    """The workers of one process. All methods belong to one event loop.
+    """The workers of one process; a `Lender` of their KV. All methods but `lend` belong to one event loop.
 
     `clock` gives monotonic seconds. After an exception in an engine, or a step of more than
     `max_step_s` seconds, its worker is failed for good: it is lost to its gateways and takes
@@ -81,20 +83,23 @@ class Host:
         drain_s: float = DRAIN_S,
         max_grammar_wait_s: float = MAX_WAIT_S,
         tracing: "Tracing | None" = None,
+        device: str = "",
+        measure_memory: Callable[[Load | None], MemoryUse | None] = lambda load: None,
     ) -> None:
-        """Without `tracing` there are no spans.
+        """Without `tracing` there are no spans. `device`: what the workers compute on, for people.
 
-        `address`, then `lends_at` and `metrics_at` go into leases; they may be set later.
+        `address` and `serves_kv` go into leases; they may change later. `measure_memory` gives the memory
+        of the process by the last load of its one worker.
 
         Raises ConfigError if `name` or `fleet` can't be part of a subject.
         """
         self.name = check_token(name, "host")
         self.address = address
-        self.lends_at = ""
+        self.serves_kv = False
         self.metrics_at = ""
-        self.device = ""  # what its workers compute on, for people
-        self.lending: Callable[[], LendingUse] | None = None  # for metrics
-        self.memory: Callable[[], MemoryUse | None] | None = None  # for metrics
+        self.device = device
+        self.kv_use: Callable[[], LendingUse] | None = None  # for metrics
+        self._measure_memory = measure_memory
         self.on_add: Callable[[Worker], None] = lambda worker: None
         self.workers: dict[WorkerId, Worker] = {}
         self.tracing = tracing
@@ -116,17 +121,13 @@ class Host:
         self.tasks = Tasks(f"host {name}")
         self._compiler = Compiler(name, self.tasks, max_wait_s=max_grammar_wait_s)
         self._sources: dict[WorkerId, WeightSource] = {}
-        self._changes = WeightChanges(
-            self.tasks,
-            publish=lambda worker: self._publish_leases([worker]),
-            end=self._end_life,
-            begin=self.add,
-        )
+        self._changes = WeightChanges(self.tasks, self)
 
     # Life
 
-    async def start(self) -> None:
-        """Start the engines, answer snapshots, publish the first leases."""
+    async def start(self, metrics_at: str = "") -> None:
+        """Start the engines, answer snapshots, publish the first leases, which say where metrics are read."""
+        self.metrics_at = metrics_at
         self._is_started = True
         for worker in self.workers.values():
             worker.start()
@@ -184,7 +185,7 @@ class Host:
             self._sources[worker.worker] = source
         if self._is_started:
             worker.start()
-            self._publish_leases([worker])
+            self.publish_lease(worker)
 
     async def drain(self, name: WorkerId, drain_s: float) -> None:
         """Have gateways send the worker nothing new, and remove it when they need it no more.
@@ -194,7 +195,7 @@ class Host:
         worker = self.workers[name]
         if not worker.is_draining:
             worker.is_draining = True
-            self._publish_leases([worker])
+            self.publish_lease(worker)
         with suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
                 await worker.wait_released()
@@ -211,7 +212,7 @@ class Host:
         return raw
 
     async def _ask_weights(self, raw: bytes) -> bytes:
-        """Begin a change of weights, of which leases tell. The answer is empty if the worker is not here."""
+        """Begin a change of weights; leases have its state. The answer is empty if the worker is not here."""
         asked = decode_weights_ask(raw)
         worker = self.workers.get(WorkerId(asked.worker))
         if worker is None or worker.failure is not None:
@@ -219,11 +220,8 @@ class Host:
         self._changes.ask(worker, asked, self._sources.get(worker.worker))
         return raw
 
-    async def _end_life(self, worker: Worker, within_s: float) -> bool | None:
-        """End a life, for the next one of its worker; None if that is over or leaves.
-
-        False: it has not ended in time.
-        """
+    async def end_life(self, worker: Worker, within_s: float) -> bool | None:
+        """End a life, for the next one of its worker; None if that is over or leaves, False: not in time."""
         if self.workers.get(worker.worker) is not worker or worker.failure or worker.is_draining:
             return None
         del self.workers[worker.worker]
@@ -245,13 +243,23 @@ class Host:
         await self._end(self.workers.pop(name), reason)
 
     async def _end(self, worker: Worker, reason: str, within_s: float = STOP_S) -> bool:
-        """End a life and tell gateways; False: what it does goes on after `within_s`."""
+        """End a life and report it lost; False: its runner has not ended within `within_s`."""
         self._past_steps += worker.num_steps
         worker.abandon()
         is_over = await worker.runner.stop(WorkerLost(worker.worker, reason), within_s=within_s)
         for gateway in self.gateways:
             self.send(gateway, worker.lost(reason))
         return is_over
+
+    def lend(self, ask: Ask) -> Loan:
+        """Blocks of one of its workers, by its name and life. From any thread but the loop's and engines'."""
+        holder = ask.holder
+        worker = self.workers.get(WorkerId(holder.worker))
+        if worker is None or worker.incarnation != holder.incarnation:
+            raise WorkerLost(holder.worker, "that life of it is over")
+        if worker.failure is not None:
+            raise WorkerLost(holder.worker, worker.failure)
+        return worker.runner.lend(ask)
 
     # Requests of gateways
 
@@ -400,13 +408,17 @@ class Host:
                     self.address,
                     self.name,
                     is_leaving=is_leaving,
-                    lends_at=self.lends_at,
+                    serves_kv=self.serves_kv,
                     metrics_at=self.metrics_at,
                     device=self.device,
                 )
                 for w in workers[i : i + LEASES_PER_MESSAGE]
             ]
             self._bus.publish(subject, encode_leases(leases))
+
+    def publish_lease(self, worker: Worker) -> None:
+        """Publish a lease of one worker now."""
+        self._publish_leases([worker])
 
     async def _snapshot(self, raw: bytes) -> bytes:
         """The snapshot of the worker whose name is in `raw`; a single worker may go unnamed."""
@@ -434,16 +446,21 @@ class Host:
     def stats(self) -> HostStats:
         workers = self.workers.values()
         return HostStats(
-            len(workers),
-            len(self.gateways),
-            sum(worker.num_open for worker in workers),
-            self._past_steps + sum(worker.num_steps for worker in workers),
-            self._batches,
-            self._streams.num_slow,
-            self._streams.num_silent,
-            self._failure() is not None,
-            self._compiler.num_open,
+            workers=len(workers),
+            gateways=len(self.gateways),
+            open_requests=sum(worker.num_open for worker in workers),
+            steps=self._past_steps + sum(worker.num_steps for worker in workers),
+            batches=self._batches,
+            slow_streams=self._streams.num_slow,
+            silent_gateways=self._streams.num_silent,
+            is_failed=self._failure() is not None,
+            compiling=self._compiler.num_open,
         )
+
+    def memory(self) -> MemoryUse | None:
+        """The memory of the process; None if it is not measured."""
+        worker = self.workers.get(WorkerId(self.name))
+        return self._measure_memory(None if worker is None else worker.load)
 
     def demand(self) -> Demand:
         """The sum over the workers that serve."""

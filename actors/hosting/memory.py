@@ -13,10 +13,10 @@ _STATM: Final = Path("/proc/self/statm")
 
 
 def memory_use(stats: "MemoryStats", load: Load | None) -> MemoryUse | None:
-    """The split of the device's memory, of which `load` was told last.
+    """The split of the device's memory, by its last `load`.
 
     In host memory a page of KV is there once it was used, and the rest is what the process has resident
-    besides. None: that can't be told on this system.
+    besides. None: this system doesn't say.
     """
     if stats.reserved is not None:
         known = stats.weights + stats.kv + stats.graphs

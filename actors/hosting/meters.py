@@ -452,8 +452,8 @@ class HostMetrics:
         worker.runner.on_step = worker.meter.stepped
 
     def _reports(self) -> Iterator[Report]:
-        lending = None if self._host.lending is None else self._host.lending()
-        memory = None if self._host.memory is None else self._host.memory()
+        lending = None if self._host.kv_use is None else self._host.kv_use()
+        memory = self._host.memory()
         for worker in self._host.workers.values():
             if (load := worker.load) is not None and load.use is not None:
                 yield Report(

@@ -1,4 +1,4 @@
-"""Pins a worker's process to the CPUs beside its GPU, as Linux tells them.
+"""Pins a worker's process to the CPUs beside its GPU, as Linux lists them.
 
 Copies between a device and the memory of another NUMA node cross the link between sockets. A thread that runs
 beside the device also takes its memory there: a page lies where it is first touched.
@@ -6,7 +6,7 @@ beside the device also takes its memory there: a page lies where it is first tou
 
 import logging
 import os
-from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -24,7 +24,7 @@ class Neighbours(NamedTuple):
 
 
 def neighbours(pci: str, root: Path = SYS) -> Neighbours | None:
-    """Of the device with that PCI address; None: this machine does not tell."""
+    """Of the device with that PCI address; None: this machine has no such list."""
     folder = root / "bus/pci/devices" / pci.lower()
     try:
         node = int((folder / "numa_node").read_text())
@@ -43,38 +43,20 @@ def parse_cpus(text: str) -> frozenset[int]:
     return frozenset(cpus)
 
 
-def pin(
-    pci: str,
-    *,
-    root: Path = SYS,
-    tasks: Path = TASKS,
-    allowed: Collection[int] | None = None,
-    set_affinity: Callable[[int, Collection[int]], None] | None = None,
-) -> Neighbours | None:
+def pin(pci: str, *, root: Path = SYS, tasks: Path = TASKS) -> Neighbours | None:
     """Keep every thread of this process to the CPUs beside the device; those it starts inherit that.
 
-    None, and a line of the log at debug level: there is nothing to choose, and nothing was changed. `allowed`
-    are the CPUs that the process may use, `set_affinity(thread, cpus)` sets them: Linux's own by default.
+    None, and a line of the log at debug level: there is nothing to choose, and nothing was changed.
     """
-    may = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
+    allowed = frozenset(os.sched_getaffinity(0))
     found = neighbours(pci, root) if pci else None
-    if found is None or not found.cpus & may or may <= found.cpus:
-        log.debug("not pinned to a NUMA node: %s", _reason(pci, found, may))
+    if found is None or not found.cpus & allowed or allowed <= found.cpus:
+        near = "none that Linux lists" if found is None else sorted(found.cpus)
+        text = "not pinned to a NUMA node: the CPUs beside device %r are %s, the process may use %s"
+        log.debug(text, pci, near, sorted(allowed))
         return None
-    cpus = found.cpus & may
+    cpus = found.cpus & allowed
     for thread in sorted(int(task.name) for task in tasks.iterdir()):
-        try:
-            (set_affinity or os.sched_setaffinity)(thread, cpus)
-        except ProcessLookupError:
-            continue  # it has ended
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(thread, cpus)
     return Neighbours(found.node, cpus)
-
-
-def _reason(pci: str, found: Neighbours | None, may: frozenset[int]) -> str:
-    if not pci:
-        return "the device has no PCI address"
-    if found is None:
-        return f"{pci} has no NUMA node"
-    if may <= found.cpus:
-        return f"the process may use no others than those beside {pci}"
-    return f"none of the CPUs beside {pci} may be used by this process"

@@ -1,7 +1,8 @@
 """Capsules on a disk whose worker is gone for good: another worker there adopts them.
 
-Each worker has a part of the disk, by its name. After an update, or with fewer workers, nothing has some name
-any more. Who adopts such a part holds the name meanwhile, so that no worker begins to use it, and its lock.
+Each worker has a part of the disk, by its name. After an update, or with fewer workers, no worker has some of
+the names. The worker that adopts such a part holds its name meanwhile, which no other takes then, and its
+lock.
 """
 
 import asyncio
@@ -23,7 +24,9 @@ from mallee.worker.storage.volume import Volume
 
 log = logging.getLogger(__name__)
 
-PERIOD_S: Final = 1.0  # in which a worker asks for one part; others ask for others
+# In which a worker tries one part; others try others. Each try asks Ray; rarer ones would leave capsules of a
+# rolling update's last worker unknown for longer.
+PERIOD_S: Final = 1.0
 _NAME: Final = re.compile(r"w\d+")
 
 HoldName: TypeAlias = Callable[[str], AbstractContextManager[bool]]
@@ -47,7 +50,7 @@ class Orphans:
             with ExitStack() as held:
                 if (other := self._open(name, held)) is not None:
                     with closing(other):
-                        self._tell(name, volume.adopt(other))
+                        self._log(name, volume.adopt(other))
 
     async def watch(self, host: Host) -> None:
         """Have the worker's engine on `host` adopt what comes later, unless it drains."""
@@ -63,7 +66,7 @@ class Orphans:
             try:
                 other = await asyncio.to_thread(self._open, name, held)
                 if other is not None:
-                    self._tell(name, await engine.adopt(other))
+                    self._log(name, await engine.adopt(other))
             except WorkerLost:  # it has ended, and what it moved is whole
                 continue
             finally:
@@ -80,7 +83,7 @@ class Orphans:
             return []
 
     def _has_capsules(self, name: str) -> bool:
-        """Whether a part has any: a living worker's has thousands, and this is asked each second."""
+        """Whether a part has any: that of a living worker has thousands, so one is enough."""
         try:
             with os.scandir(self._folder / name / "capsules") as found:
                 return next(found, None) is not None
@@ -97,7 +100,7 @@ class Orphans:
             log.warning("%s can't adopt the capsules of %s yet: %s", self._worker, name, error)
             return None
 
-    def _tell(self, name: str, left: Sequence[MalleeError]) -> None:
+    def _log(self, name: str, left: Sequence[MalleeError]) -> None:
         if left:
             self._left.add(name)
             text = "%s adopted capsules of %s, which is gone; of %d files it can't, the first because: %s"

@@ -40,7 +40,7 @@ class MergedUpdates:
         self._logprobs: list[TokenLogprobs] = list(first.logprobs)
 
     def add(self, update: Update) -> bool:
-        """Take in the next update; False: it has to be told by itself."""
+        """Take in the next update; False: it is reported by itself."""
         if self._last.injected or update.injected:
             return False
         self._last = update
@@ -139,7 +139,7 @@ class Stream:
         self._merge(report)
 
     def beat(self, reports: Sequence[Report]) -> None:
-        """Say that the host lives, and how far its workers are; a gateway that doesn't read is not told."""
+        """Send a heartbeat with the workers' progress, unless the gateway doesn't read."""
         if not self._merged and not self._sink.is_slow:
             self._pending += reports
             self._sink.send(encode(self._pending))
@@ -220,7 +220,7 @@ class Streams:
         return True
 
     def beat(self, gateway: str, reports: Sequence[Report]) -> None:
-        """Say that the host lives, and how far workers are that have nothing else to report."""
+        """Send the gateway a heartbeat with the progress of workers that have nothing else to report."""
         if (stream := self._streams.get(gateway)) is not None:
             stream.beat(reports)
 

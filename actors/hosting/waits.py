@@ -113,7 +113,7 @@ class Waits:
         return None
 
     def _remove(self, held: Answered) -> list[Command]:
-        """`held` for an engine that is told next to cancel it, and says so in its own words."""
+        """`held` for the engine, which gets `cancel` next and answers it."""
         self._held = [each for each in self._held if each is not held]
         self._compiling.discard(id(held))
         return [replace(held, grammar=None)]

@@ -8,7 +8,7 @@ and leases, which all name the life, can't mix two versions, and what the old we
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
@@ -44,25 +44,28 @@ class _Loaded(NamedTuple):
     make: MakeLife
 
 
+class Lives(Protocol):
+    """Begins and ends the lives of workers: their host."""
+
+    def publish_lease(self, worker: Worker) -> None:
+        """Publish a lease, which has the worker's `change`."""
+        ...
+
+    async def end_life(self, worker: Worker, within_s: float) -> bool | None:
+        """End a life: True once all of it is over, False if not in time, None if the worker leaves."""
+        ...
+
+    def add(self, worker: Worker) -> None:
+        """Begin the next life."""
+        ...
+
+
 class WeightChanges:
-    """The changes under way among the workers of a host. Belongs to its event loop.
+    """The changes under way among the workers of a host. Belongs to its event loop."""
 
-    `publish(worker)` tells of a worker's `change`. `end(worker, within_s)` ends a life: True once all of it
-    is over, False if it is not in time, None if there is nothing to replace. `begin(worker)` begins the next.
-    """
-
-    def __init__(
-        self,
-        tasks: Tasks,
-        *,
-        publish: Callable[[Worker], None],
-        end: Callable[[Worker, float], Awaitable[bool | None]],
-        begin: Callable[[Worker], None],
-    ) -> None:
+    def __init__(self, tasks: Tasks, lives: Lives) -> None:
         self._tasks = tasks
-        self._publish = publish
-        self._end = end
-        self._begin = begin
+        self._lives = lives
         self._asked: dict[WorkerId, WeightsAsk] = {}  # the newest, while one is under way
         self.num_replacing = 0
 
@@ -74,7 +77,7 @@ class WeightChanges:
         if newest is not None and newest.weights.covers(asked.weights):
             return
         if source is None:
-            self._tell(worker, asked, "failed", "this worker can't change its weights")
+            self._report(worker, asked, "failed", "this worker can't change its weights")
             return
         self._asked[worker.worker] = asked
         if newest is None:
@@ -85,7 +88,7 @@ class WeightChanges:
         loaded = await self._load(worker, source)
         if loaded is None:
             return
-        self._tell(worker, loaded.asked, "finishing")
+        self._report(worker, loaded.asked, "finishing")
         with suppress(TimeoutError):
             async with asyncio.timeout(loaded.asked.drain_s):
                 await worker.wait_idle()
@@ -105,7 +108,7 @@ class WeightChanges:
         raises, as weights that could be written in part only: the host is not healthy then, and its process
         is replaced.
         """
-        is_over = await self._end(worker, MAX_END_S)
+        is_over = await self._lives.end_life(worker, MAX_END_S)
         if is_over is None:
             return None
         if not is_over:
@@ -119,14 +122,14 @@ class WeightChanges:
         except TimeoutError:
             late = f"the next life of {worker.worker} was not made within {MAX_MAKE_S:g} s"
             raise RuntimeError(late) from None
-        self._begin(next_life)
+        self._lives.add(next_life)
         return next_life
 
     async def _load(self, worker: Worker, source: WeightSource) -> _Loaded | None:
         """The newest weights that were asked for; None if they can't be loaded: the worker serves on."""
         while True:
             asked = self._asked[worker.worker]
-            self._tell(worker, asked, "loading")
+            self._report(worker, asked, "loading")
             try:
                 make = await asyncio.to_thread(source.load, asked.weights)
             except (
@@ -138,12 +141,12 @@ class WeightChanges:
                 if self._asked[worker.worker] is asked:
                     del self._asked[worker.worker]
                     log.error("%s keeps its weights: %s", worker.worker, error)
-                    self._tell(worker, asked, "failed", f"{type(error).__name__}: {error}")
+                    self._report(worker, asked, "failed", f"{type(error).__name__}: {error}")
                     return None
                 continue
             if self._asked[worker.worker] is asked:
                 return _Loaded(asked, make)
 
-    def _tell(self, worker: Worker, asked: WeightsAsk, state: str, reason: str = "") -> None:
+    def _report(self, worker: Worker, asked: WeightsAsk, state: str, reason: str = "") -> None:
         worker.change = WeightChange(asked.weights, state, reason)
-        self._publish(worker)
+        self._lives.publish_lease(worker)

@@ -57,7 +57,7 @@ class Demand(NamedTuple):
 
 
 STOP_S: Final = 10.0  # that the end of a runner is waited for where nothing depends on it
-NO_DEMAND = Demand(0, 0, 0, 0.0, 0)
+NO_DEMAND = Demand(rows=0, waiting=0, max_rows=0, needed_blocks=0.0, num_blocks=0)
 
 
 class Runner(Protocol):
@@ -164,20 +164,21 @@ class Outlet(Protocol):
 
 
 class Worker:
-    """The life of an engine in a host; the `Results` of its `runner`, which has to be set first."""
-
-    runner: Runner
+    """The life of an engine in a host; the `Results` of its `runner`."""
 
     def __init__(
         self,
         engine: Engine,
         outlet: Outlet,
         capacity: Capacity,
+        make_runner: Callable[[Results], Runner],
+        *,
         spans: "WorkerSpans | None" = None,
     ) -> None:
-        """Without `spans` nothing is traced.
+        """`make_runner` makes what computes for this worker. Without `spans` nothing is traced.
 
-        Raises ConfigError if the worker's name can't be part of a subject."""
+        Raises ConfigError if the worker's name can't be part of a subject.
+        """
         self.worker = WorkerId(check_token(engine.worker, "worker"))
         self.incarnation = engine.incarnation
         self._outlet = outlet
@@ -199,8 +200,9 @@ class Worker:
         self.failure: str | None = None
         self.is_draining = False  # nothing new comes, what runs goes on
         self.change: WeightChange | None = None  # the last one asked of this life
-        self._let_go: set[str] = set()  # gateways that want nothing of it any more, while it drains
+        self._released_by: set[str] = set()  # gateways that need it no more, while it drains
         self._changed = asyncio.Event()
+        self.runner = make_runner(self)
 
     def start(self) -> None:
         self._published_seq = self.runner.next_seq
@@ -215,7 +217,7 @@ class Worker:
         return sum(map(len, self._open.values())) + sum(map(len, self._waits.values()))
 
     def progress_for(self, gateway: str) -> Report | None:
-        """A report without updates, whose step tells how far this worker is; None: it has nothing to do.
+        """A report without updates, whose step is this worker's progress; None: it has nothing to do.
 
         A grammar that is compiled counts as progress: its compiler has limits of its own.
         """
@@ -326,7 +328,7 @@ class Worker:
     def drop(self, gateway: str) -> None:
         """Free everything that the gateway has running: it gave this worker up."""
         if self.is_draining:
-            self._let_go.add(gateway)
+            self._released_by.add(gateway)
         self._changed.set()
         self._waits.pop(gateway, None)
         if self._spans:
@@ -351,7 +353,7 @@ class Worker:
 
     async def wait_released(self) -> None:
         """Returns when every gateway that reads has given this worker up, or it has failed."""
-        while self.failure is None and set(self._outlet.gateways) - self._let_go:
+        while self.failure is None and set(self._outlet.gateways) - self._released_by:
             self._changed.clear()
             await self._changed.wait()
 
@@ -445,7 +447,7 @@ class Worker:
 
     @property
     def load(self) -> Load | None:
-        """The last load that the engine told; fresh, unless it computes."""
+        """The last load of the engine; fresh, unless it computes."""
         self._take_load()
         return self._load
 
@@ -460,7 +462,13 @@ class Worker:
     def demand(self) -> Demand:
         """Use and size, by the last load."""
         load, size = self.load or Load(0, 0, 0, 0), self.capacity
-        return Demand(load.rows, load.waiting, size.max_rows, _needed(load), size.num_blocks)
+        return Demand(
+            rows=load.rows,
+            waiting=load.waiting,
+            max_rows=size.max_rows,
+            needed_blocks=_needed(load),
+            num_blocks=size.num_blocks,
+        )
 
     def lease(
         self,
@@ -468,7 +476,7 @@ class Worker:
         host: str,
         *,
         is_leaving: bool = False,
-        lends_at: str = "",
+        serves_kv: bool = False,
         metrics_at: str = "",
         device: str = "",
     ) -> Lease:
@@ -493,7 +501,7 @@ class Worker:
             weights=self.model.weights,
             change=self.change,
             windows=tuple(group.window or 0 for group in self.model.windows),
-            lends_at=lends_at,
+            serves_kv=serves_kv,
             metrics_at=metrics_at,
             device=device,
         )
@@ -515,7 +523,7 @@ def _needed(load: Load) -> float:
 
 
 def _note(taken: asyncio.Future[None]) -> None:
-    """Look at how it ended: of a worker that failed its own report tells."""
+    """Retrieve its exception, if any: a worker that failed reports that itself."""
     if not taken.cancelled():
         taken.exception()
 

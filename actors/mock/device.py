@@ -17,7 +17,7 @@ class Tenant(Protocol):
 
 
 class LiveDevice:
-    """A `Paced` of the engines' own timer. Ends are told in order, each with its time."""
+    """A `Paced` of the engines' own timer. Tenants get the ends of steps in order, each with its time."""
 
     def __init__(self, config: DeviceConfig, pacer: Pacer, clock: Callable[[], float]) -> None:
         self._device = SharedDevice(config)
@@ -26,7 +26,7 @@ class LiveDevice:
         self._tenants: dict[int, Tenant] = {}
         self._numbers: dict[Tenant, int] = {}
         self._num_tenants = 0
-        self._is_telling = False
+        self._is_waking = False
         self.due: float | None = None
 
     def begin(self, tenant: Tenant, at: float, work_s: float) -> None:
@@ -49,13 +49,13 @@ class LiveDevice:
 
     def wake(self) -> None:
         self.due = None
-        self._is_telling = True
+        self._is_waking = True
         try:
             now = self._clock()
             while (done := self._device.pop(now)) is not None:
                 self._tenants[done.tenant].device_done(done.at)
         finally:
-            self._is_telling = False
+            self._is_waking = False
             self._look()
 
     def check(self) -> None:
@@ -65,6 +65,6 @@ class LiveDevice:
 
     def _look(self) -> None:
         due = self._device.due
-        if not self._is_telling and due < inf and (self.due is None or due < self.due):
+        if not self._is_waking and due < inf and (self.due is None or due < self.due):
             self.due = due
             self._pacer.at(due, self)

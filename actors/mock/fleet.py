@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from msgspec import structs
 
 from mallee.actors.build import (
     WorkerProcess,
+    build_link_listener,
     build_scraped,
-    build_server,
     engine_config,
     resolve,
     served_name,
@@ -39,6 +40,7 @@ from mallee.runtime.bus.nats import NatsBus
 from mallee.runtime.config import AppConfig
 from mallee.runtime.telemetry.tracing.provider import Tracing, open_tracing
 from mallee.runtime.transport.greeting import Secret
+from mallee.runtime.transport.server import CommandServer
 from mallee.worker.model.config import model_spec
 from mallee.worker.model.loading.config_json import read_config
 
@@ -74,7 +76,12 @@ class MockPlan:
         if not words:  # no such tokens: any, but none that would end an answer
             words = [t for t in range(spec.vocab_size) if t not in spec.eos_token_ids]
         return cls(
-            config, spec, timing_of(config), words, tiers_of(config, spec), device_of(config)
+            config,
+            spec,
+            timing_of(config),
+            words,
+            tiers=tiers_of(config, spec),
+            device=device_of(config),
         )
 
     @property
@@ -195,30 +202,27 @@ async def build_mocked_workers(
     bus = NatsBus(broker, fleet=config.fleet, name=f"mallee-{name}")
     tracing = open_tracing("worker", name)
     fleet = MockFleet(name, plan, bus, past=past, tracing=tracing)
-    server = build_server(config, fleet.host, secret, node)
-    start = partial(fleet.start, workers)
     return WorkerProcess(
-        fleet.host,
-        plan.served,
-        bus,
-        server,
-        start,
-        fleet.close,
+        host=fleet.host,
+        model=plan.served,
+        bus=bus,
+        listener=build_link_listener(config, node, CommandServer(fleet.host, secret)),
+        start_engines=partial(fleet.start, workers),
+        close_engines=fleet.close,
         scraped=build_scraped(config, fleet.host, own_ip),
     )
 
 
-class _Labels:
+class _Labels(NamedTuple):
     """The `WeightSource` of a mocked engine, whose weights are no more than a label."""
 
-    def __init__(self, fleet: "MockFleet", worker: WorkerId) -> None:
-        self._fleet = fleet
-        self._worker = worker
+    fleet: "MockFleet"
+    worker: WorkerId
 
     def load(self, weights: WeightVersion) -> Callable[[], Worker]:
         if weights.path:
             raise ConfigError("mocked engines have no weights to load; leave the path out")
-        return lambda: self._fleet.make(self._worker, weights)
+        return lambda: self.fleet.make(self.worker, weights)
 
 
 class MockFleet:
@@ -255,13 +259,16 @@ class MockFleet:
         self._first_past = Incarnation(time.time_ns()) if past is None else past
         self._starting: set[WorkerId] = set()
 
-    async def start(self, workers: Sequence[str]) -> None:
-        """Start these workers, and take commands to the fleet; returns when they are registered."""
+    async def start(self, workers: Sequence[str], metrics_at: str = "") -> None:
+        """Start these workers, and take commands to the fleet; returns when they are registered.
+
+        `metrics_at`: as for `Host.start`.
+        """
         await asyncio.sleep(self.plan.timing.startup_s)
         for name in workers:
             self._add(WorkerId(name))
             await asyncio.sleep(0)  # thousands take seconds, and the broker wants an answer
-        await self.host.start()
+        await self.host.start(metrics_at)
         await self._bus.serve(self._subject, self._admin)
 
     async def close(self) -> None:
@@ -317,9 +324,9 @@ class MockFleet:
         mocked, config = self.plan.engine(name, incarnation, weights), self.plan.config
         max_rows = config.scheduler.max_rows
         capacity = Capacity(config.engine.block_size, self.plan.num_blocks, max_rows)
-        worker = Worker(mocked.engine, self.host, capacity, self.host.spans_of(name))
-        worker.runner = MockRunner(mocked, self._pacer, worker, clock=time.monotonic, device=device)
-        return worker
+        make_runner = partial(MockRunner, mocked, self._pacer, clock=time.monotonic, device=device)
+        spans = self.host.spans_of(name)
+        return Worker(mocked.engine, self.host, capacity, make_runner, spans=spans)
 
     def _device_of(self, name: WorkerId) -> LiveDevice | None:
         """The device of a worker, by the order in which names came; None if each has its own."""

@@ -36,7 +36,7 @@ from mallee.runtime.transport.greeting import Secret, new_secret
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 2.0
 LOOK_S = 0.02
-WATCH_S = 0.5  # between two looks at what may have ended
+WATCH_S = 0.5  # between two checks of what may have ended
 GATEWAY = "g0"
 
 
@@ -152,7 +152,11 @@ class MockStack:
     async def _spawn(self, number: int) -> None:
         path = str(self._folder / f"{number}.sock")
         spec = ProcessSpec(
-            number, path, self._secret, self.access("worker"), self.config.model_dump_json()
+            number=number,
+            path=path,
+            secret=self._secret,
+            broker=self.access("worker"),
+            config=self.config.model_dump_json(),
         )
         child = await asyncio.create_subprocess_exec(
             sys.executable,

@@ -32,7 +32,8 @@ from mallee.protocol.messages import (
 )
 from mallee.protocol.parcels import Report, decode_parcels
 from mallee.runtime.transport.greeting import Secret
-from mallee.runtime.transport.server import Sink, SocketServer
+from mallee.runtime.transport.listener import Listener
+from mallee.runtime.transport.server import CommandServer, Sink
 
 ANSWER_TOKENS = 8
 LIFE_SIGN_S = 1.0
@@ -251,7 +252,7 @@ async def serve(
     if events_path is not None:
         listeners.append(await asyncio.start_unix_server(events.serve, events_path))
     servers = [
-        SocketServer(Worker(f"w{number}", delay_s, events), SECRET)
+        Listener(CommandServer(Worker(f"w{number}", delay_s, events), SECRET))
         for number in range(len(workers))
     ]
     for server, path in zip(servers, workers, strict=True):

@@ -35,7 +35,7 @@ from mallee.router.router import Router
 from mallee.runtime.config import HttpSettings
 from mallee.runtime.tasks import Tasks
 from mallee.runtime.transport.address import Address
-from mallee.runtime.transport.sockets import SocketTransport
+from mallee.runtime.transport.link import Transport
 from mallee.testing.bus import LocalBus, LocalHub
 
 FLEET = "bench"
@@ -98,7 +98,7 @@ async def serve(port: int, workers: list[str], events: str, path: Path | None) -
         clock=time.monotonic,
         wall_clock=time.time,
     )
-    gateway = Gateway(process, SocketTransport("g0", SECRET), expected_workers=len(workers))
+    gateway = Gateway(process, Transport("g0", SECRET), expected_workers=len(workers))
     tokenizer, chat = _text_side(path)
     api = build_api(
         gateway,

@@ -31,9 +31,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from bench.serve.sides import MODEL, answering
-from mallee.actors.hosting.engine import EngineThread
+from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
-from mallee.actors.hosting.worker import Capacity, Worker
+from mallee.actors.hosting.worker import Capacity
 from mallee.mocker.passes import mock_spec
 from mallee.mocker.timing.closed import ClosedForm, Plane
 from mallee.mocker.timing.files import TimingFile
@@ -255,9 +255,7 @@ async def beside_schemas(seed: int) -> tuple[Pauses, float]:
     )
     bus: Bus = LocalBus(LocalHub())
     host = Host("h0", bus, fleet="bench", clock=time.monotonic)
-    worker = Worker(engine, host, Capacity(4, 8192, 256))
-    worker.runner = EngineThread(engine, worker, clock=time.monotonic)
-    host.add(worker)
+    add_engine(host, engine, Capacity(4, 8192, 256))
     await bus.connect()
     await host.start()
     frames = FramesOf()

@@ -27,8 +27,8 @@ import msgspec
 
 from mallee.actors.build import (
     build_gateway,
+    build_link_listener,
     build_router,
-    build_server,
     engine_config,
     resolve,
     served_name,
@@ -48,7 +48,8 @@ from mallee.runtime.config import AppConfig
 from mallee.runtime.proxy.server import Server
 from mallee.runtime.transport.address import Way
 from mallee.runtime.transport.greeting import Secret
-from mallee.runtime.transport.sockets import Dial, SocketTransport
+from mallee.runtime.transport.link import Dial, Transport, dial
+from mallee.runtime.transport.server import CommandServer
 from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine
 from mallee.worker.forward import ForwardBatch, Logits
@@ -108,7 +109,7 @@ class PacedForward(MockForward):
         return list(super().forward(batch))
 
 
-class ProxiedTransport(SocketTransport):
+class ProxiedTransport(Transport):
     """Reaches the socket of a worker's process through one that something else listens at."""
 
     def __init__(self, gateway: str, secret: Secret, suffix: str) -> None:
@@ -117,8 +118,7 @@ class ProxiedTransport(SocketTransport):
 
     def _way_to(self, address: str) -> tuple[Way, Dial]:
         way, _ = super()._way_to(address)
-        connect = asyncio.get_running_loop().create_unix_connection
-        return way, lambda factory: connect(factory, f"{way}{self._suffix}")
+        return way, partial(dial, f"{way}{self._suffix}", None)
 
 
 def spec_of(config: AppConfig) -> ModelSpec:
@@ -157,16 +157,16 @@ async def engines(spec: EnginesSpec) -> Any:
         )
         rows = config.scheduler.max_rows
         add_engine(host, engine, Capacity(config.engine.block_size, num_blocks, rows))
-    server = build_server(config, host, Secret(spec.secret), "")
-    await server.listen_unix(spec.path)
-    host.address = str(server.address)
+    listener = build_link_listener(config, "", CommandServer(host, Secret(spec.secret)))
+    await listener.listen_unix(spec.path)
+    host.address = str(listener.address)
     await bus.connect()
     await host.start()
     try:
         yield partial(_report_of_engines, host)
     finally:
         await host.close()
-        await server.close()
+        await listener.close()
         await bus.close()
 
 

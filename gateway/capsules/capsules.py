@@ -25,6 +25,7 @@ from mallee.protocol.errors import (
     CapsuleComputing,
     CapsuleLost,
     InvalidParameter,
+    LookupIncomplete,
     MalleeError,
     NotFound,
     Unavailable,
@@ -227,7 +228,7 @@ class Capsules:
             return _promised(info, None if own.error is None else own.error.to_wire())
         try:
             return self._lost_info(capsule)
-        except NotFound:  # its worker's event may be under way
+        except (NotFound, LookupIncomplete):  # its worker's event may be under way
             state = await self.texts.find(capsule, scope)
         if state is None:
             return self._lost_info(capsule)
@@ -248,7 +249,10 @@ class Capsules:
         return _promised(info, state.error)
 
     def _lost_info(self, capsule: CapsuleId) -> CapsuleInfo:
-        """A capsule that is gone, and whose text is known here. Raises UnknownCapsule, CapsuleLost."""
+        """A capsule that is gone, and whose text is known here.
+
+        Raises UnknownCapsule, CapsuleLost; LookupIncomplete: it will be back, from disk.
+        """
         boundary = self._dispatcher.lost_capsule(capsule)
         is_stale = not self._dispatcher.is_fresh(capsule)
         return CapsuleInfo(capsule, None, boundary, self._process.wall_clock(), is_stale)

@@ -416,7 +416,7 @@ class Dispatcher:
     def lost_capsule(self, capsule: CapsuleId) -> int:
         """The number of tokens of a capsule that is gone and can be computed again.
 
-        Raises UnknownCapsule, CapsuleLost.
+        Raises UnknownCapsule, CapsuleLost, LookupIncomplete.
         """
         return self._capsules.num_tokens(capsule)
 

@@ -28,6 +28,13 @@ class CapsuleEntry(NamedTuple):
     is_durable: bool = False  # on disk there
 
 
+class _Lost(NamedTuple):
+    """A capsule that went with its worker: the weights of that, and, if it was on disk there, when."""
+
+    weights: WeightVersion | None = None
+    durable_at: float | None = None
+
+
 class CapsuleDirectory:
     """At most `capacity` capsules; beyond it the least recently used entry is forgotten."""
 
@@ -39,8 +46,7 @@ class CapsuleDirectory:
         self._of_worker: dict[WorkerId, set[CapsuleId]] = {}
         self._of_scope: dict[Scope, set[CapsuleId]] = {}
         self._unannounced: dict[WorkerId, set[CapsuleId]] = {}  # of entries, few
-        # With their workers, and the weights of those.
-        self._lost: OrderedDict[CapsuleId, WeightVersion | None] = OrderedDict()
+        self._lost: OrderedDict[CapsuleId, _Lost] = OrderedDict()  # with their workers
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -153,19 +159,23 @@ class CapsuleDirectory:
         _discard(self._of_scope, entry.scope, capsule)
         return True
 
-    def drop_worker(self, worker: WorkerId, weights: WeightVersion | None = None) -> int:
-        """Forget all capsules of `worker`, which were made by `weights`; returns how many."""
+    def drop_worker(self, worker: WorkerId, at: float, weights: WeightVersion | None = None) -> int:
+        """Forget all capsules of `worker`, which is over since `at` (seconds); returns how many.
+
+        They were made by `weights`.
+        """
         owned = self._of_worker.pop(worker, set())
         self._unannounced.pop(worker, None)
         for capsule in owned:
-            _discard(self._of_scope, self._entries.pop(capsule).scope, capsule)
-            self._lost[capsule] = weights
+            entry = self._entries.pop(capsule)
+            _discard(self._of_scope, entry.scope, capsule)
+            self._lost[capsule] = _Lost(weights, at if entry.is_durable else None)
         self._bound_lost()
         return len(owned)
 
     def note_lost(self, capsule: CapsuleId) -> None:
         """`capsule` went with a worker that was not known to have it."""
-        self._lost.setdefault(capsule, None)
+        self._lost.setdefault(capsule, _Lost())
         self._bound_lost()
 
     def _bound_lost(self) -> None:
@@ -178,7 +188,11 @@ class CapsuleDirectory:
 
     def lost_weights(self, capsule: CapsuleId) -> WeightVersion | None:
         """The weights of a capsule that went with its worker; None if that is not known."""
-        return self._lost.get(capsule)
+        return self._lost.get(capsule, _Lost()).weights
+
+    def durable_until(self, capsule: CapsuleId) -> float | None:
+        """When a capsule that was on disk went with its worker; None if there is no such."""
+        return self._lost.get(capsule, _Lost()).durable_at
 
     def drop_older(self, worker: WorkerId, *, created_before: float, keep: Set[CapsuleId]) -> None:
         """Forget `worker`'s capsules, but those in `keep`, and those known by a reply since `created_before`.

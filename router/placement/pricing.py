@@ -30,7 +30,7 @@ Blocks below a device count as overlap as far as their worker will fetch them: i
 that is cheaper by its own figures. Seconds of fetches and pulls are those that a worker measured and tells
 with its load; the config's for one that tells none.
 
-Workers that lend (`Lease.lends_at`) pull the blocks that others of them have of the prompt, as far as these
+Workers that lend (`Lease.serves_kv`) pull the blocks that others of them have of the prompt, as far as these
 take less time than computing: a request waits for a worker that has its prefix, goes to another that pulls it
 (*move*), or to one that computes it (*recompute*), whichever is the cheapest. From whom: `placement.pulls`.
 

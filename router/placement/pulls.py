@@ -105,7 +105,7 @@ class PullFinder:
         member = self._fleet.by_slot[slot]
         assert member is not None, f"slot {slot} is empty and lends"
         lease = member.lease
-        return Holder(lease.worker, lease.incarnation, lease.lends_at, num_tokens, capsule or "")
+        return Holder(lease.worker, lease.incarnation, lease.address, num_tokens, capsule or "")
 
     def _block_nbytes(self, slot: int) -> int:
         """Bytes of a block, as the worker told, if it did."""

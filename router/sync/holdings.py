@@ -135,7 +135,7 @@ class Holdings:
         self._recent.pop(slot, None)
         self.index.clear(slot)
         self.windows.clear(slot)
-        self.capsules.drop_worker(worker, weights)
+        self.capsules.drop_worker(worker, self._clock(), weights)
 
     def work(self, max_blocks: int) -> bool:
         """Take in so much more of waiting snapshots, sweep a little. True: there is more to do."""
@@ -190,7 +190,7 @@ class Holdings:
             elif isinstance(event, Cleared):
                 self.index.clear(slot)
                 self.windows.clear(slot)
-                self.capsules.drop_worker(worker)
+                self.capsules.drop_worker(worker, self._clock())
             else:
                 self.capsules.apply(worker, event, created=self._clock())
             start = end

@@ -43,7 +43,7 @@ class Member:
         """Whether other workers may borrow its KV: also while it drains or is to change its weights."""
         if self.is_silent or self.is_suspended or self.is_outdated:
             return False
-        return bool(self.lease.lends_at) and self.sync.incarnation == self.lease.incarnation
+        return self.lease.serves_kv and self.sync.incarnation == self.lease.incarnation
 
     @property
     def state(self) -> str:

@@ -219,8 +219,8 @@ async def _log_in(access: BrokerAccess) -> None:
                 raise ConfigError(_refusal(access)) from error
             is_final = isinstance(error, ValueError | ssl.SSLError | NoTls)
             if is_final or time.monotonic() > deadline:
-                told = (error,) if is_final else (*refusals, error)
-                cause = next((str(each) for each in told if str(each)), "no answer")
+                causes = [error] if is_final else [*refusals, error]
+                cause = next((str(each) for each in causes if str(each)), "no answer")
                 raise ConfigError(
                     f"no broker at {access.place} ({cause}); start it, or leave nats_url away to have"
                     " one started here"

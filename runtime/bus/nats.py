@@ -1,9 +1,10 @@
 """A `Bus` over a NATS broker that may come late, go away and come back."""
 
 import asyncio
+import inspect
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import nats.errors
@@ -30,17 +31,24 @@ class NoTls(nats.errors.Error):
     """A broker whose URL promises TLS doesn't offer it."""
 
 
-def check_hooks(base: type, *names: str, needs: str) -> None:
-    """Raises ConfigError unless `base` has the methods `names`: without one, nothing calls ours, silently.
+def check_overrides(own: type, *, names: Sequence[str], needs: str) -> None:
+    """Raises ConfigError unless the base of `own` has the methods that it overrides, called as it expects.
 
-    `needs`: the versions of its package that have them, as pip is told.
+    Else nothing would call them, silently, or not with what they go by. `needs`: the versions of the base's
+    package that do, as pip takes them.
     """
-    lacking = [name for name in names if not callable(getattr(base, name, None))]
-    if lacking:
+    base = own.__mro__[1]
+    wrong = [name for name in names if _parameters(base, name) != _parameters(own, name)]
+    if wrong:
         raise ConfigError(
-            f"{base.__module__}.{base.__qualname__} of the installed package has no {', '.join(lacking)}, so"
-            f" that what is overridden would not be called: install '{needs}'"
+            f"{base.__module__}.{base.__qualname__} of the installed package has no {', '.join(wrong)} as"
+            f" {own.__qualname__} overrides it, so that ours would not be called: install '{needs}'"
         )
+
+
+def _parameters(owner: type, name: str) -> list[str] | None:
+    method = getattr(owner, name, None)
+    return list(inspect.signature(method).parameters) if callable(method) else None
 
 
 class BusClient(Client):
@@ -83,13 +91,9 @@ class BusClient(Client):
         await super()._process_info(info, initial_connection)
 
 
-check_hooks(
-    Client,
-    "close",
-    "_attempt_reconnect",
-    "_connect_to_server",
-    "_send_ping",
-    "_process_info",
+check_overrides(
+    BusClient,
+    names=("close", "_attempt_reconnect", "_connect_to_server", "_send_ping", "_process_info"),
     needs="nats-py>=2.10,<2.17",
 )
 

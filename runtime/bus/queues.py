@@ -1,4 +1,4 @@
-"""Depths of the gateways' queues over the bus: gateways tell theirs, worker processes add them up."""
+"""Depths of the gateways' queues over the bus: gateways publish theirs, worker processes add them up."""
 
 import asyncio
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class QueueDepth(msgspec.Struct, frozen=True, array_like=True):
 _decode = Decoder(QueueDepth, "a queue's depth")
 
 
-async def tell_depth(bus: Bus, fleet: str, gateway: str, waiting: Callable[[], int]) -> None:
+async def publish_depth(bus: Bus, fleet: str, gateway: str, waiting: Callable[[], int]) -> None:
     """Publish what waits in `gateway`, until cancelled."""
     subject = Subjects.of(fleet).queues(gateway)
     while True:
@@ -32,11 +32,11 @@ async def tell_depth(bus: Bus, fleet: str, gateway: str, waiting: Callable[[], i
 
 
 class QueueDepths:
-    """Sum of the queues of all gateways of a fleet, by their last words; `clock` gives monotonic seconds."""
+    """Sum of the queues of all gateways of a fleet, by their last reports. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._told: dict[str, tuple[float, int]] = {}
+        self._reported: dict[str, tuple[float, int]] = {}
 
     async def start_up(self, bus: Bus, fleet: str) -> None:
         """Listen from now on."""
@@ -45,9 +45,9 @@ class QueueDepths:
     def total(self) -> int:
         """Requests that wait; a gateway that is silent counts no more."""
         since = self._clock() - _STALE_S
-        self._told = {name: told for name, told in self._told.items() if told[0] >= since}
-        return sum(waiting for _, waiting in self._told.values())
+        self._reported = {name: each for name, each in self._reported.items() if each[0] >= since}
+        return sum(waiting for _, waiting in self._reported.values())
 
     def _on_depth(self, raw: bytes) -> None:
         depth = _decode(raw)
-        self._told[depth.gateway] = (self._clock(), depth.waiting)
+        self._reported[depth.gateway] = (self._clock(), depth.waiting)

@@ -49,7 +49,7 @@ def haproxy_binary() -> str | None:
 
 
 def is_haproxy_on() -> bool:
-    """Whether Ray was told to use HAProxy, in this process's environment."""
+    """Whether this process's environment has Ray use HAProxy."""
     return os.environ.get(SWITCH) == "1"
 
 
@@ -91,9 +91,9 @@ def serving_environment(
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(_MAX_THREADS, os.cpu_count() or 1)),
         # A change of gateways starts a new HAProxy; streams of the old one are cut after this.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_STREAM_S),
-        # Of its requests our own metrics tell more; Ray would read a log line of each in Python.
+        # Our own metrics have more; Ray would read a log line of each request in Python.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
-        # Serve stops an old gateway the moment a new one runs, of which HAProxy hears a little later.
+        # Serve stops an old gateway the moment a new one runs, which HAProxy learns a little later.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(HANDOVER_S),
         # A gateway that stops may close a connection that a request has just been sent on.
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",

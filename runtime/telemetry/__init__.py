@@ -1,4 +1,5 @@
-"""Counts and gauges as Prometheus families, and a process's own port for them.
+"""Metric families and their text for Prometheus, a process's own port for them, logs and spans.
 
-Knows the names and units of metrics. Must not know where they are counted, or the API.
+Modules that count declare their own: `gateway.metrics`, `actors.hosting.meters`, `actors.epp.counts`. Must
+not know these, or the API.
 """

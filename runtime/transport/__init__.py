@@ -1,4 +1,5 @@
-"""Links from gateways to workers over sockets: commands there, frames back, secret, silence, loss.
+"""Connections of workers' processes: commands of gateways and frames back, and the framing of KV transfers.
 
-Knows bytes, order and bounds. Must not know jobs, routers or Ray.
+One listener a process (`listener`): the first byte of a connection says its kind, the greeting proves both
+ends. Knows bytes, order and bounds. Must not know jobs, routers, KV or Ray.
 """

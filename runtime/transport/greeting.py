@@ -2,7 +2,8 @@
 
 The end that listens sends a challenge, the one that dialed answers with its name and a proof (an HMAC over
 both nonces and its role), the first with a proof of its own. So a lease with a false address gets neither
-secret nor prompts, and a proof for one kind of connection is worth nothing on another.
+secret nor prompts. The byte that the dialer sends first, before TLS, tells the kind of the connection, and
+the proofs name it: one for commands is worth nothing on a connection for KV.
 """
 
 import hmac
@@ -12,26 +13,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import msgspec
-
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import ConfigError
 
-VERSION = 1
+VERSION = 2
 NONCE_NBYTES = 32
 MIN_SECRET_NBYTES = 16
 MAX_NAME_CHARS = 256
 
 
-class Roles(NamedTuple):
-    """The ends of one kind of connection."""
+class Kind(NamedTuple):
+    """A kind of connection: the byte that its dialer sends first, and its ends as proofs name them."""
 
+    first: bytes
     dialer: str
     listener: str
 
 
-LINK: Final = Roles("gateway", "host")
-LENDING: Final = Roles("borrower", "lender")
+COMMANDS: Final = Kind(b"c", "gateway", "host")
+KV: Final = Kind(b"k", "kv client", "kv server")
 
 
 class Secret:
@@ -102,15 +102,15 @@ def keep_secret(file: Path, secret: bytes) -> bytes:
     return file.read_bytes().strip()
 
 
-class Challenge(msgspec.Struct, frozen=True, array_like=True):
-    """First message of the end that listens."""
+class Challenge(NamedTuple):
+    """First message of the end that listens, once it knows the kind."""
 
     version: int
     nonce: bytes
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """First message of the end that dialed, in answer."""
+class Hello(NamedTuple):
+    """First message of the end that dialed, in answer; a right one is answered with a proof, too."""
 
     version: int
     name: str
@@ -118,23 +118,17 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     proof: bytes
 
 
-class Welcome(msgspec.Struct, frozen=True, array_like=True):
-    """The answer to a right one."""
-
-    proof: bytes
-
-
 _decode_challenge: Final = Decoder(Challenge, "a challenge")
 _decode_hello: Final = Decoder(Hello, "a greeting")
-_decode_welcome: Final = Decoder(Welcome, "a welcome")
+_decode_welcome: Final = Decoder(bytes, "a welcome")
 
 
 class ListenerGreeting:
     """The side of one greeting that listens."""
 
-    def __init__(self, secret: Secret, roles: Roles = LINK) -> None:
+    def __init__(self, secret: Secret, kind: Kind) -> None:
         self._secret = secret
-        self._roles = roles
+        self._kind = kind
         self._nonce = secrets.token_bytes(NONCE_NBYTES)
 
     def challenge(self) -> bytes:
@@ -146,21 +140,21 @@ class ListenerGreeting:
         _check(hello.version, hello.nonce)
         if not 0 < len(hello.name) <= MAX_NAME_CHARS:
             raise ConfigError(
-                f"a {self._roles.dialer} has a name of 1 to {MAX_NAME_CHARS} characters"
+                f"a {self._kind.dialer} has a name of 1 to {MAX_NAME_CHARS} characters"
             )
         parts = hello.name, self._nonce, hello.nonce
-        if not hmac.compare_digest(hello.proof, self._secret.proof(self._roles.dialer, *parts)):
+        if not hmac.compare_digest(hello.proof, self._secret.proof(self._kind.dialer, *parts)):
             raise ConfigError("it has another secret")
-        return hello.name, encode(Welcome(self._secret.proof(self._roles.listener, *parts)))
+        return hello.name, encode(self._secret.proof(self._kind.listener, *parts))
 
 
 class DialerGreeting:
     """The side of one greeting that dialed."""
 
-    def __init__(self, secret: Secret, name: str, roles: Roles = LINK) -> None:
+    def __init__(self, secret: Secret, name: str, kind: Kind) -> None:
         self._secret = secret
         self._name = name
-        self._roles = roles
+        self._kind = kind
         self._nonce = secrets.token_bytes(NONCE_NBYTES)
         self._challenge: bytes | None = None
 
@@ -170,10 +164,10 @@ class DialerGreeting:
             challenge = _decode_challenge(raw)
             _check(challenge.version, challenge.nonce)
             self._challenge = challenge.nonce
-            proof = self._proof(self._roles.dialer, self._challenge)
+            proof = self._proof(self._kind.dialer, self._challenge)
             return encode(Hello(VERSION, self._name, self._nonce, proof))
-        proof = self._proof(self._roles.listener, self._challenge)
-        if not hmac.compare_digest(_decode_welcome(raw).proof, proof):
+        proof = self._proof(self._kind.listener, self._challenge)
+        if not hmac.compare_digest(_decode_welcome(raw), proof):
             raise ConfigError("it has another secret")
         return None
 

@@ -1,4 +1,4 @@
-"""Links from a gateway to workers, over one connection to each process of them.
+"""Links from a gateway to workers, over one connection to each process of them: a Unix socket or TCP.
 
 Commands go out in order, at most MAX_UNTAKEN_NBYTES of them without a receipt; frames come back as one
 stream. Each worker's link gets a loss once; silence is loss.
@@ -7,62 +7,31 @@ stream. Each worker's link gets a loss once; silence is loss.
 import asyncio
 import logging
 import math
+import ssl
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple, Protocol, TypeAlias
+from functools import partial
+from typing import NamedTuple, TypeAlias, cast
 
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import MalleeError, WorkerLost
+from mallee.protocol.errors import ConfigError, MalleeError, WorkerLost
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, Frame
-from mallee.protocol.parcels import Life, decode_reports, pack
+from mallee.protocol.parcels import REFUSED, Life, decode_reports, pack
+from mallee.runtime.tasks import Tasks
+from mallee.runtime.transport import wire
+from mallee.runtime.transport.address import Way, parse_address
+from mallee.runtime.transport.greeting import COMMANDS, DialerGreeting, Secret
 
 log = logging.getLogger(__name__)
 
 OnFrame: TypeAlias = Callable[[Frame], None]
 OnLost: TypeAlias = Callable[[str], None]
+Dial: TypeAlias = Callable[["Connection"], Awaitable[None]]
+"""Opens a connection. Raises OSError, MalleeError."""
 
 MAX_UNTAKEN_NBYTES = 64 << 20
 LATE_S = 0.5  # a loop that wakes this much too late was held up itself
 _NOTHING = encode(())
-
-
-class Link(Protocol):
-    """A gateway's connection to one life of one worker."""
-
-    def send(self, command: Command) -> None:
-        """Queue a command; the worker takes commands in this order. Ignored after loss or close."""
-        ...
-
-    @property
-    def silence_s(self) -> float:
-        """Seconds since the worker's host was heard last; infinite while it is not connected."""
-        ...
-
-    async def close(self) -> None:
-        """No more callbacks; the worker ends what this gateway has running. Idempotent."""
-        ...
-
-
-class Transport(Protocol):
-    """Makes links. `on_lost(reason)` is called at most once, and not after `close`.
-
-    `on_frame` gets frames with updates, and each second of a worker with open requests of this gateway
-    one without: its `step` tells whether a worker that has nothing to report goes on.
-    """
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The exception that ended a background task: no link can be relied upon then."""
-        ...
-
-    def link(
-        self,
-        worker: WorkerId,
-        incarnation: Incarnation,
-        address: str,
-        on_frame: OnFrame,
-        on_lost: OnLost,
-    ) -> Link: ...
 
 
 class LinkTimes(NamedTuple):
@@ -79,8 +48,8 @@ class LinkTimes(NamedTuple):
         return min(self.keepalive_s, self.silence_s / 4)
 
 
-class WorkerLink:
-    """One worker's share of the connection to its host. A `Link`."""
+class Link:
+    """A gateway's link to one life of one worker: its share of the connection to the host."""
 
     __slots__ = ("_on_frame", "_on_lost", "host", "is_over", "life")
 
@@ -92,14 +61,17 @@ class WorkerLink:
         self.is_over = False
 
     def send(self, command: Command) -> None:
+        """Queue a command; the worker takes commands in this order. Ignored after loss or close."""
         if not self.is_over:
             self.host.put(self.life, command)
 
     @property
     def silence_s(self) -> float:
+        """Seconds since the worker's host was heard last; infinite while it is not connected."""
         return self.host.silence_s
 
     async def close(self) -> None:
+        """No more callbacks; the worker ends what this gateway has running. Idempotent."""
         if not self.is_over:
             self.is_over = True
             self.host.detach(self)
@@ -116,24 +88,12 @@ class WorkerLink:
             self._on_lost(reason)
 
 
-class Connection(Protocol):
-    """An open connection to a host, which tells its `HostLink` of reports, receipts and its end."""
-
-    def send(self, batch: bytes) -> None:
-        """Write a batch, unless the connection is over."""
-        ...
-
-    def end(self, reason: BaseException) -> None:
-        """Close at once. Idempotent."""
-        ...
-
-
 class HostLink:
     """The connection to one host, until its last worker is given up. Belongs to one event loop."""
 
     def __init__(
         self,
-        connect: Callable[["HostLink"], Awaitable[Connection]],
+        connect: Callable[["HostLink"], Awaitable["Connection"]],
         times: LinkTimes,
         on_over: Callable[["HostLink"], None],
     ) -> None:
@@ -142,7 +102,7 @@ class HostLink:
         self._times = times
         self._on_over = on_over
         self._loop = asyncio.get_running_loop()
-        self._links: dict[Life, WorkerLink] = {}
+        self._links: dict[Life, Link] = {}
         self._queue: list[tuple[Life, Command | None]] = []  # None: the gateway gives this life up
         self._connection: Connection | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -158,14 +118,13 @@ class HostLink:
 
     @property
     def silence_s(self) -> float:
-        """Seconds since it was heard last; infinite while it is not connected."""
         return self._loop.time() - self._heard if self.is_connected else math.inf
 
-    def attach(self, life: Life, on_frame: OnFrame, on_lost: OnLost) -> WorkerLink:
+    def attach(self, life: Life, on_frame: OnFrame, on_lost: OnLost) -> Link:
         """A link to one more life there, which has no other link."""
         assert not self.is_over, "the connection to this host is over"
         assert life not in self._links, f"{life} is linked already"
-        link = self._links[life] = WorkerLink(self, life, on_frame, on_lost)
+        link = self._links[life] = Link(self, life, on_frame, on_lost)
         return link
 
     def put(self, life: Life, command: Command | None) -> None:
@@ -175,7 +134,7 @@ class HostLink:
             self._is_flushing = True
             self._loop.call_soon(self._flush)
 
-    def detach(self, link: WorkerLink) -> None:
+    def detach(self, link: Link) -> None:
         """Remove a closed link; with the last one the connection ends."""
         if self._links.get(link.life) is not link:
             return
@@ -210,7 +169,7 @@ class HostLink:
                 self._begin(connection)
                 return
 
-    def _begin(self, connection: Connection) -> None:
+    def _begin(self, connection: "Connection") -> None:
         if self.is_over:
             connection.end(ConnectionError("it is not wanted any more"))
             return
@@ -293,6 +252,175 @@ class HostLink:
         if connection is not None:
             connection.end(reason)
         self._on_over(self)
+
+
+class Connection(asyncio.Protocol):
+    """One connection to a host, from its greeting on. Tells `link` of reports, receipts and its end."""
+
+    def __init__(self, link: HostLink, greeting: DialerGreeting) -> None:
+        self._link = link
+        self._greeting = greeting
+        self._messages = wire.Messages()
+        self._transport: asyncio.Transport | None = None
+        self._failure: BaseException | None = None
+        self._is_open = False
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.write(COMMANDS.first)
+
+    async def secure(self, tls: ssl.SSLContext) -> None:
+        """Go on with TLS, after the kind. Raises OSError."""
+        assert self._transport is not None, "it is connected"
+        loop = asyncio.get_running_loop()
+        self._transport = await loop.start_tls(self._transport, self, tls)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for kind, raw in self._messages.feed(data):
+                if self._failure is not None:
+                    return
+                self._take(kind, raw)
+        except Exception as error:  # loop top of the link: after any error the host is lost
+            if not isinstance(error, MalleeError):
+                log.exception("a message of a worker's process was not taken in")
+            self.end(error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        how = "it closed the connection" if error is None else f"the connection broke: {error}"
+        self._fail(ConnectionError(how))
+
+    def send(self, batch: bytes) -> None:
+        """Write a batch, unless the connection is over."""
+        self._write(wire.BATCH, batch)
+
+    def end(self, reason: BaseException) -> None:
+        """Close at once. Idempotent."""
+        if self._transport is not None:
+            self._transport.abort()
+        self._fail(reason)
+
+    def _take(self, kind: int, raw: bytes) -> None:
+        if kind == wire.REPORTS and self._is_open:
+            self._link.on_reports(raw)
+        elif kind == wire.TAKEN and self._is_open:
+            self._link.on_receipt(wire.read_receipt(raw))
+        elif kind == wire.REFUSED:
+            reason = f"{REFUSED}{wire.read_refusal(raw).message}"
+            self.end(ConnectionError(reason) if self._is_open else ConfigError(reason))
+        elif (answer := self._greeting.take(raw)) is not None:
+            self._write(wire.GREETING, answer)
+        else:
+            self._messages.max_nbytes = wire.MAX_MESSAGE_NBYTES
+            self._is_open = True
+            if not self.opened.done():
+                self.opened.set_result(None)
+
+    def _write(self, kind: int, raw: bytes) -> None:
+        if self._transport is not None and self._failure is None:
+            self._transport.write(wire.message(kind, raw))
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is not None:
+            return
+        self._failure = error
+        if self._is_open:
+            self._link.lose_all(str(error) or type(error).__name__)
+        elif not self.opened.done():
+            self.opened.set_exception(error)
+            self.opened.exception()  # retrieved: its waiter may be gone
+
+
+class Transport:
+    """Makes links: one connection to each process of workers, by the address in its lease."""
+
+    def __init__(
+        self,
+        gateway: str,
+        secret: Secret,
+        *,
+        node: str = "",
+        tls: ssl.SSLContext | None = None,
+        times: LinkTimes | None = None,
+    ) -> None:
+        """`node`: the machine whose Unix sockets can be reached. `tls` is for TCP."""
+        self._gateway = gateway
+        self._secret = secret
+        self._node = node
+        self._tls = tls
+        self._times = times or LinkTimes()
+        self._hosts: dict[Way, HostLink] = {}
+        self._tasks = Tasks("the connections to workers")
+        self._opening: dict[Way, asyncio.Task[None]] = {}
+        self._refusal: str | None = None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended a background task: no link can be relied upon then."""
+        return self._tasks.failure
+
+    def link(
+        self,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        address: str,
+        on_frame: OnFrame,
+        on_lost: OnLost,
+    ) -> Link:
+        """`on_lost(reason)` is called at most once, and not after `close`.
+
+        `on_frame` gets frames with updates, and each second of a worker with open requests of this gateway
+        one without: its `step` tells whether a worker that has nothing to report goes on.
+        """
+        way, dial = self._way_to(address)
+        host = self._hosts.get(way)
+        if host is None:
+            host = HostLink(partial(self._connect, dial), self._times, partial(self._forget, way))
+            self._hosts[way] = host
+            self._opening[way] = self._tasks.spawn(host.open())
+        return host.attach(Life(worker, incarnation), on_frame, on_lost)
+
+    def _way_to(self, address: str) -> tuple[Way, Dial]:
+        try:
+            way = parse_address(address).way_from(self._node)
+        except MalleeError as error:
+            return address, partial(_fail, error)
+        return way, partial(dial, way, None if isinstance(way, str) else self._tls)
+
+    async def _connect(self, dial: Dial, link: HostLink) -> Connection:
+        connection = Connection(link, DialerGreeting(self._secret, self._gateway, COMMANDS))
+        try:
+            await dial(connection)
+            await connection.opened
+        except BaseException as error:
+            connection.end(error)
+            if isinstance(error, MalleeError) and str(error) != self._refusal:
+                self._refusal = str(error)  # a thousand workers may refuse alike: one line
+                log.error("no connection to a worker's process: %s", error)
+            raise
+        self._refusal = None
+        return connection
+
+    def _forget(self, way: Way, host: HostLink) -> None:
+        if self._hosts.get(way) is host:
+            del self._hosts[way]
+            self._tasks.cancel(self._opening.pop(way))
+
+
+async def dial(way: Way, tls: ssl.SSLContext | None, connection: Connection) -> None:
+    """Open `connection` to the place `way`. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    if isinstance(way, str):
+        await loop.create_unix_connection(lambda: connection, way)
+    else:
+        await loop.create_connection(lambda: connection, *way)
+    if tls is not None:
+        await connection.secure(tls)
+
+
+async def _fail(error: MalleeError, connection: Connection) -> None:
+    raise error
 
 
 def reason_of(error: BaseException) -> str:

@@ -1,23 +1,21 @@
-"""A host's end of the connections: listens, greets gateways, passes batches in and reports out."""
+"""A host's end of the connections for commands: greets gateways, passes batches in and reports out."""
 
 import asyncio
 import logging
-import os
+import socket
 import ssl
-from contextlib import suppress
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol, cast
 
-from mallee.protocol.errors import MalleeError
+from mallee.protocol.errors import ConfigError, MalleeError
 from mallee.runtime.transport import wire
-from mallee.runtime.transport.address import Address
-from mallee.runtime.transport.greeting import ListenerGreeting, Secret
+from mallee.runtime.transport.greeting import COMMANDS, ListenerGreeting, Secret
 from mallee.runtime.transport.link import reason_of
+from mallee.runtime.transport.listener import GREETING_S
 
 log = logging.getLogger(__name__)
 
-GREETING_S = 5.0
-MAX_GREETINGS = 64  # connections that have not greeted yet
 BUFFER_NBYTES = 256 << 10  # beyond it a reader is slow, and reports are merged
 LINGER_S = 2.0  # for the last bytes of a connection that ends
 
@@ -67,28 +65,22 @@ class HostLike(Protocol):
 class HostConnection(asyncio.Protocol):
     """One connection, from its greeting on. A `Sink`."""
 
-    def __init__(self, server: "SocketServer") -> None:
+    def __init__(self, server: "CommandServer", on_greeted: Callable[[], None]) -> None:
         self._server = server
+        self._on_greeted = on_greeted
         self._loop = asyncio.get_running_loop()
         self._messages = wire.Messages()
-        self._greeting = ListenerGreeting(server.secret)
+        self._greeting = ListenerGreeting(server.secret, COMMANDS)
         self._inlet: Inlet | None = None
         self._taken_nbytes = 0  # that no receipt is out for
         self.is_slow = False
-
-    @property
-    def is_greeting(self) -> bool:
-        return self._inlet is None
+        self.lost: asyncio.Future[None] = self._loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=BUFFER_NBYTES)
         self._timer = self._loop.call_later(GREETING_S, self._refuse, "it did not greet in time")
-        self._server.connections.add(self)
-        if sum(c.is_greeting for c in self._server.connections) > MAX_GREETINGS:
-            self._refuse("too many connections at once have not greeted yet")
-        else:
-            self._transport.write(wire.message(wire.GREETING, self._greeting.challenge()))
+        self._transport.write(wire.message(wire.GREETING, self._greeting.challenge()))
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -104,7 +96,8 @@ class HostConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._timer.cancel()
-        self._server.forget(self)
+        if not self.lost.done():
+            self.lost.set_result(None)
         if self._inlet is not None:
             self._inlet.close()
 
@@ -122,7 +115,8 @@ class HostConnection(asyncio.Protocol):
     def finish(self, refusal: str | None = None) -> None:
         if not self._transport.is_closing():
             if refusal is not None:
-                self._transport.write(wire.message(wire.REFUSED, refusal.encode()))
+                raw = wire.refusal(ConfigError(refusal))
+                self._transport.write(wire.message(wire.REFUSED, raw))
             self._timer.cancel()
             self._timer = self._loop.call_later(LINGER_S, self._transport.abort)
             self._transport.close()
@@ -131,6 +125,7 @@ class HostConnection(asyncio.Protocol):
         gateway, welcome = self._greeting.take(raw)
         self._inlet = self._server.host.open(gateway, self)
         self._timer.cancel()
+        self._on_greeted()
         self._messages.max_nbytes = wire.MAX_MESSAGE_NBYTES
         self._transport.write(wire.message(wire.GREETING, welcome))
 
@@ -172,56 +167,37 @@ class HostConnection(asyncio.Protocol):
             self.finish(reason)
 
 
-class SocketServer:
-    """Listens for the gateways of one host. Belongs to one event loop."""
+class CommandServer:
+    """Serves the gateways of one host. A `Server` of commands."""
 
-    def __init__(
-        self, host: HostLike, secret: Secret, *, node: str = "", tls: ssl.SSLContext | None = None
-    ) -> None:
-        """`node` is this machine. `tls` is for TCP; Unix sockets are kept by their folder."""
+    kind = COMMANDS
+
+    def __init__(self, host: HostLike, secret: Secret) -> None:
         self.host = host
         self.secret = secret
         self.connections: set[HostConnection] = set()
-        self.address = Address(node)
-        self._tls = tls
-        self._servers: list[asyncio.Server] = []
-        self._is_empty = asyncio.Event()
+        self._is_ended = False
 
-    async def listen_unix(self, path: str) -> None:
-        """Listen on a Unix socket too, which all may open that may enter its folder."""
-        loop = asyncio.get_running_loop()
-        self._servers.append(await loop.create_unix_server(self._connection, path))
-        self.address = self.address._replace(path=path)
-
-    async def listen_tcp(self, host: str) -> None:
-        """Listen on a TCP port too, which the system chooses."""
-        loop = asyncio.get_running_loop()
-        limit_s = None if self._tls is None else GREETING_S
-        server = await loop.create_server(
-            self._connection, host, 0, ssl=self._tls, ssl_handshake_timeout=limit_s
+    async def serve(
+        self, sock: socket.socket, tls: ssl.SSLContext | None, on_greeted: Callable[[], None]
+    ) -> None:
+        connection = HostConnection(self, on_greeted)
+        await asyncio.get_running_loop().connect_accepted_socket(
+            lambda: connection,
+            sock,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else GREETING_S,
         )
-        self._servers.append(server)
-        self.address = self.address._replace(tcp=server.sockets[0].getsockname()[:2])
-
-    async def close(self) -> None:
-        """No connection is left, after the last bytes of each are out. Idempotent."""
-        servers, self._servers = self._servers, []
-        for server in servers:
-            server.close()
-        for connection in list(self.connections):
+        self.connections.add(connection)
+        if self._is_ended:
             connection.finish()
-        if self.connections:
-            self._is_empty.clear()
-            await self._is_empty.wait()  # at most LINGER_S
-        if self.address.path is not None:
-            with suppress(OSError):
-                os.unlink(self.address.path)
+        try:
+            await connection.lost
+        finally:
+            self.connections.discard(connection)
 
-    def _connection(self) -> HostConnection:
-        return HostConnection(self)
-
-    def forget(self, connection: HostConnection) -> None:
-        """A connection is over."""
-        self.connections.discard(connection)
-        if not self.connections:
-            self._is_empty.set()
+    def end(self) -> None:
+        """Each connection is over after LINGER_S at most."""
+        self._is_ended = True
+        for connection in self.connections:
+            connection.finish()

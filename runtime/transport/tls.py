@@ -1,4 +1,4 @@
-"""TLS between gateways and workers: each end shows a certificate of one authority, which is the app's own."""
+"""TLS between processes of the app: each end shows a certificate of one authority, which is the app's own."""
 
 import ssl
 from typing import NamedTuple
@@ -15,14 +15,14 @@ class TlsFiles(NamedTuple):
 
 
 def server_tls(files: TlsFiles) -> ssl.SSLContext:
-    """For a worker's end. Raises ConfigError."""
+    """For the end that listens. Raises ConfigError."""
     context = _loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files)
     context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 
 def client_tls(files: TlsFiles) -> ssl.SSLContext:
-    """For a gateway's end. Raises ConfigError."""
+    """For the end that dials. Raises ConfigError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     # Workers are told by the authority alone: their hosts are addresses that come and go.
     context.check_hostname = False

@@ -1,25 +1,49 @@
-"""Messages on a stream of bytes: length (u32, little-endian), kind (one byte), then the bytes."""
+"""Messages on a stream of bytes: length (u32, little-endian), kind (one byte), then the bytes.
+
+All kinds of connections share it. Kinds from 16 on are of KV transfers (`actors.kv_transfer.messages`).
+"""
 
 import struct
 from collections.abc import Iterator
+from typing import Any, Final
 
-from mallee.protocol.errors import CodecError
+from mallee.protocol.codec import Decoder, encode
+from mallee.protocol.errors import CodecError, MalleeError, from_wire
 
-GREETING = 1  # both ways, until the connection is open
-BATCH = 2  # from a gateway: commands, or none as a sign of life
-TAKEN = 3  # from a host: receipt for so many bytes of batches
-REPORTS = 4  # from a host: frames, or none as a sign of life
-REFUSED = 5  # from a host, the last: the reason
+GREETING: Final = 1  # both ways, until the connection is open
+BATCH: Final = 2  # from a gateway: commands, or none as a sign of life
+TAKEN: Final = 3  # from a host: receipt for so many bytes of batches
+REPORTS: Final = 4  # from a host: frames, or none as a sign of life
+REFUSED: Final = 5  # from the end that listens: an error
 
-MAX_MESSAGE_NBYTES = 256 << 20
-MAX_GREETING_NBYTES = 1024
-_HEAD = struct.Struct("<IB")
-_RECEIPT = struct.Struct("<Q")
+MAX_MESSAGE_NBYTES: Final = 256 << 20
+MAX_GREETING_NBYTES: Final = 1024
+MAX_REFUSAL_NBYTES: Final = 64 << 10
+HEAD: Final = struct.Struct("<IB")
+_RECEIPT: Final = struct.Struct("<Q")
+_decode_refusal: Final = Decoder(tuple[str, str, dict[str, Any]], "a refusal")
 
 
 def message(kind: int, raw: bytes) -> bytes:
     """`raw` with its head. It is at most MAX_MESSAGE_NBYTES long."""
-    return _HEAD.pack(len(raw), kind) + raw
+    return HEAD.pack(len(raw), kind) + raw
+
+
+def too_long(size: int, limit: int) -> CodecError:
+    return CodecError(f"a message of {size} bytes: at most {limit}", nbytes=size)
+
+
+def refusal(error: MalleeError) -> bytes:
+    """The bytes of a refusal: `error`, in short if it is long."""
+    raw = encode(error.to_wire())
+    if len(raw) > MAX_REFUSAL_NBYTES:
+        raw = encode((error.code, error.message[:1000], {}))
+    return raw
+
+
+def read_refusal(raw: bytes) -> MalleeError:
+    """The error of a refusal. Raises CodecError."""
+    return from_wire(_decode_refusal(raw))
 
 
 def receipt(nbytes: int) -> bytes:
@@ -50,16 +74,14 @@ class Messages:
         buffer += data
         begin = 0
         try:
-            while len(buffer) - begin >= _HEAD.size:
-                size, kind = _HEAD.unpack_from(buffer, begin)
+            while len(buffer) - begin >= HEAD.size:
+                size, kind = HEAD.unpack_from(buffer, begin)
                 if size > self.max_nbytes:
-                    raise CodecError(
-                        f"a message of {size} bytes: at most {self.max_nbytes}", nbytes=size
-                    )
-                end = begin + _HEAD.size + size
+                    raise too_long(size, self.max_nbytes)
+                end = begin + HEAD.size + size
                 if len(buffer) < end:
                     return
-                raw = bytes(memoryview(buffer)[begin + _HEAD.size : end])
+                raw = bytes(memoryview(buffer)[begin + HEAD.size : end])
                 begin = end
                 yield kind, raw
         finally:

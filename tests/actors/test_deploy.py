@@ -18,7 +18,7 @@ from websockets.sync.client import connect
 from mallee.cli.main import cli
 from mallee.client import Mallee
 from support.mock_scene import make_folder
-from support.ray_marks import PROCESS_MARKS, local_serve
+from support.ray_marks import PROCESS_MARKS, deploy, local_serve
 from support.waiting import wait_until
 
 pytestmark = PROCESS_MARKS
@@ -37,18 +37,8 @@ class Cluster:
         }
 
     def deploy(self, *, workers: int, **args: Any) -> None:
-        from ray.serve.context import _get_global_client
-        from ray.serve.schema import ServeDeploySchema
-
-        app = {
-            "name": "mallee",
-            "route_prefix": "/",
-            "import_path": "mallee.actors.app:app",
-            "args": {**self._args, **args},
-            "deployments": [{"name": "Worker", "num_replicas": workers}],
-        }
-        client: Any = _get_global_client()
-        client.deploy_apps(ServeDeploySchema.model_validate({"applications": [app]}))
+        deployments = [{"name": "Worker", "num_replicas": workers}]
+        deploy({**self._args, **args}, deployments=deployments)
 
     @property
     def status(self) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Durable capsules after all else has ended: the secret that tags their ids, and what can't be read."""
+"""Workers' disks, as their settings make them: durable capsules, the secret that tags their ids, faults."""
 
 import os
 import stat
@@ -10,30 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from mallee.actors import cluster
-from mallee.actors.build import (
-    Surroundings,
-    build_ids,
-    check_secret,
-    disk_place,
-    load_forward,
-    make_engine,
-    secret_beside,
-)
+from mallee.actors.build import Surroundings, load_forward, make_engine
 from mallee.actors.hosting.engine import add_engine
 from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.orphans import HoldName, Orphans
 from mallee.actors.hosting.worker import Capacity
+from mallee.actors.secret import build_ids, check_secret, file_of, secret_of
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.ids import COMMON, Incarnation, RequestId, WorkerId
 from mallee.protocol.messages import Demote, Fork, Limits, Prefill, Sampling, pack_tokens
 from mallee.runtime.config import AppConfig
 from mallee.runtime.transport.greeting import Secret
 from mallee.testing.bus import LocalBus, LocalHub
+from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
 from mallee.worker.transfer.values import DISK
 from support.dict_store import DictStore
 from support.run_out import run_out
+from support.tokenizers_made import byte_level
 from support.waiting import until
 
 PROMPT = [3 + i % 29 for i in range(40)]
@@ -47,7 +41,7 @@ class Ray:
         given = {"model": str(model), "engine": engine, "fleet": fleet}
         self.config = AppConfig.model_validate(given)
         self.store = DictStore()
-        secret = cluster.secret_of(self.store, "app", secret_beside(self.config))
+        secret = secret_of(self.store, "app", file_of(self.config))
         self.ids = build_ids(Secret(secret))
         self._lives = 0
 
@@ -65,6 +59,15 @@ class Ray:
         assert reply.status is not None, reply.error
         assert reply.status.tier == "disk"
         return f"{request}.0"
+
+
+def refusal(ray: Ray, engine: Engine) -> str | None:
+    """Of the demotion of a capsule to disk."""
+    request = ray.ids.new(COMMON)
+    run_out(engine, Prefill(request, pack_tokens(PROMPT)))
+    _, (reply,) = run_out(engine, Demote(ray.ids.new(COMMON), f"{request}.0", DISK))
+    assert len(fork(engine, f"{request}.0")) == 8, "it serves all the same"
+    return None if reply.error is None else reply.error[0]
 
 
 def fork(engine: Engine, capsule: str) -> list[int]:
@@ -100,17 +103,17 @@ def test_all_processes_that_make_the_secret_at_once_get_one(tmp_path: Path) -> N
     file = tmp_path / "kv" / "default" / "secret"
     store = DictStore()
     with ThreadPoolExecutor(8) as pool:
-        of_one_ray = set(pool.map(lambda _: cluster.secret_of(store, "app", file), range(32)))
+        of_one_ray = set(pool.map(lambda _: secret_of(store, "app", file), range(32)))
     assert of_one_ray == {file.read_bytes()}
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert [each.name for each in file.parent.iterdir()] == ["secret"]
-    assert cluster.secret_of(store, "app") in of_one_ray, "gateways have it from Ray"
-    assert cluster.secret_of(store, "another") not in of_one_ray
+    assert secret_of(store, "app") in of_one_ray, "gateways have it from Ray"
+    assert secret_of(store, "another") not in of_one_ray
 
 
 def test_a_node_with_a_disk_of_its_own_takes_the_fleets_secret_or_refuses(tmp_path: Path) -> None:
     here, there, other = (tmp_path / name / "secret" for name in ("here", "there", "other"))
-    store, take = DictStore(), cluster.secret_of
+    store, take = DictStore(), secret_of
     with pytest.raises(ConfigError, match=r"another node may have it: give links\.secret_file"):
         take(store, "app", here, may_make=False)
     assert not here.exists()
@@ -133,11 +136,40 @@ def test_a_disk_without_its_secret_is_not_used(model: Path, tmp_path: Path) -> N
     ray = Ray(model, tmp_path / "disk")
     os.remove(tmp_path / "disk" / "default" / "secret")
     engine = ray.worker()
-    request = ray.ids.new(COMMON)
-    run_out(engine, Prefill(request, pack_tokens(PROMPT)))
-    _, (reply,) = run_out(engine, Demote(ray.ids.new(COMMON), f"{request}.0", DISK))
-    assert reply.error is not None
+    assert refusal(ray, engine) is not None
     engine.close()
+
+
+def test_a_disk_in_use_or_broken_stops_no_worker(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """F24, part: while one worker has the disk, another of its name serves without it."""
+    ray = Ray(model, tmp_path)
+    first, second = ray.worker(), ray.worker()
+    assert f"in use by process {os.getpid()}" in caplog.text
+    assert refusal(ray, second) == "invalid_parameter"
+    (tmp_path / "default" / "w1").write_text("no folder")
+    broken = ray.worker("w1")
+    assert "w1 serves without its disk" in caplog.text
+    assert "look after the disk" in caplog.text
+    assert refusal(ray, broken) == "invalid_parameter"
+    for engine in (first, second, broken):
+        engine.check()
+        engine.close()
+
+
+def test_capsules_of_other_weights_are_not_taken_in(model: Path, tmp_path: Path) -> None:
+    """F24, part: the volume outlives them; its blocks are found by nothing."""
+    ray = Ray(model, tmp_path / "disk")
+    leave_behind(ray, "w0")
+    random_model("llama", 6, vocab_size=320).save(tmp_path / "model")
+    byte_level().save(str(tmp_path / "model" / "tokenizer.json"))
+    ray = Ray(tmp_path / "model", tmp_path / "disk")
+    other = ray.worker()
+    assert other.snapshot().capsules == ()
+    assert other.snapshot().disk_hashes == b""
+    ray.make_durable(other)
+    other.close()
 
 
 def test_an_object_store_needs_a_secret_of_the_operators() -> None:
@@ -215,7 +247,7 @@ def gone(name: str) -> Iterator[bool]:
 
 
 def heir(ray: Ray, name: str, hold: HoldName = gone) -> tuple[Engine, Orphans]:
-    orphans = Orphans(Path(disk_place(ray.config, "")), WorkerId(name), hold)
+    orphans = Orphans(Path(ray.config.disk_place("")), WorkerId(name), hold)
     return ray.worker(name, orphans), orphans
 
 
@@ -228,7 +260,7 @@ def leave_behind(ray: Ray, name: str) -> str:
 
 
 def files(ray: Ray, name: str) -> list[str]:
-    return [each.name for each in Path(disk_place(ray.config, name)).glob("*/*")]
+    return [each.name for each in Path(ray.config.disk_place(name)).glob("*/*")]
 
 
 def test_a_worker_adopts_capsules_of_one_that_is_gone_when_it_starts(

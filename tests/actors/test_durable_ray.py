@@ -1,8 +1,7 @@
 """Durable capsules over processes, by default settings: Ctrl-C of `mallee serve`, and a rolling update."""
 
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from mallee.runtime.addresses import free_port
-from support.ray_marks import PROCESS_MARKS, local_serve
+from support.ray_marks import PROCESS_MARKS, deploy, local_serve
+from support.serve_command import ServeCommand
 from support.waiting import wait_until
 
 pytestmark = [*PROCESS_MARKS, pytest.mark.timeout(500)]
@@ -28,10 +27,18 @@ class Client:
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
 
-    def post(self, path: str, **body: Any) -> Any:
-        answer = self._http.post(path, json=body)
+    def ask(self, method: str, path: str, **body: Any) -> Any:
+        """The answer, asked for again for as long as the server says when."""
+        answers = (self._http.request(method, path, json=body or None) for _ in range(30))
+        for answer in answers:
+            if answer.status_code != 503:
+                break
+            time.sleep(float(answer.headers["retry-after"]))
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+    def post(self, path: str, **body: Any) -> Any:
+        return self.ask("POST", path, **body)
 
     def health(self) -> dict[str, Any]:
         try:
@@ -60,7 +67,7 @@ class Client:
         assert self.post(f"/v1/capsules/{capsule}/demote", tier="disk")["tier"] == "disk"
 
     def tier(self, capsule: str) -> str | None:
-        found: str | None = self._http.get(f"/v1/capsules/{capsule}").json().get("tier")
+        found: str | None = self.ask("GET", f"/v1/capsules/{capsule}").get("tier")
         return found
 
     def check(self, answers: dict[str, str]) -> None:
@@ -80,25 +87,11 @@ def user(port: int) -> Iterator[Client]:
 @contextmanager
 def serving(model: Path, disk: Path, *, workers: int) -> Iterator[Client]:
     """`mallee serve`, until Ctrl-C."""
-    port = free_port()
     sets = [f"engine.disk_path={disk}", "engine.kv_tokens=4096", "engine.dtype=float32"]
-    options = ["--model", str(model), "--workers", str(workers), "--port", str(port)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mallee.cli", "serve", *options, *(f"--set={x}" for x in sets)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        while "Ctrl-C ends" not in (line := process.stdout.readline()):
-            assert line, "it has ended"
-        with user(port) as client:
-            yield client
-    finally:
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
+    options = ["--model", str(model), "--workers", str(workers), *(f"--set={x}" for x in sets)]
+    with ServeCommand("serve", *options) as service, user(service.port) as client:
+        yield client
+        assert service.stop(signal.SIGINT) == 0, service.said
 
 
 def test_capsules_answer_after_ctrl_c_and_another_start(model: Path, tmp_path: Path) -> None:
@@ -122,25 +115,14 @@ def test_capsules_stay_durable_in_a_rolling_update(model: Path, tmp_path: Path) 
     with serving(model, disk, workers=2) as client:
         older = client.make_durable(4)
     with local_serve() as port, user(port) as client:
-        from ray.serve.context import _get_global_client
-        from ray.serve.schema import ServeDeploySchema
-
-        def deploy(**args: Any) -> None:
-            engine = {"kv_tokens": 4096, "dtype": "float32", "disk_path": str(disk)}
-            given = {"model": str(model), "workers": 2, "engine": engine, **args}
-            app = {"name": "mallee", "route_prefix": "/", "args": given}
-            app["import_path"] = "mallee.actors.app:app"
-            serve: Any = _get_global_client()
-            serve.deploy_apps(ServeDeploySchema.model_validate({"applications": [app]}))
-
-        deploy()
+        engine = {"kv_tokens": 4096, "dtype": "float32", "disk_path": str(disk)}
+        given = {"model": str(model), "workers": 2, "engine": engine}
+        deploy(given)
         until(lambda: len(client.lives) == 2 and client.health()["status"] == "ok")
         answers = {**older, **client.make_durable(4)}
         for drain_s in (29, 28):
             before = client.lives
-            deploy(drain_s=drain_s)
+            deploy({**given, "drain_s": drain_s})
             until(lambda: len(client.lives) == 2 and not before & client.lives)  # noqa: B023
             until(lambda: client.health().get("status") == "ok")
-            # What the last one left is adopted within a second or two.
-            until(lambda: {client.tier(each) for each in answers} == {"disk"}, timeout_s=15)
             client.check(answers)

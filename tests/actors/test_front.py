@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -123,66 +122,16 @@ def metrics(front: Front) -> dict[str, str]:
     return found
 
 
-def test_no_timeout_of_haproxy_cuts_a_silent_stream(front: Front) -> None:
-    """It waits for gateways without limit, and a minute for clients who take nothing; 8500 is another
-    service's fallback.
-    """
-    if front.mode != "haproxy":
-        return
-    commands = [  # two after a reload
-        process.cmdline()
-        for process in front.service.family("haproxy")
-        if process.name() == "haproxy"
-    ]
-    (path,) = {command[command.index("-f") + 1] for command in commands}
-    config = Path(path).read_text()
-    assert "timeout client 60s" in config
-    assert "hard-stop-after 3600s" in config
-    assert "timeout server" not in config
-    assert ":8500 " not in config
-
-
 def test_health_and_metrics_name_the_gateway_that_answers(front: Front) -> None:
     seen = set()
     until(lambda: seen.add(httpx.get(f"{front.url}/health").json()["gateway"]) or len(seen) == 2)  # type: ignore[func-returns-value]
     assert set(metrics(front)) == seen
 
 
-def test_all_engines_of_all_replicas_are_workers_and_answer(front: Front) -> None:
-    """K21, part: mocked engines as the worker deployment, behind gateways, NATS and Ray unchanged."""
-    names = {f"w{i}-{k}" for i in range(2) for k in range(ENGINES)}
-    found = httpx.get(f"{front.url}/health").json()["workers"]
-    assert {worker["worker"] for worker in found} == names
-
-    def complete(number: int) -> dict[str, Any]:
-        content = body(prompt=f"a tree of {number} trunks " * 8, max_tokens=6)
-        answer = client.post("/v1/completions", json=content)
-        assert answer.status_code == 200, answer.text
-        made: dict[str, Any] = answer.json()
-        return made
-
-    with httpx.Client(base_url=front.url, timeout=30) as client, ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(complete, range(3 * len(names))))
-    assert {each["choices"][0]["mallee"]["worker"] for each in answers} == names
-    assert {each["usage"]["completion_tokens"] for each in answers} == {6}
-
-
 def test_a_client_that_hangs_up_ends_its_branches(front: Front) -> None:
     content = json.dumps(body(stream=True, n=3, max_tokens=1900)).encode()
     assert b"data: " in talk(front, post(content), ends=b"data: ")
     until(lambda: rows(front) == 0, timeout_s=5)
-
-
-def test_answers_are_as_without_a_proxy(front: Front) -> None:
-    with httpx.Client(base_url=front.url) as client:
-        assert client.head("/v1/models").status_code == 200
-        missing = client.get("/nope")
-        assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
-        assert client.get("/v1/completions").status_code == 405
-        assert client.post("/v1/completions", content=b"{").status_code == 400
-        answer = client.post("/v1/completions", json=body(prompt="x" * MAX_BODY))
-        assert answer.status_code == 413
-        assert client.post("/v1/completions", json=body()).status_code == 200
 
 
 def test_connections_are_kept_and_errors_on_them_end_nothing(front: Front) -> None:

@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.process, pytest.mark.ray, pytest.mark.nats, pytest.mar
 
 until = partial(wait_until, timeout_s=120.0)
 OPERATOR = "MALLEE_API_KEY"
+SERVICES = ("nats", "nats of workers", "nats, wrong", "links", "key, wrong", "backend of spans")
 CLIENTS = ("prompt", "system prompt", "session", "user", "schema", "stop string", "cache key")
 """Kinds of texts in a request of a client's, none of which may be logged."""
 
@@ -107,18 +108,9 @@ class Head:
         }
         program = str(Path(sys.executable).parent / "ray")
         with (self.folder / "head.txt").open("w") as out:
-            head = subprocess.Popen(
-                [
-                    program,
-                    "start",
-                    "--head",
-                    "--block",
-                    *(f"--{k}={v}" for k, v in options.items()),
-                ],
-                env=self.environment,
-                stdout=out,
-                stderr=out,
-            )
+            command = [program, "start", "--head", "--block"]
+            command += [f"--{name}={value}" for name, value in options.items()]
+            head = subprocess.Popen(command, env=self.environment, stdout=out, stderr=out)
         try:
             until(lambda: self.is_up)
             yield
@@ -169,20 +161,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     files = tmp_path_factory.mktemp("files")
     with short_folder() as folder, receiving() as receiver:
         head = Head(Path(folder))
-        head.secrets |= {
-            name: secrets.token_hex(24)
-            for name in (
-                *(
-                    "nats",
-                    "nats of workers",
-                    "nats, wrong",
-                    "links",
-                    "key, wrong",
-                    "backend of spans",
-                ),
-                *CLIENTS,
-            )
-        }
+        head.secrets |= {name: secrets.token_hex(24) for name in (*SERVICES, *CLIENTS)}
         for name in ("nats", "nats of workers", "nats, wrong"):
             (files / name).write_text(f"{name.replace(' ', '')}:{head.secrets[name]}")
         head.spans = receiver

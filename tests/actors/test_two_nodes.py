@@ -9,15 +9,7 @@ from typing import Any, get_args
 import httpx
 import pytest
 
-from mallee.protocol.events import (
-    Cleared,
-    EventBatch,
-    Removed,
-    Stored,
-    decode_batch,
-    decode_snapshot,
-    unpack_hashes,
-)
+from mallee.protocol.events import decode_snapshot, unpack_hashes
 from mallee.protocol.subjects import BusRole, Subjects
 from mallee.runtime.addresses import free_port
 from mallee.runtime.bus.broker import start_broker
@@ -33,34 +25,6 @@ PROMPT = "a tree of many trunks"
 SUFFIXES = [" and rain", " after fire", " from one root", " which re-sprouts"]
 
 
-class Told:
-    """The events of every life of every worker from its first, and the blocks that they tell."""
-
-    def __init__(self) -> None:
-        self.next_seq: dict[tuple[str, int], int] = {}
-        self.blocks: dict[tuple[str, int], set[int]] = {}
-        self.num_removed = 0
-        self.gaps: list[EventBatch] = []
-
-    def take(self, raw: bytes) -> None:
-        batch = decode_batch(raw)
-        life = (batch.worker, batch.incarnation)
-        if batch.first_seq != self.next_seq.get(life, 0):
-            self.gaps.append(batch)
-        self.next_seq[life] = batch.next_seq
-        blocks = self.blocks.setdefault(life, set())
-        for event in batch.events:
-            match event:
-                case Stored(hashes=run, tier=0):
-                    blocks.update(unpack_hashes(run).tolist())
-                case Removed(hashes=run, tier=0):
-                    gone = unpack_hashes(run).tolist()
-                    self.num_removed += len(gone)
-                    blocks.difference_update(gone)
-                case Cleared():
-                    blocks.clear()
-
-
 class Fleet:
     """The app on nodes that have room for one worker each; the gateway is on the head."""
 
@@ -68,7 +32,6 @@ class Fleet:
         self.cluster = cluster
         self.bus = bus
         self.client = client
-        self.told = Told()
 
     async def post(self, path: str, **body: Any) -> dict[str, Any]:
         answer = await self.client.post(path, json={"model": "tiny", **body})
@@ -121,7 +84,6 @@ class Fleet:
         async with asyncio.timeout(20):
             while not await self._is_converged():  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
-        assert self.told.gaps == []
         metrics = (await self.client.get("/metrics")).text
         assert set(re.findall(r"^mallee_event_gaps_total\S* (\S+)", metrics, re.M)) == {"0.0"}
 
@@ -129,16 +91,11 @@ class Fleet:
         for worker, view in (await self.workers()).items():
             subject = Subjects.of("test").snapshot(f"m{worker.removeprefix('w')}")
             snapshot = decode_snapshot(await self.bus.request(subject, b"", 5.0))
-            life = (snapshot.worker, snapshot.incarnation)
-            blocks = set(unpack_hashes(snapshot.hashes).tolist())
-            if not (
-                blocks
-                and view["is_whole"]
-                and view["incarnation"] == str(snapshot.incarnation)
-                and view["indexed_blocks"] == len(blocks)
-                and self.told.next_seq.get(life) == snapshot.next_seq
-                and self.told.blocks[life] == blocks
-            ):
+            num_blocks = len(unpack_hashes(snapshot.hashes))
+            held = (True, str(snapshot.incarnation), num_blocks)
+            if (view["is_whole"], view["incarnation"], view["indexed_blocks"]) != held:
+                return False
+            if not num_blocks:
                 return False
         return True
 
@@ -195,7 +152,6 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
             await bus.connect()
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
                 made = Fleet(cluster, bus, client)
-                await bus.subscribe(Subjects.of("test").events(), made.told.take)
                 # All nodes are on this machine: the proxies of the others would share the port.
                 serve.start(
                     proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port}
@@ -211,14 +167,6 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
             await broker.stop()
 
 
-async def test_the_app_keeps_its_secret(fleet: Fleet) -> None:
-    from mallee.actors.cluster import RayStore, secret_of
-
-    store = RayStore()
-    made = secret_of(store, "mallee", may_make=False)
-    assert secret_of(store, "mallee") == made != secret_of(store, "another")
-
-
 async def test_fan_outs_run_on_both_nodes_and_no_event_is_lost(fleet: Fleet) -> None:
     """K28, part, X29, part: prompts with n=8 and forks with several suffixes; the index is what is held."""
     capsules = await fleet.capsules()
@@ -231,7 +179,6 @@ async def test_fan_outs_run_on_both_nodes_and_no_event_is_lost(fleet: Fleet) -> 
     seen = {choice["mallee"]["worker"] for answer in answers for choice in answer["choices"]}
     await fleet.check_events()
     assert seen == {"w0", "w1"}
-    assert fleet.told.num_removed
 
 
 async def test_a_node_is_drained_under_fan_outs(fleet: Fleet) -> None:

@@ -27,7 +27,7 @@ def fresh(seed: int) -> list[int]:
 
 
 async def answer(fleet: LiveFleet) -> list[int]:
-    stream = await fleet.gateways[0].start(GenerateJob(as_tokens(PROMPT), LIMITS))
+    stream = await fleet.gateways[0].requests.start(GenerateJob(as_tokens(PROMPT), LIMITS))
     return [token async for delta in stream for token in delta.tokens]
 
 
@@ -50,7 +50,7 @@ async def test_a_worker_goes_on_with_weights_that_took_the_place_of_its_own(tmp_
         async def change(label: str, folder: str) -> str:
             options: dict[str, Any] = {"drain_s": 5.0, "wait_s": 20.0}
             path = str(tmp_path / folder)
-            found = await fleet.gateways[0].change_weights(label, path=path, **options)
+            found = await fleet.gateways[0].operator.change_weights(label, path=path, **options)
             await until(lambda: len(fleet.routers[0].workers()) == 1)
             return str(found["workers"][0]["state"])
 

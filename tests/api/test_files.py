@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from mallee.actors.lending.borrower import BorrowedLoan
+from mallee.actors.kv_transfer.client import RemoteBlocks
 from mallee.client import AsyncMallee, Mallee, StreamBroken, UnknownCapsule
 from mallee.protocol.errors import CorruptExport, MalleeError, WorkerLost
 from support.file_server import PROMPT, SAMPLED, FileServer, cut_answer, file_server
@@ -201,14 +201,14 @@ async def test_a_broken_export_leaves_no_file(
 
         reads = []
 
-        def breaks(loan: BorrowedLoan, *asked: Any) -> None:
+        def breaks(loan: RemoteBlocks, *asked: Any) -> None:
             reads.append(loan)
             if len(reads) > 2:
                 raise WorkerLost("w0", "it was killed")
             read(loan, *asked)
 
-        read = BorrowedLoan.read
-        monkeypatch.setattr(BorrowedLoan, "read", breaks)
+        read = RemoteBlocks.read
+        monkeypatch.setattr(RemoteBlocks, "read", breaks)
         with pytest.raises(StreamBroken):
             await capsule.export(tmp_path / "kept")
         assert (tmp_path / "kept").read_bytes() == b"before"

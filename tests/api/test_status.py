@@ -134,9 +134,7 @@ def test_the_router_explains_a_pull(call: Any) -> None:
     cost = Load(0, 0, 0, 0, None, FetchPrices(1e-3, 0.0, 0.0, 0.0, 0.0, 1e-3, 1e-5))
     for worker in ("w0", "w1"):
         router.on_lease(
-            Lease(
-                worker, 1, "a", "m", "f", 16, 1000, 8, 4096, 0, load=cost, lends_at=f"at {worker}"
-            )
+            Lease(worker, 1, "a", "m", "f", 16, 1000, 8, 4096, 0, load=cost, serves_kv=True)
         )
     router.on_events(EventBatch("w1", 1, 0, (Stored(pack_hashes(HASHES)),)))
     router.suspend(WorkerId("w0"), 1)

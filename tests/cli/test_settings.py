@@ -60,7 +60,7 @@ def test_values_of_set_are_yaml() -> None:
         ("=3", "--set =3: give KEY=VALUE"),
         ("model=[", r"--set model=\[: '\[' is no YAML value"),
         ("model.name=3", "model.name: model has a value of its own"),
-        ("policy=cost", "`policy` is now `routing.policy`"),
+        ("policy=cost", "`policy` is no setting; the nearest is `routing.policy`"),
         ("routing.polcy=cost", "`routing.polcy` is no setting; the nearest is `routing.policy`"),
         ("workers=0", "workers=0: Input should be greater than or equal to 1"),
     ],

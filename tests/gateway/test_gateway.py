@@ -2,10 +2,13 @@
 
 import time
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 
 import pytest
 
+from mallee.gateway.requests.deltas import DeltaQueue
 from mallee.mocker.passes import mock_spec
+from mallee.protocol.errors import SlowReader
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.ids import COMMON, branch_seed
 from mallee.protocol.messages import Limits, Sampling
@@ -51,7 +54,7 @@ async def test_capsules_are_dated_by_the_gateways_wall_clock() -> None:
 
 
 async def test_with_the_broker_gone_requests_still_work_and_the_index_converges_after() -> None:
-    """X8, part: routing goes on without the broker; afterwards the index equals what is held."""
+    """K7, X8, part: routing goes on without the broker; afterwards the index equals what is held."""
     async with fleet(workers=2, gateways=2) as f:
         await collect(await f.gateways[0].requests.start(GenerateJob(PROMPT, Limits(2), HOT)))
         f.hub.set_up(False)
@@ -88,6 +91,25 @@ async def test_a_worker_whose_link_broke_is_met_again_at_its_next_lease(
         await until(lambda: gateway.operator.health()["status"] == "ok")
         fork = await gateway.requests.start(ForkJob(made.capsule, [as_tokens([])], Limits(3), HOT))
         assert (await collect(fork))[0][0] == expect(PROMPT.tolist(), 3)
+
+
+async def test_an_answer_that_is_not_read_is_given_up_once_and_cancelled_on_its_worker(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = partial(DeltaQueue, 64, 128)
+    monkeypatch.setattr("mallee.gateway.requests.request.DeltaQueue", queue)
+    async with fleet(workers=1) as f:
+        job = GenerateJob(PROMPT, Limits(3000, ignore_eos=True), HOT, n=3)
+        stream = await f.gateways[0].requests.start(job)
+        stats = f.engines["w0"].stats
+        await until(lambda: stats().num_output_tokens > 0 and stats().jobs == 0)
+        assert stats().num_output_tokens < 3 * 3000
+        with pytest.raises(SlowReader):
+            await anext(stream)
+        await stream.aclose()
+        said = f"{stream.request}: its client does not read, it is given up"
+        assert [record.message for record in caplog.records] == [said]
+        await until(f.is_clean)
 
 
 async def test_fewer_workers_than_expected_show_in_health_and_in_metrics() -> None:

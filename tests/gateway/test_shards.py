@@ -13,11 +13,11 @@ from mallee.protocol.hashing import as_tokens, block_hashes
 from mallee.protocol.ids import COMMON, CapsuleId, Scope, WorkerId, branch_seed
 from mallee.protocol.messages import Limits, Sampling
 from mallee.router.config import CostModel, RouterConfig, SpillModel
-from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob
+from mallee.router.dispatch.jobs import ForkJob, PrefillJob
 from mallee.router.dispatch.shards import Shard
 from mallee.testing.forward import linear_tokens
 from support.live_fleet import LiveFleet, collect, lose, running
-from support.waiting import elapse, until
+from support.waiting import until
 
 SPEC = mock_spec(max_model_len=100_000)
 PROMPT = as_tokens([i % 61 for i in range(200)])
@@ -104,17 +104,6 @@ async def test_a_split_fork_of_a_capsules_beginning_draws_what_it_would_draw_uns
         await until(f.is_clean)
 
 
-async def test_a_split_generate_draws_what_it_would_draw_unsplit() -> None:
-    async with fleet() as f:
-        stream = await f.gateways[0].requests.start(GenerateJob(PROMPT, Limits(8), HOT, n=12))
-        assert len(workers_of(f, stream)) > 1
-        answers = await collect(stream)
-        assert [answers[i][0] for i in range(12)] == [
-            expect(PROMPT.tolist(), 8, i) for i in range(12)
-        ]
-        await until(f.is_clean)
-
-
 async def test_a_capsule_whose_tokens_are_not_known_is_not_split() -> None:
     async with fleet(gateways=2) as f:
         made = await make_capsule(f)
@@ -142,42 +131,6 @@ async def test_a_tenants_salt_goes_with_its_tokens() -> None:
             held = set(engine._tree.held_hashes().tolist())
             assert salted <= held
             assert not plain & held
-
-
-@pytest.mark.parametrize("when", ["at once", "while it is computed", "while it answers"])
-async def test_a_reader_that_leaves_ends_every_part(when: str) -> None:
-    async with fleet() as f:
-        made = await make_capsule(f)
-        fork = await f.gateways[0].requests.start(
-            ForkJob(made.capsule, SUFFIXES, Limits(3000), HOT)
-        )
-        if when == "while it is computed":
-            await elapse(0.003)
-        elif when == "while it answers":
-            seen = set()
-            async for delta in fork:
-                seen.add(delta.branch)
-                if len(seen) == 12:
-                    break
-        await fork.aclose()
-        await fork.aclose()
-        await until(f.is_clean)
-
-
-async def test_branches_are_cancelled_one_by_one_wherever_they_are() -> None:
-    """Some before their part's prefix is computed: the others draw what they would anyway."""
-    async with fleet() as f:
-        made = await make_capsule(f)
-        fork = await f.gateways[0].requests.start(ForkJob(made.capsule, SUFFIXES, Limits(8), HOT))
-        gone = {1, 5, 6, 7, 11}
-        for branch in gone:
-            fork.cancel(branch)
-            fork.cancel(branch)
-        answers = await collect(fork)
-        assert set(answers) == set(range(12)) - gone
-        for i, (tokens, _) in answers.items():
-            assert tokens == expect(PROMPT.tolist() + SUFFIXES[i].tolist(), 8, i)
-        await until(f.is_clean)
 
 
 async def test_the_parts_of_a_lost_worker_go_on_elsewhere() -> None:
@@ -252,18 +205,6 @@ async def test_a_gateway_that_ends_leaves_the_texts_of_kept_capsules_to_another(
         await host.close()
 
 
-async def test_a_deleted_capsule_stays_deleted_everywhere() -> None:
-    async with fleet(gateways=2) as f:
-        made = await make_capsule(f)
-        one, two = f.gateways
-        await met(f)
-        await two.capsules.release(made.capsule, COMMON)
-        await until(lambda: not f.routers[0].stats().num_capsules)
-        for gateway in (one, two):
-            with pytest.raises(UnknownCapsule):
-                await gateway.capsules.show(made.capsule, COMMON)
-
-
 async def test_a_capsule_whose_text_nobody_knows_is_lost() -> None:
     async with fleet(gateways=2) as f:
         made = await make_capsule(f)
@@ -291,22 +232,3 @@ async def test_a_part_whose_prefix_is_refused_ends_with_that_error() -> None:
             assert (last.error is None) == (i in home)
         assert len(home) < 12
         await until(f.is_clean)
-
-
-async def test_gateways_count_each_others_parts_until_they_end() -> None:
-    """K10, X7: every part of a split job is a booking of its own, told, counted and freed."""
-    async with fleet(workers=3, gateways=2) as f:
-        one, two = f.routers
-        job = GenerateJob(PROMPT, Limits(200, ignore_eos=True), n=4 * ROWS)
-        stream = await f.gateways[0].requests.start(job)
-        assert one.stats().booked_rows == 4 * ROWS
-        await until(lambda: two.stats().booked_rows == 4 * ROWS)
-        booked = {view.worker: view.rows for view in one.workers()}
-        assert len([rows for rows in booked.values() if rows]) > 1
-        assert {view.worker: view.rows for view in two.workers()} == booked
-        assert two.stats().remote_requests == one.stats().booked_requests
-        assert one.stats().remote_requests == 0
-        await stream.aclose()
-        await until(lambda: two.stats().remote_requests == 0)
-        for router in f.routers:
-            router.check()

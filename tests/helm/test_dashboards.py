@@ -87,7 +87,7 @@ def test_queries_name_what_processes_declare(board: Any) -> None:
             families_in(variable["definition"])
 
 
-def test_alerts_name_what_the_catalog_has() -> None:
+def test_alerts_name_what_processes_declare() -> None:
     assert [fault for rule in alerts().values() for fault in faults(rule["expr"])] == []
 
 

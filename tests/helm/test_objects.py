@@ -248,7 +248,7 @@ def test_policies_choose_the_pods_of_the_release(case: str) -> None:
     for component, pod in pods(made(case)).items():
         labels = pod["metadata"]["labels"]
         guards = [name for name, spec in found.items() if _chooses(spec["podSelector"], labels)]
-        own = {"nats": ["mallee-nats"], "picker": ["mallee-picker"], "test": []}
+        own = {"nats": ["mallee-nats"], "picker": ["mallee-picker"], "test": [], "check": []}
         expected = own.get(component, ["mallee-ray"])
         assert [name for name in guards if name != "mallee-autoscaler"] == expected, component
 

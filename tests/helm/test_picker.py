@@ -272,7 +272,7 @@ def test_pickers_alone_bring_nothing_of_ray() -> None:
     kinds = {each["kind"] for each in found}
     assert not kinds & {"RayService", "ScrapeConfig", "PodMonitor", "PrometheusRule", "Pod"}
     names = {each["metadata"]["name"].removeprefix("mallee-") for each in found}
-    assert names == {"mallee", "nats", "nats-servers", "picker", "picker-tls"}  # mallee: the pool
+    assert names == {"mallee", "nats", "nats-servers", "picker", "picker-tls", "check"}
     assert "picker" not in pods(objects(MINIMAL))
 
 

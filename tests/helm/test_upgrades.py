@@ -113,3 +113,26 @@ def test_secrets_of_the_user_are_not_made(cluster: Kubernetes) -> None:
         }
     )
     assert not [path for path in cluster.objects if "/secrets/" in path]
+
+
+def test_a_wrong_setting_ends_an_install_and_an_upgrade_with_its_message(
+    cluster: Kubernetes,
+) -> None:
+    """By the hook, before anything of the release is made or changed."""
+    from helm_python import HelmError
+
+    wrong = {"autoscaling": {"enabled": True, "maxWorkers": 1}}
+    release = Release(cluster)
+    with pytest.raises(HelmError, match="pre-install"):
+        release.install(wrong)
+    assert {path.rpartition("/")[2] for path in cluster.objects} == {"mallee-check"}
+    assert "workers=2: give 1 to 1, as autoscaling.min_workers" in cluster.logs[-1]
+    Release(cluster).helm.close()
+    release = Release(cluster)
+    release.install({})
+    assert not [path for path in cluster.objects if path.endswith("/mallee-check")]
+    before = dict(cluster.objects)
+    with pytest.raises(HelmError, match="pre-upgrade"):
+        release.upgrade(wrong)
+    assert before.items() <= cluster.objects.items()
+    assert len(cluster.logs) == 3

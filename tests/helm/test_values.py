@@ -17,7 +17,7 @@ from support.chart import (
     ACCOUNTS,
     CHART,
     MINIMAL,
-    README,
+    SCHEMA,
     Object,
     Refused,
     accounts,
@@ -26,10 +26,10 @@ from support.chart import (
     one,
     pods,
     rendered,
+    schema,
     serve_config,
     settings,
     values_of,
-    with_table,
 )
 
 pytestmark = [
@@ -42,7 +42,6 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
     ({"model": "/models/mine"}, 'model="/models/mine" needs modelVolume.claim'),
     ({"modelVolume": {"claim": "c"}}, 'model="Qwen/Qwen3-0.6B" is not below /models'),
     ({"workers": {"gpus": -1}}, "at '/workers/gpus': minimum: got -1, want 0"),
-    ({"workers": {"gpus": 1.5}}, "workers.gpus=1.5: Ray gives whole GPUs from 1 on"),
     ({"workers": {"replicas": 0}}, "at '/workers/replicas': minimum: got 0, want 1"),
     ({"worker": {"gpus": 1}}, "additional properties 'worker' not allowed"),
     (
@@ -51,30 +50,21 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
     ),
     ({"workers": {"surge": True}, "autoscaling": {"pods": False}}, "workers.surge=true needs"),
     ({"workers": {"disk": {"kind": "claim"}}}, "needs workers.disk.claim"),
-    ({"workers": {"disk": {"kind": "url", "url": "bucket"}}}, 'workers.disk.url="bucket"'),
+    (
+        {"workers": {"disk": {"kind": "url", "url": "bucket"}}},
+        "at '/workers/disk/url': 'bucket' does not match",
+    ),
     (
         {"settings": {"workers": 3}},
-        "settings.workers is made by the chart: give the value workers.repl",
+        r"at '/settings/workers': value must be 'given by the chart\'s value workers.replicas'",
     ),
-    ({"settings": {"links": {"tls_ca": "x"}}}, "settings.links.tls_ca is made by the chart"),
-    ({"settings": {"engine": "mock"}}, "settings.engine=mock: give a mapping"),
-    ({"settings": {"engine": {"device": "cuda"}}}, 'settings.engine.device="cuda" needs a GPU'),
-    (
-        {"settings": {"engine": {"device": "cpu"}}, "workers": {"gpus": 1}},
-        'workers.gpus=1 with settings.engine.device="cpu"',
-    ),
-    (
-        {"settings": {"engine": {"kind": "mock"}}, "workers": {"gpus": 1}},
-        "workers.gpus=1 with settings.engine.kind=mock",
-    ),
-    (
-        {"settings": {"engine": {"kind": "mock"}}, "workers": {"disk": {"kind": "ephemeral"}}},
-        'workers.disk.kind="ephemeral" with settings.engine.kind=mock',
-    ),
-    (
-        {"autoscaling": {"enabled": True, "maxWorkers": 1}},
-        "workers.replicas=2, the number at the start",
-    ),
+    ({"settings": {"links": {"tls_ca": "x"}}}, "chart\\'s value links.tlsSecret'"),
+    ({"settings": {"links": {"tcp": "auto"}}}, "value must be 'made by the chart alone'"),
+    ({"settings": {"engine": {"device": "cuda"}}}, "chart\\'s value workers.gpus'"),
+    ({"settings": {"engine": "mock"}}, "at '/settings/engine': got string, want object"),
+    ({"settings": {"engine": {"kv_gb": 3}}}, "additional properties 'kv_gb' not allowed"),
+    ({"settings": {"scheduler": {"max_rows": 0}}}, "minimum: got 0, want 1"),
+    ({"settings": {"engine": {"kind": "vllm"}}}, "must be one of 'model', 'mock'"),
     ({"autoscaling": {"enabled": True, "pods": False}}, "needs autoscaling.pods=true"),
     ({"gcs": {"backend": "redis"}}, "gcs.backend=redis needs gcs.redisAddress"),
     ({"nats": {"enabled": False}}, "nats.enabled=false needs nats.url"),
@@ -107,12 +97,8 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
         'picker.model="Qwen/Qwen3-8B" is not below /models, where modelVolume.claim="c"',
     ),
     (
-        {"picker": {"enabled": True, "pool": "p", "settings": {"events_port": 5557}}},
-        "picker.settings.events_port=5557 needs picker.model",
-    ),
-    (
         {"picker": {"enabled": True, "pool": "p", "settings": {"endpoints": ["10.0.0.1:80"]}}},
-        "picker.settings.endpoints is made by the chart: give the value picker.pool instead",
+        r"given by the chart\'s value picker.pool'",
     ),
     (
         {"picker": {"enabled": True, "pool": "p", "tls": {"enabled": False, "secret": "s"}}},
@@ -129,6 +115,59 @@ def test_a_wrong_value_is_refused_by_name(values: Mapping[str, Any], message: st
     assert message in str(refused.value)
 
 
+# Values that the schema takes one by one, and what `mallee check` says of them before an install or upgrade.
+UNFIT: list[tuple[Mapping[str, Any], str]] = [
+    ({"workers": {"gpus": 1.5}}, "ray.worker_gpus=1.5: Ray gives whole GPUs from 1 on"),
+    (
+        {"settings": {"engine": {"kind": "mock"}}, "workers": {"gpus": 1}},
+        "ray.worker_gpus=1.0 needs engine.kind='model', not 'mock'",
+    ),
+    (
+        {"settings": {"engine": {"kind": "mock"}}, "workers": {"disk": {"kind": "ephemeral"}}},
+        "engine.disk_path='/capsules' needs engine.kind='model', not 'mock'",
+    ),
+    ({"workers": {"disk": {"kind": "url"}}}, "engine.disk_path='': String should have at least 1"),
+    ({"autoscaling": {"enabled": True, "maxWorkers": 1}}, "workers=2: give 1 to 1, as autoscal"),
+    (
+        {"settings": {"engine": {"speculation": "model"}}},
+        "engine: speculation='model' needs draft_model",
+    ),
+    (
+        {"picker": {"enabled": True, "pool": "p", "settings": {"events_port": 5557}}},
+        "events_port needs model: KV events name blocks by their tokens",
+    ),
+]
+
+
+def hook_of(found: list[Object]) -> Iterator[list[str]]:
+    """The arguments of each `mallee` that the hook runs, once its files are in this folder."""
+    for name, text in one(found, "ConfigMap", "mallee-check")["data"].items():
+        Path(name).write_text(text)
+    job = one(found, "Job")
+    assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
+    for container in job["spec"]["template"]["spec"]["containers"]:
+        program, *arguments = [*container["command"], *container["args"]]
+        assert program == "mallee"
+        yield arguments
+
+
+@pytest.mark.parametrize(("values", "message"), UNFIT)
+def test_settings_that_do_not_fit_together_are_refused_by_the_hook(
+    values: Mapping[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = [CliRunner().invoke(cli, each) for each in hook_of(objects(MINIMAL, values))]
+    assert sorted(each.exit_code for each in ended)[-1] == 1
+    assert any(message in each.stderr for each in ended), [each.stderr for each in ended]
+
+
+def test_a_bare_off_is_taken_as_yaml_reads_it() -> None:
+    """`speculation: off` is false in YAML, for the schema as for the settings."""
+    values = yaml.safe_load("settings: {engine: {speculation: off, cuda_graphs: off}}")
+    engine = AppConfig.model_validate(settings(objects(MINIMAL, values))).engine
+    assert (engine.speculation, engine.cuda_graphs) == ("off", "off")
+
+
 def test_credentials_in_an_address_are_refused_without_being_shown() -> None:
     with pytest.raises(Refused, match=r"nats\.url holds credentials") as refused:
         rendered(MINIMAL, {"nats": {"enabled": False, "url": "nats://me:hushhush@nats"}})
@@ -140,10 +179,8 @@ def test_a_release_whose_name_is_too_long_for_kuberay_is_refused() -> None:
         rendered(MINIMAL, name="a-release-with-quite-a-long-name-of")
 
 
-def test_the_readme_has_every_value() -> None:
-    """`python tests/support/chart.py` writes its table."""
-    text = README.read_text()
-    assert text == with_table(text)
+def test_the_schema_is_the_one_of_the_settings_and_values() -> None:
+    assert SCHEMA.read_text() == schema(), "python tests/support/chart.py writes it"
 
 
 def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
@@ -155,17 +192,15 @@ def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 
 def test_every_value_has_a_comment_and_a_type() -> None:
-    schema = json.loads((CHART / "values.schema.json").read_text())
-    readme = README.read_text()
+    known = json.loads(SCHEMA.read_text())
     for leaf in leaves(values_of("values.yaml")):
-        name = leaf
-        while f"| `{name}` |" not in readme:  # of a mapping that stands in one row
-            assert "." in name, leaf
-            name = name.rpartition(".")[0]
-        section = schema
-        for key in name.split("."):
+        section = known
+        for key in leaf.split("."):
+            if section.get("properties") is None:
+                break  # of a mapping that is one value
             section = section["properties"][key]
-        assert section.keys() & {"type", "enum", "$ref"}, name
+        assert section["description"], leaf
+        assert {"type", "enum"} & section.keys(), leaf
 
 
 def test_every_value_is_read_by_a_template() -> None:
@@ -275,6 +310,7 @@ def test_a_changed_pod_is_a_new_fleet_and_changed_settings_or_numbers_are_not() 
         {"autoscaling": {"pods": False}}
     )
     assert fleet({"ray": {"upgrade": "None"}}) == "mallee"
+    assert fleet({"settings": {"fleet": "mine"}}) == first.replace("mallee", "mine")
 
 
 def test_time_slices_are_what_the_device_plugin_reads() -> None:
@@ -297,12 +333,15 @@ FILES = sorted(path.name for path in CHART.glob("values-*.yaml"))
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_mallee_check_takes_the_config_that_kuberay_deploys(file: str, tmp_path: Path) -> None:
+def test_the_hook_takes_the_config_that_kuberay_deploys(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     found = objects(values_of(file))
-    path = tmp_path / "serve.yaml"
-    path.write_text(one(found, "RayService")["spec"]["serveConfigV2"])
-    done = CliRunner().invoke(cli, ["check", str(path)])
-    assert done.exit_code == 0, done.output
+    (arguments,) = hook_of(found)
+    done = CliRunner().invoke(cli, arguments)
+    assert (done.exit_code, done.output) == (0, "")
+    assert Path("serve.yaml").read_text() == one(found, "RayService")["spec"]["serveConfigV2"]
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -376,7 +376,7 @@ def test_a_lease_is_its_fields_in_order() -> None:
     head = ["w0", 3, "a0", "m", "f", 16, 99, 8, 4096, 5]
     weights = [0, "base", "", ""]
     rest = [False, True, [1, 2, 3, 4, None, None, 0], False, [], "", False, weights, None, []]
-    rest += ["", None, None, "", "GPU 0"]
+    rest += ["", None, None, "", "GPU 0", False]
     assert found == [*head, *rest]
     assert decode_lease(msgpack.packb(found)) == lease
 
@@ -391,7 +391,7 @@ def test_a_lease_of_an_older_worker_is_read_without_its_counters() -> None:
     (found,) = decode_leases(msgpack.packb(old))
     assert found.load is not None
     assert (found.load.rows, found.load.prefill_tokens, found.load.block_nbytes) == (1, 4, 0)
-    assert (found.lends_at, found.metrics_at, found.device) == ("at", "10.0.0.1:9400", "GPU 0")
+    assert (found.serves_kv, found.metrics_at, found.device) == (False, "10.0.0.1:9400", "GPU 0")
 
 
 @pytest.mark.parametrize(

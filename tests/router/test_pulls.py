@@ -27,11 +27,11 @@ def lending(num_workers: int, *, spill: SpillModel = FAST, **config: Any) -> Fle
 
 
 def lend(bench: FleetBench, worker: str, life: int = 1, **changes: Any) -> None:
-    bench.lease(worker, life, lends_at=f"tcp:{worker}", **changes)
+    bench.lease(worker, life, serves_kv=True, **changes)
 
 
 def holder(worker: str, num_tokens: int, capsule: str = "", life: int = 1) -> Holder:
-    return Holder(worker, life, f"tcp:{worker}", num_tokens, capsule)
+    return Holder(worker, life, f"{worker}/1", num_tokens, capsule)
 
 
 def test_an_idle_worker_pulls_what_a_loaded_one_holds() -> None:
@@ -97,7 +97,7 @@ def test_two_holders_are_named_the_most_blocks_and_the_least_load_first() -> Non
 
 STATES = {
     "draining": ({"is_draining": True}, True),
-    "does not lend": ({"lends_at": ""}, False),
+    "does not lend": ({"serves_kv": False}, False),
     "another fingerprint": ({"fingerprint": "other"}, False),
     "new weights": ({"weights": WeightVersion(1, "next", "", "")}, False),
 }
@@ -110,7 +110,7 @@ def test_whether_a_worker_lends(state: str) -> None:
     bench.events("w0", stored(LONG))
     bench.book("q", prompt(9, 8000), "w0")
     changes, lends = STATES[state]
-    bench.lease("w0", **{"lends_at": "tcp:w0", **changes})
+    bench.lease("w0", **{"serves_kv": True, **changes})
     pull = bench.route("b", LONG).pull
     assert (None if pull is None else pull.holders) == ((holder("w0", 400),) if lends else None)
 

@@ -98,7 +98,7 @@ def test_processes_are_scraped_where_the_api_says(service: ServeCommand) -> None
     )
     for kind, family in (
         ("gateway", "mallee_branches_in_flight"),
-        ("worker", "mallee_host_silent_gateways"),
+        ("worker", "mallee_worker_live_blocks"),
     ):
         for address in told()[kind]:
             assert family in httpx.get(f"http://{address}/metrics").text

@@ -1,9 +1,8 @@
-"""The Helm chart: rendered by Helm's own engine, and the table of its values in its README.
+"""The Helm chart: rendered by Helm's own engine, and the files of it that are written from the code.
 
-python tests/support/chart.py    writes the table from the comments of values.yaml
+python tests/support/chart.py    writes values.schema.json and the accounts of NATS
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +10,7 @@ from typing import Any, Final
 import yaml
 
 CHART: Final = Path(__file__).resolve().parents[2] / "helm" / "mallee"
-README: Final = CHART / "README.md"
+SCHEMA: Final = CHART / "values.schema.json"
 NAMESPACE: Final = "llm"
 MINIMAL: Final[Mapping[str, Any]] = {"model": "Qwen/Qwen3-0.6B"}
 PICKERS: Final[Mapping[str, Any]] = {  # alone, without Ray
@@ -23,7 +22,6 @@ PICKERS: Final[Mapping[str, Any]] = {  # alone, without Ray
     },
 }
 ACCOUNTS: Final = CHART / "files" / "nats-accounts.conf"
-_BEGIN, _END = "<!-- values -->\n", "<!-- end of values -->\n"
 
 Object = dict[str, Any]
 
@@ -112,7 +110,7 @@ def groups(found: list[Object]) -> dict[str, Object]:
 def pods(found: list[Object]) -> dict[str, Object]:
     """Each kind of pod, as `{metadata, spec}`, by its component."""
     templates = [group["template"] for group in groups(found).values()]
-    owners = ("StatefulSet", "Deployment")
+    owners = ("StatefulSet", "Deployment", "Job")
     templates += [each["spec"]["template"] for each in found if each["kind"] in owners]
     templates += [each for each in found if each["kind"] == "Pod"]
     return {
@@ -131,41 +129,11 @@ def containers(found: list[Object]) -> Iterator[tuple[str, Object]]:
             yield component, each
 
 
-def table() -> str:
-    """The rows of README.md: each value of values.yaml with the comment above it and its default."""
-    rows = ["| value | default | |", "|---|---|---|"]
-    path: list[str] = []
-    text = ""
-    defaults = values_of("values.yaml")
-    for line in (CHART / "values.yaml").read_text().splitlines():
-        stripped = line.strip()
-        if stripped.startswith("#"):
-            text = stripped.removeprefix("# ")
-            continue
-        key, colon, _ = stripped.partition(":")
-        if not colon or stripped.startswith("-"):
-            text = ""
-            continue
-        depth = (len(line) - len(line.lstrip())) // 2
-        path[depth:] = [key]
-        if text:
-            default = _at(defaults, path)
-            rows.append(f"| `{'.'.join(path)}` | `{json.dumps(default)}` | {text} |")
-        text = ""
-    return "\n".join(rows) + "\n"
+def schema() -> str:
+    """The schema of the values as it should be."""
+    from support.chart_schema import schema_of
 
-
-def _at(values: Any, path: list[str]) -> object:
-    for key in path:
-        values = values[key]
-    return values
-
-
-def with_table(readme: str) -> str:
-    """`readme` with the table as it should be."""
-    head, _, rest = readme.partition(_BEGIN)
-    _, _, tail = rest.partition(_END)
-    return f"{head}{_BEGIN}{table()}{_END}{tail}"
+    return schema_of((CHART / "values.yaml").read_text())
 
 
 def accounts() -> str:
@@ -181,4 +149,4 @@ def accounts() -> str:
 
 if __name__ == "__main__":
     ACCOUNTS.write_text(accounts())
-    README.write_text(with_table(README.read_text()))
+    SCHEMA.write_text(schema())

@@ -1,8 +1,10 @@
 """The cluster's key-value store, in memory."""
 
+from mallee.actors.cluster import RayStore
 
-class DictStore:
-    """A `Store` in memory."""
+
+class DictStore(RayStore):
+    """A `RayStore` without Ray."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}

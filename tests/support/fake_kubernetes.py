@@ -1,10 +1,17 @@
-"""A Kubernetes API server that stores objects, as far as `helm install`, `upgrade` and `uninstall` ask it."""
+"""A Kubernetes API server that stores objects, as far as `helm install`, `upgrade` and `uninstall` ask it.
+
+Jobs are run as they are made: their commands on this machine, in a folder with the files of their ConfigMap.
+"""
 
 import json
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Final
 
 Object = dict[str, Any]
@@ -20,6 +27,7 @@ KINDS: Final = {
         "ServiceAccount": "serviceaccounts",
     },
     "apps/v1": {"StatefulSet": "statefulsets", "Deployment": "deployments"},
+    "batch/v1": {"Job": "jobs"},
     "rbac.authorization.k8s.io/v1": {"Role": "roles", "RoleBinding": "rolebindings"},
     "policy/v1": {"PodDisruptionBudget": "poddisruptionbudgets"},
     "networking.k8s.io/v1": {"NetworkPolicy": "networkpolicies", "Ingress": "ingresses"},
@@ -35,6 +43,24 @@ class Kubernetes:
         self.url = url
         self.objects: dict[str, Object] = {}
         self.asked: list[str] = []
+        self.logs: list[str] = []  # of the containers of all Jobs
+        self.is_closing = threading.Event()
+
+    def run_job(self, namespace: str, job: Object) -> None:
+        """Run a Job's containers to their end, one after the other, and note how it ended."""
+        pod = job["spec"]["template"]["spec"]
+        (source,) = (each["configMap"]["name"] for each in pod["volumes"] if "configMap" in each)
+        files = self.objects[f"/api/v1/namespaces/{namespace}/configmaps/{source}"]["data"]
+        statuses = []
+        with tempfile.TemporaryDirectory() as folder:
+            for name, text in files.items():
+                (Path(folder) / name).write_text(text)
+            for each in pod["containers"]:
+                done = run_here(each, Path(folder))
+                self.logs.append(done.stdout)
+                statuses.append(done.returncode)
+        end = "Failed" if any(statuses) else "Complete"
+        job["status"] = {"conditions": [{"type": end, "status": "True", "message": str(statuses)}]}
 
     def secret(self, namespace: str, name: str) -> dict[str, str]:
         """The data of a Secret, as it is stored."""
@@ -42,6 +68,20 @@ class Kubernetes:
             "data"
         ]
         return found
+
+
+def run_here(container: Object, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """The end and the output of a container's command, `mallee` in all that the chart runs so."""
+    program, *arguments = (*container["command"], *container["args"])
+    assert program == "mallee"
+    return subprocess.run(
+        [sys.executable, "-m", "mallee.cli", *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
 
 
 @contextmanager
@@ -55,6 +95,7 @@ def kubernetes() -> Iterator[Kubernetes]:
     try:
         yield made
     finally:
+        made.is_closing.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -99,8 +140,23 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(found)
         elif (each := self._cluster.objects.get(self._path)) is not None:
             self._answer(each)
+        elif (kind := _kind_of(self._path)) is None or "sendInitialEvents" in self.path:
+            self._missing()  # a client that may list first does so
+        elif "watch=true" in self.path:
+            self._watch()
         else:
-            self._missing()
+            version = {"kind": f"{kind}List", "metadata": {"resourceVersion": "1"}}
+            items = [v for k, v in self._cluster.objects.items() if k.startswith(f"{self._path}/")]
+            self._answer({"apiVersion": _version_of(self._path), **version, "items": items})
+
+    def _watch(self) -> None:
+        """A stream without events: nothing changes by itself here, and Jobs end before they are listed."""
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.flush()
+        self._cluster.is_closing.wait()
 
     def do_PATCH(self) -> None:
         """Server-side apply: the body is the whole object."""
@@ -108,6 +164,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = self._body()
         body["metadata"]["resourceVersion"] = str(len(self._cluster.asked) + 1)
         self._cluster.objects[self._path] = body
+        if body["kind"] == "Job":
+            self._cluster.run_job(body["metadata"]["namespace"], body)
         self._answer(body)
 
     def do_DELETE(self) -> None:
@@ -116,6 +174,17 @@ class _Handler(BaseHTTPRequestHandler):
             self._missing()
         else:
             self._answer({"kind": "Status", "status": "Success"})
+
+
+def _version_of(path: str) -> str:
+    """The group and version of a path below /api or /apis."""
+    return path.partition("/namespaces/")[0].removeprefix("/apis/").removeprefix("/api/")
+
+
+def _kind_of(path: str) -> str | None:
+    """The kind whose objects are listed at `path`."""
+    plurals = {plural: kind for kind, plural in KINDS.get(_version_of(path), {}).items()}
+    return plurals.get(path.rpartition("/")[2])
 
 
 def _discovery(path: str) -> Object | None:

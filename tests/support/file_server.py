@@ -11,19 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mallee.actors.build import FileDesk, build_files
-from mallee.actors.hosting.lending import HostLender
-from mallee.actors.lending.borrower import Borrower
-from mallee.actors.lending.server import LendingServer
+from mallee.actors.kv_transfer.client import KvClient
 from mallee.client import AsyncMallee
-from mallee.protocol.ids import WorkerId
-from mallee.runtime.addresses import socket_path
 from mallee.runtime.config import AppConfig
 from mallee.runtime.transport.greeting import Secret, new_secret
 from mallee.testing.random_model import random_model
+from support.kv import ServedKv
 from support.live_fleet import LiveFleet
 from support.tiny_fleet import tiny_api
 from support.volumes import volume_tiers
-from support.waiting import until
 
 NODE = "n"
 PROMPT = "".join(chr(33 + 7 * i % 90) for i in range(50))
@@ -43,34 +39,19 @@ async def file_server(folder: Path, *, seed: int = 5, **imports: Any) -> AsyncIt
     secret = Secret(new_secret())
     config = AppConfig(model="tiny", imports={"folder": str(folder), **imports})  # type: ignore[arg-type]
     desk = build_files(config, "g0", secret, NODE, lambda: None)
-    borrower = Borrower("w0", secret, node=NODE)
-    below = volume_tiers(None, host_blocks=64, peers=borrower)  # nothing but what others lend
+    kv_client = KvClient("w0", secret, node=NODE)
+    below = volume_tiers(None, host_blocks=64, peers=kv_client)  # nothing but KV of others
     options: Any = {"num_blocks": 256, "below": lambda worker: below, "files": desk.files}
     try:
         async with tiny_api(model, 1, **options) as (client, fleet):
-            (host,) = fleet.hosts.values()
-            lending = LendingServer(HostLender(host.workers), secret, node=NODE)
+            served = await ServedKv.of(fleet, secret, NODE)
             try:
-                lending.listen_unix(socket_path("w0"))
-                await _tell_address(fleet, str(lending.address))
                 yield FileServer(str(client.base_url), fleet, desk)
             finally:
-                await asyncio.to_thread(lending.close)
+                await served.listener.close()
     finally:
-        await asyncio.to_thread(desk.close)
-        await asyncio.to_thread(borrower.close)
-
-
-async def _tell_address(fleet: LiveFleet, address: str) -> None:
-    """Have the worker's leases say where it lends, and the gateway know it."""
-    (host,) = fleet.hosts.values()
-    host.lends_at = address
-
-    def is_known() -> bool:
-        found = fleet.routers[0].worker(WorkerId("w0"))
-        return found is not None and found.lends_at == address
-
-    await until(is_known)
+        await desk.close()
+        await asyncio.to_thread(kv_client.close)
 
 
 async def cut_answer(client: AsyncMallee, **options: Any) -> tuple[Any, str, str]:

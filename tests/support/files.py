@@ -123,6 +123,10 @@ class Shelf:
         return loan
 
 
+async def _address() -> str:
+    return "unix:/spools"
+
+
 class Desk:
     """Exports from a `Shelf` or another lender, and imports."""
 
@@ -146,7 +150,7 @@ class Desk:
             self.pool,
             max_nbytes=max_spool_nbytes,
             lender=self.lender,
-            address=lambda: "unix:/spools",
+            address=_address,
         )
 
     async def sent(self, holder: Holder, model: ModelSpec | None = None) -> bytes:

@@ -2,20 +2,20 @@
 
 import asyncio
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 from mallee.runtime.transport import wire
 from mallee.runtime.transport.address import Way
-from mallee.runtime.transport.greeting import DialerGreeting, Secret
-from mallee.runtime.transport.link import LinkTimes
-from mallee.runtime.transport.server import HostConnection, HostLike, SocketServer
-from mallee.runtime.transport.sockets import Dial, SocketTransport
+from mallee.runtime.transport.greeting import COMMANDS, DialerGreeting, Secret
+from mallee.runtime.transport.link import Connection, Dial, LinkTimes, Transport
+from mallee.runtime.transport.listener import Listener, Opening
+from mallee.runtime.transport.server import CommandServer, HostLike
 
 SECRET = Secret(b"known to tests alone")
 
 
-class LocalTransport(SocketTransport):
+class LocalTransport(Transport):
     """A `Transport` to hosts in this process, by address."""
 
     def __init__(
@@ -27,15 +27,15 @@ class LocalTransport(SocketTransport):
     def _way_to(self, address: str) -> tuple[Way, Dial]:
         return address, partial(self._dial, address)
 
-    async def _dial(self, address: str, factory: Callable[[], asyncio.Protocol]) -> None:
+    async def _dial(self, address: str, connection: Connection) -> None:
         host = self._here.get(address)
         if host is None:
             raise ConnectionError(f"there is no host at {address}")
-        server = SocketServer(host, SECRET)
+        listener = Listener(CommandServer(host, SECRET))
         ours, theirs = socket.socketpair()
         loop = asyncio.get_running_loop()
-        await loop.connect_accepted_socket(lambda: HostConnection(server), theirs)
-        await loop.create_connection(factory, sock=ours)
+        await loop.connect_accepted_socket(lambda: Opening(listener, None), theirs)
+        await loop.create_connection(lambda: connection, sock=ours)
 
 
 class ByHand:
@@ -48,7 +48,8 @@ class ByHand:
     @classmethod
     async def to(cls, path: str, secret: Secret = SECRET) -> "ByHand":
         found = cls(*await asyncio.open_unix_connection(path, limit=4096))
-        greeting = DialerGreeting(secret, "by hand")
+        found.writer.write(COMMANDS.first)
+        greeting = DialerGreeting(secret, "by hand", COMMANDS)
         answer = greeting.take((await found.receive())[1])
         assert answer is not None
         found.send(wire.GREETING, answer)

@@ -272,7 +272,7 @@ class ModelWorker:
         self.kept.discard(capsule)
 
 
-def lends_at(worker: ModelWorker) -> str:
+def address_of(worker: ModelWorker) -> str:
     return f"tcp:{worker.name}:{worker.life}"
 
 
@@ -359,10 +359,10 @@ class ModelFleet:
     def lease(self, worker: ModelWorker) -> None:
         self.router.on_lease(
             Lease(
-                *(worker.name, worker.life, worker.name, "mock", "mock", BLOCK, 4096),
+                *(worker.name, worker.life, address_of(worker), "mock", "mock", BLOCK, 4096),
                 *(self.rules.max_rows, 1 << 20, 0),
                 is_draining=worker.name in self.leaving,
-                lends_at=lends_at(worker) if self.rules.lends else "",
+                serves_kv=self.rules.lends,
             )
         )
 
@@ -544,7 +544,7 @@ class ModelFleet:
             assert self.rules.lends
             assert holder.worker != target, "it would ask itself"
             worker = self.workers[WorkerId(holder.worker)]
-            assert (worker.life, lends_at(worker)) == (holder.incarnation, holder.address)
+            assert (worker.life, address_of(worker)) == (holder.incarnation, holder.address)
 
     def check(self) -> None:
         dispatcher = self.dispatcher

@@ -52,3 +52,14 @@ def local_serve() -> Iterator[int]:
             serve.delete("mallee")
         finally:
             ray.shutdown()
+
+
+def deploy(args: dict[str, Any], **more: Any) -> None:
+    """Give the app of this process's Serve these settings, as `serve deploy` does."""
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    app = {"name": "mallee", "route_prefix": "/", "import_path": "mallee.actors.app:app"}
+    document = {"applications": [{**app, "args": args, **more}]}
+    client: Any = _get_global_client()
+    client.deploy_apps(ServeDeploySchema.model_validate(document))

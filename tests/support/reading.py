@@ -4,6 +4,8 @@ import asyncio
 
 from mallee.actors.hosting.host import Host
 from mallee.protocol.codec import encode
+from mallee.protocol.messages import Command, Generate, Limits, Update, pack_tokens
+from mallee.protocol.parcels import Parcel, Report, decode_reports
 
 
 class Reader:
@@ -47,3 +49,28 @@ class Reader:
 
     async def aclose(self) -> None:
         self.stream.close()
+
+    async def hello(self) -> None:
+        """No reports: says that the stream is open."""
+        assert decode_reports(await anext(self)) == ()
+
+    async def reports(self, ends: int) -> list[Report]:
+        """Until so many branches have ended."""
+        found: list[Report] = []
+        async for raw in self:
+            found += decode_reports(raw)
+            if sum(u.finish is not None for r in found for u in r.frame.updates) >= ends:
+                return found
+        raise AssertionError(f"the stream ended after {found}")
+
+    async def updates(self, ends: int) -> list[Update]:
+        return [update for report in await self.reports(ends) for update in report.frame.updates]
+
+
+def generate(request: str, max_tokens: int = 4, n: int = 1) -> Generate:
+    prompt = pack_tokens(range(1, 11))
+    return Generate(request, prompt, Limits(max_tokens, ignore_eos=True), n=n)
+
+
+def batch(*commands: Command, worker: str = "w0", incarnation: int = 1) -> bytes:
+    return encode([Parcel(worker, incarnation, commands)] if commands else [])

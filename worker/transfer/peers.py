@@ -1,11 +1,14 @@
 """KV that workers lend each other: what is asked for, and the loans that hold it meanwhile.
 
 A lender holds the blocks of a loan until it ends, so they can be read from any thread, beside its steps. A
-loan from another process has the same methods, over a socket.
+loan from another process has the same methods, over a socket (`actors.kv_transfer`). Another mover of bytes
+between processes, as NIXL, takes its place there by a `Lender` and a `Loan` of its own.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
+
+from msgspec import Meta
 
 from mallee.protocol.messages import Holder
 from mallee.worker.kv.watch import Rows
@@ -18,7 +21,7 @@ class Ask(NamedTuple):
     """
 
     holder: Holder
-    keys: tuple[int, ...]
+    keys: tuple[Annotated[int, Meta(ge=0)], ...]
     identity: str
 
 

@@ -1,7 +1,7 @@
 """Capsules on their way in: verified as they come, spooled, and lent to the worker that gets them."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from threading import Lock
@@ -75,7 +75,7 @@ class SpoolLender:
 class Imports:
     """The imports of one gateway. Belongs to its event loop; `pool` verifies and writes.
 
-    `address()` is where `lender` lends to workers; it may block.
+    `address()` is where workers read from `lender`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Imports:
         *,
         max_nbytes: int,
         lender: SpoolLender,
-        address: Callable[[], str],
+        address: Callable[[], Awaitable[str]],
     ) -> None:
         """A file may have `max_nbytes`."""
         self.max_nbytes = max_nbytes
@@ -168,7 +168,7 @@ class Import:
     async def finish(self) -> Received:
         """The capsule, which is lent until this is closed. Raises as `feed`; ContextLengthExceeded."""
         record = await self._run(self._read)
-        address = await self._run(self._imports.address)
+        address = await self._imports.address()
         assert self._spool is not None, "open comes first"
         lent = _Lent(
             encode(structs.replace(record, fingerprint=self._model.identity)),

@@ -30,9 +30,9 @@ app.kubernetes.io/component: {{ .part }}
 {{- if gt (float64 .Values.workers.gpus) 0.0 }}true{{ end }}
 {{- end }}
 
-{{/* (dict "root" $ "part" "gateway"): pickers need no CUDA, all pods of Ray take one image. */}}
+{{/* (dict "root" $ "part" "gateway"): pickers and checks need no CUDA, all pods of Ray take one image. */}}
 {{- define "mallee.image" -}}
-{{- $isCuda := and (ne .part "picker") (include "mallee.hasGpus" .root) -}}
+{{- $isCuda := and (not (has .part (list "picker" "check"))) (include "mallee.hasGpus" .root) -}}
 {{- with .root -}}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default (print .Chart.AppVersion (ternary "-cuda" "" (not (empty $isCuda)))) }}
 {{- end }}

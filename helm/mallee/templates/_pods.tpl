@@ -41,7 +41,7 @@ tolerations:
 affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- if ne .part "head" }}
+{{- if not (has .part (list "head" "check" "test")) }}
 {{- $selector := include "mallee.partSelector" . }}
 {{- with .root.Values.topologySpread }}
 {{- if .keys }}

@@ -79,9 +79,27 @@ telemetry:
 {{- end }}
 {{- end }}
 
-{{/* serveConfigV2: (dict "root" $ "fleet" name). */}}
+{{/* KubeRay makes a new cluster for every change but those of numbers and tolerations. Its fleet has a name of its own, for
+both clusters run beside each other for a while and each counts its workers from w0. */}}
+{{- define "mallee.fleet" -}}
+{{- $fleet := .Values.settings.fleet | default "mallee" }}
+{{- if eq .Values.ray.upgrade "NewCluster" }}
+{{- $kept := include "mallee.cluster" . | fromYaml }}
+{{- $_ := unset (dig "headGroupSpec" "template" "spec" dict $kept) "tolerations" }}
+{{- range $group := $kept.workerGroupSpecs }}
+{{- range list "replicas" "minReplicas" "maxReplicas" }}
+{{- $_ := unset $group . }}
+{{- end }}
+{{- $_ := unset .template.spec "tolerations" }}
+{{- end }}
+{{- $fleet = printf "%s-%s" $fleet (toJson $kept | sha256sum | trunc 8) }}
+{{- end }}
+{{- $fleet }}
+{{- end }}
+
+{{/* serveConfigV2. */}}
 {{- define "mallee.serveConfig" -}}
-{{- $v := .root.Values }}
+{{- $v := .Values }}
 proxy_location: EveryNode
 http_options:
   host: 0.0.0.0
@@ -92,8 +110,8 @@ applications:
     route_prefix: /
     import_path: mallee.actors.app:app
     args:
-      {{- $made := include "mallee.madeSettings" .root | fromYaml }}
-      {{- $args := mustMergeOverwrite (dict "fleet" .fleet) $made (deepCopy $v.settings) }}
+      {{- $made := include "mallee.madeSettings" . | fromYaml }}
+      {{- $args := mustMergeOverwrite $made (deepCopy $v.settings) (dict "fleet" (include "mallee.fleet" .)) }}
       {{- toYaml $args | nindent 6 }}
     deployments:
       - name: Worker

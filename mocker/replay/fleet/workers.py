@@ -193,7 +193,7 @@ class Fleet:
             max_model_len=engine.spec.max_model_len,
             next_seq=worker.engine.next_seq,
             is_prefix_closed=self._tiers is None,
-            lends_at=worker.name if self._is_lending else "",
+            serves_kv=self._is_lending,
             is_draining=worker.is_draining,
         )
 

@@ -2,7 +2,13 @@
 
 from collections.abc import Container
 
-from mallee.protocol.errors import CapsuleLost, CapsuleStale, MalleeError, UnknownCapsule
+from mallee.protocol.errors import (
+    CapsuleLost,
+    CapsuleStale,
+    LookupIncomplete,
+    MalleeError,
+    UnknownCapsule,
+)
 from mallee.protocol.ids import CapsuleId, WorkerId
 from mallee.router.dispatch.jobs import ForkJob, Job
 from mallee.router.dispatch.texts import CapsuleText, Texts
@@ -55,7 +61,10 @@ class Capsules:
         return text
 
     def text_for(self, job: ForkJob) -> CapsuleText:
-        """The text of the capsule of `job`, which is gone. Raises UnknownCapsule, CapsuleLost."""
+        """The text of the capsule of `job`, which is gone.
+
+        Raises UnknownCapsule, CapsuleLost; LookupIncomplete: it will be back, from disk.
+        """
         text = self.text(job.capsule, job.at)
         if text is None:
             raise self._lost(job.capsule)
@@ -69,7 +78,7 @@ class Capsules:
     def num_tokens(self, capsule: CapsuleId) -> int:
         """The length of a capsule that is gone, and whose text is known.
 
-        Raises UnknownCapsule, CapsuleLost, CapsuleStale.
+        Raises UnknownCapsule, CapsuleLost, CapsuleStale, LookupIncomplete.
         """
         text = self.text(capsule)
         if text is None:
@@ -102,6 +111,8 @@ class Capsules:
             return False
 
     def _lost(self, capsule: CapsuleId) -> MalleeError:
+        if self.is_durable(capsule) or self._router.is_taken_over(capsule):
+            return LookupIncomplete("its worker ends, and another takes its disk over")
         if self._went_with_worker(capsule):
             return CapsuleLost(capsule, "its worker is gone, and its text is not known any more")
         return UnknownCapsule(capsule)

@@ -47,38 +47,46 @@ def talk() -> Conversation:
     return Conversation(max_body_nbytes=1 << 20)
 
 
-def test_trailers_end_a_duplex_request(talk: Conversation) -> None:
-    talk.on_message(heads())
-    talk.on_message(body(b"x", ends=False))
-    assert talk.on_message(Incoming(Trailers("request"))) == [Wanted(POST, b"x", None)]
-    assert talk.picked(GOAL) == [
-        Passed("headers", "request", GOAL),
-        Piece("request", b"x", False),
-        Passed("trailers", "request"),
-    ]
-
-
-def test_a_buffered_request_is_picked_for_at_its_body(talk: Conversation) -> None:
-    mode = modes(BodyMode.BUFFERED)
-    assert talk.on_message(heads(mode)) == [Passed("headers", "request")]
-    assert talk.on_message(body(b"x")) == [Wanted(POST, b"x", None)]
-    assert talk.picked(GOAL) == [Passed("body", "request", GOAL)]
+NOTHING, BUFFERED, STREAMED = (
+    modes(each) for each in (BodyMode.NONE, BodyMode.BUFFERED, BodyMode.STREAMED)
+)
+ENDS = Incoming(Trailers("request"))
+PASSED = Passed("headers", "request")
+FOR_HEADERS = [Passed("headers", "request", GOAL)]
 
 
 @pytest.mark.parametrize(
-    ("first", "subset"),
+    ("given", "before", "wanted", "replies"),
     [
-        (heads(modes(BodyMode.NONE)), None),
-        (heads(modes(BodyMode.STREAMED)), None),
-        (heads(ends=True, subset=("10.0.0.1:8000",)), ("10.0.0.1:8000",)),
+        (
+            [heads(), body(b"x", ends=False), ENDS],
+            [],
+            Wanted(POST, b"x", None),
+            [*FOR_HEADERS, Piece("request", b"x", False), Passed("trailers", "request")],
+        ),
+        (
+            [heads(BUFFERED), body(b"x")],
+            [PASSED],
+            Wanted(POST, b"x", None),
+            [Passed("body", "request", GOAL)],
+        ),
+        ([heads(NOTHING)], [], Wanted(POST, b"", None), FOR_HEADERS),
+        ([heads(STREAMED)], [], Wanted(POST, b"", None), FOR_HEADERS),
+        (
+            [heads(ends=True, subset=("1.1.1.1:1",))],
+            [],
+            Wanted(POST, b"", ("1.1.1.1:1",)),
+            FOR_HEADERS,
+        ),
     ],
 )
-def test_without_the_body_the_headers_are_picked_for(
-    talk: Conversation, first: Incoming, subset: tuple[str, ...] | None
+def test_a_request_is_picked_for_when_its_mode_has_shown_enough(
+    talk: Conversation, given: list[Incoming], before: list[Any], wanted: Wanted, replies: list[Any]
 ) -> None:
-    assert talk.on_message(first) == [Wanted(POST, b"", subset)]
-    assert talk.picked(GOAL) == [Passed("headers", "request", GOAL)]
-    if subset is None:
+    told = [reply for message in given for reply in talk.on_message(message)]
+    assert told == [*before, wanted]
+    assert talk.picked(GOAL) == replies
+    if wanted.subset is None and not wanted.body:
         assert talk.on_message(body(b"x")) == [Passed("body", "request")]
 
 

@@ -17,6 +17,7 @@ from mallee.actors.epp.pods.pods import Pods
 from mallee.protocol.errors import ConfigError
 from mallee.runtime.addresses import free_port
 from mallee.runtime.tasks import Tasks
+from mallee.testing.bus import LocalBus, LocalHub
 from mallee.testing.vllm_pod import KVPublisher, VllmPod
 from support.certificates import certificate
 from support.expositions import check_exposition
@@ -346,14 +347,38 @@ async def test_a_picker_exposes_what_it_declares_and_nothing_else() -> None:
 async def test_an_address_that_is_taken_is_named() -> None:
     async with scene(1) as (found, picker, _):
         taken = f"127.0.0.1:{picker.server.port}"
-        for more in (
-            {"metrics_listen": taken},
-            {"listen": taken},
-            {"health_listen": taken},
-        ):
-            config = picker_config([found[0].address]).model_copy(update=more)
+        for name in ("metrics_listen", "listen", "health_listen"):
+            config = picker_config([found[0].address]).model_copy(update={name: taken})
             failed = Picker(config)
             with pytest.raises(ConfigError, match=f"{taken}"):
                 await failed.__aenter__()
             assert failed._client.is_closed
             assert not failed.tasks._tasks
+
+
+async def test_pickers_count_each_others_requests_and_agree(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """X21: active and active: what one sends is load and prefix to the other, and ends with it."""
+    hub = LocalHub()
+    monkeypatch.setattr(f"{Picker.__module__}.NatsBus", lambda *_, **__: LocalBus(hub))
+    async with pods(2) as found:
+        url = "nats://127.0.0.1:1"  # nothing is there, and nothing is asked
+        config = picker_config([pod.address for pod in found], nats_url=url, fleet="test")
+        async with (
+            running(config) as one,
+            running(config) as two,
+            Proxy(one.server.port) as first,
+            Proxy(two.server.port) as second,
+        ):
+            exchange = first.stream()
+            chosen = (await exchange.request(prompt(0))).endpoints[0]
+            await until(lambda: two.router.stats().remote_requests == 1)
+            (rows,) = [v.rows for v in two.router.workers() if v.worker == chosen]
+            assert rows == 1
+            assert (await second.ask(prompt(7))).endpoints[0] != chosen, "the other is idle"
+            await exchange.respond(b"{}")
+            await exchange.end()
+            await until(lambda: two.router.stats().remote_requests == 0)
+            # The prompt is predicted there, too, though its events come from nowhere.
+            assert (await second.ask(prompt(0, 400))).endpoints[0] == chosen

@@ -16,8 +16,9 @@ from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Frame, Generate, Limits, Sampling, Update, pack_tokens
 from mallee.protocol.parcels import Parcel, Report, decode_reports
 from mallee.runtime.transport import wire
-from mallee.runtime.transport.server import BUFFER_NBYTES, SocketServer
-from mallee.runtime.transport.sockets import SocketTransport
+from mallee.runtime.transport.link import Transport
+from mallee.runtime.transport.listener import Listener
+from mallee.runtime.transport.server import BUFFER_NBYTES, CommandServer
 from support.local_transport import SECRET, ByHand
 from support.waiting import until
 
@@ -29,14 +30,14 @@ async def served(rig: Any, folder: Path, **options: Any) -> AsyncIterator[Any]:
     """A rig whose host listens at `rig.path`."""
     r = rig(num_blocks=4096, **options)
     r.path = str(folder / "h.sock")
-    server = SocketServer(r.host, SECRET)
-    await server.listen_unix(r.path)
-    r.host.address = str(server.address)
+    listener = Listener(CommandServer(r.host, SECRET))
+    await listener.listen_unix(r.path)
+    r.host.address = str(listener.address)
     try:
         async with r:
             yield r
     finally:
-        await server.close()
+        await listener.close()
 
 
 def generate(request: str, max_tokens: int, n: int = 1, logprobs: int = -1) -> Generate:
@@ -55,13 +56,13 @@ def ask(connection: ByHand, num: int) -> None:
     connection.send(wire.BATCH, encode([Parcel(*LIFE, commands)]))
 
 
-class Listener:
+class ReadingGateway:
     """A gateway that reads."""
 
     def __init__(self, address: str) -> None:
         self.frames: list[Frame] = []
         self.lost: list[str] = []
-        self.transport = SocketTransport("reader", SECRET)
+        self.transport = Transport("reader", SECRET)
         self.link = self.transport.link(*LIFE, address, self.frames.append, self.lost.append)
 
     async def ask(self, request: str, max_tokens: int) -> None:
@@ -82,7 +83,7 @@ async def test_a_gateway_that_reads_nothing_is_cut_at_a_bound_and_others_go_on(
     bound = 1 << 20
     async with served(rig, tmp_path, max_waiting_nbytes=bound) as r:
         deaf = await ByHand.to(r.path)
-        reader = Listener(r.host.address)
+        reader = ReadingGateway(r.host.address)
         await reader.ask("before", 8)
         ask(deaf, 4)
         await until(lambda: "by hand" in r.host.gateways)

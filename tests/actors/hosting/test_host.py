@@ -12,11 +12,11 @@ from mallee.protocol.codec import encode
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import decode_leases, decode_snapshot, unpack_hashes
 from mallee.protocol.ids import WorkerId
-from mallee.protocol.messages import Cancel, Generate, Limits, Prefill, Update, pack_tokens
+from mallee.protocol.messages import Cancel, Prefill, Update, pack_tokens
 from mallee.protocol.parcels import LEAVING, Parcel, Report, decode_reports
 from mallee.testing.bus import LocalBus
 from mallee.testing.forward import MockForward
-from support.reading import Reader
+from support.reading import Reader, generate
 from support.waiting import until
 
 SPEC = mock_spec()
@@ -35,21 +35,11 @@ def crowd(rig: Any) -> Callable[..., Any]:
     return make
 
 
-def generate(request: str, max_tokens: int = 4) -> Generate:
-    return Generate(request, pack_tokens(range(1, 11)), Limits(max_tokens, ignore_eos=True))
-
-
-async def reports(frames: Reader, ends: int) -> tuple[list[Report], dict[str, list[Update]]]:
-    """Until `ends` branches have ended: all reports, and the updates by worker."""
-    found: list[Report] = []
-    by_worker: dict[str, list[Update]] = {}
-    async for raw in frames:
-        for report in decode_reports(raw):
-            found.append(report)
-            by_worker.setdefault(report.worker, []).extend(report.frame.updates)
-        if sum(u.finish is not None for us in by_worker.values() for u in us) >= ends:
-            return found, by_worker
-    raise AssertionError("the stream ended")
+def of_workers(reports: list[Report]) -> dict[str, list[Update]]:
+    found: dict[str, list[Update]] = {report.worker: [] for report in reports}
+    for report in reports:
+        found[report.worker].extend(report.frame.updates)
+    return found
 
 
 async def test_an_engine_that_fails_takes_only_its_own_along(
@@ -60,7 +50,8 @@ async def test_an_engine_that_fails_takes_only_its_own_along(
         c.forward.is_broken = True
         parcels = [Parcel(f"w{i}", 1, (generate(f"r{i}", 8),)) for i in range(2)]
         await frames.submit(encode(parcels))
-        found, by_worker = await reports(frames, 1)
+        found = await frames.reports(1)
+        by_worker = of_workers(found)
         (lost,) = [report for report in found if report.lost is not None]
         assert lost.worker == "w0"
         assert "fell off the bus" in str(lost.lost)
@@ -84,7 +75,8 @@ async def test_commands_for_a_life_that_is_over_are_answered_with_its_loss(crowd
             Parcel("w0", 1, (generate("b"),)),
         ]
         await frames.submit(encode(batch))
-        found, by_worker = await reports(frames, 1)
+        found = await frames.reports(1)
+        by_worker = of_workers(found)
         lost = [(r.worker, r.incarnation) for r in found if r.lost is not None]
         assert lost == [("w0", 7), ("w9", 1)]
         assert {u.request for u in by_worker["w0"]} == {"b"}
@@ -96,7 +88,7 @@ async def test_a_gateway_that_gives_one_worker_up_keeps_the_others(crowd: Any) -
         parcels = [Parcel(f"w{i}", 1, (generate(f"r{i}", 40),)) for i in range(2)]
         await frames.submit(encode(parcels))
         await frames.submit(encode([Parcel("w0", 1, (), True)]))
-        _, by_worker = await reports(frames, 1)
+        by_worker = of_workers(await frames.reports(1))
         assert by_worker["w1"][-1].finish == "length"
         assert all(u.finish is None for u in by_worker.get("w0", ()))
         assert c.host.stats().open_requests == 0
@@ -112,7 +104,7 @@ async def test_a_worker_that_is_removed_or_crashes_is_gone_for_gateways_at_once(
         assert lost == [("w0", "it crashed"), ("w1", LEAVING)]
         c.add("w0", 2, MockForward(SPEC, num_blocks=256, block_size=4))
         await frames.submit(encode([Parcel("w0", 2, (generate("a"),))]))
-        _, by_worker = await reports(frames, 1)
+        by_worker = of_workers(await frames.reports(1))
         assert by_worker["w0"][-1].finish == "length"
 
 
@@ -125,10 +117,15 @@ async def test_leases_of_a_host_share_messages_and_name_it(crowd: Any) -> None:
             await until(lambda: len(listener.heard) == 2)
             leases = [lease for raw in listener.heard for lease in decode_leases(raw)]
             assert {lease.worker for lease in leases} == {f"w{i}" for i in range(n)}
-            assert {(lease.host, lease.address) for lease in leases} == {("h0", "a0")}
+            assert {(lease.host, lease.address, lease.incarnation) for lease in leases} == {
+                ("h0", "a0", 1)
+            }
+            sizes = {(lease.block_size, lease.num_blocks, lease.max_rows) for lease in leases}
+            assert sizes == {(4, 256, 64)}
         await until(lambda: len(listener.heard) == 4)
         left = [lease for raw in listener.heard[2:] for lease in decode_leases(raw)]
         assert all(lease.is_leaving for lease in left)
+        assert not any(lease.is_leaving for lease in leases)
         with pytest.raises(WorkerLost, match="shutting down"):
             Reader(made.host, "g")
 
@@ -140,7 +137,7 @@ async def test_a_late_gateway_gets_every_workers_snapshot_from_the_host(crowd: A
         prompts = [pack_tokens(range(i, i + 9 + 4 * i)) for i in range(3)]
         parcels = [Parcel(f"w{i}", 1, (Prefill(f"p{i}", p),)) for i, p in enumerate(prompts)]
         await frames.submit(encode(parcels))
-        await reports(frames, 3)
+        await frames.reports(3)
         bus = LocalBus(c.hub)
         await bus.connect()
         for i in range(3):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mallee.actors import cluster
-from mallee.actors.build import Place, settle
+from mallee.actors.build import Placement, place_worker
 from mallee.actors.hosting.numa import Neighbours, neighbours, pin
 from mallee.actors.local import check_gpus
 from mallee.protocol.errors import ConfigError
@@ -44,57 +44,64 @@ def tasks(tmp_path: Path) -> Path:
     return folder
 
 
-class Affinity:
-    """Takes down what is set; thread 101 has ended meanwhile."""
+@pytest.fixture
+def affinity(monkeypatch: pytest.MonkeyPatch) -> Callable[[range], dict[int, set[int]]]:
+    """Has the process use some CPUs; those that are set then, by thread. Thread 101 has ended meanwhile."""
 
-    def __init__(self) -> None:
-        self.cpus: dict[int, set[int]] = {}
+    def allow(cpus: range) -> dict[int, set[int]]:
+        pinned: dict[int, set[int]] = {}
 
-    def __call__(self, thread: int, cpus: Collection[int]) -> None:
-        if thread == 101:
-            raise ProcessLookupError(thread)
-        self.cpus[thread] = set(cpus)
+        def set_affinity(thread: int, cpus: Collection[int]) -> None:
+            if thread == 101:
+                raise ProcessLookupError(thread)
+            pinned[thread] = set(cpus)
+
+        monkeypatch.setattr(os, "sched_getaffinity", lambda thread: set(cpus))
+        monkeypatch.setattr(os, "sched_setaffinity", set_affinity)
+        return pinned
+
+    return allow
 
 
 def test_every_thread_goes_to_the_cpus_of_the_devices_node(
-    sysfs: Callable[..., Path], tasks: Path
+    sysfs: Callable[..., Path], tasks: Path, affinity: Callable[[range], dict[int, set[int]]]
 ) -> None:
     """Of those that the process may use at all."""
-    seen = Affinity()
-    root = sysfs()
+    pinned, root = affinity(range(6)), sysfs()
     assert neighbours("0000:9B:00.0", root) == Neighbours(1, frozenset({4, 5, 6, 12}))
-    found = pin(PCI, root=root, tasks=tasks, allowed=range(6), set_affinity=seen)
-    assert found == Neighbours(1, frozenset({4, 5}))
-    assert seen.cpus == {100: {4, 5}, 107: {4, 5}}
+    assert pin(PCI, root=root, tasks=tasks) == Neighbours(1, frozenset({4, 5}))
+    assert pinned == {100: {4, 5}, 107: {4, 5}}
 
 
 @pytest.mark.parametrize(
-    ("machine", "pci", "allowed", "reason"),
+    ("machine", "pci", "allowed", "near"),
     [
-        ({}, "", range(16), "no PCI address"),
-        ({}, "0000:01:00.0", range(16), "0000:01:00.0 has no NUMA node"),
-        ({"node": "-1"}, PCI, range(16), "has no NUMA node"),
-        ({"cpus": ""}, PCI, range(16), "has no NUMA node"),
-        ({"cpus": "many"}, PCI, range(16), "has no NUMA node"),
-        ({}, PCI, range(4), "none of the CPUs"),
-        ({"cpus": "0-15"}, PCI, range(8), "may use no others"),
+        ({}, "", range(16), "none that Linux lists"),
+        ({}, "0000:01:00.0", range(16), "none that Linux lists"),
+        ({"node": "-1"}, PCI, range(16), "none that Linux lists"),
+        ({"cpus": ""}, PCI, range(16), "none that Linux lists"),
+        ({"cpus": "many"}, PCI, range(16), "none that Linux lists"),
+        ({}, PCI, range(4), "[4, 5, 6, 12], the process may use [0, 1, 2, 3]"),
+        ({"cpus": "0-3"}, PCI, range(2), "[0, 1, 2, 3], the process may use [0, 1]"),
     ],
 )
 def test_where_there_is_nothing_to_choose_nothing_changes_but_a_line_of_the_log(
     sysfs: Callable[..., Path],
     tasks: Path,
+    affinity: Callable[[range], dict[int, set[int]]],
     caplog: pytest.LogCaptureFixture,
     machine: dict[str, str],
     pci: str,
     allowed: range,
-    reason: str,
+    near: str,
 ) -> None:
-    seen, root = Affinity(), sysfs(**machine)
+    pinned, root = affinity(allowed), sysfs(**machine)
     with caplog.at_level(logging.DEBUG):
-        assert pin(pci, root=root, tasks=tasks, allowed=allowed, set_affinity=seen) is None
-    assert seen.cpus == {}
+        assert pin(pci, root=root, tasks=tasks) is None
+    assert pinned == {}
     (record,) = caplog.records
-    assert (record.levelno, reason in record.getMessage()) == (logging.DEBUG, True)
+    assert record.levelno == logging.DEBUG
+    assert f"the CPUs beside device {pci!r} are {near}" in record.getMessage()
 
 
 @pytest.mark.skipif(
@@ -135,7 +142,11 @@ def config(**engine: Any) -> AppConfig:
 
 
 @pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[int, set[int]]:
+def two_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    affinity: Callable[[range], dict[int, set[int]]],
+) -> dict[int, set[int]]:
     """A process with one of a machine's GPUs; CPUs by thread that was pinned."""
     properties = SimpleNamespace(
         name="NVIDIA H200", pci_domain_id=0, pci_bus_id=0x9B, pci_device_id=0
@@ -147,35 +158,28 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[int, set[i
     folder.mkdir(parents=True)
     (folder / "numa_node").write_text("1")
     (folder / "local_cpulist").write_text("8-15")
-    pinned: dict[int, set[int]] = {}
-
-    def set_affinity(thread: int, cpus: Collection[int]) -> None:
-        pinned[thread] = set(cpus)
-
-    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: set(range(16)))
-    monkeypatch.setattr(os, "sched_setaffinity", set_affinity)
-    return pinned
+    return affinity(range(16))
 
 
 def test_a_worker_is_pinned_beside_its_gpu_and_named_by_it(
     two_gpus: dict[int, set[int]], tmp_path: Path
 ) -> None:
     """Ray's number of it, its place on the bus, its NUMA node; pinning can be switched off."""
-    place = settle(config(device="cuda", pin_cpus=False), ["3"], tmp_path)
-    assert place == Place("NVIDIA H200, GPU 3, 0000:9b:00.0", None)
+    place = place_worker(config(device="cuda", pin_cpus=False), ["3"], tmp_path)
+    assert place == Placement("NVIDIA H200, GPU 3, 0000:9b:00.0", None)
     assert not two_gpus
     with pytest.raises(ConfigError, match=r"has 1 CUDA device\(s\).*each worker has its own"):
-        settle(config(device="cuda:1"), ["3"])
-    place = settle(config(device="cuda"), ["3"], tmp_path)
-    assert place == Place("NVIDIA H200, GPU 3, 0000:9b:00.0, NUMA node 1", 8)
+        place_worker(config(device="cuda:1"), ["3"])
+    place = place_worker(config(device="cuda"), ["3"], tmp_path)
+    assert place == Placement("NVIDIA H200, GPU 3, 0000:9b:00.0, NUMA node 1", 8)
     assert two_gpus
     assert all(cpus == set(range(8, 16)) for cpus in two_gpus.values())
 
 
 def test_a_worker_on_a_cpu_is_not_pinned_and_says_what_ray_gave_it() -> None:
     before = os.sched_getaffinity(0)
-    assert settle(config(), []) == Place("")
-    assert settle(config(), ["1"]) == Place("GPU 1")
+    assert place_worker(config(), []) == Placement("")
+    assert place_worker(config(), ["1"]) == Placement("GPU 1")
     assert os.sched_getaffinity(0) == before
 
 

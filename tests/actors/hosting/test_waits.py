@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from mallee.actors.hosting.compiler import MAX_WAITING, TurnLock
-from mallee.actors.hosting.waits import MAX_HELD, Waits
+from mallee.actors.hosting import waits
+from mallee.actors.hosting.compiler import MAX_WAITING, Compiler
+from mallee.actors.hosting.waits import Waits
 from mallee.protocol.codec import encode
-from mallee.protocol.ids import RequestId, capsule_id
 from mallee.protocol.messages import (
     Cancel,
     Command,
@@ -32,6 +32,7 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.protocol.parcels import Parcel, decode_reports
+from mallee.runtime.tasks import Tasks
 from mallee.testing.structures import MockMatcher, MockStructures
 from support.reading import Reader
 from support.waiting import until
@@ -145,24 +146,6 @@ async def test_a_request_whose_grammar_compiles_is_cancelled_at_once(
         r.host.check()
 
 
-async def test_what_depends_on_a_waiting_request_waits_behind_it(
-    rig: Any, structures: SlowStructures
-) -> None:
-    async with rig(structures=structures) as r, aclosing(Reader(r.host, "g")) as frames:
-        prefill = Prefill("p", PROMPT, grammar=Grammar("json_object"))
-        capsule = capsule_id(RequestId("p"))
-        await frames.submit(batch(prefill, plain("a")))
-        await frames.submit(batch(Fork("f", capsule, (b"", b""), Limits(2, ignore_eos=True))))
-        await frames.submit(batch(Cancel("f", 1), Release(capsule), plain("b")))
-        assert {request for request, _ in await ends(frames, 2)} == {"a", "b"}
-        structures.may_end.set()
-        found = await ends(frames, 4)
-        assert found[capsule, -1].error is not None, "it was released before it was computed"
-        assert found["p", 0].finish == "stop"
-        assert found["f", 0].finish == "length"
-        assert found["f", 1].finish == "cancelled"
-
-
 @pytest.mark.parametrize("how", ["stream", "life", "crash", "close"])
 async def test_nothing_is_handed_over_for_a_gateway_or_worker_that_is_gone(
     rig: Any, structures: SlowStructures, how: str
@@ -242,19 +225,20 @@ async def test_a_compilation_shows_gateways_progress_while_the_engine_is_idle(
         assert len(set(steps)) == 4
 
 
-@pytest.mark.slow
 async def test_as_many_commands_wait_as_may_and_others_are_refused(
-    rig: Any, structures: SlowStructures
+    rig: Any, structures: SlowStructures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    most = 64
+    monkeypatch.setattr(waits, "MAX_HELD", most)
     async with rig(structures=structures) as r, aclosing(Reader(r.host, "g")) as frames:
-        requests = [constrained(f"r{i}", i, tenant=f"t{i % 32}") for i in range(MAX_HELD + 2)]
+        requests = [constrained(f"r{i}", i, tenant=f"t{i % 32}") for i in range(most + 2)]
         await frames.submit(batch(*requests))
         found = await ends(frames, 2)
         errors = [update.error for update in found.values()]
         assert {error and error[0] for error in errors} == {"unavailable"}
-        assert str(MAX_HELD) in str(errors)
-        await frames.submit(batch(*(Cancel(f"r{i}") for i in range(MAX_HELD))))
-        await ends(frames, MAX_HELD)
+        assert str(most) in str(errors)
+        await frames.submit(batch(*(Cancel(f"r{i}") for i in range(most))))
+        await ends(frames, most)
         assert r.host.stats().open_requests == 0
 
 
@@ -325,20 +309,26 @@ async def test_an_answer_that_goes_on_from_another_worker_waits_as_long_as_it_ta
 
 
 async def test_a_turn_that_is_given_up_goes_to_the_next() -> None:
-    lock = TurnLock()
-    await lock.acquire("a")
-    waiting = [asyncio.ensure_future(lock.acquire(name)) for name in "abb"]
-    await asyncio.sleep(0)
-    waiting[1].cancel()
-    lock.release()
-    waiting[2].cancel()  # it was given the turn just now
-    await asyncio.wait(waiting, timeout=1)
-    assert waiting[1].cancelled()
-    assert waiting[2].cancelled()
-    assert waiting[0].result() is None
-    lock.release()
-    await lock.acquire("c")
-    lock.release()
+    """Whether it was under way, waited behind one of its tenant, or for the thread."""
+    tasks, order, may_end = Tasks("test"), list[str](), threading.Event()
+    compiler = Compiler("w0", tasks)
+
+    def submit(tenant: str) -> asyncio.Task[None]:
+        before = set(asyncio.all_tasks())
+        compiler.submit(tenant, may_end.wait, lambda error: order.append(tenant))
+        (task,) = asyncio.all_tasks() - before
+        return task
+
+    first, second, _, other, _ = map(submit, "aaabb")
+    for given_up in (first, second, other):
+        for _ in range(5):  # turns of the loop
+            await asyncio.sleep(0)
+        tasks.cancel(given_up)
+    may_end.set()
+    await tasks.finish()
+    assert order == ["a", "b"]
+    assert compiler.num_open == 0
+    compiler.close()
 
 
 NAMES = st.sampled_from("abc")
@@ -374,26 +364,26 @@ def test_commands_that_share_a_request_keep_their_order_whatever_compiles(
     given_: list[Command], data: st.DataObject
 ) -> None:
     """Each command goes to the engine once, after all before it that name the same requests."""
-    waits = Waits(lambda command: getattr(command, "grammar", None) != Grammar("regex", "1"))
+    held = Waits(lambda command: getattr(command, "grammar", None) != Grammar("regex", "1"))
     done: list[int] = []
     compiling: list[Command] = []
     number = {id(command): i for i, command in enumerate(given_)}
 
     def take(free: list[Command]) -> None:
         done.extend(number[id(command)] for command in free)
-        if len(waits):
-            waits.check()
+        if len(held):
+            held.check()
 
     for command in given_:
-        admitted = waits.admit([command])
+        admitted = held.admit([command])
         compiling += admitted.compiling
         take(admitted.free)
         while compiling and data.draw(st.booleans()):
-            take(waits.compiled(compiling.pop(data.draw(st.integers(0, len(compiling) - 1)))))
+            take(held.compiled(compiling.pop(data.draw(st.integers(0, len(compiling) - 1)))))
     while compiling:
-        take(waits.compiled(compiling.pop()))
+        take(held.compiled(compiling.pop()))
     assert sorted(done) == list(range(len(given_)))
-    assert not len(waits)
+    assert not len(held)
     place = {i: at for at, i in enumerate(done)}
     for j, later in enumerate(given_):
         for i, earlier in enumerate(given_[:j]):

@@ -8,68 +8,37 @@ from typing import Any
 
 import pytest
 
-from mallee.protocol.codec import encode
 from mallee.protocol.errors import CodecError, WorkerLost
 from mallee.protocol.events import Load, decode_lease
 from mallee.protocol.messages import (
     Cancel,
-    Command,
     Generate,
     Limits,
     Prefill,
-    Update,
     pack_tokens,
 )
-from mallee.protocol.parcels import Parcel, Report, decode_reports
-from support.reading import Reader
+from mallee.protocol.parcels import Report, decode_reports
+from support.reading import Reader, batch, generate
 from support.waiting import elapse, until
-
-
-def generate(request: str, max_tokens: int = 4, n: int = 1) -> Generate:
-    prompt = pack_tokens(range(1, 11))
-    return Generate(request, prompt, Limits(max_tokens, ignore_eos=True), n=n)
-
-
-def batch(*commands: Command, worker: str = "w0", incarnation: int = 1) -> bytes:
-    return encode([Parcel(worker, incarnation, commands)] if commands else [])
-
-
-async def hello(frames: Reader) -> None:
-    """No reports: says that the stream is open."""
-    assert decode_reports(await anext(frames)) == ()
-
-
-def news(raw: bytes) -> list[Update]:
-    return [update for report in decode_reports(raw) for update in report.frame.updates]
-
-
-async def updates(frames: Reader, ends: int) -> list[Update]:
-    """All updates until `ends` of them were last ones."""
-    found: list[Update] = []
-    async for raw in frames:
-        found += news(raw)
-        if sum(u.finish is not None for u in found) >= ends:
-            return found
-    raise AssertionError(f"the stream ended after {found}")
 
 
 async def test_a_refused_id_in_use_leaves_its_running_request_open(rig: Any) -> None:
     async with rig() as r, aclosing(Reader(r.host, "g")) as frames:
-        await hello(frames)
+        await frames.hello()
         await frames.submit(batch(generate("a", 900, n=2)))
         await frames.submit(batch(generate("a", n=9)))
         await frames.submit(batch(generate("b")))
-        (ended,) = {u.request for u in await updates(frames, 1) if u.finish is not None}
+        (ended,) = {u.request for u in await frames.updates(1) if u.finish is not None}
         assert ended == "b"
         assert r.host.stats().open_requests == 1
         await frames.submit(batch(Cancel("a")))
-        assert {u.finish for u in await updates(frames, 2)} >= {"cancelled"}
+        assert {u.finish for u in await frames.updates(2)} >= {"cancelled"}
         assert r.host.stats().open_requests == 0
 
 
 async def test_bytes_that_are_no_batch_are_refused_whole(rig: Any) -> None:
     async with rig() as r, aclosing(Reader(r.host, "g")) as frames:
-        await hello(frames)
+        await frames.hello()
         with pytest.raises(CodecError):
             await frames.submit(batch(generate("a"))[:-3])
         assert r.host.stats().open_requests == 0
@@ -91,24 +60,24 @@ def running(r: Any) -> int:
 async def test_a_second_stream_replaces_the_first(rig: Any) -> None:
     async with rig() as r:
         first = Reader(r.host, "g")
-        await hello(first)
+        await first.hello()
         await first.submit(batch(generate("old", 900)))
         async with aclosing(Reader(r.host, "g")) as second:
-            await hello(second)
+            await second.hello()
             await until(lambda: running(r) == 0)
             assert r.host.stats().open_requests == 0
             async with asyncio.timeout(5), aclosing(first):
                 async for _ in first:
                     pass  # what was on its way, then the end
             await second.submit(batch(generate("new", 2)))
-            assert {u.request for u in await updates(second, 1)} == {"new"}
+            assert {u.request for u in await second.updates(1)} == {"new"}
 
 
 async def test_heartbeats_tell_how_far_a_busy_worker_is(rig: Any) -> None:
     """Chunks of a long prefill report nothing: without it they would look like a hang."""
     async with rig(heartbeat_s=0.01) as r, aclosing(Reader(r.host, "g")) as frames:
         r.forward.delay_s = 0.02
-        await hello(frames)
+        await frames.hello()
         await frames.submit(batch(Generate("a", pack_tokens([7] * 400), Limits(1))))
         steps: list[int] = []
         async for raw in frames:
@@ -122,17 +91,17 @@ async def test_heartbeats_tell_how_far_a_busy_worker_is(rig: Any) -> None:
         assert steps == sorted(steps)
         await until(lambda: r.host.stats().open_requests == 0)
         await anext(frames)
-        await hello(frames)  # nothing is open any more
+        await frames.hello()  # nothing is open any more
 
 
 async def test_a_silent_gateway_is_cut_and_an_empty_batch_is_no_silence(rig: Any) -> None:
     async with rig(heartbeat_s=0.01) as r, aclosing(Reader(r.host, "g")) as frames:
-        await hello(frames)
+        await frames.hello()
         r.now += 9
         await frames.submit(batch())
         r.now += 9
         for _ in range(4):  # it beats while the engine sleeps
-            await hello(frames)
+            await frames.hello()
         assert (r.host.stats().steps, r.forward.num_passes) == (0, 0)
         await frames.submit(batch(generate("a", 900)))
         r.now += 11
@@ -159,7 +128,7 @@ async def test_leases_say_how_busy_the_engine_is_and_wait_for_no_step(
             return last is not None and not (last.rows or last.waiting or last.active_blocks)
 
         async with r, aclosing(Reader(r.host, "g")) as frames:
-            await hello(frames)
+            await frames.hello()
             await until(is_idle)
             r.forward.delay_s = 0.2
             await frames.submit(batch(generate("a", 3, n=2)))
@@ -168,31 +137,8 @@ async def test_leases_say_how_busy_the_engine_is_and_wait_for_no_step(
             await until(lambda: load() is not None and load().rows == 2)
             assert load().active_blocks >= 3
             r.forward.delay_s = 0.0
-            await updates(frames, 2)
+            await frames.updates(2)
             await until(is_idle)
-
-
-async def test_leases_say_what_the_worker_is_and_that_it_leaves(
-    rig: Any,
-) -> None:
-    r = rig(lease_period_s=0.01, worker="w7", incarnation=42, address="here")
-    async with r.listen() as listener:
-        await listener.to("mallee.test.lease.*")
-        async with r, aclosing(Reader(r.host, "g")) as frames:
-            await hello(frames)
-            await frames.submit(batch(generate("a", 8), worker="w7", incarnation=42))
-            await updates(frames, 1)
-            await until(lambda: decode_lease(listener.heard[-1]).next_seq > 0)
-        await asyncio.sleep(0)
-        leases = [decode_lease(raw) for raw in listener.heard]
-        assert (leases[0].worker, leases[0].incarnation, leases[0].address) == (
-            "w7",
-            42,
-            "here",
-        )
-        assert (leases[0].block_size, leases[0].num_blocks, leases[0].max_rows) == (4, 256, 64)
-        assert [lease.is_leaving for lease in leases] == [*[False] * (len(leases) - 1), True]
-        assert leases[-1].next_seq == r.engine.next_seq
 
 
 async def test_a_broken_engine_is_lost_to_every_gateway_and_says_why(
@@ -202,8 +148,8 @@ async def test_a_broken_engine_is_lost_to_every_gateway_and_says_why(
     async with r.listen() as listener, r:
         await listener.to("mallee.test.lease.w0")
         one, two = Reader(r.host, "g1"), Reader(r.host, "g2")
-        await hello(one)
-        await hello(two)
+        await one.hello()
+        await two.hello()
         await one.submit(batch(generate("a", 900, n=2), generate("b", 900)))
         await two.submit(batch(generate("c", 900)))
         r.forward.is_broken = True
@@ -227,7 +173,7 @@ async def test_an_engine_that_hung_publishes_nothing_afterwards(rig: Any) -> Non
     r = rig(heartbeat_s=0.01, max_step_s=60.0)
     async with r.listen() as listener, r, aclosing(Reader(r.host, "g")) as frames:
         await listener.to("mallee.test.events.w0")
-        await hello(frames)
+        await frames.hello()
         r.forward.delay_s = 0.1
         await frames.submit(batch(Prefill("p", pack_tokens(range(1, 11)))))
         runner = r.host.workers["w0"].runner

@@ -138,57 +138,53 @@ async def givens(client: httpx.AsyncClient, operation: Operation) -> AsyncIterat
         yield made | {"request": request}
 
 
+A_MALLEE = {"prompt": "A mallee", "max_tokens": 2}
+MADE: dict[str, tuple[str, dict[str, Any]]] = {  # by a request, whose answer has the id
+    "capsule": ("/v1/capsules", {"prompt": "A long document", "ttl_s": 600}),
+    "request": ("/v1/completions", A_MALLEE),
+    "graph": ("/v1/graphs", {"nodes": [{"kind": "prefill", "name": "doc", "text": "A mallee"}]}),
+    "response": (
+        "/v1/responses",
+        {"input": "A mallee", "max_output_tokens": 2, "background": True},
+    ),
+    "conversation": (
+        "/v1/conversations",
+        {"items": [{"role": "user", "content": "I grow mallees."}]},
+    ),
+}
+NAMED = {"file": "main.js", "model": "tiny", "worker": "none-of-ours", "branch": "0"}
+
+
 async def things(client: httpx.AsyncClient, operation: Operation) -> dict[str, str]:
     """Ids for the path's parameters, of things just made; a new parameter needs its case here.
 
     The session that the example forks into is none yet, and the one that it closes is there.
     """
     made: dict[str, str] = {}
-    body: dict[str, Any]
+
+    async def posted(path: str, body: dict[str, Any]) -> Any:
+        return (await client.post(path, json=body)).json()
+
     await client.delete("/v1/sessions/another")
     if operation.handler == "sessions.close_named":
         closed = {"session": operation.example["session_id"]}
-        body = {"prompt": "A mallee", "max_tokens": 2, "mallee": closed}
-        await client.post("/v1/completions", json=body)
+        await posted("/v1/completions", {**A_MALLEE, "mallee": closed})
     for name in names(operation):
-        match name:
-            case "capsule":
-                body = {"prompt": "A long document", "ttl_s": 600}
-                made[name] = (await client.post("/v1/capsules", json=body)).json()["id"]
-                if operation.handler == "capsules.restore":  # one of an answer
-                    body = {"prompt": "A mallee", "max_tokens": 2}
-                    (choice,) = (await client.post("/v1/completions", json=body)).json()["choices"]
-                    made[name] = choice["mallee"]["capsule"]
-            case "request":
-                body = {"prompt": "A mallee", "max_tokens": 2}
-                made[name] = (await client.post("/v1/completions", json=body)).json()["id"]
-            case "file":
-                made[name] = "main.js"
-            case "graph":
-                body = {"nodes": [{"kind": "prefill", "name": "doc", "text": "A mallee"}]}
-                made[name] = (await client.post("/v1/graphs", json=body)).json()["id"]
-            case "response":
-                body = {"input": "A mallee", "max_output_tokens": 2, "background": True}
-                made[name] = (await client.post("/v1/responses", json=body)).json()["id"]
-            case "conversation":
-                body = {"items": [{"role": "user", "content": "I grow mallees."}]}
-                made[name] = (await client.post("/v1/conversations", json=body)).json()["id"]
-            case "item":
-                items = f"/v1/conversations/{made['conversation']}/items"
-                made[name] = (await client.get(items)).json()["data"][0]["id"]
-            case "session":
-                ours = {"session": "night-3", "record": True}
-                body = {"prompt": "A mallee", "max_tokens": 2, "mallee": ours}
-                await client.post("/v1/completions", json=body)
-                made[name] = "night-3"
-            case "model":
-                made[name] = "tiny"
-            case "worker":
-                made[name] = "none-of-ours"
-            case "branch":
-                made[name] = "0"
-            case _:
-                raise AssertionError(f"say in `givens` of {__file__} how to make a {name!r}")
+        if name in MADE:
+            made[name] = (await posted(*MADE[name]))["id"]
+            if operation.handler == "capsules.restore":  # one of an answer
+                (choice,) = (await posted("/v1/completions", A_MALLEE))["choices"]
+                made[name] = choice["mallee"]["capsule"]
+        elif name == "item":
+            items = f"/v1/conversations/{made['conversation']}/items"
+            made[name] = (await client.get(items)).json()["data"][0]["id"]
+        elif name == "session":
+            ours = {"session": "night-3", "record": True}
+            await posted("/v1/completions", {**A_MALLEE, "mallee": ours})
+            made[name] = "night-3"
+        else:
+            assert name in NAMED, f"say in {__file__} how to make a {name!r}"
+            made[name] = NAMED[name]
     return made
 
 

@@ -1,8 +1,10 @@
 """Mocked engines of one process: one timer for all, a device that some share, the wall clock's pace."""
 
 import asyncio
+import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,11 +122,14 @@ def test_a_fleet_that_takes_no_time_shares_no_device(folder: Path) -> None:
 
 
 class Sleeper:
-    """Notes when it was woken; sleeps again if `naps` are left."""
+    """Notes when it was woken; sleeps again if `naps` are left, raises if it is broken."""
 
-    def __init__(self, pacer: Pacer, naps: list[float] | None = None) -> None:
+    def __init__(
+        self, pacer: Pacer, naps: list[float] | None = None, *, is_broken: bool = False
+    ) -> None:
         self.pacer = pacer
         self.naps = naps or []
+        self.is_broken = is_broken
         self.due: float | None = None
         self.woken: list[float] = []
 
@@ -133,11 +138,12 @@ class Sleeper:
         self.pacer.at(due, self)
 
     def wake(self) -> None:
-        now = asyncio.get_running_loop().time()
         assert self.due is not None
-        assert now >= self.due
+        assert here() >= self.due, "never early"
         self.woken.append(self.due)
         self.due = None
+        if self.is_broken:
+            raise RuntimeError("a bug")
         if self.naps:
             self.sleep(self.woken[-1] + self.naps.pop(0))
 
@@ -146,36 +152,32 @@ def here() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def test_everybody_is_woken_once_and_never_early() -> None:
-    pacer = Pacer(asyncio.get_running_loop().time)
-    sleepers = [Sleeper(pacer) for _ in range(200)]
-    begin = here()
-    for i, sleeper in enumerate(sleepers):
-        sleeper.sleep(begin + 0.0001 * ((37 * i) % 200))
+@pytest.mark.parametrize("seed", range(20))
+async def test_all_are_woken_at_the_last_times_that_they_asked_for(seed: int) -> None:
+    """Once each; what raises leaves the others their turn, and after the end none has one."""
+    rng, loop, bugs = random.Random(seed), asyncio.get_running_loop(), list[Any]()
+    loop.set_exception_handler(lambda _, context: bugs.append(context["exception"]))
+    pacer, begin = Pacer(loop.time), here()
+    sleepers = [Sleeper(pacer, is_broken=rng.random() < 0.1) for _ in range(200)]
+    wanted: list[list[float]] = []
+    for sleeper in sleepers:
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            sleeper.sleep(begin + 0.0001 * rng.randrange(-30, 200))
+        if rng.random() < 0.1:
+            sleeper.due = None  # it is gone
+        wanted.append([] if sleeper.due is None else [sleeper.due])
     pacer.check()
-    await until(lambda: all(s.woken for s in sleepers))
-    assert all(len(s.woken) == 1 for s in sleepers)
-    assert pacer.stats().calls == 200
-    assert pacer.stats().wakes <= 0.02 / GRAIN_S + 3
-    pacer.check()
+    await until(lambda: [each.woken for each in sleepers] == wanted)
+    await elapse(0.05)
+    assert [each.woken for each in sleepers] == wanted
+    num_broken = sum(each.is_broken and bool(each.woken) for each in sleepers)
+    assert [str(bug) for bug in bugs] == ["a bug"] * num_broken
+    assert pacer.stats().wakes <= 0.02 / GRAIN_S + 3 + num_broken
+    sleepers[0].sleep(here() + 0.001)
     pacer.close()
-
-
-async def test_who_wants_another_time_is_not_woken_at_the_old_one() -> None:
-    pacer = Pacer(asyncio.get_running_loop().time)
-    begin = here()
-    later, sooner, gone = (Sleeper(pacer) for _ in range(3))
-    later.sleep(begin + 0.002)
-    later.sleep(begin + 0.01)
-    sooner.sleep(begin + 60)
-    sooner.sleep(begin + 0.003)
-    gone.sleep(begin + 0.001)
-    gone.due = None
-    await until(lambda: bool(later.woken and sooner.woken))
-    assert later.woken == [begin + 0.01]
-    assert sooner.woken == [begin + 0.003]
-    assert not gone.woken
-    pacer.close()
+    sleepers[1].sleep(here() + 0.001)
+    await elapse(0.005)
+    assert [each.woken for each in sleepers] == wanted
     pacer.check()
 
 
@@ -189,36 +191,6 @@ async def test_what_takes_no_time_leaves_the_loop_to_others() -> None:
         turns += 1
     assert turns >= 250
     pacer.close()
-
-
-async def test_one_that_raises_leaves_the_others_their_turn() -> None:
-    loop, seen = asyncio.get_running_loop(), []
-    loop.set_exception_handler(lambda _, context: seen.append(context["exception"]))
-    pacer = Pacer(loop.time)
-
-    class Broken(Sleeper):
-        def wake(self) -> None:
-            raise RuntimeError("a bug")
-
-    broken, before, after = Broken(pacer), Sleeper(pacer, [0.0]), Sleeper(pacer)
-    before.sleep(here() - 0.003)
-    broken.sleep(here() - 0.002)
-    after.sleep(here() - 0.001)
-    await until(lambda: len(before.woken) == 2 and len(after.woken) == 1)
-    assert len(seen) == 1
-    pacer.check()
-    pacer.close()
-
-
-async def test_nobody_is_woken_after_close() -> None:
-    pacer = Pacer(asyncio.get_running_loop().time)
-    sleeper = Sleeper(pacer)
-    sleeper.sleep(here() + 0.001)
-    pacer.close()
-    sleeper.sleep(here() + 0.001)
-    await elapse(0.005)
-    assert not sleeper.woken
-    pacer.check()
 
 
 async def test_the_pace_slackens_while_the_loop_is_behind_and_recovers() -> None:

@@ -1,7 +1,6 @@
 """A mocked fleet as `mallee mock` starts it: processes, sockets, NATS, HTTP, the openai client. K21, K28."""
 
 import asyncio
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from mallee.actors.mock.pacer import Pacer
 from mallee.actors.mock.stack import MockStack
 from mallee.protocol.errors import ConfigError, InternalError
 from mallee.runtime.addresses import free_port
-from mallee.runtime.bus.nats import NatsBus
 from mallee.runtime.config import EngineSettings
 from support.mock_scene import make_folder, mock_config
 from support.task_groups import FLIP_S, groups, running
@@ -22,17 +20,10 @@ from support.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.nats, pytest.mark.slow]
 
-NUM_ENGINES = 20
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("tiny"))
-
-
-async def admin(stack: MockStack, bus: NatsBus, host: str, verb: str, worker: str = "") -> Any:
-    asked = json.dumps({"verb": verb, "worker": worker}).encode()
-    return json.loads(await bus.request(f"mallee.test.admin.{host}", asked, 5.0))
 
 
 async def complete(client: openai.AsyncOpenAI, number: int, **options: Any) -> Any:
@@ -63,53 +54,6 @@ async def test_a_thousand_engines_of_one_process_register_and_serve_over_nats(fo
             workers += [answer.choices[0].mallee["worker"] for answer in answers]
         assert sorted(workers) == sorted(f"w{i}" for i in range(1000))
         assert stack.router.stats().gaps == 0
-
-
-async def test_twenty_engines_in_two_processes_answer_the_openai_client(folder: Path) -> None:
-    """K21, part, K28, part: whole, streamed, forked; then one engine crashes and comes back in mid-run."""
-    config = mock_config(
-        folder, workers=2, mock__engines_per_worker=NUM_ENGINES // 2, routing__policy="round_robin",
-        lease_period_s=0.2,
-    )  # fmt: skip
-    async with (
-        MockStack(config, port=free_port()) as stack,
-        openai.AsyncOpenAI(
-            base_url=f"{stack.base_url}/v1", api_key="none", max_retries=0
-        ) as client,
-    ):
-        answers = await asyncio.gather(*(complete(client, i) for i in range(NUM_ENGINES)))
-        workers = {a.choices[0].mallee["worker"] for a in answers}
-        assert workers == {f"w{i}" for i in range(NUM_ENGINES)}
-        assert {a.usage.completion_tokens for a in answers} == {6}
-        await streamed(client)
-        bus = NatsBus(stack.access("gateway"), fleet="test")
-        await bus.connect()
-        await until(lambda: bus.is_up)
-        load = [asyncio.ensure_future(complete(client, i, n=2)) for i in range(200)]
-        await asyncio.sleep(0.05)
-        assert "w3" not in (await admin(stack, bus, "m0", "crash", "w3"))["workers"]
-        ends = await asyncio.gather(*load, return_exceptions=True)
-        whole = [a for a in ends if not isinstance(a, BaseException)]
-        for error in ends:
-            if isinstance(error, BaseException):
-                assert isinstance(error, openai.APIStatusError), error
-                assert error.status_code == 503
-        assert len(whole) >= 180
-        await until(lambda: len(stack.router.workers()) == NUM_ENGINES - 1)
-        await admin(stack, bus, "m0", "join", "w3")
-        await until(lambda: len(stack.router.workers()) == NUM_ENGINES)
-        again = await asyncio.gather(*(complete(client, i) for i in range(NUM_ENGINES)))
-        assert "w3" in {a.choices[0].mallee["worker"] for a in again}
-        await bus.close()
-        assert stack.router.stats().gaps == 0
-    assert all(child.returncode is not None for child in stack.children)
-    assert not stack._folder.exists()
-
-
-async def streamed(client: openai.AsyncOpenAI) -> None:
-    stream = await complete(client, 1, stream=True, max_tokens=20)
-    text = "".join([chunk.choices[0].text async for chunk in stream])
-    assert len(text.split()) >= 3
 
 
 async def test_a_fleet_that_cannot_start_says_why_and_leaves_nothing(folder: Path) -> None:

@@ -185,16 +185,6 @@ def test_a_line_that_changes_is_found_by_comparing() -> None:
     assert heads.settle(asked("Date: Tuesday"), "a").changed == ""
 
 
-def test_prompts_of_several_agents_are_told_apart() -> None:
-    heads = Heads(moves=False)
-    other = "You search files.\nGive their names and nothing else, one a line, in the order found."
-    for day in ("Monday", "Tuesday"):
-        found = [heads.settle(asked(f"Date: {day}", rest=rest), "a") for rest in (REST, other)]
-        assert [each.changed for each in found] == (
-            [""] * 2 if day == "Monday" else [f"Date: {day}"] * 2
-        )
-
-
 @pytest.mark.parametrize("text", ["other", "Date: x\nshort", f"Date: x\n{REST}\nmore"])
 def test_another_prompt_is_no_change_of_a_line(text: str) -> None:
     heads = Heads(moves=True)
@@ -217,14 +207,6 @@ def test_a_count_is_no_turn() -> None:
     for _ in range(2):
         assert heads.settle(asked("Date: Tuesday"), "a", remembers=False).changed
     assert heads.settle(asked("Date: Tuesday"), "a").changed
-
-
-def test_a_bill_moves_at_once_and_results_of_tools_take_it() -> None:
-    heads, bill = Heads(moves=True), "x-anthropic-billing-header: cch=1;"
-    given = (Message("system", bill), Message("user", "hi"), Message("tool", "done"))
-    assert heads.settle(given, "a").messages == (given[1], Message("tool", f"done\n\n{bill}"))
-    alone = given[:1]
-    assert heads.settle(alone, "a") == Head(alone)
 
 
 def test_clients_are_bounded() -> None:

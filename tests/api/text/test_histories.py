@@ -20,7 +20,7 @@ from mallee.api.text.conversation import Conversation, Function, Message, ToolCa
 from mallee.api.text.families import FAMILIES, Family
 from mallee.api.text.histories import Histories
 from mallee.api.text.tokenizer import Tokenizer
-from mallee.protocol.errors import ContextLengthExceeded, InvalidParameter
+from mallee.protocol.errors import ContextLengthExceeded
 from support.tokenizers_made import byte_level
 
 MARKS = (
@@ -250,23 +250,6 @@ def test_the_scope_with_most_loses_its_oldest_first() -> None:
     both.read(Conversation(talk(9)), "small")
     both.read(Conversation([Message("user", "19"), *talk(17)]), "large")
     assert both.histories.num_resumed == 2
-
-
-def test_short_conversations_are_not_remembered() -> None:
-    found = Histories(TOKENIZERS["bytes"], chat_of(FAMILIES[0], "bytes"))
-    given = Conversation(talk(4, words=1))
-    assert found.prompt(given, "a", add_generation_prompt=True, max_tokens=99_999) is None
-    assert found.memory.nbytes == 0
-
-
-def test_what_renders_to_no_token_is_refused_as_ever() -> None:
-    chat = ChatTemplate(
-        "{% for message in messages %}{% if message.role == 'user' %}<|im_end|>{% endif %}{% endfor %}"
-    )
-    reader = PromptReader(TOKENIZERS["bytes"], chat, 1 << 20, max_model_len=1 << 20)
-    given = Conversation([Message("critic", "x" * 10_000)])
-    with pytest.raises(InvalidParameter, match="no token at all"):
-        reader.conversation(given, add_generation_prompt=False)
 
 
 def test_all_that_is_held_is_counted() -> None:

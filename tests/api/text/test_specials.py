@@ -88,26 +88,10 @@ def test_a_suffix_s_messages_are_protected_too() -> None:
     assert num_special(prompts.suffix(suffix, "suffixes[0]")) == 3
 
 
-def test_json_in_ascii_hides_no_mark() -> None:
-    chat = ChatTemplate(
-        "{{ messages | tojson(ensure_ascii=True) }}<|im_end|>", special_tokens=SPECIAL
-    )
-    pieces = chat.render(Conversation([Message("user", "é<|im_end|>")])).pieces
-    assert "".join(pieces) == '[{"role": "user", "content": "\\u00e9<|im_end|>"}]<|im_end|>'
-    assert len(pieces) == 4
-
-
 def as_it_is(special: SpecialTokens, text: str) -> Rendering:
     """`text` by a template that writes nothing else."""
     given = Conversation([Message("user", text)])
     return special.render(given, lambda given: given.messages[0].text)
-
-
-def test_a_token_inside_of_another_is_found_too() -> None:
-    tokens = ["<a<b>", "<b>", "<x>"]
-    found = as_it_is(SpecialTokens(tokens), "<a<b>")
-    assert found.text == "<a<b>"
-    assert not any(token in piece for token in tokens for piece in found.pieces)
 
 
 @given(
@@ -115,8 +99,12 @@ def test_a_token_inside_of_another_is_found_too() -> None:
     text=st.text("<|[ab", max_size=12),
 )
 def test_tokens_are_found_wherever_they_stand(tokens: list[str], text: str) -> None:
-    expected = any(len(token) > 1 and token in text for token in tokens)
-    assert SpecialTokens(tokens).are_in(text) == expected
+    """Also inside of one another: no piece has any."""
+    found, special = [token for token in tokens if len(token) > 1], SpecialTokens(tokens)
+    assert special.are_in(text) == any(token in text for token in found)
+    pieces = as_it_is(special, text).pieces
+    assert "".join(pieces) == text
+    assert not any(token in piece for token in found for piece in pieces)
 
 
 def test_a_text_of_special_tokens_is_refused_before_its_pieces_are_encoded(
@@ -143,11 +131,6 @@ def test_a_text_of_special_tokens_is_refused_before_its_pieces_are_encoded(
         SpecialTokens(SPECIAL).render(large, lambda _: pytest.fail("rendered"), max_tokens=1000)
     with pytest.raises(ContextLengthExceeded, match="1001"):
         chat_of(FAMILIES[0]).render_continuation(large.messages, max_tokens=1000)
-
-
-def test_a_template_that_drops_all_texts_renders_one_empty_piece() -> None:
-    chat = ChatTemplate("{{ '' }}", special_tokens=SPECIAL)
-    assert chat.render(Conversation([Message("user", "<|eot_id|>")])).pieces == ("",)
 
 
 R1 = (  # DeepSeek's distilled models: their marks of turns are added tokens, and no special ones

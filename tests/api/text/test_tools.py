@@ -108,23 +108,6 @@ def test_any_text_is_read_alike_however_it_is_split(family: str, data: st.DataOb
         assert text_of(whole) == raw
 
 
-def test_arguments_come_as_they_are_written() -> None:
-    parser = CallParser(FORMATS["hermes"], FUNCTIONS)
-    first = '<tool_call>{"name": "search", "arguments": {"city": "</tool_call>"}}</tool_call>'
-    begin = first.index('{"city') + 1
-    assert parser.feed("Well. " + first[: begin - 1]) == ["Well."]
-    assert parser.feed(first[begin - 1 : begin + 4]) == [Call("search", ""), Call("", '{"cit')]
-    assert [p for part in first[begin + 4 : -1] for p in parser.feed(part)] == [
-        Call("", part) for part in first[begin + 4 : -13]
-    ]
-    assert parser.is_reading
-    assert parser.feed(first[-1]) == []
-    assert not parser.is_reading
-    assert parser.feed("\n<tool_") == []
-    assert parser.feed("x") == ["\n<tool_x"]
-    assert parser.end() == []
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_more_than_a_value_is_held_back(family: str) -> None:
     """I17, part: while a call of many values is written, its arguments come; Python's come at the end."""

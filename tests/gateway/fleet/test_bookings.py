@@ -132,31 +132,6 @@ async def test_gateways_know_where_others_serve_their_metrics_until_they_die() -
         assert one.feed.replicas.stats().expired_gateways == 1
 
 
-async def test_a_gateway_that_closes_says_what_it_freed() -> None:
-    hub = LocalHub()
-    async with Gateway(hub, "g1") as two:
-        async with Gateway(hub, "g0") as one:
-            one.book("a")
-            await until(lambda: two.loads()["w0"][0] == 1)
-            one.router.free(RequestId("a"))
-        await until(lambda: two.loads()["w0"][0] == 0)
-        assert two.feed.replicas.stats().expired_gateways == 0
-
-
-async def test_a_gateway_that_joins_late_learns_what_is_booked() -> None:
-    """K10, part: late join by snapshot, at the first heartbeat."""
-    hub = LocalHub()
-    async with Gateway(hub, "g0") as one:
-        for i in range(20):
-            one.book(f"r{i}")
-        await until(lambda: not len(one.feed._outbox))
-        echoes = one.feed.replicas.stats().own_messages
-        await until(lambda: one.feed.replicas.stats().own_messages > echoes)
-        async with Gateway(hub, "g1") as two:
-            await until(lambda: two.loads() == one.loads())
-            assert two.feed.replicas.stats().gaps == 1
-
-
 async def test_what_was_booked_while_the_broker_was_away_is_told_afterwards() -> None:
     """K10, X8: load that can't be heard of runs out, and the broker's return brings it back."""
     hub = LocalHub()

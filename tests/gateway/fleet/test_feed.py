@@ -164,23 +164,6 @@ async def test_a_snapshot_that_never_comes_is_asked_for_again_at_the_next_lease(
         await until(lambda: place.sizes() == {"w0": 3})
 
 
-async def test_a_broker_that_was_away_is_followed_by_a_resync() -> None:
-    """K7: what was said without it comes by snapshot."""
-    async with Place() as place:
-        await place.hold("w0", 2, 1, 2)
-        place.lease("w0", 0)
-        place.store("w0", 0, 1)
-        await until(lambda: place.sizes() == {"w0": 1})
-        place.hub.set_up(False)
-        place.store("w0", 1, 2)
-        assert not place.router.stats().is_broker_up
-        place.hub.set_up(True)
-        place.lease("w0", 2)
-        await until(lambda: place.sizes() == {"w0": 2})
-        assert place.router.stats().gaps == 1
-        assert place.answered == 1
-
-
 async def test_malformed_messages_are_refused_and_the_rest_goes_on() -> None:
     async with Place() as place:
         place.bus.publish(SUBJECTS.lease("w0"), b"\xc1")

@@ -328,25 +328,14 @@ async def test_a_life_that_writes_for_long_ends_before_the_next_one_opens_its_vo
         assert found.status.tier == "disk", "the next life has the volume"
 
 
-async def test_the_next_life_looks_through_its_volume_beside_the_loop(tmp_path: Path) -> None:
-    """Leases, links and other workers of the process go on while the files are read."""
-    async with disk_scene(tmp_path) as s:
-        await s.gateways[0].capsules.demote(await s.keep(), DISK, COMMON)
-        s.looks.hold()
-        await s.begin_change("one")
-        await until(s.looks.is_waiting.is_set)
-        await elapse(5.0)
-        assert s.host.healthy()
-        assert s.served == []
-        s.looks.may_go.set()
-        await until(lambda: s.served == ["one"])
-
-
 @pytest.mark.parametrize("limit", ["MAX_END_S", "MAX_MAKE_S"])
 async def test_a_life_that_does_not_end_or_begin_in_time_fails_its_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    """The task is the host's: health says so, and the process is replaced. Nothing waits for ever."""
+    """The task is the host's: health says so, and the process is replaced. Nothing waits for ever.
+
+    Files are read and written beside the loop, in which this test waits.
+    """
     monkeypatch.setattr(changes, limit, 0.2)
     async with disk_scene(tmp_path) as s:
         capsule = await s.keep()

@@ -113,23 +113,6 @@ def test_the_end_of_a_prompt_may_be_rewritten() -> None:
     assert scene.parent(retry) == "", "the same prompt again is no turn after it"
 
 
-def test_a_session_below_another_begins_where_that_was() -> None:
-    """aiperf's FORK inherits the context, SPAWN has its own."""
-    rng = random.Random(2)
-    scene = Scene()
-    prompt = words(rng, 60)
-    (turn,) = scene.ask(prompt, [words(rng, 8)])
-    forked, spawned = SessionKey(KEY.scope, "f"), SessionKey(KEY.scope, "g")
-    (a,) = scene.ask(scene.texts[turn] + words(rng, 30), [[1]], forked, parent="s")
-    (b,) = scene.ask(words(rng, 60), [[1]], spawned, parent="s")
-    assert (scene.parent(a, forked), scene.parent(b, spawned)) == (turn, "")
-    assert scene.trees.children(KEY) == ["f", "g"]
-    stranger = SessionKey(Scope("b"), "s")
-    (c,) = scene.ask(scene.texts[turn] + words(rng, 30), [[1]], stranger)
-    assert scene.parent(c, stranger) == ""
-    assert scene.trees.children(stranger) == []
-
-
 def test_what_was_used_last_stays() -> None:
     scene = Scene(max_nodes=20)
     keys = [SessionKey(KEY.scope, f"s{i}") for i in range(12)]

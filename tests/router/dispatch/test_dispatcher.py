@@ -15,6 +15,7 @@ from mallee.protocol.errors import (
     UnknownCapsule,
     WorkerLost,
 )
+from mallee.protocol.events import CapsuleStored
 from mallee.protocol.hashing import NO_HASHES, as_tokens
 from mallee.protocol.ids import CapsuleId, RequestId, WorkerId, capsule_id
 from mallee.protocol.messages import Frame, Limits, Prefill, Sampling
@@ -23,6 +24,7 @@ from mallee.router.dispatch.inboxes import Injection
 from mallee.router.dispatch.jobs import ForkJob, GenerateJob, PrefillJob, QueueTerms
 from mallee.router.dispatch.promises import MAX_BROKEN, BrokenPromises, Promise
 from mallee.router.dispatch.recovery.quarantine import QUIET_S
+from mallee.router.router import TAKEOVER_S
 from support.model_fleet import Asked, ModelFleet, ModelWorker, Rules
 
 PROMPT = as_tokens([i % 11 for i in range(21)])
@@ -181,6 +183,27 @@ def test_a_fork_whose_text_is_not_known_ends_with_the_reason() -> None:
     assert asked.ends == {0: "capsule_lost"}
     assert isinstance(asked.errors[0], CapsuleLost)
     f.settle()
+
+
+def test_a_fork_of_what_another_worker_will_have_from_disk_is_to_come_again() -> None:
+    """X28, part: while its worker leaves, and until another one must have taken the disk over."""
+    f = fleet(2)
+    kept, owner = capsule(f)
+    entry = f.router.capsule(kept)
+    on_disk = CapsuleStored(kept, entry.boundary, b"", entry.scope, is_durable=True)
+    f.router._fleet.capsules.apply(owner.name, on_disk, created=entry.created)
+    f.memory.forget(kept)
+    running = ask(f, "r", n=8)  # on both, which holds the leaving one
+    f.drain(owner)
+    codes = []
+    for step in (lambda: f.die(owner), lambda: f.wait(TAKEOVER_S), lambda: None):
+        assert f.submit(f"f{len(codes)}", ForkJob(kept, [NO_SUFFIX], LONG)) is None
+        assert f.refusal is not None
+        codes.append(f.refusal.code)
+        step()
+    assert codes == ["lookup_incomplete", "lookup_incomplete", "capsule_lost"]
+    f.settle()
+    assert is_whole(running)
 
 
 def test_an_answer_with_a_hole_is_an_error() -> None:

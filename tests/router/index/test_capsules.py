@@ -66,7 +66,7 @@ def test_a_page_is_the_next_names_of_its_own_scope(seed: int) -> None:
             case 0:
                 directory.forget(CapsuleId(name))
             case 1:
-                directory.drop_worker(worker)
+                directory.drop_worker(worker, 0.0)
             case 2 | 3:
                 stored = CapsuleStored(name, 35, b"", owner[name])
                 directory.apply(worker, stored, created=0.0)

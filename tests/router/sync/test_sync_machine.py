@@ -60,7 +60,7 @@ class Worker:
 
     def lease(self) -> Lease:
         lease = Lease(self.name, self.life, "a", "m", "f", 4, 100, 8, 99, self.seq)
-        return msgspec.structs.replace(lease, lends_at="at" if self.seq % 2 else "")
+        return msgspec.structs.replace(lease, serves_kv=self.seq % 2 == 1)
 
     def snapshot(self) -> Snapshot:
         return Snapshot(self.name, self.life, self.seq, run(self.held), tuple(self.capsules))

@@ -19,7 +19,7 @@ from mallee.protocol.subjects import BusRole, Subjects
 from mallee.runtime.addresses import free_port
 from mallee.runtime.bus import broker as broker_module
 from mallee.runtime.bus.access import BrokerAccess, operators_broker
-from mallee.runtime.bus.broker import Broker, check_broker, check_operators_broker, find_binary
+from mallee.runtime.bus.broker import Broker, check_operators_broker, find_binary
 from mallee.runtime.bus.children import end
 from mallee.runtime.bus.nats import BusClient, NatsBus
 from mallee.runtime.config import AppConfig
@@ -89,16 +89,6 @@ class Account:
         await self._client.flush()
 
 
-async def test_a_client_without_credentials_is_refused(broker: Broker) -> None:
-    with pytest.raises(ConfigError, match="wants credentials: write them into a file"):
-        await asyncio.to_thread(check_broker, BrokerAccess(broker.url))
-    for login in ("gateways:wrong", "nobody:", "a-token", f"gateways:{broker.passwords.worker}"):
-        with pytest.raises(ConfigError, match="refuses the credentials"):
-            await asyncio.to_thread(check_broker, BrokerAccess(broker.url, login=login))
-    for role in ("gateway", "worker"):
-        await asyncio.to_thread(check_broker, broker.access(role))
-
-
 OF_GATEWAYS = (
     *(SUBJECTS.bookings("g"), SUBJECTS.queues("g"), SUBJECTS.record_asks()),
     *(SUBJECTS.record_told("g"), SUBJECTS.records_forgotten(), SUBJECTS.records_copied()),
@@ -160,29 +150,6 @@ async def test_an_account_that_may_too_little_is_one_error_with_the_remedy(
     finally:
         await bus.close()
     assert caplog.text.count("too little") == 1
-
-
-async def test_requests_are_answered_between_and_within_the_roles(broker: Broker) -> None:
-    async def answer(raw: bytes) -> bytes:
-        return raw[::-1]
-
-    buses = [
-        NatsBus(broker.access(role), fleet="f", name=name)
-        for name, role in (("w", "worker"), ("g0", "gateway"), ("g1", "gateway"))
-    ]
-    worker, one, two = buses
-    try:
-        await worker.serve(SUBJECTS.snapshot("w"), answer)
-        await two.serve(SUBJECTS.bookings_snapshot("g1"), answer)
-        for bus in buses:
-            await bus.connect()
-        await until(lambda: all(bus.is_up for bus in buses))
-        for _ in range(3):
-            assert await one.request(SUBJECTS.snapshot("w"), b"abc", 5.0) == b"cba"
-            assert await one.request(SUBJECTS.bookings_snapshot("g1"), b"de", 5.0) == b"ed"
-    finally:
-        for bus in buses:
-            await bus.close()
 
 
 def mode_and_text(file: Path) -> tuple[int, str]:
@@ -270,48 +237,6 @@ async def test_an_operators_server_takes_the_accounts_that_are_printed(files: Pa
             assert worker.refusals == []
             await worker.say(SUBJECTS.bookings("g"))
             await until(lambda: len(worker.refusals) == 1)
-
-
-async def test_of_several_servers_one_that_dies_is_left_for_another(files: Path) -> None:
-    """K7, part: the servers are a cluster, whose clients hear each other wherever they are connected."""
-    routes = [free_port(), free_port()]
-    login = 'authorization: {user: "u", password: "right"}\n'
-    clusters = [
-        f"cluster {{name: c, listen: 127.0.0.1:{own}, routes: [nats://127.0.0.1:{other}]}}\n"
-        for own, other in (routes, routes[::-1])
-    ]
-    heard: list[bytes] = []
-    async with server(files, login + clusters[0]) as first:
-        async with server(files, login + clusters[1]) as second:
-            config = make(
-                first,
-                nats_url=f"nats://127.0.0.1:{first},127.0.0.1:{second}",
-                nats_credentials=str(files / "right"),
-            )
-            buses = [
-                NatsBus(operators_broker(config, "gateway"), fleet="f", name=str(i))
-                for i in range(4)
-            ]
-            await buses[0].subscribe(SUBJECTS.bookings(), heard.append)
-            for bus in buses:
-                await bus.connect()
-            await until(lambda: all(bus.is_up for bus in buses))
-            await asyncio.to_thread(check_operators_broker, config)
-        await asyncio.to_thread(check_operators_broker, config)  # one server is enough
-        await until(lambda: all(bus.is_up for bus in buses))
-        try:
-            for number, bus in enumerate(buses[1:], 1):
-                wanted = [b"%d" % each for each in range(1, number + 1)]
-
-                def is_heard(bus: NatsBus = bus, wanted: list[bytes] = wanted) -> bool:
-                    if wanted[-1] not in heard:
-                        bus.publish(SUBJECTS.bookings("g"), wanted[-1])
-                    return set(wanted) <= set(heard)
-
-                await until(is_heard)
-        finally:
-            for bus in buses:
-                await bus.close()
 
 
 async def test_a_broker_whose_url_says_tls_is_never_spoken_to_in_the_clear(

@@ -10,8 +10,8 @@ from nats.aio.client import Client
 from mallee.protocol.errors import ConfigError
 from mallee.runtime.bus.access import operators_broker
 from mallee.runtime.bus.bus import Bus
-from mallee.runtime.bus.nats import SendQueue, check_hooks
-from mallee.runtime.bus.queues import QueueDepths, tell_depth
+from mallee.runtime.bus.nats import BusClient, SendQueue, check_overrides
+from mallee.runtime.bus.queues import QueueDepths, publish_depth
 from mallee.runtime.config import AppConfig
 from mallee.testing.bus import LocalBus, LocalHub
 from support.buses import *  # noqa: F403
@@ -63,7 +63,7 @@ async def test_depths_of_gateways_add_up_and_silent_ones_count_no_more() -> None
     await depths.start_up(bus, "f")
     async with asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(tell_depth(bus, fleet, name, lambda n=waiting: n))  # type: ignore[misc]
+            group.create_task(publish_depth(bus, fleet, name, lambda n=waiting: n))  # type: ignore[misc]
             for fleet, name, waiting in (("f", "g1", 3), ("f", "g2", 4), ("other", "g3", 9))
         ]
         await until(lambda: depths.total() == 7)
@@ -103,7 +103,13 @@ def test_a_creds_file_needs_the_library_for_its_keys(
     assert found.options()["user_credentials"] == str(file)
 
 
-def test_a_package_without_a_method_that_is_overridden_is_refused() -> None:
-    check_hooks(Client, "_process_info", needs="nats-py>=2.10")
-    with pytest.raises(ConfigError, match=r"has no _greet, _part, .* install 'nats-py<9'"):
-        check_hooks(Client, "_process_info", "_greet", "_part", needs="nats-py<9")
+def test_a_package_whose_method_is_not_the_one_that_is_overridden_is_refused() -> None:
+    class Ours(Client):
+        async def _greet(self) -> None: ...
+
+        async def _process_info(self, info: dict[str, Any]) -> None: ...
+
+    check_overrides(BusClient, names=["_process_info"], needs="nats-py>=2.10")
+    for name in ("_greet", "_process_info"):
+        with pytest.raises(ConfigError, match=rf"has no {name} as .* install 'nats-py<9'"):
+            check_overrides(Ours, names=[name], needs="nats-py<9")

@@ -158,44 +158,30 @@ def takes_connections(port: int, host: str = "127.0.0.1") -> bool:
         return probe.connect_ex((host, port)) == 0
 
 
-async def test_start_serves_on_loopback_and_stop_ends_it() -> None:
-    broker = Broker(fleet="f")
-    await broker.start()
-    pid = broker.pid
-    assert pid is not None
-    assert takes_connections(broker.port)
-    assert not takes_connections(broker.port, "127.0.0.2")
-    assert broker.url == f"nats://127.0.0.1:{broker.port}"
-    await broker.stop()
-    assert broker.pid is None
-    assert not is_alive(pid)
-    await broker.stop()
-
-
-async def test_a_killed_broker_is_back_on_its_port() -> None:
-    broker = Broker(fleet="f")
-    await broker.start()
-    try:
-        first = broker.pid
-        assert first is not None
-        os.kill(first, signal.SIGKILL)
-        await until(lambda: broker.pid not in (None, first) and takes_connections(broker.port))
-        assert broker.restarts == 1
-        assert broker.is_running
-    finally:
-        await broker.stop()
-
-
-async def test_a_broker_that_nobody_can_start_again_does_not_count_as_running(
+async def test_a_broker_serves_on_loopback_and_comes_back_on_its_port_until_it_is_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """One that cannot be started again does not count as running."""
+
     async def fail(_: str) -> None:
         raise OSError("no space left")
 
     broker = Broker(fleet="f")
     await broker.start()
     try:
-        assert broker.is_running
+        first = broker.pid
+        assert first is not None
+        assert not takes_connections(broker.port, "127.0.0.2")
+        assert broker.url == f"nats://127.0.0.1:{broker.port}"
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: broker.pid not in (None, first) and takes_connections(broker.port))
+        assert (broker.restarts, broker.is_running) == (1, True)
+        second = broker.pid
+        await broker.stop()
+        assert second is not None
+        assert not is_alive(second)
+        await broker.stop()
+        await broker.start()
         monkeypatch.setattr(broker, "_launch", fail)
         assert broker.pid is not None
         os.kill(broker.pid, signal.SIGKILL)

@@ -59,18 +59,24 @@ def test_the_slower_proxy_is_pointed_out_unless_it_was_chosen() -> None:
     assert f"{proxy.SWITCH}=1" in advice
 
 
-def template() -> str:
-    """The configuration that the installed Ray writes."""
+FRONTEND = ("{{ config.frontend_host }}:{{ config.frontend_port }}", "127.0.0.1:8000")
+PORTS = (("{{ config.metrics_port }}", "9101"), ("{{ config.stats_port }}", "8404"))
+
+
+def template(*filled: tuple[str, str]) -> str:
+    """The configuration that the installed Ray writes, with some of its places filled in."""
     spec = find_spec("ray")  # not imported: that takes seconds
     assert spec is not None
     assert spec.origin is not None
-    return (Path(spec.origin).parent / "serve/_private/haproxy_templates.py").read_text()
+    text = (Path(spec.origin).parent / "serve/_private/haproxy_templates.py").read_text()
+    for place, value in filled:
+        text = text.replace(place, value)
+    return text
 
 
 def test_rays_template_takes_the_limits() -> None:
     """It has the places that are looked for."""
-    frontend = "{{ config.frontend_host }}:{{ config.frontend_port }}"
-    found = limited(template().replace(frontend, "127.0.0.1:8000"), 7)
+    found = limited(template(FRONTEND), 7)
     assert found.count("timeout http-request 10s") == found.count("option srvtcpka\n") == 1
     assert found.count("sc0_conn_cur gt 7 }") == 1
     assert found.index("!{ path /-/healthz }") < found.index("acl routes path -i /-/routes")
@@ -98,11 +104,7 @@ def test_rays_template_takes_the_limits() -> None:
 def test_a_configuration_of_ray_that_is_not_known_starts_nothing(
     before: str, after: str, flaw: str, tmp_path: Path
 ) -> None:
-    written = template().replace("{{ config.metrics_port }}", "9101")
-    written = written.replace("{{ config.stats_port }}", "8404")
-    written = written.replace("{{ config.socket_path }}", "/x/admin.sock")
-    frontend = "{{ config.frontend_host }}:{{ config.frontend_port }}"
-    written = written.replace(frontend, "127.0.0.1:8000")
+    written = template(FRONTEND, *PORTS, ("{{ config.socket_path }}", "/x/admin.sock"))
     path = tmp_path / "haproxy.cfg"
     path.write_text(written.replace(before, after))
     with pytest.raises(SystemExit, match="HAProxy is not started") as ended:
@@ -114,9 +116,7 @@ def test_a_configuration_of_ray_that_is_not_known_starts_nothing(
 
 def test_ray_side_doors_become_sockets_of_the_folder(tmp_path: Path) -> None:
     """Nothing but the API listens on an address."""
-    written = template().replace("{{ config.metrics_port }}", "9101")
-    written = written.replace("{{ config.stats_port }}", "8404")
-    found = closed(written, tmp_path)
+    found = closed(template(*PORTS), tmp_path)
     doors = [line.split()[1] for line in found.splitlines() if line.strip().startswith("bind ")]
     side = [door for door in doors if "frontend_host" not in door and door != "{{"]
     assert side == [f"unix@{tmp_path}/prometheus.sock", f"unix@{tmp_path}/stats.sock"]

@@ -83,17 +83,8 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, threa
         source = Path(haproxy.__file__).read_text().replace("_HEAD_S = 10", "_HEAD_S = 3")
         launcher = path.with_name("launcher.py")
         launcher.write_text(source)
-        command = [
-            sys.executable,
-            "-I",
-            "-S",
-            str(launcher),
-            str(MOST),
-            binary,
-            "-db",
-            "-f",
-            str(path),
-        ]
+        command = [sys.executable, "-I", "-S", str(launcher)]
+        command += [str(MOST), binary, "-db", "-f", str(path)]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         try:
             wait_until(lambda: is_up(port), timeout_s=10)

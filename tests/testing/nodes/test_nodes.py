@@ -1,6 +1,5 @@
 """Services on this machine, `mallee up` among them: what they refuse before they start anything."""
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from mallee.cli.main import cli
 from mallee.protocol.errors import ConfigError, MalleeError
 from mallee.runtime.config import AppConfig
 from mallee.testing.nodes import network
-from mallee.testing.nodes.folders import Folder, clear_abandoned
+from mallee.testing.nodes.folders import Folder
 from support.mock_scene import make_folder
 
 
@@ -24,28 +23,6 @@ def test_a_folder_too_deep_for_sockets_is_refused(
     with pytest.raises(ConfigError, match="set TMPDIR="):
         Folder()
     assert not list(tmp_path.iterdir())
-
-
-def test_folders_without_their_owners_are_removed_and_others_stay(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """An owner has its folder locked; one that was just made is not locked yet."""
-    monkeypatch.setattr("tempfile.tempdir", "/tmp")  # paths of sockets are short
-    mine = Folder()
-    secret = Path(mine.secret("key", "k"))
-    abandoned, young = (Path(tempfile.mkdtemp(prefix="mup-", dir="/tmp")) for _ in range(2))
-    try:
-        (abandoned / "owner").touch()
-        told = [each for each in clear_abandoned() if str(abandoned) in each]
-        assert told == [f"removed {abandoned} of a `mallee up` that was killed"]
-        assert not abandoned.exists()
-        assert young.is_dir()
-        assert mine.made("a/b").is_dir()
-        assert (secret.read_text(), secret.stat().st_mode & 0o777) == ("k", 0o600)
-    finally:
-        mine.remove()
-        young.rmdir()
-    assert not mine.path.exists()
 
 
 @pytest.mark.parametrize(

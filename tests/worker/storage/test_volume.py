@@ -1,6 +1,8 @@
 """A volume's promises: what is stored comes back, and nothing else does."""
 
+import os
 import resource
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
@@ -404,3 +406,49 @@ def test_capsules_without_room_stay_with_the_one_that_is_gone() -> None:
     volume = opened(Disk())
     assert volume.adopt(opened(theirs)) == []
     assert volume.capsules() == ["a"]
+
+
+CHANGING = ("open", "writev", "rename", "fsync", "fdatasync", "unlink")  # calls of `os`
+
+
+def test_a_kill_at_any_call_undoes_nothing_that_was_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F24, part: a copy of the folder before each call that changes files is what a kill there leaves."""
+    told: dict[str, bool] = {}  # whether it is there, by capsule
+    left: list[dict[str, bool]] = []
+
+    def copying(name: str) -> Any:
+        real = getattr(os, name)
+
+        def run(*given: Any, **more: Any) -> Any:
+            shutil.copytree(tmp_path / "disk", tmp_path / str(len(left)))
+            left.append(dict(told))
+            return real(*given, **more)
+
+        return run
+
+    volume = opened(Directory(tmp_path / "disk"), VolumeConfig(1 << 30, run_nbytes=BLOCK))
+    with monkeypatch.context() as patched:
+        for name in CHANGING:
+            patched.setattr(os, name, copying(name))
+        for number in range(5):
+            keys = [number, number + 1]
+            volume.put(keys, rows(keys))
+            volume.commit(str(number), b"tokens", keys)
+            told[str(number)] = True
+            if number % 2:
+                del told[str(number - 1)]  # until it is acknowledged it may be there or not
+                volume.drop(str(number - 1))
+                told[str(number - 1)] = False
+    volume.close()
+    assert len(left) > 30
+    for nth, known in enumerate(left):
+        volume = opened(Directory(tmp_path / str(nth)))
+        assert {name for name, is_there in known.items() if is_there} <= set(volume.capsules())
+        for name in volume.capsules():  # also one that was not acknowledged any more
+            assert known.get(name, True), "a deletion was acknowledged, and its capsule is there"
+            assert read(volume, [int(name), int(name) + 1]) == (2, None)
+        volume.check()
+        volume.close()
+        assert not list((tmp_path / str(nth)).rglob("*.tmp"))

@@ -30,7 +30,7 @@ from mallee.worker.transfer.movers import ThreadedMover
 from mallee.worker.transfer.peers import Lender
 from mallee.worker.transfer.prices import MeasuredPrices
 from support.capturing import Course, course, resume
-from support.exact_capsules import LIMITS, MODELS, NUM, PROMPT, tiny_forward
+from support.exact_capsules import CASES, LIMITS, NUM, PROMPT, tiny_forward
 from support.files import BLOCK_SIZE, Desk
 from support.lending import Neighbours, holder
 from support.waiting import until
@@ -118,8 +118,7 @@ class Side(Desk):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("kind", "dtype", "kv_dtype"), MODELS)
+@pytest.mark.parametrize(("kind", "dtype", "kv_dtype", "way"), CASES)
 async def test_a_file_goes_on_elsewhere_as_the_very_branch_bit_by_bit(
     kind: str, dtype: str, kv_dtype: str, way: str, tmp_path: Path
 ) -> None:

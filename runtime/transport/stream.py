@@ -5,27 +5,15 @@ import ssl
 import time
 from contextlib import suppress
 from threading import Lock
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
-from mallee.actors.lending.messages import HEAD
-from mallee.protocol.errors import CodecError
+from mallee.runtime.transport.wire import HEAD, too_long
 
 Part: TypeAlias = bytes | memoryview
 
 BUFFER_NBYTES: Final = 4 << 20
 SLOW_NBYTES_S: Final = 1 << 20
 """An end that takes or gives fewer bytes a second is not waited for."""
-
-
-class LendingTimes(NamedTuple):
-    """Seconds. A borrower reuses connections for half of `idle_s`, after which a lender closes them."""
-
-    connect_s: float = 5.0  # also for a place among the loans of a borrower
-    greeting_s: float = 5.0
-    answer_s: float = 12.0  # until an answer begins: a capsule may have to come from disk first
-    message_s: float = 10.0  # for a message that has begun, and each MiB of it may take one more
-    idle_s: float = 30.0
-    unread_s: float = 30.0  # for which a loan may lie without being read
 
 
 class Stream:
@@ -37,7 +25,7 @@ class Stream:
     __slots__ = ("_is_closed", "_lock", "_message_s", "_sock")
 
     def __init__(self, sock: socket.socket, message_s: float) -> None:
-        """Takes over `sock`, which is connected."""
+        """Takes over `sock`. A message that has begun may take `message_s`, and a second for each MiB."""
         self._sock = sock
         self._message_s = message_s
         self._lock = Lock()
@@ -48,10 +36,13 @@ class Stream:
         else:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def wrap(self, tls: ssl.SSLContext) -> None:
-        """Go on with TLS, before anything was sent. Waits as long for the other end as the socket does."""
+    def start(self, tls: ssl.SSLContext | None, wait_s: float) -> None:
+        """Go on with TLS, if there is any. Waits so long for each answer of the other end."""
+        if tls is None:
+            return
         is_server = tls.protocol == ssl.PROTOCOL_TLS_SERVER
         with self._lock:
+            self._sock.settimeout(wait_s)
             self._sock = wrapped = tls.wrap_socket(
                 self._sock, server_side=is_server, do_handshake_on_connect=False
             )
@@ -72,7 +63,7 @@ class Stream:
     def receive_rest(self, size: int, max_nbytes: int) -> bytes:
         """The bytes of a message whose head was received. Raises CodecError before they are."""
         if size > max_nbytes:
-            raise CodecError(f"a message of {size} bytes: at most {max_nbytes}", nbytes=size)
+            raise too_long(size, max_nbytes)
         raw = bytearray(size)
         self.fill(memoryview(raw), self.deadline(size))
         return bytes(raw)
@@ -108,15 +99,6 @@ class Stream:
                 sent -= views.pop(0).nbytes
             if views and sent:
                 views[0] = views[0][sent:]
-
-    def try_send(self, kind: int, raw: bytes = b"") -> bool:
-        """Send a short message if that takes no waiting; if not, the connection is of no more use."""
-        try:
-            self._sock.settimeout(0)
-            data = HEAD.pack(len(raw), kind) + raw
-            return self._sock.send(data) == len(data)
-        except OSError:
-            return False
 
     def cut(self) -> None:
         """Have every wait of its thread end with an error. From any thread."""

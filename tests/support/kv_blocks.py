@@ -1,4 +1,4 @@
-"""A lender of made-up blocks, and a proxy that mangles what passes between it and a borrower."""
+"""A lender of made-up blocks, and a proxy that mangles what passes between it and a client."""
 
 import os
 import socket
@@ -28,7 +28,7 @@ def ask(address: str, keys: Sequence[int], capsule: str = "", identity: str = ID
     return Ask(Holder("w0", 1, address, 0, capsule), tuple(keys), identity)
 
 
-class MadeLoan:
+class MadeBlocks:
     """Blocks of the keys asked for, each made from its key."""
 
     def __init__(self, lender: "MadeLender", keys: Sequence[int], record: bytes) -> None:
@@ -52,11 +52,11 @@ class MadeLender:
 
     def __init__(self, nbytes: int = NBYTES) -> None:
         self.nbytes = nbytes
-        self.open: list[MadeLoan] = []
+        self.open: list[MadeBlocks] = []
         self.before_read: Callable[[], None] = lambda: None
         self.before_loan: Callable[[], None] = lambda: None
 
-    def lend(self, ask: Ask) -> MadeLoan:
+    def lend(self, ask: Ask) -> MadeBlocks:
         self.before_loan()
         if ask.identity != IDENTITY:
             raise IncompatibleCapsule(ask.holder.capsule, [("model", IDENTITY, ask.identity)])
@@ -65,7 +65,7 @@ class MadeLender:
             if ask.holder.capsule != CAPSULE:
                 raise UnknownCapsule(ask.holder.capsule)
             keys, record = tuple(range(10)), RECORD
-        loan = MadeLoan(self, [key for key in keys if key < 1000], record)
+        loan = MadeBlocks(self, [key for key in keys if key < 1000], record)
         self.open.append(loan)
         return loan
 
@@ -75,7 +75,7 @@ Mangle = Callable[[bytes], bytes | None]
 
 
 class Between:
-    """Passes connections at `path` on to `target`, through `up` (to the lender) and `down`."""
+    """Passes connections at `path` on to `target`, through `up` (to the server) and `down`."""
 
     def __init__(self, path: Path, target: str, up: Mangle, down: Mangle) -> None:
         self.address = f"node=n0;unix:{path}"

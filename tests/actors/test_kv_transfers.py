@@ -1,4 +1,4 @@
-"""Workers as their settings make them: they lend each other KV, and say so."""
+"""Workers as their settings make them: they read each other's KV, and say so."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,7 +10,7 @@ import pytest
 
 from mallee.actors import build
 from mallee.actors.build import WorkerProcess, build_worker
-from mallee.actors.hosting.lending import Lending
+from mallee.actors.hosting.host import Host
 from mallee.actors.hosting.meters import HostMetrics
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import WorkerLost
@@ -29,7 +29,6 @@ from mallee.protocol.messages import (
 from mallee.protocol.parcels import Parcel, decode_reports
 from mallee.protocol.subjects import Subjects
 from mallee.runtime.config import AppConfig
-from mallee.runtime.transport.address import parse_address
 from mallee.runtime.transport.greeting import Secret
 from mallee.testing.bus import LocalBus, LocalHub
 from mallee.worker.transfer.peers import Ask
@@ -38,7 +37,7 @@ from support.expositions import check_exposition
 from support.reading import Reader
 from support.waiting import until
 
-pytestmark = pytest.mark.real_time  # KV is lent by threads that block
+pytestmark = pytest.mark.real_time  # KV is sent by threads that block
 
 PROMPT = [3 + i % 29 for i in range(100)]
 FLIP_S = 2.0
@@ -54,11 +53,6 @@ class Fleet:
     def heard(self, raw: bytes) -> None:
         for lease in decode_leases(raw):
             self.leases[lease.worker] = lease
-
-    def loans(self, number: int) -> Lending:
-        lending = self.processes[number].lending
-        assert lending is not None
-        return lending
 
     async def ask(self, number: int, *commands: Command) -> list[int]:
         """Have worker `number` carry `commands` out; the tokens that were drawn."""
@@ -158,40 +152,48 @@ async def test_a_worker_shows_its_memory_and_its_latencies_to_scrapers(
         assert _sample(text, "vllm:generation_tokens_total") == 16
 
 
-async def test_a_worker_lends_another_what_it_computed(
+async def test_a_worker_reads_what_another_computed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """X6, part: between nodes, by the address of a lease; the answer is the lender's own, of its capsule."""
+    """X6, part: between nodes, by the address of a lease; the answer is that of the capsule's own worker."""
     fork = Fork("f", "p.0", (b"",), Limits(8), Sampling(temperature=1.0, seed=7))
     async with fleet(model, tmp_path, monkeypatch) as found:
         await found.ask(0, Prefill("p", pack_tokens(PROMPT)))
         want = await found.ask(0, fork)
-        address = found.leases["w0"].lends_at
-        assert parse_address(address).path != parse_address(found.leases["w0"].address).path
+        address = found.leases["w0"].address
+        assert found.leases["w0"].serves_kv
         holder = Holder("w0", 1, address, len(PROMPT), "p.0")
         await found.ask(1, Prefill("p", pack_tokens(PROMPT), holders=(holder,)))
         assert await found.ask(1, fork) == want
-        lent, borrowed = found.loans(0).server.counts, found.loans(1).borrower.counts
-        await until(lambda: min(lent.use.nbytes, borrowed.use.nbytes) > 0)
-        for number, direction, use in ((0, "lent", lent.use), (1, "borrowed", borrowed.use)):
+        client, kv_use = found.processes[1].kv_client, found.processes[0].host.kv_use
+        assert client is not None
+        assert kv_use is not None
+        await until(lambda: kv_use().lent.nbytes == client.counts.use.nbytes > 0)
+        for number, direction, use in (
+            (0, "lent", kv_use().lent),
+            (1, "borrowed", client.counts.use),
+        ):
             text = (await HostMetrics(found.processes[number].host).render()).decode()
             for name in ("lent", "borrowed"):
                 shown = _sample(text, "mallee_worker_loan_bytes_total", f'direction="{name}"')
                 assert shown == (use.nbytes if name == direction else 0)
         past = Ask(Holder("w0", 7, address, 0, "p.0"), (), "")
         with pytest.raises(WorkerLost, match="that life of it is over"):
-            await asyncio.to_thread(found.loans(1).borrower.lend, past)
+            await asyncio.to_thread(client.lend, past)
         host = found.processes[0].host
         assert host.healthy()
-        found.loans(0).server.fail(RuntimeError("a bug"))
+        with monkeypatch.context() as broken:
+            broken.setattr(Host, "lend", lambda *_: 1 // 0)
+            with pytest.raises(WorkerLost, match="closed"):
+                await asyncio.to_thread(client.lend, past)
         await until(lambda: not host.healthy(), FLIP_S)
 
 
-async def test_workers_that_may_not_lend_say_so(
+async def test_workers_that_serve_no_kv_say_so(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet(model, tmp_path, monkeypatch, lends=False) as found:
-        assert [lease.lends_at for lease in found.leases.values()] == ["", ""]
+        assert not any(lease.serves_kv for lease in found.leases.values())
         text = (await HostMetrics(found.processes[0].host).render()).decode()
         assert "mallee_worker_loan" not in text
         assert all(lease.is_prefix_closed for lease in found.leases.values())
