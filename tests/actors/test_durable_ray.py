@@ -27,18 +27,19 @@ class Client:
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
 
-    def ask(self, method: str, path: str, **body: Any) -> Any:
+    def ask(self, method: str, path: str, body: Any = None) -> httpx.Response:
         """The answer, asked for again for as long as the server says when."""
-        answers = (self._http.request(method, path, json=body or None) for _ in range(30))
-        for answer in answers:
+        for _ in range(30):
+            answer = self._http.request(method, path, json=body)
             if answer.status_code != 503:
                 break
             time.sleep(float(answer.headers["retry-after"]))
-        assert answer.status_code == 200, answer.text
-        return answer.json()
+        return answer
 
     def post(self, path: str, **body: Any) -> Any:
-        return self.ask("POST", path, **body)
+        answer = self.ask("POST", path, body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
 
     def health(self) -> dict[str, Any]:
         try:
@@ -67,7 +68,7 @@ class Client:
         assert self.post(f"/v1/capsules/{capsule}/demote", tier="disk")["tier"] == "disk"
 
     def tier(self, capsule: str) -> str | None:
-        found: str | None = self.ask("GET", f"/v1/capsules/{capsule}").get("tier")
+        found: str | None = self.ask("GET", f"/v1/capsules/{capsule}").json().get("tier")
         return found
 
     def check(self, answers: dict[str, str]) -> None:
@@ -125,4 +126,6 @@ def test_capsules_stay_durable_in_a_rolling_update(model: Path, tmp_path: Path) 
             deploy({**given, "drain_s": drain_s})
             until(lambda: len(client.lives) == 2 and not before & client.lives)  # noqa: B023
             until(lambda: client.health().get("status") == "ok")
+            # A gateway that began after the last one had left learns of them as they are adopted.
+            until(lambda: {client.tier(each) for each in answers} == {"disk"}, timeout_s=15)
             client.check(answers)
