@@ -191,7 +191,7 @@ class CapsuleDirectory:
         return self._lost.get(capsule, _Lost()).weights
 
     def durable_until(self, capsule: CapsuleId) -> float | None:
-        """When a capsule that was on disk went with its worker; None if there is no such."""
+        """The time at which a capsule on disk went with its worker; None if there is no such."""
         return self._lost.get(capsule, _Lost()).durable_at
 
     def drop_older(self, worker: WorkerId, *, created_before: float, keep: Set[CapsuleId]) -> None:
