@@ -312,7 +312,7 @@ async def build_gateway(
     from mallee.gateway.gateway import Gateway
     from mallee.gateway.metrics import GatewayMetrics
     from mallee.gateway.sessions.sessions import SessionLimits
-    from mallee.gateway.shell import Process
+    from mallee.gateway.shell import GatewayContext
 
     access, scopes = open_access(config), build_ids(secret)
     metrics, tracing = GatewayMetrics(name), open_tracing("gateway", name)
@@ -321,7 +321,7 @@ async def build_gateway(
         recorder = build_recorder(config, config.recording.folder, name, model, metrics)
     bus = NatsBus(broker, fleet=config.fleet, name=f"mallee-{name}")
     files = build_files(config, name, secret, node, tcp_host)
-    process = Process(
+    process = GatewayContext(
         gateway=name,
         fleet=config.fleet,
         model=model,

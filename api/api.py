@@ -117,7 +117,7 @@ class Api:
         self._maker = maker
         self._asking = asking
         self._model = model_body(
-            server.model_name, created, server.gateway.process.model.max_model_len
+            server.model_name, created, server.gateway.context.model.max_model_len
         )
 
     async def completions(self, request: Request) -> Response:
@@ -241,12 +241,12 @@ def build_api(
     reader = PromptReader(
         tokenizer,
         chat,
-        gateway.process.model.vocab_size,
-        max_model_len=gateway.process.model.max_model_len,
+        gateway.context.model.vocab_size,
+        max_model_len=gateway.context.model.max_model_len,
     )
     chat_reader = ChatReader(reader, chat, tokenizer.added_tokens, chats)
     maker = JobMaker(
-        gateway.process.model,
+        gateway.context.model,
         reader,
         chat_reader,
         model_name=model_name,
@@ -267,11 +267,11 @@ def build_api(
         callbacks,
         count_search,
     )
-    tokenizing = Tokenizing(reader, chat_reader, tokenizer, gateway.process.model.max_model_len)
+    tokenizing = Tokenizing(reader, chat_reader, tokenizer, gateway.context.model.max_model_len)
     asking = Asking(
         scopes,
         max_body_bytes=limits.max_body_bytes,
-        max_model_len=gateway.process.model.max_model_len,
+        max_model_len=gateway.context.model.max_model_len,
         pool=pool,
     )
     turns = TurnMaker(reader, chat_reader, maker)

@@ -8,7 +8,7 @@ from mallee.gateway.recording.recorder import Recorder
 from mallee.gateway.records import SharedRecords
 from mallee.gateway.requests.requests import Requests
 from mallee.gateway.sessions.sessions import GatewaySessions, SessionLimits
-from mallee.gateway.shell import Process, Shell
+from mallee.gateway.shell import GatewayContext, Shell
 from mallee.router.dispatch.dispatcher import DispatchConfig, Dispatcher
 from mallee.router.dispatch.queue import AdmissionConfig
 from mallee.router.dispatch.texts import TokenTexts
@@ -28,7 +28,7 @@ class Gateway:
 
     def __init__(
         self,
-        process: Process,
+        context: GatewayContext,
         transport: Transport,
         *,
         expected_workers: int = 1,
@@ -46,30 +46,30 @@ class Gateway:
         `token_memory_nbytes` can be computed on other workers.
         """
         compile_hashing()
-        router, memory = process.router, TokenMemory(token_memory_nbytes)
+        router, memory = context.router, TokenMemory(token_memory_nbytes)
         block_size = router.config.block_size
         config = DispatchConfig(
             admission or AdmissionConfig(), max_moves=MAX_MOVES, patience_s=PATIENCE_S
         )
-        texts = TokenTexts(memory, process.model, block_size, weights=lambda: router.weights)
-        dispatcher = Dispatcher(router, texts, config, clock=process.clock)
-        self.process: Final = process
+        texts = TokenTexts(memory, context.model, block_size, weights=lambda: router.weights)
+        dispatcher = Dispatcher(router, texts, config, clock=context.clock)
+        self.context: Final = context
         self.memory: Final = memory
-        self.shell: Final = Shell(process, dispatcher, transport)
+        self.shell: Final = Shell(context, dispatcher, transport)
         links = self.shell.links
         self.records: Final = SharedRecords(
-            process.bus,
-            gateway=process.gateway,
-            fleet=process.fleet,
+            context.bus,
+            gateway=context.gateway,
+            fleet=context.fleet,
             others=lambda: links.other_gateways,
-            belongs=process.ids.belongs,
+            belongs=context.ids.belongs,
         )
-        self.capsules: Final = Capsules(process, self.shell, self.records, memory, files)
+        self.capsules: Final = Capsules(context, self.shell, self.records, memory, files)
         self.sessions: Final = GatewaySessions(
-            process, self.shell, self.capsules, self.records, sessions or SessionLimits()
+            context, self.shell, self.capsules, self.records, sessions or SessionLimits()
         )
         self.requests: Final = Requests(
-            process,
+            context,
             self.shell,
             self.capsules,
             self.sessions,
@@ -78,7 +78,7 @@ class Gateway:
             recorder=recorder,
             spans=spans,
         )
-        self.operator: Final = Operator(process, self.shell, self.requests, expected_workers)
+        self.operator: Final = Operator(context, self.shell, self.requests, expected_workers)
         self._recorder = recorder
         self.tasks: Final = self.shell.tasks
         self.tasks.include(self.records.tasks)
@@ -86,7 +86,7 @@ class Gateway:
         if recorder is not None:
             self.tasks.include(recorder.tasks)
             self.capsules.watch(recorder)
-        process.metrics.show_router(
+        context.metrics.show_router(
             router.stats, dispatcher.stats, links.replica_stats, self.records.outcomes
         )
 

@@ -96,7 +96,7 @@ class GatewayMetrics:
         )
         phases = area.histogram(
             "mallee_branch_phase_seconds",
-            "Phases of a branch that ended by itself: `queue` until a worker was chosen, `prefill`"
+            "Phases of a branch that was not cancelled: `queue` until a worker was chosen, `prefill`"
             " until its first token, `decode` until its end.",
             WHOLE_S,
             Label("phase", ("queue", "prefill", "decode")),
@@ -190,7 +190,7 @@ class GatewayMetrics:
         self._route_names = FewNames(MOST_WORKERS)
         self._routes = area.counter(
             "mallee_route_decisions_total",
-            "Requests sent, by worker.",
+            "Requests placed, and placed again after a move, by worker.",
             Label("worker", most=MOST_WORKERS + 1),
         )
         self._overlap = area.counter(
@@ -250,18 +250,18 @@ class GatewayMetrics:
         """Count a search that has its result, so long after its request."""
         self._searches.labels(reason).observe(seconds)
 
-    def branch_ended(
-        self, reason: FinishReason, *, cached_tokens: int, prefill_tokens: int, seconds: float
-    ) -> None:
-        """Count a branch that ended by itself, `seconds` after its request."""
-        self._end(reason, 1)
+    def branch_ended(self, reason: str, *, cached_tokens: int, prefill_tokens: int) -> None:
+        """Count a branch that ended."""
+        self._ends.labels(reason).inc()
         self._cached.inc(cached_tokens)
         self._prefill.inc(prefill_tokens)
         self._prompt.inc(cached_tokens + prefill_tokens)
-        self._durations.observe(seconds)
 
-    def phases(self, placed_s: float, first_token_s: float, end_s: float) -> None:
-        """Count the phases of a branch that drew and ended; all since its request."""
+    def times(self, placed_s: float | None, first_token_s: float | None, end_s: float) -> None:
+        """Count the times of a branch that was not cancelled; all since its request."""
+        self._durations.observe(end_s)
+        if placed_s is None or first_token_s is None:
+            return
         self._queue_s.observe(placed_s)
         self._prefill_s.observe(first_token_s - placed_s)
         self._decode_s.observe(end_s - first_token_s)
@@ -281,13 +281,6 @@ class GatewayMetrics:
     def retained(self, outcome: str) -> None:
         """Count a reply to a wish for retention."""
         self._retentions.labels(outcome).inc()
-
-    def branches_cancelled(self, n: int) -> None:
-        """Count n branches that the reader gave up before their end."""
-        self._end("cancelled", n)
-
-    def _end(self, reason: FinishReason, n: int) -> None:
-        self._ends.labels(reason).inc(n)
 
     def record_stopped(self, reason: str) -> None:
         """Count a session's record that ended too early."""

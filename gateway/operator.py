@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from mallee.gateway.requests.requests import Requests
-from mallee.gateway.shell import Process, Shell
+from mallee.gateway.shell import GatewayContext, Shell
 from mallee.protocol.errors import NotFound, shown
 from mallee.protocol.events import Load, TierUse
 from mallee.protocol.ids import RequestId, WorkerId
@@ -31,11 +31,11 @@ class Operator:
     """
 
     def __init__(
-        self, process: Process, shell: Shell, requests: Requests, expected_workers: int
+        self, context: GatewayContext, shell: Shell, requests: Requests, expected_workers: int
     ) -> None:
-        self._process = process
-        self._router = process.router
-        self._metrics = process.metrics
+        self._context = context
+        self._router = context.router
+        self._metrics = context.metrics
         self._shell = shell
         self._requests = requests
         self.metrics_at = ""
@@ -53,7 +53,7 @@ class Operator:
 
     def health(self) -> dict[str, Any]:
         """`status` ok | degraded | unavailable, workers, broker state."""
-        is_sound, gateway = self.failure is None, self._process.gateway
+        is_sound, gateway = self.failure is None, self._context.gateway
         return health_body(self._router, gateway, self._expected_workers, is_sound=is_sound)
 
     @property
@@ -87,10 +87,10 @@ class Operator:
 
     def metrics_targets(self) -> list[dict[str, Any]]:
         """`targets_body`."""
-        own = {self._process.gateway: self.metrics_at}
+        own = {self._context.gateway: self.metrics_at}
         gateways = own | self._shell.links.others_metrics
         addresses = {worker.metrics_at for worker in self._router.all_workers()}
-        return targets_body(self._process.fleet, gateways.values(), addresses)
+        return targets_body(self._context.fleet, gateways.values(), addresses)
 
     def metrics(self, accept: str = "") -> bytes:
         """Prometheus's exposition for the header `accept`."""

@@ -8,14 +8,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from mallee.gateway.fleet.links import WorkerLinks
 from mallee.gateway.fleet.questions import MOVE_S, WorkerQuestions
 from mallee.gateway.metrics import GatewayMetrics
 from mallee.gateway.requests.request import RunningRequest
 from mallee.protocol.errors import MalleeError, Unavailable, UnknownCapsule, from_wire
-from mallee.protocol.ids import COMMON, CapsuleId, RequestId, Scope, WorkerId
+from mallee.protocol.ids import COMMON, CapsuleId, Incarnation, RequestId, Scope, WorkerId
 from mallee.protocol.messages import Delete, Demote, Frame, traced
 from mallee.protocol.model import ModelSpec
 from mallee.protocol.parcels import is_death
@@ -55,7 +55,7 @@ class RequestIds(Protocol):
         ...
 
 
-class Process(NamedTuple):
+class GatewayContext(NamedTuple):
     """Everything that all parts of one gateway share.
 
     `clock` (monotonic seconds) must be the router's; `wall_clock` dates capsules and sessions.
@@ -78,27 +78,29 @@ class Shell:
     Made in its event loop. After a call of the `dispatcher`'s, `carry_out` what it decided.
     """
 
-    def __init__(self, process: Process, dispatcher: Dispatcher, transport: Transport) -> None:
+    def __init__(
+        self, context: GatewayContext, dispatcher: Dispatcher, transport: Transport
+    ) -> None:
         self.dispatcher = dispatcher
         self.running: dict[RequestId, RunningRequest] = {}
-        self.links = WorkerLinks(
-            process.bus,
-            transport,
-            process.router,
-            owner=self,
-            model=process.model,
-            fleet=process.fleet,
-            metrics=process.metrics,
-            clock=process.clock,
-        )
-        self.questions = WorkerQuestions(self.links)
         self.is_closed = False
-        self.tasks = Tasks(f"gateway {process.gateway}")
-        self._process = process
+        self.tasks = Tasks(f"gateway {context.gateway}")
+        self._context = context
         self._loop = asyncio.get_running_loop()
         self._injecting: dict[str, asyncio.Future[int]] = {}  # by injection
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0  # uvloop's handles don't tell it
+        self.links = WorkerLinks(
+            context.bus,
+            transport,
+            context.router,
+            owner=self,
+            model=context.model,
+            fleet=context.fleet,
+            metrics=context.metrics,
+            clock=context.clock,
+        )
+        self.questions = WorkerQuestions(self.links)
 
     def check_open(self) -> None:
         """Raises Unavailable, once this gateway closes."""
@@ -135,7 +137,7 @@ class Shell:
         if found is None:
             return
         if found.placed.done():
-            found.fail_all(error, self._process.clock(), self._process.router.weights.label)
+            found.fail_all(error, self._context.clock(), self._context.router.weights.label)
         else:
             found.refuse(error)
         self.dispatcher.cancel(request)
@@ -153,7 +155,7 @@ class Shell:
                 self.questions.take(reply)
         self.carry_out()
 
-    def on_join(self, worker: WorkerId, incarnation: Any) -> None:
+    def on_join(self, worker: WorkerId, incarnation: Incarnation) -> None:
         self.dispatcher.on_join(worker, incarnation)
         self.carry_out()
 
@@ -177,7 +179,7 @@ class Shell:
 
     def carry_out(self) -> None:
         """Do what the dispatcher decided, in order."""
-        now = self._process.clock()
+        now = self._context.clock()
         for effect in self.dispatcher.effects():
             match effect:
                 case Deliver(request=request):
@@ -196,7 +198,7 @@ class Shell:
                     self._took_in(name, error)
                 case Failed(request=request, branch=branch, error=error):
                     _log_failure(request, branch, error)
-                    weights = self._process.router.weights.label
+                    weights = self._context.router.weights.label
                     self.running[request].fail(branch, error, now, weights)
                 case Refused(request=request, error=error):
                     self.running[request].refuse(error)
@@ -229,7 +231,7 @@ class Shell:
 
     async def _secure(self, capsule: CapsuleId, source: WorkerId, worker: WorkerId) -> None:
         """Have a capsule that was durable on `source`, which drains, be so on `worker`, and there alone."""
-        new = self._process.ids.new
+        new = self._context.ids.new
         try:
             with suppress(UnknownCapsule):  # it was deleted meanwhile: so it must be there
                 await self.questions.ask(worker, Demote(new(COMMON), capsule, _DISK), MOVE_S)

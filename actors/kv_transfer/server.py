@@ -34,6 +34,7 @@ from mallee.actors.kv_transfer.messages import (
 from mallee.protocol.errors import CodecError, MalleeError, Unavailable
 from mallee.runtime.transport.counts import Counts
 from mallee.runtime.transport.greeting import KV, ListenerGreeting, Secret
+from mallee.runtime.transport.listener import MAX_GREETINGS
 from mallee.runtime.transport.stream import Stream
 from mallee.runtime.transport.wire import GREETING, MAX_GREETING_NBYTES, REFUSED, refusal
 from mallee.worker.kv.watch import Rows
@@ -42,7 +43,6 @@ from mallee.worker.transfer.peers import Lender, Loan
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 32
-NUM_GREETING: Final = 16  # threads beyond those for connections that are open
 
 
 class KvServer:
@@ -68,7 +68,7 @@ class KvServer:
         self.sessions: list[Session] = []
         self.max_connections = max_connections
         self._threads = ThreadPoolExecutor(
-            max_connections + NUM_GREETING, thread_name_prefix="a KV transfer"
+            max_connections + MAX_GREETINGS, thread_name_prefix="a KV transfer"
         )
         self._is_ended = False
 

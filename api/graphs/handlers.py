@@ -41,7 +41,7 @@ class GraphHandlers:
         self._maker = GraphMaker(
             maker,
             reader,
-            n_ctx=server.gateway.process.model.max_model_len,
+            n_ctx=server.gateway.context.model.max_model_len,
             fork=settings.max_branches,
         )
         self._store = GraphStore(

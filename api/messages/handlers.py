@@ -64,7 +64,7 @@ class MessagesHandlers:
         self._asking = asking
         self._reader = reader
         self._chat = chat
-        self._max_model_len = server.gateway.process.model.max_model_len
+        self._max_model_len = server.gateway.context.model.max_model_len
 
     async def create(self, request: Request) -> Response:
         asked = await self._asking.read(request, MessagesRequest)

@@ -104,7 +104,7 @@ class SearchHandlers:
             "created": int(self._server.clock()),
             "model": self._server.model_name,
             "seed": plan.seed,
-            "blocks": run.num_blocks(self._server.gateway.process.router.config.block_size),
+            "blocks": run.num_blocks(self._server.gateway.context.router.config.block_size),
             "spent": run.spent._asdict(),
             **msgspec.structs.asdict(run.result),
         }

@@ -1,6 +1,6 @@
 """Our gateway as one process, for `bench/gateway/__main__.py`: the real HTTP API, service and router.
 
-    python -m bench.gateway.process --port 8000 --workers w0.sock w1.sock --events e.sock [--tokenizer FOLDER]
+    python -m bench.gateway.context --port 8000 --workers w0.sock w1.sock --events e.sock [--tokenizer FOLDER]
 
 Its workers are the stubs of `bench/gateway/backends.py`, over the same sockets as real ones; what NATS
 carries in a deployment is on a bus within this process.
@@ -25,7 +25,7 @@ from mallee.gateway.access.access import Access
 from mallee.gateway.access.scopes import Scopes
 from mallee.gateway.gateway import Gateway
 from mallee.gateway.metrics import GatewayMetrics
-from mallee.gateway.shell import Process
+from mallee.gateway.shell import GatewayContext
 from mallee.protocol.codec import encode
 from mallee.protocol.events import Lease, decode_batch
 from mallee.protocol.hashing import Tokens
@@ -87,7 +87,7 @@ async def serve(port: int, workers: list[str], events: str, path: Path | None) -
     await bus.connect()
     await worker_bus.connect()
     scopes, metrics = Scopes(b"bench", draw=secrets.token_bytes), GatewayMetrics()
-    process = Process(
+    process = GatewayContext(
         gateway="g0",
         fleet=FLEET,
         model=SPEC,

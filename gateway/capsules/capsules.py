@@ -18,7 +18,7 @@ from mallee.gateway.capsules.lineage import Lineage
 from mallee.gateway.capsules.texts import SharedTexts
 from mallee.gateway.fleet.questions import MOVE_S
 from mallee.gateway.records import SharedRecords
-from mallee.gateway.shell import Process, Shell
+from mallee.gateway.shell import GatewayContext, Shell
 from mallee.protocol.errors import (
     BadRequest,
     CapsuleAbandoned,
@@ -98,13 +98,13 @@ class Observer(Protocol):
 class Capsules:
     """The capsules that one gateway knows of, for clients. Belongs to one event loop.
 
-    Methods that take a scope raise UnknownCapsule also for a capsule of another one. All but `find` and
-    `inspect` raise CapsuleLost, and the error that a capsule's prefill has failed by.
+    Methods that take a scope raise UnknownCapsule also for a capsule of another one; all that look one up
+    raise CapsuleLost and LookupIncomplete, and all but `find` and `inspect` raise what its prefill failed by.
     """
 
     def __init__(
         self,
-        process: Process,
+        context: GatewayContext,
         shell: Shell,
         records: SharedRecords,
         memory: TokenMemory,
@@ -113,8 +113,8 @@ class Capsules:
         """Without `files` no capsule is exported or imported."""
         self.lineage = Lineage()
         self.texts = SharedTexts(records, memory, self)
-        self._process = process
-        self._router = process.router
+        self._context = context
+        self._router = context.router
         self._shell = shell
         self._dispatcher = shell.dispatcher
         self._memory = memory
@@ -167,7 +167,7 @@ class Capsules:
     def of(self, scope: Scope, after: str) -> Iterator[CapsuleInfo]:
         """The capsules of `scope` whose names come after `after`, in order; not those that go meanwhile."""
         for name in self._router.capsules(scope, after):
-            if self._process.ids.belongs(name, scope):
+            if self._context.ids.belongs(name, scope):
                 yield self._info(self._router.capsule(name))
 
     def left_by(self, request: RequestId, scope: Scope) -> list[CapsuleId]:
@@ -197,7 +197,7 @@ class Capsules:
 
     def check_owner(self, capsule: CapsuleId, scope: Scope) -> None:
         """Before anything is looked up: the refusal must not tell, or take longer, if the capsule exists."""
-        if not self._process.ids.belongs(capsule, scope):
+        if not self._context.ids.belongs(capsule, scope):
             raise UnknownCapsule(capsule)
 
     async def learn(self, capsule: CapsuleId, scope: Scope) -> None:
@@ -245,7 +245,7 @@ class Capsules:
             with suppress(NotFound):
                 return self._lost_info(capsule)
             raise Unavailable("the capsule's worker is not known at this gateway yet; retry in 1 s")
-        info = CapsuleInfo(capsule, None, state.num_tokens, self._process.wall_clock())
+        info = CapsuleInfo(capsule, None, state.num_tokens, self._context.wall_clock())
         return _promised(info, state.error)
 
     def _lost_info(self, capsule: CapsuleId) -> CapsuleInfo:
@@ -255,7 +255,7 @@ class Capsules:
         """
         boundary = self._dispatcher.lost_capsule(capsule)
         is_stale = not self._dispatcher.is_fresh(capsule)
-        return CapsuleInfo(capsule, None, boundary, self._process.wall_clock(), is_stale)
+        return CapsuleInfo(capsule, None, boundary, self._context.wall_clock(), is_stale)
 
     def _info(self, entry: CapsuleEntry) -> CapsuleInfo:
         return CapsuleInfo(
@@ -268,10 +268,10 @@ class Capsules:
         )
 
     def _wall_time(self, at: float) -> float:
-        return self._process.wall_clock() - (self._process.clock() - at)
+        return self._context.wall_clock() - (self._context.clock() - at)
 
     def _new_name(self, scope: Scope, account: str = "") -> RequestId:
-        return self._process.ids.new(scope, account)
+        return self._context.ids.new(scope, account)
 
     # Its text
 
@@ -314,7 +314,7 @@ class Capsules:
         self._router.learn_capsule(left, worker, status.boundary, NO_HASHES, scope)
         for observer in self._observers:
             observer.rewound(scope, capsule, left, status.boundary)
-        now = self._process.wall_clock()
+        now = self._context.wall_clock()
         return CapsuleInfo(left, worker, status.boundary, now, status=status)
 
     async def pin(self, capsule: CapsuleId, ttl_s: float | None, scope: Scope) -> CapsuleInfo:
@@ -375,7 +375,9 @@ class Capsules:
         worker = await self._holder(capsule, scope)
         self._dispatcher.check_fresh(capsule)
         view = self._router.worker(worker)
-        if self._files is None or view is None or not view.lends_at:
+        if self._files is None:
+            raise BadRequest("this gateway exports no capsules")
+        if view is None or not view.lends_at:
             reason = "its worker lends its KV to no other process: it is mocked, or too old"
             raise InvalidParameter("capsule", capsule, reason)
         holder = Holder(worker, view.incarnation, view.lends_at, 0, capsule)
@@ -399,7 +401,7 @@ class Capsules:
 
     def _served(self) -> ModelSpec:
         """The model with the weights that serve now."""
-        return structs.replace(self._process.model, weights=self._router.weights)
+        return structs.replace(self._context.model, weights=self._router.weights)
 
     # Other gateways: `texts.Known`
 

@@ -131,6 +131,7 @@ class FleetFeed:
         """The caller can't reach this life: its first lease after `retry_s` is a new join."""
         if self._lives.get(worker) == incarnation:
             del self._lives[worker]
+            self._hosts.pop(worker, None)
         self._not_before[worker] = (incarnation, self._clock() + retry_s)
 
     def _on_leases(self, raw: bytes) -> None:

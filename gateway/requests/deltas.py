@@ -37,6 +37,20 @@ class Delta(NamedTuple):
     drafts: tuple[int, int] | None = None  # tokens drafted, and those of them that were drawn
     injected: tuple[tuple[int, int], ...] = ()  # tokens of the answer before, and how many were
 
+    @classmethod
+    def end(cls, branch: int, finish: FinishReason | None) -> "Delta":
+        """Nothing more of a branch, and the reason."""
+        return cls(
+            branch=branch,
+            tokens=(),
+            finish=finish,
+            cached_tokens=0,
+            prefill_tokens=0,
+            capsule=None,
+            boundary=0,
+            error=None,
+        )
+
     def first(self, num: int, before: int) -> "Delta":
         """Its first `num` tokens alone; its answer has `before` in front of them."""
         left = [(at, min(n, before + num - at)) for at, n in self.injected if at < before + num]

@@ -62,10 +62,11 @@ class BranchLife:
         self.prefill_tokens = max(self.prefill_tokens, delta.prefill_tokens)
         if delta.tokens:
             self.num_tokens += len(delta.tokens)
-            self.gap_s = None if self.last_token_s is None else at_s - self.last_token_s
-            self.last_token_s = at_s
-            if self.first_token_s is None:
-                self.first_token_s = at_s
+            if not delta.injected:  # those were its client's
+                self.gap_s = None if self.last_token_s is None else at_s - self.last_token_s
+                self.last_token_s = at_s
+                if self.first_token_s is None:
+                    self.first_token_s = at_s
         if delta.drafts is not None:
             drafted, accepted = delta.drafts
             self.drafted_tokens += drafted

@@ -63,11 +63,11 @@ class Meter(Observer):
 
     def delivered(self, branch: BranchLife, delta: Delta) -> None:
         metrics = self._metrics
-        if delta.tokens:
+        if delta.tokens and not delta.injected:
             if branch.gap_s is None:
                 self._measure_first(branch)
             else:
-                metrics.token_gap_s.observe(branch.gap_s)
+                metrics.token_gap_s.observe(branch.gap_s / len(delta.tokens))
                 if self._paused and delta.branch in self._paused:
                     self._paused.discard(delta.branch)
                     metrics.stall_s.observe(branch.gap_s)
@@ -75,16 +75,7 @@ class Meter(Observer):
         if delta.retained is not None:
             metrics.retained(outcome_of(delta.retained))
         if delta.finish is not None:
-            assert branch.end_s is not None, "it is over"
-            metrics.branch_ended(
-                delta.finish,
-                cached_tokens=delta.cached_tokens,
-                prefill_tokens=delta.prefill_tokens,
-                seconds=branch.end_s,
-            )
-            if branch.placed_s is not None and branch.first_token_s is not None:
-                metrics.phases(branch.placed_s, branch.first_token_s, branch.end_s)
-            self._count_tokens(branch)
+            self._ended(branch)
 
     def _measure_first(self, branch: BranchLife) -> None:
         """Count the first token of a branch."""
@@ -97,20 +88,22 @@ class Meter(Observer):
             self._metrics.fork_answers(self._hows[branch.index], at_s)
 
     def gave_up(self, branch: BranchLife) -> None:
-        self._metrics.branches_cancelled(1)
-        self._count_tokens(branch)
+        self._ended(branch)
 
     def cut(self, branch: BranchLife, at: int, residue: Tokens) -> None:
-        self.gave_up(branch)
+        self._ended(branch)
 
     def ended(self, branches: Sequence[BranchLife], error: MalleeError | None) -> None:
         if isinstance(error, Unavailable):
             self._metrics.refused(error.code, self._tenant)
 
-    def _count_tokens(self, branch: BranchLife) -> None:
-        """Count the tokens of a branch that is over."""
+    def _ended(self, branch: BranchLife) -> None:
+        """Count a branch that is over."""
+        assert branch.end is not None, "it is over"
+        cached, computed = branch.cached_tokens, branch.prefill_tokens
+        self._metrics.branch_ended(branch.end, cached_tokens=cached, prefill_tokens=computed)
+        if branch.end != "cancelled":
+            self._metrics.times(branch.placed_s, branch.first_token_s, branch.end_s or 0.0)
         self._tenant.branch_ended(
-            cached_tokens=branch.cached_tokens,
-            prefill_tokens=branch.prefill_tokens,
-            output_tokens=branch.num_tokens,
+            cached_tokens=cached, prefill_tokens=computed, output_tokens=branch.num_tokens
         )

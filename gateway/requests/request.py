@@ -32,7 +32,14 @@ class Owner(Protocol):
         ...
 
     def cut(self, request: RequestId, branch: int, at: int, residue: Tokens) -> CapsuleId | None:
-        """End a branch behind the first `at` tokens of its text and `residue`; the capsule of that text."""
+        """End a branch behind the first `at` tokens of its text and `residue`; the capsule of that text.
+
+        Of the end nothing is delivered before `carry_out`.
+        """
+        ...
+
+    def carry_out(self) -> None:
+        """Deliver what follows from a cut."""
         ...
 
     def shorten(self, capsule: CapsuleId, at: int, residue: Tokens) -> None:
@@ -43,8 +50,8 @@ class Owner(Protocol):
 class RunningRequest:
     """One request, from its acceptance to its end: a stream of deltas of all its branches, interleaved.
 
-    Belongs to one event loop. Every branch gets exactly one delta with `finish`, however it ends; then the
-    iteration ends. Leaving it early must be followed by `aclose`, which cancels what still runs.
+    Belongs to one event loop. Every branch that its client lets run gets one delta with `finish`, and none
+    after it; then the iteration ends. Leaving it early must be followed by `aclose`, which cancels what runs.
     """
 
     __slots__ = (
@@ -109,7 +116,7 @@ class RunningRequest:
         return self._deltas.take()
 
     def cancel(self, branch: int) -> None:
-        """End one branch early; no further delta of it is delivered."""
+        """End one branch early: nothing of it follows the deltas that wait."""
         if branch in self._open:
             self._give_up([branch])
             self._owner.cancel(self.request, branch)
@@ -128,6 +135,7 @@ class RunningRequest:
             life.capsule = self._owner.cut(self.request, branch, at, residue)
             for observer in self._observers:
                 observer.cut(life, at, residue)
+            self._owner.carry_out()  # the request may end by it
             return life.capsule
         if life.capsule is not None:
             self._owner.shorten(life.capsule, at, residue)
@@ -175,8 +183,9 @@ class RunningRequest:
         now = self._clock()
         for branch in ended:
             life = self._branches[branch]
-            counts = (life.cached_tokens, life.prefill_tokens)
-            self._deltas.put(Delta(branch, (), "cancelled", *counts, None, 0, None), now)
+            delta = Delta.end(branch, "cancelled")
+            cached, computed = life.cached_tokens, life.prefill_tokens
+            self._deltas.put(delta._replace(cached_tokens=cached, prefill_tokens=computed), now)
         for branch in ended:
             self._owner.cancel(self.request, branch)
         return ended
@@ -191,6 +200,7 @@ class RunningRequest:
     def refuse(self, error: MalleeError) -> None:
         """Nothing of it was sent to a worker."""
         refuse(self._life, self._observers, error, self._at_s())
+        self._open.clear()
         self._is_over = True
         self.placed.set_exception(error)
 
@@ -250,7 +260,7 @@ class RunningRequest:
     def fail(self, branch: int, error: MalleeError, now: float, weights: str) -> None:
         """End `branch` with `error`, while `weights` serve."""
         versions = (self._weights.get(branch, weights), weights)
-        self._put(Delta(branch, (), "error", 0, 0, None, 0, error, weights=versions), now)
+        self._put(Delta.end(branch, "error")._replace(error=error, weights=versions), now)
 
     def fail_all(self, error: MalleeError, now: float, weights: str) -> None:
         """End every branch still running with `error`."""

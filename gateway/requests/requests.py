@@ -14,7 +14,7 @@ from mallee.gateway.requests.observers import Observer
 from mallee.gateway.requests.request import RunningRequest, refuse
 from mallee.gateway.requests.verdict import Comparison
 from mallee.gateway.sessions.sessions import GatewaySessions
-from mallee.gateway.shell import Process, Shell
+from mallee.gateway.shell import GatewayContext, Shell
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import (
     CapsuleAbandoned,
@@ -64,7 +64,7 @@ class Requests:
 
     def __init__(
         self,
-        process: Process,
+        context: GatewayContext,
         shell: Shell,
         capsules: Capsules,
         sessions: GatewaySessions,
@@ -75,7 +75,7 @@ class Requests:
         spans: "RequestSpans | None",
     ) -> None:
         """Without a `recorder` no session is recorded, without `spans` no request is traced."""
-        self._process = process
+        self._context = context
         self._shell = shell
         self._dispatcher = shell.dispatcher
         self._running = shell.running
@@ -86,7 +86,7 @@ class Requests:
         self._recorder = recorder
         self._spans = spans
         self._lives = Lives()
-        self._recent = RecentPrompts(process.router.config.block_size)
+        self._recent = RecentPrompts(context.router.config.block_size)
         records.share(_CAPTURE, self._answer_capture)
 
     # Begin
@@ -96,7 +96,7 @@ class Requests:
 
         `account`, if one bounds it, can be told from the name, and from those of its capsules.
         """
-        return self._process.ids.new(scope, account)
+        return self._context.ids.new(scope, account)
 
     async def start(
         self,
@@ -108,7 +108,7 @@ class Requests:
     ) -> RunningRequest:
         """Route the job and send it off; it waits where there is no room, as its terms say.
 
-        It took `prepare_s` to read and tokenize it. `name`: a new one of its scope, if it has one.
+        It took `prepare_s` to read and tokenize it. `name`: of `new_name`, if it was named before.
         `observers` see it beside the gateway's own. Raises MalleeError before anything is sent.
         """
         request = await self.begin(job, prepare_s, name=name, observers=observers)
@@ -127,13 +127,14 @@ class Requests:
 
         The capsule that `job` `makes` can be forked from now on.
         """
+        began = self._context.clock()
         self._shell.check_open()
         if job.capsule is not None:
             await self._capsules.learn(job.capsule, job.scope)
         session = await self._record_of(job) if job.terms.is_recorded else None
         self._shell.check_open()
-        name = name or self._process.ids.new(job.scope)
-        request = self._submit(name, job, prepare_s, session, observers)
+        name = name or self._context.ids.new(job.scope)
+        request = self._submit(name, job, session, observers, began=began, prepare_s=prepare_s)
         self._shell.carry_out()
         return request
 
@@ -141,13 +142,15 @@ class Requests:
         self,
         name: RequestId,
         job: Job,
-        prepare_s: float,
         session: SessionTape | None,
         others: Sequence[Observer],
+        *,
+        began: float,
+        prepare_s: float,
     ) -> RunningRequest:
         """Have the dispatcher place the job, or let it wait. Raises MalleeError."""
-        process = self._process
-        metrics, weights, began = process.metrics, process.router.weights, process.clock()
+        context = self._context
+        metrics, weights = context.metrics, context.router.weights
         metrics.prepare_s.observe(prepare_s)
         tenant = metrics.tenants.of(job.terms.owner)
         tenant.asked()
@@ -161,7 +164,7 @@ class Requests:
         try:
             self._dispatcher.submit(name, job)
         except MalleeError as error:
-            refuse(life, observers, error, process.clock() - began)
+            refuse(life, observers, error, context.clock() - began)
             raise
         if job.capsule is not None:
             self._capsules.lineage.add(name, job.capsule)
@@ -173,7 +176,7 @@ class Requests:
         if log.isEnabledFor(logging.DEBUG):
             extra = ids(request=name, session=session_digest(job.terms.tenant, job.terms.session))
             log.debug("%s begins with %d branches", name, job.num_branches, extra=extra)
-        block_size = process.router.config.block_size
+        block_size = context.router.config.block_size
         request = self._running[name] = RunningRequest(
             name,
             owner=self,
@@ -181,7 +184,7 @@ class Requests:
             comparison=Comparison.of(name, job, self._recent, block_size, weights.label),
             observers=observers,
             trace=trace,
-            clock=process.clock,
+            clock=context.clock,
         )
         return request
 
@@ -207,9 +210,10 @@ class Requests:
         self._shell.carry_out()
 
     def cut(self, request: RequestId, branch: int, at: int, residue: Tokens) -> CapsuleId | None:
-        capsule = self._dispatcher.cut(request, branch, at, residue)
+        return self._dispatcher.cut(request, branch, at, residue)
+
+    def carry_out(self) -> None:
         self._shell.carry_out()
-        return capsule
 
     def shorten(self, capsule: CapsuleId, at: int, residue: Tokens) -> None:
         self._capsules.shorten(capsule, at, residue)
@@ -219,14 +223,14 @@ class Requests:
     async def inject(
         self, request: RequestId, branch: int, tokens: Tokens, scope: Scope, *, replaces: bool
     ) -> int:
-        """Have a running branch go on after `tokens`; returns the tokens of its answer before them.
+        """Have a running branch go on after `tokens`, and wait until they are in its text.
 
-        Once they are in its text. `replaces`: those that wait are dropped. Raises UnknownBranch,
-        InvalidParameter, QueueFull, Superseded.
+        Returns the number of tokens of its answer before them. `replaces`: earlier ones that still wait are
+        dropped. Raises UnknownBranch, InvalidParameter, QueueFull, Superseded.
         """
-        if not self._process.ids.belongs(request, scope):
+        if not self._context.ids.belongs(request, scope):
             raise UnknownBranch(request, branch)
-        injection = Injection(self._process.ids.new(scope), tokens.tobytes(), replaces)
+        injection = Injection(self._context.ids.new(scope), tokens.tobytes(), replaces)
         return await self._shell.inject(request, branch, injection)
 
     async def capture(
@@ -239,18 +243,18 @@ class Requests:
         running = self._own(request, scope)
         found = None if running is None else self._dispatcher.running(request, branch)
         if running is None or found is None:
-            if running is not None or not self._process.ids.belongs(request, scope):
+            if running is not None or not self._context.ids.belongs(request, scope):
                 raise UnknownBranch(request, branch)
             return await self._capture_elsewhere(request, branch, ttl_s, scope)
         shard, row = found
-        name = self._process.ids.new(scope, account_of(request))
+        name = self._context.ids.new(scope, account_of(request))
         question = Capture(name, shard.name, row, ttl_s)
         status = await self._shell.questions.ask(shard.worker, question)
         capsule = CapsuleId(status.capsule)
         self._capsules.lineage.add_captured(name, request)
         self._dispatcher.note_capture(shard, row, capsule, status.boundary, ttl_s)
         running.captured(branch, capsule, status.boundary)
-        now = self._process.wall_clock()
+        now = self._context.wall_clock()
         return CapsuleInfo(capsule, shard.worker, status.boundary, now, status=status)
 
     async def _capture_elsewhere(
@@ -288,7 +292,7 @@ class Requests:
         capsule of another scope; origins of another one have nothing below them.
         """
         self._capsules.check_owner(capsule, scope)
-        own = [origin for origin in origins if self._process.ids.belongs(origin, scope)]
+        own = [origin for origin in origins if self._context.ids.belongs(origin, scope)]
         below = sorted(self._capsules.lineage.below(own))
         ended, left = [], []
         for request in below:
@@ -325,7 +329,7 @@ class Requests:
 
     def open_branches(self, request: RequestId, scope: Scope) -> list[OpenBranch]:
         """The branches of a request of this gateway that have not ended."""
-        life = self._lives.get(request) if self._process.ids.belongs(request, scope) else None
+        life = self._lives.get(request) if self._context.ids.belongs(request, scope) else None
         return [
             OpenBranch(
                 branch.index,
@@ -339,11 +343,11 @@ class Requests:
 
     def life(self, request: RequestId, scope: Scope, *, names_workers: bool) -> dict[str, Any]:
         """The course of a request of `scope`: `RequestLife.record`. Raises UnknownRequest."""
-        is_own = self._process.ids.belongs(request, scope)
+        is_own = self._context.ids.belongs(request, scope)
         life = self._lives.get(request) if is_own else None
         if life is None:
             raise UnknownRequest(request)
-        return life.record(request, self._process.clock(), names_workers=names_workers)
+        return life.record(request, self._context.clock(), names_workers=names_workers)
 
     def course(self, request: RequestId) -> dict[str, Any] | None:
         """As `life`, of any scope, for the operator: `RequestLife.body`."""
@@ -368,4 +372,4 @@ class Requests:
 
     def _own(self, request: RequestId, scope: Scope) -> RunningRequest | None:
         """The running request of that name, if it is of that scope."""
-        return self._running.get(request) if self._process.ids.belongs(request, scope) else None
+        return self._running.get(request) if self._context.ids.belongs(request, scope) else None

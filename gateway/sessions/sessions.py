@@ -13,7 +13,7 @@ from mallee.gateway.requests.deltas import Delta
 from mallee.gateway.requests.lives import BranchLife
 from mallee.gateway.requests.observers import Observer
 from mallee.gateway.sessions.trees import LATE_S, SessionKey, SessionTree, SessionTrees
-from mallee.gateway.shell import Process, Shell
+from mallee.gateway.shell import GatewayContext, Shell
 from mallee.protocol.codec import encode
 from mallee.protocol.errors import (
     InvalidParameter,
@@ -84,24 +84,24 @@ class GatewaySessions:
 
     def __init__(
         self,
-        process: Process,
+        context: GatewayContext,
         shell: Shell,
         capsules: Capsules,
         records: SharedRecords,
         limits: SessionLimits,
     ) -> None:
-        self._bus = process.bus
-        self._gateway = process.gateway
-        self._subjects = Subjects.of(process.fleet)
-        self._new_name = process.ids.new
-        self._clock = process.wall_clock
+        self._bus = context.bus
+        self._gateway = context.gateway
+        self._subjects = Subjects.of(context.fleet)
+        self._new_name = context.ids.new
+        self._clock = context.wall_clock
         self._shell = shell
         self._capsules = capsules
         self._records = records
         self.trees = SessionTrees(
             max_nodes=limits.max_nodes,
             ttl_s=limits.ttl_s,
-            block_size=process.router.config.block_size,
+            block_size=context.router.config.block_size,
             clock=self._clock,
         )
         self.tasks = Tasks("the gateways' sessions")

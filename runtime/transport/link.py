@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple, TypeAlias, cast
 
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import ConfigError, MalleeError, WorkerLost
+from mallee.protocol.errors import ConfigError, MalleeError, Unavailable, WorkerLost
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, Frame
 from mallee.protocol.parcels import REFUSED, Life, decode_reports, pack
@@ -307,8 +307,10 @@ class Connection(asyncio.Protocol):
         elif kind == wire.TAKEN and self._is_open:
             self._link.on_receipt(wire.read_receipt(raw))
         elif kind == wire.REFUSED:
-            reason = f"{REFUSED}{wire.read_refusal(raw).message}"
-            self.end(ConnectionError(reason) if self._is_open else ConfigError(reason))
+            refusal = wire.read_refusal(raw)
+            reason, is_passing = f"{REFUSED}{refusal.message}", isinstance(refusal, Unavailable)
+            is_passing = is_passing or self._is_open
+            self.end(ConnectionError(reason) if is_passing else ConfigError(reason))
         elif (answer := self._greeting.take(raw)) is not None:
             self._write(wire.GREETING, answer)
         else:

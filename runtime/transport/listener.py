@@ -124,7 +124,7 @@ class Listener:
         self.address = self.address._replace(tcp=server.sockets[0].getsockname()[:2])
 
     async def close(self) -> None:
-        """No connection is left, after the last bytes of each are out. Idempotent."""
+        """End every connection once its last bytes are out, or after `CLOSE_S`. Idempotent."""
         accepting, self._accepting = self._accepting, []
         for each in accepting:
             each.close()

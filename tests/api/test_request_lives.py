@@ -99,7 +99,7 @@ async def test_a_running_answer_its_hang_up_and_its_error_are_told() -> None:
         asked, request = await begun(client, gateway)
         lost = WorkerLost("w0", "test")
         for branch in range(2):
-            gateway.shell.running[request].fail(branch, lost, gateway.process.clock(), "base")
+            gateway.shell.running[request].fail(branch, lost, gateway.context.clock(), "base")
         await asyncio.wait([asked])
         ends = (await life(client, request))["branches"]
         assert {(each["state"], each["error"]) for each in ends} == {("error", "worker_lost")}

@@ -91,7 +91,9 @@ async def test_a_group_that_weights_change_under_is_drawn_again(
         drawing = asyncio.create_task(run_sync(work))
         (engine,) = fleet.engines.values()
         await until(lambda: engine.stats().num_output_tokens > 8)
-        await fleet.gateways[0].change_weights("step-2", path="two", drain_s=0.0, wait_s=5.0)
+        await fleet.gateways[0].operator.change_weights(
+            "step-2", path="two", drain_s=0.0, wait_s=5.0
+        )
         rows = await drawing
     assert {row["weights"] for row in rows} == {"step-2"}
     assert len(rows) == 4

@@ -110,7 +110,7 @@ async def test_a_wait_counts_in_the_first_tokens_time_and_ends_at_its_deadline()
         f.jump_s = 7.0
         await f.free()
         assert (await collect(await patient))[0][1].finish is not None
-        read = f.gateways[0].process.metrics.registry.get_sample_value
+        read = f.gateways[0].context.metrics.registry.get_sample_value
         assert read("mallee_admission_wait_seconds_sum") == pytest.approx(7.0, abs=0.5)
         assert (read("mallee_time_to_first_token_seconds_sum") or 0) > 7.0
 

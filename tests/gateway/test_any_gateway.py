@@ -135,7 +135,7 @@ async def test_a_capsule_that_went_before_its_event_came_is_computed_at_the_othe
         one, two = f.gateways
         capsule = await make(one)
         host = await lose(f, (await one.capsules.show(capsule, COMMON)).worker)
-        assert not two.process.router.was_lost(capsule)
+        assert not two.context.router.was_lost(capsule)
         await fork(two, capsule)
         await host.close()
 

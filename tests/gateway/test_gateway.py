@@ -118,7 +118,7 @@ async def test_fewer_workers_than_expected_show_in_health_and_in_metrics() -> No
         assert gateway.operator.health()["status"] == "ok"
         gateway.operator.expect(3)
         assert gateway.operator.health()["status"] == "degraded"
-        lines = gateway.process.metrics.render().decode().splitlines()
+        lines = gateway.context.metrics.render().decode().splitlines()
         assert "mallee_workers_expected 3.0" in lines
         assert "mallee_workers_alive 1.0" in lines
 

@@ -74,9 +74,9 @@ def api_over(
         clock=time.time,
         new_id=lambda: "err",
         draw_seed=lambda: secrets.randbits(64),
-        count_answer=gateway.process.metrics.answered,
-        count_callback=gateway.process.metrics.called_back,
-        count_search=gateway.process.metrics.searched,
+        count_answer=gateway.context.metrics.answered,
+        count_callback=gateway.context.metrics.called_back,
+        count_search=gateway.context.metrics.searched,
         tasks=gateway.tasks,
     )
 

@@ -18,7 +18,7 @@ from mallee.gateway.recording.recorder import Recorder
 from mallee.gateway.requests.deltas import Delta
 from mallee.gateway.requests.request import RunningRequest
 from mallee.gateway.requests.spans import RequestSpans
-from mallee.gateway.shell import Process, RequestIds
+from mallee.gateway.shell import GatewayContext, RequestIds
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.model import ModelSpec
 from mallee.protocol.subjects import BusRole
@@ -43,9 +43,9 @@ from support.waiting import until
 def make_gateway(
     name: str, bus: Bus, transport: Transport, router: Router, model: ModelSpec, **options: Any
 ) -> Gateway:
-    """A gateway of the fleet "test" that numbers its requests; `options` are of Process or Gateway."""
+    """A gateway of the fleet "test" that numbers its requests; `options` are of GatewayContext or Gateway."""
     ids = count()
-    process = Process(
+    process = GatewayContext(
         gateway=name,
         fleet="test",
         model=model,
@@ -56,7 +56,7 @@ def make_gateway(
         clock=time.monotonic,
         wall_clock=time.time,
     )
-    own = {key: value for key, value in options.items() if key in Process._fields}
+    own = {key: value for key, value in options.items() if key in GatewayContext._fields}
     rest = {key: value for key, value in options.items() if key not in own}
     return Gateway(process._replace(**own), transport, **rest)
 
@@ -232,7 +232,7 @@ async def lose(f: LiveFleet, worker: str) -> Host:
     host = f.hosts.pop(next(address for address in f.hosts if address.startswith(worker)))
     await host.tasks.close()
     for gateway in f.gateways:
-        host._streams.end(gateway.process.gateway)
+        host._streams.end(gateway.context.gateway)
     await until(lambda: all(len(router.workers()) == len(f.hosts) for router in f.routers))
     del f.engines[worker]
     return host
@@ -247,4 +247,4 @@ def kill_gateway(f: LiveFleet, number: int) -> None:
     assert isinstance(transport, LocalTransport)
     transport._here = {}
     for host in f.hosts.values():
-        host._streams.end(gateway.process.gateway)
+        host._streams.end(gateway.context.gateway)

@@ -90,6 +90,21 @@ async def test_a_conversation_is_a_tree_of_capsules() -> None:
         assert left == []
 
 
+async def test_an_answer_that_a_stop_string_ends_leaves_its_capsule_in_its_session() -> None:
+    """F31, part: it is counted as stopped, and goes with the session."""
+    async with tiny_api(MODEL, 1) as (client, _):
+        (whole,) = await ask(client, PROMPT, "whole")
+        (cut,) = await ask(client, PROMPT, "cut", stop=[whole["text"][2]])
+        assert (cut["text"], cut["finish_reason"]) == (whole["text"][:2], "stop")
+        (node,) = (await tree_of(client, "cut"))["nodes"]
+        assert (node["capsule"], node["held"]) == (capsule_of(cut), True)
+        assert (await client.delete("/v1/sessions/cut")).json()["released"] == 1
+        counted = (await client.get("/metrics")).text.splitlines()
+        name = "mallee_branches_ended_total"
+        assert f'{name}{{reason="stop"}} 1.0' in counted
+        assert f'{name}{{reason="cancelled"}} 0.0' in counted
+
+
 async def test_sessions_are_their_scope_s_alone_and_listed_in_pages() -> None:
     """F7, part: a session of another salt is as one that never was."""
     async with tiny_api(MODEL, 1) as (client, _):
