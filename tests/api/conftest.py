@@ -194,7 +194,7 @@ class FakeService:
             others=lambda: None,
             belongs=SCOPES.belongs,
         )
-        self.process = self.requests = self.operator = self
+        self.context = self.requests = self.operator = self
         self.sessions = SimpleNamespace(budget=lambda session, scope, parent: "")  # none has one
         self.started = threading.Event()
         self.closed = threading.Event()  # every stream started so far

@@ -35,7 +35,7 @@ class Shelf:
         self.model, self.records = service.model, service.records
         self.gateway_metrics, self.new_name = service.gateway_metrics, service.new_name
         self.health, self.router = service.health, service.router
-        self.process = self.requests = self.operator = self.capsules = self
+        self.context = self.requests = self.operator = self.capsules = self
         self.held: dict[Scope, dict[CapsuleId, CapsuleInfo]] = {}
         self.silent: set[CapsuleId] = set()
         self.broken: set[CapsuleId] = set()
