@@ -331,7 +331,7 @@ class TextStream:
         assert self._watch is not None
         for index, finish, error in self._watch.due():
             job, branch = divmod(index, self._branches)
-            last = self._newest.get(index, Delta(branch, (), None, 0, 0, None, 0, None))
+            last = self._newest.get(index, Delta.end(branch, None))
             nothing: tuple[()] = ()
             empty = last._replace(tokens=nothing, logprobs=nothing, injected=nothing, drafts=None)
             ended = empty._replace(finish=finish, capsule=None, boundary=0, error=error)

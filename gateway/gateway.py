@@ -110,9 +110,8 @@ class Gateway:
         """End every answer, every link and every task."""
         successor = self.shell.links.newest_gateway
         await self.shell.end_requests()
-        if (
-            successor is not None
-        ):  # not before: what is promised and not there goes with this gateway
+        # Not before: what is promised and not there goes with this gateway.
+        if successor is not None:
             self.capsules.texts.leave_to(successor)
         await self.tasks.close()
         await self.records.close()

@@ -53,9 +53,7 @@ from mallee.router.dispatch.token_memory import TokenMemory
 from mallee.router.index.capsules import CapsuleEntry
 
 INSPECT_S: Final = 2.0  # for a worker to tell of a capsule; later it is shown without
-PROMISE_S: Final = (
-    60.0  # for a worker to begin a capsule that is forked at another gateway than its own
-)
+PROMISE_S: Final = 60.0  # for a worker to begin a capsule that another gateway has promised
 PROMISE_CHECK_S: Final = 0.1
 
 
@@ -159,9 +157,8 @@ class Capsules:
             if not info.is_computing:
                 raise
             self._forget_promise(capsule)
-            return await self.find(
-                capsule, scope
-            )  # its prefill has ended, or runs elsewhere by now
+            # Its prefill has ended, or runs elsewhere by now.
+            return await self.find(capsule, scope)
         return info.told(status, is_computing=status.computed is not None)
 
     def of(self, scope: Scope, after: str) -> Iterator[CapsuleInfo]:
