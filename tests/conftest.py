@@ -1,6 +1,7 @@
 """Options of the whole suite."""
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -80,6 +81,18 @@ def pytest_collection_finish() -> None:
     """Leave what is loaded by now out of garbage collections: each replay runs a full one."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_before() -> Iterator[None]:
+    """Loggers as they were, afterwards: a command that runs in this process sets them up for good."""
+    root, ours = logging.getLogger(), logging.getLogger("mallee")
+    handlers, levels = list(root.handlers), (root.level, ours.level)
+    yield
+    for handler in set(root.handlers) - set(handlers):
+        root.removeHandler(handler)
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import json
 import logging
 import logging.handlers
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,16 +44,8 @@ class Captured:
 
 
 @pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Captured]:
-    """Loggers as they were, afterwards."""
-    root, ours = logging.getLogger(), logging.getLogger("mallee")
-    before = root.level, ours.level, list(root.handlers)
-    yield Captured(monkeypatch)
-    for handler in set(root.handlers) - set(before[2]):
-        root.removeHandler(handler)
-    root.setLevel(before[0])
-    ours.setLevel(before[1])
-    monkeypatch.setattr(logs, "_ours", None)
+def captured(monkeypatch: pytest.MonkeyPatch) -> Captured:
+    return Captured(monkeypatch)
 
 
 def test_a_json_line_has_level_process_and_ids(captured: Captured) -> None:
