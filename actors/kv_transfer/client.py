@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Final
 
+from mallee.actors.kv_transfer.counts import Counts
 from mallee.actors.kv_transfer.messages import (
     ASK,
     BLOCKS,
@@ -32,7 +33,6 @@ from mallee.protocol.errors import (
     WorkerLost,
 )
 from mallee.runtime.transport.address import Way, parse_address
-from mallee.runtime.transport.counts import Counts
 from mallee.runtime.transport.greeting import KV, DialerGreeting, Secret
 from mallee.runtime.transport.stream import Stream
 from mallee.runtime.transport.wire import GREETING, MAX_REFUSAL_NBYTES, REFUSED, read_refusal

@@ -16,6 +16,7 @@ from typing import Final
 
 import numpy as np
 
+from mallee.actors.kv_transfer.counts import Counts
 from mallee.actors.kv_transfer.messages import (
     ASK,
     BLOCKS,
@@ -32,7 +33,6 @@ from mallee.actors.kv_transfer.messages import (
     read_places,
 )
 from mallee.protocol.errors import CodecError, MalleeError, Unavailable
-from mallee.runtime.transport.counts import Counts
 from mallee.runtime.transport.greeting import KV, ListenerGreeting, Secret
 from mallee.runtime.transport.listener import MAX_GREETINGS
 from mallee.runtime.transport.stream import Stream

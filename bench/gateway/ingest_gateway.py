@@ -19,12 +19,12 @@ from mallee.gateway.fleet.feed import FleetFeed
 from mallee.gateway.metrics import GatewayMetrics
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import KVMemoryExceeded, NoWorker
-from mallee.protocol.events import Lease
 from mallee.protocol.hashing import Hashes
-from mallee.protocol.ids import Incarnation, RequestId, WorkerId
+from mallee.protocol.ids import RequestId
 from mallee.router.config import RouterConfig
 from mallee.router.router import Router
 from mallee.testing.bus import LocalBus, LocalHub
+from mallee.testing.members import Members
 
 FLEET = "bench"
 PROMPT_BLOCKS = 128
@@ -53,25 +53,6 @@ class Metrics(GatewayMetrics):
     def pumped(self, lag_s: float, queued: int) -> None:
         super().pumped(lag_s, queued)
         self.lags_s.append(lag_s)
-
-
-class Members:
-    """Takes every worker, and does nothing with it."""
-
-    def join(self, lease: Lease) -> None:
-        pass
-
-    def on_lease(self, lease: Lease) -> None:
-        pass
-
-    def drain(self, worker: WorkerId, incarnation: Incarnation) -> None:
-        pass
-
-    def leave(self, worker: WorkerId, incarnation: Incarnation) -> None:
-        pass
-
-    def is_heard(self, worker: WorkerId, incarnation: Incarnation) -> bool:
-        return False
 
 
 class Gateway:

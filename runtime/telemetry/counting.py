@@ -5,11 +5,11 @@ Each is counted by one thread; a scrape may read it from another.
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Self
+from typing import Generic, Self, TypeVar
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import (
     CounterMetricFamily,
     Exemplar,
@@ -20,9 +20,13 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+F = TypeVar("F", bound=Metric)
 
-class Counted(Collector):
+
+class Counted(Collector, Generic[F]):
     """One family: its own count, or with labels one for each of their values that was asked for."""
+
+    shown_as: Callable[..., F]
 
     def __init__(
         self,
@@ -48,39 +52,43 @@ class Counted(Collector):
     def _child(self) -> Self:
         return type(self)(self._name, self._text)
 
-    def _counts(self) -> list[tuple[tuple[str, ...], Self]]:
-        return list(self._children.items()) if self._labels else [((), self)]
+    def collect(self) -> Iterator[F]:
+        family = self.shown_as(self._name, self._text, labels=self._labels)
+        for values, child in list(self._children.items()) if self._labels else [((), self)]:
+            child._add_to(family, values)
+        yield family
+
+    def _add_to(self, family: F, values: tuple[str, ...]) -> None:
+        """Show this count as that of `values`."""
+        raise NotImplementedError
 
 
-class Counter(Counted):
+class Counter(Counted[CounterMetricFamily]):
+    shown_as = CounterMetricFamily
     value: float = 0.0
 
     def inc(self, amount: float = 1.0) -> None:
         self.value += amount
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for values, child in self._counts():
-            family.add_metric(values, child.value)
-        yield family
+    def _add_to(self, family: CounterMetricFamily, values: tuple[str, ...]) -> None:
+        family.add_metric(values, self.value)
 
 
-class Gauge(Counted):
+class Gauge(Counted[GaugeMetricFamily]):
+    shown_as = GaugeMetricFamily
     value: float = 0.0
 
     def set(self, value: float) -> None:
         self.value = value
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        family = GaugeMetricFamily(self._name, self._text, labels=self._labels)
-        for values, child in self._counts():
-            family.add_metric(values, child.value)
-        yield family
+    def _add_to(self, family: GaugeMetricFamily, values: tuple[str, ...]) -> None:
+        family.add_metric(values, self.value)
 
 
-class Summary(Counted):
+class Summary(Counted[SummaryMetricFamily]):
     """The number and the sum of what was observed."""
 
+    shown_as = SummaryMetricFamily
     num = 0
     sum: float = 0.0
 
@@ -88,15 +96,14 @@ class Summary(Counted):
         self.num += 1
         self.sum += amount
 
-    def collect(self) -> Iterator[SummaryMetricFamily]:
-        family = SummaryMetricFamily(self._name, self._text, labels=self._labels)
-        for values, child in self._counts():
-            family.add_metric(values, child.num, child.sum)
-        yield family
+    def _add_to(self, family: SummaryMetricFamily, values: tuple[str, ...]) -> None:
+        family.add_metric(values, self.num, self.sum)
 
 
-class Histogram(Counted):
+class Histogram(Counted[HistogramMetricFamily]):
     """Counts by upper bounds, `buckets`."""
+
+    shown_as = HistogramMetricFamily
 
     def __init__(
         self,
@@ -121,15 +128,11 @@ class Histogram(Counted):
         if exemplar:
             self._exemplars[at] = Exemplar(dict(exemplar), amount, time.time())
 
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
-        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
-        for values, child in self._counts():
-            nums = zip(bounds, accumulate(child._nums), strict=True)
-            found = child._exemplars
-            buckets = [(*each, found[at]) if at in found else each for at, each in enumerate(nums)]
-            family.add_metric(values, buckets, sum_value=child._sum)
-        yield family
+    def _add_to(self, family: HistogramMetricFamily, values: tuple[str, ...]) -> None:
+        bounds, found = [*map(floatToGoString, self._bounds), "+Inf"], self._exemplars
+        nums = zip(bounds, accumulate(self._nums), strict=True)
+        buckets = [(*each, found[at]) if at in found else each for at, each in enumerate(nums)]
+        family.add_metric(values, buckets, sum_value=self._sum)
 
     def _child(self) -> Self:
         return type(self)(self._name, self._text, buckets=self._bounds)

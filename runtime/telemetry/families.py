@@ -21,7 +21,7 @@ from mallee import __version__
 from mallee.runtime.telemetry.counting import Counted, Counter, Gauge, Histogram, Summary
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram", "summary"]
-M = TypeVar("M", bound=Counted)
+M = TypeVar("M", bound=Counted[Any])
 
 MOST_WORKERS: Final = 256
 """Workers with time series of their own. A fleet of a thousand would have a hundred thousand."""

@@ -113,11 +113,11 @@ def agree(found: Decisions, expected: Decisions) -> None:
     assert [at for at, _ in found.log] == pytest.approx(times, abs=1e-6)
 
 
+@pytest.mark.parametrize("gateways", [1, 2])
 @pytest.mark.slow
 @settings(examples(25), phases=QUICK)
 @given(
     seed=st.integers(0, 1 << 32),
-    gateways=st.sampled_from([1, 2]),
     max_rows=st.sampled_from([2, 4, 8]),
     answer_capsules=st.sampled_from([1, 3, 256]),
     hang_ups=st.sampled_from([0.0, 0.2]),

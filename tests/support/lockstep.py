@@ -243,7 +243,7 @@ class SimBookings:
         self.replicas = Replicas(router, gateway=name, clock=clock.read, lease_s=1e12)
         self.tasks = Tasks("the bookings of a test")
 
-    async def start_up(self) -> None:
+    async def start_up(self, metrics_at: str) -> None:
         """Nothing: they are told by calls."""
 
     async def close(self) -> None:

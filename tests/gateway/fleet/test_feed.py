@@ -10,40 +10,19 @@ from mallee.gateway.metrics import GatewayMetrics
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.codec import encode
 from mallee.protocol.events import EventBatch, Lease, Snapshot, Stored, pack_hashes
-from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.ids import WorkerId
 from mallee.protocol.subjects import Subjects
 from mallee.router.config import RouterConfig
 from mallee.router.dispatch.dispatcher import DispatchStats
 from mallee.router.router import Router
 from mallee.runtime.transport.link import LATE_S
 from mallee.testing.bus import LocalBus, LocalHub
+from mallee.testing.members import Members
 from support.virtual.loop import virtual_loop
 from support.waiting import elapse, until
 
 SPEC = mock_spec()
 SUBJECTS = Subjects.of("test")
-
-
-class Members:
-    """Takes every worker, whose name is put into `joined`."""
-
-    def __init__(self, joined: list[str]) -> None:
-        self._joined = joined
-
-    def join(self, lease: Lease) -> None:
-        self._joined.append(lease.worker)
-
-    def on_lease(self, lease: Lease) -> None:
-        pass
-
-    def drain(self, worker: WorkerId, incarnation: Incarnation) -> None:
-        pass
-
-    def leave(self, worker: WorkerId, incarnation: Incarnation) -> None:
-        pass
-
-    def is_heard(self, worker: WorkerId, incarnation: Incarnation) -> bool:
-        return False
 
 
 class Place:
@@ -54,7 +33,7 @@ class Place:
         self.bus = LocalBus(self.hub)
         self.router = Router(RouterConfig(max_workers=64, lease_s=lease_s), clock=time.monotonic)
         self.metrics = GatewayMetrics()
-        self.joined: list[str] = []
+        self.members = Members()
         self.heard = LocalBus(self.hub)
         self.feed = FleetFeed(
             self.heard,
@@ -62,7 +41,7 @@ class Place:
             model=SPEC,
             fleet="test",
             metrics=self.metrics,
-            members=Members(self.joined),
+            members=self.members,
             clock=time.monotonic,
         )
         self.under_way = self.most_under_way = self.answered = 0
@@ -113,7 +92,7 @@ def run(*blocks: int) -> bytes:
 async def test_a_lease_that_overtook_the_events_sent_before_it_is_no_gap() -> None:
     async with Place() as place:
         place.lease("w0", 0)
-        await until(lambda: place.joined == ["w0"])
+        await until(lambda: place.members.joined == ["w0"])
         for seq in range(20):
             place.lease("w0", seq + 1)
             place.store("w0", seq, seq + 1)
@@ -180,7 +159,7 @@ async def test_a_loop_that_was_held_up_ends_no_lease_before_it_has_read_the_next
     """Leases of all workers wait in its sockets: none of them is silent."""
     async with Place(lease_s=0.2) as place:
         place.lease("w0", 0)
-        await until(lambda: place.joined == ["w0"])
+        await until(lambda: place.members.joined == ["w0"])
         virtual_loop().fall_behind(SWEEP_PERIOD_S + 2 * LATE_S)
         await elapse(0.05)  # its timers ran, and nothing was read yet
         assert len(place.router.workers()) == 1
