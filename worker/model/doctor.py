@@ -121,7 +121,16 @@ def examine(
             position = int(at_outputs[row]) if site in _AT_OUTPUTS else row
             head = _worst_head(forward, found[row], expected[row]) if site == "heads" else None
             step = max(0, position - len(prompt) + 1)
-            first = Difference(site, layer, position, step, head, error, allowed, None)
+            first = Difference(
+                site=site,
+                layer=layer,
+                position=position,
+                step=step,
+                head=head,
+                error=error,
+                allowed=allowed,
+                scores=None,
+            )
     if first is not None and first.head is not None:
         with torch.inference_mode():
             scores = (_our_scores(forward, ours, first), _their_scores(oracle, tokens, first))

@@ -242,14 +242,14 @@ class TorchForward:
             )
             return None
         model = Model(
-            self.decoder,
-            attention,
-            self._layers,
-            self._plan,
-            self._padding,
-            self._windows,
-            min(self.num_blocks, -(-self.spec.max_model_len // self.block_size)),
-            self.block_size,
+            decoder=self.decoder,
+            attention=attention,
+            layers=self._layers,
+            plan=self._plan,
+            padding=self._padding,
+            groups=self._windows,
+            max_blocks=min(self.num_blocks, -(-self.spec.max_model_len // self.block_size)),
+            block_size=self.block_size,
         )
         return make_graphs(model, options)
 
