@@ -194,8 +194,8 @@ class Row(NamedTuple):
     table: BlockTable  # [>= ceil((start + n) / block_size)]
     num_logits: int  # logits are wanted after each of the last so many tokens; of none: 0
     sides: tuple[BlockTable, ...] = ()
-    """By side group: of a window the same, true from the first block that the row reads on; of a state the slot
-    that is read (`states.NO_STATE`: there is none yet) and the one that is written. Empty: as `table`."""
+    """By side group: of a window the same, true from the first block that the row reads on; of a state the
+    slot that is read (`states.NO_STATE`: none yet) and the one that is written. Empty: as `table`."""
 
 
 class ForwardBatch(NamedTuple):

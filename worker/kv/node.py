@@ -14,7 +14,7 @@ class SidePart(Protocol):
     """A node's KV in one side group (`sides/group.py`)."""
 
     def table(self, node: "Node", place: int, block_size: int) -> BlockTable:
-        """What a pass reads and writes in this group for the sequence of `node`, whose part `place` this is."""
+        """The places that a pass reads and writes here for the text of `node`, whose part `place` this is."""
         ...
 
 

@@ -72,23 +72,6 @@ def test_answers_with_all_kv_kept_are_those_of_transformers() -> None:
         assert answer_of_all_kv(model, row["prompt"], 32, Sampling()) == row["tokens"]
 
 
-def test_many_steps_at_once_give_the_same() -> None:
-    engine = make_engine()
-    text = numbers(random.Random(2), 30)
-    engine.submit(Generate("r", pack_tokens(text), Limits(100, ignore_eos=True)), "g")
-    tokens: list[int] = []
-    num_ahead = 0
-    while engine.has_work:
-        limit = engine.multi_step_limit()
-        num_ahead += limit > 1
-        result = engine.multi_step(limit) if limit > 1 else engine.step()
-        for frame in result.frames.values():
-            tokens += [token for update in frame.updates for token in update.tokens]
-        engine.check()
-    assert num_ahead > 10
-    assert tokens == linear(text, 100)
-
-
 @pytest.mark.slow
 def test_a_fork_at_any_depth_equals_a_linear_rerun() -> None:
     """I1: the window's blocks of most places are gone; what is missing is computed again."""

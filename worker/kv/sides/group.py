@@ -1,10 +1,11 @@
 """Side groups: layers whose KV comes and goes on other terms than that of the full group.
 
-`Node.blocks` belong to the full group, whose layers read every token. Layers that read a window (`windows.py`)
-or fold all tokens into a state (`states.py`) are side groups: a node holds a part for each, `Node.sides`, and a
-group of either kind answers the same questions. The first one is `can_resume`: a prefix may be held by the full
-group and yet be no place to go on from. It is the only judge of that, for prompts, capsules, forks inside a text,
-events and the router's credit alike. A model of one group has no sides, and nothing is asked.
+`Node.blocks` belong to the full group, whose layers read every token. Layers that read a window
+(`windows.py`) or fold all tokens into a state (`states.py`) are side groups: a node holds a part for each,
+`Node.sides`, and a group of either kind answers the same questions. The first one is `can_resume`: a prefix
+may be held by the full group and yet be no place to go on from. It is the only judge of that, for prompts,
+capsules, forks inside a text, events and the router's credit alike. A model of one group has no sides, and
+nothing is asked.
 
 Below the device all KV is rows of one size, that of a block of the full group. A side's block (or state) may
 be larger: it is several rows, the last one filled up with zeros. Rows are numbered after the full group's

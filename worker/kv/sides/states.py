@@ -1,15 +1,17 @@
 """The states of recurrent layers: each is all that they keep of a text, and belongs to one place in it.
 
 A state can't be sliced: a text can be gone on from only where a state was left. A pass reads one slot and
-writes another, so the state before it is whole until the tokens are committed: a step that fails is run again,
-a fork reads its parent's state and writes its own without a copy, and a state stays by not being written over.
-Rejected: one slot a branch, written in place (a failed step would fold its tokens twice; a fork would copy).
+writes another, so the state before it is whole until the tokens are committed: a step that fails is run
+again, a fork reads its parent's state and writes its own without a copy, and a state stays by not being
+written over. Rejected: one slot a branch, written in place (a failed step would fold its tokens twice; a fork
+would copy).
 
-The end of a held node has a state, or its parent has it until the node's first tokens are computed; and a node
-that has room for more has a `target`. Behind a branch that goes on, the states stay that were left on purpose,
-where a prompt's chunk or one of `every_blocks` blocks ended, if that is the end of a block: they are cache. So
-is the end of a node that nobody holds. Cache is given up, what was used longest ago first, when the pool needs
-room. Events tell of these places, and of those that a capsule holds, by the hash of the block that ends there.
+The end of a held node has a state, or its parent has it until the node's first tokens are computed; and a
+node that has room for more has a `target`. Behind a branch that goes on, the states stay that were left on
+purpose, where a prompt's chunk or one of `every_blocks` blocks ended, if that is the end of a block: they are
+cache. So is the end of a node that nobody holds. Cache is given up, what was used longest ago first, when the
+pool needs room. Events tell of these places, and of those that a capsule holds, by the hash of the block that
+ends there.
 
 With tiers below, states that are evicted or given up go down.
 """
