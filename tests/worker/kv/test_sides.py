@@ -169,8 +169,8 @@ class Bench:
             assert self.told[g + 1] == held
         self.check_states()
 
+    def check_states(self) -> None:
         """All that is told of can be gone on from, and every state is that of its text."""
-        """What is told of can be gone on from, and every state is that of its text."""
         if self.states is None:
             return
         known = set()
