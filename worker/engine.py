@@ -125,7 +125,8 @@ class Engine:
         self._journal = Journal()
         config.scheduler.validate(forward.spec.max_model_len)
         self._ahead: AheadPasses | None = None
-        if device is not None and config.may_launch_ahead:
+        # A row that is launched ahead writes where its branch will: a state has no slot for that yet.
+        if device is not None and config.may_launch_ahead and not forward.spec.has_states:
             self._ahead = AheadPasses(device)
         self._passes: Passes = passes or self._ahead or ForwardPasses(forward)
         self._clock = clock
@@ -590,7 +591,7 @@ class Engine:
         keys = block_keys(self._tree, branch.tokens[: record.num_computed], salt)
         return Lent(
             loan,
-            (*keys, *self._tree.window_keys(keys, record.num_computed)),
+            (*keys, *self._tree.side_keys(keys, record.num_computed)),
             num_blocks=len(keys),
             num_tokens=record.num_computed,
             is_capsule=True,
@@ -630,7 +631,7 @@ class Engine:
         self._capsules.adopt(record, logits, is_durable=True)
         keys = unpack_hashes(record.keys).tolist()
         tail = keys[-1:] if record.has_tail else []
-        return (*tail, *self._tree.window_keys(keys, record.num_computed))
+        return (*tail, *self._tree.side_keys(keys, record.num_computed))
 
     def _compute(self, plan: Plan) -> tuple[list[Scored], list[Sampled]]:
         """Run the plan: the branches that end here, with kept logits, and what the others drew.
@@ -762,7 +763,7 @@ class Engine:
             pack_hashes(self._tree.held_hashes()),
             self._capsules.describe_all(),
             *below,
-            windows=tuple(map(pack_hashes, self._tree.held_in_windows())),
+            windows=tuple(map(pack_hashes, self._tree.held_in_sides())),
         )
 
     @property

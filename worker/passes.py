@@ -7,7 +7,7 @@ import numpy as np
 
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.worker.forward import Forward, ForwardBatch, Logits, Row
-from mallee.worker.kv.paths import flatten, flatten_windows
+from mallee.worker.kv.paths import flatten, side_tables
 from mallee.worker.kv.text import Notation, Text, TokenNotation
 from mallee.worker.sched.branch import Draft, Plan, node_of
 from mallee.worker.updates import FrameSink, UpdateSink
@@ -59,7 +59,7 @@ class ForwardPasses:
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
         self._block_size = forward.block_size
-        self._has_windows = bool(forward.spec.windows)
+        self._has_sides = bool(forward.spec.sides)
         self.notation: Notation = TokenNotation(forward.spec.vocab_size)
         self.updates: UpdateSink = FrameSink()
 
@@ -86,11 +86,11 @@ class ForwardPasses:
         for chunk in plan.chunks:
             table = flatten(node_of(chunk.branch), size)
             rows.append(Row(_ids(chunk.tokens), chunk.start, table, int(chunk.is_last)))
-        if not self._has_windows:
+        if not self._has_sides:
             return rows
         branches = (*plan.decodes, *(chunk.branch for chunk in plan.chunks))
         return [
-            row._replace(windows=flatten_windows(node_of(branch), size))
+            row._replace(sides=side_tables(node_of(branch), size))
             for row, branch in zip(rows, branches, strict=True)
         ]
 
