@@ -121,10 +121,10 @@ REPLAYED_FORKS = 4
 def replays(ours: Ours, scale: Scale) -> Replays:
     """As many forks of one parent as a scale has, each of which draws a few tokens."""
     capsule = ours.prefill(prompt(scale, scale.shared, 4))
-    before = ours.forward.stats().graphs
+    before = ours.forward.graph_stats()
     for _ in range(0, scale.forks, REPLAYED_FORKS):
         ours.fork(capsule, [[]] * REPLAYED_FORKS, 4)
-    after = ours.forward.stats().graphs
+    after = ours.forward.graph_stats()
     ours.release(capsule)
     return Replays(
         after.num_captures - before.num_captures,

@@ -14,7 +14,8 @@ from mallee.protocol.messages import Command, Fork, Generate, Limits, Prefill, S
 from mallee.testing.forward import MockForward
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
-from mallee.worker.forward import Forward
+from mallee.worker.forward import Forward, ForwardBatch
+from mallee.worker.kv.node import BlockCopy
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
@@ -213,17 +214,27 @@ def test_paged_memory_holds_more_sequences_than_contiguous_memory_of_the_same_si
     assert 1 <= running["contiguous"] <= 8
 
 
-def test_a_fork_copies_a_part_of_a_block_in_paged_memory_and_everything_in_contiguous() -> None:
+def test_a_fork_copies_a_part_of_a_block_in_paged_memory_and_everything_in_contiguous(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """D3: 18 tokens in blocks of 4 leave 2 slots to copy for each of 3 children."""
+    copied: list[BlockCopy] = []
+    compute = TorchForward.forward
+
+    def forward(self: TorchForward, batch: ForwardBatch) -> Any:
+        copied.extend(batch.copies)
+        return compute(self, batch)
+
+    monkeypatch.setattr(TorchForward, "forward", forward)
     for off, num_slots in (((), 3 * 2), (needed("paged"), 3 * 18)):
         config = config_without(*off)
-        forward = on_torch(config)
-        engine = make_engine(config, forward)
+        copied.clear()
+        engine = make_engine(config, on_torch(config))
         engine.submit(Prefill("p", pack_tokens(list(range(3, 21)))), "g")
         drive(engine)
         engine.submit(Fork("f", "p.0", (b"",) * 3, Limits(2, ignore_eos=True)), "g")
         drive(engine)
-        assert forward.stats().num_copied_slots == num_slots
+        assert sum(copy.num_slots for copy in copied) == num_slots
 
 
 def test_the_debug_logs_tell_of_forks_and_steps_when_they_are_switched_on(
