@@ -15,7 +15,8 @@ from mallee.worker.forward import Draw, ForwardBatch, Logits, LogprobQuery
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text, TokenNotation
 from mallee.worker.kv.watch import Row, Rows
-from mallee.worker.sched.branch import Branch, Chunk, Plan, node_of
+from mallee.worker.sched.branch import Branch, node_of
+from mallee.worker.sched.plan import Chunk, Plan
 from mallee.worker.updates import FrameSink, UpdateSink
 
 _NORMAL: Final = NormalDist()

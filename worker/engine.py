@@ -74,8 +74,9 @@ from mallee.worker.records import (
 )
 from mallee.worker.requests import RequestTable, count_holds, memory_usage
 from mallee.worker.sampling import Drafted, Sampled, Scored, StepSampler
-from mallee.worker.sched.branch import Branch, CapsuleState, Lent, Plan, node_of
+from mallee.worker.sched.branch import Branch, CapsuleState, Lent, node_of
 from mallee.worker.sched.fetching import Receiver
+from mallee.worker.sched.plan import Plan
 from mallee.worker.sched.scheduler import Scheduler
 from mallee.worker.speculation.drafters import Drafter
 from mallee.worker.speculation.speculator import SpeculationStats, Speculator

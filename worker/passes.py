@@ -9,7 +9,8 @@ from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.worker.forward import Draw, Forward, ForwardBatch, Logits, Row
 from mallee.worker.kv.paths import flatten, flatten_windows
 from mallee.worker.kv.text import Notation, Text, TokenNotation
-from mallee.worker.sched.branch import Branch, Draft, Plan, node_of
+from mallee.worker.sched.branch import Branch, node_of
+from mallee.worker.sched.plan import Draft, Plan
 from mallee.worker.updates import FrameSink, UpdateSink
 
 

@@ -44,7 +44,8 @@ from mallee.worker.forward import (
 )
 from mallee.worker.kv.paths import path_tokens
 from mallee.worker.kv.text import Text
-from mallee.worker.sched.branch import Branch, Draft
+from mallee.worker.sched.branch import Branch
+from mallee.worker.sched.plan import Draft
 
 Scored = tuple[Branch, Logits]
 NO_DRAFT = Draft(())

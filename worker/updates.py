@@ -17,7 +17,8 @@ from mallee.protocol.messages import (
     Update,
 )
 from mallee.worker.kv.text import Text
-from mallee.worker.sched.branch import Branch, Plan
+from mallee.worker.sched.branch import Branch
+from mallee.worker.sched.plan import Plan
 from mallee.worker.sched.scheduler import SchedulerStats
 
 

@@ -22,7 +22,7 @@ from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.kv.windows import Windows
 from mallee.worker.sched.branch import Branch, Lent, node_of
-from mallee.worker.sched.budget import StepBudget
+from mallee.worker.sched.plan import StepBudget
 from mallee.worker.sched.running import BlockBudget, Running
 from mallee.worker.sched.waiting import Waiting
 from mallee.worker.transfer.lower import MAX_FETCH_BLOCKS, LowerTiers, Part

@@ -1,8 +1,8 @@
 """Chooses the branches of each step: continuous batching with chunked prompts, for trees of branches.
 
 Tenants, and the sessions of each, get computed tokens in proportion to their weights (`sessions.py`);
-inside a session the highest priority goes first, then the oldest (`policy.py`); none goes unserved for
-long (`branch.py`). Prefixes that several branches need are computed once (`waiting.py`); a branch without
+inside a session the highest priority goes first, then the oldest (`policy.py`, `queue.py`); none goes
+unserved for long. Prefixes that several branches need are computed once (`gates.py`); a branch without
 room is preempted down to the state it was forked from (`running.py`). `planner.py` puts a step together.
 """
 
@@ -14,15 +14,19 @@ from mallee.protocol.messages import Share
 from mallee.worker.kv.node import Node, Spare
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.branch import Branch, Phase, Plan, node_of
+from mallee.worker.sched.branch import Branch, Phase, node_of
 from mallee.worker.sched.fetching import Fetching, Receiver
+from mallee.worker.sched.plan import Plan
 from mallee.worker.sched.planner import Planner
-from mallee.worker.sched.policy import POLICIES, SchedulerConfig
-from mallee.worker.sched.prefill import Prompts, Queues
+from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.sched.queue import Queues
 from mallee.worker.sched.running import BlockBudget, Reclaimer, Running
 from mallee.worker.sched.sessions import Sessions
 from mallee.worker.sched.waiting import Waiting
 from mallee.worker.transfer.lower import LowerTiers
+
+_COMMON = (Share(), "")
+"""The share and the salt of all branches under an order that is not fair."""
 
 
 class SchedulerStats(NamedTuple):
@@ -53,19 +57,19 @@ class Scheduler:
         """`receiver` takes in what comes from `lower`."""
         self.config = config
         self._tree = tree
-        self._policy = POLICIES[config.policy]
         self._sessions = Sessions()
-        self._waiting = Waiting(config, self._policy, self._sessions, tree)
-        self._running = Running(self._policy, self._sessions, self._place)
+        self._queues = Queues(config.order, self._sessions.root)
+        self._gates = self._queues.gates
+        self._waiting = Waiting(config.max_step_tokens, self._queues, tree)
+        self._running = Running(config.order, self._queues, self._place)
         self._blocks = BlockBudget(
             config,
-            self._policy,
             tree,
+            self._queues,
             waiting=self._waiting,
             running=self._running,
             reclaimer=reclaimer,
         )
-        queues = Queues(self._sessions, self._waiting, self._running, self._blocks)
         self.fetching: Fetching | None = None
         if lower is not None and receiver is not None:
             self.fetching = Fetching(
@@ -77,8 +81,16 @@ class Scheduler:
                 running=self._running,
                 room=self._blocks,
             )
-        prompts = Prompts(config, self._policy, tree, queues, self.fetching)
-        self._planner = Planner(config, self._policy, queues, prompts)
+        self._planner = Planner(
+            config,
+            tree,
+            self._queues,
+            sessions=self._sessions,
+            waiting=self._waiting,
+            running=self._running,
+            room=self._blocks,
+            fetching=self.fetching,
+        )
         self.is_stalled = (
             False  # until a block has moved, or a command comes, there is nothing to do
         )
@@ -98,7 +110,7 @@ class Scheduler:
     def add(self, branches: list[Branch]) -> None:
         """`branches`, new ones of one job, wait for their turn, or for their producer."""
         job, producer = branches[0].job, branches[0].producer
-        share, salt = (job.command.share, job.salt) if self._policy.is_fair else (Share(), "")
+        share, salt = (job.command.share, job.salt) if self.config.order.is_fair else _COMMON
         job.session = self._sessions.join(
             (salt, share.session),
             share.weight,
@@ -114,22 +126,25 @@ class Scheduler:
             if producer.node is not None and producer.node.end >= branch.origin_len:
                 self._open(branch, producer.node)
             else:
-                self._waiting.hold(branch, producer, branch.origin_len)
+                self._queues.hold(branch, producer, branch.origin_len)
 
     def prioritize(self, branch: Branch, priority: float) -> None:
         """From the next step on `branch` has `priority`."""
         branch.priority = priority
-        if branch.queue is not None:
-            branch.queue.push(branch, self._policy.rank(branch.claim))
-        elif branch.phase == "gated":
-            self._waiting.lend(branch)
+        if branch.phase == "gated":
+            self._queues.claim_for(branch, [branch])
+        elif (
+            branch.phase in ("waiting", "prefill")
+            and branch in (queue := self._queues.of(branch)).members
+        ):
+            queue.rerank(branch)
         self._running.reorder()
 
     def inject(self, branch: Branch, tokens: Text) -> None:
         """`branch`, a decode, goes on after `tokens`, between two steps."""
         branch.tokens.extend(tokens)
         if branch.phase == "decode":  # else there were some before
-            is_short = branch.num_pending <= self._waiting.max_short
+            is_short = branch.num_pending <= self.config.max_step_tokens
             self._running.recompute(branch, self._step, is_short=is_short)
 
     def complete(self, producer: Branch, logits: object) -> None:
@@ -139,7 +154,7 @@ class Scheduler:
         """
         assert producer.node is not None
         node, size, notation = producer.node, self._tree.block_size, self._tree.notation
-        for branch in self._waiting.prefix_waits.passed(producer, None):
+        for branch in self._gates.passed(producer):
             is_fork = branch.producer is producer
             if is_fork and branch.origin_len == producer.length and not len(branch.tokens):
                 if logits is not None:
@@ -156,16 +171,16 @@ class Scheduler:
         Returns the branches that were to continue it and can't now; the caller must finish them too.
         """
         end: Phase = "failed" if is_failed else "finished"
-        waits = self._waiting.prefix_waits
+        gates = self._gates
         if branch.is_running:
             self._running.remove(branch, end)
         else:
             self._waiting.remove(branch)
             branch.move(end)
-        waits.land(branch)
-        for gated in waits.dropped(branch):
+        gates.land(branch)
+        for gated in gates.dropped(branch):
             self._open(gated, None)
-        orphans = waits.stranded(branch)
+        orphans = gates.stranded(branch)
         self._num_joint -= len(branch.members) - 1
         branch.let_go(self._tree)
         self._sessions.leave(branch.job.session)
@@ -269,17 +284,17 @@ class Scheduler:
         for branch in plan.ready:
             if branch.phase == "ready":
                 self._running.decode(branch)
-        waits = self._waiting.prefix_waits
+        gates = self._gates
         for chunk in plan.chunks:
             branch = chunk.branch
             if branch.phase != "prefill":
                 continue
             node = node_of(branch)
-            for gated in waits.passed(branch, node.end):
+            for gated in gates.passed(branch, node.end):
                 self._open(gated, node)
             if chunk.is_last:
-                waits.land(branch)
-                for gated in waits.passed(branch, None):
+                gates.land(branch)
+                for gated in gates.passed(branch):
                     self._open(gated, node)
                 self._running.decode(branch)
 
@@ -288,7 +303,7 @@ class Scheduler:
         node = node_of(branch)
         if not branch.num_pending:
             return  # it is over
-        for gated in self._waiting.prefix_waits.passed(branch, node.end):
+        for gated in self._gates.passed(branch, node.end):
             self._open(gated, node)
         self._running.fetched(branch, self._step)
 
@@ -307,8 +322,6 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
-        groups = [s for s in self._running if len(s.members) > 1]
-        assert len(groups) == self._running.num_groups, "running groups counted wrong"
         self._sessions.check()
         self._waiting.check()
         self._running.check()
@@ -318,7 +331,7 @@ class Scheduler:
             self._waiting.num,
             self._running.num,
             self._blocks.num_preemptions,
-            self._waiting.prefix_waits.num,
+            self._gates.num,
         )
 
     def prefill_tokens(self) -> int:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from mallee.protocol.errors import ConfigError, DeviceMemoryExhausted
-from mallee.worker.sched.branch import Branch, Draft, Plan
+from mallee.worker.sched.branch import Branch
+from mallee.worker.sched.plan import Draft, Plan
 from mallee.worker.speculation.drafters import Drafter, PromptLookup, SiblingLookup
 from mallee.worker.speculation.worth import Acceptance, StepCosts
 
