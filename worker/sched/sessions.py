@@ -129,12 +129,15 @@ class Sessions:
     def leave(self, session: Account) -> None:
         """A branch of `session` is over."""
         session.num_members -= 1
-        if not session.num_members:
-            self.num_live -= 1
-            owner = session.parent
-            owner.num_members -= 1
-            if not owner.num_members:  # none of its sessions is held back
-                owner.now = owner.latest
+        if session.num_members:
+            return
+        self.num_live -= 1
+        owner = session.parent
+        owner.num_members -= 1
+        if not owner.num_members:  # none of its sessions is held back
+            owner.now = owner.latest
+        if session.tag <= owner.now:
+            del self._accounts[session.key]
 
     def charge(self, session: Account, num_tokens: int) -> None:
         """`num_tokens` are computed for `session`."""
