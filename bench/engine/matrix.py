@@ -186,7 +186,7 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
 
 def _settings(setup: Setup) -> dict[str, Any]:
     engine = asdict(setup.engine)
-    del engine["scheduler"]["order"]  # of which the name tells
+    engine["scheduler"]["order"] = type(setup.engine.scheduler.order).__name__
     return {**engine, "block_size": setup.block_size, "forks": setup.forks}
 
 
