@@ -9,7 +9,7 @@ from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.worker.forward import Draw, Forward, ForwardBatch, Logits, Row
 from mallee.worker.kv.paths import flatten, flatten_windows
 from mallee.worker.kv.text import Notation, Text, TokenNotation
-from mallee.worker.sched.branch import Branch, node_of
+from mallee.worker.sched.branch import Branch, answer_of, node_of
 from mallee.worker.sched.plan import Draft, Plan
 from mallee.worker.updates import FrameSink, UpdateSink
 
@@ -93,7 +93,7 @@ class ForwardPasses:
             ]
             logits = self._forward.forward(ForwardBatch((), rows))
             draws = [
-                Draw(each, branch.job.sampling, branch.seed, start + i + 1)
+                Draw(each, branch.job.sampling, answer_of(branch).seed, start + i + 1)
                 for each, branch, start in zip(logits, branches, starts, strict=True)
             ]
             last = self._forward.sample(draws)

@@ -27,11 +27,12 @@ from mallee.protocol.messages import (
     Promote,
     Sampling,
 )
-from mallee.worker.forward import Constraint, Ids, Matcher, TokenHistory
+from mallee.worker.forward import Constraint, Matcher
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.paths import path_texts
 from mallee.worker.kv.text import Notation, Text, joined
 from mallee.worker.kv.tree import BranchTree
+from mallee.worker.sched.answer import Answer, DrawRules
 from mallee.worker.sched.sessions import Account
 from mallee.worker.transfer.peers import Loan
 
@@ -118,10 +119,9 @@ class Job:
     """
 
     __slots__ = (
-        *("borrowing", "branches", "cancelled", "command", "draws", "gateway", "grammar"),
-        "grammar_begin",
-        *("has_penalties", "indices", "is_plain", "keys", "limits", "matchers", "num_drawn"),
-        *("priorities", "salt", "sampling", "session", "shared", "start", "stop_ids"),
+        *("_priorities", "_rules", "borrowing", "branches", "cancelled", "command", "draws"),
+        *("gateway", "grammar", "grammar_begin", "indices", "keys", "limits", "matchers"),
+        *("priority", "salt", "session", "start"),
     )
 
     def __init__(
@@ -149,36 +149,39 @@ class Job:
         self.salt = salt  # of the hashes of its blocks
         self.session: Account  # from `Scheduler.add` on
         self.matchers = matchers
-        self.draws = not isinstance(command, Prefill | Promote)
-        self.indices = _indices(command)  # of all branches that it ever has
-        self.start = resumed or _start(command)
-        self.num_drawn = self.start.drawn
-        self.limits = _limits_after(self.num_drawn, self.start.limits)
-        self.sampling = self.start.sampling
+        self.draws, self.indices, self.start = _begin(command)  # of all branches that it ever has
+        if resumed is not None:
+            self.start = resumed
+        self.limits = _limits_after(self.start.drawn, self.start.limits)
         self.grammar = grammar
         self.grammar_begin = grammar_begin  # None: where the answers begin
-        self.has_penalties = _has_penalties(self.sampling)
-        # Whether its draws need nothing but logits, and their updates carry nothing but tokens.
-        self.is_plain = not (
-            matchers
-            or self.has_penalties
-            or self.limits.min_tokens
-            or self.limits.reasoning is not None
-            or self.sampling.logprobs >= 0
-        )
-        # Beside the model's own. A set: clients may give as many as they like.
-        self.stop_ids = frozenset(self.limits.stop_token_ids)
-        self.shared: dict[Node | None, Ids] = {}  # distinct tokens of what its branches continue
         self.gateway = gateway
         self.branches: dict[int, Branch] = {}
-        self.cancelled: set[int] = set()  # cancelled while a text was still computed for several
-        # Of branches whose priority was changed alone; None: of all others.
-        self.priorities: dict[int | None, float] = {None: command.share.priority}
+        self.cancelled: frozenset[int] = frozenset()  # while a text was still computed for several
+        self.priority = command.share.priority
+        self._priorities: dict[int, float] | None = None  # of branches whose own was changed
+        self._rules: DrawRules | None = None
 
     @property
-    def first_branch(self) -> int:
-        """The number of this job's first branch in the request that it is a part of."""
-        return self.start.branch
+    def sampling(self) -> Sampling:
+        return self.start.sampling
+
+    @property
+    def num_drawn(self) -> int:
+        return self.start.drawn
+
+    @property
+    def rules(self) -> DrawRules:
+        """See `DrawRules`."""
+        if self._rules is None:
+            has_grammar = bool(self.matchers)
+            self._rules = DrawRules(self.start.sampling, self.limits, has_grammar=has_grammar)
+        return self._rules
+
+    @property
+    def has_own_priorities(self) -> bool:
+        """Whether some of its branches have another priority than the others."""
+        return self._priorities is not None
 
     def capsule(self, index: int) -> CapsuleId:
         """The id of the state that branch `index` leaves."""
@@ -199,22 +202,18 @@ class Job:
             return [own]
         return [b for b in self.branches.values() if b.index < 0 and index in b.members]
 
-    def priority(self, members: tuple[int, ...]) -> float:
+    def priority_of(self, members: tuple[int, ...]) -> float:
         """The highest of these branches, now."""
-        of_all = self.priorities[None]
-        return max(self.priorities.get(index, of_all) for index in members)
+        if self._priorities is None:
+            return self.priority
+        return max(self._priorities.get(index, self.priority) for index in members)
 
     def prioritize(self, priority: float, index: int | None) -> None:
         """Branch `index`, or every branch, has `priority` from now on."""
         if index is None:
-            self.priorities.clear()
-        self.priorities[index] = priority
-
-    def constraint(self, index: int) -> Constraint | None:
-        """The grammar state that branch `index` begins with, if it draws under a grammar."""
-        if not self.matchers or index < 0:
-            return None
-        return Constraint(self.matchers[index if len(self.matchers) > 1 else 0])
+            self.priority, self._priorities = priority, None
+        else:
+            self._priorities = {**(self._priorities or {}), index: priority}
 
 
 class ForkPoint(NamedTuple):
@@ -274,11 +273,11 @@ class Branch:
 
     # Many wait for long, by the thousand: what is needed later is set later.
     __slots__ = (
-        *("_seed", "attached_tokens", "cached_tokens", "constraint", "entry", "found", "hashes"),
-        *("history", "index", "is_short", "job", "last_step", "logits", "may_fetch", "members"),
-        *("has_reasoned", "node"),
-        *("num_output", "origin", "origin_len", "payer", "phase", "place", "priority", "producer"),
-        *("rank", "room", "ticket", "tokens", "untold_drafts", "waits_for"),
+        *("cached_tokens", "hashes", "index", "job", "logits", "members", "num_output", "origin"),
+        *("origin_len", "phase", "priority", "producer", "ticket", "tokens", "waits_for"),
+        *("entry", "is_short", "last_step", "payer", "rank"),
+        *("attached_tokens", "found", "may_fetch", "node", "place", "room"),
+        "answer",
     )
 
     def __init__(
@@ -296,41 +295,43 @@ class Branch:
         self.ticket = ticket  # arrival order; ties are decided by it
         self.tokens = tokens
         self.origin = origin
-        self.origin_len = start.base
+        self.origin_len = base = start.base
         self.producer = start.producer
         self.logits = None if len(tokens) else start.logits
-        priorities = job.priorities
-        self.priority = priorities[None] if len(priorities) == 1 else job.priority(members)
+        self.priority = job.priority_of(members)
         self.phase: Phase = "waiting"
-        self.node: Node | None = None
         self.waits_for: Branch | None = None  # the branch that computes for it, while it is gated
         self.hashes = NO_HASHES  # of the full blocks it can share, once the scheduler needs them
-        self.found: tuple[int, int]  # a version of the tree, and the leading `hashes` in it
-        self.cached_tokens = start.base or None  # None until its first chunk is computed
-        self.attached_tokens: int | None = None  # found in the cache at its first admission
+        self.cached_tokens = base or None  # None until its first chunk is computed
         self.num_output = 0
-        self.untold_drafts: tuple[int, int] | None = None  # as `Update.drafts`, for the next one
-        self.has_reasoned = False  # its reasoning has ended, or there is none: no budget counts
-        self.history: TokenHistory | None = None  # from the first draw on, if there are penalties
-        self.constraint = job.constraint(self.index) if job.matchers else None
-        self._seed: int | None = None
-        # From the first queue on.
+        self.answer: Answer | None = None  # from the first draw on
+        # Of the queues, from the first on.
         self.entry: int  # of its claims, those count that were made since
         self.payer: Account  # of the claim by which it was found last: charged for its grants
         self.rank: float  # of that claim
         self.last_step: int  # when it was last served, or began to wait
         self.is_short: bool  # it had little to compute when it began to wait
-        # From the first admission on.
+        # Of its KV: what is found in the cache, and what it has while it runs.
+        self.found: tuple[int, int]  # a version of the tree, and the leading `hashes` in it
+        self.attached_tokens: int | None = None  # found in the cache at its first admission
+        self.node: Node | None = None
         self.may_fetch: bool  # blocks that it needs may lie below the device
         self.room: int  # its own node has room up to this position; 0: it has no node of its own
         self.place: tuple[bytes, int]  # order inside a batch
 
+    def begin_answer(self) -> Answer:
+        """The state of its draws, from now on."""
+        job, index, constraint = self.job, self.index, None
+        if job.matchers and index >= 0:
+            constraint = Constraint(job.matchers[index if len(job.matchers) > 1 else 0])
+        seed = branch_seed(job.start.sampling.seed, job.start.branch + index)
+        self.answer = Answer(job.rules, seed, constraint)
+        return self.answer
+
     @property
-    def seed(self) -> int:
-        """The seed of this branch's stream of draws."""
-        if self._seed is None:  # most branches of a wide fork wait long for their first draw
-            self._seed = branch_seed(self.job.sampling.seed, self.job.first_branch + self.index)
-        return self._seed
+    def constraint(self) -> Constraint | None:
+        """The state of its grammar, if it draws under one."""
+        return answer_of(self).constraint if self.job.matchers else None
 
     @property
     def draws(self) -> bool:
@@ -428,26 +429,18 @@ def _group_index(members: tuple[int, ...], job: Job) -> int:
     return WHOLE if len(members) == len(job.indices) else GROUP - members[0]
 
 
-def _indices(command: JobCommand) -> range:
+def _begin(command: JobCommand) -> tuple[bool, range, Continuation]:
+    """Whether `command` draws, the indices of its branches, and its first branch as it begins."""
     match command:
-        case Prefill() | Promote():
-            return range(1)
-        case Generate():
-            return range(command.n)
         case Fork():
-            return range(len(command.suffixes))
-
-
-def _start(command: JobCommand) -> Continuation:
-    """The first branch of `command`, as it begins."""
-    match command:
-        case Prefill() | Promote():
-            return _NOTHING
+            first = Continuation(command.sampling, command.limits, command.first_branch)
+            return True, range(len(command.suffixes)), first
         case Generate():
             drawn = command.drawn
-            return Continuation(command.sampling, command.limits, command.first_branch, drawn)
-        case Fork():
-            return Continuation(command.sampling, command.limits, command.first_branch)
+            first = Continuation(command.sampling, command.limits, command.first_branch, drawn)
+            return True, range(command.n), first
+        case Prefill() | Promote():
+            return False, range(1), _NOTHING
 
 
 def _limits_after(num_drawn: int, limits: Limits) -> Limits:
@@ -461,15 +454,12 @@ def _limits_after(num_drawn: int, limits: Limits) -> Limits:
     )
 
 
-def _has_penalties(sampling: Sampling) -> bool:
-    return (
-        sampling.repetition_penalty != 1.0
-        or sampling.presence_penalty != 0.0
-        or sampling.frequency_penalty != 0.0
-    )
-
-
 def node_of(branch: Branch) -> Node:
     """The node that holds the KV of a branch that runs."""
     assert branch.node is not None, "only running branches have a node"
     return branch.node
+
+
+def answer_of(branch: Branch) -> Answer:
+    """The state of a branch's draws."""
+    return branch.answer or branch.begin_answer()

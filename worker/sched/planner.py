@@ -158,7 +158,11 @@ class Planner:
 
     def _displaces(self, branch: Branch) -> bool:
         """Whether `branch`, which waits, goes before any of the decodes."""
-        return any(self._goes_before(branch, last) for _, last in self._running.by_session.values())
+        payer, rank = branch.payer, self._order.rank
+        return any(
+            branch.rank < rank(last) if session is payer else session.is_ahead(payer)
+            for session, (_, last) in self._running.by_session.items()
+        )
 
     # Decodes
 

@@ -64,10 +64,11 @@ class Account:
 
     def is_ahead(self, of: "Account", num_tokens: float = 0.0) -> bool:
         """Whether this session got more than another, by more than `num_tokens` of the other's."""
-        session = self
-        if session.parent is not of.parent:
-            session, of = session.tenant, of.tenant
-        return session.level > of.level + num_tokens / of.weight
+        if self.parent is not of.parent:
+            return self.tenant.is_ahead(of.tenant, num_tokens)
+        return (
+            self.tag > of.level + num_tokens / of.weight
+        )  # one at the common time is ahead of none
 
     def __repr__(self) -> str:
         return f"Account({self.key}, tag={self.tag}, weight={self.weight})"
@@ -146,12 +147,13 @@ class Sessions:
         account, root = session, self.root
         while account is not root:
             parent = account.parent
-            account.tag = tag = account.level + num_tokens / account.weight
+            tag = account.tag if account.tag > parent.now else parent.now
+            account.tag = tag = tag + num_tokens / account.weight
             if tag > parent.latest:
                 parent.latest = tag
+            if parent is not root:
+                self._charged.add(parent)
             account = parent
-        if session.parent is not root:
-            self._charged.add(session.parent)
 
     def advance(self, lowest_of: Callable[[Account], float | None]) -> None:
         """A step is over; `lowest_of` tells the least level of those held back below an account, if any."""

@@ -56,7 +56,7 @@ class Waiting:
     def extend(self, branches: list[Branch], step: int) -> None:
         """Queue new branches of one job, which are waiting."""
         missing = [branch for branch in branches if branch.logits is None]
-        if missing or len(branches[0].job.priorities) > 1:
+        if missing or branches[0].job.has_own_priorities:
             for branch in branches:
                 self.push(branch, step)
         else:
