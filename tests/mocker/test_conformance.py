@@ -79,8 +79,8 @@ def test_a_mocked_engine_does_what_one_over_a_model_does(one_thread: None, seed:
 def test_steps_at_once_are_single_ones_over_windows_too(seed: int, max_multi_step: int) -> None:
     """K16, K17, part: blocks leave a window in the same steps."""
     groups = (
-        GroupSpec(kind="full", layers=(0,), nbytes_per_token=4),
-        GroupSpec(kind="window", layers=(1,), nbytes_per_token=4, window=2 * SIZE),
+        GroupSpec(kind="full", layers=(0,), nbytes=4),
+        GroupSpec(kind="window", layers=(1,), nbytes=4, window=2 * SIZE),
     )
     scene, spec = random_scene(seed), structs.replace(SPEC, num_layers=2, groups=groups)
     strides = play_scene(scene, spec, max_multi_step=max_multi_step)
