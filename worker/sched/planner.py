@@ -24,7 +24,7 @@ from mallee.worker.sched.branch import Branch
 from mallee.worker.sched.fetching import Fetching
 from mallee.worker.sched.plan import GROWN, Chunk, Plan, StepBudget
 from mallee.worker.sched.policy import SchedulerConfig
-from mallee.worker.sched.queue import FairQueue, Queues
+from mallee.worker.sched.queue import FairQueue
 from mallee.worker.sched.running import BlockBudget, Running
 from mallee.worker.sched.sessions import Account, Sessions
 from mallee.worker.sched.waiting import Waiting
@@ -37,7 +37,6 @@ class Planner:
         self,
         config: SchedulerConfig,
         tree: BranchTree,
-        queues: Queues,
         *,
         sessions: Sessions,
         waiting: Waiting,
@@ -48,13 +47,11 @@ class Planner:
         self._config = config
         self._order = config.order
         self._tree = tree
-        self._queues = queues
         self._sessions = sessions
         self._waiting = waiting
         self._running = running
         self._blocks = room
         self._fetching = fetching
-        self._prompts = (queues.running_short, queues.running_long, queues.short, queues.long)
         self._turn_tokens = max(
             1, config.max_step_tokens // 8
         )  # of one prompt, where turns are taken
@@ -68,7 +65,7 @@ class Planner:
         may_admit = config.continuous or running.num == 0
         most = config.max_chunks or config.max_rows
         budget = StepBudget(step, config.max_step_tokens, config.max_rows, most, may_admit)
-        if self._queues.ready.members and may_admit:
+        if self._waiting.ready.members and may_admit:
             self._admit_ready(budget)
         ready = list(running.ready)
         if ready and not (self._drew_only and self._must_compute):
@@ -94,7 +91,7 @@ class Planner:
 
     @property
     def _must_compute(self) -> bool:
-        return bool(self._queues.num_waiting or self._running.num > len(self._running.ready))
+        return bool(self._waiting.num_to_compute or self._running.num > len(self._running.ready))
 
     @property
     def max_decodes(self) -> int:
@@ -123,8 +120,8 @@ class Planner:
 
     def _admit_ready(self, budget: StepBudget) -> None:
         """Branches that need no pass join, while there are rows for them, or they go before others."""
-        queue, running = self._queues.ready, self._running
-        kept = 1 if self._queues.num_waiting else 0  # rows, for the oldest that must compute
+        queue, running = self._waiting.ready, self._running
+        kept = 1 if self._waiting.num_to_compute else 0  # rows, for the oldest that must compute
         while len(running.ready) < self._config.max_rows:
             aged = self._most_aged(queue, budget.step)
             first = aged or queue.first()
@@ -184,11 +181,13 @@ class Planner:
         """
         if left > 0 and self._sessions.num_live == 1:
             return False
-        head = self._first(budget, *self._prompts)
+        head = self._first(budget, *self._waiting.prompts)
         if head is None:
             return False
         if left == 0:
-            return any(self._most_aged(queue, budget.step) for queue in self._prompts) or any(
+            return any(
+                self._most_aged(queue, budget.step) for queue in self._waiting.prompts
+            ) or any(
                 self._goes_before(rival, last)
                 for session, (_, last) in self._running.by_session.items()
                 for rival in self._rivals(budget, head, session)
@@ -205,7 +204,7 @@ class Planner:
         yield head
         tenant = session.parent
         if tenant.num_members > 1 and tenant not in (self._sessions.root, head.payer.parent):
-            own = self._first(budget, *self._prompts, of=tenant)
+            own = self._first(budget, *self._waiting.prompts, of=tenant)
             if own is not None:
                 yield own
 
@@ -227,7 +226,7 @@ class Planner:
             if order != session.order:  # it only grows
                 heapq.heapreplace(turns, (session.order, session))
                 continue
-            head = self._first(budget, *self._prompts) if self._config.chunked else None
+            head = self._first(budget, *self._waiting.prompts) if self._config.chunked else None
             rivals = () if head is None else self._rivals(budget, head, session)
             first = next((r for r in rivals if self._goes_before(r, left[session][-1])), None)
             if first is not None:
@@ -257,9 +256,9 @@ class Planner:
 
     def _fill_prompts(self, budget: StepBudget, but: int = 0) -> None:
         """Use up what is left of the step, but for so many rows of one token."""
-        num = self._queues.num_waiting + self._queues.num_running
+        num = self._waiting.num_to_compute + self._waiting.num_wanting
         if num < 2 and not but:  # no two to choose between
-            if num and (only := self._first(budget, *self._prompts)) is not None:
+            if num and (only := self._first(budget, *self._waiting.prompts)) is not None:
                 self._grant(budget, only, budget.tokens)
             return
         # Some may have aged here too.
@@ -269,25 +268,25 @@ class Planner:
         self._serve_aged(budget)
         if self._order.is_fair:
             self._fill_short(budget)
-        while (head := self._first(budget, *self._prompts)) is not None:
+        while (head := self._first(budget, *self._waiting.prompts)) is not None:
             self._grant(budget, head, budget.tokens)
         budget.tokens += kept
         budget.rows += kept
 
     def _fill_short(self, budget: StepBudget) -> None:
         """Short prompts overtake long ones, but take no more than a quarter of a step."""
-        queues = self._queues
-        if not (queues.running_short.members or queues.short.members):
+        waiting = self._waiting
+        if not (waiting.running_short.members or waiting.short.members):
             return
-        if not (queues.running_long.members or queues.long.members):
+        if not (waiting.running_long.members or waiting.long.members):
             return
         least = max(0, budget.tokens - max(1, self._config.max_step_tokens // 4))
         while budget.tokens > least:
-            short = self._first(budget, queues.running_short, queues.short)
-            long = self._first(budget, queues.running_long, queues.long)
+            short = self._first(budget, waiting.running_short, waiting.short)
+            long = self._first(budget, waiting.running_long, waiting.long)
             if short is None or long is None or _order(short)[:2] > _order(long)[:2]:
                 return
-            before = queues.long.first()
+            before = waiting.long.first()
             is_behind = before is not None and _order(before) < _order(short)
             if before is not None and is_behind and not self._blocks.has_room(before):
                 return  # or it would never have any
@@ -335,7 +334,7 @@ class Planner:
         budget.granted[branch] = have + n
         budget.tokens -= n
         self._sessions.charge(payer, n)
-        queue = self._queues.of(branch)
+        queue = self._waiting.queue_of(branch)
         queue.serve(branch, budget.step)
         if have + n == pending:
             queue.remove(branch)
@@ -344,7 +343,7 @@ class Planner:
         awaited = self._waiting.awaited(branch)
         if awaited is not None:
             self._waiting.remove(branch)
-            self._queues.hold(branch, *awaited)
+            self._waiting.hold(branch, *awaited)
             return False
         grown = self._blocks.make_room(branch)
         budget.note(grown)
@@ -369,7 +368,7 @@ class Planner:
             branch.node = tree.attach(hashes, branch.job.salt, held)
         if branch.attached_tokens is None:
             branch.attached_tokens = branch.node.end
-        self._queues.gates.depart(hashes[branch.node.end // size :], branch)
+        self._waiting.gates.depart(hashes[branch.node.end // size :], branch)
         self._running.admit(branch, step)
         self._blocks.admitted(branch)
 
@@ -402,7 +401,7 @@ class Planner:
 
     def _serve_aged(self, budget: StepBudget) -> None:
         """Give a part of the step to every prompt that has gone unserved for too long."""
-        for queue in self._prompts:
+        for queue in self._waiting.prompts:
             while queue.members and budget.tokens > 0:
                 aged = self._most_aged(queue, budget.step)
                 if aged is None or not budget.can_grant(aged):
@@ -417,7 +416,7 @@ class Planner:
 
         Nothing in a queue got all that it wanted.
         """
-        lowest = self._queues.lowest(of)
+        lowest = self._waiting.lowest(of)
         sessions = {branch.job.session for branch in self._left_out}
         root = self._sessions.root
         accounts = [s.tenant if of is root else s for s in sessions if of in (root, s.parent)]

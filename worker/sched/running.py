@@ -22,7 +22,6 @@ from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import Branch, Phase, node_of
 from mallee.worker.sched.plan import GROWN, NO_ROOM, Grown
 from mallee.worker.sched.policy import Order, SchedulerConfig
-from mallee.worker.sched.queue import Queues
 from mallee.worker.sched.sessions import Account
 from mallee.worker.sched.waiting import Waiting
 
@@ -31,13 +30,13 @@ class Running:
     """Owns the admitted branches. `place` says where in a batch a branch at a node belongs."""
 
     __slots__ = (
-        *("_by_session", "_decodes", "_is_stale", "_joined", "_order", "_place", "_queues"),
+        *("_by_session", "_decodes", "_is_stale", "_joined", "_order", "_place", "_waiting"),
         *("fetching", "num", "num_groups", "prefills", "ready"),
     )
 
-    def __init__(self, order: Order, queues: Queues, place: Callable[[Node], bytes]) -> None:
+    def __init__(self, order: Order, waiting: Waiting, place: Callable[[Node], bytes]) -> None:
         self._order = order
-        self._queues = queues
+        self._waiting = waiting
         self._place = place
         self._decodes: list[Branch] = []
         self._joined: list[Branch] = []  # since _decodes was made, which a plan still reads
@@ -72,7 +71,7 @@ class Running:
 
     def want_more(self, branch: Branch, step: int) -> None:
         """More of the prompt of `branch` can be computed."""
-        self._queues.of(branch).push(branch, step)
+        self._waiting.queue_of(branch).push(branch, step)
 
     def fetch(self, branch: Branch) -> None:
         """The next blocks of `branch`, a prompt, are on their way."""
@@ -118,8 +117,9 @@ class Running:
             case "fetching":
                 del self.fetching[branch]
             case _:
+                if self._waiting.is_queued(branch):
+                    self._waiting.queue_of(branch).remove(branch)
                 del self.prefills[branch]
-                self._queues.drop(branch)
 
     def decodes(self) -> list[Branch]:
         """The branches that decode, in the order of a batch.
@@ -172,8 +172,7 @@ class Running:
             assert all(s.phase == phase for s in group), f"a branch in {phase} is not"
         assert len(list(self)) == len(set(self)) == self.num, "running branches counted wrong"
         assert self.num_groups == sum(len(s.members) > 1 for s in self), "groups counted wrong"
-        for queue in (self._queues.running_short, self._queues.running_long):
-            queue.check()
+        for queue in (self._waiting.running_short, self._waiting.running_long):
             assert queue.members.keys() <= self.prefills.keys(), "more wanted of one that has all"
         for branch in self:
             node = node_of(branch)
@@ -205,15 +204,13 @@ class BlockBudget:
         self,
         config: SchedulerConfig,
         tree: BranchTree,
-        queues: Queues,
-        *,
         waiting: Waiting,
+        *,
         running: Running,
         reclaimer: Reclaimer,
     ) -> None:
         self._order = config.order
         self._tree = tree
-        self._queues = queues
         self._waiting = waiting
         self._running = running
         self._reclaimer = reclaimer
@@ -281,7 +278,8 @@ class BlockBudget:
                         continue
                     self.failed[branch] = error
                     self.copies.pop(branch, None)  # of a part that had room
-                    self._queues.drop(branch)
+                    if self._waiting.is_queued(branch):
+                        self._waiting.queue_of(branch).remove(branch)
                     return Grown(False, preempted)
                 self.preempt(victim)
                 preempted += (victim,)
@@ -359,12 +357,12 @@ class BlockBudget:
 
         Each origin keeps a window's blocks: many together may keep all of them.
         """
-        queues = self._queues
-        for branch in chain(queues.ready.members, queues.short.members, queues.long.members):
+        waiting = self._waiting
+        for branch in chain(waiting.ready.members, waiting.short.members, waiting.long.members):
             if branch.origin is not None:
-                self._waiting.remove(branch)
+                waiting.remove(branch)
                 branch.let_origin_go(self._tree)
-                self._waiting.push(branch, self._step)
+                waiting.push(branch, self._step)
                 return True
         if asking.origin is None:
             return False
@@ -404,7 +402,7 @@ class BlockBudget:
         self.failed.pop(victim, None)
         self._tree.release(victim.node)
         victim.node = None
-        gates = self._queues.gates
+        gates = self._waiting.gates
         gates.land(victim)
         self._waiting.push(victim, self._step)
         for branch in gates.dropped(victim):

@@ -19,7 +19,6 @@ from mallee.worker.sched.fetching import Fetching, Receiver
 from mallee.worker.sched.plan import Plan
 from mallee.worker.sched.planner import Planner
 from mallee.worker.sched.policy import SchedulerConfig
-from mallee.worker.sched.queue import Queues
 from mallee.worker.sched.running import BlockBudget, Reclaimer, Running
 from mallee.worker.sched.sessions import Sessions
 from mallee.worker.sched.waiting import Waiting
@@ -58,17 +57,11 @@ class Scheduler:
         self.config = config
         self._tree = tree
         self._sessions = Sessions()
-        self._queues = Queues(config.order, self._sessions.root)
-        self._gates = self._queues.gates
-        self._waiting = Waiting(config.max_step_tokens, self._queues, tree)
-        self._running = Running(config.order, self._queues, self._place)
+        self._waiting = Waiting(config, self._sessions.root, tree)
+        self._gates = self._waiting.gates
+        self._running = Running(config.order, self._waiting, self._place)
         self._blocks = BlockBudget(
-            config,
-            tree,
-            self._queues,
-            waiting=self._waiting,
-            running=self._running,
-            reclaimer=reclaimer,
+            config, tree, self._waiting, running=self._running, reclaimer=reclaimer
         )
         self.fetching: Fetching | None = None
         if lower is not None and receiver is not None:
@@ -84,7 +77,6 @@ class Scheduler:
         self._planner = Planner(
             config,
             tree,
-            self._queues,
             sessions=self._sessions,
             waiting=self._waiting,
             running=self._running,
@@ -126,18 +118,15 @@ class Scheduler:
             if producer.node is not None and producer.node.end >= branch.origin_len:
                 self._open(branch, producer.node)
             else:
-                self._queues.hold(branch, producer, branch.origin_len)
+                self._waiting.hold(branch, producer, branch.origin_len)
 
     def prioritize(self, branch: Branch, priority: float) -> None:
         """From the next step on `branch` has `priority`."""
         branch.priority = priority
         if branch.phase == "gated":
-            self._queues.claim_for(branch, [branch])
-        elif (
-            branch.phase in ("waiting", "prefill")
-            and branch in (queue := self._queues.of(branch)).members
-        ):
-            queue.rerank(branch)
+            self._waiting.claim_for(branch, [branch])
+        elif self._waiting.is_queued(branch):
+            self._waiting.queue_of(branch).rerank(branch)
         self._running.reorder()
 
     def inject(self, branch: Branch, tokens: Text) -> None:

@@ -1,4 +1,4 @@
-"""Branches that are not admitted: in queues if they could be, gated if they wait for others' tokens.
+"""All that waits: branches that are not admitted, in queues or gated, and prompts that run, for more.
 
 A branch that can draw at once is *ready*. One with no more to compute than one step holds (a fork's suffix,
 the end of a cached prompt) is *short*, any other *long*: short ones may overtake long ones of no higher
@@ -6,7 +6,6 @@ claim, so that a fork's first token does not wait behind a long prompt.
 """
 
 from itertools import chain, islice
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,42 +15,64 @@ from mallee.worker.kv.paths import last_hash, with_ancestors
 from mallee.worker.kv.text import joined
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import NOT_LOOKED_UP, Branch
-from mallee.worker.sched.queue import Queues
+from mallee.worker.sched.gates import Gates
+from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.sched.queue import FairQueue
+from mallee.worker.sched.sessions import Account
 
 MAX_LOOKED_AT = 256
 """Waiting branches whose tokens left to compute are counted; the others are like them."""
 
 
-class Awaited(NamedTuple):
-    """The first `num_tokens` tokens of `producer`, which another branch waits for."""
-
-    producer: Branch
-    num_tokens: int
-
-
 class Waiting:
-    """Queues branches by what is missing of them, and looks up what the cache holds of their texts."""
+    """Owns the queues and the gates, and looks up what the cache holds of the texts of branches."""
 
-    __slots__ = ("_last_path", "_max_short", "_queues", "_tree")
+    __slots__ = (
+        *("_last_path", "_max_short", "_tree", "gates", "long", "prompts", "ready"),
+        *("running_long", "running_short", "short"),
+    )
 
-    def __init__(self, max_short: int, queues: Queues, tree: BranchTree) -> None:
-        """`max_short`: tokens that a short branch has to compute at most."""
-        self._max_short = max_short
-        self._queues = queues
+    def __init__(self, config: SchedulerConfig, root: Account, tree: BranchTree) -> None:
+        self._max_short = config.max_step_tokens
         self._tree = tree
         self._last_path: tuple[int | None, Hashes] = (None, NO_HASHES)
+        self.gates = Gates()
+        queues = [FairQueue(config.order, root, self.gates) for _ in range(5)]
+        self.ready, *self.prompts = queues
+        self.running_short, self.running_long, self.short, self.long = self.prompts
 
     @property
     def num(self) -> int:
         """Branches that are not admitted."""
-        queues = self._queues
-        return len(queues.ready.members) + queues.num_waiting + queues.gates.num
+        queued = len(self.ready.members) + len(self.short.members) + len(self.long.members)
+        return queued + self.gates.num
+
+    @property
+    def num_to_compute(self) -> int:
+        """Branches that could be admitted and would have to compute."""
+        return len(self.short.members) + len(self.long.members)
+
+    @property
+    def num_wanting(self) -> int:
+        """Prompts that run, of which more could be computed."""
+        return len(self.running_short.members) + len(self.running_long.members)
+
+    def queue_of(self, branch: Branch) -> FairQueue:
+        """The queue that `branch` belongs to, by its phase."""
+        if branch.phase == "waiting":
+            if branch.logits is not None:
+                return self.ready
+            return self.short if branch.is_short else self.long
+        return self.running_short if branch.is_short else self.running_long
+
+    def is_queued(self, branch: Branch) -> bool:
+        return branch.phase in ("waiting", "prefill") and branch in self.queue_of(branch).members
 
     def push(self, branch: Branch, step: int) -> None:
         """Queue `branch`, which is waiting."""
         if branch.logits is None:
             branch.is_short = self.num_missing(branch) <= self._max_short
-        self._queues.of(branch).push(branch, step)
+        self.queue_of(branch).push(branch, step)
 
     def extend(self, branches: list[Branch], step: int) -> None:
         """Queue new branches of one job, which are waiting."""
@@ -60,25 +81,63 @@ class Waiting:
             for branch in branches:
                 self.push(branch, step)
         else:
-            self._queues.ready.extend(branches, step)
+            self.ready.extend(branches, step)
 
     def remove(self, branch: Branch) -> None:
         """`branch` is over, or admitted. Its phase is still the one it waited in."""
         if branch.phase == "gated":
-            self._queues.gates.leave(branch)
+            self.gates.leave(branch)
         else:
-            self._queues.of(branch).remove(branch)
+            self.queue_of(branch).remove(branch)
 
-    def awaited(self, branch: Branch) -> Awaited | None:
-        """The tokens that `branch` would compute first, if they are under way for another."""
+    def hold(self, branch: Branch, producer: Branch, num_tokens: int) -> None:
+        """Gate `branch` until `producer` has committed `num_tokens` tokens."""
+        self.gates.hold(branch, producer, num_tokens)
+        self.claim_for(branch, [branch, *self.gates.waiters(branch)])
+
+    def claim_for(self, gated: Branch, waiters: list[Branch]) -> None:
+        """The branch that computes for `gated` goes by the claims of `waiters`, while they are better."""
+        producer = gated.waits_for
+        while producer is not None and producer.waits_for is not None:
+            producer = producer.waits_for
+        if producer is not None and self.is_queued(producer):
+            self.queue_of(producer).claim(producer, waiters)
+
+    def lowest(self, of: Account) -> float | None:
+        """The least virtual time of the accounts below `of` that have branches in the queues."""
+        queues = (queue for queue in (self.ready, *self.prompts) if queue.members)
+        levels = (queue.lowest(of) for queue in queues)
+        return min((level for level in levels if level is not None), default=None)
+
+    def prefill_tokens(self) -> int:
+        """Tokens that branches which are not admitted would have to compute. O(MAX_LOOKED_AT)."""
+        num = self.num_to_compute + self.gates.num
+        found = islice(chain(self.short.members, self.long.members, self.gates), MAX_LOOKED_AT)
+        missing = [self.num_missing(branch) for branch in found]
+        return sum(missing) * num // len(missing) if missing else 0
+
+    def check(self) -> None:
+        """Raise AssertionError on a broken invariant."""
+        for queue in (self.ready, *self.prompts):
+            queue.check()
+            assert all(self.queue_of(branch) is queue for branch in queue.members), "misplaced"
+        for branch in chain(self.ready.members, self.short.members, self.long.members, self.gates):
+            assert branch.phase in ("waiting", "gated"), "one that waits does not"
+            assert branch.node is None, "one that waits holds a node"
+        self.gates.check()
+
+    # Texts
+
+    def awaited(self, branch: Branch) -> tuple[Branch, int] | None:
+        """The producer of what `branch` would compute first, and up to which token, if it is under way."""
         size = self._tree.block_size
         hashes, found = self.found(branch)
         held = max(found, branch.origin_len // size)
-        coming = self._queues.gates.num_coming(hashes, held)
+        coming = self.gates.num_coming(hashes, held)
         if not coming:
             return None
         end = held + coming
-        return Awaited(self._queues.gates.producer_of(int(hashes[end - 1])), end * size)
+        return self.gates.producer_of(int(hashes[end - 1])), end * size
 
     def hashes(self, branch: Branch) -> Hashes:
         """Hashes of the full blocks that `branch` can share: one token must run for its logits.
@@ -129,7 +188,7 @@ class Waiting:
     def _missing(self, branch: Branch, hashes: Hashes, held: int) -> int:
         size = self._tree.block_size
         found = max(held, branch.origin_len // size)
-        found += self._queues.gates.num_coming(hashes, found)
+        found += self.gates.num_coming(hashes, found)
         return branch.length - max(found * size, branch.origin_len)
 
     def _num_idle(self, branch: Branch, hashes: Hashes, end: int) -> int:
@@ -143,28 +202,6 @@ class Waiting:
             end = node.base // size
             node = node.parent
         return num_idle
-
-    def prefill_tokens(self) -> int:
-        """Tokens that the waiting branches would have to compute. O(MAX_LOOKED_AT)."""
-        queues = self._queues
-        num = queues.num_waiting + queues.gates.num
-        found = islice(
-            chain(queues.short.members, queues.long.members, queues.gates), MAX_LOOKED_AT
-        )
-        missing = [self.num_missing(branch) for branch in found]
-        return sum(missing) * num // len(missing) if missing else 0
-
-    def check(self) -> None:
-        """Raise AssertionError on a broken invariant."""
-        queues = self._queues
-        for queue in (queues.ready, queues.short, queues.long):
-            queue.check()
-            for branch in queue.members:
-                assert branch.phase == "waiting", "one in a queue does not wait"
-                assert queues.of(branch) is queue, "one is in the wrong queue"
-                assert branch.node is None, "one that waits holds a node"
-        queues.gates.check()
-        assert all(s.node is None for s in queues.gates), "gated, and it holds a node"
 
     def _path_hashes(self, origin: Node) -> Hashes:
         """Siblings ask for the same, one after the other.
