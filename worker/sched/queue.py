@@ -55,11 +55,14 @@ class FairQueue:
             branch.last_step = step
         claims = [(rank, branch.ticket, serial, branch, branch) for branch in branches]
         heap = self._heap(branches[0].job.session)
-        if heap:
+        if not heap:
+            heap.extend(claims)  # in order already
+        elif len(heap) < len(claims):
+            heap.extend(claims)
+            heapq.heapify(heap)
+        else:
             for claim in claims:
                 heapq.heappush(heap, claim)
-        else:
-            heap.extend(claims)  # in order already
         self._num_claims += len(branches)
         self.members.update(dict.fromkeys(branches))
 

@@ -226,15 +226,6 @@ class BlockBudget:
         self._promises: dict[Branch, int] | None = None  # blocks by running prompt, in this step
         self._num_promised = 0
 
-    @property
-    def block_size(self) -> int:
-        return self._tree.block_size
-
-    @property
-    def num_free(self) -> int:
-        """Blocks without an owner, with nothing cached in them."""
-        return self._tree.num_free
-
     def begin(self, step: int) -> None:
         """A new step is planned."""
         self._step = step
@@ -372,7 +363,7 @@ class BlockBudget:
     def _fits_windows(self, num_blocks: int) -> bool:
         """Whether the window groups have room for what is needed of so many blocks at a time."""
         computing = len(self._running.prefills) + 1
-        own = -(-self._step_tokens // self.block_size) + len(self._running.ready)
+        own = -(-self._step_tokens // self._tree.block_size) + len(self._running.ready)
         return self._tree.have_room(num_blocks, computing, own)
 
     def _make_way(self, branch: Branch) -> Grown:

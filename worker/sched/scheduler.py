@@ -110,7 +110,8 @@ class Scheduler:
             tenant=share.tenant,
             tenant_weight=share.tenant_weight,
         )
-        self._num_joint += sum([len(branch.members) for branch in branches]) - len(branches)
+        if len(branches) < len(job.indices):
+            self._num_joint += sum([len(branch.members) for branch in branches]) - len(branches)
         if producer is None:
             self._waiting.extend(branches, self._step)
             return
