@@ -18,7 +18,7 @@ from mallee.worker.kv.watch import Row, Rows
 from mallee.worker.memory.copies import CopyStream
 from mallee.worker.memory.refusals import shed
 from mallee.worker.memory.transfer import sent
-from mallee.worker.model.kernels.copies import ALIGNMENT, copy_pieces, prepare
+from mallee.worker.model.cpu.copies import ALIGNMENT, copy_pieces, prepare
 
 _NO_NUMBERS: dict[torch.dtype, tuple[Any, Any]] = {
     torch.float32: (np.uint32(0x7F800000), np.uint32((127 + 60) << 23)),

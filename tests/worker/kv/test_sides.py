@@ -170,7 +170,7 @@ class Bench:
         self.check_states()
 
     def check_states(self) -> None:
-        """What is told of can be gone on from, and every state is that of its text."""
+        """All that is told of can be gone on from, and every state is that of its text."""
         if self.states is None:
             return
         known = set()

@@ -14,7 +14,7 @@ from mallee.protocol.model import GroupSpec
 from mallee.worker.kv.sides.group import row_spans
 from mallee.worker.memory.copies import CudaCopies
 from mallee.worker.model import kv_memory
-from mallee.worker.model.kernels.copies import copy_pieces
+from mallee.worker.model.cpu.copies import copy_pieces
 from mallee.worker.model.kv_memory import GroupedKV, TorchKV
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 9
