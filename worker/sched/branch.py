@@ -121,7 +121,7 @@ class Job:
     __slots__ = (
         *("_priorities", "_rules", "borrowing", "branches", "cancelled", "command", "draws"),
         *("gateway", "grammar", "grammar_begin", "indices", "keys", "limits", "matchers"),
-        *("priority", "salt", "session", "start"),
+        *("priority", "salt", "sampling", "session", "start"),
     )
 
     def __init__(
@@ -152,6 +152,7 @@ class Job:
         self.draws, self.indices, self.start = _begin(command)  # of all branches that it ever has
         if resumed is not None:
             self.start = resumed
+        self.sampling = self.start.sampling
         self.limits = _limits_after(self.start.drawn, self.start.limits)
         self.grammar = grammar
         self.grammar_begin = grammar_begin  # None: where the answers begin
@@ -163,10 +164,6 @@ class Job:
         self._rules: DrawRules | None = None
 
     @property
-    def sampling(self) -> Sampling:
-        return self.start.sampling
-
-    @property
     def num_drawn(self) -> int:
         return self.start.drawn
 
@@ -175,7 +172,7 @@ class Job:
         """See `DrawRules`."""
         if self._rules is None:
             has_grammar = bool(self.matchers)
-            self._rules = DrawRules(self.start.sampling, self.limits, has_grammar=has_grammar)
+            self._rules = DrawRules(self.sampling, self.limits, has_grammar=has_grammar)
         return self._rules
 
     @property
@@ -324,7 +321,7 @@ class Branch:
         job, index, constraint = self.job, self.index, None
         if job.matchers and index >= 0:
             constraint = Constraint(job.matchers[index if len(job.matchers) > 1 else 0])
-        seed = branch_seed(job.start.sampling.seed, job.start.branch + index)
+        seed = branch_seed(job.sampling.seed, job.start.branch + index)
         self.answer = Answer(job.rules, seed, constraint)
         return self.answer
 

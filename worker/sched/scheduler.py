@@ -178,7 +178,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting.num or self._running.num) and not self.is_stalled
+        return bool(self._running.num or self._waiting.num) and not self.is_stalled
 
     def plan(self) -> Plan:
         """The next step. Room for every chunk is reserved in the tree."""
