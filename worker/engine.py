@@ -169,7 +169,7 @@ class Engine:
         )
         self._speculator: Speculator | None = None
         if config.speculation.drafters != "off" or draft_model is not None:
-            trim, room = self._sampler.trim, self._scheduler.make_room
+            trim, room = self._sampler.trim, self._scheduler.blocks.stretch
             self._speculator = Speculator(
                 config.speculation, trim=trim, room=room, model=draft_model
             )
@@ -493,7 +493,7 @@ class Engine:
             self._requests.take_inbox()
         plan = self._scheduler.plan()
         if self._lower is not None and self._lower.evicts_beside:
-            self._scheduler.make_room_ahead()
+            self._scheduler.blocks.make_room_ahead()
         if self._lower is not None:
             self._scheduler.is_stalled = plan.is_empty and self._lower.num_moving > 0
         if self._speculator is not None:
@@ -686,7 +686,7 @@ class Engine:
                 commit(node, (s.tokens[begin],), s.hashes)
             else:
                 commit(node, s.tokens[begin : begin + num_draws[s]], s.hashes)
-                self._scheduler.drop_room(s)
+                self._scheduler.blocks.shrink(s)
         for branch in plan.ready:
             branch.logits = None
         for chunk in plan.chunks:

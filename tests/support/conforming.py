@@ -163,7 +163,7 @@ class Spy:
         self._timing = timing
         self._engine = engine
         scheduler = engine._scheduler
-        make_plan, preempt = scheduler.plan, scheduler._blocks.preempt
+        make_plan, preempt = scheduler.plan, scheduler.blocks.preempt
         admit = scheduler._planner.admit
 
         def planned() -> Plan:
@@ -181,7 +181,7 @@ class Spy:
             admit(branch, step)
 
         scheduler.plan = planned  # type: ignore[method-assign]
-        scheduler._blocks.preempt = preempted  # type: ignore[method-assign]
+        scheduler.blocks.preempt = preempted  # type: ignore[method-assign]
         scheduler._planner.admit = admitted  # type: ignore[method-assign]
 
     def take(self) -> tuple[Decision, ...]:

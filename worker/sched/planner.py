@@ -68,7 +68,8 @@ class Planner:
         if self._waiting.ready.members and may_admit:
             self._admit_ready(budget)
         ready = list(running.ready)
-        if ready and not (self._drew_only and self._must_compute):
+        must_compute = self._waiting.num_to_compute or running.num > len(running.ready)
+        if ready and not (self._drew_only and must_compute):
             self._drew_only = True
             return Plan([], [], ready, [], [])
         self._drew_only = False
@@ -88,10 +89,6 @@ class Planner:
         failed = list(room.failed.items()) if room.failed else []
         self._sessions.advance(self._lowest_held_back)
         return Plan(decodes, chunks, ready, copies, failed, budget.begins, budget.tokens)
-
-    @property
-    def _must_compute(self) -> bool:
-        return bool(self._waiting.num_to_compute or self._running.num > len(self._running.ready))
 
     @property
     def max_decodes(self) -> int:
@@ -216,7 +213,8 @@ class Planner:
         for branch in chosen:
             self._sessions.charge(branch.job.session, 1)
         left: dict[Account, list[Branch]] = {}
-        for branch in sorted(decodes, key=self._turn, reverse=True):
+        turn = self._order.turn
+        for branch in sorted(decodes, key=lambda s: (turn(s), s.ticket), reverse=True):
             if branch not in chosen:
                 left.setdefault(branch.job.session, []).append(branch)
         turns = [(session.order, session) for session in left]
@@ -237,9 +235,6 @@ class Planner:
             if not left[session]:
                 heapq.heappop(turns)
         return [s for s in decodes if s in chosen and s.phase == "decode"]
-
-    def _turn(self, decode: Branch) -> tuple[float, int]:
-        return (self._order.turn(decode), decode.ticket)
 
     def _aged_decodes(self, decodes: list[Branch], step: int) -> list[Branch]:
         aged = [s for s in decodes if self._is_aged(s, step)]

@@ -285,7 +285,7 @@ class BlockBudget:
         return Grown(True, preempted) if preempted else GROWN
 
     def stretch(self, branch: Branch, num_tokens: int) -> int:
-        """Room for tokens behind all of `branch`, which has a node of its own: for how many of `num_tokens`.
+        """Room behind all of `branch`, a decode with a node of its own: for how many of `num_tokens`.
 
         Of free blocks alone: nothing is evicted for a draft, and no branch gives way.
         """

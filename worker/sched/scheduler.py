@@ -60,7 +60,7 @@ class Scheduler:
         self._waiting = Waiting(config, self._sessions.root, tree)
         self._gates = self._waiting.gates
         self._running = Running(config.order, self._waiting, self._place)
-        self._blocks = BlockBudget(
+        self.blocks = BlockBudget(
             config, tree, self._waiting, running=self._running, reclaimer=reclaimer
         )
         self.fetching: Fetching | None = None
@@ -72,7 +72,7 @@ class Scheduler:
                 self._fetched,
                 waiting=self._waiting,
                 running=self._running,
-                room=self._blocks,
+                room=self.blocks,
             )
         self._planner = Planner(
             config,
@@ -80,12 +80,11 @@ class Scheduler:
             sessions=self._sessions,
             waiting=self._waiting,
             running=self._running,
-            room=self._blocks,
+            room=self.blocks,
             fetching=self.fetching,
         )
-        self.is_stalled = (
-            False  # until a block has moved, or a command comes, there is nothing to do
-        )
+        # Until a block has moved, or a command comes, there is nothing to do.
+        self.is_stalled = False
         self._step = 0
         self._roomy: dict[Branch, Spare | None] = {}  # that got a block of `room_ahead`, in order
         self._num_joint = 0  # members of all groups, less one of each
@@ -185,10 +184,6 @@ class Scheduler:
         self._step += 1
         return self._planner.plan(self._step)
 
-    def make_room_ahead(self) -> None:
-        """Have cache leave for what the next steps may need."""
-        self._blocks.make_room_ahead()
-
     @property
     def decodes(self) -> list[Branch]:
         """The branches that decode, in the order of a batch; to be read only."""
@@ -203,14 +198,6 @@ class Scheduler:
         """So many steady steps were taken elsewhere: reserve the blocks of the tokens they compute."""
         self._step += num_steps
         self._planner.decoded(self._step)
-
-    def make_room(self, branch: Branch, num_tokens: int) -> int:
-        """Room for a draft of `branch`, a decode of the last plan: for how many of so many tokens."""
-        return self._blocks.stretch(branch, num_tokens)
-
-    def drop_room(self, branch: Branch) -> None:
-        """The draft of `branch` is committed as far as it is right: its other blocks are free again."""
-        self._blocks.shrink(branch)
 
     def room_ahead(self, plan: Plan) -> dict[Branch, Spare | None]:
         """The branches that decode after `plan`, the last one, in the order of a batch, and a slot for each.
@@ -239,12 +226,12 @@ class Scheduler:
             spare, before = None, branch.room
             num_drawn = 0 if plan.draws_only else 1  # decodes draw nothing in such a step
             if branch.phase == "ready":
-                if (spare := self._blocks.spare(branch)) is None:
+                if (spare := self.blocks.spare(branch)) is None:
                     continue
                 self._roomy[branch] = spare
             elif not branch.room:
                 continue  # it drew its first token, and waits for blocks that leave
-            elif self._blocks.stretch(branch, num_drawn) < num_drawn:
+            elif self.blocks.stretch(branch, num_drawn) < num_drawn:
                 continue
             elif branch.room != before:
                 self._roomy[branch] = None
@@ -262,27 +249,24 @@ class Scheduler:
             for branch in reversed([s for s in given if s in self._roomy]):
                 spare = self._roomy.pop(branch)
                 if spare is None:
-                    self._blocks.shrink(branch)
+                    self.blocks.shrink(branch)
                 else:
-                    self._blocks.give_back(spare)
+                    self.blocks.give_back(spare)
 
     def follow(self, plan: Plan) -> None:
         """`plan` is carried out: what drew decodes from now on, what waited for its tokens goes on."""
         for branch in plan.ready:
             if branch.phase == "ready":
                 self._running.decode(branch)
-        gates = self._gates
-        for chunk in plan.chunks:
-            branch = chunk.branch
+        for branch, _, _, is_last in plan.chunks:
             if branch.phase != "prefill":
                 continue
             node = node_of(branch)
-            for gated in gates.passed(branch, node.end):
+            if is_last:
+                self._gates.land(branch)
+            for gated in self._gates.passed(branch, None if is_last else node.end):
                 self._open(gated, node)
-            if chunk.is_last:
-                gates.land(branch)
-                for gated in gates.passed(branch):
-                    self._open(gated, node)
+            if is_last:
                 self._running.decode(branch)
 
     def _fetched(self, branch: Branch) -> None:
@@ -301,8 +285,8 @@ class Scheduler:
         """
         self.drop_ahead()
         for branch in plan.drafts:
-            self._blocks.shrink(branch)
-        self._blocks.forget_copies()
+            self.blocks.shrink(branch)
+        self.blocks.forget_copies()
         for chunk in plan.chunks:
             if chunk.is_last and chunk.branch.phase == "prefill":
                 self._running.want_more(chunk.branch, self._step)
@@ -317,7 +301,7 @@ class Scheduler:
         return SchedulerStats(
             self._waiting.num,
             self._running.num,
-            self._blocks.num_preemptions,
+            self.blocks.num_preemptions,
             self._gates.num,
         )
 
