@@ -191,9 +191,7 @@ class Fetching:
             tree.hold(above)
 
         def room() -> list[int] | None:
-            grown = self._room.grow(branch, end - begin, is_fetched=bool(tree.sides))
-            budget.note(grown)
-            if not grown.has_room:
+            if not self._room.grow(branch, end - begin, is_fetched=bool(tree.sides)):
                 return None
             node = node_of(branch)
             blocks = node.blocks[(begin - node.base) // size : -(-(end - node.base) // size)]

@@ -1,6 +1,5 @@
 """Values of one step: its plan, and the budget that is left while it is planned."""
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
@@ -63,33 +62,26 @@ class Plan:
         return not (self.decodes or self.chunks or self.ready or self.failed or self.begins)
 
 
-class Grown(NamedTuple):
-    """Whether a branch has the room that it asked for, and the branches that gave way for it.
-
-    `must_wait`: it will have some once blocks that are on their way down have left.
-    """
-
-    has_room: bool
-    preempted: Collection[Branch] = ()
-    must_wait: bool = False
-
-
-GROWN, NO_ROOM = Grown(True), Grown(False)
-
-
 @dataclass(slots=True)
 class StepBudget:
-    """A step's tokens, rows and chunks as far as they are left, and what was granted of them to prompts."""
+    """A step's tokens, rows and chunks as far as they are left, and what was found while it is planned.
+
+    `copies` are needed before branches compute; those of `failed` can't go on; those of `leaving` wait for
+    blocks that are on their way down.
+    """
 
     step: int
-    tokens: int
-    rows: int
-    chunks: int
-    may_admit: bool  # whether waiting branches may join
+    tokens: int = 0
+    rows: int = 0
+    chunks: int = 0
+    may_admit: bool = False  # whether waiting branches may join
     is_full: bool = False  # no more prompts: one can't be cut, or waits for room
     granted: dict[Branch, int] = field(default_factory=dict)  # tokens by prompt
     begins: bool = False  # a branch waits for a transfer from now on
     has_left_out: bool = False  # branches that run compute nothing, though chosen before
+    copies: dict[Branch, BlockCopy] = field(default_factory=dict)
+    failed: dict[Branch, PoolExhausted] = field(default_factory=dict)
+    leaving: set[Branch] = field(default_factory=set)
 
     def can_grant(self, branch: Branch) -> bool:
         """Whether `branch`, a prompt, may be given a part of what is left."""
@@ -97,14 +89,14 @@ class StepBudget:
             return False
         return branch in self.granted or (self.rows > 0 and self.chunks > 0)
 
-    def note(self, grown: Grown) -> None:
-        """Those that gave way compute nothing in this step, and no branch joins any more.
+    def preempted(self, branch: Branch) -> None:
+        """`branch` gave way: it computes nothing in this step, and no branch joins any more."""
+        self.has_left_out, self.may_admit = True, False
+        self.granted.pop(branch, None)
+        self.copies.pop(branch, None)
+        self.failed.pop(branch, None)
 
-        If room has to be waited for, no more prompts get any: it is for the one that waits.
-        """
-        for branch in grown.preempted:
-            self.has_left_out = True
-            self.may_admit = False
-            self.granted.pop(branch, None)
-        if grown.must_wait:
-            self.has_left_out = self.is_full = True
+    def wait_for_room(self, branch: Branch) -> None:
+        """`branch` has room once blocks have left: no more prompts get any, it is for that one."""
+        self.has_left_out = self.is_full = True
+        self.leaving.add(branch)

@@ -22,7 +22,7 @@ from mallee.protocol.hashing import NO_HASHES
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import Branch
 from mallee.worker.sched.fetching import Fetching
-from mallee.worker.sched.plan import GROWN, Chunk, Plan, StepBudget
+from mallee.worker.sched.plan import Chunk, Plan, StepBudget
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.sched.queue import FairQueue
 from mallee.worker.sched.running import BlockBudget, Running
@@ -61,10 +61,10 @@ class Planner:
     def plan(self, step: int) -> Plan:
         """The next step. Room for every chunk is reserved in the tree."""
         config, running, room = self._config, self._running, self._blocks
-        room.begin(step)
         may_admit = config.continuous or running.num == 0
         most = config.max_chunks or config.max_rows
         budget = StepBudget(step, config.max_step_tokens, config.max_rows, most, may_admit)
+        room.begin(budget)
         if self._waiting.ready.members and may_admit:
             self._admit_ready(budget)
         ready = list(running.ready)
@@ -80,13 +80,12 @@ class Planner:
         else:
             decodes = self._fill_decodes(budget)
             self._fill_prompts(budget)
-        if room.failed or budget.has_left_out:
-            out = room.failed.keys() | room.waiting
+        if budget.failed or budget.has_left_out:
+            out = budget.failed.keys() | budget.leaving
             decodes = [s for s in decodes if s.phase == "decode" and s not in out]
             ready = list(running.ready)
         chunks = self._chunks(budget) if budget.granted else []
-        copies = list(room.copies.values()) if room.copies else []
-        failed = list(room.failed.items()) if room.failed else []
+        copies, failed = list(budget.copies.values()), list(budget.failed.items())
         self._sessions.advance(self._lowest_held_back)
         return Plan(decodes, chunks, ready, copies, failed, budget.begins, budget.tokens)
 
@@ -127,9 +126,7 @@ class Planner:
             has_row = running.num < self._config.max_rows - kept
             if not (has_row or aged or self._displaces(first)):
                 break
-            grown = self._blocks.make_room(first)
-            budget.note(grown)
-            if not grown.has_room:
+            if not self._blocks.make_room(first):
                 budget.may_admit = False
                 break
             self.admit(first, budget.step)
@@ -164,9 +161,7 @@ class Planner:
         for s in decodes:
             s.last_step = step
             if s.origin_len + len(s.tokens) > s.room and s.node is not None:  # else preempted
-                grown = grow(s, 1)
-                if grown is not GROWN:
-                    budget.note(grown)
+                grow(s, 1)
         budget.tokens -= len(decodes)
         budget.rows -= len(decodes)
         return decodes
@@ -319,9 +314,7 @@ class Planner:
         if n < pending and not self._config.chunked:
             budget.is_full = True  # it runs whole or not at all
             return
-        grown = self._blocks.grow(branch, have + n)
-        budget.note(grown)
-        if not grown.has_room:
+        if not self._blocks.grow(branch, have + n):
             return
         if not have:
             budget.rows -= 1
@@ -340,9 +333,7 @@ class Planner:
             self._waiting.remove(branch)
             self._waiting.hold(branch, *awaited)
             return False
-        grown = self._blocks.make_room(branch)
-        budget.note(grown)
-        if not grown.has_room:
+        if not self._blocks.make_room(branch):
             budget.may_admit = False  # no branch overtakes it
             return False
         self.admit(branch, budget.step)
@@ -369,7 +360,7 @@ class Planner:
 
     def _chunks(self, budget: StepBudget) -> list[Chunk]:
         """The granted chunks, in the order of a batch."""
-        granted = [s for s in budget.granted if s not in self._blocks.failed]
+        granted = [s for s in budget.granted if s not in budget.failed]
         if len(granted) > 1:
             granted.sort(key=attrgetter("place"))
         chunks: list[Chunk] = []

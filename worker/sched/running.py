@@ -16,11 +16,11 @@ from operator import attrgetter
 from typing import Protocol
 
 from mallee.protocol.errors import PoolExhausted
-from mallee.worker.kv.node import BlockCopy, Node, Spare
+from mallee.worker.kv.node import Node, Spare
 from mallee.worker.kv.pool import BlocksLeaving
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import Branch, Phase, node_of
-from mallee.worker.sched.plan import GROWN, NO_ROOM, Grown
+from mallee.worker.sched.plan import StepBudget
 from mallee.worker.sched.policy import Order, SchedulerConfig
 from mallee.worker.sched.sessions import Account
 from mallee.worker.sched.waiting import Waiting
@@ -218,20 +218,14 @@ class BlockBudget:
         self._step_tokens = config.max_step_tokens
         own = -(-config.max_step_tokens // tree.block_size) + config.max_rows
         self._ahead = min(own, tree.pool.num_blocks // 8)
-        self._step = 0
-        self.copies: dict[Branch, BlockCopy] = {}  # that this step's branches need
-        self.failed: dict[Branch, PoolExhausted] = {}
-        self.waiting: set[Branch] = set()  # for blocks that are leaving, in this step
+        self._budget = StepBudget(0)  # of this step, to be told what becomes of branches
         self.num_preemptions = 0
         self._promises: dict[Branch, int] | None = None  # blocks by running prompt, in this step
         self._num_promised = 0
 
-    def begin(self, step: int) -> None:
+    def begin(self, budget: StepBudget) -> None:
         """A new step is planned."""
-        self._step = step
-        self.copies = {}
-        self.failed = {}
-        self.waiting = set()
+        self._budget = budget
         self._promises = None
 
     def make_room_ahead(self) -> None:
@@ -240,25 +234,24 @@ class BlockBudget:
 
     def forget_copies(self) -> None:
         """The copies of this step were not made: a branch that needs one asks the tree again."""
-        for branch in self.copies:
+        for branch in self._budget.copies:
             branch.room = 0
-        self.copies = {}
+        self._budget.copies.clear()
 
-    def grow(self, branch: Branch, num_tokens: int, *, is_fetched: bool = False) -> Grown:
-        """Room for the next `num_tokens` of `branch`; without it waits, is preempted, or has failed.
+    def grow(self, branch: Branch, num_tokens: int, *, is_fetched: bool = False) -> bool:
+        """Whether there is room for the next `num_tokens` of `branch`; others may have given way for it.
 
-        `is_fetched`: as in `BranchTree.reserve`.
+        Without room it waits for blocks that leave, is preempted itself, or has failed. `is_fetched`: as in
+        `BranchTree.reserve`.
         """
-        tree = self._tree
-        preempted: tuple[Branch, ...] = ()
+        tree, budget = self._tree, self._budget
         while True:
-            assert branch.node is not None
             try:
-                node, copy = tree.reserve(branch.node, num_tokens, is_fetched=is_fetched)
+                node, copy = tree.reserve(node_of(branch), num_tokens, is_fetched=is_fetched)
                 break
             except BlocksLeaving:
-                self.waiting.add(branch)
-                return Grown(False, preempted, must_wait=True)
+                budget.wait_for_room(branch)
+                return False
             except PoolExhausted as error:
                 lacking = error.fields["needed"] - tree.num_available
                 if self._reclaim(lacking, ()):
@@ -267,22 +260,21 @@ class BlockBudget:
                 if victim is branch and self._running.num == 1:
                     if lacking <= 0 and self._loosen(branch):
                         continue
-                    self.failed[branch] = error
-                    self.copies.pop(branch, None)  # of a part that had room
+                    budget.failed[branch] = error
+                    budget.copies.pop(branch, None)  # of a part that had room
                     if self._waiting.is_queued(branch):
                         self._waiting.queue_of(branch).remove(branch)
-                    return Grown(False, preempted)
+                    return False
                 self.preempt(victim)
-                preempted += (victim,)
                 if victim is branch:
-                    return Grown(False, preempted)
+                    return False
         branch.node = node
         branch.room = tree.room(node, num_tokens)
         if copy is not None:
-            self.copies[branch] = copy
+            budget.copies[branch] = copy
         if self._promises is not None and branch.phase == "prefill":
             self._promise(branch)
-        return Grown(True, preempted) if preempted else GROWN
+        return True
 
     def stretch(self, branch: Branch, num_tokens: int) -> int:
         """Room behind all of `branch`, a decode with a node of its own: for how many of `num_tokens`.
@@ -325,9 +317,9 @@ class BlockBudget:
         needed = self._needed(branch)
         return needed <= self._tree.num_available and self._fits_windows(needed)
 
-    def make_room(self, branch: Branch) -> Grown:
-        """Room for all that `branch` has to compute, reclaimed or from those that it comes before."""
-        return GROWN if self._reclaim_for(branch) else self._make_way(branch)
+    def make_room(self, branch: Branch) -> bool:
+        """Whether there is room for all of `branch`: reclaimed, or from those that it comes before."""
+        return self._reclaim_for(branch) or self._make_way(branch)
 
     def _reclaim_for(self, branch: Branch) -> bool:
         """Whether there is room, once what `branch` lacks is reclaimed: all of it, or nothing."""
@@ -353,7 +345,7 @@ class BlockBudget:
             if branch.origin is not None:
                 waiting.remove(branch)
                 branch.let_origin_go(self._tree)
-                waiting.push(branch, self._step)
+                waiting.push(branch, self._budget.step)
                 return True
         if asking.origin is None:
             return False
@@ -366,7 +358,7 @@ class BlockBudget:
         own = -(-self._step_tokens // self._tree.block_size) + len(self._running.ready)
         return self._tree.have_room(num_blocks, computing, own)
 
-    def _make_way(self, branch: Branch) -> Grown:
+    def _make_way(self, branch: Branch) -> bool:
         """Preempt branches that `branch` comes before, if then it fits.
 
         Those are branches of its own session with a lower priority, and those of sessions that have
@@ -377,28 +369,24 @@ class BlockBudget:
         found = sum(map(self._own_blocks, lower))
         found += self._reclaimer.num_reclaimable(self._waiting.found_nodes(branch))
         if found < self._needed(branch) - self._tree.num_available:
-            return NO_ROOM
-        preempted: list[Branch] = []
+            return False
         while not (has_room := self._reclaim_for(branch)) and lower:
-            preempted.append(lower.pop())
-            self.preempt(preempted[-1])
-        return Grown(has_room, preempted)
+            self.preempt(lower.pop())
+        return has_room
 
     def preempt(self, victim: Branch) -> None:
         """`victim` gives back its own blocks and waits."""
-        assert victim.node is not None
+        gates, step = self._waiting.gates, self._budget.step
+        self._budget.preempted(victim)
         self._running.remove(victim, "waiting")
         self._promises = None
-        self.copies.pop(victim, None)
-        self.failed.pop(victim, None)
-        self._tree.release(victim.node)
+        self._tree.release(node_of(victim))
         victim.node = None
-        gates = self._waiting.gates
         gates.land(victim)
-        self._waiting.push(victim, self._step)
+        self._waiting.push(victim, step)
         for branch in gates.dropped(victim):
             branch.move("waiting")
-            self._waiting.push(branch, self._step)
+            self._waiting.push(branch, step)
         self.num_preemptions += 1
 
     def _needed(self, branch: Branch) -> int:
