@@ -386,18 +386,9 @@ class Branch:
         assert phase in _NEXT[self.phase], f"{self.phase} -> {phase}"
         self.phase = phase
 
-    def begin_at(self, base: int, node: Node, tree: BranchTree) -> None:
-        """Its origin is the first `base` tokens of the path of `node`; what follows it computes itself."""
-        more = path_texts(node, base, self.origin_len)
-        self.tokens = joined(tree.notation, *more, self.tokens)
-        self.origin_len = base
-        if self.attached_tokens is None:
-            self.cached_tokens = base or None
-
-    def begin_before(self, producer: "Branch", base: int, notation: Notation) -> None:
-        """It continues the first `base` tokens of `producer`, and computes the others again itself."""
-        begin, end = base - producer.origin_len, self.origin_len - producer.origin_len
-        self.tokens = joined(notation, producer.tokens[begin:end], self.tokens)
+    def begin_at(self, base: int, *more: Text, notation: Notation) -> None:
+        """Its origin has `base` tokens; `more`, which follow in its text, it computes itself."""
+        self.tokens = joined(notation, *more, self.tokens)
         self.origin_len = base
         if self.attached_tokens is None:
             self.cached_tokens = base or None
@@ -406,7 +397,7 @@ class Branch:
         """It begins at the root from now on, with what is found in the cache; it is not in a queue."""
         origin = self.origin
         assert origin is not None, "no origin to let go"
-        self.begin_at(0, origin, tree)
+        self.begin_at(0, *path_texts(origin, 0, self.origin_len), notation=tree.notation)
         self.origin = self.logits = None
         tree.release(origin)
 

@@ -41,7 +41,7 @@ class Running:
         self._decodes: list[Branch] = []
         self._joined: list[Branch] = []  # since _decodes was made, which a plan still reads
         self._is_stale = False  # _decodes has some that do not decode any more, or is out of order
-        self._by_session: dict[Account, tuple[int, Branch]] = {}
+        self._by_session: dict[Account, tuple[int, Branch]] | None = {}  # None: to be counted
         self.ready: dict[Branch, None] = {}
         self.prefills: dict[Branch, None] = {}
         self.fetching: dict[Branch, None] = {}
@@ -132,22 +132,21 @@ class Running:
             self._joined = []
             self._decodes = sorted(decodes, key=attrgetter("place"))
             self._is_stale = False
-            self._count()
+            self._by_session = None
         return self._decodes
-
-    def _count(self) -> None:
-        groups: dict[Account, list[Branch]] = {}
-        for branch in self._decodes:
-            groups.setdefault(branch.job.session, []).append(branch)
-        self._by_session = {
-            session: (len(group), max(group, key=lambda s: (self._order.rank(s), s.ticket)))
-            for session, group in groups.items()
-        }
 
     @property
     def by_session(self) -> dict[Account, tuple[int, Branch]]:
         """The number of decodes of each session, and the one of them that is left out first."""
-        self.decodes()
+        decodes = self.decodes()
+        if self._by_session is None:
+            groups: dict[Account, list[Branch]] = {}
+            for branch in decodes:
+                groups.setdefault(branch.job.session, []).append(branch)
+            self._by_session = {
+                session: (len(group), max(group, key=lambda s: (self._order.rank(s), s.ticket)))
+                for session, group in groups.items()
+            }
         return self._by_session
 
     def reorder(self) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from mallee.protocol.errors import QueueFull
 from mallee.protocol.messages import Share
 from mallee.worker.kv.node import Node, Spare
+from mallee.worker.kv.paths import path_texts
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import Branch, Phase, node_of
@@ -141,17 +142,18 @@ class Scheduler:
 
         What it has not committed of its tokens, those of a capsule that came as it was, they compute.
         """
-        assert producer.node is not None
-        node, size, notation = producer.node, self._tree.block_size, self._tree.notation
+        node, size, begin = node_of(producer), self._tree.block_size, producer.origin_len
         for branch in self._gates.passed(producer):
-            is_fork = branch.producer is producer
-            if is_fork and branch.origin_len == producer.length and not len(branch.tokens):
-                if logits is not None:
-                    branch.logits = logits
-                elif branch.logits is None and node.end == producer.length:
-                    branch.begin_before(producer, (node.end - 1) // size * size, notation)
-            if is_fork and branch.origin_len > node.end:
-                branch.begin_before(producer, node.end, notation)
+            if branch.producer is producer:
+                base = min(branch.origin_len, node.end)
+                if branch.origin_len == producer.length and not len(branch.tokens):
+                    if logits is not None:
+                        branch.logits = logits
+                    elif branch.logits is None and node.end == producer.length:
+                        base = (node.end - 1) // size * size
+                if base < branch.origin_len:
+                    own = producer.tokens[base - begin : branch.origin_len - begin]
+                    branch.begin_at(base, own, notation=self._tree.notation)
             self._open(branch, node)
 
     def finish(self, branch: Branch, *, is_failed: bool = False) -> list[Branch]:
@@ -322,7 +324,8 @@ class Scheduler:
             gated.producer = None
             base = self._tree.resume_point(node, gated.origin_len)
             if base < gated.origin_len:
-                gated.begin_at(base, node, self._tree)
+                more = path_texts(node, base, gated.origin_len)
+                gated.begin_at(base, *more, notation=self._tree.notation)
             if base:
                 gated.origin = self._tree.hold_prefix(node, base)
         self._waiting.push(gated, self._step)
