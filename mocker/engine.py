@@ -213,9 +213,8 @@ class MockedEngine:
         has_eos = bool(self.spec.eos_token_ids)
         free = engine.num_free_blocks
         for s in engine.decodes:
-            job = s.job
-            limits = job.limits
-            if not job.is_plain or job.stop_ids or (has_eos and not limits.ignore_eos):
+            rules, limits = s.job.rules, s.job.limits
+            if not rules.is_plain or rules.stop_ids or (has_eos and not limits.ignore_eos):
                 return 0  # its tokens have to be looked at
             filled = s.origin_len + len(s.tokens) - 1
             if filled >= s.room:

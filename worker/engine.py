@@ -75,8 +75,9 @@ from mallee.worker.records import (
 )
 from mallee.worker.requests import RequestTable, count_holds, memory_usage
 from mallee.worker.sampling import Drafted, Sampled, Scored, StepSampler
-from mallee.worker.sched.branch import Branch, CapsuleState, Lent, Plan, node_of
+from mallee.worker.sched.branch import Branch, CapsuleState, Lent, node_of
 from mallee.worker.sched.fetching import Receiver
+from mallee.worker.sched.plan import Plan
 from mallee.worker.sched.scheduler import Scheduler
 from mallee.worker.speculation.drafters import Drafter
 from mallee.worker.speculation.speculator import SpeculationStats, Speculator
@@ -168,7 +169,7 @@ class Engine:
         )
         self._speculator: Speculator | None = None
         if config.speculation.drafters != "off" or draft_model is not None:
-            trim, room = self._sampler.trim, self._scheduler.make_room
+            trim, room = self._sampler.trim, self._scheduler.blocks.stretch
             self._speculator = Speculator(
                 config.speculation, trim=trim, room=room, model=draft_model
             )
@@ -492,7 +493,7 @@ class Engine:
             self._requests.take_inbox()
         plan = self._scheduler.plan()
         if self._lower is not None and self._lower.evicts_beside:
-            self._scheduler.make_room_ahead()
+            self._scheduler.blocks.make_room_ahead()
         if self._lower is not None:
             self._scheduler.is_stalled = plan.is_empty and self._lower.num_moving > 0
         if self._speculator is not None:
@@ -685,7 +686,7 @@ class Engine:
                 commit(node, (s.tokens[begin],), s.hashes)
             else:
                 commit(node, s.tokens[begin : begin + num_draws[s]], s.hashes)
-                self._scheduler.drop_room(s)
+                self._scheduler.blocks.shrink(s)
         for branch in plan.ready:
             branch.logits = None
         for chunk in plan.chunks:
