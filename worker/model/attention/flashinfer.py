@@ -437,22 +437,11 @@ class FlashInferAttention:
     def _plan_prefill(
         self, kind: Kind, pages: Pages, sizes: Ints, tokens: Tokens, *, causal: bool
     ) -> Part:
-        return self._take(kind.kernels).plan(
-            tokens,
-            self._indptr(sizes),
-            *pages,
-            num_qo_heads=self._num_heads,
-            num_kv_heads=self._num_kv_heads,
-            head_dim_qk=self._head_dim,
-            page_size=self._block_size,
-            causal=causal,
-            window_left=kind.window_left,
-            sm_scale=1.0,
-            q_data_type=self._dtype,
-            kv_data_type=self._kv_dtype,
-            # Fixed splits of long segments could need gigabytes; their queries keep a GPU busy anyway.
-            disable_split_kv=self._is_deterministic,
-        )
+        options = self.decode_options(kind.window_left)
+        options["head_dim_qk"] = options.pop("head_dim")
+        # Fixed splits of long segments could need gigabytes; their queries keep a GPU busy anyway.
+        options |= {"causal": causal, "disable_split_kv": self._is_deterministic}
+        return self._take(kind.kernels).plan(tokens, self._indptr(sizes), *pages, **options)
 
     def _take(self, kernels: Kernels) -> "_Entry":
         """A wrapper whose plan nothing needs any more."""
