@@ -133,6 +133,19 @@ def test_a_prompt_begins_where_a_state_was_left(make: MakeBench) -> None:
     assert bench.answers["c", 0].last.cached_tokens == 128  # 32 blocks of 4
 
 
+def test_cold_siblings_compute_once_what_they_share(make: MakeBench) -> None:
+    """X2, part: the one that computes it leaves its state where the others wait."""
+    bench = make()
+    prefix = text(100)
+    prompts = [[*prefix, 40 + i, *text(20)] for i in range(6)]
+    for i, prompt in enumerate(prompts):
+        bench.submit(generate(f"r{i}", prompt))
+    bench.run()
+    for i, prompt in enumerate(prompts):
+        assert bench.answers[f"r{i}", 0].tokens == want(prompt)
+    assert num_computed(bench) == len(prefix) + 6 * 21
+
+
 def test_events_tell_of_places_with_a_state_alone(make: MakeBench) -> None:
     """F12, part, X3, part: routers never offer another one; what is told of is found."""
     bench = make()
