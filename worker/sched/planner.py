@@ -352,12 +352,20 @@ class Planner:
         if awaited is not None:
             self._waiting.remove(branch)
             self._waiting.hold(branch, *awaited)
+            self._stop_at(budget, *awaited)
             return False
         if not self._blocks.make_room(branch):
             budget.may_admit = False  # no branch overtakes it
             return False
         self.admit(branch, budget.step)
         return True
+
+    def _stop_at(self, budget: StepBudget, producer: Branch, num_tokens: int) -> None:
+        """Have `producer` leave a state after `num_tokens`, if its chunk of this step would pass them."""
+        if self._tree.sides and producer in budget.granted:
+            num = num_tokens - node_of(producer).end
+            if 0 < num < budget.granted[producer]:
+                budget.granted[producer] = self._tree.chunk(num_tokens - num, num, producer.length)
 
     def admit(self, branch: Branch, step: int) -> None:
         """`branch` runs from now on, from the end of what is found of it."""
