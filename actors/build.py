@@ -145,7 +145,6 @@ def engine_config(config: AppConfig) -> EngineConfig:
         max_retained_share=engine.max_retained_share,
         prefix_cache=engine.prefix_cache,
         eviction=engine.eviction,
-        tree_attention=switches.tree_attention,
         overlap=switches.overlap,
         kv_checks=KVChecks(switches.kv_checks, switches.kv_faults),
         speculation=SpeculationConfig(engine.speculation, engine.num_speculative_tokens),

@@ -29,12 +29,7 @@ def engine_over(
     """An engine with as many answers' capsules as a search has; else blocks alone may be cached."""
     kept = scale.expansions * scale.rollouts if has_tree else 0
     scheduler = SchedulerConfig(max_step_tokens=MAX_STEP_TOKENS, max_rows=256, gang=has_tree)
-    config = EngineConfig(
-        scheduler,
-        kept,
-        prefix_cache=has_cache,
-        tree_attention=has_tree,
-    )
+    config = EngineConfig(scheduler, kept, prefix_cache=has_cache)
     return Ours(forward, config, shares_reads=has_tree)
 
 
