@@ -28,6 +28,7 @@ from mallee.worker.memory.budget import GRAPHS, Budget, Room, Work, check_contex
 from mallee.worker.memory.copies import CudaCopies, CudaMarks
 from mallee.worker.memory.errors import memory_errors, start_errors
 from mallee.worker.memory.transfer import sent
+from mallee.worker.model.attention.base import NEVER_SHARED
 from mallee.worker.model.attention.flashinfer import FlashInferAttention
 from mallee.worker.model.backend import check_device, choose_backend, choose_sampler
 from mallee.worker.model.config import (
@@ -294,8 +295,9 @@ class TorchForward:
         """The logits that `rows` want. `tokens` [n], if they are on the device already, are the rows' own."""
         assert self._is_whole, "weights that were written in part"
         graph = None
+        least = self._attention.min_saving if self.shares_reads else NEVER_SHARED
         if self._graphs is not None:
-            graph = self._graphs.choose(rows, is_shared=self.shares_reads)
+            graph = self._graphs.choose(rows, least)
         if graph is not None:
             plan = graph.plan(rows)
             logits = graph.replay(plan, tokens)[
@@ -305,8 +307,7 @@ class TorchForward:
             plan = self._plan(
                 rows,
                 prepare=self._attention.prepare,
-                is_shared=self.shares_reads,
-                min_saving=self._attention.min_saving,
+                min_saving=least,
             )
             if tokens is not None:
                 plan = plan._replace(tokens=tokens)
