@@ -73,7 +73,8 @@ class FairQueue:
         branch.last_step = step
         self.members[branch] = None
         self._claim(branch, branch)
-        self.claim(branch, self._gates.waiters(branch))
+        if self._gates.num:
+            self.claim(branch, self._gates.waiters(branch))
 
     def claim(self, branch: Branch, waiters: list[Branch]) -> None:
         """`branch`, which is queued here, goes by the claims of `waiters` too, where they are better."""
@@ -135,9 +136,8 @@ class FairQueue:
         turns = self._turns.get(of or self._root)
         while turns:
             tag, number, account = turns[0]
-            level = account.level
-            if tag < level:
-                heapq.heapreplace(turns, (level, number, account))
+            if tag < account.tag or tag < account.parent.now:
+                heapq.heapreplace(turns, (account.level, number, account))
                 continue
             heap = self._claims.get(account)
             found = self.first(account) if heap is None else self._first_true(heap)
