@@ -143,9 +143,7 @@ class Job:
         self.command = command
         self.keys = keys
         # Of the one branch that computes its prompt.
-        self.borrowing = Borrowing(
-            command.holders if isinstance(command, Prefill | Generate) else ()
-        )
+        self.borrowing = Borrowing(() if isinstance(command, Fork | Promote) else command.holders)
         self.salt = salt  # of the hashes of its blocks
         self.session: Account  # from `Scheduler.add` on
         self.matchers = matchers
