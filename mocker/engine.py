@@ -272,7 +272,15 @@ class MockedEngine:
         else:
             updates = [counted(update) for f in result.frames.values() for update in f.updates]
         events = result.events
-        return Outcome(self._begun, self._end, num_steps, num_gaps, self._late_s, updates, events)
+        return Outcome(
+            begun=self._begun,
+            ended=self._end,
+            num_steps=num_steps,
+            num_gaps=num_gaps,
+            late_s=self._late_s,
+            updates=updates,
+            events=events,
+        )
 
     def finish_raw(self) -> StepResult:
         """The same, as the engine returns it."""
@@ -304,7 +312,17 @@ class MockedEngine:
                 cached, computed = prompt_tokens(branch)
                 name = branch.job.command.request
                 found.append(
-                    CountedUpdate(name, branch.index, num, None, cached, computed, None, 0, None)
+                    CountedUpdate(
+                        request=name,
+                        branch=branch.index,
+                        num_tokens=num,
+                        finish=None,
+                        cached_tokens=cached,
+                        prefill_tokens=computed,
+                        capsule=None,
+                        boundary=0,
+                        error=None,
+                    )
                 )
         return found
 

@@ -843,25 +843,26 @@ class Engine:
     def stats(self) -> EngineStats:
         """O(branches and capsules, times their depth)."""
         watch = self._tree.pool.watch
+        drafted = SpeculationStats(0, 0) if self._speculator is None else self._speculator.stats()
         return EngineStats(
-            self._tree.pool.stats(),
-            self._tree.stats(),
-            self._scheduler.stats(),
-            self._capsules.stats(),
-            self._lower.stats() if self._lower is not None else None,
-            self._loans.stats(),
-            watch.stats() if watch is not None else None,
-            len(self._requests.jobs),
-            self._num_steps,
-            self._num_prefill,
-            self._requests.num_cached,
-            self._num_output,
-            self._requests.num_forks,
-            self.usage(),
-            self._constraint_states(),
-            self._speculator.stats() if self._speculator is not None else SpeculationStats(0, 0),
-            self._ahead.stats() if self._ahead is not None else AheadStats(0, 0),
-            self._gaps.stats() if self._gaps is not None else HostGap(0, 0.0),
+            pool=self._tree.pool.stats(),
+            tree=self._tree.stats(),
+            sched=self._scheduler.stats(),
+            capsules=self._capsules.stats(),
+            tiers=self._lower.stats() if self._lower is not None else None,
+            lending=self._loans.stats(),
+            watch=watch.stats() if watch is not None else None,
+            jobs=len(self._requests.jobs),
+            num_steps=self._num_steps,
+            num_prefill_tokens=self._num_prefill,
+            num_cached_tokens=self._requests.num_cached,
+            num_output_tokens=self._num_output,
+            num_forks=self._requests.num_forks,
+            memory=self.usage(),
+            constraint_states=self._constraint_states(),
+            speculation=drafted,
+            ahead=self._ahead.stats() if self._ahead is not None else AheadStats(0, 0),
+            host_gap=self._gaps.stats() if self._gaps is not None else HostGap(0, 0.0),
         )
 
 

@@ -277,16 +277,36 @@ class RequestTable:
         matcher = branch.constraint.share() if branch.constraint is not None else None
         if not isinstance(command, Prefill):
             return Capsule(
-                name, node, pending, logits, matcher, branch.continuation, branch.grammar
+                id=name,
+                node=node,
+                pending=pending,
+                logits=logits,
+                matcher=matcher,
+                continuation=branch.continuation,
+                grammar=branch.grammar,
             )
         state = branch.job.borrowing.state
         if state is None:
             return Capsule(
-                name, node, pending, logits, matcher, command.continuation, command.grammar
+                id=name,
+                node=node,
+                pending=pending,
+                logits=logits,
+                matcher=matcher,
+                continuation=command.continuation,
+                grammar=command.grammar,
             )
         if state.grammar != command.grammar:
             matcher = None  # it is built again
-        return Capsule(name, node, pending, logits, matcher, state.continuation, state.grammar)
+        return Capsule(
+            id=name,
+            node=node,
+            pending=pending,
+            logits=logits,
+            matcher=matcher,
+            continuation=state.continuation,
+            grammar=state.grammar,
+        )
 
     def capture(self, command: Capture, gateway: str) -> Capsule | None:
         """The capsule of a running branch; None: it is taken later, once it is among `wanted`.

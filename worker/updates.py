@@ -114,20 +114,20 @@ class FrameSink:
             )
         else:
             update = Update(
-                request,
-                end.branch,
-                ids,
-                end.finish,
-                cached,
-                computed,
-                end.capsule,
-                end.boundary,
-                end.error.to_wire() if end.error is not None else None,
-                logprobs,
-                position,
-                end.kept,
-                end.retained,
-                drafts,
+                request=request,
+                branch=end.branch,
+                tokens=ids,
+                finish=end.finish,
+                cached_tokens=cached,
+                prefill_tokens=computed,
+                capsule=end.capsule,
+                boundary=end.boundary,
+                error=end.error.to_wire() if end.error is not None else None,
+                logprobs=logprobs,
+                position=position,
+                kept=end.kept,
+                retained=end.retained,
+                drafts=drafts,
             )
         self._updates.setdefault(job.gateway, []).append(update)
 
