@@ -1,12 +1,13 @@
 """Branches that want to be served, in fair order: sessions by virtual time, then by rank and arrival.
 
-Heaps whose entries may be out of date: an account's virtual time only grows while it is in one, so an old
-entry comes up too early, never too late; and one of a branch that left, or changed its rank, is dropped when
-it comes up. So nothing is searched: O(log n) a change.
+The heaps have entries that are out of date. An account's virtual time only grows while it is in a heap, so
+an old entry comes up too early, never too late. The entry of a branch that left, or changed its rank, is
+dropped when it comes up. So nothing is searched: a change costs O(log n).
 
 A branch stands in the queue by *claims*: its own, and one for each branch that waits for its tokens and has
-the better claim. It is served by the first that comes up, whose session pays. Thus a producer goes as early
-as the best of those that wait for it, and nothing is to be updated when virtual times change.
+another session or a higher priority. It is served by the claim that comes up first, and that claim's session
+pays. Thus a producer goes as early as the best of those that wait for it, and nothing is to be updated when
+virtual times change.
 """
 
 import heapq
@@ -18,7 +19,7 @@ from mallee.worker.sched.policy import Order
 from mallee.worker.sched.sessions import Account
 
 Claim: TypeAlias = tuple[float, int, int, Branch, Branch]
-"""The rank of the last branch, the number of the one that is served for it, a serial number, the two."""
+"""One of a branch for the sake of another, or itself: rank of that, ticket, serial number, the two."""
 
 _MIN_LIMIT = 64
 
@@ -27,14 +28,7 @@ class FairQueue:
     """`members` are the branches that are queued; the one that was not served for longest is first."""
 
     __slots__ = (
-        "_claims",
-        "_gates",
-        "_limit",
-        "_num_claims",
-        "_order",
-        "_root",
-        "_turns",
-        "members",
+        *("_claims", "_gates", "_limit", "_num_claims", "_order", "_root", "_turns", "members"),
     )
 
     def __init__(self, order: Order, root: Account, gates: Gates) -> None:
@@ -144,7 +138,10 @@ class FairQueue:
             if found is not None:
                 return found
             heapq.heappop(turns)
-            del (self._turns if heap is None else self._claims)[account]
+            if heap is None:
+                del self._turns[account]
+            else:
+                del self._claims[account]
         return None
 
     def _first_true(self, heap: list[Claim]) -> Branch | None:
