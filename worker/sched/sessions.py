@@ -66,9 +66,10 @@ class Account:
         """Whether this session got more than another, by more than `num_tokens` of the other's."""
         if self.parent is not of.parent:
             return self.tenant.is_ahead(of.tenant, num_tokens)
-        return (
-            self.tag > of.level + num_tokens / of.weight
-        )  # one at the common time is ahead of none
+        theirs, now = of.tag, of.parent.now
+        if theirs < now:  # its level, without the call: a step asks for each session
+            theirs = now
+        return self.tag > theirs + num_tokens / of.weight
 
     def __repr__(self) -> str:
         return f"Account({self.key}, tag={self.tag}, weight={self.weight})"
