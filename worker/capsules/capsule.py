@@ -15,31 +15,45 @@ from mallee.worker.kv.text import Notation, Text, joined
 from mallee.worker.kv.tree import BranchTree
 
 
-class Below(NamedTuple):
-    """A capsule's copy below the device, which stays while the capsule does.
+class TextKV(NamedTuple):
+    """The KV of a text by name: keys of its blocks, the last one partial if the tokens end inside it.
 
-    `keys` are those of its blocks; the last one is a partial block if the tokens end inside one. `more` are
-    those of the rows of windows that are read after the tokens.
+    `more` are keys of what side groups of layers read after the tokens, as rows.
     """
 
-    tier: int
-    tokens: Text  # whose KV it is
+    tokens: Text
     salt: str
     keys: tuple[int, ...]
-    is_durable: bool  # on disk, with its record
-    is_held: bool  # in host memory
     more: tuple[int, ...] = ()
 
     @property
     def all_keys(self) -> tuple[int, ...]:
         return self.keys + self.more
 
+    def num_private(self, block_size: int) -> int:
+        """The number of keys, the last ones of all, that no event names: they are not of full blocks."""
+        return (len(self.tokens) % block_size > 0) + len(self.more)
+
+
+class Parked(NamedTuple):
+    """A capsule's copy below the device, which stays while the capsule does."""
+
+    kv: TextKV
+    tier: int
+    is_durable: bool = False  # on disk, with its record
+    is_held: bool = False  # in host memory
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether its blocks are there; else they are cache below the device, which may be gone."""
+        return self.is_durable or self.is_held
+
 
 @dataclass(frozen=True, slots=True)
 class Capsule:
     """State from which any number of branches can go on; holds `node`, if its KV is on the device.
 
-    With a copy `below` the device's is given up where there is no room.
+    With a copy that is `parked` the device's is given up where there is no room.
 
     `pending` are the last tokens of the text whose KV isn't computed yet (the token that was drawn
     last). `logits` (opaque) belong to the token after the boundary; None if `pending` must run first.
@@ -56,15 +70,20 @@ class Capsule:
     continuation: Continuation | None = None
     grammar: Grammar | None = None
     draft: None = None
-    below: Below | None = None
+    parked: Parked | None = None
+
+    @property
+    def copy(self) -> Parked:
+        """Its copy below the device, which it has if it has no node."""
+        assert self.parked is not None, "a capsule that is nowhere"
+        return self.parked
 
     @property
     def num_computed(self) -> int:
         """Tokens whose KV there is."""
         if self.node is not None:
             return self.node.end
-        assert self.below is not None, "a capsule that is nowhere"
-        return len(self.below.tokens)
+        return len(self.copy.kv.tokens)
 
     @property
     def boundary(self) -> int:
@@ -76,16 +95,14 @@ class Capsule:
         """The salt of its blocks."""
         if self.node is not None:
             return self.node.salt
-        assert self.below is not None, "a capsule that is nowhere"
-        return self.below.salt
+        return self.copy.kv.salt
 
     def text(self, notation: Notation, begin: int, end: int) -> Text:
         """Tokens `begin` to `end` of its text."""
         if self.node is not None:
             computed = path_texts(self.node, begin, end)
         else:
-            assert self.below is not None, "a capsule that is nowhere"
-            computed = [self.below.tokens[begin:end]]
+            computed = [self.copy.kv.tokens[begin:end]]
         num = self.num_computed
         pending = self.pending[max(0, begin - num) : max(0, end - num)]
         return joined(notation, *computed, pending)
@@ -101,42 +118,19 @@ class Capsule:
         return None if self.grammar is None else self.grammar.before(self.boundary - at)
 
 
-class Copied(NamedTuple):
-    """The KV of a node, to be copied: its tokens, and its blocks with their keys.
-
-    After the blocks of its tokens come `more`, the rows of windows that are read after them.
-    """
-
-    tokens: Text
-    keys: tuple[int, ...]
-    blocks: tuple[int, ...]  # those of `more` too; none: it is below already
-    has_tail: bool  # the last block of the tokens is a partial one
-    more: tuple[int, ...] = ()
-
-    @property
-    def all_keys(self) -> tuple[int, ...]:
-        return self.keys + self.more
-
-    @property
-    def num_untold(self) -> int:
-        """The number of keys, the last ones of all, that are not of full blocks."""
-        return self.has_tail + len(self.more)
-
-
-def copy_of(tree: BranchTree, node: Node) -> Copied:
-    """The parts of a copy of `node`. O(tokens)."""
-    size = tree.block_size
+def kv_of(tree: BranchTree, node: Node) -> TextKV:
+    """The KV of the text that ends with `node`, by name. O(tokens)."""
     tokens = joined(tree.notation, *path_texts(node, 0, node.end))
     keys: list[int] = tree.path_hashes(node).tolist()
-    num_blocks = -(-node.end // size)
-    has_tail = node.end % size > 0
     keys += _tail_key(tree, tokens, node.salt, keys)
-    blocks = tree.table(node)[:num_blocks].tolist()
     more = tree.window_keys(keys, node.end)
-    if tree.windows is not None:
-        blocks += tree.windows.rows_after(node, node.end)
-    whole = tree.notation.compact(tokens)
-    return Copied(whole, tuple(keys), tuple(blocks), has_tail, more)
+    return TextKV(tree.notation.compact(tokens), node.salt, tuple(keys), more)
+
+
+def blocks_of(tree: BranchTree, node: Node) -> tuple[int, ...]:
+    """The device's blocks of the text that ends with `node`, and rows, in the order of its keys."""
+    blocks: list[int] = tree.table(node)[: -(-node.end // tree.block_size)].tolist()
+    return (*blocks, *tree.window_rows(node, node.end))
 
 
 def block_keys(tree: BranchTree, tokens: Text, salt: str) -> tuple[int, ...]:
@@ -167,15 +161,15 @@ class CutText(NamedTuple):
 
     node: Node | None
     pending: tuple[int, ...]
-    below: Below | None = None
+    parked: Parked | None = None
 
     @property
     def boundary(self) -> int:
         """Its tokens."""
         if self.node is not None:
             return self.node.end + len(self.pending)
-        assert self.below is not None, "a text that is nowhere"
-        return len(self.below.tokens) + len(self.pending)
+        assert self.parked is not None, "a text that is nowhere"
+        return len(self.parked.kv.tokens) + len(self.pending)
 
 
 def cut_text(tree: BranchTree, node: Node, pending: Text | tuple[int, ...], at: int) -> CutText:
@@ -209,9 +203,9 @@ def lengthened(whole: Capsule, cut: CutText, residue: tuple[int, ...]) -> Capsul
         whole.id,
         cut.node,
         (*cut.pending, *residue),
-        None,
-        None if at < whole.boundary or residue else whole.matcher,
-        continuation,
-        grammar,
-        below=cut.below,
+        logits=None,
+        matcher=None if at < whole.boundary or residue else whole.matcher,
+        continuation=continuation,
+        grammar=grammar,
+        parked=cut.parked,
     )

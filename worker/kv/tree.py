@@ -283,9 +283,20 @@ class BranchTree:
         size = self.block_size
         return [node.blocks[i - node.base // size] for i, node in enumerate(nodes, start=begin)]
 
-    def window_keys(self, keys: Hashes | Sequence[int], num_tokens: int) -> tuple[int, ...]:
-        """Keys of the rows of windows that are read after `num_tokens` of a text, whose blocks are `keys`."""
-        return () if self.windows is None else tuple(self.windows.keys_after(keys, num_tokens))
+    def window_keys(
+        self, keys: Hashes | Sequence[int], num_tokens: int, begin: int = 0
+    ) -> tuple[int, ...]:
+        """Keys of the rows of windows, of blocks from `begin` on, that are read after `num_tokens` of a text.
+
+        `keys` are those of the text's blocks.
+        """
+        if self.windows is None:
+            return ()
+        return tuple(self.windows.keys_after(keys, num_tokens, begin))
+
+    def window_rows(self, node: Node, num_tokens: int, begin: int = 0) -> list[int]:
+        """The rows of `window_keys` on the path of `node`."""
+        return [] if self.windows is None else self.windows.rows_after(node, num_tokens, begin)
 
     def overlap(self, hashes: Hashes, nodes: AbstractSet[Node]) -> int:
         """The number of leading blocks of `hashes` in `nodes`, which has every node's parent too."""

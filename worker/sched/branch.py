@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
@@ -29,7 +29,6 @@ from mallee.protocol.messages import (
     Holder,
     Limits,
     Prefill,
-    Promote,
     Sampling,
 )
 from mallee.worker.forward import Constraint, Ids, Matcher, TokenHistory
@@ -49,7 +48,7 @@ WHOLE = ALL_BRANCHES
 GROUP = WHOLE - 1
 """GROUP - i is the index of a branch that computes a text for some of them, of which i is the first."""
 
-JobCommand: TypeAlias = Prefill | Generate | Fork | Promote
+JobCommand: TypeAlias = Prefill | Generate | Fork
 """The commands that begin branches."""
 
 _NOTHING = Continuation(Sampling(), Limits(0))  # of a prefill, which draws nothing
@@ -125,7 +124,7 @@ class Job:
     __slots__ = (
         *("borrowing", "branches", "cancelled", "command", "draws", "gateway", "grammar"),
         "grammar_begin",
-        *("has_penalties", "indices", "is_plain", "keys", "limits", "matchers", "num_drawn"),
+        *("has_penalties", "indices", "is_plain", "limits", "matchers", "num_drawn"),
         *("priorities", "salt", "sampling", "session", "shared", "start", "stop_ids"),
     )
 
@@ -139,14 +138,9 @@ class Job:
         resumed: Continuation | None = None,
         grammar: Grammar | None = None,
         grammar_begin: int | None = None,
-        keys: tuple[int, ...] = (),
     ) -> None:
-        """`resumed`: the branch that it goes on as, instead of one of the command's own.
-
-        `keys`: of all blocks of its text, if a capsule comes back from a lower tier.
-        """
+        """`resumed`: the branch that it goes on as, instead of one of the command's own."""
         self.command = command
-        self.keys = keys
         # Of the one branch that computes its prompt.
         self.borrowing = Borrowing(
             command.holders if isinstance(command, Prefill | Generate) else ()
@@ -154,7 +148,7 @@ class Job:
         self.salt = salt  # of the hashes of its blocks
         self.session: Session  # from `Scheduler.add` on
         self.matchers = matchers
-        self.draws = not isinstance(command, Prefill | Promote)
+        self.draws = not isinstance(command, Prefill)
         self.indices = _indices(command)  # of all branches that it ever has
         self.start = resumed or _start(command)
         self.num_drawn = self.start.drawn
@@ -188,7 +182,7 @@ class Job:
     def capsule(self, index: int) -> CapsuleId:
         """The id of the state that branch `index` leaves."""
         given = ""
-        if isinstance(self.command, Prefill | Promote):
+        if isinstance(self.command, Prefill):
             given = self.command.capsule
         return CapsuleId(given) if given else capsule_id(RequestId(self.command.request), index)
 
@@ -222,10 +216,19 @@ class Job:
         return Constraint(self.matchers[index if len(self.matchers) > 1 else 0])
 
 
+class Producer(Protocol):
+    """The tokens that others continue: of a branch that computes them, or of a capsule that comes back."""
+
+    @property
+    def node(self) -> Node | None:
+        """Ends with those that are there."""
+        ...
+
+
 class ForkPoint(NamedTuple):
     """`boundary` tokens, of which the KV of the first `base` is shared and `rest` must run again.
 
-    `node` has the first `base` tokens at its end or above; None if a `producer` computes them just now,
+    `node` has the first `base` tokens at its end or above; None if they are those of a `producer`,
     or if `base` is 0. `logits` belong to the token after the boundary, if there is no rest.
     """
 
@@ -233,7 +236,7 @@ class ForkPoint(NamedTuple):
     base: int
     rest: Text
     node: Node | None = None
-    producer: "Branch | None" = None
+    producer: Producer | None = None
     logits: object | None = None
 
 
@@ -273,8 +276,8 @@ class Branch:
     be drawn without a pass. `members` are the indices of the job's branches that wait for its tokens:
     with several of them it computes a text that they share, and draws nothing itself.
 
-    With a `producer` the branch continues the first `origin_len` tokens of another one that is still
-    computing them: it is gated, and gets its origin when they are there.
+    With a `producer` the branch continues the first `origin_len` tokens of that, which are not all there
+    yet: it is gated, and gets its origin when they are.
     """
 
     # Many wait for long, by the thousand: what is needed later is set later.
@@ -442,7 +445,7 @@ def _group_index(members: tuple[int, ...], job: Job) -> int:
 
 def _indices(command: JobCommand) -> range:
     match command:
-        case Prefill() | Promote():
+        case Prefill():
             return range(1)
         case Generate():
             return range(command.n)
@@ -453,7 +456,7 @@ def _indices(command: JobCommand) -> range:
 def _start(command: JobCommand) -> Continuation:
     """The first branch of `command`, as it begins."""
     match command:
-        case Prefill() | Promote():
+        case Prefill():
             return _NOTHING
         case Generate():
             drawn = command.drawn

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Protocol
 
 import numpy as np
 
@@ -30,18 +30,19 @@ from mallee.worker.transfer.peers import Ask, Loan
 from mallee.worker.transfer.values import PEER, Moved, Place
 
 
-class Receiver(NamedTuple):
-    """The engine, as it takes in what comes for a branch."""
+class Receiver(Protocol):
+    """Reads capsules that other workers lend."""
 
-    identity: Callable[[], str]
-    """That of its model, with the weights."""
-    opened: Callable[[Branch, Loan], Lent]
-    """The capsule that is lent for a branch, whose job has its state from now on.
+    def identity(self) -> str:
+        """That of the model, with the weights."""
+        ...
 
-    Raises CodecError, IncompatibleCapsule, InvalidParameter if it is of no use.
-    """
-    arrived: Callable[[Branch, object | None], None]
-    """All of the capsule that the branch is to be is here, with the logits of its next token."""
+    def opened(self, branch: Branch, loan: Loan) -> Lent:
+        """The capsule that is lent for `branch`, whose job has its state from now on.
+
+        Raises CodecError, IncompatibleCapsule, InvalidParameter if it is of no use.
+        """
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +85,7 @@ class Fetching:
         self._room = room
         self._under_way: set[_Fetch] = set()
         self._loans: dict[Loan, Branch] = {}
+        self._arrived: list[tuple[Branch, object | None]] = []
 
     def try_begin(self, budget: StepBudget, branch: Branch) -> bool:
         """Whether the next blocks of `branch` are fetched, or asked for; it computes nothing meanwhile."""
@@ -124,7 +126,7 @@ class Fetching:
         lent = branch.job.borrowing.lent
         if lent is not None and lent.is_capsule:
             return lent.keys[: lent.num_blocks], lent.num_tokens
-        return branch.job.keys or self._waiting.hashes(branch), branch.length
+        return self._waiting.hashes(branch), branch.length
 
     def _next(self, branch: Branch, lent: Lent | None) -> tuple[int, list[Part]]:
         """The next run of blocks from one place, and the position where it ends."""
@@ -261,7 +263,12 @@ class Fetching:
         if not branch.num_pending or has_all:
             branch.cached_tokens = branch.attached_tokens
             state = None if branch.num_pending else borrowing.state
-            self._receiver.arrived(branch, None if state is None else state.logits)
+            self._arrived.append((branch, None if state is None else state.logits))
+
+    def take_arrived(self) -> list[tuple[Branch, object | None]]:
+        """Branches of which all is here, with the logits of their next tokens; forgotten by this."""
+        arrived, self._arrived = self._arrived, []
+        return arrived
 
     # Loans
 

@@ -45,7 +45,7 @@ class Planner:
         self._left_out = None
         room.begin(step)
         self._waiting.update_claims()
-        may_admit = config.continuous or running.num == 0
+        may_admit = running.num == 0 or (config.continuous and not room.is_overdue)
         most = config.max_chunks or config.max_rows
         budget = StepBudget(step, config.max_step_tokens, config.max_rows, most, may_admit)
         self._admit_ready(budget)

@@ -253,6 +253,7 @@ class BlockBudget:
         self.failed: dict[Branch, PoolExhausted] = {}
         self.waiting: set[Branch] = set()  # for blocks that are leaving, in this step
         self.num_preemptions = 0
+        self.is_overdue = False  # others have waited for room for too long
         self._promises: dict[Branch, int] | None = None  # blocks by running prompt, in this step
         self._num_promised = 0
 
@@ -322,6 +323,31 @@ class BlockBudget:
         if self._promises is not None and branch.phase == "prefill":
             self._promise(branch)
         return Grown(True, preempted) if preempted else GROWN
+
+    def take(self, node: Node, num_tokens: int) -> Node | None:
+        """A child of `node` with room for tokens that come back from below, beside what runs; None: not yet.
+
+        The caller's hold passes to it. Raises PoolExhausted if nothing runs or waits that could make room.
+        """
+        tree, running = self._tree, self._running
+        self._promises = None  # since the last step some may be over
+        needed = -(-num_tokens // tree.block_size) + len(running.ready) + self._promised()
+        needed += self._spare
+        while True:
+            lacking = needed - tree.num_available
+            if not running.num or (lacking <= 0 and self._fits_windows(needed)):
+                try:
+                    return tree.reserve(node, num_tokens, is_fetched=True).node
+                except BlocksLeaving:
+                    return None
+                except PoolExhausted as error:
+                    if self._reclaim(error.fields["needed"] - tree.num_available, ()):
+                        continue
+                    if running.num or self._waiting.num_queued:
+                        return None
+                    raise
+            elif not self._reclaim(lacking, ()):
+                return None
 
     def stretch(self, branch: Branch, num_tokens: int) -> int:
         """Room for tokens behind all of `branch`, which has a node of its own: for how many of `num_tokens`.

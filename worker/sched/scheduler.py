@@ -14,7 +14,7 @@ from mallee.protocol.messages import Share
 from mallee.worker.kv.node import Node, Spare
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.branch import Branch, Phase, Plan, node_of
+from mallee.worker.sched.branch import Branch, Phase, Plan, Producer, node_of
 from mallee.worker.sched.fetching import Fetching, Receiver
 from mallee.worker.sched.planner import Planner
 from mallee.worker.sched.policy import POLICIES, SchedulerConfig
@@ -84,6 +84,7 @@ class Scheduler:
         )
         self._step = 0
         self._roomy: dict[Branch, Spare | None] = {}  # that got a block of `room_ahead`, in order
+        self._num_refused = 0  # steps in which a capsule that comes back got no room, since one did
         self._num_joint = 0  # members of all groups, less one of each
 
     def check_room(self, n: int) -> None:
@@ -149,6 +150,32 @@ class Scheduler:
             if is_fork and branch.origin_len > node.end:
                 branch.begin_before(producer, node.end, notation)
             self._open(branch, node)
+
+    def room_for(self, node: Node, num_tokens: int) -> Node | None:
+        """Room beside what runs for a capsule that comes back: see `BlockBudget.take`.
+
+        While it is refused that for too long no branch is admitted.
+        """
+        found = self._blocks.take(node, num_tokens)
+        self._num_refused = 0 if found is not None else self._num_refused + 1
+        self._blocks.is_overdue = self._num_refused >= self.config.ageing_steps > 0
+        return found
+
+    def continue_from(self, producer: Producer, node: Node) -> None:
+        """All tokens of `producer`, a capsule that came back, are in `node`: its forks go on."""
+        for branch in self._waiting.prefix_waits.passed(producer, None):
+            self._open(branch, node)
+
+    def replace_producer(self, producer: Producer, other: Branch) -> None:
+        """The forks of `producer`, a capsule that can't come back, wait for `other`, which computes it."""
+        for branch in self._waiting.prefix_waits.passed(producer, None):
+            branch.producer = other
+            branch.move("waiting")
+            self._waiting.hold(branch, other, branch.origin_len)
+
+    def abandoned(self, producer: Producer) -> list[Branch]:
+        """The forks of `producer`, which has no tokens for them: the caller must finish them."""
+        return self._waiting.prefix_waits.stranded(producer)
 
     def finish(self, branch: Branch, *, is_failed: bool = False) -> list[Branch]:
         """`branch` is over: it leaves the queues and lets go of its nodes.

@@ -16,7 +16,7 @@ from mallee.worker.kv.node import Node
 from mallee.worker.kv.paths import last_hash, with_ancestors
 from mallee.worker.kv.text import joined
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.branch import NOT_LOOKED_UP, Branch, FairQueue
+from mallee.worker.sched.branch import NOT_LOOKED_UP, Branch, FairQueue, Producer
 from mallee.worker.sched.policy import Policy, SchedulerConfig
 from mallee.worker.sched.sessions import Sessions
 
@@ -106,7 +106,7 @@ class Waiting:
         end = held + coming
         return Awaited(self.prefix_waits.producer_of(int(hashes[end - 1])), end * size)
 
-    def hold(self, branch: Branch, producer: Branch, num_tokens: int) -> None:
+    def hold(self, branch: Branch, producer: Producer, num_tokens: int) -> None:
         """Gate `branch` until `producer` has committed `num_tokens` tokens."""
         self.prefix_waits.hold(branch, producer, num_tokens)
         self.lend(branch)
@@ -279,18 +279,18 @@ class PrefixWaits:
     __slots__ = ("_departed", "_in_flight", "_waiting", "num")
 
     def __init__(self) -> None:
-        self._waiting: dict[Branch, list[tuple[int, int, Branch]]] = {}
+        self._waiting: dict[Producer, list[tuple[int, int, Branch]]] = {}
         self._in_flight: dict[int, Branch] = {}
         self._departed: dict[Branch, list[int]] = {}  # hashes of the blocks that each computes
         self.num = 0
 
-    def hold(self, branch: Branch, producer: Branch, num_tokens: int) -> None:
+    def hold(self, branch: Branch, producer: Producer, num_tokens: int) -> None:
         """`branch` is gated until `producer` has committed `num_tokens` tokens."""
         branch.move("gated")
-        branch.waits_for = producer
+        branch.waits_for = producer if isinstance(producer, Branch) else None
         self._push(branch, producer, num_tokens)
 
-    def passed(self, producer: Branch, num_tokens: int | None) -> list[Branch]:
+    def passed(self, producer: Producer, num_tokens: int | None) -> list[Branch]:
         """Let through, and return, branches that need at most `num_tokens` of `producer` (None: all).
 
         Their phase is the caller's to move on.
@@ -320,7 +320,7 @@ class PrefixWaits:
                 self._push(branch, producer, branch.origin_len)
         return through
 
-    def stranded(self, producer: Branch) -> list[Branch]:
+    def stranded(self, producer: Producer) -> list[Branch]:
         """The forks of `producer`, which it will never let through: they must be finished."""
         through = self.passed(producer, None)
         self.num += len(through)
@@ -337,7 +337,7 @@ class PrefixWaits:
                 if branch.phase == "gated":
                     yield branch
 
-    def _push(self, branch: Branch, producer: Branch, num_tokens: int) -> None:
+    def _push(self, branch: Branch, producer: Producer, num_tokens: int) -> None:
         entry = (num_tokens, branch.ticket, branch)
         heapq.heappush(self._waiting.setdefault(producer, []), entry)
         self.num += 1
@@ -375,5 +375,7 @@ class PrefixWaits:
         """Raise AssertionError on a broken invariant."""
         gated = list(self)
         assert len(gated) == len(set(gated)) == self.num, "gated branches counted wrong"
-        assert all(not p.is_over for p in self._waiting), "a branch waits for one that is over"
+        assert not any(isinstance(p, Branch) and p.is_over for p in self._waiting), (
+            "a branch waits for one that is over"
+        )
         assert all(s.is_running for s in self._in_flight.values()), "in flight without running"

@@ -174,11 +174,11 @@ class LowerTiers:
         blocks: Sequence[int],
         end: Callable[[Moved], None],
         *,
-        num_untold: int,
+        num_private: int,
     ) -> None:
         """Copy what is not in host memory of `keys` there, and hold all of them.
 
-        `num_untold`: so many of them, the last ones, are no full blocks. `end` is called when all are there,
+        `num_private`: so many of them, the last ones, are no full blocks. `end` is called when all are there,
         or with the error for which none of them is held. Raises TierFull, with nothing changed.
         """
         host = self._host
@@ -201,7 +201,7 @@ class LowerTiers:
             Place(DEVICE, tuple(blocks[i] for i in new)),
             Place(HOST, tuple(keys[i] for i in new)),
             ended,
-            untold=keys[len(keys) - num_untold :],
+            untold=keys[len(keys) - num_private :],
         )
         host.hold(missing)
 
@@ -213,7 +213,7 @@ class LowerTiers:
         blocks: Sequence[int] | None,
         end: Callable[[Moved], None],
         *,
-        num_untold: int,
+        num_private: int,
         owner: str = "",
         is_kept: bool = True,
     ) -> None:
@@ -228,7 +228,7 @@ class LowerTiers:
             here = tuple(key for key in keys if key not in self._disk)
             source = Place(HOST, here)
         record = Record(name, payload, tuple(keys), owner, is_kept)
-        untold = keys[len(keys) - num_untold :]
+        untold = keys[len(keys) - num_private :]
         self._start(source, Place(DISK, here), end, record=record, untold=untold)
 
     def _spill_oldest(self) -> None:
@@ -375,7 +375,9 @@ class LowerTiers:
         """
         claimed = [key for part in parts if part.source.tier == HOST for key in part.source.ids]
         self._host.hold(claimed)
-        if (blocks := room()) is not None:
+        try:
+            if (blocks := room()) is None:
+                return False
             num_left, num_come = len(parts), len(blocks)
 
             def ended(part: Part, moved: Moved) -> None:
@@ -390,8 +392,9 @@ class LowerTiers:
             for part in parts:
                 target = Place(DEVICE, tuple(blocks[i] for i in part.at))
                 self._start(part.source, target, partial(ended, part))
-        self._host.release(claimed)
-        return blocks is not None
+            return True
+        finally:
+            self._host.release(claimed)
 
     def _fetched(self, tier: int, moved: Moved) -> None:
         self._counts[f"num_fetched_{TIER_NAMES[tier]}"] += moved.num_blocks

@@ -59,7 +59,7 @@ def test_a_capsule_that_loses_the_device_on_its_way_down_is_where_the_answer_say
     assert bench.engine._capsules.peek("a.0").node is None
     move_all(bench, movers[0])
     assert bench.replies["d"].status.tier == TIER_NAMES[tier]
-    held = bench.engine._capsules.peek("a.0").below
+    held = bench.engine._capsules.peek("a.0").parked
     assert (held.is_held, held.is_durable) == (tier == HOST, tier == DISK)
 
 
@@ -88,7 +88,7 @@ def test_an_answer_whose_blocks_went_on_says_where_they_are(make_bench: MakeBenc
     for i in range(6):  # its blocks are pushed out of host memory, to disk
         bench.run(generate(f"other{i}", [7 + i] * 40, 1))
     bench.run(Inspect("j", "a.0"))
-    keys = bench.engine._capsules.peek("a.0").below.all_keys
+    keys = bench.engine._capsules.peek("a.0").parked.kv.all_keys
     tiers = {bench.engine._lower.tier(key) for key in keys}
     assert tiers == {HOST, DISK}
     assert bench.replies["j"].status.tier == "disk"

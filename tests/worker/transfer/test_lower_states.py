@@ -180,7 +180,7 @@ class TransferMachine(RuleBasedStateMachine):
                 self.held.append(keys)
 
         try:
-            self.lower.park(keys, blocks, ended, num_untold=0)
+            self.lower.park(keys, blocks, ended, num_private=0)
         except TierFull:
             end()
 
@@ -223,7 +223,7 @@ class TransferMachine(RuleBasedStateMachine):
         self.num_records += 1
         blocks = self.computed(keys)
         name = f"c{self.num_records % 2}"  # few are there at once
-        self.lower.commit(name, b"", keys, blocks, self.given_up(blocks), num_untold=0)
+        self.lower.commit(name, b"", keys, blocks, self.given_up(blocks), num_private=0)
 
     @rule(name=st.sampled_from(["c0", "c1"]))
     def forget(self, name: str) -> None:
