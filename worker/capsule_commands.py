@@ -29,7 +29,7 @@ from mallee.worker.kv.tree import BranchTree
 from mallee.worker.requests import RequestTable
 from mallee.worker.sched.branch import Branch, CapsuleState, Lent
 from mallee.worker.transfer.loans import Loans
-from mallee.worker.transfer.peers import Ask, Loan
+from mallee.worker.transfer.values import Ask, Loan
 from mallee.worker.updates import UpdateSink
 
 

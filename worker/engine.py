@@ -75,8 +75,7 @@ from mallee.worker.speculation.speculator import SpeculationStats, Speculator
 from mallee.worker.transfer.disk import DiskStore
 from mallee.worker.transfer.loans import Loans
 from mallee.worker.transfer.lower import LowerTiers
-from mallee.worker.transfer.peers import Ask, Loan
-from mallee.worker.transfer.values import DISK, HOST
+from mallee.worker.transfer.values import DISK, HOST, Ask, Loan
 
 MakeTiers: TypeAlias = Callable[[Journal, KVMemory], LowerTiers]
 """Makes the tiers below a device whose blocks are that memory."""
@@ -305,14 +304,15 @@ class Engine:
             or self._capsules.is_expiry_due
             or (self._moves.waiting and not self._scheduler.is_stalled)
             or self._has_moved
-            or self._loans.has_news
+            or (self._loans.open and self._loans.has_ended)
         )
 
     @property
     def _has_moved(self) -> bool:
         """Whether a step would take in the end of a move, or end a loan."""
-        return (self._lower is not None and self._lower.has_news) or (
-            self._fetching is not None and self._fetching.has_loan_to_end
+        lower, fetching = self._lower, self._fetching
+        return (lower is not None and bool(lower.under_way) and lower.has_ended) or (
+            fetching is not None and bool(fetching.loans) and fetching.has_loan_to_end
         )
 
     def multi_step_limit(self) -> int:
@@ -392,26 +392,16 @@ class Engine:
         watch = self._watch
         if watch is not None:
             watch.begun()
-        self._capsules.expire()
-        self._loans.settle()
-        if self._lower is not None:
-            self._lower.settle()
-            for name in self._lower.take_lost():
-                self._capsules.lose_record(name)
-            if self._fetching is not None:
-                for branch, logits in self._fetching.take_arrived():
-                    self._requests.end_arrived(branch, logits)
-        if self._moves.waiting:
-            self._moves.begin_restores()
-        if self._moves.unrestored:
-            self._requests.take_unrestored()
+        if self._capsules.next_expiry <= self._clock():
+            self._capsules.expire()
+        self._take_moved()
         if self._requests.has_inbox:
             self._requests.take_inbox()
         plan = self._scheduler.plan()
         if self._lower is not None and self._lower.evicts_beside:
             self._scheduler.make_room_ahead()
         if self._lower is not None:
-            self._scheduler.is_stalled = plan.is_empty and self._lower.num_moving > 0
+            self._scheduler.is_stalled = bool(self._lower.under_way) and plan.is_empty
         if self._speculator is not None:
             self._draft(self._speculator, plan)
         if debug_log.is_on("steps"):
@@ -459,11 +449,30 @@ class Engine:
             self._scheduler.drop_ahead()
         self._scheduler.follow(plan)
         if self._lower is not None:
-            self._lower.give_way(bool(self._scheduler.decodes))
+            is_decoding = bool(self._scheduler.decodes)
+            if self._lower.gives_way != is_decoding:
+                self._lower.give_way(is_decoding)
         result = self._end_step()
         if watch is not None:
             watch.ended()
         return result
+
+    def _take_moved(self) -> None:
+        """Take in moves, loans and capsules that have come to an end, and begin what waits for room."""
+        if self._loans.open:
+            self._loans.settle()
+        if self._lower is not None and self._lower.under_way:
+            self._lower.settle()
+            for name in self._lower.take_lost():
+                self._capsules.lose_record(name)
+        if self._fetching is not None and (arrived := self._fetching.arrived):
+            self._fetching.arrived = []
+            for branch, logits in arrived:
+                self._requests.end_arrived(branch, logits)
+        if self._moves.waiting:
+            self._moves.begin_restores()
+        if self._moves.unrestored:
+            self._requests.take_unrestored()
 
     def _draft(self, speculator: Speculator, plan: Plan) -> None:
         """Give `plan` drafts. What raises leaves of the step what the plan did (`step`)."""
@@ -476,7 +485,7 @@ class Engine:
     def _end_step(self) -> StepResult:
         if self._requests.has_wanted:
             self._capsule_commands.submit_wanted()
-        if self._fetching is not None:
+        if self._fetching is not None and self._fetching.loans:
             self._fetching.end_loans()
         self._num_steps += 1
         if self._tree.pool.watch is not None:

@@ -213,7 +213,7 @@ def make_tree(
         windows=windows,
         ranks=retention,
         offload=lower.offload if lower is not None and lower.has_host else None,
-        offload_rows=partial(lower.offload, are_untold=True)
+        offload_rows=partial(lower.offload, are_private=True)
         if lower is not None and lower.has_host
         else None,
     )

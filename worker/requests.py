@@ -362,7 +362,7 @@ class RequestTable:
     # Capsules that can't come back
 
     def take_unrestored(self) -> None:
-        """What waits for a capsule that finds no room ends; one whose KV is gone is computed again."""
+        """Forks of a capsule that finds no room end; one whose KV is gone is computed again."""
         unrestored = self._moves.unrestored
         while unrestored:
             restore, error = unrestored.pop(0)

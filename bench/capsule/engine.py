@@ -29,10 +29,8 @@ from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.storage.files import Directory
 from mallee.worker.storage.volume import Volume, VolumeConfig
-from mallee.worker.transfer.carrier import Carrier
 from mallee.worker.transfer.lower import LowerTiers
-from mallee.worker.transfer.movers import ThreadedMover
-from mallee.worker.transfer.pace import Pace
+from mallee.worker.transfer.movers import Carrier, Pace, ThreadedMover
 from mallee.worker.transfer.prices import MeasuredPrices
 
 GIVEN_WAY_BYTES_S = 2 << 30

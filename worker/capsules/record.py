@@ -17,8 +17,7 @@ from mallee.protocol.model import ModelSpec
 from mallee.worker.capsules.capsule import Capsule, Parked, TextKV
 from mallee.worker.kv.text import Text, joined
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.transfer.peers import Loan
-from mallee.worker.transfer.values import DISK
+from mallee.worker.transfer.values import DISK, Loan
 
 MAX_STATE_NBYTES: Final = 4 << 20
 """Of a record beside its tokens and its logits: a grammar's source, ids that end an answer, keys."""

@@ -37,7 +37,7 @@ from mallee.worker.kv.paths import path_texts
 from mallee.worker.kv.text import Notation, Text, joined
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.sessions import Session, Sessions, Tenant, Turns
-from mallee.worker.transfer.peers import Loan
+from mallee.worker.transfer.values import Loan
 
 NOT_LOOKED_UP = (-1, 0)
 """No version of the tree, no blocks: `Branch.found` before the first look."""

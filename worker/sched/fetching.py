@@ -26,8 +26,7 @@ from mallee.worker.sched.budget import StepBudget
 from mallee.worker.sched.running import BlockBudget, Running
 from mallee.worker.sched.waiting import Waiting
 from mallee.worker.transfer.lower import MAX_FETCH_BLOCKS, LowerTiers, Part
-from mallee.worker.transfer.peers import Ask, Loan
-from mallee.worker.transfer.values import PEER, Moved, Place
+from mallee.worker.transfer.values import PEER, Ask, Loan, Moved, Place
 
 
 class Receiver(Protocol):
@@ -84,8 +83,10 @@ class Fetching:
         self._running = running
         self._room = room
         self._under_way: set[_Fetch] = set()
-        self._loans: dict[Loan, Branch] = {}
-        self._arrived: list[tuple[Branch, object | None]] = []
+        self.loans: dict[Loan, Branch] = {}
+        """Those of others, with the branch that each is for; to be read only."""
+        self.arrived: list[tuple[Branch, object | None]] = []
+        """Branches of which all is here, with the logits of their next tokens, for their owner to take."""
 
     def try_begin(self, budget: StepBudget, branch: Branch) -> bool:
         """Whether the next blocks of `branch` are fetched, or asked for; it computes nothing meanwhile."""
@@ -263,12 +264,7 @@ class Fetching:
         if not branch.num_pending or has_all:
             branch.cached_tokens = branch.attached_tokens
             state = None if branch.num_pending else borrowing.state
-            self._arrived.append((branch, None if state is None else state.logits))
-
-    def take_arrived(self) -> list[tuple[Branch, object | None]]:
-        """Branches of which all is here, with the logits of their next tokens; forgotten by this."""
-        arrived, self._arrived = self._arrived, []
-        return arrived
+            self.arrived.append((branch, None if state is None else state.logits))
 
     # Loans
 
@@ -298,7 +294,7 @@ class Fetching:
         """A holder has answered."""
         loan = moved.loan
         if loan is not None:
-            self._loans[loan] = branch
+            self.loans[loan] = branch
         if branch.phase != "fetching":
             return  # it is ended with the others of branches that need none
         if loan is not None:
@@ -322,23 +318,23 @@ class Fetching:
 
     def end_loans(self) -> None:
         """End the loans that nothing will be read of any more."""
-        for loan, branch in list(self._loans.items()):
+        for loan, branch in list(self.loans.items()):
             borrowing = branch.job.borrowing
             if borrowing.lent is not None and borrowing.lent.loan is loan:
                 if branch.phase in ("fetching", "prefill") and branch.may_fetch:
                     continue
                 borrowing.lent = None
-            del self._loans[loan]
+            del self.loans[loan]
             loan.close()
 
     @property
     def has_loan_to_end(self) -> bool:
         """Whether a branch that had one is over."""
-        return any(branch.phase not in ("fetching", "prefill") for branch in self._loans.values())
+        return any(branch.phase not in ("fetching", "prefill") for branch in self.loans.values())
 
     def close(self) -> None:
         """End all loans."""
-        for loan in self._loans:
+        for loan in self.loans:
             loan.close()
 
     def holds(self) -> Counter[Node]:

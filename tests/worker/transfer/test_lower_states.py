@@ -21,8 +21,8 @@ from mallee.protocol.events import Removed, Stored, unpack_hashes
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.watch import Row, Rows
 from mallee.worker.storage.volume import Read
-from mallee.worker.transfer.carrier import Carrier
 from mallee.worker.transfer.lower import LowerTiers, Part
+from mallee.worker.transfer.movers import Carrier
 from mallee.worker.transfer.prices import MeasuredPrices
 from mallee.worker.transfer.values import DISK, HOST, PEER, Moved, Place
 from support.examples import examples
@@ -291,7 +291,7 @@ class TransferMachine(RuleBasedStateMachine):
                 self.mover.tell(0)
             self.lower.settle()
             self.books_are_true()
-        assert self.num_open == self.lower.num_moving == 0
+        assert self.num_open == len(self.lower.under_way) == 0
         assert self.free == set(range(NUM_BLOCKS))
         assert self.lower.stats().host_held == len({key for keys in self.held for key in keys})
 
