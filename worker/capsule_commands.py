@@ -176,12 +176,13 @@ class PeerCapsules:
         return self._forward.spec.identity
 
     def opened(self, branch: Branch, loan: Loan) -> Lent:
-        borrowing, salt = branch.job.borrowing, branch.job.salt
+        pull, salt = branch.job.pull, branch.job.salt
+        assert pull is not None, "no holder was asked"
         if not isinstance(branch.job.command, Prefill):
             raise IncompatibleCapsule("", [("command", "a capsule", "an answer")])
         record = checked_loan(loan, branch.tokens, self._tree, self._forward.spec)
         logits = None if record.logits is None else self._forward.undump(record.logits)
-        borrowing.state = CapsuleState(record.continuation, record.grammar, logits)
+        pull.state = CapsuleState(record.continuation, record.grammar, logits)
         keys = block_keys(self._tree, branch.tokens[: record.num_computed], salt)
         return Lent(
             loan,

@@ -395,6 +395,8 @@ class Engine:
         if self._capsules.next_expiry <= self._clock():
             self._capsules.expire()
         self._take_moved()
+        if not self._requests.jobs:
+            return self._rest()
         if self._requests.has_inbox:
             self._requests.take_inbox()
         plan = self._scheduler.plan()
@@ -452,6 +454,21 @@ class Engine:
             is_decoding = bool(self._scheduler.decodes)
             if self._lower.gives_way != is_decoding:
                 self._lower.give_way(is_decoding)
+        result = self._end_step()
+        if watch is not None:
+            watch.ended()
+        return result
+
+    def _rest(self) -> StepResult:
+        """The end of a step without requests: of moves, replies and events alone."""
+        plan, watch = Plan([], [], [], [], []), self._watch
+        self._scheduler.is_stalled = self._lower is not None and bool(self._lower.under_way)
+        if watch is not None:
+            watch.planned(plan)
+        self._passes.run(plan)
+        if watch is not None:
+            watch.launched()
+            watch.collected()
         result = self._end_step()
         if watch is not None:
             watch.ended()

@@ -141,7 +141,8 @@ class RequestTable:
         start = ForkPoint(node.end, node.end, empty(), node, None, logits)
         if not isinstance(job.command, Fork):  # whose branches are counted
             self.num_forks += len(group.members)
-        job.borrowing.give_up()  # its prompt is computed
+        if job.pull is not None:
+            job.pull.give_up()  # its prompt is computed
         self._grow(job, start, {(index,): empty() for index in group.members})
         first = job.branches[group.members[0]]
         self.num_cached -= node.end  # the first branch is the one that computed it
@@ -279,7 +280,8 @@ class RequestTable:
             return Capsule(
                 name, node, pending, logits, matcher, branch.continuation, branch.grammar
             )
-        state = branch.job.borrowing.state
+        pull = branch.job.pull
+        state = None if pull is None else pull.state
         if state is None:
             return Capsule(
                 name, node, pending, logits, matcher, command.continuation, command.grammar

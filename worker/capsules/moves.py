@@ -176,7 +176,7 @@ class CapsuleMoves:
         def ended(error: MalleeError | None) -> None:
             self._capsules.forgo_parked(nbytes)
             if error is None:
-                self._parked(capsule.id, copy)
+                self._parked(capsule, copy)
 
         try:
             if tier == HOST:
@@ -211,15 +211,15 @@ class CapsuleMoves:
             end_read()
             raise
 
-    def _parked(self, key: CapsuleId, copy: Parked) -> None:
+    def _parked(self, capsule: Capsule, copy: Parked) -> None:
         """The copy is there: the capsule lies there, if it is still that text, and nowhere lower."""
-        found = self._capsules.peek(key)
-        if found is not None and self._is_of(copy.kv, found):
+        found = self._capsules.peek(capsule.id)
+        if found is not None and (found is capsule or self._is_of(copy.kv, found)):
             old = found.parked
             if old is None or old.tier <= copy.tier or not old.is_sure:
                 self._capsules.park(found, copy)
                 return
-            self._capsules.drop(key)
+            self._capsules.drop(found.id)
         if copy.is_held:
             assert self._lower is not None, "parked, without tiers"
             self._lower.release(copy.kv.all_keys)

@@ -79,11 +79,9 @@ class CapsuleStats(NamedTuple):
 class _Weight(NamedTuple):
     """The budget that a kept capsule takes: blocks of `node`, or bytes if it is parked."""
 
-    node: Node | None  # None: the device can do without its blocks
-    num_blocks: int  # as if it shared none
-    nbytes: int
-    tier: int  # the lowest where it lies
-    kv_blocks: int  # there, as if it shared none
+    node: Node | None = None  # None: the device can do without its blocks
+    num_blocks: int = 0  # as if it shared none
+    nbytes: int = 0
 
 
 @dataclass(slots=True)
@@ -128,8 +126,6 @@ class CapsuleRegistry:
         # Of kept capsules.
         self._num_blocks = 0  # shared ones counted for each
         self._nbytes_parked = 0
-        self._num_by_tier = [0, 0, 0]
-        self._blocks_by_tier = [0, 0, 0]
         self._num_replaced = self._num_refused = 0
 
     # Asking
@@ -592,15 +588,14 @@ class CapsuleRegistry:
 
     def _weigh(self, capsule: Capsule) -> _Weight:
         """The weight of `capsule` where it lies, if it were kept."""
-        kv_blocks = -(-capsule.num_computed // self._tree.block_size)
         if capsule.parked is None:
             num_blocks = self._tree.weight(capsule.boundary) + self.limits.row_blocks
-            return _Weight(capsule.node, num_blocks, 0, DEVICE, kv_blocks)
+            return _Weight(capsule.node, num_blocks)
         num_keys = len(capsule.parked.kv.all_keys)
         nbytes = CAPSULE_NBYTES + TOKEN_NBYTES * capsule.boundary + KEY_NBYTES * num_keys
         nbytes += len(encode(capsule.continuation)) + len(encode(capsule.grammar))
         nbytes += self.limits.row_nbytes if capsule.logits is not None else 0
-        return _Weight(None, 0, nbytes, capsule.parked.tier, kv_blocks)
+        return _Weight(nbytes=nbytes)
 
     def _weigh_in(self, entry: _Entry) -> None:
         """The capsule of `entry` is kept from now on, or lies elsewhere than before."""
@@ -615,8 +610,6 @@ class CapsuleRegistry:
     def _count(self, weight: _Weight, sign: int) -> None:
         self._num_blocks += sign * weight.num_blocks
         self._nbytes_parked += sign * weight.nbytes
-        self._num_by_tier[weight.tier] += sign
-        self._blocks_by_tier[weight.tier] += sign * weight.kv_blocks
 
     # Reading
 
@@ -652,14 +645,21 @@ class CapsuleRegistry:
         return (c.matcher for c in self if c.matcher is not None)
 
     def stats(self) -> CapsuleStats:
+        """O(capsules)."""
+        num_by_tier, blocks_by_tier = [0, 0, 0], [0, 0, 0]
+        for each in self:
+            if each.id not in self._replaceable:
+                tier = DEVICE if each.parked is None else each.parked.tier
+                num_by_tier[tier] += 1
+                blocks_by_tier[tier] += -(-each.num_computed // self._tree.block_size)
         return CapsuleStats(
             kept=len(self._entries) - len(self._replaceable),
             replaceable=len(self._replaceable),
             num_replaced=self._num_replaced,
             num_refused=self._num_refused,
             nbytes_below=self._nbytes_parked,
-            num_by_tier=tuple(self._num_by_tier),
-            blocks_by_tier=tuple(self._blocks_by_tier),
+            num_by_tier=tuple(num_by_tier),
+            blocks_by_tier=tuple(blocks_by_tier),
             max_blocks=self.limits.max_kept_blocks,
         )
 
@@ -685,6 +685,4 @@ class CapsuleRegistry:
         kept = [weight for weight in weights if weight is not None]
         assert self._num_blocks == sum(each.num_blocks for each in kept), "kept blocks"
         assert self._nbytes_parked == sum(each.nbytes for each in kept), "kept bytes"
-        tiers = [each.tier for each in kept]
-        assert self._num_by_tier == [tiers.count(tier) for tier in range(3)], "kept, by tier"
         assert self._promised_nbytes >= 0, "given back, but never promised"

@@ -78,7 +78,7 @@ class Lent(NamedTuple):
     is_foreign: bool = False  # as in `Peer`
 
 
-class Borrowing:
+class Pull:
     """Progress of one job with the holders of its text's KV, of which each is asked once.
 
     `lent` is the loan it has now; `state` what a holder told of the capsule that it is. `skips_local`: what
@@ -93,11 +93,6 @@ class Borrowing:
         self.state: CapsuleState | None = None
         self.skips_local = False
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more is borrowed."""
-        return self.lent is None and not self._holders
-
     def next_capsule(self) -> Holder | None:
         """The next holder that names a capsule, while none has told its state."""
         if self.state is not None or self.lent is not None:
@@ -106,9 +101,15 @@ class Borrowing:
         return None if found is None else self._holders.pop(found)
 
     def next_holder(self) -> Holder | None:
-        return self._holders.pop(0) if self._holders else None
+        """The next that names none, if the job has one."""
+        while self._holders:
+            holder = self._holders.pop(0)
+            if not holder.capsule:
+                return holder
+        return None
 
     def give_up(self) -> None:
+        """Nothing more is pulled."""
         self._holders, self.lent = [], None
 
 
@@ -122,7 +123,7 @@ class Job:
     """
 
     __slots__ = (
-        *("borrowing", "branches", "cancelled", "command", "draws", "gateway", "grammar"),
+        *("branches", "cancelled", "command", "draws", "gateway", "grammar", "pull"),
         "grammar_begin",
         *("has_penalties", "indices", "is_plain", "limits", "matchers", "num_drawn"),
         *("priorities", "salt", "sampling", "session", "shared", "start", "stop_ids"),
@@ -141,10 +142,10 @@ class Job:
     ) -> None:
         """`resumed`: the branch that it goes on as, instead of one of the command's own."""
         self.command = command
-        # Of the one branch that computes its prompt.
-        self.borrowing = Borrowing(
-            command.holders if isinstance(command, Prefill | Generate) else ()
-        )
+        # Of the one branch that computes its prompt; None: nothing of it is with other workers.
+        self.pull: Pull | None = None
+        if isinstance(command, Prefill | Generate) and command.holders:
+            self.pull = Pull(command.holders)
         self.salt = salt  # of the hashes of its blocks
         self.session: Session  # from `Scheduler.add` on
         self.matchers = matchers

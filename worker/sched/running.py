@@ -49,7 +49,8 @@ class Running:
         branch.job.session.num_running += 1
         branch.room = 0
         branch.may_fetch = True
-        branch.job.borrowing.skips_local = False
+        if branch.job.pull is not None:
+            branch.job.pull.skips_local = False
         if branch.logits is not None:
             branch.move("ready")
             self.ready[branch] = None

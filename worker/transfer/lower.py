@@ -188,14 +188,15 @@ class LowerTiers:
         or with the error for which none of them is held. Raises TierFull, with nothing changed.
         """
         host = self._host
-        here = [key for key in keys if key in host]
+        here = host.known(keys)
         host.hold(here)  # the new ones must not take their room
         num_missing, room = len(keys) - len(here), host.num_room
         if num_missing > room:
             host.release(here)
             raise TierFull("host", num_missing, room, host.num_slots)
-        missing = [key for key in keys if key not in host]
-        new = [i for i, key in enumerate(keys) if not host.is_whole(key)]
+        there, whole = set(here), set(host.whole(keys))
+        missing = [key for key in keys if key not in there]
+        new = [i for i, key in enumerate(keys) if key not in whole]
         self._counts["num_parked"] += num_missing
 
         def ended(moved: Moved) -> None:
@@ -204,8 +205,8 @@ class LowerTiers:
             end(moved)
 
         self._start(
-            Place(DEVICE, tuple(blocks[i] for i in new)),
-            Place(HOST, tuple(keys[i] for i in new)),
+            Place(DEVICE, tuple([blocks[i] for i in new])),
+            Place(HOST, tuple([keys[i] for i in new])),
             ended,
             private=keys[len(keys) - num_private :],
         )
@@ -427,16 +428,15 @@ class LowerTiers:
         If it ends well they are known at the target: then an event names them, but for those `private`.
         """
         host, keys = self._host, (source if target.tier == DEVICE else target).ids
-        for key in keys if target.tier == HOST else ():
-            gone = host.expect(key)
-            if gone in self._published:
-                self._published.remove(gone)
-                self._journal.removed(gone, tier=HOST)
-        if source.tier == HOST:
+        if target.tier == HOST:
+            for gone in host.expect(keys):
+                if gone in self._published:
+                    self._published.remove(gone)
+                    self._journal.removed(gone, tier=HOST)
+            target = Place(HOST, host.slots(keys))
+        elif source.tier == HOST:
             host.hold(keys)
-            source = Place(HOST, tuple(map(host.slot, keys)))
-        elif target.tier == HOST:
-            target = Place(HOST, tuple(map(host.slot, keys)))
+            source = Place(HOST, host.slots(keys))
         after = self._carrier.memory.mark()
         move = Transfer(self._next_number, source, target, record, after, is_eviction)
         self._begin(move, end, keys, frozenset(private))
@@ -546,14 +546,12 @@ class LowerTiers:
 
     def num_leading(self, keys: Sequence[int]) -> int:
         """The number of leading blocks of `keys` in host memory."""
-        num = 0
-        while num < len(keys) and self._host.is_whole(keys[num]):
-            num += 1
-        return num
+        is_whole = self._host.is_whole
+        return next((i for i, key in enumerate(keys) if not is_whole(key)), len(keys))
 
     def rows(self, keys: Sequence[int]) -> list[Row]:
         """The bytes of `keys`, which are held in host memory."""
-        return [self._carrier.arena[self._host.slot(key)] for key in keys]
+        return [self._carrier.arena[slot] for slot in self._host.slots(keys)]
 
     def has(self, tier: int) -> bool:
         """Whether there is such a tier."""
