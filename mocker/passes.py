@@ -132,8 +132,11 @@ class TimedForward:
         num_last = sum(chunk.is_last for chunk in plan.chunks)
         return [None] * (len(plan.decodes) + num_drafted + num_last)
 
-    def multi_step(self, branches: Sequence[Branch], num_steps: int) -> Sequence[Text]:
-        """Takes no time: `multi_step_s` said what it takes before it began."""
+    def draw(self, branches: Sequence[Branch], num_steps: int) -> Sequence[Text]:
+        """The next tokens of decodes, drawn in so many passes; no branch is changed.
+
+        It takes no time: `Timing.multi_step_s` said what it takes before it began.
+        """
         self.num_passes += num_steps
         drawn = self._drawn
         return [

@@ -186,7 +186,7 @@ class PeerCapsules:
         keys = block_keys(self._tree, branch.tokens[: record.num_computed], salt)
         return Lent(
             loan,
-            (*keys, *self._tree.window_keys(keys, record.num_computed)),
+            (*keys, *self._tree.side_keys(keys, record.num_computed)),
             num_blocks=len(keys),
             num_tokens=record.num_computed,
             is_capsule=True,

@@ -116,21 +116,6 @@ class StepSampler:
         self._masks: _Masks | None = None
         self._filler: ThreadPoolExecutor | None = None
 
-    def multi_step_limit(self, branches: Iterable[Branch]) -> int:
-        """The number of tokens that each of `branches` can draw before its tokens must be looked at."""
-        limit = 1 << 62
-        has_eos = bool(self._eos)
-        for branch in branches:
-            job = branch.job
-            if not job.is_plain or job.stop_ids or not branch.draws:
-                return 0
-            if has_eos and not job.limits.ignore_eos:
-                return 0
-            left = job.limits.max_tokens - branch.num_output
-            if left < limit:
-                limit = left
-        return limit
-
     # Grammars
 
     def matchers(self, command: Prefill | Generate, tokens: Text) -> tuple[Matcher, ...]:

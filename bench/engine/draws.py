@@ -21,7 +21,7 @@ from bench.measure import machine
 from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw, LogprobQuery, TokenHistory, distinct, num_words
 from mallee.worker.model.backend import choose_sampler
-from mallee.worker.model.kernels.race import race
+from mallee.worker.model.cpu.race import race
 from mallee.worker.model.sampling.sampler import sample
 
 KINDS = {

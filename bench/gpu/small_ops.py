@@ -17,13 +17,14 @@ import torch
 from bench.gpu.shapes import TINY
 from bench.measure import machine
 from mallee.worker.model.config import ModelConfig
-from mallee.worker.model.cuda_ops import choose_ops
+from mallee.worker.model.cpu.ops import FusedOps
 from mallee.worker.model.graphs.device import CudaGraphs
+from mallee.worker.model.kernels.cuda_ops import choose_ops
 from mallee.worker.model.kernels.triton_launch import NoTriton, TritonKernels
 from mallee.worker.model.linear.rounded import Rounding
 from mallee.worker.model.loading.config_json import parse_config
 from mallee.worker.model.loading.random_weights import read_shape
-from mallee.worker.model.ops import FusedOps, Ops
+from mallee.worker.model.ops import Ops
 from mallee.worker.model.rotary import Turn
 
 CALLS = 20

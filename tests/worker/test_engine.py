@@ -348,17 +348,6 @@ def test_what_is_wrong_is_refused_every_time(
         assert is_refused == (options is wrong)
 
 
-def test_draws_are_counted_in_strides_too(make_bench: Callable[..., Any]) -> None:
-    bench = make_bench(block_size=16)
-    bench.submit(Generate("g", pack_tokens(PROMPT[:5]), Limits(9)))
-    bench.step()
-    bench.step()
-    limit = bench.engine.multi_step_limit()
-    assert limit == 7
-    bench.engine.multi_step(limit)
-    assert bench.engine.stats().num_output_tokens == 9
-
-
 # Equal steps, and what a tight pool costs
 
 

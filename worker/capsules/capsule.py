@@ -123,14 +123,14 @@ def kv_of(tree: BranchTree, node: Node) -> TextKV:
     tokens = joined(tree.notation, *path_texts(node, 0, node.end))
     keys: list[int] = tree.path_hashes(node).tolist()
     keys += _tail_key(tree, tokens, node.salt, keys)
-    more = tree.window_keys(keys, node.end)
+    more = tree.side_keys(keys, node.end)
     return TextKV(tree.notation.compact(tokens), node.salt, tuple(keys), more)
 
 
 def blocks_of(tree: BranchTree, node: Node) -> tuple[int, ...]:
     """The device's blocks of the text that ends with `node`, and rows, in the order of its keys."""
     blocks: list[int] = tree.table(node)[: -(-node.end // tree.block_size)].tolist()
-    return (*blocks, *tree.window_rows(node, node.end))
+    return (*blocks, *tree.side_rows(node, node.end))
 
 
 def block_keys(tree: BranchTree, tokens: Text, salt: str) -> tuple[int, ...]:

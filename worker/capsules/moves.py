@@ -428,7 +428,7 @@ class CapsuleMoves:
         if begin < held:  # side groups gave up theirs: it comes back with them, by host memory
             own = [int(key) for key in full[begin:held]]
             tree.offload(own, tree.blocks_of(own, begin))
-        wanted = (*kv.keys[begin:], *tree.window_keys(kv.keys, end, begin))
+        wanted = (*kv.keys[begin:], *tree.side_keys(kv.keys, end, begin))
         parts = lower.parts(wanted)
         is_whole = sum(len(part.at) for part in parts) == len(wanted)
         if not is_whole or not lower.is_cheaper(parts, end - node.end):
@@ -444,7 +444,7 @@ class CapsuleMoves:
             restore.node, restore.num_blocks = found, len(wanted)
             first = begin - found.base // size  # it may have been merged with those above it
             blocks = found.blocks[first : first + len(kv.keys) - begin]
-            return blocks + tree.window_rows(found, end, begin)
+            return blocks + tree.side_rows(found, end, begin)
 
         try:
             if lower.fetch(parts, room, lambda num: self._fetched(restore, num)):

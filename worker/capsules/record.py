@@ -91,7 +91,7 @@ def capsule_on_disk(record: CapsuleRecord, tree: BranchTree, logits: object | No
     """The capsule of `record`, which is on disk. O(tokens)."""
     num, text = record.num_computed, tree.notation.read(record.tokens)
     keys = tuple(unpack_hashes(record.keys).tolist())
-    kv = TextKV(tree.notation.compact(text[:num]), record.salt, keys, tree.window_keys(keys, num))
+    kv = TextKV(tree.notation.compact(text[:num]), record.salt, keys, tree.side_keys(keys, num))
     return Capsule(
         CapsuleId(record.capsule),
         None,
@@ -107,7 +107,7 @@ def checked_loan(loan: Loan, text: Text, tree: BranchTree, spec: ModelSpec) -> C
     """The record of `loan`, as `checked_record`, which also has all of the blocks that it names."""
     tokens = tree.notation.dump(text)
     record = checked_record(loan.record, tokens, spec, block_size=tree.block_size)
-    num_rows = len(tree.window_keys(range(record.num_blocks), record.num_computed))
+    num_rows = len(tree.side_keys(range(record.num_blocks), record.num_computed))
     if loan.num_blocks != (due := record.num_blocks + num_rows):
         raise IncompatibleCapsule(record.capsule, [("blocks", str(loan.num_blocks), str(due))])
     return record

@@ -395,7 +395,7 @@ class CapsuleRegistry:
         if not base:
             return CutText(tree.attach(NO_HASHES, kv.salt, 0), rest)
         keys = kv.keys[: -(-base // size)]
-        more = tree.window_keys(keys, base)
+        more = tree.side_keys(keys, base)
         was_held = capsule.copy.is_held
         is_held = was_held and lower is not None and lower.hold((*keys, *more))
         if was_held and not is_held and more:  # what is read there went on elsewhere

@@ -13,12 +13,12 @@ import torch
 import xxhash
 
 from mallee.worker.kv.pool import runs
+from mallee.worker.kv.sides.group import RowSpan
 from mallee.worker.kv.watch import Row, Rows
-from mallee.worker.kv.windows import RowSpan
 from mallee.worker.memory.copies import CopyStream
 from mallee.worker.memory.refusals import shed
 from mallee.worker.memory.transfer import sent
-from mallee.worker.model.kernels.copies import ALIGNMENT, copy_pieces, prepare
+from mallee.worker.model.cpu.copies import ALIGNMENT, copy_pieces, prepare
 
 _NO_NUMBERS: dict[torch.dtype, tuple[Any, Any]] = {
     torch.float32: (np.uint32(0x7F800000), np.uint32((127 + 60) << 23)),
@@ -159,7 +159,7 @@ class TorchKV:
 
 
 class GroupedKV(TorchKV):
-    """The same with window groups, each of whose blocks is several rows to read and write (`kv.windows`).
+    """The same with window groups, each of whose blocks is several rows to read and write (`kv.sides`).
 
     Checks know blocks of the first of `memories`, the full group's, alone.
     """

@@ -23,7 +23,7 @@ from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.worker.forward import Draw, Drawing, ForwardBatch, Logits, LogprobQuery, Row
 from mallee.worker.gaps import ClockMarks, WorkGaps
 from mallee.worker.kv.node import BlockCopy
-from mallee.worker.kv.windows import row_spans
+from mallee.worker.kv.sides.group import row_spans
 from mallee.worker.memory.budget import GRAPHS, Budget, Room, Work, check_context
 from mallee.worker.memory.copies import CudaCopies
 from mallee.worker.memory.marks import CudaMarks
@@ -194,19 +194,18 @@ class TorchForward:
         self.shares_reads = shares_reads
         slot = (2, config.num_kv_heads, config.head_dim)
         sizes = [(len(g.layers), g.num_blocks(num_blocks, block_size)) for g in spec.groups]
-        sizes = sizes or [(config.num_layers, num_blocks)]
         self._memories = memories or [  # with a block for rows of padding, that no pool hands out
             _lazy_zeros((layers, (blocks + 1) * block_size, *slot), kv_dtype, self._device)
             for layers, blocks in sizes
         ]
         kept = [memory[:, :-block_size] for memory in self._memories]
         self._memory = kept[0]  # of the full group
-        groups = [group.layers for group in spec.groups] or [tuple(range(config.num_layers))]
+        groups = [group.layers for group in spec.groups]
         places = {layer: (g, i) for g, own in enumerate(groups) for i, layer in enumerate(own)}
         self._layers = [
             self._memories[g][i] for g, i in (places[layer] for layer in range(config.num_layers))
         ]
-        self._windows = tuple(group.window for group in spec.windows)
+        self._windows = tuple(group.window for group in spec.sides)
         copies = CudaCopies(there) if (there := self._memory.device).type == "cuda" else None
         self.memory = TorchKV(self._memory, block_size, copies)
         if self._windows:
@@ -430,7 +429,7 @@ class TorchForward:
         for num_slots, same in by_size.items():
             offsets = np.arange(num_slots)
             for g, kept in enumerate(self._memories):
-                pairs = [(c.windows[g - 1] if g and c.windows else c[:2]) for c in same]
+                pairs = [(c.sides[g - 1] if g and c.sides else c[:2]) for c in same]
                 slots = np.array(pairs)[:, :, None] * size + offsets
                 sources, targets = sent(slots, torch.device(self._device)).unbind(1)
                 memory = movable(kept)
@@ -609,7 +608,7 @@ def _affordable(budget_bytes: int | None, specs: Sequence[ModelSpec], block_size
         raise ConfigError(
             f"kv_budget_bytes={budget_bytes} is less than one block of {block_nbytes} bytes; raise it"
         )
-    if not any(spec.groups for spec in specs):
+    if not any(spec.sides for spec in specs):
         return budget_bytes // block_nbytes
     most = budget_bytes // sum(spec.block_nbytes(block_size) for spec in specs)
     fits = bisect_right(

@@ -83,35 +83,22 @@ class Planner:
         most = min(self._config.max_rows, self._config.max_step_tokens)
         return min(most, self._config.max_decodes or most)
 
-    def multi_step_limit(self) -> int:
-        """See `Scheduler.multi_step_limit`; no branch waits."""
-        running, size, free = self._running, self._blocks.block_size, self._blocks.num_free
-        if running.ready or running.prefills or running.fetching or not running.num:
-            return 0
-        if running.num > self.max_decodes:
-            return 0
-        limit = size
-        for s in running.decodes():
-            filled = s.origin_len + len(s.tokens) - 1
-            if filled >= s.room:
-                free -= 1
-                if s.room == 0 or free < 0:
-                    return 0  # it needs a node of its own, or blocks of others
-            left = size - filled % size
-            if left < limit:
-                limit = left
-        return limit
+    @property
+    def is_steady(self) -> bool:
+        """Whether all that runs decodes, and a step has room for all of it; no branch waits."""
+        running = self._running
+        is_decoding = not (running.ready or running.prefills or running.fetching)
+        return is_decoding and 0 < running.num <= self.max_decodes
 
-    def multi_step(self, last_step: int) -> list[Branch]:
-        """See `Scheduler.multi_step`."""
-        decodes, grow = self._running.decodes(), self._blocks.grow
-        for s in decodes:
-            s.last_step = last_step
+    def decoded(self, step: int) -> None:
+        """Steady steps are over, `step` is the last: make room for the tokens of their decodes."""
+        grow = self._blocks.grow
+        for s in self._running.decodes():
+            s.last_step = step
             if s.origin_len + len(s.tokens) > s.room:
                 grow(s, 1)
         self._drew_only = self._left_decodes_out = False
         self._sessions.close(None, self._lowest_held_back_of)
-        return decodes
 
     # First tokens
 

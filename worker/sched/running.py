@@ -318,7 +318,7 @@ class BlockBudget:
                 if victim is branch:
                     return Grown(False, preempted)
         branch.node = node
-        branch.room = node.base + len(node.blocks) * tree.block_size
+        branch.room = tree.room(node, num_tokens)
         if copy is not None:
             self.copies[branch] = copy
         if self._promises is not None and branch.phase == "prefill":
@@ -428,12 +428,9 @@ class BlockBudget:
 
     def _fits_windows(self, num_blocks: int) -> bool:
         """Whether the window groups have room for what is needed of so many blocks at a time."""
-        windows = self._tree.windows
-        if windows is None:
-            return True
         computing = len(self._running.prefills) + 1
         own = -(-self._step_tokens // self.block_size) + len(self._running.ready)
-        return windows.has_room(num_blocks, computing, own)
+        return self._tree.have_room(num_blocks, computing, own)
 
     def _make_way(self, branch: Branch) -> Grown:
         """Preempt branches that `branch` comes before, if then it fits.

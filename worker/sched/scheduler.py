@@ -211,23 +211,20 @@ class Scheduler:
         """Have cache leave for what the next steps may need."""
         self._blocks.make_room_ahead()
 
-    def multi_step_limit(self) -> int:
-        """The number of next steps that are sure to be the same: all decodes run, nothing else happens.
-
-        No block gets full before the last of them, and none is evicted for their sake. 0: not even one.
-        """
-        return 0 if self._waiting.num else self._planner.multi_step_limit()
-
     @property
     def decodes(self) -> list[Branch]:
         """The branches that decode, in the order of a batch; to be read only."""
         return self._running.decodes()
 
-    def multi_step(self, num_steps: int) -> list[Branch]:
-        """Take so many such steps at once; returns the branches that decode, with room reserved."""
-        decodes = self._planner.multi_step(self._step + num_steps)
+    @property
+    def is_steady(self) -> bool:
+        """Whether the next step is sure to be its decodes and nothing else, if they have room."""
+        return not self._waiting.num and self._planner.is_steady
+
+    def decoded(self, num_steps: int) -> None:
+        """So many steady steps were taken elsewhere: reserve the blocks of the tokens they compute."""
         self._step += num_steps
-        return decodes
+        self._planner.decoded(self._step)
 
     def make_room(self, branch: Branch, num_tokens: int) -> int:
         """Room for a draft of `branch`, a decode of the last plan: for how many of so many tokens."""

@@ -24,11 +24,11 @@ from mallee.worker.forward import Draw, Forward, ForwardBatch, Logits, Row
 from mallee.worker.kv.audit import check_tree
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node, Reservation
-from mallee.worker.kv.paths import flatten, flatten_windows, path_hashes
+from mallee.worker.kv.paths import flatten, path_hashes, side_tables
 from mallee.worker.kv.pool import BlockPool
+from mallee.worker.kv.sides.make import make_sides
 from mallee.worker.kv.text import TokenNotation
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.kv.windows import window_groups
 from mallee.worker.sched.branch import Branch, Job, node_of
 from mallee.worker.speculation.drafters import text_of
 from mallee.worker.speculation.worth import StepCosts
@@ -80,7 +80,7 @@ class DraftModel:
             size,
             self._journal,
             notation=TokenNotation(self._vocab_size),
-            windows=window_groups(forward.spec.groups, forward.num_blocks, size),
+            sides=make_sides(forward.spec.groups, forward.num_blocks, size, self._journal),
         )
         self._followed: OrderedDict[Branch, _Followed] = OrderedDict()  # used last: at the end
         self._costs = StepCosts()
@@ -261,8 +261,8 @@ class DraftModel:
 
     def _row(self, followed: _Followed, tokens: list[int], start: int, num_logits: int) -> Row:
         node, size = followed.node, self._block_size
-        windows = flatten_windows(node, size)
-        return Row(as_tokens(tokens), start, flatten(node, size), num_logits, windows)
+        sides = side_tables(node, size)
+        return Row(as_tokens(tokens), start, flatten(node, size), num_logits, sides)
 
     def _draw(self, branch: Branch, logits: Logits, draft: Sequence[int]) -> Draw:
         """The draw of `branch` after `draft`, but for what its grammar forbids."""

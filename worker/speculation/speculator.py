@@ -176,16 +176,6 @@ class Speculator:
             for acceptance in self._branches[branch].accepted:
                 acceptance.rest(branch.num_output)
 
-    def multi_step_limit(self, branches: Iterable[Branch]) -> int:
-        """The number of next steps in which nothing is drafted for any of `branches`."""
-        limit = 1 << 62
-        for branch in branches:
-            state = self._branches.get(branch)
-            if state is None:
-                return 0
-            limit = min(limit, *(each.paused(branch.num_output) for each in state.accepted))
-        return limit
-
     def stats(self) -> SpeculationStats:
         return SpeculationStats(self._num_drafted, self._num_accepted)
 

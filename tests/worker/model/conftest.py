@@ -25,7 +25,7 @@ class Sequences:
         self.forward = forward
         size, total = forward.block_size, forward.num_blocks
         # One table for all groups of layers: ids that every group has.
-        num_blocks = min([total, *(g.num_blocks(total, size) for g in forward.spec.windows)])
+        num_blocks = min([total, *(g.num_blocks(total, size) for g in forward.spec.sides)])
         self.free = list(np.random.default_rng(seed).permutation(num_blocks))
         self.tables: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}

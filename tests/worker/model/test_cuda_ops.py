@@ -17,12 +17,12 @@ from mallee.worker.model import ops as torch_ops
 from mallee.worker.model import runner
 from mallee.worker.model.backend import choose_backend
 from mallee.worker.model.config import Activation
-from mallee.worker.model.cuda_ops import CudaOps, KernelWrong, check, choose_ops
 from mallee.worker.model.graphs.decode import GraphOptions
+from mallee.worker.model.kernels.cuda_ops import CudaOps, KernelWrong, check, choose_ops
 from mallee.worker.model.kernels.triton_launch import NoTriton, TritonKernels
 from mallee.worker.model.linear.choose import Machine, make_linear
 from mallee.worker.model.linear.matrix import Quantized
-from mallee.worker.model.linear.plain import plain_linear
+from mallee.worker.model.linear.plain import Plain
 from mallee.worker.model.linear.rounded import RoundedFloat8, Rounding, rounded_rows
 from mallee.worker.model.linear.scheme import Scheme
 from mallee.worker.model.ops import Ops, Turn
@@ -110,7 +110,7 @@ def test_a_sum_and_its_norm_are_those_of_torch(
     kept = torch.float32 if is_wide else dtype
     norm, own = (kernels.random(width, seed=i, dtype=kept) for i in (2, 3))
     agrees(kernels.ops.norm(x, norm, 1e-6), PLAIN.norm(x, norm, 1e-6))
-    linear = plain_linear(torch.eye(width, dtype=dtype, device=kernels.device))
+    linear = Plain.view(torch.eye(width, dtype=dtype, device=kernels.device))
     options = {"own_norm": own if has_own else None, "norm": norm, "eps": 1e-6}
     found = kernels.ops.added_norm(linear, x, residual.clone(), **options)
     expected = PLAIN.added_norm(linear, x, residual.clone(), **options)

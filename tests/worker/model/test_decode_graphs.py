@@ -17,7 +17,7 @@ from mallee.protocol.model import WeightVersion
 from mallee.testing.quantized import with_kv_scales
 from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.forward import Draw, ForwardBatch
-from mallee.worker.kv.windows import row_spans
+from mallee.worker.kv.sides.group import row_spans
 from mallee.worker.model.graphs.decode import NO_GRAPHS, GraphOptions, padded_size, padding_row
 from mallee.worker.model.runner import TorchForward
 from support import flashinfer_emulator

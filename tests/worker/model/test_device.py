@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from mallee.testing.random_model import random_model
-from mallee.worker.model.attention.amx import TiledAttention
 from mallee.worker.model.attention.torch import TorchAttention
 from mallee.worker.model.backend import choose_backend
-from mallee.worker.model.ops import FusedOps, Ops
+from mallee.worker.model.cpu.attention import TiledAttention
+from mallee.worker.model.cpu.ops import FusedOps
+from mallee.worker.model.ops import Ops
 from mallee.worker.model.tolerance import TOLERANCES
 from support.forward_schedule import run_schedule
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mallee.worker.model.config import Activation
-from mallee.worker.model.kernels import amx
-from mallee.worker.model.kernels.jit import (
+from mallee.worker.model.cpu import amx
+from mallee.worker.model.cpu.jit import (
     Kernel,
     floats,
     from_half,
@@ -16,9 +16,10 @@ from mallee.worker.model.kernels.jit import (
     to_half,
     words,
 )
-from mallee.worker.model.linear.pages import PAGE_NBYTES, take_large_pages
+from mallee.worker.model.cpu.ops import MIN_PARALLEL_NUMEL, FusedOps
+from mallee.worker.model.cpu.pages import PAGE_NBYTES, take_large_pages
 from mallee.worker.model.loading.config_json import parse_config
-from mallee.worker.model.ops import MIN_PARALLEL_NUMEL, FusedOps, Ops, Turn
+from mallee.worker.model.ops import Ops, Turn
 from mallee.worker.model.rotary import Rotary, inverse_frequencies
 from support.torch_threads import torch_threads
 

@@ -233,29 +233,6 @@ def test_what_a_sister_drew_is_accepted_and_what_differs_costs_little() -> None:
     assert after.num_drafted - before.num_drafted < 0.2 * 8 * 60
 
 
-def test_several_steps_are_taken_at_once_only_while_nothing_is_drafted() -> None:
-    """I15, part: a pause of all drafters is such a time; the answers stay."""
-    text, limits = list(range(1, 14)), Limits(90, ignore_eos=True)
-    plain = played(generate("r", text, limits))
-    engine = make_engine(speculates=True)
-    engine._tree.pool.watch = None
-    assert engine._speculator is not None
-    engine._speculator.drafters = (Knowing("wrong", plain.answers(), vocab=VOCAB),)
-    engine.submit(generate("r", text, limits), "g")
-    tokens: list[int] = []
-    num_single = num_at_once = 0
-    while engine.has_work:
-        limit = engine.multi_step_limit()
-        result = engine.multi_step(limit) if limit > 1 else engine.step()
-        num_at_once += limit > 1
-        num_single += limit < 2
-        for frame in result.frames.values():
-            tokens += [t for update in frame.updates for t in update.tokens]
-    assert tokens == plain.answers()["r", 0]
-    assert num_at_once > 5
-    assert num_single > 5
-
-
 def test_a_step_too_large_by_its_drafts_ends_no_branch() -> None:
     """F27, part: it is taken again without drafts, and those branches have none for a while."""
     text, limits = list(range(1, 6)), Limits(60, ignore_eos=True)

@@ -81,18 +81,3 @@ class RoundedFloat8(QuantizedLinear):
     @property
     def label(self) -> str:
         return f"float8 times float8, {self._rounding.label}"
-
-
-class RoundedInt8(QuantizedLinear):
-    """By torch._int_mm on a CPU: 0.6 to 1.1 of the time of bfloat16, packed by oneDNN (measured)."""
-
-    __slots__ = ()
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        values, scales, _ = self._matrix
-        rounded, own = rounded_rows(x, torch.int8)
-        return (torch._int_mm(rounded, values.t()) * own * scales.t()).to(x.dtype)
-
-    @property
-    def label(self) -> str:
-        return "int8 times int8"

@@ -16,10 +16,10 @@ import numpy as np
 from mallee.figures.charts import Line, cdf_figure, curves_figure
 from mallee.figures.files import made_folder
 from mallee.figures.page import Facts, Page, write_page
+from mallee.figures.replays.write import facts
 from mallee.figures.style import BLUE, GREY, ORANGE, Look, require_matplotlib
 from mallee.mocker.replay.config import ReplayConfig
-from mallee.mocker.report.pool import Done, Failed, Job, Run, run_jobs
-from mallee.mocker.report.write import facts
+from mallee.mocker.sweeps.pool import Done, Failed, Job, Run, run_jobs
 from mallee.mocker.timing.profiles import DEFAULT_TIMING
 from mallee.protocol.errors import ConfigError
 from mallee.traces.made import fan_out_workload

@@ -7,11 +7,11 @@ from typing import Any, Final
 
 from mallee.figures.files import made_folder
 from mallee.figures.page import Facts, Page, Table, Tile, write_page
+from mallee.figures.replays.sweep_charts import pareto_figure
+from mallee.figures.replays.write import facts
 from mallee.figures.style import require_matplotlib
 from mallee.figures.text import milliseconds, number, percent
-from mallee.mocker.report.sweep import FIGURES, Fleet, Sweep, interval_of
-from mallee.mocker.report.sweep_charts import pareto_figure
-from mallee.mocker.report.write import facts
+from mallee.mocker.sweeps.sweep import FIGURES, Fleet, Sweep, interval_of
 from mallee.protocol.errors import ConfigError
 
 CSV_COLUMNS: Final = (

@@ -13,13 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from mallee.cli.main import cli
-from mallee.cli.mocker.profile import wait_of
+from mallee.cli.profile.command import wait_of
+from mallee.cli.profile.measure import Profiler, Sweep
+from mallee.cli.profile.steps import PHASES, StepTimes, record_steps, summary
 from mallee.mocker.passes import mock_spec
 from mallee.mocker.timing import Timing
 from mallee.mocker.timing.files import GridData, read_timing
 from mallee.mocker.timing.grid import Grid
-from mallee.mocker.timing.measure import Profiler, Sweep
-from mallee.mocker.timing.steps import PHASES, StepTimes, record_steps, summary
 from mallee.protocol.errors import ConfigError, MalleeError
 from mallee.protocol.ids import RequestId, capsule_id
 from mallee.protocol.messages import Fork, Generate, Limits, Prefill, pack_tokens

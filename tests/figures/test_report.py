@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from mallee.figures import page, style, text
 from mallee.figures.charts import Line, cdf_figure, curves_figure
+from mallee.figures.replays import run_charts
+from mallee.figures.replays.write import CSV_COLUMNS, write_csv, write_report
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.result import Result
 from mallee.mocker.replay.run import replay
-from mallee.mocker.report import run_charts
-from mallee.mocker.report.write import CSV_COLUMNS, write_csv, write_report
 from mallee.mocker.timing import Fixed, Timing
 from mallee.protocol.errors import ConfigError
 from mallee.testing.workloads import made

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from mallee.cli.main import cli
+from mallee.figures.replays.scenes import Conditions, all_jobs, ideal_hit_rate, make_figures
+from mallee.figures.replays.write_sweep import CSV_COLUMNS, about_seeds, advice, cells, write_sweep
 from mallee.mocker.replay.config import ReplayConfig
-from mallee.mocker.report.pool import Run
-from mallee.mocker.report.scenes import Conditions, all_jobs, ideal_hit_rate, make_figures
-from mallee.mocker.report.sweep import (
+from mallee.mocker.sweeps.pool import Run
+from mallee.mocker.sweeps.sweep import (
     Fleet,
     Grid,
     Spread,
@@ -25,7 +26,6 @@ from mallee.mocker.report.sweep import (
     mark_frontier,
     spread_of,
 )
-from mallee.mocker.report.write_sweep import CSV_COLUMNS, about_seeds, advice, cells, write_sweep
 from mallee.protocol.errors import ConfigError
 from mallee.traces.made import fan_out_workload, sessions_workload
 from mallee.traces.read import read_workload

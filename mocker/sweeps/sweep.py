@@ -17,7 +17,7 @@ from math import comb, inf, isfinite, nan
 from typing import Any, Final, NamedTuple
 
 from mallee.mocker.replay.config import ReplayConfig
-from mallee.mocker.report.pool import Done, Failed, Job, Run, run_jobs
+from mallee.mocker.sweeps.pool import Done, Failed, Job, Run, run_jobs
 from mallee.protocol.errors import ConfigError
 from mallee.traces.workload import Workload
 

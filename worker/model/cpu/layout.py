@@ -5,7 +5,7 @@ Sizes are in bytes, offsets in words of 8 bytes.
 
 from typing import NamedTuple
 
-from mallee.worker.model.kernels.jit import inner
+from mallee.worker.model.cpu.jit import inner
 
 COLUMNS = 16
 """Columns (query heads of tokens) in a tile, and key slots in a run."""

@@ -14,7 +14,7 @@ from numba.core import cgutils as untyped_cgutils
 from numba.core import config as untyped_config
 from numba.core import types
 
-from mallee.worker.model.kernels.jit import literal_primitive, primitive
+from mallee.worker.model.cpu.jit import literal_primitive, primitive
 
 LANES = 16
 """Words of 32 bits in a vector; rows and columns of a tile of float32."""

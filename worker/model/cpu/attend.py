@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mallee.worker.model.kernels.amx import (
+from mallee.worker.model.cpu.amx import (
     exponents,
     interleave,
     prefetch,
@@ -24,7 +24,7 @@ from mallee.worker.model.kernels.amx import (
     tiles_save,
     transpose,
 )
-from mallee.worker.model.kernels.jit import (
+from mallee.worker.model.cpu.jit import (
     Kernel,
     claim,
     floats,
@@ -35,7 +35,7 @@ from mallee.worker.model.kernels.jit import (
     to_half,
     words,
 )
-from mallee.worker.model.kernels.layout import CONTROL, KEYS, LINE, TILE, Scratch, scratch_at
+from mallee.worker.model.cpu.layout import CONTROL, KEYS, LINE, TILE, Scratch, scratch_at
 
 _HIDDEN = np.float32(-1e38)
 _LOWEST = np.float32(-1e30)  # above all hidden scores, so that 2**(hidden - lowest) is 0

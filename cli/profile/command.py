@@ -20,7 +20,7 @@ from mallee.cli.options import JsonOption, check_file, print_json, require_serve
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mallee.mocker.timing.measure import Sweep
+    from mallee.cli.profile.measure import Sweep
     from mallee.protocol.model import ModelSpec
     from mallee.worker.model.runner import TorchForward
 
@@ -97,7 +97,7 @@ def profile(
         if target is not None:
             _check_target(option, target)
     require_serve_extra()
-    from mallee.mocker.timing.measure import Sweep
+    from mallee.cli.profile.measure import Sweep
 
     console = Console(stderr=True)
     threads = threads or os.cpu_count() or 1
@@ -198,8 +198,8 @@ def _record(
     console: Console,
 ) -> int:
     """Write the trace of an engine's steps, and print the time of each phase. Returns their number."""
-    from mallee.mocker.timing.measure import warm_up
-    from mallee.mocker.timing.steps import record_steps, save_trace, summary
+    from mallee.cli.profile.measure import warm_up
+    from mallee.cli.profile.steps import record_steps, save_trace, summary
 
     warm_up(forward)
     record = partial(
@@ -222,7 +222,7 @@ def _measure(
     console: Console,
 ) -> float:
     """Write the times of passes. Returns their jitter."""
-    from mallee.mocker.timing.measure import Profiler
+    from mallee.cli.profile.measure import Profiler
 
     sweep = wanted.fitted_to(forward.spec.max_model_len, forward.num_blocks, BLOCK_SIZE)
     with console.status("measuring ..."):

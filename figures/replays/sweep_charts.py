@@ -8,7 +8,7 @@ import numpy as np
 
 from mallee.figures.charts import doublings
 from mallee.figures.style import INK, look_of, new_figure, plain_log_ticks, styled
-from mallee.mocker.report.sweep import Fleet, Sweep
+from mallee.mocker.sweeps.sweep import Fleet, Sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

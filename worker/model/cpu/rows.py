@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mallee.worker.model.kernels.jit import (
+from mallee.worker.model.cpu.jit import (
     Kernel,
     claim,
     exp2,

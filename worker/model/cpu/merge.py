@@ -1,10 +1,10 @@
-"""Adds up what attention found for a token in several parts (see `attention`), over the weights' sum."""
+"""Adds up what attention found for a token in several parts (see `attend`), over the weights' sum."""
 
 from typing import Any
 
 import numpy as np
 
-from mallee.worker.model.kernels.jit import (
+from mallee.worker.model.cpu.jit import (
     Kernel,
     claim,
     exp2,
@@ -14,7 +14,7 @@ from mallee.worker.model.kernels.jit import (
     to_half,
     words,
 )
-from mallee.worker.model.kernels.layout import CONTROL
+from mallee.worker.model.cpu.layout import CONTROL
 
 
 @inner

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba.core import types
 
-from mallee.worker.model.kernels.jit import Kernel, primitive, words
+from mallee.worker.model.cpu.jit import Kernel, primitive, words
 
 ALIGNMENT = 16
 """Of addresses and sizes, in bytes."""

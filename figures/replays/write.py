@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mallee.figures.files import made_folder
 from mallee.figures.page import Facts, Page, Table, Tile, write_page
+from mallee.figures.replays.run_charts import run_figures
 from mallee.figures.style import require_matplotlib
 from mallee.figures.text import milliseconds, number, percent, seconds
-from mallee.mocker.report.run_charts import run_figures
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from mallee.worker.model.attention.base import MIN_SHARED_SAVING, AttentionSplit, Ints, Reads
-from mallee.worker.model.kernels import amx
-from mallee.worker.model.kernels.attention import attend
-from mallee.worker.model.kernels.layout import COLUMNS, CONTROL, LINE, MAX_TILES, scratch_at
-from mallee.worker.model.kernels.merge import merge
+from mallee.worker.model.cpu import amx
+from mallee.worker.model.cpu.attend import attend
+from mallee.worker.model.cpu.layout import COLUMNS, CONTROL, LINE, MAX_TILES, scratch_at
+from mallee.worker.model.cpu.merge import merge
 
 MIN_KEYS = 512
 """A job is divided between threads by its keys into runs of at least this many."""
