@@ -85,12 +85,14 @@ def fold(tokens: Sequence[int]) -> Any:
     return np.full(STATE_WORDS, digest, np.uint64) + np.arange(STATE_WORDS, dtype=np.uint64)
 
 
-def fold_tokens(prompt: Sequence[int], n: int, *, sampling: Sampling, seed: int) -> list[int]:
+def fold_tokens(
+    prompt: Sequence[int], n: int, *, sampling: Sampling, seed: int, vocab_size: int = 8
+) -> list[int]:
     """The n tokens that one sequence draws after `prompt`, computed from the tokens alone."""
     tokens = list(prompt)
     for _ in range(n):
         logits = _mixed(digest_of(tokens), tokens)
-        tokens.append(draw_token(8, Draw(logits, sampling, seed, len(tokens))))
+        tokens.append(draw_token(vocab_size, Draw(logits, sampling, seed, len(tokens))))
     return tokens[len(prompt) :]
 
 
