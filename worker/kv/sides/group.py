@@ -186,7 +186,7 @@ class SideGroup(Protocol):
         ...
 
     def held_hashes(self) -> Hashes:
-        """Hashes of the blocks that events have told of, in no particular order."""
+        """Hashes of the blocks that events have announced, in no particular order."""
         ...
 
     def check(self, nodes: AbstractSet[Node]) -> None:
@@ -208,8 +208,8 @@ def keep_rows(group: SideGroup, rows: Sequence[int]) -> Callable[[], None]:
     return partial(pool.end_read, blocks)
 
 
-class Told:
-    """Blocks of a side group that events have told of, by chain hash: how many nodes have each."""
+class Announced:
+    """Blocks of a side group that events have announced, by chain hash: how many nodes have each."""
 
     __slots__ = ("_counts", "_group", "_journal")
 
@@ -228,7 +228,7 @@ class Told:
             self._journal.stored(new, self._group)
 
     def remove(self, values: Sequence[int]) -> None:
-        """Nodes have these no longer. The last one is told first."""
+        """Nodes have these no longer. The last one goes first."""
         for value in reversed(values):
             self._counts[value] -= 1
             if not self._counts[value]:

@@ -10,7 +10,7 @@ The end of a held node has a state, or its parent has it until the node's first 
 node that has room for more has a `target`. Behind a branch that goes on, the states stay that were left on
 purpose, where a prompt's chunk or one of `every_blocks` blocks ended, if that is the end of a block: they are
 cache. So is the end of a node that nobody holds. Cache is given up, what was used longest ago first, when the
-pool needs room. Events tell of these places, and of those that a capsule holds, by the hash of the block that
+pool needs room. Events announce these places, and those that a capsule holds, by the hash of the block that
 ends there.
 
 With tiers below, states that are evicted or given up go down.
@@ -27,7 +27,7 @@ from mallee.protocol.hashing import Hashes
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import BlockTable, Node
 from mallee.worker.kv.pool import BlockPool
-from mallee.worker.kv.sides.group import Offload, RowSpan, Tail, Told
+from mallee.worker.kv.sides.group import Announced, Offload, RowSpan, Tail
 
 NO_STATE: Final = -1
 """In a row's table, the slot of a text without tokens."""
@@ -37,7 +37,7 @@ EVERY_BLOCKS: Final = 32
 
 
 class State:
-    """A state in `slot`. `value`: the hash of the block that ends there, once an event tells of it.
+    """A state in `slot`. `value`: the hash of the block that ends there, once an event has announced it.
 
     `stays`: it is cache when the branch has gone on.
     """
@@ -90,7 +90,7 @@ class StateGroup:
     """All nodes' states in one group of recurrent layers, a slot of `pool` each."""
 
     __slots__ = (
-        *("_block_size", "_every", "_idle", "_offload", "_place", "_told"),
+        *("_block_size", "_every", "_idle", "_offload", "_place", "_announced"),
         *("needs_parent", "pool", "span", "version"),
     )
 
@@ -113,7 +113,7 @@ class StateGroup:
         self._every = every_blocks * block_size
         self._place = span.group - 1  # in `Node.sides`
         self._offload = offload
-        self._told = Told(journal, span.group)
+        self._announced = Announced(journal, span.group)
         # Cache by slot, what was used longest ago first: whose it is, and after how many tokens.
         self._idle: dict[int, tuple[Node, int]] = {}
 
@@ -176,7 +176,7 @@ class StateGroup:
         state = self._part(node).states.pop(at)
         self._idle.pop(state.slot, None)
         if state.value is not None:
-            self._told.remove((state.value,))
+            self._announced.remove((state.value,))
         self.pool.free((state.slot,), node)
         self.version += 1
 
@@ -194,28 +194,28 @@ class StateGroup:
         if behind is None:
             return
         if behind.stays and node.hashes:
-            self._rest(node, before)
+            self._keep(node, before)
         else:
             self._drop(node, before)
 
-    def _rest(self, node: Node, at: int) -> None:
-        """The state of `node` after `at` tokens, the end of a block, is cache from now on, and told of."""
-        self._tell(node, at)
+    def _keep(self, node: Node, at: int) -> None:
+        """The state of `node` after `at` tokens, the end of a block, is cache from now on, and announced."""
+        self._announce(node, at)
         self._idle[self._part(node).states[at].slot] = (node, at)
 
-    def _tell(self, node: Node, at: int) -> None:
+    def _announce(self, node: Node, at: int) -> None:
         state, place = self._part(node).states[at], (at - node.base) // self._block_size - 1
         if state.value is None and 0 <= place < len(node.hashes):
             state.value = node.hashes[place]
-            self._told.add((state.value,))
+            self._announced.add((state.value,))
 
     def sealed(self, node: Node, values: list[int]) -> None:
-        """Nothing to do: states are told of when others may go on from them."""
+        """Nothing to do: states are announced when others may go on from them."""
 
     def final(self, node: Node) -> None:
         at = node.end
         if at % self._block_size == 0 and at in self._part(node).states:
-            self._tell(node, at)
+            self._announce(node, at)
 
     def changed(self, node: Node) -> None:
         part, at = self._part(node), node.end
@@ -231,7 +231,7 @@ class StateGroup:
             if at % self._block_size or not node.hashes:
                 self._drop(node, at)
             else:
-                self._rest(node, at)
+                self._keep(node, at)
 
     def copied(self, parent: Node) -> None:
         self.changed(parent)
@@ -296,8 +296,8 @@ class StateGroup:
         return iter(())
 
     def held_hashes(self) -> Hashes:
-        told = self._told.hashes()
-        return np.fromiter(told, dtype=np.uint64, count=len(told))
+        known = self._announced.hashes()
+        return np.fromiter(known, dtype=np.uint64, count=len(known))
 
     # Checking
 
@@ -306,7 +306,7 @@ class StateGroup:
         owned = [slot for node in nodes for slot in self._slots(node)]
         assert len(owned) == len(set(owned)), "a slot has two owners"
         assert set(owned) == self.pool.used_blocks(), "slots without an owner"
-        told: dict[int, int] = {}
+        known: dict[int, int] = {}
         idle = {}
         for node in nodes:
             for at, state in self._part(node).states.items():
@@ -314,9 +314,9 @@ class StateGroup:
                 if at != node.end or not (node.holders or node.num_copying):
                     idle[state.slot] = (node, at)
                 if state.value is not None:
-                    told[state.value] = told.get(state.value, 0) + 1
+                    known[state.value] = known.get(state.value, 0) + 1
         assert idle == self._idle, "states that are cache and can't be given up"
-        assert told == self._told.hashes(), "told of states that are not there"
+        assert known == self._announced.hashes(), "announced states that are not there"
         for node in nodes:
             assert node.holders or self._part(node).target is None, f"{node} runs for nobody"
             if node.holders:
@@ -329,7 +329,7 @@ class StateGroup:
             assert is_cache, f"{node} keeps a state inside a block"
         if state.value is not None:
             place = (at - node.base) // self._block_size - 1
-            assert state.value == node.hashes[place], f"{node} told of another text"
+            assert state.value == node.hashes[place], f"{node} announced another text"
 
     def _slots(self, node: Node) -> Iterator[int]:
         part = self._part(node)

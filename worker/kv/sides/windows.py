@@ -30,7 +30,7 @@ from mallee.protocol.hashing import Hashes
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import BlockTable, Node
 from mallee.worker.kv.pool import BlockPool
-from mallee.worker.kv.sides.group import Offload, RowSpan, Tail, Told
+from mallee.worker.kv.sides.group import Announced, Offload, RowSpan, Tail
 
 NO_HOLDER: Final = 1 << 60
 """The `low` of a node that is dead."""
@@ -81,12 +81,12 @@ class WindowGroup:
     """All nodes' blocks in the layers that read `window` tokens."""
 
     __slots__ = (
+        "_announced",
         "_block_size",
         "_idle_nodes",
         "_num_idle",
         "_offload",
         "_place",
-        "_told",
         "needs_parent",
         "pool",
         "span",
@@ -113,7 +113,7 @@ class WindowGroup:
         self._place = span.group - 1  # in `Node.sides`
         self._offload = offload
         self._block_size = block_size
-        self._told = Told(journal, span.group)
+        self._announced = Announced(journal, span.group)
         self._num_idle = 0
         # Nodes with idle blocks, those that have had them for longest first.
         self._idle_nodes: dict[Node, None] = {}
@@ -207,7 +207,7 @@ class WindowGroup:
             end = node.base + len(node.hashes) * self._block_size
             read = self._first_read(end) - node.base // self._block_size
             self._offload_blocks(node, max(begin, read), begin + num_blocks)
-        self._told.remove(node.hashes[begin : begin + num_blocks])
+        self._announced.remove(node.hashes[begin : begin + num_blocks])
         self.pool.free(part.blocks[:num_blocks], node)
         del part.blocks[:num_blocks]
         part.num_gone += num_blocks
@@ -222,7 +222,7 @@ class WindowGroup:
         kept = max(0, num_blocks - part.num_gone)
         extra = part.blocks[kept:]
         if extra:
-            self._told.remove(node.hashes[part.num_gone + kept :])
+            self._announced.remove(node.hashes[part.num_gone + kept :])
             extra.reverse()
             self.pool.free(extra, node)
             del part.blocks[kept:]
@@ -241,10 +241,10 @@ class WindowGroup:
 
     def sealed(self, node: Node, values: list[int]) -> None:
         begin = len(node.hashes) - len(values)
-        self._told.add(values[max(0, self._part(node).num_gone - begin) :])
+        self._announced.add(values[max(0, self._part(node).num_gone - begin) :])
 
     def final(self, node: Node) -> None:
-        """Nothing to do: all blocks are told of."""
+        """Nothing to do: all blocks are announced."""
 
     # Below the device
 
@@ -289,8 +289,8 @@ class WindowGroup:
             self._offload(keys, rows, partial(self.pool.end_read, blocks))
 
     def held_hashes(self) -> Hashes:
-        told = self._told.hashes()
-        return np.fromiter(told, dtype=np.uint64, count=len(told))
+        known = self._announced.hashes()
+        return np.fromiter(known, dtype=np.uint64, count=len(known))
 
     # Shape
 
@@ -309,7 +309,7 @@ class WindowGroup:
         if own.num_gone:
             end = above.num_gone + len(above.blocks)
             own.num_gone += end
-            self._told.remove(child.hashes[above.num_gone : end])
+            self._announced.remove(child.hashes[above.num_gone : end])
             self.pool.free(above.blocks, node)
             self.version += bool(above.blocks)
         else:
@@ -397,7 +397,7 @@ class WindowGroup:
         for node, part in parts.items():
             for value in node.hashes[part.num_gone :]:
                 found[value] = found.get(value, 0) + 1
-        assert found == self._told.hashes(), "told of window blocks that are not there"
+        assert found == self._announced.hashes(), "announced window blocks that are not there"
         for node, part in parts.items():
             self._check_node(node, part)
 
