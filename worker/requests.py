@@ -32,7 +32,7 @@ from mallee.protocol.messages import (
     Share,
     TokenLogprobs,
 )
-from mallee.worker.capsules.capsule import Capsule, cut_text, lengthened
+from mallee.worker.capsules.capsule import Capsule, cut, lengthened
 from mallee.worker.capsules.moves import CapsuleMoves, Restore
 from mallee.worker.capsules.registry import CapsuleRegistry
 from mallee.worker.forward import Logits
@@ -306,8 +306,7 @@ class RequestTable:
         if branch.phase != "decode" or node is None or node.is_copying:
             self._wanted.append((command, gateway))
             return None
-        held = cut_text(self._tree, node, (), node.end).node
-        assert held is not None, "cut from a node"
+        held = self._tree.hold_prefix(node, node.end)
         capsule = self._capsule(branch, capsule_id(RequestId(command.request)), held, None)
         try:
             self._capsules.check_room(capsule)
@@ -340,8 +339,8 @@ class RequestTable:
         if is_there and (keep_s is not None or self._capsules.keeps_answers):
             node = node_of(branch)
             whole = self._capsule(branch, name, node, None)
-            cut = cut_text(self._tree, node, whole.pending, command.at)
-            self._capsules.keep_or_leave(lengthened(whole, cut, residue), keep_s)
+            shorter = lengthened(cut(self._tree, whole, command.at), residue)
+            self._capsules.keep_or_leave(shorter, keep_s)
         if is_there:
             self._retain(branch)
         self.end(branch, "cancelled")

@@ -1,7 +1,7 @@
 """A capsule, and the value that carries all of it but its KV to another process."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
@@ -59,7 +59,7 @@ class Capsule:
     last). `logits` (opaque) belong to the token after the boundary; None if `pending` must run first.
     `continuation`: the branch that it was taken from, to go on as that very branch; None: a prompt's.
     `grammar`: the text's, with the tokens of it so far; `matcher` (opaque, never changed) its state at the
-    boundary, None if it has to be built again from them. `draft`: state of a draft model, when there is one.
+    boundary, None if it has to be built again from them.
     """
 
     id: CapsuleId
@@ -69,7 +69,6 @@ class Capsule:
     matcher: object | None = None
     continuation: Continuation | None = None
     grammar: Grammar | None = None
-    draft: None = None
     parked: Parked | None = None
 
     @property
@@ -156,56 +155,57 @@ def _tail_key(tree: BranchTree, tokens: Text, salt: str, keys: Sequence[int]) ->
 # Cutting the text of one.
 
 
-class CutText(NamedTuple):
-    """The beginning of a sequence: a held node, or what is below of it, and the tokens after it."""
-
-    node: Node | None
-    pending: tuple[int, ...]
-    parked: Parked | None = None
-
-    @property
-    def boundary(self) -> int:
-        """Its tokens."""
-        if self.node is not None:
-            return self.node.end + len(self.pending)
-        assert self.parked is not None, "a text that is nowhere"
-        return len(self.parked.kv.tokens) + len(self.pending)
-
-
-def cut_text(tree: BranchTree, node: Node, pending: Text | tuple[int, ...], at: int) -> CutText:
-    """The first `at` tokens of the sequence that `node` and `pending` are; the node is held.
-
-    No KV is copied. Fewer tokens than a block are pending, beside those that were; more where windows have
-    given up what the tokens after it would read.
-    """
-    if at >= node.end:
-        if not node.end:  # a node of its own: this one may be filled by a move
-            return CutText(tree.attach(NO_HASHES, node.salt, 0), tuple(pending)[:at])
-        return CutText(tree.hold_prefix(node, node.end), tuple(pending)[: at - node.end])
-    base = tree.resume_point(node, at - at % tree.block_size)
-    rest = tuple(joined(tree.notation, *path_texts(node, base, at)))
-    if base:
-        return CutText(tree.hold_prefix(node, base), rest)
-    return CutText(tree.attach(NO_HASHES, node.salt, 0), rest)
-
-
-def lengthened(whole: Capsule, cut: CutText, residue: tuple[int, ...]) -> Capsule:
-    """`whole` cut to the text of `cut`, with `residue` after it."""
-    at = cut.boundary
-    continuation = whole.continuation_at(at)
-    if continuation is not None:
-        drawn = continuation.drawn + len(residue)
-        continuation = msgspec.structs.replace(continuation, drawn=drawn)
-    grammar = whole.grammar_at(at)
-    if grammar is not None:
-        grammar = msgspec.structs.replace(grammar, consumed=grammar.consumed + len(residue))
+def begun(
+    capsule: Capsule,
+    at: int,
+    base: int,
+    notation: Notation,
+    *,
+    node: Node | None = None,
+    parked: Parked | None = None,
+) -> Capsule:
+    """The first `at` tokens of `capsule`, with the KV of the first `base` in the held `node`, or `parked`."""
+    is_end = at == capsule.boundary
     return Capsule(
-        whole.id,
-        cut.node,
-        (*cut.pending, *residue),
+        capsule.id,
+        node,
+        tuple(capsule.text(notation, base, at)),
+        logits=capsule.logits if is_end else None,
+        matcher=capsule.matcher if is_end else None,
+        continuation=capsule.continuation_at(at),
+        grammar=capsule.grammar_at(at),
+        parked=parked,
+    )
+
+
+def cut(tree: BranchTree, capsule: Capsule, at: int) -> Capsule:
+    """The first `at` tokens of `capsule`, which has a node; that of them is held.
+
+    No KV is copied. Fewer tokens than a block are pending, beside those that were; more where side groups
+    have given up what the tokens after it would read.
+    """
+    node = capsule.node
+    assert node is not None, "it is parked"
+    base = node.end
+    if at < base:
+        base = tree.resume_point(node, at - at % tree.block_size)
+    # A node without tokens is one of its own: that of `capsule` may be filled by a move.
+    held = tree.hold_prefix(node, base) if base else tree.attach(NO_HASHES, node.salt, 0)
+    return begun(capsule, at, base, tree.notation, node=held)
+
+
+def lengthened(capsule: Capsule, residue: tuple[int, ...]) -> Capsule:
+    """`capsule` with `residue` after its text, without logits."""
+    continuation, grammar, num = capsule.continuation, capsule.grammar, len(residue)
+    if continuation is not None:
+        continuation = msgspec.structs.replace(continuation, drawn=continuation.drawn + num)
+    if grammar is not None:
+        grammar = msgspec.structs.replace(grammar, consumed=grammar.consumed + num)
+    return replace(
+        capsule,
+        pending=(*capsule.pending, *residue),
         logits=None,
-        matcher=None if at < whole.boundary or residue else whole.matcher,
+        matcher=None if residue else capsule.matcher,
         continuation=continuation,
         grammar=grammar,
-        parked=cut.parked,
     )

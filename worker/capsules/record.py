@@ -83,7 +83,6 @@ def record_of(
         ttl_s=ttl_s,
         continuation=capsule.continuation,
         grammar=capsule.grammar,
-        draft=capsule.draft,
     )
 
 

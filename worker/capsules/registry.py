@@ -30,11 +30,11 @@ from mallee.protocol.ids import CapsuleId, RequestId, capsule_id, owner_of, requ
 from mallee.protocol.messages import CapsuleStatus, Pin, Rewind
 from mallee.worker.capsules.capsule import (
     Capsule,
-    CutText,
     Parked,
     TextKV,
+    begun,
     blocks_of,
-    cut_text,
+    cut,
     kv_of,
     lengthened,
 )
@@ -281,11 +281,14 @@ class CapsuleRegistry:
         self._replaceable.pop(key, None)
         self._in_both.pop(key, None)
         self._expires.pop(key, None)
-        found = entry.capsule
-        if found.node is not None:
-            self._tree.release(found.node)
-        if found.parked is not None:
-            self._give_up(key, found.parked, None)
+        self._let_go(entry.capsule)
+
+    def _let_go(self, capsule: Capsule) -> None:
+        """Let go of what `capsule` holds on the device and below."""
+        if capsule.node is not None:
+            self._tree.release(capsule.node)
+        if capsule.parked is not None:
+            self._give_up(capsule.id, capsule.parked, None)
 
     def replace_oldest(self) -> None:
         """Release the least recently used replaceable capsule. There must be one."""
@@ -350,25 +353,12 @@ class CapsuleRegistry:
             raise InvalidParameter(
                 "to", at, f"give 1 to {source.boundary}, the tokens of the capsule"
             )
-        cut = self._cut(source, at)
-        is_end = at == source.boundary
-        capsule = Capsule(
-            capsule_id(RequestId(command.request)),
-            cut.node,
-            cut.pending,
-            logits=source.logits if is_end else None,
-            matcher=source.matcher if is_end else None,
-            continuation=source.continuation_at(at),
-            grammar=source.grammar_at(at),
-            parked=cut.parked,
-        )
+        key = capsule_id(RequestId(command.request))
+        capsule = replace(self._cut(source, at), id=key)
         try:
             self.check_room(capsule)
         except CapsulesFull:
-            if cut.node is not None:
-                self._tree.release(cut.node)
-            elif cut.parked is not None:
-                self._give_up(capsule.id, cut.parked, None)
+            self._let_go(capsule)
             raise
         self.keep(capsule, ttl_s=command.ttl_s)
         return capsule
@@ -378,22 +368,22 @@ class CapsuleRegistry:
         entry = self._entries.get(name)
         if entry is None or at > entry.capsule.boundary:
             return
-        shorter = lengthened(entry.capsule, self._cut(entry.capsule, at), residue)
+        shorter = lengthened(self._cut(entry.capsule, at), residue)
         if entry.weight is None:
             self.leave(shorter)
         else:
             self.keep(shorter, ttl_s=entry.ttl_s)
 
-    def _cut(self, capsule: Capsule, at: int) -> CutText:
+    def _cut(self, capsule: Capsule, at: int) -> Capsule:
         """The first `at` tokens of `capsule`, held where it lies."""
         tree, lower, size = self._tree, self._lower, self._tree.block_size
         if capsule.node is not None:
-            return cut_text(tree, capsule.node, capsule.pending, at)
+            return cut(tree, capsule, at)
         kv, num = capsule.copy.kv, capsule.num_computed
         base = num if at >= num else at - at % size
-        rest = tuple(capsule.text(tree.notation, base, at))
         if not base:
-            return CutText(tree.attach(NO_HASHES, kv.salt, 0), rest)
+            root = tree.attach(NO_HASHES, kv.salt, 0)
+            return begun(capsule, at, 0, tree.notation, node=root)
         keys = kv.keys[: -(-base // size)]
         more = tree.side_keys(keys, base)
         was_held = capsule.copy.is_held
@@ -401,8 +391,9 @@ class CapsuleRegistry:
         if was_held and not is_held and more:  # what is read there went on elsewhere
             more = ()
             is_held = lower is not None and lower.hold(keys)
-        cut = TextKV(kv.tokens[:base], kv.salt, keys, more)
-        return CutText(None, rest, Parked(cut, capsule.copy.tier, is_held=is_held))
+        copy = TextKV(kv.tokens[:base], kv.salt, keys, more)
+        parked = Parked(copy, capsule.copy.tier, is_held=is_held)
+        return begun(capsule, at, base, tree.notation, parked=parked)
 
     # Moving
 
