@@ -166,7 +166,7 @@ class CapsuleCommands:
 
 
 class PeerCapsules:
-    """Reads capsules that other workers lend: see `sched.fetching.Receiver`."""
+    """Reads capsules that other workers lend: see `sched.fetching.CapsuleReader`."""
 
     def __init__(self, tree: BranchTree, forward: Forward) -> None:
         self._tree = tree

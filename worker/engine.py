@@ -147,7 +147,7 @@ class Engine:
             self._tree,
             reclaimer=self._capsules,
             lower=self._lower,
-            receiver=peer_capsules,
+            reader=peer_capsules,
         )
         self._fetching = self._scheduler.fetching
         self._moves = CapsuleMoves(
@@ -474,9 +474,9 @@ class Engine:
     def _take_moved(self) -> None:
         """Take in moves, loans and capsules that have come to an end, and begin what waits for room."""
         if self._loans.open:
-            self._loans.settle()
+            self._loans.take_ended()
         if self._lower is not None and self._lower.under_way:
-            self._lower.settle()
+            self._lower.take_ended()
             for name in self._lower.take_lost():
                 self._capsules.lose_record(name)
         if self._fetching is not None and (arrived := self._fetching.arrived):

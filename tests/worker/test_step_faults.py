@@ -208,7 +208,7 @@ def play(
     while engine.has_work:
         engine.step()
     engine.check()
-    assert engine.stats().capsules.kept == 0
+    assert (engine.stats().capsules.kept, engine.stats().tiers.host_held) == (0, 0)
     assert not engine.audit()
     engine.close()
     assert kind != "drafts" or not known or stats.speculation.num_accepted > 8

@@ -97,7 +97,7 @@ class Restore:
         return self.capsule, self.kv.keys[-1]
 
     def answer(self, error: MalleeError | None) -> None:
-        """It is back, or can't come: those that asked for it are told."""
+        """Reply to those that asked for it: it is back, or can't come."""
         _answer(self.replies, self.capsule, error)
 
 
@@ -318,7 +318,7 @@ class CapsuleMoves:
             reply(key, error)
 
     def _says(self, writing: _Writing, capsule: Capsule) -> bool:
-        """Whether the last record is that of `capsule` as it is now, as far as can be told."""
+        """Whether the last record is that of `capsule` as it is now, as far as that can be known."""
         try:
             record = self.record(capsule, capsule.copy.kv)
         except MalleeError:  # its logits could not be read: they are when it is written anew

@@ -28,7 +28,7 @@ from mallee.worker.transfer.lower import MAX_FETCH_BLOCKS, LowerTiers, Part
 from mallee.worker.transfer.values import PEER, Ask, Loan, Moved, Place
 
 
-class Receiver(Protocol):
+class CapsuleReader(Protocol):
     """Reads capsules that other workers lend."""
 
     def identity(self) -> str:
@@ -66,7 +66,7 @@ class Fetching:
         self,
         tree: BranchTree,
         lower: LowerTiers,
-        receiver: Receiver,
+        reader: CapsuleReader,
         go_on: Callable[[Branch], None],
         *,
         waiting: Waiting,
@@ -76,7 +76,7 @@ class Fetching:
         """`go_on` is called with a branch that need not wait any more."""
         self._tree = tree
         self._lower = lower
-        self._receiver = receiver
+        self._reader = reader
         self._went_on = go_on
         self._waiting = waiting
         self._running = running
@@ -93,7 +93,7 @@ class Fetching:
         is_at_block = node_of(branch).end % self._tree.block_size == 0
         if is_at_block and branch not in budget.granted:
             if pull is not None and (holder := pull.next_capsule()) is not None:
-                self._ask(budget, branch, Ask(holder, (), self._receiver.identity()))
+                self._ask(budget, branch, Ask(holder, (), self._reader.identity()))
                 return True
             is_tried = not self._lower.is_empty and not _skips_local(branch)
             if is_tried and self._try_fetch(budget, branch, None):
@@ -285,7 +285,7 @@ class Fetching:
             if self._lower.is_cheaper([part], (num - begin) * size):
                 own = [int(key) for key in keys[:num]]
                 asked = (*own, *self._tree.side_keys(keys, num * size))
-                self._ask(budget, branch, Ask(holder, asked, self._receiver.identity()))
+                self._ask(budget, branch, Ask(holder, asked, self._reader.identity()))
                 return True
         return False
 
@@ -311,9 +311,9 @@ class Fetching:
         self._go_on(branch)
 
     def _opened(self, branch: Branch, ask: Ask, loan: Loan) -> Lent | None:
-        """The use that `branch` has of `loan`. Raises as `Receiver.opened`."""
+        """The use that `branch` has of `loan`. Raises as `CapsuleReader.opened`."""
         if ask.holder.capsule:
-            return self._receiver.opened(branch, loan)
+            return self._reader.opened(branch, loan)
         size, num = self._tree.block_size, len(ask.keys)
         if self._tree.sides:
             if loan.num_blocks < num:

@@ -15,7 +15,7 @@ from mallee.worker.kv.node import Node, Spare
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import Branch, Phase, Plan, Producer, node_of
-from mallee.worker.sched.fetching import Fetching, Receiver
+from mallee.worker.sched.fetching import CapsuleReader, Fetching
 from mallee.worker.sched.planner import Planner
 from mallee.worker.sched.policy import POLICIES, SchedulerConfig
 from mallee.worker.sched.prefill import Prompts, Queues
@@ -48,9 +48,9 @@ class Scheduler:
         *,
         reclaimer: Reclaimer,
         lower: LowerTiers | None = None,
-        receiver: Receiver | None = None,
+        reader: CapsuleReader | None = None,
     ) -> None:
-        """`receiver` takes in what comes from `lower`."""
+        """`reader` takes in what comes from `lower`."""
         self.config = config
         self._tree = tree
         self._policy = POLICIES[config.policy]
@@ -67,11 +67,11 @@ class Scheduler:
         )
         queues = Queues(self._sessions, self._waiting, self._running, self._blocks)
         self.fetching: Fetching | None = None
-        if lower is not None and receiver is not None:
+        if lower is not None and reader is not None:
             self.fetching = Fetching(
                 tree,
                 lower,
-                receiver,
+                reader,
                 self._fetched,
                 waiting=self._waiting,
                 running=self._running,

@@ -146,7 +146,7 @@ class Loans:
     ) -> None:
         """`capsule` raises UnknownCapsule. `identity` is that of the model, with its weights."""
         self.wake: Callable[[], None] = lambda: None
-        """Called, from any thread, when `settle` has something to do."""
+        """Called, from any thread, when `take_ended` has something to do."""
         self._tree = tree
         self._lower = lower
         self._memory = memory
@@ -267,10 +267,10 @@ class Loans:
 
     @property
     def has_ended(self) -> bool:
-        """Whether `settle` has something to do."""
+        """Whether `take_ended` has something to do."""
         return bool(self._over) or any(loan.is_idle for loan in self.open)
 
-    def settle(self) -> None:
+    def take_ended(self) -> None:
         """Let go of what loans that are over held."""
         for loan in self.open:
             loan.close(only_idle=True)
@@ -289,7 +289,7 @@ class Loans:
         """End all loans, but for what is read just now."""
         for loan in list(self.open):
             loan.close()
-        self.settle()
+        self.take_ended()
 
     def holds(self) -> Counter[Node]:
         """The nodes that are lent, and how often."""

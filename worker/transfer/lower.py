@@ -65,7 +65,7 @@ class _UnderWay(NamedTuple):
 class LowerTiers:
     """Owner of the books of host memory and disk. One thread; the mover copies beside it.
 
-    `settle` takes in what has moved, and calls the `end` of each move.
+    `take_ended` takes in what has moved, and calls the `end` of each move.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class LowerTiers:
     ) -> None:
         """The device gives up `blocks`, the first of a text first: have them copied to host memory.
 
-        `end` is called when their bytes are needed no longer: now, or from `settle`. Those that are below
+        `end` is called when their bytes are needed no longer: now, or from `take_ended`. Those that are below
         already are only used. Without room they are gone. `are_private`: they are no full blocks.
         """
         host = self._host
@@ -374,8 +374,8 @@ class LowerTiers:
     ) -> bool:
         """Bring `parts` to the device blocks that `room` makes; whether it made any.
 
-        It may be made at their expense: they stay where they are meanwhile. `end` is told how many of the
-        leading blocks have come.
+        It may be made at their expense: they stay where they are meanwhile. `end` gets the number of
+        leading blocks that have come.
         """
         claimed = [key for part in parts if part.source.tier == HOST for key in part.source.ids]
         self._host.hold(claimed)
@@ -453,7 +453,7 @@ class LowerTiers:
         if (moved := self._mover.start(move)) is not None:
             self._end(moved)
 
-    def settle(self) -> None:
+    def take_ended(self) -> None:
         """Take in the moves that have ended."""
         for moved in self._mover.done():
             self._end(moved)
@@ -477,9 +477,9 @@ class LowerTiers:
         host = self._host
         if move.target.tier == HOST:
             if is_whole:
-                told = [key for key in host.came(keys) if key not in private]
-                self._published.update(told)
-                self._publish(told, HOST)
+                new = [key for key in host.came(keys) if key not in private]
+                self._published.update(new)
+                self._publish(new, HOST)
             else:
                 host.failed(keys)
         if HOST in (move.source.tier, move.target.tier):
@@ -517,7 +517,7 @@ class LowerTiers:
 
     @property
     def has_ended(self) -> bool:
-        """Whether `settle` has something to take in."""
+        """Whether `take_ended` has something to take in."""
         return self._mover.has_done
 
     def close(self) -> None:

@@ -277,7 +277,7 @@ class ThreadedMover(Mover):
     def _carry_out(self, move: Move) -> None:
         try:
             self._done.append(self._carrier.carry_out(move))
-        except BaseException as failure:  # our bug: told where the engine takes its results
+        except BaseException as failure:  # our bug: raised where the engine takes its results
             self._failure = failure
         self._notify()
 

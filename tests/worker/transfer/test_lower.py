@@ -84,12 +84,12 @@ def test_a_pull_that_fails_teaches_no_price() -> None:
     lower = make(Journal(), FORWARD)
     asked: list[Moved] = []
     lower.ask(Ask(Holder("w", 1, "", 128), (), ""), asked.append)
-    lower.settle()
+    lower.take_ended()
     before = prices.fetch_s(PEER, 32)
     ends: list[int] = []
     part = Part(Place(PEER, tuple(range(32)), asked[0].loan), range(32))
     assert lower.fetch([part], lambda: range(32), ends.append)
-    lower.settle()
+    lower.take_ended()
     assert ends == [16]
     assert lower.stats().num_failed == 1
     assert prices.fetch_s(PEER, 32) == before

@@ -256,8 +256,8 @@ class TransferMachine(RuleBasedStateMachine):
         self.mover.tell(data.draw(st.integers(0, self.mover.num_untold - 1)))
 
     @rule()
-    def settle(self) -> None:
-        self.lower.settle()
+    def take_ended(self) -> None:
+        self.lower.take_ended()
 
     @invariant()
     def books_are_true(self) -> None:
@@ -289,7 +289,7 @@ class TransferMachine(RuleBasedStateMachine):
                 self.mover.advance(lane)
             while self.mover.num_untold:
                 self.mover.tell(0)
-            self.lower.settle()
+            self.lower.take_ended()
             self.books_are_true()
         assert self.num_open == len(self.lower.under_way) == 0
         assert self.free == set(range(NUM_BLOCKS))
