@@ -358,14 +358,21 @@ def test_a_capsule_without_any_room_says_so_to_all_that_wait_for_it(make_bench: 
     assert bench.replies["again"].status.tier == "device"
 
 
+@pytest.mark.parametrize("is_made_anew", [False, True])
 def test_a_capsule_that_ends_on_its_way_back_leaves_its_forks_what_came(
-    make_bench: MakeBench,
+    make_bench: MakeBench, *, is_made_anew: bool
 ) -> None:
-    bench, mover, tokens = make_parked(make_bench, num_blocks=24, max_answer_capsules=0)
+    """F6, part: it is released, or another text takes its id, which the reply then tells of."""
+    bench, mover, tokens = make_parked(
+        make_bench, num_blocks=24, tier=DISK, disk=DictDisk(), max_answer_capsules=0
+    )
     bench.submit(Promote("u", "p.0"), fork("f", "p.0"))
     bench.run()
-    bench.run(Release("p.0"))
+    bench.run(prefill("q", [7] * 9, capsule="p.0") if is_made_anew else Release("p.0"))
     move_all(bench, mover)
-    assert isinstance(error_of(bench, "u"), UnknownCapsule)
+    if is_made_anew:
+        assert bench.replies["u"].status.boundary == 9
+    else:
+        assert isinstance(error_of(bench, "u"), UnknownCapsule)
     assert bench.answers["f", 0].tokens == want(bench, tokens)
-    assert bench.engine.stats().tiers.host_held == 0
+    bench.engine.check()
