@@ -139,7 +139,7 @@ class Tiered:
         first: dict[tuple[str, int], float] = {}
         last: dict[tuple[str, int], float] = {}
         gaps, drawn, num_steps, lower = [], [], 0, self.engine._lower
-        while self.engine.has_work or (lower is not None and lower.num_moving):
+        while self.engine.has_work or (lower is not None and lower.under_way):
             self._news.clear()
             if not self.engine.has_work:
                 self._news.wait(1.0)  # as a host does: asking all the time takes the copies' time
