@@ -213,9 +213,8 @@ class MockedEngine:
         has_eos = bool(self.spec.eos_token_ids)
         free = engine.num_free_blocks
         for s in engine.decodes:
-            job = s.job
-            limits = job.limits
-            if not job.is_plain or job.stop_ids or (has_eos and not limits.ignore_eos):
+            rules, limits = s.job.rules, s.job.limits
+            if not rules.is_plain or rules.stop_ids or (has_eos and not limits.ignore_eos):
                 return 0  # its tokens have to be looked at
             filled = s.origin_len + len(s.tokens) - 1
             if filled >= s.room:
@@ -273,7 +272,15 @@ class MockedEngine:
         else:
             updates = [counted(update) for f in result.frames.values() for update in f.updates]
         events = result.events
-        return Outcome(self._begun, self._end, num_steps, num_gaps, self._late_s, updates, events)
+        return Outcome(
+            begun=self._begun,
+            ended=self._end,
+            num_steps=num_steps,
+            num_gaps=num_gaps,
+            late_s=self._late_s,
+            updates=updates,
+            events=events,
+        )
 
     def finish_raw(self) -> StepResult:
         """The same, as the engine returns it."""
@@ -305,7 +312,17 @@ class MockedEngine:
                 cached, computed = prompt_tokens(branch)
                 name = branch.job.command.request
                 found.append(
-                    CountedUpdate(name, branch.index, num, None, cached, computed, None, 0, None)
+                    CountedUpdate(
+                        request=name,
+                        branch=branch.index,
+                        num_tokens=num,
+                        finish=None,
+                        cached_tokens=cached,
+                        prefill_tokens=computed,
+                        capsule=None,
+                        boundary=0,
+                        error=None,
+                    )
                 )
         return found
 

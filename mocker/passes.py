@@ -15,7 +15,8 @@ from mallee.worker.forward import Draw, ForwardBatch, Logits, LogprobQuery
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text, TokenNotation
 from mallee.worker.kv.watch import Row, Rows
-from mallee.worker.sched.branch import Branch, Chunk, Plan, node_of
+from mallee.worker.sched.branch import Branch, answer_of, node_of
+from mallee.worker.sched.plan import Chunk, Plan
 from mallee.worker.updates import FrameSink, UpdateSink
 
 _NORMAL: Final = NormalDist()
@@ -140,7 +141,7 @@ class TimedForward:
         self.num_passes += num_steps
         drawn = self._drawn
         return [
-            drawn(branch.seed, branch.job.sampling.temperature, branch.length, num_steps)
+            drawn(answer_of(branch).seed, branch.job.sampling.temperature, branch.length, num_steps)
             for branch in branches
         ]
 

@@ -38,7 +38,8 @@ from mallee.worker.forward import DeviceForward, Drawing, ForwardBatch, Logits, 
 from mallee.worker.kv.node import BlockCopy, Spare
 from mallee.worker.kv.paths import flatten, side_tables
 from mallee.worker.passes import ForwardPasses
-from mallee.worker.sched.branch import Branch, Plan, node_of
+from mallee.worker.sched.branch import Branch, node_of
+from mallee.worker.sched.plan import Plan
 
 REST_STEPS: Final = 64
 """Steps without a pass ahead, after one for which the device had too little memory."""

@@ -69,7 +69,8 @@ from mallee.worker.records import (
 )
 from mallee.worker.requests import RequestTable, count_holds, memory_usage
 from mallee.worker.sampling import Drafted, Sampled, Scored, StepSampler
-from mallee.worker.sched.branch import Branch, Plan, node_of
+from mallee.worker.sched.branch import Branch, node_of
+from mallee.worker.sched.plan import Plan
 from mallee.worker.sched.scheduler import Scheduler
 from mallee.worker.speculation.drafters import Drafter
 from mallee.worker.speculation.speculator import SpeculationStats, Speculator
@@ -161,7 +162,7 @@ class Engine:
         )
         self._speculator: Speculator | None = None
         if config.speculation.drafters != "off" or draft_model is not None:
-            trim, room = self._sampler.trim, self._scheduler.make_room
+            trim, room = self._sampler.trim, self._scheduler.blocks.stretch
             self._speculator = Speculator(
                 config.speculation, trim=trim, room=room, model=draft_model
             )
@@ -398,7 +399,7 @@ class Engine:
             self._requests.take_inbox()
         plan = self._scheduler.plan()
         if self._lower is not None and self._lower.evicts_beside:
-            self._scheduler.make_room_ahead()
+            self._scheduler.blocks.make_room_ahead()
         if self._lower is not None:
             self._scheduler.is_stalled = bool(self._lower.under_way) and plan.is_empty
         if self._speculator is not None:
@@ -569,7 +570,7 @@ class Engine:
                 commit(node, (s.tokens[begin],), s.hashes)
             else:
                 commit(node, s.tokens[begin : begin + num_draws[s]], s.hashes)
-                self._scheduler.drop_room(s)
+                self._scheduler.blocks.shrink(s)
         for branch in plan.ready:
             branch.logits = None
         for chunk in plan.chunks:
@@ -726,25 +727,26 @@ class Engine:
     def stats(self) -> EngineStats:
         """O(branches and capsules, times their depth)."""
         watch = self._tree.pool.watch
+        drafted = SpeculationStats(0, 0) if self._speculator is None else self._speculator.stats()
         return EngineStats(
-            self._tree.pool.stats(),
-            self._tree.stats(),
-            self._scheduler.stats(),
-            self._capsules.stats(),
-            self._lower.stats() if self._lower is not None else None,
-            self._loans.stats(),
-            watch.stats() if watch is not None else None,
-            len(self._requests.jobs),
-            self._num_steps,
-            self._num_prefill,
-            self._requests.num_cached,
-            self._num_output,
-            self._requests.num_forks,
-            self.usage(),
-            self._constraint_states(),
-            self._speculator.stats() if self._speculator is not None else SpeculationStats(0, 0),
-            self._ahead.stats() if self._ahead is not None else AheadStats(0, 0),
-            self._gaps.stats() if self._gaps is not None else HostGap(0, 0.0),
+            pool=self._tree.pool.stats(),
+            tree=self._tree.stats(),
+            sched=self._scheduler.stats(),
+            capsules=self._capsules.stats(),
+            tiers=self._lower.stats() if self._lower is not None else None,
+            lending=self._loans.stats(),
+            watch=watch.stats() if watch is not None else None,
+            jobs=len(self._requests.jobs),
+            num_steps=self._num_steps,
+            num_prefill_tokens=self._num_prefill,
+            num_cached_tokens=self._requests.num_cached,
+            num_output_tokens=self._num_output,
+            num_forks=self._requests.num_forks,
+            memory=self.usage(),
+            constraint_states=self._constraint_states(),
+            speculation=drafted,
+            ahead=self._ahead.stats() if self._ahead is not None else AheadStats(0, 0),
+            host_gap=self._gaps.stats() if self._gaps is not None else HostGap(0, 0.0),
         )
 
 

@@ -9,7 +9,8 @@ from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.worker.forward import Forward, ForwardBatch, Logits, Row
 from mallee.worker.kv.paths import flatten, side_tables
 from mallee.worker.kv.text import Notation, Text, TokenNotation
-from mallee.worker.sched.branch import Draft, Plan, node_of
+from mallee.worker.sched.branch import node_of
+from mallee.worker.sched.plan import Draft, Plan
 from mallee.worker.updates import FrameSink, UpdateSink
 
 

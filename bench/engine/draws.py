@@ -31,7 +31,15 @@ KINDS = {
     "mask": Sampling(0.8),
     "top_k": Sampling(0.8, 50),
     "top_p": Sampling(0.8, 0, 0.9),
-    "all": Sampling(0.8, 50, 0.9, 0, 0.02, 1.1, 0.5),
+    "all": Sampling(
+        temperature=0.8,
+        top_k=50,
+        top_p=0.9,
+        seed=0,
+        min_p=0.02,
+        repetition_penalty=1.1,
+        presence_penalty=0.5,
+    ),
 }
 
 

@@ -149,11 +149,11 @@ def _drawn(model: str, kv_tokens: int, dtype: str, device: str, threads: int) ->
     """A model of that shape with random weights."""
     import torch
 
+    from mallee.testing.random_weights import draw_weights, read_shape
     from mallee.worker.model.backend import check_device
     from mallee.worker.model.config import model_spec
     from mallee.worker.model.graphs.decode import GraphOptions
     from mallee.worker.model.loading.config_json import parse_config
-    from mallee.worker.model.loading.random_weights import draw_weights, read_shape
     from mallee.worker.model.runner import TorchForward, resolve_dtype
 
     check_device(device)

@@ -23,7 +23,7 @@ from mallee.protocol.messages import (
 from mallee.worker.engine import Engine
 from mallee.worker.forward import DeviceForward, Forward
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.branch import Plan
+from mallee.worker.sched.plan import Plan
 from mallee.worker.sched.policy import SchedulerConfig
 
 PHASES: Final = ("plan", "launch", "collect", "emit")

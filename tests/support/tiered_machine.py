@@ -6,6 +6,7 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
+from mallee.mocker.policies import make_order
 from mallee.protocol.events import Removed, Stored, unpack_hashes
 from mallee.protocol.ids import Incarnation
 from mallee.protocol.messages import CapsuleReply, Demote, Prefill, Promote, Sampling, pack_tokens
@@ -45,8 +46,16 @@ class TieredMachine(EngineMachine):
         max_step_tokens=st.sampled_from([6, 16, 64]),
         host_blocks=st.sampled_from([0, 8, 24]),
     )
-    def begin(self, eviction: Any, host_blocks: int = 24, **scheduling: Any) -> None:
-        scheduler = SchedulerConfig(max_rows=6, max_waiting=24, **scheduling)
+    def begin(
+        self,
+        eviction: Any,
+        host_blocks: int = 24,
+        policy: str = "fair",
+        victims: str = "least_due",
+        **scheduling: Any,
+    ) -> None:
+        order = make_order(policy, victims)
+        scheduler = SchedulerConfig(max_rows=6, max_waiting=24, order=order, **scheduling)
         self.host_blocks_now = host_blocks
         self.config = EngineConfig(
             scheduler,

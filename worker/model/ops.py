@@ -7,7 +7,7 @@ from torch.nn.functional import gelu, rms_norm, silu
 
 from mallee.worker.model.config import Activation
 from mallee.worker.model.linear.base import Linear
-from mallee.worker.model.rotary import Turn
+from mallee.worker.model.rotary import Rotation
 
 
 def movable(memory: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ class Ops:
     def place(
         self,
         qkv: torch.Tensor,
-        turn: Turn,
+        turn: Rotation,
         slots: torch.Tensor,
         memory: torch.Tensor,
         *,

@@ -25,9 +25,8 @@ from mallee.worker.gaps import ClockMarks, WorkGaps
 from mallee.worker.kv.node import BlockCopy
 from mallee.worker.kv.sides.group import row_spans
 from mallee.worker.memory.budget import GRAPHS, Budget, Room, Work, check_context
-from mallee.worker.memory.copies import CudaCopies
-from mallee.worker.memory.marks import CudaMarks
-from mallee.worker.memory.refusals import shed, told
+from mallee.worker.memory.copies import CudaCopies, CudaMarks
+from mallee.worker.memory.errors import memory_errors, start_errors
 from mallee.worker.memory.transfer import sent
 from mallee.worker.model.attention.flashinfer import FlashInferAttention
 from mallee.worker.model.backend import check_device, choose_backend, choose_sampler
@@ -100,11 +99,11 @@ class DeviceDrawing:
         self.drawn = drawn
 
     def collect(self) -> list[int]:
-        with shed(self.drawn.tokens.device):
+        with memory_errors(self.drawn.tokens.device):
             return self.drawn.collect()
 
     def logprobs(self) -> list[TokenLogprobs]:
-        with torch.inference_mode(), shed(self.drawn.tokens.device):
+        with torch.inference_mode(), memory_errors(self.drawn.tokens.device):
             return self.drawn.logprobs()
 
 
@@ -241,14 +240,14 @@ class TorchForward:
             )
             return None
         model = Model(
-            self.decoder,
-            attention,
-            self._layers,
-            self._plan,
-            self._padding,
-            self._windows,
-            min(self.num_blocks, -(-self.spec.max_model_len // self.block_size)),
-            self.block_size,
+            decoder=self.decoder,
+            attention=attention,
+            layers=self._layers,
+            plan=self._plan,
+            padding=self._padding,
+            groups=self._windows,
+            max_blocks=min(self.num_blocks, -(-self.spec.max_model_len // self.block_size)),
+            block_size=self.block_size,
         )
         return make_graphs(model, options)
 
@@ -295,7 +294,7 @@ class TorchForward:
 
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
         """Raises DeviceMemoryExhausted, as does every method that draws, or makes or reads logits."""
-        with torch.inference_mode(), shed(self._device):
+        with torch.inference_mode(), memory_errors(self._device):
             self.gaps.begin()
             self._copy(batch.copies)
             logits = self._run(batch.rows) if batch.rows else []
@@ -306,7 +305,7 @@ class TorchForward:
         self, batch: ForwardBatch, drawing: Drawing, draws: Sequence[int]
     ) -> Sequence[Logits]:
         assert isinstance(drawing, DeviceDrawing), "draws of another forward"
-        with torch.inference_mode(), shed(self._device):
+        with torch.inference_mode(), memory_errors(self._device):
             self.gaps.begin()
             self._copy(batch.copies)
             logits = self._run(batch.rows, drawing.drawn.there(draws))
@@ -349,11 +348,11 @@ class TorchForward:
         return self.spec.vocab_size * self.decoder.weights.embedding.dtype.itemsize
 
     def keep(self, logits: Logits) -> Logits:
-        with shed(self._device):
+        with memory_errors(self._device):
             return logits.clone()
 
     def dump(self, logits: Logits) -> bytes:
-        with shed(self._device):
+        with memory_errors(self._device):
             raw: bytes = logits.contiguous().cpu().view(torch.uint8).numpy().tobytes()
             return raw
 
@@ -365,25 +364,25 @@ class TorchForward:
         row = torch.frombuffer(bytearray(raw), dtype=dtype)
         if not bool(torch.isfinite(row).all()):
             raise CodecError("logits that are no numbers", nbytes=len(raw))
-        with shed(self._device):
+        with memory_errors(self._device):
             return row.to(self._device)
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:
-        with torch.inference_mode(), shed(self._device):
+        with torch.inference_mode(), memory_errors(self._device):
             self.gaps.begin()
             tokens = self._sampler.sample(draws)
             self.gaps.end()
             return tokens
 
     def launch_draws(self, draws: Sequence[Draw]) -> Drawing:
-        with torch.inference_mode(), shed(self._device):
+        with torch.inference_mode(), memory_errors(self._device):
             self.gaps.begin()
             drawn = self._sampler.launch(draws)
             self.gaps.end()
             return DeviceDrawing(drawn)
 
     def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
-        with torch.inference_mode(), shed(self._device):
+        with torch.inference_mode(), memory_errors(self._device):
             self.gaps.begin()
             found = self._sampler.logprobs(queries)
             self.gaps.end()
@@ -520,7 +519,7 @@ def load(
     if graphs_nbytes := GRAPHS if room is None else room.graphs:
         most = MAX_ROWS if room is None else room.max_rows
         graphs = GraphOptions(most, graphs_nbytes // len(models))
-    with told("taking the memory of KV", budget):
+    with start_errors("taking the memory of KV", budget):
         forward, *drafts = (
             TorchForward(
                 model.config,
@@ -552,7 +551,7 @@ def _read(
     config = read_config(path)
     dtype = resolve_dtype(dtype, config, device)
     kept = resolve_kv_dtype(kv_dtype, config, dtype)
-    with told("loading the weights"):
+    with start_errors("loading the weights"):
         weights = load_weights(
             path, config, dtype=_DTYPES[dtype], device=device, kv_dtype=_DTYPES[kept]
         )

@@ -21,7 +21,7 @@ from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.branch import Branch, Lent, Pull, node_of
-from mallee.worker.sched.budget import StepBudget
+from mallee.worker.sched.plan import StepBudget
 from mallee.worker.sched.running import BlockBudget, Running
 from mallee.worker.sched.waiting import Waiting
 from mallee.worker.transfer.lower import MAX_FETCH_BLOCKS, LowerTiers, Part
@@ -197,9 +197,7 @@ class Fetching:
             tree.hold(above)
 
         def room() -> list[int] | None:
-            grown = self._room.grow(branch, end - begin, is_fetched=bool(tree.sides))
-            budget.note(grown)
-            if not grown.has_room:
+            if not self._room.grow(branch, end - begin, is_fetched=bool(tree.sides)):
                 return None
             node = node_of(branch)
             blocks = node.blocks[(begin - node.base) // size : -(-(end - node.base) // size)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mallee.protocol.model import GroupSpec
 from mallee.worker.kv.sides.group import row_spans
 from mallee.worker.memory.copies import CudaCopies
-from mallee.worker.model import kv_memory
+from mallee.worker.model.cpu import copies
 from mallee.worker.model.cpu.copies import copy_pieces
 from mallee.worker.model.kv_memory import GroupedKV, TorchKV
 
@@ -83,8 +83,8 @@ def test_copies_past_the_caches_are_those_through_them(
         sizes.append(nbytes)
         copy_pieces(addresses, nbytes)
 
-    monkeypatch.setattr(kv_memory, "UNCACHED_NBYTES", 0)
-    monkeypatch.setattr(kv_memory, "copy_pieces", copy)
+    monkeypatch.setattr(copies, "UNCACHED_NBYTES", 0)
+    monkeypatch.setattr(copies, "copy_pieces", copy)
     past = TorchKV(filled(*shape, dtype=torch.uint8), BLOCK_SIZE)
     found = past.new_rows(NUM_BLOCKS)[2:7]
     past.read((8, 3, 4, 5, 0), found)

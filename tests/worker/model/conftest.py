@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from mallee.cli.doctor.compare import load_oracle
 from mallee.protocol.errors import ModelNotFound
 from mallee.testing.random_model import RandomModel, tensors_digest
 from mallee.worker.forward import ForwardBatch, Row
 from mallee.worker.kv.node import BlockCopy
-from mallee.worker.model.doctor import load_oracle
 from mallee.worker.model.loading.source import resolve_model
 from mallee.worker.model.runner import TorchForward
 from support.grammar_lab import Lab

@@ -139,7 +139,7 @@ def test_steps_that_do_not_wait_for_their_plans_copies_are_refused(
         run_schedule(sequences(recorded(SMALL, None)), 5)
     late = LateDevice()
     late.install(monkeypatch)
-    monkeypatch.setattr("mallee.worker.model.attention.fixed_tables.Mark.wait", lambda mark: None)
+    monkeypatch.setattr("mallee.worker.model.graphs.tables.Mark.wait", lambda mark: None)
     with pytest.raises(AssertionError, match="pinned memory is overwritten"):
         recorded(SMALL, LateGraphs(late))
 

@@ -5,10 +5,12 @@ where the caches don't hold it. One long `memcpy` stores past them by itself, bu
 layer, are too short for that: they took 1.5 times its time (measured).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from llvmlite import ir
 from numba.core import types
 
@@ -16,6 +18,8 @@ from mallee.worker.model.cpu.jit import Kernel, primitive, words
 
 ALIGNMENT = 16
 """Of addresses and sizes, in bytes."""
+UNCACHED_NBYTES = 64 << 20
+"""Copies to a memory that is larger go past the caches. Staged rows are read again at once."""
 _AHEAD = 4096  # so many bytes ahead sources are fetched, the next piece's too
 
 _I8, _I32, _I64 = (ir.IntType(n) for n in (8, 32, 64))
@@ -83,9 +87,34 @@ def _copy_pieces(control: int) -> None:
 _kernel = Kernel(_copy_pieces)
 
 
-def prepare() -> None:
-    """Compile what `copy_pieces` runs."""
-    _kernel.compile()
+def prepare(nbytes: int) -> None:
+    """Compile what copies to a memory of that size run."""
+    if nbytes > UNCACHED_NBYTES:
+        _kernel.compile()
+
+
+def past_caches(
+    raw: torch.Tensor, blocks: Sequence[int], rows: npt.NDArray[np.uint8], *, is_read: bool
+) -> bool:
+    """Whether this copies `blocks` of a KV memory to or from `rows`: the target is of more than caches hold.
+
+    `raw` [layers, blocks, bytes of a layer's part of a block]; rows [blocks, layers * such bytes].
+    """
+    piece = raw.shape[2]
+    whole = rows.base if isinstance(rows.base, np.ndarray) else rows
+    if (whole if is_read else raw).nbytes <= UNCACHED_NBYTES or raw.device.type != "cpu":
+        return False
+    ends = (piece, raw.data_ptr(), rows.ctypes.data)
+    if any(each % ALIGNMENT for each in ends) or not rows.flags.c_contiguous:
+        return False
+    layers, places = np.arange(len(raw)), np.asarray(blocks, np.int64)[:, None]
+    own = raw.data_ptr() + places * raw.stride(1) + layers * raw.stride(0)
+    there = rows.ctypes.data + np.arange(own.size).reshape(own.shape) * piece
+    if is_read:  # in the order of its memory, which is fetched ahead
+        by_block = np.argsort(places[:, 0])
+        own, there = own[by_block].T, there[by_block].T
+    copy_pieces(np.stack((own, there) if is_read else (there, own), -1), piece)
+    return True
 
 
 def copy_pieces(addresses: npt.NDArray[np.int64], nbytes: int) -> None:

@@ -3,10 +3,9 @@
 import torch
 
 from mallee.worker.model.cpu.pages import take_large_pages
-from mallee.worker.model.linear.base import Linear
+from mallee.worker.model.linear.base import Linear, QuantizedLinear
 from mallee.worker.model.linear.matrix import Matrix, Quantized
 from mallee.worker.model.linear.plain import Plain, floats_of
-from mallee.worker.model.linear.quantized import QuantizedLinear
 from mallee.worker.model.linear.rounded import rounded_rows
 from mallee.worker.model.linear.weight_only import RowScaled, weight_only
 

@@ -10,7 +10,7 @@ from mallee.worker.model.config import Activation
 from mallee.worker.model.cpu import rows
 from mallee.worker.model.cpu.jit import Kernel
 from mallee.worker.model.ops import Ops
-from mallee.worker.model.rotary import Turn
+from mallee.worker.model.rotary import Rotation
 
 MIN_PARALLEL_NUMEL = 1 << 14
 """Fewer numbers than this are done by one thread before a second would begin."""
@@ -62,7 +62,7 @@ class FusedOps(Ops):
     def place(
         self,
         qkv: torch.Tensor,
-        turn: Turn,
+        turn: Rotation,
         slots: torch.Tensor,
         memory: torch.Tensor,
         *,

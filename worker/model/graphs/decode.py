@@ -32,10 +32,10 @@ from mallee.worker.forward import Row
 from mallee.worker.kv.node import BlockTable
 from mallee.worker.memory.budget import GRAPHS, MIB
 from mallee.worker.model.attention.base import split_batch
-from mallee.worker.model.attention.fixed_tables import FixedDecode, FixedTables
 from mallee.worker.model.attention.flashinfer import FlashInferAttention
 from mallee.worker.model.decoder import Decoder
 from mallee.worker.model.graphs.device import CudaGraphs, Graph, GraphDevice
+from mallee.worker.model.graphs.tables import FixedDecode, FixedTables
 from mallee.worker.model.plan import Plan
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from mallee.worker.model.kernels.triton_launch import NoTriton, TritonKernels, p
 from mallee.worker.model.linear.base import Linear
 from mallee.worker.model.linear.rounded import Rounding
 from mallee.worker.model.ops import Ops, movable
-from mallee.worker.model.rotary import Turn
+from mallee.worker.model.rotary import Rotation
 
 FLOAT8 = torch.float8_e4m3fn
 MOST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, FLOAT8: 0.13}
@@ -83,7 +83,7 @@ class CudaOps(Ops):
     def place(
         self,
         qkv: torch.Tensor,
-        turn: Turn,
+        turn: Rotation,
         slots: torch.Tensor,
         memory: torch.Tensor,
         *,
@@ -190,7 +190,7 @@ def _trials(
 
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     qkv = random(n, heads + 2 * kv_heads, dim)
-    turn = Turn(random(n, 1, dim), random(n, 1, dim))
+    turn = Rotation(random(n, 1, dim), random(n, 1, dim))
     slots = torch.arange(n, 0, -1, device=device)
     options: dict[str, Any] = {"eps": eps, "head_norm": None}
     if family.has_qk_norm:

@@ -8,12 +8,11 @@ import torch
 
 from mallee.worker.model.cpu.linear import cpu_linear
 from mallee.worker.model.kernels.triton_launch import NoTriton, TritonKernels
-from mallee.worker.model.linear.base import Linear
+from mallee.worker.model.linear.base import Linear, SideBySide
 from mallee.worker.model.linear.block_gemm import ROWS, block_gemm
 from mallee.worker.model.linear.matrix import Matrix, Quantized, fused, runs
 from mallee.worker.model.linear.plain import Plain
 from mallee.worker.model.linear.rounded import RoundedFloat8
-from mallee.worker.model.linear.side_by_side import SideBySide
 from mallee.worker.model.linear.weight_only import weight_only
 
 log = logging.getLogger(__name__)

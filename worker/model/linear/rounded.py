@@ -8,8 +8,8 @@ number in float8, of half a 127th of a row's largest number in int8.
 import torch
 
 from mallee.worker.model.kernels.triton_launch import TritonKernels, power_of_two
+from mallee.worker.model.linear.base import QuantizedLinear
 from mallee.worker.model.linear.matrix import Quantized
-from mallee.worker.model.linear.quantized import QuantizedLinear
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _LEAST_SCALE = 1e-12  # of a row of zeros

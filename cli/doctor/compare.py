@@ -1,7 +1,7 @@
 """Compares our forward pass with transformers', site by site: where do they part first?
 
 One sequence, as a server computes it: the prompt in two chunks, then greedy steps over the cache. The
-oracle runs over the whole sequence at once, without a cache. Doesn't print (`cli/doctor.py`).
+oracle runs over the whole sequence at once, without a cache. Doesn't print (`model.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from mallee.cli.doctor.tolerance import TOLERANCES, Tolerance
 from mallee.protocol.errors import ConfigError
 from mallee.worker.forward import ForwardBatch, Row
 from mallee.worker.model.decoder import Site
 from mallee.worker.model.runner import TorchForward
-from mallee.worker.model.tolerance import TOLERANCES, Tolerance
 
 _AT_OUTPUTS: tuple[Site, ...] = ("norm", "logits")
 
@@ -121,7 +121,16 @@ def examine(
             position = int(at_outputs[row]) if site in _AT_OUTPUTS else row
             head = _worst_head(forward, found[row], expected[row]) if site == "heads" else None
             step = max(0, position - len(prompt) + 1)
-            first = Difference(site, layer, position, step, head, error, allowed, None)
+            first = Difference(
+                site=site,
+                layer=layer,
+                position=position,
+                step=step,
+                head=head,
+                error=error,
+                allowed=allowed,
+                scores=None,
+            )
     if first is not None and first.head is not None:
         with torch.inference_mode():
             scores = (_our_scores(forward, ours, first), _their_scores(oracle, tokens, first))

@@ -11,7 +11,7 @@ from mallee.worker.memory.budget import Budget, out_of_memory
 
 
 @contextmanager
-def told(doing: str, budget: Budget | None = None) -> Iterator[None]:
+def start_errors(doing: str, budget: Budget | None = None) -> Iterator[None]:
     """Raises ConfigError, with the budget, in place of torch's error."""
     try:
         yield
@@ -20,7 +20,7 @@ def told(doing: str, budget: Budget | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def shed(device: str | torch.device) -> Iterator[None]:
+def memory_errors(device: str | torch.device) -> Iterator[None]:
     """Raises DeviceMemoryExhausted in place of torch's error, once what torch keeps is given back."""
     try:
         yield
