@@ -255,7 +255,7 @@ class CapsuleRegistry:
         if not is_kept:
             self._replaceable[key] = None
         else:
-            self._weigh_in(entry)
+            self._reweigh(entry, is_kept=True)
             if ttl_s > 0:
                 self._postpone(key, ttl_s)
         if capsule.node is not None:
@@ -277,7 +277,7 @@ class CapsuleRegistry:
         self._num_left[request] -= 1
         if not self._num_left[request]:
             del self._num_left[request]
-        self._weigh_out(entry)
+        self._reweigh(entry, is_kept=False)
         self._replaceable.pop(key, None)
         self._in_both.pop(key, None)
         self._expires.pop(key, None)
@@ -324,14 +324,14 @@ class CapsuleRegistry:
         if command.is_pinned and entry.weight is None:
             self.check_room(found)
             del self._replaceable[key]
-            self._weigh_in(entry)
+            self._reweigh(entry, is_kept=True)
             self._journal.capsule(self.describe(found))
         elif not command.is_pinned and entry.weight is not None:
             if not self.keeps_answers:
                 raise InvalidParameter(
                     "capsule", key, "this worker keeps pinned capsules alone; delete it"
                 )
-            self._weigh_out(entry)
+            self._reweigh(entry, is_kept=False)
             found = entry.capsule = replace(found, logits=None)  # a row would be in no budget
             self._replaceable[key] = None
         self._expires.pop(key, None)
@@ -440,9 +440,7 @@ class CapsuleRegistry:
         """`capsule` lies elsewhere than before: if it is kept, its budget is what it takes there."""
         entry = self._entries[capsule.id]
         entry.capsule = capsule
-        if entry.weight is not None:
-            self._weigh_out(entry)
-            self._weigh_in(entry)
+        self._reweigh(entry, is_kept=entry.weight is not None)
         return capsule
 
     def _give_up(self, key: CapsuleId, old: Parked, new: Parked | None) -> None:
@@ -542,8 +540,8 @@ class CapsuleRegistry:
 
         Also for one that is replaceable: it may be pinned on its way. Raises CapsulesFull.
         """
-        entry = self._entries.get(capsule.id)
-        old = 0 if entry is None or entry.weight is None else entry.weight.nbytes
+        weight = self._entries[capsule.id].weight
+        old = 0 if weight is None else weight.nbytes
         nbytes = max(0, self._weigh(replace(capsule, node=None, parked=copy)).nbytes - old)
         self._check_nbytes(nbytes)
         self._promised_nbytes += nbytes
@@ -588,19 +586,15 @@ class CapsuleRegistry:
         nbytes += self.limits.row_nbytes if capsule.logits is not None else 0
         return _Weight(nbytes=nbytes)
 
-    def _weigh_in(self, entry: _Entry) -> None:
-        """The capsule of `entry` is kept from now on, or lies elsewhere than before."""
-        entry.weight = self._weigh(entry.capsule)
-        self._count(entry.weight, 1)
-
-    def _weigh_out(self, entry: _Entry) -> None:
+    def _reweigh(self, entry: _Entry, *, is_kept: bool) -> None:
+        """The capsule of `entry` is kept from now on, or not, or lies elsewhere than before."""
         if entry.weight is not None:
-            self._count(entry.weight, -1)
-            entry.weight = None
-
-    def _count(self, weight: _Weight, sign: int) -> None:
-        self._num_blocks += sign * weight.num_blocks
-        self._nbytes_parked += sign * weight.nbytes
+            self._num_blocks -= entry.weight.num_blocks
+            self._nbytes_parked -= entry.weight.nbytes
+        entry.weight = self._weigh(entry.capsule) if is_kept else None
+        if entry.weight is not None:
+            self._num_blocks += entry.weight.num_blocks
+            self._nbytes_parked += entry.weight.nbytes
 
     # Reading
 
