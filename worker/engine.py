@@ -382,10 +382,10 @@ class Engine:
         gives the engine up, or calls again, and all answers are as if it had not raised. What the plan did
         stands: sessions are charged, for the next plan too, branches gave way, fetches and restores began,
         and branches without room ended, which the next step tells. CorruptKV is final, and so is what a
-        transfer raises that is no MalleeError. Where the device had too little memory for the step, its newest
-        branch ends with that error, and the others go on; after one with drafts nothing ends, and the next has
-        none. Where it had too little for a copy to or from a tier, nothing ends: what did not come is
-        computed, and what could not go is told.
+        transfer raises that is no MalleeError. Where the device had too little memory for the step, its
+        newest branch ends with that error, and the others go on; after one with drafts nothing ends, and the
+        next has none. Where it had too little for a copy to or from a tier, nothing ends: what did not come
+        is computed, and what could not go is told.
         """
         watch = self._watch
         if watch is not None:
