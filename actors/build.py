@@ -851,10 +851,8 @@ def tiers_below(
         return None
 
     def make(journal: "Journal", memory: "KVMemory") -> "LowerTiers":
-        from mallee.worker.transfer.carrier import Carrier
         from mallee.worker.transfer.lower import LowerTiers
-        from mallee.worker.transfer.movers import ThreadedMover
-        from mallee.worker.transfer.pace import Pace
+        from mallee.worker.transfer.movers import Carrier, Pace, ThreadedMover
         from mallee.worker.transfer.prices import MeasuredPrices
 
         nbytes = memory.block_nbytes

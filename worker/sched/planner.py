@@ -61,7 +61,7 @@ class Planner:
     def plan(self, step: int) -> Plan:
         """The next step. Room for every chunk is reserved in the tree."""
         config, running, room = self._config, self._running, self._blocks
-        may_admit = config.continuous or running.num == 0
+        may_admit = running.num == 0 or (config.continuous and not room.is_overdue)
         most = config.max_chunks or config.max_rows
         budget = StepBudget(step, config.max_step_tokens, config.max_rows, most, may_admit)
         room.begin(budget)
