@@ -12,6 +12,7 @@ import json
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -25,22 +26,27 @@ VERSION: Final = 2
 """Of the tables; volumes of the first version had files with headers, and no catalogue."""
 
 _TABLES: Final = f"""
-CREATE TABLE identities (id INTEGER PRIMARY KEY, fields TEXT NOT NULL UNIQUE, block_nbytes INT);
-CREATE TABLE blocks (identity INT, slot INT, key INT, checksum INT, is_synced INT, is_body INT, used INT,
-                     PRIMARY KEY (identity, slot)) WITHOUT ROWID;
+CREATE TABLE identities (id INTEGER PRIMARY KEY, fields TEXT NOT NULL UNIQUE,
+                         block_nbytes INT NOT NULL) STRICT;
+CREATE TABLE blocks (identity INT, slot INT, key INT, checksum INT NOT NULL, is_synced INT NOT NULL,
+                     is_body INT NOT NULL, used INT NOT NULL,
+                     PRIMARY KEY (identity, slot)) WITHOUT ROWID, STRICT;
 CREATE UNIQUE INDEX blocks_by_key ON blocks (identity, key);
 CREATE INDEX blocks_by_use ON blocks (identity, used) WHERE key NOT NULL;
 CREATE INDEX free_slots ON blocks (identity, slot) WHERE key IS NULL;
 CREATE INDEX unsynced ON blocks (identity) WHERE NOT is_synced;
-CREATE TABLE records (capsule TEXT PRIMARY KEY, identity INT, owner TEXT, is_kept INT, blocks BLOB,
-                      num_body INT, used INT);
-CREATE TABLE holds (identity INT, key INT, owner TEXT, num INT,
-                    PRIMARY KEY (identity, key, owner)) WITHOUT ROWID;
+CREATE TABLE records (capsule TEXT PRIMARY KEY, identity INT NOT NULL, owner TEXT NOT NULL,
+                      is_kept INT NOT NULL, blocks BLOB NOT NULL, num_body INT NOT NULL,
+                      used INT NOT NULL) STRICT;
+CREATE TABLE holds (identity INT, key INT, owner TEXT, num INT NOT NULL,
+                    PRIMARY KEY (identity, key, owner)) WITHOUT ROWID, STRICT;
 CREATE INDEX holds_of_owner ON holds (identity, owner);
 PRAGMA user_version = {VERSION}
 """
 """`blocks` has each slot that was used once; one without a key is free. The last `num_body` of the blocks of
 a record are its body. `num`: records of the owner that name the block, which may not be stored."""
+
+_STATEMENTS: Final = [statement.strip() for statement in _TABLES.split(";")]
 
 
 class Catalogue:
@@ -61,6 +67,7 @@ class Catalogue:
             self._connection = files.connect()
         except (sqlite3.Error, OSError) as error:
             raise named(error, "open", self._file) from error
+        self._connection.text_factory = partial(str, encoding="utf-8", errors="replace")
         self.is_new = self._is_made()
         given = {"fields": json.dumps(identity.fields), "nbytes": block_nbytes}
         if not self.run("SELECT 1 FROM identities WHERE fields = :fields", **given):
@@ -75,11 +82,14 @@ class Catalogue:
         version = self.value("PRAGMA user_version")
         if not version and not self.value("SELECT COUNT(*) FROM sqlite_master"):
             with self.transaction():
-                for statement in _TABLES.split(";"):
+                for statement in _STATEMENTS:
                     self.run(statement)
             return True
         if version != VERSION:
             raise IncompatibleCapsule(self._file, [(LAYOUT, str(version), str(VERSION))])
+        tables = {sql for (sql,) in self.run("SELECT sql FROM sqlite_master WHERE sql NOT NULL")}
+        if tables != set(_STATEMENTS[:-1]):
+            raise CorruptStorage(self._file, "a table", "it has other columns")
         if (found := self.run("PRAGMA integrity_check(1)")[0][0]) != "ok":
             raise CorruptStorage(self._file, "a page", found)
         return False
@@ -90,6 +100,8 @@ class Catalogue:
             return self._connection.execute(statement, {"me": self.identity, **given}).fetchall()
         except sqlite3.Error as error:
             raise named(error, "use", self._file) from error
+        except UnicodeDecodeError as error:  # in a message about damaged tables
+            raise CorruptStorage(self._file, "a table", str(error)) from error
 
     def value(self, statement: str, **given: Any) -> int:
         """The one number that a statement finds; 0 where it finds none."""

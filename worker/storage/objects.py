@@ -78,6 +78,7 @@ class ObjectStore:
     def set_aside(self) -> None:
         with _as_os_error():
             self._filesystem.mv(self._newest, f"{self._root}/{ASIDE}")
+        self._remove_blocks("")
 
     def earlier(self) -> list[str]:
         return [f"{self.place}/{EARLIER}/{name}" for name in sorted(self._names(EARLIER))]
@@ -108,9 +109,13 @@ class ObjectStore:
                         yield len(data)
 
     def remove(self, identity: int) -> None:
-        theirs = [name for name in self._names(_BLOCKS) if name.startswith(f"{identity}-")]
+        self._remove_blocks(f"{identity}-")
+
+    def _remove_blocks(self, prefix: str) -> None:
+        names = [name for name in self._names(_BLOCKS) if name.startswith(prefix)]
         with _as_os_error():
-            self._filesystem.rm([f"{self._root}/{_BLOCKS}/{name}" for name in theirs])
+            if names:
+                self._filesystem.rm([f"{self._root}/{_BLOCKS}/{name}" for name in names])
 
     @property
     def _newest(self) -> str:

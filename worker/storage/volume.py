@@ -16,7 +16,6 @@ many. Those that were not when the process ended are read when the volume is ope
 have cut them; all others are verified when they are read.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -113,11 +112,11 @@ class _Place(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A row of `records`, with its identity's fields. The last `num_body` of the blocks are the body."""
+    """A row of `records`. The last `num_body` of the blocks are the body."""
 
     capsule: str
     identity: int
-    fields: str
+    raw_fields: str | None
     owner: str
     blocks: bytes
     num_body: int
@@ -125,6 +124,14 @@ class _Entry(NamedTuple):
     @property
     def body(self) -> list[int]:
         return as_keys(self.blocks[len(self.blocks) - 8 * self.num_body :])
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """Those of its identity, as far as they are known."""
+        try:
+            return msgspec.json.decode(self.raw_fields or "{}", type=dict[str, str])
+        except msgspec.DecodeError:
+            return {}
 
 
 class Volume:
@@ -159,7 +166,7 @@ class Volume:
         if self._catalogue.is_new and next(files.read(self._me, [0], [memoryview(bytearray(1))])):
             self._unreadable.append(CorruptStorage(files.place, "the catalogue", "it is missing"))
         for entry in self._entries("identity != :me"):
-            self._unreadable.append(identity.refusal(entry.capsule, json.loads(entry.fields)))
+            self._unreadable.append(identity.refusal(entry.capsule, entry.fields))
         scratch = [bytearray(block_nbytes)]
         unsynced = self._places("NOT is_synced")
         for place in unsynced.values():
@@ -361,21 +368,24 @@ class Volume:
         """
         for entry in self._entries("capsule = :capsule", capsule=capsule):
             if entry.identity != self._me:
-                raise self._identity.refusal(capsule, json.loads(entry.fields))
+                raise self._identity.refusal(capsule, entry.fields)
             places = self._find(as_keys(entry.blocks))
             rows = [bytearray(self._block_nbytes) for _ in entry.body]
-            errors = list(self._read([places[k] for k in entry.body if k in places], rows))
+            errors: list[StorageError | None] = [_missing(entry.body, places)]
+            if not any(errors):
+                errors = list(self._read([places[key] for key in entry.body], rows))
             for error in errors:
                 if isinstance(error, StorageFailed):  # another time it may be read
                     raise error
-            record = _decoded(rows)
-            if record is not None and not any(errors) and record.capsule == capsule:
+            record = None if any(errors) else _decoded(rows)
+            if record is not None and record.capsule == capsule:
                 self._catalogue.use("UPDATE records SET used = :now WHERE capsule = :row", capsule)
                 return record
             with self._changing() as lost:
                 self._drop(entry, lost)
                 lost.capsules.append(capsule)
-            raise next(filter(None, errors), CorruptStorage(capsule, "record", "it is cut"))
+            reason = str(next(filter(None, errors), "it is of another capsule"))
+            raise CorruptStorage(f"capsule {capsule}", "record", reason)
         return None
 
     def drop(self, capsule: str) -> bool:
@@ -399,7 +409,7 @@ class Volume:
 
     def _entries(self, where: str, **given: Any) -> list[_Entry]:
         columns = "capsule, identity, fields, owner, blocks, num_body"
-        sql = f"SELECT {columns} FROM records JOIN identities ON id = identity WHERE {where}"
+        sql = f"SELECT {columns} FROM records LEFT JOIN identities ON id = identity WHERE {where}"
         return [_Entry(*row) for row in self._run(sql, **given)]
 
     # Other volumes.
@@ -580,9 +590,8 @@ def _missing(keys: Sequence[int], found: Mapping[int, _Place]) -> BlocksMissing 
 
 
 def _decoded(rows: Sequence[bytearray]) -> Record | None:
-    """The record in a body; None if it is none."""
+    """The record in a body that was verified; None if that is no body."""
     raw = b"".join(rows)
-    try:
+    with suppress(ValueError):
         return msgspec.msgpack.decode(raw[8 : 8 + int.from_bytes(raw[:8], "little")], type=Record)
-    except msgspec.DecodeError:
-        return None
+    return None
