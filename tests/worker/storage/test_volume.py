@@ -20,7 +20,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from mallee.protocol.errors import (
     BlocksMissing,
-    CorruptStorage,
     IncompatibleCapsule,
     MalleeError,
     StorageError,
@@ -430,7 +429,7 @@ def test_a_disk_that_is_full_keeps_nothing_of_what_did_not_fit(tmp_path: Path) -
             volume.commit("b", bytes(2000 * BLOCK), keys[:5])
         volume.check()
         assert volume.capsules() == ["a"]
-        assert read(volume, keys) [0] == 5
+        assert read(volume, keys)[0] == 5
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
