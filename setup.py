@@ -20,6 +20,7 @@ PLAIN = {
         "forward.py",
         "text.py",
         "policy.py",
+        "policies.py",
     ),
     # Arrays and threads.
     *("watch.py",),

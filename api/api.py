@@ -257,15 +257,15 @@ def build_api(
     callbacks = Callbacks(timeout_s=limits.callback_timeout_s, tasks=tasks, count=count_callback)
     budgets = Budgets(clock, gateway.records, lambda: f"{draw_seed():016x}")
     server = Server(
-        gateway,
-        tokenizer,
-        model_name,
-        clock,
-        new_id,
-        budgets,
-        tasks,
-        callbacks,
-        count_search,
+        gateway=gateway,
+        tokenizer=tokenizer,
+        model_name=model_name,
+        clock=clock,
+        new_id=new_id,
+        budgets=budgets,
+        tasks=tasks,
+        callbacks=callbacks,
+        count_search=count_search,
     )
     tokenizing = Tokenizing(reader, chat_reader, tokenizer, gateway.context.model.max_model_len)
     asking = Asking(

@@ -212,14 +212,14 @@ class JobMaker:
         length = start.num_tokens + len(chat.prompt)
         self._check_fits(length, max_tokens)
         job = ForkJob(
-            start.capsule,
-            [chat.prompt],
-            self._branch_limits(request, max_tokens, chat.reasoning),
-            self._sampling(request),
-            terms,
-            chat.output.grammar,
-            start.num_tokens if start.is_cut else None,
-            scope,
+            capsule=start.capsule,
+            suffixes=[chat.prompt],
+            limits=self._branch_limits(request, max_tokens, chat.reasoning),
+            sampling=self._sampling(request),
+            terms=terms,
+            grammar=chat.output.grammar,
+            at=start.num_tokens if start.is_cut else None,
+            scope=scope,
             keep_s=self._keep_s(request),
             retain=read_retention(request, length, self._limits.max_ttl_s),
         )
@@ -293,14 +293,14 @@ class JobMaker:
         self._check_fits(boundary + max(map(len, suffixes)), max_tokens)
         output = read_output_format(request)
         job = ForkJob(
-            capsule.capsule,
-            suffixes,
-            self._branch_limits(request, max_tokens),
-            self._sampling(request),
-            terms,
-            output.grammar,
-            at,
-            scope,
+            capsule=capsule.capsule,
+            suffixes=suffixes,
+            limits=self._branch_limits(request, max_tokens),
+            sampling=self._sampling(request),
+            terms=terms,
+            grammar=output.grammar,
+            at=at,
+            scope=scope,
             keep_s=self._keep_s(request),
             retain=read_retention(
                 request, boundary + max(map(len, suffixes)), self._limits.max_ttl_s
@@ -400,13 +400,13 @@ class JobMaker:
         keep_s, affinity = self._keep_s(request), read_affinity(request, scope)
         jobs = tuple(
             GenerateJob(
-                prompt,
-                limits,
-                self._sampling(request),
-                request.n,
-                scope,
-                terms,
-                output.grammar,
+                tokens=prompt,
+                limits=limits,
+                sampling=self._sampling(request),
+                n=request.n,
+                scope=scope,
+                terms=terms,
+                grammar=output.grammar,
                 messages=messages,
                 keep_s=keep_s,
                 retain=read_retention(request, len(prompt), self._limits.max_ttl_s),

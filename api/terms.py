@@ -39,16 +39,16 @@ def read_terms(request: AnyRequest, caller: Caller, headers: Headers) -> QueueTe
     if request.mallee.record and not names.session:
         raise InvalidParameter("mallee.record", True, "name the session, as mallee.session")
     return QueueTerms(
-        tenant[:MAX_TENANT],
-        _priority(request),
-        _deadline_s(request),
-        names.session,
-        _weight(request),
-        1.0 if caller.weight is None else caller.weight,
-        "" if caller.weight is None else caller.tenant,
-        request.mallee.record,
-        names.parent,
-        names.is_final,
+        tenant=tenant[:MAX_TENANT],
+        priority=_priority(request),
+        deadline_s=_deadline_s(request),
+        session=names.session,
+        weight=_weight(request),
+        tenant_weight=1.0 if caller.weight is None else caller.weight,
+        owner="" if caller.weight is None else caller.tenant,
+        is_recorded=request.mallee.record,
+        parent_session=names.parent,
+        ends_session=names.is_final,
     )
 
 

@@ -9,10 +9,13 @@ from typing import Annotated
 import typer
 
 from mallee import __version__
-from mallee.cli import check, doctor, doctor_model, keys, metrics, sessions, settings, tree
+from mallee.cli import check, keys, metrics, sessions, settings, tree
 from mallee.cli.demo import command as demo
-from mallee.cli.mocker import profile, replay, sweep
+from mallee.cli.doctor import machine as doctor
+from mallee.cli.doctor import model as doctor_model
+from mallee.cli.mocker import replay, sweep
 from mallee.cli.options import JsonOption, print_error, print_json
+from mallee.cli.profile import command as profile
 from mallee.cli.remote import capsules, chat, explain, remote_sessions, top, workers
 from mallee.cli.serving import mock, picker, serve, up
 from mallee.cli.synth import group

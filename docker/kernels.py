@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mallee.testing.random_weights import read_shape
 from mallee.worker.model.attention.flashinfer import MIN_TENSOR_CORE_GROUP
 from mallee.worker.model.config import ModelConfig
 from mallee.worker.model.loading.config_json import parse_config
-from mallee.worker.model.loading.random_weights import read_shape
 
 HOPPER = "9.0a"
 KV_DTYPES = {"auto": "bf16", "fp8": "e4m3"}

@@ -350,7 +350,16 @@ class Run:
         node.inputs = [*names, *node.inputs]
         self._num_open += len(names)
         for i, name in enumerate(names):
-            fresh = NodeRun(name, spec, (node.name,), [], 1, 0, 0, (i, items[i]))
+            fresh = NodeRun(
+                name=name,
+                node=spec,
+                takers=(node.name,),
+                inputs=[],
+                claims=1,
+                holders=0,
+                needed=0,
+                item=(i, items[i]),
+            )
             self.nodes[name] = fresh
         for name in names:
             self._ready(self.nodes[name], after, now)
@@ -533,7 +542,15 @@ def _begun(graph: Graph, name: str) -> NodeRun:
     if isinstance(node, Join):
         needed = num_awaited(node.wait, needed)
     claims = len(takers) + (name in graph.outputs)
-    return NodeRun(name, node, takers, [*node.takes], claims, holders, needed)
+    return NodeRun(
+        name=name,
+        node=node,
+        takers=takers,
+        inputs=[*node.takes],
+        claims=claims,
+        holders=holders,
+        needed=needed,
+    )
 
 
 def _num_inputs(node: NodeRun) -> int:

@@ -180,10 +180,9 @@ class MockedEngine:
         """
         assert not self._num_steps, "it computes already"
         engine = self.engine
-        limit = min(engine.multi_step_limit(), self._max_multi_step)
         self._begun = now
-        if limit > 1:
-            return self._start_multi_step(now, limit)
+        if (num_equal := self._num_equal_steps()) > 1:
+            return self._start_multi_step(now, num_equal)
         if not engine.has_work:
             return None
         forward = self._forward
@@ -201,6 +200,32 @@ class MockedEngine:
         again = [chunk.branch for chunk in forward.chunks if chunk.is_last]
         self._note_late(forward.decodes, again, self._end)
         return self._end
+
+    def _num_equal_steps(self) -> int:
+        """The number of next steps that are sure to be alike: each decode draws in each of them.
+
+        None of them ends before the last step, fills a block before it, or needs a block that is in use.
+        """
+        engine, size = self.engine, self._forward.block_size
+        most = self._max_multi_step
+        if most < 2 or not engine.is_steady:
+            return 0
+        has_eos = bool(self.spec.eos_token_ids)
+        free = engine.num_free_blocks
+        for s in engine.decodes:
+            rules, limits = s.job.rules, s.job.limits
+            if not rules.is_plain or rules.stop_ids or (has_eos and not limits.ignore_eos):
+                return 0  # its tokens have to be looked at
+            filled = s.origin_len + len(s.tokens) - 1
+            if filled >= s.room:
+                free -= 1
+                if s.room == 0 or free < 0:
+                    return 0  # it needs a node of its own, or blocks of others
+            if (left := size - filled % size) < most:
+                most = left
+            if (left := limits.max_tokens - s.num_output) < most:
+                most = left
+        return most
 
     def _start_multi_step(self, now: float, num_steps: int) -> float:
         engine, forward = self.engine, self._forward
@@ -247,14 +272,22 @@ class MockedEngine:
         else:
             updates = [counted(update) for f in result.frames.values() for update in f.updates]
         events = result.events
-        return Outcome(self._begun, self._end, num_steps, num_gaps, self._late_s, updates, events)
+        return Outcome(
+            begun=self._begun,
+            ended=self._end,
+            num_steps=num_steps,
+            num_gaps=num_gaps,
+            late_s=self._late_s,
+            updates=updates,
+            events=events,
+        )
 
     def finish_raw(self) -> StepResult:
         """The same, as the engine returns it."""
         assert self._num_steps, "it computes nothing"
         result, self._result = self._result, None
         if self._run is not None:
-            result = self.engine.multi_step(self._num_steps)
+            result = self.engine.advance(self._forward.draw(self.engine.decodes, self._num_steps))
             self._run = None
         assert result is not None
         self._num_steps = 0
@@ -279,7 +312,17 @@ class MockedEngine:
                 cached, computed = prompt_tokens(branch)
                 name = branch.job.command.request
                 found.append(
-                    CountedUpdate(name, branch.index, num, None, cached, computed, None, 0, None)
+                    CountedUpdate(
+                        request=name,
+                        branch=branch.index,
+                        num_tokens=num,
+                        finish=None,
+                        cached_tokens=cached,
+                        prefill_tokens=computed,
+                        capsule=None,
+                        boundary=0,
+                        error=None,
+                    )
                 )
         return found
 

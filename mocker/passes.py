@@ -15,7 +15,8 @@ from mallee.worker.forward import Draw, ForwardBatch, Logits, LogprobQuery
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text, TokenNotation
 from mallee.worker.kv.watch import Row, Rows
-from mallee.worker.sched.branch import Branch, Chunk, Plan, node_of
+from mallee.worker.sched.branch import Branch, answer_of, node_of
+from mallee.worker.sched.plan import Chunk, Plan
 from mallee.worker.updates import FrameSink, UpdateSink
 
 _NORMAL: Final = NormalDist()
@@ -132,12 +133,15 @@ class TimedForward:
         num_last = sum(chunk.is_last for chunk in plan.chunks)
         return [None] * (len(plan.decodes) + num_drafted + num_last)
 
-    def multi_step(self, branches: Sequence[Branch], num_steps: int) -> Sequence[Text]:
-        """Takes no time: `multi_step_s` said what it takes before it began."""
+    def draw(self, branches: Sequence[Branch], num_steps: int) -> Sequence[Text]:
+        """The next tokens of decodes, drawn in so many passes; no branch is changed.
+
+        It takes no time: `Timing.multi_step_s` said what it takes before it began.
+        """
         self.num_passes += num_steps
         drawn = self._drawn
         return [
-            drawn(branch.seed, branch.job.sampling.temperature, branch.length, num_steps)
+            drawn(answer_of(branch).seed, branch.job.sampling.temperature, branch.length, num_steps)
             for branch in branches
         ]
 

@@ -45,15 +45,15 @@ class CountedUpdate(NamedTuple):
 def counted(update: Update) -> CountedUpdate:
     """`update` as counts."""
     return CountedUpdate(
-        update.request,
-        update.branch,
-        len(update.tokens),
-        update.finish,
-        update.cached_tokens,
-        update.prefill_tokens,
-        update.capsule,
-        update.boundary,
-        update.error,
+        request=update.request,
+        branch=update.branch,
+        num_tokens=len(update.tokens),
+        finish=update.finish,
+        cached_tokens=update.cached_tokens,
+        prefill_tokens=update.prefill_tokens,
+        capsule=update.capsule,
+        boundary=update.boundary,
+        error=update.error,
     )
 
 
@@ -92,20 +92,30 @@ class CountedSink:
         cached, computed = prompt_tokens(branch)
         self._unsent.append(
             CountedUpdate(
-                branch.job.command.request,
-                branch.index if end is None else end.branch,
-                num_tokens,
-                None if end is None else end.finish,
-                cached,
-                computed,
-                None if end is None else end.capsule,
-                0 if end is None else end.boundary,
-                end.error.to_wire() if end is not None and end.error is not None else None,
+                request=branch.job.command.request,
+                branch=branch.index if end is None else end.branch,
+                num_tokens=num_tokens,
+                finish=None if end is None else end.finish,
+                cached_tokens=cached,
+                prefill_tokens=computed,
+                capsule=None if end is None else end.capsule,
+                boundary=0 if end is None else end.boundary,
+                error=end.error.to_wire() if end is not None and end.error is not None else None,
             )
         )
 
     def refuse(self, gateway: str, request: str, error: MalleeError) -> None:
-        update = CountedUpdate(request, ALL_BRANCHES, 0, "error", 0, 0, None, 0, error.to_wire())
+        update = CountedUpdate(
+            request=request,
+            branch=ALL_BRANCHES,
+            num_tokens=0,
+            finish="error",
+            cached_tokens=0,
+            prefill_tokens=0,
+            capsule=None,
+            boundary=0,
+            error=error.to_wire(),
+        )
         self._unsent.append(update)
 
     def reply(self, gateway: str, reply: CapsuleReply) -> None:

@@ -11,29 +11,62 @@ WINDOW_SHARE = 4
 """A window group has a block for this many of the full group's: right for texts of four windows and more."""
 MIN_WINDOW_BLOCKS = 256
 """Up to so many blocks a window group has as many as the full group: there is nothing to save."""
+STATE_SHARE = 64
+"""A state group has a slot for this many of the full group's blocks: a thousand tokens of the usual ones."""
+MIN_STATES = 64
+"""Slots that a state group has at least, if the full group has as many blocks."""
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Layers whose KV comes and goes together; a block of theirs is the KV of one block's tokens.
 
     "full": every token is read as long as the text lives. "window": a token reads the last `window`,
-    itself included. "state": recurrent layers, which keep one state and no tokens (no model has them yet).
+    itself included. "state": recurrent layers, whose state after a token is all that they keep of a text; its
+    slots are this group's blocks. `nbytes`: of the KV of one token, or of one state.
     """
 
     kind: Literal["full", "window", "state"]
     layers: tuple[int, ...]
-    nbytes_per_token: int
+    nbytes: int
     window: int | None = None
 
     def nbytes_per_block(self, block_size: int) -> int:
-        return self.nbytes_per_token * block_size
+        return self.nbytes if self.kind == "state" else self.nbytes * block_size
+
+    def rows_per_block(self, full: "GroupSpec", block_size: int) -> int:
+        """Rows of the size of a block of the `full` group that one of this group takes."""
+        return -(-self.nbytes_per_block(block_size) // full.nbytes_per_block(block_size))
+
+    def num_read(self, num_tokens: int, block_size: int) -> int:
+        """Blocks that are read after `num_tokens` tokens."""
+        end = -(-num_tokens // block_size)
+        match self.kind:
+            case "full":
+                return end
+            case "state":
+                return min(1, end)
+            case "window":
+                return end - max(0, num_tokens - self.reach + 1) // block_size
+
+    @property
+    def reach(self) -> int:
+        """The window of which a block before a place tells whether all is there that is read after it.
+
+        Of a state that is the block that ends there.
+        """
+        return 2 if self.window is None else self.window
 
     def num_blocks(self, num_full: int, block_size: int) -> int:
         """Blocks of this group beside `num_full` of the full one. No text needs more of it than of that."""
-        if self.window is None:
-            return num_full
-        reach = -(-self.window // block_size) + 2
-        return min(num_full, max(num_full // WINDOW_SHARE, 4 * reach, MIN_WINDOW_BLOCKS))
+        match self.kind:
+            case "full":
+                return num_full
+            case "state":
+                return min(num_full, max(num_full // STATE_SHARE, MIN_STATES))
+            case "window":
+                num_read = -(-self.reach // block_size) + 2
+                least = max(4 * num_read, MIN_WINDOW_BLOCKS)
+                return min(num_full, max(num_full // WINDOW_SHARE, least))
 
 
 class WeightVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -97,27 +130,36 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype_nbytes: int
     eos_token_ids: tuple[int, ...]
     weights: WeightVersion = BASE_WEIGHTS
-    groups: tuple[GroupSpec, ...] = ()  # the first is the full one; empty: all layers are in it
+    groups: tuple[
+        GroupSpec, ...
+    ] = ()  # the first is the full one; it has all layers if none is given
     kv_fields: tuple[tuple[str, str], ...] = ()  # `kv_identity` of the weights at the start
 
+    def __post_init__(self) -> None:
+        if not self.groups:
+            nbytes = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_nbytes
+            every = GroupSpec(kind="full", layers=tuple(range(self.num_layers)), nbytes=nbytes)
+            msgspec.structs.force_setattr(self, "groups", (every,))
+
     @property
-    def windows(self) -> tuple[GroupSpec, ...]:
+    def has_states(self) -> bool:
+        """Whether some layers are recurrent."""
+        return any(group.kind == "state" for group in self.groups)
+
+    @property
+    def sides(self) -> tuple[GroupSpec, ...]:
         """The groups beside the full one."""
         return self.groups[1:]
 
     def kv_nbytes(self, num_blocks: int, block_size: int) -> int:
         """Bytes of KV memory in which the full group has `num_blocks` blocks."""
-        if not self.groups:
-            return num_blocks * block_size * self.kv_bytes_per_token
         return sum(
             group.num_blocks(num_blocks, block_size) * group.nbytes_per_block(block_size)
             for group in self.groups
         )
 
     def block_nbytes(self, block_size: int) -> int:
-        """Bytes of a block as it is stored and sent: one of the full group, or a row of a window's."""
-        if not self.groups:
-            return block_size * self.kv_bytes_per_token
+        """Bytes of a block as it is stored and sent: one of the full group, or a row of a side's."""
         return self.groups[0].nbytes_per_block(block_size)
 
     def kv_identity(self) -> dict[str, str]:
@@ -136,8 +178,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """2 (keys, values) x layers x kv heads x head_dim x bytes, of all groups."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_nbytes
+        """Bytes of the keys and values of a token, in all groups."""
+        return sum(group.nbytes for group in self.groups if group.kind != "state")
 
     @property
     def identity(self) -> str:

@@ -216,7 +216,15 @@ class Router:
         home = self._placer.home(affinity)
         lent = None if source is None else self._lent(source)
         fan_out = FanOut(
-            *(hashes, prompt_tokens, max_tokens, suffix_tokens, entry, may_wait, home, lent, why)
+            hashes=hashes,
+            prefix_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            suffix_tokens=suffix_tokens,
+            capsule=entry,
+            may_wait=may_wait,
+            home=home,
+            source=lent,
+            why=why,
         )
         if len(requests) == 1 < len(suffix_tokens) or self.config.policy != "cost":
             # A part needs a name of its own; and baselines price nothing.

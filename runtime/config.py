@@ -206,10 +206,6 @@ class EngineSettings(Settings):
 class SchedulerSettings(Settings):
     """The order of work inside a worker."""
 
-    policy: Literal["fair", "fcfs", "prefill_first", "decode_round_robin"] = "fair"
-    """`fair`: between sessions, then by priority."""
-    victims: Literal["least_due", "youngest", "oldest_decode"] = "least_due"
-    """Which branch is preempted when blocks run out."""
     max_rows: AtLeastOne = 256
     """Branches that run at once."""
     max_step_tokens: AtLeastOne = 512

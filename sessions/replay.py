@@ -377,7 +377,15 @@ def _compared(
     got = branch.tokens[step] if step < len(branch.tokens) else end
     before = tuple(recorded.tokens[max(0, step - NUM_BEFORE) : step])
     position = branch.start + step
-    return step, Divergence(request.name, number, step, position, expected, got, before)
+    return step, Divergence(
+        request=request.name,
+        branch=number,
+        step=step,
+        position=position,
+        expected=expected,
+        got=got,
+        before=before,
+    )
 
 
 def _news(engine: Engine) -> Iterator[Update | CapsuleReply]:

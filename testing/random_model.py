@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 
+from mallee.testing.random_weights import random_tensors
 from mallee.worker.model.config import (
     FAMILIES,
     ModelConfig,
@@ -19,7 +20,6 @@ from mallee.worker.model.config import (
     resolve_kv_dtype,
 )
 from mallee.worker.model.loading.config_json import parse_config
-from mallee.worker.model.loading.random_weights import random_tensors
 from mallee.worker.model.loading.weights import fuse_weights
 from mallee.worker.model.runner import TorchForward
 

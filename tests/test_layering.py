@@ -16,6 +16,7 @@ ARROWS: dict[str, set[str]] = {
     "protocol": {"protocol"},
     "traces": {"protocol", "traces"},
     "figures": {"protocol", "figures"},
+    "figures.replays": {"protocol", "traces", "mocker", "figures"},
     "router": {"protocol", "router"},
     "worker.kv": {"protocol", "worker.kv"},
     "worker.transfer": {"protocol", "worker.kv", "worker.transfer"},
@@ -34,7 +35,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "worker": {"protocol", "worker"},  # engine and what belongs to it: never worker.model (below)
     "sessions": {"protocol", "worker", "sessions"},
-    "mocker": {"protocol", "traces", "figures", "worker", "router", "mocker"},
+    "mocker": {"protocol", "traces", "worker", "router", "mocker"},
     "synth": {"protocol", "traces", "figures", "synth"},
     "graphs": {"protocol", "graphs"},
     "search": {"protocol", "search"},
@@ -55,6 +56,7 @@ ARROWS: dict[str, set[str]] = {
 FORBIDDEN: dict[str, set[str]] = {
     **{name: {"worker.model"} for name in ("worker", "mocker", "sessions", "gateway")},
     "api": {"runtime.telemetry"},  # it is given what it counts with
+    **{name: {"figures.replays"} for name in ("figures", "synth")},
 }
 PACKAGES = tuple(name for name in dict.fromkeys(key.split(".")[0] for key in ARROWS))
 

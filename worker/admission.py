@@ -99,12 +99,13 @@ class Intake:
         suffixes = self._suffixes(command, start.boundary, self._max_tokens(limits) - num_drawn)
         self._capsules.check_unused(command.request)
         self._scheduler.check_room(len(suffixes))
-        grammar = command.grammar
-        begin = None
-        if resumed is not None or (grammar is not None and grammar.kind == "inherit"):
-            grammar = _grammar_of(source, start.boundary)
-            begin = None if grammar is None else start.boundary - grammar.consumed
-        matchers = self._matchers(command, source, start.boundary, grammar)
+        grammar, begin = command.grammar, None
+        matchers: tuple[Matcher, ...] = ()
+        if resumed is not None or grammar is not None:
+            if grammar is None or grammar.kind == "inherit" or resumed is not None:
+                grammar = _grammar_of(source, start.boundary)
+                begin = None if grammar is None else start.boundary - grammar.consumed
+            matchers = self._matchers(command, source, start.boundary, grammar)
         if debug_log.is_on("forks"):
             debug_log.log_fork(command.request, len(suffixes), start.boundary, start.base)
         texts = grouped(start.rest, suffixes, command.suffixes, self._notation)
@@ -213,7 +214,8 @@ class Intake:
         """The command's suffixes, for a capsule of `boundary` tokens. Raises as `_prompt` does."""
         self._check_new(command.request)
         self._check_share(command.share)
-        check_spans(command.retain)
+        if command.retain:
+            check_spans(command.retain)
         if not 1 <= len(command.suffixes) <= MAX_BRANCHES:
             raise InvalidParameter(
                 "suffixes", len(command.suffixes), f"give 1 to {MAX_BRANCHES} branches"

@@ -36,9 +36,10 @@ from mallee.protocol.errors import DeviceMemoryExhausted
 from mallee.protocol.hashing import as_tokens
 from mallee.worker.forward import DeviceForward, Drawing, ForwardBatch, Logits, Row
 from mallee.worker.kv.node import BlockCopy, Spare
-from mallee.worker.kv.paths import flatten, flatten_windows
+from mallee.worker.kv.paths import flatten, side_tables
 from mallee.worker.passes import ForwardPasses
-from mallee.worker.sched.branch import Branch, Plan, node_of
+from mallee.worker.sched.branch import Branch, node_of
+from mallee.worker.sched.plan import Plan
 
 REST_STEPS: Final = 64
 """Steps without a pass ahead, after one for which the device had too little memory."""
@@ -155,7 +156,7 @@ class AheadPasses(ForwardPasses):
             return False
         if own.copy is not None and own.copy not in plan.copies:
             return False
-        return all(a[place] == b[place] for a, b in zip(row.windows, now.windows, strict=True))
+        return all(a[place] == b[place] for a, b in zip(row.sides, now.sides, strict=True))
 
     def _row(self, branch: Branch, spare: Spare | None = None) -> Row:
         """The next decode of `branch`, whose token is not known, in the block of `spare` if it has none."""
@@ -163,7 +164,7 @@ class AheadPasses(ForwardPasses):
         table = flatten(node, size)
         if spare is not None:
             table = np.append(table[: node.end // size], np.int32(spare.block))
-        return Row(_UNKNOWN, branch.length, table, 1, flatten_windows(node, size))
+        return Row(_UNKNOWN, branch.length, table, 1, side_tables(node, size))
 
     def stats(self) -> AheadStats:
         return AheadStats(self._num_rows, self._num_void)

@@ -61,6 +61,7 @@ from mallee.worker.gaps import HostGap, WorkGaps
 from mallee.worker.kv.audit import Leak, check_tree, find_leaks
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
+from mallee.worker.kv.text import Text
 from mallee.worker.kv.usage import TreeUsage
 from mallee.worker.kv.watch import KVMemory
 from mallee.worker.passes import ForwardPasses, Passes, StepWatch
@@ -74,8 +75,9 @@ from mallee.worker.records import (
 )
 from mallee.worker.requests import RequestTable, count_holds, memory_usage
 from mallee.worker.sampling import Drafted, Sampled, Scored, StepSampler
-from mallee.worker.sched.branch import Branch, CapsuleState, Lent, Plan, node_of
+from mallee.worker.sched.branch import Branch, CapsuleState, Lent, node_of
 from mallee.worker.sched.fetching import Receiver
+from mallee.worker.sched.plan import Plan
 from mallee.worker.sched.scheduler import Scheduler
 from mallee.worker.speculation.drafters import Drafter
 from mallee.worker.speculation.speculator import SpeculationStats, Speculator
@@ -124,7 +126,8 @@ class Engine:
         self._journal = Journal()
         config.scheduler.validate(forward.spec.max_model_len)
         self._ahead: AheadPasses | None = None
-        if device is not None and config.may_launch_ahead:
+        # A row that is launched ahead writes where its branch will: a state has no slot for that yet.
+        if device is not None and config.may_launch_ahead and not forward.spec.has_states:
             self._ahead = AheadPasses(device)
         self._passes: Passes = passes or self._ahead or ForwardPasses(forward)
         self._clock = clock
@@ -166,7 +169,7 @@ class Engine:
         )
         self._speculator: Speculator | None = None
         if config.speculation.drafters != "off" or draft_model is not None:
-            trim, room = self._sampler.trim, self._scheduler.make_room
+            trim, room = self._sampler.trim, self._scheduler.blocks.stretch
             self._speculator = Speculator(
                 config.speculation, trim=trim, room=room, model=draft_model
             )
@@ -409,26 +412,21 @@ class Engine:
             self._fetching is not None and self._fetching.has_loan_to_end
         )
 
-    def multi_step_limit(self) -> int:
-        """The number of next steps that are sure to be alike, so that `multi_step` may take them at once.
+    @property
+    def is_steady(self) -> bool:
+        """Whether the next step is sure to be one token for each of `decodes` and nothing else.
 
-        In each of them all branches decode; none can end, fill a block or need one that is in use
-        before the last. A command, a capsule's time to live, or the end of a move ends this: look again.
+        As long as they have blocks and don't end, that holds for each step until a command, a capsule's time
+        to live, or the end of a move. False with drafts, and while someone watches single steps.
         """
-        limit = self._scheduler.multi_step_limit()
-        if limit < 2:
-            return limit
-        if len(self._updates) or len(self._journal) or self._capsules.is_expiry_due:
-            return 0
-        if self._requests.has_inbox:
-            return 0
-        if self._has_moved:
-            return 0
-        if self._tree.pool.watch is not None or debug_log.is_on("steps"):
-            return 0
-        if self._speculator is not None:
-            limit = min(limit, self._speculator.multi_step_limit(self._scheduler.decodes))
-        return min(limit, self._sampler.multi_step_limit(self._scheduler.decodes))
+        return (
+            self._scheduler.is_steady
+            and not (len(self._updates) or len(self._journal) or self._requests.has_inbox)
+            and not (self._capsules.is_expiry_due or self._has_moved)
+            and self._speculator is None
+            and self._tree.pool.watch is None
+            and not debug_log.is_on("steps")
+        )
 
     @property
     def has_tiers(self) -> bool:
@@ -446,29 +444,28 @@ class Engine:
         """No capsule's time to live is over before then, on the engine's clock."""
         return self._capsules.next_expiry
 
-    def multi_step(self, num_steps: int) -> StepResult:
-        """`num_steps` (at most `multi_step_limit`) steps at once: the same as one after the other.
+    def advance(self, drawn: Sequence[Text]) -> StepResult:
+        """Take in what `decodes` drew in as many steady steps: the same number of tokens for each.
 
-        Only their updates come together.
+        The same as those steps, computed elsewhere; only their updates come together. No draw is looked at:
+        the caller knows that none but the last ends an answer, by its length.
         """
-        commit, emit = self._tree.commit, self._updates.emit
-        branches = self._scheduler.multi_step(num_steps)
-        drawn = self._passes.multi_step(branches, num_steps)
+        num_steps = len(drawn[0])
+        self._scheduler.decoded(num_steps)
+        self._num_steps += num_steps
+        self._num_output += num_steps * len(drawn)
+        emit, reports_progress = self._updates.emit, self._updates.reports_progress
+        branches = self._scheduler.decodes
         for branch, tokens in zip(branches, drawn, strict=True):
             begin = len(branch.tokens) - 1  # the last one was drawn, but not computed
             branch.tokens.extend(tokens)
-            commit(node_of(branch), branch.tokens[begin:-1], branch.hashes)
+            self._tree.commit(node_of(branch), branch.tokens[begin:-1], branch.hashes)
             branch.num_output += num_steps
-        self._num_output += num_steps * len(branches)
-        if self._speculator is not None:
-            self._speculator.read(branches)
-        reports_progress = self._updates.reports_progress
         for branch, tokens in zip(branches, drawn, strict=True):
             if branch.num_output >= branch.job.limits.max_tokens:
                 self._requests.end(branch, "length", tokens=tokens)
             elif reports_progress:
                 emit(branch, tokens=tokens)
-        self._num_steps += num_steps
         return self._collect()
 
     def step(self) -> StepResult:
@@ -496,7 +493,7 @@ class Engine:
             self._requests.take_inbox()
         plan = self._scheduler.plan()
         if self._lower is not None and self._lower.evicts_beside:
-            self._scheduler.make_room_ahead()
+            self._scheduler.blocks.make_room_ahead()
         if self._lower is not None:
             self._scheduler.is_stalled = plan.is_empty and self._lower.num_moving > 0
         if self._speculator is not None:
@@ -595,7 +592,7 @@ class Engine:
         keys = block_keys(self._tree, branch.tokens[: record.num_computed], salt)
         return Lent(
             loan,
-            (*keys, *self._tree.window_keys(keys, record.num_computed)),
+            (*keys, *self._tree.side_keys(keys, record.num_computed)),
             num_blocks=len(keys),
             num_tokens=record.num_computed,
             is_capsule=True,
@@ -635,7 +632,7 @@ class Engine:
         self._capsules.adopt(record, logits, is_durable=True)
         keys = unpack_hashes(record.keys).tolist()
         tail = keys[-1:] if record.has_tail else []
-        return (*tail, *self._tree.window_keys(keys, record.num_computed))
+        return (*tail, *self._tree.side_keys(keys, record.num_computed))
 
     def _compute(self, plan: Plan) -> tuple[list[Scored], list[Sampled]]:
         """Run the plan: the branches that end here, with kept logits, and what the others drew.
@@ -689,7 +686,7 @@ class Engine:
                 commit(node, (s.tokens[begin],), s.hashes)
             else:
                 commit(node, s.tokens[begin : begin + num_draws[s]], s.hashes)
-                self._scheduler.drop_room(s)
+                self._scheduler.blocks.shrink(s)
         for branch in plan.ready:
             branch.logits = None
         for chunk in plan.chunks:
@@ -735,6 +732,11 @@ class Engine:
         return self._scheduler.decodes
 
     @property
+    def num_free_blocks(self) -> int:
+        """Blocks with nothing in them."""
+        return self._tree.num_free
+
+    @property
     def branches(self) -> list[Branch]:
         """The branches that are not over, by arrival; to be read only."""
         return sorted(self._requests.branches(), key=attrgetter("ticket"))
@@ -762,7 +764,7 @@ class Engine:
             pack_hashes(self._tree.held_hashes()),
             self._capsules.describe_all(),
             *below,
-            windows=tuple(map(pack_hashes, self._tree.held_in_windows())),
+            windows=tuple(map(pack_hashes, self._tree.held_in_sides())),
         )
 
     @property
@@ -841,25 +843,26 @@ class Engine:
     def stats(self) -> EngineStats:
         """O(branches and capsules, times their depth)."""
         watch = self._tree.pool.watch
+        drafted = SpeculationStats(0, 0) if self._speculator is None else self._speculator.stats()
         return EngineStats(
-            self._tree.pool.stats(),
-            self._tree.stats(),
-            self._scheduler.stats(),
-            self._capsules.stats(),
-            self._lower.stats() if self._lower is not None else None,
-            self._loans.stats(),
-            watch.stats() if watch is not None else None,
-            len(self._requests.jobs),
-            self._num_steps,
-            self._num_prefill,
-            self._requests.num_cached,
-            self._num_output,
-            self._requests.num_forks,
-            self.usage(),
-            self._constraint_states(),
-            self._speculator.stats() if self._speculator is not None else SpeculationStats(0, 0),
-            self._ahead.stats() if self._ahead is not None else AheadStats(0, 0),
-            self._gaps.stats() if self._gaps is not None else HostGap(0, 0.0),
+            pool=self._tree.pool.stats(),
+            tree=self._tree.stats(),
+            sched=self._scheduler.stats(),
+            capsules=self._capsules.stats(),
+            tiers=self._lower.stats() if self._lower is not None else None,
+            lending=self._loans.stats(),
+            watch=watch.stats() if watch is not None else None,
+            jobs=len(self._requests.jobs),
+            num_steps=self._num_steps,
+            num_prefill_tokens=self._num_prefill,
+            num_cached_tokens=self._requests.num_cached,
+            num_output_tokens=self._num_output,
+            num_forks=self._requests.num_forks,
+            memory=self.usage(),
+            constraint_states=self._constraint_states(),
+            speculation=drafted,
+            ahead=self._ahead.stats() if self._ahead is not None else AheadStats(0, 0),
+            host_gap=self._gaps.stats() if self._gaps is not None else HostGap(0, 0.0),
         )
 
 

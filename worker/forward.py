@@ -193,8 +193,9 @@ class Row(NamedTuple):
     start: int
     table: BlockTable  # [>= ceil((start + n) / block_size)]
     num_logits: int  # logits are wanted after each of the last so many tokens; of none: 0
-    windows: tuple[BlockTable, ...] = ()
-    """The same by window group, true from the first block that the row reads on; empty: as `table`."""
+    sides: tuple[BlockTable, ...] = ()
+    """By side group: of a window the same, true from the first block that the row reads on; of a state the
+    slot that is read (`states.NO_STATE`: none yet) and the one that is written. Empty: as `table`."""
 
 
 class ForwardBatch(NamedTuple):

@@ -6,10 +6,11 @@ from typing import Protocol
 import numpy as np
 
 from mallee.protocol.hashing import Tokens, as_tokens
-from mallee.worker.forward import Draw, Forward, ForwardBatch, Logits, Row
-from mallee.worker.kv.paths import flatten, flatten_windows
+from mallee.worker.forward import Forward, ForwardBatch, Logits, Row
+from mallee.worker.kv.paths import flatten, side_tables
 from mallee.worker.kv.text import Notation, Text, TokenNotation
-from mallee.worker.sched.branch import Branch, Draft, Plan, node_of
+from mallee.worker.sched.branch import node_of
+from mallee.worker.sched.plan import Draft, Plan
 from mallee.worker.updates import FrameSink, UpdateSink
 
 
@@ -29,13 +30,6 @@ class Passes(Protocol):
         """One Logits for each decode and each last chunk, in this order; valid until the next call.
 
         Of a decode with a draft one more for each token of that, behind its own.
-        """
-        ...
-
-    def multi_step(self, branches: Sequence[Branch], num_steps: int) -> Sequence[Text]:
-        """The next tokens of decoding branches: `num_steps` for each, that many passes in a row.
-
-        Their nodes have room for all of them. No branch or sequence is changed.
         """
         ...
 
@@ -66,7 +60,7 @@ class ForwardPasses:
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
         self._block_size = forward.block_size
-        self._has_windows = bool(forward.spec.windows)
+        self._has_sides = bool(forward.spec.sides)
         self.notation: Notation = TokenNotation(forward.spec.vocab_size)
         self.updates: UpdateSink = FrameSink()
 
@@ -76,29 +70,6 @@ class ForwardPasses:
             assert not plan.copies, "copies for no row: they would be lost"
             return ()
         return self._forward.forward(ForwardBatch(plan.copies, rows))
-
-    def multi_step(self, branches: Sequence[Branch], num_steps: int) -> Sequence[Text]:
-        drawn: list[list[int]] = [[] for _ in branches]
-        last = [branch.tokens[-1] for branch in branches]
-        starts = [branch.length - 1 for branch in branches]
-        size = self._block_size
-        nodes = [node_of(branch) for branch in branches]
-        tables = [(flatten(node, size), flatten_windows(node, size)) for node in nodes]
-        for i in range(num_steps):
-            tokens = as_tokens(last)
-            rows = [
-                Row(tokens[k : k + 1], start + i, table, 1, windows)
-                for k, (start, (table, windows)) in enumerate(zip(starts, tables, strict=True))
-            ]
-            logits = self._forward.forward(ForwardBatch((), rows))
-            draws = [
-                Draw(each, branch.job.sampling, branch.seed, start + i + 1)
-                for each, branch, start in zip(logits, branches, starts, strict=True)
-            ]
-            last = self._forward.sample(draws)
-            for own, token in zip(drawn, last, strict=True):
-                own.append(token)
-        return drawn
 
     def _rows(self, plan: Plan) -> list[Row]:
         """One for each decode and chunk, in this order."""
@@ -116,11 +87,11 @@ class ForwardPasses:
         for chunk in plan.chunks:
             table = flatten(node_of(chunk.branch), size)
             rows.append(Row(_ids(chunk.tokens), chunk.start, table, int(chunk.is_last)))
-        if not self._has_windows:
+        if not self._has_sides:
             return rows
         branches = (*plan.decodes, *(chunk.branch for chunk in plan.chunks))
         return [
-            row._replace(windows=flatten_windows(node_of(branch), size))
+            row._replace(sides=side_tables(node_of(branch), size))
             for row, branch in zip(rows, branches, strict=True)
         ]
 

@@ -15,11 +15,11 @@ from mallee.worker.gaps import HostGap
 from mallee.worker.kv.eviction import EvictionName
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.pool import BlockPool, PoolStats
+from mallee.worker.kv.sides.make import check_sides, make_sides
 from mallee.worker.kv.text import Notation
 from mallee.worker.kv.tree import BranchTree, TreeStats
 from mallee.worker.kv.usage import TreeUsage
 from mallee.worker.kv.watch import BlockWatch, KVChecks, WatchStats
-from mallee.worker.kv.windows import WindowGroup, window_groups
 from mallee.worker.retention import Retention
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.sched.scheduler import SchedulerStats
@@ -193,7 +193,6 @@ def make_tree(
 ) -> BranchTree:
     """An empty tree over the blocks of `forward`. Raises ConfigError if `config` doesn't fit them."""
     config.validate().check_blocks(forward.block_size, forward.spec.max_model_len)
-    windows = _window_groups(config.scheduler, forward)
     if lower is not None and not lower.is_empty and not config.prefix_cache:
         raise ConfigError(
             "tiers below the device need prefix_cache=True: blocks there are found by what is in them"
@@ -203,34 +202,26 @@ def make_tree(
     if checks.level != "none":
         watch = BlockWatch(checks, forward.memory, num_blocks, report_fault)
     pool = BlockPool(num_blocks, watch)
+    offload = offload_rows = None
+    if lower is not None and lower.has_host:
+        offload, offload_rows = lower.offload, partial(lower.offload, are_untold=True)
+    size = forward.block_size
+    sides = make_sides(forward.spec.groups, num_blocks, size, journal, offload_rows)
+    check_sides(sides, num_blocks, config.scheduler.max_step_tokens, size)
+    if forward.spec.has_states and config.speculation.drafters != "off":
+        raise ConfigError(
+            f"speculation={config.speculation.drafters!r}: the model has recurrent layers, whose state can't"
+            " leave out drafted tokens that are refused; set speculation to off"
+        )
     return BranchTree(
         pool,
-        forward.block_size,
+        size,
         journal,
         eviction=config.eviction,
         keeps_cache=config.prefix_cache,
         notation=notation,
-        windows=windows,
+        sides=sides,
         ranks=retention,
-        offload=lower.offload if lower is not None and lower.has_host else None,
-        offload_rows=partial(lower.offload, are_untold=True)
-        if lower is not None and lower.has_host
-        else None,
+        offload=offload,
+        offload_rows=offload_rows,
     )
-
-
-def _window_groups(config: SchedulerConfig, forward: Forward) -> list[WindowGroup]:
-    """A pool for each of the model's window groups. Raises ConfigError if one can't hold a step's work."""
-    size, num_blocks = forward.block_size, forward.num_blocks
-    groups = window_groups(forward.spec.groups, num_blocks, size)
-    for group in groups:
-        own = group.pool.num_blocks
-        # What a branch was forked from, its own reach, what a step computes, and a block copied.
-        needed = 2 * (-(-group.window // size) + 2) + -(-config.max_step_tokens // size) + 1
-        if own < min(needed, num_blocks):
-            raise ConfigError(
-                f"max_step_tokens={config.max_step_tokens} needs {needed} KV blocks in the layers with"
-                f" a window of {group.window} tokens, which have {own} beside {num_blocks} of the"
-                " others; lower it, or start the worker with more blocks"
-            )
-    return groups

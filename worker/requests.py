@@ -41,7 +41,7 @@ from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.kv.usage import TreeUsage, tree_usage
 from mallee.worker.retention import Retention
-from mallee.worker.sched.branch import WHOLE, Branch, ForkPoint, Job, Texts, node_of
+from mallee.worker.sched.branch import WHOLE, Branch, ForkPoint, Job, Texts, answer_of, node_of
 from mallee.worker.sched.scheduler import Scheduler
 from mallee.worker.updates import End, UpdateSink
 
@@ -158,7 +158,7 @@ class RequestTable:
             if command.branch in (None, branch.index):
                 self.end(branch, "cancelled")
             else:
-                job.cancelled.add(command.branch)
+                job.cancelled |= {command.branch}
                 if job.cancelled.issuperset(branch.members):
                     self.end(branch, "cancelled")
 
@@ -169,7 +169,7 @@ class RequestTable:
             return  # it ended while the command was under way
         job.prioritize(command.priority, command.branch)
         for branch in job.concerned(command.branch):
-            self._scheduler.prioritize(branch, job.priority(branch.members))
+            self._scheduler.prioritize(branch, job.priority_of(branch.members))
 
     def inject(self, command: Inject, gateway: str) -> None:
         """Have a branch go on after other tokens, from its next boundary on.
@@ -216,9 +216,9 @@ class RequestTable:
             return
         self._scheduler.inject(branch, tokens)
         branch.num_output += len(tokens)
-        if branch.history is not None:
+        if (history := answer_of(branch).history) is not None:
             for token in tokens:
-                branch.history.add(token)
+                history.add(token)
         logprobs: tuple[TokenLogprobs, ...] = ()
         if job.sampling.logprobs >= 0:
             logprobs = ((0.0, ()),) * len(tokens)
@@ -277,16 +277,36 @@ class RequestTable:
         matcher = branch.constraint.share() if branch.constraint is not None else None
         if not isinstance(command, Prefill):
             return Capsule(
-                name, node, pending, logits, matcher, branch.continuation, branch.grammar
+                id=name,
+                node=node,
+                pending=pending,
+                logits=logits,
+                matcher=matcher,
+                continuation=branch.continuation,
+                grammar=branch.grammar,
             )
         state = branch.job.borrowing.state
         if state is None:
             return Capsule(
-                name, node, pending, logits, matcher, command.continuation, command.grammar
+                id=name,
+                node=node,
+                pending=pending,
+                logits=logits,
+                matcher=matcher,
+                continuation=command.continuation,
+                grammar=command.grammar,
             )
         if state.grammar != command.grammar:
             matcher = None  # it is built again
-        return Capsule(name, node, pending, logits, matcher, state.continuation, state.grammar)
+        return Capsule(
+            id=name,
+            node=node,
+            pending=pending,
+            logits=logits,
+            matcher=matcher,
+            continuation=state.continuation,
+            grammar=state.grammar,
+        )
 
     def capture(self, command: Capture, gateway: str) -> Capsule | None:
         """The capsule of a running branch; None: it is taken later, once it is among `wanted`.

@@ -44,7 +44,8 @@ from mallee.worker.forward import (
 )
 from mallee.worker.kv.paths import path_tokens
 from mallee.worker.kv.text import Text
-from mallee.worker.sched.branch import Branch, Draft
+from mallee.worker.sched.branch import Branch, answer_of
+from mallee.worker.sched.plan import Draft
 
 Scored = tuple[Branch, Logits]
 NO_DRAFT = Draft(())
@@ -115,21 +116,6 @@ class StepSampler:
         self.has_matchers = False  # whether there ever was a grammar: before, it costs nothing
         self._masks: _Masks | None = None
         self._filler: ThreadPoolExecutor | None = None
-
-    def multi_step_limit(self, branches: Iterable[Branch]) -> int:
-        """The number of tokens that each of `branches` can draw before its tokens must be looked at."""
-        limit = 1 << 62
-        has_eos = bool(self._eos)
-        for branch in branches:
-            job = branch.job
-            if not job.is_plain or job.stop_ids or not branch.draws:
-                return 0
-            if has_eos and not job.limits.ignore_eos:
-                return 0
-            left = job.limits.max_tokens - branch.num_output
-            if left < limit:
-                limit = left
-        return limit
 
     # Grammars
 
@@ -212,12 +198,9 @@ class StepSampler:
 
     def trim(self, branch: Branch, tokens: Sequence[int]) -> Draft:
         """The beginning of `tokens` after which `branch` would go on to draw."""
-        job, constraint = branch.job, branch.constraint
-        ends = (
-            job.stop_ids
-            if constraint is None and job.limits.ignore_eos
-            else job.stop_ids | self._eos
-        )
+        job, constraint, ends = branch.job, branch.constraint, branch.job.rules.stop_ids
+        if constraint is not None or not job.limits.ignore_eos:
+            ends |= self._eos
         kept = []
         matchers: list[Matcher] = []
         if constraint is not None:
@@ -286,8 +269,8 @@ class StepSampler:
         if not scored:
             return taken
         draws = [
-            Draw(logits, branch.job.sampling, branch.seed, branch.length)
-            if branch.job.is_plain
+            Draw(logits, answer.rules.sampling, answer.seed, branch.length)
+            if (answer := branch.answer or branch.begin_answer()).rules.is_plain
             else self._draw(branch, logits, masks)
             for branch, logits in scored
         ]
@@ -392,22 +375,22 @@ class StepSampler:
         self, branch: Branch, logits: Logits, masks: _Masks | None, before: Draft = NO_DRAFT
     ) -> Draw:
         """The draw after `before`, as if that were drawn."""
-        job, num = branch.job, len(before.tokens)
-        if job.has_penalties and branch.history is None:
-            branch.history = self._history(branch)
-        history = branch.history
+        job, answer, num = branch.job, answer_of(branch), len(before.tokens)
+        if answer.rules.has_penalties and answer.history is None:
+            answer.history = self._history(branch)
+        history = answer.history
         if num and history is not None:
             history = history.after(before.tokens)
         banned: tuple[int, ...] = ()
         if branch.num_output + num < job.limits.min_tokens:
-            ends = self._eos | job.stop_ids
+            ends = self._eos | answer.rules.stop_ids
             banned = tuple(token for token in ends if 0 <= token < self._forward.spec.vocab_size)
         allowed = None if masks is None else masks.of(branch, before)
         assert allowed is not None or branch.constraint is None, "a grammar without its masks"
-        if job.limits.reasoning is not None and not branch.has_reasoned:
+        if job.limits.reasoning is not None and not answer.has_reasoned:
             allowed = self._paced(branch, job.limits.reasoning, before, allowed)
         position = branch.length + num
-        return Draw(logits, job.sampling, branch.seed, position, history, allowed, banned)
+        return Draw(logits, job.sampling, answer.seed, position, history, allowed, banned)
 
     def _paced(
         self, branch: Branch, budget: ReasoningBudget, before: Draft, allowed: Words | None
@@ -421,7 +404,7 @@ class StepSampler:
             return allowed
         drawn = _drawn_tokens(branch, num_drawn)
         num = _num_reasoned(drawn, budget)
-        branch.has_reasoned = num is None and len(drawn) > 1
+        answer_of(branch).has_reasoned = num is None and len(drawn) > 1
         if before.tokens:
             num = _num_reasoned([*drawn, *before.tokens], budget)
         if num is None or num < budget.max_tokens:
@@ -435,9 +418,10 @@ class StepSampler:
     def _take(
         self, branch: Branch, logits: Logits, token: int, logprobs: tuple[TokenLogprobs, ...]
     ) -> Sampled:
-        job, constraint = branch.job, branch.constraint
+        job, answer = branch.job, branch.answer or branch.begin_answer()
+        constraint = answer.constraint
         is_eos = token in self._eos and (constraint is not None or not job.limits.ignore_eos)
-        if is_eos or token in job.stop_ids:
+        if is_eos or token in answer.rules.stop_ids:
             return Sampled(branch, logits, (), "stop")
         if constraint is not None:
             constraint.advance(token)
@@ -449,8 +433,8 @@ class StepSampler:
         finish: FinishReason | None = None
         if branch.num_output >= job.limits.max_tokens:
             finish = "length"
-        if branch.history is not None:
-            branch.history.add(token)
+        if answer.history is not None:
+            answer.history.add(token)
         if constraint is not None and constraint.matcher.is_stopped:
             finish = "stop"
         return Sampled(branch, logits, (token,), finish, logprobs)
@@ -482,10 +466,10 @@ class StepSampler:
     def _prompt_ids(self, branch: Branch, num_own: int) -> Ids:
         """The distinct tokens of the origin of `branch` and of its first `num_own` own tokens."""
         job, origin = branch.job, branch.origin
-        shared = job.shared.get(origin)
+        shared = job.rules.shared.get(origin)
         if shared is None:
             shared = distinct(() if origin is None else path_tokens(origin))
-            job.shared[origin] = shared
+            job.rules.shared[origin] = shared
         return np.union1d(shared, distinct(branch.tokens[:num_own])) if num_own else shared
 
 

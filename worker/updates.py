@@ -17,7 +17,8 @@ from mallee.protocol.messages import (
     Update,
 )
 from mallee.worker.kv.text import Text
-from mallee.worker.sched.branch import Branch, Plan
+from mallee.worker.sched.branch import Branch
+from mallee.worker.sched.plan import Plan
 from mallee.worker.sched.scheduler import SchedulerStats
 
 
@@ -96,9 +97,9 @@ class FrameSink:
         job, position = branch.job, branch.num_output - len(tokens)
         request, ids = job.command.request, tokens if isinstance(tokens, tuple) else tuple(tokens)
         cached, computed = prompt_tokens(branch)
-        drafts = branch.untold_drafts
-        if drafts is not None:
-            branch.untold_drafts = None
+        drafts, answer = None, branch.answer
+        if answer is not None and answer.untold_drafts is not None:
+            drafts, answer.untold_drafts = answer.untold_drafts, None
         if end is None:
             update = Update(
                 request,
@@ -113,20 +114,20 @@ class FrameSink:
             )
         else:
             update = Update(
-                request,
-                end.branch,
-                ids,
-                end.finish,
-                cached,
-                computed,
-                end.capsule,
-                end.boundary,
-                end.error.to_wire() if end.error is not None else None,
-                logprobs,
-                position,
-                end.kept,
-                end.retained,
-                drafts,
+                request=request,
+                branch=end.branch,
+                tokens=ids,
+                finish=end.finish,
+                cached_tokens=cached,
+                prefill_tokens=computed,
+                capsule=end.capsule,
+                boundary=end.boundary,
+                error=end.error.to_wire() if end.error is not None else None,
+                logprobs=logprobs,
+                position=position,
+                kept=end.kept,
+                retained=end.retained,
+                drafts=drafts,
             )
         self._updates.setdefault(job.gateway, []).append(update)
 

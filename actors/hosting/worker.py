@@ -500,7 +500,7 @@ class Worker:
             is_draining=self.is_draining,
             weights=self.model.weights,
             change=self.change,
-            windows=tuple(group.window or 0 for group in self.model.windows),
+            windows=tuple(group.reach for group in self.model.sides),
             serves_kv=serves_kv,
             metrics_at=metrics_at,
             device=device,

@@ -165,7 +165,15 @@ class Bodies:
             new = new[1:]
         ends += [end + shift for _, end in new]
         values[num:] = [Known(each) if type(each) is dict else each for each in values[num:]]
-        made = _Begun(beginning, body.get("cache_salt"), start, ends, list(values), sizes, most)
+        made = _Begun(
+            raw=beginning,
+            salt=body.get("cache_salt"),
+            start=start,
+            ends=ends,
+            values=list(values),
+            sizes=sizes,
+            num_values=most,
+        )
         nbytes = len(beginning) + sizes[-1]
         if nbytes > self.memory.max_nbytes // 2:
             return

@@ -93,14 +93,14 @@ class GraphMaker:
             _check_no_tools(graph)
         check_context(graph, partial(self.num_tokens, scope), self._n_ctx)
         plan = GraphPlan(
-            graph,
-            RunLimits(request.max_running, MAX_CALLS, self._fork),
-            scope,
-            terms,
-            read_budget(request.mallee.budget),
-            request.stream,
-            request.model,
-            _digest(request.nodes, graph),
+            graph=graph,
+            limits=RunLimits(request.max_running, MAX_CALLS, self._fork),
+            scope=scope,
+            terms=terms,
+            budget=read_budget(request.mallee.budget),
+            streams=request.stream,
+            model=request.model,
+            digest=_digest(request.nodes, graph),
         )
         known: set[bytes] = set()
         for node in graph.nodes.values():

@@ -81,33 +81,33 @@ def node_done(node: NodeRun, computed: Computed | None) -> NodeDone:
     if computed is None:
         return NodeDone(node.name, text, items)
     return NodeDone(
-        node.name,
-        text,
-        items,
-        computed.request,
-        computed.worker,
-        computed.capsule or "",
-        computed.boundary,
-        computed.prompt_tokens,
-        computed.cached_tokens,
-        computed.prefill_tokens,
-        computed.completion_tokens,
-        computed.finish,
+        node=node.name,
+        text=text,
+        items=items,
+        request=computed.request,
+        worker=computed.worker,
+        capsule=computed.capsule or "",
+        boundary=computed.boundary,
+        prompt_tokens=computed.prompt_tokens,
+        cached_tokens=computed.cached_tokens,
+        prefill_tokens=computed.prefill_tokens,
+        completion_tokens=computed.completion_tokens,
+        finish=computed.finish,
     )
 
 
 def computed_before(node: NodeDone) -> Computed:
     """The work of workers for a node of an earlier run."""
     return Computed(
-        RequestId(node.request),
-        WorkerId(node.worker),
-        node.prompt_tokens,
-        CapsuleId(node.capsule) if node.capsule else None,
-        node.boundary,
-        node.cached_tokens,
-        node.prefill_tokens,
-        node.completion_tokens,
-        node.finish,
+        request=RequestId(node.request),
+        worker=WorkerId(node.worker),
+        prompt_tokens=node.prompt_tokens,
+        capsule=CapsuleId(node.capsule) if node.capsule else None,
+        boundary=node.boundary,
+        cached_tokens=node.cached_tokens,
+        prefill_tokens=node.prefill_tokens,
+        completion_tokens=node.completion_tokens,
+        finish=node.finish,
     )
 
 

@@ -100,14 +100,14 @@ def unpacked(raw: bytes) -> Record:
         drawn = unpack_tokens(told.left.drawn)
         left = Left(CapsuleId(told.left.capsule), told.left.prompt_tokens, drawn, asked)
     return Record(
-        told.id,
-        Scope(told.scope),
-        told.body,
-        told.items,
-        Conversation(told.system, told.functions, told.variables),
-        path[-1] if path else None,
-        left,
-        max(0, told.num_chars),
+        id=told.id,
+        scope=Scope(told.scope),
+        body=told.body,
+        items=told.items,
+        head=Conversation(told.system, told.functions, told.variables),
+        turn=path[-1] if path else None,
+        left=left,
+        num_chars=max(0, told.num_chars),
         is_running=told.is_running,
         is_copy=True,
         num_covered=told.num_covered,

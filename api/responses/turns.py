@@ -102,13 +102,29 @@ class TurnMaker:
             is_question = any(message.role == "user" for message in messages)
             if is_question or (asked is not None and asked[0] > rest.start.num_tokens):
                 asked = None
-            return PlannedTurn(plan, items, head, turn, rest.how, len(rest.prompt.tokens), asked)
+            return PlannedTurn(
+                plan=plan,
+                items=items,
+                head=head,
+                turn=turn,
+                how=rest.how,
+                new_tokens=len(rest.prompt.tokens),
+                asked=asked,
+            )
         found = self._conversation(head, turn.conversation())
         prompt = self._reader.conversation(found, scope, add_generation_prompt=True)
         chat = self._chat.begun(request, found, prompt, output)
         plan = self._planned(request, chat, scope, terms, None)
         how: How = "new" if previous is None and not pending else "whole"
-        return PlannedTurn(plan, items, head, turn, how, len(prompt.tokens), None)
+        return PlannedTurn(
+            plan=plan,
+            items=items,
+            head=head,
+            turn=turn,
+            how=how,
+            new_tokens=len(prompt.tokens),
+            asked=None,
+        )
 
     def _planned(
         self,

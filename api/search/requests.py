@@ -113,16 +113,18 @@ def read_search(
     if not -(1 << 63) <= seed < 1 << 63:
         raise InvalidParameter("seed", seed, "give a number of 64 bits")
     return SearchPlan(
-        policy,
-        scoring,
-        verifier,
-        seed,
-        _budget(request),
-        ends,
-        request.capsule,
-        {name: value for name in _OF_PROMPTS if (value := getattr(request, name)) is not None},
-        steps,
-        {
+        policy=policy,
+        scoring=scoring,
+        verifier=verifier,
+        seed=seed,
+        budget=_budget(request),
+        ends=ends,
+        capsule=request.capsule,
+        prompt={
+            name: value for name in _OF_PROMPTS if (value := getattr(request, name)) is not None
+        },
+        steps=steps,
+        common={
             **{name: value for name in _OF_ALL if (value := getattr(request, name))},
             "mallee": _mallee(request),
         },

@@ -186,17 +186,21 @@ class Histories:
             texts = [cut.rest for cut in new_cuts]
             texts += [] if rendered.trace is None else [rendered.trace.before]
             history = _History(
-                kind,
-                [*same, *messages[num_same:]],
-                shown,
-                functions,
-                its_nbytes,
-                digests,
-                sizes,
-                rendered.trace,
-                new_cuts,
-                tokens,
-                len(kind) + its_nbytes + sizes[-1] + tokens.nbytes + sum(map(sys.getsizeof, texts)),
+                kind=kind,
+                messages=[*same, *messages[num_same:]],
+                shown=shown,
+                functions=functions,
+                functions_nbytes=its_nbytes,
+                digests=digests,
+                sizes=sizes,
+                trace=rendered.trace,
+                cuts=new_cuts,
+                tokens=tokens,
+                nbytes=len(kind)
+                + its_nbytes
+                + sizes[-1]
+                + tokens.nbytes
+                + sum(map(sys.getsizeof, texts)),
             )
             self._keep(scope, history, found)
         elif found is not None:

@@ -73,15 +73,15 @@ def sessions(trace: Path, num_requests: int, seed: int) -> tuple[Workload, int]:
     numbers = {request.number: i for i, request in enumerate(kept)}
     renumbered = [
         Request(
-            numbers[each.number],
-            each.arrival_s,
-            each.ids,
-            each.input_tokens,
-            each.output_tokens,
-            each.session,
-            each.cls,
-            tuple(numbers[name] for name in each.wait_for),
-            each.tool_wait_s,
+            number=numbers[each.number],
+            arrival_s=each.arrival_s,
+            ids=each.ids,
+            input_tokens=each.input_tokens,
+            output_tokens=each.output_tokens,
+            session=each.session,
+            cls=each.cls,
+            wait_for=tuple(numbers[name] for name in each.wait_for),
+            tool_wait_s=each.tool_wait_s,
         )
         for each in kept
     ]

@@ -34,7 +34,18 @@ class Scale(NamedTuple):
     share: Share = Share(rows=8, requests=16, prompt_tokens=64, output_tokens=24)
 
 
-QUICK = Scale((1, 2), 8, 24, 4.0, 1, (2.0, inf), (0.0, 0.2), 1, (1, 2), Share(2, 4, 32, 4))
+QUICK = Scale(
+    engines=(1, 2),
+    rows=8,
+    requests=24,
+    quiet_per_s=4.0,
+    seeds=1,
+    slices_ms=(2.0, inf),
+    switches_ms=(0.0, 0.2),
+    rounds=1,
+    processes=(1, 2),
+    share=Share(2, 4, 32, 4),
+)
 
 
 def replays(scale: Scale) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from bench.measure import machine
 from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw, LogprobQuery, TokenHistory, distinct, num_words
 from mallee.worker.model.backend import choose_sampler
-from mallee.worker.model.kernels.race import race
+from mallee.worker.model.cpu.race import race
 from mallee.worker.model.sampling.sampler import sample
 
 KINDS = {
@@ -31,7 +31,15 @@ KINDS = {
     "mask": Sampling(0.8),
     "top_k": Sampling(0.8, 50),
     "top_p": Sampling(0.8, 0, 0.9),
-    "all": Sampling(0.8, 50, 0.9, 0, 0.02, 1.1, 0.5),
+    "all": Sampling(
+        temperature=0.8,
+        top_k=50,
+        top_p=0.9,
+        seed=0,
+        min_p=0.02,
+        repetition_penalty=1.1,
+        presence_penalty=0.5,
+    ),
 }
 
 

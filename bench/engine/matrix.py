@@ -39,11 +39,12 @@ from bench.engine.timing import TimedForward, Timing, VirtualClock
 from bench.engine.workloads import SPECS, Client
 from bench.measure import rounded
 from mallee.mocker.passes import mock_spec
+from mallee.mocker.policies import ORDERS, Fcfs
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Forward
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.policy import POLICIES, SchedulerConfig
+from mallee.worker.sched.policy import SchedulerConfig
 
 MAX_MODEL_LEN = 2048
 MEMORY_TOKENS = 16 * MAX_MODEL_LEN
@@ -65,14 +66,14 @@ class Setup(NamedTuple):
 def setups() -> dict[str, Setup]:
     """The configurations, from the plainest on; each has one feature more than the one before."""
     scheduler = SchedulerConfig(
-        max_step_tokens=MEMORY_TOKENS, chunked=False, continuous=False, policy="fcfs", gang=False
+        max_step_tokens=MEMORY_TOKENS, chunked=False, continuous=False, order=Fcfs(), gang=False
     )
     plain = EngineConfig(
         scheduler, max_answer_capsules=0, paged=False, prefix_cache=False, tree_attention=False
     )
     continuous = replace(plain, scheduler=replace(scheduler, continuous=True))
     paged = replace(continuous, paged=True)
-    chunks = SchedulerConfig(policy="fcfs", gang=False)
+    chunks = SchedulerConfig(order=Fcfs(), gang=False)
     chunked = replace(paged, scheduler=chunks)
     prefix = replace(chunked, prefix_cache=True)
     fork = replace(prefix, max_answer_capsules=EngineConfig().max_answer_capsules)
@@ -92,10 +93,10 @@ def orders() -> dict[str, Setup]:
     """One configuration for each order of a scheduler."""
     return {
         name: Setup(
-            EngineConfig(SchedulerConfig(policy=name, max_step_tokens=64, max_decodes=4)),
+            EngineConfig(SchedulerConfig(order=order(), max_step_tokens=64, max_decodes=4)),
             forks=False,
         )
-        for name in POLICIES
+        for name, order in ORDERS.items()
     }
 
 
@@ -184,7 +185,9 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _settings(setup: Setup) -> dict[str, Any]:
-    return {**asdict(setup.engine), "block_size": setup.block_size, "forks": setup.forks}
+    engine = asdict(setup.engine)
+    engine["scheduler"]["order"] = type(setup.engine.scheduler.order).__name__
+    return {**engine, "block_size": setup.block_size, "forks": setup.forks}
 
 
 def _version(package: str) -> str | None:

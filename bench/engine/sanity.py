@@ -19,6 +19,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from bench.measure import machine
+from mallee.mocker.policies import Fcfs
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import Command, Fork, Generate, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.random_model import random_model
@@ -46,7 +47,7 @@ class Answers(NamedTuple):
 
 def phases() -> dict[str, EngineConfig]:
     """From an engine with all features off to one with all on."""
-    off = SchedulerConfig(LENGTH, chunked=False, continuous=False, policy="fcfs", gang=False)
+    off = SchedulerConfig(LENGTH, chunked=False, continuous=False, order=Fcfs(), gang=False)
     plain = EngineConfig(
         off, 0, paged=False, prefix_cache=False, tree_attention=False, overlap=False
     )

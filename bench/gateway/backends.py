@@ -193,14 +193,14 @@ class Worker:
         cached = min(known * BLOCK_SIZE, len(tokens) - 1)
         updates = tuple(
             Update(
-                command.request,
-                branch,
-                tuple(range(100, 100 + ANSWER_TOKENS)),
-                "length",
-                cached,
-                len(tokens) - cached if branch == 0 else 0,
-                f"{command.request}.{branch}",
-                len(tokens) + ANSWER_TOKENS,
+                request=command.request,
+                branch=branch,
+                tokens=tuple(range(100, 100 + ANSWER_TOKENS)),
+                finish="length",
+                cached_tokens=cached,
+                prefill_tokens=len(tokens) - cached if branch == 0 else 0,
+                capsule=f"{command.request}.{branch}",
+                boundary=len(tokens) + ANSWER_TOKENS,
             )
             for branch in range(command.n)
         )

@@ -40,9 +40,18 @@ WORKER_BLOCKS = 512  # held by each worker when full, in the ingest run
 
 def lease(worker: int, next_seq: int) -> Lease:
     return Lease(
-        f"w{worker}", 1, f"a{worker}", SPEC.name, SPEC.fingerprint, 16, 65_536, 256, 1 << 20, next_seq,
+        worker=f"w{worker}",
+        incarnation=1,
+        address=f"a{worker}",
+        model=SPEC.name,
+        fingerprint=SPEC.fingerprint,
+        block_size=16,
+        num_blocks=65_536,
+        max_rows=256,
+        max_model_len=1 << 20,
+        next_seq=next_seq,
         is_prefix_closed=True,
-    )  # fmt: skip
+    )
 
 
 class Script:

@@ -7,11 +7,11 @@ import torch
 
 from mallee.protocol.model import ModelSpec
 from mallee.testing.quantized import Form, quantization_config, quantized_tensors
+from mallee.testing.random_weights import SHAPES, random_tensors
 from mallee.worker.memory.budget import Budget, DeviceMemory, Room
 from mallee.worker.model.config import ModelConfig, model_spec
 from mallee.worker.model.graphs.decode import GraphOptions
 from mallee.worker.model.loading.config_json import parse_config
-from mallee.worker.model.loading.random_weights import SHAPES, random_tensors
 from mallee.worker.model.loading.stored import expected_shapes
 from mallee.worker.model.loading.weights import ModelWeights, fuse_weights
 from mallee.worker.model.runner import TorchForward, work_of

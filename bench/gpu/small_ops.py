@@ -16,15 +16,16 @@ import torch
 
 from bench.gpu.shapes import TINY
 from bench.measure import machine
+from mallee.testing.random_weights import read_shape
 from mallee.worker.model.config import ModelConfig
-from mallee.worker.model.cuda_ops import choose_ops
+from mallee.worker.model.cpu.ops import FusedOps
 from mallee.worker.model.graphs.device import CudaGraphs
+from mallee.worker.model.kernels.cuda_ops import choose_ops
 from mallee.worker.model.kernels.triton_launch import NoTriton, TritonKernels
 from mallee.worker.model.linear.rounded import Rounding
 from mallee.worker.model.loading.config_json import parse_config
-from mallee.worker.model.loading.random_weights import read_shape
-from mallee.worker.model.ops import FusedOps, Ops
-from mallee.worker.model.rotary import Turn
+from mallee.worker.model.ops import Ops
+from mallee.worker.model.rotary import Rotation
 
 CALLS = 20
 ROUNDS = 3
@@ -61,7 +62,7 @@ def calls_of(ops: Ops, config: ModelConfig, n: int, device: str) -> dict[str, Ca
 
     x, residual, weight = (random(*shape, config.hidden_size) for shape in ((n,), (n,), ()))
     qkv = random(n, heads + 2 * kv_heads, config.head_dim)
-    turn = Turn(random(n, 1, config.head_dim), random(n, 1, config.head_dim))
+    turn = Rotation(random(n, 1, config.head_dim), random(n, 1, config.head_dim))
     slots = torch.arange(n, device=device)
     memory = random(n, 2, kv_heads, config.head_dim)
     norms = None

@@ -189,14 +189,14 @@ def search(forked: Ours, cached: Ours, plain: Ours, scale: Scale, seed: int = 3)
     measured = chosen[: scale.measured_expansions]
     resent_s, resent_drawn, resent_prefilled = _resent(plain, measured, scale)
     return Search(
-        forked_s,
-        cached_s,
-        resent_s * len(chosen) / len(measured),
-        drawn,
-        resent_drawn,
-        prefilled,
-        cached_prefilled,
-        resent_prefilled,
+        forked_s=forked_s,
+        cached_s=cached_s,
+        resent_s=resent_s * len(chosen) / len(measured),
+        drawn=drawn,
+        resent_drawn=resent_drawn,
+        prefilled=prefilled,
+        cached_prefilled=cached_prefilled,
+        resent_prefilled=resent_prefilled,
     )
 
 

@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 
 from bench import TRACES
 from mallee.mocker.replay.config import ReplayConfig
-from mallee.mocker.report.pool import Done, Failed, Job, Run, run_jobs
+from mallee.mocker.sweeps.pool import Done, Failed, Job, Run, run_jobs
 from mallee.traces.read import read_workload
 
 POLICIES: Final = ("cost", "round_robin", "least_loaded", "random", "prefix_only")

@@ -21,7 +21,16 @@ class Scale(NamedTuple):
     mixed_s: float = 3.0
 
 
-QUICK = Scale(20, 200, 100, 50, 20, 2, 40, 0.1)
+QUICK = Scale(
+    workers=20,
+    blocks_per_worker=200,
+    shared_chain=100,
+    join_blocks=50,
+    samples=20,
+    rounds=2,
+    prompts=40,
+    mixed_s=0.1,
+)
 
 
 def new_router(workers: int, clock: Callable[[], float] = lambda: 0.0) -> Router:

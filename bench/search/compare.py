@@ -57,7 +57,18 @@ class Scale(NamedTuple):
     beam_depth: int = 8
 
 
-QUICK: Final = Scale(1, 1, 2, 2, 4, 3, 2, 80, 4, 2)
+QUICK: Final = Scale(
+    rounds=1,
+    puzzles=1,
+    thoughts=2,
+    branch=2,
+    thought_tokens=4,
+    expansions=3,
+    step_tokens=2,
+    prompt_chars=80,
+    samples=4,
+    beam_depth=2,
+)
 
 
 def game(scale: Scale) -> list[Task]:

@@ -159,15 +159,15 @@ class Client:
         engine = self.mocked.engine
         stats = engine.stats()
         return Run(
-            self.clock.now,
-            tuple(self._ttft.values()),
-            self._drawn,
-            stats.num_prefill_tokens,
-            self._peak,
-            engine.usage().live_blocks,
-            self._num_resent,
-            stats.sched.num_preemptions,
-            " ".join(search.digest.hexdigest()[:16] for search in searches),
+            total_s=self.clock.now,
+            ttft_s=tuple(self._ttft.values()),
+            drawn=self._drawn,
+            prefilled=stats.num_prefill_tokens,
+            peak_blocks=self._peak,
+            held_blocks=engine.usage().live_blocks,
+            resent=self._num_resent,
+            preemptions=stats.sched.num_preemptions,
+            answers=" ".join(search.digest.hexdigest()[:16] for search in searches),
         )
 
     # Time

@@ -43,7 +43,17 @@ class Scale(NamedTuple):
     itl_tokens: int = 128
 
 
-QUICK = Scale(10, 1, 0.3, 0.1, (1, 4), 8, 50, 1, 8)
+QUICK = Scale(
+    engines=10,
+    rounds=1,
+    seconds=0.3,
+    warm_up_s=0.1,
+    clients=(1, 4),
+    streams=8,
+    stream_tokens=50,
+    itl_rounds=1,
+    itl_tokens=8,
+)
 
 
 def measured(url: str, scale: Scale, seed: int) -> dict[str, dict[str, float]]:

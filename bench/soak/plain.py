@@ -202,13 +202,13 @@ class Plain:
         def spec(life: int) -> EnginesSpec:
             Path(self._socket(name)).unlink(missing_ok=True)
             return EnginesSpec(
-                name,
-                self.config.model_dump_json(),
-                self._access(name, "worker"),
-                self._secret,
-                self._socket(name),
-                self._names(number),
-                next(self._lives),
+                name=name,
+                config=self.config.model_dump_json(),
+                broker=self._access(name, "worker"),
+                secret=self._secret,
+                path=self._socket(name),
+                workers=self._names(number),
+                life=next(self._lives),
             )
 
         return Child(name, spec, self.folder)
@@ -218,13 +218,13 @@ class Plain:
 
         def spec(life: int) -> GatewaySpec:
             return GatewaySpec(
-                f"{name}-{life}",
-                self.config.model_dump_json(),
-                self._access(name, "gateway"),
-                self._secret,
-                "",
-                port,
-                f".{name}",
+                name=f"{name}-{life}",
+                config=self.config.model_dump_json(),
+                broker=self._access(name, "gateway"),
+                secret=self._secret,
+                path="",
+                port=port,
+                way=f".{name}",
             )
 
         return Child(name, spec, self.folder)

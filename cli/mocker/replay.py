@@ -212,7 +212,7 @@ def _waiting() -> AbstractContextManager[Any]:
 
 
 def _write(result: "Result", out: Path | None, csv: Path | None) -> None:
-    from mallee.mocker.report.write import write_csv, write_report
+    from mallee.figures.replays.write import write_csv, write_report
 
     if csv is not None:
         write_csv(result, csv)

@@ -47,8 +47,8 @@ from mallee.cli.options import (
 from mallee.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mallee.mocker.report.pool import Done
-    from mallee.mocker.report.sweep import Fleet, Origin, Sweep
+    from mallee.mocker.sweeps.pool import Done
+    from mallee.mocker.sweeps.sweep import Fleet, Origin, Sweep
 
 ProcessesOption: TypeAlias = Annotated[
     int | None,
@@ -115,8 +115,8 @@ def sweep(
     from mallee.mocker.device import DeviceConfig
     from mallee.mocker.replay.config import ReplayConfig
     from mallee.mocker.replay.fleet.faults import load_faults
-    from mallee.mocker.report.sweep import Grid
-    from mallee.mocker.report.sweep import sweep as run
+    from mallee.mocker.sweeps.sweep import Grid
+    from mallee.mocker.sweeps.sweep import sweep as run
     from mallee.traces.read import read_workload
 
     check_out(out)
@@ -170,7 +170,7 @@ def sweep(
         raise ConfigError(f"every replay failed; the first: {found.fleets[0].error}")
     _show(found, as_json=as_json)
     if out is not None:
-        from mallee.mocker.report.write_sweep import write_sweep
+        from mallee.figures.replays.write_sweep import write_sweep
 
         found = replace(found, origin=_origin(command_of(ctx), trace))
         say_written(write_sweep(found, out))
@@ -206,7 +206,7 @@ def figures(
 
     Example: mallee figures --out figures
     """
-    from mallee.mocker.report.scenes import Conditions, all_jobs, make_figures
+    from mallee.figures.replays.scenes import Conditions, all_jobs, make_figures
     from mallee.traces.made import sessions_workload
     from mallee.traces.read import read_workload
     from mallee.traces.workload import Workload
@@ -247,7 +247,7 @@ def _origin(command: str, trace: Path) -> "Origin":
     from importlib.metadata import version
     from platform import python_version
 
-    from mallee.mocker.report.sweep import Origin
+    from mallee.mocker.sweeps.sweep import Origin
 
     with trace.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -302,7 +302,7 @@ def _show(found: "Sweep", *, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from mallee.mocker.report.write_sweep import HEAD, about_seeds, advice, cells
+    from mallee.figures.replays.write_sweep import HEAD, about_seeds, advice, cells
 
     file = sys.stderr if as_json else sys.stdout
     # Into a file as wide as needed, on a terminal as wide as it is.

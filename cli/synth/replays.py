@@ -2,7 +2,7 @@
 
 from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.run import replay as run
-from mallee.mocker.report.pool import keep
+from mallee.mocker.sweeps.pool import keep
 from mallee.synth.compare.replays import Figures, Fleet
 from mallee.traces.workload import Workload
 

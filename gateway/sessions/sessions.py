@@ -376,11 +376,11 @@ class SessionRequest(Observer):
 def _view(tree: SessionTree) -> SessionView:
     nodes = list(tree.nodes.values())
     return SessionView(
-        tree.key.name,
-        tree.parent,
-        tree.created,
-        tree.used,
-        nodes,
-        len(tree.running),
-        tree.budget,
+        name=tree.key.name,
+        parent=tree.parent,
+        created=tree.created,
+        used=tree.used,
+        nodes=nodes,
+        num_running=len(tree.running),
+        budget=tree.budget,
     )

@@ -162,14 +162,14 @@ class SessionTrees:
             own = max(0, asked.prompt_tokens - END_TOKENS) // self._block_size
             num = min(len(hashes), own or asked.prompt_tokens // self._block_size)
             node = NodeNote(
-                capsule,
-                self._parent(asked, hashes, hashes_of),
-                request,
-                tokens,
-                now,
-                asked.prompt_tokens,
-                num,
-                int(hashes[num - 1]) if num else 0,
+                capsule=capsule,
+                parent=self._parent(asked, hashes, hashes_of),
+                request=request,
+                tokens=tokens,
+                created=now,
+                prompt_tokens=asked.prompt_tokens,
+                prompt_blocks=num,
+                prompt_hash=int(hashes[num - 1]) if num else 0,
             )
         self._used(asked.key)
         self._put(tree, node)

@@ -96,15 +96,15 @@ def summarise(workload: Workload, simulation: Simulation, wall: Wall) -> Result:
         "peak_mb": round(wall.peak_mb, 1),
     }
     return Result(
-        summary,
-        _conditions(workload, simulation),
-        columns,
-        sessions,
-        classes,
-        _names(workers),
-        itl,
-        _groups(columns, queue_s, columns.cls, classes),
-        _groups(columns, queue_s, columns.session, sessions[:MAX_SESSIONS]),
+        summary=summary,
+        conditions=_conditions(workload, simulation),
+        columns=columns,
+        sessions=sessions,
+        classes=classes,
+        workers=_names(workers),
+        itl=itl,
+        by_class=_groups(columns, queue_s, columns.cls, classes),
+        by_session=_groups(columns, queue_s, columns.session, sessions[:MAX_SESSIONS]),
     )
 
 

@@ -227,17 +227,17 @@ class GenerateJob(_PromptJob):
         self, request: RequestId, first_branch: int = 0, holders: tuple[Holder, ...] = ()
     ) -> Command:
         return Generate(
-            request,
-            self.tokens.tobytes(),
-            self.limits,
-            self.sampling,
-            self.n,
-            self.scope,
-            self.stream + first_branch,
-            self.terms.share,
-            self.grammar,
-            self.drawn,
-            self.keep_s,
+            request=request,
+            tokens=self.tokens.tobytes(),
+            limits=self.limits,
+            sampling=self.sampling,
+            n=self.n,
+            salt=self.scope,
+            first_branch=self.stream + first_branch,
+            share=self.terms.share,
+            grammar=self.grammar,
+            drawn=self.drawn,
+            keep_s=self.keep_s,
             retain=self.retain,
             holders=holders,
         )
@@ -284,13 +284,13 @@ class PrefillJob(_PromptJob):
         self, request: RequestId, first_branch: int = 0, holders: tuple[Holder, ...] = ()
     ) -> Command:
         return Prefill(
-            request,
-            self.tokens.tobytes(),
-            self.salt,
-            self.ttl_s,
-            self.terms.share,
-            self.grammar,
-            self.rebuilt or self.makes or "",
+            request=request,
+            tokens=self.tokens.tobytes(),
+            salt=self.salt,
+            ttl_s=self.ttl_s,
+            share=self.terms.share,
+            grammar=self.grammar,
+            capsule=self.rebuilt or self.makes or "",
             continuation=self.continuation,
             retain=self.retain,
             holders=(*self.holders, *holders)[:MAX_HOLDERS],
@@ -351,17 +351,17 @@ class ForkJob(Job):
     ) -> Command:
         assert not holders, "its prompt is the capsule, which is there"
         return Fork(
-            request,
-            self.capsule,
-            tuple(suffix.tobytes() for suffix in self.suffixes),
-            self.limits,
-            self.sampling,
-            first_branch,
-            self.terms.share,
-            self.grammar,
-            self.at,
-            self.resumes,
-            self.keep_s,
+            request=request,
+            capsule=self.capsule,
+            suffixes=tuple(suffix.tobytes() for suffix in self.suffixes),
+            limits=self.limits,
+            sampling=self.sampling,
+            first_branch=first_branch,
+            share=self.terms.share,
+            grammar=self.grammar,
+            at=self.at,
+            resumes=self.resumes,
+            keep_s=self.keep_s,
             retain=self.retain,
         )
 

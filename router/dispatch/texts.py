@@ -164,7 +164,15 @@ class TokenTexts:
         path, grammar, ttl_s, _, is_own, left = entry
         tokens = path.tokens()
         hashes = self._hashes(tokens, path.scope)
-        return CapsuleText(tokens, hashes, path.scope, grammar, ttl_s, is_own, left)
+        return CapsuleText(
+            tokens=tokens,
+            hashes=hashes,
+            scope=path.scope,
+            grammar=grammar,
+            ttl_s=ttl_s,
+            is_own=is_own,
+            continuation=left,
+        )
 
     def weights(self, capsule: CapsuleId) -> WeightVersion | None:
         entry = self.memory.get(capsule)
@@ -304,14 +312,14 @@ class TokenLog:
             return None  # it went on as a capsule's branch, or in its grammar: not known here
         tokens = np.concatenate((path.tokens(), suffix, drawn))
         return GenerateJob(
-            tokens,
-            left.limits,
-            left.sampling,
-            1,
-            path.scope,
-            job.terms,
-            grammar,
-            left.drawn,
+            tokens=tokens,
+            limits=left.limits,
+            sampling=left.sampling,
+            n=1,
+            scope=path.scope,
+            terms=job.terms,
+            grammar=grammar,
+            drawn=left.drawn,
             keep_s=job.keep_s,
             stream=left.branch - self._first_branch - row,
             retain=job.retain,

@@ -134,14 +134,14 @@ class RecentPrompts:
         if not is_own:  # two hashes collide
             return None
         return Likeness(
-            entry.request,
-            _num_same(asked.tokens, earlier.tokens),
-            len(earlier.tokens),
-            _num_same_messages(asked.messages, earlier.messages),
-            len(earlier.messages.digests),
-            earlier.messages.has_system,
-            earlier.scope != asked.scope,
-            earlier.weights,
+            request=entry.request,
+            same_tokens=_num_same(asked.tokens, earlier.tokens),
+            length=len(earlier.tokens),
+            same_messages=_num_same_messages(asked.messages, earlier.messages),
+            num_messages=len(earlier.messages.digests),
+            has_system=earlier.messages.has_system,
+            is_other_salt=earlier.scope != asked.scope,
+            weights=earlier.weights,
         )
 
     def check(self) -> None:
@@ -185,7 +185,15 @@ def judge_prompt(
             return Verdict(verb, None, cached_tokens, 0, 0)
         # A line in the first block leaves nothing by which the rest could be known again.
         changed = asked.messages.changed
-        return Verdict(verb, "input_changed" if changed else "never_seen", 0, 0, 0, None, changed)
+        return Verdict(
+            verb=verb,
+            reason="input_changed" if changed else "never_seen",
+            cached_tokens=0,
+            missed_tokens=0,
+            reusable_tokens=0,
+            likeness=None,
+            changed_line=changed,
+        )
 
     def whole(num_tokens: int) -> int:
         # A worker computes a prompt's last token in any case.
@@ -199,7 +207,15 @@ def judge_prompt(
     verb = _verb(asked, likeness) if cached_tokens else "rebuild"
     is_cause = reason == "input_changed" and not likeness.same_messages
     changed = asked.messages.changed if is_cause else ""
-    return Verdict(verb, reason, cached_tokens, missed, reusable, likeness, changed)
+    return Verdict(
+        verb=verb,
+        reason=reason,
+        cached_tokens=cached_tokens,
+        missed_tokens=missed,
+        reusable_tokens=reusable,
+        likeness=likeness,
+        changed_line=changed,
+    )
 
 
 def _loss(asked: Asked, likeness: Likeness, held_elsewhere: bool) -> Reason | None:

@@ -101,7 +101,13 @@ class SlotTracker:
             raise ValueError(f"request {request} is booked already; free it first")
         fresh = self.paths.use(worker, waypoints, num_blocks)
         self._bookings[request] = _Booking(
-            worker, waypoints, num_blocks, own_blocks, prefill_tokens, rows, now
+            worker=worker,
+            waypoints=waypoints,
+            num_blocks=num_blocks,
+            own_blocks=own_blocks,
+            prefill_tokens=prefill_tokens,
+            rows=rows,
+            touched_at=now,
         )
         self._requests[worker].add(request)
         cells, width = self._cells, self._width

@@ -91,18 +91,18 @@ def _decision(number: int, entry: Entry, most: int) -> Decision:
     worker = names[entry.slot]
     assert worker is not None, f"decision {number} chose an empty slot"
     return Decision(
-        number,
-        entry.at,
-        entry.request,
-        worker,
-        entry.reason,
-        demand.prompt_tokens,
-        demand.num_blocks,
-        demand.rows,
-        len(named),
-        tuple(_candidate(terms, slot, names[slot]) for slot in shown),
-        entry.share,
-        entry.pull,
+        number=number,
+        at=entry.at,
+        request=entry.request,
+        worker=worker,
+        reason=entry.reason,
+        prompt_tokens=demand.prompt_tokens,
+        num_blocks=demand.num_blocks,
+        rows=demand.rows,
+        num_candidates=len(named),
+        candidates=tuple(_candidate(terms, slot, names[slot]) for slot in shown),
+        spill=entry.share,
+        pull=entry.pull,
     )
 
 

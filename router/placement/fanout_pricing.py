@@ -107,7 +107,17 @@ class SplitPlanner:
         self._block_size = block_size
         ones = np.ones(2, dtype=np.int64)
         zeros, may_pull = np.zeros(2), np.ones(2, dtype=np.bool_)
-        workers = Workers(zeros, zeros, ones, ones, ones, ones * 1024, zeros, may_pull, zeros)
+        workers = Workers(
+            queued_s=zeros,
+            prefix_s=zeros,
+            rows=ones,
+            active_blocks=ones,
+            max_rows=ones,
+            num_blocks=ones * 1024,
+            pull_s=zeros,
+            may_pull=may_pull,
+            displaced_s=zeros,
+        )
         group = RowGroup(64, 64, 0, 64)
         self.plan(group, workers, 0, max_parts=2, can_recompute=True)
 

@@ -206,20 +206,30 @@ class Placer:
         fleet.slots.set_chosen(slot, self.routed)
         self.regret_blocks += choice.best_overlap_blocks - choice.overlap_blocks
         number = self._log.add(
-            Entry(request, slot, reason, now, demand, choice.terms, fleet.names, share, pull)
+            Entry(
+                request=request,
+                slot=slot,
+                reason=reason,
+                at=now,
+                demand=demand,
+                terms=choice.terms,
+                names=fleet.names,
+                share=share,
+                pull=pull,
+            )
         )
         if self._outbox is not None:
             self._outbox.booked(_booked(request, demand, waypoints, lease, prefill))
         return Placement(
-            member.worker,
-            lease.address,
-            lease.incarnation,
-            choice.overlap_blocks,
-            choice.best_overlap_blocks,
-            choice.cost,
-            number,
-            reason,
-            pull,
+            worker=member.worker,
+            address=lease.address,
+            incarnation=lease.incarnation,
+            overlap_blocks=choice.overlap_blocks,
+            best_overlap_blocks=choice.best_overlap_blocks,
+            cost=choice.cost,
+            decision=number,
+            reason=reason,
+            pull=pull,
         )
 
     def lends(self, entry: CapsuleEntry) -> bool:
@@ -262,13 +272,13 @@ def _booked(
 ) -> Booked:
     """The message that tells the other gateways of a booking."""
     return Booked(
-        request,
-        lease.worker,
-        lease.incarnation,
-        pack_hashes(waypoints),
-        demand.num_blocks,
-        demand.own_blocks,
-        prefill_tokens,
-        demand.rows,
-        demand.steps,
+        request=request,
+        worker=lease.worker,
+        incarnation=lease.incarnation,
+        waypoints=pack_hashes(waypoints),
+        num_blocks=demand.num_blocks,
+        own_blocks=demand.own_blocks,
+        prefill_tokens=prefill_tokens,
+        rows=demand.rows,
+        steps=demand.steps,
     )

@@ -191,6 +191,14 @@ class Pricer:
         if may_pull:
             overlap, *seconds, _, pull, pulled = terms[:, slot].tolist()
             cost = Cost(*seconds)._replace(pull_s=pull)
-            return Choice(slot, int(overlap), best_overlap, cost, is_new, terms, int(pulled))
+            return Choice(
+                slot=slot,
+                overlap_blocks=int(overlap),
+                best_overlap_blocks=best_overlap,
+                cost=cost,
+                is_new=is_new,
+                terms=terms,
+                pulled_blocks=int(pulled),
+            )
         overlap, *seconds, _ = terms[:, slot].tolist()
         return Choice(slot, int(overlap), best_overlap, Cost(*seconds), is_new, terms)

@@ -60,7 +60,18 @@ class ReplicaStats:
     strangers: int  # messages of gateways beyond max_gateways
 
 
-NO_REPLICAS = ReplicaStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+NO_REPLICAS = ReplicaStats(
+    gateways=0,
+    incomplete=0,
+    bookings=0,
+    waiting=0,
+    own_messages=0,
+    stale_messages=0,
+    gaps=0,
+    expired_gateways=0,
+    refused=0,
+    strangers=0,
+)
 
 _Life = tuple[WorkerId, Incarnation]
 

@@ -47,18 +47,18 @@ class _Running:
         numbers[place] = number
         session = f"{self._name}.{draft.session}" if draft.session else self._name
         return Request(
-            number,
-            arrival_s,
-            draft.ids,
-            draft.tokens,
-            draft.output_tokens,
-            "" if draft.session == NO_SESSION else session,
-            draft.cls,
-            tuple(sorted(numbers[place] for place in draft.waits)),
-            draft.tool_wait_s,
-            draft.branches,
-            NO_PARENT if draft.parent == NO_PARENT else numbers[draft.parent],
-            self._children[place],
+            number=number,
+            arrival_s=arrival_s,
+            ids=draft.ids,
+            input_tokens=draft.tokens,
+            output_tokens=draft.output_tokens,
+            session="" if draft.session == NO_SESSION else session,
+            cls=draft.cls,
+            wait_for=tuple(sorted(numbers[place] for place in draft.waits)),
+            tool_wait_s=draft.tool_wait_s,
+            branches=draft.branches,
+            parent=NO_PARENT if draft.parent == NO_PARENT else numbers[draft.parent],
+            num_children=self._children[place],
         )
 
 

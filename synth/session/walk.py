@@ -52,7 +52,17 @@ def plan_of(counts: Ints, picked: Int32s, steps: Steps) -> Plan:
         depth += is_below
         root = above[root]
     order = np.argsort(depth, kind="stable")
-    return Plan(starts, picked, thread, heads, parent, join, steps.is_fork[heads], root, order)
+    return Plan(
+        starts=starts,
+        steps=picked,
+        thread=thread,
+        heads=heads,
+        parent=parent,
+        join=join,
+        is_fork=steps.is_fork[heads],
+        root=root,
+        order=order,
+    )
 
 
 class Changes(NamedTuple):

@@ -44,7 +44,7 @@ def test_a_report_carries_all_that_its_figures_depend_on(
     assert list(report["configs"]) == list(matrix.setups())
     for config in (*report["configs"].values(), *report["order_configs"].values()):
         assert {"paged", "prefix_cache", "tree_attention", "kv_checks", "block_size"} <= set(config)
-        assert {"max_step_tokens", "policy", "chunked", "continuous"} <= set(config["scheduler"])
+        assert {"max_step_tokens", "order", "chunked", "continuous"} <= set(config["scheduler"])
 
 
 def test_orders_trade_first_tokens_for_even_ones(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from mallee.cli import doctor
-from mallee.cli.doctor import Finding
+from mallee.cli.doctor import machine as doctor
+from mallee.cli.doctor.machine import Finding
 from mallee.cli.main import cli
 from mallee.protocol.errors import ConfigError
 from mallee.runtime.addresses import free_port

@@ -22,8 +22,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from mallee.cli import doctor
 from mallee.cli.demo.text import QUESTIONS
+from mallee.cli.doctor import machine as doctor
 from mallee.cli.main import cli
 from mallee.protocol.errors import MalleeError, ModelError
 from mallee.runtime.addresses import free_port

@@ -11,11 +11,11 @@ import torch
 from mallee.protocol.errors import ConfigError
 from mallee.testing.quantized import quantization_config
 from mallee.testing.random_model import random_model
+from mallee.testing.random_weights import SHAPES
 from mallee.worker.model.backend import choose_backend
 from mallee.worker.model.config import ModelConfig
 from mallee.worker.model.linear.choose import Machine
 from mallee.worker.model.loading.config_json import parse_config
-from mallee.worker.model.loading.random_weights import SHAPES
 from support import flashinfer_emulator
 
 SCRIPT = Path(__file__).parents[2] / "docker" / "kernels.py"

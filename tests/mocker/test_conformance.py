@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import msgspec.structs as structs
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from mallee.mocker.engine import MockedEngine
 from mallee.mocker.passes import mock_spec
 from mallee.mocker.texts import Texts
 from mallee.mocker.timing import Timing
+from mallee.protocol.model import GroupSpec
 from mallee.testing.forward import MockForward
 from mallee.testing.random_model import random_model
 from support.asking import SIZE, Scene, random_scene
@@ -70,6 +72,19 @@ def test_a_mocked_engine_does_what_one_over_a_model_does(one_thread: None, seed:
     expected = play_real(scene, forward)
     assert_same(play_scene(scene, forward.spec), expected)
     assert_same_but_for_strides(play_scene(scene, forward.spec, max_multi_step=99), expected)
+
+
+@settings(examples(20), phases=QUICK)
+@given(SEEDS, st.sampled_from([3, 99]))
+def test_steps_at_once_are_single_ones_over_windows_too(seed: int, max_multi_step: int) -> None:
+    """K16, K17, part: blocks leave a window in the same steps."""
+    groups = (
+        GroupSpec(kind="full", layers=(0,), nbytes=4),
+        GroupSpec(kind="window", layers=(1,), nbytes=4, window=2 * SIZE),
+    )
+    scene, spec = random_scene(seed), structs.replace(SPEC, num_layers=2, groups=groups)
+    strides = play_scene(scene, spec, max_multi_step=max_multi_step)
+    assert_same_but_for_strides(strides, play_scene(scene, spec))
 
 
 @settings(examples(40), phases=QUICK)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.mocker.passes import mock_spec
+from mallee.mocker.policies import Fcfs, make_order
 from mallee.protocol.events import Removed, Stored, unpack_hashes
 from mallee.protocol.hashing import block_hashes
 from mallee.protocol.ids import Incarnation, WorkerId
@@ -103,7 +104,7 @@ def test_each_step_computes_what_a_list_of_requests_would(data: Any) -> None:
         max_step_tokens=max_tokens,
         max_rows=max_rows,
         max_chunks=max_chunks,
-        policy="fcfs",
+        order=Fcfs(),
         ageing_steps=0,
         gang=False,
     )
@@ -158,8 +159,7 @@ def test_the_oldest_decode_gives_way_and_draws_what_it_would_have(
         num_blocks,
         max_step_tokens=12,
         max_rows=6,
-        policy="fcfs",
-        victims="oldest_decode",
+        order=make_order("fcfs", "oldest_decode"),
         watermark=watermark,
     )
     prompts = {}

@@ -4,9 +4,9 @@ import random
 from collections.abc import Sequence
 
 from bench.mocker import fidelity_engine as fidelity
+from mallee.cli.profile.measure import Profiler, Sweep
 from mallee.mocker.passes import mock_spec
 from mallee.mocker.timing.files import TimingFile
-from mallee.mocker.timing.measure import Profiler, Sweep
 from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.testing.forward import MockForward
 from mallee.worker.engine import Engine

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mallee.mocker.replay.config import ReplayConfig
-from mallee.mocker.report.sweep import Grid, sweep
+from mallee.mocker.sweeps.sweep import Grid, sweep
 from mallee.traces.read import read_workload
 
 pytestmark = pytest.mark.process
@@ -42,7 +42,7 @@ def test_the_digest_does_not_depend_on_the_process() -> None:
 
 def test_nothing_is_loaded_for_drawing_before_something_is_drawn() -> None:
     code = (
-        "import sys, mallee.mocker.report.write_sweep, mallee.mocker.report.scenes\n"
+        "import sys, mallee.figures.replays.write_sweep, mallee.figures.replays.scenes\n"
         "print({'matplotlib', 'asyncio', 'torch', 'ray', 'multiprocessing.connection'} & set(sys.modules))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

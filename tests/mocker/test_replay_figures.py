@@ -10,8 +10,8 @@ from mallee.mocker.replay.config import ReplayConfig
 from mallee.mocker.replay.fleet.faults import Crash, Join, Restart
 from mallee.mocker.replay.result import Wall, summarise
 from mallee.mocker.replay.simulation import Simulation
-from mallee.mocker.report.pool import keep
-from mallee.mocker.report.sweep import Fleet, Sweep
+from mallee.mocker.sweeps.pool import keep
+from mallee.mocker.sweeps.sweep import Fleet, Sweep
 from mallee.mocker.timing import ClosedForm, Plane, Timing
 from mallee.router.dispatch.recovery.quarantine import QUIET_S
 from mallee.testing.workloads import made

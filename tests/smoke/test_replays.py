@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mallee.mocker.replay.config import ReplayConfig
-from mallee.mocker.report.pool import Failed, Job, Run, run_jobs
+from mallee.mocker.sweeps.pool import Failed, Job, Run, run_jobs
 from mallee.traces.read import read_workload
 
 pytestmark = pytest.mark.smoke

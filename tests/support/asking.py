@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from mallee.mocker.policies import make_order
 from mallee.mocker.texts import Texts
 from mallee.protocol.messages import (
     Cancel,
@@ -132,8 +133,10 @@ def random_scene(seed: int, *, num_asks: int = 16, is_varied: bool = True) -> Sc
     sched = SchedulerConfig(
         max_step_tokens=rng.choice([6, 16, 64]),
         max_rows=rng.choice([3, 8]),
-        policy=rng.choice(["fair", "fair", "fcfs", "prefill_first", "decode_round_robin"]),
-        victims=rng.choice(["least_due", "youngest", "oldest_decode"]),
+        order=make_order(
+            rng.choice(["fair", "fair", "fcfs", "prefill_first", "decode_round_robin"]),
+            rng.choice(["least_due", "youngest", "oldest_decode"]),
+        ),
         ageing_steps=rng.choice([0, 7, 256]),
         watermark=rng.choice([0.0, 0.1]),
         gang=rng.random() < 0.5,

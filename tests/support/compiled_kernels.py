@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from mallee.worker.model.cuda_ops import CudaOps
+from mallee.worker.model.kernels.cuda_ops import CudaOps
 from mallee.worker.model.kernels.triton import fused
 from mallee.worker.model.kernels.triton_launch import TritonKernels
 from mallee.worker.model.linear.rounded import Rounding

@@ -21,7 +21,8 @@ from mallee.protocol.messages import Command, Update
 from mallee.protocol.model import ModelSpec
 from mallee.worker.engine import Engine
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.branch import Branch, Plan, node_of
+from mallee.worker.sched.branch import Branch, node_of
+from mallee.worker.sched.plan import Plan
 from support.asking import SIZE, Ask, OutlineWriter, Scene, TokenWriter, Writer, command
 from support.driving import engine_over
 
@@ -162,8 +163,8 @@ class Spy:
         self._timing = timing
         self._engine = engine
         scheduler = engine._scheduler
-        make_plan, preempt = scheduler.plan, scheduler._blocks.preempt
-        admit = scheduler._planner._prompts.admit
+        make_plan, preempt = scheduler.plan, scheduler.blocks.preempt
+        admit = scheduler._planner.admit
 
         def planned() -> Plan:
             plan = make_plan()
@@ -180,8 +181,8 @@ class Spy:
             admit(branch, step)
 
         scheduler.plan = planned  # type: ignore[method-assign]
-        scheduler._blocks.preempt = preempted  # type: ignore[method-assign]
-        scheduler._planner._prompts.admit = admitted  # type: ignore[method-assign]
+        scheduler.blocks.preempt = preempted  # type: ignore[method-assign]
+        scheduler._planner.admit = admitted  # type: ignore[method-assign]
 
     def take(self) -> tuple[Decision, ...]:
         noted, self.noted = tuple(self.noted), []

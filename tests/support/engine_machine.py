@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 )
 
 from mallee.mocker.passes import mock_spec
+from mallee.mocker.policies import make_order
 from mallee.protocol.ids import branch_seed
 from mallee.protocol.messages import (
     Cancel,
@@ -155,8 +156,9 @@ class EngineMachine(RuleBasedStateMachine):
         max_decodes=st.sampled_from([None, None, 2]),
         max_chunks=st.sampled_from([None, None, 1]),
     )
-    def begin(self, eviction: Any, **scheduling: Any) -> None:
-        scheduler = SchedulerConfig(max_rows=6, max_waiting=24, **scheduling)
+    def begin(self, eviction: Any, policy: str, victims: str, **scheduling: Any) -> None:
+        order = make_order(policy, victims)
+        scheduler = SchedulerConfig(max_rows=6, max_waiting=24, order=order, **scheduling)
         config = EngineConfig(
             scheduler,
             max_answer_capsules=8,

@@ -9,7 +9,7 @@ from mallee.protocol.messages import Capture, Generate, Grammar, Limits, Samplin
 from mallee.testing.quantized import with_kv_scales
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
-from mallee.worker.kv.paths import flatten_windows
+from mallee.worker.kv.paths import side_tables
 from mallee.worker.model.runner import TorchForward
 
 NUM: Final = 64
@@ -72,8 +72,8 @@ def kv_bytes(engine: Engine, forward: TorchForward, name: str) -> bytes:
     assert capsule is not None
     assert capsule.node is not None
     num = capsule.num_computed
-    tables = (engine._tree.table(capsule.node), *flatten_windows(capsule.node, forward.block_size))
-    windows = [None, *(group.window for group in forward.spec.windows)]
+    tables = (engine._tree.table(capsule.node), *side_tables(capsule.node, forward.block_size))
+    windows = [None, *(group.window for group in forward.spec.sides)]
     found = []
     for table, window, memory in zip(tables, windows, forward._memories, strict=True):
         begin = 0 if window is None else max(0, num - window + 1)

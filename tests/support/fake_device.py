@@ -228,8 +228,8 @@ def _value(logits: Logits) -> Any:
 
 
 def _copied(row: Row) -> Row:
-    windows = tuple(table.copy() for table in row.windows)
-    return row._replace(tokens=row.tokens.copy(), table=row.table.copy(), windows=windows)
+    sides = tuple(table.copy() for table in row.sides)
+    return row._replace(tokens=row.tokens.copy(), table=row.table.copy(), sides=sides)
 
 
 def _copied_draw(draw: Draw) -> Draw:

@@ -27,10 +27,10 @@ FIELDS = (("dtype", "float32"), ("rope", "1e4"), ("tokenizer", "abc"), ("weights
 
 def spec(*, window: int | None = None, **changed: Any) -> ModelSpec:
     """A model of two layers; with a `window` two more that read so many tokens."""
-    full = GroupSpec(kind="full", layers=(0, 1), nbytes_per_token=128)
+    full = GroupSpec(kind="full", layers=(0, 1), nbytes=128)
     groups: tuple[GroupSpec, ...] = ()
     if window is not None:
-        of_window = GroupSpec(kind="window", layers=(2, 3, 4), nbytes_per_token=192, window=window)
+        of_window = GroupSpec(kind="window", layers=(2, 3, 4), nbytes=192, window=window)
         groups = (full, of_window)
     given: dict[str, Any] = {
         "name": "m",

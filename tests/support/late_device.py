@@ -19,7 +19,7 @@ from support.recorded_graphs import RecordedGraph, RecordedGraphs
 
 Place = Literal["pinned", "device"]
 """Of a tensor; one without a place lies in pageable memory of the host."""
-COPYING = "mallee.worker.model.attention"
+COPYING = ("mallee.worker.model.attention.flashinfer", "mallee.worker.model.graphs.tables")
 
 
 class Ticket(NamedTuple):
@@ -54,10 +54,10 @@ class LateDevice:
                 device._done = max(device._done, self._number)
 
         monkeypatch.setattr(flashinfer_emulator, "DEVICE", self)
-        for module in ("flashinfer", "fixed_tables"):
-            monkeypatch.setattr(f"{COPYING}.{module}.Mark", Mark)
-        monkeypatch.setattr(f"{COPYING}.flashinfer.staged", pinned)
-        monkeypatch.setattr(f"{COPYING}.fixed_tables.sent_on", on_device)
+        for module in COPYING:
+            monkeypatch.setattr(f"{module}.Mark", Mark)
+        monkeypatch.setattr(f"{COPYING[0]}.staged", pinned)
+        monkeypatch.setattr(f"{COPYING[1]}.sent_on", on_device)
 
     def enqueue(self) -> Ticket:
         self._enqueued += 1

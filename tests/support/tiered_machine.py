@@ -6,6 +6,7 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
+from mallee.mocker.policies import make_order
 from mallee.protocol.events import Removed, Stored, unpack_hashes
 from mallee.protocol.ids import Incarnation
 from mallee.protocol.messages import CapsuleReply, Demote, Prefill, Promote, Sampling, pack_tokens
@@ -17,6 +18,7 @@ from mallee.worker.records import EngineConfig, StepResult
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.transfer.values import DISK, HOST
 from support.engine_machine import GATEWAYS, TOKENS, EngineMachine, Plan, TorchMachine, make_engine
+from support.fold_forward import FoldForward, fold_tokens
 from support.tiers import DictDisk, LateMover, ShortMemory, make_tiers
 
 WINDOW_MODEL = random_model("gemma3_text", 3, sliding_window=6)
@@ -44,8 +46,16 @@ class TieredMachine(EngineMachine):
         max_step_tokens=st.sampled_from([6, 16, 64]),
         host_blocks=st.sampled_from([0, 8, 24]),
     )
-    def begin(self, eviction: Any, host_blocks: int = 24, **scheduling: Any) -> None:
-        scheduler = SchedulerConfig(max_rows=6, max_waiting=24, **scheduling)
+    def begin(
+        self,
+        eviction: Any,
+        host_blocks: int = 24,
+        policy: str = "fair",
+        victims: str = "least_due",
+        **scheduling: Any,
+    ) -> None:
+        order = make_order(policy, victims)
+        scheduler = SchedulerConfig(max_rows=6, max_waiting=24, order=order, **scheduling)
         self.host_blocks_now = host_blocks
         self.config = EngineConfig(
             scheduler,
@@ -181,6 +191,28 @@ class TieredMachine(EngineMachine):
             assert stats.tiers is not None
             assert stats.tiers.host_held == 0
             assert not self.disk.named
+
+
+class TieredStateMachine(TieredMachine):
+    """The same with a layer that folds all tokens into a state."""
+
+    def make_forward(self) -> Forward:
+        return FoldForward(num_blocks=self.num_blocks)
+
+    def rerun(self, plan: Plan, n: int, seed: int) -> list[int]:
+        if plan.grammar is None:
+            return fold_tokens(plan.text, n, sampling=plan.sampling, seed=seed)
+        return self.run_alone(plan, n, seed)
+
+    @initialize(
+        policy=st.sampled_from(["fair", "fcfs"]),
+        eviction=st.sampled_from(["lru", "lineage"]),
+        max_step_tokens=st.sampled_from([6, 16, 64]),
+        host_blocks=st.sampled_from([0, 12, 40]),
+    )
+    def begin(self, eviction: Any, host_blocks: int = 40, **scheduling: Any) -> None:
+        super().begin(eviction, host_blocks, **scheduling)
+        self.disk.max_blocks = 80
 
 
 class TieredTorchMachine(TieredMachine):

@@ -19,7 +19,7 @@ from mallee.worker.gaps import WorkGaps
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.model.graphs.decode import GraphOptions
 from mallee.worker.records import EngineConfig
-from mallee.worker.sched.branch import Plan
+from mallee.worker.sched.plan import Plan
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.speculation.speculator import SpeculationConfig
 from support import flashinfer_emulator

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mallee.mocker.policies import make_order
 from mallee.protocol.errors import (
     ContextLengthExceeded,
     DeviceMemoryExhausted,
@@ -348,17 +349,6 @@ def test_what_is_wrong_is_refused_every_time(
         assert is_refused == (options is wrong)
 
 
-def test_draws_are_counted_in_strides_too(make_bench: Callable[..., Any]) -> None:
-    bench = make_bench(block_size=16)
-    bench.submit(Generate("g", pack_tokens(PROMPT[:5]), Limits(9)))
-    bench.step()
-    bench.step()
-    limit = bench.engine.multi_step_limit()
-    assert limit == 7
-    bench.engine.multi_step(limit)
-    assert bench.engine.stats().num_output_tokens == 9
-
-
 # Equal steps, and what a tight pool costs
 
 
@@ -370,7 +360,7 @@ def test_equal_commands_between_equal_steps_give_equal_events(
     logs = []
     for _ in range(2):
         rng = random.Random(7)
-        sched = {"policy": policy, "ageing_steps": 12}
+        sched = {"order": make_order(policy), "ageing_steps": 12}
         bench = make_bench(num_blocks=24, max_rows=5, sched=sched)
         for i in range(30):
             share = Share(rng.choice("abc"), rng.choice([0.5, 2.0]), rng.randint(0, 2))

@@ -6,7 +6,12 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from support.engine_machine import QUIET, EngineMachine, TorchMachine
 from support.examples import examples
-from support.tiered_machine import TieredMachine, TieredTorchMachine, TieredWindowMachine
+from support.tiered_machine import (
+    TieredMachine,
+    TieredStateMachine,
+    TieredTorchMachine,
+    TieredWindowMachine,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_window_pools")
 
@@ -20,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "small_window_pools")
         (TieredMachine, 80, 50),
         (TieredTorchMachine, 8, 30),
         (TieredWindowMachine, 12, 40),
+        (TieredStateMachine, 80, 50),
     ],
 )
 def test_every_branch_draws_what_a_linear_rerun_draws(

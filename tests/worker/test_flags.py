@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mallee.mocker.passes import mock_spec
+from mallee.mocker.policies import Fcfs
 from mallee.protocol.errors import ConfigError
 from mallee.protocol.messages import Command, Fork, Generate, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.forward import MockForward
@@ -46,7 +47,7 @@ SWITCHES: dict[str, Switch] = {
     "chunked": Switch(scheduler={"chunked": False, "max_step_tokens": LENGTH}),
     "continuous": Switch(scheduler={"continuous": False}),
     "gang": Switch(scheduler={"gang": False}),
-    "fair": Switch(scheduler={"policy": "fcfs"}),
+    "fair": Switch(scheduler={"order": Fcfs()}),
     "lru": Switch(engine={"eviction": "lineage"}),
     "answer_capsules": Switch(engine={"max_answer_capsules": 0}),
     "unchecked": Switch(engine={"kv_checks": KVChecks("guards")}),

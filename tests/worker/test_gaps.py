@@ -9,7 +9,7 @@ from mallee.protocol.messages import Sampling
 from mallee.testing.random_model import random_model
 from mallee.worker.forward import Draw, ForwardBatch, LogprobQuery, Row
 from mallee.worker.gaps import HostGap, WorkGaps
-from mallee.worker.memory.marks import CudaMarks
+from mallee.worker.memory.copies import CudaMarks
 
 
 class Cuda:

@@ -37,7 +37,7 @@ from support.engine_machine import (
 )
 from support.examples import examples
 from support.lending import Neighbours, ShortLoan, holder
-from support.tiered_machine import TieredMachine, TieredWindowMachine
+from support.tiered_machine import TieredMachine, TieredStateMachine, TieredWindowMachine
 from support.tiers import LateMover, make_tiers
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_window_pools")
@@ -284,10 +284,22 @@ class MigratingWindowMachine(MigratingMachine, TieredWindowMachine):
         return TorchMachine.rerun(self, plan, n, seed)  # type: ignore[arg-type]
 
 
+class MigratingStateMachine(MigratingMachine, TieredStateMachine):
+    """The same with a layer that folds all tokens into a state."""
+
+    make_forward = TieredStateMachine.make_forward
+    rerun = TieredStateMachine.rerun
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("machine", "num", "steps"),
-    [(MigratingMachine, 30, 40), (MigratingTorchMachine, 5, 20), (MigratingWindowMachine, 5, 25)],
+    [
+        (MigratingMachine, 30, 40),
+        (MigratingTorchMachine, 5, 20),
+        (MigratingWindowMachine, 5, 25),
+        (MigratingStateMachine, 20, 40),
+    ],
 )
 def test_workers_that_lend_to_each_other_draw_what_each_would_alone(
     machine: type[MigratingMachine], num: int, steps: int

@@ -30,6 +30,7 @@ from mallee.worker.speculation.speculator import SpeculationConfig
 from mallee.worker.transfer.values import DISK, HOST
 from support.driving import engine_over
 from support.fake_device import FakeDevice
+from support.fold_forward import FoldForward
 from support.speculating import Knowing, draft_by
 from support.tiers import DictDisk, make_tiers
 
@@ -42,17 +43,18 @@ class Broken(Exception):
     """Raised by a forward that has a fault of its own."""
 
 
-class Faulty(MockForward):
-    """Fails once, at the call `at` of those that allocate or transfer, before or after its work."""
+class Fault:
+    """A forward fails once, at the call `at` of those that allocate or transfer, before or after its work."""
 
-    def __init__(self, at: int, error: Exception, names: Sequence[str]) -> None:
-        super().__init__(mock_spec(vocab_size=16), num_blocks=28, block_size=4)
+    def __init__(self, at: int, error: Exception) -> None:
         self.num_points = -1  # not counted before there is an engine
         self.failed = ""  # the call that did
         self._at = at
         self._error = error
+
+    def guard(self, forward: Any, names: Sequence[str]) -> None:
         for name in names:
-            setattr(self, name, self._guarded(name, getattr(self, name)))
+            setattr(forward, name, self._guarded(name, getattr(forward, name)))
 
     def _guarded(self, name: str, call: Any) -> Any:
         def guarded(*given: Any) -> Any:
@@ -68,6 +70,12 @@ class Faulty(MockForward):
         if self.num_points == self._at:
             self.failed = name
             raise self._error
+
+
+def make_forward(kind: str) -> MockForward:
+    if kind == "states":
+        return FoldForward(num_blocks=28, vocab_size=16)
+    return MockForward(mock_spec(vocab_size=16), num_blocks=28, block_size=4)
 
 
 @dataclass
@@ -128,10 +136,12 @@ def play(
     Drafts are of `known` answers, and now and then wrong.
     """
     played = Played()
-    forward = Faulty(at, error or Broken(), () if kind == "ahead" and names == COMPUTES else names)
+    fault, forward = Fault(at, error or Broken()), make_forward(kind)
     device: Any = None
+    if kind != "ahead" or names != COMPUTES:
+        fault.guard(forward, names)
     if kind == "ahead":
-        told = (lambda call, number: forward.reach(call)) if names == COMPUTES else None
+        told = (lambda call, number: fault.reach(call)) if names == COMPUTES else None
         device = FakeDevice(forward, seed=seed, **({} if told is None else {"told": told}))
     speculation = SpeculationConfig("auto" if kind == "drafts" else "off", 3)
     engine = engine_over(
@@ -142,7 +152,7 @@ def play(
     )
     if kind == "drafts":
         draft_by(engine, Knowing("mixed", known, vocab=16))
-    forward.num_points, stats = 0, engine.stats()
+    fault.num_points, stats = 0, engine.stats()
     script, num_calls = commands(seed), 0
     while True:
         if num_calls % 3 == 0 and (batch := next(script, None)) is not None:
@@ -183,7 +193,7 @@ def play(
     assert not engine.audit()
     engine.close()
     assert kind != "drafts" or not known or stats.speculation.num_accepted > 8
-    played.num_points, played.failed = forward.num_points, forward.failed
+    played.num_points, played.failed = fault.num_points, fault.failed
     return played
 
 
@@ -192,7 +202,9 @@ def points(played: Played, first: int, most: int) -> range:
     return range(first + 1, played.num_points + 1, -(-played.num_points // most))
 
 
-KINDS = pytest.mark.parametrize(("seed", "kind"), [(0, "plain"), (1, "drafts"), (2, "ahead")])
+KINDS = pytest.mark.parametrize(
+    ("seed", "kind"), [(0, "plain"), (1, "drafts"), (2, "ahead"), (3, "states")]
+)
 
 
 @KINDS
@@ -233,15 +245,12 @@ def test_too_little_memory_for_a_step_ends_its_newest_branch_and_no_other(
         assert len({name for name, _ in ended if not name.startswith("f")}) <= 1, (at, ended)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_transfer_that_finds_no_memory_changes_no_answer(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "kind"), [(0, "plain"), (1, "plain"), (2, "states")])
+def test_a_transfer_that_finds_no_memory_changes_no_answer(seed: int, kind: str) -> None:
     """I18, part: what was not copied is computed; a capsule that could not move stays, which is told."""
-    plain, error = (
-        play(seed, "plain", names=MOVES),
-        DeviceMemoryExhausted("tried to allocate 2 MiB"),
-    )
+    plain, error = play(seed, kind, names=MOVES), DeviceMemoryExhausted("tried to allocate 2 MiB")
     for at in points(plain, seed, plain.num_points // 2):
-        played = play(seed, "plain", at, error, MOVES)
+        played = play(seed, kind, at, error, MOVES)
         assert not played.raised, (at, played.failed)
         assert played.answers.keys() == plain.answers.keys()
         for key in plain.answers:

@@ -17,7 +17,7 @@ from mallee.protocol.messages import (
 from mallee.testing.random_model import random_model
 from mallee.worker.capsules.capsule import copy_of
 from mallee.worker.engine import MakeTiers
-from mallee.worker.kv.windows import row_spans
+from mallee.worker.kv.sides.group import row_spans
 from mallee.worker.transfer.peers import Ask
 from mallee.worker.transfer.values import DISK, HOST
 from support.driving import drive

@@ -132,9 +132,8 @@ def copy_of(tree: BranchTree, node: Node) -> Copied:
     has_tail = node.end % size > 0
     keys += _tail_key(tree, tokens, node.salt, keys)
     blocks = tree.table(node)[:num_blocks].tolist()
-    more = tree.window_keys(keys, node.end)
-    if tree.windows is not None:
-        blocks += tree.windows.rows_after(node, node.end)
+    more = tree.side_keys(keys, node.end)
+    blocks += tree.side_rows(node, node.end)
     whole = tree.notation.compact(tokens)
     return Copied(whole, tuple(keys), tuple(blocks), has_tail, more)
 

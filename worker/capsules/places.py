@@ -183,7 +183,7 @@ class CapsulePlaces:
             rest = tuple(capsule.text(self._tree.notation, 0, at))
             return CutText(self._tree.attach(NO_HASHES, below.salt, 0), rest)
         keys = below.keys[: -(-base // size)]
-        more = self._tree.window_keys(keys, base)
+        more = self._tree.side_keys(keys, base)
         is_held = below.is_held and self._lower is not None and self._lower.hold((*keys, *more))
         if below.is_held and not is_held and more:  # its own windows went on elsewhere
             more = ()

@@ -59,7 +59,7 @@ def checked_loan(loan: Loan, text: Text, tree: BranchTree, spec: ModelSpec) -> C
     """The record of `loan`, as `checked_record`, which also has all of the blocks that it names."""
     tokens = tree.notation.dump(text)
     record = checked_record(loan.record, tokens, spec, block_size=tree.block_size)
-    num_rows = len(tree.window_keys(range(record.num_blocks), record.num_computed))
+    num_rows = len(tree.side_keys(range(record.num_blocks), record.num_computed))
     if loan.num_blocks != (due := record.num_blocks + num_rows):
         raise IncompatibleCapsule(record.capsule, [("blocks", str(loan.num_blocks), str(due))])
     return record

@@ -287,7 +287,7 @@ class CapsuleRegistry:
         text = self._tree.notation.read(record.tokens)
         tokens, pending = self._tree.notation.compact(text[:num]), tuple(text[num:])
         keys = tuple(unpack_hashes(record.keys).tolist())
-        more = self._tree.window_keys(keys, num)
+        more = self._tree.side_keys(keys, num)
         below = Below(
             DISK, tokens, record.salt, keys, is_durable=is_durable, is_held=False, more=more
         )

@@ -22,7 +22,8 @@ def find_leaks(tree: BranchTree, holds: Mapping[Node, int]) -> list[Leak]:
     watch = tree.pool.watch
     owned = set()
     leaks = []
-    for node in tree.nodes():
+    nodes = tree.nodes()
+    for node in nodes:
         owned.update(node.blocks)
         extra = node.holders - holds.get(node, 0)
         if extra > 0:
@@ -30,10 +31,9 @@ def find_leaks(tree: BranchTree, holds: Mapping[Node, int]) -> list[Leak]:
     for block in sorted(tree.pool.used_blocks() - owned):
         story = f": {watch.story(block)}" if watch is not None else ""
         leaks.append(Leak(block, f"no node owns it{story}"))
-    for g, group in enumerate(tree.windows.groups if tree.windows is not None else ()):
-        owned = {block for node in tree.nodes() for block in node.windows[g].blocks}
-        lost = sorted(group.pool.used_blocks() - owned)
-        leaks += [Leak(b, f"no node owns it in window group {g + 1}") for b in lost]
+    for side in tree.sides:
+        why = f"no node owns it in layer group {side.span.group}"
+        leaks += [Leak(block, why) for block in side.lost_blocks(nodes)]
     return leaks
 
 
@@ -52,8 +52,8 @@ def check_tree(tree: BranchTree) -> None:
     assert counted == cached, f"cached {counted}, are {cached}"
     _check_eviction(tree)
     _check_hashes(tree)
-    if tree.windows is not None:
-        tree.windows.check(nodes)
+    for side in tree.sides:
+        side.check(nodes)
     if tree.pool.watch is not None:
         tree.pool.watch.check()
 

@@ -1,6 +1,6 @@
 """The pieces of the branch tree: a run of tokens with its blocks, and where the next tokens go."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -10,15 +10,12 @@ from mallee.worker.kv.text import Text
 BlockTable = npt.NDArray[np.int32]
 
 
-class WindowBlocks:
-    """The blocks of a node in one window group: those after the first `num_gone`, as far as `Node.blocks`."""
+class SidePart(Protocol):
+    """A node's KV in one side group (`sides/group.py`)."""
 
-    __slots__ = ("blocks", "idle", "num_gone")
-
-    def __init__(self) -> None:
-        self.num_gone = 0  # leading blocks that were given up: no layer reads them again
-        self.blocks: list[int] = []
-        self.idle = 0  # leading ones of `blocks` that no holder reads again: cache
+    def table(self, node: "Node", place: int, block_size: int) -> BlockTable:
+        """The places that a pass reads and writes here for the text of `node`, whose part `place` this is."""
+        ...
 
 
 class Node:
@@ -34,19 +31,23 @@ class Node:
         "holders",
         "is_copying",
         "live",
-        "low",
         "num_copying",
-        "num_low",
         "parent",
         "rank",
         "salt",
+        "sides",
         "stamp",
         "tokens",
-        "window_flats",
-        "windows",
     )
 
-    def __init__(self, parent: "Node | None", base: int, salt: str, tokens: Text) -> None:
+    def __init__(
+        self,
+        parent: "Node | None",
+        base: int,
+        salt: str,
+        tokens: Text,
+        sides: tuple[SidePart, ...] = (),
+    ) -> None:
         self.parent = parent
         self.base = base  # position of tokens[0]; a multiple of the block size
         self.salt = salt
@@ -58,16 +59,11 @@ class Node:
         self.stamp = 0  # when it was last needed, as a count; 0 while it is, and once it is gone
         self.rank = 0  # of its last block, while it is dead and a leaf
         self.children: set[Node] = set()
-        self.is_copying = (
-            False  # its first slots are still to be copied from the parent's last block
-        )
+        # It still needs of its parent the first slots of its last block, or its state.
+        self.is_copying = False
         self.num_copying = 0  # children that are
         self.flat: BlockTable | None = None  # block ids of the whole sequence, while they are true
-        # Of models with sliding windows alone (`windows.py`):
-        self.windows: tuple[WindowBlocks, ...] = ()  # empty if there are none; then, unset, too:
-        self.window_flats: tuple[BlockTable, ...] | None
-        self.low: int  # the least end of all held nodes at or below it, in blocks
-        self.num_low: int  # children that have it, if the node is not held itself
+        self.sides = sides  # its KV in each side group
 
     @property
     def end(self) -> int:
@@ -81,13 +77,14 @@ class Node:
 class BlockCopy(NamedTuple):
     """Copy the first `num_slots` token slots (keys and values) of block src to dst.
 
-    In all layers of the full group; `windows` has (src, dst) for each window group; empty: the same.
+    In all layers of the full group; `sides` has (src, dst) for each side group, None where nothing is copied;
+    empty: there is none.
     """
 
     src: int
     dst: int
     num_slots: int
-    windows: tuple[tuple[int, int], ...] = ()
+    sides: tuple[tuple[int, int] | None, ...] = ()
 
 
 class Spare(NamedTuple):

@@ -5,15 +5,16 @@ Keeps three things true, and knows nothing of forks or tokens to come: a live no
 node holds full blocks only; the index lists exactly the full blocks of all nodes.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 from mallee.protocol.errors import PoolExhausted
 from mallee.worker.kv.block_index import BlockIndex
 from mallee.worker.kv.eviction import EvictionName, Ranks, eviction_order
 from mallee.worker.kv.journal import Journal
-from mallee.worker.kv.node import Node
+from mallee.worker.kv.node import Node, SidePart
 from mallee.worker.kv.pool import BlockPool, BlocksLeaving
-from mallee.worker.kv.windows import Offload, Windows
+from mallee.worker.kv.sides.group import Offload, SideGroup
 
 
 class NodeStore:
@@ -32,7 +33,7 @@ class NodeStore:
         "num_splits",
         "pool",
         "ranks",
-        "windows",
+        "sides",
     )
 
     def __init__(
@@ -40,13 +41,14 @@ class NodeStore:
         pool: BlockPool,
         block_size: int,
         journal: Journal,
+        *,
         eviction: EvictionName,
         ranks: Ranks,
-        windows: Windows | None = None,
+        sides: Sequence[SideGroup] = (),
         offload: Offload | None = None,
     ) -> None:
         self.pool = pool
-        self.windows = windows
+        self.sides = sides
         self._offload = offload
         self.block_size = block_size
         self.index: BlockIndex[Node] = BlockIndex(journal)
@@ -56,6 +58,10 @@ class NodeStore:
         self.ranks = ranks
         self._order = eviction_order(eviction, ranks)
         self._num_deaths = 0
+
+    def parts(self) -> tuple[SidePart, ...]:
+        """Those of a new node."""
+        return tuple(side.begin() for side in self.sides) if self.sides else ()
 
     @property
     def num_available(self) -> int:
@@ -103,7 +109,7 @@ class NodeStore:
     def split(self, node: Node, num_blocks: int) -> Node:
         """A new node above `node` takes its first `num_blocks` full blocks."""
         cut = num_blocks * self.block_size
-        upper = Node(node.parent, node.base, node.salt, node.tokens[:cut])
+        upper = Node(node.parent, node.base, node.salt, node.tokens[:cut], self.parts())
         self.nodes.add(upper)
         node.tokens = node.tokens[cut:]
         upper.blocks, node.blocks = node.blocks[:num_blocks], node.blocks[num_blocks:]
@@ -117,8 +123,10 @@ class NodeStore:
         upper.live, upper.stamp = min(node.live, 1), node.stamp
         upper.is_copying, node.is_copying = node.is_copying, False
         node.parent, node.base = upper, node.base + cut
-        if self.windows is not None:
-            self.windows.split(node, upper, num_blocks)
+        for side in self.sides:
+            side.split(node, upper, num_blocks)
+            if side.needs_parent and node.end == upper.end and not node.is_copying:
+                node.is_copying, upper.num_copying = True, 1
         self.num_splits += 1
         return upper
 
@@ -144,8 +152,8 @@ class NodeStore:
         node.hashes += child.hashes
         child.tokens, child.blocks, child.hashes = node.tokens, node.blocks, node.hashes
         child.base, child.parent = node.base, node.parent
-        if self.windows is not None:
-            self.windows.merge(node, child)
+        for side in self.sides:
+            side.merge(node, child)
         child.is_copying = node.is_copying
         if node.parent is not None:
             node.parent.children.remove(node)
@@ -175,7 +183,10 @@ class NodeStore:
         parent = node.parent
         if parent is not None:
             parent.children.remove(node)
-            parent.num_copying -= node.is_copying
+            if node.is_copying:
+                parent.num_copying -= 1
+                for side in self.sides:
+                    side.copied(parent)
             if parent.stamp and not parent.children:
                 self._order.became_leaf(parent)
         return parent
@@ -209,8 +220,8 @@ class NodeStore:
             kept = max(len(oldest.blocks) - short, self.ranks.num_above(oldest))
             self.num_evicted += len(oldest.blocks) - kept
             if self._offload is not None:
-                if self.windows is not None:
-                    self.windows.evicting(oldest, kept)
+                for side in self.sides:
+                    side.evicting(oldest, kept)
                 blocks = oldest.blocks[kept:]
                 self.pool.begin_read(blocks)
                 self._offload(oldest.hashes[kept:], blocks, partial(self.pool.end_read, blocks))
@@ -235,8 +246,8 @@ class NodeStore:
 
     def _truncate(self, node: Node, num_blocks: int) -> None:
         """Keep the first `num_blocks` full blocks of a leaf. The others go, the last one first."""
-        if self.windows is not None:
-            self.windows.cut(node, num_blocks)
+        for side in self.sides:
+            side.cut(node, num_blocks)
         for value in reversed(node.hashes[num_blocks:]):
             self.index.remove(value, node)
             if len(self.ranks) and not self.index.holders_of(value):
@@ -255,8 +266,8 @@ class NodeStore:
         """Free the blocks of `node` after the first `kept`, the last one first."""
         extra = node.blocks[kept:]
         if extra:
-            if self.windows is not None:
-                self.windows.cut(node, kept)
+            for side in self.sides:
+                side.cut(node, kept)
             extra.reverse()
             self.pool.free(extra, node)
             del node.blocks[kept:]

@@ -36,31 +36,9 @@ def flatten(node: Node, block_size: int) -> BlockTable:
     return table
 
 
-def flatten_windows(node: Node, block_size: int) -> tuple[BlockTable, ...]:
-    """The same for each window group, if there are any; true from the first block on that is still read."""
-    if not node.windows:
-        return ()
-    if node.window_flats is not None:
-        return node.window_flats
-    path = []
-    walk: Node | None = node
-    while walk is not None and walk.window_flats is None:
-        path.append(walk)
-        walk = walk.parent
-    tables = None if walk is None else walk.window_flats
-    for step in reversed(path):
-        above = tables
-        tables = tuple(
-            np.array([-1] * own.num_gone + own.blocks, dtype=np.int32) for own in step.windows
-        )
-        if step.base:
-            assert above is not None, "a root begins at 0"
-            begin = step.base // block_size
-            pairs = zip(above, tables, strict=True)
-            tables = tuple(np.concatenate((old[:begin], own)) for old, own in pairs)
-        step.window_flats = tables
-    assert tables is not None, "a path has at least one node"
-    return tables
+def side_tables(node: Node, block_size: int) -> tuple[BlockTable, ...]:
+    """The tables of the side groups (`Row.sides`); none of a model of one group."""
+    return tuple(part.table(node, i, block_size) for i, part in enumerate(node.sides))
 
 
 def with_ancestors(nodes: Iterable[Node]) -> set[Node]:

@@ -16,14 +16,15 @@ it is. A live node that is not held itself is there for its children only: it is
 which bounds the depth, or gives up its partial block, of which they have copies. A dead node keeps its
 full blocks as cache, found again by chain hash, until `reserve` needs room (`eviction.py`).
 
-`Node.blocks` are those of the layers with full attention, of all layers if there are no others. Layers that
-read only a window keep blocks of their own beside them, which they give up earlier (`windows.py`).
+`Node.blocks` are those of the layers with full attention, of all layers if there are no others. The KV of
+others is in `Node.sides`, and may be given up earlier (`sides/group.py`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from mallee.protocol.errors import PoolExhausted
 from mallee.protocol.hashing import Hashes
 from mallee.worker.kv.block_index import BlockIndex
 from mallee.worker.kv.eviction import AllAlike, EvictionName, Ranks
@@ -31,9 +32,11 @@ from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import BlockCopy, BlockTable, Node, Reservation, Spare
 from mallee.worker.kv.node_store import NodeStore
 from mallee.worker.kv.paths import flatten, last_hash, path_hashes
-from mallee.worker.kv.pool import BlockPool
+from mallee.worker.kv.pool import BlockPool, BlocksLeaving
+from mallee.worker.kv.sides.group import Offload, SideGroup, Tail, keep_rows
 from mallee.worker.kv.text import Notation, Text, TokenNotation
-from mallee.worker.kv.windows import Offload, WindowGroup, Windows
+
+_ANY_ROW: Final = 1 << 62
 
 
 class TreeStats(NamedTuple):
@@ -63,27 +66,29 @@ class BranchTree:
         eviction: EvictionName = "lru",
         keeps_cache: bool = True,
         notation: Notation | None = None,
-        windows: Sequence[WindowGroup] = (),
+        sides: Sequence[SideGroup] = (),
         ranks: Ranks | None = None,
         offload: Offload | None = None,
         offload_rows: Offload | None = None,
     ) -> None:
         """Without `ranks` no block stays longer than the order of eviction says.
 
-        `offload` takes blocks of the full group, `offload_rows` rows of the window groups.
+        `offload` takes blocks of the full group, `offload_rows` a partial one, and rows of the sides.
         """
         self.pool = pool
-        self.windows = None
-        if windows:
-            self.windows = Windows(windows, block_size, journal, offload_rows)
+        self.sides = tuple(sides)
+        self._needs_parent = any(side.needs_parent for side in sides)
         self.notation = notation or TokenNotation()
         self.block_size = block_size
         self.keeps_cache = keeps_cache
         self.ranks = AllAlike() if ranks is None else ranks
         self._store = NodeStore(
-            *(pool, block_size, journal, eviction),
+            pool,
+            block_size,
+            journal,
+            eviction=eviction,
             ranks=self.ranks,
-            windows=self.windows,
+            sides=self.sides,
             offload=offload,
         )
         self._offload = offload, offload_rows
@@ -94,14 +99,12 @@ class BranchTree:
     def find(self, hashes: Hashes) -> int:
         """The number of leading blocks of `hashes` that are held, as far as a branch can go on after them.
 
-        O(log blocks); O(blocks) where windows have given some up.
+        O(log blocks); O(blocks) where sides have given some up.
         """
         num_blocks = self._store.index.count_leading(hashes)
-        if self.windows is None:
-            return num_blocks
-        while num_blocks:
+        while self.sides and num_blocks:
             node = self._store.index.find(int(hashes[num_blocks - 1]))
-            if self.windows.can_resume(node, num_blocks * self.block_size):
+            if self._can_resume(node, num_blocks * self.block_size):
                 break
             num_blocks -= 1
         return num_blocks
@@ -109,15 +112,26 @@ class BranchTree:
     def resume_point(self, node: Node, num_tokens: int) -> int:
         """The most tokens, up to `num_tokens`, after which a branch can go on from the path of `node`.
 
-        These, or fewer that are whole blocks, where windows have given up what would be read.
+        These, or fewer that are whole blocks, where a side has given up what would be read.
         """
-        return num_tokens if self.windows is None else self.windows.resume_point(node, num_tokens)
+        size = self.block_size
+        while num_tokens > 0 and not self._can_resume(node, num_tokens):
+            num_tokens = (num_tokens - 1) // size * size
+        return num_tokens
+
+    def _can_resume(self, node: Node, num_tokens: int) -> bool:
+        return all(side.can_resume(node, num_tokens) for side in self.sides)
+
+    def chunk(self, begin: int, num_tokens: int, end: int) -> int:
+        """The most of `num_tokens` to compute at once from `begin` on, of a text that ends at `end`."""
+        for side in self.sides:
+            num_tokens = side.chunk(begin, num_tokens, end)
+        return num_tokens
 
     @property
     def version(self) -> int:
         """A count that grows whenever `find` may answer differently."""
-        version = self._store.index.version
-        return version if self.windows is None else version + self.windows.version
+        return self._store.index.version + sum(side.version for side in self.sides)
 
     def attach(self, hashes: Hashes, salt: str, num_found: int | None = None) -> Node:
         """A held node that ends at the longest held prefix of `hashes`; an empty root if none is.
@@ -129,9 +143,7 @@ class BranchTree:
         if len(self.ranks):
             self.ranks.refresh(hashes[:num_blocks].tolist())
         if num_blocks == 0:
-            node = Node(None, 0, salt, self.notation.empty())
-            if self.windows is not None:
-                self.windows.begin(node)
+            node = Node(None, 0, salt, self.notation.empty(), self._store.parts())
             self._store.nodes.add(node)
         else:
             node = self._store.index.find(int(hashes[num_blocks - 1]))
@@ -170,8 +182,8 @@ class BranchTree:
             return
         self._store.activate(node)
         node.holders = n
-        if self.windows is not None:
-            self.windows.changed(node)
+        for side in self.sides:
+            side.changed(node)
 
     def release(self, node: Node, n: int = 1) -> None:
         """n holders let go. A node that is not needed keeps its full blocks as cache, or vanishes."""
@@ -179,8 +191,8 @@ class BranchTree:
         node.holders -= n
         if node.holders == 0:
             self._store.deactivate(node)
-            if self.windows is not None:
-                self.windows.changed(node)
+            for side in self.sides:
+                side.changed(node)
             self._store.settle(node)
 
     def is_ranked(self, node: Node) -> bool:
@@ -197,31 +209,40 @@ class BranchTree:
         If the node is shared, the holder moves to a new child. Evicts cached blocks as needed. Until
         the node's next `commit`, a copy that it needs is returned again by every call.
         `is_fetched`: all of these tokens come from below together, to a new child of `node`, which ends with
-        a block: windows get room only for what is read after them.
+        a block: sides get room only for what is read after them.
         Raises PoolExhausted, with nothing changed; BlocksLeaving, if transfers still read blocks that were
         given up: with cache on its way down, and nothing else changed.
         """
         size = self.block_size
         if is_fetched or node.holders != 1 or node.children:
             return self._branch_off(node, num_tokens, is_fetched=is_fetched)
-        missing = -(-(len(node.tokens) + num_tokens) // size) - len(node.blocks)
-        if missing > 0:
-            if self.windows is not None:
-                self.windows.make_room(missing)
+        missing = max(0, -(-(len(node.tokens) + num_tokens) // size) - len(node.blocks))
+        if self.sides:
+            self._make_room(node, missing, None)
+        if missing:
             taken = self._store.take(missing, node)  # may merge the parent into `node`
             node.blocks += taken
             node.flat = None
-            if self.windows is not None:
-                self.windows.extend(node, missing)
+        for side in self.sides:
+            side.extend(node, missing, None)
         return Reservation(node, self._copy_of(node) if node.is_copying else None)
+
+    def room(self, node: Node, num_tokens: int) -> int:
+        """The position up to which `node`, with room for `num_tokens` more, can be filled without more.
+
+        Of a model with states these alone: each pass writes a slot of its own.
+        """
+        if self._needs_parent:
+            return node.end + num_tokens
+        return node.base + len(node.blocks) * self.block_size
 
     def spare(self, node: Node) -> Spare | None:
         """A free block for the token after the end of `node`, which is shared, as `reserve` would take it.
 
-        It belongs to no node; the caller gives it back to the pool. None without one, and where windows have
+        It belongs to no node; the caller gives it back to the pool. None without one, and where sides have
         blocks of their own.
         """
-        if self.windows is not None or not self.pool.num_free:
+        if self.sides or not self.pool.num_free:
             return None
         place, shared = divmod(node.end, self.block_size)
         (block,) = self.pool.alloc(1, node)
@@ -249,8 +270,8 @@ class BranchTree:
         after = before + len(tokens)
         first, num_full = before // size, after // size
         assert len(node.blocks) * size >= after, "committed more than was reserved"
-        if self.windows is not None:
-            self.windows.changed(node)
+        for side in self.sides:
+            side.advanced(node, len(tokens))
         if self.pool.watch is not None:
             self._watch_commit(node, len(tokens))
         if num_full == first or not self.keeps_cache:
@@ -267,9 +288,9 @@ class BranchTree:
             )
         values = new.tolist()
         node.hashes += values
-        self._store.index.add(values, node, is_preferred=self.windows is not None)
-        if self.windows is not None:
-            self.windows.sealed(node, values)
+        self._store.index.add(values, node, is_preferred=bool(self.sides))
+        for side in self.sides:
+            side.sealed(node, values)
 
     # Reading
 
@@ -283,9 +304,30 @@ class BranchTree:
         size = self.block_size
         return [node.blocks[i - node.base // size] for i, node in enumerate(nodes, start=begin)]
 
-    def window_keys(self, keys: Hashes | Sequence[int], num_tokens: int) -> tuple[int, ...]:
-        """Keys of the rows of windows that are read after `num_tokens` of a text, whose blocks are `keys`."""
-        return () if self.windows is None else tuple(self.windows.keys_after(keys, num_tokens))
+    def side_keys(
+        self, keys: Hashes | Sequence[int], num_tokens: int, begin: int = 0
+    ) -> tuple[int, ...]:
+        """Keys of the sides' rows, of blocks from `begin` on, that are read after `num_tokens` of a text.
+
+        `keys` are those of the text's blocks.
+        """
+        return tuple(k for side in self.sides for k in side.keys_after(keys, num_tokens, begin))
+
+    def side_rows(self, node: Node, num_tokens: int, begin: int = 0) -> list[int]:
+        """The rows themselves, on the path of `node`."""
+        return [row for side in self.sides for row in side.rows_after(node, num_tokens, begin)]
+
+    def side_tails(self, num_tokens: int) -> Iterator[Tail]:
+        """Those of the rows that are read after `num_tokens` that these fill in part."""
+        place, keys = 0, range(-(-num_tokens // self.block_size))
+        for side in self.sides:
+            for tail in side.tails_after(num_tokens):
+                yield tail._replace(place=place + tail.place)
+            place += sum(1 for _ in side.keys_after(keys, num_tokens))
+
+    def have_room(self, num_blocks: int, num_texts: int, num_computed: int) -> bool:
+        """Whether the sides have room for texts that take `num_blocks`, of which a step computes some."""
+        return all(side.has_room(num_blocks, num_texts, num_computed) for side in self.sides)
 
     def overlap(self, hashes: Hashes, nodes: AbstractSet[Node]) -> int:
         """The number of leading blocks of `hashes` in `nodes`, which has every node's parent too."""
@@ -306,10 +348,9 @@ class BranchTree:
         """Chain hashes of all blocks the worker holds (for snapshots), in no particular order."""
         return self._store.index.hashes()
 
-    def held_in_windows(self) -> list[Hashes]:
-        """The same for each window group."""
-        windows = self.windows
-        return [] if windows is None else [*map(windows.held_hashes, range(len(windows.groups)))]
+    def held_in_sides(self) -> list[Hashes]:
+        """The same for each side group."""
+        return [side.held_hashes() for side in self.sides]
 
     def holds(self) -> dict[Node, int]:
         """Holders of every node that has any."""
@@ -336,15 +377,13 @@ class BranchTree:
     @property
     def num_free(self) -> int:
         """Blocks without an owner, in the group that has the fewest."""
-        free = self.pool.num_free
-        return free if self.windows is None else min(free, self.windows.num_free)
+        return min([self.pool.num_free, *(side.pool.num_free for side in self.sides)])
 
     def weight(self, num_tokens: int) -> int:
-        """Blocks of the pool that a held text is worth: its own, or more if it weighs more in a window's."""
+        """Blocks of the pool that a held text is worth: its own, or more if it weighs more in a side's."""
         num_blocks = -(-num_tokens // self.block_size)
-        if self.windows is None:
-            return num_blocks
-        return self.windows.share(num_blocks, self.pool.num_blocks)
+        shares = [side.share(num_blocks, self.pool.num_blocks) for side in self.sides]
+        return max([num_blocks, *shares])
 
     def stats(self) -> TreeStats:
         return TreeStats(
@@ -360,24 +399,20 @@ class BranchTree:
     # Copies of the bytes that others make
 
     def keep_bytes(self, blocks: Sequence[int]) -> Callable[[], None]:
-        """Have `blocks`, also rows of windows, not handed out anew until the function returned is called.
+        """Have `blocks`, also rows of sides, not handed out anew until the function returned is called.
 
         Whoever owns them may give them up meanwhile, and go on writing behind their tokens.
         """
-        num_rows = 0
-        if self.windows is not None:
-            first = self.windows.groups[0].span.first
-            num_rows = sum(block >= first for block in blocks)
-        full = [*blocks[: len(blocks) - num_rows]]
+        first = self.sides[0].span.first if self.sides else _ANY_ROW
+        full = [block for block in blocks if block < first]
         self.pool.begin_read(full)
-        end_rows = None
-        if self.windows is not None and num_rows:
-            end_rows = self.windows.keep_rows(blocks[len(full) :])
+        rows = blocks[len(full) :]
+        ends = [keep_rows(side, rows) for side in self.sides] if rows else []
 
         def end() -> None:
             self.pool.end_read(full)
-            if end_rows is not None:
-                end_rows()
+            for each in ends:
+                each()
 
         return end
 
@@ -393,13 +428,15 @@ class BranchTree:
         Blocks with a rank stay until they are needed.
         """
         self._store.evict(min(num_blocks, self._store.num_available), spares_ranked=True)
-        if self.windows is not None:
-            self.windows.evict(num_blocks)
+        for side in self.sides:
+            side.evict(min(num_blocks, side.num_available))
 
     # Checking the bytes; nothing is done without a watch
 
     def seal(self, node: Node) -> None:
         """The tokens of `node`, which its caller holds, are final: its partial block has a digest too."""
+        for side in self.sides:
+            side.final(node)
         watch, filled = self.pool.watch, len(node.tokens) % self.block_size
         if watch is not None and filled:
             watch.sealed(node.blocks[len(node.tokens) // self.block_size], filled)
@@ -415,40 +452,50 @@ class BranchTree:
         """One holder of `node` moves to a new child that has room for `num_tokens`."""
         shared = node.end % self.block_size
         copied = node.tokens[-shared:] if shared else self.notation.empty()
-        child = Node(node, node.end - shared, node.salt, copied)
+        child = Node(node, node.end - shared, node.salt, copied, self._store.parts())
         num_blocks = -(-(shared + num_tokens) // self.block_size)
-        unread: tuple[int, ...] = ()
-        if self.windows is not None:
-            if is_fetched:
-                begin = node.end // self.block_size
-                unread = self.windows.unread(begin, node.end + num_tokens)
-            self.windows.make_room(num_blocks, unread)
+        end = node.end + num_tokens if is_fetched else None
+        if self.sides:
+            self._make_room(child, num_blocks, end)
         child.blocks = self._store.take(num_blocks, child)
         child.holders = child.live = 1
         self._store.nodes.add(child)
         node.children.add(child)
-        if self.windows is not None:
-            self.windows.begin(child)
-            self.windows.extend(child, num_blocks, unread)
-            self.windows.changed(child)
+        for side in self.sides:
+            side.extend(child, num_blocks, end)
+            side.changed(child)
         node.live += 1  # it was live before: its holder is moving to the child
         self._num_children += 1
-        copy = None
-        if shared:
+        if shared or self._needs_parent:
             child.is_copying = True
             node.num_copying += 1
-            self._num_copies += 1
-            copy = self._copy_of(child)
+        self._num_copies += bool(shared)
+        copy = self._copy_of(child)
         self.release(node)
         return Reservation(child, copy)
 
-    def _copy_of(self, child: Node) -> BlockCopy:
-        """The copy that fills the first slots of `child`."""
+    def _make_room(self, node: Node, num_blocks: int, end: int | None) -> None:
+        """Have the blocks free in each side that `extend` will take for `node`.
+
+        Raises PoolExhausted before anything is given up, BlocksLeaving after it.
+        """
+        needs = [(side, side.num_needed(node, num_blocks, end)) for side in self.sides]
+        for side, num in needs:
+            if num > side.num_available:
+                raise PoolExhausted(num, side.num_available, side.pool.num_blocks)
+        for side, num in needs:
+            side.evict(num)
+        if any(num > side.pool.num_free for side, num in needs):
+            raise BlocksLeaving
+
+    def _copy_of(self, child: Node) -> BlockCopy | None:
+        """The copy that fills the first slots of `child`; None if it begins with a block."""
         parent = child.parent
-        assert parent is not None
+        if parent is None or parent.end == child.base:
+            return None
         source = parent.blocks[(child.base - parent.base) // self.block_size]
-        windows = () if self.windows is None else self.windows.copies(parent, child)
-        return BlockCopy(source, child.blocks[0], parent.end - child.base, windows)
+        sides = tuple(side.copies(parent, child) for side in self.sides)
+        return BlockCopy(source, child.blocks[0], parent.end - child.base, sides)
 
     def _copied(self, child: Node) -> None:
         """`child` has its copy: its parent's partial block may go."""
@@ -456,6 +503,8 @@ class BranchTree:
         assert parent is not None
         child.is_copying = False
         parent.num_copying -= 1
+        for side in self.sides:
+            side.copied(parent)
         if parent.holders == 0:
             self._store.collapse(parent)
 

@@ -1,4 +1,4 @@
-"""Streams on which KV is copied beside what a device computes.
+"""The order of a device's work: streams on which KV is copied beside it, and marks that time it.
 
 Copies have a stream of their own, so that they run beside a step instead of behind it. A *mark*, set by the
 thread that launches the steps, says which of these a copy has to follow: those before it may still write the
@@ -60,3 +60,21 @@ class CudaCopies:
             copy()
             done.record(self._stream)
         done.synchronize()
+
+
+class CudaMarks:
+    """`worker.gaps.Marks` by a CUDA device's events. `cuda` is torch.cuda, or answers as that."""
+
+    __slots__ = ("_cuda", "_device")
+
+    def __init__(self, device: str, cuda: Any = torch.cuda) -> None:
+        self._device = device
+        self._cuda = cuda
+
+    def mark(self) -> Any:
+        event = self._cuda.Event(enable_timing=True)
+        event.record(self._cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, first: Any, second: Any) -> float | None:
+        return first.elapsed_time(second) / 1000 if second.query() else None

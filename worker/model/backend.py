@@ -14,7 +14,6 @@ from mallee.protocol.errors import ConfigError
 from mallee.protocol.messages import TokenLogprobs
 from mallee.worker.forward import Draw, LogprobQuery
 from mallee.worker.model import installation
-from mallee.worker.model.attention.amx import TiledAttention
 from mallee.worker.model.attention.base import Attention
 from mallee.worker.model.attention.flashinfer import (
     FlashInferAttention,
@@ -24,12 +23,12 @@ from mallee.worker.model.attention.flashinfer import (
 )
 from mallee.worker.model.attention.torch import TorchAttention
 from mallee.worker.model.config import ModelConfig
-from mallee.worker.model.cuda_ops import choose_ops
+from mallee.worker.model.cpu.choose import choose_cpu
 from mallee.worker.model.graphs.device import CudaGraphs
-from mallee.worker.model.kernels.race import race
+from mallee.worker.model.kernels.cuda_ops import choose_ops
 from mallee.worker.model.kernels.triton_launch import NoTriton
 from mallee.worker.model.linear.choose import Machine
-from mallee.worker.model.ops import FusedOps, Ops
+from mallee.worker.model.ops import Ops
 from mallee.worker.model.sampling.device import DeviceSampler
 from mallee.worker.model.sampling.sampler import Drawn, HostSampler
 
@@ -111,25 +110,9 @@ def choose_backend(
         return Backend(found, ops)
     if is_deterministic:
         raise ConfigError("deterministic=True needs FlashInfer's kernels, on device cuda")
-    attention: Attention = TorchAttention(block_size, device)
     if is_cuda or not uses_kernels:
-        return Backend(attention, ops)
-    race.compile()
-    if dtype == kv_dtype and dtype in FusedOps.DTYPES:
-        ops = FusedOps()
-    if TiledAttention.is_supported(
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        block_size=block_size,
-        head_dim=config.head_dim,
-        group_size=config.num_heads // config.num_kv_heads,
-    ):
-        attention = TiledAttention(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-        )
-    return Backend(attention, ops)
+        return Backend(TorchAttention(block_size, device), ops)
+    return Backend(*choose_cpu(config, dtype=dtype, kv_dtype=kv_dtype, block_size=block_size))
 
 
 class Sampler(Protocol):

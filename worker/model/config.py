@@ -253,7 +253,7 @@ def _groups(config: ModelConfig, max_model_len: int, layer_nbytes: int) -> tuple
         GroupSpec(
             kind="full" if window is None else "window",
             layers=tuple(layers),
-            nbytes_per_token=layer_nbytes * len(layers),
+            nbytes=layer_nbytes * len(layers),
             window=window,
         )
         for window, layers in by_window.items()

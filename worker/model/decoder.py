@@ -16,7 +16,7 @@ from mallee.worker.model.config import ModelConfig
 from mallee.worker.model.loading.weights import ModelWeights
 from mallee.worker.model.ops import Ops
 from mallee.worker.model.plan import Plan
-from mallee.worker.model.rotary import Rotary, Turn
+from mallee.worker.model.rotary import Rotary, Rotation
 
 Site: TypeAlias = Literal["embed", "turned", "heads", "attention", "output", "norm", "logits"]
 """Places at which a forward pass can be watched: embeddings; a layer's queries and keys after turning,
@@ -115,7 +115,7 @@ class Decoder:
         index: int,
         hidden: torch.Tensor,
         x: torch.Tensor,
-        turn: Turn,
+        turn: Rotation,
         plan: Plan,
         memory: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,7 +158,7 @@ class Decoder:
         self,
         index: int,
         x: torch.Tensor,
-        turn: Turn,
+        turn: Rotation,
         plan: Plan,
         memory: torch.Tensor,
     ) -> torch.Tensor:

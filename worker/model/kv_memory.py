@@ -13,12 +13,12 @@ import torch
 import xxhash
 
 from mallee.worker.kv.pool import runs
+from mallee.worker.kv.sides.group import RowSpan
 from mallee.worker.kv.watch import Row, Rows
-from mallee.worker.kv.windows import RowSpan
 from mallee.worker.memory.copies import CopyStream
-from mallee.worker.memory.refusals import shed
+from mallee.worker.memory.errors import memory_errors
 from mallee.worker.memory.transfer import sent
-from mallee.worker.model.kernels.copies import ALIGNMENT, copy_pieces, prepare
+from mallee.worker.model.cpu.copies import past_caches, prepare
 
 _NO_NUMBERS: dict[torch.dtype, tuple[Any, Any]] = {
     torch.float32: (np.uint32(0x7F800000), np.uint32((127 + 60) << 23)),
@@ -29,9 +29,6 @@ _NO_NUMBERS: dict[torch.dtype, tuple[Any, Any]] = {
 products may overflow."""
 
 _WORD: Final = torch.int64
-
-UNCACHED_NBYTES = 64 << 20
-"""Copies to a memory that is larger go past the caches. Staged rows are read again at once."""
 
 PATTERN = 0xA5
 """As bfloat16, float32 or float8 a small negative number: unfilled slots are read, with weight 0."""
@@ -54,8 +51,8 @@ class TorchKV:
         self._raw = memory.view(torch.uint8).view(layers, slots // block_size, -1)
         self.block_nbytes = layers * self._raw.shape[2]
         self._dtype = memory.dtype
-        if copies is None and memory.nbytes > UNCACHED_NBYTES:
-            prepare()
+        if copies is None:
+            prepare(memory.nbytes)
 
     def new_rows(self, num: int) -> Rows:
         if self._copies is not None:
@@ -77,40 +74,22 @@ class TorchKV:
         if self._copies is None:
             copy()
             return
-        with shed(self._memory.device):  # batches have room there (`Work.staged_blocks`)
+        with memory_errors(self._memory.device):  # batches have room there (`Work.staged_blocks`)
             self._copies.run(copy, after)
 
     def _read(self, blocks: Sequence[int], rows: Rows) -> None:
-        if self._pass_caches(blocks, rows, is_read=True):
+        if past_caches(self._raw, blocks, rows, is_read=True):
             return
         for part in runs(blocks):
             own, there = self._in_a_row(blocks[part]), rows[part]
             _copy(torch.from_numpy(there).view(own.shape), own)
 
     def _write(self, blocks: Sequence[int], rows: Rows) -> None:
-        if self._pass_caches(blocks, rows, is_read=False):
+        if past_caches(self._raw, blocks, rows, is_read=False):
             return
         for part in runs(blocks):
             own, there = self._in_a_row(blocks[part]), rows[part]
             _copy(own, torch.from_numpy(there).view(own.shape))
-
-    def _pass_caches(self, blocks: Sequence[int], rows: Rows, *, is_read: bool) -> bool:
-        """Whether this copies them past the caches: the target is a part of more than these hold."""
-        raw, piece = self._raw, self._raw.shape[2]
-        whole = rows.base if isinstance(rows.base, np.ndarray) else rows
-        if (whole if is_read else raw).nbytes <= UNCACHED_NBYTES or raw.device.type != "cpu":
-            return False
-        ends = (piece, raw.data_ptr(), rows.ctypes.data)
-        if any(each % ALIGNMENT for each in ends) or not rows.flags.c_contiguous:
-            return False
-        layers, places = np.arange(len(raw)), np.asarray(blocks, np.int64)[:, None]
-        own = raw.data_ptr() + places * raw.stride(1) + layers * raw.stride(0)
-        there = rows.ctypes.data + np.arange(own.size).reshape(own.shape) * piece
-        if is_read:  # in the order of its memory, which is fetched ahead
-            by_block = np.argsort(places[:, 0])
-            own, there = own[by_block].T, there[by_block].T
-        copy_pieces(np.stack((own, there) if is_read else (there, own), -1), piece)
-        return True
 
     def _in_a_row(self, blocks: Sequence[int]) -> torch.Tensor:
         """[blocks, layers, bytes of a layer's part of a block] of blocks in a row, a view."""
@@ -159,7 +138,7 @@ class TorchKV:
 
 
 class GroupedKV(TorchKV):
-    """The same with window groups, each of whose blocks is several rows to read and write (`kv.windows`).
+    """The same with window groups, each of whose blocks is several rows to read and write (`kv.sides`).
 
     Checks know blocks of the first of `memories`, the full group's, alone.
     """

@@ -39,7 +39,7 @@ def make_plan(
     keeps_windows True a window that no row has outgrown has reads of its own all the same.
 
     `windows` are those that the model's layers have, `groups` those of them that have blocks of their
-    own, in the order of `Row.windows`; `prepare` and `min_saving` are the attention backend's. Nothing
+    own, in the order of `Row.sides`; `prepare` and `min_saving` are the attention backend's. Nothing
     waits for the device.
     """
     counts = np.array([len(row.tokens) for row in rows])
@@ -57,7 +57,7 @@ def make_plan(
         return slots
 
     own_rows = {
-        window: [row._replace(table=row.windows[g]) if row.windows else row for row in rows]
+        window: [row._replace(table=row.sides[g]) if row.sides else row for row in rows]
         for g, window in enumerate(groups)
     }
     length = int((starts + counts).max())

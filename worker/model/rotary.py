@@ -8,7 +8,7 @@ import torch
 from mallee.worker.model.config import LinearScaling, Llama3Scaling, Rope
 
 
-class Turn(NamedTuple):
+class Rotation(NamedTuple):
     """The rotation of each of a batch's tokens, [n, 1, head_dim] each."""
 
     cos: torch.Tensor
@@ -32,9 +32,9 @@ class Rotary:
         self._cos = torch.cat((cos, cos), -1).unsqueeze(1).to(device=device, dtype=dtype)
         self._sin = torch.cat((-sin, sin), -1).unsqueeze(1).to(device=device, dtype=dtype)
 
-    def at(self, positions: torch.Tensor) -> Turn:
+    def at(self, positions: torch.Tensor) -> Rotation:
         """The rotation of tokens at `positions` [n]."""
-        return Turn(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
+        return Rotation(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:

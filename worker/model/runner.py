@@ -23,11 +23,10 @@ from mallee.protocol.model import ModelSpec, WeightVersion
 from mallee.worker.forward import Draw, Drawing, ForwardBatch, Logits, LogprobQuery, Row
 from mallee.worker.gaps import ClockMarks, WorkGaps
 from mallee.worker.kv.node import BlockCopy
-from mallee.worker.kv.windows import row_spans
+from mallee.worker.kv.sides.group import row_spans
 from mallee.worker.memory.budget import GRAPHS, Budget, Room, Work, check_context
-from mallee.worker.memory.copies import CudaCopies
-from mallee.worker.memory.marks import CudaMarks
-from mallee.worker.memory.refusals import shed, told
+from mallee.worker.memory.copies import CudaCopies, CudaMarks
+from mallee.worker.memory.errors import memory_errors, start_errors
 from mallee.worker.memory.transfer import sent
 from mallee.worker.model.attention.flashinfer import FlashInferAttention
 from mallee.worker.model.backend import check_device, choose_backend, choose_sampler
@@ -100,11 +99,11 @@ class DeviceDrawing:
         self.drawn = drawn
 
     def collect(self) -> list[int]:
-        with shed(self.drawn.tokens.device):
+        with memory_errors(self.drawn.tokens.device):
             return self.drawn.collect()
 
     def logprobs(self) -> list[TokenLogprobs]:
-        with torch.inference_mode(), shed(self.drawn.tokens.device):
+        with torch.inference_mode(), memory_errors(self.drawn.tokens.device):
             return self.drawn.logprobs()
 
 
@@ -194,19 +193,18 @@ class TorchForward:
         self.shares_reads = shares_reads
         slot = (2, config.num_kv_heads, config.head_dim)
         sizes = [(len(g.layers), g.num_blocks(num_blocks, block_size)) for g in spec.groups]
-        sizes = sizes or [(config.num_layers, num_blocks)]
         self._memories = memories or [  # with a block for rows of padding, that no pool hands out
             _lazy_zeros((layers, (blocks + 1) * block_size, *slot), kv_dtype, self._device)
             for layers, blocks in sizes
         ]
         kept = [memory[:, :-block_size] for memory in self._memories]
         self._memory = kept[0]  # of the full group
-        groups = [group.layers for group in spec.groups] or [tuple(range(config.num_layers))]
+        groups = [group.layers for group in spec.groups]
         places = {layer: (g, i) for g, own in enumerate(groups) for i, layer in enumerate(own)}
         self._layers = [
             self._memories[g][i] for g, i in (places[layer] for layer in range(config.num_layers))
         ]
-        self._windows = tuple(group.window for group in spec.windows)
+        self._windows = tuple(group.window for group in spec.sides)
         copies = CudaCopies(there) if (there := self._memory.device).type == "cuda" else None
         self.memory = TorchKV(self._memory, block_size, copies)
         if self._windows:
@@ -242,14 +240,14 @@ class TorchForward:
             )
             return None
         model = Model(
-            self.decoder,
-            attention,
-            self._layers,
-            self._plan,
-            self._padding,
-            self._windows,
-            min(self.num_blocks, -(-self.spec.max_model_len // self.block_size)),
-            self.block_size,
+            decoder=self.decoder,
+            attention=attention,
+            layers=self._layers,
+            plan=self._plan,
+            padding=self._padding,
+            groups=self._windows,
+            max_blocks=min(self.num_blocks, -(-self.spec.max_model_len // self.block_size)),
+            block_size=self.block_size,
         )
         return make_graphs(model, options)
 
@@ -296,7 +294,7 @@ class TorchForward:
 
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
         """Raises DeviceMemoryExhausted, as does every method that draws, or makes or reads logits."""
-        with torch.inference_mode(), shed(self._device):
+        with torch.inference_mode(), memory_errors(self._device):
             self.gaps.begin()
             self._copy(batch.copies)
             logits = self._run(batch.rows) if batch.rows else []
@@ -307,7 +305,7 @@ class TorchForward:
         self, batch: ForwardBatch, drawing: Drawing, draws: Sequence[int]
     ) -> Sequence[Logits]:
         assert isinstance(drawing, DeviceDrawing), "draws of another forward"
-        with torch.inference_mode(), shed(self._device):
+        with torch.inference_mode(), memory_errors(self._device):
             self.gaps.begin()
             self._copy(batch.copies)
             logits = self._run(batch.rows, drawing.drawn.there(draws))
@@ -350,11 +348,11 @@ class TorchForward:
         return self.spec.vocab_size * self.decoder.weights.embedding.dtype.itemsize
 
     def keep(self, logits: Logits) -> Logits:
-        with shed(self._device):
+        with memory_errors(self._device):
             return logits.clone()
 
     def dump(self, logits: Logits) -> bytes:
-        with shed(self._device):
+        with memory_errors(self._device):
             raw: bytes = logits.contiguous().cpu().view(torch.uint8).numpy().tobytes()
             return raw
 
@@ -366,25 +364,25 @@ class TorchForward:
         row = torch.frombuffer(bytearray(raw), dtype=dtype)
         if not bool(torch.isfinite(row).all()):
             raise CodecError("logits that are no numbers", nbytes=len(raw))
-        with shed(self._device):
+        with memory_errors(self._device):
             return row.to(self._device)
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:
-        with torch.inference_mode(), shed(self._device):
+        with torch.inference_mode(), memory_errors(self._device):
             self.gaps.begin()
             tokens = self._sampler.sample(draws)
             self.gaps.end()
             return tokens
 
     def launch_draws(self, draws: Sequence[Draw]) -> Drawing:
-        with torch.inference_mode(), shed(self._device):
+        with torch.inference_mode(), memory_errors(self._device):
             self.gaps.begin()
             drawn = self._sampler.launch(draws)
             self.gaps.end()
             return DeviceDrawing(drawn)
 
     def logprobs(self, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
-        with torch.inference_mode(), shed(self._device):
+        with torch.inference_mode(), memory_errors(self._device):
             self.gaps.begin()
             found = self._sampler.logprobs(queries)
             self.gaps.end()
@@ -430,7 +428,7 @@ class TorchForward:
         for num_slots, same in by_size.items():
             offsets = np.arange(num_slots)
             for g, kept in enumerate(self._memories):
-                pairs = [(c.windows[g - 1] if g and c.windows else c[:2]) for c in same]
+                pairs = [(c.sides[g - 1] if g and c.sides else c[:2]) for c in same]
                 slots = np.array(pairs)[:, :, None] * size + offsets
                 sources, targets = sent(slots, torch.device(self._device)).unbind(1)
                 memory = movable(kept)
@@ -521,7 +519,7 @@ def load(
     if graphs_nbytes := GRAPHS if room is None else room.graphs:
         most = MAX_ROWS if room is None else room.max_rows
         graphs = GraphOptions(most, graphs_nbytes // len(models))
-    with told("taking the memory of KV", budget):
+    with start_errors("taking the memory of KV", budget):
         forward, *drafts = (
             TorchForward(
                 model.config,
@@ -553,7 +551,7 @@ def _read(
     config = read_config(path)
     dtype = resolve_dtype(dtype, config, device)
     kept = resolve_kv_dtype(kv_dtype, config, dtype)
-    with told("loading the weights"):
+    with start_errors("loading the weights"):
         weights = load_weights(
             path, config, dtype=_DTYPES[dtype], device=device, kv_dtype=_DTYPES[kept]
         )
@@ -609,7 +607,7 @@ def _affordable(budget_bytes: int | None, specs: Sequence[ModelSpec], block_size
         raise ConfigError(
             f"kv_budget_bytes={budget_bytes} is less than one block of {block_nbytes} bytes; raise it"
         )
-    if not any(spec.groups for spec in specs):
+    if not any(spec.sides for spec in specs):
         return budget_bytes // block_nbytes
     most = budget_bytes // sum(spec.block_nbytes(block_size) for spec in specs)
     fits = bisect_right(

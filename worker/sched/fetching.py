@@ -20,9 +20,8 @@ from mallee.protocol.hashing import Hashes
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.kv.windows import Windows
 from mallee.worker.sched.branch import Branch, Lent, node_of
-from mallee.worker.sched.budget import StepBudget
+from mallee.worker.sched.plan import StepBudget
 from mallee.worker.sched.running import BlockBudget, Running
 from mallee.worker.sched.waiting import Waiting
 from mallee.worker.transfer.lower import MAX_FETCH_BLOCKS, LowerTiers, Part
@@ -104,7 +103,7 @@ class Fetching:
     def _try_fetch(self, budget: StepBudget, branch: Branch) -> bool:
         """Whether blocks come that lie below or, if they don't, are lent."""
         borrowing = branch.job.borrowing
-        find = self._next if self._tree.windows is None else self._all
+        find = self._all if self._tree.sides else self._next
         sources = [None] if borrowing.lent is None else [None, borrowing.lent]
         for lent in sources[borrowing.skips_local :]:
             end, parts = find(branch, lent)
@@ -144,14 +143,13 @@ class Fetching:
 
     def _all(self, branch: Branch, lent: Lent | None) -> tuple[int, list[Part]]:
         """All blocks and rows up to where every group of layers can go on, and that position."""
-        above, size, windows = node_of(branch), self._tree.block_size, self._tree.windows
-        assert windows is not None, "the next run is enough"
+        above, size = node_of(branch), self._tree.block_size
         keys, begin = self._text(branch)[0], above.end // size
-        end = self._local_end(branch, windows) if lent is None else lent.num_tokens
+        end = self._local_end(branch) if lent is None else lent.num_tokens
         if end <= above.end:
             return 0, []
         wanted = [int(key) for key in keys[begin : -(-end // size)]]
-        wanted += windows.keys_after(keys, end, begin)
+        wanted += self._tree.side_keys(keys, end, begin)
         parts = [] if branch.job.borrowing.skips_local else self._lower.parts(wanted)
         if lent is not None:
             below = {key for part in parts for key in part.source.ids}
@@ -163,7 +161,7 @@ class Fetching:
         is_whole = sum(len(part.at) for part in parts) == len(wanted)
         return end, parts if is_whole else []
 
-    def _local_end(self, branch: Branch, windows: Windows) -> int:
+    def _local_end(self, branch: Branch) -> int:
         """The position up to which all lies below, that is then needed to go on; 0: nothing."""
         size, tree, (keys, last) = self._tree.block_size, self._tree, self._text(branch)
         begin = node_of(branch).end // size
@@ -176,7 +174,7 @@ class Fetching:
         while end < len(keys) and is_below(int(keys[end])):
             end += 1
         while end > begin:
-            if all(map(is_below, windows.keys_after(keys, min(end * size, last), begin))):
+            if all(map(is_below, tree.side_keys(keys, min(end * size, last), begin))):
                 break
             end -= 1
         if begin < min(held, end):  # windows were given up: it comes back with them, by host memory
@@ -186,21 +184,18 @@ class Fetching:
 
     def _fetch(self, budget: StepBudget, branch: Branch, parts: Sequence[Part], end: int) -> None:
         """Have `parts`, which are of the tokens up to `end`, come, if there is room for them."""
-        tree, size, windows, above = self._tree, self._tree.block_size, self._tree.windows, None
+        tree, size, above = self._tree, self._tree.block_size, None
         begin = node_of(branch).end
-        if windows is not None:
+        if tree.sides:
             above = node_of(branch)
             tree.hold(above)
 
         def room() -> list[int] | None:
-            grown = self._room.grow(branch, end - begin, is_fetched=windows is not None)
-            budget.note(grown)
-            if not grown.has_room:
+            if not self._room.grow(branch, end - begin, is_fetched=bool(tree.sides)):
                 return None
             node = node_of(branch)
             blocks = node.blocks[(begin - node.base) // size : -(-(end - node.base) // size)]
-            rows = [] if windows is None else windows.rows_after(node, end, begin // size)
-            return blocks + rows
+            return blocks + tree.side_rows(node, end, begin // size)
 
         def ended(num_blocks: int) -> None:
             self._fetched(fetch, num_blocks)
@@ -277,7 +272,7 @@ class Fetching:
             part = Part(Place(PEER, tuple(range(begin, num))), ())
             if self._lower.is_cheaper([part], (num - begin) * size):
                 own = [int(key) for key in keys[:num]]
-                asked = (*own, *self._tree.window_keys(keys, num * size))
+                asked = (*own, *self._tree.side_keys(keys, num * size))
                 self._ask(budget, branch, Ask(holder, asked, self._receiver.identity()))
                 return True
         return False
@@ -306,7 +301,7 @@ class Fetching:
         if ask.holder.capsule:
             return self._receiver.opened(branch, loan)
         size, num = self._tree.block_size, len(ask.keys)
-        if self._tree.windows is not None:
+        if self._tree.sides:
             if loan.num_blocks < num:
                 return None  # without all that is read there nothing goes on
             num = min(ask.holder.num_tokens // size, num)  # the others are rows of windows

@@ -1,81 +1,93 @@
-"""Chooses what one step computes, within its budget of tokens and rows.
+"""Chooses what one step computes, within its budget of tokens and rows, and admits branches for it.
 
-Decodes come first, one token each, then prompts (`prefill.py`). Branches whose next logits are already
-there (forks of a capsule) need no pass: a step that finds some draws their first tokens and does nothing
-else, so that they do not wait behind a long chunk; two such steps never follow each other while others
-wait to compute.
+Branches whose next logits are already there (forks of a capsule) need no pass: a step that finds some draws
+their first tokens and does nothing else, so that they do not wait behind a long chunk; two such steps never
+follow each other while others wait to compute.
 
-When all decodes have room beside the prompts that wait (nearly always), nothing is compared: they all
-run. When not, rows go one by one to the session whose turn it is, and in it to the branch that the
-policy puts first; one left out keeps its blocks. A branch that was not served for too long goes before all.
+Decodes come next, one token each. When all have room beside the prompts that wait (nearly always), nothing
+is compared: they all run. When not, rows go one by one to the session whose turn it is, and in it to the
+branch that the order puts first; one left out keeps its blocks.
+
+Prompts share what is left, in chunks. One that does not fit in the pool holds up those behind it: a branch
+that overtook it would take its room again and again. One whose next block is under way for another branch
+waits for that. Short prompts get up to a quarter of a step before long ones that have no better claim. A
+branch that was not served for too long goes before all.
 """
 
+import heapq
 from collections.abc import Iterator
 from operator import attrgetter
 
-from mallee.worker.sched.branch import Branch, FairQueue, Plan
-from mallee.worker.sched.budget import StepBudget
-from mallee.worker.sched.policy import Policy, SchedulerConfig
-from mallee.worker.sched.prefill import Prompts, Queues
-from mallee.worker.sched.running import GROWN
-from mallee.worker.sched.sessions import Session, Tenant, Turns
+from mallee.protocol.hashing import NO_HASHES
+from mallee.worker.kv.tree import BranchTree
+from mallee.worker.sched.branch import Branch
+from mallee.worker.sched.fetching import Fetching
+from mallee.worker.sched.plan import Chunk, Plan, StepBudget
+from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.sched.queue import FairQueue
+from mallee.worker.sched.running import BlockBudget, Running
+from mallee.worker.sched.sessions import Account, Sessions
+from mallee.worker.sched.waiting import Waiting
 
 
 class Planner:
-    """Plans steps: decodes here, prompts in `prompts`, within the same tokens and rows."""
+    """Plans steps, and moves branches from `waiting` to `running` for them."""
 
     def __init__(
         self,
         config: SchedulerConfig,
-        policy: Policy,
-        queues: Queues,
-        prompts: Prompts,
+        tree: BranchTree,
+        *,
+        sessions: Sessions,
+        waiting: Waiting,
+        running: Running,
+        room: BlockBudget,
+        fetching: Fetching | None = None,
     ) -> None:
         self._config = config
-        self._policy = policy
-        self._sessions, self._waiting, self._running, self._blocks = queues
-        self._prompts = prompts
+        self._order = config.order
+        self._tree = tree
+        self._sessions = sessions
+        self._waiting = waiting
+        self._running = running
+        self._blocks = room
+        self._fetching = fetching
+        self._turn_tokens = max(
+            1, config.max_step_tokens // 8
+        )  # of one prompt, where turns are taken
         self._drew_only = False
-        self._left_decodes_out = False
-        self._left_out: Turns | None = None  # sessions whose decodes were left out of the last step
+        self._left_out: set[Branch] = set()  # decodes, in the last step
 
     def plan(self, step: int) -> Plan:
         """The next step. Room for every chunk is reserved in the tree."""
-        config, running, prompts, room = self._config, self._running, self._prompts, self._blocks
-        self._left_out = None
-        room.begin(step)
-        self._waiting.update_claims()
+        config, running, room = self._config, self._running, self._blocks
         may_admit = config.continuous or running.num == 0
         most = config.max_chunks or config.max_rows
         budget = StepBudget(step, config.max_step_tokens, config.max_rows, most, may_admit)
-        self._admit_ready(budget)
+        room.begin(budget)
+        if self._waiting.ready.members and may_admit:
+            self._admit_ready(budget)
         ready = list(running.ready)
-        if ready and not (self._drew_only and self._must_compute):
+        must_compute = self._waiting.num_to_compute or running.num > len(running.ready)
+        if ready and not (self._drew_only and must_compute):
             self._drew_only = True
             return Plan([], [], ready, [], [])
         self._drew_only = False
         # Prompts that can't be cut would wait for ever behind decodes: the two take turns.
-        if self._policy.prefill_first or not (config.chunked or self._left_decodes_out):
-            prompts.fill(budget, but=len(self._aged_decodes(running.decodes(), step)))
+        if self._order.prompts_first or not (config.chunked or self._left_out):
+            self._fill_prompts(budget, but=len(self._aged_decodes(running.decodes(), step)))
             decodes = self._fill_decodes(budget)
         else:
             decodes = self._fill_decodes(budget)
-            prompts.fill(budget)
-        if room.failed or budget.has_left_out:
-            out = room.failed.keys() | room.waiting
+            self._fill_prompts(budget)
+        if budget.failed or budget.has_left_out:
+            out = budget.failed.keys() | budget.leaving
             decodes = [s for s in decodes if s.phase == "decode" and s not in out]
             ready = list(running.ready)
-        chunks = prompts.chunks(budget) if budget.granted else []
-        copies = list(room.copies.values()) if room.copies else []
-        failed = list(room.failed.items()) if room.failed else []
-        self._sessions.close(self._lowest_held_back(), self._lowest_held_back_of)
+        chunks = self._chunks(budget) if budget.granted else []
+        copies, failed = list(budget.copies.values()), list(budget.failed.items())
+        self._sessions.advance(self._lowest_held_back)
         return Plan(decodes, chunks, ready, copies, failed, budget.begins, budget.tokens)
-
-    @property
-    def _must_compute(self) -> bool:
-        return bool(self._waiting.num_to_compute or self._running.num > len(self._running.ready))
-
-    # Steps ahead
 
     @property
     def max_decodes(self) -> int:
@@ -83,73 +95,65 @@ class Planner:
         most = min(self._config.max_rows, self._config.max_step_tokens)
         return min(most, self._config.max_decodes or most)
 
-    def multi_step_limit(self) -> int:
-        """See `Scheduler.multi_step_limit`; no branch waits."""
-        running, size, free = self._running, self._blocks.block_size, self._blocks.num_free
-        if running.ready or running.prefills or running.fetching or not running.num:
-            return 0
-        if running.num > self.max_decodes:
-            return 0
-        limit = size
-        for s in running.decodes():
-            filled = s.origin_len + len(s.tokens) - 1
-            if filled >= s.room:
-                free -= 1
-                if s.room == 0 or free < 0:
-                    return 0  # it needs a node of its own, or blocks of others
-            left = size - filled % size
-            if left < limit:
-                limit = left
-        return limit
+    @property
+    def is_steady(self) -> bool:
+        """Whether all that runs decodes, and a step has room for all of it; no branch waits."""
+        running = self._running
+        is_decoding = not (running.ready or running.prefills or running.fetching)
+        return is_decoding and 0 < running.num <= self.max_decodes
 
-    def multi_step(self, last_step: int) -> list[Branch]:
-        """See `Scheduler.multi_step`."""
-        decodes, grow = self._running.decodes(), self._blocks.grow
-        for s in decodes:
-            s.last_step = last_step
+    def decoded(self, step: int) -> None:
+        """Steady steps are over, `step` is the last: make room for the tokens of their decodes."""
+        grow = self._blocks.grow
+        for s in self._running.decodes():
+            s.last_step = step
             if s.origin_len + len(s.tokens) > s.room:
                 grow(s, 1)
-        self._drew_only = self._left_decodes_out = False
-        self._sessions.close(None, self._lowest_held_back_of)
-        return decodes
+        self._drew_only, self._left_out = False, set()
+        self._sessions.advance(self._lowest_held_back)
 
     # First tokens
 
     def _admit_ready(self, budget: StepBudget) -> None:
         """Branches that need no pass join, while there are rows for them, or they go before others."""
-        queue, running, prompts = self._waiting.ready, self._running, self._prompts
-        if not queue.num or not budget.may_admit:
-            return
-        preempted: list[Branch] = []
+        queue, running = self._waiting.ready, self._running
         kept = 1 if self._waiting.num_to_compute else 0  # rows, for the oldest that must compute
         while len(running.ready) < self._config.max_rows:
-            first = prompts.most_aged(queue, budget.step) or queue.first()
+            aged = self._most_aged(queue, budget.step)
+            first = aged or queue.first()
             if first is None:
                 break
             has_row = running.num < self._config.max_rows - kept
-            if not (has_row or prompts.is_aged(first, budget.step) or self._displaces(first)):
+            if not (has_row or aged or self._displaces(first)):
                 break
-            grown = self._blocks.make_room(first)
-            preempted += grown.preempted
-            if not grown.has_room:
+            if not self._blocks.make_room(first):
                 budget.may_admit = False
                 break
-            prompts.admit(first, budget.step)
+            self.admit(first, budget.step)
             self._sessions.charge(first.job.session, 1)
-        budget.drop(preempted)
+
+    def _displaces(self, branch: Branch) -> bool:
+        """Whether `branch`, which waits, goes before any of the decodes."""
+        payer, rank = branch.payer, self._order.rank
+        return any(
+            branch.rank < rank(last) if session is payer else session.is_ahead(payer)
+            for session, (_, last) in self._running.by_session.items()
+        )
 
     # Decodes
 
     def _fill_decodes(self, budget: StepBudget) -> list[Branch]:
         """One token for each decode, or for those whose turn it is."""
-        decodes = all_decodes = self._running.decodes()
+        decodes = self._running.decodes()
+        if self._left_out:
+            self._left_out = set()
         if not decodes:
-            self._left_decodes_out = False
             return decodes
         room = min(budget.rows, budget.tokens)
         most = min(room, self._config.max_decodes or room)
         if len(decodes) > most or self._is_contended(budget, room - len(decodes)):
-            decodes = self._choose(budget, decodes, most)
+            every, decodes = decodes, self._choose(budget, decodes, most)
+            self._left_out = set(every).difference(decodes)
         elif self._waiting.num or self._running.prefills:  # else none is held back
             for session, (num, _) in self._running.by_session.items():
                 self._sessions.charge(session, num)
@@ -157,12 +161,9 @@ class Planner:
         for s in decodes:
             s.last_step = step
             if s.origin_len + len(s.tokens) > s.room and s.node is not None:  # else preempted
-                grown = grow(s, 1)
-                if grown is not GROWN:
-                    budget.note(grown)
+                grow(s, 1)
         budget.tokens -= len(decodes)
         budget.rows -= len(decodes)
-        self._left_decodes_out = len(decodes) < len(all_decodes)
         return decodes
 
     def _is_contended(self, budget: StepBudget, left: int) -> bool:
@@ -170,108 +171,244 @@ class Planner:
 
         Decodes go first until their session is half a step ahead of one whose prompts wait.
         """
-        if left > 0 and (self._sessions.num_live == 1 or not self._policy.is_fair):
+        if left > 0 and self._sessions.num_live == 1:
             return False
-        head = self._prompts.head(budget)
+        head = self._first(budget, *self._waiting.prompts)
         if head is None:
             return False
         if left == 0:
-            return self._prompts.have_aged(budget.step) or (
-                self._policy.is_fair
-                and any(
-                    self._goes_before(rival, last)
-                    for session, (_, last) in self._running.by_session.items()
-                    for rival in self._rivals(budget, head, session)
-                )
+            return any(
+                self._most_aged(queue, budget.step) for queue in self._waiting.prompts
+            ) or any(
+                self._goes_before(rival, last)
+                for session, (_, last) in self._running.by_session.items()
+                for rival in self._rivals(budget, head, session)
             )
         most = self._config.max_step_tokens / 2
         return any(
-            self._sessions.is_ahead(session, rival.payer, most)
+            session.is_ahead(rival.payer, most)
             for session in self._running.by_session
             for rival in self._rivals(budget, head, session)
         )
 
-    def _rivals(self, budget: StepBudget, head: Branch, session: Session) -> Iterator[Branch]:
+    def _rivals(self, budget: StepBudget, head: Branch, session: Account) -> Iterator[Branch]:
         """The prompts that may take places of decodes of `session`: the first of all, and of its tenant."""
         yield head
-        tenant = session.tenant
-        if tenant.num_live > 1 and tenant is not head.payer.tenant:
-            own = self._prompts.head_of(budget, tenant)
+        tenant = session.parent
+        if tenant.num_members > 1 and tenant not in (self._sessions.root, head.payer.parent):
+            own = self._first(budget, *self._waiting.prompts, of=tenant)
             if own is not None:
                 yield own
 
-    def _displaces(self, branch: Branch) -> bool:
-        """Whether `branch`, which waits, goes before any of the decodes."""
-        if not self._policy.is_fair:
-            return False
-        return any(self._goes_before(branch, last) for _, last in self._running.by_session.values())
-
     def _choose(self, budget: StepBudget, decodes: list[Branch], most: int) -> list[Branch]:
         """At most `most` of `decodes`, in their order: there is no room for all, or for prompts."""
-        prompts, takes_turns = self._prompts, self._policy.is_fair and self._config.chunked
-        prompts.serve_aged(budget)
+        self._serve_aged(budget)
         most = min(most, budget.rows, budget.tokens)
         chosen = set(self._aged_decodes(decodes, budget.step)[:most])
-        left: dict[Session, list[Branch]] = {}
-        for branch in sorted(decodes, key=self._turn, reverse=True):
-            if branch not in chosen:
-                left.setdefault(branch.job.session, []).append(branch)
         for branch in chosen:
             self._sessions.charge(branch.job.session, 1)
-        turns = self._left_out = Turns(self._sessions)
-        for each in left:
-            turns.push(each)
-        while len(chosen) < min(most, budget.rows, budget.tokens):
-            if (session := turns.first()) is None:
-                break
-            head = prompts.head(budget) if takes_turns else None
+        left: dict[Account, list[Branch]] = {}
+        turn = self._order.turn
+        for branch in sorted(decodes, key=lambda s: (turn(s), s.ticket), reverse=True):
+            if branch not in chosen:
+                left.setdefault(branch.job.session, []).append(branch)
+        turns = [(session.order, session) for session in left]
+        heapq.heapify(turns)
+        while turns and len(chosen) < min(most, budget.rows, budget.tokens):
+            order, session = turns[0]
+            if order != session.order:  # it only grows
+                heapq.heapreplace(turns, (session.order, session))
+                continue
+            head = self._first(budget, *self._waiting.prompts) if self._config.chunked else None
             rivals = () if head is None else self._rivals(budget, head, session)
             first = next((r for r in rivals if self._goes_before(r, left[session][-1])), None)
             if first is not None:
-                prompts.grant(budget, first, prompts.turn_tokens(budget.tokens - len(chosen)))
+                self._grant(budget, first, self._one_turn(budget.tokens - len(chosen)))
                 continue
             chosen.add(left[session].pop())
             self._sessions.charge(session, 1)
             if not left[session]:
-                turns.drop_first_of(session.tenant)
+                heapq.heappop(turns)
         return [s for s in decodes if s in chosen and s.phase == "decode"]
 
-    def _turn(self, decode: Branch) -> tuple[float, int]:
-        return (self._policy.turn(decode), decode.ticket)
-
     def _aged_decodes(self, decodes: list[Branch], step: int) -> list[Branch]:
-        aged = [s for s in decodes if self._prompts.is_aged(s, step)]
+        aged = [s for s in decodes if self._is_aged(s, step)]
         return sorted(aged, key=attrgetter("last_step", "ticket"))
 
     def _goes_before(self, one: Branch, decode: Branch) -> bool:
         """Whether `one`, which waits, takes the place of `decode`: equal claims change no places."""
         ours, theirs = one.payer, decode.job.session
         if ours is theirs:
-            return one.rank < self._policy.turn(decode)
-        return self._sessions.is_ahead(theirs, ours)
+            return one.rank < self._order.rank(decode)
+        return theirs.is_ahead(ours)
 
-    def _lowest_held_back(self) -> float | None:
-        """The least tag of the tenants that had more to do than this step has room for."""
-        waiting, running = self._waiting, self._running
-        left_out = None if self._left_out is None else self._left_out.first()
-        if not (waiting.num_queued or running.num_wanting or left_out is not None):
-            return None
-        tags = [tag for queue in self._held_back if (tag := queue.lowest_tag()) is not None]
-        if left_out is not None:
-            tags.append(left_out.tenant.tag)
-        return min(tags, default=None)
+    # Prompts
 
-    def _lowest_held_back_of(self, tenant: Tenant) -> float | None:
-        """The least tag of such sessions of `tenant`."""
-        tags = [b.payer.tag for q in self._held_back if (b := q.first_of(tenant)) is not None]
-        left_out = None if self._left_out is None else self._left_out.first_of(tenant)
-        if left_out is not None:
-            tags.append(left_out.tag)
-        return min(tags, default=None)
+    def _fill_prompts(self, budget: StepBudget, but: int = 0) -> None:
+        """Use up what is left of the step, but for so many rows of one token."""
+        num = self._waiting.num_to_compute + self._waiting.num_wanting
+        if num < 2 and not but:  # no two to choose between
+            if num and (only := self._first(budget, *self._waiting.prompts)) is not None:
+                self._grant(budget, only, budget.tokens)
+            return
+        # Some may have aged here too.
+        kept = min(but, max(1, budget.rows - 1), max(1, budget.tokens // 2))
+        budget.tokens -= kept
+        budget.rows -= kept
+        self._serve_aged(budget)
+        if self._order.is_fair:
+            self._fill_short(budget)
+        while (head := self._first(budget, *self._waiting.prompts)) is not None:
+            self._grant(budget, head, budget.tokens)
+        budget.tokens += kept
+        budget.rows += kept
 
-    @property
-    def _held_back(self) -> list[FairQueue]:
-        """The queues that have branches, none of which got all that it wanted."""
-        waiting, running = self._waiting, self._running
-        queues = (waiting.ready, waiting.short, waiting.long, running.short, running.long)
-        return [queue for queue in queues if queue.num]
+    def _fill_short(self, budget: StepBudget) -> None:
+        """Short prompts overtake long ones, but take no more than a quarter of a step."""
+        waiting = self._waiting
+        if not (waiting.running_short.members or waiting.short.members):
+            return
+        if not (waiting.running_long.members or waiting.long.members):
+            return
+        least = max(0, budget.tokens - max(1, self._config.max_step_tokens // 4))
+        while budget.tokens > least:
+            short = self._first(budget, waiting.running_short, waiting.short)
+            long = self._first(budget, waiting.running_long, waiting.long)
+            if short is None or long is None or _order(short)[:2] > _order(long)[:2]:
+                return
+            before = waiting.long.first()
+            is_behind = before is not None and _order(before) < _order(short)
+            if before is not None and is_behind and not self._blocks.has_room(before):
+                return  # or it would never have any
+            self._grant(budget, short, budget.tokens - least)
+
+    def _first(
+        self, budget: StepBudget, *queues: FairQueue, of: Account | None = None
+    ) -> Branch | None:
+        """The prompt among `queues`, or those of a tenant there, that is to be computed next."""
+        best: Branch | None = None
+        if budget.tokens > 0:
+            for queue in queues:
+                first = queue.first(of) if queue.members else None
+                if first is None or not budget.can_grant(first):
+                    continue
+                if best is None or _order(first) < _order(best):
+                    best = first
+        return best
+
+    def _one_turn(self, tokens: int) -> int:
+        """The part of `tokens` that one prompt gets where prompts take turns."""
+        return min(self._turn_tokens, tokens) if self._config.chunked else tokens
+
+    def _grant(self, budget: StepBudget, branch: Branch, limit: int) -> None:
+        """Plan up to `limit` more tokens of `branch`, if it can be admitted and has room."""
+        payer = branch.payer
+        if branch.phase == "waiting" and not self._try_admit(budget, branch):
+            return
+        fetching = self._fetching
+        if fetching is not None and branch.may_fetch and fetching.try_begin(budget, branch):
+            return
+        have = budget.granted.get(branch, 0)
+        pending = branch.num_pending
+        n = min(pending - have, limit)
+        if n < pending and not self._config.chunked:
+            budget.is_full = True  # it runs whole or not at all
+            return
+        if not self._blocks.grow(branch, have + n):
+            return
+        if not have:
+            budget.rows -= 1
+            budget.chunks -= 1
+        budget.granted[branch] = have + n
+        budget.tokens -= n
+        self._sessions.charge(payer, n)
+        queue = self._waiting.queue_of(branch)
+        queue.serve(branch, budget.step)
+        if have + n == pending:
+            queue.remove(branch)
+
+    def _try_admit(self, budget: StepBudget, branch: Branch) -> bool:
+        awaited = self._waiting.awaited(branch)
+        if awaited is not None:
+            self._waiting.remove(branch)
+            self._waiting.hold(branch, *awaited)
+            return False
+        if not self._blocks.make_room(branch):
+            budget.may_admit = False  # no branch overtakes it
+            return False
+        self.admit(branch, budget.step)
+        return True
+
+    def admit(self, branch: Branch, step: int) -> None:
+        """`branch` runs from now on, from the end of what is found of it."""
+        self._waiting.remove(branch)
+        tree, size = self._tree, self._tree.block_size
+        hashes, held = NO_HASHES, 0
+        if branch.logits is None:
+            hashes, held = self._waiting.found(branch)
+        origin = branch.origin
+        if origin is not None and held * size <= origin.end:
+            branch.node = origin
+            tree.hold(origin)
+        else:
+            branch.node = tree.attach(hashes, branch.job.salt, held)
+        if branch.attached_tokens is None:
+            branch.attached_tokens = branch.node.end
+        self._waiting.gates.depart(hashes[branch.node.end // size :], branch)
+        self._running.admit(branch, step)
+        self._blocks.admitted(branch)
+
+    def _chunks(self, budget: StepBudget) -> list[Chunk]:
+        """The granted chunks, in the order of a batch."""
+        granted = [s for s in budget.granted if s not in budget.failed]
+        if len(granted) > 1:
+            granted.sort(key=attrgetter("place"))
+        chunks: list[Chunk] = []
+        for branch in granted:
+            assert branch.node is not None
+            n = budget.granted[branch]
+            is_last = n == branch.num_pending
+            chunks.append(Chunk(branch, branch.pending(n), branch.node.end, is_last))
+        return chunks
+
+    # Ageing
+
+    def _is_aged(self, branch: Branch, step: int) -> bool:
+        """Whether `branch` is served in `step`, so that all like it are served within `ageing_steps`."""
+        bound = self._config.ageing_steps
+        if not bound:
+            return False
+        ahead = (self._running.num + self._waiting.num) // self._config.max_rows
+        return step - branch.last_step >= max(1, bound - 2 - ahead)
+
+    def _most_aged(self, queue: FairQueue, step: int) -> Branch | None:
+        oldest = queue.oldest
+        return oldest if oldest is not None and self._is_aged(oldest, step) else None
+
+    def _serve_aged(self, budget: StepBudget) -> None:
+        """Give a part of the step to every prompt that has gone unserved for too long."""
+        for queue in self._waiting.prompts:
+            while queue.members and budget.tokens > 0:
+                aged = self._most_aged(queue, budget.step)
+                if aged is None or not budget.can_grant(aged):
+                    break
+                aged.payer = aged.job.session
+                self._grant(budget, aged, self._one_turn(budget.tokens))
+
+    # Shares
+
+    def _lowest_held_back(self, of: Account) -> float | None:
+        """The least virtual time of the accounts below `of` that had more to do than this step has room for.
+
+        Nothing in a queue got all that it wanted.
+        """
+        lowest = self._waiting.lowest(of)
+        sessions = {branch.job.session for branch in self._left_out}
+        root = self._sessions.root
+        accounts = [s.tenant if of is root else s for s in sessions if of in (root, s.parent)]
+        levels = [account.level for account in accounts]
+        return min(levels if lowest is None else [lowest, *levels], default=None)
+
+
+def _order(branch: Branch) -> tuple[tuple[float, ...], float, int]:
+    return (branch.payer.order, branch.rank, branch.ticket)

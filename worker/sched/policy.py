@@ -1,26 +1,38 @@
-"""The orders of a scheduler, as small objects: which branch goes first, and which gives way.
+"""The settings of a scheduler, and the order in which it serves."""
 
-    fair                sessions by share, in a session the highest priority, then the oldest
-    fcfs                the oldest first, decodes before prompts; shares and priorities count for nothing
-    prefill_first       as fcfs, but prompts before decodes: first tokens soon, later ones unevenly
-    decode_round_robin  as fcfs, but decodes take turns when not all have room in a step
-
-Victims, when blocks run out (the shared part of a victim's text is never lost):
-
-    least_due           of the session most over its share the lowest priority, then the youngest
-    youngest            the youngest, whatever its priority
-    oldest_decode       the oldest of those that decode (the order of vLLM's and Dynamo's simulators)
-"""
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from dataclasses import dataclass, field
 
 from mallee.protocol.errors import ConfigError
 from mallee.worker.sched.branch import Branch
 
-PolicyName: TypeAlias = Literal["fair", "fcfs", "prefill_first", "decode_round_robin"]
-VictimName: TypeAlias = Literal["least_due", "youngest", "oldest_decode"]
+
+class Order:
+    """Fair between tenants and their sessions (`sessions.py`), in a session by priority, then by arrival.
+
+    Other orders are subclasses, to be compared with it (`mallee.mocker.policies`). Lower ranks go first.
+    """
+
+    is_fair = (
+        True  # sessions have accounts; else all branches are of one, and none overtakes another
+    )
+    prompts_first = False  # prompts are given tokens of a step before decodes
+
+    def rank(self, branch: Branch) -> float:
+        """Among the branches of a session that wait or compute a prompt. Then arrival decides."""
+        return -branch.priority
+
+    def turn(self, branch: Branch) -> float:
+        """Among the decodes of a session, when not all have room in a step. Then arrival decides."""
+        return -branch.priority
+
+    def urge(self, branch: Branch) -> tuple[float, ...]:
+        """The running branch with the greatest urge to go is preempted when blocks run out.
+
+        Of the session most over its share the lowest priority, then the youngest. The shared part of its
+        text is never lost.
+        """
+        session = branch.job.session
+        return (session.tenant.level, session.level, -branch.priority, branch.ticket)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +50,6 @@ class SchedulerConfig:
     max_step_tokens: int = 512
     max_rows: int = 256
     max_waiting: int = 4096
-    policy: PolicyName = "fair"
-    victims: VictimName = "least_due"
     max_decodes: int | None = None
     max_chunks: int | None = None
     ageing_steps: int = 256
@@ -48,6 +58,7 @@ class SchedulerConfig:
     gang: bool = True
     chunked: bool = True
     continuous: bool = True
+    order: Order = field(default_factory=Order)
 
     def validate(self, max_model_len: int) -> "SchedulerConfig":
         """Itself. Raises ConfigError naming what contradicts what, and the remedy."""
@@ -67,48 +78,3 @@ class SchedulerConfig:
                 " max_model_len, or leave chunked on"
             )
         return self
-
-
-class Policy(NamedTuple):
-    """`is_fair`: sessions have accounts; else all branches are of one. Lower ranks go first."""
-
-    is_fair: bool = False
-    prefill_first: bool = False
-    takes_turns: bool = False
-
-    def rank(self, branch: Branch) -> float:
-        """Among the branches of a session that wait or compute a prompt. Then arrival decides."""
-        return -branch.priority if self.is_fair else 0.0
-
-    def turn(self, branch: Branch) -> float:
-        """Among the decodes of a session, when not all have room in a step. Then arrival decides."""
-        return float(branch.last_step) if self.takes_turns else self.rank(branch)
-
-
-POLICIES: dict[PolicyName, Policy] = {
-    "fair": Policy(is_fair=True),
-    "fcfs": Policy(),
-    "prefill_first": Policy(prefill_first=True),
-    "decode_round_robin": Policy(takes_turns=True),
-}
-
-
-def _least_due(branch: Branch) -> tuple[float, ...]:
-    session = branch.job.session
-    return (session.tenant.tag, session.tag, -branch.priority, branch.ticket)
-
-
-def _youngest(branch: Branch) -> tuple[float, ...]:
-    return (branch.ticket,)
-
-
-def _oldest_decode(branch: Branch) -> tuple[float, ...]:
-    return (branch.phase == "decode", -branch.ticket)
-
-
-URGES: dict[VictimName, Callable[[Branch], tuple[float, ...]]] = {
-    "least_due": _least_due,
-    "youngest": _youngest,
-    "oldest_decode": _oldest_decode,
-}
-"""The running branch with the greatest urge to go is preempted."""

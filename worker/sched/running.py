@@ -1,20 +1,28 @@
-"""Admitted branches, by what they do next: draw, compute their prompt, decode.
+"""Admitted branches, by what they do next: draw, compute their prompt, decode; and the blocks they need.
 
 More branches may be admitted than a step has rows for: a branch left out of a step keeps its blocks and
 goes on when its turn comes. Decodes are kept in the order of a batch.
+
+Blocks are found in this order: the tree evicts cached blocks, replaceable capsules are given up, the running
+branch with the greatest urge to go is preempted (maybe the one that asks). It goes back to its origin, which
+it holds, and computes its own tokens again; as draws depend on (seed, position) alone, its answer does not
+change. It comes back only when all it has to compute fits, so every preemption is followed by progress,
+and no two branches preempt each other for ever.
 """
 
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Container, Iterator
+from itertools import chain
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from mallee.protocol.errors import PoolExhausted
-from mallee.worker.kv.node import BlockCopy, Node, Spare
+from mallee.worker.kv.node import Node, Spare
 from mallee.worker.kv.pool import BlocksLeaving
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.branch import Branch, FairQueue, Phase, node_of
-from mallee.worker.sched.policy import URGES, Policy, SchedulerConfig
-from mallee.worker.sched.sessions import Session, Sessions
+from mallee.worker.sched.branch import Branch, Phase, node_of
+from mallee.worker.sched.plan import StepBudget
+from mallee.worker.sched.policy import Order, SchedulerConfig
+from mallee.worker.sched.sessions import Account
 from mallee.worker.sched.waiting import Waiting
 
 
@@ -22,28 +30,26 @@ class Running:
     """Owns the admitted branches. `place` says where in a batch a branch at a node belongs."""
 
     __slots__ = (
-        *("_by_session", "_decodes", "_is_stale", "_joined", "_place", "_policy"),
-        *("fetching", "long", "num", "num_groups", "prefills", "ready", "short"),
+        *("_by_session", "_decodes", "_is_stale", "_joined", "_order", "_place", "_waiting"),
+        *("fetching", "num", "num_groups", "prefills", "ready"),
     )
 
-    def __init__(self, policy: Policy, sessions: Sessions, place: Callable[[Node], bytes]) -> None:
-        self._policy = policy
+    def __init__(self, order: Order, waiting: Waiting, place: Callable[[Node], bytes]) -> None:
+        self._order = order
+        self._waiting = waiting
         self._place = place
         self._decodes: list[Branch] = []
         self._joined: list[Branch] = []  # since _decodes was made, which a plan still reads
         self._is_stale = False  # _decodes has some that do not decode any more, or is out of order
-        self._by_session: dict[Session, tuple[int, Branch]] = {}
+        self._by_session: dict[Account, tuple[int, Branch]] | None = {}  # None: to be counted
         self.ready: dict[Branch, None] = {}
         self.prefills: dict[Branch, None] = {}
         self.fetching: dict[Branch, None] = {}
-        self.short = FairQueue(sessions)  # prefills of which more could be computed in this step
-        self.long = FairQueue(sessions)
         self.num = 0
         self.num_groups = 0  # of those, branches that compute a text for several
 
     def admit(self, branch: Branch, step: int) -> None:
         """`branch` has a node and goes on from there."""
-        assert branch.node is not None
         self.num += 1
         self.num_groups += len(branch.members) > 1
         branch.job.session.num_running += 1
@@ -54,16 +60,18 @@ class Running:
             branch.move("ready")
             self.ready[branch] = None
             return
+        branch.place = (self._place(node_of(branch)), branch.ticket)
+        self.compute(branch, step)
+
+    def compute(self, branch: Branch, step: int) -> None:
+        """`branch` has a prompt to compute, or what is left of one, or tokens that were injected."""
         branch.move("prefill")
-        branch.place = (self._place(branch.node), branch.ticket)
         self.prefills[branch] = None
         self.want_more(branch, step)
 
     def want_more(self, branch: Branch, step: int) -> None:
         """More of the prompt of `branch` can be computed."""
-        queue = self.short if branch.is_short else self.long
-        queue.push(branch, self._policy.rank(branch.claim))
-        queue.serve(branch, step)
+        self._waiting.queue_of(branch).push(branch, step)
 
     def fetch(self, branch: Branch) -> None:
         """The next blocks of `branch`, a prompt, are on their way."""
@@ -74,39 +82,44 @@ class Running:
     def fetched(self, branch: Branch, step: int) -> None:
         """They are there, or won't come: what is left of the prompt is computed."""
         del self.fetching[branch]
-        branch.move("prefill")
-        self.prefills[branch] = None
-        self.want_more(branch, step)
+        self.compute(branch, step)
 
     def decode(self, branch: Branch) -> None:
         """`branch` has drawn its first token since it was admitted."""
-        assert branch.node is not None
         self._forget(branch)
         branch.move("decode")
-        branch.place = (self._place(branch.node), branch.ticket)
+        branch.place = (self._place(node_of(branch)), branch.ticket)
         self._joined.append(branch)
         self._is_stale = True
 
     def recompute(self, branch: Branch, step: int, *, is_short: bool) -> None:
         """`branch`, a decode, has more than one token to compute: as a prompt does."""
-        branch.move("prefill")
         self._is_stale = True
-        self.prefills[branch] = None
         branch.may_fetch = False
         branch.is_short = is_short
-        self.want_more(branch, step)
+        self.compute(branch, step)
 
     def remove(self, branch: Branch, phase: Phase) -> None:
         """`branch` is in `phase` now, and does not run."""
-        if branch.phase == "decode":
-            self._is_stale = True
-        else:
-            self._forget(branch)
+        self._forget(branch)
         self.num -= 1
         self.num_groups -= len(branch.members) > 1
         branch.job.session.num_running -= 1
         branch.room = 0
         branch.move(phase)
+
+    def _forget(self, branch: Branch) -> None:
+        match branch.phase:
+            case "decode":
+                self._is_stale = True
+            case "ready":
+                del self.ready[branch]
+            case "fetching":
+                del self.fetching[branch]
+            case _:
+                if self._waiting.is_queued(branch):
+                    self._waiting.queue_of(branch).remove(branch)
+                del self.prefills[branch]
 
     def decodes(self) -> list[Branch]:
         """The branches that decode, in the order of a batch.
@@ -119,19 +132,22 @@ class Running:
             self._joined = []
             self._decodes = sorted(decodes, key=attrgetter("place"))
             self._is_stale = False
-            self._count()
+            self._by_session = None
         return self._decodes
 
     @property
-    def by_session(self) -> dict[Session, tuple[int, Branch]]:
+    def by_session(self) -> dict[Account, tuple[int, Branch]]:
         """The number of decodes of each session, and the one of them that is left out first."""
-        self.decodes()
+        decodes = self.decodes()
+        if self._by_session is None:
+            groups: dict[Account, list[Branch]] = {}
+            for branch in decodes:
+                groups.setdefault(branch.job.session, []).append(branch)
+            self._by_session = {
+                session: (len(group), max(group, key=lambda s: (self._order.rank(s), s.ticket)))
+                for session, group in groups.items()
+            }
         return self._by_session
-
-    @property
-    def num_wanting(self) -> int:
-        """Prompts of which more could be computed."""
-        return self.short.num + self.long.num
 
     def reorder(self) -> None:
         """A priority has changed."""
@@ -154,45 +170,14 @@ class Running:
         for phase, group in groups.items():
             assert all(s.phase == phase for s in group), f"a branch in {phase} is not"
         assert len(list(self)) == len(set(self)) == self.num, "running branches counted wrong"
-        for queue in (self.short, self.long):
-            queue.check()
-            assert set(queue) <= set(self.prefills), "more wanted of one that has all"
+        assert self.num_groups == sum(len(s.members) > 1 for s in self), "groups counted wrong"
+        for queue in (self._waiting.running_short, self._waiting.running_long):
+            assert queue.members.keys() <= self.prefills.keys(), "more wanted of one that has all"
         for branch in self:
-            node = branch.node
-            assert node is not None, "a running branch without a node"
+            node = node_of(branch)
             if branch.room > node.end and branch.phase != "fetching":  # which holds it twice
                 is_own = node.holders == 1 and not node.children
                 assert is_own, "room in a node of others"
-
-    def _count(self) -> None:
-        groups: dict[Session, list[Branch]] = {}
-        for branch in self._decodes:
-            groups.setdefault(branch.job.session, []).append(branch)
-        turn = self._policy.turn
-        self._by_session = {
-            session: (len(group), max(group, key=lambda s: (turn(s), s.ticket)))
-            for session, group in groups.items()
-        }
-
-    def _forget(self, branch: Branch) -> None:
-        if branch.phase == "ready":
-            del self.ready[branch]
-            return
-        if branch.phase == "fetching":
-            del self.fetching[branch]
-            return
-        del self.prefills[branch]
-        if branch.queue is not None:
-            branch.queue.remove(branch)
-
-
-# Blocks for the branches that run, and the branches that give way when there are none left.
-#
-# In this order: the tree evicts cached blocks, replaceable capsules are given up, the running branch with
-# the greatest urge to go is preempted (maybe the one that asks). It goes back to its origin, which it
-# holds, and computes its own tokens again; as draws depend on (seed, position) alone, its answer does not
-# change. It comes back only when all it has to compute fits, so every preemption is followed by progress,
-# and no two branches preempt each other for ever.
 
 
 class Reclaimer(Protocol):
@@ -211,35 +196,19 @@ class Reclaimer(Protocol):
         ...
 
 
-class Grown(NamedTuple):
-    """Whether a branch has the room that it asked for, and the branches that gave way for it.
-
-    `must_wait`: it will have some once blocks that are on their way down have left.
-    """
-
-    has_room: bool
-    preempted: Collection[Branch] = ()
-    must_wait: bool = False
-
-
-GROWN, _NO_ROOM = Grown(True), Grown(False)
-
-
 class BlockBudget:
     """Blocks for running branches, from the tree, from `reclaimer`, and by preemption."""
 
     def __init__(
         self,
         config: SchedulerConfig,
-        policy: Policy,
         tree: BranchTree,
-        *,
         waiting: Waiting,
+        *,
         running: Running,
         reclaimer: Reclaimer,
     ) -> None:
-        self._policy = policy
-        self._urge = URGES[config.victims]
+        self._order = config.order
         self._tree = tree
         self._waiting = waiting
         self._running = running
@@ -248,29 +217,14 @@ class BlockBudget:
         self._step_tokens = config.max_step_tokens
         own = -(-config.max_step_tokens // tree.block_size) + config.max_rows
         self._ahead = min(own, tree.pool.num_blocks // 8)
-        self._step = 0
-        self.copies: dict[Branch, BlockCopy] = {}  # that this step's branches need
-        self.failed: dict[Branch, PoolExhausted] = {}
-        self.waiting: set[Branch] = set()  # for blocks that are leaving, in this step
+        self._budget = StepBudget(0)  # of this step, to be told what becomes of branches
         self.num_preemptions = 0
         self._promises: dict[Branch, int] | None = None  # blocks by running prompt, in this step
         self._num_promised = 0
 
-    @property
-    def block_size(self) -> int:
-        return self._tree.block_size
-
-    @property
-    def num_free(self) -> int:
-        """Blocks without an owner, with nothing cached in them."""
-        return self._tree.num_free
-
-    def begin(self, step: int) -> None:
+    def begin(self, budget: StepBudget) -> None:
         """A new step is planned."""
-        self._step = step
-        self.copies = {}
-        self.failed = {}
-        self.waiting = set()
+        self._budget = budget
         self._promises = None
 
     def make_room_ahead(self) -> None:
@@ -279,25 +233,24 @@ class BlockBudget:
 
     def forget_copies(self) -> None:
         """The copies of this step were not made: a branch that needs one asks the tree again."""
-        for branch in self.copies:
+        for branch in self._budget.copies:
             branch.room = 0
-        self.copies = {}
+        self._budget.copies.clear()
 
-    def grow(self, branch: Branch, num_tokens: int, *, is_fetched: bool = False) -> Grown:
-        """Room for the next `num_tokens` of `branch`; without it waits, is preempted, or has failed.
+    def grow(self, branch: Branch, num_tokens: int, *, is_fetched: bool = False) -> bool:
+        """Whether there is room for the next `num_tokens` of `branch`; others may have given way for it.
 
-        `is_fetched`: as in `BranchTree.reserve`.
+        Without room it waits for blocks that leave, is preempted itself, or has failed. `is_fetched`: as in
+        `BranchTree.reserve`.
         """
-        tree = self._tree
-        preempted: tuple[Branch, ...] = ()
+        tree, budget = self._tree, self._budget
         while True:
-            assert branch.node is not None
             try:
-                node, copy = tree.reserve(branch.node, num_tokens, is_fetched=is_fetched)
+                node, copy = tree.reserve(node_of(branch), num_tokens, is_fetched=is_fetched)
                 break
             except BlocksLeaving:
-                self.waiting.add(branch)
-                return Grown(False, preempted, must_wait=True)
+                budget.wait_for_room(branch)
+                return False
             except PoolExhausted as error:
                 lacking = error.fields["needed"] - tree.num_available
                 if self._reclaim(lacking, ()):
@@ -306,25 +259,24 @@ class BlockBudget:
                 if victim is branch and self._running.num == 1:
                     if lacking <= 0 and self._loosen(branch):
                         continue
-                    self.failed[branch] = error
-                    self.copies.pop(branch, None)  # of a part that had room
-                    if branch.queue is not None:
-                        branch.queue.remove(branch)
-                    return Grown(False, preempted)
+                    budget.failed[branch] = error
+                    budget.copies.pop(branch, None)  # of a part that had room
+                    if self._waiting.is_queued(branch):
+                        self._waiting.queue_of(branch).remove(branch)
+                    return False
                 self.preempt(victim)
-                preempted += (victim,)
                 if victim is branch:
-                    return Grown(False, preempted)
+                    return False
         branch.node = node
-        branch.room = node.base + len(node.blocks) * tree.block_size
+        branch.room = tree.room(node, num_tokens)
         if copy is not None:
-            self.copies[branch] = copy
+            budget.copies[branch] = copy
         if self._promises is not None and branch.phase == "prefill":
             self._promise(branch)
-        return Grown(True, preempted) if preempted else GROWN
+        return True
 
     def stretch(self, branch: Branch, num_tokens: int) -> int:
-        """Room for tokens behind all of `branch`, which has a node of its own: for how many of `num_tokens`.
+        """Room behind all of `branch`, a decode with a node of its own: for how many of `num_tokens`.
 
         Of free blocks alone: nothing is evicted for a draft, and no branch gives way.
         """
@@ -364,9 +316,9 @@ class BlockBudget:
         needed = self._needed(branch)
         return needed <= self._tree.num_available and self._fits_windows(needed)
 
-    def make_room(self, branch: Branch) -> Grown:
-        """Room for all that `branch` has to compute, reclaimed or from those that it comes before."""
-        return GROWN if self._reclaim_for(branch) else self._make_way(branch)
+    def make_room(self, branch: Branch) -> bool:
+        """Whether there is room for all of `branch`: reclaimed, or from those that it comes before."""
+        return self._reclaim_for(branch) or self._make_way(branch)
 
     def _reclaim_for(self, branch: Branch) -> bool:
         """Whether there is room, once what `branch` lacks is reclaimed: all of it, or nothing."""
@@ -388,11 +340,11 @@ class BlockBudget:
         Each origin keeps a window's blocks: many together may keep all of them.
         """
         waiting = self._waiting
-        for branch in (*waiting.ready, *waiting.short, *waiting.long):
+        for branch in chain(waiting.ready.members, waiting.short.members, waiting.long.members):
             if branch.origin is not None:
                 waiting.remove(branch)
                 branch.let_origin_go(self._tree)
-                waiting.push(branch, self._step)
+                waiting.push(branch, self._budget.step)
                 return True
         if asking.origin is None:
             return False
@@ -401,47 +353,39 @@ class BlockBudget:
 
     def _fits_windows(self, num_blocks: int) -> bool:
         """Whether the window groups have room for what is needed of so many blocks at a time."""
-        windows = self._tree.windows
-        if windows is None:
-            return True
         computing = len(self._running.prefills) + 1
-        own = -(-self._step_tokens // self.block_size) + len(self._running.ready)
-        return windows.has_room(num_blocks, computing, own)
+        own = -(-self._step_tokens // self._tree.block_size) + len(self._running.ready)
+        return self._tree.have_room(num_blocks, computing, own)
 
-    def _make_way(self, branch: Branch) -> Grown:
+    def _make_way(self, branch: Branch) -> bool:
         """Preempt branches that `branch` comes before, if then it fits.
 
         Those are branches of its own session with a lower priority, and those of sessions that have
         several running while its own has none. Neither holds the other way round, so no two branches
         preempt each other by turns.
         """
-        if not self._policy.is_fair:
-            return _NO_ROOM
         lower = self._lower_than(branch)
         found = sum(map(self._own_blocks, lower))
         found += self._reclaimer.num_reclaimable(self._waiting.found_nodes(branch))
         if found < self._needed(branch) - self._tree.num_available:
-            return _NO_ROOM
-        preempted: list[Branch] = []
+            return False
         while not (has_room := self._reclaim_for(branch)) and lower:
-            preempted.append(lower.pop())
-            self.preempt(preempted[-1])
-        return Grown(has_room, preempted)
+            self.preempt(lower.pop())
+        return has_room
 
     def preempt(self, victim: Branch) -> None:
         """`victim` gives back its own blocks and waits."""
-        assert victim.node is not None
+        gates, step = self._waiting.gates, self._budget.step
+        self._budget.preempted(victim)
         self._running.remove(victim, "waiting")
         self._promises = None
-        self.copies.pop(victim, None)
-        self.failed.pop(victim, None)
-        self._tree.release(victim.node)
+        self._tree.release(node_of(victim))
         victim.node = None
-        self._waiting.prefix_waits.land(victim)
-        self._waiting.push(victim, self._step)
-        for branch in self._waiting.prefix_waits.dropped(victim):
+        gates.land(victim)
+        self._waiting.push(victim, step)
+        for branch in gates.dropped(victim):
             branch.move("waiting")
-            self._waiting.push(branch, self._step)
+            self._waiting.push(branch, step)
         self.num_preemptions += 1
 
     def _needed(self, branch: Branch) -> int:
@@ -483,15 +427,16 @@ class BlockBudget:
     def _victim(self, asking: Branch) -> Branch:
         """The branch to preempt: of those with blocks to give, and `asking`."""
         running = [s for s in self._running if s is asking or self._own_blocks(s)]
-        return max(running, key=self._urge)
+        return max(running, key=self._order.urge)
 
     def _lower_than(self, branch: Branch) -> list[Branch]:
         """Branches that `branch` comes before, with blocks to give; the greatest urge to go last."""
         lower: list[Branch] = []
-        spared: set[Session] = set()
-        for victim in sorted(self._running, key=self._urge):
+        spared: set[Account] = set()
+        rank = self._order.rank
+        for victim in sorted(self._running, key=self._order.urge):
             if victim.job.session is branch.job.session:
-                gives_way = victim.priority < branch.priority
+                gives_way = rank(branch) < rank(victim)
             else:
                 gives_way = branch.job.session.num_running == 0 and victim.job.session in spared
                 spared.add(victim.job.session)  # one of each goes on

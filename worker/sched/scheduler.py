@@ -1,8 +1,8 @@
 """Chooses the branches of each step: continuous batching with chunked prompts, for trees of branches.
 
 Tenants, and the sessions of each, get computed tokens in proportion to their weights (`sessions.py`);
-inside a session the highest priority goes first, then the oldest (`policy.py`); none goes unserved for
-long (`branch.py`). Prefixes that several branches need are computed once (`waiting.py`); a branch without
+inside a session the highest priority goes first, then the oldest (`policy.py`, `queue.py`); none goes
+unserved for long. Prefixes that several branches need are computed once (`gates.py`); a branch without
 room is preempted down to the state it was forked from (`running.py`). `planner.py` puts a step together.
 """
 
@@ -12,17 +12,21 @@ from typing import NamedTuple
 from mallee.protocol.errors import QueueFull
 from mallee.protocol.messages import Share
 from mallee.worker.kv.node import Node, Spare
+from mallee.worker.kv.paths import path_texts
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.branch import Branch, Phase, Plan, node_of
+from mallee.worker.sched.branch import Branch, Phase, node_of
 from mallee.worker.sched.fetching import Fetching, Receiver
+from mallee.worker.sched.plan import Plan
 from mallee.worker.sched.planner import Planner
-from mallee.worker.sched.policy import POLICIES, SchedulerConfig
-from mallee.worker.sched.prefill import Prompts, Queues
+from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.sched.running import BlockBudget, Reclaimer, Running
 from mallee.worker.sched.sessions import Sessions
 from mallee.worker.sched.waiting import Waiting
 from mallee.worker.transfer.lower import LowerTiers
+
+_COMMON = (Share(), "")
+"""The share and the salt of all branches under an order that is not fair."""
 
 
 class SchedulerStats(NamedTuple):
@@ -53,19 +57,13 @@ class Scheduler:
         """`receiver` takes in what comes from `lower`."""
         self.config = config
         self._tree = tree
-        self._policy = POLICIES[config.policy]
         self._sessions = Sessions()
-        self._waiting = Waiting(config, self._policy, self._sessions, tree)
-        self._running = Running(self._policy, self._sessions, self._place)
-        self._blocks = BlockBudget(
-            config,
-            self._policy,
-            tree,
-            waiting=self._waiting,
-            running=self._running,
-            reclaimer=reclaimer,
+        self._waiting = Waiting(config, self._sessions.root, tree)
+        self._gates = self._waiting.gates
+        self._running = Running(config.order, self._waiting, self._place)
+        self.blocks = BlockBudget(
+            config, tree, self._waiting, running=self._running, reclaimer=reclaimer
         )
-        queues = Queues(self._sessions, self._waiting, self._running, self._blocks)
         self.fetching: Fetching | None = None
         if lower is not None and receiver is not None:
             self.fetching = Fetching(
@@ -75,13 +73,19 @@ class Scheduler:
                 self._fetched,
                 waiting=self._waiting,
                 running=self._running,
-                room=self._blocks,
+                room=self.blocks,
             )
-        prompts = Prompts(config, self._policy, tree, queues, self.fetching)
-        self._planner = Planner(config, self._policy, queues, prompts)
-        self.is_stalled = (
-            False  # until a block has moved, or a command comes, there is nothing to do
+        self._planner = Planner(
+            config,
+            tree,
+            sessions=self._sessions,
+            waiting=self._waiting,
+            running=self._running,
+            room=self.blocks,
+            fetching=self.fetching,
         )
+        # Until a block has moved, or a command comes, there is nothing to do.
+        self.is_stalled = False
         self._step = 0
         self._roomy: dict[Branch, Spare | None] = {}  # that got a block of `room_ahead`, in order
         self._num_joint = 0  # members of all groups, less one of each
@@ -98,7 +102,7 @@ class Scheduler:
     def add(self, branches: list[Branch]) -> None:
         """`branches`, new ones of one job, wait for their turn, or for their producer."""
         job, producer = branches[0].job, branches[0].producer
-        share, salt = (job.command.share, job.salt) if self._policy.is_fair else (Share(), "")
+        share, salt = (job.command.share, job.salt) if self.config.order.is_fair else _COMMON
         job.session = self._sessions.join(
             (salt, share.session),
             share.weight,
@@ -106,7 +110,8 @@ class Scheduler:
             tenant=share.tenant,
             tenant_weight=share.tenant_weight,
         )
-        self._num_joint += sum([len(branch.members) for branch in branches]) - len(branches)
+        if len(branches) < len(job.indices):
+            self._num_joint += sum([len(branch.members) for branch in branches]) - len(branches)
         if producer is None:
             self._waiting.extend(branches, self._step)
             return
@@ -119,17 +124,17 @@ class Scheduler:
     def prioritize(self, branch: Branch, priority: float) -> None:
         """From the next step on `branch` has `priority`."""
         branch.priority = priority
-        if branch.queue is not None:
-            branch.queue.push(branch, self._policy.rank(branch.claim))
-        elif branch.phase == "gated":
-            self._waiting.lend(branch)
+        if branch.phase == "gated":
+            self._waiting.claim_for(branch, [branch])
+        elif self._waiting.is_queued(branch):
+            self._waiting.queue_of(branch).rerank(branch)
         self._running.reorder()
 
     def inject(self, branch: Branch, tokens: Text) -> None:
         """`branch`, a decode, goes on after `tokens`, between two steps."""
         branch.tokens.extend(tokens)
         if branch.phase == "decode":  # else there were some before
-            is_short = branch.num_pending <= self._waiting.max_short
+            is_short = branch.num_pending <= self.config.max_step_tokens
             self._running.recompute(branch, self._step, is_short=is_short)
 
     def complete(self, producer: Branch, logits: object) -> None:
@@ -137,17 +142,18 @@ class Scheduler:
 
         What it has not committed of its tokens, those of a capsule that came as it was, they compute.
         """
-        assert producer.node is not None
-        node, size, notation = producer.node, self._tree.block_size, self._tree.notation
-        for branch in self._waiting.prefix_waits.passed(producer, None):
-            is_fork = branch.producer is producer
-            if is_fork and branch.origin_len == producer.length and not len(branch.tokens):
-                if logits is not None:
-                    branch.logits = logits
-                elif branch.logits is None and node.end == producer.length:
-                    branch.begin_before(producer, (node.end - 1) // size * size, notation)
-            if is_fork and branch.origin_len > node.end:
-                branch.begin_before(producer, node.end, notation)
+        node, size, begin = node_of(producer), self._tree.block_size, producer.origin_len
+        for branch in self._gates.passed(producer):
+            if branch.producer is producer:
+                base = min(branch.origin_len, node.end)
+                if branch.origin_len == producer.length and not len(branch.tokens):
+                    if logits is not None:
+                        branch.logits = logits
+                    elif branch.logits is None and node.end == producer.length:
+                        base = (node.end - 1) // size * size
+                if base < branch.origin_len:
+                    own = producer.tokens[base - begin : branch.origin_len - begin]
+                    branch.begin_at(base, own, notation=self._tree.notation)
             self._open(branch, node)
 
     def finish(self, branch: Branch, *, is_failed: bool = False) -> list[Branch]:
@@ -156,16 +162,16 @@ class Scheduler:
         Returns the branches that were to continue it and can't now; the caller must finish them too.
         """
         end: Phase = "failed" if is_failed else "finished"
-        waits = self._waiting.prefix_waits
+        gates = self._gates
         if branch.is_running:
             self._running.remove(branch, end)
         else:
             self._waiting.remove(branch)
             branch.move(end)
-        waits.land(branch)
-        for gated in waits.dropped(branch):
+        gates.land(branch)
+        for gated in gates.dropped(branch):
             self._open(gated, None)
-        orphans = waits.stranded(branch)
+        orphans = gates.stranded(branch)
         self._num_joint -= len(branch.members) - 1
         branch.let_go(self._tree)
         self._sessions.leave(branch.job.session)
@@ -173,42 +179,27 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting.num or self._running.num) and not self.is_stalled
+        return bool(self._running.num or self._waiting.num) and not self.is_stalled
 
     def plan(self) -> Plan:
         """The next step. Room for every chunk is reserved in the tree."""
         self._step += 1
         return self._planner.plan(self._step)
 
-    def make_room_ahead(self) -> None:
-        """Have cache leave for what the next steps may need."""
-        self._blocks.make_room_ahead()
-
-    def multi_step_limit(self) -> int:
-        """The number of next steps that are sure to be the same: all decodes run, nothing else happens.
-
-        No block gets full before the last of them, and none is evicted for their sake. 0: not even one.
-        """
-        return 0 if self._waiting.num else self._planner.multi_step_limit()
-
     @property
     def decodes(self) -> list[Branch]:
         """The branches that decode, in the order of a batch; to be read only."""
         return self._running.decodes()
 
-    def multi_step(self, num_steps: int) -> list[Branch]:
-        """Take so many such steps at once; returns the branches that decode, with room reserved."""
-        decodes = self._planner.multi_step(self._step + num_steps)
+    @property
+    def is_steady(self) -> bool:
+        """Whether the next step is sure to be its decodes and nothing else, if they have room."""
+        return not self._waiting.num and self._planner.is_steady
+
+    def decoded(self, num_steps: int) -> None:
+        """So many steady steps were taken elsewhere: reserve the blocks of the tokens they compute."""
         self._step += num_steps
-        return decodes
-
-    def make_room(self, branch: Branch, num_tokens: int) -> int:
-        """Room for a draft of `branch`, a decode of the last plan: for how many of so many tokens."""
-        return self._blocks.stretch(branch, num_tokens)
-
-    def drop_room(self, branch: Branch) -> None:
-        """The draft of `branch` is committed as far as it is right: its other blocks are free again."""
-        self._blocks.shrink(branch)
+        self._planner.decoded(self._step)
 
     def room_ahead(self, plan: Plan) -> dict[Branch, Spare | None]:
         """The branches that decode after `plan`, the last one, in the order of a batch, and a slot for each.
@@ -237,12 +228,12 @@ class Scheduler:
             spare, before = None, branch.room
             num_drawn = 0 if plan.draws_only else 1  # decodes draw nothing in such a step
             if branch.phase == "ready":
-                if (spare := self._blocks.spare(branch)) is None:
+                if (spare := self.blocks.spare(branch)) is None:
                     continue
                 self._roomy[branch] = spare
             elif not branch.room:
                 continue  # it drew its first token, and waits for blocks that leave
-            elif self._blocks.stretch(branch, num_drawn) < num_drawn:
+            elif self.blocks.stretch(branch, num_drawn) < num_drawn:
                 continue
             elif branch.room != before:
                 self._roomy[branch] = None
@@ -260,27 +251,24 @@ class Scheduler:
             for branch in reversed([s for s in given if s in self._roomy]):
                 spare = self._roomy.pop(branch)
                 if spare is None:
-                    self._blocks.shrink(branch)
+                    self.blocks.shrink(branch)
                 else:
-                    self._blocks.give_back(spare)
+                    self.blocks.give_back(spare)
 
     def follow(self, plan: Plan) -> None:
         """`plan` is carried out: what drew decodes from now on, what waited for its tokens goes on."""
         for branch in plan.ready:
             if branch.phase == "ready":
                 self._running.decode(branch)
-        waits = self._waiting.prefix_waits
-        for chunk in plan.chunks:
-            branch = chunk.branch
+        for branch, _, _, is_last in plan.chunks:
             if branch.phase != "prefill":
                 continue
             node = node_of(branch)
-            for gated in waits.passed(branch, node.end):
+            if is_last:
+                self._gates.land(branch)
+            for gated in self._gates.passed(branch, None if is_last else node.end):
                 self._open(gated, node)
-            if chunk.is_last:
-                waits.land(branch)
-                for gated in waits.passed(branch, None):
-                    self._open(gated, node)
+            if is_last:
                 self._running.decode(branch)
 
     def _fetched(self, branch: Branch) -> None:
@@ -288,7 +276,7 @@ class Scheduler:
         node = node_of(branch)
         if not branch.num_pending:
             return  # it is over
-        for gated in self._waiting.prefix_waits.passed(branch, node.end):
+        for gated in self._gates.passed(branch, node.end):
             self._open(gated, node)
         self._running.fetched(branch, self._step)
 
@@ -299,16 +287,14 @@ class Scheduler:
         """
         self.drop_ahead()
         for branch in plan.drafts:
-            self._blocks.shrink(branch)
-        self._blocks.forget_copies()
+            self.blocks.shrink(branch)
+        self.blocks.forget_copies()
         for chunk in plan.chunks:
             if chunk.is_last and chunk.branch.phase == "prefill":
                 self._running.want_more(chunk.branch, self._step)
 
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
-        groups = [s for s in self._running if len(s.members) > 1]
-        assert len(groups) == self._running.num_groups, "running groups counted wrong"
         self._sessions.check()
         self._waiting.check()
         self._running.check()
@@ -317,8 +303,8 @@ class Scheduler:
         return SchedulerStats(
             self._waiting.num,
             self._running.num,
-            self._blocks.num_preemptions,
-            self._waiting.prefix_waits.num,
+            self.blocks.num_preemptions,
+            self._gates.num,
         )
 
     def prefill_tokens(self) -> int:
@@ -338,7 +324,8 @@ class Scheduler:
             gated.producer = None
             base = self._tree.resume_point(node, gated.origin_len)
             if base < gated.origin_len:
-                gated.begin_at(base, node, self._tree)
+                more = path_texts(node, base, gated.origin_len)
+                gated.begin_at(base, *more, notation=self._tree.notation)
             if base:
                 gated.origin = self._tree.hold_prefix(node, base)
         self._waiting.push(gated, self._step)

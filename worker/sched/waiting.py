@@ -1,13 +1,11 @@
-"""Branches that are not admitted: in queues if they could be, gated if they wait for others' tokens.
+"""All that waits: branches that are not admitted, in queues or gated, and prompts that run, for more.
 
-Three queues. A branch that can draw at once is *ready*. One with no more to compute than one step holds (a
-fork's suffix, the end of a cached prompt) is *short*, any other *long*: short ones may overtake long ones
-of no higher claim, so that a fork's first token does not wait behind a long prompt.
+A branch that can draw at once is *ready*. One with no more to compute than one step holds (a fork's suffix,
+the end of a cached prompt) is *short*, any other *long*: short ones may overtake long ones of no higher
+claim, so that a fork's first token does not wait behind a long prompt.
 """
 
-import heapq
-from collections.abc import Iterator
-from typing import NamedTuple
+from itertools import chain, islice
 
 import numpy as np
 
@@ -16,131 +14,130 @@ from mallee.worker.kv.node import Node
 from mallee.worker.kv.paths import last_hash, with_ancestors
 from mallee.worker.kv.text import joined
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.branch import NOT_LOOKED_UP, Branch, FairQueue
-from mallee.worker.sched.policy import Policy, SchedulerConfig
-from mallee.worker.sched.sessions import Sessions
+from mallee.worker.sched.branch import NOT_LOOKED_UP, Branch
+from mallee.worker.sched.gates import Gates
+from mallee.worker.sched.policy import SchedulerConfig
+from mallee.worker.sched.queue import FairQueue
+from mallee.worker.sched.sessions import Account
 
 MAX_LOOKED_AT = 256
 """Waiting branches whose tokens left to compute are counted; the others are like them."""
 
 
-class Awaited(NamedTuple):
-    """The first `num_tokens` tokens of `producer`, which another branch waits for."""
-
-    producer: Branch
-    num_tokens: int
-
-
 class Waiting:
-    """Owns the queues and the gated branches."""
+    """Owns the queues and the gates, and looks up what the cache holds of the texts of branches."""
 
     __slots__ = (
-        *("_last_path", "_lenders", "max_short", "_policy", "_sessions", "_tree"),
-        *("prefix_waits", "long", "ready", "short"),
+        *("_last_path", "_max_short", "_tree", "gates", "long", "prompts", "ready"),
+        *("running_long", "running_short", "short"),
     )
 
-    def __init__(
-        self, config: SchedulerConfig, policy: Policy, sessions: Sessions, tree: BranchTree
-    ) -> None:
-        self._policy = policy
+    def __init__(self, config: SchedulerConfig, root: Account, tree: BranchTree) -> None:
+        self._max_short = config.max_step_tokens
         self._tree = tree
-        self._sessions = sessions
-        self._lenders: dict[Branch, dict[Branch, None]] = {}  # gated branches by producer
         self._last_path: tuple[int | None, Hashes] = (None, NO_HASHES)
-        self.max_short = config.max_step_tokens
-        self.prefix_waits = PrefixWaits()
-        self.ready = FairQueue(sessions)
-        self.short = FairQueue(sessions)
-        self.long = FairQueue(sessions)
+        self.gates = Gates()
+        queues = [FairQueue(config.order, root, self.gates) for _ in range(5)]
+        self.ready, *self.prompts = queues
+        self.running_short, self.running_long, self.short, self.long = self.prompts
 
     @property
     def num(self) -> int:
         """Branches that are not admitted."""
-        return self.num_queued + self.prefix_waits.num
-
-    @property
-    def num_queued(self) -> int:
-        """Branches that could be admitted."""
-        return self.ready.num + self.short.num + self.long.num
+        queued = len(self.ready.members) + len(self.short.members) + len(self.long.members)
+        return queued + self.gates.num
 
     @property
     def num_to_compute(self) -> int:
         """Branches that could be admitted and would have to compute."""
-        return self.short.num + self.long.num
+        return len(self.short.members) + len(self.long.members)
+
+    @property
+    def num_wanting(self) -> int:
+        """Prompts that run, of which more could be computed."""
+        return len(self.running_short.members) + len(self.running_long.members)
+
+    def queue_of(self, branch: Branch) -> FairQueue:
+        """The queue that `branch` belongs to, by its phase."""
+        if branch.phase == "waiting":
+            if branch.logits is not None:
+                return self.ready
+            return self.short if branch.is_short else self.long
+        return self.running_short if branch.is_short else self.running_long
+
+    def is_queued(self, branch: Branch) -> bool:
+        return branch.phase in ("waiting", "prefill") and branch in self.queue_of(branch).members
 
     def push(self, branch: Branch, step: int) -> None:
         """Queue `branch`, which is waiting."""
-        if branch.logits is not None:
-            queue = self.ready
-        else:
-            branch.is_short = self.num_missing(branch) <= self.max_short
-            queue = self.short if branch.is_short else self.long
-        queue.push(branch, self._policy.rank(branch.sponsor or branch))
-        queue.serve(branch, step)
+        if branch.logits is None:
+            branch.is_short = self.num_missing(branch) <= self._max_short
+        self.queue_of(branch).push(branch, step)
 
     def extend(self, branches: list[Branch], step: int) -> None:
         """Queue new branches of one job, which are waiting."""
         missing = [branch for branch in branches if branch.logits is None]
-        if missing or len(branches[0].job.priorities) > 1:
+        if missing or branches[0].job.has_own_priorities:
             for branch in branches:
                 self.push(branch, step)
         else:
-            self.ready.extend(branches, self._policy.rank(branches[0]), step)
+            self.ready.extend(branches, step)
 
     def remove(self, branch: Branch) -> None:
         """`branch` is over, or admitted. Its phase is still the one it waited in."""
         if branch.phase == "gated":
-            self.prefix_waits.left()
+            self.gates.leave(branch)
         else:
-            assert branch.queue is not None, "it waits nowhere"
-            branch.queue.remove(branch)
-
-    def awaited(self, branch: Branch) -> Awaited | None:
-        """The tokens that `branch` would compute first, if they are under way for another."""
-        size = self._tree.block_size
-        hashes, found = self.found(branch)
-        held = max(found, branch.origin_len // size)
-        coming = self.prefix_waits.num_coming(hashes, held)
-        if not coming:
-            return None
-        end = held + coming
-        return Awaited(self.prefix_waits.producer_of(int(hashes[end - 1])), end * size)
+            self.queue_of(branch).remove(branch)
 
     def hold(self, branch: Branch, producer: Branch, num_tokens: int) -> None:
         """Gate `branch` until `producer` has committed `num_tokens` tokens."""
-        self.prefix_waits.hold(branch, producer, num_tokens)
-        self.lend(branch)
-        for waiter in self._lenders.get(branch, ()):
-            self.lend(waiter)
+        self.gates.hold(branch, producer, num_tokens)
+        self.claim_for(branch, [branch, *self.gates.waiters(branch)])
 
-    def lend(self, waiter: Branch) -> None:
-        """Let the branches that compute for `waiter`, which is gated, go by its claim while it is better."""
-        rank = self._policy.rank
-        producer = waiter.waits_for
-        while producer is not None:
-            if waiter.job.session is not producer.job.session or rank(waiter) < rank(producer):
-                self._lenders.setdefault(producer, {})[waiter] = None
+    def claim_for(self, gated: Branch, waiters: list[Branch]) -> None:
+        """The branch that computes for `gated` goes by the claims of `waiters`, while they are better."""
+        producer = gated.waits_for
+        while producer is not None and producer.waits_for is not None:
             producer = producer.waits_for
+        if producer is not None and self.is_queued(producer):
+            self.queue_of(producer).claim(producer, waiters)
 
-    def update_claims(self) -> None:
-        """Choose every producer's claim anew: tags have changed, waiters have come and gone."""
-        if not self._lenders:
-            return
-        for producer, waiters in list(self._lenders.items()):
-            lenders = [w for w in waiters if w.phase == "gated" and _waits_for(w, producer)]
-            if producer.is_over or not lenders:
-                del self._lenders[producer]
-            else:
-                self._lenders[producer] = dict.fromkeys(lenders)
-            best = min((*lenders, producer), key=lambda s: self._claim_order(s, s is producer))
-            producer.sponsor = None if best is producer else best
-            if producer.queue is not None:
-                producer.queue.push(producer, self._policy.rank(best))
+    def lowest(self, of: Account) -> float | None:
+        """The least virtual time of the accounts below `of` that have branches in the queues."""
+        queues = (queue for queue in (self.ready, *self.prompts) if queue.members)
+        levels = (queue.lowest(of) for queue in queues)
+        return min((level for level in levels if level is not None), default=None)
 
-    def _claim_order(self, branch: Branch, is_own: bool) -> tuple[tuple[float, float], bool, float]:
-        """At equal tags a lender's claim counts: the producer may be far behind in its own session."""
-        level = self._sessions.level(branch.job.session)
-        return (level, is_own, self._policy.rank(branch))
+    def prefill_tokens(self) -> int:
+        """Tokens that branches which are not admitted would have to compute. O(MAX_LOOKED_AT)."""
+        num = self.num_to_compute + self.gates.num
+        found = islice(chain(self.short.members, self.long.members, self.gates), MAX_LOOKED_AT)
+        missing = [self.num_missing(branch) for branch in found]
+        return sum(missing) * num // len(missing) if missing else 0
+
+    def check(self) -> None:
+        """Raise AssertionError on a broken invariant."""
+        for queue in (self.ready, *self.prompts):
+            queue.check()
+            assert all(self.queue_of(branch) is queue for branch in queue.members), "misplaced"
+        for branch in chain(self.ready.members, self.short.members, self.long.members, self.gates):
+            assert branch.phase in ("waiting", "gated"), "one that waits does not"
+            assert branch.node is None, "one that waits holds a node"
+        self.gates.check()
+
+    # Texts
+
+    def awaited(self, branch: Branch) -> tuple[Branch, int] | None:
+        """The producer of what `branch` would compute first, and up to which token, if it is under way."""
+        size = self._tree.block_size
+        hashes, found = self.found(branch)
+        held = max(found, branch.origin_len // size)
+        coming = self.gates.num_coming(hashes, held)
+        if not coming:
+            return None
+        end = held + coming
+        return self.gates.producer_of(int(hashes[end - 1])), end * size
 
     def hashes(self, branch: Branch) -> Hashes:
         """Hashes of the full blocks that `branch` can share: one token must run for its logits.
@@ -191,7 +188,7 @@ class Waiting:
     def _missing(self, branch: Branch, hashes: Hashes, held: int) -> int:
         size = self._tree.block_size
         found = max(held, branch.origin_len // size)
-        found += self.prefix_waits.num_coming(hashes, found)
+        found += self.gates.num_coming(hashes, found)
         return branch.length - max(found * size, branch.origin_len)
 
     def _num_idle(self, branch: Branch, hashes: Hashes, end: int) -> int:
@@ -205,29 +202,6 @@ class Waiting:
             end = node.base // size
             node = node.parent
         return num_idle
-
-    def prefill_tokens(self) -> int:
-        """Tokens that the waiting branches would have to compute. O(MAX_LOOKED_AT)."""
-        total = looked_at = 0
-        for group in (self.short, self.long, self.prefix_waits):
-            for branch in group:
-                if looked_at == MAX_LOOKED_AT:
-                    break
-                looked_at += 1
-                total += self.num_missing(branch)
-        num = self.num - self.ready.num
-        return total * num // looked_at if looked_at else 0
-
-    def check(self) -> None:
-        """Raise AssertionError on a broken invariant."""
-        for queue in (self.ready, self.short, self.long):
-            queue.check()
-            assert all(s.phase == "waiting" for s in queue), "one in a queue does not wait"
-            assert all(s.node is None for s in queue), "one that waits holds a node"
-        self.prefix_waits.check()
-        assert all(s.queue is None and s.node is None for s in self.prefix_waits), (
-            "gated, and in a queue"
-        )
 
     def _path_hashes(self, origin: Node) -> Hashes:
         """Siblings ask for the same, one after the other.
@@ -254,126 +228,3 @@ class Waiting:
         parent = int(above[-1]) if len(above) else None
         below = notation.hashes(more, size, salt=branch.job.salt, parent=parent)
         return np.concatenate((above, below))
-
-
-def _waits_for(branch: Branch, producer: Branch) -> bool:
-    """Whether `producer` computes for `branch`, or for what that waits for."""
-    walk = branch.waits_for
-    while walk is not None and walk is not producer:
-        walk = walk.waits_for
-    return walk is not None
-
-
-# Branches that wait for tokens of others, and the blocks that are under way.
-#
-# Two reasons, one mechanism. *Single flight*: the next blocks of a prompt are under way for another branch
-# (known by chain hash), so that n cold siblings cost one prefix. *Watermarks*: a fork of a capsule that is
-# still computing starts when the tokens it continues are there. Either way the branch is gated on a
-# producer and a number of its tokens, and let through when the producer has committed that many. If the
-# producer stops before: a branch that waited in single flight goes on without it, a fork can't.
-
-
-class PrefixWaits:
-    """Gated branches by producer; and blocks under way, by chain hash, with the branch that computes them."""
-
-    __slots__ = ("_departed", "_in_flight", "_waiting", "num")
-
-    def __init__(self) -> None:
-        self._waiting: dict[Branch, list[tuple[int, int, Branch]]] = {}
-        self._in_flight: dict[int, Branch] = {}
-        self._departed: dict[Branch, list[int]] = {}  # hashes of the blocks that each computes
-        self.num = 0
-
-    def hold(self, branch: Branch, producer: Branch, num_tokens: int) -> None:
-        """`branch` is gated until `producer` has committed `num_tokens` tokens."""
-        branch.move("gated")
-        branch.waits_for = producer
-        self._push(branch, producer, num_tokens)
-
-    def passed(self, producer: Branch, num_tokens: int | None) -> list[Branch]:
-        """Let through, and return, branches that need at most `num_tokens` of `producer` (None: all).
-
-        Their phase is the caller's to move on.
-        """
-        heap = self._waiting.get(producer)
-        if heap is None:
-            return []
-        through = []
-        while heap and (num_tokens is None or heap[0][0] <= num_tokens):
-            branch = heapq.heappop(heap)[2]
-            if branch.phase == "gated":
-                self.num -= 1
-                branch.waits_for = None
-                through.append(branch)
-        if not heap:
-            del self._waiting[producer]
-        return through
-
-    def dropped(self, producer: Branch) -> list[Branch]:
-        """Let through the branches that waited for `producer` in single flight; its forks stay gated."""
-        through = []
-        for branch in self.passed(producer, None):
-            if branch.producer is None:
-                through.append(branch)
-            else:
-                branch.waits_for = producer
-                self._push(branch, producer, branch.origin_len)
-        return through
-
-    def stranded(self, producer: Branch) -> list[Branch]:
-        """The forks of `producer`, which it will never let through: they must be finished."""
-        through = self.passed(producer, None)
-        self.num += len(through)
-        return through
-
-    def left(self) -> None:
-        """A gated branch is over; its entry is dropped when it comes up."""
-        self.num -= 1
-
-    def __iter__(self) -> Iterator[Branch]:
-        """All that are gated, in no particular order."""
-        for heap in self._waiting.values():
-            for _, _, branch in heap:
-                if branch.phase == "gated":
-                    yield branch
-
-    def _push(self, branch: Branch, producer: Branch, num_tokens: int) -> None:
-        entry = (num_tokens, branch.ticket, branch)
-        heapq.heappush(self._waiting.setdefault(producer, []), entry)
-        self.num += 1
-
-    # Single flight
-
-    def depart(self, hashes: Hashes, branch: Branch) -> None:
-        """`branch` will compute the blocks of `hashes` that no other branch computes already."""
-        values = hashes.tolist()
-        if values:
-            self._departed[branch] = values
-        for value in values:
-            self._in_flight.setdefault(value, branch)
-
-    def land(self, branch: Branch) -> None:
-        """`branch` computes nothing for others any more."""
-        for value in self._departed.pop(branch, ()):
-            if self._in_flight.get(value) is branch:
-                del self._in_flight[value]
-
-    def num_coming(self, hashes: Hashes, held: int) -> int:
-        """The number of blocks from the one at `held` on, without a gap, that are under way."""
-        if not self._in_flight:
-            return 0
-        end = held
-        while end < len(hashes) and int(hashes[end]) in self._in_flight:
-            end += 1
-        return end - held
-
-    def producer_of(self, value: int) -> Branch:
-        """The branch that computes the block."""
-        return self._in_flight[value]
-
-    def check(self) -> None:
-        """Raise AssertionError on a broken invariant."""
-        gated = list(self)
-        assert len(gated) == len(set(gated)) == self.num, "gated branches counted wrong"
-        assert all(not p.is_over for p in self._waiting), "a branch waits for one that is over"
-        assert all(s.is_running for s in self._in_flight.values()), "in flight without running"

@@ -24,12 +24,12 @@ from mallee.worker.forward import Draw, Forward, ForwardBatch, Logits, Row
 from mallee.worker.kv.audit import check_tree
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node, Reservation
-from mallee.worker.kv.paths import flatten, flatten_windows, path_hashes
+from mallee.worker.kv.paths import flatten, path_hashes, side_tables
 from mallee.worker.kv.pool import BlockPool
+from mallee.worker.kv.sides.make import make_sides
 from mallee.worker.kv.text import TokenNotation
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.kv.windows import window_groups
-from mallee.worker.sched.branch import Branch, Job, node_of
+from mallee.worker.sched.branch import Branch, Job, answer_of, node_of
 from mallee.worker.speculation.drafters import text_of
 from mallee.worker.speculation.worth import StepCosts
 
@@ -80,7 +80,7 @@ class DraftModel:
             size,
             self._journal,
             notation=TokenNotation(self._vocab_size),
-            windows=window_groups(forward.spec.groups, forward.num_blocks, size),
+            sides=make_sides(forward.spec.groups, forward.num_blocks, size, self._journal),
         )
         self._followed: OrderedDict[Branch, _Followed] = OrderedDict()  # used last: at the end
         self._costs = StepCosts()
@@ -261,16 +261,16 @@ class DraftModel:
 
     def _row(self, followed: _Followed, tokens: list[int], start: int, num_logits: int) -> Row:
         node, size = followed.node, self._block_size
-        windows = flatten_windows(node, size)
-        return Row(as_tokens(tokens), start, flatten(node, size), num_logits, windows)
+        sides = side_tables(node, size)
+        return Row(as_tokens(tokens), start, flatten(node, size), num_logits, sides)
 
     def _draw(self, branch: Branch, logits: Logits, draft: Sequence[int]) -> Draw:
         """The draw of `branch` after `draft`, but for what its grammar forbids."""
-        job, history = branch.job, None
-        if job.has_penalties:
-            assert branch.history is not None, "a decode has drawn before"
-            history = branch.history.after(draft)
-        return Draw(logits, self._sampling(job), branch.seed, branch.length + len(draft), history)
+        job, answer, history = branch.job, answer_of(branch), None
+        if answer.rules.has_penalties:
+            assert answer.history is not None, "a decode has drawn before"
+            history = answer.history.after(draft)
+        return Draw(logits, self._sampling(job), answer.seed, branch.length + len(draft), history)
 
     def _sampling(self, job: Job) -> Sampling:
         """The job's, without biases of tokens that only the larger vocabulary has.
@@ -288,4 +288,4 @@ class DraftModel:
     def _ends(self, branch: Branch, token: int) -> bool:
         """Whether nothing is drawn after `token`."""
         is_eos = token in self._eos and not branch.job.limits.ignore_eos
-        return is_eos or token in branch.job.stop_ids
+        return is_eos or token in branch.job.rules.stop_ids

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from mallee.protocol.errors import ConfigError, DeviceMemoryExhausted
-from mallee.worker.sched.branch import Branch, Draft, Plan
+from mallee.worker.sched.branch import Branch, answer_of
+from mallee.worker.sched.plan import Draft, Plan
 from mallee.worker.speculation.drafters import Drafter, PromptLookup, SiblingLookup
 from mallee.worker.speculation.worth import Acceptance, StepCosts
 
@@ -162,8 +163,9 @@ class Speculator:
                 num_draws[branch] - 1,
             )
             state.accepted[state.last].learn(num, num_accepted)
-            before = branch.untold_drafts or (0, 0)
-            branch.untold_drafts = (before[0] + num, before[1] + num_accepted)
+            answer = answer_of(branch)
+            before = answer.untold_drafts or (0, 0)
+            answer.untold_drafts = (before[0] + num, before[1] + num_accepted)
             num_drafted += num
             self._num_accepted += num_accepted
         self._num_drafted += num_drafted
@@ -175,16 +177,6 @@ class Speculator:
         for branch in plan.drafts:
             for acceptance in self._branches[branch].accepted:
                 acceptance.rest(branch.num_output)
-
-    def multi_step_limit(self, branches: Iterable[Branch]) -> int:
-        """The number of next steps in which nothing is drafted for any of `branches`."""
-        limit = 1 << 62
-        for branch in branches:
-            state = self._branches.get(branch)
-            if state is None:
-                return 0
-            limit = min(limit, *(each.paused(branch.num_output) for each in state.accepted))
-        return limit
 
     def stats(self) -> SpeculationStats:
         return SpeculationStats(self._num_drafted, self._num_accepted)

@@ -210,24 +210,19 @@ class Loans:
         return None
 
     def _of_keys(self, keys: Sequence[int]) -> BlockLoan:
-        """The leading ones of `keys`; of a model with windows all of them, or none."""
-        tree, lower, windows, size = (
-            self._tree,
-            self._lower,
-            self._tree.windows,
-            self._tree.block_size,
-        )
+        """The leading ones of `keys`; of a model with side groups all of them, or none."""
+        tree, lower, size = self._tree, self._lower, self._tree.block_size
         hashes = np.array(keys, dtype=np.uint64)
         num = tree.index.count_leading(hashes)
-        if windows is not None:
-            is_whole = tuple(keys[num:]) == tree.window_keys(keys[:num], num * size)
+        if tree.sides:
+            is_whole = tuple(keys[num:]) == tree.side_keys(keys[:num], num * size)
             num = num if is_whole and tree.find(hashes[:num]) == num else 0
         node = tree.attach(hashes[:num], "", num) if num else None
         blocks: list[int] = [] if node is None else tree.table(node)[:num].tolist()
-        if windows is not None and node is not None:
-            blocks += windows.rows_after(node, num * size)
+        if node is not None:
+            blocks += tree.side_rows(node, num * size)
         rest = keys[len(blocks) :]
-        if windows is None and lower is not None:
+        if not tree.sides and lower is not None:
             rest = rest[: lower.num_leading(rest)]
         if lower is None or not lower.hold(rest):
             rest = ()
@@ -258,9 +253,8 @@ class Loans:
         if not num_slots:
             return {}
         tails = {num_full: (num_slots, 0, 0)}
-        if self._tree.windows is not None:
-            for place, group, part in self._tree.windows.last_rows_after(num_tokens):
-                tails[num_full + 1 + place] = (num_slots, group, part)
+        for place, group, part in self._tree.side_tails(num_tokens):
+            tails[num_full + 1 + place] = (num_slots, group, part)
         return tails
 
     def _give_back(self, loan: BlockLoan) -> None:

@@ -25,7 +25,7 @@ BATCH_BLOCKS: Final = 16
 class Place(NamedTuple):
     """Blocks in one tier, in order.
 
-    By their numbers on the device, where rows of window blocks have some too (`kv.windows`), by slots of host
+    By their numbers on the device, where rows of side groups have some too (`kv.sides`), by slots of host
     memory, by keys on disk, or by rising places in a `loan`. `is_foreign`: it may have other than numbers.
     """
 

@@ -103,14 +103,14 @@ def _event(event: Any) -> PodEvent | None:
         str(fields["lora_id"]) if fields.get("lora_id") is not None else ""
     )
     return PodStored(
-        hashes,
-        fields["parent_block_hash"],
-        fields["token_ids"],
-        int(fields["block_size"]),
-        tier,
-        adapter,
-        tuple(tuple(each or ()) for each in fields.get("extra_keys") or ()),
-        group,
+        hashes=hashes,
+        parent=fields["parent_block_hash"],
+        tokens=fields["token_ids"],
+        block_size=int(fields["block_size"]),
+        tier=tier,
+        adapter=adapter,
+        keys=tuple(tuple(each or ()) for each in fields.get("extra_keys") or ()),
+        group=group,
     )
 
 

@@ -53,19 +53,13 @@ def as_sent(record: CapsuleRecord) -> CapsuleRecord:
 
 
 def num_rows(model: ModelSpec, block_size: int, num_computed: int) -> tuple[int, int]:
-    """Blocks of the first so many tokens, and beside them the rows of windows that are read after those.
-
-    Raises IncompatibleCapsule: the model has layers whose state is no rows of a window.
-    """
-    end = -(-num_computed // block_size)
-    rows = 0
-    for group in model.windows:
-        if group.window is None:
-            layers = f"what layers {', '.join(map(str, group.layers))} keep"
-            raise IncompatibleCapsule(SENT_AS, [(layers, "KV of tokens", f"a {group.kind}")])
-        per_block = -(-group.nbytes_per_token // model.groups[0].nbytes_per_token)
-        rows += per_block * (end - max(0, num_computed - group.window + 1) // block_size)
-    return end, rows
+    """Blocks of the first so many tokens, and the rows of side groups that are read after those."""
+    full, *sides = model.groups
+    rows = [
+        group.num_read(num_computed, block_size) * group.rows_per_block(full, block_size)
+        for group in sides
+    ]
+    return full.num_read(num_computed, block_size), sum(rows)
 
 
 def received(payload: bytes, num_blocks: int, model: ModelSpec, block_size: int) -> CapsuleRecord:
@@ -84,8 +78,11 @@ def received(payload: bytes, num_blocks: int, model: ModelSpec, block_size: int)
 
 
 def check_numbers(block: bytes, place: int, model: ModelSpec) -> None:
-    """Raises CorruptExport if `block` has a number that no model computes."""
-    if _is_odd(block, model.dtype_nbytes):
+    """Raises CorruptExport if `block` has a number that no model computes.
+
+    Rows of states have numbers of other types: they are checked when they come to the model's device.
+    """
+    if not model.has_states and _is_odd(block, model.dtype_nbytes):
         raise CorruptExport(f"block {place}", "a number in it is none, or larger than KV gets")
 
 

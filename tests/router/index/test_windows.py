@@ -1,6 +1,7 @@
 """Credit where sliding windows have given blocks up, against a search through everything held."""
 
 import random
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -8,13 +9,16 @@ import pytest
 from mallee.protocol.events import Snapshot, pack_hashes
 from mallee.protocol.hashing import block_hashes
 from mallee.protocol.ids import Incarnation, WorkerId
+from mallee.protocol.model import GroupSpec
 from mallee.router.index.windows import WindowIndex
 from mallee.router.sync.holdings import Holdings
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.pool import BlockPool
+from mallee.worker.kv.sides.group import RowSpan, SideGroup
+from mallee.worker.kv.sides.states import StateGroup
+from mallee.worker.kv.sides.windows import WindowGroup
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.kv.windows import WindowGroup
 
 SIZE = 4
 
@@ -48,16 +52,26 @@ def test_workers_are_credited_up_to_the_last_place_that_goes_on(seed: int) -> No
     index.check()
 
 
-class Worker:
-    """A tree with a window group, whose events go to a router's holdings."""
+def make_side(window: int | None, journal: Journal) -> SideGroup:
+    """A group of layers with a window, or, without one, with states."""
+    span = RowSpan(1, 80, 1)
+    if window is None:
+        return StateGroup(BlockPool(5), span, block_size=SIZE, journal=journal)
+    return WindowGroup(window, BlockPool(12), span, block_size=SIZE, journal=journal)
 
-    def __init__(self, window: int) -> None:
+
+class Worker:
+    """A tree with a side group, whose events go to a router's holdings."""
+
+    def __init__(self, window: int | None) -> None:
         self.journal = Journal()
-        groups = [WindowGroup(window, BlockPool(12))]
-        self.tree = BranchTree(BlockPool(80), SIZE, self.journal, windows=groups)
+        side = make_side(window, self.journal)
+        kind: Literal["state", "window"] = "state" if window is None else "window"
+        reach = GroupSpec(kind=kind, layers=(1,), nbytes=1, window=window).reach
+        self.tree = BranchTree(BlockPool(80), SIZE, self.journal, sides=[side])
         self.holdings = Holdings(1, max_capsules=8, max_nbytes=1 << 24, clock=lambda: 0.0)
         self.holdings.index.set_prefix_closed(0, True)
-        self.holdings.windows.begin(0, (window,))
+        self.holdings.windows.begin(0, (reach,))
 
     def compute(self, text: list[int]) -> Node:
         hashes = block_hashes(text, SIZE, salt="")
@@ -91,7 +105,7 @@ def test_the_credit_is_what_the_worker_finds_also_after_a_snapshot() -> None:
         0,
         pack_hashes(worker.tree.held_hashes()),
         (),
-        windows=tuple(map(pack_hashes, worker.tree.held_in_windows())),
+        windows=tuple(map(pack_hashes, worker.tree.held_in_sides())),
     )
     worker.holdings.replace(0, WorkerId("w"), snapshot, asked_at=0.0)
     assert [worker.credit(text) for text in texts] == before
@@ -100,3 +114,19 @@ def test_the_credit_is_what_the_worker_finds_also_after_a_snapshot() -> None:
     assert worker.credit(texts[4]) < 9
     assert worker.holdings.index.match(hashes)[0] == 9
     worker.holdings.check()
+
+
+def test_the_credit_of_a_model_with_states_is_where_one_was_left() -> None:
+    worker = Worker(window=None)
+    text = [*range(4 * 9)]
+    node = worker.compute(text[: 4 * 3])
+    node, _ = worker.tree.reserve(node, 4 * 4)  # a chunk: the state before it stays
+    worker.tree.commit(node, text[4 * 3 : 4 * 7])
+    worker.tree.release(node)
+    worker.holdings.apply(0, WorkerId("w"), worker.journal.drain())
+    found = []
+    for end in range(4, 4 * 9, 4):
+        hashes = block_hashes(text[:end], SIZE, salt="")
+        assert worker.credit(text[:end]) == worker.tree.find(hashes)
+        found.append(worker.tree.find(hashes))
+    assert found == [0, 0, 3, 3, 3, 3, 7, 7]

@@ -25,7 +25,7 @@ from mallee.worker.memory.budget import (
     out_of_memory,
 )
 from mallee.worker.memory.device import Identity, host_memory, identify, probe
-from mallee.worker.memory.refusals import shed, told
+from mallee.worker.memory.errors import memory_errors, start_errors
 from mallee.worker.model.kv_memory import TorchKV
 from mallee.worker.transfer.carrier import Carrier
 from mallee.worker.transfer.values import DEVICE, HOST, Place, Transfer
@@ -242,7 +242,7 @@ def test_a_real_device_tells_memory_name_and_place() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_real_device_that_is_full_sheds_and_goes_on() -> None:
     """I26, part."""
-    with pytest.raises(DeviceMemoryExhausted, match="out of memory"), shed("cuda"):
+    with pytest.raises(DeviceMemoryExhausted, match="out of memory"), memory_errors("cuda"):
         torch.empty(2 * probe("cuda").total, dtype=torch.uint8, device="cuda")
     assert int(torch.ones(8, device="cuda").sum()) == 8
 
@@ -262,19 +262,19 @@ def test_torchs_error_becomes_ours_with_what_it_asked_for() -> None:
         kept.append(weakref.ref(hidden))
         refuse(hidden)
 
-    with pytest.raises(DeviceMemoryExhausted) as caught, shed("cuda"):
+    with pytest.raises(DeviceMemoryExhausted) as caught, memory_errors("cuda"):
         step()
     assert caught.value.fields == {"reason": "CUDA out of memory. Tried to allocate 2.00 GiB"}
     assert kept[0]() is None
     with (
         pytest.raises(ConfigError, match="while loading the weights; lower"),
-        told("loading the weights"),
+        start_errors("loading the weights"),
     ):
         refuse()
 
 
 def test_other_errors_pass() -> None:
-    for guard in (shed("cpu"), told("loading")):
+    for guard in (memory_errors("cpu"), start_errors("loading")):
         with pytest.raises(ValueError, match="mine"), guard:
             raise ValueError("mine")
 

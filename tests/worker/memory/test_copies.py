@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.model import GroupSpec
-from mallee.worker.kv.windows import row_spans
+from mallee.worker.kv.sides.group import row_spans
 from mallee.worker.memory.copies import CudaCopies
-from mallee.worker.model import kv_memory
-from mallee.worker.model.kernels.copies import copy_pieces
+from mallee.worker.model.cpu import copies
+from mallee.worker.model.cpu.copies import copy_pieces
 from mallee.worker.model.kv_memory import GroupedKV, TorchKV
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 9
@@ -83,8 +83,8 @@ def test_copies_past_the_caches_are_those_through_them(
         sizes.append(nbytes)
         copy_pieces(addresses, nbytes)
 
-    monkeypatch.setattr(kv_memory, "UNCACHED_NBYTES", 0)
-    monkeypatch.setattr(kv_memory, "copy_pieces", copy)
+    monkeypatch.setattr(copies, "UNCACHED_NBYTES", 0)
+    monkeypatch.setattr(copies, "copy_pieces", copy)
     past = TorchKV(filled(*shape, dtype=torch.uint8), BLOCK_SIZE)
     found = past.new_rows(NUM_BLOCKS)[2:7]
     past.read((8, 3, 4, 5, 0), found)
@@ -100,8 +100,8 @@ def test_copies_past_the_caches_are_those_through_them(
 def test_rows_of_window_blocks_are_copied_on_the_stream_too() -> None:
     """S8, part: several rows a block, the last one filled up with zeros."""
     groups = (
-        GroupSpec(kind="full", layers=(0, 1), nbytes_per_token=40),
-        GroupSpec(kind="window", layers=(2, 3, 4), nbytes_per_token=60, window=6),
+        GroupSpec(kind="full", layers=(0, 1), nbytes=40),
+        GroupSpec(kind="window", layers=(2, 3, 4), nbytes=60, window=6),
     )
     spans = row_spans(groups, NUM_BLOCKS, BLOCK_SIZE)
     memories = [

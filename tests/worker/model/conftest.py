@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from mallee.cli.doctor.compare import load_oracle
 from mallee.protocol.errors import ModelNotFound
 from mallee.testing.random_model import RandomModel, tensors_digest
 from mallee.worker.forward import ForwardBatch, Row
 from mallee.worker.kv.node import BlockCopy
-from mallee.worker.model.doctor import load_oracle
 from mallee.worker.model.loading.source import resolve_model
 from mallee.worker.model.runner import TorchForward
 from support.grammar_lab import Lab
@@ -25,7 +25,7 @@ class Sequences:
         self.forward = forward
         size, total = forward.block_size, forward.num_blocks
         # One table for all groups of layers: ids that every group has.
-        num_blocks = min([total, *(g.num_blocks(total, size) for g in forward.spec.windows)])
+        num_blocks = min([total, *(g.num_blocks(total, size) for g in forward.spec.sides)])
         self.free = list(np.random.default_rng(seed).permutation(num_blocks))
         self.tables: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}

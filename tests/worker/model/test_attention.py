@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from mallee.testing.attention import attend_plain
 from mallee.worker.forward import Row
-from mallee.worker.model.attention.amx import MIN_KEYS, TiledAttention
 from mallee.worker.model.attention.base import (
     MAX_WINDOWED_TOKENS,
     MIN_SHARED_SAVING,
@@ -19,8 +18,9 @@ from mallee.worker.model.attention.base import (
     split_batch,
 )
 from mallee.worker.model.attention.torch import MAX_PADDED_BLOCKS, MAX_PADDED_TOKENS, TorchAttention
-from mallee.worker.model.kernels import amx
-from mallee.worker.model.kernels.layout import CONTROL
+from mallee.worker.model.cpu import amx
+from mallee.worker.model.cpu.attention import MIN_KEYS, TiledAttention
+from mallee.worker.model.cpu.layout import CONTROL
 from mallee.worker.model.plan import Plan, make_plan
 from support.attention_rows import batches, make_row
 from support.attention_rows import forked as forked_rows

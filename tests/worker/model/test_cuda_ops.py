@@ -17,15 +17,15 @@ from mallee.worker.model import ops as torch_ops
 from mallee.worker.model import runner
 from mallee.worker.model.backend import choose_backend
 from mallee.worker.model.config import Activation
-from mallee.worker.model.cuda_ops import CudaOps, KernelWrong, check, choose_ops
 from mallee.worker.model.graphs.decode import GraphOptions
+from mallee.worker.model.kernels.cuda_ops import CudaOps, KernelWrong, check, choose_ops
 from mallee.worker.model.kernels.triton_launch import NoTriton, TritonKernels
 from mallee.worker.model.linear.choose import Machine, make_linear
 from mallee.worker.model.linear.matrix import Quantized
-from mallee.worker.model.linear.plain import plain_linear
+from mallee.worker.model.linear.plain import Plain
 from mallee.worker.model.linear.rounded import RoundedFloat8, Rounding, rounded_rows
 from mallee.worker.model.linear.scheme import Scheme
-from mallee.worker.model.ops import Ops, Turn
+from mallee.worker.model.ops import Ops, Rotation
 from mallee.worker.model.runner import TorchForward
 from support import flashinfer_emulator
 from support.examples import examples
@@ -110,7 +110,7 @@ def test_a_sum_and_its_norm_are_those_of_torch(
     kept = torch.float32 if is_wide else dtype
     norm, own = (kernels.random(width, seed=i, dtype=kept) for i in (2, 3))
     agrees(kernels.ops.norm(x, norm, 1e-6), PLAIN.norm(x, norm, 1e-6))
-    linear = plain_linear(torch.eye(width, dtype=dtype, device=kernels.device))
+    linear = Plain.view(torch.eye(width, dtype=dtype, device=kernels.device))
     options = {"own_norm": own if has_own else None, "norm": norm, "eps": 1e-6}
     found = kernels.ops.added_norm(linear, x, residual.clone(), **options)
     expected = PLAIN.added_norm(linear, x, residual.clone(), **options)
@@ -151,7 +151,7 @@ def test_heads_are_turned_and_written_as_by_torch(
     """I7, part, D31, part: norms of heads, FP8 KV, its scales and its range; other slots keep theirs."""
     num_heads, kv_heads = heads
     qkv = kernels.random(n, num_heads + 2 * kv_heads, dim, dtype=dtype, scale=100)
-    turn = Turn(*(kernels.random(n, 1, dim, seed=i, dtype=dtype).sin() for i in (1, 2)))
+    turn = Rotation(*(kernels.random(n, 1, dim, seed=i, dtype=dtype).sin() for i in (1, 2)))
     seed = data.draw(st.integers(0, 99))
     order = torch.randperm(40, generator=torch.Generator().manual_seed(seed))[: n + 1]
     slots = order.to(kernels.device)[1:]  # not aligned, as a part of a step's numbers
@@ -177,7 +177,7 @@ def test_heads_are_turned_and_written_as_by_torch(
 def test_large_steps_are_those_of_torch(kernels: Kernels, operation: str, n: int) -> None:
     """I7, part: the number of rows is a grid's alone."""
     x, weight = kernels.random(n, 64, dtype=BF16), kernels.random(64, seed=1, dtype=BF16)
-    turn = Turn(*(kernels.random(n, 1, 16, seed=i, dtype=BF16) for i in (2, 3)))
+    turn = Rotation(*(kernels.random(n, 1, 16, seed=i, dtype=BF16) for i in (2, 3)))
     slots = torch.randperm(n, generator=torch.Generator().manual_seed(4)).to(kernels.device)
     found = []
     for ops in (kernels.ops, PLAIN):
@@ -245,7 +245,7 @@ def test_every_bfloat16_becomes_torch_s_float8(kernels: Kernels) -> None:
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16).to(kernels.device)
     kv_heads, dim = 16, 4096
     qkv = torch.cat([torch.zeros_like(bits[:dim]), torch.zeros_like(bits), bits]).view(1, -1, dim)
-    turn = Turn(*torch.zeros(2, 1, 1, dim, dtype=BF16, device=kernels.device))
+    turn = Rotation(*torch.zeros(2, 1, 1, dim, dtype=BF16, device=kernels.device))
     slots = torch.zeros(1, dtype=torch.int64, device=kernels.device)
     memory = torch.zeros(1, 2, kv_heads, dim, device=kernels.device).to(FP8)
     kernels.ops.place(qkv, turn, slots, memory, head_norm=None, eps=1e-6)

@@ -17,7 +17,7 @@ from mallee.protocol.model import WeightVersion
 from mallee.testing.quantized import with_kv_scales
 from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.forward import Draw, ForwardBatch
-from mallee.worker.kv.windows import row_spans
+from mallee.worker.kv.sides.group import row_spans
 from mallee.worker.model.graphs.decode import NO_GRAPHS, GraphOptions, padded_size, padding_row
 from mallee.worker.model.runner import TorchForward
 from support import flashinfer_emulator
@@ -139,7 +139,7 @@ def test_steps_that_do_not_wait_for_their_plans_copies_are_refused(
         run_schedule(sequences(recorded(SMALL, None)), 5)
     late = LateDevice()
     late.install(monkeypatch)
-    monkeypatch.setattr("mallee.worker.model.attention.fixed_tables.Mark.wait", lambda mark: None)
+    monkeypatch.setattr("mallee.worker.model.graphs.tables.Mark.wait", lambda mark: None)
     with pytest.raises(AssertionError, match="pinned memory is overwritten"):
         recorded(SMALL, LateGraphs(late))
 

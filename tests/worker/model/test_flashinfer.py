@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mallee.cli.doctor.tolerance import TOLERANCES
 from mallee.protocol.errors import ConfigError
 from mallee.testing.attention import attend_plain
 from mallee.testing.quantized import with_kv_scales
@@ -32,7 +33,6 @@ from mallee.worker.model.attention.flashinfer import (
 from mallee.worker.model.attention.torch import TorchAttention
 from mallee.worker.model.backend import choose_backend
 from mallee.worker.model.plan import make_plan
-from mallee.worker.model.tolerance import TOLERANCES
 from support import flashinfer_emulator
 from support.attention_rows import batches, forked, make_row
 from support.forward_schedule import run_schedule

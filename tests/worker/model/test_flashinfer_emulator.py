@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mallee.worker.memory.budget import WORKSPACE
-from mallee.worker.model.attention import fixed_tables
+from mallee.worker.model.graphs import tables as graph_tables
 from support import flashinfer_emulator as emulator
 from support.late_device import LateDevice, placed
 
@@ -240,7 +240,7 @@ def test_a_plan_waits_until_the_last_one_was_copied(monkeypatch: pytest.MonkeyPa
     wrapper.plan(**tables)
     with pytest.raises(AssertionError, match="pinned memory is overwritten"):
         wrapper.plan(**tables)
-    fixed_tables.Mark(torch.device("cpu")).wait()
+    graph_tables.Mark(torch.device("cpu")).wait()
     wrapper.plan(**tables)
 
 
@@ -276,7 +276,7 @@ def test_a_launch_comes_after_its_plan_s_copy(monkeypatch: pytest.MonkeyPatch) -
         wrapper.run(q, KV)
     with device.on_stream(2):
         wrapper.run(q, KV)
-    fixed_tables.Mark(torch.device("cpu")).wait()
+    graph_tables.Mark(torch.device("cpu")).wait()
     with device.on_stream(1, waits=False):
         wrapper.run(q, KV)
 

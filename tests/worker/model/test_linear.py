@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.testing.quantized import FORMS, Activations, Form, quantized_tensors
+from mallee.worker.model.cpu.linear import FewRows, RoundedInt8
 from mallee.worker.model.linear.base import Linear
 from mallee.worker.model.linear.block_gemm import MOST_ROWS, ROWS
 from mallee.worker.model.linear.choose import Machine, make_linear
-from mallee.worker.model.linear.int8_rows import FewRows
 from mallee.worker.model.linear.matrix import Quantized
-from mallee.worker.model.linear.rounded import RoundedFloat8, RoundedInt8, rounded_rows
+from mallee.worker.model.linear.rounded import RoundedFloat8, rounded_rows
 from mallee.worker.model.linear.scheme import BLOCK, Scheme
 from mallee.worker.model.linear.weight_only import BlockScaled, RowScaled, weight_only
 from support.deep_gemm import deep_gemm_tile

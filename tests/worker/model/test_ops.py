@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mallee.worker.model.config import Activation
-from mallee.worker.model.kernels import amx
-from mallee.worker.model.kernels.jit import (
+from mallee.worker.model.cpu import amx
+from mallee.worker.model.cpu.jit import (
     Kernel,
     floats,
     from_half,
@@ -16,9 +16,10 @@ from mallee.worker.model.kernels.jit import (
     to_half,
     words,
 )
-from mallee.worker.model.linear.pages import PAGE_NBYTES, take_large_pages
+from mallee.worker.model.cpu.ops import MIN_PARALLEL_NUMEL, FusedOps
+from mallee.worker.model.cpu.pages import PAGE_NBYTES, take_large_pages
 from mallee.worker.model.loading.config_json import parse_config
-from mallee.worker.model.ops import MIN_PARALLEL_NUMEL, FusedOps, Ops, Turn
+from mallee.worker.model.ops import Ops, Rotation
 from mallee.worker.model.rotary import Rotary, inverse_frequencies
 from support.torch_threads import torch_threads
 
@@ -85,7 +86,7 @@ def test_keys_are_turned_and_written_with_their_values(
     qkv = random(n, heads + 2 * kv_heads, dim, dtype=dtype)
     angles = random(n, 1, dim // 2, seed=2).repeat(1, 1, 2)
     sign = torch.tensor([-1.0, 1.0]).repeat_interleave(dim // 2)
-    turn = Turn(angles.cos().to(dtype), (angles.sin() * sign).to(dtype))
+    turn = Rotation(angles.cos().to(dtype), (angles.sin() * sign).to(dtype))
     slots = torch.randperm(64, generator=torch.Generator().manual_seed(3))[:n]
     memory = random(64, 2, kv_heads, dim, seed=4, dtype=dtype)
     before = memory.clone()

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mallee.cli.doctor.compare import Difference, examine, load_oracle
+from mallee.cli.doctor.tolerance import TOLERANCES
 from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.model import runner
 from mallee.worker.model.config import FAMILIES
-from mallee.worker.model.doctor import Difference, examine, load_oracle
 from mallee.worker.model.runner import load
-from mallee.worker.model.tolerance import TOLERANCES
 from support.examples import examples
 
 LLAMA3_ROPE = {

@@ -10,13 +10,13 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from mallee.cli.doctor.compare import examine, load_oracle
 from mallee.protocol.errors import WeightsMismatch
 from mallee.testing.quantized import FORMS, Form, quantization_config, quantized_model
 from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.forward import ForwardBatch, Row
 from mallee.worker.memory.budget import DeviceMemory, Room
 from mallee.worker.model.config import FAMILIES, ModelConfig, model_spec
-from mallee.worker.model.doctor import examine, load_oracle
 from mallee.worker.model.linear.base import Linear
 from mallee.worker.model.linear.matrix import widened
 from mallee.worker.model.linear.scheme import BLOCK

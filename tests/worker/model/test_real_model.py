@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from mallee.cli.doctor.compare import examine, load_oracle
 from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw, ForwardBatch, Row
-from mallee.worker.model.doctor import examine, load_oracle
 from mallee.worker.model.loading.source import resolve_model
 from mallee.worker.model.runner import TorchForward, load
 

@@ -25,13 +25,12 @@ from mallee.worker.forward import (
     distinct,
     num_words,
 )
-from mallee.worker.model.kernels.race import race
+from mallee.worker.model.cpu.race import contenders, race
 from mallee.worker.model.sampling import rows
 from mallee.worker.model.sampling.logits import edited, filtered
 from mallee.worker.model.sampling.logprobs import logprobs
 from mallee.worker.model.sampling.sampler import (
     best,
-    contenders,
     noise,
     race_key,
     sample,

@@ -25,6 +25,7 @@ from mallee.worker.model.runner import TorchForward, load
 
 PROMPT = np.random.default_rng(1).integers(0, 128, 40).astype(np.uint32)
 DTYPES = [("float32", True), ("bfloat16", True), ("bfloat16", False)]
+PRODUCTS = ("mallee.worker.model.linear.", "mallee.worker.model.cpu.linear")
 VERSION = WeightVersion(1, "next", "p")
 
 
@@ -38,7 +39,7 @@ def tensors_in(thing: object) -> list[torch.Tensor]:
             continue
         for inner in gc.get_referents(each):
             is_data = not isinstance(inner, type | ModuleType) and not callable(inner)
-            is_product = type(inner).__module__.startswith("mallee.worker.model.linear")
+            is_product = type(inner).__module__.startswith(PRODUCTS)
             if (is_data or is_product) and id(inner) not in seen:
                 seen.add(id(inner))
                 todo.append(inner)

@@ -11,7 +11,7 @@ from mallee.protocol.errors import ConfigError
 from mallee.protocol.messages import Fork, Generate, Limits, Prefill, Sampling, pack_tokens
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
-from mallee.worker.kv.windows import Windows
+from mallee.worker.kv.sides.windows import WindowGroup
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from support.driving import drive, engine_over
@@ -34,10 +34,10 @@ def linear(text: list[int], num: int) -> list[int]:
     return answer_of_all_kv(MODEL, text, num, Sampling())
 
 
-def windows_of(engine: Engine) -> Windows:
-    windows = engine._tree.windows
-    assert windows is not None
-    return windows
+def window_of(engine: Engine) -> WindowGroup:
+    (side,) = engine._tree.sides
+    assert isinstance(side, WindowGroup)
+    return side
 
 
 def numbers(rng: random.Random, n: int) -> list[int]:
@@ -52,13 +52,13 @@ def test_a_branch_keeps_its_window_and_no_more_however_long_it_gets(block_size: 
     engine = make_engine(num_blocks=800 // block_size, block_size=block_size)
     limits = Limits(150, ignore_eos=True)
     engine.submit(Generate("r", pack_tokens(text), limits), "g")
-    windows, tokens, most = windows_of(engine), [], 0
+    window, tokens, most = window_of(engine), [], 0
     while engine.has_work:
         for frame in engine.step().frames.values():
             tokens += [token for update in frame.updates for token in update.tokens]
         engine.check()
         if len(tokens) > 1:
-            most = max(most, windows.in_use(0))
+            most = max(most, window.in_use)
     assert tokens == linear(text, 150)
     assert most <= -(-WINDOW // block_size) + 2
     assert engine.stats().tree.cached_blocks + engine.load().active_blocks == -(-239 // block_size)
@@ -70,23 +70,6 @@ def test_answers_with_all_kv_kept_are_those_of_transformers() -> None:
     model = random_model("gemma3_text", tie_word_embeddings=False)
     for row in golden["rows"][-5:]:
         assert answer_of_all_kv(model, row["prompt"], 32, Sampling()) == row["tokens"]
-
-
-def test_many_steps_at_once_give_the_same() -> None:
-    engine = make_engine()
-    text = numbers(random.Random(2), 30)
-    engine.submit(Generate("r", pack_tokens(text), Limits(100, ignore_eos=True)), "g")
-    tokens: list[int] = []
-    num_ahead = 0
-    while engine.has_work:
-        limit = engine.multi_step_limit()
-        num_ahead += limit > 1
-        result = engine.multi_step(limit) if limit > 1 else engine.step()
-        for frame in result.frames.values():
-            tokens += [token for update in frame.updates for token in update.tokens]
-        engine.check()
-    assert num_ahead > 10
-    assert tokens == linear(text, 100)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mallee.mocker.policies import make_order
 from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.messages import Generate, Limits, Share
 from mallee.worker.kv.audit import check_tree
@@ -13,7 +14,8 @@ from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.pool import BlockPool
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.branch import Branch, ForkPoint, Job, Plan
+from mallee.worker.sched.branch import Branch, ForkPoint, Job
+from mallee.worker.sched.plan import Plan
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.sched.scheduler import Scheduler
 
@@ -32,8 +34,17 @@ class NothingToReclaim:
 class Rig:
     """Adds branches by name, steps, and remembers who was served when."""
 
-    def __init__(self, *, num_blocks: int = 512, block_size: int = 4, **config: Any) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 512,
+        block_size: int = 4,
+        policy: str = "fair",
+        victims: str = "least_due",
+        **config: Any,
+    ) -> None:
         settings: dict[str, Any] = {"max_step_tokens": 16, "max_rows": 8, "watermark": 0.0}
+        settings["order"] = make_order(policy, victims)
         self.config = SchedulerConfig(**(settings | config)).validate(1)
         self.tree = BranchTree(BlockPool(num_blocks), block_size, Journal())
         self.scheduler = Scheduler(self.config, self.tree, reclaimer=NothingToReclaim())

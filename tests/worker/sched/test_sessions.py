@@ -8,9 +8,11 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from mallee.protocol.messages import Generate, Limits
-from mallee.worker.sched.branch import Branch, FairQueue, ForkPoint, Job, Phase
-from mallee.worker.sched.sessions import Sessions
-from mallee.worker.sched.waiting import PrefixWaits
+from mallee.worker.sched.branch import Branch, ForkPoint, Job, Phase
+from mallee.worker.sched.gates import Gates
+from mallee.worker.sched.policy import Order
+from mallee.worker.sched.queue import FairQueue
+from mallee.worker.sched.sessions import Account, Sessions
 from support.examples import examples
 
 NO_ONE: dict[int, tuple[str, float]] = {}
@@ -154,26 +156,83 @@ def test_sessions_of_different_tenants_are_different(make_rig: Any) -> None:
     whose = sessions.join(("t1", "s"), 1.0, tenant="acme", tenant_weight=3.0)
     other = sessions.join(("t2", "s"), 5.0, tenant="acme", tenant_weight=3.0)
     assert len({one, whose, other}) == 3
-    assert whose.tenant is other.tenant
-    assert (whose.tenant.weight, whose.weight, other.weight) == (3.0, 1.0, 5.0)
+    assert whose.parent is other.parent is not one.parent
+    assert (whose.parent.weight, whose.weight, other.weight) == (3.0, 1.0, 5.0)
     sessions.check()
 
 
-@pytest.mark.parametrize("num", [1000])
-def test_debts_of_sessions_that_left_are_forgotten_once_paid(num: int) -> None:
+class PlainAccounts:
+    """Virtual times of two levels, of which none is forgotten: all are moved up at each step's end."""
+
+    def __init__(self) -> None:
+        self.tags: dict[tuple[str, ...], float] = {}
+
+    def charge(self, key: tuple[str, ...], num_tokens: int, weight: float) -> None:
+        self.tags[key] += num_tokens / weight
+
+    def close(self, held_back: set[tuple[str, ...]]) -> None:
+        """`held_back`: sessions that had more to do."""
+        tenants = {key[:1] for key in held_back}
+        for level, lagging in ((1, tenants), (2, held_back)):
+            for owner in {key[: level - 1] for key in self.tags if len(key) == level}:
+                own = {
+                    k: tag for k, tag in self.tags.items() if len(k) == level and k[:-1] == owner
+                }
+                due = [own[key] for key in own if key in lagging]
+                now = min(due) if due else max(own.values())
+                self.tags |= {key: max(tag, now) for key, tag in own.items()}
+
+
+@examples(60)
+@given(st.data())
+def test_accounts_keep_what_a_list_of_all_would(data: Any) -> None:
+    """S13, part: no banked credit, no debt lost by leaving; memory is bounded by those that live."""
+    sessions, plain = Sessions(), PlainAccounts()
+    live: dict[tuple[str, str], Account] = {}
+    for turn in range(data.draw(st.integers(1, 40))):
+        key = (data.draw(st.sampled_from("tuv")), data.draw(st.sampled_from("abc")))
+        if key in live and data.draw(st.booleans()):
+            sessions.leave(live.pop(key))
+        elif key not in live:
+            live[key] = sessions.join(("", key[1]), 1.0, tenant=key[0], tenant_weight=2.0)
+            for each in (key[:1], key):
+                own = [tag for k, tag in plain.tags.items() if k[:-1] == each[:-1]]
+                plain.tags.setdefault(each, min(own, default=0.0))
+        for key in sorted(live):
+            num = data.draw(st.integers(0, 9))
+            sessions.charge(live[key], num)
+            plain.charge(key[:1], num, 2.0)
+            plain.charge(key, num, 1.0)
+        held_back = {key for key in live if data.draw(st.booleans())}
+
+        accounts = [each for key in held_back for each in (live[key], live[key].parent)]
+
+        def lowest_of(of: Account, accounts: list[Account] = accounts) -> float | None:
+            return min((each.level for each in accounts if each.parent is of), default=None)
+
+        sessions.advance(lowest_of)
+        plain.close(held_back)
+        for key, other in product(live, repeat=2):
+            if key[0] == other[0]:
+                apart = live[key].level - live[other].level
+                assert apart == pytest.approx(plain.tags[key] - plain.tags[other]), turn
+            apart = live[key].parent.level - live[other].parent.level
+            assert apart == pytest.approx(plain.tags[key[:1]] - plain.tags[other[:1]]), turn
+        sessions.check()
+
+
+def test_sessions_that_left_are_forgotten_once_they_are_not_ahead() -> None:
     """S13, part: memory is bounded by the sessions that live."""
     sessions = Sessions()
     busy = sessions.join(("", "busy"), 1.0)
-    for i in range(num):
-        each = sessions.join(("", f"s{i}"), 1.0)
+    for i in range(1000):
+        each = sessions.join(("", f"s{i}"), 1.0, tenant="t" if i % 2 else "")
         sessions.charge(each, 10)
         sessions.charge(busy, 10)
         sessions.leave(each)
-        sessions.close(sessions.level(busy)[0], lambda tenant: None)
+        sessions.advance(lambda of: busy.level if of is sessions.root else None)
         sessions.check()
-    assert len(sessions._left) <= 200
-    sessions.close(None, lambda tenant: None)
-    assert not sessions._left
+    assert len(sessions._accounts) <= 200
     assert sessions.num_live == 1
 
 
@@ -222,14 +281,18 @@ def test_a_branch_moves_along_the_arrows_only(before: Phase, after: Phase) -> No
 
 @examples(80)
 @given(st.data())
-def test_a_line_serves_in_the_order_of_a_full_search(data: Any) -> None:
-    """S13, part, D15: lowest tag of tenants and sessions, then rank, then arrival; and who waits longest."""
-    sessions = Sessions()
-    queue = FairQueue(sessions)
+def test_a_queue_serves_in_the_order_of_a_full_search(data: Any) -> None:
+    """S13, part, D15, S6: virtual times of tenants and sessions, then rank, then arrival; each branch by
+    the best claim of its own and of those that wait for it; and the one that waits longest.
+    """
+    sessions, gates = Sessions(), Gates()
+    queue = FairQueue(Order(), sessions.root, gates)
     inside: list[Branch] = []
+    gated: list[Branch] = []
+    acts = ["push", "push", "gate", "rank", "remove", "serve", "charge", "leave"]
     for step in range(data.draw(st.integers(1, 60))):
-        act = data.draw(st.sampled_from(["push", "push", "rank", "remove", "serve", "charge"]))
-        if act == "push":
+        act = data.draw(st.sampled_from(acts))
+        if act in ("push", "gate"):
             one = branch(step)
             key = data.draw(st.sampled_from("abc"))
             weight, tenant = (
@@ -238,14 +301,30 @@ def test_a_line_serves_in_the_order_of_a_full_search(data: Any) -> None:
             )
             tenant = "" if key == "c" else tenant
             one.job.session = sessions.join(("", key), weight, tenant=tenant)
-            queue.push(one, float(data.draw(st.integers(0, 2))))
-            queue.serve(one, step)
-            inside.append(one)
-        elif inside:
+            one.priority = float(data.draw(st.integers(0, 2)))
+            producers = [*inside, *gated]
+            if act == "push":
+                queue.push(one, step)
+                inside.append(one)
+            elif producers:
+                gates.hold(one, data.draw(st.sampled_from(producers)), 1)
+                gated.append(one)
+                for each in inside:
+                    if gates.waits(one, each):
+                        queue.claim(each, [one, *gates.waiters(one)])
+        elif act == "leave" and gated:
+            leaves = [one for one in gated if not gates.waiters(one)]
+            one = data.draw(st.sampled_from(leaves))
+            gates.leave(one)
+            one.move("finished")
+            gated.remove(one)
+        elif inside and act != "leave":
             one = data.draw(st.sampled_from(inside))
             if act == "rank":
-                queue.push(one, float(data.draw(st.integers(0, 2))))
-            elif act == "remove":
+                one.priority = float(data.draw(st.integers(0, 2)))
+                queue.rerank(one)
+                queue.claim(one, gates.waiters(one))
+            elif act == "remove" and not gates.waiters(one):
                 queue.remove(one)
                 inside.remove(one)
             elif act == "serve":
@@ -253,51 +332,56 @@ def test_a_line_serves_in_the_order_of_a_full_search(data: Any) -> None:
             else:
                 sessions.charge(one.job.session, data.draw(st.integers(1, 5)))
         queue.check()
-        expected = min(
-            inside, key=lambda s: (sessions.order(s.job.session), s.rank, s.ticket), default=None
+        claims = [(by, one) for one in inside for by in (one, *gates.waiters(one))]
+        by, expected = min(
+            claims,
+            key=lambda c: (c[0].job.session.order, -c[0].priority, c[1].ticket),
+            default=(None, None),
         )
         assert queue.first() is expected
-        assert set(queue) == set(inside)
-        oldest = queue.oldest()
+        if by is not None and expected is not None:
+            assert (expected.payer, expected.rank) == (by.job.session, -by.priority)
+        assert set(queue.members) == set(inside)
+        oldest = queue.oldest
         assert (oldest is None) is (not inside)
         if oldest is not None:
             assert oldest.last_step == min(s.last_step for s in inside)
 
 
-def test_a_line_forgets_entries_that_are_out_of_date() -> None:
+def test_a_queue_forgets_claims_that_are_out_of_date() -> None:
     """D15: changing a priority again and again takes no memory."""
     sessions = Sessions()
-    queue = FairQueue(sessions)
+    queue = FairQueue(Order(), sessions.root, Gates())
     sequences = [branch(i) for i in range(3)]
     for one in sequences:
         one.job.session = sessions.join(("", ""), 1.0)
-        queue.push(one, 0.0)
+        queue.push(one, 0)
     for i in range(5000):
-        queue.push(sequences[i % 3], float(i))
+        sequences[i % 3].priority = -float(i)
+        queue.rerank(sequences[i % 3])
         queue.serve(sequences[i % 3], i)
-    assert sum(map(len, queue._by_session.values())) < 200
-    assert len(queue._by_age) < 200
+    assert sum(map(len, queue._claims.values())) < 200
     assert queue.first() is sequences[4997 % 3]
 
 
 def test_gates_let_through_in_the_order_of_what_is_needed() -> None:
-    """S6: whoever needs no more than is there, and everybody when it is over."""
-    waits = PrefixWaits()
+    """S6: those that need no more than is there, and all when their producer is over."""
+    gates = Gates()
     producer = branch(0)
     gated = {n: branch(n) for n in (30, 10, 20)}
     for n, one in gated.items():
-        waits.hold(one, producer, n)
-        waits.check()
-    assert waits.num == 3
-    assert waits.passed(producer, 9) == []
-    assert waits.passed(producer, 20) == [gated[10], gated[20]]
+        gates.hold(one, producer, n)
+        gates.check()
+    assert gates.num == 3
+    assert gates.passed(producer, 9) == []
+    assert gates.passed(producer, 20) == [gated[10], gated[20]]
     for n in (10, 20):
         gated[n].move("waiting")
-    waits.check()
+    gates.check()
     gated[30].producer = producer
-    assert waits.dropped(producer) == []
-    assert waits.stranded(producer) == [gated[30]]
-    assert waits.num == 1
-    waits.left()
+    assert gates.dropped(producer) == []
+    assert gates.stranded(producer) == [gated[30]]
+    assert gates.num == 1
+    gates.leave(gated[30])
     gated[30].move("failed")
-    waits.check()
+    gates.check()

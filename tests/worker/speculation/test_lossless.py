@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
+from mallee.cli.doctor.tolerance import TOLERANCES
 from mallee.mocker.passes import mock_spec
 from mallee.protocol.errors import DeviceMemoryExhausted
 from mallee.protocol.ids import branch_seed
@@ -31,7 +32,6 @@ from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.forward import Forward, ForwardBatch
 from mallee.worker.kv.watch import KVChecks
-from mallee.worker.model.tolerance import TOLERANCES
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.branch import Branch
 from mallee.worker.sched.policy import SchedulerConfig
@@ -231,29 +231,6 @@ def test_what_a_sister_drew_is_accepted_and_what_differs_costs_little() -> None:
     teller.run(generate("t", text, limits, sampling=Sampling(0.9, seed=2), n=8))
     after = engine.stats().speculation
     assert after.num_drafted - before.num_drafted < 0.2 * 8 * 60
-
-
-def test_several_steps_are_taken_at_once_only_while_nothing_is_drafted() -> None:
-    """I15, part: a pause of all drafters is such a time; the answers stay."""
-    text, limits = list(range(1, 14)), Limits(90, ignore_eos=True)
-    plain = played(generate("r", text, limits))
-    engine = make_engine(speculates=True)
-    engine._tree.pool.watch = None
-    assert engine._speculator is not None
-    engine._speculator.drafters = (Knowing("wrong", plain.answers(), vocab=VOCAB),)
-    engine.submit(generate("r", text, limits), "g")
-    tokens: list[int] = []
-    num_single = num_at_once = 0
-    while engine.has_work:
-        limit = engine.multi_step_limit()
-        result = engine.multi_step(limit) if limit > 1 else engine.step()
-        num_at_once += limit > 1
-        num_single += limit < 2
-        for frame in result.frames.values():
-            tokens += [t for update in frame.updates for t in update.tokens]
-    assert tokens == plain.answers()["r", 0]
-    assert num_at_once > 5
-    assert num_single > 5
 
 
 def test_a_step_too_large_by_its_drafts_ends_no_branch() -> None:

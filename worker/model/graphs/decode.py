@@ -32,10 +32,10 @@ from mallee.worker.forward import Row
 from mallee.worker.kv.node import BlockTable
 from mallee.worker.memory.budget import GRAPHS, MIB
 from mallee.worker.model.attention.base import split_batch
-from mallee.worker.model.attention.fixed_tables import FixedDecode, FixedTables
 from mallee.worker.model.attention.flashinfer import FlashInferAttention
 from mallee.worker.model.decoder import Decoder
 from mallee.worker.model.graphs.device import CudaGraphs, Graph, GraphDevice
+from mallee.worker.model.graphs.tables import FixedDecode, FixedTables
 from mallee.worker.model.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -354,8 +354,8 @@ def padded_size(num_rows: int) -> int:
 
 def padding_row(blocks: Sequence[int]) -> Row:
     """A row of one token at the beginning of `blocks`, by group of layers."""
-    table, *windows = (np.array([block], dtype=np.int32) for block in blocks)
-    return Row(np.zeros(1, dtype=np.uint32), 0, table, 1, tuple(windows))
+    table, *sides = (np.array([block], dtype=np.int32) for block in blocks)
+    return Row(np.zeros(1, dtype=np.uint32), 0, table, 1, tuple(sides))
 
 
 def reading_row(model: Model, depth: int, number: int) -> Row:
@@ -367,9 +367,9 @@ def reading_row(model: Model, depth: int, number: int) -> Row:
         return np.append(blocks[: depth - 1], padding).astype(np.int32)
 
     padding = model.padding
-    windows = tuple(table(own) for own in padding.windows)
+    sides = tuple(table(own) for own in padding.sides)
     start = (depth - 1) * model.block_size
-    return padding._replace(start=start, table=table(padding.table), windows=windows)
+    return padding._replace(start=start, table=table(padding.table), sides=sides)
 
 
 def _room(model: Model, num_rows: int) -> tuple[Places, dict[int, FixedTables]]:

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
+import torch
+
 _WARM_UPS: Final = 2
 _TRIALS: Final = 5
 
@@ -42,11 +44,11 @@ class CudaGraphs:
     __slots__ = ("_clock", "_cuda", "_device", "_stream")
 
     def __init__(
-        self, device: str, *, clock: Callable[[], float] = time.perf_counter, cuda: Any = None
+        self, device: str, *, clock: Callable[[], float] = time.perf_counter, cuda: Any = torch.cuda
     ) -> None:
         self._device = device
         self._clock = clock
-        self._cuda = cuda or _cuda()
+        self._cuda = cuda
         self._stream = self._cuda.Stream(device)  # graphs that share memory share this, too
 
     def capture(self, work: Callable[[], None], beside: Graph | None) -> Graph:
@@ -85,9 +87,3 @@ class CudaGraphs:
             if number >= _WARM_UPS:
                 times.append(self._clock() - begin)
         return min(times)
-
-
-def _cuda() -> Any:
-    import torch
-
-    return torch.cuda

@@ -14,9 +14,8 @@ from typing import Final
 
 import torch
 
-from mallee.worker.model.linear.base import Linear
+from mallee.worker.model.linear.base import Linear, QuantizedLinear
 from mallee.worker.model.linear.matrix import Quantized
-from mallee.worker.model.linear.quantized import QuantizedLinear
 from mallee.worker.model.linear.rounded import rounded_rows
 from mallee.worker.model.linear.scheme import BLOCK
 

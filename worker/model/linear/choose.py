@@ -6,14 +6,13 @@ from typing import NamedTuple
 
 import torch
 
+from mallee.worker.model.cpu.linear import cpu_linear
 from mallee.worker.model.kernels.triton_launch import NoTriton, TritonKernels
-from mallee.worker.model.linear.base import Linear
+from mallee.worker.model.linear.base import Linear, SideBySide
 from mallee.worker.model.linear.block_gemm import ROWS, block_gemm
-from mallee.worker.model.linear.int8_rows import FewRows
 from mallee.worker.model.linear.matrix import Matrix, Quantized, fused, runs
-from mallee.worker.model.linear.plain import plain_linear
-from mallee.worker.model.linear.rounded import RoundedFloat8, RoundedInt8
-from mallee.worker.model.linear.side_by_side import SideBySide
+from mallee.worker.model.linear.plain import Plain
+from mallee.worker.model.linear.rounded import RoundedFloat8
 from mallee.worker.model.linear.weight_only import weight_only
 
 log = logging.getLogger(__name__)
@@ -46,20 +45,14 @@ def make_linear(parts: Sequence[Matrix], dtype: torch.dtype, machine: Machine) -
 
 def _product(matrix: Matrix, dtype: torch.dtype, machine: Machine) -> Linear:
     """In float32 the exact one: activations are rounded to 8 bits only where they are rounded already."""
+    if machine.kind == "cpu":
+        return cpu_linear(matrix, dtype)
     if isinstance(matrix, torch.Tensor):
-        return plain_linear(matrix)
-    if dtype == torch.bfloat16 and machine.kind == "cpu":
-        return _on_cpu(matrix)
+        return Plain.view(matrix)
     reference = weight_only(matrix)
     if dtype == torch.bfloat16 and machine.kind == "cuda":
         return _proven(_on_gpu(matrix, machine.capability), reference, matrix)
     return reference
-
-
-def _on_cpu(matrix: Quantized) -> Linear:
-    if matrix.scheme.values != "int8" or matrix.has_blocks:
-        return weight_only(matrix)
-    return RoundedInt8(matrix) if matrix.scheme.activations == "dynamic" else FewRows(matrix)
 
 
 def _on_gpu(matrix: Quantized, capability: tuple[int, int]) -> list[Linear]:

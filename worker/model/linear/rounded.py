@@ -8,8 +8,8 @@ number in float8, of half a 127th of a row's largest number in int8.
 import torch
 
 from mallee.worker.model.kernels.triton_launch import TritonKernels, power_of_two
+from mallee.worker.model.linear.base import QuantizedLinear
 from mallee.worker.model.linear.matrix import Quantized
-from mallee.worker.model.linear.quantized import QuantizedLinear
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _LEAST_SCALE = 1e-12  # of a row of zeros
@@ -81,18 +81,3 @@ class RoundedFloat8(QuantizedLinear):
     @property
     def label(self) -> str:
         return f"float8 times float8, {self._rounding.label}"
-
-
-class RoundedInt8(QuantizedLinear):
-    """By torch._int_mm on a CPU: 0.6 to 1.1 of the time of bfloat16, packed by oneDNN (measured)."""
-
-    __slots__ = ()
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        values, scales, _ = self._matrix
-        rounded, own = rounded_rows(x, torch.int8)
-        return (torch._int_mm(rounded, values.t()) * own * scales.t()).to(x.dtype)
-
-    @property
-    def label(self) -> str:
-        return "int8 times int8"

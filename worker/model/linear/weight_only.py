@@ -7,8 +7,8 @@ row on a CPU (measured). None has run on a GPU.
 
 import torch
 
+from mallee.worker.model.linear.base import QuantizedLinear
 from mallee.worker.model.linear.matrix import Quantized, widened
-from mallee.worker.model.linear.quantized import QuantizedLinear
 from mallee.worker.model.linear.scheme import BLOCK
 
 _CPU_CHUNK = 1 << 20  # values widened at a time: they stay in the cache

@@ -38,7 +38,7 @@ import torch
 from mallee.protocol.messages import TokenLogprobs
 from mallee.worker.forward import Draw, LogprobQuery
 from mallee.worker.memory.transfer import Fetched, sent
-from mallee.worker.model.kernels.race import GAP, RACE, race
+from mallee.worker.model.cpu.race import contenders, race
 from mallee.worker.model.sampling.logits import Field, all_ids, edited, filtered, masked
 from mallee.worker.model.sampling.logprobs import logprobs
 from mallee.worker.model.sampling.rows import slabs, stacked
@@ -223,27 +223,6 @@ def _race(field: Field, draw: Draw) -> int:
         places = contenders(scores, ids, key)
         scores, ids = scores[places], ids[places]
     return int(ids[(scores + noise(ids, draw.seed, draw.position)).max(0).indices])
-
-
-def contenders(scores: torch.Tensor, ids: torch.Tensor, key: int) -> torch.Tensor:
-    """Places of the few tokens that can win the race of `key`, rising: the winner is among them.
-
-    Needs the kernel `race`. Noise for a whole vocabulary takes five times as long.
-    """
-    n = len(scores)
-    scores, ids = scores.contiguous(), ids.contiguous()
-    assert scores.dtype == torch.float32
-    assert ids.dtype == torch.int32
-    bounds = np.empty(n, dtype=np.float32)
-    control = np.zeros(len(RACE), dtype=np.int64)
-    control[RACE.scores], control[RACE.ids] = scores.data_ptr(), ids.data_ptr()
-    control[RACE.n], control[RACE.bounds] = n, bounds.ctypes.data
-    control[RACE.key_low], control[RACE.key_high] = key & 0xFFFFFFFF, key >> 32
-    race.run(control.ctypes.data, 1)
-    found = np.flatnonzero(
-        bounds >= bounds.max() - np.float32(GAP + 1e-3)
-    )  # torch takes 5 times as long
-    return torch.from_numpy(found) if len(found) else torch.arange(n)  # none: not numbers
 
 
 def _is_plain(draw: Draw) -> bool:

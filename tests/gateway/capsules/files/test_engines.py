@@ -21,7 +21,6 @@ from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.watch import KVMemory
-from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.transfer.carrier import Carrier
@@ -32,6 +31,7 @@ from mallee.worker.transfer.prices import MeasuredPrices
 from support.capturing import Course, course, resume
 from support.exact_capsules import CASES, LIMITS, NUM, PROMPT, tiny_forward
 from support.files import BLOCK_SIZE, Desk
+from support.fold_forward import FoldForward
 from support.lending import Neighbours, holder
 from support.waiting import until
 
@@ -48,7 +48,7 @@ WAYS: dict[str, tuple[Sampling, Grammar | None]] = {
 pytestmark = pytest.mark.usefixtures("one_thread", "small_window_pools")
 
 
-def engine_over(forward: TorchForward, peers: Lender, life: int = 1) -> Engine:
+def engine_over(forward: Any, peers: Lender, life: int = 1) -> Engine:
     def below(journal: Journal, memory: KVMemory) -> LowerTiers:
         arena = memory.new_rows(0)
         carrier = Carrier(memory, arena, None, time.monotonic, peers=peers)
@@ -84,7 +84,7 @@ async def run(engine: Engine, *commands: Command, later: Any = None) -> Course:
 class Side(Desk):
     """An engine, and the files that come from it and go to it."""
 
-    def __init__(self, forward: TorchForward, folder: Path) -> None:
+    def __init__(self, forward: Any, folder: Path) -> None:
         own = Neighbours()
         super().__init__(folder, model=forward.spec, max_spool_nbytes=1 << 30, lender=own)
         self.engine = own.engines["w0"] = engine_over(forward, self.lender)
@@ -123,12 +123,22 @@ async def test_a_file_goes_on_elsewhere_as_the_very_branch_bit_by_bit(
     kind: str, dtype: str, kv_dtype: str, way: str, tmp_path: Path
 ) -> None:
     """F1, part, S8, part: 64 tokens are an uninterrupted run's; exported again it is the same file."""
+    num = {"num_blocks": 121, "block_size": BLOCK_SIZE}
+    sides = [Side(tiny_forward(kind, dtype, kv_dtype, **num), tmp_path) for _ in range(2)]
+    await goes_on(*sides, *WAYS[way])
 
-    def forward() -> TorchForward:
-        return tiny_forward(kind, dtype, kv_dtype, num_blocks=121, block_size=BLOCK_SIZE)
 
-    sampling, grammar = WAYS[way]
-    here, there = Side(forward(), tmp_path), Side(forward(), tmp_path)
+async def test_a_file_has_the_state_of_recurrent_layers(tmp_path: Path) -> None:
+    """F1, part, F11, part: of a toy, which looks at its state in each pass."""
+
+    def side() -> Side:
+        forward = FoldForward(num_blocks=121, block_size=BLOCK_SIZE, vocab_size=128)
+        return Side(forward, tmp_path)
+
+    await goes_on(side(), side(), *WAYS["sampled"])
+
+
+async def goes_on(here: Side, there: Side, sampling: Sampling, grammar: Grammar | None) -> None:
     command = Generate("r", pack_tokens(PROMPT), LIMITS, sampling, grammar=grammar)
     first = -(-len(PROMPT) // 16)  # steps until it draws
     whole = await run(here.engine, command, later={first + CUT - 1: [Capture("c", "r")]})

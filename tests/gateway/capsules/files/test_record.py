@@ -8,7 +8,7 @@ from msgspec import structs
 
 from mallee.gateway.capsules.files.record import as_sent, check_numbers, identity_of, received
 from mallee.protocol.codec import encode
-from mallee.protocol.errors import ContextLengthExceeded, CorruptExport, IncompatibleCapsule
+from mallee.protocol.errors import ContextLengthExceeded, CorruptExport
 from mallee.protocol.events import pack_hashes
 from mallee.protocol.messages import Continuation, Grammar, Limits, Sampling, pack_tokens
 from mallee.protocol.model import GroupSpec, WeightVersion
@@ -42,13 +42,14 @@ def test_a_record_of_any_length_is_taken(num: int, window: int | None) -> None:
         received(raw, len(rows(model, num=num)) + 1, model, BLOCK_SIZE)
 
 
-def test_a_model_with_a_recurrent_state_takes_no_file() -> None:
-    """Its layers keep no KV of tokens that a file could carry: said as what does not fit."""
-    model, raw = spec(window=5), encode(as_sent(record()))
-    state = GroupSpec(kind="state", layers=(5, 6), nbytes_per_token=192)
-    model = structs.replace(model, groups=(*model.groups, state))
-    with pytest.raises(IncompatibleCapsule, match=r"layers 5, 6 keep was .* and is 'a state' here"):
-        received(raw, len(rows()), model, BLOCK_SIZE)
+@pytest.mark.parametrize("num", [1, 2, 9, 12])
+def test_a_file_of_a_model_with_recurrent_layers_has_the_rows_of_one_state(num: int) -> None:
+    model, raw = spec(window=5), encode(as_sent(record(num=num, continuation=None, grammar=None)))
+    state = GroupSpec(kind="state", layers=(5, 6), nbytes=1025)  # three rows of 512 bytes
+    model, before = structs.replace(model, groups=(*model.groups, state)), len(rows(model, num=num))
+    received(raw, before + 3 * (num > 1), model, BLOCK_SIZE)
+    with pytest.raises(CorruptExport, match="blocks"):
+        received(raw, before + 3 * (num > 1) - 1, model, BLOCK_SIZE)
 
 
 WRONG_RECORDS: dict[str, tuple[dict[str, Any], str]] = {

@@ -1,0 +1,278 @@
+"""`mallee profile`: what a model's forward passes take on this machine, as a timing for replays."""
+
+import gc
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import msgspec
+import typer
+from rich.console import Console
+
+import mallee
+from mallee.cli.options import JsonOption, check_file, print_json, require_serve_extra
+from mallee.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mallee.cli.profile.measure import Sweep
+    from mallee.protocol.model import ModelSpec
+    from mallee.worker.model.runner import TorchForward
+
+BLOCK_SIZE = 16
+
+Conditions: TypeAlias = dict[str, str | int | float]
+
+
+def add_to(cli: typer.Typer) -> None:
+    """Add the command."""
+    cli.command()(profile)
+
+
+def profile(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="As --model of `mallee serve`; with --random-weights a shape."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--to", help="The file to write; `mallee replay --timing` reads it."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Record the steps of an engine, phase by phase, for ui.perfetto.dev: the file to write."
+        ),
+    ] = None,
+    random_weights: Annotated[
+        bool,
+        typer.Option(
+            help="Draw the weights: MODEL is a folder with a config.json, or llama-3.1-8b, and nothing is"
+            " downloaded."
+        ),
+    ] = False,
+    quick: Annotated[bool, typer.Option(help="A few points only.")] = False,
+    fits: Annotated[
+        bool, typer.Option(help="Print the profiles that come with Mallee, and their errors.")
+    ] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, or cuda where there is one.")] = "cpu",
+    kv_tokens: Annotated[
+        int, typer.Option(min=1024, help="Tokens of KV memory: as many rows and contexts fit.")
+    ] = 49152,
+    max_rows: Annotated[int, typer.Option(min=2, help="Rows to measure decodes up to.")] = 32,
+    max_context: Annotated[int, typer.Option(min=64, help="Tokens to measure up to.")] = 1024,
+    max_step_tokens: Annotated[
+        int, typer.Option(min=32, help="Tokens of a chunk to measure prefills up to.")
+    ] = 512,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what a model's passes take on this machine, for `mallee replay --timing FILE`.
+
+    With --trace FILE, record an engine's steps instead, or as well.
+
+    Example: mallee profile smollm2 --quick --to cpu.json
+
+    Example: mallee profile llama-3.1-8b --random-weights --device cuda --kv-tokens 262144 --to gpu.json
+    """
+    from mallee.mocker.timing.profiles import fits_table, fitted
+
+    if fits:
+        if as_json:
+            print_json(msgspec.to_builtins(fitted()))
+        else:
+            sys.stdout.write("\n".join(fits_table()) + "\n")
+        return
+    if model is None or (out is None and trace is None):
+        raise ConfigError("profile: give MODEL and --to FILE or --trace FILE (or --fits)")
+    if out is not None and out.suffix == ".npz":
+        raise ConfigError(f"--to {out}: a profile is JSON; .npz is Dynamo's form")
+    for option, target in (("--to", out), ("--trace", trace)):
+        if target is not None:
+            _check_target(option, target)
+    require_serve_extra()
+    from mallee.cli.profile.measure import Sweep
+
+    console = Console(stderr=True)
+    threads = threads or os.cpu_count() or 1
+    load = _drawn if random_weights else _stored
+    with console.status(f"loading {model} ..."):
+        forward = load(model, kv_tokens, dtype, device, threads)
+    gc.collect()
+    gc.freeze()  # as workers do: a full collection would fall into a step
+    conditions: Conditions = {
+        **_about(forward.spec, device),
+        "weights": "random" if random_weights else "stored",
+        "threads": threads,
+        "block_size": BLOCK_SIZE,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+    written: dict[str, Any] = {}
+    if trace is not None:
+        sizes = {"max_context": max_context, "max_rows": max_rows}
+        sizes["max_step_tokens"] = max_step_tokens
+        with console.status("recording steps ..."):
+            num_steps = _record(forward, trace, conditions, sizes, console)
+        written["trace"] = {"file": str(trace), "steps": num_steps}
+    if out is not None:
+        wanted = Sweep.quick() if quick else Sweep.up_to(max_rows, max_context, max_step_tokens)
+        jitter = _measure(forward, wanted, out, conditions=conditions, console=console)
+        written["profile"] = {"file": str(out), "jitter": jitter}
+    if as_json:
+        print_json({"conditions": conditions, **written})
+
+
+def _stored(model: str, kv_tokens: int, dtype: str, device: str, threads: int) -> "TorchForward":
+    """The model as it is stored."""
+    from mallee.worker.model.backend import check_device
+    from mallee.worker.model.loading.source import resolve_model
+    from mallee.worker.model.runner import load
+
+    check_device(device)  # before anything is downloaded
+    return load(
+        resolve_model(model),
+        num_blocks=kv_tokens // BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+    )
+
+
+def _drawn(model: str, kv_tokens: int, dtype: str, device: str, threads: int) -> "TorchForward":
+    """A model of that shape with random weights."""
+    import torch
+
+    from mallee.testing.random_weights import draw_weights, read_shape
+    from mallee.worker.model.backend import check_device
+    from mallee.worker.model.config import model_spec
+    from mallee.worker.model.graphs.decode import GraphOptions
+    from mallee.worker.model.loading.config_json import parse_config
+    from mallee.worker.model.runner import TorchForward, resolve_dtype
+
+    check_device(device)
+    torch.set_num_threads(threads)
+    config = parse_config(read_shape(model))
+    dtype = resolve_dtype(dtype, config, device)
+    weights = draw_weights(config, dtype=getattr(torch, dtype), device=device)
+    spec = model_spec(
+        config,
+        name=Path(model).name,
+        weights_digest="random",
+        dtype=dtype,
+        max_model_len=kv_tokens // BLOCK_SIZE * BLOCK_SIZE,
+    )
+    return TorchForward(
+        *(config, weights, spec),
+        num_blocks=kv_tokens // BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        graphs=GraphOptions(),  # as a worker has them
+    )
+
+
+def wait_of(device: str) -> Callable[[], None]:
+    """Waits until the device has done all that was launched; a CPU has."""
+    if not device.startswith("cuda"):
+        return lambda: None
+    import torch
+
+    return partial(torch.cuda.synchronize, device)
+
+
+def _beside_host(forward: "TorchForward") -> "TorchForward | None":
+    """It again, if the engine launches passes ahead there."""
+    return forward if forward.is_beside_host else None
+
+
+def _record(
+    forward: "TorchForward",
+    trace: Path,
+    conditions: Conditions,
+    sizes: dict[str, int],
+    console: Console,
+) -> int:
+    """Write the trace of an engine's steps, and print the time of each phase. Returns their number."""
+    from mallee.cli.profile.measure import warm_up
+    from mallee.cli.profile.steps import record_steps, save_trace, summary
+
+    warm_up(forward)
+    record = partial(
+        record_steps, forward, device=_beside_host(forward), clock=time.perf_counter, **sizes
+    )
+    record(seed=1)  # kernels are made for its shapes
+    steps = record()
+    save_trace(trace, steps, conditions)
+    console.print("\n".join(summary(steps)), highlight=False)
+    console.print(f"wrote {trace}: {len(steps)} steps", highlight=False)
+    return len(steps)
+
+
+def _measure(
+    forward: "TorchForward",
+    wanted: "Sweep",
+    out: Path,
+    *,
+    conditions: Conditions,
+    console: Console,
+) -> float:
+    """Write the times of passes. Returns their jitter."""
+    from mallee.cli.profile.measure import Profiler
+
+    sweep = wanted.fitted_to(forward.spec.max_model_len, forward.num_blocks, BLOCK_SIZE)
+    with console.status("measuring ..."):
+
+        def report(line: str) -> None:
+            console.print(f"[dim]{line}[/]", highlight=False)
+
+        profiler = Profiler(
+            forward,
+            sweep,
+            device=_beside_host(forward),
+            wait=wait_of(str(conditions["device"])),
+            report=report,
+        )
+        found = profiler.measure(conditions)
+    found.save(out)
+    console.print(f"wrote {out}: jitter {found.jitter:.3f}", highlight=False)
+    return found.jitter
+
+
+def _check_target(option: str, target: Path) -> None:
+    """Raises ConfigError before minutes of work if `target` can't be written to."""
+    if not target.parent.is_dir():
+        raise ConfigError(f"{option} {target}: there is no folder {target.parent}")
+    check_file(target)
+
+
+def _about(spec: "ModelSpec", device: str) -> dict[str, str]:
+    """The model, its arithmetic and what computes it, as a profile's file names them."""
+    import torch
+
+    dtypes = {2: "bfloat16", 4: "float32"}
+    found = {
+        "model": spec.name,
+        "fingerprint": spec.fingerprint,
+        "device": device,
+        "dtype": dtypes.get(spec.dtype_nbytes, str(spec.dtype_nbytes)),
+        "torch": str(torch.__version__),
+        "mallee": mallee.__version__,
+    }
+    if device.startswith("cuda"):
+        found["device_name"] = torch.cuda.get_device_name(device)
+        found["cuda"] = str(torch.version.cuda)
+        found["flashinfer"] = _installed("flashinfer-python") or "none"
+    return found
+
+
+def _installed(package: str) -> str | None:
+    """Its version, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

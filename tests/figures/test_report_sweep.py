@@ -1,0 +1,273 @@
+"""K26: a sweep finds the fleets that nobody beats; it survives children that die."""
+
+import csv
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from mallee.cli.main import cli
+from mallee.figures.replays.scenes import Conditions, all_jobs, ideal_hit_rate, make_figures
+from mallee.figures.replays.write_sweep import CSV_COLUMNS, about_seeds, advice, cells, write_sweep
+from mallee.mocker.replay.config import ReplayConfig
+from mallee.mocker.sweeps.pool import Run
+from mallee.mocker.sweeps.sweep import (
+    Fleet,
+    Grid,
+    Spread,
+    Sweep,
+    dominates,
+    interval_of,
+    mark_frontier,
+    spread_of,
+)
+from mallee.protocol.errors import ConfigError
+from mallee.traces.made import fan_out_workload, sessions_workload
+from mallee.traces.read import read_workload
+from mallee.traces.workload import Request, Workload
+
+DATA = Path(__file__).resolve().parents[1] / "traces" / "data"
+TRACE = DATA / "mooncake.jsonl"
+
+make = partial(read_workload, TRACE)
+
+
+def made_run(ttft_ms: float = 1.0, goodput: float = 1.0, slo_share: float = 1.0) -> Run:
+    summary = {
+        "ttft_ms": {"p50": ttft_ms},
+        "itl_ms": {"p50": 1.0, "p99": None},
+        "goodput_per_s": goodput,
+        "slo_share": slo_share,
+        "virtual_requests_per_s": 1.0,
+        "hit_rate": 0.5,
+        "prefix_copies": 1.0,
+        "utilisation": {"mean": 0.5},
+        "errors": {},
+        "lost": 0,
+        "digest": f"{ttft_ms}",
+    }
+    return Run(summary, {"trace": "t", "engines": 1}, np.full(1001, ttft_ms), {})
+
+
+def fleet(engines: int, blocks: int, ttft_ms: float, goodput: float, share: float = 1.0) -> Fleet:
+    return Fleet(engines, "cost", blocks, {0: made_run(ttft_ms, goodput, share)})
+
+
+fleets = st.lists(
+    st.builds(fleet, *[st.integers(1, 4)] * 2, st.integers(1, 4), st.integers(1, 4)), max_size=12
+)
+
+
+# The frontier
+
+
+@given(fleets)
+def test_the_frontier_is_what_nobody_dominates_and_dominates_the_rest(found: list[Fleet]) -> None:
+    marked = mark_frontier(found)
+    best = [f for f in marked if f.on_frontier]
+    for one in marked:
+        beaten = any(dominates(other, one) for other in marked)
+        assert one.on_frontier == (not beaten)
+        assert one.on_frontier or any(dominates(other, one) for other in best)
+
+
+def test_fleets_that_failed_are_never_on_the_frontier() -> None:
+    failed = Fleet(1, "cost", 1, {}, "it died")
+    good = fleet(8, 8, 5.0, 1.0)
+    assert [f.on_frontier for f in mark_frontier([failed, good])] == [False, True]
+    never_began = fleet(1, 1, float("inf"), 0.5)
+    assert [f.on_frontier for f in mark_frontier([never_began, good])] == [False, True]
+    assert failed.row()["error"] == "it died"
+    assert set(failed.row()) == set(good.row())
+    assert [set(row) <= set(CSV_COLUMNS) for f in (failed, good) for row in f.rows()] == [True] * 2
+
+
+def test_the_smallest_fleet_that_is_good_enough_is_named() -> None:
+    found = [
+        fleet(8, 64, 1.0, 9.0, 0.99),
+        fleet(4, 64, 2.0, 8.0, 0.96),
+        fleet(2, 64, 9.0, 3.0, 0.5),
+    ]
+    conditions = {"slo_ttft_ms": 2000.0, "slo_itl_ms": 50.0}
+    enough = Sweep(mark_frontier(found), conditions, 0.95)
+    assert enough.smallest_good is not None
+    assert enough.smallest_good.engines == 4
+    assert advice(enough).startswith("4 engines with KV for 64 tokens and policy cost are enough")
+    assert [f.engines for f in enough.frontier] == [2, 4, 8]
+    assert advice(Sweep(mark_frontier(found), conditions, 1.0)).startswith("No fleet here")
+
+
+def test_grids_are_tried_in_the_order_given_and_each_combination_once() -> None:
+    grid = Grid([4, 2, 4], ["cost", "random"], [64])
+    configs = grid.configs(ReplayConfig(), 16)
+    assert [(c.engines, c.policy) for c in configs] == [
+        *((4, "cost"), (4, "random"), (2, "cost"), (2, "random"))
+    ]
+    with pytest.raises(ConfigError, match="policy='x'"):
+        Grid([1], ["x"], [64]).configs(ReplayConfig(), 16)
+    with pytest.raises(ConfigError, match="kv_tokens"):
+        Grid([1], ["cost"], []).configs(ReplayConfig(), 16)
+
+
+# Seeds
+
+
+def test_intervals_leave_out_what_a_coin_would() -> None:
+    """Distribution-free: 95 of 100 times the median of all seeds lies inside."""
+    assert [interval_of(n)[0] for n in (1, 2, 5, 6, 8, 9, 12, 20)] == [0, 0, 0, 0, 0, 1, 2, 5]
+    assert interval_of(5)[1] == pytest.approx(1 - 2 / 32)
+    assert interval_of(9)[1] == pytest.approx(1 - 2 * (1 + 9) / 512)
+    drawn = np.random.default_rng(0).exponential(1.0, (2000, 12))
+    inside = 0
+    for values in drawn.tolist():
+        _, low, high = spread_of(values)
+        inside += low <= np.log(2) <= high
+    assert 0.95 < inside / 2000 < 0.99
+    assert spread_of([3.0, 1.0, float("inf"), 2.0]) == Spread(2.5, 1.0, float("inf"))
+    assert spread_of([float("nan"), 2.0]) == Spread(2.0, 2.0, 2.0)
+
+
+def test_a_fleet_over_seeds_has_medians_and_intervals_and_is_written_down(tmp_path: Path) -> None:
+    runs = {
+        seed: made_run(ms, 1.0, share)
+        for seed, ms, share in ((1, 5.0, 0.9), (2, 1.0, 1), (3, 2.0, 0.99))
+    }
+    several = Fleet(2, "cost", 64, runs)
+    row = several.row()
+    assert (row["ttft_p90_ms"], row["intervals"]["ttft_p90_ms"]) == (2, [1, 5])
+    assert "2 ms\n1 to 5 ms" in cells(several)
+    conditions = {"trace": "t", "slo_ttft_ms": 1.0, "slo_itl_ms": 1.0}
+    failed = Fleet(4, "random", 64, {}, "it <died>")
+    found = Sweep(mark_frontier([several, failed]), conditions, 0.95, (1, 2, 3))
+    assert found.smallest_good is None, "one seed is too slow"
+    assert "Medians of 3 seeds" in about_seeds(found)
+    assert found.as_json()["confidence"] == 0.75
+    paths = write_sweep(found, tmp_path)
+    assert [path.name for path in paths] == ["sweep.csv", "sweep.json", "pareto.png", "sweep.html"]
+    with paths[0].open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["seed"], row["ttft_p90_ms"], row["on_frontier"]) for row in rows] == [
+        *(("1", "5.0", "True"), ("2", "1.0", "True"), ("3", "2.0", "True"), ("", "", "False"))
+    ]
+    assert {row["trace"] for row in rows} == {"t"}
+    data = json.loads(paths[1].read_text())
+    assert (len(data["points"]), data["failed"]) == (2, 1)
+    assert "it &lt;died&gt;" in paths[3].read_text()
+    same = Fleet(2, "cost", 64, dict.fromkeys((1, 2, 3), made_run()))
+    assert "nothing to chance" in about_seeds(Sweep((same,), conditions, 0.95, (1, 2, 3)))
+
+
+# Files and commands
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["sweep", "none.jsonl"], "no such file"),
+        (["sweep", str(TRACE), "--engines", "0"], "--engines=0"),
+        (["sweep", str(TRACE), "--engines", "two"], "--engines=two"),
+        (["sweep", str(TRACE), "--kv-tokens", ","], "--kv-tokens"),
+        (["sweep", str(TRACE), "--policy", "best"], "policy='best'"),
+        (["sweep", str(TRACE), "--timing", "abacus"], "abacus"),
+        (["sweep", str(TRACE), "--processes", "0"], "--processes=0"),
+        (["sweep", str(TRACE), "--good-share", "2"], "good_share=2"),
+        (["figures", "--out", "x", "--trace", "none.jsonl"], "no such file"),
+        (["sweep", str(TRACE), "--requests", "0"], "--requests=0"),
+        (["sweep", str(TRACE), "--slo-itl-ms", "0"], "--slo-itl-ms=0"),
+        (["figures", "--out", "x", "--requests", "0"], "--requests=0"),
+        (["figures", "--out", "x", "--speedup", "0"], "speedup=0.0: give more than 0"),
+    ],
+)
+def test_wrong_options_are_named(
+    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, arguments)
+    assert isinstance(done.exception, ConfigError)
+    assert says in str(done.exception)
+
+
+# The three figures
+
+
+@pytest.mark.slow
+def test_the_three_figures_come_from_one_call(tmp_path: Path) -> None:
+    conditions = Conditions(
+        engines=2,
+        kv_tokens=32_768,
+        policies=("cost", "round_robin"),
+        cache_policies=("cost",),
+        cache_tokens=(16_384, 32_768),
+        fan_engines=2,
+        fan_children=(1, 4),
+        fan_tokens=65_536,
+        prefix_tokens=256,
+        suffix_tokens=16,
+        output_tokens=4,
+    )
+    trace = partial(sessions_workload, 40, seed=1)
+    jobs = all_jobs(trace, conditions)
+    assert len(jobs) == 2 + 1 + 3 * 2  # the one at 32,768 tokens serves two figures
+    made = make_figures(trace, tmp_path, conditions, processes=1)
+    assert {path.name for path in made.paths} == {
+        *("figures.json", "figures.html"),
+        *("ttft_by_policy.png", "hit_rate_by_cache.png", "fanout_spill.png"),
+    }
+    data = json.loads((tmp_path / "figures.json").read_text())
+    assert data["hit_rate"]["cost"][0] <= data["hit_rate"]["cost"][1] <= data["hit_rate"]["ideal"]
+    assert set(data["ttft_ms"]) == {"cost", "round_robin"}
+    assert all(len(data["slowest_child_ms"][name]) == 2 for name in data["slowest_child_ms"])
+
+
+def test_an_endless_cache_holds_whole_blocks_that_were_there_before() -> None:
+    def read() -> list[Request]:
+        return [
+            Request(0, 0.0, [1, 2, 3], 25, 1),
+            Request(1, 0.0, [1, 2, 3], 25, 1),  # 3 ids known, 2 of them whole
+            Request(2, 0.0, [1, 2], 20, 1),  # all known, but the last token is computed
+            Request(3, 0.0, [9], 10, 1),
+        ]
+
+    workload = Workload("w", 10, lambda: iter(read()))
+    assert ideal_hit_rate(workload) == (20 + 10) / (25 + 25 + 20 + 10)
+
+
+# Workloads that are made up
+
+
+def test_made_sessions_grow_turn_by_turn_at_the_rate_asked_for() -> None:
+    workload = sessions_workload(3000, seed=3, per_s=5.0)
+    requests = list(workload)
+    assert requests == list(workload)
+    assert len(requests) == 3000
+    assert requests != list(sessions_workload(3000, seed=4, per_s=5.0))
+    assert requests[-1].arrival_s == pytest.approx(600, rel=0.2)
+    last: dict[str, Request] = {}
+    for request in requests:
+        before = last.get(request.session)
+        if before is not None:
+            assert list(request.ids)[: len(before.ids)] == list(before.ids)
+        last[request.session] = request
+        assert len(request.ids) == -(-request.input_tokens // 512)
+
+
+@pytest.mark.parametrize("as_forks", [True, False])
+def test_made_fan_outs_ask_for_the_same_in_two_ways(as_forks: bool) -> None:
+    parent, *children = fan_out_workload(
+        3, prefix_tokens=64, suffix_tokens=20, output_tokens=5, as_forks=as_forks
+    )
+    assert (parent.input_tokens, parent.output_tokens) == (64, 0)
+    if as_forks:
+        (fork,) = children
+        assert (fork.parent, fork.branches, fork.input_tokens) == (0, 3, 20)
+        assert parent.num_children == 1
+    else:
+        assert [c.wait_for for c in children] == [(0,)] * 3
+        assert [c.input_tokens for c in children] == [84] * 3
+        assert len({tuple(c.ids) for c in children}) == 3
+        assert {tuple(c.ids)[:4] for c in children} == {(0, 1, 2, 3)}

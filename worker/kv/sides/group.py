@@ -1,0 +1,248 @@
+"""Side groups: layers whose KV comes and goes on other terms than that of the full group.
+
+`Node.blocks` belong to the full group, whose layers read every token. Layers that read a window
+(`windows.py`) or fold all tokens into a state (`states.py`) are side groups: a node holds a part for each,
+`Node.sides`, and a group of either kind answers the same questions. The first one is `can_resume`: a prefix
+may be held by the full group and yet be no place to go on from. It is the only judge of that, for prompts,
+capsules, forks inside a text, events and the router's credit alike. A model of one group has no sides, and
+nothing is asked.
+
+Below the device all KV is rows of one size, that of a block of the full group. A side's block (or state) may
+be larger: it is several rows, the last one filled up with zeros. Rows are numbered after the full group's
+blocks, and have keys made from the chain hash of their tokens, so that one space of numbers and one of keys
+hold all there is.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
+from typing import Final, NamedTuple, Protocol, TypeAlias
+
+from mallee.protocol.hashing import Hashes
+from mallee.protocol.model import GroupSpec
+from mallee.worker.kv.journal import Journal
+from mallee.worker.kv.node import Node, SidePart
+from mallee.worker.kv.pool import BlockPool
+
+_MASK: Final = (1 << 64) - 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+
+Offload: TypeAlias = Callable[[Sequence[int], Sequence[int], Callable[[], None]], None]
+"""Takes keys and blocks of cache that is about to be evicted, the first of a text first, and a function that
+it calls when their bytes are needed no longer."""
+
+
+class RowSpan(NamedTuple):
+    """The rows of a side group: block b has `per_block` from `first + b * per_block` on."""
+
+    group: int  # 1 or more
+    first: int
+    per_block: int
+
+    def rows(self, block: int) -> range:
+        """The rows of `block`."""
+        begin = self.first + block * self.per_block
+        return range(begin, begin + self.per_block)
+
+    def keys(self, key: int) -> list[int]:
+        """The keys of the rows of the block whose chain hash is `key`."""
+        return [_mixed(key, self.group << 16 | part) for part in range(self.per_block)]
+
+
+def row_spans(groups: Sequence[GroupSpec], num_blocks: int, block_size: int) -> list[RowSpan]:
+    """The rows of each of `groups` but the first, which is the full one and has `num_blocks`."""
+    spans = []
+    first = num_blocks
+    for number, group in enumerate(groups[1:], start=1):
+        per_block = group.rows_per_block(groups[0], block_size)
+        spans.append(RowSpan(number, first, per_block))
+        first += per_block * group.num_blocks(num_blocks, block_size)
+    return spans
+
+
+class Tail(NamedTuple):
+    """A row whose block is filled in part: its place among the rows that are read, and whose part it is."""
+
+    place: int
+    group: int
+    part: int
+
+
+class SideGroup(Protocol):
+    """Blocks of all nodes in one group. The tree tells it every change of a node."""
+
+    pool: BlockPool
+    span: RowSpan
+    version: int
+    """A count that grows whenever `can_resume` may answer differently."""
+    needs_parent: bool
+    """Whether a node's first tokens are computed from what is at the end of its parent, and not copied."""
+
+    def begin(self) -> SidePart:
+        """The part of a new node without blocks."""
+        ...
+
+    def can_resume(self, node: Node, num_tokens: int) -> bool:
+        """Whether all is there that is read after the first `num_tokens` tokens on the path of `node`."""
+        ...
+
+    def chunk(self, begin: int, num_tokens: int, end: int) -> int:
+        """The most of `num_tokens` to compute at once from `begin` on, of a text that ends at `end`."""
+        ...
+
+    # Room
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that are free, leaving, or nobody's but the cache's."""
+        ...
+
+    def num_needed(self, node: Node, num_blocks: int, end: int | None) -> int:
+        """Blocks that `extend` takes."""
+        ...
+
+    def evict(self, num_blocks: int) -> None:
+        """Give up cache until `num_blocks`, which are available, are free or leaving."""
+        ...
+
+    def extend(self, node: Node, num_blocks: int, end: int | None) -> None:
+        """`node` gets room for `num_blocks` blocks more, and `evict` has made it.
+
+        With an `end` what is up to it comes from below: there is room only for what is read after it.
+        """
+        ...
+
+    def has_room(self, num_blocks: int, num_texts: int, num_computed: int) -> bool:
+        """Whether texts that take `num_blocks` in all have room; a step computes `num_computed` of them."""
+        ...
+
+    def share(self, num_blocks: int, num_full: int) -> int:
+        """The share of this group that a held text of `num_blocks` takes, in blocks of `num_full`."""
+        ...
+
+    def least_blocks(self, num_step_blocks: int) -> int:
+        """Blocks without which a branch may have no room for a step of so many."""
+        ...
+
+    # Changes of a node
+
+    def changed(self, node: Node) -> None:
+        """The holders or the children of `node` have changed."""
+        ...
+
+    def advanced(self, node: Node, num_tokens: int) -> None:
+        """The last `num_tokens` of `node` are computed, and their full blocks are hashed after this."""
+        ...
+
+    def sealed(self, node: Node, values: list[int]) -> None:
+        """The blocks of `values`, the last of the hashes of `node`, are full."""
+        ...
+
+    def final(self, node: Node) -> None:
+        """The end of `node`, which is held, is a place that others will go on from."""
+        ...
+
+    def copied(self, parent: Node) -> None:
+        """A child of `parent` has what it needs of it."""
+        ...
+
+    def cut(self, node: Node, num_blocks: int) -> None:
+        """`node`, whose hashes are still there, keeps its first `num_blocks` blocks."""
+        ...
+
+    def split(self, node: Node, upper: Node, num_blocks: int) -> None:
+        """`upper`, a new node in its place above `node`, takes its first `num_blocks` blocks."""
+        ...
+
+    def merge(self, node: Node, child: Node) -> None:
+        """`child` has taken over tokens and hashes of `node`, which it continues, and does its blocks now."""
+        ...
+
+    def evicting(self, node: Node, num_blocks: int) -> None:
+        """`node` is about to keep its first `num_blocks` blocks: the others go below."""
+        ...
+
+    # Reading
+
+    def copies(self, parent: Node, child: Node) -> tuple[int, int] | None:
+        """Source and target of the block of `parent` in which `child` begins; None if none is copied."""
+        ...
+
+    def keys_after(
+        self, keys: Hashes | Sequence[int], num_tokens: int, begin: int = 0
+    ) -> Iterator[int]:
+        """Keys of the rows, of blocks from `begin` on, that are read after `num_tokens` of a text.
+
+        `keys` are those of the text's blocks. The last block comes first.
+        """
+        ...
+
+    def rows_after(self, node: Node, num_tokens: int, begin: int = 0) -> Iterator[int]:
+        """The rows themselves, on the path of `node`."""
+        ...
+
+    def tails_after(self, num_tokens: int) -> Iterator[Tail]:
+        """Those of them that `num_tokens` fill in part."""
+        ...
+
+    def held_hashes(self) -> Hashes:
+        """Hashes of the blocks that events have announced, in no particular order."""
+        ...
+
+    def check(self, nodes: AbstractSet[Node]) -> None:
+        """Raise AssertionError on a broken invariant. O(blocks)."""
+        ...
+
+    def lost_blocks(self, nodes: AbstractSet[Node]) -> list[int]:
+        """Blocks that are in use and no node owns."""
+        ...
+
+
+def keep_rows(group: SideGroup, rows: Sequence[int]) -> Callable[[], None]:
+    """Those of `rows` that are the group's, kept as by `BranchTree.keep_bytes`."""
+    span, pool = group.span, group.pool
+    num = pool.num_blocks * span.per_block
+    own = [row - span.first for row in rows if 0 <= row - span.first < num]
+    blocks = list(dict.fromkeys(row // span.per_block for row in own))
+    pool.begin_read(blocks)
+    return partial(pool.end_read, blocks)
+
+
+class Announced:
+    """Blocks of a side group that events have announced, by chain hash: how many nodes have each."""
+
+    __slots__ = ("_counts", "_group", "_journal")
+
+    def __init__(self, journal: Journal, group: int) -> None:
+        self._journal = journal
+        self._group = group
+        self._counts: dict[int, int] = {}
+
+    def add(self, values: Sequence[int]) -> None:
+        """Nodes have these."""
+        counts = self._counts
+        new = [value for value in values if value not in counts]
+        for value in values:
+            counts[value] = counts.get(value, 0) + 1
+        if new:
+            self._journal.stored(new, self._group)
+
+    def remove(self, values: Sequence[int]) -> None:
+        """Nodes have these no longer. The last one goes first."""
+        for value in reversed(values):
+            self._counts[value] -= 1
+            if not self._counts[value]:
+                del self._counts[value]
+                self._journal.removed(value, self._group)
+
+    def hashes(self) -> dict[int, int]:
+        """All of them, with how many nodes have each."""
+        return self._counts
+
+
+def _mixed(key: int, number: int) -> int:
+    """A key of its own for each number (the finalizer of SplitMix64: no two keys become one)."""
+    value = (key + (number + 1) * _GOLDEN) & _MASK
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK
+    return value ^ value >> 31
