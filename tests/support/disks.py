@@ -2,6 +2,7 @@
 
 import random
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from errno import EIO, ENOSPC
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mallee.worker.storage.format import Piece
+from mallee.worker.storage.catalogue import signed
+from mallee.worker.storage.format import Piece, as_keys
 from mallee.worker.storage.volume import Volume, VolumeConfig
 
 BLOCK = 64
@@ -35,6 +37,18 @@ def read(volume: Volume, keys: Sequence[int]) -> tuple[int, Exception | None]:
     assert (into[:num] == rows(keys[:num])).all(), "a wrong block was accepted"
     assert (error is None) == (num == len(keys))
     return num, error
+
+
+def check(volume: Volume) -> None:
+    """Raise AssertionError on a broken invariant."""
+    rows = volume._run("SELECT identity, owner, key, num FROM holds")
+    entries = volume._entries("true")
+    names = [(e.identity, e.owner, signed(k)) for e in entries for k in {*as_keys(e.blocks)}]
+    assert Counter(names) == {tuple(name): num for *name, num in rows}, "holds miscounted"
+    free, end = "SELECT COUNT(*) FROM blocks WHERE key IS NULL", "SELECT MAX(slot) + 1 FROM blocks"
+    if volume._catalogue.value("SELECT COUNT(*) FROM identities") == 1:
+        num_stored = len(volume._places("true"))
+        assert num_stored + volume._catalogue.value(free) == volume._catalogue.value(end)
 
 
 def opened(files: Any, config: VolumeConfig = ROOMY, **changed: str) -> Volume:

@@ -16,7 +16,6 @@ many. Those that were not when the process ended are read when the volume is ope
 have cut them; all others are verified when they are read.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -347,17 +346,19 @@ class Volume:
                 num=len(body),
                 now=self._catalogue.tick(),
             )
-            self._keep_below(self._config.owner_nbytes, record, lost)
+            if self._config.owner_nbytes:
+                self._make_owner_room(record, size * len(set(blocks)), lost)
 
-    def _keep_below(self, limit: int, record: Record, lost: Lost) -> None:
+    def _make_owner_room(self, record: Record, nbytes: int, lost: Lost) -> None:
         """Evict other records of the owner until all fit. Raises StorageFull."""
-        sql = "SELECT COUNT(*) FROM holds WHERE identity = :me AND owner = :owner"
-        where = "capsule != :capsule AND identity = :me AND owner = :owner AND NOT is_kept"
         given = {"owner": record.owner, "capsule": record.capsule}
-        victims = iter(self._entries(f"{where} ORDER BY used", **given) if limit else ())
-        while limit and (used := self._block_nbytes * self._catalogue.value(sql, **given)) > limit:
+        where = "capsule != :capsule AND identity = :me AND owner = :owner AND NOT is_kept"
+        victims = iter(self._entries(f"{where} ORDER BY used", **given))
+        sql = "SELECT COUNT(*) FROM holds WHERE identity = :me AND owner = :owner"
+        limit, size = self._config.owner_nbytes, self._block_nbytes
+        while (used := size * self._catalogue.value(sql, **given)) > limit:
             if (victim := next(victims, None)) is None:
-                raise StorageFull("its owner's share of the volume", used - limit, limit, limit)
+                raise StorageFull("its owner's share of the volume", nbytes, used - nbytes, limit)
             self._drop(victim, lost)
             lost.capsules.append(victim.capsule)
 
@@ -426,7 +427,7 @@ class Volume:
         if is_new := not self._entries("capsule = :capsule", capsule=capsule):
             found = self._find(record.keys)
             todo = [key for key in record.keys if key not in found]
-            self._make_room(len(todo), record.keys)
+            self._make_room(len(todo), record.keys)  # for all of it, or for nothing
             num = max(1, _SCRATCH_NBYTES // self._block_nbytes)
             rows = [memoryview(bytearray(self._block_nbytes)) for _ in todo[:num]]
             while todo:
@@ -462,11 +463,11 @@ class Volume:
         """Remove all cached blocks. Raises StorageFailed."""
         with self._changing() as lost:
             self._delete(_CACHED, lost)
-            is_empty = not self._places("true")
-            if is_empty:
-                self._run("DELETE FROM blocks WHERE identity = :me")
-        if is_empty:
-            self._remove_slots([self._me])
+            sql = "SELECT id FROM identities WHERE id NOT IN (SELECT identity FROM records)"
+            empty = self._run(sql)
+            for (identity,) in empty:
+                self._run("DELETE FROM blocks WHERE identity = :id", id=identity)
+        self._remove_slots(empty)
 
     # What goes on behind.
 
@@ -480,13 +481,6 @@ class Volume:
         """The bytes that it may hold."""
         return self._config.budget_nbytes
 
-    def check(self) -> None:
-        """Raise AssertionError on a broken invariant."""
-        rows = self._run("SELECT identity, owner, key, num FROM holds")
-        entries = self._entries("true")
-        names = [(e.identity, e.owner, signed(k)) for e in entries for k in {*as_keys(e.blocks)}]
-        assert Counter(names) == {tuple(name): num for *name, num in rows}, "holds miscounted"
-
     @contextmanager
     def _changing(self) -> Iterator[Lost]:
         """A durable transaction; what is lost with it is told when it has ended."""
@@ -496,9 +490,9 @@ class Volume:
         self._lost.keys.extend(lost.keys)
         self._lost.capsules.extend(lost.capsules)
 
-    def _remove_slots(self, identities: Sequence[int]) -> None:
-        """Of those that stay nothing is known; they are written again."""
-        for identity in identities:
+    def _remove_slots(self, identities: Sequence[tuple[int]]) -> None:
+        """Nothing in them is stored; those that stay are written again."""
+        for (identity,) in identities:
             with suppress(OSError):
                 self._files.remove(identity)
 
@@ -564,7 +558,7 @@ class Volume:
             if used > limit:
                 needed = num_blocks * size
                 raise StorageFull("the volume", needed, used - needed, limit)
-        self._remove_slots([identity for (identity,) in others])
+        self._remove_slots(others)
 
     def _evict(self, num: int, spared: Sequence[int], lost: Lost) -> int:
         """Give up the `num` oldest cached blocks, or as many as there are; how many."""

@@ -10,7 +10,7 @@ import pytest
 from mallee.protocol.errors import StorageBusy
 from mallee.worker.storage.files import Directory
 from support import disks
-from support.disks import opened, read
+from support.disks import check, opened, read
 
 pytestmark = pytest.mark.process
 
@@ -106,7 +106,7 @@ def test_a_kill_at_any_of_60_points_undoes_nothing_that_was_acknowledged(tmp_pat
             assert volume.load(name) is not None
             assert read(volume, [int(name), int(name) + 1]) == (2, None)
         assert volume.unreadable() == []
-        volume.check()
+        check(volume)
         volume.close()
         seen.add(len(known))
     assert len(seen) > 4, "it was killed early and late"

@@ -12,7 +12,7 @@ import pytest
 
 from mallee.protocol.errors import BlocksMissing, StorageFull
 from mallee.worker.storage.volume import Record, Volume, VolumeConfig
-from support.disks import BLOCK, Disk, opened, read, rows
+from support.disks import BLOCK, Disk, check, opened, read, rows
 
 Key: TypeAlias = int | tuple[bytes, int]
 """Of a block; of one of a body: its bytes, and its place there."""
@@ -142,7 +142,7 @@ def story(seed: int) -> tuple[int, int, int]:
         lost = volume.take_lost()
         assert before[0] - set(volume.keys()) <= set(lost.keys) <= before[0] | set(keys)
         assert before[1] - set(volume.capsules()) == set(lost.capsules) - set(volume.capsules())
-        volume.check()
+        check(volume)
         assert sorted(volume.keys()) == sorted(key for key in model.stored if isinstance(key, int))
         assert set(volume.capsules()) == model.records.keys()
         num = volume._catalogue.value("SELECT COUNT(*) FROM blocks WHERE key NOT NULL")

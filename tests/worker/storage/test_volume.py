@@ -28,7 +28,7 @@ from mallee.worker.storage import volume as volumes
 from mallee.worker.storage.files import CATALOGUE, Directory, has_slots, owned_capsules
 from mallee.worker.storage.objects import ObjectStore
 from mallee.worker.storage.volume import Record, Volume, VolumeConfig
-from support.disks import BLOCK, IDENTITY, Disk, opened, read, rows
+from support.disks import BLOCK, IDENTITY, Disk, check, opened, read, rows
 
 STORES = ("directory", "memory", "file", "disk")
 _PREFIXES = count()
@@ -68,7 +68,7 @@ def test_blocks_and_records_come_back_after_a_restart(files: Any) -> None:
     assert volume.put([9, 11], rows([9, 11])) == 1  # each is stored once
     volume.commit("r1.0", b"first", keys[:1])
     volume.commit("r1.0", b"tokens" * 50, keys, owner="tenant", is_kept=False)
-    volume.check()
+    check(volume)
     volume.close()
     volume = opened(files)
     assert read(volume, keys) == (4, None)
@@ -81,7 +81,7 @@ def test_blocks_and_records_come_back_after_a_restart(files: Any) -> None:
     assert volume.capsules() == ["r1.0"]
     assert volume.unreadable() == []
     assert sorted(volume.keys()) == sorted([*keys, 11])
-    volume.check()
+    check(volume)
     assert volume.drop("r1.0")
     assert not volume.drop("r1.0")
     volume.close()
@@ -212,7 +212,7 @@ def test_an_added_field_and_another_block_size_are_named_too() -> None:
     assert caught.value.fields["differences"] == [["block_nbytes", "64", "128"]]
     volume.commit("a", b"made again", [])
     assert volume.load("a") is not None
-    volume.check()
+    check(volume)
 
 
 KEYS = [1, 2, 3]
@@ -376,7 +376,7 @@ def test_an_error_of_any_call_or_statement_leaves_the_volume_as_before_or_after_
         was_reached = len(disk.calls) > num_calls
         disk.fails.clear()
         for loses_power in (False, True):
-            volume.check()
+            check(volume)
             assert ("b is there" in done) <= ("b" in volume.capsules())
             assert ("a is gone" in done) <= ("a" not in volume.capsules())
             for capsule in volume.capsules():
@@ -420,7 +420,7 @@ def test_a_disk_that_is_full_keeps_nothing_of_what_did_not_fit(tmp_path: Path) -
             volume.put(keys, rows(keys))
         with pytest.raises(StorageFull, match="no room in the disk"):
             volume.commit("b", bytes(2000 * BLOCK), keys[:5])
-        volume.check()
+        check(volume)
         assert volume.capsules() == ["a"]
         assert read(volume, keys)[0] == 5
     finally:
@@ -489,7 +489,7 @@ def test_no_failure_and_no_loss_of_power_while_capsules_are_adopted_loses_one(
             num, _ = read(volume, keys)
             assert num == len(keys) or not is_ours, "a block that could not be read stays behind"
         assert not theirs.slots, "what is adopted is there once"
-        volume.check()
+        check(volume)
         if not was_reached:
             break
     assert nth > 50
@@ -507,6 +507,15 @@ def test_capsules_without_room_stay_with_the_one_that_is_gone() -> None:
     volume = opened(Disk())
     assert volume.adopt(opened(theirs)) == []
     assert volume.capsules() == ["a"]
+
+
+def test_of_a_part_without_capsules_nothing_is_left_also_of_other_weights() -> None:
+    theirs = Disk()
+    opened(theirs, weights="other").put([1], rows([1]))
+    opened(theirs).put([1], rows([1]))
+    volume = opened(Disk())
+    assert volume.adopt(volume.beside(theirs)) == []  # type: ignore[arg-type]
+    assert not theirs.slots
 
 
 class Copying(Disk):
@@ -551,4 +560,4 @@ def test_a_kill_at_any_call_undoes_nothing_that_was_acknowledged(loses_power: bo
             assert volume.load(name) is not None
             assert read(volume, [int(name), int(name) + 1]) == (2, None)
         assert volume.unreadable() == []
-        volume.check()
+        check(volume)

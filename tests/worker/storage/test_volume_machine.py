@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mallee.protocol.errors import BlocksMissing, CorruptStorage, StorageFailed, StorageFull
 from mallee.worker.storage.volume import Record
-from support.disks import Disk, opened, read, rows
+from support.disks import Disk, check, opened, read, rows
 from support.examples import examples
 
 KEYS = st.lists(st.integers(0, 20), unique=True, max_size=7)
@@ -111,7 +111,7 @@ class VolumeMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_miscounted(self) -> None:
         self.volume.take_lost()
-        self.volume.check()
+        check(self.volume)
 
     def written(self, keys: list[int]) -> None:
         self.sure |= set(keys)
