@@ -28,13 +28,12 @@ VERSION: Final = 2
 _TABLES: Final = f"""
 CREATE TABLE identities (id INTEGER PRIMARY KEY, fields TEXT NOT NULL UNIQUE,
                          block_nbytes INT NOT NULL) STRICT;
-CREATE TABLE blocks (identity INT, slot INT, key INT, checksum INT NOT NULL, is_synced INT NOT NULL,
-                     is_body INT NOT NULL, used INT NOT NULL,
-                     PRIMARY KEY (identity, slot)) WITHOUT ROWID, STRICT;
+CREATE TABLE blocks (identity INT NOT NULL, slot INT NOT NULL, key INT, checksum INT NOT NULL,
+                     is_synced INT NOT NULL, is_body INT NOT NULL, used INT NOT NULL) STRICT;
+CREATE UNIQUE INDEX blocks_by_slot ON blocks (identity, slot);
 CREATE UNIQUE INDEX blocks_by_key ON blocks (identity, key);
 CREATE INDEX blocks_by_use ON blocks (identity, used) WHERE key NOT NULL;
-CREATE INDEX free_slots ON blocks (identity, slot) WHERE key IS NULL;
-CREATE INDEX unsynced ON blocks (identity) WHERE NOT is_synced;
+CREATE INDEX unsynced ON blocks (is_synced, identity) WHERE is_synced = 0;
 CREATE TABLE records (capsule TEXT PRIMARY KEY, identity INT NOT NULL, owner TEXT NOT NULL,
                       is_kept INT NOT NULL, blocks BLOB NOT NULL, num_body INT NOT NULL,
                       used INT NOT NULL) STRICT;

@@ -58,8 +58,10 @@ _UNSYNCED_NBYTES: Final = 128 << 20  # at most, of cached blocks
 _LISTED: Final = "IN (SELECT value FROM json_each(:list))"
 _HOLDS: Final = "SELECT 1 FROM holds WHERE identity = :me AND key"
 _CACHED: Final = f"NOT EXISTS ({_HOLDS} = blocks.key)"
-_COUNT: Final = "SELECT COUNT(*) FROM blocks WHERE identity = identities.id AND key NOT NULL"
-_SYNCED: Final = "UPDATE blocks SET is_synced = 1 WHERE identity = :me AND NOT is_synced"
+_SLOTS: Final = "SELECT COALESCE(MAX(slot) + 1, 0) FROM blocks WHERE identity = identities.id"
+_FREE: Final = "SELECT COUNT(*) FROM blocks WHERE identity = identities.id AND key IS NULL"
+_TOTAL: Final = f"SELECT TOTAL(block_nbytes * (({_SLOTS}) - ({_FREE}))) FROM identities"
+_SYNCED: Final = "UPDATE blocks SET is_synced = 1 WHERE is_synced = 0 AND identity = :me"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,7 @@ class Volume:
         for entry in self._entries("identity != :me"):
             self._unreadable.append(identity.refusal(entry.capsule, entry.fields))
         scratch = [bytearray(block_nbytes)]
-        unsynced = self._places("NOT is_synced")
+        unsynced = self._places("is_synced = 0")
         for place in unsynced.values():
             if next(self._read([place], scratch)) is not None:
                 self._forget(place.key)
@@ -248,8 +250,8 @@ class Volume:
         return len(fresh)
 
     def _free_slots(self, num: int) -> list[int]:
-        free = "SELECT slot FROM blocks WHERE identity = :me AND key IS NULL ORDER BY slot"
-        slots = [slot for (slot,) in self._run(f"{free} LIMIT :num", num=num)]
+        free = "SELECT slot FROM blocks WHERE identity = :me AND key IS NULL LIMIT :num"
+        slots = [slot for (slot,) in self._run(free, num=num)]
         end = "SELECT MAX(slot) + 1 FROM blocks WHERE identity = :me"
         begin = self._catalogue.value(end) if len(slots) < num else 0
         return [*slots, *range(begin, begin + num - len(slots))]
@@ -502,7 +504,7 @@ class Volume:
             self._files.sync(self._me)
         except OSError as error:
             with self._changing() as lost:
-                self._delete("NOT is_synced", lost)
+                self._delete("is_synced = 0", lost)
             raise named(error, "sync", self._files.place) from error
         finally:
             self._num_unsynced = 0
@@ -536,15 +538,14 @@ class Volume:
         Raises StorageFull, with nothing evicted; StorageFailed.
         """
         limit, size = self._config.budget_nbytes, self._block_nbytes
-        total = f"SELECT TOTAL(block_nbytes * ({_COUNT})) FROM identities"
-        used = self._catalogue.value(total) + num_blocks * size
+        used = self._catalogue.value(_TOTAL) + num_blocks * size
         if used <= limit:
             return
         with self._changing() as lost:
             others = self._run("SELECT id FROM identities WHERE id != :me")
             for (identity,) in others:
                 self._remove(identity, lost)
-            used = self._catalogue.value(total) + num_blocks * size
+            used = self._catalogue.value(_TOTAL) + num_blocks * size
             if used > limit:
                 low = int(self._config.low_watermark * limit)
                 used -= size * self._evict(ceil((used - low) / size), spared, lost)
