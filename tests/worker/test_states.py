@@ -27,10 +27,10 @@ MakeBench = Callable[..., Any]
 
 @pytest.fixture
 def make(make_bench: Callable[..., Any]) -> MakeBench:
-    """Engines over 64 blocks of 4 tokens, in steps of at most 64 tokens."""
+    """Engines over blocks of 4 tokens, in steps of at most 64 tokens."""
 
-    def made(**more: Any) -> Any:
-        forward = FoldForward(num_blocks=64, vocab_size=VOCAB)
+    def made(num_blocks: int = 64, **more: Any) -> Any:
+        forward = FoldForward(num_blocks=num_blocks, vocab_size=VOCAB)
         return make_bench(forward=forward, **{"max_step_tokens": 64, "max_rows": 8, **more})
 
     return made
@@ -85,7 +85,7 @@ def test_a_fork_computes_nothing_of_the_text_and_copies_no_state(
 def test_a_parked_capsule_comes_back_with_its_state(
     make: MakeBench, num_tokens: int, tier: int
 ) -> None:
-    """F1, part, F6, part, F11, part: its rows go down and come back with its blocks; nothing is computed again."""
+    """F1, part, F6, part, F11, part: its rows come back with its blocks; nothing is computed again."""
     bench = make(below=make_tiers(160, disk=DictDisk()))
     prompt = text(num_tokens)
     bench.run(prefill("p", prompt))
@@ -131,6 +131,19 @@ def test_a_prompt_begins_where_a_state_was_left(make: MakeBench) -> None:
     other = [*prompt[:140], *text(9, first=2)]
     assert tokens_of(bench, generate("c", other)) == want(other)
     assert bench.answers["c", 0].last.cached_tokens == 128  # 32 blocks of 4
+
+
+def test_cold_siblings_compute_once_what_they_share(make: MakeBench) -> None:
+    """X2, part: the one that computes it leaves its state where the others wait."""
+    bench = make(num_blocks=100)
+    prefix = text(100)
+    prompts = [[*prefix, 40 + i, *text(20)] for i in range(6)]
+    for i, prompt in enumerate(prompts):
+        bench.submit(generate(f"r{i}", prompt))
+    bench.run()
+    for i, prompt in enumerate(prompts):
+        assert bench.answers[f"r{i}", 0].tokens == want(prompt)
+    assert num_computed(bench) == len(prefix) + 6 * 21
 
 
 def test_events_tell_of_places_with_a_state_alone(make: MakeBench) -> None:

@@ -55,6 +55,11 @@ class Gates:
             del self._gated[producer]
         return through
 
+    def next_awaited(self, producer: Branch) -> int | None:
+        """The number of tokens of `producer` after which the next branch goes on, if any waits for it."""
+        heap = self._gated.get(producer)
+        return heap[0][0] if heap else None
+
     def dropped(self, producer: Branch) -> list[Branch]:
         """Let through the branches that waited for `producer` in single flight; its forks stay gated."""
         through = []

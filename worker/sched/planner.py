@@ -20,7 +20,7 @@ from operator import attrgetter
 
 from mallee.protocol.hashing import NO_HASHES
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.branch import Branch
+from mallee.worker.sched.branch import Branch, node_of
 from mallee.worker.sched.fetching import Fetching
 from mallee.worker.sched.plan import Chunk, Plan, StepBudget
 from mallee.worker.sched.policy import SchedulerConfig
@@ -314,6 +314,15 @@ class Planner:
         if n < pending and not self._config.chunked:
             budget.is_full = True  # it runs whole or not at all
             return
+        is_cut = False
+        if self._tree.sides:
+            most, n = n, self._up_to_place(branch, have + n) - have
+            is_cut = n < most
+            if n <= 0:
+                self._waiting.queue_of(branch).remove(
+                    branch
+                )  # until the chunk that it has is computed
+                return
         if not self._blocks.grow(branch, have + n):
             return
         if not have:
@@ -324,20 +333,39 @@ class Planner:
         self._sessions.charge(payer, n)
         queue = self._waiting.queue_of(branch)
         queue.serve(branch, budget.step)
-        if have + n == pending:
+        if is_cut or have + n == pending:
             queue.remove(branch)
+
+    def _up_to_place(self, branch: Branch, num_tokens: int) -> int:
+        """So many of the next `num_tokens` of `branch` that others can go on from where they end.
+
+        These are the places of `BranchTree.chunk`, and the next one that a branch waits for.
+        """
+        begin, end = node_of(branch).end, branch.length
+        awaited = self._waiting.gates.next_awaited(branch)
+        if awaited is not None and begin < awaited < begin + num_tokens:
+            num_tokens = awaited - begin
+        return self._tree.chunk(begin, num_tokens, end)
 
     def _try_admit(self, budget: StepBudget, branch: Branch) -> bool:
         awaited = self._waiting.awaited(branch)
         if awaited is not None:
             self._waiting.remove(branch)
             self._waiting.hold(branch, *awaited)
+            self._stop_at(budget, *awaited)
             return False
         if not self._blocks.make_room(branch):
             budget.may_admit = False  # no branch overtakes it
             return False
         self.admit(branch, budget.step)
         return True
+
+    def _stop_at(self, budget: StepBudget, producer: Branch, num_tokens: int) -> None:
+        """Have `producer` leave a state after `num_tokens`, if its chunk of this step would pass them."""
+        if self._tree.sides and producer in budget.granted:
+            num = num_tokens - node_of(producer).end
+            if 0 < num < budget.granted[producer]:
+                budget.granted[producer] = self._tree.chunk(num_tokens - num, num, producer.length)
 
     def admit(self, branch: Branch, step: int) -> None:
         """`branch` runs from now on, from the end of what is found of it."""

@@ -71,7 +71,8 @@ class Running:
 
     def want_more(self, branch: Branch, step: int) -> None:
         """More of the prompt of `branch` can be computed."""
-        self._waiting.queue_of(branch).push(branch, step)
+        if not self._waiting.is_queued(branch):
+            self._waiting.queue_of(branch).push(branch, step)
 
     def fetch(self, branch: Branch) -> None:
         """The next blocks of `branch`, a prompt, are on their way."""

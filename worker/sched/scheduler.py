@@ -270,6 +270,8 @@ class Scheduler:
                 self._open(gated, node)
             if is_last:
                 self._running.decode(branch)
+            else:
+                self._running.want_more(branch, self._step)
 
     def _fetched(self, branch: Branch) -> None:
         """The blocks that `branch` fetched are committed."""
@@ -290,7 +292,7 @@ class Scheduler:
             self.blocks.shrink(branch)
         self.blocks.forget_copies()
         for chunk in plan.chunks:
-            if chunk.is_last and chunk.branch.phase == "prefill":
+            if chunk.branch.phase == "prefill":
                 self._running.want_more(chunk.branch, self._step)
 
     def check(self) -> None:
