@@ -64,7 +64,6 @@ class Directory:
         self._lock: int | None = None
         self._catalogue: sqlite3.Connection | None = None
         self._open: dict[int, int] = {}  # files of slots, by identity
-        self._is_named = False  # each of those, also after a loss of power
 
     @property
     def place(self) -> str:
@@ -138,13 +137,6 @@ class Directory:
     def sync(self, identity: int) -> None:
         """All that was written to slots of `identity` outlives a loss of power."""
         os.fdatasync(self._file(identity))
-        if not self._is_named:
-            folder = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-            self._is_named = True
 
     def read(
         self, identity: int, slots: Sequence[int], into: Sequence[memoryview]
@@ -166,10 +158,15 @@ class Directory:
         (self._root / f"{BLOCKS}{identity}").unlink(missing_ok=True)
 
     def _file(self, identity: int) -> int:
+        """The file of an identity's slots, whose name outlives a loss of power."""
         if identity not in self._open:
             path = self._root / f"{BLOCKS}{identity}"
-            self._is_named = self._is_named and path.exists()
             self._open[identity] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            folder = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
         return self._open[identity]
 
 

@@ -353,16 +353,12 @@ class Volume:
 
     def _make_owner_room(self, record: Record, nbytes: int, lost: Lost) -> None:
         """Evict other records of the owner until all fit. Raises StorageFull."""
-        given = {"owner": record.owner, "capsule": record.capsule}
-        where = "capsule != :capsule AND identity = :me AND owner = :owner AND NOT is_kept"
-        victims = iter(self._entries(f"{where} ORDER BY used", **given))
+        limit, size, owner = self._config.owner_nbytes, self._block_nbytes, record.owner
+        victims = self._give_up_records(record.capsule, lost, "owner = :owner", owner=owner)
         sql = "SELECT COUNT(*) FROM holds WHERE identity = :me AND owner = :owner"
-        limit, size = self._config.owner_nbytes, self._block_nbytes
-        while (used := size * self._catalogue.value(sql, **given)) > limit:
-            if (victim := next(victims, None)) is None:
+        while (used := size * self._catalogue.value(sql, owner=owner)) > limit:
+            if next(victims, None) is None:
                 raise StorageFull("its owner's share of the volume", nbytes, used - nbytes, limit)
-            self._drop(victim, lost)
-            lost.capsules.append(victim.capsule)
 
     def load(self, capsule: str) -> Record | None:
         """The record of the capsule, verified; its blocks are not looked at. None if there is none.
@@ -549,17 +545,22 @@ class Volume:
             if used > limit:
                 low = int(self._config.low_watermark * limit)
                 used -= size * self._evict(ceil((used - low) / size), spared, lost)
-            where = "capsule != :capsule AND NOT is_kept AND identity = :me ORDER BY used"
-            for entry in self._entries(where, capsule=capsule) if used > limit else ():
-                used -= size * self._drop(entry, lost)
-                lost.capsules.append(entry.capsule)
+            victims, needed = self._give_up_records(capsule, lost), num_blocks * size
+            while used > limit:
+                if (freed := next(victims, None)) is None:
+                    raise StorageFull("the volume", needed, used - needed, limit)
+                used -= size * freed
                 used -= size * self._evict(ceil((used - limit) / size), spared, lost)
-                if used <= limit:
-                    break
-            if used > limit:
-                needed = num_blocks * size
-                raise StorageFull("the volume", needed, used - needed, limit)
         self._remove_slots(others)
+
+    def _give_up_records(
+        self, spared: str, lost: Lost, where: str = "true", **given: Any
+    ) -> Iterator[int]:
+        """Drop records that are not kept, the least recently used first; the blocks that each frees."""
+        where = f"NOT is_kept AND identity = :me AND capsule != :spared AND {where} ORDER BY used"
+        for entry in self._entries(where, spared=spared, **given):
+            lost.capsules.append(entry.capsule)
+            yield self._drop(entry, lost)
 
     def _evict(self, num: int, spared: Sequence[int], lost: Lost) -> int:
         """Give up the `num` oldest cached blocks, or as many as there are; how many."""
