@@ -67,7 +67,6 @@ if TYPE_CHECKING:
     from mallee.worker.kv.watch import KVMemory
     from mallee.worker.memory.budget import Room
     from mallee.worker.model.runner import TorchForward
-    from mallee.worker.storage.files import Files
     from mallee.worker.storage.volume import Volume
     from mallee.worker.transfer.lower import LowerTiers
 
@@ -851,10 +850,8 @@ def tiers_below(
         return None
 
     def make(journal: "Journal", memory: "KVMemory") -> "LowerTiers":
-        from mallee.worker.transfer.carrier import Carrier
         from mallee.worker.transfer.lower import LowerTiers
-        from mallee.worker.transfer.movers import ThreadedMover
-        from mallee.worker.transfer.pace import Pace
+        from mallee.worker.transfer.movers import Carrier, Pace, ThreadedMover
         from mallee.worker.transfer.prices import MeasuredPrices
 
         nbytes = memory.block_nbytes
@@ -905,10 +902,9 @@ def open_disk(
     from mallee.worker.storage.volume import Volume, VolumeConfig
 
     engine, place = config.engine, config.disk_place(worker)
-    files: Files = ObjectStore.at(place) if "://" in place else Directory(Path(place))
     path = resolve(forward.spec.weights.path or config.model)
-    volume = Volume.open(
-        files,
+    return Volume.open(
+        ObjectStore.at(place) if "://" in place else Directory(Path(place)),
         kv_identity(
             path,
             forward.decoder.config,
@@ -920,9 +916,5 @@ def open_disk(
         VolumeConfig(
             int(engine.disk_gib * 2**30),
             owner_nbytes=int(engine.disk_tenant_gib * 2**30),
-            fsync=engine.disk_fsync,
         ),
     )
-    for problem in volume.problems:
-        log.warning("%s: %s", worker, problem)
-    return volume

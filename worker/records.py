@@ -178,7 +178,7 @@ def make_tree(
     pool = BlockPool(num_blocks, watch)
     offload = offload_rows = None
     if lower is not None and lower.has_host:
-        offload, offload_rows = lower.offload, partial(lower.offload, are_untold=True)
+        offload, offload_rows = lower.offload, partial(lower.offload, are_private=True)
     size = forward.block_size
     sides = make_sides(forward.spec.groups, num_blocks, size, journal, offload_rows)
     check_sides(sides, num_blocks, config.scheduler.max_step_tokens, size)

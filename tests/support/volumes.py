@@ -7,13 +7,12 @@ from pathlib import Path
 from mallee.worker.engine import MakeTiers
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.watch import KVMemory
-from mallee.worker.storage.files import Directory, Files
+from mallee.worker.storage.files import Directory
 from mallee.worker.storage.volume import Volume, VolumeConfig
-from mallee.worker.transfer.carrier import Carrier
 from mallee.worker.transfer.lower import LowerTiers
-from mallee.worker.transfer.movers import ThreadedMover
-from mallee.worker.transfer.peers import Lender
+from mallee.worker.transfer.movers import Carrier, ThreadedMover
 from mallee.worker.transfer.prices import MeasuredPrices
+from mallee.worker.transfer.values import Lender
 
 ROOMY = VolumeConfig(1 << 30)
 
@@ -23,7 +22,7 @@ def volume_tiers(
     *,
     host_blocks: int = 0,
     config: VolumeConfig = ROOMY,
-    files: Callable[[Path], Files] = Directory,
+    files: Callable[[Path], Directory] = Directory,
     peers: Lender | None = None,
 ) -> MakeTiers:
     """Tiers that always fetch. Without a `folder` there is no disk."""
