@@ -67,7 +67,6 @@ if TYPE_CHECKING:
     from mallee.worker.kv.watch import KVMemory
     from mallee.worker.memory.budget import Room
     from mallee.worker.model.runner import TorchForward
-    from mallee.worker.storage.files import Files
     from mallee.worker.storage.volume import Volume
     from mallee.worker.transfer.lower import LowerTiers
 
@@ -145,7 +144,6 @@ def engine_config(config: AppConfig) -> EngineConfig:
         max_retained_share=engine.max_retained_share,
         prefix_cache=engine.prefix_cache,
         eviction=engine.eviction,
-        tree_attention=switches.tree_attention,
         overlap=switches.overlap,
         kv_checks=KVChecks(switches.kv_checks, switches.kv_faults),
         speculation=SpeculationConfig(engine.speculation, engine.num_speculative_tokens),
@@ -904,10 +902,9 @@ def open_disk(
     from mallee.worker.storage.volume import Volume, VolumeConfig
 
     engine, place = config.engine, config.disk_place(worker)
-    files: Files = ObjectStore.at(place) if "://" in place else Directory(Path(place))
     path = resolve(forward.spec.weights.path or config.model)
-    volume = Volume.open(
-        files,
+    return Volume.open(
+        ObjectStore.at(place) if "://" in place else Directory(Path(place)),
         kv_identity(
             path,
             forward.decoder.config,
@@ -919,9 +916,5 @@ def open_disk(
         VolumeConfig(
             int(engine.disk_gib * 2**30),
             owner_nbytes=int(engine.disk_tenant_gib * 2**30),
-            fsync=engine.disk_fsync,
         ),
     )
-    for problem in volume.problems:
-        log.warning("%s: %s", worker, problem)
-    return volume

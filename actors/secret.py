@@ -108,25 +108,25 @@ def check_kept(config: AppConfig) -> None:
 
 def check_secret(config: AppConfig) -> None:
     """Raises ConfigError if capsules on the disk of this machine are tagged by a secret that is not given."""
-    from mallee.worker.storage.volume import read_records
+    from mallee.worker.storage.files import owned_capsules
 
     path, beside = config.engine.disk_path, file_of(config)
     if path is None or "://" in path:
         return
-    records = list(read_records(Path(config.disk_place(""))))
+    capsules = owned_capsules(Path(config.disk_place("")))
     there = f"engine.disk_path={path!r}: "
     remedy = "put it back from a backup, or give links.secret_file"
     if beside is not None and not beside.exists():
-        if records:
+        if capsules:
             raise ConfigError(
-                f"{there}{len(records)} capsules are there, and {beside}, which their ids are tagged by, is"
+                f"{there}{len(capsules)} capsules are there, and {beside}, which their ids are tagged by, is"
                 f" missing: {remedy}"
             )
         return
     file = beside or Path(config.links.secret_file or "")
     ids = build_ids(read_secret(file, "engine.disk_path" if beside else "links.secret_file"))
-    if others := [each for each in records if not ids.belongs(each.capsule, Scope(each.owner))]:
+    if others := [name for name, owner in capsules if not ids.belongs(name, Scope(owner))]:
         raise ConfigError(
-            f"{there}{len(others)} of {len(records)} capsules there are tagged by another secret than"
+            f"{there}{len(others)} of {len(capsules)} capsules there are tagged by another secret than"
             f" {file}, and nothing could name them: {remedy}"
         )

@@ -1,6 +1,6 @@
 """A volume on disk beside `dd` with a sync of the same bytes, and beside plain reads of them.
 
-    python -m bench.storage [--folder DIR] [--mib 512] [--block-kib 720] [--runs 5000] [--rounds 5]
+    python -m bench.storage [--folder DIR] [--mib 512] [--block-kib 720] [--puts 5000] [--rounds 5]
 
 Sides take turns on the same file system. The last line is one JSON object; speeds are medians in MB/s (10^6),
 ratios are medians of each round's. "cached" reads find the bytes in the page cache, "cold" ones don't.
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from bench.measure import machine, rounded, seconds
-from mallee.worker.storage.files import Directory
+from mallee.worker.storage.files import CATALOGUE, Directory
 from mallee.worker.storage.volume import Volume, VolumeConfig
 
 IDENTITY = {"weights": "bench"}
@@ -81,9 +81,8 @@ def figures(folder: Path, *, nbytes: int, block_nbytes: int, rounds: int) -> dic
         if i:
             note("put_and_commit", taken_s)
         for kind in ("cached", "cold") if i else ():
-            runs = list((folder / f"volume{i}" / "runs").iterdir())
             if kind == "cold":
-                forget([copy, *runs])
+                forget([copy, *(folder / f"volume{i}").glob("blocks-*")])
             note(f"plain_read_{kind}", seconds(lambda of=copy: read_plainly(of, plain)))  # type: ignore[misc]
             note(f"read_and_verify_{kind}", seconds(read))
         assert (into == rows).all() or not i
@@ -111,13 +110,13 @@ def figures(folder: Path, *, nbytes: int, block_nbytes: int, rounds: int) -> dic
     }
 
 
-def opening(folder: Path, *, runs: int, blocks_per_run: int = 64) -> dict[str, float]:
-    """Seconds to open a volume of many runs of tiny blocks, and of as many records."""
+def opening(folder: Path, *, num_puts: int, blocks_per_put: int = 64) -> dict[str, float]:
+    """Seconds to open a volume of many tiny blocks, all of them synced."""
     volume = opened(folder, 64)
-    row = np.zeros((blocks_per_run, 64), np.uint8)
-    for i in range(runs):
-        keys = list(range(1 + i * blocks_per_run, 1 + (i + 1) * blocks_per_run))
-        volume.put(keys, row)
+    row = np.zeros((blocks_per_put, 64), np.uint8)
+    for i in range(num_puts):
+        volume.put(list(range(1 + i * blocks_per_put, 1 + (i + 1) * blocks_per_put)), row)
+    volume.commit("c", b"", [1])
     volume.close()
 
     def again() -> None:
@@ -128,14 +127,12 @@ def opening(folder: Path, *, runs: int, blocks_per_run: int = 64) -> dict[str, f
     for _ in range(3):
         cached.append(seconds(again))
         volume.close()
-    paths = list((folder / "runs").iterdir())
-    os.sync()
-    forget(paths)
+    forget([folder / CATALOGUE])
     cold_s = seconds(again)
-    num_blocks = volume.stats().num_blocks
+    num_blocks = len(volume.keys())
     volume.close()
     shutil.rmtree(folder)
-    return {"runs": runs, "blocks": num_blocks, "cached_s": median(cached), "cold_s": cold_s}
+    return {"blocks": num_blocks, "cached_s": median(cached), "cold_s": cold_s}
 
 
 def main() -> int:
@@ -143,7 +140,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="on the file system to measure")
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--block-kib", type=int, default=720)  # SmolLM2-135M, 16 tokens, float32
-    parser.add_argument("--runs", type=int, default=5000)
+    parser.add_argument("--puts", type=int, default=5000)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=options.folder))
@@ -155,7 +152,7 @@ def main() -> int:
                 block_nbytes=options.block_kib << 10,
                 rounds=options.rounds,
             ),
-            "open": opening(folder / "many", runs=options.runs),
+            "open": opening(folder / "many", num_puts=options.puts),
             **machine(),
         }
     finally:

@@ -174,9 +174,6 @@ class EngineSettings(Settings):
     """Room of a worker there, in GiB."""
     disk_tenant_gib: NonNegative = 0.0
     """Room of one tenant's capsules there, in GiB; 0: no limit."""
-    disk_fsync: Literal["commit", "always", "never"] = "commit"
-    """`commit`: a capsule is synced before it is acknowledged; `always`: cached blocks are too;
-    `never`: capsules outlive the process, not a loss of power."""
     tier_gib_s: NonNegative = 0.0
     """Bandwidth, in GiB/s, that moves between tiers take at most while answers are drawn; 0: no
     limit."""
@@ -719,7 +716,6 @@ _OF_MODELS = (
     "engine.device",
     "engine.device_share",
     "engine.disk_path",  # before those that need it
-    "engine.disk_fsync",
     "engine.disk_gib",
     "engine.disk_tenant_gib",
     "engine.dtype",

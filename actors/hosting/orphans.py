@@ -7,7 +7,6 @@ lock.
 
 import asyncio
 import logging
-import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
@@ -19,7 +18,7 @@ from mallee.actors.hosting.engine import EngineThread
 from mallee.actors.hosting.host import Host
 from mallee.protocol.errors import MalleeError, StorageError, WorkerLost
 from mallee.protocol.ids import WorkerId
-from mallee.worker.storage.files import Directory
+from mallee.worker.storage.files import Directory, has_slots
 from mallee.worker.storage.volume import Volume
 
 log = logging.getLogger(__name__)
@@ -73,22 +72,14 @@ class Orphans:
                 await asyncio.to_thread(held.close)
 
     def _names(self) -> list[str]:
-        """The other parts that have capsules; none if the disk can't be read."""
+        """The other parts in which something is stored; none if the disk can't be read."""
         known = {self._worker, *self._left}
         try:
             names = {path.name for path in self._folder.glob("w*") if _NAME.fullmatch(path.name)}
-            return sorted(name for name in names - known if self._has_capsules(name))
+            return sorted(name for name in names - known if has_slots(self._folder / name))
         except OSError as error:
             log.warning("%s can't look for capsules of others: %s", self._worker, error)
             return []
-
-    def _has_capsules(self, name: str) -> bool:
-        """Whether a part has any: that of a living worker has thousands, so one is enough."""
-        try:
-            with os.scandir(self._folder / name / "capsules") as found:
-                return next(found, None) is not None
-        except (FileNotFoundError, NotADirectoryError):
-            return False
 
     def _open(self, name: str, held: ExitStack) -> Volume | None:
         """The part `name`, if its worker is gone; its name stays in `held`."""
@@ -103,7 +94,7 @@ class Orphans:
     def _log(self, name: str, left: Sequence[MalleeError]) -> None:
         if left:
             self._left.add(name)
-            text = "%s adopted capsules of %s, which is gone; of %d files it can't, the first because: %s"
+            text = "%s adopted capsules of %s, which is gone; of %d it can't, the first because: %s"
             log.error(text, self._worker, name, len(left), left[0])
         else:
             log.info("%s adopted the capsules of %s, which is gone", self._worker, name)

@@ -103,7 +103,7 @@ PROGRAMS = [
     Program(
         "serve --quick --sides serve,one_process,itl --smg=", "two_gateways python_proxy smg dynamo"
     ),
-    Program("storage --folder {tmp} --mib 2 --block-kib 64 --runs 20 --rounds 1"),
+    Program("storage --folder {tmp} --mib 2 --block-kib 64 --puts 20 --rounds 1"),
     Program("serve.scores --rounds 1 --tokens 60", "serve"),
     Program("serve.stalls --rounds 1"),
 ]

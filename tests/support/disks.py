@@ -1,15 +1,17 @@
 """A disk in memory that loses power and fails on request, and blocks whose bytes follow from their key."""
 
 import random
+import sqlite3
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from errno import EIO, ENOENT
+from errno import EIO, ENOSPC
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mallee.worker.storage.files import FOLDERS
-from mallee.worker.storage.format import Piece
+from mallee.worker.storage.catalogue import signed
+from mallee.worker.storage.format import Piece, as_keys
 from mallee.worker.storage.volume import Volume, VolumeConfig
 
 BLOCK = 64
@@ -37,107 +39,106 @@ def read(volume: Volume, keys: Sequence[int]) -> tuple[int, Exception | None]:
     return num, error
 
 
+def check(volume: Volume) -> None:
+    """Raise AssertionError on a broken invariant."""
+    rows = volume._run("SELECT identity, owner, key, num FROM holds")
+    entries = volume._entries("true")
+    names = [(e.identity, e.owner, signed(k)) for e in entries for k in {*as_keys(e.blocks)}]
+    assert Counter(names) == {tuple(name): num for *name, num in rows}, "holds miscounted"
+    free, end = "SELECT COUNT(*) FROM blocks WHERE key IS NULL", "SELECT MAX(slot) + 1 FROM blocks"
+    if volume._catalogue.value("SELECT COUNT(*) FROM identities") == 1:
+        num_stored = len(volume._places("true"))
+        assert num_stored + volume._catalogue.value(free) == volume._catalogue.value(end)
+
+
 def opened(files: Any, config: VolumeConfig = ROOMY, **changed: str) -> Volume:
     return Volume.open(files, {**IDENTITY, **changed}, BLOCK, config)
 
 
 class Disk:
-    """Files in memory. What was not made durable may be gone, cut or zeroed after `lose_power`."""
+    """The files of a volume in memory, with a number for each call and each statement.
+
+    After `lose_power` slots that had no sync may be as before, cut or new, and transactions that were not
+    durable may be undone, the last ones first.
+    """
+
+    place = "a disk in memory"
 
     def __init__(self, seed: int = 0) -> None:
-        self.contents: dict[str, bytes] = {}
-        self.durable: dict[str, bytes] = {}
+        self.slots: dict[tuple[int, int], bytes] = {}
+        self.durable: dict[tuple[int, int], bytes] = {}
+        self.catalogues = [b""]  # a durable one, and those after it
         self.calls: list[str] = []
         self.fails: dict[int, int] = {}  # call by number -> errno
         self.refuses: dict[str, int] = {}  # operation -> errno
         self._random = random.Random(seed)
 
-    place = "a disk in memory"
-
     def acquire(self) -> None:
-        self._call("acquire")
+        self.call("acquire")
 
     def release(self) -> None:
         """Nothing is kept out."""
 
-    def sizes(self, folder: str) -> dict[str, int]:
-        assert folder in FOLDERS
-        return {
-            name: len(data) for name, data in self.contents.items() if name.startswith(folder + "/")
-        }
-
-    def heads(self, names: Sequence[str], nbytes: int) -> Iterator[bytes | OSError]:
-        for name in names:
-            head = bytearray(min(nbytes, len(self.contents[name])))
+    def connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(":memory:", isolation_level=None, factory=_Connection)
+        if self.catalogues[-1]:
+            stored = sqlite3.connect(":memory:")
             try:
-                list(self.read(name, 0, [memoryview(head)]))
+                stored.deserialize(self.catalogues[-1])
+                stored.backup(connection)
+            finally:
+                stored.close()
+        connection.disk = self
+        return connection
+
+    def save(self, catalogue: sqlite3.Connection) -> None:
+        """The connection tells of its commits."""
+
+    def set_aside(self) -> None:
+        self.catalogues, self.slots, self.durable = [b""], {}, {}
+
+    def earlier(self) -> list[str]:
+        return []
+
+    def write(self, identity: int, slots: Sequence[int], rows: Sequence[Piece]) -> None:
+        for slot, piece in zip(slots, rows, strict=True):
+            self.call("write")
+            self.slots[identity, slot] = bytes(piece)
+
+    def sync(self, identity: int) -> None:
+        self.call("sync")
+        self.durable = dict(self.slots)
+
+    def read(
+        self, identity: int, slots: Sequence[int], into: Sequence[memoryview]
+    ) -> Iterator[int | OSError]:
+        for slot, piece in zip(slots, into, strict=True):
+            try:
+                self.call("read")
             except OSError as error:
                 yield error
             else:
-                yield bytes(head)
+                data = self.slots.get((identity, slot), b"")[: len(piece)]
+                piece[: len(data)] = data
+                yield len(data)
 
-    def write(self, name: str, pieces: Sequence[Piece], *, is_durable: bool) -> None:
-        assert name not in self.contents, "a file is written once"
-        self._call("write")
-        self.contents[name] = b"".join(pieces)
-        if is_durable:
-            self.durable[name] = self.contents[name]
-            self._sync_folder(name)
-
-    def sync(self, names: Sequence[str]) -> None:
-        self._call("sync")
-        for name in names:
-            self.durable[name] = self.contents[name]
-            self._sync_folder(name)
-
-    def read(self, name: str, offset: int, into: Sequence[memoryview]) -> Iterator[int]:
-        self._call("read")
-        if name not in self.contents:
-            raise FileNotFoundError(ENOENT, "it is not there", name)
-        data = self.contents[name][offset:]
-        done = 0
-        for piece in into:
-            some = data[done : done + len(piece)]
-            piece[: len(some)] = some
-            done += len(some)
-            yield done
-
-    def remove(self, name: str, *, is_durable: bool) -> None:
-        self._call("remove")
-        self.contents.pop(name, None)
-        if is_durable:
-            self._sync_folder(name)
-
-    def _sync_folder(self, name: str) -> None:
-        """Removals in the folder of `name` are durable too."""
-        folder = name.partition("/")[0] + "/"
-        for each in [n for n in self.durable if n.startswith(folder) and n not in self.contents]:
-            del self.durable[each]
+    def remove(self, identity: int) -> None:
+        self.call("remove")
+        for there in (self.slots, self.durable):
+            for name in [name for name in there if name[0] == identity]:
+                del there[name]
 
     def lose_power(self) -> None:
-        names = sorted(self.contents.keys() | self.durable.keys())
-        found = {name: self._after(name) for name in names}
-        self.contents = {name: data for name, data in found.items() if data is not None}
-        self.durable = dict(self.contents)
+        self.catalogues = [self._random.choice(self.catalogues)]
+        for name, new in list(self.slots.items()):
+            old = self.durable.get(name, b"")
+            if new != old:
+                at = self._random.randrange(len(new))
+                cut = new[:at] + (old[at:] or bytes(self._random.choice((0, len(new) - at))))
+                self.slots[name] = self._random.choice((old, cut, new))
+        self.durable = dict(self.slots)
 
-    def _after(self, name: str) -> bytes | None:
-        old, new = self.durable.get(name), self.contents.get(name)
-        if old is not None:
-            is_removed = new is None and self._random.random() < 0.5
-            return None if is_removed else old
-        assert new is not None
-        match self._random.randrange(4):
-            case 0:
-                return None
-            case 1:
-                return new[: self._random.randrange(len(new))]
-            case 2:
-                begin = self._random.randrange(len(new))
-                return new[:begin] + bytes(len(new) - begin)
-            case _:
-                return new
-
-    def _call(self, operation: str) -> None:
+    def call(self, operation: str) -> None:
         self.calls.append(operation)
         errno = self.fails.get(len(self.calls) - 1, self.refuses.get(operation))
         if errno is not None:
@@ -145,3 +146,29 @@ class Disk:
 
     def fail_next(self, errno: int = EIO, after: int = 0) -> None:
         self.fails[len(self.calls) + after] = errno
+
+
+class _Connection(sqlite3.Connection):
+    """Its statements are calls of `disk`, but for those that can't fail."""
+
+    disk: Disk | None = None
+    _is_durable = False
+
+    def execute(self, sql: str, *given: Any) -> sqlite3.Cursor:
+        assert self.disk is not None
+        operation, *words = sql.split()
+        if operation == "PRAGMA":
+            self._is_durable = words[-1] == "FULL"
+        elif operation != "ROLLBACK":
+            try:
+                self.disk.call(operation)
+            except OSError as error:
+                failed = sqlite3.OperationalError("injected")
+                is_full = error.errno == ENOSPC
+                failed.sqlite_errorcode = sqlite3.SQLITE_FULL if is_full else sqlite3.SQLITE_IOERR
+                raise failed from error
+        found = super().execute(sql, *given)
+        if operation == "COMMIT":
+            kept = [] if self._is_durable else self.disk.catalogues
+            self.disk.catalogues = [*kept, self.serialize()]
+        return found

@@ -7,7 +7,7 @@ from pathlib import Path
 from mallee.worker.engine import MakeTiers
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.watch import KVMemory
-from mallee.worker.storage.files import Directory, Files
+from mallee.worker.storage.files import Directory
 from mallee.worker.storage.volume import Volume, VolumeConfig
 from mallee.worker.transfer.lower import LowerTiers
 from mallee.worker.transfer.movers import Carrier, ThreadedMover
@@ -22,7 +22,7 @@ def volume_tiers(
     *,
     host_blocks: int = 0,
     config: VolumeConfig = ROOMY,
-    files: Callable[[Path], Files] = Directory,
+    files: Callable[[Path], Directory] = Directory,
     peers: Lender | None = None,
 ) -> MakeTiers:
     """Tiers that always fetch. Without a `folder` there is no disk."""

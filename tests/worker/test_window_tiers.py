@@ -75,7 +75,7 @@ def test_every_byte_of_a_block_is_in_its_rows_and_in_no_others() -> None:
     nbytes = forward.memory.block_nbytes
     made = np.random.default_rng(1).integers(0, 256, (50 + 3 * 20, nbytes), np.uint8)
     forward.memory.write(range(len(made)), made)
-    assert made.nbytes == forward.stats().kv_nbytes
+    assert made.nbytes == forward.memory_stats().kv
     back = np.zeros_like(made)
     forward.memory.read(range(len(made)), back)
     assert (back == made).all()

@@ -276,7 +276,7 @@ class Branch:
     __slots__ = (
         *("cached_tokens", "hashes", "index", "job", "logits", "members", "num_output", "origin"),
         *("origin_len", "phase", "priority", "producer", "ticket", "tokens", "waits_for"),
-        *("entry", "is_short", "last_step", "payer", "rank"),
+        *("is_short", "last_step"),
         *("attached_tokens", "found", "may_fetch", "node", "place", "room"),
         "answer",
     )
@@ -307,9 +307,6 @@ class Branch:
         self.num_output = 0
         self.answer: Answer | None = None  # from the first draw on
         # Of the queues, from the first on.
-        self.entry: int  # of its claims, those count that were made since
-        self.payer: Account  # of the claim by which it was found last: charged for its grants
-        self.rank: float  # of that claim
         self.last_step: int  # when it was last served, or began to wait
         self.is_short: bool  # it had little to compute when it began to wait
         # Of its KV: what is found in the cache, and what it has while it runs.

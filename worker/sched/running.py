@@ -248,8 +248,9 @@ class BlockBudget:
         """
         tree, budget = self._tree, self._budget
         while True:
+            assert branch.node is not None
             try:
-                node, copy = tree.reserve(node_of(branch), num_tokens, is_fetched=is_fetched)
+                node, copy = tree.reserve(branch.node, num_tokens, is_fetched=is_fetched)
                 break
             except BlocksLeaving:
                 budget.wait_for_room(branch)

@@ -1,247 +1,159 @@
-"""The contents of a volume, in memory: which file has a block, who pins it, what is given up next.
+"""The catalogue of a volume, in SQLite: blocks and records by name, and the slots that have their bytes.
 
-Files are in order of use, the least recently used first; the order is lost with the process, and begins
-anew with the order in which they were written. A run is given up whole, and only if no record pins a
-block of it. Runs and records of another identity serve nobody: they go before all others.
+It alone says which bytes count. Transactions are in order: if a durable one outlived a loss of power, all
+before it did.
+
+SQLite's pages have no checksums. Those of blocks cover their keys too, so a damaged row is taken for no other
+block, and the structure of the pages is checked when the catalogue is opened. Integers are signed in the
+tables; keys and checksums are not, outside.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count, repeat
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
 
+import numpy as np
 
-@dataclass(slots=True, eq=False)
-class Run:
-    """A file of blocks. `offset`: of its first block. One of another identity has no `keys`.
+from mallee.protocol.errors import CorruptStorage, IncompatibleCapsule, StorageFailed
+from mallee.worker.storage.files import Directory, named, told
+from mallee.worker.storage.format import LAYOUT, Identity
+from mallee.worker.storage.objects import ObjectStore
 
-    `verified`: 1 for each block that this process wrote, or has read and found right.
-    """
+VERSION: Final = 2
+"""Of the tables; volumes of the first version had files with headers, and no catalogue."""
 
-    name: str
-    nbytes: int
-    offset: int = 0
-    keys: Sequence[int] = ()
-    checksums: Sequence[int] = ()
-    verified: bytearray = field(default_factory=bytearray)
-    is_durable: bool = False
-    num_live: int = 0  # blocks that are found here
-    num_pinned: int = 0  # those of them that records name
+_TABLES: Final = f"""
+CREATE TABLE identities (id INTEGER PRIMARY KEY, fields TEXT NOT NULL UNIQUE,
+                         block_nbytes INT NOT NULL) STRICT;
+CREATE TABLE blocks (identity INT NOT NULL, slot INT NOT NULL, key INT, checksum INT NOT NULL,
+                     is_synced INT NOT NULL, is_body INT NOT NULL, used INT NOT NULL) STRICT;
+CREATE UNIQUE INDEX blocks_by_slot ON blocks (identity, slot);
+CREATE UNIQUE INDEX blocks_by_key ON blocks (identity, key);
+CREATE INDEX blocks_by_use ON blocks (identity, used) WHERE key NOT NULL;
+CREATE INDEX unsynced ON blocks (is_synced, identity) WHERE is_synced = 0;
+CREATE TABLE records (capsule TEXT PRIMARY KEY, identity INT NOT NULL, owner TEXT NOT NULL,
+                      is_kept INT NOT NULL, blocks BLOB NOT NULL, num_body INT NOT NULL,
+                      used INT NOT NULL) STRICT;
+CREATE TABLE holds (identity INT, key INT, owner TEXT, num INT NOT NULL,
+                    PRIMARY KEY (identity, key, owner)) WITHOUT ROWID, STRICT;
+CREATE INDEX holds_of_owner ON holds (identity, owner);
+PRAGMA user_version = {VERSION}
+"""
+"""`blocks` has each slot that was used once; one without a key is free. The last `num_body` of the blocks of
+a record are its body. `num`: records of the owner that name the block, which may not be stored."""
 
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A record's file. `offset`: of its payload, which has `checksum`."""
-
-    capsule: str
-    name: str
-    nbytes: int
-    offset: int
-    checksum: int
-    owner: str
-    is_kept: bool
-    keys: Sequence[int]
-    identity: dict[str, str] | None = None  # another one than the volume's
-
-
-Place = tuple[Run, int]  # and the block's slot in it
-
-
-@dataclass(slots=True)
-class Holding:
-    """An owner's records: their bytes, and how many of them name each block."""
-
-    nbytes: int = 0
-    blocks: Counter[int] = field(default_factory=Counter)
+_STATEMENTS: Final = [statement.strip() for statement in _TABLES.split(";")]
 
 
 class Catalogue:
-    """Runs, blocks and records of one volume. Does no I/O."""
+    """The tables of the volume in `files`, as one identity sees them. Methods raise StorageErrors."""
 
-    def __init__(self, block_nbytes: int) -> None:
-        self._block_nbytes = block_nbytes
-        self.nbytes = 0  # of all files
-        self._runs: OrderedDict[Run, None] = OrderedDict()
-        self._stale: OrderedDict[Run, None] = OrderedDict()
-        self._places: dict[int, Place] = {}
-        self._entries: OrderedDict[str, Entry] = OrderedDict()
-        self._pins: Counter[int] = Counter()  # records by block
-        self._holdings: dict[str, Holding] = {}
+    def __init__(
+        self, files: Directory | ObjectStore, identity: Identity, block_nbytes: int
+    ) -> None:
+        """Raises CorruptStorage, IncompatibleCapsule if it is of another version, StorageFailed."""
+        self._files = files
+        self._file = f"the catalogue of {files.place}"
+        self._distrusts_log = False
+        self.identity = 0
+        # Uses are written with the next transaction, so that reads write nothing.
+        self._uses: dict[tuple[str, int | str], int] = {}
+        self._now = 0
+        try:
+            self._connection = files.connect()
+        except (sqlite3.Error, OSError) as error:
+            raise named(error, "open", self._file) from error
+        self._connection.text_factory = partial(str, encoding="utf-8", errors="replace")
+        self.is_new = self._is_made()
+        given = {"fields": json.dumps(identity.fields), "nbytes": block_nbytes}
+        if not self.run("SELECT 1 FROM identities WHERE fields = :fields", **given):
+            with self.transaction():
+                sql = "INSERT INTO identities (fields, block_nbytes) VALUES (:fields, :nbytes)"
+                self.run(sql, **given)
+        self.identity = self.value("SELECT id FROM identities WHERE fields = :fields", **given)
+        self._now = max(self.value(f"SELECT MAX(used) FROM {t}") for t in ("blocks", "records"))
 
-    def __contains__(self, key: int) -> bool:
-        return key in self._places
-
-    def keys(self) -> Iterable[int]:
-        return self._places.keys()
-
-    def place(self, key: int) -> Place | None:
-        return self._places.get(key)
-
-    def is_verified(self, key: int) -> bool:
-        """Whether the bytes of a block are known to be right; also if it is not stored."""
-        place = self._places.get(key)
-        return place is None or bool(place[0].verified[place[1]])
-
-    def is_pinned(self, key: int) -> bool:
-        """Whether a record names the block; it may not be stored any more."""
-        return key in self._pins
-
-    def runs_of(self, keys: Iterable[int]) -> dict[Run, None]:
-        """The runs that have any of `keys`, each once, in order."""
-        found = (self._places.get(key) for key in keys)
-        return dict.fromkeys(place[0] for place in found if place is not None)
-
-    def add(self, run: Run) -> None:
-        """`run` is the most recently used. Blocks that were elsewhere are found here from now on."""
-        self.nbytes += run.nbytes
-        if not run.keys:
-            self._stale[run] = None
-            return
-        self._runs[run] = None
-        if not self._places.keys().isdisjoint(run.keys):
-            for key in run.keys:
-                self.forget(key)
-        self._places.update(zip(run.keys, zip(repeat(run), count()), strict=False))
-        run.num_live = len(run.keys)
-        run.num_pinned = sum(key in self._pins for key in run.keys) if self._pins else 0
-
-    def forget(self, key: int) -> Run | None:
-        """The block is not found any more; the run that had it."""
-        place = self._places.pop(key, None)
-        if place is None:
-            return None
-        run, _ = place
-        run.num_live -= 1
-        run.num_pinned -= key in self._pins
-        return run
-
-    def remove(self, run: Run) -> list[int]:
-        """The file is gone; the blocks that were found in it."""
-        self.nbytes -= run.nbytes
-        self._stale.pop(run, None)
-        self._runs.pop(run, None)
-        gone = [key for i, key in enumerate(run.keys) if self._places.get(key) == (run, i)]
-        for key in gone:
-            self.forget(key)
-        return gone
-
-    def use(self, runs: Iterable[Run]) -> None:
-        for run in runs:
-            self._runs.move_to_end(run)
-
-    def runs(self) -> Iterator[Run]:
-        yield from self._stale
-        yield from self._runs
-
-    def empty_runs(self) -> list[Run]:
-        return [run for run in self._runs if not run.num_live]
-
-    def evictable(self, spared: Container[Run]) -> list[Run]:
-        """Runs that may be given up, in that order."""
-        free = (run for run in self._runs if not run.num_pinned and run not in spared)
-        return [*self._stale, *free]
-
-    # Records.
-
-    def record(self, capsule: str) -> Entry | None:
-        return self._entries.get(capsule)
-
-    def records(self) -> Iterable[Entry]:
-        return self._entries.values()
-
-    def put(self, entry: Entry) -> None:
-        """`entry`, the most recently used, takes the place of one of the same capsule."""
-        if entry.capsule in self._entries:
-            self.drop(entry.capsule)
-        self._entries[entry.capsule] = entry
-        self.nbytes += entry.nbytes
-        if entry.identity is not None:
-            return
-        holding = self._holdings.setdefault(entry.owner, Holding())
-        holding.nbytes += entry.nbytes
-        for key in set(entry.keys):
-            holding.blocks[key] += 1
-            self._pins[key] += 1
-            if self._pins[key] == 1 and key in self._places:
-                self._places[key][0].num_pinned += 1
-
-    def drop(self, capsule: str) -> Entry:
-        entry = self._entries.pop(capsule)
-        self.nbytes -= entry.nbytes
-        if entry.identity is not None:
-            return entry
-        holding = self._holdings[entry.owner]
-        holding.nbytes -= entry.nbytes
-        for key in set(entry.keys):
-            _take(holding.blocks, key)
-            if _take(self._pins, key) and key in self._places:
-                self._places[key][0].num_pinned -= 1
-        if not holding.nbytes:
-            del self._holdings[entry.owner]
-        return entry
-
-    def touch(self, capsule: str) -> None:
-        self._entries.move_to_end(capsule)
-
-    def owner_nbytes_with(self, entry: Entry) -> int:
-        """Bytes of the records of the owner of `entry`, with it, and of their blocks, each once."""
-        holding = self._holdings.get(entry.owner, Holding())
-        new = set(entry.keys)
-        nbytes = holding.nbytes + entry.nbytes
-        num_blocks = len(holding.blocks) + len(new - holding.blocks.keys())
-        old = self._entries.get(entry.capsule)
-        if old is not None and old.owner == entry.owner and old.identity is None:
-            nbytes -= old.nbytes
-            num_blocks -= sum(holding.blocks[key] == 1 for key in set(old.keys) - new)
-        return nbytes + num_blocks * self._block_nbytes
-
-    def owner_nbytes_kept(self, entry: Entry) -> int:
-        """The same, if every record that may go went. O(blocks of the owner's records)."""
-        going = {entry.capsule, *(e.capsule for e in self.replaceable(entry.capsule, entry.owner))}
-        ours = [e for e in self._entries.values() if e.owner == entry.owner and not e.identity]
-        stay = [entry, *(e for e in ours if e.capsule not in going)]
-        num_blocks = len({key for each in stay for key in each.keys})
-        return sum(each.nbytes for each in stay) + num_blocks * self._block_nbytes
-
-    def replaceable(self, spared: str, owner: str | None = None) -> list[Entry]:
-        """Records that may be given up, in that order: those of another identity first."""
-        found = [each for each in self._entries.values() if each.capsule != spared]
-        if owner is not None:
-            return [e for e in found if e.owner == owner and e.identity is None and not e.is_kept]
-        stale = [each for each in found if each.identity is not None]
-        return stale + [each for each in found if each.identity is None and not each.is_kept]
-
-    def kept_nbytes(self, capsule: str, spared: Iterable[Run]) -> int:
-        """Bytes that stay if all went that may go, but for `spared` runs and the record of `capsule`."""
-        ours = [each for each in self._entries.values() if each.identity is None]
-        stay = [each for each in ours if each.is_kept or each.capsule == capsule]
-        runs = self.runs_of(key for entry in stay for key in entry.keys)
-        runs.update(dict.fromkeys(spared))
-        return sum(entry.nbytes for entry in stay) + sum(run.nbytes for run in runs)
-
-    def check(self) -> None:
-        """Raise AssertionError on a broken invariant."""
-        files: list[Run | Entry] = [*self.runs(), *self._entries.values()]
-        assert self.nbytes == sum(each.nbytes for each in files), "bytes miscounted"
-        ours = [entry for entry in self._entries.values() if entry.identity is None]
-        pins = Counter(key for entry in ours for key in set(entry.keys))
-        assert pins == self._pins, "pins miscounted"
-        for run in self._runs:
-            live = [k for i, k in enumerate(run.keys) if self._places.get(k) == (run, i)]
-            assert run.num_live == len(live), f"{run.name} has {len(live)} blocks"
-            assert run.num_pinned == sum(key in pins for key in live), f"{run.name}: pins"
-        assert sum(run.num_live for run in self._runs) == len(self._places), "blocks of no run"
-        for owner, holding in self._holdings.items():
-            theirs = [entry for entry in ours if entry.owner == owner]
-            assert holding.nbytes == sum(entry.nbytes for entry in theirs), "records miscounted"
-            blocks = Counter(key for entry in theirs for key in set(entry.keys))
-            assert holding.blocks == blocks, "an owner's blocks miscounted"
-
-
-def _take(counts: Counter[int], key: int) -> bool:
-    """Count `key` down; whether that was the last."""
-    counts[key] -= 1
-    if counts[key]:
+    def _is_made(self) -> bool:
+        """Make the tables if there are none, else check those that are there; whether they are new."""
+        version = self.value("PRAGMA user_version")
+        if not version and not self.value("SELECT COUNT(*) FROM sqlite_master"):
+            with self.transaction():
+                for statement in _STATEMENTS:
+                    self.run(statement)
+            return True
+        if version != VERSION:
+            raise IncompatibleCapsule(self._file, [(LAYOUT, str(version), str(VERSION))])
+        tables = {sql for (sql,) in self.run("SELECT sql FROM sqlite_master WHERE sql NOT NULL")}
+        if tables != set(_STATEMENTS[:-1]):
+            raise CorruptStorage(self._file, "a table", "it has other columns")
+        if (found := self.run("PRAGMA integrity_check(1)")[0][0]) != "ok":
+            raise CorruptStorage(self._file, "a page", found)
         return False
-    del counts[key]
-    return True
+
+    def run(self, statement: str, **given: Any) -> list[Any]:
+        """All rows of a statement, in which `:me` is the identity."""
+        try:
+            return self._connection.execute(statement, {"me": self.identity, **given}).fetchall()
+        except sqlite3.Error as error:
+            raise named(error, "use", self._file) from error
+        except UnicodeDecodeError as error:  # in a message about damaged tables
+            raise CorruptStorage(self._file, "a table", str(error)) from error
+
+    def value(self, statement: str, **given: Any) -> int:
+        """The one number that a statement finds; 0 where it finds none."""
+        return int(self.run(statement, **given)[0][0] or 0)
+
+    def use(self, statement: str, row: int | str) -> None:
+        """Have `statement` say, in the next transaction, that `:row` is used at `:now`."""
+        self._uses[statement, row] = self.tick()
+
+    def tick(self) -> int:
+        self._now += 1
+        return self._now
+
+    @contextmanager
+    def transaction(self, *, is_durable: bool = True) -> Iterator[None]:
+        """All changes in the block, or none: after an error in it, or in its end.
+
+        A log that could not be synced may have lost what was in it before, so it is emptied first.
+        """
+        if self._distrusts_log:
+            self._distrusts_log = bool(self.value("PRAGMA wal_checkpoint(TRUNCATE)"))
+        self.run(f"PRAGMA synchronous = {'FULL' if is_durable else 'NORMAL'}")
+        self.run("BEGIN IMMEDIATE")
+        try:
+            for (statement, row), now in self._uses.items():
+                self.run(statement, row=row, now=now)
+            yield
+            if is_durable:
+                with told("write", self._file):
+                    self._files.save(self._connection)
+            self._commit()
+        except BaseException:
+            if self._connection.in_transaction:
+                self.run("ROLLBACK")
+            raise
+        self._uses = {}
+
+    def _commit(self) -> None:
+        try:
+            self.run("COMMIT")
+        except StorageFailed:
+            self._distrusts_log = True
+            raise
+
+
+def signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def unsigned(value: int) -> int:
+    return value & (1 << 64) - 1
+
+
+def packed(keys: Iterable[int]) -> str:
+    """`keys` as one argument of a statement, for `IN (SELECT value FROM json_each(...))`."""
+    return json.dumps(np.fromiter(keys, np.uint64).view(np.int64).tolist())

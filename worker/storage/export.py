@@ -1,41 +1,156 @@
-"""A capsule as a stream of bytes: its record, then its blocks in runs, all in the format of the files.
+"""A capsule as a stream of bytes: its record, then its blocks in runs, each a checked header and a body.
 
-The record's header names every block in order, so the stream knows its own end: it is a file, or a body of
-HTTP, alike.
+    offset   bytes
+    0        8   magic "mallee" 0x0d 0x0a
+    8        2   version
+    10       2   kind: 1 run of blocks, 2 capsule record
+    12       4   h, bytes of the header
+    16       8   b, bytes of the body
+    24       h   header: a msgpack array
+    24 + h   8   XXH3-64 of all the bytes before
+    32 + h   b   body: the blocks of a run one after the other, or a record's payload
+
+All numbers are little-endian. The header holds the XXH3-64 of the payload, or of every block, so that a block
+is verified without its neighbours, and the sizes let a reader know its next piece. The record's header names
+every block in order, so the stream knows its own end: it is a file, or a body of HTTP, alike.
 """
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from typing import Final, NamedTuple
+import struct
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, TypeVar
 
-from mallee.protocol.errors import CorruptExport, CorruptStorage
+import msgspec
+
+from mallee.protocol.errors import CorruptExport, CorruptStorage, IncompatibleCapsule
 from mallee.worker.storage.format import (
-    PREFIX_NBYTES,
-    RECORD,
-    RUN,
-    SUM_NBYTES,
-    Header,
+    LAYOUT,
     Identity,
     Keys,
     Piece,
-    Prefix,
-    RecordHeader,
     Rows,
-    RunHeader,
     as_bytes,
     as_keys,
     checksum,
-    pack_record,
-    pack_run,
-    read_header,
-    read_prefix,
-    run_head_nbytes,
     with_block_nbytes,
 )
 
+VERSION: Final = 1
+RUN: Final = 1
+RECORD: Final = 2
+MAX_HEADER_NBYTES: Final = 64 << 20  # of a run of four million blocks
+
+_MAGIC: Final = b"mallee\r\n"
+_PREFIX: Final = struct.Struct("<8sHHIQ")
+_SUM: Final = struct.Struct("<Q")
+PREFIX_NBYTES: Final = _PREFIX.size
+SUM_NBYTES: Final = _SUM.size
 _Reads = Generator[int, bytes]  # yields how many bytes it needs, and is sent them
-
-
 _RUN_SLACK: Final = 1 << 16  # bytes of a header beside its keys and sums
+
+
+class Prefix(NamedTuple):
+    """Sizes of a file's parts."""
+
+    kind: int
+    header_nbytes: int
+    body_nbytes: int
+
+    @property
+    def body_offset(self) -> int:
+        return PREFIX_NBYTES + self.header_nbytes + SUM_NBYTES
+
+    @property
+    def nbytes(self) -> int:
+        return self.body_offset + self.body_nbytes
+
+
+class RunHeader(msgspec.Struct, frozen=True, array_like=True):
+    """`keys` and `checksums`: little-endian u64, one a block."""
+
+    identity: bytes  # digest
+    block_nbytes: int
+    keys: bytes
+    checksums: bytes
+
+
+class RecordHeader(msgspec.Struct, frozen=True, array_like=True):
+    """`keys`: little-endian u64 of the blocks that the capsule is made of, in order."""
+
+    capsule: str
+    owner: str
+    is_kept: bool
+    identity: dict[str, str]
+    keys: bytes
+    checksum: int  # of the payload
+
+
+Header = TypeVar("Header", RunHeader, RecordHeader)
+
+
+class PackedRun(NamedTuple):
+    """A run, as pieces to be written one after the other."""
+
+    pieces: list[Piece]
+    checksums: list[int]
+    nbytes: int
+
+
+def pack_run(
+    identity: Identity, block_nbytes: int, keys: Sequence[int], rows: Sequence[Piece]
+) -> PackedRun:
+    """`rows` are read once, and not copied."""
+    sums = [checksum(row) for row in rows]
+    header = RunHeader(identity.digest, block_nbytes, as_bytes(keys), as_bytes(sums))
+    nbytes = len(rows) * block_nbytes
+    head = _pack(RUN, header, nbytes)
+    return PackedRun([head, *rows], sums, len(head) + nbytes)
+
+
+def run_head_nbytes(identity: Identity, block_nbytes: int, num_blocks: int) -> int:
+    """Bytes of a run before its blocks."""
+    words = bytes(8 * num_blocks)
+    return len(_pack(RUN, RunHeader(identity.digest, block_nbytes, words, words), 0))
+
+
+def pack_record(header: RecordHeader, payload: Piece) -> list[Piece]:
+    return [_pack(RECORD, header, len(payload)), payload]
+
+
+def _pack(kind: int, header: RunHeader | RecordHeader, body_nbytes: int) -> bytes:
+    packed = msgspec.msgpack.encode(header)
+    head = _PREFIX.pack(_MAGIC, VERSION, kind, len(packed), body_nbytes) + packed
+    return head + _SUM.pack(checksum(head))
+
+
+def read_prefix(data: Piece, kind: int, file: str) -> Prefix:
+    """Raises CorruptStorage; IncompatibleCapsule if it is of another version of this format."""
+    if len(data) < PREFIX_NBYTES:
+        raise CorruptStorage(file, "prefix", f"{len(data)} of {PREFIX_NBYTES} bytes")
+    magic, version, found, header_nbytes, body_nbytes = _PREFIX.unpack_from(data)
+    if magic != _MAGIC:
+        raise CorruptStorage(file, "prefix", f"it begins with {magic!r}")
+    if version != VERSION:
+        raise IncompatibleCapsule(file, [(LAYOUT, str(version), str(VERSION))])
+    if found != kind:
+        raise CorruptStorage(file, "prefix", f"kind {found}, not {kind}")
+    if header_nbytes > MAX_HEADER_NBYTES:
+        raise CorruptStorage(file, "prefix", f"a header of {header_nbytes} bytes")
+    return Prefix(found, header_nbytes, body_nbytes)
+
+
+def read_header(data: Piece, type_: type[Header], file: str) -> Header:
+    """The header of `data`, which begins with the prefix and ends with the header's sum.
+
+    Raises CorruptStorage.
+    """
+    (expected,) = _SUM.unpack_from(data, len(data) - SUM_NBYTES)
+    view = memoryview(data)[:-SUM_NBYTES]
+    if checksum(view) != expected:
+        raise CorruptStorage(file, "header", "its sum differs")
+    try:
+        return msgspec.msgpack.decode(view[PREFIX_NBYTES:], type=type_)
+    except msgspec.DecodeError as error:
+        raise CorruptStorage(file, "header", str(error)) from error
 
 
 class Block(NamedTuple):

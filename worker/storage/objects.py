@@ -1,26 +1,36 @@
-"""Files of a volume as objects of any store that fsspec knows (S3, GCS, its memory and local ones)."""
+"""The files of a volume as objects of any store that fsspec knows (S3, GCS, its memory and local ones).
 
+The catalogue is in this process's memory, and is put whole whenever a capsule becomes durable or ceases to
+be: about a hundred bytes for each block of the volume. What was cached since then is lost with a process that
+is killed.
+"""
+
+import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from errno import EIO
 from typing import Any, Final
 
-from mallee.worker.storage.files import FOLDERS
+from mallee.worker.storage.files import ASIDE, CATALOGUE, EARLIER
 from mallee.worker.storage.format import Piece
 
-_AT_ONCE: Final = 1000  # headers asked for in one call
+_BLOCKS: Final = "blocks"
+_AT_ONCE: Final = 16  # blocks asked for in one call
 
 
 class ObjectStore:
     """A prefix of an fsspec file system, which one worker uses.
 
-    An object is put whole by one call, and durable when the call is back: nothing is synced, whatever the
-    policy. Stores have no locks: two workers on one prefix write valid files, and delete each other's.
+    An object is put whole, and is durable when the call is back. Stores have no locks: two workers on one
+    prefix overwrite each other's.
     """
 
     def __init__(self, filesystem: Any, root: str) -> None:
         self._filesystem = filesystem
         self._root = root.rstrip("/")
+        self._number = (
+            0  # of the catalogue: the newest counts, so one that is put in part harms nothing
+        )
 
     @classmethod
     def at(cls, url: str, **options: Any) -> "ObjectStore":
@@ -36,72 +46,103 @@ class ObjectStore:
 
     def acquire(self) -> None:
         with _as_os_error():
-            for folder in FOLDERS:
+            for folder in (CATALOGUE, _BLOCKS):
                 self._filesystem.makedirs(f"{self._root}/{folder}", exist_ok=True)
 
     def release(self) -> None:
         self._filesystem.invalidate_cache()
 
-    def sizes(self, folder: str) -> dict[str, int]:
+    def connect(self) -> sqlite3.Connection:
+        catalogue = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        names = self._names(CATALOGUE)
+        self._number = max((int(name, 16) for name in names), default=0)
+        if names:
+            with _as_os_error():
+                data = self._filesystem.cat_file(self._newest)
+            stored = sqlite3.connect(":memory:")
+            try:
+                stored.deserialize(data)
+                stored.backup(catalogue)
+            finally:
+                stored.close()
+        return catalogue
+
+    def save(self, catalogue: sqlite3.Connection) -> None:
+        before = self._newest
+        self._number += 1
+        with _as_os_error():
+            self._filesystem.pipe_file(self._newest, catalogue.serialize())
+        with suppress(OSError):
+            self._remove(before)
+
+    def set_aside(self) -> None:
+        with _as_os_error():
+            self._filesystem.mv(self._newest, f"{self._root}/{ASIDE}")
+        self._remove_blocks("")
+
+    def earlier(self) -> list[str]:
+        return [f"{self.place}/{EARLIER}/{name}" for name in sorted(self._names(EARLIER))]
+
+    def write(self, identity: int, slots: Sequence[int], rows: Sequence[Piece]) -> None:
+        paths = [self._path(identity, slot) for slot in slots]
+        with _as_os_error():
+            self._filesystem.pipe(dict(zip(paths, map(bytes, rows), strict=True)))
+
+    def sync(self, identity: int) -> None:
+        """Nothing to do."""
+
+    def read(
+        self, identity: int, slots: Sequence[int], into: Sequence[memoryview]
+    ) -> Iterator[int | OSError]:
+        for i in range(0, len(slots), _AT_ONCE):
+            paths = [self._path(identity, slot) for slot in slots[i : i + _AT_ONCE]]
+            with _as_os_error():
+                found = self._filesystem.cat(paths, on_error="return")
+            for path, row in zip(paths, into[i : i + _AT_ONCE], strict=True):
+                match found[path]:
+                    case FileNotFoundError():
+                        yield 0
+                    case Exception() as error:
+                        yield _os_error(error)
+                    case data:
+                        row[: len(data)] = data[: len(row)]
+                        yield len(data)
+
+    def remove(self, identity: int) -> None:
+        self._remove_blocks(f"{identity}-")
+
+    def _remove_blocks(self, prefix: str) -> None:
+        names = [name for name in self._names(_BLOCKS) if name.startswith(prefix)]
+        with _as_os_error():
+            if names:
+                self._filesystem.rm([f"{self._root}/{_BLOCKS}/{name}" for name in names])
+
+    @property
+    def _newest(self) -> str:
+        return f"{self._root}/{CATALOGUE}/{self._number:016x}"
+
+    def _path(self, identity: int, slot: int) -> str:
+        return f"{self._root}/{_BLOCKS}/{identity}-{slot:08x}"
+
+    def _remove(self, path: str) -> None:
+        with _as_os_error(), suppress(FileNotFoundError):
+            self._filesystem.rm_file(path)
+
+    def _names(self, folder: str) -> list[str]:
+        """The names of the objects in a folder."""
         with _as_os_error():
             self._filesystem.invalidate_cache()
             try:
-                found = self._filesystem.ls(f"{self._root}/{folder}", detail=True)
-            except FileNotFoundError:  # stores without folders, before the first file
-                return {}
-        files = (each for each in found if each["type"] == "file")
-        return {f"{folder}/{each['name'].rpartition('/')[2]}": each["size"] for each in files}
-
-    def heads(self, names: Sequence[str], nbytes: int) -> Iterator[bytes | OSError]:
-        for i in range(0, len(names), _AT_ONCE):
-            some = names[i : i + _AT_ONCE]
-            paths = [f"{self._root}/{name}" for name in some]
-            with _as_os_error():  # stores that can ask for all of them at once
-                heads = self._filesystem.cat_ranges(paths, 0, nbytes, on_error="return")
-            for head in heads:
-                match head:
-                    case Exception():
-                        yield _os_error(head)
-                    case _:
-                        yield bytes(head)
-
-    def write(self, name: str, pieces: Sequence[Piece], *, is_durable: bool) -> None:
-        path = f"{self._root}/{name}"
-        try:
-            with _as_os_error():
-                self._filesystem.pipe_file(path, b"".join(pieces))
-        except OSError:
-            with suppress(OSError):  # of a local one a part may be there
-                self.remove(name, is_durable=False)
-            raise
-
-    def sync(self, names: Sequence[str]) -> None:
-        """Nothing to do."""
-
-    def read(self, name: str, offset: int, into: Sequence[memoryview]) -> Iterator[int]:
-        end = offset + sum(map(len, into))
-        if end == offset:  # stores refuse an empty range
-            return
-        with _as_os_error():
-            data = memoryview(self._filesystem.cat_file(f"{self._root}/{name}", offset, end))
-        left = data
-        for piece in into:
-            some = left[: len(piece)]
-            piece[: len(some)] = some
-            left = left[len(some) :]
-        yield len(data)
-
-    def remove(self, name: str, *, is_durable: bool) -> None:
-        with _as_os_error(), suppress(FileNotFoundError):
-            self._filesystem.rm_file(f"{self._root}/{name}")
+                found = self._filesystem.ls(f"{self._root}/{folder}", detail=False)
+            except FileNotFoundError:  # stores without folders, before the first object
+                return []
+        return [name.rpartition("/")[2] for name in found if not name.endswith("/")]
 
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
     try:
         yield
-    except OSError:
-        raise
     except Exception as error:  # stores raise what their own libraries do
         raise _os_error(error) from error
 

@@ -1,32 +1,28 @@
 """One worker's durable KV blocks and capsule records.
 
-Blocks are opaque bytes of one size under their chain hash, each stored once. They are written in *runs*, a
-file for what one call brings, because a sync costs the same for one block as for a hundred. A capsule's
-record names its blocks by hash and not by file: a block that went bad is written anew elsewhere, and every
-record that names it is whole again without being touched.
+Blocks are opaque bytes of one size under their chain hash, each stored once, in *slots* of that size; the
+catalogue says which block lies in which slot. A record names the blocks of its capsule by hash: one that went
+bad is written anew elsewhere, and every record that names it is whole again without being touched. A record
+lies in blocks too, its *body*, which nothing else names.
 
-Durability has one point. `commit` syncs the runs that have the capsule's blocks, then writes the record,
-syncs it, gives it its name, and syncs the name. When it is back, the capsule outlives whatever ends the
-process; before, it may or may not be there, but never in part. Nothing is ever changed in place. Files
-have numbers that only grow; of two records of one capsule, or two copies of a block, the larger counts.
+There is one rule of durability. `commit` writes the body, syncs the slots, and then commits a transaction of
+the catalogue. When it is back, the capsule outlives whatever ends the process or cuts the power; before, it
+may or may not be there, but never in part. Every transaction is durable but one that adds cached blocks: so a
+slot is written again only when nothing can bring back the block that was there.
 
 A sync that fails may have thrown away what it did not write, and the next one would find nothing to do:
-runs whose sync failed are removed.
-
-Bytes are verified when they are read, not when the volume is opened: that reads headers alone. A block of
-which only the header is known may be one that a loss of power cut, for nobody synced cached blocks: before a
-record names it, it is read.
+all that had no sync is forgotten. Cached blocks are synced now and then, so that a commit never waits for
+many. Those that were not when the process ended are read when the volume is opened, for a loss of power may
+have cut them; all others are verified when they are read.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from errno import ENOENT
-from itertools import takewhile
-from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from math import ceil
+from typing import Any, Final, NamedTuple, TypeAlias
 
-import numpy as np
+import msgspec
 
 from mallee.protocol.errors import (
     BlocksMissing,
@@ -37,53 +33,50 @@ from mallee.protocol.errors import (
     StorageFailed,
     StorageFull,
 )
-from mallee.worker.storage.catalogue import Catalogue, Entry, Run
-from mallee.worker.storage.files import Files, last, named, told
+from mallee.worker.storage import catalogue
+from mallee.worker.storage.catalogue import Catalogue, packed, signed, unsigned
+from mallee.worker.storage.files import Directory, named, told
 from mallee.worker.storage.format import (
-    RECORD,
-    RUN,
-    Header,
+    LAYOUT,
     Identity,
     Keys,
-    PackedRun,
     Piece,
-    Prefix,
-    RecordHeader,
     Rows,
-    RunHeader,
     as_bytes,
     as_keys,
     checksum,
-    pack_record,
-    pack_run,
-    read_header,
-    read_prefix,
     with_block_nbytes,
 )
+from mallee.worker.storage.objects import ObjectStore
+
+Files: TypeAlias = Directory | ObjectStore
 
 _SCRATCH_NBYTES: Final = 4 << 20
-_FIRST_READ: Final = 4096  # has the whole header of most files
+_UNSYNCED_NBYTES: Final = 128 << 20  # at most, of cached blocks
+
+# Parts of statements.
+_LISTED: Final = "IN (SELECT value FROM json_each(:list))"
+_HOLDS: Final = "SELECT 1 FROM holds WHERE identity = :me AND key"
+_CACHED: Final = f"NOT EXISTS ({_HOLDS} = blocks.key)"
+_SLOTS: Final = "SELECT COALESCE(MAX(slot) + 1, 0) FROM blocks WHERE identity = identities.id"
+_FREE: Final = "SELECT COUNT(*) FROM blocks WHERE identity = identities.id AND key IS NULL"
+_TOTAL: Final = f"SELECT TOTAL(block_nbytes * (({_SLOTS}) - ({_FREE}))) FROM identities"
+_SYNCED: Final = "UPDATE blocks SET is_synced = 1 WHERE is_synced = 0 AND identity = :me"
 
 
 @dataclass(frozen=True, slots=True)
 class VolumeConfig:
-    """Limits in bytes, and the moment of syncs.
+    """Limits in bytes.
 
-    fsync: `commit` syncs a capsule's runs and its record before it is acknowledged. `always` syncs each
-    run as it is written too, so that cached blocks also outlive a loss of power. `never` syncs nothing:
-    acknowledged capsules then outlive the process, not the machine's power; what is left of them after
-    that is still verified.
-
-    A volume that is full gives up cached runs until it is down to `low_watermark` of its budget, then, and
-    only as far as it must, records that are not kept. `owner_nbytes` limits what the records of one owner
-    hold; 0 is no limit.
+    A volume that is full gives up cached blocks, least recently used first, until it is down to
+    `low_watermark` of its budget, then, and only as far as it must, records that are not kept. `owner_nbytes`
+    limits what the records of one owner hold; 0 is no limit. The catalogue comes on top: some hundred bytes
+    for each block.
     """
 
     budget_nbytes: int
     owner_nbytes: int = 0
     low_watermark: float = 0.9
-    fsync: Literal["commit", "always", "never"] = "commit"
-    run_nbytes: int = 64 << 20  # a run's blocks, at most
 
 
 class Read(NamedTuple):
@@ -104,28 +97,46 @@ class Record(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Blocks and capsules that are not stored any more: evicted, or found bad. In order."""
+    """Blocks and capsules that are not stored any more: evicted, or found bad."""
 
     keys: list[int]
     capsules: list[str]
 
 
-class VolumeStats(NamedTuple):
-    """Contents, and counts since the volume was opened."""
+class _Place(NamedTuple):
+    """A block that is stored."""
 
-    nbytes: int
-    num_blocks: int
-    num_runs: int
-    num_records: int
-    num_stale_runs: int
-    num_stale_records: int
-    num_evicted_blocks: int
-    num_evicted_records: int
-    num_bad: int  # blocks, records and headers
+    key: int
+    slot: int
+    checksum: int
+    is_body: int
+
+
+class _Entry(NamedTuple):
+    """A row of `records`. The last `num_body` of the blocks are the body."""
+
+    capsule: str
+    identity: int
+    raw_fields: str | None
+    owner: str
+    blocks: bytes
+    num_body: int
+
+    @property
+    def body(self) -> list[int]:
+        return as_keys(self.blocks[len(self.blocks) - 8 * self.num_body :])
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """Those of its identity, as far as they are known."""
+        try:
+            return msgspec.json.decode(self.raw_fields or "{}", type=dict[str, str])
+        except msgspec.DecodeError:
+            return {}
 
 
 class Volume:
-    """Blocks and records in `files`, by one thread. `open` makes one.
+    """Blocks and records in `files`, by one thread at a time. `open` makes one.
 
     Errors are StorageErrors and IncompatibleCapsule; after any of them the volume goes on. Ask `take_lost`
     after each call, also after one that raised.
@@ -134,80 +145,116 @@ class Volume:
     def __init__(
         self, files: Files, identity: Identity, block_nbytes: int, config: VolumeConfig
     ) -> None:
+        """As `open`, of files that are acquired."""
         self._files = files
         self._identity = identity
+        self._seed = int.from_bytes(identity.digest[:8], "little")
         self._block_nbytes = block_nbytes
         self._config = config
-        self._catalogue = Catalogue(block_nbytes)
-        self._next = 0  # number of the next file
         self._lost = Lost([], [])
-        self._evicted_blocks = 0
-        self._evicted_records = 0
-        self._bad = 0
-        self._left: set[str] = set()  # files that could not be removed
-        self._unread: set[str] = set()  # files that `open` could not read
-        self.problems: list[StorageError] = []
-        """Found by `open`: files that could not be read, or were removed because they were damaged."""
-        # The reasons for records of which no capsule is known.
-        self._unknown: list[MalleeError] = []
+        # The reason for each record that was there and is of none of the `capsules`.
+        self._unreadable: list[MalleeError] = [
+            IncompatibleCapsule(name, [(LAYOUT, "1", str(catalogue.VERSION))])
+            for name in files.earlier()
+        ]
+        try:
+            self._catalogue = Catalogue(files, identity, block_nbytes)
+        except (CorruptStorage, IncompatibleCapsule) as error:
+            self._unreadable.append(error)
+            files.set_aside()
+            self._catalogue = Catalogue(files, identity, block_nbytes)
+        self._run, self._me = self._catalogue.run, self._catalogue.identity
+        if self._catalogue.is_new and next(files.read(self._me, [0], [memoryview(bytearray(1))])):
+            self._unreadable.append(CorruptStorage(files.place, "the catalogue", "it is missing"))
+        for entry in self._entries("identity != :me"):
+            self._unreadable.append(identity.refusal(entry.capsule, entry.fields))
+        scratch = [bytearray(block_nbytes)]
+        unsynced = self._places("is_synced = 0")
+        for place in unsynced.values():
+            if next(self._read([place], scratch)) is not None:
+                self._forget(place.key)
+        self._num_unsynced = len(unsynced)
+        self._lost = Lost([], [])
 
     @classmethod
     def open(
         cls, files: Files, identity: Mapping[str, str], block_nbytes: int, config: VolumeConfig
     ) -> "Volume":
-        """The volume in `files`, new if there is none. Reads the headers of all files.
+        """The volume in `files`, new if there is none. Reads the catalogue.
 
         `identity`: every field that decides whether KV fits this worker; `block_nbytes` is added to it.
         Blocks of another one are never found, and go first when room is needed; their records answer
-        IncompatibleCapsule. Raises StorageBusy, StorageFailed.
+        IncompatibleCapsule. A catalogue that is damaged, or of another version, is set aside.
+        Raises StorageBusy, StorageFull, StorageFailed.
         """
         who = Identity(with_block_nbytes(identity, block_nbytes))
-        volume = cls(files, who, block_nbytes, config)
         with told("open", files.place):
             files.acquire()
-        try:
-            volume._scan()
-        except BaseException:
-            files.release()
-            raise
-        return volume
+            try:
+                return cls(files, who, block_nbytes, config)
+            except BaseException:
+                files.release()
+                raise
 
     def close(self) -> None:
-        """Let other processes in. Nothing is written."""
+        """Let other processes in."""
+        with suppress(StorageError), self._catalogue.transaction():
+            pass  # it has the last uses
         self._files.release()
 
     # Blocks.
 
-    def __contains__(self, key: int) -> bool:
-        return key in self._catalogue
-
     def keys(self) -> Sequence[int]:
         """All blocks that are stored."""
-        return list(self._catalogue.keys())
+        return list(self._places("NOT is_body"))
 
     def put(self, keys: Keys, rows: Rows) -> int:
         """Write those of `keys` that are not stored, from their `rows`; how many that were.
 
-        Of the others those are read that this process has not seen yet, and written if they are bad. Blocks
-        that a record names are durable at once, for it was promised them.
-        With one file and at most one sync for each `run_nbytes`. What was written before an error stays.
+        Blocks that a record names are durable at once, for it was promised them.
         Raises StorageFull, StorageFailed.
         """
-        names = _ints(keys)
-        self._verify(names)
-        fresh = {key: i for i, key in enumerate(names) if key not in self._catalogue}
-        stored = self._catalogue.runs_of(names)
-        self._catalogue.use(stored)
+        return self._put(as_keys(as_bytes(keys)), rows)
+
+    def _put(
+        self, keys: Sequence[int], rows: Rows, *, spared: Sequence[int] = (), body_of: str = ""
+    ) -> int:
+        """As `put`, of blocks or of the body of a record. For them no `spared` blocks go."""
+        found = self._find(keys)
+        fresh = {key: i for i, key in enumerate(keys) if key not in found}
         if not fresh:
             return 0
-        todo = list(fresh)
-        size = max(1, self._config.run_nbytes // self._block_nbytes)
-        parts = [todo[i : i + size] for i in range(0, len(todo), size)]
-        runs = [self._pack(part, [rows[fresh[key]] for key in part]) for part in parts]
-        self._make_room(sum(run.nbytes for run in runs), spared=stored)
-        for part, run in zip(parts, runs, strict=True):
-            self._write_run(part, run)
-        return len(todo)
+        self._make_room(len(fresh), [*keys, *spared], body_of)
+        pieces = [rows[i] for i in fresh.values()]
+        assert all(len(row) == self._block_nbytes for row in pieces), "rows of another size"
+        with self._catalogue.transaction(is_durable=False):
+            slots = self._free_slots(len(fresh))
+            with told("write", self._files.place, len(fresh) * self._block_nbytes):
+                self._files.write(self._me, slots, pieces)
+            written = list(zip(fresh, slots, pieces, strict=True))
+            for key, slot, row in reversed(written):  # of a text the last ones are to go first
+                self._run(
+                    "REPLACE INTO blocks VALUES (:me, :slot, :key, :sum, 0, :is_body, :now)",
+                    slot=slot,
+                    key=signed(key),
+                    sum=signed(self._sum(key, row)),
+                    is_body=bool(body_of),
+                    now=self._catalogue.tick(),
+                )
+        self._num_unsynced += len(fresh)
+        is_promised = self._run(f"{_HOLDS} {_LISTED} LIMIT 1", list=packed(fresh))
+        if is_promised or self._num_unsynced * self._block_nbytes >= _UNSYNCED_NBYTES:
+            self._sync()
+            with self._changing():
+                self._run(_SYNCED)
+        return len(fresh)
+
+    def _free_slots(self, num: int) -> list[int]:
+        free = "SELECT slot FROM blocks WHERE identity = :me AND key IS NULL LIMIT :num"
+        slots = [slot for (slot,) in self._run(free, num=num)]
+        end = "SELECT MAX(slot) + 1 FROM blocks WHERE identity = :me"
+        begin = self._catalogue.value(end) if len(slots) < num else 0
+        return [*slots, *range(begin, begin + num - len(slots))]
 
     def get(self, keys: Keys, rows: Rows) -> Read:
         """Read the leading blocks of `keys` into `rows` until one is missing or bad. Never raises.
@@ -215,90 +262,156 @@ class Volume:
         Of the row after the last good one the bytes are undefined. Blocks that could not be read, or
         are not what was written, are forgotten.
         """
-        names = _ints(keys)
-        done = 0
-        while done < len(names):
-            place = self._catalogue.place(names[done])
-            if place is None:
-                missing = sum(key not in self._catalogue for key in names[done:])
-                return Read(done, BlocksMissing(missing, len(names), names[done]))
-            run, slot = place
-            rest = enumerate(names[done : done + len(run.keys)], slot)
-            follows = (self._catalogue.place(key) == (run, i) for i, key in rest)
-            count = sum(takewhile(bool, follows))
-            into = [memoryview(rows[i]).cast("B") for i in range(done, done + count)]
-            good, error = self._read(run, slot, into)
-            done += good
-            if error is not None:
-                return Read(done, error)
-        return Read(done, None)
+        names = as_keys(as_bytes(keys))
+        try:
+            found = self._find(names)
+        except StorageError as error:
+            return Read(0, error)
+        missing = _missing(names, found)
+        num = names.index(missing.fields["key"]) if missing is not None else len(names)
+        for i, bad in enumerate(self._read([found[key] for key in names[:num]], rows)):
+            if bad is not None:
+                self._forget(names[i])
+                return Read(i, bad)
+        return Read(num, missing)
+
+    def _read(self, places: Sequence[_Place], rows: Rows) -> Iterator[StorageError | None]:
+        """Read and verify blocks into `rows`, one at a time: why each can't be used, if so."""
+        into = [memoryview(rows[i]).cast("B") for i in range(len(places))]
+        counts = self._files.read(self._me, [place.slot for place in places], into)
+        for place, row, count in zip(places, into, counts, strict=True):
+            name = f"block {place.key:016x}"
+            if isinstance(count, OSError):
+                yield named(count, "read", name)
+            elif count < len(row):
+                yield CorruptStorage(self._files.place, name, f"{count} of {len(row)} bytes")
+            elif self._sum(place.key, row) != place.checksum:
+                yield CorruptStorage(self._files.place, name, "its sum differs")
+            else:
+                yield None
+
+    def _find(self, keys: Sequence[int]) -> dict[int, _Place]:
+        """Those of `keys` that are stored, which are used now: of a text the last ones are to go first."""
+        found = self._places(f"key {_LISTED}", list=packed(keys))
+        for key in reversed(keys):
+            if key in found:
+                sql = "UPDATE blocks SET used = :now WHERE identity = :me AND key = :row"
+                self._catalogue.use(sql, signed(key))
+        return found
+
+    def _places(self, where: str, **given: Any) -> dict[int, _Place]:
+        columns = "key, slot, checksum, is_body"
+        sql = f"SELECT {columns} FROM blocks WHERE identity = :me AND key NOT NULL AND {where}"
+        return {
+            unsigned(key): _Place(unsigned(key), slot, unsigned(sum_), is_body)
+            for key, slot, sum_, is_body in self._run(sql, **given)
+        }
 
     # Records.
 
     def commit(
         self, capsule: str, payload: Piece, keys: Keys, *, owner: str = "", is_kept: bool = True
     ) -> None:
-        """The capsule is durable when this is back, in the sense of `fsync`; its blocks stay with it.
+        """The capsule is durable when this is back, and its blocks stay with it.
 
         An earlier record of that capsule counts until then. Records that are not `is_kept` go, least recently
         used first, when there is no other room. Raises BlocksMissing (write them again), StorageFull,
         StorageFailed.
         """
-        names = _ints(keys)
-        self._verify(names)
-        missing = [key for key in names if key not in self._catalogue]
-        if missing:
-            raise BlocksMissing(len(missing), len(names), missing[0])
-        self._write_record(capsule, payload, names, owner=owner, is_kept=is_kept)
+        names = as_keys(as_bytes(keys))
+        if (missing := _missing(names, self._find(names))) is not None:
+            raise missing
+        self._write_record(Record(capsule, bytes(payload), names, owner, is_kept))
 
-    def _write_record(
-        self, capsule: str, payload: Piece, names: list[int], *, owner: str, is_kept: bool
-    ) -> None:
+    def _write_record(self, record: Record) -> None:
         """As `commit`; blocks that are not stored are missing to the capsule."""
-        header = RecordHeader(
-            capsule, owner, is_kept, self._identity.fields, as_bytes(names), checksum(payload)
-        )
-        pieces = pack_record(header, payload)
-        nbytes = len(pieces[0]) + len(payload)
-        name = self._new_name("capsules")
-        entry = Entry(capsule, name, nbytes, len(pieces[0]), header.checksum, owner, is_kept, names)
-        runs = self._catalogue.runs_of(names)
-        self._catalogue.use(runs)
-        self._make_owner_room(entry)
-        self._make_room(nbytes, spared=runs, capsule=capsule)
-        self._sync(runs)
-        with told("write", name, nbytes):
-            self._files.write(name, pieces, is_durable=self._config.fsync != "never")
-        old = self._catalogue.record(capsule)
-        self._catalogue.put(entry)
-        if old is not None:
-            self._discard(old.name)
+        raw, size = msgspec.msgpack.encode(record), self._block_nbytes
+        raw = len(raw).to_bytes(8, "little") + raw
+        rows = [raw[i : i + size].ljust(size, b"\0") for i in range(0, len(raw), size)]
+        body = [checksum(row, self._seed ^ i) for i, row in enumerate(rows)]
+        blocks = [*record.keys, *body]
+        self._put(body, rows, spared=blocks, body_of=record.capsule)
+        self._sync()
+        with self._changing() as lost:
+            self._run(_SYNCED)
+            sql = "INSERT INTO holds SELECT :me, value, :owner, 1 FROM json_each(:list) WHERE true"
+            sql += " ON CONFLICT DO UPDATE SET num = num + 1"
+            self._run(sql, owner=record.owner, list=packed(set(blocks)))
+            for old in self._entries("capsule = :capsule", capsule=record.capsule):
+                self._drop(old, lost)
+            self._run(
+                "INSERT INTO records VALUES (:capsule, :me, :owner, :is_kept, :blocks, :num, :now)",
+                capsule=record.capsule,
+                owner=record.owner,
+                is_kept=record.is_kept,
+                blocks=as_bytes(blocks),
+                num=len(body),
+                now=self._catalogue.tick(),
+            )
+            if self._config.owner_nbytes:
+                self._make_owner_room(record, size * len(set(blocks)), lost)
+
+    def _make_owner_room(self, record: Record, nbytes: int, lost: Lost) -> None:
+        """Evict other records of the owner until all fit. Raises StorageFull."""
+        limit, size, owner = self._config.owner_nbytes, self._block_nbytes, record.owner
+        victims = self._give_up_records(record.capsule, lost, "owner = :owner", owner=owner)
+        sql = "SELECT COUNT(*) FROM holds WHERE identity = :me AND owner = :owner"
+        while (used := size * self._catalogue.value(sql, owner=owner)) > limit:
+            if next(victims, None) is None:
+                raise StorageFull("its owner's share of the volume", nbytes, used - nbytes, limit)
 
     def load(self, capsule: str) -> Record | None:
         """The record of the capsule, verified; its blocks are not looked at. None if there is none.
 
         Raises IncompatibleCapsule, CorruptStorage (the record is gone then), StorageFailed.
         """
-        entry = self._catalogue.record(capsule)
-        if entry is None:
-            return None
-        if entry.identity is not None:
-            self._identity.check(capsule, entry.identity)
-        payload = bytearray(entry.nbytes - entry.offset)
-        try:
-            read = last(self._files.read(entry.name, entry.offset, [memoryview(payload)]))
-        except OSError as error:
-            if error.errno != ENOENT:
-                raise named(error, "read", entry.name) from error
-            read = 0
-        if read < len(payload) or checksum(payload) != entry.checksum:
-            self._bad += 1
-            self._forget_record(entry)
-            reason = f"{read} of {len(payload)} bytes" if read < len(payload) else "its sum differs"
-            raise CorruptStorage(entry.name, "record", reason)
-        self._catalogue.touch(capsule)
-        self._catalogue.use(self._catalogue.runs_of(entry.keys))
-        return Record(capsule, bytes(payload), list(entry.keys), entry.owner, entry.is_kept)
+        for entry in self._entries("capsule = :capsule", capsule=capsule):
+            if entry.identity != self._me:
+                raise self._identity.refusal(capsule, entry.fields)
+            places = self._find(as_keys(entry.blocks))
+            rows = [bytearray(self._block_nbytes) for _ in entry.body]
+            errors: list[StorageError | None] = [_missing(entry.body, places)]
+            if not any(errors):
+                errors = list(self._read([places[key] for key in entry.body], rows))
+            for error in errors:
+                if isinstance(error, StorageFailed):  # another time it may be read
+                    raise error
+            record = None if any(errors) else _decoded(rows)
+            if record is not None and record.capsule == capsule:
+                self._catalogue.use("UPDATE records SET used = :now WHERE capsule = :row", capsule)
+                return record
+            with self._changing() as lost:
+                self._drop(entry, lost)
+                lost.capsules.append(capsule)
+            reason = str(next(filter(None, errors), "it is of another capsule"))
+            raise CorruptStorage(f"capsule {capsule}", "record", reason)
+        return None
+
+    def drop(self, capsule: str) -> bool:
+        """Forget the capsule, also after a loss of power; whether there was one. Its blocks are a cache then.
+
+        Raises StorageFailed: it is still there.
+        """
+        found = self._entries("capsule = :capsule", capsule=capsule)
+        for entry in found:
+            with self._changing() as lost:
+                self._drop(entry, lost)
+        return bool(found)
+
+    def capsules(self) -> Sequence[str]:
+        """Committed capsules, the least recently used first; without those of another identity."""
+        return [entry.capsule for entry in self._entries("identity = :me ORDER BY used")]
+
+    def unreadable(self) -> Sequence[MalleeError]:
+        """The reason for each record that was there when this was opened and is of none of the `capsules`."""
+        return self._unreadable
+
+    def _entries(self, where: str, **given: Any) -> list[_Entry]:
+        columns = "capsule, identity, fields, owner, blocks, num_body"
+        sql = f"SELECT {columns} FROM records LEFT JOIN identities ON id = identity WHERE {where}"
+        return [_Entry(*row) for row in self._run(sql, **given)]
+
+    # Other volumes.
 
     def take(self, other: "Volume", capsule: str) -> Record | None:
         """Move `capsule` of `other` here, with its blocks; None if it was here already, or is not there.
@@ -309,33 +422,25 @@ class Volume:
         record = other.load(capsule)
         if record is None:
             return None
-        if is_new := self._catalogue.record(capsule) is None:
-            todo = [key for key in record.keys if key not in self._catalogue]
-            size = max(1, _SCRATCH_NBYTES // self._block_nbytes)
-            rows = [memoryview(bytearray(self._block_nbytes)) for _ in todo[:size]]
-            self._make_room(
-                len(todo) * self._block_nbytes, spared=self._catalogue.runs_of(record.keys)
-            )
+        if is_new := not self._entries("capsule = :capsule", capsule=capsule):
+            found = self._find(record.keys)
+            todo = [key for key in record.keys if key not in found]
+            self._make_room(len(todo), record.keys)  # for all of it, or for nothing
+            num = max(1, _SCRATCH_NBYTES // self._block_nbytes)
+            rows = [memoryview(bytearray(self._block_nbytes)) for _ in todo[:num]]
             while todo:
-                done, error = other.get(todo[:size], rows)
+                done, error = other.get(todo[:num], rows)
                 if isinstance(error, StorageFailed):  # another time it may be read
                     raise error
                 self.put(todo[:done], rows[:done])
                 todo = todo[done + (error is not None) :]
-            self._write_record(
-                capsule, record.payload, record.keys, owner=record.owner, is_kept=record.is_kept
-            )
+            self._write_record(record)
         other.drop(capsule)
         return record if is_new else None
 
     def beside(self, files: Files) -> "Volume":
-        """Another volume for this model, to be adopted. Raises as `open`; also if a file can't be read."""
-        other = Volume.open(files, self._identity.fields, self._block_nbytes, self._config)
-        for problem in other.problems:
-            if isinstance(problem, StorageFailed):  # another time it may be
-                other.close()
-                raise problem
-        return other
+        """Another volume for this model, to be adopted. Raises as `open`."""
+        return Volume.open(files, self._identity.fields, self._block_nbytes, self._config)
 
     def adopt(self, other: "Volume") -> list[MalleeError]:
         """Take all capsules of `other`; the reasons for what stays there. Without any its cache goes too."""
@@ -354,39 +459,13 @@ class Volume:
 
     def clear(self) -> None:
         """Remove all cached blocks. Raises StorageFailed."""
-        for run in self._catalogue.evictable(()):
-            self._evict_run(run)
-
-    def drop(self, capsule: str) -> bool:
-        """Forget the capsule, also after a loss of power; whether there was one. Its blocks are a cache then.
-
-        Raises StorageFailed: it is still there.
-        """
-        entry = self._catalogue.record(capsule)
-        if entry is None:
-            return False
-        with told("remove", entry.name):
-            for name in list(self._left):  # an older record of the capsule may be among them
-                self._files.remove(name, is_durable=False)
-                self._left.discard(name)
-            self._files.remove(entry.name, is_durable=self._config.fsync != "never")
-        self._catalogue.drop(capsule)
-        return True
-
-    def capsules(self) -> Sequence[str]:
-        """Committed capsules, the least recently used first; without those of another identity."""
-        return [e.capsule for e in self._catalogue.records() if e.identity is None]
-
-    def unreadable(self) -> Sequence[MalleeError]:
-        """The reason for each record that is, or was when this was opened, of none of the `capsules`."""
-        found = list(self._unknown)
-        for entry in self._catalogue.records():
-            if entry.identity is not None:
-                try:
-                    self._identity.check(entry.capsule, entry.identity)
-                except IncompatibleCapsule as error:
-                    found.append(error)
-        return found
+        with self._changing() as lost:
+            self._delete(_CACHED, lost)
+            sql = "SELECT id FROM identities WHERE id NOT IN (SELECT identity FROM records)"
+            empty = self._run(sql)
+            for (identity,) in empty:
+                self._run("DELETE FROM blocks WHERE identity = :id", id=identity)
+        self._remove_slots(empty)
 
     # What goes on behind.
 
@@ -400,292 +479,115 @@ class Volume:
         """The bytes that it may hold."""
         return self._config.budget_nbytes
 
-    def stats(self) -> VolumeStats:
-        runs = list(self._catalogue.runs())
-        records = list(self._catalogue.records())
-        stale_runs = sum(not run.keys for run in runs)
-        stale_records = sum(entry.identity is not None for entry in records)
-        return VolumeStats(
-            nbytes=self._catalogue.nbytes,
-            num_blocks=sum(run.num_live for run in runs),
-            num_runs=len(runs) - stale_runs,
-            num_records=len(records) - stale_records,
-            num_stale_runs=stale_runs,
-            num_stale_records=stale_records,
-            num_evicted_blocks=self._evicted_blocks,
-            num_evicted_records=self._evicted_records,
-            num_bad=self._bad,
-        )
+    @contextmanager
+    def _changing(self) -> Iterator[Lost]:
+        """A durable transaction; what is lost with it is told when it has ended."""
+        lost = Lost([], [])
+        with self._catalogue.transaction():
+            yield lost
+        self._lost.keys.extend(lost.keys)
+        self._lost.capsules.extend(lost.capsules)
 
-    def check(self) -> None:
-        """Raise AssertionError if the files are not those that are known, or on a broken invariant."""
-        self._catalogue.check()
-        found = {**self._files.sizes("runs"), **self._files.sizes("capsules")}
-        known: list[Run | Entry] = [*self._catalogue.runs(), *self._catalogue.records()]
-        others = self._left | self._unread
-        found = {name: nbytes for name, nbytes in found.items() if name not in others}
-        assert found == {each.name: each.nbytes for each in known}, "files and catalogue differ"
+    def _remove_slots(self, identities: Sequence[tuple[int]]) -> None:
+        """Nothing in them is stored; those that stay are written again."""
+        for (identity,) in identities:
+            with suppress(OSError):
+                self._files.remove(identity)
 
-    def _scan(self) -> None:
-        with told("open", self._files.place):
-            files = {**self._files.sizes("runs"), **self._files.sizes("capsules")}
-        numbered = sorted((number, name) for name in files if (number := _number(name)) is not None)
-        self._next = numbered[-1][0] + 1 if numbered else 0
-        names = [name for _, name in numbered]
-        with told("open", self._files.place):
-            for name, head in zip(names, self._files.heads(names, _FIRST_READ), strict=True):
-                try:
-                    self._find(name, files[name], head)
-                except (CorruptStorage, StorageFailed) as error:
-                    self.problems.append(error)
-                    if not name.startswith("runs/"):
-                        self._unknown.append(error)
-                    if isinstance(error, StorageFailed):
-                        self._unread.add(name)
-                    else:
-                        self._bad += 1
-                        self._discard(name)
-        for run in self._catalogue.empty_runs():
-            self._forget_run(run)
-        self._lost = Lost([], [])
-
-    def _find(self, name: str, nbytes: int, head: bytes | OSError) -> None:
-        """Take in a file that was there before. Raises CorruptStorage, StorageFailed."""
-        if isinstance(head, OSError):
-            raise named(head, "read", name) from head
+    def _sync(self) -> None:
+        """Have all slots outlive a loss of power. Raises StorageFailed: what had no sync is forgotten."""
         try:
-            if name.startswith("runs/"):
-                self._find_run(name, nbytes, head)
-            else:
-                self._find_record(name, nbytes, head)
-        except IncompatibleCapsule as error:  # of another version: nothing of it can be read
-            self._catalogue.add(Run(name, nbytes))
-            if not name.startswith("runs/"):
-                self._unknown.append(error)
-
-    def _find_run(self, name: str, nbytes: int, head: bytes) -> None:
-        prefix, header = self._read_header(name, nbytes, head, RUN, RunHeader)
-        if header.identity != self._identity.digest:
-            self._catalogue.add(Run(name, nbytes))
-            return
-        keys, sums = as_keys(header.keys), as_keys(header.checksums)
-        if len(keys) * header.block_nbytes != prefix.body_nbytes or len(sums) != len(keys):
-            raise CorruptStorage(name, "header", f"{len(keys)} blocks, {prefix.body_nbytes} bytes")
-        verified = bytearray(len(keys))
-        self._catalogue.add(Run(name, nbytes, prefix.body_offset, keys, sums, verified))
-
-    def _find_record(self, name: str, nbytes: int, head: bytes) -> None:
-        prefix, header = self._read_header(name, nbytes, head, RECORD, RecordHeader)
-        old = self._catalogue.record(header.capsule)
-        is_ours = header.identity == self._identity.fields
-        entry = Entry(
-            header.capsule,
-            name,
-            nbytes,
-            prefix.body_offset,
-            header.checksum,
-            header.owner,
-            header.is_kept,
-            as_keys(header.keys),
-            None if is_ours else header.identity,
-        )
-        self._catalogue.put(entry)
-        if old is not None:
-            self._discard(old.name)
-
-    def _read_header(
-        self, name: str, nbytes: int, head: bytes, kind: int, type_: type[Header]
-    ) -> tuple[Prefix, Header]:
-        """Raises CorruptStorage, also if the file's length is not what its prefix says; StorageFailed."""
-        prefix = read_prefix(head, kind, name)
-        if prefix.nbytes != nbytes:
-            raise CorruptStorage(name, "end", f"{nbytes} of {prefix.nbytes} bytes")
-        if prefix.body_offset > len(head):
-            head += self._read_at(name, len(head), prefix.body_offset - len(head))
-        if len(head) < prefix.body_offset:
-            raise CorruptStorage(name, "header", f"{len(head)} of {prefix.body_offset} bytes")
-        return prefix, read_header(memoryview(head)[: prefix.body_offset], type_, name)
-
-    def _read_at(self, name: str, offset: int, nbytes: int) -> bytes:
-        data = bytearray(nbytes)
-        with told("read", name):
-            count = last(self._files.read(name, offset, [memoryview(data)]))
-        return bytes(data[:count])
-
-    def _read(
-        self, run: Run, slot: int, into: Sequence[memoryview]
-    ) -> tuple[int, StorageError | None]:
-        """Read and verify blocks of one run, from `slot` on; those that fail are forgotten."""
-        size, good, nbytes = self._block_nbytes, 0, 0
-        self._catalogue.use([run])
-        try:
-            for nbytes in self._files.read(run.name, run.offset + slot * size, into):
-                for i in range(good, nbytes // size):
-                    if checksum(into[i]) != run.checksums[slot + i]:
-                        self._forget(run, [run.keys[slot + i]])
-                        return i, CorruptStorage(run.name, f"block {slot + i}", "its sum differs")
-                    run.verified[slot + i] = 1
-                good = nbytes // size
+            self._files.sync(self._me)
         except OSError as error:
-            is_gone = error.errno == ENOENT
-            bad = run.keys if is_gone else run.keys[slot + good : slot + len(into)]
-            self._forget(run, bad, may_come_back=not is_gone)
-            return good, named(error, "read", run.name)
-        if good < len(into):
-            self._forget(run, run.keys[slot + good : slot + len(into)])
-            reason = f"{nbytes - good * size} of {size} bytes"
-            return good, CorruptStorage(run.name, f"block {slot + good}", reason)
-        return good, None
+            with self._changing() as lost:
+                self._delete("is_synced = 0", lost)
+            raise named(error, "sync", self._files.place) from error
+        finally:
+            self._num_unsynced = 0
 
-    def _verify(self, keys: Sequence[int]) -> None:
-        """Read blocks that an earlier process wrote and nobody read since; bad ones are forgotten."""
-        todo = [key for key in keys if not self._catalogue.is_verified(key)]
-        size = max(1, _SCRATCH_NBYTES // self._block_nbytes)
-        scratch = [memoryview(bytearray(self._block_nbytes)) for _ in todo[:size]]
-        while todo:
-            done, error = self.get(todo[:size], scratch)
-            todo = todo[done + (error is not None) :]
+    def _forget(self, key: int) -> None:
+        """A block that can't be trusted is not found any more."""
+        with suppress(StorageError), self._changing() as lost:
+            self._delete("key = :key", lost, key=signed(key))
 
-    def _pack(self, keys: Sequence[int], rows: Sequence[Piece]) -> PackedRun:
-        assert all(len(row) == self._block_nbytes for row in rows), "rows of another size"
-        return pack_run(self._identity, self._block_nbytes, keys, rows)
+    def _delete(self, where: str, lost: Lost, **given: Any) -> int:
+        """Blocks are not stored any more; how many."""
+        found = self._places(where, **given)
+        sql = f"UPDATE blocks SET key = NULL, is_synced = 1 WHERE identity = :me AND key {_LISTED}"
+        self._run(sql, list=packed(found))
+        lost.keys.extend(place.key for place in found.values() if not place.is_body)
+        return len(found)
 
-    def _write_run(self, keys: Sequence[int], run: PackedRun) -> None:
-        name = self._new_name("runs")
-        policy = self._config.fsync
-        heals = any(self._catalogue.is_pinned(key) for key in keys)  # what a record was promised
-        is_durable = policy == "always" or (policy == "commit" and heals)
-        with told("write", name, run.nbytes):
-            self._files.write(name, run.pieces, is_durable=is_durable)
-        offset = len(run.pieces[0])
-        verified = bytearray(b"\1") * len(keys)
-        added = Run(name, run.nbytes, offset, keys, run.checksums, verified, is_durable)
-        self._catalogue.add(added)
+    def _drop(self, entry: _Entry, lost: Lost) -> int:
+        """Delete a record, and its body; how many blocks that has."""
+        theirs = f"WHERE identity = :identity AND owner = :owner AND key {_LISTED}"
+        blocks = packed(set(as_keys(entry.blocks)))
+        given = {"identity": entry.identity, "owner": entry.owner, "list": blocks}
+        self._run("DELETE FROM records WHERE capsule = :capsule", capsule=entry.capsule)
+        self._run(f"UPDATE holds SET num = num - 1 {theirs}", **given)
+        self._run(f"DELETE FROM holds {theirs} AND num <= 0", **given)
+        return self._delete(f"is_body AND key {_LISTED} AND {_CACHED}", lost, list=blocks)
 
-    def _sync(self, runs: Iterable[Run]) -> None:
-        """Make `runs` durable, in the sense of `fsync`. Raises StorageFailed: those nobody pins are gone."""
-        todo = [run for run in runs if not run.is_durable]
-        if self._config.fsync == "never" or not todo:
-            return
-        try:
-            self._files.sync([run.name for run in todo])
-        except OSError as error:
-            for run in todo:
-                if not run.num_pinned:
-                    self._forget(run, run.keys)
-            raise named(error, "sync", todo[0].name) from error
-        for run in todo:
-            run.is_durable = True
+    def _make_room(self, num_blocks: int, spared: Sequence[int], capsule: str = "") -> None:
+        """Evict until as many blocks more fit. `spared` blocks and the record of `capsule` stay.
 
-    def _make_room(self, nbytes: int, *, spared: Mapping[Run, None], capsule: str = "") -> None:
-        """Evict until `nbytes` more fit. Raises StorageFull, with nothing evicted; StorageFailed.
-
-        `spared` runs and the record of `capsule` stay.
+        Raises StorageFull, with nothing evicted; StorageFailed.
         """
-        catalogue, limit = self._catalogue, self._config.budget_nbytes
-        if catalogue.nbytes + nbytes <= limit:
+        limit, size = self._config.budget_nbytes, self._block_nbytes
+        used = self._catalogue.value(_TOTAL) + num_blocks * size
+        if used <= limit:
             return
-        runs = catalogue.evictable(spared)
-        if catalogue.nbytes + nbytes - sum(run.nbytes for run in runs) > limit:
-            fixed = catalogue.kept_nbytes(capsule, spared)
-            if fixed + nbytes > limit:
-                raise StorageFull("the volume", nbytes, fixed, limit)
-        low = self._config.low_watermark * limit
-        for run in runs:
-            if catalogue.nbytes + nbytes <= low:
-                return
-            self._evict_run(run)
-        for entry in catalogue.replaceable(capsule):
-            if catalogue.nbytes + nbytes <= limit:
-                return
-            self._evict_record(entry)
-            for run in catalogue.evictable(spared):  # that only this record pinned
-                if catalogue.nbytes + nbytes <= limit:
-                    return
-                self._evict_run(run)
+        with self._changing() as lost:
+            others = self._run("SELECT id FROM identities WHERE id != :me")
+            for (identity,) in others:
+                self._remove(identity, lost)
+            used = self._catalogue.value(_TOTAL) + num_blocks * size
+            if used > limit:
+                low = int(self._config.low_watermark * limit)
+                used -= size * self._evict(ceil((used - low) / size), spared, lost)
+            victims, needed = self._give_up_records(capsule, lost), num_blocks * size
+            while used > limit:
+                if (freed := next(victims, None)) is None:
+                    raise StorageFull("the volume", needed, used - needed, limit)
+                used -= size * freed
+                used -= size * self._evict(ceil((used - limit) / size), spared, lost)
+        self._remove_slots(others)
 
-    def _make_owner_room(self, entry: Entry) -> None:
-        """Evict records of the owner of `entry` until it fits. Raises StorageFull, with nothing evicted."""
-        limit = self._config.owner_nbytes
-        if not limit or self._catalogue.owner_nbytes_with(entry) <= limit:
-            return
-        victims = self._catalogue.replaceable(entry.capsule, entry.owner)
-        fixed = self._catalogue.owner_nbytes_kept(entry)
-        if fixed > limit:
-            own = entry.nbytes + len(set(entry.keys)) * self._block_nbytes
-            raise StorageFull("its owner's share of the volume", own, fixed - own, limit)
-        for victim in victims:
-            if self._catalogue.owner_nbytes_with(entry) <= limit:
-                return
-            self._evict_record(victim)
+    def _give_up_records(
+        self, spared: str, lost: Lost, where: str = "true", **given: Any
+    ) -> Iterator[int]:
+        """Drop records that are not kept, the least recently used first; the blocks that each frees."""
+        where = f"NOT is_kept AND identity = :me AND capsule != :spared AND {where} ORDER BY used"
+        for entry in self._entries(where, spared=spared, **given):
+            lost.capsules.append(entry.capsule)
+            yield self._drop(entry, lost)
 
-    def _evict_run(self, run: Run) -> None:
-        with told("remove", run.name):
-            self._files.remove(run.name, is_durable=False)
-        gone = self._catalogue.remove(run)
-        self._evicted_blocks += len(gone)
-        self._lost.keys.extend(gone)
+    def _evict(self, num: int, spared: Sequence[int], lost: Lost) -> int:
+        """Give up the `num` oldest cached blocks, or as many as there are; how many."""
+        where = f"{_CACHED} AND key NOT {_LISTED} ORDER BY used LIMIT MAX(:num, 0)"
+        return self._delete(where, lost, list=packed(spared), num=num)
 
-    def _evict_record(self, entry: Entry) -> None:
-        with told("remove", entry.name):
-            self._files.remove(entry.name, is_durable=False)
-        self._catalogue.drop(entry.capsule)
-        self._evicted_records += 1
-        self._lost.capsules.append(entry.capsule)
+    def _remove(self, identity: int, lost: Lost) -> None:
+        """Give up all that is of another identity."""
+        sql = "DELETE FROM records WHERE identity = :id RETURNING capsule"
+        lost.capsules.extend(capsule for (capsule,) in self._run(sql, id=identity))
+        for table, column in (("blocks", "identity"), ("holds", "identity"), ("identities", "id")):
+            self._run(f"DELETE FROM {table} WHERE {column} = :id", id=identity)
 
-    def _forget(self, run: Run, keys: Sequence[int], *, may_come_back: bool = False) -> None:
-        """Blocks of `run` that can't be trusted are not found any more; without others it is removed.
-
-        Not so if `may_come_back`: another process may be able to read what this one could not.
-        """
-        found = ((key, self._catalogue.place(key)) for key in keys)
-        bad = [key for key, place in found if place is not None and place[0] is run]
-        for key in bad:
-            self._catalogue.forget(key)
-        self._bad += len(bad)
-        self._lost.keys.extend(bad)
-        if not run.num_live and not may_come_back:
-            self._forget_run(run)
-
-    def _forget_run(self, run: Run) -> None:
-        self._catalogue.remove(run)
-        self._discard(run.name)
-
-    def _forget_record(self, entry: Entry) -> None:
-        self._catalogue.drop(entry.capsule)
-        self._lost.capsules.append(entry.capsule)
-        self._discard(entry.name)
-
-    def _discard(self, name: str) -> None:
-        """Remove a file that is of no use. If it stays, the next `open` finds it, and no worse."""
-        try:
-            self._files.remove(name, is_durable=False)
-        except OSError:
-            self._left.add(name)
-
-    def _new_name(self, folder: str) -> str:
-        self._next += 1
-        return f"{folder}/{self._next - 1:016x}"
+    def _sum(self, key: int, row: Piece) -> int:
+        """The checksum of a block, which fits no other key or identity."""
+        return checksum(row, self._seed ^ key)
 
 
-def read_records(folder: Path) -> Iterator[RecordHeader]:
-    """The records in volumes below `folder` that can be read, which other processes may have open."""
-    for path in sorted(folder.glob("*/capsules/*")):
-        with suppress(OSError, CorruptStorage, IncompatibleCapsule), path.open("rb") as file:
-            head = file.read(_FIRST_READ)
-            offset = read_prefix(head, RECORD, str(path)).body_offset
-            head += file.read(max(0, offset - len(head)))
-            yield read_header(head[:offset], RecordHeader, str(path))
+def _missing(keys: Sequence[int], found: Mapping[int, _Place]) -> BlocksMissing | None:
+    """The error that tells of those of `keys` that are not among the `found`."""
+    missing = [key for key in keys if key not in found]
+    return BlocksMissing(len(missing), len(keys), missing[0]) if missing else None
 
 
-def _ints(keys: Keys) -> list[int]:
-    found: list[int] = np.asarray(keys, dtype=np.uint64).tolist()
-    return found
-
-
-def _number(name: str) -> int | None:
-    """The number of a file; None of one that is none of ours."""
-    try:
-        return int(name.rpartition("/")[2], 16)
-    except ValueError:
-        return None
+def _decoded(rows: Sequence[bytearray]) -> Record | None:
+    """The record in a body that was verified; None if that is no body."""
+    raw = b"".join(rows)
+    with suppress(ValueError):
+        return msgspec.msgpack.decode(raw[8 : 8 + int.from_bytes(raw[:8], "little")], type=Record)
+    return None

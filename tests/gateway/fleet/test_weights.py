@@ -4,8 +4,9 @@ A worker's next life has the same memory, and the same volume on its disk.
 """
 
 import asyncio
+import sqlite3
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -248,19 +249,19 @@ class Gate:
 
 
 class DiskScene(LiveFleet):
-    """One worker over a disk in `folder` that writes and looks through its files when it may."""
+    """One worker over a disk in `folder` that writes and opens its catalogue when it may."""
 
     def __init__(self, folder: Path) -> None:
         writes, looks = self.writes, self.looks = Gate(), Gate()
 
         class Slow(Directory):
-            def sync(self, names: Sequence[str]) -> None:
+            def sync(self, identity: int) -> None:
                 writes.passed()
-                super().sync(names)
+                super().sync(identity)
 
-            def heads(self, names: Sequence[str], nbytes: int) -> Iterator[bytes | OSError]:
+            def connect(self) -> sqlite3.Connection:
                 looks.passed()
-                return super().heads(names, nbytes)
+                return super().connect()
 
         below = volume_tiers(folder, files=Slow)
         super().__init__(

@@ -8,14 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mallee.protocol.errors import CorruptExport, IncompatibleCapsule
-from mallee.worker.storage.export import Block, ExportReader, export_nbytes, write_export
-from mallee.worker.storage.format import (
-    Identity,
+from mallee.worker.storage.export import (
+    Block,
+    ExportReader,
     RecordHeader,
-    checksum,
+    export_nbytes,
     pack_record,
-    with_block_nbytes,
+    write_export,
 )
+from mallee.worker.storage.format import Identity, checksum, with_block_nbytes
 from support.disks import BLOCK, IDENTITY, row, rows
 from support.examples import examples
 

@@ -7,13 +7,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mallee.protocol.errors import BlocksMissing, CorruptStorage, StorageFailed, StorageFull
-from mallee.worker.storage.volume import Record, VolumeConfig
-from support.disks import BLOCK, Disk, opened, read, rows
+from mallee.worker.storage.volume import Record
+from support.disks import Disk, check, opened, read, rows
 from support.examples import examples
 
 KEYS = st.lists(st.integers(0, 20), unique=True, max_size=7)
 CAPSULES = st.sampled_from("abcd")
-CONFIG = VolumeConfig(1 << 30, run_nbytes=3 * BLOCK)
 
 
 def leading(keys: list[int], held: Container[int]) -> int:
@@ -26,15 +25,10 @@ class VolumeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.disk = Disk()
-        self.volume = opened(self.disk, CONFIG)
+        self.volume = opened(self.disk)
         self.records: dict[str, Record] = {}
-        self.acknowledged: list[Record] = []
-        self.revived: set[str] = set()
-        self.refused: set[str] = set()  # capsules of which a record was damaged
         self.sure: set[int] = set()
         self.maybe: set[int] = set()
-        self.destroyed: set[int] = set()  # by damage; records may name them
-        self.unread: set[int] = set()  # since a call failed; a restart may bring them back
 
     @rule(keys=KEYS)
     def put(self, keys: list[int]) -> None:
@@ -43,7 +37,7 @@ class VolumeMachine(RuleBasedStateMachine):
         self.written(keys)
         assert read(self.volume, keys) == (len(keys), None)
 
-    @rule(keys=KEYS, capsule=CAPSULES, payload=st.binary(max_size=20), is_kept=st.booleans())
+    @rule(keys=KEYS, capsule=CAPSULES, payload=st.binary(max_size=150), is_kept=st.booleans())
     def commit(self, keys: list[int], capsule: str, payload: bytes, is_kept: bool) -> None:
         try:
             self.volume.commit(capsule, payload, keys, is_kept=is_kept)
@@ -51,7 +45,8 @@ class VolumeMachine(RuleBasedStateMachine):
             assert set(keys) - self.sure
             return
         assert set(keys) <= self.sure | self.maybe
-        self.committed(Record(capsule, payload, keys, "", is_kept))
+        self.written(keys)
+        self.records[capsule] = Record(capsule, payload, keys, "", is_kept)
 
     @rule(capsule=CAPSULES)
     def drop(self, capsule: str) -> None:
@@ -70,44 +65,34 @@ class VolumeMachine(RuleBasedStateMachine):
     def restart(self, loses_power: bool) -> None:
         if loses_power:
             self.disk.lose_power()
-        self.volume = opened(self.disk, CONFIG)
-        named = self.named()
-        if loses_power:
-            self.maybe |= self.sure - named
-            self.sure &= named
-        self.sure |= named - self.destroyed  # also those that could not be read
-        self.maybe = (self.maybe | self.destroyed | self.unread) - self.sure
+            promised = {key for record in self.records.values() for key in record.keys}
+            self.maybe |= self.sure - promised
+            self.sure &= promised
+        self.volume = opened(self.disk)
         assert self.sure <= set(self.volume.keys()) <= self.sure | self.maybe
-        back = set(self.volume.capsules()) - set(self.records)
-        assert back <= self.refused, "only where a record was damaged its removal was not synced"
-        self.settle(back)
-        assert set(self.volume.capsules()) == set(self.records)
+        assert set(self.volume.capsules()) == self.records.keys()
+        assert self.volume.unreadable() == []
 
     @rule(pick=st.integers(0, 1 << 20), at=st.integers(0, 1 << 20), cuts=st.booleans())
     def damage(self, pick: int, at: int, cuts: bool) -> None:
-        names = sorted(self.disk.contents)
-        if not names:
+        slots = sorted(self.disk.slots)
+        if not slots:
             return
-        name = names[pick % len(names)]
-        data = bytearray(self.disk.contents[name])
+        name = slots[pick % len(slots)]
+        data = bytearray(self.disk.slots[name] or b"\0")
         at %= len(data)
         data[at] ^= 16
-        damaged = bytes(data[:at] if cuts else data)
-        self.disk.contents[name] = damaged
-        self.disk.durable[name] = damaged
-        self.volume = opened(self.disk, CONFIG)
-        before = self.sure | self.maybe | self.unread | self.destroyed | self.named()
+        self.disk.slots[name] = self.disk.durable[name] = bytes(data[:at] if cuts else data)
+        self.volume = opened(self.disk)
         good = {key for key in range(21) if read(self.volume, [key])[0]}
-        self.destroyed |= before - good
-        assert good <= before
-        assert self.sure <= good or name.startswith("runs/")
-        self.sure, self.maybe = good, set()
         lost = [capsule for capsule in self.records if not self.is_loaded(capsule)]
-        assert len(lost) <= name.startswith("capsules/")
-        self.refused |= set(lost)
-        self.settle(set(lost))
+        assert good <= self.sure | self.maybe
+        assert len(self.sure - good) + len(lost) <= 1
+        self.sure, self.maybe = good, set()
+        for capsule in lost:
+            del self.records[capsule]
 
-    @rule(errno=st.sampled_from((EIO, ENOSPC)), after=st.integers(0, 4), keys=KEYS, name=CAPSULES)
+    @rule(errno=st.sampled_from((EIO, ENOSPC)), after=st.integers(0, 30), keys=KEYS, name=CAPSULES)
     def fail(self, errno: int, after: int, keys: list[int], name: str) -> None:
         self.disk.fail_next(errno, after)
         kind = StorageFull if errno == ENOSPC else StorageFailed
@@ -116,50 +101,25 @@ class VolumeMachine(RuleBasedStateMachine):
             self.volume.commit(name, b"failing", keys)
         except (kind, BlocksMissing):
             held = set(self.volume.keys())
-            self.unread |= (self.sure | self.maybe) - held
             self.maybe &= held
             self.sure = held - self.maybe
         else:
-            self.committed(Record(name, b"failing", keys, "", True))
+            self.written(keys)
+            self.records[name] = Record(name, b"failing", keys, "", True)
         self.disk.fails.clear()
 
     @invariant()
-    def files_are_those_that_are_known(self) -> None:
+    def nothing_is_miscounted(self) -> None:
         self.volume.take_lost()
-        self.volume.check()
+        check(self.volume)
 
     def written(self, keys: list[int]) -> None:
         self.sure |= set(keys)
         self.maybe -= set(keys)
-        self.destroyed -= set(keys)
-
-    def settle(self, capsules: set[str]) -> None:
-        """Of damaged records nothing is left, or an older one."""
-        for capsule in capsules:
-            self.records.pop(capsule, None)
-            try:
-                found = self.volume.load(capsule)
-            except CorruptStorage:
-                continue
-            if found is not None:
-                assert found in self.acknowledged
-                self.records[capsule] = found
-                self.revived.add(capsule)
-
-    def named(self) -> set[int]:
-        """Blocks that records promise; those of revived ones were a cache meanwhile."""
-        promised = [r for name, r in self.records.items() if name not in self.revived]
-        return {key for record in promised for key in record.keys}
-
-    def committed(self, record: Record) -> None:
-        self.revived.discard(record.capsule)
-        self.written(record.keys)
-        self.records[record.capsule] = record
-        self.acknowledged.append(record)
 
     def is_loaded(self, capsule: str) -> bool:
         try:
-            return self.volume.load(capsule) == self.records.get(capsule)
+            return self.volume.load(capsule) == self.records[capsule]
         except CorruptStorage:
             return False
 
