@@ -144,7 +144,6 @@ def engine_config(config: AppConfig) -> EngineConfig:
         max_retained_share=engine.max_retained_share,
         prefix_cache=engine.prefix_cache,
         eviction=engine.eviction,
-        tree_attention=switches.tree_attention,
         overlap=switches.overlap,
         kv_checks=KVChecks(switches.kv_checks, switches.kv_faults),
         speculation=SpeculationConfig(engine.speculation, engine.num_speculative_tokens),
@@ -851,10 +850,8 @@ def tiers_below(
         return None
 
     def make(journal: "Journal", memory: "KVMemory") -> "LowerTiers":
-        from mallee.worker.transfer.carrier import Carrier
         from mallee.worker.transfer.lower import LowerTiers
-        from mallee.worker.transfer.movers import ThreadedMover
-        from mallee.worker.transfer.pace import Pace
+        from mallee.worker.transfer.movers import Carrier, Pace, ThreadedMover
         from mallee.worker.transfer.prices import MeasuredPrices
 
         nbytes = memory.block_nbytes

@@ -33,8 +33,7 @@ from mallee.runtime.transport.greeting import Secret
 from mallee.runtime.transport.listener import Listener
 from mallee.worker.kv.watch import Rows
 from mallee.worker.model.kv_memory import TorchKV
-from mallee.worker.transfer.peers import Ask
-from mallee.worker.transfer.values import BATCH_BLOCKS
+from mallee.worker.transfer.values import BATCH_BLOCKS, Ask
 
 LAYERS, SLOT_NBYTES, BLOCK_SIZE = 30, 2 * 3 * 64 * 4, 16
 SECRET = b"the secret of this bench"

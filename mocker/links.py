@@ -7,7 +7,7 @@ from typing import Final, Protocol, TypeAlias
 
 from mallee.protocol.errors import ConfigError, MalleeError
 from mallee.protocol.messages import Holder
-from mallee.worker.transfer.peers import Ask, Loan
+from mallee.worker.transfer.values import Ask, Loan
 
 TOKEN_NBYTES: Final = (2 << 20) // 16  # 32 layers, 8 KV heads of 128, keys and values in bf16
 

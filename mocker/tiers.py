@@ -12,16 +12,16 @@ from mallee.protocol.errors import ConfigError, MalleeError, TierFull, WorkerLos
 from mallee.protocol.messages import Holder
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.watch import KVMemory, Rows
-from mallee.worker.transfer.carrier import Carrier
 from mallee.worker.transfer.host import HostSlots
 from mallee.worker.transfer.lower import LowerTiers
-from mallee.worker.transfer.movers import Mover
-from mallee.worker.transfer.peers import Ask, Loan
+from mallee.worker.transfer.movers import Carrier, Mover
 from mallee.worker.transfer.prices import LATENCY_S, MeasuredPrices
 from mallee.worker.transfer.values import (
     DISK,
     HOST,
     PEER,
+    Ask,
+    Loan,
     Move,
     Moved,
     Place,

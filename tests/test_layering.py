@@ -79,6 +79,7 @@ LIGHT_FLOORS = (
     *("worker.transfer", "worker.storage", "sessions", "graphs", "search", "client"),
 )
 TORCH_FREE = (
+    "worker.capsule_commands",
     "worker.capsules",
     "worker.engine",
     "worker.forward",

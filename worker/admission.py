@@ -10,7 +10,6 @@ from typing import cast
 import msgspec
 
 from mallee.protocol.errors import ContextLengthExceeded, InvalidParameter, KVBudgetExceeded
-from mallee.protocol.hashing import NO_HASHES
 from mallee.protocol.messages import (
     Continuation,
     Fork,
@@ -18,7 +17,6 @@ from mallee.protocol.messages import (
     Grammar,
     Limits,
     Prefill,
-    Promote,
     Sampling,
     Share,
     check_spans,
@@ -26,11 +24,12 @@ from mallee.protocol.messages import (
 from mallee.protocol.model import ModelSpec
 from mallee.worker import updates as debug_log
 from mallee.worker.capsules.capsule import Capsule
+from mallee.worker.capsules.moves import CapsuleMoves
 from mallee.worker.capsules.registry import CapsuleRegistry
 from mallee.worker.forward import Matcher
 from mallee.worker.kv.text import Notation, Text, joined
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.requests import OWN, RequestTable
+from mallee.worker.requests import RequestTable
 from mallee.worker.sampling import StepSampler
 from mallee.worker.sched.branch import Branch, ForkPoint, Job, Texts
 from mallee.worker.sched.scheduler import Scheduler
@@ -54,6 +53,7 @@ class Intake:
         scheduler: Scheduler,
         sampler: StepSampler,
         capsules: CapsuleRegistry,
+        moves: CapsuleMoves,
         requests: RequestTable,
     ) -> None:
         self._spec = spec
@@ -66,6 +66,7 @@ class Intake:
         self._scheduler = scheduler
         self._sampler = sampler
         self._capsules = capsules
+        self._moves = moves
         self._requests = requests
         self._last_share: Share | None = None
         self._last_sampling: Sampling | None = None
@@ -111,7 +112,7 @@ class Intake:
         texts = grouped(start.rest, suffixes, command.suffixes, self._notation)
         salt = source.salt if isinstance(source, Capsule) else source.job.salt
         if isinstance(source, Capsule) and source.node is None and start.base:
-            start = start._replace(producer=self._brought_back(source, command.share))
+            start = start._replace(producer=self._moves.restore(source, command.share))
         job = Job(
             command,
             gateway,
@@ -156,37 +157,10 @@ class Intake:
             return (state,)
         return self._sampler.fork_matchers(command, state)
 
-    def promote(self, command: Promote) -> Capsule | None:
-        """Have a capsule brought back from below; itself, if it is on the device."""
-        self._check_share(command.share)
-        source = self._capsules.get(command.capsule)
-        if source.node is not None:
-            return source
-        if not source.num_computed:  # nothing is below to be brought
-            node = self._tree.attach(NO_HASHES, source.salt, 0)
-            return self._capsules.lift(source, node, None)
-        self._scheduler.check_room(1)
-        self._brought_back(source, command.share)
-        return None
-
     def _source(self, capsule: str) -> Capsule | Branch:
         """The capsule, or the branch that computes it."""
         producer = self._requests.producer(capsule)
         return self._capsules.get(capsule) if producer is None else producer
-
-    def _brought_back(self, capsule: Capsule, share: Share) -> Branch:
-        """The branch that brings `capsule` back."""
-        below = capsule.below
-        assert below is not None, "a capsule that is nowhere"
-        name = (
-            f"promote:{capsule.id}:{below.keys[-1]:x}"  # of this text: the id may get another one
-        )
-        job = self._requests.jobs.get(name)
-        if job is None:
-            job = Job(Promote(name, capsule.id, share), OWN, below.salt, keys=below.keys)
-            text = joined(self._notation, below.tokens)
-            self._requests.open(job, ForkPoint(0, 0, self._notation.empty()), {(0,): text})
-        return job.branches[0]
 
     # Checks
 

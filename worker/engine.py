@@ -6,7 +6,6 @@ Single-threaded, no I/O, no clock of its own: equal commands between equal steps
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -15,19 +14,15 @@ import msgspec
 import numpy as np
 
 from mallee.protocol.errors import (
-    CodecError,
     CorruptKV,
     DeviceMemoryExhausted,
-    IncompatibleCapsule,
     MalleeError,
-    UnknownCapsule,
 )
-from mallee.protocol.events import EventBatch, Load, Snapshot, pack_hashes, unpack_hashes
+from mallee.protocol.events import EventBatch, Load, Snapshot, pack_hashes
 from mallee.protocol.hashing import Hashes
-from mallee.protocol.ids import CapsuleId, Incarnation, WorkerId
+from mallee.protocol.ids import Incarnation, WorkerId
 from mallee.protocol.messages import (
     Cancel,
-    CapsuleCommand,
     CapsuleReply,
     CapsuleStatus,
     Capture,
@@ -51,11 +46,10 @@ from mallee.protocol.model import ModelSpec
 from mallee.worker import updates as debug_log
 from mallee.worker.admission import Intake
 from mallee.worker.ahead import AheadPasses, AheadStats
-from mallee.worker.capsules.capsule import Capsule, block_keys
-from mallee.worker.capsules.demotions import Demotions
-from mallee.worker.capsules.disk_records import DiskRecords, Told
-from mallee.worker.capsules.record import checked_loan, decode_record
-from mallee.worker.capsules.registry import CapsuleRegistry
+from mallee.worker.capsule_commands import CapsuleCommands, PeerCapsules
+from mallee.worker.capsules.capsule import Capsule
+from mallee.worker.capsules.moves import CapsuleMoves
+from mallee.worker.capsules.registry import CapsuleLimits, CapsuleRegistry
 from mallee.worker.forward import DeviceForward, Drawing, Forward, Logits, Structures
 from mallee.worker.gaps import HostGap, WorkGaps
 from mallee.worker.kv.audit import Leak, check_tree, find_leaks
@@ -75,8 +69,7 @@ from mallee.worker.records import (
 )
 from mallee.worker.requests import RequestTable, count_holds, memory_usage
 from mallee.worker.sampling import Drafted, Sampled, Scored, StepSampler
-from mallee.worker.sched.branch import Branch, CapsuleState, Lent, node_of
-from mallee.worker.sched.fetching import Receiver
+from mallee.worker.sched.branch import Branch, node_of
 from mallee.worker.sched.plan import Plan
 from mallee.worker.sched.scheduler import Scheduler
 from mallee.worker.speculation.drafters import Drafter
@@ -84,8 +77,7 @@ from mallee.worker.speculation.speculator import SpeculationStats, Speculator
 from mallee.worker.transfer.disk import DiskStore
 from mallee.worker.transfer.loans import Loans
 from mallee.worker.transfer.lower import LowerTiers
-from mallee.worker.transfer.peers import Ask, Loan
-from mallee.worker.transfer.values import DISK, HOST
+from mallee.worker.transfer.values import DISK, HOST, Ask, Loan
 
 MakeTiers: TypeAlias = Callable[[Journal, KVMemory], LowerTiers]
 """Makes the tiers below a device whose blocks are that memory."""
@@ -140,27 +132,28 @@ class Engine:
             retention=retention,
             lower=self._lower,
         )
-        self._capsules = CapsuleRegistry(
-            self._tree,
-            self._journal,
-            clock=clock,
+        limits = CapsuleLimits(
             max_replaceable=config.max_answer_capsules,
             max_kept_blocks=int(config.max_kept_share * self._tree.pool.num_blocks),
-            max_nbytes_below=config.max_below_nbytes,
+            max_parked_nbytes=config.max_below_nbytes,
             row_blocks=-(-forward.row_nbytes // self.kv_bytes(1)),
             row_nbytes=forward.row_nbytes,
-            lower=self._lower,
         )
-        self._records = DiskRecords(self._tree, self._capsules, self._lower, forward)
-        self._demotions = Demotions(self._tree, self._capsules, self._lower, self._records)
+        self._capsules = CapsuleRegistry(
+            self._tree, self._journal, limits, clock=clock, lower=self._lower
+        )
+        peer_capsules = PeerCapsules(self._tree, forward)
         self._scheduler = Scheduler(
             config.scheduler,
             self._tree,
             reclaimer=self._capsules,
             lower=self._lower,
-            receiver=Receiver(self._identity, self._opened, self._arrived),
+            reader=peer_capsules,
         )
         self._fetching = self._scheduler.fetching
+        self._moves = CapsuleMoves(
+            self._tree, self._capsules, self._lower, forward, self._scheduler
+        )
         self._sampler = StepSampler(
             forward,
             structures,
@@ -175,7 +168,11 @@ class Engine:
             )
         self._updates = self._passes.updates
         self._requests = RequestTable(
-            *(self._tree, self._scheduler, self._capsules, self._updates),
+            self._tree,
+            self._scheduler,
+            self._capsules,
+            self._moves,
+            self._updates,
             retention=retention,
             block_nbytes=self.kv_bytes(1),
         )
@@ -186,22 +183,32 @@ class Engine:
             scheduler=self._scheduler,
             sampler=self._sampler,
             capsules=self._capsules,
+            moves=self._moves,
             requests=self._requests,
         )
         self._next_seq = 0
-        self._promoting: dict[CapsuleId, list[Told]] = {}
         self._loans = Loans(
             self._tree,
             self._lower,
             forward.memory,
-            self._records.lent,
+            self._moves.lent,
             worker=worker,
             incarnation=incarnation,
-            identity=self._identity,
+            identity=peer_capsules.identity,
             clock=clock,
         )
+        self._capsule_commands = CapsuleCommands(
+            self._tree,
+            self._capsules,
+            self._moves,
+            self._loans,
+            requests=self._requests,
+            updates=self._updates,
+            block_nbytes=self.kv_bytes(1),
+        )
         if self._lower is not None:
-            self._lower.announce([key for raw in self._lower.records() for key in self._adopt(raw)])
+            records = self._lower.records()
+            self._lower.announce([key for raw in records for key in self._moves.adopt(raw)])
         self._num_steps = 0
         self._num_prefill = self._num_output = 0
 
@@ -233,7 +240,7 @@ class Engine:
                 case Cut():
                     self._requests.cut(command, gateway)
                 case Capture() | Rewind() | Pin() | Inspect() | Demote() | Promote() | Delete():
-                    self._reply(command, gateway)
+                    self._capsule_commands.submit(command, gateway)
                     return None
         except MalleeError as error:
             request = command.capsule if isinstance(command, Release) else command.request
@@ -249,69 +256,10 @@ class Engine:
         except MalleeError as error:
             self._updates.reply(gateway, CapsuleReply(command.request, error=error.to_wire()))
 
-    def _reply(self, command: CapsuleCommand, gateway: str) -> None:
-        """Answer a command about a capsule: now, or when its branch is at a boundary."""
-        try:
-            match command:
-                case Capture():
-                    capsule = self._requests.capture(command, gateway)
-                case Rewind():
-                    capsule = self._capsules.rewind(command)
-                case Pin():
-                    told = partial(self._tell, command.request, gateway)
-                    self._records.renew(self._capsules.pin(command), told)
-                    capsule = None
-                case Inspect():
-                    capsule = None
-                    status = self._status(CapsuleId(command.capsule))
-                    self._updates.reply(gateway, CapsuleReply(command.request, status))
-                case Demote():
-                    capsule = None
-                    self._demotions.demote(command, partial(self._tell, command.request, gateway))
-                case Delete():
-                    capsule = None
-                    reply = self._told(command.request, CapsuleId(command.capsule))
-                    self._requests.cancel_making(command.capsule)
-                    self._records.delete(
-                        CapsuleId(command.capsule), partial(self._deleted, reply, gateway)
-                    )
-                case Promote():
-                    capsule = self._intake.promote(command)
-                    if capsule is None:
-                        told = partial(self._tell, command.request, gateway)
-                        self._promoting.setdefault(CapsuleId(command.capsule), []).append(told)
-        except MalleeError as error:
-            self._updates.reply(gateway, CapsuleReply(command.request, error=error.to_wire()))
-            return
-        if capsule is not None:
-            self._updates.reply(gateway, CapsuleReply(command.request, self.status(capsule)))
-
-    def status(self, capsule: Capsule) -> CapsuleStatus:
-        """`capsule`, which is here, as it is now."""
-        nbytes = self.kv_bytes(1), self._forward.row_nbytes
-        return self._capsules.status(capsule, block_nbytes=nbytes[0], row_nbytes=nbytes[1])
-
-    def lend(self, ask: Ask, told: Callable[[Loan | MalleeError], None]) -> None:
-        """Lend blocks to another worker.
-
-        `told` gets the loan, or the reason why there is none: UnknownCapsule, IncompatibleCapsule,
-        WorkerLost, LoansFull; later, if a capsule has to come from disk first.
-        """
-        try:
-            loan = self._loans.lend(ask)
-            if loan is None:
-                promote = Promote("", ask.holder.capsule)
-                if self._intake.promote(promote) is None:
-                    self._scheduler.is_stalled = False
-                    waiting = self._promoting.setdefault(CapsuleId(ask.holder.capsule), [])
-                    waiting.append(partial(self._lend_promoted, ask, told))
-                    return
-                loan = self._loans.lend(ask)
-                assert loan is not None, "it is on the device"
-        except MalleeError as error:
-            told(error)
-            return
-        told(loan)
+    def lend(self, ask: Ask, answer: Callable[[Loan | MalleeError], None]) -> None:
+        """See `CapsuleCommands.lend`."""
+        self._scheduler.is_stalled = False
+        self._capsule_commands.lend(ask, answer)
 
     def take_loan(self, ask: Ask) -> Loan | None:
         """The loan that is asked for, if it was made ahead (`Fork.loans`). From any thread.
@@ -320,53 +268,9 @@ class Engine:
         """
         return self._loans.take(ask)
 
-    def _lend_promoted(
-        self,
-        ask: Ask,
-        told: Callable[[Loan | MalleeError], None],
-        capsule: CapsuleId,
-        error: MalleeError | None,
-    ) -> None:
-        """The capsule that is to be lent has come from below, or not."""
-        try:
-            loan = None if error is not None else self._loans.lend(ask)
-        except MalleeError as failure:
-            loan, error = None, failure
-        told(loan or error or UnknownCapsule(capsule))
-
-    def _status(self, capsule: CapsuleId) -> CapsuleStatus:
-        """A capsule as it is now, or as far as it is computed. Raises UnknownCapsule."""
-        found = self._capsules.peek(capsule)
-        if found is not None:
-            return self.status(found)
-        making = self._requests.making(capsule)
-        if making is None:
-            raise UnknownCapsule(capsule)
-        return making
-
-    def _tell(
-        self, request: str, gateway: str, capsule: CapsuleId, error: MalleeError | None
-    ) -> None:
-        """Answer that `capsule` has moved, or why not."""
-        reply = self._told(request, capsule)
-        if error is not None:
-            reply = CapsuleReply(request, error=error.to_wire())
-        self._updates.reply(gateway, reply)
-
-    def _told(self, request: str, capsule: CapsuleId) -> CapsuleReply:
-        """The answer to `request`: `capsule` as it is now."""
-        try:
-            return CapsuleReply(request, self._status(capsule))
-        except UnknownCapsule as error:
-            return CapsuleReply(request, error=error.to_wire())
-
-    def _deleted(
-        self, reply: CapsuleReply, gateway: str, capsule: CapsuleId, error: MalleeError | None
-    ) -> None:
-        """Answer that `capsule` is gone, or why not."""
-        if error is not None:
-            reply = CapsuleReply(reply.request, error=error.to_wire())
-        self._updates.reply(gateway, reply)
+    def status(self, capsule: Capsule) -> CapsuleStatus:
+        """`capsule`, which is here, as it is now."""
+        return self._capsule_commands.status(capsule)
 
     def _grammar_to_compile(self, command: Command) -> Grammar | None:
         if isinstance(command, Fork):
@@ -401,15 +305,17 @@ class Engine:
             or len(self._updates)
             or len(self._journal)
             or self._capsules.is_expiry_due
+            or (self._moves.waiting and not self._scheduler.is_stalled)
             or self._has_moved
-            or self._loans.has_news
+            or (self._loans.open and self._loans.has_ended)
         )
 
     @property
     def _has_moved(self) -> bool:
         """Whether a step would take in the end of a move, or end a loan."""
-        return (self._lower is not None and self._lower.has_news) or (
-            self._fetching is not None and self._fetching.has_loan_to_end
+        lower, fetching = self._lower, self._fetching
+        return (lower is not None and bool(lower.under_way) and lower.has_ended) or (
+            fetching is not None and bool(fetching.loans) and fetching.has_loan_to_end
         )
 
     @property
@@ -422,6 +328,7 @@ class Engine:
         return (
             self._scheduler.is_steady
             and not (len(self._updates) or len(self._journal) or self._requests.has_inbox)
+            and not self._moves.waiting
             and not (self._capsules.is_expiry_due or self._has_moved)
             and self._speculator is None
             and self._tree.pool.watch is None
@@ -473,29 +380,28 @@ class Engine:
 
         If the forward or a drafter raises, so does this, with nothing drawn, committed or told: the caller
         gives the engine up, or calls again, and all answers are as if it had not raised. What the plan did
-        stands: sessions are charged, for the next plan too, branches gave way, fetches began, and branches
-        without room ended, which the next step tells. CorruptKV is final, and so is what a transfer raises
-        that is no MalleeError. Where the device had too little memory for the step, its newest branch ends
-        with that error, and the others go on; after one with drafts nothing ends, and the next has none.
-        Where it had too little for a copy to or from a tier, nothing ends: what did not come is computed,
-        and what could not go is told.
+        stands: sessions are charged, for the next plan too, branches gave way, fetches and restores began,
+        and branches without room ended, which the next step tells. CorruptKV is final, and so is what a
+        transfer raises that is no MalleeError. Where the device had too little memory for the step, its
+        newest branch ends with that error, and the others go on; after one with drafts nothing ends, and the
+        next has none. Where it had too little for a copy to or from a tier, nothing ends: what did not come
+        is computed, and what could not go is told.
         """
         watch = self._watch
         if watch is not None:
             watch.begun()
-        self._capsules.expire()
-        self._loans.settle()
-        if self._lower is not None:
-            self._lower.settle()
-            for name in self._lower.take_lost():
-                self._capsules.lost(name)
+        if self._capsules.next_expiry <= self._clock():
+            self._capsules.expire()
+        self._take_moved()
+        if not self._requests.jobs:
+            return self._rest()
         if self._requests.has_inbox:
             self._requests.take_inbox()
         plan = self._scheduler.plan()
         if self._lower is not None and self._lower.evicts_beside:
             self._scheduler.blocks.make_room_ahead()
         if self._lower is not None:
-            self._scheduler.is_stalled = plan.is_empty and self._lower.num_moving > 0
+            self._scheduler.is_stalled = bool(self._lower.under_way) and plan.is_empty
         if self._speculator is not None:
             self._draft(self._speculator, plan)
         if debug_log.is_on("steps"):
@@ -532,7 +438,7 @@ class Engine:
             self._speculator.learn(plan, num_draws, self._clock() - began)
             self._commit(plan, num_draws)
         for branch, logits in done:
-            if isinstance(branch.job.command, Prefill | Promote):
+            if isinstance(branch.job.command, Prefill):
                 self._requests.end(branch, "stop", logits=logits)
             else:
                 self._requests.spread(branch, logits)
@@ -543,11 +449,45 @@ class Engine:
             self._scheduler.drop_ahead()
         self._scheduler.follow(plan)
         if self._lower is not None:
-            self._lower.give_way(bool(self._scheduler.decodes))
+            is_decoding = bool(self._scheduler.decodes)
+            if self._lower.gives_way != is_decoding:
+                self._lower.give_way(is_decoding)
         result = self._end_step()
         if watch is not None:
             watch.ended()
         return result
+
+    def _rest(self) -> StepResult:
+        """The end of a step without requests: of moves, replies and events alone."""
+        plan, watch = Plan([], [], [], [], []), self._watch
+        self._scheduler.is_stalled = self._lower is not None and bool(self._lower.under_way)
+        if watch is not None:
+            watch.planned(plan)
+        self._passes.run(plan)
+        if watch is not None:
+            watch.launched()
+            watch.collected()
+        result = self._end_step()
+        if watch is not None:
+            watch.ended()
+        return result
+
+    def _take_moved(self) -> None:
+        """Take in moves, loans and capsules that have come to an end, and begin what waits for room."""
+        if self._loans.open:
+            self._loans.take_ended()
+        if self._lower is not None and self._lower.under_way:
+            self._lower.take_ended()
+            for name in self._lower.take_lost():
+                self._capsules.lose_record(name)
+        if self._fetching is not None and (arrived := self._fetching.arrived):
+            self._fetching.arrived = []
+            for branch, logits in arrived:
+                self._requests.end_arrived(branch, logits)
+        if self._moves.waiting:
+            self._moves.begin_restores()
+        if self._moves.unrestored:
+            self._requests.take_unrestored()
 
     def _draft(self, speculator: Speculator, plan: Plan) -> None:
         """Give `plan` drafts. What raises leaves of the step what the plan did (`step`)."""
@@ -558,9 +498,9 @@ class Engine:
             raise
 
     def _end_step(self) -> StepResult:
-        if self._requests.owes_replies:
-            self._reply_late()
-        if self._fetching is not None:
+        if self._requests.has_wanted:
+            self._capsule_commands.submit_wanted()
+        if self._fetching is not None and self._fetching.loans:
             self._fetching.end_loans()
         self._num_steps += 1
         if self._tree.pool.watch is not None:
@@ -570,69 +510,13 @@ class Engine:
             self._gaps.rest()
         return result
 
-    def _reply_late(self) -> None:
-        """Answer commands about capsules that had to wait for a step."""
-        for lifted, failure in self._requests.promoted():
-            for told in self._promoting.pop(lifted, ()):
-                told(lifted, failure)
-        for wanted, gateway in self._requests.wanted():
-            self._reply(wanted, gateway)
-
-    def _identity(self) -> str:
-        return self._forward.spec.identity
-
-    def _opened(self, branch: Branch, loan: Loan) -> Lent:
-        """See `Receiver.opened`."""
-        borrowing, salt = branch.job.borrowing, branch.job.salt
-        if not isinstance(branch.job.command, Prefill):
-            raise IncompatibleCapsule("", [("command", "a capsule", "an answer")])
-        record = checked_loan(loan, branch.tokens, self._tree, self._forward.spec)
-        logits = None if record.logits is None else self._forward.undump(record.logits)
-        borrowing.state = CapsuleState(record.continuation, record.grammar, logits)
-        keys = block_keys(self._tree, branch.tokens[: record.num_computed], salt)
-        return Lent(
-            loan,
-            (*keys, *self._tree.side_keys(keys, record.num_computed)),
-            num_blocks=len(keys),
-            num_tokens=record.num_computed,
-            is_capsule=True,
-            is_foreign=record.salt != salt,
-        )
-
-    def _arrived(self, branch: Branch, logits: object | None) -> None:
-        """All of the capsule that `branch` is to be has come."""
-        if isinstance(branch.job.command, Prefill):
-            self._requests.num_cached += branch.attached_tokens or 0
-        self._requests.end(branch, "stop", logits=logits)
-
     def adopt(self, other: DiskStore, end: Callable[[Sequence[MalleeError]], None]) -> None:
         """Take in the capsules on `other`, the disk of a worker that is gone, and close it.
 
         `end` gets the reasons for those that stay there.
         """
         assert self._lower is not None, "a disk, without tiers"
-        self._lower.adopt(other, self._adopt, end)
-
-    def _adopt(self, raw: bytes) -> tuple[int, ...]:
-        """Take in a capsule that was on disk; its keys that are not those of full blocks."""
-        assert self._lower is not None, "a record, without tiers"
-        try:
-            record = decode_record(raw)
-        except CodecError as error:  # of another version, which had other fields
-            self._lower.refuse(error)
-            return ()
-        if record.fingerprint != (ours := self._forward.spec.identity):  # nothing finds its blocks
-            differs = ("model", record.fingerprint, ours)
-            self._lower.refuse(IncompatibleCapsule(record.capsule, [differs]))
-            return ()
-        logits: Logits | None = None
-        if record.logits is not None:
-            with suppress(MalleeError):  # without them the last token is computed again
-                logits = self._forward.undump(record.logits)
-        self._capsules.adopt(record, logits, is_durable=True)
-        keys = unpack_hashes(record.keys).tolist()
-        tail = keys[-1:] if record.has_tail else []
-        return (*tail, *self._tree.side_keys(keys, record.num_computed))
+        self._lower.adopt(other, self._moves.adopt, end)
 
     def _compute(self, plan: Plan) -> tuple[list[Scored], list[Sampled]]:
         """Run the plan: the branches that end here, with kept logits, and what the others drew.
@@ -825,7 +709,7 @@ class Engine:
     def _holds(self) -> Counter[Node]:
         """The number of holds on each node, by branches, capsules, loans and fetches."""
         holds = count_holds(self._requests.branches(), self._capsules.holds())
-        holds += self._loans.holds()
+        holds += self._loans.holds() + self._moves.holds()
         return holds if self._fetching is None else holds + self._fetching.holds()
 
     def usage(self) -> TreeUsage:

@@ -30,22 +30,18 @@ from mallee.worker.transfer.lower import LowerTiers
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The engine's settings, a switch for each feature; the scheduler has more of them.
+    """The engine's settings, a switch for each feature, none of which changes an answer.
 
-    No switch changes an answer. Two describe what the engine is given: `paged` False, a `Forward` whose
-    block holds a whole sequence (contiguous memory: a fork copies everything, nothing else is shared);
-    `tree_attention`, one that reads what rows share once.
+    The scheduler has more of them.
     """
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     max_answer_capsules: int = 256  # finished answers leave a capsule each, the newest this many
     max_kept_share: float = 0.9  # of the pool, at most, in capsules that were asked for
     max_below_nbytes: int = 512 << 20  # texts and state of those that lie below the device
-    paged: bool = True
     prefix_cache: bool = True  # blocks are found by what is in them, and stay while there is room
     eviction: EvictionName = "lru"
     max_retained_share: float = 0.5  # of the pool, at most, in blocks that requests want retained
-    tree_attention: bool = True
     overlap: bool = (
         True  # the host works while the model computes: grammar masks, on a GPU whole steps
     )
@@ -76,34 +72,12 @@ class EngineConfig:
             raise ConfigError(f"max_retained_share={self.max_retained_share}: give 0 to 1")
         if self.eviction not in ("lru", "lineage"):
             raise ConfigError(f"eviction={self.eviction!r}: give lru or lineage")
-        for contradicts, text in (
-            (
-                self.prefix_cache and not self.paged,
-                "prefix_cache=True needs paged=True: prefixes are shared by the block, and without pages"
-                " a block is a whole sequence; set prefix_cache=False",
-            ),
-            (
-                self.tree_attention and not self.paged,
-                "tree_attention=True needs paged=True: without pages no two rows share a block; set"
-                " tree_attention=False",
-            ),
-            (
-                self.eviction != "lru" and not self.prefix_cache,
-                f"eviction={self.eviction!r} needs prefix_cache=True: without it nothing is kept that"
-                " could be evicted; leave eviction='lru'",
-            ),
-        ):
-            if contradicts:
-                raise ConfigError(text)
-        return self
-
-    def check_blocks(self, block_size: int, max_model_len: int) -> None:
-        """Raises ConfigError if `paged` is False and a block of the memory is not a whole sequence."""
-        if not self.paged and block_size < max_model_len:
+        if self.eviction != "lru" and not self.prefix_cache:
             raise ConfigError(
-                f"paged=False needs blocks of a whole sequence: block_size={block_size} <"
-                f" max_model_len={max_model_len}; set block_size to max_model_len, or paged=True"
+                f"eviction={self.eviction!r} needs prefix_cache=True: without it nothing is kept that"
+                " could be evicted; leave eviction='lru'"
             )
+        return self
 
 
 class StepResult(NamedTuple):
@@ -192,7 +166,7 @@ def make_tree(
     lower: LowerTiers | None = None,
 ) -> BranchTree:
     """An empty tree over the blocks of `forward`. Raises ConfigError if `config` doesn't fit them."""
-    config.validate().check_blocks(forward.block_size, forward.spec.max_model_len)
+    config.validate()
     if lower is not None and not lower.is_empty and not config.prefix_cache:
         raise ConfigError(
             "tiers below the device need prefix_cache=True: blocks there are found by what is in them"
@@ -204,7 +178,7 @@ def make_tree(
     pool = BlockPool(num_blocks, watch)
     offload = offload_rows = None
     if lower is not None and lower.has_host:
-        offload, offload_rows = lower.offload, partial(lower.offload, are_untold=True)
+        offload, offload_rows = lower.offload, partial(lower.offload, are_private=True)
     size = forward.block_size
     sides = make_sides(forward.spec.groups, num_blocks, size, journal, offload_rows)
     check_sides(sides, num_blocks, config.scheduler.max_step_tokens, size)

@@ -28,16 +28,16 @@ from mallee.protocol.messages import (
     Kept,
     Prefill,
     Prioritize,
-    Promote,
     Retained,
     Share,
     TokenLogprobs,
 )
-from mallee.worker.capsules.capsule import Capsule, cut_text, lengthened
+from mallee.worker.capsules.capsule import Capsule, cut, lengthened
+from mallee.worker.capsules.moves import CapsuleMoves, Restore
 from mallee.worker.capsules.registry import CapsuleRegistry
 from mallee.worker.forward import Logits
 from mallee.worker.kv.node import Node
-from mallee.worker.kv.text import Text
+from mallee.worker.kv.text import Text, joined
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.kv.usage import TreeUsage, tree_usage
 from mallee.worker.retention import Retention
@@ -57,6 +57,7 @@ class RequestTable:
         tree: BranchTree,
         scheduler: Scheduler,
         capsules: CapsuleRegistry,
+        moves: CapsuleMoves,
         updates: UpdateSink,
         *,
         retention: Retention,
@@ -69,12 +70,13 @@ class RequestTable:
         self._tree = tree
         self._scheduler = scheduler
         self._capsules = capsules
+        self._moves = moves
         self._updates = updates
         self._retention = retention
         self._block_nbytes = block_nbytes
         self._wanted: list[tuple[Capture, str]] = []
         self._inbox: dict[tuple[str, int], list[tuple[Inject, Text]]] = {}  # by request and branch
-        self._promoted: list[tuple[CapsuleId, MalleeError | None]] = []
+        self._rebuilding: dict[Job, list[Restore]] = {}
         self._next_ticket = 0
 
     # Beginnings
@@ -82,7 +84,7 @@ class RequestTable:
     def open(self, job: Job, start: ForkPoint, texts: Texts) -> None:
         """`job` begins: its branches continue `start`."""
         self.jobs[job.command.request] = job
-        if isinstance(job.command, Prefill):
+        if isinstance(job.command, Prefill) and job.gateway != OWN:
             self._producers[job.capsule(0)] = job
         if start.boundary:
             self.num_forks += len(job.indices)
@@ -139,7 +141,8 @@ class RequestTable:
         start = ForkPoint(node.end, node.end, empty(), node, None, logits)
         if not isinstance(job.command, Fork):  # whose branches are counted
             self.num_forks += len(group.members)
-        job.borrowing.give_up()  # its prompt is computed
+        if job.pull is not None:
+            job.pull.give_up()  # its prompt is computed
         self._grow(job, start, {(index,): empty() for index in group.members})
         first = job.branches[group.members[0]]
         self.num_cached -= node.end  # the first branch is the one that computed it
@@ -244,7 +247,6 @@ class RequestTable:
         `logits`, already kept, are of a branch that draws nothing.
         """
         command, node = branch.job.command, node_of(branch)
-        assert not isinstance(command, Promote), "its capsule is there"
         ttl_s = None  # of a capsule that is kept
         if isinstance(command, Prefill):
             self._scheduler.complete(branch, logits)
@@ -272,7 +274,6 @@ class RequestTable:
     def _capsule(self, branch: Branch, name: CapsuleId, node: Node, logits: Logits) -> Capsule:
         """The state of `branch`, whose KV `node` has; the hold on it passes to the capsule."""
         command = branch.job.command
-        assert not isinstance(command, Promote), "its capsule is there"
         pending = tuple(branch.pending(branch.num_pending))
         matcher = branch.constraint.share() if branch.constraint is not None else None
         if not isinstance(command, Prefill):
@@ -285,7 +286,8 @@ class RequestTable:
                 continuation=branch.continuation,
                 grammar=branch.grammar,
             )
-        state = branch.job.borrowing.state
+        pull = branch.job.pull
+        state = None if pull is None else pull.state
         if state is None:
             return Capsule(
                 id=name,
@@ -324,8 +326,7 @@ class RequestTable:
         if branch.phase != "decode" or node is None or node.is_copying:
             self._wanted.append((command, gateway))
             return None
-        held = cut_text(self._tree, node, (), node.end).node
-        assert held is not None, "cut from a node"
+        held = self._tree.hold_prefix(node, node.end)
         capsule = self._capsule(branch, capsule_id(RequestId(command.request)), held, None)
         try:
             self._capsules.check_room(capsule)
@@ -351,15 +352,15 @@ class RequestTable:
         if branch.job.gateway != gateway:
             return
         keep_s = None
-        if not isinstance(branch.job.command, Prefill | Promote):
+        if not isinstance(branch.job.command, Prefill):
             keep_s = branch.job.command.keep_s
         node = branch.node
         is_there = node is not None and not node.is_copying and command.at <= branch.length
         if is_there and (keep_s is not None or self._capsules.keeps_answers):
             node = node_of(branch)
             whole = self._capsule(branch, name, node, None)
-            cut = cut_text(self._tree, node, whole.pending, command.at)
-            self._capsules.keep_or_leave(lengthened(whole, cut, residue), keep_s)
+            shorter = lengthened(cut(self._tree, whole, command.at), residue)
+            self._capsules.keep_or_leave(shorter, keep_s)
         if is_there:
             self._retain(branch)
         self.end(branch, "cancelled")
@@ -370,31 +371,61 @@ class RequestTable:
         return bool(self._inbox)
 
     @property
-    def owes_replies(self) -> bool:
-        """Whether `wanted` or `promoted` has any."""
-        return bool(self._wanted or self._promoted)
+    def has_wanted(self) -> bool:
+        """Whether `wanted` has any."""
+        return bool(self._wanted)
 
     def wanted(self) -> list[tuple[Capture, str]]:
         """Captures that wait for a boundary, with their gateways; forgotten here."""
         wanted, self._wanted = self._wanted, []
         return wanted
 
-    def promoted(self) -> list[tuple[CapsuleId, MalleeError | None]]:
-        """Capsules that came back from below, or did not; forgotten here."""
-        promoted, self._promoted = self._promoted, []
-        return promoted
+    # Capsules that can't come back
+
+    def take_unrestored(self) -> None:
+        """Forks of a capsule that finds no room end; one whose KV is gone is computed again."""
+        unrestored = self._moves.unrestored
+        while unrestored:
+            restore, error = unrestored.pop(0)
+            if error is None:
+                self._rebuild(restore)
+                continue
+            for branch in self._scheduler.abandoned(restore):
+                self.end(branch, "error", error=error)
+            restore.answer(error)
+
+    def _rebuild(self, restore: Restore) -> None:
+        """Have a prompt compute the text of `restore`; what waits for that waits for this."""
+        name, key = restore.key
+        request, kv, notation = f"rebuild:{name}:{key:x}", restore.kv, self._tree.notation
+        job = self.jobs.get(request)
+        if job is None:
+            text = joined(notation, kv.tokens)
+            command = Prefill(request, notation.dump(text), share=restore.share, capsule=name)
+            job = Job(command, OWN, kv.salt)
+            self.open(job, ForkPoint(0, 0, notation.empty()), {(0,): text})
+        self._rebuilding.setdefault(job, []).append(restore)
+        self._scheduler.replace_producer(restore, job.branches[0])
+
+    def _rebuilt(
+        self, branch: Branch, finish: FinishReason, logits: Logits, error: MalleeError | None
+    ) -> None:
+        """`branch` has computed the text of a capsule, or failed."""
+        restores = self._rebuilding.pop(branch.job)
+        if finish == "stop":
+            logits = self._moves.restored(restores[0], node_of(branch), logits)
+            self._scheduler.complete(branch, logits)
+        self._retire(branch, error)
+        for restore in restores:
+            restore.answer(error)
 
     # Ends
 
-    def _lift(self, branch: Branch, command: Promote, logits: Logits) -> None:
-        """`branch` has brought its capsule back, unless that is gone or another text by now."""
-        node = node_of(branch)
-        capsule = self._capsules.peek(command.capsule)
-        below = None if capsule is None or capsule.node is not None else capsule.below
-        if capsule is not None and below is not None and below.keys == branch.job.keys:
-            self._tree.hold(node)
-            logits = self._capsules.lift(capsule, node, logits).logits
-        self._scheduler.complete(branch, logits)
+    def end_arrived(self, branch: Branch, logits: Logits) -> None:
+        """All of the capsule that `branch` is to be has come from another worker."""
+        if isinstance(branch.job.command, Prefill):
+            self.num_cached += branch.attached_tokens or 0
+        self.end(branch, "stop", logits=logits)
 
     def end(
         self,
@@ -409,11 +440,8 @@ class RequestTable:
         left: Capsule | None = None
         kept: Kept = ""
         retained: Retained | None = None
-        if isinstance(branch.job.command, Promote):
-            if finish == "stop":
-                self._lift(branch, branch.job.command, logits)
-            self._promoted.append((branch.job.capsule(0), error))
-            self._retire(branch, error)
+        if branch.job.gateway == OWN:
+            self._rebuilt(branch, finish, logits, error)
             return
         if finish in ("stop", "length"):
             left, kept = self._make_capsule(branch, logits)
@@ -433,7 +461,6 @@ class RequestTable:
 
     def _retain(self, branch: Branch) -> Retained | None:
         """Retain what the request of `branch` wants of its text; None: nothing."""
-        assert not isinstance(branch.job.command, Promote), "it retains nothing"
         command = branch.job.command
         if not command.retain:
             return None

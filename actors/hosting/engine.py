@@ -18,7 +18,7 @@ from mallee.protocol.messages import Command
 from mallee.runtime.telemetry.logs import ids, told
 from mallee.worker.engine import Engine
 from mallee.worker.transfer.disk import DiskStore
-from mallee.worker.transfer.peers import Ask, Loan
+from mallee.worker.transfer.values import Ask, Loan
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from mallee.protocol.subjects import Subjects, check_token
 from mallee.runtime.bus.bus import Bus
 from mallee.runtime.tasks import Tasks
 from mallee.runtime.transport.server import Sink
-from mallee.worker.transfer.peers import Ask, Loan
+from mallee.worker.transfer.values import Ask, Loan
 
 if TYPE_CHECKING:
     from mallee.runtime.telemetry.tracing.provider import Tracing

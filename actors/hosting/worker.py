@@ -29,7 +29,7 @@ from mallee.protocol.subjects import check_token
 from mallee.runtime.telemetry.logs import ids, stack_of
 from mallee.worker.engine import Engine
 from mallee.worker.records import StepResult
-from mallee.worker.transfer.peers import Ask, Loan
+from mallee.worker.transfer.values import Ask, Loan
 
 if TYPE_CHECKING:
     from mallee.runtime.telemetry.engines import EngineMeter

@@ -37,7 +37,7 @@ from mallee.runtime.transport.greeting import KV, DialerGreeting, Secret
 from mallee.runtime.transport.stream import Stream
 from mallee.runtime.transport.wire import GREETING, MAX_REFUSAL_NBYTES, REFUSED, read_refusal
 from mallee.worker.kv.watch import Rows
-from mallee.worker.transfer.peers import Ask, Loan
+from mallee.worker.transfer.values import Ask, Loan
 
 _GRANTED_ROOM: Final = MAX_RECORD_NBYTES + 1024
 

@@ -18,7 +18,7 @@ import xxhash
 
 from mallee.protocol.codec import Decoder, encode
 from mallee.protocol.errors import CodecError
-from mallee.worker.transfer.peers import Ask, Loan
+from mallee.worker.transfer.values import Ask, Loan
 
 ASK: Final = 16
 GRANTED: Final = 17

@@ -38,7 +38,7 @@ from mallee.runtime.transport.listener import MAX_GREETINGS
 from mallee.runtime.transport.stream import Stream
 from mallee.runtime.transport.wire import GREETING, MAX_GREETING_NBYTES, REFUSED, refusal
 from mallee.worker.kv.watch import Rows
-from mallee.worker.transfer.peers import Lender, Loan
+from mallee.worker.transfer.values import Lender, Loan
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from mallee.mocker.engine import MockedEngine
 from mallee.protocol.errors import WorkerLost
 from mallee.protocol.events import Load, Snapshot
 from mallee.protocol.messages import Command
-from mallee.worker.transfer.peers import Ask, Loan
+from mallee.worker.transfer.values import Ask, Loan
 
 log = logging.getLogger(__name__)
 

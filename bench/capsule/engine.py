@@ -29,10 +29,8 @@ from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.storage.files import Directory
 from mallee.worker.storage.volume import Volume, VolumeConfig
-from mallee.worker.transfer.carrier import Carrier
 from mallee.worker.transfer.lower import LowerTiers
-from mallee.worker.transfer.movers import ThreadedMover
-from mallee.worker.transfer.pace import Pace
+from mallee.worker.transfer.movers import Carrier, Pace, ThreadedMover
 from mallee.worker.transfer.prices import MeasuredPrices
 
 GIVEN_WAY_BYTES_S = 2 << 30
@@ -141,7 +139,7 @@ class Tiered:
         first: dict[tuple[str, int], float] = {}
         last: dict[tuple[str, int], float] = {}
         gaps, drawn, num_steps, lower = [], [], 0, self.engine._lower
-        while self.engine.has_work or (lower is not None and lower.num_moving):
+        while self.engine.has_work or (lower is not None and lower.under_way):
             self._news.clear()
             if not self.engine.has_work:
                 self._news.wait(1.0)  # as a host does: asking all the time takes the copies' time

@@ -249,7 +249,6 @@ def _plain() -> EngineConfig:
         SchedulerConfig(max_step_tokens=MAX_STEP_TOKENS, gang=False),
         max_answer_capsules=0,
         prefix_cache=False,
-        tree_attention=False,
     )
 
 

@@ -57,10 +57,12 @@ class Setup(NamedTuple):
 
     engine: EngineConfig
     forks: bool
+    paged: bool = True  # else a block holds a whole sequence
+    tree_attention: bool = True
 
     @property
     def block_size(self) -> int:
-        return BLOCK_SIZE if self.engine.paged else MAX_MODEL_LEN
+        return BLOCK_SIZE if self.paged else MAX_MODEL_LEN
 
 
 def setups() -> dict[str, Setup]:
@@ -68,23 +70,20 @@ def setups() -> dict[str, Setup]:
     scheduler = SchedulerConfig(
         max_step_tokens=MEMORY_TOKENS, chunked=False, continuous=False, order=Fcfs(), gang=False
     )
-    plain = EngineConfig(
-        scheduler, max_answer_capsules=0, paged=False, prefix_cache=False, tree_attention=False
-    )
+    plain = EngineConfig(scheduler, max_answer_capsules=0, prefix_cache=False)
     continuous = replace(plain, scheduler=replace(scheduler, continuous=True))
-    paged = replace(continuous, paged=True)
-    chunks = SchedulerConfig(order=Fcfs(), gang=False)
-    chunked = replace(paged, scheduler=chunks)
+    chunked = replace(continuous, scheduler=SchedulerConfig(order=Fcfs(), gang=False))
     prefix = replace(chunked, prefix_cache=True)
     fork = replace(prefix, max_answer_capsules=EngineConfig().max_answer_capsules)
-    tree = replace(fork, tree_attention=True, scheduler=SchedulerConfig())
+    tree = replace(fork, scheduler=SchedulerConfig())
+    flat: dict[str, bool] = {"forks": False, "tree_attention": False}
     return {
-        "static": Setup(plain, forks=False),
-        "continuous": Setup(continuous, forks=False),
-        "paged": Setup(paged, forks=False),
-        "chunked": Setup(chunked, forks=False),
-        "prefix": Setup(prefix, forks=False),
-        "fork": Setup(fork, forks=True),
+        "static": Setup(plain, **flat, paged=False),
+        "continuous": Setup(continuous, **flat, paged=False),
+        "paged": Setup(continuous, **flat),
+        "chunked": Setup(chunked, **flat),
+        "prefix": Setup(prefix, **flat),
+        "fork": Setup(fork, forks=True, tree_attention=False),
         "tree": Setup(tree, forks=True),
     }
 
@@ -109,7 +108,7 @@ def on_mock(workload: str, setup: Setup, seed: int) -> Metrics:
         Timing(),
         num_blocks=MEMORY_TOKENS // setup.block_size,
         block_size=setup.block_size,
-        shares_reads=setup.engine.tree_attention,
+        shares_reads=setup.tree_attention,
     )
     return on_engine(workload, setup, forward, clock, seed)
 
@@ -131,7 +130,7 @@ def on_model(workload: str, setup: Setup, seed: int, model: Path, threads: int) 
             threads=threads,
             max_model_len=MAX_MODEL_LEN,
         )
-    forward.shares_reads = setup.engine.tree_attention
+    forward.shares_reads = setup.tree_attention
     return on_engine(workload, setup, forward, time.perf_counter, seed)
 
 
@@ -186,6 +185,7 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
 
 def _settings(setup: Setup) -> dict[str, Any]:
     engine = asdict(setup.engine)
+    engine |= {"paged": setup.paged, "tree_attention": setup.tree_attention}
     engine["scheduler"]["order"] = type(setup.engine.scheduler.order).__name__
     return {**engine, "block_size": setup.block_size, "forks": setup.forks}
 

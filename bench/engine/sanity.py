@@ -45,25 +45,30 @@ class Answers(NamedTuple):
     accepted: Counter[str]
 
 
-def phases() -> dict[str, EngineConfig]:
+class Phase(NamedTuple):
+    """An engine, over memory in pages or in blocks of a whole sequence, and how rows' reads are shared."""
+
+    engine: EngineConfig
+    paged: bool = True
+    tree_attention: bool = False
+
+
+def phases() -> dict[str, Phase]:
     """From an engine with all features off to one with all on."""
     off = SchedulerConfig(LENGTH, chunked=False, continuous=False, order=Fcfs(), gang=False)
-    plain = EngineConfig(
-        off, 0, paged=False, prefix_cache=False, tree_attention=False, overlap=False
-    )
+    plain = EngineConfig(off, 0, prefix_cache=False, overlap=False)
     continuous = replace(plain, scheduler=replace(off, continuous=True))
-    paged = replace(continuous, paged=True)
-    chunked = replace(paged, scheduler=SchedulerConfig(64))
+    chunked = replace(continuous, scheduler=SchedulerConfig(64))
     prefix = replace(chunked, prefix_cache=True, overlap=True, max_answer_capsules=64)
-    tree = replace(prefix, tree_attention=True)
+    drafting = replace(prefix, speculation=SpeculationConfig("auto"))
     return {
-        "plain": plain,
-        "continuous": continuous,
-        "paged": paged,
-        "chunked": chunked,
-        "prefix": prefix,
-        "tree": tree,
-        "speculation": replace(tree, speculation=SpeculationConfig("auto")),
+        "plain": Phase(plain, paged=False),
+        "continuous": Phase(continuous, paged=False),
+        "paged": Phase(continuous),
+        "chunked": Phase(chunked),
+        "prefix": Phase(prefix),
+        "tree": Phase(prefix, tree_attention=True),
+        "speculation": Phase(drafting, tree_attention=True),
     }
 
 
@@ -98,11 +103,15 @@ def waves(vocab_size: int) -> Iterator[list[Command]]:
     ]
 
 
-def play(forward: TorchForward, config: EngineConfig) -> Answers:
+def play(forward: TorchForward, phase: Phase) -> Answers:
     """On an engine of its own. Raises RuntimeError on an error."""
-    forward.shares_reads = config.tree_attention
+    forward.shares_reads = phase.tree_attention
     engine = Engine(
-        forward, config=config, clock=lambda: 0.0, worker=WorkerId("w0"), incarnation=Incarnation(0)
+        forward,
+        config=phase.engine,
+        clock=lambda: 0.0,
+        worker=WorkerId("w0"),
+        incarnation=Incarnation(0),
     )
     found = Answers({}, Counter(), Counter())
     for commands in waves(forward.spec.vocab_size):
@@ -131,8 +140,8 @@ def examine(make: MakeForward, wanted: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"differ": {}, "requests": {}}
     every, plain = phases(), None
     for name in wanted:
-        config = every[name]
-        answers = play(make(BLOCK_SIZE if config.paged else LENGTH), config)
+        phase = every[name]
+        answers = play(make(BLOCK_SIZE if phase.paged else LENGTH), phase)
         plain = plain or answers
         differ = found["differ"][name] = [
             branch for branch, tokens in answers.tokens.items() if tokens != plain.tokens[branch]

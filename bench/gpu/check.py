@@ -65,7 +65,7 @@ class Check:
         """The engine's, with as much KV as the benches need."""
         forward = self.model.forward(self.num_blocks)
         steps.fill(forward)
-        graphs = forward.stats().graphs
+        graphs = forward.graph_stats()
         self.figures["backend"] = {
             "attention": type(forward._attention).__name__,
             "operations": type(forward.decoder._ops).__name__,
@@ -227,7 +227,7 @@ class Check:
         ours.engine.close()
 
     def recaptures(self) -> Iterator[Row]:
-        graphs = self.forward.stats().graphs
+        graphs = self.forward.graph_stats()
         if not graphs.sizes:
             reason = "no graph won, see the log" if self.is_cuda else "graphs are CUDA's"
             yield self.row("replay_error", None, reason)

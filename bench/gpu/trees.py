@@ -29,12 +29,7 @@ def engine_over(
     """An engine with as many answers' capsules as a search has; else blocks alone may be cached."""
     kept = scale.expansions * scale.rollouts if has_tree else 0
     scheduler = SchedulerConfig(max_step_tokens=MAX_STEP_TOKENS, max_rows=256, gang=has_tree)
-    config = EngineConfig(
-        scheduler,
-        kept,
-        prefix_cache=has_cache,
-        tree_attention=has_tree,
-    )
+    config = EngineConfig(scheduler, kept, prefix_cache=has_cache)
     return Ours(forward, config, shares_reads=has_tree)
 
 
@@ -121,10 +116,10 @@ REPLAYED_FORKS = 4
 def replays(ours: Ours, scale: Scale) -> Replays:
     """As many forks of one parent as a scale has, each of which draws a few tokens."""
     capsule = ours.prefill(prompt(scale, scale.shared, 4))
-    before = ours.forward.stats().graphs
+    before = ours.forward.graph_stats()
     for _ in range(0, scale.forks, REPLAYED_FORKS):
         ours.fork(capsule, [[]] * REPLAYED_FORKS, 4)
-    after = ours.forward.stats().graphs
+    after = ours.forward.graph_stats()
     ours.release(capsule)
     return Replays(
         after.num_captures - before.num_captures,

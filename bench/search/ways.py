@@ -54,7 +54,6 @@ class Way(NamedTuple):
             SchedulerConfig(max_step_tokens=8192, gang=self.shares_reads),
             max_answer_capsules=kept if self.forks else 0,
             prefix_cache=self.prefix_cache,
-            tree_attention=self.shares_reads,
         )
 
 

@@ -184,7 +184,7 @@ async def _report_of_engines(host: Host) -> Report:
         if not stats.jobs:  # else its thread changes what is looked at
             known = engine._capsules
             left_s = {key: at - time.monotonic() for key, at in known._expires.items()}
-            names = [name for name in known._places if name not in known._replaceable]
+            names = [each.id for each in known if known.ttl_s(each) is not None]
             kept += [f"{name}: {left_s.get(name)}" for name in names]
             broken = broken or _broken(engine.check) or _broken(worker.check)
     open_requests = host.stats().open_requests

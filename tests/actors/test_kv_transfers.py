@@ -31,8 +31,8 @@ from mallee.protocol.subjects import Subjects
 from mallee.runtime.config import AppConfig
 from mallee.runtime.transport.greeting import Secret
 from mallee.testing.bus import LocalBus, LocalHub
-from mallee.worker.transfer.peers import Ask
 from mallee.worker.transfer.prices import MeasuredPrices
+from mallee.worker.transfer.values import Ask
 from support.expositions import check_exposition
 from support.reading import Reader
 from support.waiting import until

@@ -235,7 +235,8 @@ async def test_a_refused_pin_is_served_cold() -> None:
     """F8: the answer comes, its capsule does not, and both are told; a pin by itself is 400, for good."""
     async with api() as (client, fleet):
         for engine in fleet.engines.values():
-            engine._capsules._room.max_blocks = 4
+            capsules = engine._capsules
+            capsules.limits = capsules.limits._replace(max_kept_blocks=4)
         refused = await complete(client, PROMPT, max_tokens=6, mallee={"keep": True})
         assert len(refused["text"]) == 6
         assert (refused["mallee"]["kept"], refused["mallee"]["capsule"]) == ("refused", None)

@@ -21,7 +21,7 @@ from bench.gpu.targets import TARGETS, row
 from bench.gpu_check import Report, run_apart
 from mallee.mocker.timing.files import read_timing
 from mallee.worker.forward import ForwardBatch, Logits
-from mallee.worker.model.attention.base import AttentionSplit, Reads
+from mallee.worker.model.attention.base import AttentionSplit
 from mallee.worker.model.backend import choose_backend
 from mallee.worker.model.graphs.decode import GraphOptions
 from mallee.worker.model.loading.stored import expected_shapes
@@ -150,7 +150,7 @@ def test_attention_that_reads_other_keys_is_found_out(check: Check) -> None:
         min_saving = attention.min_saving
         attend = attention.attend
 
-        def prepare(self, split: AttentionSplit) -> Reads:
+        def prepare(self, split: AttentionSplit) -> Any:
             segments, shared = (
                 tuple(part._replace(blocks=(part.blocks + 500) % 1024) for part in parts)
                 for parts in (split.segments, split.shared)
@@ -194,10 +194,10 @@ def test_forks_of_a_whole_engine_replay_and_capture_nothing() -> None:
         scale.num_blocks, flashinfer=flashinfer_emulator, graphs=GraphOptions(8, device=device)
     )
     eager = model.beside(forward, flashinfer=flashinfer_emulator)
-    for size in forward.stats().graphs.sizes:
+    for size in forward.graph_stats().sizes:
         assert steps.replay_error(forward, eager, size) < 1e-2
-    before = forward.stats().graphs.num_replays
-    assert before == len(forward.stats().graphs.sizes), "those steps were no replays"
+    before = forward.graph_stats().num_replays
+    assert before == len(forward.graph_stats().sizes), "those steps were no replays"
     ours = trees.engine_over(forward, scale)
     found = trees.replays(ours, scale)
     assert found == (0, 3 * scale.forks / trees.REPLAYED_FORKS, 0)

@@ -27,7 +27,7 @@ from mallee.protocol.messages import (
 )
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
-from mallee.worker.transfer.carrier import Carrier
+from mallee.worker.transfer.movers import Carrier
 from mallee.worker.transfer.values import DEVICE, DISK, HOST, Forget, Place, Transfer
 from support.asking import SIZE
 from support.conforming import Time, make_mocked

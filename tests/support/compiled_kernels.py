@@ -19,7 +19,7 @@ from mallee.worker.model.kernels.cuda_ops import CudaOps
 from mallee.worker.model.kernels.triton import fused
 from mallee.worker.model.kernels.triton_launch import TritonKernels
 from mallee.worker.model.linear.rounded import Rounding
-from mallee.worker.model.ops import Turn
+from mallee.worker.model.ops import Rotation
 
 SHAPES = (
     (4096, 32, 8, 128, 14336, False),  # Llama 3.1 8B
@@ -89,7 +89,7 @@ def launch_all(
         norm = weight if own is not None else weight.to(dtype)
         ops.added_norm(linear, x, x.clone(), own_norm=own, norm=norm, eps=1e-6)
     qkv = torch.zeros(num, heads + 2 * kv_heads, dim, dtype=dtype)
-    turn = Turn(*torch.zeros(2, num, 1, dim, dtype=dtype))
+    turn = Rotation(*torch.zeros(2, num, 1, dim, dtype=dtype))
     head_norm = torch.zeros(heads + kv_heads, dim) if has_norms else None
     numbers = torch.zeros(2 * num + 1, dtype=torch.int64)
     for kept, scales in (

@@ -159,7 +159,7 @@ class Spy:
 
     def __init__(self, engine: Engine, timing: Timing = TIMING) -> None:
         self.noted: list[Decision] = []
-        self.pass_s = 0.0  # of the last plan
+        self._pass_s = 0.0  # of the last plan
         self._timing = timing
         self._engine = engine
         scheduler = engine._scheduler
@@ -168,7 +168,7 @@ class Spy:
 
         def planned() -> Plan:
             plan = make_plan()
-            self.pass_s = self._seconds(plan)
+            self._pass_s = self._seconds(plan)
             self._note(plan)
             return plan
 
@@ -187,6 +187,11 @@ class Spy:
     def take(self) -> tuple[Decision, ...]:
         noted, self.noted = tuple(self.noted), []
         return noted
+
+    def take_pass_s(self) -> float:
+        """Seconds of the step that ends now: an engine without requests plans none."""
+        seconds, self._pass_s = self._pass_s, 0.0
+        return seconds
 
     def _seconds(self, plan: Plan) -> float:
         """Seconds of a plan, added up by hand. Updates alone take no time."""
@@ -331,7 +336,7 @@ def play_stepped(
             continue
         begun, next_seq = time.now, engine.next_seq
         result = engine.step()
-        time.now += spy.pass_s
+        time.now += spy.take_pass_s()
         engine.check()
         updates = [u for frame in result.frames.values() for u in frame.updates]
         steps.append(

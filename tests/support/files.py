@@ -19,7 +19,7 @@ from mallee.protocol.messages import Continuation, Grammar, Holder, Limits, Samp
 from mallee.protocol.model import GroupSpec, ModelSpec
 from mallee.worker.capsules.record import CapsuleRecord
 from mallee.worker.kv.watch import Rows
-from mallee.worker.transfer.peers import Ask, Lender
+from mallee.worker.transfer.values import Ask, Lender
 
 BLOCK_SIZE = 4
 FIELDS = (("dtype", "float32"), ("rope", "1e4"), ("tokenizer", "abc"), ("weights", "w1"))

@@ -12,7 +12,7 @@ import numpy as np
 from mallee.protocol.errors import IncompatibleCapsule, UnknownCapsule
 from mallee.protocol.messages import Holder
 from mallee.worker.kv.watch import Row, Rows
-from mallee.worker.transfer.peers import Ask
+from mallee.worker.transfer.values import Ask
 
 NBYTES = 1000
 IDENTITY = "a model"

@@ -7,7 +7,7 @@ from mallee.protocol.messages import Holder
 from mallee.worker.capsules.record import CapsuleRecord, decode_record
 from mallee.worker.engine import Engine
 from mallee.worker.kv.watch import Rows
-from mallee.worker.transfer.peers import Ask, Loan
+from mallee.worker.transfer.values import Ask, Loan
 
 MAX_STEPS = 10_000  # an engine that has to bring something back, and never does, is no endless test
 

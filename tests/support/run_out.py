@@ -21,7 +21,7 @@ def run_out(engine: Engine, *commands: Command) -> Ran:
     engine.notify(moved.set)
     for command in commands:
         engine.submit(command, "g")
-    while engine.has_work or (engine._lower is not None and engine._lower.num_moving):
+    while engine.has_work or (engine._lower is not None and engine._lower.under_way):
         assert engine.has_work or moved.wait(30.0)
         moved.clear()
         for frame in engine.step().frames.values():

@@ -1,6 +1,7 @@
 """Drafters that know the answers, and what an engine tells apart from when it tells it."""
 
 import random
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -13,11 +14,30 @@ from mallee.worker.forward import Draw, ForwardBatch
 from mallee.worker.kv.paths import flatten
 from mallee.worker.sched.branch import Branch
 from mallee.worker.speculation.draft_model import DraftModel
-from mallee.worker.speculation.drafters import Drafter, EachAlone, text_of
+from mallee.worker.speculation.drafters import Drafter, text_of
 from mallee.worker.speculation.worth import StepCosts
 
 Name: TypeAlias = tuple[str, int]
 Kind: TypeAlias = Literal["right", "wrong", "mixed", "random"]
+
+
+class EachAlone(ABC):
+    """A drafter that guesses for one branch at a time, in no time."""
+
+    @abstractmethod
+    def read(self, branch: Branch) -> None: ...
+
+    @abstractmethod
+    def propose(self, branch: Branch, num_tokens: int) -> Sequence[int]: ...
+
+    @abstractmethod
+    def forget(self, branch: Branch) -> None: ...
+
+    def propose_all(self, lengths: Mapping[Branch, int]) -> Mapping[Branch, Sequence[int]]:
+        return {branch: self.propose(branch, num) for branch, num in lengths.items()}
+
+    def seconds(self, branch: Branch, num_branches: int) -> float:
+        return 0.0
 
 
 class Knowing(EachAlone):

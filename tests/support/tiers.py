@@ -8,13 +8,11 @@ from mallee.worker.engine import MakeTiers
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.watch import KVMemory
 from mallee.worker.storage.volume import Lost, Read, Record
-from mallee.worker.transfer.carrier import Carrier
 from mallee.worker.transfer.disk import DiskStore
 from mallee.worker.transfer.lower import LowerTiers
-from mallee.worker.transfer.movers import Mover
-from mallee.worker.transfer.peers import Lender
+from mallee.worker.transfer.movers import Carrier, Mover
 from mallee.worker.transfer.prices import MeasuredPrices
-from mallee.worker.transfer.values import DISK, Move, Moved, Transfer
+from mallee.worker.transfer.values import DISK, Lender, Move, Moved, Transfer
 
 
 class DictDisk:

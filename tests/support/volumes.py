@@ -9,11 +9,10 @@ from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.watch import KVMemory
 from mallee.worker.storage.files import Directory
 from mallee.worker.storage.volume import Volume, VolumeConfig
-from mallee.worker.transfer.carrier import Carrier
 from mallee.worker.transfer.lower import LowerTiers
-from mallee.worker.transfer.movers import ThreadedMover
-from mallee.worker.transfer.peers import Lender
+from mallee.worker.transfer.movers import Carrier, ThreadedMover
 from mallee.worker.transfer.prices import MeasuredPrices
+from mallee.worker.transfer.values import Lender
 
 ROOMY = VolumeConfig(1 << 30)
 

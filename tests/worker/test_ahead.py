@@ -418,7 +418,7 @@ def test_recorded_steps_are_launched_ahead(one_thread: Any) -> None:
         answers(engine)
         engine.submit(Fork("f", "p.0", (b"",) * 3, Limits(30, ignore_eos=True), HOT), "g")
         found.append(answers(engine))
-        graphs_used = forward.stats().graphs
+        graphs_used = forward.graph_stats()
         assert graphs_used.num_replays >= 28
         assert engine.stats().ahead.num_void == 0
         assert (engine.stats().ahead.num_rows >= 3 * 27) == is_ahead

@@ -4,7 +4,7 @@ import itertools
 import logging
 import random
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -15,7 +15,8 @@ from mallee.protocol.messages import Command, Fork, Generate, Limits, Prefill, S
 from mallee.testing.forward import MockForward
 from mallee.testing.random_model import random_model
 from mallee.worker.engine import Engine
-from mallee.worker.forward import Forward
+from mallee.worker.forward import ForwardBatch
+from mallee.worker.kv.node import BlockCopy
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.model.runner import TorchForward
 from mallee.worker.records import EngineConfig
@@ -32,17 +33,17 @@ MODEL = random_model("llama", 5, max_position_embeddings=LENGTH)
 
 @dataclass(frozen=True)
 class Switch:
-    """One feature: how to turn it off, and what else must be off then."""
+    """One feature: how to turn it off, in settings or in what computes."""
 
     engine: dict[str, Any] = field(default_factory=dict)
     scheduler: dict[str, Any] = field(default_factory=dict)
-    needs: tuple[str, ...] = ()
+    forward: dict[str, Any] = field(default_factory=dict)
 
 
 SWITCHES: dict[str, Switch] = {
-    "paged": Switch(engine={"paged": False}, needs=("prefix_cache", "tree_attention")),
+    "paged": Switch(forward={"block_size": LENGTH}),
     "prefix_cache": Switch(engine={"prefix_cache": False}),
-    "tree_attention": Switch(engine={"tree_attention": False}),
+    "tree_attention": Switch(forward={"shares_reads": False}),
     "overlap": Switch(engine={"overlap": False}),
     "chunked": Switch(scheduler={"chunked": False, "max_step_tokens": LENGTH}),
     "continuous": Switch(scheduler={"continuous": False}),
@@ -55,36 +56,43 @@ SWITCHES: dict[str, Switch] = {
 """Defaults of every engine, by switch; a switch that is off does the other thing."""
 
 
-def config_without(*names: str) -> EngineConfig:
+class Setup(NamedTuple):
+    """The settings of an engine, and what computes for it."""
+
+    config: EngineConfig
+    block_size: int = 4
+    shares_reads: bool = True
+
+    @property
+    def num_blocks(self) -> int:
+        return SLOTS // self.block_size
+
+
+def without(*names: str) -> Setup:
     """The default with these switches off, and nothing else."""
     scheduler: dict[str, Any] = {"max_step_tokens": 16}
     engine: dict[str, Any] = {}
+    forward: dict[str, Any] = {}
     for name in names:
         engine |= SWITCHES[name].engine
         scheduler |= SWITCHES[name].scheduler
-    return EngineConfig(SchedulerConfig(**scheduler), **engine)
+        forward |= SWITCHES[name].forward
+    return Setup(EngineConfig(SchedulerConfig(**scheduler), **engine), **forward)
 
 
-def is_allowed(off: set[str]) -> bool:
-    contiguous = "paged" in off and not {"prefix_cache", "tree_attention"} <= off
-    return not contiguous and not {"lru", "prefix_cache"} <= off
-
-
-def make_engine(config: EngineConfig, forward: Forward) -> Engine:
-    return engine_over(forward, config=config)
-
-
-def mocked(config: EngineConfig) -> Forward:
-    size = 4 if config.paged else LENGTH
+def mocked(setup: Setup) -> Engine:
     spec = mock_spec(vocab_size=32, max_model_len=LENGTH)
-    return MockForward(spec, num_blocks=SLOTS // size, block_size=size)
+    forward = MockForward(spec, num_blocks=setup.num_blocks, block_size=setup.block_size)
+    return engine_over(forward, config=setup.config)
 
 
-def on_torch(config: EngineConfig) -> TorchForward:
-    size = 4 if config.paged else LENGTH
-    return MODEL.forward(
-        num_blocks=SLOTS // size, block_size=size, shares_reads=config.tree_attention
+def on_torch(setup: Setup) -> Engine:
+    forward = MODEL.forward(
+        num_blocks=setup.num_blocks,
+        block_size=setup.block_size,
+        shares_reads=setup.shares_reads,
     )
+    return engine_over(forward, config=setup.config)
 
 
 def play(engine: Engine) -> dict[tuple[str, int], list[int]]:
@@ -112,21 +120,14 @@ def play(engine: Engine) -> dict[tuple[str, int], list[int]]:
     return tokens
 
 
-def needed(name: str) -> tuple[str, ...]:
-    """The switch, with what must be off beside it."""
-    return (name, *SWITCHES[name].needs)
-
-
 @pytest.fixture(scope="module")
 def mocked_answers() -> dict[tuple[str, int], list[int]]:
-    config = config_without()
-    return play(make_engine(config, mocked(config)))
+    return play(mocked(without()))
 
 
 @pytest.fixture(scope="module")
 def torch_answers() -> dict[tuple[str, int], list[int]]:
-    config = config_without()
-    return play(make_engine(config, on_torch(config)))
+    return play(on_torch(without()))
 
 
 @pytest.mark.parametrize("off", list(itertools.combinations(SWITCHES, 2)), ids="-".join)
@@ -134,12 +135,12 @@ def test_two_switches_off_give_the_same_answers_or_are_refused_at_once(
     off: tuple[str, str], mocked_answers: dict[tuple[str, int], list[int]]
 ) -> None:
     """I20: every pair of switches."""
-    config = config_without(*off)
-    if is_allowed(set(off)):
-        assert play(make_engine(config, mocked(config))) == mocked_answers
+    setup = without(*off)
+    if set(off) != {"lru", "prefix_cache"}:
+        assert play(mocked(setup)) == mocked_answers
     else:
         with pytest.raises(ConfigError, match=r"\w+=.* needs \w+=True: .*"):
-            config.validate()
+            setup.config.validate()
 
 
 @pytest.mark.parametrize("name", SWITCHES)
@@ -147,26 +148,19 @@ def test_a_switch_changes_no_answer_of_a_real_model(
     name: str, torch_answers: dict[tuple[str, int], list[int]]
 ) -> None:
     """I20: on/off equivalence in float32."""
-    config = config_without(*needed(name))
-    assert play(make_engine(config, on_torch(config))) == torch_answers
+    assert play(on_torch(without(name))) == torch_answers
 
 
 def test_everything_off_is_the_plain_old_engine(
     mocked_answers: dict[tuple[str, int], list[int]],
 ) -> None:
     """I20, I30, part: all flags off at once."""
-    config = config_without(*(set(SWITCHES) - {"lru"}))
-    assert play(make_engine(config, mocked(config))) == mocked_answers
+    assert play(mocked(without(*(set(SWITCHES) - {"lru"})))) == mocked_answers
 
 
 @pytest.mark.parametrize(
     ("config", "flags"),
     [
-        (EngineConfig(paged=False), ("prefix_cache=True", "paged=True", "set prefix_cache=False")),
-        (
-            EngineConfig(paged=False, prefix_cache=False),
-            ("tree_attention=True", "paged=True", "set tree_attention=False"),
-        ),
         (
             EngineConfig(prefix_cache=False, eviction="lineage"),
             ("eviction='lineage'", "prefix_cache=True", "leave eviction='lru'"),
@@ -185,25 +179,17 @@ def test_a_refusal_names_both_switches_and_the_remedy(
 ) -> None:
     """I20: rejected when the engine is made."""
     with pytest.raises(ConfigError) as caught:
-        make_engine(config, mocked(config))
+        mocked(Setup(config))
     assert all(flag in str(caught.value) for flag in flags)
-
-
-def test_contiguous_memory_needs_blocks_of_a_whole_sequence() -> None:
-    """I9, I20: one block per sequence, or it isn't contiguous."""
-    config = config_without(*needed("paged"))
-    forward = MockForward(mock_spec(max_model_len=LENGTH), num_blocks=8, block_size=16)
-    with pytest.raises(ConfigError, match=r"block_size=16 < max_model_len=128"):
-        make_engine(config, forward)
 
 
 def test_paged_memory_holds_more_sequences_than_contiguous_memory_of_the_same_size() -> None:
     """I10: 24 short answers at once, where 8 sequences of full length have room."""
     running = {}
     for name in ("paged", "contiguous"):
-        config = config_without(*(needed("paged") if name == "contiguous" else ()))
-        wide = replace(config, scheduler=replace(config.scheduler, max_step_tokens=LENGTH))
-        engine = make_engine(wide, mocked(wide))
+        setup = without(*(["paged"] if name == "contiguous" else []))
+        wide = replace(setup.config.scheduler, max_step_tokens=LENGTH)
+        engine = mocked(setup._replace(config=replace(setup.config, scheduler=wide)))
         for i in range(24):
             text = pack_tokens([3 + i, 4, 5])
             engine.submit(Generate(f"r{i}", text, Limits(20, ignore_eos=True)), "g")
@@ -214,17 +200,26 @@ def test_paged_memory_holds_more_sequences_than_contiguous_memory_of_the_same_si
     assert 1 <= running["contiguous"] <= 8
 
 
-def test_a_fork_copies_a_part_of_a_block_in_paged_memory_and_everything_in_contiguous() -> None:
+def test_a_fork_copies_a_part_of_a_block_in_paged_memory_and_everything_in_contiguous(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """D3: 18 tokens in blocks of 4 leave 2 slots to copy for each of 3 children."""
-    for off, num_slots in (((), 3 * 2), (needed("paged"), 3 * 18)):
-        config = config_without(*off)
-        forward = on_torch(config)
-        engine = make_engine(config, forward)
+    copied: list[BlockCopy] = []
+    compute = TorchForward.forward
+
+    def forward(self: TorchForward, batch: ForwardBatch) -> Any:
+        copied.extend(batch.copies)
+        return compute(self, batch)
+
+    monkeypatch.setattr(TorchForward, "forward", forward)
+    for off, num_slots in (((), 3 * 2), (("paged",), 3 * 18)):
+        copied.clear()
+        engine = on_torch(without(*off))
         engine.submit(Prefill("p", pack_tokens(list(range(3, 21)))), "g")
         drive(engine)
         engine.submit(Fork("f", "p.0", (b"",) * 3, Limits(2, ignore_eos=True)), "g")
         drive(engine)
-        assert forward.stats().num_copied_slots == num_slots
+        assert sum(copy.num_slots for copy in copied) == num_slots
 
 
 def test_the_debug_logs_tell_of_forks_and_steps_when_they_are_switched_on(
@@ -238,8 +233,7 @@ def test_the_debug_logs_tell_of_forks_and_steps_when_they_are_switched_on(
     ):
         caplog.clear()
         switch_on(names)
-        config = config_without()
-        play(make_engine(config, mocked(config)))
+        play(mocked(without()))
         assert {record.name for record in caplog.records} == expected
         assert all(record.levelno == logging.DEBUG for record in caplog.records)
         lines = [record.getMessage() for record in caplog.records]

@@ -25,7 +25,7 @@ from mallee.worker.forward import Forward
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
-from mallee.worker.transfer.peers import Loan
+from mallee.worker.transfer.values import Loan
 from support.engine_machine import (
     GATEWAYS,
     QUIET,

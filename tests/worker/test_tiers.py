@@ -1,14 +1,13 @@
 """Capsules and prefixes below the device: parked, evicted, brought back, exactly."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
 from mallee.mocker.passes import mock_spec
-from mallee.protocol.errors import CodecError, DeviceMemoryExhausted, MalleeError, from_wire
-from mallee.protocol.events import Removed, Stored, unpack_hashes
+from mallee.protocol.errors import CodecError, DeviceMemoryExhausted
 from mallee.protocol.messages import (
     Cut,
     Demote,
@@ -21,8 +20,6 @@ from mallee.protocol.messages import (
     pack_tokens,
 )
 from mallee.testing.forward import MockForward
-from mallee.worker.forward import ForwardBatch, Logits
-from mallee.worker.kv.watch import Rows
 from mallee.worker.transfer.values import DISK, HOST
 from support.tier_commands import SAMPLED, flood, fork, generate, move_all, prefill, text, want
 from support.tiers import DictDisk, LateMover, make_tiers
@@ -146,16 +143,6 @@ def test_the_first_tokens_of_a_capsule_below_are_a_capsule_that_can_be_promoted(
         assert each.answers["f", 0].tokens == want(each, text(3))
 
 
-def test_a_promotion_is_answered_though_its_capsule_is_made_anew_meanwhile(
-    make_bench: MakeBench,
-) -> None:
-    bench = make_bench(num_blocks=24, below=make_tiers(64), max_answer_capsules=0)
-    bench.run(prefill("p", text(10)))
-    bench.run(Demote("d", "p.0", HOST))
-    bench.run(prefill("q", text(10), capsule="p.0"), Promote("up", "p.0"))
-    assert bench.replies["up"].status.tier == "device"
-
-
 def test_an_answer_cut_while_its_blocks_are_fetched_leaves_what_its_client_saw(
     make_bench: MakeBench,
 ) -> None:
@@ -220,7 +207,7 @@ def test_logits_that_cannot_be_read_keep_no_worker_from_its_start(make_bench: Ma
     bench.run(prefill("p", text(10)))
     bench.run(Demote("d", "p.0", DISK))
     for error in (DeviceMemoryExhausted("tried to allocate 2 MiB"), CodecError("6 bytes")):
-        forward = ShortOfMemory(24)
+        forward = MockForward(mock_spec(), num_blocks=24, block_size=4)
         forward.undump = Mock(side_effect=error)  # type: ignore[method-assign]
         again = make_bench(forward=forward, below=make_tiers(0, disk=disk))
         forward.undump.assert_called_once()
@@ -228,121 +215,18 @@ def test_logits_that_cannot_be_read_keep_no_worker_from_its_start(make_bench: Ma
         assert again.answers["f", 0].tokens == want(again, text(10))
 
 
-# Reads of the device that fail
-
-
-class ShortOfMemory(MockForward):
-    """A forward without room for the copies that reads of its blocks make, or for a pass, when told so."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(mock_spec(), num_blocks=num_blocks, block_size=4)
-        self.num_failing_reads = self.num_failing_passes = 0
-
-    def read(self, blocks: Sequence[int], rows: Rows, after: object = None) -> None:
-        if self.num_failing_reads:
-            self.num_failing_reads -= 1
-            raise DeviceMemoryExhausted("tried to allocate 32.00 MiB")
-        super().read(blocks, rows, after)
-
-    def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
-        if self.num_failing_passes:
-            self.num_failing_passes -= 1
-            raise RuntimeError("the pass failed")
-        return super().forward(batch)
-
-
-def held_in_host(bench: Any) -> set[int]:
-    """The blocks in host memory, as events tell."""
-    held: set[int] = set()
-    for event in bench.events:
-        match event:
-            case Stored(tier=1):
-                held |= set(unpack_hashes(event.hashes).tolist())
-            case Removed(tier=1):
-                held -= set(unpack_hashes(event.hashes).tolist())
-    return held
-
-
-def test_a_capsule_whose_copy_finds_no_memory_stays_where_it_was(make_bench: MakeBench) -> None:
-    """The demotion is refused, nothing is held below, and the next one succeeds."""
-    failures: list[MalleeError] = []
-    forward = ShortOfMemory(24)
-    bench = make_bench(forward=forward, below=make_tiers(64, failures=failures))
-    bench.run(prefill("p", text(18)))
-    forward.num_failing_reads = 1
-    bench.run(Demote("d", "p.0", HOST))
-    refusal = from_wire(bench.replies["d"].error)
-    assert isinstance(refusal, DeviceMemoryExhausted)
-    assert [type(each) for each in failures] == [DeviceMemoryExhausted]
-    tiers = bench.engine.stats().tiers
-    assert (tiers.host_blocks, tiers.host_held) == (0, 0)
-    assert not held_in_host(bench)
-    bench.run(fork("f", "p.0"))
-    assert bench.answers["f", 0].tokens == want(bench, text(18))
-    bench.run(Demote("e", "p.0", HOST))
-    assert bench.replies["e"].status.tier == "host"
-    flood(bench)
-    bench.run(fork("g", "p.0"))
-    assert bench.answers["g", 0].tokens == want(bench, text(18))
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_of_two_copies_of_a_prefix_one_may_fail(make_bench: MakeBench, is_first: bool) -> None:
-    """Blocks that both take down are there when either has come, and stay while either capsule does."""
-    movers: list[LateMover] = []
-    forward = ShortOfMemory(40)
-    bench = make_bench(forward=forward, below=make_tiers(64, movers=movers))
-    texts = {"p": text(18), "q": text(16) + [7] * 9}
-    for name, tokens in texts.items():
-        bench.run(prefill(name, tokens))
-    bench.submit(Demote("dp", "p.0", HOST), Demote("dq", "q.0", HOST))
-    bench.step()
-    for fails in (is_first, not is_first):
-        forward.num_failing_reads = int(fails)
-        movers[0].advance()
-        bench.run()
-    assert (bench.replies["dp"].error is not None) is is_first
-    assert (bench.replies["dq"].error is not None) is not is_first
-    flood(bench, *movers)
-    move_all(bench, movers[0])
-    for name, tokens in texts.items():
-        bench.submit(fork(f"f{name}", f"{name}.0"))
-        move_all(bench, movers[0])
-        assert bench.answers[f"f{name}", 0].tokens == want(bench, tokens)
-
-
-def test_an_eviction_that_cannot_be_copied_restores_no_stale_bytes(make_bench: MakeBench) -> None:
-    """Blocks that did not reach host memory are in no tier, and are computed; the steps go on."""
-    failures: list[MalleeError] = []
-    forward = ShortOfMemory(24)
-    below = make_tiers(16, failures=failures)
-    bench = make_bench(forward=forward, below=below, max_answer_capsules=0)
-    for token in (1, 2):  # whose bytes are what the slots of host memory have now
-        bench.run(generate(f"old{token}", text(60, first=9 + token)))
-    bench.run(generate("a", text(40)))
-    forward.num_failing_reads = 1000
-    flood(bench)
-    assert failures
-    forward.num_failing_reads = 0
-    before = forward.num_tokens
-    bench.run(generate("b", text(40)))
-    assert bench.answers["b", 0].tokens == want(bench, text(40))
-    assert forward.num_tokens - before == 40 + 7
-    snapshot = bench.engine.snapshot()
-    assert set(unpack_hashes(snapshot.by_tier[1]).tolist()) == held_in_host(bench)
-
-
 def test_a_step_that_raises_has_begun_its_fetch_once(make_bench: MakeBench) -> None:
     """Its caller calls again: what fetches goes on fetching, what computes is computed."""
     movers: list[LateMover] = []
-    forward = ShortOfMemory(40)
-    bench = make_bench(forward=forward, below=make_tiers(64, movers=movers), max_answer_capsules=0)
+    bench = make_bench(num_blocks=40, below=make_tiers(64, movers=movers), max_answer_capsules=0)
     bench.run(generate("a", text(60)))
     flood(bench, *movers)
     move_all(bench, movers[0])
     bench.submit(generate("f", text(60)), generate("c", text(5, first=20)))
-    forward.num_failing_passes = 1
-    with pytest.raises(RuntimeError, match="the pass failed"):
+    with (
+        patch.object(bench.forward, "forward", side_effect=RuntimeError("the pass failed")),
+        pytest.raises(RuntimeError, match="the pass failed"),
+    ):
         bench.step()
     bench.step()
     assert movers[0].num_under_way == 1

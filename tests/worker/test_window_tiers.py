@@ -15,11 +15,10 @@ from mallee.protocol.messages import (
     Rewind,
 )
 from mallee.testing.random_model import random_model
-from mallee.worker.capsules.capsule import copy_of
+from mallee.worker.capsules.capsule import blocks_of
 from mallee.worker.engine import MakeTiers
 from mallee.worker.kv.sides.group import row_spans
-from mallee.worker.transfer.peers import Ask
-from mallee.worker.transfer.values import DISK, HOST
+from mallee.worker.transfer.values import DISK, HOST, Ask
 from support.driving import drive
 from support.lending import holder, lent_by
 from support.tier_commands import NUM, SAMPLED, flood, fork, generate, prefill
@@ -76,7 +75,7 @@ def test_every_byte_of_a_block_is_in_its_rows_and_in_no_others() -> None:
     nbytes = forward.memory.block_nbytes
     made = np.random.default_rng(1).integers(0, 256, (50 + 3 * 20, nbytes), np.uint8)
     forward.memory.write(range(len(made)), made)
-    assert made.nbytes == forward.stats().kv_nbytes
+    assert made.nbytes == forward.memory_stats().kv
     back = np.zeros_like(made)
     forward.memory.read(range(len(made)), back)
     assert (back == made).all()
@@ -101,7 +100,7 @@ def test_a_loan_clears_the_slots_that_a_capsule_does_not_fill_in_every_group(
     loan.read(range(loan.num_blocks), rows)
     loan.close()
     capsule: Any = engine._capsules.peek("p.0")
-    blocks = copy_of(engine._tree, capsule.node).blocks
+    blocks = list(blocks_of(engine._tree, capsule.node))
     there.memory.write(blocks, rows)
     last = blocks[4], (blocks[5] - 50) // 3
     for memory, copy, block in zip(here._memories, there._memories, last, strict=True):

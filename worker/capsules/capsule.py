@@ -1,7 +1,7 @@
 """A capsule, and the value that carries all of it but its KV to another process."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
@@ -15,37 +15,51 @@ from mallee.worker.kv.text import Notation, Text, joined
 from mallee.worker.kv.tree import BranchTree
 
 
-class Below(NamedTuple):
-    """A capsule's copy below the device, which stays while the capsule does.
+class TextKV(NamedTuple):
+    """The KV of a text by name: keys of its blocks, the last one partial if the tokens end inside it.
 
-    `keys` are those of its blocks; the last one is a partial block if the tokens end inside one. `more` are
-    those of the rows of windows that are read after the tokens.
+    `more` are keys of what side groups of layers read after the tokens, as rows.
     """
 
-    tier: int
-    tokens: Text  # whose KV it is
+    tokens: Text
     salt: str
     keys: tuple[int, ...]
-    is_durable: bool  # on disk, with its record
-    is_held: bool  # in host memory
     more: tuple[int, ...] = ()
 
     @property
     def all_keys(self) -> tuple[int, ...]:
         return self.keys + self.more
 
+    def num_private(self, block_size: int) -> int:
+        """The number of keys, the last ones of all, that no event names: they are not of full blocks."""
+        return (len(self.tokens) % block_size > 0) + len(self.more)
+
+
+class Parked(NamedTuple):
+    """A capsule's copy below the device, which stays while the capsule does."""
+
+    kv: TextKV
+    tier: int
+    is_durable: bool = False  # on disk, with its record
+    is_held: bool = False  # in host memory
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether its blocks are there; else they are cache below the device, which may be gone."""
+        return self.is_durable or self.is_held
+
 
 @dataclass(frozen=True, slots=True)
 class Capsule:
     """State from which any number of branches can go on; holds `node`, if its KV is on the device.
 
-    With a copy `below` the device's is given up where there is no room.
+    With a copy that is `parked` the device's is given up where there is no room.
 
     `pending` are the last tokens of the text whose KV isn't computed yet (the token that was drawn
     last). `logits` (opaque) belong to the token after the boundary; None if `pending` must run first.
     `continuation`: the branch that it was taken from, to go on as that very branch; None: a prompt's.
     `grammar`: the text's, with the tokens of it so far; `matcher` (opaque, never changed) its state at the
-    boundary, None if it has to be built again from them. `draft`: state of a draft model, when there is one.
+    boundary, None if it has to be built again from them.
     """
 
     id: CapsuleId
@@ -55,16 +69,20 @@ class Capsule:
     matcher: object | None = None
     continuation: Continuation | None = None
     grammar: Grammar | None = None
-    draft: None = None
-    below: Below | None = None
+    parked: Parked | None = None
+
+    @property
+    def copy(self) -> Parked:
+        """Its copy below the device, which it has if it has no node."""
+        assert self.parked is not None, "a capsule that is nowhere"
+        return self.parked
 
     @property
     def num_computed(self) -> int:
         """Tokens whose KV there is."""
         if self.node is not None:
             return self.node.end
-        assert self.below is not None, "a capsule that is nowhere"
-        return len(self.below.tokens)
+        return len(self.copy.kv.tokens)
 
     @property
     def boundary(self) -> int:
@@ -76,16 +94,14 @@ class Capsule:
         """The salt of its blocks."""
         if self.node is not None:
             return self.node.salt
-        assert self.below is not None, "a capsule that is nowhere"
-        return self.below.salt
+        return self.copy.kv.salt
 
     def text(self, notation: Notation, begin: int, end: int) -> Text:
         """Tokens `begin` to `end` of its text."""
         if self.node is not None:
             computed = path_texts(self.node, begin, end)
         else:
-            assert self.below is not None, "a capsule that is nowhere"
-            computed = [self.below.tokens[begin:end]]
+            computed = [self.copy.kv.tokens[begin:end]]
         num = self.num_computed
         pending = self.pending[max(0, begin - num) : max(0, end - num)]
         return joined(notation, *computed, pending)
@@ -101,41 +117,19 @@ class Capsule:
         return None if self.grammar is None else self.grammar.before(self.boundary - at)
 
 
-class Copied(NamedTuple):
-    """The KV of a node, to be copied: its tokens, and its blocks with their keys.
-
-    After the blocks of its tokens come `more`, the rows of windows that are read after them.
-    """
-
-    tokens: Text
-    keys: tuple[int, ...]
-    blocks: tuple[int, ...]  # those of `more` too; none: it is below already
-    has_tail: bool  # the last block of the tokens is a partial one
-    more: tuple[int, ...] = ()
-
-    @property
-    def all_keys(self) -> tuple[int, ...]:
-        return self.keys + self.more
-
-    @property
-    def num_untold(self) -> int:
-        """The number of keys, the last ones of all, that are not of full blocks."""
-        return self.has_tail + len(self.more)
-
-
-def copy_of(tree: BranchTree, node: Node) -> Copied:
-    """The parts of a copy of `node`. O(tokens)."""
-    size = tree.block_size
+def kv_of(tree: BranchTree, node: Node) -> TextKV:
+    """The KV of the text that ends with `node`, by name. O(tokens)."""
     tokens = joined(tree.notation, *path_texts(node, 0, node.end))
     keys: list[int] = tree.path_hashes(node).tolist()
-    num_blocks = -(-node.end // size)
-    has_tail = node.end % size > 0
     keys += _tail_key(tree, tokens, node.salt, keys)
-    blocks = tree.table(node)[:num_blocks].tolist()
     more = tree.side_keys(keys, node.end)
-    blocks += tree.side_rows(node, node.end)
-    whole = tree.notation.compact(tokens)
-    return Copied(whole, tuple(keys), tuple(blocks), has_tail, more)
+    return TextKV(tree.notation.compact(tokens), node.salt, tuple(keys), more)
+
+
+def blocks_of(tree: BranchTree, node: Node) -> tuple[int, ...]:
+    """The device's blocks of the text that ends with `node`, and rows, in the order of its keys."""
+    blocks: list[int] = tree.table(node)[: -(-node.end // tree.block_size)].tolist()
+    return (*blocks, *tree.side_rows(node, node.end))
 
 
 def block_keys(tree: BranchTree, tokens: Text, salt: str) -> tuple[int, ...]:
@@ -161,56 +155,57 @@ def _tail_key(tree: BranchTree, tokens: Text, salt: str, keys: Sequence[int]) ->
 # Cutting the text of one.
 
 
-class CutText(NamedTuple):
-    """The beginning of a sequence: a held node, or what is below of it, and the tokens after it."""
-
-    node: Node | None
-    pending: tuple[int, ...]
-    below: Below | None = None
-
-    @property
-    def boundary(self) -> int:
-        """Its tokens."""
-        if self.node is not None:
-            return self.node.end + len(self.pending)
-        assert self.below is not None, "a text that is nowhere"
-        return len(self.below.tokens) + len(self.pending)
-
-
-def cut_text(tree: BranchTree, node: Node, pending: Text | tuple[int, ...], at: int) -> CutText:
-    """The first `at` tokens of the sequence that `node` and `pending` are; the node is held.
-
-    No KV is copied. Fewer tokens than a block are pending, beside those that were; more where windows have
-    given up what the tokens after it would read.
-    """
-    if at >= node.end:
-        if not node.end:  # a node of its own: this one may be filled by a move
-            return CutText(tree.attach(NO_HASHES, node.salt, 0), tuple(pending)[:at])
-        return CutText(tree.hold_prefix(node, node.end), tuple(pending)[: at - node.end])
-    base = tree.resume_point(node, at - at % tree.block_size)
-    rest = tuple(joined(tree.notation, *path_texts(node, base, at)))
-    if base:
-        return CutText(tree.hold_prefix(node, base), rest)
-    return CutText(tree.attach(NO_HASHES, node.salt, 0), rest)
-
-
-def lengthened(whole: Capsule, cut: CutText, residue: tuple[int, ...]) -> Capsule:
-    """`whole` cut to the text of `cut`, with `residue` after it."""
-    at = cut.boundary
-    continuation = whole.continuation_at(at)
-    if continuation is not None:
-        drawn = continuation.drawn + len(residue)
-        continuation = msgspec.structs.replace(continuation, drawn=drawn)
-    grammar = whole.grammar_at(at)
-    if grammar is not None:
-        grammar = msgspec.structs.replace(grammar, consumed=grammar.consumed + len(residue))
+def begun(
+    capsule: Capsule,
+    at: int,
+    base: int,
+    notation: Notation,
+    *,
+    node: Node | None = None,
+    parked: Parked | None = None,
+) -> Capsule:
+    """The first `at` tokens of `capsule`, with the KV of the first `base` in the held `node`, or `parked`."""
+    is_end = at == capsule.boundary
     return Capsule(
-        whole.id,
-        cut.node,
-        (*cut.pending, *residue),
-        None,
-        None if at < whole.boundary or residue else whole.matcher,
-        continuation,
-        grammar,
-        below=cut.below,
+        capsule.id,
+        node,
+        tuple(capsule.text(notation, base, at)),
+        logits=capsule.logits if is_end else None,
+        matcher=capsule.matcher if is_end else None,
+        continuation=capsule.continuation_at(at),
+        grammar=capsule.grammar_at(at),
+        parked=parked,
+    )
+
+
+def cut(tree: BranchTree, capsule: Capsule, at: int) -> Capsule:
+    """The first `at` tokens of `capsule`, which has a node; that of them is held.
+
+    No KV is copied. Fewer tokens than a block are pending, beside those that were; more where side groups
+    have given up what the tokens after it would read.
+    """
+    node = capsule.node
+    assert node is not None, "it is parked"
+    base = node.end
+    if at < base:
+        base = tree.resume_point(node, at - at % tree.block_size)
+    # A node without tokens is one of its own: that of `capsule` may be filled by a move.
+    held = tree.hold_prefix(node, base) if base else tree.attach(NO_HASHES, node.salt, 0)
+    return begun(capsule, at, base, tree.notation, node=held)
+
+
+def lengthened(capsule: Capsule, residue: tuple[int, ...]) -> Capsule:
+    """`capsule` with `residue` after its text, without logits."""
+    continuation, grammar, num = capsule.continuation, capsule.grammar, len(residue)
+    if continuation is not None:
+        continuation = msgspec.structs.replace(continuation, drawn=continuation.drawn + num)
+    if grammar is not None:
+        grammar = msgspec.structs.replace(grammar, consumed=grammar.consumed + num)
+    return replace(
+        capsule,
+        pending=(*capsule.pending, *residue),
+        logits=None,
+        matcher=None if residue else capsule.matcher,
+        continuation=continuation,
+        grammar=grammar,
     )

@@ -1,4 +1,4 @@
-"""The value that carries all of a capsule but the bytes of its blocks: to disk, and to other processes.
+"""The one form of a capsule at rest: all of it but the bytes of its blocks, on disk and to other processes.
 
 One from another process may be of another model, damaged, or made by somebody who means harm.
 """
@@ -6,14 +6,18 @@ One from another process may be of another model, damaged, or made by somebody w
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from mallee.protocol.codec import Decoder
 from mallee.protocol.errors import CodecError, IncompatibleCapsule, InvalidParameter
+from mallee.protocol.events import pack_hashes, unpack_hashes
+from mallee.protocol.ids import CapsuleId
 from mallee.protocol.messages import Continuation, Grammar
 from mallee.protocol.model import ModelSpec
-from mallee.worker.kv.text import Text
+from mallee.worker.capsules.capsule import Capsule, Parked, TextKV
+from mallee.worker.kv.text import Text, joined
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.transfer.peers import Loan
+from mallee.worker.transfer.values import DISK, Loan
 
 MAX_STATE_NBYTES: Final = 4 << 20
 """Of a record beside its tokens and its logits: a grammar's source, ids that end an answer, keys."""
@@ -53,6 +57,49 @@ class CapsuleRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 decode_record: Final = Decoder(CapsuleRecord, "a capsule's record")
+
+
+def record_of(
+    capsule: Capsule,
+    kv: TextKV,
+    tree: BranchTree,
+    *,
+    logits: bytes | None,
+    ttl_s: float | None,
+    fingerprint: str,
+) -> CapsuleRecord:
+    """`capsule`, whose KV is `kv`, at rest. O(tokens)."""
+    notation = tree.notation
+    return CapsuleRecord(
+        capsule=capsule.id,
+        tokens=notation.dump(joined(notation, kv.tokens, capsule.pending)),
+        num_computed=len(kv.tokens),
+        salt=kv.salt,
+        fingerprint=fingerprint,
+        block_size=tree.block_size,
+        keys=pack_hashes(np.array(kv.keys, dtype=np.uint64)),
+        has_tail=len(kv.tokens) % tree.block_size > 0,
+        logits=logits,
+        ttl_s=ttl_s,
+        continuation=capsule.continuation,
+        grammar=capsule.grammar,
+    )
+
+
+def capsule_on_disk(record: CapsuleRecord, tree: BranchTree, logits: object | None) -> Capsule:
+    """The capsule of `record`, which is on disk. O(tokens)."""
+    num, text = record.num_computed, tree.notation.read(record.tokens)
+    keys = tuple(unpack_hashes(record.keys).tolist())
+    kv = TextKV(tree.notation.compact(text[:num]), record.salt, keys, tree.side_keys(keys, num))
+    return Capsule(
+        CapsuleId(record.capsule),
+        None,
+        tuple(text[num:]),
+        logits=logits,
+        continuation=record.continuation,
+        grammar=record.grammar,
+        parked=Parked(kv, DISK, is_durable=True),
+    )
 
 
 def checked_loan(loan: Loan, text: Text, tree: BranchTree, spec: ModelSpec) -> CapsuleRecord:

@@ -59,11 +59,6 @@ class Backend(NamedTuple):
     attention: Attention
     ops: Ops
 
-    @property
-    def label(self) -> str:
-        """The kernels in a few words, for `stats`."""
-        return f"attention by {self.attention.label}; small operations by {self.ops.label}"
-
 
 def choose_backend(
     config: ModelConfig,

@@ -1,7 +1,5 @@
 """The small operations between a layer's products, in torch: on any device, and the reference of others."""
 
-from typing import ClassVar
-
 import torch
 from torch.nn.functional import gelu, rms_norm, silu
 
@@ -40,8 +38,6 @@ class Ops:
     """
 
     __slots__ = ()
-    label: ClassVar[str] = "torch"
-    """The kernels, for the log and for `stats`."""
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMS norm over the last dimension, in float32.

@@ -20,7 +20,6 @@ class Plan(NamedTuple):
     window_slots: Mapping[int | None, torch.Tensor]  # the same, of windows with blocks of their own
     reads: Mapping[int | None, Reads]  # by window; None: layers that see everything
     outputs: torch.Tensor  # [k] flat tokens whose logits are wanted
-    num_flat_key_reads: int  # slots a layer without a window would read if nothing were shared
 
 
 def make_plan(
@@ -94,5 +93,4 @@ def make_plan(
         window_slots=dict(zip(own_rows, own_slots, strict=True)),
         reads=reads,
         outputs=outputs,
-        num_flat_key_reads=int((starts + counts).sum()),
     )

@@ -67,20 +67,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, FP8: torch.floa
 _LINE = 64
 
 
-class ForwardStats(NamedTuple):
-    """Counts since the start. Key reads are slots fetched by attention, of all layers, padding too.
-
-    `num_flat_key_reads` is what they would be if every row read all its keys itself in every layer.
-    """
-
-    num_key_reads: int
-    num_flat_key_reads: int
-    num_copied_slots: int
-    kv_nbytes: int
-    graphs: GraphStats = NO_GRAPHS
-    kernels: str = ""  # of attention and of small operations
-
-
 class MemoryStats(NamedTuple):
     """Bytes of the device: of weights and KV, and of all that torch has taken (None: of host memory)."""
 
@@ -113,31 +99,24 @@ class TorchForward:
     __slots__ = (
         *(
             "_attention",
-            "_copied",
             "_device",
-            "_flat_reads",
             "_graph_options",
             "_graphs",
+            "_is_whole",
+            "_layers",
+            "_memories",
         ),
-        *("_is_whole", "_kernels", "_layers", "_memories", "_memory", "_plan"),
         *(
+            "_memory",
             "_padding",
-            "_reads",
+            "_plan",
             "_sampler",
-            "_steps",
-            "_tokens",
             "_windows",
             "block_size",
             "budget",
             "decoder",
-            "draft",
-            "gaps",
-            "is_unified",
-            "memory",
-            "num_blocks",
-            "shares_reads",
-            "spec",
         ),
+        *("draft", "gaps", "is_unified", "memory", "num_blocks", "shares_reads", "spec"),
     )
 
     def __init__(
@@ -178,7 +157,7 @@ class TorchForward:
             is_deterministic=is_deterministic,
             flashinfer=flashinfer,
         )
-        self._attention, self._kernels = backend.attention, backend.label
+        self._attention = backend.attention
         self._sampler = choose_sampler(self._device, dtype, config.vocab_size)
         self.decoder = Decoder(
             config,
@@ -210,7 +189,6 @@ class TorchForward:
         if self._windows:
             spans = row_spans(spec.groups, num_blocks, block_size)
             self.memory = GroupedKV(kept, block_size, spans, copies)
-        self._reads = self._flat_reads = self._copied = 0
         self.budget: Budget | None = None  # of the device, where KV was sized by it
         self.is_unified = False  # whether the host's memory is the device's
         self.draft: TorchForward | None = None  # a model that drafts for it, with as many blocks
@@ -333,9 +311,6 @@ class TorchForward:
             if tokens is not None:
                 plan = plan._replace(tokens=tokens)
             logits = self.decoder.logits(plan, self._layers)
-        layers = self.decoder.config.layers
-        self._reads += sum(plan.reads[layer.window].num_key_reads for layer in layers)
-        self._flat_reads += plan.num_flat_key_reads * len(layers)
         return logits.unbind(0)
 
     @property
@@ -393,15 +368,8 @@ class TorchForward:
         nbytes = self.spec.kv_nbytes(self.num_blocks, self.block_size)
         assert self._kv_nbytes == nbytes, "KV memory and spec disagree"
 
-    def stats(self) -> ForwardStats:
-        return ForwardStats(
-            num_key_reads=self._reads,
-            num_flat_key_reads=self._flat_reads,
-            num_copied_slots=self._copied,
-            kv_nbytes=self._kv_nbytes,
-            graphs=NO_GRAPHS if self._graphs is None else self._graphs.stats(),
-            kernels=self._kernels,
-        )
+    def graph_stats(self) -> GraphStats:
+        return NO_GRAPHS if self._graphs is None else self._graphs.stats()
 
     def memory_stats(self) -> MemoryStats:
         """With those of its draft model. From any thread."""
@@ -423,7 +391,6 @@ class TorchForward:
         by_size: dict[int, list[BlockCopy]] = {}
         for copy in copies:
             by_size.setdefault(copy.num_slots, []).append(copy)
-            self._copied += copy.num_slots
         size = self.block_size
         for num_slots, same in by_size.items():
             offsets = np.arange(num_slots)

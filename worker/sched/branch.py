@@ -9,7 +9,7 @@ GATED <-> WAITING -> READY ------> DECODE      any but the last two -> FINISHED,
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
@@ -24,7 +24,6 @@ from mallee.protocol.messages import (
     Holder,
     Limits,
     Prefill,
-    Promote,
     Sampling,
 )
 from mallee.worker.forward import Constraint, Matcher
@@ -34,7 +33,7 @@ from mallee.worker.kv.text import Notation, Text, joined
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.sched.answer import Answer, DrawRules
 from mallee.worker.sched.sessions import Account
-from mallee.worker.transfer.peers import Loan
+from mallee.worker.transfer.values import Loan
 
 NOT_LOOKED_UP = (-1, 0)
 """No version of the tree, no blocks: `Branch.found` before the first look."""
@@ -45,7 +44,7 @@ WHOLE = ALL_BRANCHES
 GROUP = WHOLE - 1
 """GROUP - i is the index of a branch that computes a text for some of them, of which i is the first."""
 
-JobCommand: TypeAlias = Prefill | Generate | Fork | Promote
+JobCommand: TypeAlias = Prefill | Generate | Fork
 """The commands that begin branches."""
 
 _NOTHING = Continuation(Sampling(), Limits(0))  # of a prefill, which draws nothing
@@ -75,7 +74,7 @@ class Lent(NamedTuple):
     is_foreign: bool = False  # as in `Peer`
 
 
-class Borrowing:
+class Pull:
     """Progress of one job with the holders of its text's KV, of which each is asked once.
 
     `lent` is the loan it has now; `state` what a holder told of the capsule that it is. `skips_local`: what
@@ -90,11 +89,6 @@ class Borrowing:
         self.state: CapsuleState | None = None
         self.skips_local = False
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more is borrowed."""
-        return self.lent is None and not self._holders
-
     def next_capsule(self) -> Holder | None:
         """The next holder that names a capsule, while none has told its state."""
         if self.state is not None or self.lent is not None:
@@ -103,9 +97,15 @@ class Borrowing:
         return None if found is None else self._holders.pop(found)
 
     def next_holder(self) -> Holder | None:
-        return self._holders.pop(0) if self._holders else None
+        """The next that names none, if the job has one."""
+        while self._holders:
+            holder = self._holders.pop(0)
+            if not holder.capsule:
+                return holder
+        return None
 
     def give_up(self) -> None:
+        """Nothing more is pulled."""
         self._holders, self.lent = [], None
 
 
@@ -119,9 +119,9 @@ class Job:
     """
 
     __slots__ = (
-        *("_priorities", "_rules", "borrowing", "branches", "cancelled", "command", "draws"),
-        *("gateway", "grammar", "grammar_begin", "indices", "keys", "limits", "matchers"),
-        *("priority", "salt", "sampling", "session", "start"),
+        *("_priorities", "_rules", "branches", "cancelled", "command", "draws"),
+        *("gateway", "grammar", "grammar_begin", "indices", "limits", "matchers"),
+        *("priority", "pull", "salt", "sampling", "session", "start"),
     )
 
     def __init__(
@@ -134,18 +134,13 @@ class Job:
         resumed: Continuation | None = None,
         grammar: Grammar | None = None,
         grammar_begin: int | None = None,
-        keys: tuple[int, ...] = (),
     ) -> None:
-        """`resumed`: the branch that it goes on as, instead of one of the command's own.
-
-        `keys`: of all blocks of its text, if a capsule comes back from a lower tier.
-        """
+        """`resumed`: the branch that it goes on as, instead of one of the command's own."""
         self.command = command
-        self.keys = keys
-        # Of the one branch that computes its prompt.
-        self.borrowing = Borrowing(
-            command.holders if isinstance(command, Prefill | Generate) else ()
-        )
+        # Of the one branch that computes its prompt; None: nothing of it is with other workers.
+        self.pull: Pull | None = None
+        if isinstance(command, Prefill | Generate) and command.holders:
+            self.pull = Pull(command.holders)
         self.salt = salt  # of the hashes of its blocks
         self.session: Account  # from `Scheduler.add` on
         self.matchers = matchers
@@ -183,7 +178,7 @@ class Job:
     def capsule(self, index: int) -> CapsuleId:
         """The id of the state that branch `index` leaves."""
         given = ""
-        if isinstance(self.command, Prefill | Promote):
+        if isinstance(self.command, Prefill):
             given = self.command.capsule
         return CapsuleId(given) if given else capsule_id(RequestId(self.command.request), index)
 
@@ -213,10 +208,19 @@ class Job:
             self._priorities = {**(self._priorities or {}), index: priority}
 
 
+class Producer(Protocol):
+    """The tokens that others continue: of a branch that computes them, or of a capsule that comes back."""
+
+    @property
+    def node(self) -> Node | None:
+        """Ends with those that are there."""
+        ...
+
+
 class ForkPoint(NamedTuple):
     """`boundary` tokens, of which the KV of the first `base` is shared and `rest` must run again.
 
-    `node` has the first `base` tokens at its end or above; None if a `producer` computes them just now,
+    `node` has the first `base` tokens at its end or above; None if they are those of a `producer`,
     or if `base` is 0. `logits` belong to the token after the boundary, if there is no rest.
     """
 
@@ -224,7 +228,7 @@ class ForkPoint(NamedTuple):
     base: int
     rest: Text
     node: Node | None = None
-    producer: "Branch | None" = None
+    producer: Producer | None = None
     logits: object | None = None
 
 
@@ -264,15 +268,15 @@ class Branch:
     be drawn without a pass. `members` are the indices of the job's branches that wait for its tokens:
     with several of them it computes a text that they share, and draws nothing itself.
 
-    With a `producer` the branch continues the first `origin_len` tokens of another one that is still
-    computing them: it is gated, and gets its origin when they are there.
+    With a `producer` the branch continues the first `origin_len` tokens of that, which are not all there
+    yet: it is gated, and gets its origin when they are.
     """
 
     # Many wait for long, by the thousand: what is needed later is set later.
     __slots__ = (
         *("cached_tokens", "hashes", "index", "job", "logits", "members", "num_output", "origin"),
         *("origin_len", "phase", "priority", "producer", "ticket", "tokens", "waits_for"),
-        *("entry", "is_short", "last_step", "payer", "rank"),
+        *("is_short", "last_step"),
         *("attached_tokens", "found", "may_fetch", "node", "place", "room"),
         "answer",
     )
@@ -303,9 +307,6 @@ class Branch:
         self.num_output = 0
         self.answer: Answer | None = None  # from the first draw on
         # Of the queues, from the first on.
-        self.entry: int  # of its claims, those count that were made since
-        self.payer: Account  # of the claim by which it was found last: charged for its grants
-        self.rank: float  # of that claim
         self.last_step: int  # when it was last served, or began to wait
         self.is_short: bool  # it had little to compute when it began to wait
         # Of its KV: what is found in the cache, and what it has while it runs.
@@ -427,7 +428,7 @@ def _begin(command: JobCommand) -> tuple[bool, range, Continuation]:
             drawn = command.drawn
             first = Continuation(command.sampling, command.limits, command.first_branch, drawn)
             return True, range(command.n), first
-        case Prefill() | Promote():
+        case Prefill():
             return False, range(1), _NOTHING
 
 

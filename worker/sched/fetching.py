@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Protocol
 
 import numpy as np
 
@@ -20,27 +20,27 @@ from mallee.protocol.hashing import Hashes
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.branch import Branch, Lent, node_of
+from mallee.worker.sched.branch import Branch, Lent, Pull, node_of
 from mallee.worker.sched.plan import StepBudget
 from mallee.worker.sched.running import BlockBudget, Running
 from mallee.worker.sched.waiting import Waiting
 from mallee.worker.transfer.lower import MAX_FETCH_BLOCKS, LowerTiers, Part
-from mallee.worker.transfer.peers import Ask, Loan
-from mallee.worker.transfer.values import PEER, Moved, Place
+from mallee.worker.transfer.values import PEER, Ask, Loan, Moved, Place
 
 
-class Receiver(NamedTuple):
-    """The engine, as it takes in what comes for a branch."""
+class CapsuleReader(Protocol):
+    """Reads capsules that other workers lend."""
 
-    identity: Callable[[], str]
-    """That of its model, with the weights."""
-    opened: Callable[[Branch, Loan], Lent]
-    """The capsule that is lent for a branch, whose job has its state from now on.
+    def identity(self) -> str:
+        """That of the model, with the weights."""
+        ...
 
-    Raises CodecError, IncompatibleCapsule, InvalidParameter if it is of no use.
-    """
-    arrived: Callable[[Branch, object | None], None]
-    """All of the capsule that the branch is to be is here, with the logits of its next token."""
+    def opened(self, branch: Branch, loan: Loan) -> Lent:
+        """The capsule that is lent for `branch`, whose job has its state from now on.
+
+        Raises CodecError, IncompatibleCapsule, InvalidParameter if it is of no use.
+        """
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +66,7 @@ class Fetching:
         self,
         tree: BranchTree,
         lower: LowerTiers,
-        receiver: Receiver,
+        reader: CapsuleReader,
         go_on: Callable[[Branch], None],
         *,
         waiting: Waiting,
@@ -76,54 +76,60 @@ class Fetching:
         """`go_on` is called with a branch that need not wait any more."""
         self._tree = tree
         self._lower = lower
-        self._receiver = receiver
+        self._reader = reader
         self._went_on = go_on
         self._waiting = waiting
         self._running = running
         self._room = room
         self._under_way: set[_Fetch] = set()
-        self._loans: dict[Loan, Branch] = {}
+        self.loans: dict[Loan, Branch] = {}
+        """Those of others, with the branch that each is for; to be read only."""
+        self.arrived: list[tuple[Branch, object | None]] = []
+        """Branches of which all is here, with the logits of their next tokens, for their owner to take."""
 
     def try_begin(self, budget: StepBudget, branch: Branch) -> bool:
         """Whether the next blocks of `branch` are fetched, or asked for; it computes nothing meanwhile."""
-        borrowing = branch.job.borrowing
-        is_there = not (borrowing.is_over and self._lower.is_empty)
+        pull = branch.job.pull
         is_at_block = node_of(branch).end % self._tree.block_size == 0
-        if is_there and is_at_block and branch not in budget.granted:
-            if (holder := borrowing.next_capsule()) is not None:
-                self._ask(budget, branch, Ask(holder, (), self._receiver.identity()))
+        if is_at_block and branch not in budget.granted:
+            if pull is not None and (holder := pull.next_capsule()) is not None:
+                self._ask(budget, branch, Ask(holder, (), self._reader.identity()))
                 return True
-            if self._try_fetch(budget, branch) or self._try_ask(budget, branch):
+            is_tried = not self._lower.is_empty and not _skips_local(branch)
+            if is_tried and self._try_fetch(budget, branch, None):
+                return True
+            if pull is not None and (
+                (pull.lent is not None and self._try_fetch(budget, branch, pull.lent))
+                or self._try_ask(budget, branch, pull)
+            ):
                 return True
         branch.may_fetch = False
         return False
 
     # Blocks
 
-    def _try_fetch(self, budget: StepBudget, branch: Branch) -> bool:
-        """Whether blocks come that lie below or, if they don't, are lent."""
-        borrowing = branch.job.borrowing
+    def _try_fetch(self, budget: StepBudget, branch: Branch, lent: Lent | None) -> bool:
+        """Whether blocks come that lie below here (None) or, if they don't, are lent."""
         find = self._all if self._tree.sides else self._next
-        sources = [None] if borrowing.lent is None else [None, borrowing.lent]
-        for lent in sources[borrowing.skips_local :]:
-            end, parts = find(branch, lent)
-            if not parts:
-                continue
-            if self._lower.is_cheaper(parts, end - node_of(branch).end):
-                self._fetch(budget, branch, parts, end)
-                return True
+        end, parts = find(branch, lent)
+        if not parts:
+            return False
+        if self._lower.is_cheaper(parts, end - node_of(branch).end):
+            self._fetch(budget, branch, parts, end)
+            return True
+        if (pull := branch.job.pull) is not None:
             if lent is None:
-                borrowing.skips_local = True  # a peer may be quicker
+                pull.skips_local = True  # a peer may be quicker
             else:
-                borrowing.give_up()
+                pull.give_up()
         return False
 
     def _text(self, branch: Branch) -> tuple[Hashes | Sequence[int], int]:
         """Keys of the blocks that may be fetched of its text, and the position where its tokens end."""
-        lent = branch.job.borrowing.lent
+        lent = None if branch.job.pull is None else branch.job.pull.lent
         if lent is not None and lent.is_capsule:
             return lent.keys[: lent.num_blocks], lent.num_tokens
-        return branch.job.keys or self._waiting.hashes(branch), branch.length
+        return self._waiting.hashes(branch), branch.length
 
     def _next(self, branch: Branch, lent: Lent | None) -> tuple[int, list[Part]]:
         """The next run of blocks from one place, and the position where it ends."""
@@ -132,7 +138,7 @@ class Fetching:
         if lent is None:
             part = lower.find(keys, begin)
             return (0, []) if part is None else (min((begin + len(part.at)) * size, last), [part])
-        skips_local = branch.job.borrowing.skips_local
+        skips_local = _skips_local(branch)
         end, most = begin, min(lent.num_blocks, begin + MAX_FETCH_BLOCKS)
         while end < most and (end == begin or skips_local or lower.tier(int(keys[end])) is None):
             end += 1
@@ -150,7 +156,7 @@ class Fetching:
             return 0, []
         wanted = [int(key) for key in keys[begin : -(-end // size)]]
         wanted += self._tree.side_keys(keys, end, begin)
-        parts = [] if branch.job.borrowing.skips_local else self._lower.parts(wanted)
+        parts = [] if _skips_local(branch) else self._lower.parts(wanted)
         if lent is not None:
             below = {key for part in parts for key in part.source.ids}
             places = {key: place for place, key in enumerate(lent.keys)}
@@ -237,10 +243,14 @@ class Fetching:
             return
         assert branch.attached_tokens is not None, "fetched, but never admitted"
         branch.attached_tokens += len(tokens)
-        if not is_whole and fetch.is_lent:
-            branch.job.borrowing.lent = None  # the next holder may have it
-        elif not is_whole:
-            branch.job.borrowing.skips_local = True
+        pull = branch.job.pull
+        if not is_whole and pull is None:
+            branch.may_fetch = False
+        elif not is_whole and pull is not None:
+            if fetch.is_lent:
+                pull.lent = None  # the next holder may have it
+            else:
+                pull.skips_local = True
         self._go_on(branch)
 
     def _wait(self, budget: StepBudget, branch: Branch) -> None:
@@ -250,30 +260,30 @@ class Fetching:
     def _go_on(self, branch: Branch) -> None:
         """`branch` fetches on or computes, unless all that was wanted is here."""
         self._went_on(branch)
-        borrowing = branch.job.borrowing
-        lent = borrowing.lent
+        pull = branch.job.pull
+        lent = None if pull is None else pull.lent
         has_all = lent is not None and lent.is_capsule and node_of(branch).end >= lent.num_tokens
         if not branch.num_pending or has_all:
             branch.cached_tokens = branch.attached_tokens
-            state = None if branch.num_pending else borrowing.state
-            self._receiver.arrived(branch, None if state is None else state.logits)
+            state = None if pull is None or branch.num_pending else pull.state
+            self.arrived.append((branch, None if state is None else state.logits))
 
     # Loans
 
-    def _try_ask(self, budget: StepBudget, branch: Branch) -> bool:
+    def _try_ask(self, budget: StepBudget, branch: Branch, pull: Pull) -> bool:
         """Whether a holder is asked for blocks by their keys: the next one that is worth it."""
-        size, borrowing, (keys, _) = self._tree.block_size, branch.job.borrowing, self._text(branch)
+        size, (keys, _) = self._tree.block_size, self._text(branch)
         begin = node_of(branch).end // size
-        borrowing.lent = None
-        while (holder := borrowing.next_holder()) is not None:
+        pull.lent = None
+        while (holder := pull.next_holder()) is not None:
             num = min(holder.num_tokens // size, len(keys))
-            if num <= begin or holder.capsule:
+            if num <= begin:
                 continue
             part = Part(Place(PEER, tuple(range(begin, num))), ())
             if self._lower.is_cheaper([part], (num - begin) * size):
                 own = [int(key) for key in keys[:num]]
                 asked = (*own, *self._tree.side_keys(keys, num * size))
-                self._ask(budget, branch, Ask(holder, asked, self._receiver.identity()))
+                self._ask(budget, branch, Ask(holder, asked, self._reader.identity()))
                 return True
         return False
 
@@ -286,20 +296,22 @@ class Fetching:
         """A holder has answered."""
         loan = moved.loan
         if loan is not None:
-            self._loans[loan] = branch
+            self.loans[loan] = branch
         if branch.phase != "fetching":
             return  # it is ended with the others of branches that need none
         if loan is not None:
+            pull = branch.job.pull
+            assert pull is not None, "asked for nothing"
             try:
-                branch.job.borrowing.lent = self._opened(branch, ask, loan)
+                pull.lent = self._opened(branch, ask, loan)
             except MalleeError as error:
                 self._lower.failed(error)
         self._go_on(branch)
 
     def _opened(self, branch: Branch, ask: Ask, loan: Loan) -> Lent | None:
-        """The use that `branch` has of `loan`. Raises as `Receiver.opened`."""
+        """The use that `branch` has of `loan`. Raises as `CapsuleReader.opened`."""
         if ask.holder.capsule:
-            return self._receiver.opened(branch, loan)
+            return self._reader.opened(branch, loan)
         size, num = self._tree.block_size, len(ask.keys)
         if self._tree.sides:
             if loan.num_blocks < num:
@@ -310,26 +322,30 @@ class Fetching:
 
     def end_loans(self) -> None:
         """End the loans that nothing will be read of any more."""
-        for loan, branch in list(self._loans.items()):
-            borrowing = branch.job.borrowing
-            if borrowing.lent is not None and borrowing.lent.loan is loan:
+        for loan, branch in list(self.loans.items()):
+            pull = branch.job.pull
+            if pull is not None and pull.lent is not None and pull.lent.loan is loan:
                 if branch.phase in ("fetching", "prefill") and branch.may_fetch:
                     continue
-                borrowing.lent = None
-            del self._loans[loan]
+                pull.lent = None
+            del self.loans[loan]
             loan.close()
 
     @property
     def has_loan_to_end(self) -> bool:
         """Whether a branch that had one is over."""
-        return any(branch.phase not in ("fetching", "prefill") for branch in self._loans.values())
+        return any(branch.phase not in ("fetching", "prefill") for branch in self.loans.values())
 
     def close(self) -> None:
         """End all loans."""
-        for loan in self._loans:
+        for loan in self.loans:
             loan.close()
 
     def holds(self) -> Counter[Node]:
         """The nodes that are held for what is under way, and how often."""
         ends = [(fetch.node, fetch.above) for fetch in self._under_way]
         return Counter(node for each in ends for node in each if node is not None)
+
+
+def _skips_local(branch: Branch) -> bool:
+    return branch.job.pull is not None and branch.job.pull.skips_local

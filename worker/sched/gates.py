@@ -2,16 +2,17 @@
 
 Two reasons, one mechanism. *Single flight*: the next blocks of a prompt are under way for another branch
 (known by chain hash), so that n cold siblings cost one prefix. *Watermarks*: a fork of a capsule that is
-still computing starts when the tokens it continues are there. Either way the branch is gated on a
-producer and a number of its tokens, and let through when the producer has committed that many. If the
-producer stops before: a branch that waited in single flight goes on without it, a fork can't.
+still computing, or comes back from below, starts when the tokens it continues are there. Either way the
+branch is gated on a producer and a number of its tokens, and let through when the producer has committed
+that many. If the producer stops before: a branch that waited in single flight goes on without it, a fork
+can't.
 """
 
 import heapq
 from collections.abc import Iterator
 
 from mallee.protocol.hashing import Hashes
-from mallee.worker.sched.branch import Branch
+from mallee.worker.sched.branch import Branch, Producer
 
 
 class Gates:
@@ -20,23 +21,23 @@ class Gates:
     __slots__ = ("_departed", "_gated", "_in_flight", "num")
 
     def __init__(self) -> None:
-        self._gated: dict[Branch, list[tuple[int, int, Branch]]] = {}
+        self._gated: dict[Producer, list[tuple[int, int, Branch]]] = {}
         self._in_flight: dict[int, Branch] = {}
         self._departed: dict[Branch, list[int]] = {}  # hashes of the blocks that each computes
         self.num = 0
 
-    def hold(self, branch: Branch, producer: Branch, num_tokens: int) -> None:
+    def hold(self, branch: Branch, producer: Producer, num_tokens: int) -> None:
         """`branch` is gated until `producer` has committed `num_tokens` tokens."""
         branch.move("gated")
         self._push(branch, producer, num_tokens)
 
-    def _push(self, branch: Branch, producer: Branch, num_tokens: int) -> None:
-        branch.waits_for = producer
+    def _push(self, branch: Branch, producer: Producer, num_tokens: int) -> None:
+        branch.waits_for = producer if isinstance(producer, Branch) else None
         entry = (num_tokens, branch.ticket, branch)
         heapq.heappush(self._gated.setdefault(producer, []), entry)
         self.num += 1
 
-    def passed(self, producer: Branch, num_tokens: int | None = None) -> list[Branch]:
+    def passed(self, producer: Producer, num_tokens: int | None = None) -> list[Branch]:
         """Let through, and return, branches that need at most `num_tokens` of `producer` (None: all).
 
         Their phase is the caller's to move on.
@@ -70,7 +71,7 @@ class Gates:
                 self._push(branch, producer, branch.origin_len)
         return through
 
-    def stranded(self, producer: Branch) -> list[Branch]:
+    def stranded(self, producer: Producer) -> list[Branch]:
         """The forks of `producer`, which it will never let through: they must be finished."""
         through = self.passed(producer)
         self.num += len(through)
@@ -135,5 +136,6 @@ class Gates:
         """Raise AssertionError on a broken invariant."""
         gated = list(self)
         assert len(gated) == len(set(gated)) == self.num, "gated branches counted wrong"
-        assert all(not p.is_over for p in self._gated), "a branch waits for one that is over"
+        over = [p for p in self._gated if isinstance(p, Branch) and p.is_over]
+        assert not over, "a branch waits for one that is over"
         assert all(s.is_running for s in self._in_flight.values()), "in flight without running"

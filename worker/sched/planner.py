@@ -24,7 +24,7 @@ from mallee.worker.sched.branch import Branch, node_of
 from mallee.worker.sched.fetching import Fetching
 from mallee.worker.sched.plan import Chunk, Plan, StepBudget
 from mallee.worker.sched.policy import SchedulerConfig
-from mallee.worker.sched.queue import FairQueue
+from mallee.worker.sched.queue import Claim, FairQueue
 from mallee.worker.sched.running import BlockBudget, Running
 from mallee.worker.sched.sessions import Account, Sessions
 from mallee.worker.sched.waiting import Waiting
@@ -61,17 +61,18 @@ class Planner:
     def plan(self, step: int) -> Plan:
         """The next step. Room for every chunk is reserved in the tree."""
         config, running, room = self._config, self._running, self._blocks
-        may_admit = config.continuous or running.num == 0
+        may_admit = running.num == 0 or (config.continuous and not room.is_overdue)
         most = config.max_chunks or config.max_rows
         budget = StepBudget(step, config.max_step_tokens, config.max_rows, most, may_admit)
         room.begin(budget)
         if self._waiting.ready.members and may_admit:
             self._admit_ready(budget)
         ready = list(running.ready)
-        must_compute = self._waiting.num_to_compute or running.num > len(running.ready)
-        if ready and not (self._drew_only and must_compute):
-            self._drew_only = True
-            return Plan([], [], ready, [], [])
+        if ready:
+            must_compute = self._waiting.num_to_compute or running.num > len(ready)
+            if not (self._drew_only and must_compute):
+                self._drew_only = True
+                return Plan([], [], ready, [], [])
         self._drew_only = False
         # Prompts that can't be cut would wait for ever behind decodes: the two take turns.
         if self._order.prompts_first or not (config.chunked or self._left_out):
@@ -85,7 +86,8 @@ class Planner:
             decodes = [s for s in decodes if s.phase == "decode" and s not in out]
             ready = list(running.ready)
         chunks = self._chunks(budget) if budget.granted else []
-        copies, failed = list(budget.copies.values()), list(budget.failed.items())
+        copies = list(budget.copies.values()) if budget.copies else []
+        failed = list(budget.failed.items()) if budget.failed else []
         self._sessions.advance(self._lowest_held_back)
         return Plan(decodes, chunks, ready, copies, failed, budget.begins, budget.tokens)
 
@@ -119,24 +121,25 @@ class Planner:
         queue, running = self._waiting.ready, self._running
         kept = 1 if self._waiting.num_to_compute else 0  # rows, for the oldest that must compute
         while len(running.ready) < self._config.max_rows:
-            aged = self._most_aged(queue, budget.step)
-            first = aged or queue.first()
+            first = self._most_aged(queue, budget.step)
             if first is None:
-                break
-            has_row = running.num < self._config.max_rows - kept
-            if not (has_row or aged or self._displaces(first)):
-                break
+                if (claim := queue.first()) is None:
+                    break
+                has_row = running.num < self._config.max_rows - kept
+                if not (has_row or self._displaces(claim)):
+                    break
+                first = claim.branch
             if not self._blocks.make_room(first):
                 budget.may_admit = False
                 break
             self.admit(first, budget.step)
             self._sessions.charge(first.job.session, 1)
 
-    def _displaces(self, branch: Branch) -> bool:
-        """Whether `branch`, which waits, goes before any of the decodes."""
-        payer, rank = branch.payer, self._order.rank
+    def _displaces(self, claim: Claim) -> bool:
+        """Whether a branch that waits goes before any of the decodes."""
+        payer, rank = claim.payer, self._order.rank
         return any(
-            branch.rank < rank(last) if session is payer else session.is_ahead(payer)
+            claim.rank < rank(last) if session is payer else session.is_ahead(payer)
             for session, (_, last) in self._running.by_session.items()
         )
 
@@ -191,7 +194,7 @@ class Planner:
             for rival in self._rivals(budget, head, session)
         )
 
-    def _rivals(self, budget: StepBudget, head: Branch, session: Account) -> Iterator[Branch]:
+    def _rivals(self, budget: StepBudget, head: Claim, session: Account) -> Iterator[Claim]:
         """The prompts that may take places of decodes of `session`: the first of all, and of its tenant."""
         yield head
         tenant = session.parent
@@ -223,7 +226,8 @@ class Planner:
             rivals = () if head is None else self._rivals(budget, head, session)
             first = next((r for r in rivals if self._goes_before(r, left[session][-1])), None)
             if first is not None:
-                self._grant(budget, first, self._one_turn(budget.tokens - len(chosen)))
+                limit = self._one_turn(budget.tokens - len(chosen))
+                self._grant(budget, first.branch, first.payer, limit)
                 continue
             chosen.add(left[session].pop())
             self._sessions.charge(session, 1)
@@ -235,11 +239,11 @@ class Planner:
         aged = [s for s in decodes if self._is_aged(s, step)]
         return sorted(aged, key=attrgetter("last_step", "ticket"))
 
-    def _goes_before(self, one: Branch, decode: Branch) -> bool:
-        """Whether `one`, which waits, takes the place of `decode`: equal claims change no places."""
-        ours, theirs = one.payer, decode.job.session
+    def _goes_before(self, claim: Claim, decode: Branch) -> bool:
+        """Whether a prompt takes the place of `decode`: equal claims change no places."""
+        ours, theirs = claim.payer, decode.job.session
         if ours is theirs:
-            return one.rank < self._order.rank(decode)
+            return claim.rank < self._order.rank(decode)
         return theirs.is_ahead(ours)
 
     # Prompts
@@ -249,7 +253,7 @@ class Planner:
         num = self._waiting.num_to_compute + self._waiting.num_wanting
         if num < 2 and not but:  # no two to choose between
             if num and (only := self._first(budget, *self._waiting.prompts)) is not None:
-                self._grant(budget, only, budget.tokens)
+                self._grant(budget, only.branch, only.payer, budget.tokens)
             return
         # Some may have aged here too.
         kept = min(but, max(1, budget.rows - 1), max(1, budget.tokens // 2))
@@ -259,7 +263,7 @@ class Planner:
         if self._order.is_fair:
             self._fill_short(budget)
         while (head := self._first(budget, *self._waiting.prompts)) is not None:
-            self._grant(budget, head, budget.tokens)
+            self._grant(budget, head.branch, head.payer, budget.tokens)
         budget.tokens += kept
         budget.rows += kept
 
@@ -274,25 +278,25 @@ class Planner:
         while budget.tokens > least:
             short = self._first(budget, waiting.running_short, waiting.short)
             long = self._first(budget, waiting.running_long, waiting.long)
-            if short is None or long is None or _order(short)[:2] > _order(long)[:2]:
+            if short is None or long is None or short.order[:2] > long.order[:2]:
                 return
             before = waiting.long.first()
-            is_behind = before is not None and _order(before) < _order(short)
-            if before is not None and is_behind and not self._blocks.has_room(before):
+            is_behind = before is not None and before.order < short.order
+            if before is not None and is_behind and not self._blocks.has_room(before.branch):
                 return  # or it would never have any
-            self._grant(budget, short, budget.tokens - least)
+            self._grant(budget, short.branch, short.payer, budget.tokens - least)
 
     def _first(
         self, budget: StepBudget, *queues: FairQueue, of: Account | None = None
-    ) -> Branch | None:
+    ) -> Claim | None:
         """The prompt among `queues`, or those of a tenant there, that is to be computed next."""
-        best: Branch | None = None
+        best: Claim | None = None
         if budget.tokens > 0:
             for queue in queues:
                 first = queue.first(of) if queue.members else None
-                if first is None or not budget.can_grant(first):
+                if first is None or not budget.can_grant(first.branch):
                     continue
-                if best is None or _order(first) < _order(best):
+                if best is None or first.order < best.order:
                     best = first
         return best
 
@@ -300,9 +304,8 @@ class Planner:
         """The part of `tokens` that one prompt gets where prompts take turns."""
         return min(self._turn_tokens, tokens) if self._config.chunked else tokens
 
-    def _grant(self, budget: StepBudget, branch: Branch, limit: int) -> None:
+    def _grant(self, budget: StepBudget, branch: Branch, payer: Account, limit: int) -> None:
         """Plan up to `limit` more tokens of `branch`, if it can be admitted and has room."""
-        payer = branch.payer
         if branch.phase == "waiting" and not self._try_admit(budget, branch):
             return
         fetching = self._fetching
@@ -420,8 +423,7 @@ class Planner:
                 aged = self._most_aged(queue, budget.step)
                 if aged is None or not budget.can_grant(aged):
                     break
-                aged.payer = aged.job.session
-                self._grant(budget, aged, self._one_turn(budget.tokens))
+                self._grant(budget, aged, aged.job.session, self._one_turn(budget.tokens))
 
     # Shares
 
@@ -436,7 +438,3 @@ class Planner:
         accounts = [s.tenant if of is root else s for s in sessions if of in (root, s.parent)]
         levels = [account.level for account in accounts]
         return min(levels if lowest is None else [lowest, *levels], default=None)
-
-
-def _order(branch: Branch) -> tuple[tuple[float, ...], float, int]:
-    return (branch.payer.order, branch.rank, branch.ticket)

@@ -1,6 +1,6 @@
 """The settings of a scheduler, and the order in which it serves."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mallee.protocol.errors import ConfigError
 from mallee.worker.sched.branch import Branch
@@ -58,7 +58,7 @@ class SchedulerConfig:
     gang: bool = True
     chunked: bool = True
     continuous: bool = True
-    order: Order = field(default_factory=Order)
+    order: Order = Order()  # noqa: RUF009 - it has no state
 
     def validate(self, max_model_len: int) -> "SchedulerConfig":
         """Itself. Raises ConfigError naming what contradicts what, and the remedy."""

@@ -1,57 +1,74 @@
 """Branches that want to be served, in fair order: sessions by virtual time, then by rank and arrival.
 
-Heaps whose entries may be out of date: an account's virtual time only grows while it is in one, so an old
-entry comes up too early, never too late; and one of a branch that left, or changed its rank, is dropped when
-it comes up. So nothing is searched: O(log n) a change.
+The heaps have entries that are out of date. An account's virtual time only grows while it is in a heap, so
+an old entry comes up too early, never too late. The entry of a branch that left, or changed its rank, is
+dropped when it comes up. So nothing is searched: a change costs O(log n).
 
 A branch stands in the queue by *claims*: its own, and one for each branch that waits for its tokens and has
-the better claim. It is served by the first that comes up, whose session pays. Thus a producer goes as early
-as the best of those that wait for it, and nothing is to be updated when virtual times change.
+another session or a higher priority. It is served by the claim that comes up first, and that claim's session
+pays. Thus a producer goes as early as the best of those that wait for it, and nothing is to be updated when
+virtual times change.
 """
 
 import heapq
-from typing import TypeAlias
+from typing import NamedTuple
 
 from mallee.worker.sched.branch import Branch
 from mallee.worker.sched.gates import Gates
 from mallee.worker.sched.policy import Order
 from mallee.worker.sched.sessions import Account
 
-Claim: TypeAlias = tuple[float, int, int, Branch, Branch]
-"""The rank of the last branch, the number of the one that is served for it, a serial number, the two."""
-
 _MIN_LIMIT = 64
 
 
+class Claim(NamedTuple):
+    """One of `branch` to be served, for the sake of `by`: itself, or a branch that waits for its tokens."""
+
+    rank: float  # of `by`
+    ticket: int  # of `branch`
+    serial: int
+    branch: Branch
+    by: Branch
+
+    @property
+    def payer(self) -> Account:
+        """The session that pays for it."""
+        return self.by.job.session
+
+    @property
+    def order(self) -> tuple[tuple[float, ...], float, int]:
+        """Claims are served in this order."""
+        return (self.by.job.session.order, self.rank, self.ticket)
+
+
+Entry = tuple[float, int, int, Branch, Branch]
+"""A claim in a heap, where thousands may be."""
+
+
 class FairQueue:
-    """`members` are the branches that are queued; the one that was not served for longest is first."""
+    """`members` are the branches that are queued, with the serial number from which on their claims count.
+
+    The one that was not served for longest is the first of them.
+    """
 
     __slots__ = (
-        "_claims",
-        "_gates",
-        "_limit",
-        "_num_claims",
-        "_order",
-        "_root",
-        "_turns",
-        "members",
+        *("_claims", "_gates", "_limit", "_num_claims", "_order", "_root", "_turns", "members"),
     )
 
     def __init__(self, order: Order, root: Account, gates: Gates) -> None:
         self._order = order
         self._root = root
         self._gates = gates
-        self._claims: dict[Account, list[Claim]] = {}  # of each session
+        self._claims: dict[Account, list[Entry]] = {}  # of each session
         self._turns: dict[Account, list[tuple[float, int, Account]]] = {}  # accounts, by parent
         self._num_claims = 0  # ever
         self._limit = _MIN_LIMIT  # of that number, when claims out of date are dropped
-        self.members: dict[Branch, None] = {}
+        self.members: dict[Branch, int] = {}
 
     def extend(self, branches: list[Branch], step: int) -> None:
         """Queue new branches of one job, which are of one rank, by arrival, from `step` on."""
         serial, rank = self._num_claims, self._order.rank(branches[0])
         for branch in branches:
-            branch.entry = serial
             branch.last_step = step
         claims = [(rank, branch.ticket, serial, branch, branch) for branch in branches]
         heap = self._heap(branches[0].job.session)
@@ -64,16 +81,16 @@ class FairQueue:
             for claim in claims:
                 heapq.heappush(heap, claim)
         self._num_claims += len(branches)
-        self.members.update(dict.fromkeys(branches))
+        self.members.update(dict.fromkeys(branches, serial))
 
     def push(self, branch: Branch, step: int) -> None:
         """Queue `branch`, which begins to wait in `step`."""
         assert branch not in self.members, f"branch {branch.ticket} is queued already"
-        branch.entry = self._num_claims
         branch.last_step = step
-        self.members[branch] = None
+        self.members[branch] = self._num_claims
         self._claim(branch, branch)
-        self.claim(branch, self._gates.waiters(branch))
+        if self._gates.num:
+            self.claim(branch, self._gates.waiters(branch))
 
     def claim(self, branch: Branch, waiters: list[Branch]) -> None:
         """`branch`, which is queued here, goes by the claims of `waiters` too, where they are better."""
@@ -91,7 +108,7 @@ class FairQueue:
         claim = (self._order.rank(by), branch.ticket, self._num_claims, branch, by)
         heapq.heappush(self._heap(by.job.session), claim)
 
-    def _heap(self, session: Account) -> list[Claim]:
+    def _heap(self, session: Account) -> list[Entry]:
         if self._num_claims > self._limit:
             self._drop_untrue()
         heap = self._claims.get(session)
@@ -120,8 +137,7 @@ class FairQueue:
     def serve(self, branch: Branch, step: int) -> None:
         """`branch`, which is queued here, is served in `step`."""
         branch.last_step = step
-        del self.members[branch]
-        self.members[branch] = None
+        self.members[branch] = self.members.pop(branch)
 
     def remove(self, branch: Branch) -> None:
         """`branch` leaves the queue."""
@@ -130,12 +146,13 @@ class FairQueue:
             self._claims.clear()
             self._turns.clear()
 
-    def first(self, of: Account | None = None) -> Branch | None:
-        """The branch to be served next, of all or of a tenant's; it gets its claim's payer and rank."""
-        turns = self._turns.get(of or self._root)
+    def first(self, of: Account | None = None) -> Claim | None:
+        """The claim that is to be served next, of all or of a tenant's."""
+        parent = of or self._root
+        turns, now = self._turns.get(parent), parent.now
         while turns:
             tag, number, account = turns[0]
-            level = account.level
+            level = account.tag if account.tag > now else now
             if tag < level:
                 heapq.heapreplace(turns, (level, number, account))
                 continue
@@ -144,22 +161,23 @@ class FairQueue:
             if found is not None:
                 return found
             heapq.heappop(turns)
-            del (self._turns if heap is None else self._claims)[account]
+            if heap is None:
+                del self._turns[account]
+            else:
+                del self._claims[account]
         return None
 
-    def _first_true(self, heap: list[Claim]) -> Branch | None:
+    def _first_true(self, heap: list[Entry]) -> Claim | None:
         while heap:
-            claim = heap[0]
-            if self._is_true(claim):
-                _, _, _, branch, by = claim
-                branch.payer, branch.rank = by.job.session, claim[0]
-                return branch
+            if self._is_true(heap[0]):
+                return Claim._make(heap[0])
             heapq.heappop(heap)
         return None
 
-    def _is_true(self, claim: Claim) -> bool:
+    def _is_true(self, claim: Entry) -> bool:
         rank, _, serial, branch, by = claim
-        if serial < branch.entry or branch not in self.members or rank != self._order.rank(by):
+        since = self.members.get(branch)
+        if since is None or serial < since or rank != self._order.rank(by):
             return False
         return by is branch or self._gates.waits(by, branch)
 

@@ -55,7 +55,8 @@ class Running:
         branch.job.session.num_running += 1
         branch.room = 0
         branch.may_fetch = True
-        branch.job.borrowing.skips_local = False
+        if branch.job.pull is not None:
+            branch.job.pull.skips_local = False
         if branch.logits is not None:
             branch.move("ready")
             self.ready[branch] = None
@@ -220,6 +221,7 @@ class BlockBudget:
         self._ahead = min(own, tree.pool.num_blocks // 8)
         self._budget = StepBudget(0)  # of this step, to be told what becomes of branches
         self.num_preemptions = 0
+        self.is_overdue = False  # others have waited for room for too long
         self._promises: dict[Branch, int] | None = None  # blocks by running prompt, in this step
         self._num_promised = 0
 
@@ -246,8 +248,9 @@ class BlockBudget:
         """
         tree, budget = self._tree, self._budget
         while True:
+            assert branch.node is not None
             try:
-                node, copy = tree.reserve(node_of(branch), num_tokens, is_fetched=is_fetched)
+                node, copy = tree.reserve(branch.node, num_tokens, is_fetched=is_fetched)
                 break
             except BlocksLeaving:
                 budget.wait_for_room(branch)
@@ -275,6 +278,31 @@ class BlockBudget:
         if self._promises is not None and branch.phase == "prefill":
             self._promise(branch)
         return True
+
+    def take(self, node: Node, num_tokens: int) -> Node | None:
+        """A child of `node` with room for tokens that come back from below, beside what runs; None: not yet.
+
+        The caller's hold passes to it. Raises PoolExhausted if nothing runs or waits that could make room.
+        """
+        tree, running = self._tree, self._running
+        self._promises = None  # since the last step some may be over
+        needed = -(-num_tokens // tree.block_size) + len(running.ready) + self._promised()
+        needed += self._spare
+        while True:
+            lacking = needed - tree.num_available
+            if not running.num or (lacking <= 0 and self._fits_windows(needed)):
+                try:
+                    return tree.reserve(node, num_tokens, is_fetched=True).node
+                except BlocksLeaving:
+                    return None
+                except PoolExhausted as error:
+                    if self._reclaim(error.fields["needed"] - tree.num_available, ()):
+                        continue
+                    if running.num or self._waiting.ready.members or self._waiting.num_to_compute:
+                        return None
+                    raise
+            elif not self._reclaim(lacking, ()):
+                return None
 
     def stretch(self, branch: Branch, num_tokens: int) -> int:
         """Room behind all of `branch`, a decode with a node of its own: for how many of `num_tokens`.

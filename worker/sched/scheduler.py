@@ -15,8 +15,8 @@ from mallee.worker.kv.node import Node, Spare
 from mallee.worker.kv.paths import path_texts
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.branch import Branch, Phase, node_of
-from mallee.worker.sched.fetching import Fetching, Receiver
+from mallee.worker.sched.branch import Branch, Phase, Producer, node_of
+from mallee.worker.sched.fetching import CapsuleReader, Fetching
 from mallee.worker.sched.plan import Plan
 from mallee.worker.sched.planner import Planner
 from mallee.worker.sched.policy import SchedulerConfig
@@ -52,9 +52,9 @@ class Scheduler:
         *,
         reclaimer: Reclaimer,
         lower: LowerTiers | None = None,
-        receiver: Receiver | None = None,
+        reader: CapsuleReader | None = None,
     ) -> None:
-        """`receiver` takes in what comes from `lower`."""
+        """`reader` reads capsules that others lend."""
         self.config = config
         self._tree = tree
         self._sessions = Sessions()
@@ -65,11 +65,11 @@ class Scheduler:
             config, tree, self._waiting, running=self._running, reclaimer=reclaimer
         )
         self.fetching: Fetching | None = None
-        if lower is not None and receiver is not None:
+        if lower is not None and reader is not None:
             self.fetching = Fetching(
                 tree,
                 lower,
-                receiver,
+                reader,
                 self._fetched,
                 waiting=self._waiting,
                 running=self._running,
@@ -88,6 +88,7 @@ class Scheduler:
         self.is_stalled = False
         self._step = 0
         self._roomy: dict[Branch, Spare | None] = {}  # that got a block of `room_ahead`, in order
+        self._num_refused = 0  # steps in which a capsule that comes back got no room, since one did
         self._num_joint = 0  # members of all groups, less one of each
 
     def check_room(self, n: int) -> None:
@@ -155,6 +156,32 @@ class Scheduler:
                     own = producer.tokens[base - begin : branch.origin_len - begin]
                     branch.begin_at(base, own, notation=self._tree.notation)
             self._open(branch, node)
+
+    def room_for(self, node: Node, num_tokens: int) -> Node | None:
+        """Room beside what runs for a capsule that comes back: see `BlockBudget.take`.
+
+        While it is refused that for too long no branch is admitted.
+        """
+        found = self.blocks.take(node, num_tokens)
+        self._num_refused = 0 if found is not None else self._num_refused + 1
+        self.blocks.is_overdue = self._num_refused >= self.config.ageing_steps > 0
+        return found
+
+    def continue_from(self, producer: Producer, node: Node) -> None:
+        """All tokens of `producer`, a capsule that came back, are in `node`: its forks go on."""
+        for branch in self._gates.passed(producer):
+            self._open(branch, node)
+
+    def replace_producer(self, producer: Producer, other: Branch) -> None:
+        """The forks of `producer`, a capsule that can't come back, wait for `other`, which computes it."""
+        for branch in self._gates.passed(producer):
+            branch.producer = other
+            branch.move("waiting")
+            self._waiting.hold(branch, other, branch.origin_len)
+
+    def abandoned(self, producer: Producer) -> list[Branch]:
+        """The forks of `producer`, which has no tokens for them: the caller must finish them."""
+        return self._gates.stranded(producer)
 
     def finish(self, branch: Branch, *, is_failed: bool = False) -> list[Branch]:
         """`branch` is over: it leaves the queues and lets go of its nodes.

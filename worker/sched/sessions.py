@@ -1,9 +1,9 @@
 """Weighted fair shares between tenants, and between the sessions of each, in computed tokens.
 
 Start-time fair queueing on two levels. An account's virtual time (`tag`) is the number of tokens computed
-for it, divided by its weight; the tenant with work and the least is served next, and of its sessions again
-the one with the least. So sessions share the weight of their tenant, however many it names; a session
-without a tenant stands among the tenants.
+for it, divided by its weight. Of the tenants with work the one whose time is least is served next, and of
+its sessions again the one whose time is least. So sessions share the weight of their tenant, however many it
+names; a session without a tenant stands among the tenants.
 
 The accounts of one level have a common virtual time (`now`): the least of those that a step held back or,
 if it held none back, the greatest of all. No account counts for less, so none banks credit: one that was
@@ -66,9 +66,10 @@ class Account:
         """Whether this session got more than another, by more than `num_tokens` of the other's."""
         if self.parent is not of.parent:
             return self.tenant.is_ahead(of.tenant, num_tokens)
-        return (
-            self.tag > of.level + num_tokens / of.weight
-        )  # one at the common time is ahead of none
+        theirs, now = of.tag, of.parent.now
+        if theirs < now:  # its level, without the call: a step asks for each session
+            theirs = now
+        return self.tag > theirs + num_tokens / of.weight
 
     def __repr__(self) -> str:
         return f"Account({self.key}, tag={self.tag}, weight={self.weight})"

@@ -14,7 +14,7 @@ from mallee.worker.kv.node import Node
 from mallee.worker.kv.paths import last_hash, with_ancestors
 from mallee.worker.kv.text import joined
 from mallee.worker.kv.tree import BranchTree
-from mallee.worker.sched.branch import NOT_LOOKED_UP, Branch
+from mallee.worker.sched.branch import NOT_LOOKED_UP, Branch, Producer
 from mallee.worker.sched.gates import Gates
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.sched.queue import FairQueue
@@ -90,7 +90,7 @@ class Waiting:
         else:
             self.queue_of(branch).remove(branch)
 
-    def hold(self, branch: Branch, producer: Branch, num_tokens: int) -> None:
+    def hold(self, branch: Branch, producer: Producer, num_tokens: int) -> None:
         """Gate `branch` until `producer` has committed `num_tokens` tokens."""
         self.gates.hold(branch, producer, num_tokens)
         self.claim_for(branch, [branch, *self.gates.waiters(branch)])

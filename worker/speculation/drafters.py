@@ -59,26 +59,6 @@ class Drafter(Protocol):
         ...
 
 
-class EachAlone(ABC):
-    """A drafter that guesses for one branch at a time, in hardly any time."""
-
-    @abstractmethod
-    def read(self, branch: Branch) -> None: ...
-
-    @abstractmethod
-    def propose(self, branch: Branch, num_tokens: int) -> Sequence[int]:
-        """At most so many tokens that may follow the text of `branch`; none without a guess."""
-
-    @abstractmethod
-    def forget(self, branch: Branch) -> None: ...
-
-    def propose_all(self, lengths: Mapping[Branch, int]) -> Mapping[Branch, Sequence[int]]:
-        return {branch: self.propose(branch, num) for branch, num in lengths.items()}
-
-    def seconds(self, branch: Branch, num_branches: int) -> float:
-        return 0.0
-
-
 def _key(context: Sequence[int]) -> int:
     a, b, c = context
     return ((a << 2 * _BITS) ^ (b << _BITS) ^ c) & _MASK
@@ -188,27 +168,53 @@ class _Reader:
         return self.index.after(_key(self.text[-NUM_MATCHED:]), num_tokens, self.text)
 
 
-class PromptLookup(EachAlone):
+class Lookup(ABC):
+    """A drafter that looks up what followed the last tokens of a branch, in hardly any time."""
+
+    def __init__(self) -> None:
+        self._drawn: dict[Branch, _Reader] = {}
+
+    @abstractmethod
+    def _index(self, branch: Branch) -> GrowingIndex:
+        """The index that what `branch` draws is added to."""
+
+    def read(self, branch: Branch) -> None:
+        reader = self._drawn.get(branch)
+        if reader is None:
+            reader = self._drawn[branch] = _Reader(branch, self._index(branch))
+        reader.read(branch)
+
+    def propose(self, branch: Branch, num_tokens: int) -> Sequence[int]:
+        """At most so many tokens that may follow the text of `branch`; none without a guess."""
+        self.read(branch)
+        return self._drawn[branch].draft(num_tokens)
+
+    def propose_all(self, lengths: Mapping[Branch, int]) -> Mapping[Branch, Sequence[int]]:
+        return {branch: self.propose(branch, num) for branch, num in lengths.items()}
+
+    def seconds(self, branch: Branch, num_branches: int) -> float:
+        return 0.0
+
+    def forget(self, branch: Branch) -> None:
+        self._drawn.pop(branch, None)
+
+
+class PromptLookup(Lookup):
     """Drafts of a branch from its own text: what it drew, then its prompt.
 
     Source: Saxena, "Prompt Lookup Decoding", 2023.
     """
 
     def __init__(self) -> None:
-        self._drawn: dict[Branch, _Reader] = {}
+        super().__init__()
         self._prompts: dict[Branch, list[IndexedText]] = {}  # of those that drafted
         self._shared: OrderedDict[tuple[ref[Node], int], IndexedText] = OrderedDict()
 
-    def read(self, branch: Branch) -> None:
-        reader = self._drawn.get(branch)
-        if reader is None:
-            reader = self._drawn[branch] = _Reader(branch, GrowingIndex(MAX_INDEXED // 2))
-        reader.read(branch)
+    def _index(self, branch: Branch) -> GrowingIndex:
+        return GrowingIndex(MAX_INDEXED // 2)
 
     def propose(self, branch: Branch, num_tokens: int) -> Sequence[int]:
-        self.read(branch)
-        reader = self._drawn[branch]
-        draft = reader.draft(num_tokens)
+        draft, reader = super().propose(branch, num_tokens), self._drawn[branch]
         if draft or len(reader.text) < NUM_MATCHED:
             return draft
         prompts = self._prompts.get(branch)
@@ -218,7 +224,7 @@ class PromptLookup(EachAlone):
         return next((found for text in prompts if (found := text.after(key, num_tokens))), [])
 
     def forget(self, branch: Branch) -> None:
-        self._drawn.pop(branch, None)
+        super().forget(branch)
         self._prompts.pop(branch, None)
 
     def _indexed(self, branch: Branch) -> list[IndexedText]:
@@ -244,7 +250,7 @@ class PromptLookup(EachAlone):
         return texts
 
 
-class SiblingLookup(EachAlone):
+class SiblingLookup(Lookup):
     """Drafts of a branch from what its sisters drew: the branches of one prompt, or of one capsule.
 
     Also of those that are over, and of other requests: a search that comes back to a capsule finds there
@@ -252,23 +258,10 @@ class SiblingLookup(EachAlone):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._families: OrderedDict[tuple[str, str | int], GrowingIndex] = OrderedDict()
-        self._drawn: dict[Branch, _Reader] = {}
 
-    def read(self, branch: Branch) -> None:
-        reader = self._drawn.get(branch)
-        if reader is None:
-            reader = self._drawn[branch] = _Reader(branch, self._family(branch))
-        reader.read(branch)
-
-    def propose(self, branch: Branch, num_tokens: int) -> Sequence[int]:
-        self.read(branch)
-        return self._drawn[branch].draft(num_tokens)
-
-    def forget(self, branch: Branch) -> None:
-        self._drawn.pop(branch, None)
-
-    def _family(self, branch: Branch) -> GrowingIndex:
+    def _index(self, branch: Branch) -> GrowingIndex:
         command = branch.job.command
         assert isinstance(command, Fork | Generate), "it draws nothing"
         text = (

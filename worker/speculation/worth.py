@@ -96,8 +96,8 @@ class StepCosts:
 
     @property
     def slope(self) -> float:
-        """Seconds of one more position; 0 while that is unknown."""
-        return self._line()[2] or 0.0
+        """Seconds of one more position; 0 while that is unknown, or where larger steps took less."""
+        return max(0.0, self._line()[2] or 0.0)
 
     def seconds(self, num_positions: int) -> float:
         """The time of a step of so many positions; 0 while that is unknown."""

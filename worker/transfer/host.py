@@ -48,8 +48,10 @@ class HostSlots:
     def num_held(self) -> int:
         return len(self._holds)
 
-    def slot(self, key: int) -> int:
-        return self._slots[key]
+    def slots(self, keys: Iterable[int]) -> tuple[int, ...]:
+        """Those of `keys`, which are here."""
+        slots = self._slots
+        return tuple([slots[key] for key in keys])
 
     def is_whole(self, key: int) -> bool:
         """Whether the bytes of `key` are here."""
@@ -58,6 +60,16 @@ class HostSlots:
     def is_coming(self, key: int) -> bool:
         """Whether they are here, or on their way: what is read after that copy finds them."""
         return key in self._slots and self._expected.get(key, 1) > 0
+
+    def whole(self, keys: Iterable[int]) -> list[int]:
+        """Those of `keys` whose bytes are here."""
+        slots, expected = self._slots, self._expected
+        return [key for key in keys if key in slots and key not in expected]
+
+    def known(self, keys: Iterable[int]) -> list[int]:
+        """Those that have a slot."""
+        slots = self._slots
+        return [key for key in keys if key in slots]
 
     def use(self, keys: Iterable[int]) -> None:
         """`keys`, which are here, are the youngest from now on, the last one the very youngest."""
@@ -79,17 +91,19 @@ class HostSlots:
         self._idle[key] = None
         return slot, gone
 
-    def expect(self, key: int) -> int | None:
-        """A copy of `key` begins, which holds it; the block that gave way for it. There is room."""
-        gone = None
-        if key not in self._slots:
-            got = self.put(key)
-            assert got is not None, "there was room"
-            gone = got[1]
-            self._expected[key] = 0
-        if key in self._expected:
-            self._expected[key] += 1
-        self.hold((key,))
+    def expect(self, keys: Sequence[int]) -> list[int]:
+        """A copy of `keys` begins, which holds them; the blocks that gave way for it. There is room."""
+        gone, expected = [], self._expected
+        for key in keys:
+            if key not in self._slots:
+                got = self.put(key)
+                assert got is not None, "there was room"
+                if got[1] is not None:
+                    gone.append(got[1])
+                expected[key] = 0
+            if key in expected:
+                expected[key] += 1
+            self.hold((key,))
         return gone
 
     def came(self, keys: Sequence[int]) -> list[int]:

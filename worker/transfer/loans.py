@@ -20,7 +20,7 @@ from mallee.worker.kv.node import Node
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.kv.watch import KVMemory, Row, Rows
 from mallee.worker.transfer.lower import LowerTiers
-from mallee.worker.transfer.peers import Ask
+from mallee.worker.transfer.values import Ask
 
 MAX_LOANS: Final = 64
 MAX_IDLE_S: Final = 30.0
@@ -146,7 +146,7 @@ class Loans:
     ) -> None:
         """`capsule` raises UnknownCapsule. `identity` is that of the model, with its weights."""
         self.wake: Callable[[], None] = lambda: None
-        """Called, from any thread, when `settle` has something to do."""
+        """Called, from any thread, when `take_ended` has something to do."""
         self._tree = tree
         self._lower = lower
         self._memory = memory
@@ -155,7 +155,8 @@ class Loans:
         self._incarnation = incarnation
         self._identity = identity
         self._clock = clock
-        self._open: set[BlockLoan] = set()
+        self.open: set[BlockLoan] = set()
+        """Those that hold blocks; to be read only."""
         self._over: deque[BlockLoan] = deque()
         self._ready: dict[BlockLoan, str] = {}  # made ahead, with their capsules
         self._ready_lock = Lock()
@@ -168,8 +169,8 @@ class Loans:
         """
         if (ready := self.take(ask)) is not None:
             return ready
-        if len(self._open) >= MAX_LOANS:
-            raise LoansFull(self._worker, len(self._open), MAX_LOANS)
+        if len(self.open) >= MAX_LOANS:
+            raise LoansFull(self._worker, len(self.open), MAX_LOANS)
         if not ask.holder.capsule:
             return self._of_keys(ask.keys)
         found = self._capsule(ask.holder.capsule)
@@ -184,7 +185,7 @@ class Loans:
         found = self._capsule(capsule)
         if found.node is None:
             return
-        for _ in range(min(num, MAX_LOANS - len(self._open))):
+        for _ in range(min(num, MAX_LOANS - len(self.open))):
             self._tree.hold(found.node)
             loan = self._made(found)
             with self._ready_lock:
@@ -243,7 +244,7 @@ class Loans:
             self._give_back,
         )
         loan.claim()
-        self._open.add(loan)
+        self.open.add(loan)
         self._num_loans += 1
         return loan
 
@@ -265,17 +266,17 @@ class Loans:
     # Ends
 
     @property
-    def has_news(self) -> bool:
-        """Whether `settle` has something to do."""
-        return bool(self._over) or any(loan.is_idle for loan in self._open)
+    def has_ended(self) -> bool:
+        """Whether `take_ended` has something to do."""
+        return bool(self._over) or any(loan.is_idle for loan in self.open)
 
-    def settle(self) -> None:
+    def take_ended(self) -> None:
         """Let go of what loans that are over held."""
-        for loan in self._open:
+        for loan in self.open:
             loan.close(only_idle=True)
         while self._over:
             loan = self._over.popleft()
-            self._open.remove(loan)
+            self.open.remove(loan)
             with self._ready_lock:
                 self._ready.pop(loan, None)
             self._num_blocks += loan.num_read
@@ -286,13 +287,13 @@ class Loans:
 
     def close(self) -> None:
         """End all loans, but for what is read just now."""
-        for loan in list(self._open):
+        for loan in list(self.open):
             loan.close()
-        self.settle()
+        self.take_ended()
 
     def holds(self) -> Counter[Node]:
         """The nodes that are lent, and how often."""
-        return Counter(loan.node for loan in self._open if loan.node is not None)
+        return Counter(loan.node for loan in self.open if loan.node is not None)
 
     def stats(self) -> LendingStats:
-        return LendingStats(len(self._open), self._num_loans, self._num_blocks)
+        return LendingStats(len(self.open), self._num_loans, self._num_blocks)

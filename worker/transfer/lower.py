@@ -17,11 +17,9 @@ from mallee.protocol.hashing import Hashes
 from mallee.protocol.ids import Scope
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.watch import Row
-from mallee.worker.transfer.carrier import Carrier
 from mallee.worker.transfer.disk import DiskStore
 from mallee.worker.transfer.host import HostSlots
-from mallee.worker.transfer.movers import Mover
-from mallee.worker.transfer.peers import Ask
+from mallee.worker.transfer.movers import Carrier, Mover
 from mallee.worker.transfer.prices import MeasuredPrices
 from mallee.worker.transfer.values import (
     DEVICE,
@@ -30,6 +28,7 @@ from mallee.worker.transfer.values import (
     PEER,
     TIER_NAMES,
     Adopt,
+    Ask,
     Forget,
     Move,
     Moved,
@@ -55,18 +54,18 @@ class Part(NamedTuple):
 
 
 class _UnderWay(NamedTuple):
-    """A move with the blocks that it brings down, but for a fetch; no event is told of those `untold`."""
+    """A move with the blocks that it brings down, but for a fetch; no event names the `private` ones."""
 
     move: Move
     end: Callable[[Moved], None]
     keys: Sequence[int] = ()
-    untold: Collection[int] = ()
+    private: Collection[int] = ()
 
 
 class LowerTiers:
     """Owner of the books of host memory and disk. One thread; the mover copies beside it.
 
-    `settle` takes in what has moved, and calls the `end` of each move.
+    `take_ended` takes in what has moved, and calls the `end` of each move.
     """
 
     def __init__(
@@ -88,6 +87,12 @@ class LowerTiers:
         could name the capsule.
         """
         self.prices = prices
+        self.under_way: dict[int, _UnderWay] = {}
+        """Moves that have not been taken in, by number; to be read only."""
+        self.has_host = len(carrier.arena) > 0
+        self.is_empty = not self.has_host and carrier.disk is None
+        """Whether nothing can lie below the device here."""
+        self.gives_way = False
         self._report = report
         self._report_unreadable = report_unreadable
         self._is_ours = is_ours
@@ -96,24 +101,25 @@ class LowerTiers:
         self._journal = journal
         self._carrier = carrier
         self._mover = mover or Mover(carrier)
+        self.evicts_beside = self.has_host and self._mover.is_beside
+        """Whether what the device evicts takes its time beside the steps."""
         self._always_fetches = always_fetches
         self._host = HostSlots(len(carrier.arena))
-        self._told_host: set[int] = set()  # of its blocks those that an event has told of
+        self._published: set[int] = set()  # of its blocks those that an event named
         disk = carrier.disk
-        self._disk = dict.fromkeys(() if disk is None else disk.keys(), True)  # whether it is told
+        self._disk = dict.fromkeys(() if disk is None else disk.keys(), True)  # whether published
         self._num_spills = 0
         # Fetches that would have been dearer than computing.
         self._num_dear = {HOST: 0, DISK: 0, PEER: 0}
         self._next_number = 0
-        self._under_way: dict[int, _UnderWay] = {}
         self._counts = Counter[str]()  # those of `TierUse` that only grow
         self._fetched_peer_s = 0.0
         self._lost: list[str] = []
 
-    def announce(self, untold: Iterable[int]) -> None:
-        """Tell of the blocks that were on disk from the start, but for those of which no event is told."""
-        self._disk.update((key, False) for key in untold if key in self._disk)
-        self._tell(self.keys(DISK), DISK)
+    def announce(self, private: Iterable[int]) -> None:
+        """Publish the blocks that were on disk from the start, but for those that no event names."""
+        self._disk.update((key, False) for key in private if key in self._disk)
+        self._publish(self.keys(DISK), DISK)
         self._report_refused()
 
     def _report_refused(self) -> None:
@@ -129,15 +135,15 @@ class LowerTiers:
         blocks: Sequence[int],
         end: Callable[[], None],
         *,
-        are_untold: bool = False,
+        are_private: bool = False,
     ) -> None:
         """The device gives up `blocks`, the first of a text first: have them copied to host memory.
 
-        `end` is called when their bytes are needed no longer: now, or from `settle`. Those that are below
-        already are only used. Without room they are gone. `are_untold`: they are no full blocks.
+        `end` is called when their bytes are needed no longer: now, or from `take_ended`. Those that are below
+        already are only used. Without room they are gone. `are_private`: they are no full blocks.
         """
         host = self._host
-        if not host.num_slots:
+        if not self.has_host:
             end()
             return
         here = [key for key in keys if host.is_coming(key)]
@@ -155,7 +161,7 @@ class LowerTiers:
             host.release(here)
             used = {*here, *copied}
             host.use([key for key in reversed(keys) if key in used])
-            self._spill_oldest()
+            self._spill()
 
         if not new:
             ended(None)
@@ -164,7 +170,7 @@ class LowerTiers:
             Place(DEVICE, tuple(blocks[i] for i in new)),
             Place(HOST, copied),
             ended,
-            untold=copied if are_untold else (),
+            private=copied if are_private else (),
             is_eviction=True,
         )
 
@@ -174,22 +180,23 @@ class LowerTiers:
         blocks: Sequence[int],
         end: Callable[[Moved], None],
         *,
-        num_untold: int,
+        num_private: int,
     ) -> None:
         """Copy what is not in host memory of `keys` there, and hold all of them.
 
-        `num_untold`: so many of them, the last ones, are no full blocks. `end` is called when all are there,
+        `num_private`: the number of the last ones that no event names. `end` is called when all are there,
         or with the error for which none of them is held. Raises TierFull, with nothing changed.
         """
         host = self._host
-        here = [key for key in keys if key in host]
+        here = host.known(keys)
         host.hold(here)  # the new ones must not take their room
         num_missing, room = len(keys) - len(here), host.num_room
         if num_missing > room:
             host.release(here)
             raise TierFull("host", num_missing, room, host.num_slots)
-        missing = [key for key in keys if key not in host]
-        new = [i for i, key in enumerate(keys) if not host.is_whole(key)]
+        there, whole = set(here), set(host.whole(keys))
+        missing = [key for key in keys if key not in there]
+        new = [i for i, key in enumerate(keys) if key not in whole]
         self._counts["num_parked"] += num_missing
 
         def ended(moved: Moved) -> None:
@@ -198,10 +205,10 @@ class LowerTiers:
             end(moved)
 
         self._start(
-            Place(DEVICE, tuple(blocks[i] for i in new)),
-            Place(HOST, tuple(keys[i] for i in new)),
+            Place(DEVICE, tuple([blocks[i] for i in new])),
+            Place(HOST, tuple([keys[i] for i in new])),
             ended,
-            untold=keys[len(keys) - num_untold :],
+            private=keys[len(keys) - num_private :],
         )
         host.hold(missing)
 
@@ -213,7 +220,7 @@ class LowerTiers:
         blocks: Sequence[int] | None,
         end: Callable[[Moved], None],
         *,
-        num_untold: int,
+        num_private: int,
         owner: str = "",
         is_kept: bool = True,
     ) -> None:
@@ -228,10 +235,10 @@ class LowerTiers:
             here = tuple(key for key in keys if key not in self._disk)
             source = Place(HOST, here)
         record = Record(name, payload, tuple(keys), owner, is_kept)
-        untold = keys[len(keys) - num_untold :]
-        self._start(source, Place(DISK, here), end, record=record, untold=untold)
+        private = keys[len(keys) - num_private :]
+        self._start(source, Place(DISK, here), end, record=record, private=private)
 
-    def _spill_oldest(self) -> None:
+    def _spill(self) -> None:
         """Write to disk, ahead of need, what gives way next in host memory."""
         host = self._host
         if self._carrier.disk is None or self._num_spills >= _MAX_SPILLS:
@@ -249,8 +256,8 @@ class LowerTiers:
             self._num_spills -= 1
             host.release(keys, are_oldest=True)
 
-        untold = [key for key in keys if key not in self._told_host]
-        self._start(Place(HOST, keys), Place(DISK, keys), ended, untold=untold)
+        private = [key for key in keys if key not in self._published]
+        self._start(Place(HOST, keys), Place(DISK, keys), ended, private=private)
 
     def forget(self, name: str, end: Callable[[Moved], None] = lambda moved: None) -> None:
         """Drop the record of capsule `name` from disk, also one that is on its way; then call `end`."""
@@ -264,8 +271,8 @@ class LowerTiers:
     ) -> None:
         """Move the capsules of `other` to the disk, one at a time, and close it then.
 
-        `took` gets the record of each, and returns those of its keys of which no event is told; `end` the
-        reasons for those that stay.
+        `took` gets the record of each, and returns those of its keys that no event names; `end` the reasons
+        for those that stay.
         """
         self._adopted.append(other)
         left = list(other.unreadable())
@@ -296,7 +303,7 @@ class LowerTiers:
 
     def is_recording(self, name: str) -> bool:
         """Whether a record of capsule `name` is on its way to disk, or out of it."""
-        for move, *_ in self._under_way.values():
+        for move, *_ in self.under_way.values():
             match move:
                 case Forget(name=other) | Transfer(record=Record(name=other)):
                     if other == name:
@@ -318,15 +325,12 @@ class LowerTiers:
 
     def find(self, keys: Hashes | Sequence[int], begin: int) -> Part | None:
         """The next run of one tier of `keys` from the one at `begin` on; None if that is on none."""
-        end = min(len(keys), begin + MAX_FETCH_BLOCKS)
-        tier = self.tier(int(keys[begin])) if begin < end else None
+        tier = self.tier(int(keys[begin])) if begin < len(keys) else None
         if tier is None:
             return None
-        num = 1
-        while begin + num < end and self.tier(int(keys[begin + num])) == tier:
-            num += 1
-        found = tuple(int(key) for key in keys[begin : begin + num])
-        return Part(Place(tier, found), range(num))
+        found = [int(key) for key in keys[begin : begin + MAX_FETCH_BLOCKS]]
+        num = next((i for i, key in enumerate(found) if self.tier(key) != tier), len(found))
+        return Part(Place(tier, tuple(found[:num])), range(num))
 
     def parts(self, keys: Sequence[int]) -> list[Part]:
         """Those of `keys` that are here, by the tier that each lies in."""
@@ -370,12 +374,14 @@ class LowerTiers:
     ) -> bool:
         """Bring `parts` to the device blocks that `room` makes; whether it made any.
 
-        It may be made at their expense: they stay where they are meanwhile. `end` is told how many of the
-        leading blocks have come.
+        It may be made at their expense: they stay where they are meanwhile. `end` gets the number of
+        leading blocks that have come.
         """
         claimed = [key for part in parts if part.source.tier == HOST for key in part.source.ids]
         self._host.hold(claimed)
-        if (blocks := room()) is not None:
+        try:
+            if (blocks := room()) is None:
+                return False
             num_left, num_come = len(parts), len(blocks)
 
             def ended(part: Part, moved: Moved) -> None:
@@ -390,8 +396,9 @@ class LowerTiers:
             for part in parts:
                 target = Place(DEVICE, tuple(blocks[i] for i in part.at))
                 self._start(part.source, target, partial(ended, part))
-        self._host.release(claimed)
-        return blocks is not None
+            return True
+        finally:
+            self._host.release(claimed)
 
     def _fetched(self, tier: int, moved: Moved) -> None:
         self._counts[f"num_fetched_{TIER_NAMES[tier]}"] += moved.num_blocks
@@ -413,81 +420,80 @@ class LowerTiers:
         end: Callable[[Moved], None],
         *,
         record: Record | None = None,
-        untold: Collection[int] = (),
+        private: Collection[int] = (),
         is_eviction: bool = False,
     ) -> None:
         """Begin a transfer, of keys in host memory, which holds them until the end.
 
-        If it ends well they are known at the target: then an event tells of them, but for those `untold`.
+        If it ends well they are known at the target: then an event names them, but for those `private`.
         """
         host, keys = self._host, (source if target.tier == DEVICE else target).ids
-        for key in keys if target.tier == HOST else ():
-            gone = host.expect(key)
-            if gone in self._told_host:
-                self._told_host.remove(gone)
-                self._journal.removed(gone, tier=HOST)
-        if source.tier == HOST:
+        if target.tier == HOST:
+            for gone in host.expect(keys):
+                if gone in self._published:
+                    self._published.remove(gone)
+                    self._journal.removed(gone, tier=HOST)
+            target = Place(HOST, host.slots(keys))
+        elif source.tier == HOST:
             host.hold(keys)
-            source = Place(HOST, tuple(map(host.slot, keys)))
-        elif target.tier == HOST:
-            target = Place(HOST, tuple(map(host.slot, keys)))
+            source = Place(HOST, host.slots(keys))
         after = self._carrier.memory.mark()
         move = Transfer(self._next_number, source, target, record, after, is_eviction)
-        self._begin(move, end, keys, frozenset(untold))
+        self._begin(move, end, keys, frozenset(private))
 
     def _begin(
         self,
         move: Move,
         end: Callable[[Moved], None],
         keys: Sequence[int] = (),
-        untold: Collection[int] = (),
+        private: Collection[int] = (),
     ) -> None:
         self._next_number += 1
-        self._under_way[move.number] = _UnderWay(move, end, keys, untold)
+        self.under_way[move.number] = _UnderWay(move, end, keys, private)
         if (moved := self._mover.start(move)) is not None:
             self._end(moved)
 
-    def settle(self) -> None:
+    def take_ended(self) -> None:
         """Take in the moves that have ended."""
         for moved in self._mover.done():
             self._end(moved)
 
     def _end(self, moved: Moved) -> None:
         """The books after a move: as before it, if it failed."""
-        move, end, keys, untold = self._under_way.pop(moved.move.number)
+        move, end, keys, private = self.under_way.pop(moved.move.number)
         if moved.error is not None:
             self.failed(moved.error)
         self._lost += moved.lost
         if isinstance(move, Transfer):
-            self._end_transfer(move, keys, untold, is_whole=moved.error is None)
+            self._end_transfer(move, keys, private, is_whole=moved.error is None)
         end(moved)
         for key in moved.evicted:  # after it: what the move wrote may be among them
             if self._disk.pop(key, False):
                 self._journal.removed(key, tier=DISK)
 
     def _end_transfer(
-        self, move: Transfer, keys: Sequence[int], untold: Collection[int], *, is_whole: bool
+        self, move: Transfer, keys: Sequence[int], private: Collection[int], *, is_whole: bool
     ) -> None:
         host = self._host
         if move.target.tier == HOST:
             if is_whole:
-                told = [key for key in host.came(keys) if key not in untold]
-                self._told_host.update(told)
-                self._tell(told, HOST)
+                new = [key for key in host.came(keys) if key not in private]
+                self._published.update(new)
+                self._publish(new, HOST)
             else:
                 host.failed(keys)
         if HOST in (move.source.tier, move.target.tier):
             host.release(keys)
         if move.target.tier == DISK and is_whole:
-            self._on_disk(keys, untold)
+            self._on_disk(keys, private)
 
-    def _on_disk(self, keys: Iterable[int], untold: Collection[int]) -> None:
-        new = {key: key not in untold for key in keys if key not in self._disk}
+    def _on_disk(self, keys: Iterable[int], private: Collection[int]) -> None:
+        new = {key: key not in private for key in keys if key not in self._disk}
         self._counts["num_spilled"] += len(new)
         self._disk.update(new)
-        self._tell([key for key, is_told in new.items() if is_told], DISK)
+        self._publish([key for key, is_public in new.items() if is_public], DISK)
 
-    def _tell(self, stored: list[int], tier: int) -> None:
+    def _publish(self, stored: list[int], tier: int) -> None:
         if stored:
             self._journal.stored(stored, tier=tier)
 
@@ -503,21 +509,16 @@ class LowerTiers:
 
     def give_way(self, is_decoding: bool) -> None:
         """Bound the bandwidth of moves while answers are drawn, and only then."""
-        self._carrier.gives_way = is_decoding
+        self.gives_way = self._carrier.gives_way = is_decoding
 
     def notify(self, call: Callable[[], None]) -> None:
-        """Have `call` made, from any thread, whenever there may be news."""
+        """Have `call` made, from any thread, whenever `has_ended` may have become true."""
         self._mover.notify(call)
 
     @property
-    def has_news(self) -> bool:
-        """Whether `settle` has something to take in."""
+    def has_ended(self) -> bool:
+        """Whether `take_ended` has something to take in."""
         return self._mover.has_done
-
-    @property
-    def num_moving(self) -> int:
-        """Moves under way."""
-        return len(self._under_way)
 
     def close(self) -> None:
         """The loans that were taken are ended before: so pulls end."""
@@ -545,33 +546,16 @@ class LowerTiers:
 
     def num_leading(self, keys: Sequence[int]) -> int:
         """The number of leading blocks of `keys` in host memory."""
-        num = 0
-        while num < len(keys) and self._host.is_whole(keys[num]):
-            num += 1
-        return num
+        is_whole = self._host.is_whole
+        return next((i for i, key in enumerate(keys) if not is_whole(key)), len(keys))
 
     def rows(self, keys: Sequence[int]) -> list[Row]:
         """The bytes of `keys`, which are held in host memory."""
-        return [self._carrier.arena[self._host.slot(key)] for key in keys]
+        return [self._carrier.arena[slot] for slot in self._host.slots(keys)]
 
     def has(self, tier: int) -> bool:
         """Whether there is such a tier."""
         return self.has_host if tier == HOST else tier == DISK and self._carrier.disk is not None
-
-    @property
-    def evicts_beside(self) -> bool:
-        """Whether what the device evicts takes its time beside the steps."""
-        return self.has_host and self._mover.is_beside
-
-    @property
-    def has_host(self) -> bool:
-        """Whether there is host memory."""
-        return self._host.num_slots > 0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing can lie below the device here."""
-        return not (self.has_host or self.has(DISK))
 
     def records(self) -> Iterator[bytes]:
         """The capsules that are durable, of this worker's earlier lives; the others are `refuse`d.
@@ -605,8 +589,8 @@ class LowerTiers:
     def keys(self, tier: int) -> list[int]:
         """Every full block that lies in `tier`."""
         if tier == DISK:
-            return [key for key, is_told in self._disk.items() if is_told]
-        return [key for key in self._host if key in self._told_host]
+            return [key for key, is_public in self._disk.items() if is_public]
+        return [key for key in self._host if key in self._published]
 
     def stats(self) -> TierUse:
         disk = self._carrier.disk
@@ -624,10 +608,10 @@ class LowerTiers:
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""
         self._host.check()
-        assert all(map(self._host.is_whole, self._told_host)), "told of a block that is not there"
+        assert all(map(self._host.is_whole, self._published)), "published, and not there"
 
     def _num_under_way(self, tier: int) -> int:
         """Blocks on their way to or from `tier`, whose moves are done in order."""
         return sum(
-            each.move.num_blocks for each in self._under_way.values() if each.move.tier == tier
+            each.move.num_blocks for each in self.under_way.values() if each.move.tier == tier
         )

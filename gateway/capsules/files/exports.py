@@ -17,7 +17,7 @@ from mallee.protocol.model import ModelSpec
 from mallee.worker.capsules.record import decode_record
 from mallee.worker.storage.export import export_nbytes, write_export
 from mallee.worker.storage.format import Rows
-from mallee.worker.transfer.peers import Ask, Lender, Loan
+from mallee.worker.transfer.values import Ask, Lender, Loan
 
 MAX_EXPORTS: Final = 8
 RUN_NBYTES: Final = 4 << 20

@@ -24,7 +24,7 @@ from mallee.protocol.model import ModelSpec
 from mallee.worker.capsules.record import CapsuleRecord
 from mallee.worker.kv.watch import Rows
 from mallee.worker.storage.export import ExportReader
-from mallee.worker.transfer.peers import Ask, Loan
+from mallee.worker.transfer.values import Ask, Loan
 
 LIFE: Final = 1  # of a gateway as a holder: its names of spools are never used again
 T = TypeVar("T")

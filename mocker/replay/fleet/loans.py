@@ -6,7 +6,7 @@ from typing import NamedTuple
 from mallee.mocker.links import LinkConfig, Told
 from mallee.mocker.replay.clock import Clock
 from mallee.protocol.messages import Holder
-from mallee.worker.transfer.peers import Ask
+from mallee.worker.transfer.values import Ask
 
 
 class Question(NamedTuple):

@@ -18,8 +18,7 @@ from mallee.protocol.messages import Demote, Fork, Limits, Prefill, Promote, Rel
 from mallee.testing.forward import MockForward
 from mallee.worker.capsules.record import decode_record
 from mallee.worker.records import EngineConfig, StepResult
-from mallee.worker.transfer.peers import Ask, Loan
-from mallee.worker.transfer.values import DISK
+from mallee.worker.transfer.values import DISK, Ask, Loan
 from support.lending import holder
 from support.live_fleet import make_engine
 from support.tiers import DictDisk, LateMover, make_tiers

@@ -44,7 +44,7 @@ from mallee.runtime.transport.server import CommandServer, Sink
 from mallee.runtime.transport.stream import Stream
 from mallee.runtime.transport.tls import client_tls, server_tls
 from mallee.runtime.transport.wire import GREETING, HEAD, REFUSED, read_refusal
-from mallee.worker.transfer.peers import Loan
+from mallee.worker.transfer.values import Loan
 from support.certificates import certificate
 from support.kv_blocks import (
     CAPSULE,

@@ -29,12 +29,12 @@ LIMIT = 6_000
 
 def capsules(bench: Any) -> dict[str, Any]:
     registry = bench.engine._capsules
-    return {name: registry.peek(name) for name in registry._places}
+    return {capsule.id: capsule for capsule in registry}
 
 
 def is_kept(bench: Any, name: str) -> bool:
     registry = bench.engine._capsules
-    return bool(registry.is_kept(registry.peek(name)))
+    return registry.ttl_s(registry.peek(name)) is not None
 
 
 def state_nbytes(capsule: Any) -> int:
@@ -52,7 +52,7 @@ def taken(bench: Any) -> int:
     return sum(
         memory(each.boundary, each.num_computed, state_nbytes(each), row * bool(each.logits))
         for name, each in capsules(bench).items()
-        if each.below is not None and is_kept(bench, name)
+        if each.parked is not None and is_kept(bench, name)
     )
 
 
@@ -75,13 +75,13 @@ def needed(bench: Any, command: Any) -> int:
     own = memory(capsule.boundary, capsule.num_computed, state_nbytes(capsule), own_row)
     match command:
         case Demote():
-            below = capsule.below
-            if not capsule.num_computed or (below is not None and below.tier >= command.tier):
+            parked = capsule.parked
+            if not capsule.num_computed or (parked is not None and parked.tier >= command.tier):
                 return 0  # it has no KV, or lies there
-            return 0 if below is not None and is_kept(bench, command.capsule) else own
+            return 0 if parked is not None and is_kept(bench, command.capsule) else own
         case Pin(is_pinned=True):
             was_kept = is_kept(bench, command.capsule)
-            return own if capsule.below is not None and not was_kept else 0
+            return own if capsule.parked is not None and not was_kept else 0
         case Rewind():
             at, num = command.at, capsule.num_computed
             base = num if at >= num else at - at % BLOCK
@@ -176,5 +176,5 @@ def test_capsules_on_their_way_down_have_their_bytes_promised(
     while movers[0].num_under_way:
         movers[0].advance()
         bench.run()
-    assert bench.engine._capsules._room._descending_nbytes == 0
+    assert bench.engine._capsules._promised_nbytes == 0
     assert bench.engine.stats().capsules.num_refused

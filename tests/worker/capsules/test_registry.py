@@ -212,7 +212,7 @@ def test_an_answer_leaves_no_logits_behind(make_bench: Callable[..., Any]) -> No
     bench = make_bench()
     bench.run(Generate("r", pack_tokens(tokens), Limits(8, stop_token_ids=(first,))))
     assert bench.answers["r", 0].last.finish == "stop"
-    (capsule,) = bench.engine._capsules._places._capsules.values()
+    (capsule,) = bench.engine._capsules
     assert capsule.logits is None
     bench.run(Fork("f", capsule.id, (b"", b"", pack_tokens([5])), Limits(3)))
     again = linear_tokens(spec, tokens, 3, sampling=Sampling(), seed=0)

@@ -27,7 +27,7 @@ from mallee.worker.memory.budget import (
 from mallee.worker.memory.device import Identity, host_memory, identify, probe
 from mallee.worker.memory.errors import memory_errors, start_errors
 from mallee.worker.model.kv_memory import TorchKV
-from mallee.worker.transfer.carrier import Carrier
+from mallee.worker.transfer.movers import Carrier
 from mallee.worker.transfer.values import DEVICE, HOST, Place, Transfer
 
 H200 = DeviceMemory("NVIDIA H200", 140 * GIB, 139 * GIB)

@@ -14,7 +14,6 @@ from mallee.worker.model.attention.base import (
     MAX_WINDOWED_TOKENS,
     MIN_SHARED_SAVING,
     AttentionSplit,
-    Reads,
     split_batch,
 )
 from mallee.worker.model.attention.torch import MAX_PADDED_BLOCKS, MAX_PADDED_TOKENS, TorchAttention
@@ -24,6 +23,7 @@ from mallee.worker.model.cpu.layout import CONTROL
 from mallee.worker.model.plan import Plan, make_plan
 from support.attention_rows import batches, make_row
 from support.attention_rows import forked as forked_rows
+from support.splits import WatchedAttention, block_reads
 from support.torch_threads import torch_threads
 
 SIZE = 4
@@ -104,21 +104,23 @@ MIDDLES = [[100 + 40 * i + j for j in range(40)] for i in range(3)]
 def test_what_rows_share_is_read_once_where_that_spares_enough(
     rows: list[Row], shared: list[int], num_blocks: int
 ) -> None:
-    """D7, part: reads are prefix + sum of branches (padded to whole blocks), not rows x prefix."""
-    plan, difference = run(ATTENTION, rows, torch.float32)
+    """D7, part: reads are prefix + sum of branches in whole blocks, not rows x prefix."""
+    watched = WatchedAttention(ATTENTION)
+    _, difference = run(watched, rows, torch.float32)
     assert difference < 1e-5
-    reads = plan.reads[None]
-    assert [len(prefix.blocks) for prefix in reads.parts.shared] == shared
-    assert reads.num_key_reads == num_blocks * SIZE
-    flat, _ = run(ATTENTION, rows, torch.float32, is_shared=False)
-    assert flat.reads[None].num_key_reads == sum(len(row.table) for row in rows) * SIZE
+    run(watched, rows, torch.float32, is_shared=False)
+    found, flat = watched.splits
+    assert [len(prefix.blocks) for prefix in found.shared] == shared
+    assert block_reads(found) == num_blocks
+    assert block_reads(flat) == sum(len(row.table) for row in rows)
 
 
 def test_very_deep_trees_are_planned() -> None:
     rows = [make_row([*range(i + 1), 2000 + i], (i + 1) * SIZE, 1) for i in range(400)]
-    plan = make_plan(rows, block_size=SIZE, device="cpu", prepare=ATTENTION.prepare)
+    watched = WatchedAttention(ATTENTION)
+    plan = make_plan(rows, block_size=SIZE, device="cpu", prepare=watched.prepare)
     assert len(plan.tokens) == 400
-    assert plan.reads[None].num_key_reads < plan.num_flat_key_reads / 4
+    assert block_reads(watched.splits[0]) < sum(len(row.table) for row in rows) / 4
 
 
 @given(
@@ -150,7 +152,7 @@ def test_padding_groups_are_bounded() -> None:
         first += num_blocks
     plan, difference = run(ATTENTION, rows, torch.float32)
     assert difference < 1e-5
-    for padded in plan.reads[None].parts.padded:
+    for padded in plan.reads[None].padded:
         assert len(padded.blocks) == 1 or padded.blocks.numel() <= MAX_PADDED_BLOCKS
 
 
@@ -162,9 +164,7 @@ def tiled(shape: tuple[int, int, int] = SHAPES[0]) -> TiledAttention:
     return TiledAttention(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
 
 
-def tiled_over(
-    memory: torch.Tensor, rows: list[Row], q: torch.Tensor
-) -> tuple[torch.Tensor, Reads]:
+def tiled_over(memory: torch.Tensor, rows: list[Row], q: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """Attention of rows over 16 tokens a block in `memory`, and what was read together."""
     kv_heads, dim = memory.shape[2:]
     attention = tiled((q.shape[1], kv_heads, dim))
@@ -199,10 +199,11 @@ def test_tiles_read_a_shared_prefix_once_whoever_computes_it() -> None:
     tables = [[*range(128), 128 + 2 * i, 129 + 2 * i] for i in range(32)]
     rows = [make_row(table, 128 * 16 + 20, 1) for table in tables]
     with torch_threads(2):
-        plan, difference = run(tiled(), rows, torch.bfloat16, shape=SHAPES[0], size=16)
+        watched = WatchedAttention(tiled())
+        plan, difference = run(watched, rows, torch.bfloat16, shape=SHAPES[0], size=16)
     assert difference < 2e-2
-    assert plan.reads[None].num_key_reads == 128 * 16 + 32 * 21
-    num_jobs = plan.reads[None].parts.control[CONTROL.num_tasks] // 3
+    assert block_reads(watched.splits[0]) == 128 + 32 * 2
+    num_jobs = plan.reads[None].control[CONTROL.num_tasks] // 3
     assert 2 + 32 <= num_jobs <= 128 * 16 // MIN_KEYS + 32
 
 
@@ -215,7 +216,7 @@ def test_a_long_prompt_has_the_same_bits_by_one_thread_and_by_several() -> None:
     for num_threads in (1, 2):
         with torch_threads(num_threads):
             outputs, reads = tiled_over(memory, rows, q)
-        assert not reads.parts.has_merges
+        assert not reads.has_merges
         found.append(outputs)
     assert torch.equal(*found)
 

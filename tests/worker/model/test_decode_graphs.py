@@ -25,6 +25,7 @@ from support.examples import examples
 from support.forward_schedule import run_schedule
 from support.late_device import LateDevice, LateGraphs
 from support.recorded_graphs import RecordedGraphs
+from support.splits import block_reads, watch_splits
 
 FAMILIES = ("llama", "qwen3", "gemma3_text")
 BLOCK = 4
@@ -57,7 +58,7 @@ def pool(forward: TorchForward) -> np.ndarray:
 
 def eager_steps(forward: TorchForward) -> dict[str, int]:
     """Their number by reason."""
-    return dict(forward.stats().graphs.num_eager)
+    return dict(forward.graph_stats().num_eager)
 
 
 def tiny(family: str = "llama", seed: int = 3, **overrides: Any) -> RandomModel:
@@ -202,7 +203,7 @@ def test_tokens_that_only_the_device_knows_go_into_a_replay(sequences: Callable[
         named = [run.tokens[f"r{i}"] for i in range(3)]
         assert named == [[5, 0, 99], [6, 0], [7, 0]]
     torch.testing.assert_close(*found, atol=2e-2, rtol=2e-2)
-    assert forwards[0].stats().graphs.num_replays == 3
+    assert forwards[0].graph_stats().num_replays == 3
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(1, (1,)), (3, (1, 2, 4)), (8, (1, 2, 4, 8))])
@@ -213,7 +214,7 @@ def test_the_graph_of_a_step_is_the_smallest_that_holds_it(
     device = RecordedGraphs()
     forward = recorded(SMALL, device, max_rows=most)
     run = sequences(forward)
-    assert forward.stats().graphs.sizes == sizes
+    assert forward.graph_stats().sizes == sizes
     for num in range(1, 11):
         device.replayed.clear()
         run.step(*(run.row(f"{num}.{i}", [i]) for i in range(num)))
@@ -224,7 +225,7 @@ def test_the_graph_of_a_step_is_the_smallest_that_holds_it(
     run.step(run.row("a", [3]))
     num_replayed = sizes[-1]
     assert eager_steps(forward) == {"tokens": 1, "rows": 10 - num_replayed, "watched": 1}
-    assert forward.stats().graphs.num_replays == num_replayed
+    assert forward.graph_stats().num_replays == num_replayed
 
 
 @pytest.mark.parametrize(
@@ -242,19 +243,16 @@ def test_rows_share_what_they_read_where_that_saves_more_than_a_graph(
     device = RecordedGraphs(times=lambda n: (1.0, 3.0, long_s, shared_s))
     forward = recorded(SMALL, device, max_rows=16)
     assert not pool(forward).any(), "a trial wrote to a block of the pool"
-    run = sequences(forward)
+    run, splits = sequences(forward), watch_splits(forward)
     names = [f"r{i}" for i in range(16)]
     for num_blocks, num_shared in ((least - 1, 0), (least, 1)):
         run.step(run.row("p", [3] * (BLOCK * num_blocks - len(run.tokens.get("p", ())))))
         for name in names:
             run.fork("p", name)
-        before = forward.stats()
+        splits.clear()
         run.step(*(run.row(name, [1]) for name in names))
-        after = forward.stats()
         assert eager_steps(forward).get("shared", 0) == num_shared
-        num_flat = after.num_flat_key_reads - before.num_flat_key_reads
-        spared = num_flat - (after.num_key_reads - before.num_key_reads)
-        assert spared == num_shared * 15 * least * BLOCK
+        assert [block_reads(split) for split in splits] == [least + 16] * num_shared
         run.free += [run.tables[name].pop() for name in names]
 
 
@@ -270,7 +268,7 @@ def test_rows_stay_in_a_graph_where_reads_cost_less_than_launches(
         run.fork("p", f"r{i}")
     run.step(*(run.row(f"r{i}", [1]) for i in range(16)))
     assert "shared" not in eager_steps(forward)
-    assert forward.stats().graphs.num_replays == 1
+    assert forward.graph_stats().num_replays == 1
 
 
 def test_sizes_that_fail_or_do_not_pay_are_off_and_the_others_serve(
@@ -291,8 +289,8 @@ def test_sizes_that_fail_or_do_not_pay_are_off_and_the_others_serve(
         times=lambda n: tuple(t / 1000 for t in (*times[n], *times[n])),
     )
     forward = recorded(SMALL, device, max_rows=16, max_nbytes=512 << 20)
-    assert forward.stats().graphs.sizes == (1, 4)
-    assert forward.memory_stats().graphs == forward.stats().graphs.nbytes == 3 << 20
+    assert forward.graph_stats().sizes == (1, 4)
+    assert forward.memory_stats().graphs == forward.graph_stats().nbytes == 3 << 20
     assert device.shares == [False, False, False, True], "what is gone has no memory to share"
     for told in (
         "no CUDA graph for 16 rows: it needs 900 MiB, the budget has 512 MiB",
@@ -312,7 +310,7 @@ def test_sizes_that_fail_or_do_not_pay_are_off_and_the_others_serve(
 def test_a_trial_fits_any_memory(family: str, num_blocks: int) -> None:
     """I13, part: fewer blocks than the rows of a graph. Padding has a block that no pool knows."""
     forward = recorded(tiny(family), RecordedGraphs(), num_blocks=num_blocks)
-    assert forward.stats().graphs.sizes == (1, 2, 4, 8)
+    assert forward.graph_stats().sizes == (1, 2, 4, 8)
     forward.check()
     assert not pool(forward).any()
 
@@ -325,7 +323,7 @@ def test_recorded_steps_serve_on_with_other_weights(
         tiny(seed=seed).save(tmp_path / name)
     device = RecordedGraphs()
     forward = recorded(tiny(seed=0), device, max_rows=4)
-    stats, timed = forward.stats().graphs, device.num_timed
+    stats, timed = forward.graph_stats(), device.num_timed
     logits = []
     for each in (forward, forward, recorded(tiny(seed=1), None)):
         run = sequences(each)
@@ -336,7 +334,7 @@ def test_recorded_steps_serve_on_with_other_weights(
             forward.rename(WeightVersion(2, "c"))
     assert torch.equal(logits[1], logits[2])
     assert not torch.equal(logits[0], logits[1])
-    after = forward.stats().graphs
+    after = forward.graph_stats()
     assert after.num_replays == 2
     assert (after.num_captures, after.sizes, after.nbytes) == (3, stats.sizes, stats.nbytes)
     assert (device.num_captures, device.num_timed) == (3, timed)
@@ -364,7 +362,7 @@ def test_scales_of_kv_are_a_part_of_recorded_steps(
     run = sequences(forward)
     run.step(run.row("a", [1, 2, 3]))
     run.step(run.row("a", [4]))  # fails where a recorded number is another now
-    assert forward.stats().graphs.num_replays == 1
+    assert forward.graph_stats().num_replays == 1
 
 
 def test_there_are_none_without_flashinfer_or_in_deterministic_mode(
@@ -374,10 +372,10 @@ def test_there_are_none_without_flashinfer_or_in_deterministic_mode(
     caplog.set_level(logging.INFO)
     device = RecordedGraphs()
     for options in ({"is_deterministic": True}, {"uses_kernels": False}):
-        assert recorded(SMALL, device, **options).stats().graphs == NO_GRAPHS
+        assert recorded(SMALL, device, **options).graph_stats() == NO_GRAPHS
         said = "no CUDA graphs: they need FlashInfer's attention, and not engine.determ"
         assert said in caplog.text
         caplog.clear()
     assert device.num_captures == 0
-    assert SMALL.forward(graphs=GraphOptions()).stats().graphs == NO_GRAPHS
+    assert SMALL.forward(graphs=GraphOptions()).graph_stats() == NO_GRAPHS
     assert not caplog.records

@@ -39,8 +39,6 @@ def test_kernels_are_for_the_cpu_and_can_be_switched_off() -> None:
     config = random_model(head_dim=32).config
     wide: dict[str, Any] = {"dtype": torch.float32, "kv_dtype": torch.float32, "block_size": 16}
     assert isinstance(choose_backend(config, device="cpu", **wide).ops, FusedOps)
-    kernels = random_model().forward().stats().kernels
-    assert kernels.endswith("; small operations by compiled")
     for name in ("cpu", "cuda"):
         plain = choose_backend(config, device=name, uses_kernels=False, **wide)
         assert type(plain.ops) is Ops

@@ -231,21 +231,6 @@ def test_a_draw_depends_on_no_row_beside_it() -> None:
     assert drawn(apart[5:9]) == tokens[5:9]
 
 
-@pytest.mark.slow
-def test_frequencies_pass_a_chi_square_test() -> None:
-    """I5: what is drawn follows the filtered distribution."""
-    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, 0.5, 3.0, -3.0])
-    field = filtered(logits, torch.arange(8, dtype=torch.int32), Sampling(1.3, min_p=0.05))
-    n = 250
-    tokens = drawn([Draw(logits, Sampling(1.3, min_p=0.05), 7, i) for i in range(n)])
-    counts, wanted = np.bincount(tokens, minlength=8), np.zeros(8)
-    wanted[field.ids.numpy()] = n * field.scores.softmax(0).numpy()
-    live = wanted > 0
-    assert live.sum() == 6
-    assert not counts[~live].any()
-    assert float(((counts - wanted)[live] ** 2 / wanted[live]).sum()) < 20.5  # 5 degrees, p = 0.001
-
-
 SPOILT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "no numbers": lambda row: torch.full_like(row, torch.nan),
     "some numbers": lambda row: row.index_fill(0, torch.tensor([7, 9]), torch.nan),

@@ -23,11 +23,11 @@ from mallee.testing.attention import attend_plain
 from mallee.testing.quantized import with_kv_scales
 from mallee.testing.random_model import random_model
 from mallee.worker.forward import Row
-from mallee.worker.model.attention.base import Reads
 from mallee.worker.model.attention.flashinfer import (
     SPLIT_TOKENS,
     FlashInferAttention,
     FlashInferUnavailable,
+    Parts,
     find_flashinfer,
 )
 from mallee.worker.model.attention.torch import TorchAttention
@@ -36,6 +36,7 @@ from mallee.worker.model.plan import make_plan
 from support import flashinfer_emulator
 from support.attention_rows import batches, forked, make_row
 from support.forward_schedule import run_schedule
+from support.splits import WatchedAttention, block_reads, watch_splits
 
 SCALE = 0.11
 SHAPES = [(8, 2, 64), (4, 4, 64), (6, 2, 128), (10, 2, 64), (3, 1, 256)]
@@ -117,7 +118,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype | None = None
 
-    def reads(self, attention: Any) -> Reads:
+    def reads(self, attention: Any) -> Parts:
         plan = make_plan(
             self.rows,
             block_size=self.size,
@@ -204,14 +205,14 @@ def test_a_shared_prefix_gives_what_flat_reading_gives(
     case = Case(rows, 16)
     cascade = kernels.attention(min_shared_tokens=64)
     flat = kernels.attention(min_shared_tokens=64, is_deterministic=True)
-    shared, alone = case.reads(cascade), case.reads(flat)
-    assert shared.parts.shared is not None
-    assert alone.parts.shared is None
+    watched, apart = WatchedAttention(cascade), WatchedAttention(flat)
+    assert case.reads(watched).shared is not None
+    assert case.reads(apart).shared is None
     if len(rows[0].tokens) == 1:
         depth = 20 if num_shared == 20 else 104
-        tails = sum(row.start + 1 - depth * 16 for row in rows)
-        assert shared.num_key_reads == num_shared * 16 + tails
-        assert alone.num_key_reads == sum(row.start + 1 for row in rows)
+        num_flat = sum(row.start // 16 + 1 for row in rows)
+        assert block_reads(watched.splits[0]) == num_shared + num_flat - depth * len(rows)
+        assert block_reads(apart.splits[0]) == num_flat
     outputs = [case.attend(attention, kernels.device)[0] for attention in (cascade, flat)]
     torch.testing.assert_close(*outputs, atol=1e-2, rtol=1e-2)
 
@@ -430,9 +431,9 @@ def test_a_model_gives_the_reference_s_logits(
     assert isinstance(forward._attention, FlashInferAttention)
     if not is_deterministic:
         forward._attention.min_saving = 2
+    splits = watch_splits(forward)
     ours = run_schedule(sequences(forward), 5)
-    stats = forward.stats()
-    assert (stats.num_key_reads < stats.num_flat_key_reads) or is_deterministic
+    assert any(split.shared for split in splits) != is_deterministic
     found, expected = torch.stack(ours), torch.stack(reference)
     assert float((found - expected).abs().max()) < TOLERANCES["bfloat16"].logits
     assert float((found - expected).norm() / expected.norm()) < 4e-2

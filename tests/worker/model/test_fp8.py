@@ -40,7 +40,7 @@ def test_equal_bytes_hold_twice_or_four_times_the_tokens(dtype: str, tmp_path: P
     for forward, nbytes in ((wide, {"bfloat16": 2, "float32": 4}[dtype]), (narrow, 1)):
         per_token = 2 * 2 * 2 * 16 * nbytes
         assert forward.spec.kv_bytes_per_token == per_token
-        assert forward.stats().kv_nbytes == forward.num_blocks * 16 * per_token
+        assert forward.memory_stats().kv == forward.num_blocks * 16 * per_token
         forward.check()
 
 

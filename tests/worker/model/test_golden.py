@@ -14,6 +14,7 @@ from mallee.testing.random_model import random_model, tensors_digest
 from mallee.worker.forward import Draw
 from mallee.worker.model.runner import TorchForward, load
 from support.driving import engine_over
+from support.splits import block_reads, watch_splits
 
 SMOLLM2: list[dict[str, list[int]]] = json.loads(
     Path(__file__).with_name("golden_smollm2.json").read_text()
@@ -46,11 +47,10 @@ def test_forks_of_a_shared_prefix_go_on_as_the_parent_would(
         rows = [run.row(c, [t]) for c, t in zip(children, tokens, strict=True)]
         tokens = greedy(forward, run.step(*rows, copies=copies))
         copies = []
-    before = forward.stats()
+    splits = watch_splits(forward)
     run.step(*(run.row(child, [1]) for child in children))
-    after = forward.stats()
-    reads = after.num_key_reads - before.num_key_reads
-    assert reads < (after.num_flat_key_reads - before.num_flat_key_reads) / 2
+    num_flat = sum(len(run.tables[child]) for child in children)
+    assert block_reads(splits[0]) < num_flat / 2
 
 
 # A tiny random model of each family

@@ -142,4 +142,4 @@ def test_the_bytes_of_all_groups_are_those_that_are_allocated() -> None:
     forward = MODEL.forward(num_blocks=400)
     forward.check()
     full = MODEL.forward(num_blocks=400).spec.kv_bytes_per_token * 400 * 4
-    assert forward.stats().kv_nbytes < full / 3
+    assert forward.memory_stats().kv < full / 3

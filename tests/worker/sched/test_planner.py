@@ -62,16 +62,6 @@ def test_without_gangs_a_batch_stands_in_order_of_arrival(make_rig: Any) -> None
         assert rig.order[-1] == expected
 
 
-def test_prefill_first_fills_the_step_with_prompts(make_rig: Any) -> None:
-    """I21, part: prompts before decodes."""
-    rig = make_rig(policy="prefill_first", ageing_steps=0)
-    rig.add("decode", 3)
-    rig.run(2)
-    rig.add("long", 48)
-    assert rig.run(3) == [{"long": 16}] * 3
-    assert set(rig.step()) == {"decode", "long"}
-
-
 def test_round_robin_gives_every_decode_a_turn(make_rig: Any) -> None:
     """I21: with turns for 2 of 7 decodes each has one at least every 4 steps."""
     rig = make_rig(policy="decode_round_robin", max_decodes=2, ageing_steps=0)
@@ -85,17 +75,6 @@ def test_round_robin_gives_every_decode_a_turn(make_rig: Any) -> None:
         for name in served:
             assert step - last[name] <= 4
             last[name] = step
-
-
-def test_fcfs_counts_neither_priorities_nor_shares(make_rig: Any) -> None:
-    """I21, part: the oldest first."""
-    rig = make_rig(policy="fcfs", max_rows=2)
-    for i in range(4):
-        rig.add(f"b{i}", 4, outputs=6, priority=float(i), session=f"s{i}", weight=1.0 + i)
-    firsts: list[str] = []
-    while rig.scheduler.has_work:
-        firsts += [name for name in rig.step() if name not in firsts]
-    assert firsts == ["b0", "b1", "b2", "b3"]
 
 
 def test_several_prompts_share_a_step(make_rig: Any) -> None:

@@ -43,58 +43,36 @@ def keep_busy(
             rig.add(name, size, outputs=outputs, **share)
 
 
-@examples(25)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["decodes", "short", "long"]), st.sampled_from([0.5, 1.0, 3.0])),
-        min_size=2,
-        max_size=4,
-    ),
-    st.sampled_from([4, 16, 40]),
+KINDS = st.tuples(
+    st.sampled_from(["decodes", "short", "long", "one"]), st.sampled_from([0.5, 1.0, 3.0])
 )
-@example(kinds=[("decodes", 3.0), ("long", 0.5), ("long", 0.5), ("long", 3.0)], rows=16)
-@example(kinds=[("decodes", 3.0), ("short", 1.0), ("long", 3.0)], rows=16)
-def test_the_share_error_is_bounded_by_two_steps(
-    make_rig: Any, kinds: list[tuple[str, float]], rows: int
-) -> None:
-    """S13, part: tokens by weight never differ by more than two steps' tokens of each, by weight."""
-    rig = make_rig(max_rows=rows, max_step_tokens=16, ageing_steps=0, num_blocks=8192)
-    total = [0] * len(kinds)
-    for turn in range(60):
-        keep_busy(rig, kinds, turn)
-        for name, n in rig.step(is_checked=False).items():
-            total[int(name[1 : name.index("-")])] += n
-        for i, j in combinations(range(len(kinds)), 2):
-            allowed = sum(2 * 16 / kinds[k][1] for k in (i, j))
-            apart = abs(total[i] / kinds[i][1] - total[j] / kinds[j][1])
-            assert apart <= allowed, (turn, total)
-    rig.check()
 
 
-@examples(25)
+@examples(50)
 @given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["decodes", "short", "long", "one"]), st.sampled_from([0.5, 1.0, 3.0])
-        ),
-        min_size=2,
-        max_size=6,
-    ),
-    st.sampled_from([0.5, 1.0, 2.0]),
+    st.lists(KINDS, min_size=1, max_size=5),
+    st.sampled_from([None, 0.5, 1.0, 2.0]),
     st.sampled_from([4, 16, 40]),
 )
+@example(kinds=[("decodes", 3.0), ("long", 0.5), ("long", 0.5)], weight=None, rows=16)
+@example(kinds=[("decodes", 3.0), ("short", 1.0)], weight=None, rows=16)
 @example(kinds=[("long", 1.0)] * 6, weight=1.0, rows=4)
 @example(kinds=[("long", 0.5), *[("one", 3.0)] * 5], weight=2.0, rows=40)
-def test_sessions_of_a_tenant_get_together_what_one_gets(
-    make_rig: Any, kinds: list[tuple[str, float]], weight: float, rows: int
+def test_the_share_error_is_bounded_by_two_steps(
+    make_rig: Any, kinds: list[tuple[str, float]], weight: float | None, rows: int
 ) -> None:
-    """S13, part: within two steps' tokens, also where some want little; and each its part of that."""
+    """S13, part: of what is held back: tokens by weight never differ by more than two steps' of each.
+
+    Sessions of a tenant of some `weight` get together what one gets, also where some of them want little, and
+    each its part of that. Without a tenant each stands for itself.
+    """
     assume(any(kind != "one" for kind, _ in kinds))
     rig = make_rig(max_rows=rows, max_step_tokens=16, ageing_steps=0, num_blocks=8192)
-    kinds = [*kinds, ("long", 1.0)]
-    tenants = dict.fromkeys(range(len(kinds) - 1), ("many", weight)) | {
-        len(kinds) - 1: ("one", 1.0)
-    }
+    kinds = [*kinds, ("long", 3.0)]
+    last = len(kinds) - 1
+    tenants = {last: ("last", 1.0)}
+    if weight is not None:
+        tenants |= dict.fromkeys(range(last), ("many", weight))
     total = [0] * len(kinds)
     busy = [i for i, (kind, _) in enumerate(kinds[:-1]) if kind != "one"]
     for turn in range(60):
@@ -103,11 +81,13 @@ def test_sessions_of_a_tenant_get_together_what_one_gets(
         for name, n in served.items():
             total[int(name[1 : name.index("-")])] += n
         assert sum(served.values()) >= min(rows, 16), "something waits, and the step has room"
-        apart = abs(sum(total[:-1]) / weight - total[-1])
-        assert apart <= 2 * 16 / weight + 2 * 16, (turn, total)
-        for i, j in combinations(busy, 2):
-            allowed = sum(2 * 16 / kinds[k][1] for k in (i, j))
-            assert abs(total[i] / kinds[i][1] - total[j] / kinds[j][1]) <= allowed, (turn, total)
+        shares = [(total[i] / kinds[i][1], 2 * 16 / kinds[i][1]) for i in busy]
+        others = [(float(total[-1]), 2 * 16.0)]
+        if weight is not None:
+            others.append((sum(total[:-1]) / weight, 2 * 16 / weight))
+        for group in (shares, others) if weight is not None else (shares + others,):
+            for (one, bound), (other, other_bound) in combinations(group, 2):
+                assert abs(one - other) <= bound + other_bound, (turn, total)
     rig.check()
 
 
@@ -238,20 +218,12 @@ def test_sessions_that_left_are_forgotten_once_they_are_not_ahead() -> None:
 
 # Lines, gates and the states of a branch, against plain models
 
-STARTS = {
-    "gated": ("gated",),
-    "waiting": (),
-    "ready": ("ready",),
-    "prefill": ("prefill",),
-    "decode": ("prefill", "decode"),
-    "finished": ("finished",),
-    "failed": ("failed",),
-}
-ARROWS = {
+ARROWS: dict[Phase, set[Phase]] = {
     "gated": {"waiting", "finished", "failed"},
     "waiting": {"gated", "ready", "prefill", "finished", "failed"},
     "ready": {"waiting", "decode", "finished", "failed"},
-    "prefill": {"waiting", "decode", "finished", "failed"},
+    "fetching": {"prefill", "finished", "failed"},
+    "prefill": {"waiting", "fetching", "decode", "finished", "failed"},
     "decode": {"waiting", "prefill", "finished", "failed"},  # prefill: injected tokens
     "finished": set(),
     "failed": set(),
@@ -263,13 +235,11 @@ def branch(ticket: int) -> Branch:
     return Branch(job, (0,), ticket, [1], ForkPoint(0, 0, []), None)
 
 
-@pytest.mark.parametrize(("before", "after"), list(product(STARTS, repeat=2)))
+@pytest.mark.parametrize(("before", "after"), list(product(ARROWS, repeat=2)))
 def test_a_branch_moves_along_the_arrows_only(before: Phase, after: Phase) -> None:
     """I19: an illegal transition raises."""
     one = branch(1)
-    for phase in STARTS[before]:
-        one.move(phase)
-    assert one.phase is before
+    one.phase = before
     if after in ARROWS[before]:
         one.move(after)
         assert one.phase is after
@@ -338,9 +308,12 @@ def test_a_queue_serves_in_the_order_of_a_full_search(data: Any) -> None:
             key=lambda c: (c[0].job.session.order, -c[0].priority, c[1].ticket),
             default=(None, None),
         )
-        assert queue.first() is expected
-        if by is not None and expected is not None:
-            assert (expected.payer, expected.rank) == (by.job.session, -by.priority)
+        first = queue.first()
+        if by is None or first is None:
+            assert (by, first) == (None, None)
+        else:
+            assert first.branch is expected
+            assert (first.payer, first.rank) == (by.job.session, -by.priority)
         assert set(queue.members) == set(inside)
         oldest = queue.oldest
         assert (oldest is None) is (not inside)
@@ -361,7 +334,9 @@ def test_a_queue_forgets_claims_that_are_out_of_date() -> None:
         queue.rerank(sequences[i % 3])
         queue.serve(sequences[i % 3], i)
     assert sum(map(len, queue._claims.values())) < 200
-    assert queue.first() is sequences[4997 % 3]
+    first = queue.first()
+    assert first is not None
+    assert first.branch is sequences[4997 % 3]
 
 
 def test_gates_let_through_in_the_order_of_what_is_needed() -> None:

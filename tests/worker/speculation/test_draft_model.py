@@ -17,10 +17,9 @@ from mallee.worker.records import EngineConfig
 from mallee.worker.sched.branch import Branch
 from mallee.worker.sched.policy import SchedulerConfig
 from mallee.worker.speculation.draft_model import DraftModel
-from mallee.worker.speculation.drafters import EachAlone
 from mallee.worker.speculation.speculator import SpeculationConfig, SpeculationName
 from support.driving import engine_over
-from support.speculating import Teller, draft_by, draft_model
+from support.speculating import EachAlone, Teller, draft_by, draft_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -254,3 +254,12 @@ def test_break_even_is_the_share_of_a_position_in_the_time_of_a_token(
     if max(sizes) - min(sizes) < 4:
         return
     assert found == pytest.approx(min(0.95, max(0.02, b * rows / (a + b * rows))), abs=1e-3)
+
+
+def test_steps_that_take_less_the_larger_they_are_never_make_a_draft_cheaper_than_free() -> None:
+    """I15, part: as measured on a machine that is busy otherwise."""
+    costs = StepCosts()
+    for n in (4, 8, 16):
+        costs.learn(n, 1.0 / n)
+    assert costs.slope == 0.0
+    assert costs.seconds(400) == 0.0

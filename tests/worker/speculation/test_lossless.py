@@ -35,12 +35,22 @@ from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.branch import Branch
 from mallee.worker.sched.policy import SchedulerConfig
-from mallee.worker.speculation.drafters import Drafter, EachAlone
+from mallee.worker.speculation.drafters import Drafter
 from mallee.worker.speculation.speculator import SpeculationConfig
 from support.driving import engine_over
 from support.engine_machine import QUIET, EngineMachine, Fallible, PassFailed, TorchMachine
 from support.examples import examples
-from support.speculating import CheckedModel, Free, Kind, Knowing, Name, Teller, Unsure, draft_by
+from support.speculating import (
+    CheckedModel,
+    EachAlone,
+    Free,
+    Kind,
+    Knowing,
+    Name,
+    Teller,
+    Unsure,
+    draft_by,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,13 +13,22 @@ from mallee.protocol.messages import Holder
 from mallee.testing.forward import MockForward
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.watch import Rows
-from mallee.worker.transfer.carrier import Carrier
 from mallee.worker.transfer.host import HostSlots
 from mallee.worker.transfer.lower import Part
-from mallee.worker.transfer.movers import NUM_ASKING, NUM_LANES, ThreadedMover
-from mallee.worker.transfer.peers import Ask, Loan
+from mallee.worker.transfer.movers import NUM_ASKING, NUM_LANES, Carrier, ThreadedMover
 from mallee.worker.transfer.prices import LATENCY_S, MeasuredPrices
-from mallee.worker.transfer.values import DEVICE, DISK, HOST, PEER, Moved, Place, Question, Transfer
+from mallee.worker.transfer.values import (
+    DEVICE,
+    DISK,
+    HOST,
+    PEER,
+    Ask,
+    Loan,
+    Moved,
+    Place,
+    Question,
+    Transfer,
+)
 from support.tiers import make_tiers
 
 FORWARD = MockForward(mock_spec(), num_blocks=64, block_size=4)
@@ -75,12 +84,12 @@ def test_a_pull_that_fails_teaches_no_price() -> None:
     lower = make(Journal(), FORWARD)
     asked: list[Moved] = []
     lower.ask(Ask(Holder("w", 1, "", 128), (), ""), asked.append)
-    lower.settle()
+    lower.take_ended()
     before = prices.fetch_s(PEER, 32)
     ends: list[int] = []
     part = Part(Place(PEER, tuple(range(32)), asked[0].loan), range(32))
     assert lower.fetch([part], lambda: range(32), ends.append)
-    lower.settle()
+    lower.take_ended()
     assert ends == [16]
     assert lower.stats().num_failed == 1
     assert prices.fetch_s(PEER, 32) == before

@@ -21,8 +21,8 @@ from mallee.protocol.events import Removed, Stored, unpack_hashes
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.watch import Row, Rows
 from mallee.worker.storage.volume import Read
-from mallee.worker.transfer.carrier import Carrier
 from mallee.worker.transfer.lower import LowerTiers, Part
+from mallee.worker.transfer.movers import Carrier
 from mallee.worker.transfer.prices import MeasuredPrices
 from mallee.worker.transfer.values import DISK, HOST, PEER, Moved, Place
 from support.examples import examples
@@ -180,7 +180,7 @@ class TransferMachine(RuleBasedStateMachine):
                 self.held.append(keys)
 
         try:
-            self.lower.park(keys, blocks, ended, num_untold=0)
+            self.lower.park(keys, blocks, ended, num_private=0)
         except TierFull:
             end()
 
@@ -223,7 +223,7 @@ class TransferMachine(RuleBasedStateMachine):
         self.num_records += 1
         blocks = self.computed(keys)
         name = f"c{self.num_records % 2}"  # few are there at once
-        self.lower.commit(name, b"", keys, blocks, self.given_up(blocks), num_untold=0)
+        self.lower.commit(name, b"", keys, blocks, self.given_up(blocks), num_private=0)
 
     @rule(name=st.sampled_from(["c0", "c1"]))
     def forget(self, name: str) -> None:
@@ -256,8 +256,8 @@ class TransferMachine(RuleBasedStateMachine):
         self.mover.tell(data.draw(st.integers(0, self.mover.num_untold - 1)))
 
     @rule()
-    def settle(self) -> None:
-        self.lower.settle()
+    def take_ended(self) -> None:
+        self.lower.take_ended()
 
     @invariant()
     def books_are_true(self) -> None:
@@ -289,9 +289,9 @@ class TransferMachine(RuleBasedStateMachine):
                 self.mover.advance(lane)
             while self.mover.num_untold:
                 self.mover.tell(0)
-            self.lower.settle()
+            self.lower.take_ended()
             self.books_are_true()
-        assert self.num_open == self.lower.num_moving == 0
+        assert self.num_open == len(self.lower.under_way) == 0
         assert self.free == set(range(NUM_BLOCKS))
         assert self.lower.stats().host_held == len({key for keys in self.held for key in keys})
 

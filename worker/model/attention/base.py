@@ -7,7 +7,7 @@ rows' queries meet its keys together, and its bytes are read once. What no prefi
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,16 +16,8 @@ import torch
 from mallee.worker.forward import Row
 from mallee.worker.kv.node import BlockTable
 
-
-class Reads(NamedTuple):
-    """The KV reads of the layers of one window: an attention backend's own form of an `AttentionSplit`.
-
-    `num_key_reads`: key slots fetched per layer, padding too.
-    """
-
-    parts: Any
-    num_key_reads: int
-
+Reads: TypeAlias = Any
+"""The KV reads of the layers of one window: an attention backend's own form of an `AttentionSplit`."""
 
 MIN_SHARED_SAVING = 32
 """On a CPU a prefix must spare this many block reads; below it, the merge costs more than the reading."""
@@ -196,11 +188,6 @@ class _Splitter:
 
 class Attention(Protocol):
     """Attention of one layer over paged KV."""
-
-    @property
-    def label(self) -> str:
-        """The kernels in a few words, for the log and for `stats`."""
-        ...
 
     @property
     def min_saving(self) -> int:

@@ -31,7 +31,6 @@ from mallee.worker.model.attention.base import (
     UNBOUNDED,
     AttentionSplit,
     Ints,
-    Reads,
     Segment,
     SharedPrefix,
     split_batch,
@@ -152,7 +151,7 @@ class FlashInferAttention:
     """As `TorchAttention`, on CUDA, for what `check_supported` lets pass.
 
     A wrapper holds one plan at a time, so each plan of a step has its own; they are used again when the
-    step's `Reads` are gone.
+    step's `Parts` are gone.
     """
 
     __slots__ = (
@@ -210,30 +209,28 @@ class FlashInferAttention:
         self._fa3_refusal = self._refusal(capability, windows, seconds)
         log.info("attention: %s", self.label)
 
-    def prepare(self, split: AttentionSplit) -> Reads:
+    def prepare(self, split: AttentionSplit) -> Parts:
         """`split` as plans, which hold until it is dropped."""
         kinds: dict[Kind, list[Segment]] = {}
         for segment in split.segments:
             kinds.setdefault(self._kind(segment), []).append(segment)
         own = tuple(self._plan_own(kind, segments) for kind, segments in kinds.items())
         shared, levels = self._plan_shared(split) if split.shared else (None, ())
-        num_reads = sum(len(prefix.blocks) for prefix in split.shared) * split.block_size
-        return Reads(Parts(own, shared, levels), num_reads + num_own_reads(split.segments))
+        return Parts(own, shared, levels)
 
     def attend(
-        self, reads: Reads, q: torch.Tensor, memory: torch.Tensor, *, scale: float
+        self, reads: Parts, q: torch.Tensor, memory: torch.Tensor, *, scale: float
     ) -> torch.Tensor:
-        parts: Parts = reads.parts
         pages = memory.view(-1, self._block_size, *memory.shape[1:])
         kv = (pages[:, :, 0], pages[:, :, 1])  # each [num_blocks, block_size, kv_heads, head_dim]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        for part in parts.own:
-            _run_own(part, q, kv, scale, out=out, lse=lse if parts.levels else None)
-        if parts.shared is not None:
-            queries = q[parts.shared.tokens]
-            seen, seen_lse = parts.shared.wrapper.run(queries, kv, q_scale=scale, return_lse=True)
-            for level in parts.levels:
+        for part in reads.own:
+            _run_own(part, q, kv, scale, out=out, lse=lse if reads.levels else None)
+        if reads.shared is not None:
+            queries = q[reads.shared.tokens]
+            seen, seen_lse = reads.shared.wrapper.run(queries, kv, q_scale=scale, return_lse=True)
+            for level in reads.levels:
                 own, own_lse = out[level.tokens], lse[level.tokens]
                 self._package.merge_state_in_place(
                     own, own_lse, seen[level.outputs], seen_lse[level.outputs]
@@ -367,10 +364,8 @@ class FlashInferAttention:
         q = torch.randn(shape, generator=generator).to(self._device, self._dtype)
         plain = TorchAttention(size, str(self._device))
         scale = self._head_dim**-0.5
-        found, expected = (
-            each.attend(each.prepare(split), q, memory, scale=scale).float()
-            for each in (self, plain)
-        )
+        found = self.attend(self.prepare(split), q, memory, scale=scale).float()
+        expected = plain.attend(plain.prepare(split), q, memory, scale=scale).float()
         return float((found - expected).abs().max() / expected.abs().max())
 
     def _kind(self, segment: Segment) -> Kind:
@@ -442,22 +437,11 @@ class FlashInferAttention:
     def _plan_prefill(
         self, kind: Kind, pages: Pages, sizes: Ints, tokens: Tokens, *, causal: bool
     ) -> Part:
-        return self._take(kind.kernels).plan(
-            tokens,
-            self._indptr(sizes),
-            *pages,
-            num_qo_heads=self._num_heads,
-            num_kv_heads=self._num_kv_heads,
-            head_dim_qk=self._head_dim,
-            page_size=self._block_size,
-            causal=causal,
-            window_left=kind.window_left,
-            sm_scale=1.0,
-            q_data_type=self._dtype,
-            kv_data_type=self._kv_dtype,
-            # Fixed splits of long segments could need gigabytes; their queries keep a GPU busy anyway.
-            disable_split_kv=self._is_deterministic,
-        )
+        options = self.decode_options(kind.window_left)
+        options["head_dim_qk"] = options.pop("head_dim")
+        # Fixed splits of long segments could need gigabytes; their queries keep a GPU busy anyway.
+        options |= {"causal": causal, "disable_split_kv": self._is_deterministic}
+        return self._take(kind.kernels).plan(tokens, self._indptr(sizes), *pages, **options)
 
     def _take(self, kernels: Kernels) -> "_Entry":
         """A wrapper whose plan nothing needs any more."""
@@ -527,11 +511,6 @@ class _Entry:
         part = Part(self.wrapper, tokens)
         self._part = weakref.ref(part)
         return part
-
-
-def num_own_reads(segments: Sequence[Segment]) -> int:
-    """Key slots that a layer fetches for `segments`."""
-    return sum(s.last + s.size - max(s.first, 0) for s in segments)
 
 
 def _run_own(

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from mallee.worker.memory.transfer import sent
-from mallee.worker.model.attention.base import MIN_SHARED_SAVING, AttentionSplit, Reads, Segment
+from mallee.worker.model.attention.base import MIN_SHARED_SAVING, AttentionSplit, Segment
 
 Part: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Attention over some keys: outputs [n, num_heads, head_dim], logsumexp [n, num_heads] float32."""
@@ -32,7 +32,6 @@ class SharedKeys(NamedTuple):
     """A prefix."""
 
     blocks: torch.Tensor  # [num_blocks] block ids
-    num_keys: int
     tokens: torch.Tensor | None  # [n] indices into the flat batch; None: all of it
 
 
@@ -73,20 +72,17 @@ class TorchAttention:
 
     __slots__ = ("_block_size", "_device", "_scratch")
     min_saving = MIN_SHARED_SAVING
-    label = "torch"
 
     def __init__(self, block_size: int, device: str = "cpu") -> None:
         self._block_size = block_size
         self._device = torch.device(device)
         self._scratch = torch.empty(0)
 
-    def prepare(self, split: AttentionSplit) -> Reads:
+    def prepare(self, split: AttentionSplit) -> Parts:
         """`split` as tensors on the device."""
-        size = self._block_size
         shared = tuple(
             SharedKeys(
                 self._tensor(prefix.blocks),
-                len(prefix.blocks) * size,
                 None if len(prefix.tokens) == split.num_tokens else self._tensor(prefix.tokens),
             )
             for prefix in split.shared
@@ -101,17 +97,13 @@ class TorchAttention:
             else:
                 short.append(segment)
         padded = tuple(self._pad(group, split.num_tokens) for group in _groups(short))
-        num_reads = sum(prefix.num_keys for prefix in shared)
-        num_reads += sum(chunk.num_before + chunk.end - chunk.begin for chunk in chunks)
-        num_reads += sum(group.blocks.numel() for group in padded) * size
-        return Reads(Parts(shared, tuple(chunks), padded), num_reads)
+        return Parts(shared, tuple(chunks), padded)
 
     def attend(
-        self, reads: Reads, q: torch.Tensor, memory: torch.Tensor, *, scale: float
+        self, reads: Parts, q: torch.Tensor, memory: torch.Tensor, *, scale: float
     ) -> torch.Tensor:
-        parts: Parts = reads.parts
-        out, lse = self._segments(parts, q, memory, scale)
-        for prefix in parts.shared:
+        out, lse = self._segments(reads, q, memory, scale)
+        for prefix in reads.shared:
             queries = q if prefix.tokens is None else q.index_select(0, prefix.tokens)
             keys, values = self._fetch(prefix.blocks, memory, q.dtype).unbind(1)
             part = over_all(queries, keys, values, scale)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mallee.worker.model.attention.base import MIN_SHARED_SAVING, AttentionSplit, Ints, Reads
+from mallee.worker.model.attention.base import MIN_SHARED_SAVING, AttentionSplit, Ints
 from mallee.worker.model.cpu import amx
 from mallee.worker.model.cpu.attend import attend
 from mallee.worker.model.cpu.layout import COLUMNS, CONTROL, LINE, MAX_TILES, scratch_at
@@ -37,7 +37,6 @@ class TiledAttention:
 
     __slots__ = ("_control", "_group", "_per_job", "_scratch", "_sums", "_threads", "_tops")
     min_saving = MIN_SHARED_SAVING
-    label = "AMX tiles"
 
     @staticmethod
     def is_supported(
@@ -75,7 +74,7 @@ class TiledAttention:
         control[CONTROL.scratch] = -(-self._scratch.ctypes.data // LINE) * LINE
         control[CONTROL.scratch_stride] = stride
 
-    def prepare(self, split: AttentionSplit) -> Reads:
+    def prepare(self, split: AttentionSplit) -> Parts:
         """`split` as the kernels' tables."""
         blocks = [prefix.blocks for prefix in split.shared]
         blocks += [segment.blocks for segment in split.segments]
@@ -100,10 +99,8 @@ class TiledAttention:
         control[CONTROL.num_tasks] = len(jobs) * control[CONTROL.heads]
         control[CONTROL.num_tokens] = split.num_tokens
         self._reserve(len(tokens))
-        num_reads = int((jobs[:, 2] - jobs[:, 1]).sum())
         has_merges = len(tokens) > split.num_tokens
-        parts = Parts(control, control.ctypes.data, tuple(tables.values()), has_merges)
-        return Reads(parts, num_reads)
+        return Parts(control, control.ctypes.data, tuple(tables.values()), has_merges)
 
     def _divide(self, spans: Ints) -> Ints:
         """`spans`, with those that would keep one thread busy while others wait cut by their keys.
@@ -135,14 +132,13 @@ class TiledAttention:
             self._sums = torch.empty((numel + numel // 4) * dim)
 
     def attend(
-        self, reads: Reads, q: torch.Tensor, memory: torch.Tensor, *, scale: float
+        self, reads: Parts, q: torch.Tensor, memory: torch.Tensor, *, scale: float
     ) -> torch.Tensor:
         n, num_heads, dim = q.shape
         assert q.stride()[1:] == (dim, 1)
         assert memory.is_contiguous()
         assert q.dtype == memory.dtype == torch.bfloat16
-        parts: Parts = reads.parts
-        control = parts.control
+        control = reads.control
         out = torch.empty((n, num_heads, dim), dtype=q.dtype)
         factor = np.float32(scale * math.log2(math.e))
         control[CONTROL.task] = control[CONTROL.thread] = 0
@@ -154,10 +150,10 @@ class TiledAttention:
         control[CONTROL.tops] = self._tops.data_ptr()
         control[CONTROL.out] = out.data_ptr()
         threads = min(self._threads, torch.get_num_threads())
-        attend.run(parts.address, threads)
-        if parts.has_merges:
+        attend.run(reads.address, threads)
+        if reads.has_merges:
             control[CONTROL.task] = 0
-            merge.run(parts.address, threads if n >= MIN_MERGED_TOKENS else 1)
+            merge.run(reads.address, threads if n >= MIN_MERGED_TOKENS else 1)
         return out
 
 

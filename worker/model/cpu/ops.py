@@ -26,7 +26,6 @@ class FusedOps(Ops):
 
     DTYPES: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, _HALF)
     __slots__ = ("_address", "_control")
-    label: ClassVar[str] = "compiled"
 
     def __init__(self) -> None:
         self._control = np.zeros(16, dtype=np.int64)

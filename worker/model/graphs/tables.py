@@ -15,13 +15,12 @@ from typing import Any, Final
 import torch
 
 from mallee.worker.memory.transfer import Mark, sent_on
-from mallee.worker.model.attention.base import AttentionSplit, Reads
+from mallee.worker.model.attention.base import AttentionSplit
 from mallee.worker.model.attention.flashinfer import (
     FlashInferAttention,
     Pages,
     Part,
     Parts,
-    num_own_reads,
 )
 
 PLAN_NBYTES: Final = 1 << 20
@@ -77,7 +76,7 @@ class FixedDecode:
         wrapper.reset_workspace_buffer(self._attention.workspace, tables.numbers)
         return Part(wrapper, slice(0, num))
 
-    def prepare(self, split: AttentionSplit) -> Reads:
+    def prepare(self, split: AttentionSplit) -> Parts:
         """`split`, of rows of one token that share nothing, in the place of the last one of its window."""
         segments = split.segments
         assert not split.shared
@@ -86,4 +85,4 @@ class FixedDecode:
         part = self._parts[left]
         pages = self._attention.pages(segments)
         self._tables[left].plan(part.wrapper, pages, **self._attention.decode_options(left))
-        return Reads(Parts((part,), None, ()), num_own_reads(segments))
+        return Parts((part,), None, ())

@@ -1,7 +1,7 @@
 """The small operations of a decoder on CUDA, one launch each, and their trial when a model is loaded."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -27,7 +27,6 @@ class CudaOps(Ops):
     """`Ops` by Triton's kernels. Tensors are contiguous."""
 
     __slots__ = ("_kernels",)
-    label: ClassVar[str] = "Triton"
 
     def __init__(self, kernels: TritonKernels) -> None:
         self._kernels = kernels

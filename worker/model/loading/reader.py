@@ -17,10 +17,13 @@ from mallee.worker.model.config import ModelConfig
 from mallee.worker.model.linear.matrix import Matrix, Quantized, is_number
 from mallee.worker.model.linear.scheme import Scheme
 from mallee.worker.model.loading.stored import (
+    QK_NORMS,
     Found,
     check_tensors,
     expected_tensors,
     kv_scale_names,
+    layer_norms,
+    layer_products,
     scale_name,
     scheme_of,
 )
@@ -91,32 +94,20 @@ class WeightReader:
 
     def layer(self, i: int) -> Parts:
         """The fields that layer `i` has."""
-        p = f"model.layers.{i}."
-        a, m = p + "self_attn.", p + "mlp."
-        is_sandwich = self._config.family.has_sandwich_norms
-        norms = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-        if is_sandwich:
-            norms |= {
-                "attention_norm": "post_attention_layernorm",
-                "mlp_norm": "pre_feedforward_layernorm",
-                "output_norm": "post_feedforward_layernorm",
-            }
+        prefix, family = f"model.layers.{i}.", self._config.family
         tensors: dict[str, Callable[[], torch.Tensor]] = {
-            field: partial(self._norm, f"{p}{name}.weight") for field, name in norms.items()
+            field: partial(self._norm, f"{prefix}{name}.weight")
+            for field, name in layer_norms(family).items()
         }
-        if self._config.family.has_qk_norm:
-            tensors["qk_norm"] = partial(self._qk_norm, a)
+        if family.has_qk_norm:
+            tensors["qk_norm"] = partial(self._qk_norm, prefix)
         if self._kv_scale_names:
             tensors["kv_scales"] = partial(self._kv_scales, *self._kv_scale_names[i])
-        return Parts(
-            tensors,
-            {
-                "qkv": partial(self._matrices, a + "q_proj", a + "k_proj", a + "v_proj"),
-                "output": partial(self._matrices, a + "o_proj"),
-                "gate_up": partial(self._matrices, m + "gate_proj", m + "up_proj"),
-                "down": partial(self._matrices, m + "down_proj"),
-            },
-        )
+        products: dict[str, Callable[[], list[Matrix]]] = {
+            field: partial(self._matrices, *(prefix + name for name in matrices))
+            for field, matrices in layer_products(self._config).items()
+        }
+        return Parts(tensors, products)
 
     def _take(self, *names: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         found = [self._read(name) for name in names]
@@ -166,7 +157,8 @@ class WeightReader:
 
     def _qk_norm(self, prefix: str) -> torch.Tensor:
         config = self._config
-        own = self._take(prefix + "q_norm.weight", prefix + "k_norm.weight", dtype=torch.float32)
+        names = (f"{prefix}{name}.weight" for name in QK_NORMS)
+        own = self._take(*names, dtype=torch.float32)
         counts = torch.tensor([config.num_heads, config.num_kv_heads], device=self._device)
         return own.view(2, -1).repeat_interleave(counts, 0) + config.family.norm_offset
 

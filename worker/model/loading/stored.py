@@ -121,36 +121,54 @@ def _of_matrix(
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor a checkpoint of `config` must hold, under transformers' names."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    modules: dict[str, tuple[int, ...]] = dict.fromkeys(
+        layer_norms(config.family).values(), (hidden,)
+    )
+    if config.family.has_qk_norm:
+        modules |= dict.fromkeys(QK_NORMS, (config.head_dim,))
+    for matrices in layer_products(config).values():
+        modules |= matrices
     for i in range(config.num_layers):
-        p = f"model.layers.{i}."
-        for name in _layer_norms(config.family):
-            is_of_heads = name.startswith("self_attn.")
-            shapes[p + name] = (config.head_dim if is_of_heads else hidden,)
-        shapes[p + "self_attn.q_proj.weight"] = (query, hidden)
-        shapes[p + "self_attn.k_proj.weight"] = (kv, hidden)
-        shapes[p + "self_attn.v_proj.weight"] = (kv, hidden)
-        shapes[p + "self_attn.o_proj.weight"] = (hidden, query)
-        shapes[p + "mlp.gate_proj.weight"] = (inner, hidden)
-        shapes[p + "mlp.up_proj.weight"] = (inner, hidden)
-        shapes[p + "mlp.down_proj.weight"] = (hidden, inner)
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in modules.items()}
     return shapes
 
 
-def _layer_norms(family: Family) -> list[str]:
-    names = ["input_layernorm.weight", "post_attention_layernorm.weight"]
-    if family.has_sandwich_norms:
-        names += ["pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"]
-    if family.has_qk_norm:
-        names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
-    return names
+QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+
+
+def layer_norms(family: Family) -> dict[str, str]:
+    """The modules of a layer's norms beside those of heads, by the field of `LayerWeights`."""
+    if not family.has_sandwich_norms:
+        return {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    return {
+        "input_norm": "input_layernorm",
+        "attention_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "output_norm": "post_feedforward_layernorm",
+    }
+
+
+def layer_products(config: ModelConfig) -> dict[str, dict[str, tuple[int, int]]]:
+    """The matrices of a layer's products, with their shapes, by the field of `LayerWeights`."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {
+        "qkv": {
+            "self_attn.q_proj": (query, hidden),
+            "self_attn.k_proj": (kv, hidden),
+            "self_attn.v_proj": (kv, hidden),
+        },
+        "output": {"self_attn.o_proj": (hidden, query)},
+        "gate_up": {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)},
+        "down": {"mlp.down_proj": (hidden, inner)},
+    }
 
 
 def check_tensors(expected: Mapping[str, Stored], found: Mapping[str, Found]) -> None:

@@ -23,11 +23,10 @@ from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.watch import KVMemory
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
-from mallee.worker.transfer.carrier import Carrier
 from mallee.worker.transfer.lower import LowerTiers
-from mallee.worker.transfer.movers import ThreadedMover
-from mallee.worker.transfer.peers import Lender
+from mallee.worker.transfer.movers import Carrier, ThreadedMover
 from mallee.worker.transfer.prices import MeasuredPrices
+from mallee.worker.transfer.values import Lender
 from support.capturing import Course, course, resume
 from support.exact_capsules import CASES, LIMITS, NUM, PROMPT, tiny_forward
 from support.files import BLOCK_SIZE, Desk
@@ -72,8 +71,8 @@ async def run(engine: Engine, *commands: Command, later: Any = None) -> Course:
     found = course(engine, *commands, later=later)
     lower = engine._lower
     assert lower is not None
-    while lower.num_moving:
-        await until(lambda: engine.has_work or not lower.num_moving)
+    while lower.under_way:
+        await until(lambda: engine.has_work or not lower.under_way)
         more = course(engine)
         for key, tokens in more.tokens.items():
             found.tokens.setdefault(key, []).extend(tokens)

@@ -20,7 +20,7 @@ from mallee.protocol.errors import (
 )
 from mallee.protocol.model import WeightVersion
 from mallee.worker.capsules.record import decode_record
-from mallee.worker.transfer.peers import Ask
+from mallee.worker.transfer.values import Ask
 from support.files import BLOCK_SIZE, SPEC, Desk, record, rows, spec
 from support.waiting import until
 

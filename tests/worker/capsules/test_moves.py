@@ -1,4 +1,4 @@
-"""Capsules that are pinned, pushed off the device or deleted while a copy or a record is under way."""
+"""Capsules that come back, and those that are pinned, pushed off the device or deleted while they move."""
 
 import random
 from collections.abc import Callable
@@ -9,11 +9,13 @@ import pytest
 from mallee.protocol.errors import (
     BlocksMissing,
     MalleeError,
+    PoolExhausted,
     StorageFailed,
     UnknownCapsule,
     from_wire,
 )
 from mallee.protocol.messages import (
+    Cancel,
     Cut,
     Delete,
     Demote,
@@ -23,25 +25,16 @@ from mallee.protocol.messages import (
     Limits,
     Pin,
     Prefill,
+    Promote,
     Release,
     pack_tokens,
 )
 from mallee.worker.transfer.values import DISK, HOST, TIER_NAMES
-from support.tier_commands import move_all
-from support.tiers import DictDisk, LateMover, make_tiers
+from support.tier_commands import flood, fork, generate, move_all, prefill, text, want
+from support.tiers import DictDisk, LateMover, ShortMemory, make_tiers
 
 MakeBench = Callable[..., Any]
-TEXT = [3 + i % 29 for i in range(18)]
-
-
-def generate(request: str, tokens: list[int], max_tokens: int = 4) -> Generate:
-    return Generate(request, pack_tokens(tokens), Limits(max_tokens, ignore_eos=True))
-
-
-def flood(bench: Any, name: str = "flood") -> None:
-    """Nothing that could give way stays on the device."""
-    size = bench.engine.stats().pool.total * bench.forward.block_size
-    bench.run(generate(name, [2] * (size - bench.forward.block_size), 1))
+TEXT = text(18)
 
 
 @pytest.mark.parametrize("tier", [HOST, DISK])
@@ -59,7 +52,7 @@ def test_a_capsule_that_loses_the_device_on_its_way_down_is_where_the_answer_say
     assert bench.engine._capsules.peek("a.0").node is None
     move_all(bench, movers[0])
     assert bench.replies["d"].status.tier == TIER_NAMES[tier]
-    held = bench.engine._capsules.peek("a.0").below
+    held = bench.engine._capsules.peek("a.0").parked
     assert (held.is_held, held.is_durable) == (tier == HOST, tier == DISK)
 
 
@@ -79,22 +72,23 @@ def test_of_two_demotions_at_once_the_lower_one_counts(make_bench: MakeBench) ->
 
 
 def test_an_answer_whose_blocks_went_on_says_where_they_are(make_bench: MakeBench) -> None:
-    disk = DictDisk()
-    bench = make_bench(num_blocks=24, below=make_tiers(16, disk=disk))
-    bench.run(generate("a", TEXT))
-    flood(bench)
-    bench.run(Inspect("i", "a.0"))
-    assert bench.replies["i"].status.tier == "host"
-    for i in range(6):  # its blocks are pushed out of host memory, to disk
-        bench.run(generate(f"other{i}", [7 + i] * 40, 1))
-    bench.run(Inspect("j", "a.0"))
-    keys = bench.engine._capsules.peek("a.0").below.all_keys
-    tiers = {bench.engine._lower.tier(key) for key in keys}
-    assert tiers == {HOST, DISK}
-    assert bench.replies["j"].status.tier == "disk"
+    bench = make_bench(num_blocks=24, below=make_tiers(16, disk=DictDisk()))
+
+    def tier_after(*prompts: list[int]) -> str:
+        for tokens in prompts:
+            command = Generate(str(tokens), pack_tokens(tokens), Limits(1, ignore_eos=True))
+            bench.run(command)
+        bench.run(Inspect("i", "a.0"))
+        return str(bench.replies["i"].status.tier)
+
+    bench.run(Generate("a", pack_tokens(TEXT), Limits(4, ignore_eos=True)))
+    assert tier_after([2] * 92) == "host"
+    # Its blocks are pushed out of host memory, to disk.
+    assert tier_after(*([7 + i] * 40 for i in range(6))) == "disk"
+    keys = bench.engine._capsules.peek("a.0").parked.kv.all_keys
+    assert {bench.engine._lower.tier(key) for key in keys} == {HOST, DISK}
     bench.engine._lower._disk.clear()
-    bench.run(Inspect("k", "a.0"))
-    assert bench.replies["k"].status.tier == "none"
+    assert tier_after() == "none"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -258,3 +252,127 @@ def test_a_disk_that_fails_leaves_the_capsule_and_says_so(make_bench: MakeBench)
     bench.run(Delete("again", "p.0"))
     assert error_of(bench, "again") is None
     assert not disk.named
+
+
+# Capsules that come back
+
+
+def park(bench: Any, mover: LateMover, tier: int = HOST, num: int = 18) -> list[int]:
+    """A capsule `p.0` that lies in `tier` alone; its text."""
+    tokens = text(num)
+    bench.run(prefill("p", tokens))
+    bench.run(Demote("d", "p.0", tier))
+    move_all(bench, mover)
+    return tokens
+
+
+def make_parked(make_bench: MakeBench, **more: Any) -> tuple[Any, LateMover, list[int]]:
+    disk, tier, num = more.pop("disk", None), more.pop("tier", HOST), more.pop("num", 18)
+    movers = list[LateMover]()
+    host_blocks = 0 if tier == DISK else 600
+    bench = make_bench(below=make_tiers(host_blocks, disk=disk, movers=movers), **more)
+    tokens = park(bench, movers[0], tier, num)
+    flood(bench)
+    move_all(bench, movers[0])
+    return bench, movers[0], tokens
+
+
+def test_a_capsule_comes_back_by_one_transfer_for_all_that_wait_for_it(
+    make_bench: MakeBench,
+) -> None:
+    """F3, part, F6, part: no request runs for it, and its forks and its reply come with its blocks."""
+    bench, mover, tokens = make_parked(make_bench, num_blocks=300, num=1050, max_answer_capsules=0)
+    computed = bench.forward.num_tokens
+    bench.submit(Promote("u", "p.0"), Promote("v", "p.0"))
+    bench.submit(fork("f", "p.0", 2), fork("at", "p.0", at=9))
+    bench.run()
+    assert mover.num_under_way == 1
+    assert bench.engine.stats().jobs == 2
+    bench.submit(Cancel("at"))
+    move_all(bench, mover)
+    assert {bench.replies[name].status.tier for name in "uv"} == {"device"}
+    assert bench.answers["f", 0].tokens == want(bench, tokens)
+    assert bench.forward.num_tokens - computed == 2 * 7
+    assert bench.engine.stats().tiers.num_fetched_host == 263
+
+
+@pytest.mark.parametrize("tier", [HOST, DISK])
+def test_a_capsule_that_cannot_be_read_is_computed_and_restored(
+    make_bench: MakeBench, tier: int
+) -> None:
+    """F6, part: a block that went bad, or a copy without memory: no fork and no reply fails for it."""
+    disk, short = DictDisk(), ShortMemory()
+    movers = list[LateMover]()
+    below = make_tiers(64 if tier == HOST else 0, disk=disk, movers=movers, short=short)
+    bench = make_bench(num_blocks=24, below=below, max_answer_capsules=0)
+    tokens = park(bench, movers[0], tier)
+    flood(bench, movers[0])
+    if tier == DISK:
+        disk.broken.add(disk.named["p.0"][1][3])
+    bench.submit(Promote("u", "p.0"), fork("f", "p.0", 2))
+    bench.run()
+    short.num_failing = tier == HOST
+    move_all(bench, movers[0])
+    assert bench.replies["u"].status.tier == "device"
+    assert bench.answers["f", 0].tokens == want(bench, tokens)
+    assert bench.engine.stats().tiers.num_failed == (tier == HOST)
+    bench.run(fork("again", "p.0"))
+    assert bench.answers["again", 0].tokens == want(bench, tokens)
+
+
+def test_a_capsule_waits_for_room_beside_what_runs_and_is_not_overtaken_for_ever(
+    make_bench: MakeBench,
+) -> None:
+    """F6, part: what runs goes on to its end; after `ageing_steps` no branch is admitted before it."""
+    bench, mover, tokens = make_parked(
+        make_bench, num_blocks=24, num=40, max_answer_capsules=0, sched={"ageing_steps": 8}
+    )
+    long = Generate("long", pack_tokens(text(40, first=9)), Limits(30, ignore_eos=True))
+    bench.submit(long)
+    while ("long", 0) not in bench.answers:
+        bench.step()
+        mover.advance()
+    bench.submit(Promote("u", "p.0"), fork("f", "p.0"))
+    num_late = 0
+    while "u" not in bench.replies:
+        if bench.engine.has_work:
+            bench.step()
+        mover.advance()
+        bench.submit(generate(f"late{num_late}", [num_late + 1] * 9))
+        num_late += 1
+        assert num_late < 60, "overtaken for ever"
+    assert bench.answers["long", 0].last.finish == "length"
+    move_all(bench, mover)
+    assert bench.answers["f", 0].tokens == want(bench, tokens)
+
+
+def test_a_capsule_without_any_room_says_so_to_all_that_wait_for_it(make_bench: MakeBench) -> None:
+    bench, mover, _ = make_parked(make_bench, num_blocks=24, num=40, max_kept_share=1.0)
+    bench.run(*(prefill(f"k{i}", text(30, first=9 + i)) for i in range(2)))
+    bench.submit(Promote("u", "p.0"), fork("f", "p.0"))
+    move_all(bench, mover)
+    assert isinstance(error_of(bench, "u"), PoolExhausted)
+    assert isinstance(bench.answers["f", 0].error, PoolExhausted)
+    bench.run(Release("k0.0"), Promote("again", "p.0"))
+    move_all(bench, mover)
+    assert bench.replies["again"].status.tier == "device"
+
+
+@pytest.mark.parametrize("is_made_anew", [False, True])
+def test_a_capsule_that_ends_on_its_way_back_leaves_its_forks_what_came(
+    make_bench: MakeBench, *, is_made_anew: bool
+) -> None:
+    """F6, part: it is released, or another text takes its id, which the reply then tells of."""
+    bench, mover, tokens = make_parked(
+        make_bench, num_blocks=24, tier=DISK, disk=DictDisk(), max_answer_capsules=0
+    )
+    bench.submit(Promote("u", "p.0"), fork("f", "p.0"))
+    bench.run()
+    bench.run(prefill("q", [7] * 9, capsule="p.0") if is_made_anew else Release("p.0"))
+    move_all(bench, mover)
+    if is_made_anew:
+        assert bench.replies["u"].status.boundary == 9
+    else:
+        assert isinstance(error_of(bench, "u"), UnknownCapsule)
+    assert bench.answers["f", 0].tokens == want(bench, tokens)
+    bench.engine.check()

@@ -22,9 +22,8 @@ from mallee.protocol.messages import (
 )
 from mallee.worker.capsules.record import CapsuleRecord, decode_record
 from mallee.worker.transfer.loans import MAX_LOANS
-from mallee.worker.transfer.peers import Ask
 from mallee.worker.transfer.prices import MeasuredPrices
-from mallee.worker.transfer.values import DISK, HOST
+from mallee.worker.transfer.values import DISK, HOST, Ask
 from support.lending import Neighbours, ShortLoan, holder
 from support.tier_commands import flood, fork, generate, prefill, text, want
 from support.tiers import DictDisk, LateMover, make_tiers
