@@ -125,7 +125,10 @@ class MockedEngine:
             below=self._tiers.make if self._tiers is not None else None,
         )
         self._timing = timing
-        self._max_multi_step = max_multi_step
+        has_states = any(group.kind == "state" for group in self.spec.groups)
+        self._max_multi_step = (
+            1 if has_states else max_multi_step
+        )  # a step may leave a state behind
         self._result: StepResult | None = None
         self._run: _Run | None = None
         self._num_steps = 0

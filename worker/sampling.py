@@ -390,7 +390,15 @@ class StepSampler:
         if job.limits.reasoning is not None and not answer.has_reasoned:
             allowed = self._paced(branch, job.limits.reasoning, before, allowed)
         position = branch.length + num
-        return Draw(logits, job.sampling, answer.seed, position, history, allowed, banned)
+        return Draw(
+            logits=logits,
+            sampling=job.sampling,
+            seed=answer.seed,
+            position=position,
+            history=history,
+            allowed=allowed,
+            banned=banned,
+        )
 
     def _paced(
         self, branch: Branch, budget: ReasoningBudget, before: Draft, allowed: Words | None

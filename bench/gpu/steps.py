@@ -12,7 +12,7 @@ import torch
 from bench.gpu.shapes import Scale, product_flops
 from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw, ForwardBatch, Row
-from mallee.worker.model.attention.base import split_batch
+from mallee.worker.model.attention.base import NEVER_SHARED, split_batch
 from mallee.worker.model.runner import TorchForward
 
 GREEDY = Sampling(temperature=0.0)
@@ -164,22 +164,15 @@ def shared_attention(forward: TorchForward, scale: Scale) -> Shared:
     prefix = scale.shared // size
     branches = decode_rows(tables(forward, num, prefix + 1, prefix), prefix * size)
     return Shared(
-        attention_s(forward, branches, scale.repeats, is_shared=True),
-        attention_s(forward, branches, scale.repeats, is_shared=False),
+        attention_s(forward, branches, scale.repeats, forward._attention.min_saving),
+        attention_s(forward, branches, scale.repeats, NEVER_SHARED),
     )
 
 
-def attention_s(
-    forward: TorchForward, rows: Sequence[Row], repeats: int, *, is_shared: bool
-) -> float:
+def attention_s(forward: TorchForward, rows: Sequence[Row], repeats: int, min_saving: int) -> float:
     """Seconds of the attention of all layers of a step, its preparation left out."""
     config, attention = forward.decoder.config, forward._attention
-    split = split_batch(
-        rows,
-        block_size=forward.block_size,
-        is_shared=is_shared,
-        min_saving=attention.min_saving,
-    )
+    split = split_batch(rows, block_size=forward.block_size, min_saving=min_saving)
     reads = attention.prepare(split)
     table = forward.decoder.weights.embedding
     q = torch.randn(len(rows), config.num_heads, config.head_dim, device=table.device)

@@ -1,7 +1,7 @@
 """K16, K17: the mocked engine decides, tells and publishes what a real one does, at the same times."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec.structs as structs
 from hypothesis import Phase, example, given, settings
@@ -75,12 +75,15 @@ def test_a_mocked_engine_does_what_one_over_a_model_does(one_thread: None, seed:
 
 
 @settings(examples(20), phases=QUICK)
-@given(SEEDS, st.sampled_from([3, 99]))
-def test_steps_at_once_are_single_ones_over_windows_too(seed: int, max_multi_step: int) -> None:
-    """K16, K17, part: blocks leave a window in the same steps."""
+@given(SEEDS, st.sampled_from([3, 99]), st.sampled_from(["window", "state"]))
+def test_steps_at_once_are_single_ones_over_side_groups_too(
+    seed: int, max_multi_step: int, kind: Literal["window", "state"]
+) -> None:
+    """K16, K17, part: blocks leave a window, and states are left behind, in the same steps."""
+    window = 2 * SIZE if kind == "window" else None
     groups = (
         GroupSpec(kind="full", layers=(0,), nbytes=4),
-        GroupSpec(kind="window", layers=(1,), nbytes=4, window=2 * SIZE),
+        GroupSpec(kind=kind, layers=(1,), nbytes=4, window=window),
     )
     scene, spec = random_scene(seed), structs.replace(SPEC, num_layers=2, groups=groups)
     strides = play_scene(scene, spec, max_multi_step=max_multi_step)

@@ -283,7 +283,7 @@ def test_a_transfer_that_finds_no_memory_changes_no_answer(
     error = DeviceMemoryExhausted("tried to allocate 2 MiB")
     plain = play(seed, kind, names=MOVES, script=script)
     assert script is commands or {"read", "write", "dump"} <= plain.called
-    for at in points(plain, seed, plain.num_points // 2):
+    for at in points(plain, seed, min(60, plain.num_points // 2)):
         played = play(seed, kind, at, error, MOVES, script)
         assert not played.raised, (at, played.failed)
         assert played.answers.keys() == plain.answers.keys()

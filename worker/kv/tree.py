@@ -387,13 +387,13 @@ class BranchTree:
 
     def stats(self) -> TreeStats:
         return TreeStats(
-            len(self._store.nodes),
-            self._store.cached_blocks,
-            self._num_copies,
-            self._num_children,
-            self._store.num_evicted,
-            self._store.num_merges,
-            self._store.num_splits,
+            num_nodes=len(self._store.nodes),
+            cached_blocks=self._store.cached_blocks,
+            num_copies=self._num_copies,
+            num_children=self._num_children,
+            num_evicted=self._store.num_evicted,
+            num_merges=self._store.num_merges,
+            num_splits=self._store.num_splits,
         )
 
     # Copies of the bytes that others make

@@ -30,12 +30,11 @@ def make_plan(
     prepare: Callable[[AttentionSplit], Reads],
     windows: Sequence[int | None] = (None,),
     groups: Sequence[int | None] = (),
-    is_shared: bool = True,
     min_saving: int = MIN_SHARED_SAVING,
     keeps_windows: bool = False,
 ) -> Plan:
-    """The plan for `rows`; with is_shared False nothing is shared (every row reads all its keys), and with
-    keeps_windows True a window that no row has outgrown has reads of its own all the same.
+    """The plan for `rows`; with keeps_windows True a window that no row has outgrown has reads of its own
+    all the same.
 
     `windows` are those that the model's layers have, `groups` those of them that have blocks of their
     own, in the order of `Row.sides`; `prepare` and `min_saving` are the attention backend's. Nothing
@@ -70,7 +69,6 @@ def make_plan(
         split = split_batch(
             rows if own is None else own,
             block_size=block_size,
-            is_shared=is_shared,
             window=binding,
             min_saving=min_saving,
         )

@@ -28,6 +28,7 @@ from mallee.worker.memory.budget import GRAPHS, Budget, Room, Work, check_contex
 from mallee.worker.memory.copies import CudaCopies, CudaMarks
 from mallee.worker.memory.errors import memory_errors, start_errors
 from mallee.worker.memory.transfer import sent
+from mallee.worker.model.attention.base import NEVER_SHARED
 from mallee.worker.model.attention.flashinfer import FlashInferAttention
 from mallee.worker.model.backend import check_device, choose_backend, choose_sampler
 from mallee.worker.model.config import (
@@ -132,11 +133,10 @@ class TorchForward:
         uses_kernels: bool = True,
         is_deterministic: bool = False,
         flashinfer: Any = None,
-        memories: list[torch.Tensor] | None = None,
         graphs: GraphOptions | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """KV memory is allocated here, in `kv_dtype` (None: the weights' own), unless it is given.
+        """KV memory is allocated here, in `kv_dtype` (None: the weights' own).
 
         `shares_reads` False reads every row's keys apart; `uses_kernels` False computes in torch
         operations alone. `is_deterministic`, `flashinfer`: see `choose_backend`. `graphs`: of decode steps,
@@ -172,7 +172,7 @@ class TorchForward:
         self.shares_reads = shares_reads
         slot = (2, config.num_kv_heads, config.head_dim)
         sizes = [(len(g.layers), g.num_blocks(num_blocks, block_size)) for g in spec.groups]
-        self._memories = memories or [  # with a block for rows of padding, that no pool hands out
+        self._memories = [  # with a block for rows of padding, that no pool hands out
             _lazy_zeros((layers, (blocks + 1) * block_size, *slot), kv_dtype, self._device)
             for layers, blocks in sizes
         ]
@@ -294,8 +294,9 @@ class TorchForward:
         """The logits that `rows` want. `tokens` [n], if they are on the device already, are the rows' own."""
         assert self._is_whole, "weights that were written in part"
         graph = None
+        least = self._attention.min_saving if self.shares_reads else NEVER_SHARED
         if self._graphs is not None:
-            graph = self._graphs.choose(rows, is_shared=self.shares_reads)
+            graph = self._graphs.choose(rows, least)
         if graph is not None:
             plan = graph.plan(rows)
             logits = graph.replay(plan, tokens)[
@@ -305,8 +306,7 @@ class TorchForward:
             plan = self._plan(
                 rows,
                 prepare=self._attention.prepare,
-                is_shared=self.shares_reads,
-                min_saving=self._attention.min_saving,
+                min_saving=least,
             )
             if tokens is not None:
                 plan = plan._replace(tokens=tokens)

@@ -89,7 +89,15 @@ class Planner:
         copies = list(budget.copies.values()) if budget.copies else []
         failed = list(budget.failed.items()) if budget.failed else []
         self._sessions.advance(self._lowest_held_back)
-        return Plan(decodes, chunks, ready, copies, failed, budget.begins, budget.tokens)
+        return Plan(
+            decodes=decodes,
+            chunks=chunks,
+            ready=ready,
+            copies=copies,
+            failed=failed,
+            begins=budget.begins,
+            tokens_left=budget.tokens,
+        )
 
     @property
     def max_decodes(self) -> int:

@@ -233,15 +233,15 @@ class Loans:
         """A loan of `found`, which is held for it."""
         lower, keys = self._lower, found.keys
         loan = BlockLoan(
-            found.record,
-            found.node,
-            keys,
-            self._memory,
-            found.blocks,
-            lower.rows(keys) if lower is not None else (),
-            self._tails(found.num_tokens),
-            self._clock,
-            self._give_back,
+            record=found.record,
+            node=found.node,
+            keys=keys,
+            _memory=self._memory,
+            _blocks=found.blocks,
+            _rows=lower.rows(keys) if lower is not None else (),
+            _tails=self._tails(found.num_tokens),
+            _clock=self._clock,
+            _give_back=self._give_back,
         )
         loan.claim()
         self.open.add(loan)

@@ -13,6 +13,7 @@ from mallee.worker.forward import Row
 from mallee.worker.model.attention.base import (
     MAX_WINDOWED_TOKENS,
     MIN_SHARED_SAVING,
+    NEVER_SHARED,
     AttentionSplit,
     split_batch,
 )
@@ -29,6 +30,7 @@ from support.torch_threads import torch_threads
 SIZE = 4
 HEADS, KV_HEADS, DIM = 6, 2, 16
 SCALE = 0.2
+SAVINGS = st.sampled_from([MIN_SHARED_SAVING, NEVER_SHARED])
 
 needs_tiles = pytest.mark.skipif(not amx.is_available(), reason="this CPU has no AMX tiles")
 
@@ -40,7 +42,7 @@ def run(
     *,
     shape: tuple[int, int, int] = (HEADS, KV_HEADS, DIM),
     size: int = SIZE,
-    is_shared: bool = True,
+    min_saving: int = MIN_SHARED_SAVING,
     window: int | None = None,
 ) -> tuple[Plan, float]:
     """Attend over random memory; the plan and the largest error."""
@@ -54,7 +56,7 @@ def run(
         device="cpu",
         prepare=attention.prepare,
         windows=(None, window),
-        is_shared=is_shared,
+        min_saving=min_saving,
     )
     q = torch.randn(len(plan.tokens), heads, dim, generator=generator).to(dtype)
     with torch.inference_mode():
@@ -108,7 +110,7 @@ def test_what_rows_share_is_read_once_where_that_spares_enough(
     watched = WatchedAttention(ATTENTION)
     _, difference = run(watched, rows, torch.float32)
     assert difference < 1e-5
-    run(watched, rows, torch.float32, is_shared=False)
+    run(watched, rows, torch.float32, min_saving=NEVER_SHARED)
     found, flat = watched.splits
     assert [len(prefix.blocks) for prefix in found.shared] == shared
     assert block_reads(found) == num_blocks
@@ -126,20 +128,20 @@ def test_very_deep_trees_are_planned() -> None:
 @given(
     batches([SIZE], [1, 1, 1, 2, 7, MAX_PADDED_TOKENS, MAX_PADDED_TOKENS + 1, 40]),
     st.sampled_from([None, 1, 7, 3 * SIZE, 60]),
-    st.booleans(),
+    SAVINGS,
     st.sampled_from([(torch.float32, 1e-5), (torch.bfloat16, 2e-2)]),
 )
 def test_random_mixtures_agree_with_the_plain_form(
     batch: tuple[list[Row], int],
     window: int | None,
-    is_shared: bool,
+    min_saving: int,
     dtype: tuple[torch.dtype, float],
 ) -> None:
     """D7, part: random page tables, prefixes read together or not, chunk lengths (the torch backend's side).
 
     In fp32 within 1e-5, in bf16 within its rounding.
     """
-    _, difference = run(ATTENTION, batch[0], dtype[0], is_shared=is_shared, window=window)
+    _, difference = run(ATTENTION, batch[0], dtype[0], min_saving=min_saving, window=window)
     assert difference < dtype[1]
 
 
@@ -181,14 +183,14 @@ def random(*shape: int, seed: int = 1) -> torch.Tensor:
     batches([16, 32, 48], [1, 1, 1, 2, 7, 17, 40, 200], longest=25),
     st.sampled_from(SHAPES),
     st.sampled_from([None, 1, 20, 64, 500]),
-    st.booleans(),
+    SAVINGS,
 )
 def test_tiles_agree_with_the_plain_form(
-    batch: tuple[list[Row], int], shape: tuple[int, int, int], window: int | None, is_shared: bool
+    batch: tuple[list[Row], int], shape: tuple[int, int, int], window: int | None, min_saving: int
 ) -> None:
     """D7, part, I7, part: random trees, chunks, windows, sizes and shapes, within bfloat16's rounding."""
     rows, size = batch
-    options: dict[str, Any] = {"shape": shape, "is_shared": is_shared, "window": window}
+    options: dict[str, Any] = {"shape": shape, "min_saving": min_saving, "window": window}
     _, difference = run(tiled(shape), rows, torch.bfloat16, size=size, **options)
     assert difference < 2e-2
 
@@ -308,18 +310,18 @@ def expected(rows: list[Row], size: int, window: int | None) -> list[list[int]]:
     return found
 
 
-@given(BATCHES, st.sampled_from([None, 1, 3, 16, 50, 200]), st.booleans())
+@given(BATCHES, st.sampled_from([None, 1, 3, 16, 50, 200]), SAVINGS)
 def test_every_token_meets_every_key_it_sees_exactly_once(
-    batch: tuple[list[Row], int], window: int | None, is_shared: bool
+    batch: tuple[list[Row], int], window: int | None, min_saving: int
 ) -> None:
     """D7, part, D19: over random trees, block sizes, chunk lengths and windows; shared or not.
 
     Sharing pays for its merge; blocks before the window of a segment's tokens are not read.
     """
     rows, size = batch
-    split = split_batch(rows, block_size=size, window=window, is_shared=is_shared)
+    split = split_batch(rows, block_size=size, window=window, min_saving=min_saving)
     assert met(split) == expected(rows, size, window)
-    assert is_shared or split.shared == ()
+    assert min_saving != NEVER_SHARED or split.shared == ()
     owner = np.repeat(np.arange(len(rows)), [len(row.tokens) for row in rows])
     for prefix in split.shared:
         num_rows = len(set(owner[prefix.tokens].tolist()))

@@ -88,7 +88,7 @@ def test_an_engine_with_all_features_off_gives_transformers_greedy_tokens(family
     model = random_model(family, tie_word_embeddings=False, max_position_embeddings=LENGTH)
     engine = engine_over(
         model.forward(num_blocks=16, block_size=LENGTH, shares_reads=False),
-        config=phases()["plain"],
+        config=phases()["plain"].engine,
     )
     found: dict[str, list[int]] = {}
     expected = {f"{i}": row["tokens"] for i, row in enumerate(GOLDEN[family]["rows"])}

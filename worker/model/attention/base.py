@@ -6,8 +6,9 @@ rows' queries meet its keys together, and its bytes are read once. What no prefi
 *segment*, or several under a window. Doesn't know layers, dtypes or how the parts are computed.
 """
 
+import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,8 @@ Reads: TypeAlias = Any
 
 MIN_SHARED_SAVING = 32
 """On a CPU a prefix must spare this many block reads; below it, the merge costs more than the reading."""
+NEVER_SHARED: Final = sys.maxsize
+"""More block reads than any prefix spares: each row reads all its keys itself."""
 MAX_WINDOWED_TOKENS = 128
 """Under a window a longer row is taken in segments of this many tokens, so that each reads little else."""
 UNBOUNDED = -(1 << 40)
@@ -84,14 +87,13 @@ def split_batch(
     rows: Sequence[Row],
     *,
     block_size: int,
-    is_shared: bool = True,
     window: int | None = None,
     min_saving: int = MIN_SHARED_SAVING,
 ) -> AttentionSplit:
-    """The split of `rows` for layers of `window`. With is_shared False no row shares its reads."""
+    """The split of `rows` for layers of `window`. A shared prefix spares `min_saving` block reads."""
     splitter = _Splitter(rows, block_size, window, min_saving)
     order = list(range(len(rows)))
-    tails = splitter.share(order) if is_shared else [_Tail(i, 0, 0) for i in order]
+    tails = splitter.share(order) if min_saving != NEVER_SHARED else [_Tail(i, 0, 0) for i in order]
     tails.sort()
     segments = [segment for tail in tails for segment in splitter.segments(tail)]
     return AttentionSplit(block_size, splitter.begins[-1], tuple(splitter.shared), tuple(segments))

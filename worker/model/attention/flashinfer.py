@@ -14,7 +14,6 @@ computes long segments: its tiles hold queries of one head, and meet all their k
 """
 
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,6 +27,7 @@ from mallee.worker.forward import Row
 from mallee.worker.memory.transfer import Mark, sent, staged
 from mallee.worker.model import installation
 from mallee.worker.model.attention.base import (
+    NEVER_SHARED,
     UNBOUNDED,
     AttentionSplit,
     Ints,
@@ -192,7 +192,9 @@ class FlashInferAttention:
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         self._group = num_heads // num_kv_heads
         self._is_deterministic = is_deterministic
-        self.min_saving = sys.maxsize if is_deterministic else -(-min_shared_tokens // block_size)
+        self.min_saving = -(-min_shared_tokens // block_size)
+        if is_deterministic:
+            self.min_saving = NEVER_SHARED
         self._workspace = torch.zeros(WORKSPACE_NBYTES, dtype=torch.uint8, device=self._device)
         self._pools: dict[Kernels, list[_Entry]] = {"decode": [], "fa2": [], "fa3": []}
         self._fa3_refusal = ""  # `_build` has no segments for it
@@ -353,9 +355,8 @@ class FlashInferAttention:
         split = split_batch(
             rows,
             block_size=size,
-            is_shared=not self._is_deterministic,
             window=window,
-            min_saving=1,
+            min_saving=NEVER_SHARED if self._is_deterministic else 1,
         )
         generator = torch.Generator().manual_seed(0)
         kept = (len(order) * size, 2, self._num_kv_heads, self._head_dim)

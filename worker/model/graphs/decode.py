@@ -31,7 +31,7 @@ import torch
 from mallee.worker.forward import Row
 from mallee.worker.kv.node import BlockTable
 from mallee.worker.memory.budget import GRAPHS, MIB
-from mallee.worker.model.attention.base import split_batch
+from mallee.worker.model.attention.base import NEVER_SHARED, split_batch
 from mallee.worker.model.attention.flashinfer import FlashInferAttention
 from mallee.worker.model.decoder import Decoder
 from mallee.worker.model.graphs.device import CudaGraphs, Graph, GraphDevice
@@ -160,7 +160,7 @@ class DecodeGraph:
         """The plan of at most `num_rows` rows, filled up: for the next `replay`."""
         filled = [*rows, *[self._model.padding] * (self.num_rows - len(rows))]
         return self._model.plan(
-            filled, prepare=self._decode.prepare, is_shared=False, keeps_windows=True
+            filled, prepare=self._decode.prepare, min_saving=NEVER_SHARED, keeps_windows=True
         )
 
     def capture(self, device: GraphDevice, beside: "DecodeGraph | None") -> None:
@@ -239,16 +239,19 @@ class DecodeGraphs:
         eager = tuple(sorted(self._eager.items()))
         return GraphStats(self.sizes, self._num_captures, self._num_replays, eager, self._nbytes)
 
-    def choose(self, rows: Sequence[Row], *, is_shared: bool) -> DecodeGraph | None:
-        """The graph for a step of `rows`, which is to be replayed now; None: it must be eager."""
-        reason = self._reason(rows, is_shared)
+    def choose(self, rows: Sequence[Row], least: int) -> DecodeGraph | None:
+        """The graph for a step of `rows`, which is to be replayed now; None: it must be eager.
+
+        A shared prefix spares at least `least` block reads.
+        """
+        reason = self._reason(rows, least)
         if reason is not None:
             self._eager[reason] += 1
             return None
         self._num_replays += 1
         return self._graphs[padded_size(len(rows))]
 
-    def _reason(self, rows: Sequence[Row], is_shared: bool) -> Reason | None:
+    def _reason(self, rows: Sequence[Row], least: int) -> Reason | None:
         size = padded_size(len(rows))
         if any(len(row.tokens) != 1 or row.num_logits != 1 for row in rows):
             return "tokens"
@@ -258,11 +261,11 @@ class DecodeGraphs:
             return "off"
         if self._model.decoder.tap is not None:
             return "watched"
-        return "shared" if is_shared and self._shares(rows, size) else None
+        return "shared" if self._shares(rows, size, least) else None
 
-    def _shares(self, rows: Sequence[Row], size: int) -> bool:
+    def _shares(self, rows: Sequence[Row], size: int, least: int) -> bool:
         """Whether an eager step would save more by what it reads for several rows together."""
-        block_size, least = self._model.block_size, self._model.attention.min_saving
+        block_size = self._model.block_size
         if (len(rows) - 1) * (max(row.start for row in rows) // block_size) < least:
             return False
         shared = split_batch(rows, block_size=block_size, min_saving=least).shared
