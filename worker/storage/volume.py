@@ -360,7 +360,7 @@ class Volume:
         for entry in self._entries("capsule = :capsule", capsule=capsule):
             if entry.identity != self._me:
                 raise self._refusal(entry)
-            places = self._find(as_keys(entry.blocks))
+            places = self._find(entry.body)
             rows = [bytearray(self._block_nbytes) for _ in entry.body]
             missing = _missing(entry.body, places)
             reads = (missing,) if missing else self._read([places[key] for key in entry.body], rows)
