@@ -62,7 +62,7 @@ def targets(args: argparse.Namespace, delay_ms: float) -> Iterator[dict[str, str
         stub = [sys.executable, "-m", "bench.gateway.backends", "--delay-ms", str(delay_ms)]
         stub += ["--http", *map(str, http), *sockets]
         urls = {"direct": start("stub", http[0], stub)}
-        gateway = [sys.executable, "-m", "bench.gateway.context", "--port", str(ours)]
+        gateway = [sys.executable, "-m", "bench.gateway.process", "--port", str(ours)]
         gateway += sockets
         gateway += ["--tokenizer", args.tokenizer] if args.tokenizer else []
         urls["ours"] = start("ours", ours, gateway)

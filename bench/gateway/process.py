@@ -1,6 +1,6 @@
 """Our gateway as one process, for `bench/gateway/__main__.py`: the real HTTP API, service and router.
 
-    python -m bench.gateway.context --port 8000 --workers w0.sock w1.sock --events e.sock [--tokenizer FOLDER]
+    python -m bench.gateway.process --port 8000 --workers w0.sock w1.sock --events e.sock [--tokenizer FOLDER]
 
 Its workers are the stubs of `bench/gateway/backends.py`, over the same sockets as real ones; what NATS
 carries in a deployment is on a bus within this process.
