@@ -73,12 +73,15 @@ class Gateway:
         chat = ChatReader(prompts, template, tokenizer.added_tokens, ChatSettings())
         seeds = count()
         self._maker = JobMaker(
-            *(SPEC, prompts, chat),
+            SPEC,
+            prompts,
+            chat,
             model_name="m",
             limits=HttpSettings(),
             draw_seed=lambda: next(seeds),
         )
-        server: Any = SimpleNamespace(service=SimpleNamespace(model=SPEC))
+        context = SimpleNamespace(model=SPEC)
+        server: Any = SimpleNamespace(gateway=SimpleNamespace(context=context))
         asking: Any = None
         self._messages = MessagesHandlers(server, self._maker, asking, prompts, chat)
         self._turns = TurnMaker(prompts, chat, self._maker)
