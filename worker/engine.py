@@ -523,8 +523,10 @@ class Engine:
 
         Changes branches that drew, and nothing before all have.
         """
-        planned = [*plan.decodes, *(chunk.branch for chunk in plan.chunks if chunk.is_last)]
-        self._sampler.expect((*plan.ready, *planned), plan.drafts.values())
+        computed = [chunk.branch for chunk in plan.chunks if chunk.is_last]
+        if self._sampler.has_matchers:
+            branches = (*plan.ready, *plan.decodes, *computed)
+            self._sampler.expect(branches, plan.drafts.values())
         logits = self._passes.run(plan)
         drafted = None
         if plan.drafts:
@@ -533,7 +535,9 @@ class Engine:
             self._watch.launched()
         done: list[Scored] = []
         drawing: list[Scored] = [(branch, branch.logits) for branch in plan.ready]
-        for branch, each in zip(planned, logits, strict=True):
+        num = len(plan.decodes)
+        drawing += zip(plan.decodes, logits[:num], strict=True)
+        for branch, each in zip(computed, logits[num:], strict=True):
             if branch.draws:
                 drawing.append((branch, each))
             else:
@@ -564,7 +568,8 @@ class Engine:
         """
         commit = self._tree.commit
         for s in plan.decodes:
-            node = node_of(s)
+            node = s.node
+            assert node is not None, "a decode that does not run"
             begin = node.end - s.origin_len
             if num_draws is None or s not in plan.drafts:
                 commit(node, (s.tokens[begin],), s.hashes)
@@ -585,10 +590,11 @@ class Engine:
                 branch.cached_tokens = attached
 
     def _report(self, drawn: Sequence[Sampled]) -> None:
+        emit = self._updates.emit
         for sampled in drawn:
             self._num_output += len(sampled.tokens)
             if sampled.finish is None:
-                self._updates.emit(sampled.branch, sampled.tokens, sampled.logprobs)
+                emit(sampled.branch, sampled.tokens, sampled.logprobs)
             else:
                 self._requests.end(
                     sampled.branch,

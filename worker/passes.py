@@ -75,10 +75,12 @@ class ForwardPasses:
         """One for each decode and chunk, in this order."""
         size, drafts = self._block_size, plan.drafts
         last = as_tokens([s.tokens[-1] for s in plan.decodes])
-        rows = [
-            Row(last[i : i + 1], s.length - 1, flatten(node_of(s), size), 1)
-            for i, s in enumerate(plan.decodes)
-        ]
+        rows: list[Row] = []
+        for i, s in enumerate(plan.decodes):
+            node = s.node
+            assert node is not None, "a decode that does not run"
+            start = s.origin_len + len(s.tokens) - 1
+            rows.append(Row(last[i : i + 1], start, flatten(node, size), 1))
         if drafts:
             rows = [
                 _drafted(row, drafts[s]) if s in drafts else row
