@@ -55,6 +55,10 @@ def opened(files: Any, config: VolumeConfig = ROOMY, **changed: str) -> Volume:
     return Volume.open(files, {**IDENTITY, **changed}, BLOCK, config)
 
 
+class Killed(BaseException):
+    """The process ends here."""
+
+
 class Disk:
     """The files of a volume in memory, with a number for each call and each statement.
 
@@ -69,7 +73,7 @@ class Disk:
         self.durable: dict[tuple[int, int], bytes] = {}
         self.catalogues = [b""]  # a durable one, and those after it
         self.calls: list[str] = []
-        self.fails: dict[int, int] = {}  # call by number -> errno
+        self.fails: dict[int, int | str] = {}  # call by number -> errno, or "a kill"
         self.refuses: dict[str, int] = {}  # operation -> errno
         self._random = random.Random(seed)
 
@@ -140,11 +144,13 @@ class Disk:
 
     def call(self, operation: str) -> None:
         self.calls.append(operation)
-        errno = self.fails.get(len(self.calls) - 1, self.refuses.get(operation))
-        if errno is not None:
+        errno = self.fails.pop(len(self.calls) - 1, self.refuses.get(operation))
+        if isinstance(errno, int):
             raise OSError(errno, "injected")
+        if errno is not None:
+            raise Killed
 
-    def fail_next(self, errno: int = EIO, after: int = 0) -> None:
+    def fail_next(self, errno: int | str = EIO, after: int = 0) -> None:
         self.fails[len(self.calls) + after] = errno
 
 

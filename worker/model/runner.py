@@ -133,10 +133,11 @@ class TorchForward:
         uses_kernels: bool = True,
         is_deterministic: bool = False,
         flashinfer: Any = None,
+        memories: list[torch.Tensor] | None = None,
         graphs: GraphOptions | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """KV memory is allocated here, in `kv_dtype` (None: the weights' own).
+        """KV memory is allocated here, in `kv_dtype` (None: the weights' own), unless it is given.
 
         `shares_reads` False reads every row's keys apart; `uses_kernels` False computes in torch
         operations alone. `is_deterministic`, `flashinfer`: see `choose_backend`. `graphs`: of decode steps,
@@ -172,7 +173,7 @@ class TorchForward:
         self.shares_reads = shares_reads
         slot = (2, config.num_kv_heads, config.head_dim)
         sizes = [(len(g.layers), g.num_blocks(num_blocks, block_size)) for g in spec.groups]
-        self._memories = [  # with a block for rows of padding, that no pool hands out
+        self._memories = memories or [  # with a block for rows of padding, that no pool hands out
             _lazy_zeros((layers, (blocks + 1) * block_size, *slot), kv_dtype, self._device)
             for layers, blocks in sizes
         ]

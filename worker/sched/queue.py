@@ -51,9 +51,7 @@ class FairQueue:
     The one that was not served for longest is the first of them.
     """
 
-    __slots__ = (
-        *("_claims", "_gates", "_limit", "_num_claims", "_order", "_root", "_turns", "members"),
-    )
+    __slots__ = (*("_claims", "_gates", "_num_claims", "_order", "_root", "_turns", "members"),)
 
     def __init__(self, order: Order, root: Account, gates: Gates) -> None:
         self._order = order
@@ -62,7 +60,6 @@ class FairQueue:
         self._claims: dict[Account, list[Entry]] = {}  # of each session
         self._turns: dict[Account, list[tuple[float, int, Account]]] = {}  # accounts, by parent
         self._num_claims = 0  # ever
-        self._limit = _MIN_LIMIT  # of that number, when claims out of date are dropped
         self.members: dict[Branch, int] = {}
 
     def extend(self, branches: list[Branch], step: int) -> None:
@@ -109,12 +106,14 @@ class FairQueue:
         heapq.heappush(self._heap(by.job.session), claim)
 
     def _heap(self, session: Account) -> list[Entry]:
-        if self._num_claims > self._limit:
-            self._drop_untrue()
+        """The claims that `session` pays for: each of its branches makes one, the others are out of date."""
         heap = self._claims.get(session)
         if heap is None:
             heap = self._claims[session] = []
             self._give_turn(session)
+        elif len(heap) > 2 * session.num_members + _MIN_LIMIT:
+            heap[:] = {claim[3:]: claim for claim in heap if self._is_true(claim)}.values()
+            heapq.heapify(heap)
         return heap
 
     def _give_turn(self, account: Account) -> None:
@@ -125,14 +124,6 @@ class FairQueue:
             if parent is not self._root:
                 self._give_turn(parent)
         heapq.heappush(turns, (account.level, account.number, account))
-
-    def _drop_untrue(self) -> None:
-        num = 0
-        for heap in self._claims.values():
-            heap[:] = [claim for claim in heap if self._is_true(claim)]
-            heapq.heapify(heap)
-            num += len(heap)
-        self._limit = self._num_claims + num + _MIN_LIMIT
 
     def serve(self, branch: Branch, step: int) -> None:
         """`branch`, which is queued here, is served in `step`."""

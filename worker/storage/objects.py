@@ -28,9 +28,8 @@ class ObjectStore:
     def __init__(self, filesystem: Any, root: str) -> None:
         self._filesystem = filesystem
         self._root = root.rstrip("/")
-        self._number = (
-            0  # of the catalogue: the newest counts, so one that is put in part harms nothing
-        )
+        self._catalogue: sqlite3.Connection | None = None
+        self._numbers = [0]  # of the catalogues that may be there, of which the last one counts
 
     @classmethod
     def at(cls, url: str, **options: Any) -> "ObjectStore":
@@ -50,13 +49,15 @@ class ObjectStore:
                 self._filesystem.makedirs(f"{self._root}/{folder}", exist_ok=True)
 
     def release(self) -> None:
+        if self._catalogue is not None:
+            self._catalogue.close()
         self._filesystem.invalidate_cache()
 
     def connect(self) -> sqlite3.Connection:
         catalogue = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        names = self._names(CATALOGUE)
-        self._number = max((int(name, 16) for name in names), default=0)
-        if names:
+        self._catalogue = catalogue
+        self._numbers = sorted(int(name, 16) for name in self._names(CATALOGUE)) or [0]
+        if self._numbers[-1]:
             with _as_os_error():
                 data = self._filesystem.cat_file(self._newest)
             stored = sqlite3.connect(":memory:")
@@ -68,12 +69,12 @@ class ObjectStore:
         return catalogue
 
     def save(self, catalogue: sqlite3.Connection) -> None:
-        before = self._newest
-        self._number += 1
+        self._numbers.append(self._numbers[-1] + 1)
         with _as_os_error():
             self._filesystem.pipe_file(self._newest, catalogue.serialize())
-        with suppress(OSError):
-            self._remove(before)
+        while len(self._numbers) > 1:
+            with suppress(OSError), _as_os_error():
+                self._filesystem.rm_file(self._catalogue_path(self._numbers.pop(0)))
 
     def set_aside(self) -> None:
         with _as_os_error():
@@ -119,14 +120,13 @@ class ObjectStore:
 
     @property
     def _newest(self) -> str:
-        return f"{self._root}/{CATALOGUE}/{self._number:016x}"
+        return self._catalogue_path(self._numbers[-1])
+
+    def _catalogue_path(self, number: int) -> str:
+        return f"{self._root}/{CATALOGUE}/{number:016x}"
 
     def _path(self, identity: int, slot: int) -> str:
         return f"{self._root}/{_BLOCKS}/{identity}-{slot:08x}"
-
-    def _remove(self, path: str) -> None:
-        with _as_os_error(), suppress(FileNotFoundError):
-            self._filesystem.rm_file(path)
 
     def _names(self, folder: str) -> list[str]:
         """The names of the objects in a folder."""

@@ -113,11 +113,11 @@ class _Place(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A row of `records`. The last `num_body` of the blocks are the body."""
+    """A row of `records`, with the fields of its identity. The last `num_body` of the blocks are the body."""
 
     capsule: str
     identity: int
-    raw_fields: str | None
+    fields: str  # JSON
     owner: str
     blocks: bytes
     num_body: int
@@ -125,14 +125,6 @@ class _Entry(NamedTuple):
     @property
     def body(self) -> list[int]:
         return as_keys(self.blocks[len(self.blocks) - 8 * self.num_body :])
-
-    @property
-    def fields(self) -> dict[str, str]:
-        """Those of its identity, as far as they are known."""
-        try:
-            return msgspec.json.decode(self.raw_fields or "{}", type=dict[str, str])
-        except msgspec.DecodeError:
-            return {}
 
 
 class Volume:
@@ -167,7 +159,7 @@ class Volume:
         if self._catalogue.is_new and next(files.read(self._me, [0], [memoryview(bytearray(1))])):
             self._unreadable.append(CorruptStorage(files.place, "the catalogue", "it is missing"))
         for entry in self._entries("identity != :me"):
-            self._unreadable.append(identity.refusal(entry.capsule, entry.fields))
+            self._unreadable.append(self._refusal(entry))
         scratch = [bytearray(block_nbytes)]
         unsynced = self._places("is_synced = 0")
         for place in unsynced.values():
@@ -367,23 +359,22 @@ class Volume:
         """
         for entry in self._entries("capsule = :capsule", capsule=capsule):
             if entry.identity != self._me:
-                raise self._identity.refusal(capsule, entry.fields)
-            places = self._find(as_keys(entry.blocks))
+                raise self._refusal(entry)
+            places = self._find(entry.body)
             rows = [bytearray(self._block_nbytes) for _ in entry.body]
-            errors: list[StorageError | None] = [_missing(entry.body, places)]
-            if not any(errors):
-                errors = list(self._read([places[key] for key in entry.body], rows))
-            for error in errors:
-                if isinstance(error, StorageFailed):  # another time it may be read
-                    raise error
-            record = None if any(errors) else _decoded(rows)
+            missing = _missing(entry.body, places)
+            reads = (missing,) if missing else self._read([places[key] for key in entry.body], rows)
+            error = next(filter(None, reads), None)
+            if isinstance(error, StorageFailed):  # another time it may be read
+                raise error
+            record = None if error else _decoded(rows)
             if record is not None and record.capsule == capsule:
                 self._catalogue.use("UPDATE records SET used = :now WHERE capsule = :row", capsule)
                 return record
             with self._changing() as lost:
                 self._drop(entry, lost)
                 lost.capsules.append(capsule)
-            reason = str(next(filter(None, errors), "it is of another capsule"))
+            reason = str(error or "it is of another capsule")
             raise CorruptStorage(f"capsule {capsule}", "record", reason)
         return None
 
@@ -407,9 +398,14 @@ class Volume:
         return self._unreadable
 
     def _entries(self, where: str, **given: Any) -> list[_Entry]:
-        columns = "capsule, identity, fields, owner, blocks, num_body"
+        fields = "iif(json_valid(fields), fields, '{}')"
+        columns = f"capsule, identity, {fields}, owner, blocks, num_body"
         sql = f"SELECT {columns} FROM records LEFT JOIN identities ON id = identity WHERE {where}"
         return [_Entry(*row) for row in self._run(sql, **given)]
+
+    def _refusal(self, entry: _Entry) -> IncompatibleCapsule:
+        """The error that names the fields in which the identity of `entry` differs."""
+        return self._identity.refusal(entry.capsule, msgspec.json.decode(entry.fields))
 
     # Other volumes.
 

@@ -138,7 +138,7 @@ def story(seed: int) -> tuple[int, int, int]:
                 assert (volume.load(capsule) is None) == (capsule not in model.records)
                 if (found := model.records.pop(capsule, None)) is not None:
                     model.records[capsule] = found
-                    model.touch([*found.keys, *found.body])
+                    model.touch(found.body)
         lost = volume.take_lost()
         assert before[0] - set(volume.keys()) <= set(lost.keys) <= before[0] | set(keys)
         assert before[1] - set(volume.capsules()) == set(lost.capsules) - set(volume.capsules())

@@ -28,8 +28,9 @@ from mallee.worker.storage import volume as volumes
 from mallee.worker.storage.files import CATALOGUE, Directory, has_slots, owned_capsules
 from mallee.worker.storage.objects import ObjectStore
 from mallee.worker.storage.volume import Record, Volume, VolumeConfig
-from support.disks import BLOCK, IDENTITY, Disk, check, opened, read, rows
+from support.disks import BLOCK, IDENTITY, Disk, Killed, check, opened, read, rows
 
+SMALL = VolumeConfig(9 * BLOCK)
 STORES = ("directory", "memory", "file", "disk")
 _PREFIXES = count()
 
@@ -72,7 +73,10 @@ def test_blocks_and_records_come_back_after_a_restart(files: Any) -> None:
     volume.close()
     volume = opened(files)
     assert read(volume, keys) == (4, None)
-    assert read(volume, [11, 7, 9]) == (3, None)
+    num, error = read(volume, [11, 7, 4, 9, 5])
+    assert num == 2
+    assert isinstance(error, BlocksMissing)
+    assert error.fields == {"missing": 2, "asked": 5, "key": 4}
     into = [bytearray(BLOCK) for _ in keys]
     assert volume.get(keys, into) == (4, None)
     assert [bytes(each) for each in into] == [bytes(each) for each in rows(keys)]
@@ -144,16 +148,6 @@ def test_errors_of_a_store_s_own_library_are_named() -> None:
     store.store.clear()
 
 
-def test_a_block_that_is_not_stored_ends_a_read() -> None:
-    volume = opened(Disk())
-    volume.put([1, 2, 3], rows([1, 2, 3]))
-    num, error = read(volume, [1, 2, 4, 3, 5])
-    assert num == 2
-    assert isinstance(error, BlocksMissing)
-    assert error.fields == {"missing": 2, "asked": 5, "key": 4}
-    assert read(volume, []) == (0, None)
-
-
 def test_a_commit_is_one_sync_and_one_durable_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of cached blocks each hundred megabytes are synced."""
     disk = Disk()
@@ -177,42 +171,35 @@ def test_a_commit_is_one_sync_and_one_durable_transaction(monkeypatch: pytest.Mo
     assert len(disk.catalogues) == 1
 
 
-@pytest.mark.parametrize("field", sorted(IDENTITY))
-def test_a_changed_field_is_named_with_both_values(field: str) -> None:
+@pytest.mark.parametrize(
+    ("changed", "block", "says"),
+    [
+        *(({name: "other"}, BLOCK, [name, old, "other"]) for name, old in IDENTITY.items()),
+        ({"tokenizer": "t"}, BLOCK, ["tokenizer", "", "t"]),
+        ({}, 128, ["block_nbytes", "64", "128"]),
+    ],
+)
+def test_a_changed_field_is_named_with_both_values(
+    changed: dict[str, str], block: int, says: list[str]
+) -> None:
     """F24, part: the record of another model or layout is refused by field, until room is needed."""
-    disk = stored([1, 2])
-    volume = opened(disk, VolumeConfig(6 * BLOCK), **{field: "other"})
-    says = f"{field} was '{IDENTITY[field]}' and is 'other'"
-    with pytest.raises(IncompatibleCapsule, match=says):
+    disk: Any = stored([1, 2])
+    volume = Volume.open(disk, {**IDENTITY, **changed}, block, VolumeConfig(6 * block))
+    with pytest.raises(IncompatibleCapsule) as caught:
         volume.load("a")
     (reason,) = volume.unreadable()
-    assert says in str(reason)
-    assert read(volume, [1])[0] == 0
+    assert reason.fields["differences"] == caught.value.fields["differences"] == [says]
+    assert volume.get([1], rows([1])).num_blocks == 0
     assert volume.capsules() == volume.keys() == []
-    volume.put([1], rows([1]))
+    volume.put([1], rows([1], block))
     volume.commit("b", b"", [1])
     assert opened(disk).capsules() == ["a"], "a roll-back finds it again"
-    volume = opened(disk, VolumeConfig(6 * BLOCK), **{field: "other"})
-    volume.put([2, 3, 4], rows([2, 3, 4]))
-    assert volume.take_lost() == ([], ["a"])
-    assert opened(disk).capsules() == []
-
-
-def test_an_added_field_and_another_block_size_are_named_too() -> None:
-    disk = Disk()
-    volume = opened(disk)
-    volume.commit("a", b"x", [])
-    volume = opened(disk, tokenizer="t")
-    with pytest.raises(IncompatibleCapsule) as caught:
-        volume.load("a")
-    assert caught.value.fields["differences"] == [["tokenizer", "", "t"]]
-    volume = Volume.open(disk, IDENTITY, 128, VolumeConfig(1 << 20))  # type: ignore[arg-type]
-    with pytest.raises(IncompatibleCapsule) as caught:
-        volume.load("a")
-    assert caught.value.fields["differences"] == [["block_nbytes", "64", "128"]]
-    volume.commit("a", b"made again", [])
+    volume = Volume.open(disk, {**IDENTITY, **changed}, block, VolumeConfig(4 * block))
+    volume.commit("a", b"made again", [1])
     assert volume.load("a") is not None
-    check(volume)
+    volume.put([2], rows([2], block))
+    assert volume.capsules() == ["b", "a"]
+    assert opened(disk).capsules() == []
 
 
 KEYS = [1, 2, 3]
@@ -329,68 +316,46 @@ def test_a_read_error_costs_the_block_and_not_the_volume() -> None:
     assert volume.load("a") is not None, "another time it may be read"
 
 
-def test_blocks_whose_sync_failed_are_not_trusted() -> None:
-    disk = stored([1, 2])
-    volume = opened(disk)
-    volume.put([3, 4], rows([3, 4]))
-    disk.refuses["sync"] = EIO
-    with pytest.raises(StorageFailed, match="sync "):
-        volume.commit("b", b"", [1, 3, 4])
-    assert sorted(volume.take_lost().keys) == [3, 4]
-    del disk.refuses["sync"]
-    with pytest.raises(BlocksMissing):
-        volume.commit("b", b"", [1, 3, 4])
-    assert read(volume, [1, 2]) == (2, None)
-
-
-def test_a_block_that_a_record_was_promised_is_durable_as_soon_as_it_is_written_anew() -> None:
-    disk = stored([1, 2])
-    (name, data), *_ = disk.slots.items()
-    disk.slots[name] = data[:-1] + bytes([data[-1] ^ 1])
-    volume = opened(disk)
-    assert read(volume, [1])[0] == 0
-    volume.put([1], rows([1]))
-    disk.lose_power()
-    assert read(opened(disk), [1, 2]) == (2, None)
-
-
-@pytest.mark.parametrize("errno", [EIO, ENOSPC])
-def test_an_error_of_any_call_or_statement_leaves_the_volume_as_before_or_after_it(
-    errno: int,
+@pytest.mark.parametrize("loses_power", [False, True])
+@pytest.mark.parametrize("ends_by", [EIO, ENOSPC, "a kill"])
+def test_what_ends_a_call_or_statement_undoes_nothing_that_was_acknowledged(
+    ends_by: int | str, loses_power: bool
 ) -> None:
-    """F24, part: of writing, loading and deleting; also after a loss of power, and it goes on."""
+    """F24, part: at any of them, of writing, evicting and deleting; and what is there is there whole."""
     for nth in count():
-        disk = stored([1, 2])
-        volume = opened(disk, VolumeConfig(9 * BLOCK))
-        num_calls = len(disk.calls) + nth
-        disk.fail_next(errno, after=nth)
-        done: list[str] = []
-        with suppress(StorageError):
-            volume.put([2, 3, 4], rows([2, 3, 4]))
-            volume.commit("b", b"b", [2, 3])
-            done.append("b is there")
-            volume.load("a")
-            volume.drop("a")
-            done.append("a is gone")
-            volume.put([5, 6, 7, 8], rows([5, 6, 7, 8]))  # evicts
-        was_reached = len(disk.calls) > num_calls
+        disk = Disk(nth)
+        volume = opened(disk, SMALL)
+        disk.fail_next(ends_by, after=nth)
+        told: dict[str, bool] = {}  # whether it is there, by capsule; it is not known of others
+        with suppress(StorageError, Killed):
+            for number in range(4):
+                keys = [number, number + 1]
+                volume.put([90 + number, *keys], rows([90 + number, *keys]))
+                volume.commit(str(number), b"tokens", keys)
+                told[str(number)] = True
+                if number % 2:
+                    del told[str(number - 1)]
+                    volume.drop(str(number - 1))
+                    told[str(number - 1)] = False
+        was_reached = not disk.fails
         disk.fails.clear()
-        for loses_power in (False, True):
-            check(volume)
-            assert ("b is there" in done) <= ("b" in volume.capsules())
-            assert ("a is gone" in done) <= ("a" not in volume.capsules())
-            for capsule in volume.capsules():
-                record = volume.load(capsule)
-                assert record is not None
-                assert read(volume, record.keys) == (len(record.keys), None)
-            if loses_power:
-                disk.lose_power()
-            volume = opened(disk, VolumeConfig(9 * BLOCK))
-        volume.put([2, 3], rows([2, 3]))
-        volume.commit("c", b"", [2, 3])
+        if loses_power:
+            disk.lose_power()
+        if loses_power or ends_by == "a kill":
+            volume = opened(disk, SMALL)
+        found = volume.capsules()
+        assert {name for name, is_there in told.items() if is_there} <= set(found)
+        for name in found:  # also one that was not acknowledged any more
+            assert told.get(name, True), "a deletion was acknowledged, and its capsule is there"
+            assert volume.load(name) is not None
+            assert read(volume, [int(name), int(name) + 1]) == (2, None)
+        assert volume.unreadable() == []
+        check(volume)
+        volume.put([3, 4], rows([3, 4]))
+        volume.commit("after it", b"", [3, 4])
         if not was_reached:
             break
-    assert nth > 60
+    assert nth > 100
 
 
 def test_a_log_whose_sync_failed_is_emptied_before_it_goes_on() -> None:
@@ -410,23 +375,17 @@ def test_a_disk_that_is_full_keeps_nothing_of_what_did_not_fit(tmp_path: Path) -
     """F24, part: the limit of file sizes stops a write in its middle, as a full disk does."""
     keys = list(range(2000))
     volume = opened(Directory(tmp_path))
-    volume.put(keys[:5], rows(keys[:5]))
-    volume.commit("a", b"small", keys[:5])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000 * BLOCK, hard))
     try:
         with pytest.raises(StorageFull, match="no room in the disk"):
             volume.put(keys, rows(keys))
-        with pytest.raises(StorageFull, match="no room in the disk"):
-            volume.commit("b", bytes(2000 * BLOCK), keys[:5])
-        check(volume)
-        assert volume.capsules() == ["a"]
-        assert read(volume, keys)[0] == 5
+        assert volume.keys() == []
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
-    assert volume.put(keys, rows(keys)) == 1995
+    assert volume.put(keys, rows(keys)) == 2000
     assert read(volume, keys) == (2000, None)
     volume.close()
 
@@ -516,48 +475,3 @@ def test_of_a_part_without_capsules_nothing_is_left_also_of_other_weights() -> N
     volume = opened(Disk())
     assert volume.adopt(volume.beside(theirs)) == []  # type: ignore[arg-type]
     assert not theirs.slots
-
-
-class Copying(Disk):
-    """Keeps what a kill before each call would leave, with what is `told` by then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: dict[str, bool] = {}  # whether it is there, by capsule
-        self.left: list[tuple[Disk, dict[str, bool]]] = []
-
-    def call(self, operation: str) -> None:
-        copy = Disk(len(self.left))
-        copy.slots, copy.durable = dict(self.slots), dict(self.durable)
-        copy.catalogues = list(self.catalogues)
-        self.left.append((copy, dict(self.told)))
-        super().call(operation)
-
-
-@pytest.mark.parametrize("loses_power", [False, True])
-def test_a_kill_at_any_call_undoes_nothing_that_was_acknowledged(loses_power: bool) -> None:
-    """F24, part: nor a loss of power. A deletion may have happened until it is acknowledged, too."""
-    disk = Copying()
-    volume = opened(disk, VolumeConfig(12 * BLOCK))
-    for number in range(6):
-        keys = [number, number + 1]
-        volume.put(keys, rows(keys))
-        volume.commit(str(number), b"tokens", keys)
-        disk.told[str(number)] = True
-        if number % 2:
-            del disk.told[str(number - 1)]
-            volume.drop(str(number - 1))
-            disk.told[str(number - 1)] = False
-    assert len(disk.left) > 100
-    for left, known in disk.left:
-        if loses_power:
-            left.lose_power()
-        volume = opened(left)
-        found = volume.capsules()
-        assert {name for name, is_there in known.items() if is_there} <= set(found)
-        for name in found:  # also one that was not acknowledged any more
-            assert known.get(name, True), "a deletion was acknowledged, and its capsule is there"
-            assert volume.load(name) is not None
-            assert read(volume, [int(name), int(name) + 1]) == (2, None)
-        assert volume.unreadable() == []
-        check(volume)
