@@ -327,7 +327,7 @@ class Engine:
         """
         return (
             self._scheduler.is_steady
-            and not (len(self._updates) or len(self._journal) or self._requests.has_inbox)
+            and not (len(self._updates) or len(self._journal) or self._requests.inbox)
             and not self._moves.waiting
             and not (self._capsules.is_expiry_due or self._has_moved)
             and self._speculator is None
@@ -395,7 +395,7 @@ class Engine:
         self._take_moved()
         if not self._requests.jobs:
             return self._rest()
-        if self._requests.has_inbox:
+        if self._requests.inbox:
             self._requests.take_inbox()
         plan = self._scheduler.plan()
         if self._lower is not None and self._lower.evicts_beside:
@@ -498,8 +498,8 @@ class Engine:
             raise
 
     def _end_step(self) -> StepResult:
-        if self._requests.has_wanted:
-            self._capsule_commands.submit_wanted()
+        if self._requests.captures:
+            self._capsule_commands.submit_captures()
         if self._fetching is not None and self._fetching.loans:
             self._fetching.end_loans()
         self._num_steps += 1

@@ -119,15 +119,14 @@ class StepSampler:
 
     # Grammars
 
-    def matchers(self, command: Prefill | Generate, tokens: Text) -> tuple[Matcher, ...]:
-        """The grammar state that the branches of a prompt begin with, if there is a grammar: one for all.
+    def matchers(
+        self, command: Prefill | Generate, grammar: Grammar, tokens: Text
+    ) -> tuple[Matcher, ...]:
+        """The state of `grammar`, the command's, that the branches of a prompt begin with: one for all.
 
         Raises InvalidParameter: a grammar that can't be compiled, or can't have taken in the end of
         `tokens`, the command's, or can't go on after it.
         """
-        grammar = command.grammar
-        if grammar is None:
-            return ()
         if grammar.kind == "inherit":
             raise InvalidParameter(
                 "grammar", "inherit", "only a fork has a capsule to inherit from"

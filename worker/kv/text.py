@@ -72,7 +72,7 @@ class TokenNotation:
 
     def read(self, raw: bytes) -> Text:
         ids = unpack_tokens(raw)
-        if len(ids) and (largest := int(np.max(ids))) >= self._vocab_size:
+        if len(ids) and (largest := int(ids.max())) >= self._vocab_size:
             raise InvalidParameter(
                 "tokens", largest, f"token ids go from 0 to {self._vocab_size - 1}"
             )

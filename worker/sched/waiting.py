@@ -53,9 +53,10 @@ class Waiting:
         return len(self.short.members) + len(self.long.members)
 
     @property
-    def num_wanting(self) -> int:
-        """Prompts that run, of which more could be computed."""
-        return len(self.running_short.members) + len(self.running_long.members)
+    def num_prompts(self) -> int:
+        """Those, and prompts that run, of which more could be computed."""
+        running = len(self.running_short.members) + len(self.running_long.members)
+        return running + len(self.short.members) + len(self.long.members)
 
     def queue_of(self, branch: Branch) -> FairQueue:
         """The queue that `branch` belongs to, by its phase."""
