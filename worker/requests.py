@@ -74,7 +74,7 @@ class RequestTable:
         self._updates = updates
         self._retention = retention
         self._block_nbytes = block_nbytes
-        self.captures: list[tuple[Capture, str]] = []  # that wait for a boundary, with their gateways
+        self.captures: list[tuple[Capture, str]] = []  # with their gateways
         self.inbox: dict[tuple[str, int], list[tuple[Inject, Text]]] = {}  # by request and branch
         self._rebuilding: dict[Job, list[Restore]] = {}
         self._next_ticket = 0
@@ -101,7 +101,8 @@ class RequestTable:
             Branch(job, members, ticket, text, start, origin)
             for ticket, (members, text) in enumerate(texts.items(), self._next_ticket)
         ]
-        job.branches.update({branch.index: branch for branch in branches})
+        for branch in branches:
+            job.branches[branch.index] = branch
         self._next_ticket += len(branches)
         self.num_cached += start.base * len(branches)
         self._scheduler.add(branches)

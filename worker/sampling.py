@@ -174,7 +174,9 @@ class StepSampler:
             )
         self.has_matchers = True
         try:
-            matcher: Matcher = self._structures.compile(msgspec.structs.replace(grammar, consumed=0))
+            matcher: Matcher = self._structures.compile(
+                msgspec.structs.replace(grammar, consumed=0)
+            )
         except MalleeError:
             raise
         except BaseException as error:  # a foreign compiler's, also a panic of Rust

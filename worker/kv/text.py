@@ -8,8 +8,6 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, overload
 
-import numpy as np
-
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.hashing import Hashes, block_hashes
 from mallee.protocol.messages import pack_tokens, unpack_tokens

@@ -78,7 +78,7 @@ class Waiting:
     def extend(self, branches: list[Branch], step: int) -> None:
         """Queue new branches of one job, which are waiting."""
         missing = [branch for branch in branches if branch.logits is None]
-        if missing or branches[0].job.has_own_priorities:
+        if missing or branches[0].job.priorities is not None:
             for branch in branches:
                 self.push(branch, step)
         else:
