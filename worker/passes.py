@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+from msgspec import structs
 
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.worker.forward import Forward, ForwardBatch, Logits, Row
@@ -93,7 +94,7 @@ class ForwardPasses:
             return rows
         branches = (*plan.decodes, *(chunk.branch for chunk in plan.chunks))
         return [
-            row._replace(sides=side_tables(node_of(branch), size))
+            structs.replace(row, sides=side_tables(node_of(branch), size))
             for row, branch in zip(rows, branches, strict=True)
         ]
 
@@ -101,7 +102,7 @@ class ForwardPasses:
 def _drafted(row: Row, draft: Draft) -> Row:
     """`row`, the last token of a branch, with its draft behind it."""
     tokens = np.concatenate((row.tokens, as_tokens(draft.tokens)))
-    return row._replace(tokens=tokens, num_logits=len(tokens))
+    return structs.replace(row, tokens=tokens, num_logits=len(tokens))
 
 
 def _ids(text: Text) -> Tokens:
