@@ -465,9 +465,10 @@ class RequestTable:
         del job.branches[branch.index]
         if not job.branches:
             del self.jobs[job.command.request]
-            self._capsules.forgo(job.command.request)
-            if self._producers.get(job.capsule(0)) is job:
-                del self._producers[job.capsule(0)]
+            if isinstance(job.command, Prefill):
+                self._capsules.forgo(job.command.request)
+                if self._producers.get(job.capsule(0)) is job:
+                    del self._producers[job.capsule(0)]
         for orphan in orphans:
             self.end(orphan, "error", error=error or CapsuleAbandoned(job.capsule(branch.index)))
 

@@ -391,9 +391,10 @@ class Planner:
             tree.hold(origin)
         else:
             branch.node = tree.attach(hashes, branch.job.salt, held)
+        begin = branch.node.end
         if branch.attached_tokens is None:
-            branch.attached_tokens = branch.node.end
-        self._waiting.gates.depart(hashes[branch.node.end // size :], branch)
+            branch.attached_tokens = begin
+        self._waiting.gates.depart(hashes[begin // size :], branch)
         self._running.admit(branch, step)
         self._blocks.admitted(branch)
 
