@@ -74,8 +74,9 @@ class RequestTable:
         self._updates = updates
         self._retention = retention
         self._block_nbytes = block_nbytes
-        self.captures: list[tuple[Capture, str]] = []  # with their gateways
-        self.inbox: dict[tuple[str, int], list[tuple[Inject, Text]]] = {}  # by request and branch
+        # Captures that wait for a boundary, with their gateways; and tokens to be injected, by branch.
+        self.captures: list[tuple[Capture, str]] = []
+        self.inbox: dict[tuple[str, int], list[tuple[Inject, Text]]] = {}
         self._rebuilding: dict[Job, list[Restore]] = {}
         self._next_ticket = 0
 

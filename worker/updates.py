@@ -166,7 +166,8 @@ def prompt_tokens(branch: Branch) -> tuple[int, int]:
         return 0, 0
     if branch.index > 0 and isinstance(branch.job.command, Generate):
         return cached, 0
-    return cached, branch.origin_len + len(branch.tokens) - branch.num_output - cached
+    prompt_len = branch.origin_len + len(branch.tokens) - branch.num_output
+    return cached, prompt_len - cached
 
 
 # The engine's debug logs: what was forked, what each step does. Off unless switched on by name.
