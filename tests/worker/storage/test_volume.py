@@ -292,10 +292,10 @@ def test_records_of_the_first_version_are_told_and_left(tmp_path: Path) -> None:
     (tmp_path / "capsules").mkdir()
     (tmp_path / "capsules" / "00ab").write_bytes(b"mallee")
     volume = opened(Directory(tmp_path))
-    assert [str(each) for each in volume.unreadable()] == [
-        f"capsule '{tmp_path}/capsules/00ab' does not fit this worker: storage_version was '1' and is '2'"
-        " here; create it again"
-    ]
+    (error,) = volume.unreadable()  # which has the middle of a long path cut out
+    assert "/capsules/00ab' does not fit this worker: storage_version was '1' and is '2'" in str(
+        error
+    )
     volume.close()
     assert (tmp_path / "capsules" / "00ab").exists()
 
