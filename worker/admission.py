@@ -81,11 +81,13 @@ class Intake:
         else:
             self._capsules.check_unused(command.request)
         self._scheduler.check_room(num_branches)
-        matchers = self._sampler.matchers(command, tokens)
+        grammar, begin = command.grammar, None
+        matchers: tuple[Matcher, ...] = ()
+        if grammar is not None:
+            matchers = self._sampler.matchers(command, grammar, tokens)
+            begin = len(tokens) - grammar.consumed
         if isinstance(command, Prefill) and not command.replaceable:
             self._capsules.promise(command.request, tokens, salt)
-        grammar = command.grammar
-        begin = len(tokens) - grammar.consumed if grammar is not None else None
         job = Job(command, gateway, salt, matchers, grammar=grammar, grammar_begin=begin)
         start = ForkPoint(0, 0, self._notation.empty())
         self._requests.open(job, start, {tuple(job.indices): tokens})
@@ -168,7 +170,8 @@ class Intake:
         """The command's tokens. Raises InvalidParameter, ContextLengthExceeded, KVBudgetExceeded."""
         self._check_new(command.request)
         self._check_share(command.share)
-        check_spans(command.retain)
+        if command.retain:
+            check_spans(command.retain)
         tokens = self._notation.read(command.tokens)
         if len(tokens) == 0:
             raise InvalidParameter("tokens", [], "give at least one token")
@@ -207,15 +210,15 @@ class Intake:
             raise InvalidParameter("request", request, "this id is in use; ids are used once")
 
     def _check_share(self, share: Share) -> None:
-        if share is not self._last_share:  # many commands have the very same
+        if share != self._last_share:  # many commands have the same
             share.validate()
             self._last_share = share
 
     def _check_sampling(self, sampling: Sampling) -> None:
-        if sampling is self._last_sampling:
+        if sampling == self._last_sampling:
             return
         sampling.validate()
-        largest = max((token for token, _ in sampling.logit_bias), default=0)
+        largest = max(sampling.logit_bias)[0] if sampling.logit_bias else 0
         if largest >= self._spec.vocab_size:
             raise InvalidParameter(
                 "logit_bias", largest, f"token ids go from 0 to {self._spec.vocab_size - 1}"
@@ -327,10 +330,10 @@ def grouped(
     `raws`: the suffixes as the command has them.
     """
     if not len(rest):
-        if not any(raws):  # branches with nothing to compute share nothing
-            return {(i,): suffix for i, suffix in enumerate(suffixes)}
         if len(suffixes) == 1:
             return {(0,): suffixes[0]}
+        if not any(raws):  # branches with nothing to compute share nothing
+            return {(i,): suffix for i, suffix in enumerate(suffixes)}
     groups: dict[bytes | int, list[int]] = {}
     for index, raw in enumerate(raws):
         groups.setdefault(raw if raw or len(rest) else index, []).append(index)

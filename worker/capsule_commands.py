@@ -80,9 +80,10 @@ class CapsuleCommands:
         except MalleeError as error:
             self._send(command.request, gateway, error)
 
-    def submit_wanted(self) -> None:
+    def submit_captures(self) -> None:
         """Captures that waited for a boundary are tried again."""
-        for command, gateway in self._requests.wanted():
+        captures, self._requests.captures = self._requests.captures, []
+        for command, gateway in captures:
             self.submit(command, gateway)
 
     def _promote(self, name: str, share: Share, reply: Reply) -> None:

@@ -327,7 +327,7 @@ class Engine:
         """
         return (
             self._scheduler.is_steady
-            and not (len(self._updates) or len(self._journal) or self._requests.has_inbox)
+            and not (len(self._updates) or len(self._journal) or self._requests.inbox)
             and not self._moves.waiting
             and not (self._capsules.is_expiry_due or self._has_moved)
             and self._speculator is None
@@ -395,7 +395,7 @@ class Engine:
         self._take_moved()
         if not self._requests.jobs:
             return self._rest()
-        if self._requests.has_inbox:
+        if self._requests.inbox:
             self._requests.take_inbox()
         plan = self._scheduler.plan()
         if self._lower is not None and self._lower.evicts_beside:
@@ -498,8 +498,8 @@ class Engine:
             raise
 
     def _end_step(self) -> StepResult:
-        if self._requests.has_wanted:
-            self._capsule_commands.submit_wanted()
+        if self._requests.captures:
+            self._capsule_commands.submit_captures()
         if self._fetching is not None and self._fetching.loans:
             self._fetching.end_loans()
         self._num_steps += 1
@@ -523,8 +523,10 @@ class Engine:
 
         Changes branches that drew, and nothing before all have.
         """
-        planned = [*plan.decodes, *(chunk.branch for chunk in plan.chunks if chunk.is_last)]
-        self._sampler.expect((*plan.ready, *planned), plan.drafts.values())
+        computed = [chunk.branch for chunk in plan.chunks if chunk.is_last]
+        if self._sampler.has_matchers:
+            branches = (*plan.ready, *plan.decodes, *computed)
+            self._sampler.expect(branches, plan.drafts.values())
         logits = self._passes.run(plan)
         drafted = None
         if plan.drafts:
@@ -533,7 +535,9 @@ class Engine:
             self._watch.launched()
         done: list[Scored] = []
         drawing: list[Scored] = [(branch, branch.logits) for branch in plan.ready]
-        for branch, each in zip(planned, logits, strict=True):
+        num = len(plan.decodes)
+        drawing += zip(plan.decodes, logits[:num], strict=True)
+        for branch, each in zip(computed, logits[num:], strict=True):
             if branch.draws:
                 drawing.append((branch, each))
             else:
@@ -564,7 +568,8 @@ class Engine:
         """
         commit = self._tree.commit
         for s in plan.decodes:
-            node = node_of(s)
+            node = s.node
+            assert node is not None, "a decode that does not run"
             begin = node.end - s.origin_len
             if num_draws is None or s not in plan.drafts:
                 commit(node, (s.tokens[begin],), s.hashes)
@@ -585,10 +590,11 @@ class Engine:
                 branch.cached_tokens = attached
 
     def _report(self, drawn: Sequence[Sampled]) -> None:
+        emit = self._updates.emit
         for sampled in drawn:
             self._num_output += len(sampled.tokens)
             if sampled.finish is None:
-                self._updates.emit(sampled.branch, sampled.tokens, sampled.logprobs)
+                emit(sampled.branch, sampled.tokens, sampled.logprobs)
             else:
                 self._requests.end(
                     sampled.branch,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+from msgspec import structs
 
 from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.worker.forward import Forward, ForwardBatch, Logits, Row
@@ -75,10 +76,12 @@ class ForwardPasses:
         """One for each decode and chunk, in this order."""
         size, drafts = self._block_size, plan.drafts
         last = as_tokens([s.tokens[-1] for s in plan.decodes])
-        rows = [
-            Row(last[i : i + 1], s.length - 1, flatten(node_of(s), size), 1)
-            for i, s in enumerate(plan.decodes)
-        ]
+        rows: list[Row] = []
+        for i, s in enumerate(plan.decodes):
+            node = s.node
+            assert node is not None, "a decode that does not run"
+            start = s.origin_len + len(s.tokens) - 1
+            rows.append(Row(last[i : i + 1], start, flatten(node, size), 1))
         if drafts:
             rows = [
                 _drafted(row, drafts[s]) if s in drafts else row
@@ -91,7 +94,7 @@ class ForwardPasses:
             return rows
         branches = (*plan.decodes, *(chunk.branch for chunk in plan.chunks))
         return [
-            row._replace(sides=side_tables(node_of(branch), size))
+            structs.replace(row, sides=side_tables(node_of(branch), size))
             for row, branch in zip(rows, branches, strict=True)
         ]
 
@@ -99,7 +102,7 @@ class ForwardPasses:
 def _drafted(row: Row, draft: Draft) -> Row:
     """`row`, the last token of a branch, with its draft behind it."""
     tokens = np.concatenate((row.tokens, as_tokens(draft.tokens)))
-    return row._replace(tokens=tokens, num_logits=len(tokens))
+    return structs.replace(row, tokens=tokens, num_logits=len(tokens))
 
 
 def _ids(text: Text) -> Tokens:

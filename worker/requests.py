@@ -74,8 +74,9 @@ class RequestTable:
         self._updates = updates
         self._retention = retention
         self._block_nbytes = block_nbytes
-        self._wanted: list[tuple[Capture, str]] = []
-        self._inbox: dict[tuple[str, int], list[tuple[Inject, Text]]] = {}  # by request and branch
+        # Captures that wait for a boundary, with their gateways; and tokens to be injected, by branch.
+        self.captures: list[tuple[Capture, str]] = []
+        self.inbox: dict[tuple[str, int], list[tuple[Inject, Text]]] = {}
         self._rebuilding: dict[Job, list[Restore]] = {}
         self._next_ticket = 0
 
@@ -101,7 +102,8 @@ class RequestTable:
             Branch(job, members, ticket, text, start, origin)
             for ticket, (members, text) in enumerate(texts.items(), self._next_ticket)
         ]
-        job.branches.update({branch.index: branch for branch in branches})
+        for branch in branches:
+            job.branches[branch.index] = branch
         self._next_ticket += len(branches)
         self.num_cached += start.base * len(branches)
         self._scheduler.add(branches)
@@ -188,7 +190,7 @@ class RequestTable:
         if job.matchers:
             remedy = "the branch draws under a grammar, which they may break; give it none"
             raise InvalidParameter("inject", command.of, remedy)
-        before = self._inbox.get((command.of, index), [])
+        before = self.inbox.get((command.of, index), [])
         inbox = [] if command.replaces else before
         tokens = self._tree.notation.read(command.tokens)
         taken = branch.num_output + sum(len(text) for _, text in inbox)
@@ -198,17 +200,17 @@ class RequestTable:
         if command.replaces:
             for dropped, _ in before:
                 self._refuse_inject(dropped, gateway, Superseded())
-        self._inbox[command.of, index] = [*inbox, (command, tokens)]
+        self.inbox[command.of, index] = [*inbox, (command, tokens)]
 
     def take_inbox(self) -> None:
         """Have the branches that draw go on after what was injected: the next step computes it."""
-        for key in list(self._inbox):
+        for key in list(self.inbox):
             name, index = key
             job = self.jobs.get(name)
             if job is None or not (found := job.concerned(index)):
-                del self._inbox[key]  # its end was told
+                del self.inbox[key]  # its end was told
             elif found[0].phase == "decode":
-                for command, tokens in self._inbox.pop(key):
+                for command, tokens in self.inbox.pop(key):
                     self._take_in(found[0], command, tokens)
 
     def _take_in(self, branch: Branch, command: Inject, tokens: Text) -> None:
@@ -237,7 +239,7 @@ class RequestTable:
                 if not branch.is_over:  # else it ended with another one
                     self._retire(branch)
         self._updates.drop(gateway)
-        self._wanted = [each for each in self._wanted if each[1] != gateway]
+        self.captures = [each for each in self.captures if each[1] != gateway]
 
     # Capsules of branches
 
@@ -274,7 +276,7 @@ class RequestTable:
     def _capsule(self, branch: Branch, name: CapsuleId, node: Node, logits: Logits) -> Capsule:
         """The state of `branch`, whose KV `node` has; the hold on it passes to the capsule."""
         command = branch.job.command
-        pending = tuple(branch.pending(branch.num_pending))
+        pending = tuple(branch.tokens[node.end - branch.origin_len :])
         matcher = branch.constraint.share() if branch.constraint is not None else None
         if not isinstance(command, Prefill):
             return Capsule(
@@ -311,7 +313,7 @@ class RequestTable:
         )
 
     def capture(self, command: Capture, gateway: str) -> Capsule | None:
-        """The capsule of a running branch; None: it is taken later, once it is among `wanted`.
+        """The capsule of a running branch; None: it is taken later, and among `captures` till then.
 
         Raises UnknownBranch, CapsulesFull.
         """
@@ -324,7 +326,7 @@ class RequestTable:
             raise UnknownBranch(command.of, command.branch)
         node = branch.node
         if branch.phase != "decode" or node is None or node.is_copying:
-            self._wanted.append((command, gateway))
+            self.captures.append((command, gateway))
             return None
         held = self._tree.hold_prefix(node, node.end)
         capsule = self._capsule(branch, capsule_id(RequestId(command.request)), held, None)
@@ -364,21 +366,6 @@ class RequestTable:
         if is_there:
             self._retain(branch)
         self.end(branch, "cancelled")
-
-    @property
-    def has_inbox(self) -> bool:
-        """Whether tokens wait to be injected."""
-        return bool(self._inbox)
-
-    @property
-    def has_wanted(self) -> bool:
-        """Whether `wanted` has any."""
-        return bool(self._wanted)
-
-    def wanted(self) -> list[tuple[Capture, str]]:
-        """Captures that wait for a boundary, with their gateways; forgotten here."""
-        wanted, self._wanted = self._wanted, []
-        return wanted
 
     # Capsules that can't come back
 
@@ -479,9 +466,10 @@ class RequestTable:
         del job.branches[branch.index]
         if not job.branches:
             del self.jobs[job.command.request]
-            self._capsules.forgo(job.command.request)
-            if self._producers.get(job.capsule(0)) is job:
-                del self._producers[job.capsule(0)]
+            if isinstance(job.command, Prefill):
+                self._capsules.forgo(job.command.request)
+                if self._producers.get(job.capsule(0)) is job:
+                    del self._producers[job.capsule(0)]
         for orphan in orphans:
             self.end(orphan, "error", error=error or CapsuleAbandoned(job.capsule(branch.index)))
 

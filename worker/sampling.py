@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
-from msgspec import structs
 
 from mallee.protocol.errors import GrammarFailed, InvalidParameter, MalleeError
 from mallee.protocol.messages import (
@@ -64,7 +64,7 @@ Meanwhile: TypeAlias = Callable[[Drawing, Sequence[Branch]], None]
 _Drawn = tuple[Logits, int]
 
 
-class Sampled(NamedTuple):
+class Sampled(msgspec.Struct, frozen=True):
     """The result of a branch's draws: its new tokens, and `finish` if it ends there."""
 
     branch: Branch
@@ -119,15 +119,14 @@ class StepSampler:
 
     # Grammars
 
-    def matchers(self, command: Prefill | Generate, tokens: Text) -> tuple[Matcher, ...]:
-        """The grammar state that the branches of a prompt begin with, if there is a grammar: one for all.
+    def matchers(
+        self, command: Prefill | Generate, grammar: Grammar, tokens: Text
+    ) -> tuple[Matcher, ...]:
+        """The state of `grammar`, the command's, that the branches of a prompt begin with: one for all.
 
         Raises InvalidParameter: a grammar that can't be compiled, or can't have taken in the end of
         `tokens`, the command's, or can't go on after it.
         """
-        grammar = command.grammar
-        if grammar is None:
-            return ()
         if grammar.kind == "inherit":
             raise InvalidParameter(
                 "grammar", "inherit", "only a fork has a capsule to inherit from"
@@ -175,7 +174,9 @@ class StepSampler:
             )
         self.has_matchers = True
         try:
-            matcher: Matcher = self._structures.compile(structs.replace(grammar, consumed=0))
+            matcher: Matcher = self._structures.compile(
+                msgspec.structs.replace(grammar, consumed=0)
+            )
         except MalleeError:
             raise
         except BaseException as error:  # a foreign compiler's, also a panic of Rust
@@ -188,13 +189,13 @@ class StepSampler:
         """Whether `matchers` has nothing to compile. From any thread."""
         if self._structures is None or grammar.kind == "inherit":
             return True
-        return self._structures.knows(structs.replace(grammar, consumed=0))
+        return self._structures.knows(msgspec.structs.replace(grammar, consumed=0))
 
     def prepare(self, grammar: Grammar) -> None:
         """Compile ahead what `matchers` will ask for. From any thread; never raises MalleeError."""
         if self._structures is not None and not self.is_prepared(grammar):
             with suppress(InvalidParameter):  # `matchers` will say so
-                self._structures.compile(structs.replace(grammar, consumed=0))
+                self._structures.compile(msgspec.structs.replace(grammar, consumed=0))
 
     def trim(self, branch: Branch, tokens: Sequence[int]) -> Draft:
         """The beginning of `tokens` after which `branch` would go on to draw."""
@@ -219,8 +220,6 @@ class StepSampler:
 
     def expect(self, branches: Iterable[Branch], drafts: Iterable[Draft] = ()) -> None:
         """These will have logits to draw from when the forward pass is done, also after their drafts."""
-        if not self.has_matchers:
-            return
         self._filled()  # of a step that failed, as above
         constraints = [b.constraint for b in branches if b.constraint is not None and b.draws]
         if not constraints:
@@ -268,18 +267,23 @@ class StepSampler:
             taken, scored = _sorted_out(scored, masks)
         if not scored:
             return taken
-        draws = [
-            Draw(logits, answer.rules.sampling, answer.seed, branch.length)
-            if (answer := branch.answer or branch.begin_answer()).rules.is_plain
-            else self._draw(branch, logits, masks)
-            for branch, logits in scored
-        ]
+        draws: list[Draw] = []
+        are_plain = True
+        for branch, logits in scored:
+            answer = branch.answer or branch.begin_answer()
+            if answer.rules.is_plain:
+                position = branch.origin_len + len(branch.tokens)
+                draws.append(Draw(logits, answer.rules.sampling, answer.seed, position))
+            else:
+                are_plain = False
+                draws.append(self._draw(branch, logits, masks))
         later = {} if drafted is None else self._draw_later(scored, drafted, masks)
         for own in later.values():
             draws += own
         if self._device is None:
             tokens = self._forward.sample(draws)
         else:
+            assert drafted is None, "drafts are drawn on the host"
             drawing = self._device.launch_draws(draws)
             if meanwhile is not None:
                 meanwhile(drawing, [branch for branch, _ in scored])
@@ -287,14 +291,16 @@ class StepSampler:
         further: dict[Branch, list[_Drawn]] = {}
         if drafted is not None:
             further = _verified(drafted, later, scored, tokens)
-        if self._device is None:
+        if are_plain:
+            reports: Iterator[TokenLogprobs] = iter(())
+        elif self._device is None:
             reports = self._logprobs(scored, tokens, further)
         else:
-            assert drafted is None, "drafts are drawn on the host"
             reports = iter(drawing.logprobs())
+        take = self._take
         for (branch, logits), token in zip(scored, tokens, strict=False):
-            each = (next(reports),) if branch.job.sampling.logprobs >= 0 else ()
-            taken.append(self._take(branch, logits, token, each))
+            wants_report = not are_plain and branch.job.sampling.logprobs >= 0
+            taken.append(take(branch, logits, token, (next(reports),) if wants_report else ()))
             if branch in further:
                 self._take_further(taken, further[branch], reports)
         return taken

@@ -161,11 +161,13 @@ def prompt_tokens(branch: Branch) -> tuple[int, int]:
 
     What n branches of one prompt share was computed once: branch 0 reports it.
     """
-    if branch.cached_tokens is None:
+    cached = branch.cached_tokens
+    if cached is None:
         return 0, 0
-    if isinstance(branch.job.command, Generate) and branch.index > 0:
-        return branch.cached_tokens, 0
-    return branch.cached_tokens, branch.prompt_len - branch.cached_tokens
+    if branch.index > 0 and isinstance(branch.job.command, Generate):
+        return cached, 0
+    prompt_len = branch.origin_len + len(branch.tokens) - branch.num_output
+    return cached, prompt_len - cached
 
 
 # The engine's debug logs: what was forked, what each step does. Off unless switched on by name.

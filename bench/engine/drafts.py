@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 
 from mallee.protocol.messages import Sampling
@@ -26,7 +27,8 @@ class GreedyDrafts(DraftModel):
     """The rival of draws with a branch's own noise: the likeliest token."""
 
     def _draw(self, branch: Branch, logits: Logits, draft: Sequence[int]) -> Draw:
-        return super()._draw(branch, logits, draft)._replace(sampling=Sampling())
+        draw = super()._draw(branch, logits, draft)
+        return structs.replace(draw, sampling=Sampling())
 
 
 class Free(StepCosts):

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from bench.measure import machine
 from mallee.protocol.messages import Sampling
@@ -93,7 +94,9 @@ def measured(num_rows: int, size: int, device: str, rounds: int) -> dict[str, di
     found: dict[str, dict[str, float]] = {}
     for kind in KINDS:
         draws = some_draws(kind, batch)
-        moved = [d._replace(logits=row) for d, row in zip(draws, there.unbind(0), strict=True)]
+        moved = [
+            structs.replace(d, logits=row) for d, row in zip(draws, there.unbind(0), strict=True)
+        ]
         found[kind] = {"ms": least_ms(lambda d=moved: sampler.sample(d), rounds)}
         if device != "cpu":
             pairs = zip(sampler.sample(moved), sample(draws), strict=True)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from bench.gpu.shapes import Scale, product_flops
 from mallee.protocol.messages import Sampling
@@ -86,7 +87,7 @@ def replay_error(forward: TorchForward, eager: TorchForward, num_rows: int) -> f
     """||replayed - eager|| / ||eager|| of the logits of decodes of several lengths, over the same memory."""
     found = tables(forward, num_rows, 20 if num_rows < 64 else 4, 0)
     rows = [
-        row._replace(start=17 + 5 * i % (len(row.table) * forward.block_size - 17))
+        structs.replace(row, start=17 + 5 * i % (len(row.table) * forward.block_size - 17))
         for i, row in enumerate(decode_rows(found, 0))
     ]
     ours, theirs = (

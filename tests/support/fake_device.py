@@ -7,6 +7,7 @@ from threading import RLock
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from msgspec import structs
 
 from mallee.protocol.messages import TokenLogprobs
 from mallee.worker.engine import Engine
@@ -115,7 +116,9 @@ class FakeDevice:
         def named() -> ForwardBatch:
             tokens = [drawing.tokens.value[place] for place in places]
             each = zip(own, tokens, strict=True)
-            rows = [row._replace(tokens=np.array([token], np.uint32)) for row, token in each]
+            rows = [
+                structs.replace(row, tokens=np.array([token], np.uint32)) for row, token in each
+            ]
             return ForwardBatch(copies, rows)
 
         return self._launch(own, named)
@@ -126,7 +129,7 @@ class FakeDevice:
         own = [_copied_draw(draw) for draw in draws]
 
         def work() -> None:
-            known = [draw._replace(logits=_value(draw.logits)) for draw in own]
+            known = [structs.replace(draw, logits=_value(draw.logits)) for draw in own]
             tokens = self._inner.sample(known)
             drawn = [(d, t) for d, t in zip(known, tokens, strict=True) if d.sampling.logprobs >= 0]
             drawing.reports.value = self._inner.logprobs(
@@ -229,11 +232,12 @@ def _value(logits: Logits) -> Any:
 
 def _copied(row: Row) -> Row:
     sides = tuple(table.copy() for table in row.sides)
-    return row._replace(tokens=row.tokens.copy(), table=row.table.copy(), sides=sides)
+    return structs.replace(row, tokens=row.tokens.copy(), table=row.table.copy(), sides=sides)
 
 
 def _copied_draw(draw: Draw) -> Draw:
-    return draw._replace(
+    return structs.replace(
+        draw,
         history=None if draw.history is None else draw.history.after(()),
         allowed=None if draw.allowed is None else draw.allowed.copy(),
     )

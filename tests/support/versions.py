@@ -24,7 +24,8 @@ class VersionedForward(MockForward):
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
         shift = sum(self.spec.weights.digest.encode())
         rows = [
-            row._replace(tokens=(row.tokens + np.uint32(shift)).astype("<u4")) for row in batch.rows
+            structs.replace(row, tokens=(row.tokens + np.uint32(shift)).astype("<u4"))
+            for row in batch.rows
         ]
         return super().forward(batch._replace(rows=rows))
 

@@ -8,8 +8,6 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, overload
 
-import numpy as np
-
 from mallee.protocol.errors import InvalidParameter
 from mallee.protocol.hashing import Hashes, block_hashes
 from mallee.protocol.messages import pack_tokens, unpack_tokens
@@ -72,7 +70,7 @@ class TokenNotation:
 
     def read(self, raw: bytes) -> Text:
         ids = unpack_tokens(raw)
-        if len(ids) and (largest := int(np.max(ids))) >= self._vocab_size:
+        if len(ids) and (largest := int(ids.max())) >= self._vocab_size:
             raise InvalidParameter(
                 "tokens", largest, f"token ids go from 0 to {self._vocab_size - 1}"
             )

@@ -131,7 +131,10 @@ class BranchTree:
     @property
     def version(self) -> int:
         """A count that grows whenever `find` may answer differently."""
-        return self._store.index.version + sum(side.version for side in self.sides)
+        version = self._store.index.version
+        for side in self.sides:
+            version += side.version
+        return version
 
     def attach(self, hashes: Hashes, salt: str, num_found: int | None = None) -> Node:
         """A held node that ends at the longest held prefix of `hashes`; an empty root if none is.

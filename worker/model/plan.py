@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from mallee.worker.forward import Row
 from mallee.worker.memory.transfer import Int64s, sent_together
@@ -55,7 +56,7 @@ def make_plan(
         return slots
 
     own_rows = {
-        window: [row._replace(table=row.sides[g]) if row.sides else row for row in rows]
+        window: [structs.replace(row, table=row.sides[g]) if row.sides else row for row in rows]
         for g, window in enumerate(groups)
     }
     length = int((starts + counts).max())

@@ -119,9 +119,9 @@ class Job:
     """
 
     __slots__ = (
-        *("_priorities", "_rules", "branches", "cancelled", "command", "draws"),
+        *("_rules", "branches", "cancelled", "command", "draws"),
         *("gateway", "grammar", "grammar_begin", "indices", "limits", "matchers"),
-        *("priority", "pull", "salt", "sampling", "session", "start"),
+        *("priorities", "priority", "pull", "salt", "sampling", "session", "start"),
     )
 
     def __init__(
@@ -139,7 +139,7 @@ class Job:
         self.command = command
         # Of the one branch that computes its prompt; None: nothing of it is with other workers.
         self.pull: Pull | None = None
-        if isinstance(command, Prefill | Generate) and command.holders:
+        if not isinstance(command, Fork) and command.holders:
             self.pull = Pull(command.holders)
         self.salt = salt  # of the hashes of its blocks
         self.session: Account  # from `Scheduler.add` on
@@ -155,7 +155,7 @@ class Job:
         self.branches: dict[int, Branch] = {}
         self.cancelled: frozenset[int] = frozenset()  # while a text was still computed for several
         self.priority = command.share.priority
-        self._priorities: dict[int, float] | None = None  # of branches whose own was changed
+        self.priorities: dict[int, float] | None = None  # of branches whose own was changed
         self._rules: DrawRules | None = None
 
     @property
@@ -169,11 +169,6 @@ class Job:
             has_grammar = bool(self.matchers)
             self._rules = DrawRules(self.sampling, self.limits, has_grammar=has_grammar)
         return self._rules
-
-    @property
-    def has_own_priorities(self) -> bool:
-        """Whether some of its branches have another priority than the others."""
-        return self._priorities is not None
 
     def capsule(self, index: int) -> CapsuleId:
         """The id of the state that branch `index` leaves."""
@@ -196,16 +191,16 @@ class Job:
 
     def priority_of(self, members: tuple[int, ...]) -> float:
         """The highest of these branches, now."""
-        if self._priorities is None:
+        if self.priorities is None:
             return self.priority
-        return max(self._priorities.get(index, self.priority) for index in members)
+        return max(self.priorities.get(index, self.priority) for index in members)
 
     def prioritize(self, priority: float, index: int | None) -> None:
         """Branch `index`, or every branch, has `priority` from now on."""
         if index is None:
-            self.priority, self._priorities = priority, None
+            self.priority, self.priorities = priority, None
         else:
-            self._priorities = {**(self._priorities or {}), index: priority}
+            self.priorities = {**(self.priorities or {}), index: priority}
 
 
 class Producer(Protocol):
@@ -299,7 +294,7 @@ class Branch:
         self.origin_len = base = start.base
         self.producer = start.producer
         self.logits = None if len(tokens) else start.logits
-        self.priority = job.priority_of(members)
+        self.priority = job.priority if job.priorities is None else job.priority_of(members)
         self.phase: Phase = "waiting"
         self.waits_for: Branch | None = None  # the branch that computes for it, while it is gated
         self.hashes = NO_HASHES  # of the full blocks it can share, once the scheduler needs them

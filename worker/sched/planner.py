@@ -258,7 +258,7 @@ class Planner:
 
     def _fill_prompts(self, budget: StepBudget, but: int = 0) -> None:
         """Use up what is left of the step, but for so many rows of one token."""
-        num = self._waiting.num_to_compute + self._waiting.num_wanting
+        num = self._waiting.num_prompts
         if num < 2 and not but:  # no two to choose between
             if num and (only := self._first(budget, *self._waiting.prompts)) is not None:
                 self._grant(budget, only.branch, only.payer, budget.tokens)
@@ -391,9 +391,10 @@ class Planner:
             tree.hold(origin)
         else:
             branch.node = tree.attach(hashes, branch.job.salt, held)
+        begin = branch.node.end
         if branch.attached_tokens is None:
-            branch.attached_tokens = branch.node.end
-        self._waiting.gates.depart(hashes[branch.node.end // size :], branch)
+            branch.attached_tokens = begin
+        self._waiting.gates.depart(hashes[begin // size :], branch)
         self._running.admit(branch, step)
         self._blocks.admitted(branch)
 

@@ -67,6 +67,7 @@ class FairQueue:
         serial, rank = self._num_claims, self._order.rank(branches[0])
         for branch in branches:
             branch.last_step = step
+            self.members[branch] = serial
         claims = [(rank, branch.ticket, serial, branch, branch) for branch in branches]
         heap = self._heap(branches[0].job.session)
         if not heap:
@@ -78,7 +79,6 @@ class FairQueue:
             for claim in claims:
                 heapq.heappush(heap, claim)
         self._num_claims += len(branches)
-        self.members.update(dict.fromkeys(branches, serial))
 
     def push(self, branch: Branch, step: int) -> None:
         """Queue `branch`, which begins to wait in `step`."""

@@ -72,8 +72,9 @@ class Running:
 
     def want_more(self, branch: Branch, step: int) -> None:
         """More of the prompt of `branch` can be computed."""
-        if not self._waiting.is_queued(branch):
-            self._waiting.queue_of(branch).push(branch, step)
+        queue = self._waiting.queue_of(branch)
+        if branch not in queue.members:
+            queue.push(branch, step)
 
     def fetch(self, branch: Branch) -> None:
         """The next blocks of `branch`, a prompt, are on their way."""
@@ -119,8 +120,9 @@ class Running:
             case "fetching":
                 del self.fetching[branch]
             case _:
-                if self._waiting.is_queued(branch):
-                    self._waiting.queue_of(branch).remove(branch)
+                queue = self._waiting.queue_of(branch)
+                if branch in queue.members:
+                    queue.remove(branch)
                 del self.prefills[branch]
 
     def decodes(self) -> list[Branch]:

@@ -53,9 +53,10 @@ class Waiting:
         return len(self.short.members) + len(self.long.members)
 
     @property
-    def num_wanting(self) -> int:
-        """Prompts that run, of which more could be computed."""
-        return len(self.running_short.members) + len(self.running_long.members)
+    def num_prompts(self) -> int:
+        """Those, and prompts that run, of which more could be computed."""
+        running = len(self.running_short.members) + len(self.running_long.members)
+        return running + len(self.short.members) + len(self.long.members)
 
     def queue_of(self, branch: Branch) -> FairQueue:
         """The queue that `branch` belongs to, by its phase."""
@@ -77,7 +78,7 @@ class Waiting:
     def extend(self, branches: list[Branch], step: int) -> None:
         """Queue new branches of one job, which are waiting."""
         missing = [branch for branch in branches if branch.logits is None]
-        if missing or branches[0].job.has_own_priorities:
+        if missing or branches[0].job.priorities is not None:
             for branch in branches:
                 self.push(branch, step)
         else:

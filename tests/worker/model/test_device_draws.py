@@ -96,7 +96,7 @@ def some_draws(
         )
         for _ in range(int(rng.integers(1, num_branches + 1))):
             seed, position = int(rng.integers(0, 1 << 63)) * 2 + 1, int(rng.integers(10_000))
-            draws.append(field._replace(seed=seed, position=position))
+            draws.append(structs.replace(field, seed=seed, position=position))
     return [draws[i] for i in rng.permutation(len(draws))]
 
 
@@ -110,7 +110,7 @@ def drawn(draws: Sequence[Draw]) -> list[int]:
     """The tokens that the device draws; `draws` are of logits here."""
     there = {id(draw.logits): draw.logits for draw in draws}
     moved = {key: logits.to(DEVICE) for key, logits in there.items()}
-    return SAMPLER.sample([draw._replace(logits=moved[id(draw.logits)]) for draw in draws])
+    return SAMPLER.sample([structs.replace(draw, logits=moved[id(draw.logits)]) for draw in draws])
 
 
 def is_near_tie(draw: Draw, token: int) -> bool:
@@ -227,7 +227,9 @@ def test_a_draw_depends_on_no_row_beside_it() -> None:
     assert drawn([draws[i] for i in order]) == [tokens[i] for i in order]
     assert drawn([*draws[:3], *draws[:3]]) == tokens[:3] * 2
     assert [drawn([draw])[0] for draw in draws[::3]] == tokens[::3]
-    apart = [draw._replace(logits=torch.cat((draw.logits, draw.logits))[:700]) for draw in draws]
+    apart = [
+        structs.replace(draw, logits=torch.cat((draw.logits, draw.logits))[:700]) for draw in draws
+    ]
     assert drawn(apart[5:9]) == tokens[5:9]
 
 
@@ -267,7 +269,7 @@ def test_banned_tokens_are_not_drawn_unless_nothing_else_is_allowed() -> None:
     only, two = (np.zeros(4, dtype=np.int32) for _ in range(2))
     only[0], two[0] = 1 << 3, 1 << 3 | 1 << 8
     draws = [Draw(logits, Sampling(), 0, 0, None, allowed, (3,)) for allowed in (None, two, only)]
-    assert drawn([*draws, draws[0]._replace(banned=tuple(range(97)))]) == [0, 8, 3, 3]
+    assert drawn([*draws, structs.replace(draws[0], banned=tuple(range(97)))]) == [0, 8, 3, 3]
 
 
 def test_keys_are_those_of_single_draws() -> None:
@@ -315,7 +317,7 @@ def test_reports_come_with_the_draws_that_want_some() -> None:
     expected = logprobs(
         [LogprobQuery(draws[i].logits, tokens[i], n) for i, n in enumerate((2, -1, 0, 1)) if n >= 0]
     )
-    moved = [draw._replace(logits=draw.logits.to(DEVICE)) for draw in draws]
+    moved = [structs.replace(draw, logits=draw.logits.to(DEVICE)) for draw in draws]
     for launched in (SAMPLER.launch(moved), HostSampler().launch(draws)):
         assert launched.collect() == tokens
         for (own, top), (chance, far) in zip(expected, launched.logprobs(), strict=True):
@@ -359,7 +361,7 @@ def all_kinds(batch: torch.Tensor, num_draws: int) -> list[Draw]:
         Draw(rows[0], Sampling(0.7, 40, 0.9, 0, 0.05, 1.2, 0.5, 0.1), 0, 0, past, allowed, (1,)),
     ]
     return [
-        kinds[i % 4]._replace(logits=rows[i % len(rows)], seed=i, position=i)
+        structs.replace(kinds[i % 4], logits=rows[i % len(rows)], seed=i, position=i)
         for i in range(num_draws)
     ]
 
@@ -381,7 +383,7 @@ def test_a_batch_of_any_size_takes_a_few_launches_and_no_wait() -> None:
         found = launches(lambda draws=draws: SAMPLER.launch(draws))
         assert found == {"_to_copy": 1, "edit": 1, "draw": 1}  # and the copy of the tokens
         asking = [
-            draw._replace(sampling=structs.replace(draw.sampling, logprobs=i % 4 - 1))
+            structs.replace(draw, sampling=structs.replace(draw.sampling, logprobs=i % 4 - 1))
             for i, draw in enumerate(draws)
         ]
         found = launches(lambda draws=asking: SAMPLER.launch(draws))

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from mallee.protocol.messages import Sampling
 from mallee.testing.random_model import random_model
@@ -60,7 +61,7 @@ def test_a_pass_over_drawn_tokens_is_that_over_the_tokens_by_name(family: str) -
     tokens = drawing.collect()
     run_twice(second, prompt)  # the same KV below
     named = [
-        row._replace(tokens=np.array([token], np.uint32))
+        structs.replace(row, tokens=np.array([token], np.uint32))
         for row, token in zip(later, tokens[1:], strict=True)
     ]
     expected = second.forward(ForwardBatch((), named[::-1]))
@@ -77,7 +78,7 @@ def test_cuda_refuses_any_wait_while_passes_are_launched() -> None:
     drawing, later, _ = run_twice(forward, prompt)
     tokens = drawing.collect()
     named = [
-        row._replace(tokens=np.array([token], np.uint32))
+        structs.replace(row, tokens=np.array([token], np.uint32))
         for row, token in zip(later, tokens[1:], strict=True)
     ]
     expected = forward.forward(ForwardBatch((), named[::-1]))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -265,7 +266,7 @@ def test_only_allowed_tokens_are_drawn_and_all_of_them() -> None:
             assert found <= set(allowed)
             assert "top_k" in more or "top_p" in more or found == set(allowed)
             for token in allowed:
-                one = [d._replace(allowed=words([token])) for d in draws[:3]]
+                one = [structs.replace(d, allowed=words([token])) for d in draws[:3]]
                 assert sample(one) == [token] * 3
     greedy = Draw(logits, Sampling(), 0, 0, None, words(allowed))
     assert sample([greedy]) == [0]
@@ -341,10 +342,10 @@ def test_the_coldest_draw_is_the_greedy_one(temperature: float, filters: dict[st
     logits = vocabulary(7)
     cold = Sampling(temperature=temperature, repetition_penalty=1e-300, **filters)  # type: ignore[arg-type]
     plain = Draw(logits, cold, 1, 5)
-    edited = plain._replace(history=history_of([3, 8], [8, 11]), banned=(2,))
-    only = plain._replace(allowed=words([41]))
+    edited = structs.replace(plain, history=history_of([3, 8], [8, 11]), banned=(2,))
+    only = structs.replace(plain, allowed=words([41]))
     for draw in (plain, edited, only):
-        greedy = draw._replace(sampling=Sampling(repetition_penalty=1e-300))
+        greedy = structs.replace(draw, sampling=Sampling(repetition_penalty=1e-300))
         assert sample([draw]) == sample([greedy])
     assert sample([only]) == [41]
 

@@ -27,6 +27,7 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from mallee.worker.forward import Row
 from mallee.worker.kv.node import BlockTable
@@ -372,7 +373,7 @@ def reading_row(model: Model, depth: int, number: int) -> Row:
     padding = model.padding
     sides = tuple(table(own) for own in padding.sides)
     start = (depth - 1) * model.block_size
-    return padding._replace(start=start, table=table(padding.table), sides=sides)
+    return structs.replace(padding, start=start, table=table(padding.table), sides=sides)
 
 
 def _room(model: Model, num_rows: int) -> tuple[Places, dict[int, FixedTables]]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from mallee.protocol.messages import Sampling
 from mallee.worker.forward import Draw, Words, flags
@@ -56,7 +57,7 @@ def edited(draw: Draw) -> Field:
     else:
         field = _allowed(scores, draw.allowed)
     if draw.banned and not float(field.scores.max()) > -torch.inf:
-        return edited(draw._replace(banned=()))  # nothing else is left
+        return edited(structs.replace(draw, banned=()))  # nothing else is left
     return field
 
 

@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from mallee.protocol.messages import TokenLogprobs
 from mallee.worker.forward import Draw, LogprobQuery
@@ -194,7 +195,7 @@ def _drawn(draw: Draw, seen: dict[tuple[int, int], Field]) -> int:
     sampling = draw.sampling
     is_filtered = sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0
     if draw.allowed is not None and _is_plain(draw) and not is_filtered:
-        token = _race(_field(draw._replace(allowed=None), seen), draw)
+        token = _race(_field(structs.replace(draw, allowed=None), seen), draw)
         if _allows(draw, token):
             return token
     return _race(_field(draw, seen), draw)
