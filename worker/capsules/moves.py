@@ -72,6 +72,10 @@ class Branches(Protocol):
         """
         ...
 
+    def keep_waiting(self, num_steps: int) -> None:
+        """The first of those that are to come back has got no room in so many steps; 0: none waits."""
+        ...
+
     def continue_from(self, producer: "Restore", node: Node) -> None:
         """All tokens of `producer` are there, in `node`: what waits for it goes on."""
         ...
@@ -140,6 +144,7 @@ class CapsuleMoves:
         self._writing: dict[CapsuleId, _Writing] = {}
         self._deleting: dict[CapsuleId, list[Reply]] = {}  # whose records are on their way out
         self._restoring: dict[tuple[CapsuleId, int], Restore] = {}  # also those in `waiting`
+        self._num_waited = 0  # steps, by the first of them
 
     # Down
 
@@ -413,6 +418,9 @@ class CapsuleMoves:
         """Begin transfers for those that wait, in order, as far as there is room."""
         while self.waiting and self._try_begin(self.waiting[0]):
             del self.waiting[0]
+            self._num_waited = 0
+        self._num_waited = self._num_waited + 1 if self.waiting else 0
+        self._branches.keep_waiting(self._num_waited)
 
     def _try_begin(self, restore: Restore) -> bool:
         """Whether the KV of `restore` is on its way, is there, or can't come; else there is no room yet."""

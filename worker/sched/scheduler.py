@@ -88,7 +88,6 @@ class Scheduler:
         self.is_stalled = False
         self._step = 0
         self._roomy: dict[Branch, Spare | None] = {}  # that got a block of `room_ahead`, in order
-        self._num_refused = 0  # steps in which a capsule that comes back got no room, since one did
         self._num_joint = 0  # members of all groups, less one of each
 
     def check_room(self, n: int) -> None:
@@ -158,14 +157,12 @@ class Scheduler:
             self._open(branch, node)
 
     def room_for(self, node: Node, num_tokens: int) -> Node | None:
-        """Room beside what runs for a capsule that comes back: see `BlockBudget.take`.
+        """Room beside what runs for a capsule that comes back: see `BlockBudget.take`."""
+        return self.blocks.take(node, num_tokens)
 
-        While it is refused that for too long no branch is admitted.
-        """
-        found = self.blocks.take(node, num_tokens)
-        self._num_refused = 0 if found is not None else self._num_refused + 1
-        self.blocks.is_overdue = self._num_refused >= self.config.ageing_steps > 0
-        return found
+    def keep_waiting(self, num_steps: int) -> None:
+        """A capsule has waited for room for so many steps: if that is too long, no branch is admitted."""
+        self.blocks.is_overdue = num_steps >= self.config.ageing_steps > 0
 
     def continue_from(self, producer: Producer, node: Node) -> None:
         """All tokens of `producer`, a capsule that came back, are in `node`: its forks go on."""
