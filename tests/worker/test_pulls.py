@@ -12,6 +12,7 @@ from mallee.protocol.errors import IncompatibleCapsule, MalleeError, WorkerLost
 from mallee.protocol.messages import (
     Continuation,
     Demote,
+    Generate,
     Grammar,
     Holder,
     Limits,
@@ -200,6 +201,34 @@ def test_one_holder_goes_on_where_the_other_ends(
     pair.check_nothing_is_lent()
     third.run()
     assert [b.engine.stats().lending.num_blocks for b in (pair.a, third)] == [5, 5]
+
+
+def test_a_prompt_keeps_what_it_has_while_a_holder_is_asked_for_the_rest(
+    make_bench: MakeBench, make_pair: MakePair
+) -> None:
+    """The branch that lacks its blocks gives way itself, until the holder has answered."""
+    pair = make_pair(is_late=True, num_blocks=24, max_answer_capsules=0)
+    third = make_bench(worker="c", below=make_tiers(peers=pair.lender))
+    pair.lender.engines["c"] = third.engine
+    pair.a.run(generate("g", text(21)))
+    third.run(generate("g", text(41)))
+    bench, mover = pair.b, pair.movers[0]
+    old = Generate("old", pack_tokens(text(29, first=30)), Limits(60, ignore_eos=True))
+    bench.submit(old)
+    bench.step()
+    bench.submit(generate("g", text(41), pair.holds(20), holder(third.engine, 40)))
+    bench.step()
+    for _ in range(2):  # the first holder's answer, and its blocks
+        mover.advance()
+        bench.step()
+    assert bench.engine.stats().tiers.num_fetched_peer == 5
+    bench.run()
+    assert bench.engine.stats().sched.num_preemptions == 1
+    pair.move_all()
+    pair.check_answers(text(41), "g")
+    assert bench.engine.stats().tiers.num_fetched_peer == 10
+    assert len(bench.answers["old", 0].tokens) == 60
+    third.run()
 
 
 @pytest.mark.parametrize("num", [0, 3, 17])
