@@ -21,15 +21,18 @@ from mallee.protocol.messages import (
     Sampling,
     pack_tokens,
 )
+from mallee.testing.random_model import random_model
 from mallee.worker.capsules.record import CapsuleRecord, decode_record
 from mallee.worker.transfer.loans import MAX_LOANS
 from mallee.worker.transfer.prices import MeasuredPrices
 from mallee.worker.transfer.values import DISK, HOST, Ask
+from support.fold_forward import FoldForward
 from support.lending import Neighbours, ShortLoan, holder
 from support.tier_commands import flood, fork, generate, prefill, text, want
 from support.tiers import DictDisk, LateMover, make_tiers
 
 MakeBench = Callable[..., Any]
+WINDOW_MODEL = random_model("gemma3_text", 3, sliding_window=6)
 
 
 class Pair:
@@ -244,6 +247,28 @@ def test_what_a_holder_does_not_give_is_computed(pair: Pair, num: int) -> None:
     pair.b.run(generate("h", other, pair.holds(100), pair.holds(100)))
     pair.check_answers(other, "h")
     assert pair.b.answers["h", 0].last.cached_tokens == 100
+
+
+@pytest.mark.parametrize("make_forward", [FoldForward, WINDOW_MODEL.forward])
+def test_a_holder_may_have_more_of_a_text_than_is_of_use(
+    make_bench: MakeBench, make_forward: Callable[..., Any]
+) -> None:
+    """Its last block is computed for the logits, whatever the groups of layers read below it."""
+    lender = Neighbours()
+    a, b = (
+        make_bench(
+            worker=name,
+            forward=make_forward(num_blocks=64, block_size=4),
+            below=make_tiers(peers=lender),
+        )
+        for name in "ab"
+    )
+    lender.engines = {"a": a.engine, "b": b.engine}
+    tokens = [3 + i % 3 for i in range(40)]
+    a.run(generate("g", tokens))
+    b.run(generate("g", tokens, holder(a.engine, 40)))
+    assert b.answers["g", 0].tokens == a.answers["g", 0].tokens
+    assert b.answers["g", 0].last.cached_tokens == 36
 
 
 def test_holders_that_have_nothing_are_gone_or_of_another_life_cost_nothing_else(
