@@ -61,6 +61,13 @@ class Gates:
         heap = self._gated.get(producer)
         return heap[0][0] if heap else None
 
+    def is_awaited(self, producer: Producer) -> bool:
+        """Whether any branch waits for tokens of `producer`; if not, nothing of it is left here."""
+        if any(branch.phase == "gated" for _, _, branch in self._gated.get(producer, ())):
+            return True
+        self._gated.pop(producer, None)
+        return False
+
     def dropped(self, producer: Branch) -> list[Branch]:
         """Let through the branches that waited for `producer` in single flight; its forks stay gated."""
         through = []

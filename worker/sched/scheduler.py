@@ -164,6 +164,10 @@ class Scheduler:
         """A capsule has waited for room for so many steps: if that is too long, no branch is admitted."""
         self.blocks.is_overdue = num_steps >= self.config.ageing_steps > 0
 
+    def await_tokens_of(self, producer: Producer) -> bool:
+        """Whether any branch waits for tokens of `producer`."""
+        return self._gates.is_awaited(producer)
+
     def continue_from(self, producer: Producer, node: Node) -> None:
         """All tokens of `producer`, a capsule that came back, are in `node`: its forks go on."""
         for branch in self._gates.passed(producer):
