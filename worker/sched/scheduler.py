@@ -291,11 +291,7 @@ class Scheduler:
         for branch, _, _, is_last in plan.chunks:
             if branch.phase != "prefill":
                 continue
-            node = node_of(branch)
-            if is_last:
-                self._gates.land(branch)
-            for gated in self._gates.passed(branch, None if is_last else node.end):
-                self._open(gated, node)
+            self._let_through(branch, is_done=is_last)
             if is_last:
                 self._running.decode(branch)
             else:
@@ -303,12 +299,18 @@ class Scheduler:
 
     def _fetched(self, branch: Branch) -> None:
         """The blocks that `branch` fetched are committed."""
-        node = node_of(branch)
         if not branch.num_pending:
             return  # it is over
-        for gated in self._gates.passed(branch, node.end):
-            self._open(gated, node)
+        self._let_through(branch, is_done=False)
         self._running.fetched(branch, self._step)
+
+    def _let_through(self, branch: Branch, *, is_done: bool) -> None:
+        """More tokens of `branch`, or all, are committed: what waited for them goes on."""
+        node, gates = node_of(branch), self._gates
+        num_left = len(branch.hashes) - node.end // self._tree.block_size
+        gates.land(branch, 0 if is_done else max(0, num_left))
+        for gated in gates.passed(branch, None if is_done else node.end):
+            self._open(gated, node)
 
     def undo(self, plan: Plan) -> None:
         """Nothing of `plan`, the last one, was committed or drawn: it is all still to be done.
