@@ -12,6 +12,7 @@ from mallee.protocol.errors import IncompatibleCapsule, MalleeError, WorkerLost
 from mallee.protocol.messages import (
     Continuation,
     Demote,
+    Generate,
     Grammar,
     Holder,
     Limits,
@@ -20,15 +21,18 @@ from mallee.protocol.messages import (
     Sampling,
     pack_tokens,
 )
+from mallee.testing.random_model import random_model
 from mallee.worker.capsules.record import CapsuleRecord, decode_record
 from mallee.worker.transfer.loans import MAX_LOANS
 from mallee.worker.transfer.prices import MeasuredPrices
 from mallee.worker.transfer.values import DISK, HOST, Ask
+from support.fold_forward import FoldForward
 from support.lending import Neighbours, ShortLoan, holder
 from support.tier_commands import flood, fork, generate, prefill, text, want
 from support.tiers import DictDisk, LateMover, make_tiers
 
 MakeBench = Callable[..., Any]
+WINDOW_MODEL = random_model("gemma3_text", 3, sliding_window=6)
 
 
 class Pair:
@@ -202,6 +206,34 @@ def test_one_holder_goes_on_where_the_other_ends(
     assert [b.engine.stats().lending.num_blocks for b in (pair.a, third)] == [5, 5]
 
 
+def test_a_prompt_keeps_what_it_has_while_a_holder_is_asked_for_the_rest(
+    make_bench: MakeBench, make_pair: MakePair
+) -> None:
+    """The branch that lacks its blocks gives way itself, until the holder has answered."""
+    pair = make_pair(is_late=True, num_blocks=24, max_answer_capsules=0)
+    third = make_bench(worker="c", below=make_tiers(peers=pair.lender))
+    pair.lender.engines["c"] = third.engine
+    pair.a.run(generate("g", text(21)))
+    third.run(generate("g", text(41)))
+    bench, mover = pair.b, pair.movers[0]
+    old = Generate("old", pack_tokens(text(29, first=30)), Limits(60, ignore_eos=True))
+    bench.submit(old)
+    bench.step()
+    bench.submit(generate("g", text(41), pair.holds(20), holder(third.engine, 40)))
+    bench.step()
+    for _ in range(2):  # the first holder's answer, and its blocks
+        mover.advance()
+        bench.step()
+    assert bench.engine.stats().tiers.num_fetched_peer == 5
+    bench.run()
+    assert bench.engine.stats().sched.num_preemptions == 1
+    pair.move_all()
+    pair.check_answers(text(41), "g")
+    assert bench.engine.stats().tiers.num_fetched_peer == 10
+    assert len(bench.answers["old", 0].tokens) == 60
+    third.run()
+
+
 @pytest.mark.parametrize("num", [0, 3, 17])
 def test_what_a_holder_does_not_give_is_computed(pair: Pair, num: int) -> None:
     """The connection is cut after so many blocks, of which a pass reads 16; or a second holder gives it."""
@@ -215,6 +247,28 @@ def test_what_a_holder_does_not_give_is_computed(pair: Pair, num: int) -> None:
     pair.b.run(generate("h", other, pair.holds(100), pair.holds(100)))
     pair.check_answers(other, "h")
     assert pair.b.answers["h", 0].last.cached_tokens == 100
+
+
+@pytest.mark.parametrize("make_forward", [FoldForward, WINDOW_MODEL.forward])
+def test_a_holder_may_have_more_of_a_text_than_is_of_use(
+    make_bench: MakeBench, make_forward: Callable[..., Any]
+) -> None:
+    """Its last block is computed for the logits, whatever the groups of layers read below it."""
+    lender = Neighbours()
+    a, b = (
+        make_bench(
+            worker=name,
+            forward=make_forward(num_blocks=64, block_size=4),
+            below=make_tiers(peers=lender),
+        )
+        for name in "ab"
+    )
+    lender.engines = {"a": a.engine, "b": b.engine}
+    tokens = [3 + i % 3 for i in range(40)]
+    a.run(generate("g", tokens))
+    b.run(generate("g", tokens, holder(a.engine, 40)))
+    assert b.answers["g", 0].tokens == a.answers["g", 0].tokens
+    assert b.answers["g", 0].last.cached_tokens == 36
 
 
 def test_holders_that_have_nothing_are_gone_or_of_another_life_cost_nothing_else(

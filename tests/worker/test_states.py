@@ -146,6 +146,24 @@ def test_cold_siblings_compute_once_what_they_share(make: MakeBench) -> None:
     assert num_computed(bench) == len(prefix) + 6 * 21
 
 
+def test_a_prompt_does_not_wait_for_blocks_that_left_no_state(make: MakeBench) -> None:
+    """S6, part: the other one has passed them, and goes on for long; of those that come late one computes."""
+    bench = make(num_blocks=300, max_step_tokens=16)
+    bench.submit(generate("long", text(600)))
+    for _ in range(4):
+        bench.step()
+    before = num_computed(bench)
+    late = [generate(f"late{i}", [*text(40), 60, i]) for i in range(3)]
+    bench.submit(*late)
+    for _ in range(8):
+        bench.step()
+    assert all((f"late{i}", 0) in bench.answers for i in range(3))
+    bench.run()
+    for i in range(3):
+        assert bench.answers[f"late{i}", 0].tokens == want([*text(40), 60, i])
+    assert num_computed(bench) - before == 600 - 64 + (8 + 2) + 2 * 2
+
+
 def test_events_tell_of_places_with_a_state_alone(make: MakeBench) -> None:
     """F12, part, X3, part: routers never offer another one; what is told of is found."""
     bench = make()

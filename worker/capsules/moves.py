@@ -72,6 +72,14 @@ class Branches(Protocol):
         """
         ...
 
+    def keep_waiting(self, num_steps: int) -> None:
+        """The first of those that are to come back has got no room in so many steps; 0: none waits."""
+        ...
+
+    def await_tokens_of(self, producer: "Restore") -> bool:
+        """Whether any wait for it."""
+        ...
+
     def continue_from(self, producer: "Restore", node: Node) -> None:
         """All tokens of `producer` are there, in `node`: what waits for it goes on."""
         ...
@@ -140,6 +148,7 @@ class CapsuleMoves:
         self._writing: dict[CapsuleId, _Writing] = {}
         self._deleting: dict[CapsuleId, list[Reply]] = {}  # whose records are on their way out
         self._restoring: dict[tuple[CapsuleId, int], Restore] = {}  # also those in `waiting`
+        self._num_waited = 0  # steps, by the first of them
 
     # Down
 
@@ -410,14 +419,23 @@ class CapsuleMoves:
         return restore
 
     def begin_restores(self) -> None:
-        """Begin transfers for those that wait, in order, as far as there is room."""
+        """Begin transfers for those that wait, in order, as far as there is room.
+
+        One that nobody waits for any more needs none.
+        """
         while self.waiting and self._try_begin(self.waiting[0]):
             del self.waiting[0]
+            self._num_waited = 0
+        self._num_waited = self._num_waited + 1 if self.waiting else 0
+        self._branches.keep_waiting(self._num_waited)
 
     def _try_begin(self, restore: Restore) -> bool:
-        """Whether the KV of `restore` is on its way, is there, or can't come; else there is no room yet."""
+        """Whether the KV of `restore` is on its way, or need not come or can't; else there is no room yet."""
         tree, lower, kv = self._tree, self._lower, restore.kv
         assert lower is not None, "parked, without tiers"
+        if not restore.replies and not self._branches.await_tokens_of(restore):
+            del self._restoring[restore.key]
+            return True
         size, end = tree.block_size, len(kv.tokens)
         full = np.array(kv.keys[: end // size], np.uint64) if end >= size else NO_HASHES
         node = tree.attach(full, kv.salt)

@@ -17,6 +17,7 @@ import numpy as np
 
 from mallee.protocol.errors import MalleeError
 from mallee.protocol.hashing import Hashes
+from mallee.protocol.messages import Holder
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text
 from mallee.worker.kv.tree import BranchTree
@@ -276,7 +277,7 @@ class Fetching:
         begin = node_of(branch).end // size
         pull.lent = None
         while (holder := pull.next_holder()) is not None:
-            num = min(holder.num_tokens // size, len(keys))
+            num = self._num_asked(branch, holder)
             if num <= begin:
                 continue
             part = Part(Place(PEER, tuple(range(begin, num))), ())
@@ -312,13 +313,14 @@ class Fetching:
         """The use that `branch` has of `loan`. Raises as `CapsuleReader.opened`."""
         if ask.holder.capsule:
             return self._reader.opened(branch, loan)
-        size, num = self._tree.block_size, len(ask.keys)
-        if self._tree.sides:
-            if loan.num_blocks < num:
-                return None  # without all that is read there nothing goes on
-            num = min(ask.holder.num_tokens // size, num)  # the others are rows of windows
-        num = min(loan.num_blocks, num)
-        return Lent(loan, ask.keys, num, num * size)
+        if self._tree.sides and loan.num_blocks < len(ask.keys):
+            return None  # without all that is read there nothing goes on
+        num = min(loan.num_blocks, self._num_asked(branch, ask.holder))
+        return Lent(loan, ask.keys, num, num * self._tree.block_size)
+
+    def _num_asked(self, branch: Branch, holder: Holder) -> int:
+        """The number of blocks of its text that `branch` asks `holder` for: it may have more of it."""
+        return min(holder.num_tokens // self._tree.block_size, len(self._text(branch)[0]))
 
     def end_loans(self) -> None:
         """End the loans that nothing will be read of any more."""

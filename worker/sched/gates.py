@@ -23,7 +23,7 @@ class Gates:
     def __init__(self) -> None:
         self._gated: dict[Producer, list[tuple[int, int, Branch]]] = {}
         self._in_flight: dict[int, Branch] = {}
-        self._departed: dict[Branch, list[int]] = {}  # hashes of the blocks that each computes
+        self._departed: dict[Branch, list[int]] = {}  # hashes of the blocks that each computes, last first
         self.num = 0
 
     def hold(self, branch: Branch, producer: Producer, num_tokens: int) -> None:
@@ -60,6 +60,13 @@ class Gates:
         """The number of tokens of `producer` after which the next branch goes on, if any waits for it."""
         heap = self._gated.get(producer)
         return heap[0][0] if heap else None
+
+    def is_awaited(self, producer: Producer) -> bool:
+        """Whether any branch waits for tokens of `producer`; if not, nothing of it is left here."""
+        if any(branch.phase == "gated" for _, _, branch in self._gated.get(producer, ())):
+            return True
+        self._gated.pop(producer, None)
+        return False
 
     def dropped(self, producer: Branch) -> list[Branch]:
         """Let through the branches that waited for `producer` in single flight; its forks stay gated."""
@@ -108,16 +115,27 @@ class Gates:
     def depart(self, hashes: Hashes, branch: Branch) -> None:
         """`branch` will compute the blocks of `hashes` that no other branch computes already."""
         values = hashes.tolist()
-        if values:
-            self._departed[branch] = values
         for value in values:
             self._in_flight.setdefault(value, branch)
+        if values:
+            values.reverse()
+            self._departed[branch] = values
 
-    def land(self, branch: Branch) -> None:
-        """`branch` computes nothing for others any more."""
-        for value in self._departed.pop(branch, ()):
+    def land(self, branch: Branch, num_left: int = 0) -> None:
+        """`branch` computes no more of its blocks than the last `num_left` for others.
+
+        Those that are here are found in the cache; where they are not, for want of a state there or of what
+        a window gave up, nobody brings them by waiting.
+        """
+        values = self._departed.get(branch)
+        if values is None:
+            return
+        while len(values) > num_left:
+            value = values.pop()
             if self._in_flight.get(value) is branch:
                 del self._in_flight[value]
+        if not values:
+            del self._departed[branch]
 
     def num_coming(self, hashes: Hashes, held: int) -> int:
         """The number of blocks from the one at `held` on, without a gap, that are under way."""

@@ -449,9 +449,9 @@ class BlockBudget:
         return max(0, -(-(branch.length - have) // self._tree.block_size))
 
     def _own_blocks(self, branch: Branch) -> int:
-        """Blocks that are free when `branch` is preempted."""
+        """Blocks that are free when `branch` is preempted; none while it waits for a transfer or a peer."""
         node = branch.node
-        if node is None or node.holders > 1 or node.children:
+        if node is None or node.holders > 1 or node.children or branch.phase == "fetching":
             return 0
         return len(node.blocks)
 

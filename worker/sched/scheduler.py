@@ -88,7 +88,6 @@ class Scheduler:
         self.is_stalled = False
         self._step = 0
         self._roomy: dict[Branch, Spare | None] = {}  # that got a block of `room_ahead`, in order
-        self._num_refused = 0  # steps in which a capsule that comes back got no room, since one did
         self._num_joint = 0  # members of all groups, less one of each
 
     def check_room(self, n: int) -> None:
@@ -158,14 +157,16 @@ class Scheduler:
             self._open(branch, node)
 
     def room_for(self, node: Node, num_tokens: int) -> Node | None:
-        """Room beside what runs for a capsule that comes back: see `BlockBudget.take`.
+        """Room beside what runs for a capsule that comes back: see `BlockBudget.take`."""
+        return self.blocks.take(node, num_tokens)
 
-        While it is refused that for too long no branch is admitted.
-        """
-        found = self.blocks.take(node, num_tokens)
-        self._num_refused = 0 if found is not None else self._num_refused + 1
-        self.blocks.is_overdue = self._num_refused >= self.config.ageing_steps > 0
-        return found
+    def keep_waiting(self, num_steps: int) -> None:
+        """A capsule has waited for room for so many steps: if that is too long, no branch is admitted."""
+        self.blocks.is_overdue = num_steps >= self.config.ageing_steps > 0
+
+    def await_tokens_of(self, producer: Producer) -> bool:
+        """Whether any branch waits for tokens of `producer`."""
+        return self._gates.is_awaited(producer)
 
     def continue_from(self, producer: Producer, node: Node) -> None:
         """All tokens of `producer`, a capsule that came back, are in `node`: its forks go on."""
@@ -290,11 +291,7 @@ class Scheduler:
         for branch, _, _, is_last in plan.chunks:
             if branch.phase != "prefill":
                 continue
-            node = node_of(branch)
-            if is_last:
-                self._gates.land(branch)
-            for gated in self._gates.passed(branch, None if is_last else node.end):
-                self._open(gated, node)
+            self._let_through(branch, is_done=is_last)
             if is_last:
                 self._running.decode(branch)
             else:
@@ -302,12 +299,18 @@ class Scheduler:
 
     def _fetched(self, branch: Branch) -> None:
         """The blocks that `branch` fetched are committed."""
-        node = node_of(branch)
         if not branch.num_pending:
             return  # it is over
-        for gated in self._gates.passed(branch, node.end):
-            self._open(gated, node)
+        self._let_through(branch, is_done=False)
         self._running.fetched(branch, self._step)
+
+    def _let_through(self, branch: Branch, *, is_done: bool) -> None:
+        """More tokens of `branch`, or all, are committed: what waited for them goes on."""
+        node, gates = node_of(branch), self._gates
+        num_left = len(branch.hashes) - node.end // self._tree.block_size
+        gates.land(branch, 0 if is_done else max(0, num_left))
+        for gated in gates.passed(branch, None if is_done else node.end):
+            self._open(gated, node)
 
     def undo(self, plan: Plan) -> None:
         """Nothing of `plan`, the last one, was committed or drawn: it is all still to be done.

@@ -8,7 +8,9 @@ names; a session without a tenant stands among the tenants.
 The accounts of one level have a common virtual time (`now`): the least of those that a step held back or,
 if it held none back, the greatest of all. No account counts for less, so none banks credit: one that was
 served in full, or was away, goes on at the common time. Nor is debt lost by leaving: an account that is
-ahead of the common time is kept until that has caught up.
+ahead of the common time is kept until that has caught up. Where a step held none back all are at the common
+time, so that it may begin at 0 again: else it would grow, by a tiny weight at once, until floats can't
+tell two of them apart.
 
 A tenant is ahead by a grant (a step's tokens at most), and decodes by half a step more before prompts
 displace them (`planner.py`); so what any two that are held back were given differs by no more than two
@@ -22,6 +24,8 @@ AccountKey: TypeAlias = tuple[str, ...]
 """A tenant's name; of a session the tenant, the salt and the session: others are never one with it."""
 
 _MIN_LIMIT = 64
+_MAX_TIME = 2.0**30
+"""Later virtual times than this begin anew: beside them a token of a large weight would be lost."""
 
 
 class Account:
@@ -163,7 +167,16 @@ class Sessions:
         for parent in (self.root, *self._charged):
             lowest = lowest_of(parent)
             parent.now = max(parent.now, parent.latest if lowest is None else lowest)
+            if lowest is None and parent.now > _MAX_TIME:
+                self._begin_anew(parent)
         self._charged.clear()
+
+    def _begin_anew(self, parent: Account) -> None:
+        """All accounts below `parent` are at its time, which is 0 from now on; no queue has one of them."""
+        for account in self._accounts.values():
+            if account.parent is parent:
+                account.tag = 0.0
+        parent.now = parent.latest = 0.0
 
     def check(self) -> None:
         """Raise AssertionError on a broken invariant."""

@@ -346,6 +346,57 @@ def test_a_capsule_waits_for_room_beside_what_runs_and_is_not_overtaken_for_ever
     assert bench.answers["f", 0].tokens == want(bench, tokens)
 
 
+def test_a_capsule_that_needs_no_room_any_more_keeps_no_branch_out(make_bench: MakeBench) -> None:
+    """F6, part: what it waited for is over, too, when a prompt has brought its text to the device."""
+    sched = {"ageing_steps": 4}
+    bench, mover, tokens = make_parked(
+        make_bench, num_blocks=32, num=40, max_answer_capsules=0, sched=sched
+    )
+    bench.submit(Generate("long", pack_tokens(text(60, first=9)), Limits(50, ignore_eos=True)))
+    while ("long", 0) not in bench.answers:
+        bench.step()
+        mover.advance()
+    bench.submit(Generate("twin", pack_tokens([*tokens, 1]), Limits(5, ignore_eos=True)))
+    bench.step()
+    bench.submit(Promote("u", "p.0"))
+    for _ in range(8):
+        bench.step()
+    assert bench.engine._moves.waiting, "it found room"
+    while "u" not in bench.replies:
+        mover.advance()
+        bench.step()
+    bench.submit(generate("late", [1] * 9))
+    while ("late", 0) not in bench.answers:
+        bench.step()
+        mover.advance()
+    assert bench.answers["long", 0].last.finish is None
+
+
+def test_a_capsule_that_nobody_waits_for_takes_no_room(make_bench: MakeBench) -> None:
+    """F6, part: its fork was cancelled, while it waited for room before all that came later."""
+    bench, mover, tokens = make_parked(
+        make_bench, num_blocks=24, num=40, max_answer_capsules=0, sched={"ageing_steps": 4}
+    )
+    bench.submit(Generate("long", pack_tokens(text(60, first=9)), Limits(30, ignore_eos=True)))
+    while ("long", 0) not in bench.answers:
+        bench.step()
+        mover.advance()
+    bench.submit(fork("f", "p.0", 2))
+    for _ in range(8):
+        bench.step()
+        mover.advance()
+    bench.submit(Cancel("f"), generate("late", [5] * 9))
+    for _ in range(4):
+        bench.step()
+        mover.advance()
+    assert ("late", 0) in bench.answers
+    assert bench.answers["long", 0].last.finish is None
+    bench.run(fork("again", "p.0"))
+    move_all(bench, mover)
+    assert bench.answers["again", 0].tokens == want(bench, tokens)
+    assert bench.engine.stats().tiers.num_fetched_host == 10
+
+
 def test_a_capsule_without_any_room_says_so_to_all_that_wait_for_it(make_bench: MakeBench) -> None:
     bench, mover, _ = make_parked(make_bench, num_blocks=24, num=40, max_kept_share=1.0)
     bench.run(*(prefill(f"k{i}", text(30, first=9 + i)) for i in range(2)))

@@ -208,6 +208,21 @@ def test_what_a_victim_shares_is_not_computed_again(make_rig: Any) -> None:
     assert trunk.end == 24
 
 
+def test_what_others_wait_for_keeps_their_priority_when_its_own_is_lowered(make_rig: Any) -> None:
+    """D15, S6: also if theirs was the lower one till then."""
+    rig = make_rig()
+    text = list(range(1000, 1090))
+    producer = rig.add("producer", text, priority=5.0)
+    rig.step()
+    waiter = rig.add("waiter", [*text, 1], priority=6.0)
+    rig.step()
+    assert waiter.phase == "gated"
+    rig.add("other", 90, priority=1.0)
+    rig.scheduler.prioritize(waiter, 3.0)
+    rig.scheduler.prioritize(producer, -5.0)
+    assert rig.step() == {"producer": 16}
+
+
 def test_a_higher_priority_makes_room_for_itself(make_rig: Any) -> None:
     """D15, D16: it does not wait until those of lower priority have ended."""
     rig = make_rig(num_blocks=12, ageing_steps=0)

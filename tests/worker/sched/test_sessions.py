@@ -126,6 +126,25 @@ def test_a_session_that_was_away_banks_nothing(make_rig: Any, is_held_back: bool
     assert max(total.values()) - min(total.values()) <= 8, total
 
 
+@pytest.mark.parametrize("tenant", ["", "t"])
+@pytest.mark.parametrize("weight", [1e-18, 1e-320])
+def test_a_tiny_weight_takes_nothing_from_those_that_come_later(
+    make_rig: Any, tenant: str, weight: float
+) -> None:
+    """S13, part: a token of it is a leap of virtual time, beside which theirs must not be lost."""
+    rig = make_rig(max_rows=4, max_step_tokens=8, ageing_steps=0, num_blocks=4096)
+    rig.add("tiny", 20, outputs=1, session="tiny", weight=weight, tenant=tenant)
+    rig.add("b0", session="b", tenant=tenant)
+    rig.run(20)
+    for name in ("a", "b", "c"):
+        for i in range(1, 8):
+            rig.add(f"{name}{i}", session=name, tenant=tenant)
+    begin = len(rig.served)
+    rig.run(60)
+    total = rig.total(lambda name: name[0], begin)
+    assert max(total.values()) - min(total[name] for name in "abc") <= 16, total
+
+
 def test_sessions_of_different_tenants_are_different(make_rig: Any) -> None:
     """S13, part: the salt is part of a session's name."""
     sessions = Sessions()
@@ -293,7 +312,6 @@ def test_a_queue_serves_in_the_order_of_a_full_search(data: Any) -> None:
             if act == "rank":
                 one.priority = float(data.draw(st.integers(0, 2)))
                 queue.rerank(one)
-                queue.claim(one, gates.waiters(one))
             elif act == "remove" and not gates.waiters(one):
                 queue.remove(one)
                 inside.remove(one)
