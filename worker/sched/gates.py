@@ -23,7 +23,8 @@ class Gates:
     def __init__(self) -> None:
         self._gated: dict[Producer, list[tuple[int, int, Branch]]] = {}
         self._in_flight: dict[int, Branch] = {}
-        self._departed: dict[Branch, list[int]] = {}  # hashes of the blocks that each computes, last first
+        # Hashes of the blocks that each computes, the last one first.
+        self._departed: dict[Branch, list[int]] = {}
         self.num = 0
 
     def hold(self, branch: Branch, producer: Producer, num_tokens: int) -> None:

@@ -97,7 +97,10 @@ class FairQueue:
                 self._claim(branch, waiter)
 
     def rerank(self, branch: Branch) -> None:
-        """The priority of `branch`, which is queued here, has changed: some that wait for it may be better now."""
+        """The priority of `branch`, which is queued here, has changed.
+
+        Some that wait for it may be better now.
+        """
         self._claim(branch, branch)
         if self._gates.num:
             self.claim(branch, self._gates.waiters(branch))
