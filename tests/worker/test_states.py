@@ -195,6 +195,25 @@ def test_branches_give_way_where_slots_are_few(
         assert bench.answers[f"r{i}", 0].tokens == want(prompt)
 
 
+@pytest.mark.parametrize("num_slots", [8, 24, 60])
+def test_forks_are_admitted_as_far_as_slots_go(
+    make: MakeBench, monkeypatch: pytest.MonkeyPatch, num_slots: int
+) -> None:
+    """None is begun that others must give way for."""
+    monkeypatch.setattr(model, "MIN_STATES", num_slots)
+    bench = make(num_blocks=400, max_rows=64, max_answer_capsules=0)
+    prompt = text(41)
+    bench.run(prefill("p", prompt))
+    most = 0
+    bench.submit(fork("f", "p.0", n=100))
+    while bench.engine.has_work:
+        bench.step()
+        most = max(most, bench.engine.stats().sched.running)
+    assert bench.engine.stats().sched.num_preemptions == 0
+    assert num_slots // 3 <= most <= num_slots
+    assert all(bench.answers["f", i].tokens == want(prompt, i) for i in range(100))
+
+
 def test_one_request_alone_never_waits_for_slots(
     make: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

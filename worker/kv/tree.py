@@ -77,7 +77,7 @@ class BranchTree:
         """
         self.pool = pool
         self.sides = tuple(sides)
-        self._needs_parent = any(side.needs_parent for side in sides)
+        self.has_states = any(side.needs_parent for side in sides)
         self.notation = notation or TokenNotation()
         self.block_size = block_size
         self.keeps_cache = keeps_cache
@@ -235,7 +235,7 @@ class BranchTree:
 
         Of a model with states these alone: each pass writes a slot of its own.
         """
-        if self._needs_parent:
+        if self.has_states:
             return node.end + num_tokens
         return node.base + len(node.blocks) * self.block_size
 
@@ -328,9 +328,13 @@ class BranchTree:
                 yield tail._replace(place=place + tail.place)
             place += sum(1 for _ in side.keys_after(keys, num_tokens))
 
-    def have_room(self, num_blocks: int, num_texts: int, num_computed: int) -> bool:
-        """Whether the sides have room for texts that take `num_blocks`, of which a step computes some."""
-        return all(side.has_room(num_blocks, num_texts, num_computed) for side in self.sides)
+    def have_room(
+        self, num_blocks: int, num_texts: int, num_computed: int, num_states: int
+    ) -> bool:
+        """Whether all sides have room: see `SideGroup.has_room`."""
+        return all(
+            side.has_room(num_blocks, num_texts, num_computed, num_states) for side in self.sides
+        )
 
     def overlap(self, hashes: Hashes, nodes: AbstractSet[Node]) -> int:
         """The number of leading blocks of `hashes` in `nodes`, which has every node's parent too."""
@@ -469,7 +473,7 @@ class BranchTree:
             side.changed(child)
         node.live += 1  # it was live before: its holder is moving to the child
         self._num_children += 1
-        if shared or self._needs_parent:
+        if shared or self.has_states:
             child.is_copying = True
             node.num_copying += 1
         self._num_copies += bool(shared)

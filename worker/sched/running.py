@@ -292,7 +292,7 @@ class BlockBudget:
         needed += self._spare
         while True:
             lacking = needed - tree.num_available
-            if not running.num or (lacking <= 0 and self._fits_windows(needed)):
+            if not running.num or (lacking <= 0 and self._fits_sides(needed)):
                 try:
                     return tree.reserve(node, num_tokens, is_fetched=True).node
                 except BlocksLeaving:
@@ -345,7 +345,7 @@ class BlockBudget:
         if self._running.num == 0:
             return True  # no other branch will make room
         needed = self._needed(branch)
-        return needed <= self._tree.num_available and self._fits_windows(needed)
+        return needed <= self._tree.num_available and self._fits_sides(needed)
 
     def make_room(self, branch: Branch) -> bool:
         """Whether there is room for all of `branch`: reclaimed, or from those that it comes before."""
@@ -382,11 +382,25 @@ class BlockBudget:
         asking.let_origin_go(self._tree)
         return True
 
-    def _fits_windows(self, num_blocks: int) -> bool:
-        """Whether the window groups have room for what is needed of so many blocks at a time."""
-        computing = len(self._running.prefills) + 1
-        own = -(-self._step_tokens // self._tree.block_size) + len(self._running.ready)
-        return self._tree.have_room(num_blocks, computing, own)
+    def _fits_sides(self, num_blocks: int) -> bool:
+        """Whether the side groups have room for what is needed of so many blocks at a time."""
+        tree, running = self._tree, self._running
+        if not tree.sides:
+            return True
+        own = -(-self._step_tokens // tree.block_size) + len(running.ready)
+        num_states = self._num_states() if tree.has_states else 0
+        return tree.have_room(num_blocks, len(running.prefills) + 1, own, num_states)
+
+    def _num_states(self) -> int:
+        """States that the branches that draw take in their next pass, and keep after it. O(their number).
+
+        One whose node is its own gives up a slot for the one that it takes, once its pass is over.
+        """
+        num = 2 * len(self._running.ready)
+        for branch in self._running.decodes():
+            if branch.room <= node_of(branch).end:
+                num += 1 if branch.room else 2
+        return num
 
     def _make_way(self, branch: Branch) -> bool:
         """Preempt branches that `branch` comes before, if then it fits.

@@ -112,8 +112,11 @@ class SideGroup(Protocol):
         """
         ...
 
-    def has_room(self, num_blocks: int, num_texts: int, num_computed: int) -> bool:
-        """Whether texts that take `num_blocks` in all have room; a step computes `num_computed` of them."""
+    def has_room(self, num_blocks: int, num_texts: int, num_computed: int, num_states: int) -> bool:
+        """Whether texts that take `num_blocks` in all have room; a step computes `num_computed` of them.
+
+        Beside them `num_states` are needed for branches that draw.
+        """
         ...
 
     def share(self, num_blocks: int, num_full: int) -> int:

@@ -152,8 +152,8 @@ class StateGroup:
     def num_needed(self, node: Node, num_blocks: int, end: int | None) -> int:
         return int(self._part(node).target is None)
 
-    def has_room(self, num_blocks: int, num_texts: int, num_computed: int) -> bool:
-        return 2 * num_texts <= self.num_available
+    def has_room(self, num_blocks: int, num_texts: int, num_computed: int, num_states: int) -> bool:
+        return 2 * num_texts + num_states <= self.num_available
 
     def share(self, num_blocks: int, num_full: int) -> int:
         return -(-num_full // self.pool.num_blocks)

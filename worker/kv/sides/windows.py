@@ -168,7 +168,7 @@ class WindowGroup:
             return 0
         return max(0, self._first_read(end) - node.base // self._block_size)
 
-    def has_room(self, num_blocks: int, num_texts: int, num_computed: int) -> bool:
+    def has_room(self, num_blocks: int, num_texts: int, num_computed: int, num_states: int) -> bool:
         return min(num_blocks, num_texts * self._num_read + num_computed) <= self.num_available
 
     def share(self, num_blocks: int, num_full: int) -> int:
