@@ -36,12 +36,12 @@ class DecodeRoundRobin(Fcfs):
 
 
 class YoungestGivesWay(Order):
-    def urge(self, branch: Branch) -> tuple[float, ...]:
+    def victim(self, branch: Branch) -> tuple[float, ...]:
         return (branch.ticket,)
 
 
 class OldestDecodeGivesWay(Order):
-    def urge(self, branch: Branch) -> tuple[float, ...]:
+    def victim(self, branch: Branch) -> tuple[float, ...]:
         return (branch.phase == "decode", -branch.ticket)
 
 

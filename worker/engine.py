@@ -128,7 +128,11 @@ class Engine:
         self._lower = below(self._journal, forward.memory) if below is not None else None
         retention = make_retention(config, forward.num_blocks, clock=clock)
         self._tree = make_tree(
-            *(config, forward, self._journal, self._passes.notation, report_fault),
+            config,
+            forward,
+            self._journal,
+            self._passes.notation,
+            report_fault,
             retention=retention,
             lower=self._lower,
         )

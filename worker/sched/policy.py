@@ -25,8 +25,8 @@ class Order:
         """Among the decodes of a session, when not all have room in a step. Then arrival decides."""
         return -branch.priority
 
-    def urge(self, branch: Branch) -> tuple[float, ...]:
-        """The running branch with the greatest urge to go is preempted when blocks run out.
+    def victim(self, branch: Branch) -> tuple[float, ...]:
+        """When blocks run out the running branch for which this is the greatest is preempted.
 
         Of the session most over its share the lowest priority, then the youngest. The shared part of its
         text is never lost.

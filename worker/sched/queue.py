@@ -51,7 +51,7 @@ class FairQueue:
     The one that was not served for longest is the first of them.
     """
 
-    __slots__ = (*("_claims", "_gates", "_num_claims", "_order", "_root", "_turns", "members"),)
+    __slots__ = ("_claims", "_gates", "_num_claims", "_order", "_root", "_turns", "members")
 
     def __init__(self, order: Order, root: Account, gates: Gates) -> None:
         self._order = order

@@ -4,7 +4,7 @@ More branches may be admitted than a step has rows for: a branch left out of a s
 goes on when its turn comes. Decodes are kept in the order of a batch.
 
 Blocks are found in this order: the tree evicts cached blocks, replaceable capsules are given up, the running
-branch with the greatest urge to go is preempted (maybe the one that asks). It goes back to its origin, which
+branch that the order names is preempted (maybe the one that asks). It goes back to its origin, which
 it holds, and computes its own tokens again; as draws depend on (seed, position) alone, its answer does not
 change. It comes back only when all it has to compute fits, so every preemption is followed by progress,
 and no two branches preempt each other for ever.
@@ -263,7 +263,7 @@ class BlockBudget:
                     continue
                 victim = self._victim(branch)
                 if victim is branch and self._running.num == 1:
-                    if lacking <= 0 and self._loosen(branch):
+                    if lacking <= 0 and self._let_an_origin_go(branch):
                         continue
                     budget.failed[branch] = error
                     budget.copies.pop(branch, None)  # of a part that had room
@@ -365,7 +365,7 @@ class BlockBudget:
             return self._reclaimer.reclaim_any()
         return self._reclaimer.reclaim(num_blocks, kept)
 
-    def _loosen(self, asking: Branch) -> bool:
+    def _let_an_origin_go(self, asking: Branch) -> bool:
         """Have a branch that waits, or `asking`, hold its origin no longer; False if none holds one.
 
         Each origin keeps a window's blocks: many together may keep all of them.
@@ -472,14 +472,14 @@ class BlockBudget:
     def _victim(self, asking: Branch) -> Branch:
         """The branch to preempt: of those with blocks to give, and `asking`."""
         running = [s for s in self._running if s is asking or self._own_blocks(s)]
-        return max(running, key=self._order.urge)
+        return max(running, key=self._order.victim)
 
     def _lower_than(self, branch: Branch) -> list[Branch]:
-        """Branches that `branch` comes before, with blocks to give; the greatest urge to go last."""
+        """Branches that `branch` comes before, with blocks to give; the first to be preempted last."""
         lower: list[Branch] = []
         spared: set[Account] = set()
         rank = self._order.rank
-        for victim in sorted(self._running, key=self._order.urge):
+        for victim in sorted(self._running, key=self._order.victim):
             if victim.job.session is branch.job.session:
                 gives_way = rank(branch) < rank(victim)
             else:
