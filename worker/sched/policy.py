@@ -26,7 +26,7 @@ class Order:
         return -branch.priority
 
     def victim(self, branch: Branch) -> tuple[float, ...]:
-        """When blocks run out the running branch for which this is the greatest is preempted.
+        """Order of preemption: the running branch for which it is the greatest goes when blocks run out.
 
         Of the session most over its share the lowest priority, then the youngest. The shared part of its
         text is never lost.
