@@ -17,6 +17,16 @@ MIN_STATES = 64
 """Slots that a state group has at least, if the full group has as many blocks."""
 
 
+def first_read(window: int, num_tokens: int, block_size: int) -> int:
+    """The first block that layers with `window` read after `num_tokens` tokens."""
+    return max(0, num_tokens - window + 1) // block_size
+
+
+def most_read(window: int, block_size: int) -> int:
+    """Blocks that a text needs to go on in layers with `window`, at most."""
+    return -(-window // block_size) + 2
+
+
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Layers whose KV comes and goes together; a block of theirs is the KV of one block's tokens.
 
@@ -46,7 +56,7 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
             case "state":
                 return min(1, end)
             case "window":
-                return end - max(0, num_tokens - self.reach + 1) // block_size
+                return end - first_read(self.reach, num_tokens, block_size)
 
     @property
     def reach(self) -> int:
@@ -64,8 +74,7 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
             case "state":
                 return min(num_full, max(num_full // STATE_SHARE, MIN_STATES))
             case "window":
-                num_read = -(-self.reach // block_size) + 2
-                least = max(4 * num_read, MIN_WINDOW_BLOCKS)
+                least = max(4 * most_read(self.reach, block_size), MIN_WINDOW_BLOCKS)
                 return min(num_full, max(num_full // WINDOW_SHARE, least))
 
 

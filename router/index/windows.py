@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mallee.protocol.hashing import Hashes
+from mallee.protocol.model import first_read
 from mallee.router.index.index import PrefixIndex
 from mallee.router.index.kernels.layout import Counts
 
@@ -77,7 +78,7 @@ class WindowIndex:
                 before = counts.copy()
                 for window, group in zip(windows, self._groups, strict=False):
                     for end in np.unique(counts).tolist():
-                        reach = max(0, end * block_size - window + 1) // block_size
+                        reach = first_read(window, end * block_size, block_size)
                         if reach < end:
                             found = group.match(hashes[reach:end])[workers]
                             misses = (counts == end) & (found < end - reach)

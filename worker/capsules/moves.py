@@ -442,10 +442,8 @@ class CapsuleMoves:
         if node.end == end:
             self._came(restore, node)
             return True
-        begin, held = node.end // size, tree.index.count_leading(full)
-        if begin < held:  # side groups gave up theirs: it comes back with them, by host memory
-            own = [int(key) for key in full[begin:held]]
-            tree.offload(own, tree.blocks_of(own, begin))
+        begin = node.end // size
+        tree.offload_path(full[begin : tree.index.count_leading(full)].tolist(), begin)
         wanted = (*kv.keys[begin:], *tree.side_keys(kv.keys, end, begin))
         parts = lower.parts(wanted)
         is_whole = sum(len(part.at) for part in parts) == len(wanted)

@@ -22,7 +22,7 @@ others is in `Node.sides`, and may be given up earlier (`sides/group.py`).
 
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from mallee.protocol.errors import PoolExhausted
 from mallee.protocol.hashing import Hashes
@@ -35,8 +35,6 @@ from mallee.worker.kv.paths import flatten, last_hash, path_hashes
 from mallee.worker.kv.pool import BlockPool, BlocksLeaving
 from mallee.worker.kv.sides.group import Offload, SideGroup, Tail, keep_rows
 from mallee.worker.kv.text import Notation, Text, TokenNotation
-
-_ANY_ROW: Final = 1 << 62
 
 
 class TreeStats(NamedTuple):
@@ -301,12 +299,6 @@ class BranchTree:
         """Block ids of the whole sequence, reserved ones included; read-only, cached on the node."""
         return flatten(node, self.block_size)
 
-    def blocks_of(self, hashes: Sequence[int], begin: int) -> list[int]:
-        """The blocks of `hashes`, which are held; the first one is block `begin` of its text."""
-        nodes = [self.index.find(value) for value in hashes]
-        size = self.block_size
-        return [node.blocks[i - node.base // size] for i, node in enumerate(nodes, start=begin)]
-
     def side_keys(
         self, keys: Hashes | Sequence[int], num_tokens: int, begin: int = 0
     ) -> tuple[int, ...]:
@@ -357,7 +349,7 @@ class BranchTree:
 
     def held_in_sides(self) -> list[Hashes]:
         """The same for each side group."""
-        return [side.held_hashes() for side in self.sides]
+        return [side.announced.hashes() for side in self.sides]
 
     def holds(self) -> dict[Node, int]:
         """Holders of every node that has any."""
@@ -410,8 +402,9 @@ class BranchTree:
 
         Whoever owns them may give them up meanwhile, and go on writing behind their tokens.
         """
-        first = self.sides[0].span.first if self.sides else _ANY_ROW
-        full = [block for block in blocks if block < first]
+        full = [*blocks]
+        if self.sides:
+            full = [block for block in blocks if block < self.sides[0].span.first]
         self.pool.begin_read(full)
         rows = blocks[len(full) :]
         ends = [keep_rows(side, rows) for side in self.sides] if rows else []
@@ -428,6 +421,16 @@ class BranchTree:
         offload = self._offload[0 if are_full else 1]
         if offload is not None and blocks:
             offload(keys, blocks, self.keep_bytes(blocks))
+
+    def offload_path(self, hashes: Sequence[int], begin: int) -> None:
+        """Copy below the full group's blocks of `hashes`, which are held; the first one is block `begin`.
+
+        A text that sides have given up comes back with them, by host memory.
+        """
+        nodes = [self.index.find(value) for value in hashes]
+        size = self.block_size
+        blocks = [node.blocks[i - node.base // size] for i, node in enumerate(nodes, start=begin)]
+        self.offload(hashes, blocks)
 
     def evict_ahead(self, num_blocks: int) -> None:
         """Give up cache until so many blocks, or as many as can be, are free or on their way down.

@@ -184,9 +184,7 @@ class Fetching:
             if all(map(is_below, tree.side_keys(keys, min(end * size, last), begin))):
                 break
             end -= 1
-        if begin < min(held, end):  # windows were given up: it comes back with them, by host memory
-            own = [int(key) for key in keys[begin : min(held, end)]]
-            tree.offload(own, tree.blocks_of(own, begin))
+        tree.offload_path([int(key) for key in keys[begin : min(held, end)]], begin)
         return min(end * size, last) if end > begin else 0
 
     def _fetch(self, budget: StepBudget, branch: Branch, parts: Sequence[Part], end: int) -> None:

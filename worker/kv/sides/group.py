@@ -13,10 +13,13 @@ blocks, and have keys made from the chain hash of their tokens, so that one spac
 hold all there is.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
 
 from mallee.protocol.hashing import Hashes
 from mallee.protocol.model import GroupSpec
@@ -68,149 +71,6 @@ class Tail(NamedTuple):
     part: int
 
 
-class SideGroup(Protocol):
-    """Blocks of all nodes in one group. The tree tells it every change of a node."""
-
-    pool: BlockPool
-    span: RowSpan
-    version: int
-    """A count that grows whenever `can_resume` may answer differently."""
-    needs_parent: bool
-    """Whether a node's first tokens are computed from what is at the end of its parent, and not copied."""
-
-    def begin(self) -> SidePart:
-        """The part of a new node without blocks."""
-        ...
-
-    def can_resume(self, node: Node, num_tokens: int) -> bool:
-        """Whether all is there that is read after the first `num_tokens` tokens on the path of `node`."""
-        ...
-
-    def chunk(self, begin: int, num_tokens: int, end: int) -> int:
-        """The most of `num_tokens` to compute at once from `begin` on, of a text that ends at `end`."""
-        ...
-
-    # Room
-
-    @property
-    def num_available(self) -> int:
-        """Blocks that are free, leaving, or nobody's but the cache's."""
-        ...
-
-    def num_needed(self, node: Node, num_blocks: int, end: int | None) -> int:
-        """Blocks that `extend` takes."""
-        ...
-
-    def evict(self, num_blocks: int) -> None:
-        """Give up cache until `num_blocks`, which are available, are free or leaving."""
-        ...
-
-    def extend(self, node: Node, num_blocks: int, end: int | None) -> None:
-        """`node` gets room for `num_blocks` blocks more, and `evict` has made it.
-
-        With an `end` what is up to it comes from below: there is room only for what is read after it.
-        """
-        ...
-
-    def has_room(self, num_blocks: int, num_texts: int, num_computed: int, num_states: int) -> bool:
-        """Whether texts that take `num_blocks` in all have room; a step computes `num_computed` of them.
-
-        Beside them `num_states` are needed for branches that draw.
-        """
-        ...
-
-    def share(self, num_blocks: int, num_full: int) -> int:
-        """The share of this group that a held text of `num_blocks` takes, in blocks of `num_full`."""
-        ...
-
-    def least_blocks(self, num_step_blocks: int) -> int:
-        """Blocks without which a branch may have no room for a step of so many."""
-        ...
-
-    # Changes of a node
-
-    def changed(self, node: Node) -> None:
-        """The holders or the children of `node` have changed."""
-        ...
-
-    def advanced(self, node: Node, num_tokens: int) -> None:
-        """The last `num_tokens` of `node` are computed, and their full blocks are hashed after this."""
-        ...
-
-    def sealed(self, node: Node, values: list[int]) -> None:
-        """The blocks of `values`, the last of the hashes of `node`, are full."""
-        ...
-
-    def final(self, node: Node) -> None:
-        """The end of `node`, which is held, is a place that others will go on from."""
-        ...
-
-    def copied(self, parent: Node) -> None:
-        """A child of `parent` has what it needs of it."""
-        ...
-
-    def cut(self, node: Node, num_blocks: int) -> None:
-        """`node`, whose hashes are still there, keeps its first `num_blocks` blocks."""
-        ...
-
-    def split(self, node: Node, upper: Node, num_blocks: int) -> None:
-        """`upper`, a new node in its place above `node`, takes its first `num_blocks` blocks."""
-        ...
-
-    def merge(self, node: Node, child: Node) -> None:
-        """`child` has taken over tokens and hashes of `node`, which it continues, and does its blocks now."""
-        ...
-
-    def evicting(self, node: Node, num_blocks: int) -> None:
-        """`node` is about to keep its first `num_blocks` blocks: the others go below."""
-        ...
-
-    # Reading
-
-    def copies(self, parent: Node, child: Node) -> tuple[int, int] | None:
-        """Source and target of the block of `parent` in which `child` begins; None if none is copied."""
-        ...
-
-    def keys_after(
-        self, keys: Hashes | Sequence[int], num_tokens: int, begin: int = 0
-    ) -> Iterator[int]:
-        """Keys of the rows, of blocks from `begin` on, that are read after `num_tokens` of a text.
-
-        `keys` are those of the text's blocks. The last block comes first.
-        """
-        ...
-
-    def rows_after(self, node: Node, num_tokens: int, begin: int = 0) -> Iterator[int]:
-        """The rows themselves, on the path of `node`."""
-        ...
-
-    def tails_after(self, num_tokens: int) -> Iterator[Tail]:
-        """Those of them that `num_tokens` fill in part."""
-        ...
-
-    def held_hashes(self) -> Hashes:
-        """Hashes of the blocks that events have announced, in no particular order."""
-        ...
-
-    def check(self, nodes: AbstractSet[Node]) -> None:
-        """Raise AssertionError on a broken invariant. O(blocks)."""
-        ...
-
-    def lost_blocks(self, nodes: AbstractSet[Node]) -> list[int]:
-        """Blocks that are in use and no node owns."""
-        ...
-
-
-def keep_rows(group: SideGroup, rows: Sequence[int]) -> Callable[[], None]:
-    """Those of `rows` that are the group's, kept as by `BranchTree.keep_bytes`."""
-    span, pool = group.span, group.pool
-    num = pool.num_blocks * span.per_block
-    own = [row - span.first for row in rows if 0 <= row - span.first < num]
-    blocks = list(dict.fromkeys(row // span.per_block for row in own))
-    pool.begin_read(blocks)
-    return partial(pool.end_read, blocks)
-
-
 class Announced:
     """Blocks of a side group that events have announced, by chain hash: how many nodes have each."""
 
@@ -238,9 +98,209 @@ class Announced:
                 del self._counts[value]
                 self._journal.removed(value, self._group)
 
-    def hashes(self) -> dict[int, int]:
+    def counts(self) -> dict[int, int]:
         """All of them, with how many nodes have each."""
         return self._counts
+
+    def hashes(self) -> Hashes:
+        """All of them, in no particular order."""
+        return np.fromiter(self._counts, dtype=np.uint64, count=len(self._counts))
+
+
+class SideGroup(ABC):
+    """Blocks of all nodes in one group. The tree tells it every change of a node."""
+
+    __slots__ = (
+        "_block_size",
+        "_offload",
+        "_place",
+        "announced",
+        "needs_parent",
+        "pool",
+        "span",
+        "version",
+    )
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        span: RowSpan,
+        *,
+        block_size: int,
+        journal: Journal,
+        offload: Offload | None = None,
+        needs_parent: bool = False,
+    ) -> None:
+        """`offload` takes rows.
+
+        `needs_parent`: a node's first tokens are computed from what is at the end of its parent, which is not
+        copied.
+        """
+        self.pool = pool
+        self.span = span
+        self.needs_parent = needs_parent
+        self.announced = Announced(journal, span.group)
+        self.version = 0  # grows whenever `can_resume` may answer differently
+        self._place = span.group - 1  # in `Node.sides`
+        self._block_size = block_size
+        self._offload = offload
+
+    @abstractmethod
+    def begin(self) -> SidePart:
+        """The part of a new node without blocks."""
+
+    @abstractmethod
+    def can_resume(self, node: Node, num_tokens: int) -> bool:
+        """Whether all is there that is read after the first `num_tokens` tokens on the path of `node`."""
+
+    def chunk(self, begin: int, num_tokens: int, end: int) -> int:
+        """The most of `num_tokens` to compute at once from `begin` on, of a text that ends at `end`."""
+        return num_tokens
+
+    # Room
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that are free, leaving, or nobody's but the cache's."""
+        return self.pool.num_coming + self.num_idle
+
+    @property
+    def in_use(self) -> int:
+        """Blocks that holders still need."""
+        return self.pool.num_blocks - self.num_available
+
+    @property
+    @abstractmethod
+    def num_idle(self) -> int:
+        """Blocks that are nobody's but the cache's."""
+
+    @abstractmethod
+    def num_needed(self, node: Node, num_blocks: int, end: int | None) -> int:
+        """Blocks that `extend` takes."""
+
+    @abstractmethod
+    def evict(self, num_blocks: int) -> None:
+        """Give up cache until `num_blocks`, which are available, are free or leaving."""
+
+    @abstractmethod
+    def extend(self, node: Node, num_blocks: int, end: int | None) -> None:
+        """`node` gets room for `num_blocks` blocks more, and `evict` has made it.
+
+        With an `end` what is up to it comes from below: there is room only for what is read after it.
+        """
+
+    @abstractmethod
+    def has_room(self, num_blocks: int, num_texts: int, num_computed: int, num_states: int) -> bool:
+        """Whether texts that take `num_blocks` in all have room; a step computes `num_computed` of them.
+
+        Beside them `num_states` are needed for branches that draw.
+        """
+
+    @abstractmethod
+    def share(self, num_blocks: int, num_full: int) -> int:
+        """The share of this group that a held text of `num_blocks` takes, in blocks of `num_full`."""
+
+    @abstractmethod
+    def least_blocks(self, num_step_blocks: int) -> int:
+        """Blocks without which a branch may have no room for a step of so many."""
+
+    # Changes of a node
+
+    @abstractmethod
+    def changed(self, node: Node) -> None:
+        """The holders or the children of `node` have changed."""
+
+    @abstractmethod
+    def advanced(self, node: Node, num_tokens: int) -> None:
+        """The last `num_tokens` of `node` are computed, and their full blocks are hashed after this."""
+
+    @abstractmethod
+    def sealed(self, node: Node, values: list[int]) -> None:
+        """The blocks of `values`, the last of the hashes of `node`, are full."""
+
+    @abstractmethod
+    def final(self, node: Node) -> None:
+        """The end of `node`, which is held, is a place that others will go on from."""
+
+    @abstractmethod
+    def copied(self, parent: Node) -> None:
+        """A child of `parent` has what it needs of it."""
+
+    @abstractmethod
+    def cut(self, node: Node, num_blocks: int) -> None:
+        """`node`, whose hashes are still there, keeps its first `num_blocks` blocks."""
+
+    @abstractmethod
+    def split(self, node: Node, upper: Node, num_blocks: int) -> None:
+        """`upper`, a new node in its place above `node`, takes its first `num_blocks` blocks."""
+
+    @abstractmethod
+    def merge(self, node: Node, child: Node) -> None:
+        """`child` has taken over tokens and hashes of `node`, which it continues, and does its blocks now."""
+
+    @abstractmethod
+    def evicting(self, node: Node, num_blocks: int) -> None:
+        """`node` is about to keep its first `num_blocks` blocks: the others go below."""
+
+    def _send_below(self, hashes: Sequence[int], blocks: Sequence[int]) -> None:
+        """Offload `blocks`, which are those of `hashes`, and about to be evicted."""
+        if self._offload is None or not blocks:
+            return
+        keys = [key for value in hashes for key in self.span.keys(value)]
+        rows = [row for block in blocks for row in self.span.rows(block)]
+        self.pool.begin_read(blocks)
+        self._offload(keys, rows, partial(self.pool.end_read, blocks))
+
+    # Reading
+
+    def copies(self, parent: Node, child: Node) -> tuple[int, int] | None:
+        """Source and target of the block of `parent` in which `child` begins; None if none is copied."""
+        return None
+
+    @abstractmethod
+    def keys_after(
+        self, keys: Hashes | Sequence[int], num_tokens: int, begin: int = 0
+    ) -> Iterator[int]:
+        """Keys of the rows, of blocks from `begin` on, that are read after `num_tokens` of a text.
+
+        `keys` are those of the text's blocks. The last block comes first.
+        """
+
+    @abstractmethod
+    def rows_after(self, node: Node, num_tokens: int, begin: int = 0) -> Iterator[int]:
+        """The rows themselves, on the path of `node`."""
+
+    def tails_after(self, num_tokens: int) -> Iterator[Tail]:
+        """Those of them that `num_tokens` fill in part."""
+        return iter(())
+
+    # Checking
+
+    @abstractmethod
+    def owned(self, node: Node) -> Sequence[int]:
+        """The blocks of `node`."""
+
+    def lost_blocks(self, nodes: AbstractSet[Node]) -> list[int]:
+        """Blocks that are in use and no node owns."""
+        owned = {block for node in nodes for block in self.owned(node)}
+        return sorted(self.pool.used_blocks() - owned)
+
+    def check(self, nodes: AbstractSet[Node]) -> None:
+        """Raise AssertionError on a broken invariant. O(blocks)."""
+        self.pool.check()
+        owned = [block for node in nodes for block in self.owned(node)]
+        assert len(owned) == len(set(owned)), "a block of a side group has two owners"
+        assert set(owned) == self.pool.used_blocks(), "blocks of a side group without an owner"
+
+
+def keep_rows(group: SideGroup, rows: Sequence[int]) -> Callable[[], None]:
+    """Those of `rows` that are the group's, kept as by `BranchTree.keep_bytes`."""
+    span, pool = group.span, group.pool
+    num = pool.num_blocks * span.per_block
+    own = [row - span.first for row in rows if 0 <= row - span.first < num]
+    blocks = list(dict.fromkeys(row // span.per_block for row in own))
+    pool.begin_read(blocks)
+    return partial(pool.end_read, blocks)
 
 
 def _mixed(key: int, number: int) -> int:

@@ -18,7 +18,6 @@ With tiers below, states that are evicted or given up go down.
 
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -27,7 +26,7 @@ from mallee.protocol.hashing import Hashes
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import BlockTable, Node
 from mallee.worker.kv.pool import BlockPool
-from mallee.worker.kv.sides.group import Announced, Offload, RowSpan, Tail
+from mallee.worker.kv.sides.group import Offload, RowSpan, SideGroup
 
 NO_STATE: Final = -1
 """In a row's table, the slot of a text without tokens."""
@@ -86,13 +85,10 @@ def _find(node: Node, place: int, num_tokens: int) -> State | None:
     return None
 
 
-class StateGroup:
+class StateGroup(SideGroup):
     """All nodes' states in one group of recurrent layers, a slot of `pool` each."""
 
-    __slots__ = (
-        *("_block_size", "_every", "_idle", "_offload", "_place", "_announced"),
-        *("needs_parent", "pool", "span", "version"),
-    )
+    __slots__ = ("_every", "_idle")
 
     def __init__(
         self,
@@ -104,16 +100,15 @@ class StateGroup:
         offload: Offload | None = None,
         every_blocks: int = EVERY_BLOCKS,
     ) -> None:
-        """`offload` takes rows."""
-        self.pool = pool
-        self.span = span
-        self.version = 0
-        self.needs_parent = True
-        self._block_size = block_size
+        super().__init__(
+            pool,
+            span,
+            block_size=block_size,
+            journal=journal,
+            offload=offload,
+            needs_parent=True,
+        )
         self._every = every_blocks * block_size
-        self._place = span.group - 1  # in `Node.sides`
-        self._offload = offload
-        self._announced = Announced(journal, span.group)
         # Cache by slot, what was used longest ago first: whose it is, and after how many tokens.
         self._idle: dict[int, tuple[Node, int]] = {}
 
@@ -141,13 +136,8 @@ class StateGroup:
     # Room
 
     @property
-    def num_available(self) -> int:
-        return self.pool.num_coming + len(self._idle)
-
-    @property
-    def in_use(self) -> int:
-        """Slots that holders still need."""
-        return self.pool.num_blocks - self.num_available
+    def num_idle(self) -> int:
+        return len(self._idle)
 
     def num_needed(self, node: Node, num_blocks: int, end: int | None) -> int:
         return int(self._part(node).target is None)
@@ -176,7 +166,7 @@ class StateGroup:
         state = self._part(node).states.pop(at)
         self._idle.pop(state.slot, None)
         if state.value is not None:
-            self._announced.remove((state.value,))
+            self.announced.remove((state.value,))
         self.pool.free((state.slot,), node)
         self.version += 1
 
@@ -207,7 +197,7 @@ class StateGroup:
         state, place = self._part(node).states[at], (at - node.base) // self._block_size - 1
         if state.value is None and 0 <= place < len(node.hashes):
             state.value = node.hashes[place]
-            self._announced.add((state.value,))
+            self.announced.add((state.value,))
 
     def sealed(self, node: Node, values: list[int]) -> None:
         """Nothing to do: states are announced when others may go on from them."""
@@ -235,9 +225,6 @@ class StateGroup:
 
     def copied(self, parent: Node) -> None:
         self.changed(parent)
-
-    def copies(self, parent: Node, child: Node) -> tuple[int, int] | None:
-        return None
 
     def cut(self, node: Node, num_blocks: int) -> None:
         end = node.base + num_blocks * self._block_size
@@ -267,15 +254,9 @@ class StateGroup:
 
     def _offload_states(self, node: Node, places: Sequence[int]) -> None:
         """Offload the states after these tokens, where blocks of `node` end."""
-        if self._offload is None or not places:
-            return
-        states, keys, rows = self._part(node).states, list[int](), list[int]()
-        for at in places:
-            keys += self.span.keys(node.hashes[(at - node.base) // self._block_size - 1])
-            rows += self.span.rows(states[at].slot)
-        slots = [states[at].slot for at in places]
-        self.pool.begin_read(slots)
-        self._offload(keys, rows, partial(self.pool.end_read, slots))
+        hashes = [node.hashes[(at - node.base) // self._block_size - 1] for at in places]
+        states = self._part(node).states
+        self._send_below(hashes, [states[at].slot for at in places])
 
     # Reading
 
@@ -292,20 +273,15 @@ class StateGroup:
             assert slot is not None, f"{node} has no state after {num_tokens} tokens"
             yield from self.span.rows(slot)
 
-    def tails_after(self, num_tokens: int) -> Iterator[Tail]:
-        return iter(())
-
-    def held_hashes(self) -> Hashes:
-        known = self._announced.hashes()
-        return np.fromiter(known, dtype=np.uint64, count=len(known))
-
     # Checking
 
+    def owned(self, node: Node) -> Sequence[int]:
+        part = self._part(node)
+        slots = [state.slot for state in part.states.values()]
+        return slots if part.target is None else [*slots, part.target]
+
     def check(self, nodes: AbstractSet[Node]) -> None:
-        self.pool.check()
-        owned = [slot for node in nodes for slot in self._slots(node)]
-        assert len(owned) == len(set(owned)), "a slot has two owners"
-        assert set(owned) == self.pool.used_blocks(), "slots without an owner"
+        super().check(nodes)
         known: dict[int, int] = {}
         idle = {}
         for node in nodes:
@@ -316,7 +292,7 @@ class StateGroup:
                 if state.value is not None:
                     known[state.value] = known.get(state.value, 0) + 1
         assert idle == self._idle, "states that are cache and can't be given up"
-        assert known == self._announced.hashes(), "announced states that are not there"
+        assert known == self.announced.counts(), "announced states that are not there"
         for node in nodes:
             assert node.holders or self._part(node).target is None, f"{node} runs for nobody"
             if node.holders:
@@ -330,14 +306,3 @@ class StateGroup:
         if state.value is not None:
             place = (at - node.base) // self._block_size - 1
             assert state.value == node.hashes[place], f"{node} announced another text"
-
-    def _slots(self, node: Node) -> Iterator[int]:
-        part = self._part(node)
-        if part.target is not None:
-            yield part.target
-        for state in part.states.values():
-            yield state.slot
-
-    def lost_blocks(self, nodes: AbstractSet[Node]) -> list[int]:
-        owned = {slot for node in nodes for slot in self._slots(node)}
-        return sorted(self.pool.used_blocks() - owned)

@@ -21,16 +21,16 @@ all that ever occurs).
 
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from functools import partial
 from typing import Final
 
 import numpy as np
 
 from mallee.protocol.hashing import Hashes
+from mallee.protocol.model import first_read, most_read
 from mallee.worker.kv.journal import Journal
 from mallee.worker.kv.node import BlockTable, Node
 from mallee.worker.kv.pool import BlockPool
-from mallee.worker.kv.sides.group import Announced, Offload, RowSpan, Tail
+from mallee.worker.kv.sides.group import Offload, RowSpan, SideGroup, Tail
 
 NO_HOLDER: Final = 1 << 60
 """The `low` of a node that is dead."""
@@ -77,22 +77,10 @@ def _part(node: Node, place: int) -> WindowPart:
     return part
 
 
-class WindowGroup:
+class WindowGroup(SideGroup):
     """All nodes' blocks in the layers that read `window` tokens."""
 
-    __slots__ = (
-        "_announced",
-        "_block_size",
-        "_idle_nodes",
-        "_num_idle",
-        "_offload",
-        "_place",
-        "needs_parent",
-        "pool",
-        "span",
-        "version",
-        "window",
-    )
+    __slots__ = ("_idle_nodes", "_num_idle", "window")
 
     def __init__(
         self,
@@ -104,16 +92,8 @@ class WindowGroup:
         journal: Journal,
         offload: Offload | None = None,
     ) -> None:
-        """`offload` takes rows."""
+        super().__init__(pool, span, block_size=block_size, journal=journal, offload=offload)
         self.window = window
-        self.pool = pool
-        self.span = span
-        self.version = 0
-        self.needs_parent = False
-        self._place = span.group - 1  # in `Node.sides`
-        self._offload = offload
-        self._block_size = block_size
-        self._announced = Announced(journal, span.group)
         self._num_idle = 0
         # Nodes with idle blocks, those that have had them for longest first.
         self._idle_nodes: dict[Node, None] = {}
@@ -143,21 +123,13 @@ class WindowGroup:
 
     def _first_read(self, num_tokens: int) -> int:
         """The first block that is read after `num_tokens` tokens."""
-        return max(0, num_tokens - self.window + 1) // self._block_size
-
-    def chunk(self, begin: int, num_tokens: int, end: int) -> int:
-        return num_tokens
+        return first_read(self.window, num_tokens, self._block_size)
 
     # Room
 
     @property
-    def num_available(self) -> int:
-        return self.pool.num_coming + self._num_idle
-
-    @property
-    def in_use(self) -> int:
-        """Blocks that holders still read."""
-        return self.pool.num_blocks - self.num_available
+    def num_idle(self) -> int:
+        return self._num_idle
 
     def num_needed(self, node: Node, num_blocks: int, end: int | None) -> int:
         return num_blocks - self._num_unread(node, end)
@@ -177,7 +149,7 @@ class WindowGroup:
     @property
     def _num_read(self) -> int:
         """Blocks that a text needs to go on, at most."""
-        return -(-self.window // self._block_size) + 2
+        return most_read(self.window, self._block_size)
 
     def least_blocks(self, num_step_blocks: int) -> int:
         # Those of the text that a branch was forked from, its own, what a step computes, and one copied.
@@ -203,11 +175,10 @@ class WindowGroup:
     def _give_up(self, node: Node, part: WindowPart, num_blocks: int) -> None:
         """The first `num_blocks`, which are idle."""
         begin = part.num_gone
-        if self._offload is not None:
-            end = node.base + len(node.hashes) * self._block_size
-            read = self._first_read(end) - node.base // self._block_size
-            self._offload_blocks(node, max(begin, read), begin + num_blocks)
-        self._announced.remove(node.hashes[begin : begin + num_blocks])
+        end = node.base + len(node.hashes) * self._block_size
+        read = self._first_read(end) - node.base // self._block_size
+        self._offload_blocks(node, max(begin, read), begin + num_blocks)
+        self.announced.remove(node.hashes[begin : begin + num_blocks])
         self.pool.free(part.blocks[:num_blocks], node)
         del part.blocks[:num_blocks]
         part.num_gone += num_blocks
@@ -222,7 +193,7 @@ class WindowGroup:
         kept = max(0, num_blocks - part.num_gone)
         extra = part.blocks[kept:]
         if extra:
-            self._announced.remove(node.hashes[part.num_gone + kept :])
+            self.announced.remove(node.hashes[part.num_gone + kept :])
             extra.reverse()
             self.pool.free(extra, node)
             del part.blocks[kept:]
@@ -236,12 +207,12 @@ class WindowGroup:
         above = self._part(parent)
         return above.blocks[at - above.num_gone], self._part(child).blocks[0]
 
-    def copied(self, parent: Node) -> None:
-        """Nothing to do: a block that is copied is among those that the child's holders read."""
-
     def sealed(self, node: Node, values: list[int]) -> None:
         begin = len(node.hashes) - len(values)
-        self._announced.add(values[max(0, self._part(node).num_gone - begin) :])
+        self.announced.add(values[max(0, self._part(node).num_gone - begin) :])
+
+    def copied(self, parent: Node) -> None:
+        """Nothing to do: a block that is copied is among those that the child's holders read."""
 
     def final(self, node: Node) -> None:
         """Nothing to do: all blocks are announced."""
@@ -270,27 +241,14 @@ class WindowGroup:
         return reversed(range(max(begin, self._first_read(num_tokens)), end))
 
     def evicting(self, node: Node, num_blocks: int) -> None:
-        if self._offload is not None:
-            begin = max(num_blocks, self._part(node).num_gone)
-            self._offload_blocks(node, begin, len(node.hashes))
+        begin = max(num_blocks, self._part(node).num_gone)
+        self._offload_blocks(node, begin, len(node.hashes))
 
     def _offload_blocks(self, node: Node, begin: int, end: int) -> None:
         """Offload the full blocks `begin` to `end` of `node`, which are there."""
-        assert self._offload is not None, "there is nothing below"
-        part, span = self._part(node), self.span
-        keys: list[int] = []
-        rows: list[int] = []
-        for i in range(begin, end):
-            keys += span.keys(node.hashes[i])
-            rows += span.rows(part.blocks[i - part.num_gone])
-        if keys:
-            blocks = part.blocks[begin - part.num_gone : end - part.num_gone]
-            self.pool.begin_read(blocks)
-            self._offload(keys, rows, partial(self.pool.end_read, blocks))
-
-    def held_hashes(self) -> Hashes:
-        known = self._announced.hashes()
-        return np.fromiter(known, dtype=np.uint64, count=len(known))
+        part = self._part(node)
+        blocks = part.blocks[begin - part.num_gone : max(begin, end) - part.num_gone]
+        self._send_below(node.hashes[begin:end], blocks)
 
     # Shape
 
@@ -309,7 +267,7 @@ class WindowGroup:
         if own.num_gone:
             end = above.num_gone + len(above.blocks)
             own.num_gone += end
-            self._announced.remove(child.hashes[above.num_gone : end])
+            self.announced.remove(child.hashes[above.num_gone : end])
             self.pool.free(above.blocks, node)
             self.version += bool(above.blocks)
         else:
@@ -383,12 +341,12 @@ class WindowGroup:
 
     # Checking
 
+    def owned(self, node: Node) -> Sequence[int]:
+        return self._part(node).blocks
+
     def check(self, nodes: AbstractSet[Node]) -> None:
-        self.pool.check()
+        super().check(nodes)
         parts = {node: self._part(node) for node in nodes}
-        owned = [block for part in parts.values() for block in part.blocks]
-        assert len(owned) == len(set(owned)), "a window block has two owners"
-        assert set(owned) == self.pool.used_blocks(), "window blocks without an owner"
         idle = {node for node, part in parts.items() if part.idle}
         assert set(self._idle_nodes) == idle, "idle window blocks that can't be given up"
         num_idle = sum(part.idle for part in parts.values())
@@ -397,7 +355,7 @@ class WindowGroup:
         for node, part in parts.items():
             for value in node.hashes[part.num_gone :]:
                 found[value] = found.get(value, 0) + 1
-        assert found == self._announced.hashes(), "announced window blocks that are not there"
+        assert found == self.announced.counts(), "announced window blocks that are not there"
         for node, part in parts.items():
             self._check_node(node, part)
 
@@ -422,7 +380,3 @@ class WindowGroup:
         if node.parent is None:
             return own
         return self.path_blocks(node.parent)[: node.base // self._block_size] + own
-
-    def lost_blocks(self, nodes: AbstractSet[Node]) -> list[int]:
-        owned = {block for node in nodes for block in self._part(node).blocks}
-        return sorted(self.pool.used_blocks() - owned)
