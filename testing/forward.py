@@ -6,7 +6,7 @@ changes the tokens: the same discipline as a real model, at the cost of a hash. 
 oracle: what one undisturbed sequence draws.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -128,20 +128,26 @@ def draw_token(vocab_size: int, draw: Draw) -> int:
     return int(choice[value % len(choice)])
 
 
+def digest_of(tokens: Sequence[int]) -> int:
+    """The "logits" after `tokens`."""
+    return _digest(_slots(as_tokens(tokens), 0))
+
+
 def linear_tokens(
-    spec: ModelSpec, prompt: Sequence[int], n: int, *, sampling: Sampling, seed: int
+    spec: ModelSpec,
+    prompt: Sequence[int],
+    n: int,
+    *,
+    sampling: Sampling,
+    seed: int,
+    logits_after: Callable[[Sequence[int]], int] = digest_of,
 ) -> list[int]:
     """The n tokens that one sequence draws after `prompt`, computed from the tokens alone."""
     tokens = list(prompt)
     for _ in range(n):
-        digest = digest_of(tokens)
-        tokens.append(draw_token(spec.vocab_size, Draw(digest, sampling, seed, len(tokens))))
+        logits = logits_after(tokens)
+        tokens.append(draw_token(spec.vocab_size, Draw(logits, sampling, seed, len(tokens))))
     return tokens[len(prompt) :]
-
-
-def digest_of(tokens: Sequence[int]) -> int:
-    """The "logits" after `tokens`."""
-    return _digest(_slots(as_tokens(tokens), 0))
 
 
 def _ends(row: BatchRow) -> range:

@@ -41,7 +41,16 @@ from mallee.worker.kv.text import Text, joined
 from mallee.worker.kv.tree import BranchTree
 from mallee.worker.kv.usage import TreeUsage, tree_usage
 from mallee.worker.retention import Retention
-from mallee.worker.sched.branch import WHOLE, Branch, ForkPoint, Job, Texts, answer_of, node_of
+from mallee.worker.sched.branch import (
+    WHOLE,
+    Branch,
+    CapsuleState,
+    ForkPoint,
+    Job,
+    Texts,
+    answer_of,
+    node_of,
+)
 from mallee.worker.sched.scheduler import Scheduler
 from mallee.worker.updates import End, UpdateSink
 
@@ -278,38 +287,20 @@ class RequestTable:
         command = branch.job.command
         pending = tuple(branch.tokens[node.end - branch.origin_len :])
         matcher = branch.constraint.share() if branch.constraint is not None else None
-        if not isinstance(command, Prefill):
-            return Capsule(
-                id=name,
-                node=node,
-                pending=pending,
-                logits=logits,
-                matcher=matcher,
-                continuation=branch.continuation,
-                grammar=branch.grammar,
-            )
-        pull = branch.job.pull
-        state = None if pull is None else pull.state
-        if state is None:
-            return Capsule(
-                id=name,
-                node=node,
-                pending=pending,
-                logits=logits,
-                matcher=matcher,
-                continuation=command.continuation,
-                grammar=command.grammar,
-            )
-        if state.grammar != command.grammar:
-            matcher = None  # it is built again
+        came: Branch | Prefill | CapsuleState = branch
+        if isinstance(command, Prefill):
+            pull = branch.job.pull
+            came = command if pull is None or pull.state is None else pull.state
+            if came.grammar != command.grammar:
+                matcher = None  # it is built again
         return Capsule(
             id=name,
             node=node,
             pending=pending,
             logits=logits,
             matcher=matcher,
-            continuation=state.continuation,
-            grammar=state.grammar,
+            continuation=came.continuation,
+            grammar=came.grammar,
         )
 
     def capture(self, command: Capture, gateway: str) -> Capsule | None:

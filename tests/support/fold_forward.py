@@ -11,8 +11,8 @@ from mallee.mocker.passes import mock_spec
 from mallee.protocol.hashing import as_tokens
 from mallee.protocol.messages import Sampling
 from mallee.protocol.model import GroupSpec, ModelSpec
-from mallee.testing.forward import MockForward, digest_of, draw_token
-from mallee.worker.forward import Draw, ForwardBatch, Logits
+from mallee.testing.forward import MockForward, digest_of, linear_tokens
+from mallee.worker.forward import ForwardBatch, Logits
 from mallee.worker.kv.sides.group import row_spans
 from mallee.worker.kv.sides.states import NO_STATE
 from mallee.worker.kv.watch import Row, Rows
@@ -89,11 +89,15 @@ def fold_tokens(
     prompt: Sequence[int], n: int, *, sampling: Sampling, seed: int, vocab_size: int = 8
 ) -> list[int]:
     """The n tokens that one sequence draws after `prompt`, computed from the tokens alone."""
-    tokens = list(prompt)
-    for _ in range(n):
-        logits = _mixed(digest_of(tokens), tokens)
-        tokens.append(draw_token(vocab_size, Draw(logits, sampling, seed, len(tokens))))
-    return tokens[len(prompt) :]
+    spec = fold_spec(vocab_size)
+    return linear_tokens(
+        spec,
+        prompt,
+        n,
+        sampling=sampling,
+        seed=seed,
+        logits_after=lambda tokens: _mixed(digest_of(tokens), tokens),
+    )
 
 
 def _mixed(digest: int, tokens: Sequence[int]) -> int:

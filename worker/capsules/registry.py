@@ -238,10 +238,7 @@ class CapsuleRegistry:
 
     def adopt(self, capsule: Capsule, ttl_s: float | None) -> None:
         """`capsule`, parked by an earlier life of this worker or by another one; `ttl_s` as in records."""
-        weight = self._weigh(capsule)
-        if self._nbytes_parked + self._promised_nbytes + weight.nbytes > (
-            self.limits.max_parked_nbytes
-        ):
+        if self._nbytes_parked_with(self._weigh(capsule).nbytes) > self.limits.max_parked_nbytes:
             capsule = replace(capsule, logits=None)  # none is refused, but rows can be computed
         self._put(capsule, ttl_s=ttl_s or 0.0, is_kept=ttl_s is not None)
         while len(self._replaceable) > self.limits.max_replaceable:
@@ -552,10 +549,14 @@ class CapsuleRegistry:
         self._promised_nbytes -= nbytes
 
     def _check_nbytes(self, nbytes: int) -> None:
-        taken, most = self._nbytes_parked + self._promised_nbytes, self.limits.max_parked_nbytes
-        if nbytes and taken + nbytes > most:
+        most = self.limits.max_parked_nbytes
+        if nbytes and self._nbytes_parked_with(nbytes) > most:
             self._num_refused += 1
-            raise CapsulesFull(nbytes, taken, most, unit="bytes")
+            raise CapsulesFull(nbytes, self._nbytes_parked_with(0), most, unit="bytes")
+
+    def _nbytes_parked_with(self, nbytes: int) -> int:
+        """The bytes that parked capsules take, or are promised, with so many more."""
+        return self._nbytes_parked + self._promised_nbytes + nbytes
 
     def _check_blocks(self, needed: int, beside: Callable[[set[Node]], int]) -> int:
         """The blocks that one more kept capsule needs. Raises CapsulesFull if that is too many.

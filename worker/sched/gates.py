@@ -64,10 +64,15 @@ class Gates:
 
     def is_awaited(self, producer: Producer) -> bool:
         """Whether any branch waits for tokens of `producer`; if not, nothing of it is left here."""
-        if any(branch.phase == "gated" for _, _, branch in self._gated.get(producer, ())):
+        if any(self._waiting_for(producer)):
             return True
         self._gated.pop(producer, None)
         return False
+
+    def _waiting_for(self, producer: Producer) -> Iterator[Branch]:
+        for _, _, branch in self._gated.get(producer, ()):
+            if branch.phase == "gated":
+                yield branch
 
     def dropped(self, producer: Branch) -> list[Branch]:
         """Let through the branches that waited for `producer` in single flight; its forks stay gated."""
@@ -92,9 +97,9 @@ class Gates:
 
     def waiters(self, producer: Branch) -> list[Branch]:
         """All that wait for tokens of `producer`, or for one that waits for them."""
-        found = [each[2] for each in self._gated.get(producer, ()) if each[2].phase == "gated"]
+        found = [*self._waiting_for(producer)]
         for branch in found:  # which grows
-            found += [each[2] for each in self._gated.get(branch, ()) if each[2].phase == "gated"]
+            found += self._waiting_for(branch)
         return found
 
     def waits(self, branch: Branch, producer: Branch) -> bool:
@@ -106,10 +111,8 @@ class Gates:
 
     def __iter__(self) -> Iterator[Branch]:
         """All that are gated, in no particular order."""
-        for heap in self._gated.values():
-            for _, _, branch in heap:
-                if branch.phase == "gated":
-                    yield branch
+        for producer in self._gated:
+            yield from self._waiting_for(producer)
 
     # Single flight
 

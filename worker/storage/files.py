@@ -22,7 +22,7 @@ CATALOGUE: Final = "catalogue.sqlite"
 ASIDE: Final = "catalogue.aside"
 BLOCKS: Final = "blocks-"
 EARLIER: Final = "capsules"
-"""Where volumes of the first version had a file for each record."""
+"""The folder of volumes of the first version, with a file for each record."""
 
 
 @contextmanager
