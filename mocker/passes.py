@@ -102,7 +102,7 @@ class TimedForward:
     def write(self, blocks: Sequence[int], rows: Rows, after: object = None) -> None:
         """Do nothing: there is nothing to write."""
 
-    def are_numbers(self, rows: Rows) -> bool:
+    def are_numbers(self, blocks: Sequence[int], rows: Rows) -> bool:
         return True
 
     def clear(self, row: Row, num_slots: int, group: int = 0, part: int = 0) -> None:

@@ -60,7 +60,7 @@ class MockForward:
         for block, row in zip(blocks, rows, strict=True):
             self.kv[block] = row.view(np.uint64)
 
-    def are_numbers(self, rows: Rows) -> bool:
+    def are_numbers(self, blocks: Sequence[int], rows: Rows) -> bool:
         return True
 
     def clear(self, row: Row, num_slots: int, group: int = 0, part: int = 0) -> None:

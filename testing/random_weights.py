@@ -8,7 +8,7 @@ import torch
 
 from mallee.protocol.errors import ModelNotFound, UnsupportedModel
 from mallee.worker.model.config import ModelConfig
-from mallee.worker.model.loading.stored import expected_shapes
+from mallee.worker.model.loading.stored import DELTA_NORM, expected_shapes
 from mallee.worker.model.loading.weights import ModelWeights, fuse_weights
 
 SHAPES: Final[dict[str, dict[str, Any]]] = {
@@ -83,6 +83,7 @@ def random_tensors(
         values = torch.randn(shape, generator=generator, dtype=dtype, device=generator.device)
         # Wide enough that next tokens differ clearly, narrow enough that nothing saturates.
         is_norm = len(shape) == 1
-        centre = 1.0 - config.family.norm_offset
+        has_offset = not name.endswith(f"{DELTA_NORM}.weight")
+        centre = 1.0 - config.family.norm_offset * has_offset
         tensors[name] = centre + 0.1 * values if is_norm else values * 1.5 / shape[1] ** 0.5
     return tensors

@@ -15,6 +15,7 @@ import torch
 from mallee.cli.doctor.tolerance import TOLERANCES, Tolerance
 from mallee.protocol.errors import ConfigError
 from mallee.worker.forward import ForwardBatch, Row
+from mallee.worker.kv.sides.states import NO_STATE
 from mallee.worker.model.decoder import Site
 from mallee.worker.model.runner import TorchForward
 
@@ -119,7 +120,10 @@ def examine(
         if first is None and failed is not None:
             row, error, allowed = failed
             position = int(at_outputs[row]) if site in _AT_OUTPUTS else row
-            head = _worst_head(forward, found[row], expected[row]) if site == "heads" else None
+            has_heads = (
+                site == "heads" and not forward.decoder.config.layers[layer or 0].is_recurrent
+            )
+            head = _worst_head(forward, found[row], expected[row]) if has_heads else None
             step = max(0, position - len(prompt) + 1)
             first = Difference(
                 site=site,
@@ -166,7 +170,11 @@ def _run_ours(forward: TorchForward, prompt: list[int], num_steps: int) -> tuple
 
     def run(begin: int, num_logits: int) -> None:
         new = np.array(tokens[begin:], dtype=np.uint32)
-        out = forward.forward(ForwardBatch((), [Row(new, begin, table, num_logits)]))
+        sides = tuple(
+            np.array([0 if begin else NO_STATE, 0], np.int32) if side.kind == "state" else table
+            for side in forward.spec.sides
+        )
+        out = forward.forward(ForwardBatch((), [Row(new, begin, table, num_logits, sides)]))
         if num_logits:
             tokens.append(int(out[0].argmax()))
 
@@ -221,11 +229,14 @@ def _hooked(oracle: Any, note: Callable[[Site, int | None, torch.Tensor], None])
     ]
     for i, layer in enumerate(model.layers):
         is_sandwich = hasattr(layer, "pre_feedforward_layernorm")
+        mixer = (
+            layer.self_attn.o_proj if hasattr(layer, "self_attn") else layer.linear_attn.out_proj
+        )
         before_mlp = (
             layer.pre_feedforward_layernorm if is_sandwich else layer.post_attention_layernorm
         )
         handles += [
-            layer.self_attn.o_proj.register_forward_pre_hook(gets("heads", i)),
+            mixer.register_forward_pre_hook(gets("heads", i)),
             before_mlp.register_forward_pre_hook(gets("attention", i)),
             layer.register_forward_hook(gives("output", i)),
         ]
@@ -256,5 +267,7 @@ def _our_scores(forward: TorchForward, ours: Values, at: Difference) -> list[flo
 
 
 def _their_scores(oracle: Any, tokens: list[int], at: Difference) -> list[float]:
-    weights = oracle(torch.tensor([tokens]), output_attentions=True).attentions[at.layer]
+    found = oracle(torch.tensor([tokens]), output_attentions=True).attentions
+    kinds = getattr(oracle.config, "layer_types", None) or ()
+    weights = found[(at.layer or 0) - kinds[: at.layer].count("linear_attention")]
     return [float(x) for x in weights[0, at.head, at.position, : at.position + 1]]

@@ -61,9 +61,11 @@ class KVMemory(Protocol):
         """The opposite. From any thread, to blocks that nothing else touches."""
         ...
 
-    def are_numbers(self, rows: Rows) -> bool:
-        """Whether every value in `rows` is a finite number: another one would spread to who gets the block
-        next, whose unfilled slots are read with weight 0."""
+    def are_numbers(self, blocks: Sequence[int], rows: Rows) -> bool:
+        """Whether every value in `rows`, which are for `blocks`, is a finite number.
+
+        Another one would spread to who gets the block next, whose unfilled slots are read with weight 0.
+        """
         ...
 
     def clear(self, row: Row, num_slots: int, group: int = 0, part: int = 0) -> None:

@@ -18,6 +18,7 @@ DTYPE_NBYTES = {"float32": 4, "bfloat16": 2}
 FP8 = "float8_e4m3fn"
 _KV_NBYTES = {**DTYPE_NBYTES, FP8: 1}
 FP8_ALIGNMENT = 16
+_LINE = 64
 
 Activation: TypeAlias = Literal["silu", "gelu_tanh"]
 
@@ -39,6 +40,10 @@ class Family:
     sliding: Literal["none", "from_layer", "pattern"] = "none"  # which layers have windows
     activation_field: str = "hidden_act"
     defaults: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    is_hybrid: bool = field(default=False, repr=False)
+    """Some layers are recurrent (`DeltaShape`); attention's output is multiplied by a gate of its own."""
+    ignored: tuple[str, ...] = field(default=(), repr=False)
+    """Beginnings of the names of tensors that are no part of the decoder."""
 
 
 _COMMON: dict[str, Any] = {"rms_norm_eps": 1e-6, "layer_types": None}
@@ -106,7 +111,37 @@ GEMMA3 = Family(
     },
 )
 
-FAMILIES: Mapping[str, Family] = {f.model_type: f for f in (LLAMA, QWEN3, GEMMA3)}
+QWEN3_5 = Family(
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    has_qk_norm=True,
+    norm_offset=1.0,
+    is_hybrid=True,
+    ignored=("mtp.",),  # layers that draft
+    defaults={
+        **_COMMON,
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "attn_output_gate": True,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+)
+
+FAMILIES: Mapping[str, Family] = {f.model_type: f for f in (LLAMA, QWEN3, GEMMA3, QWEN3_5)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +173,56 @@ class Rope:
 class Layer:
     """The settings of one layer's attention: `window` tokens are seen, itself included."""
 
-    rope: Rope
+    rope: Rope | None  # None: the layer is recurrent, and knows no positions
     window: int | None = None  # None: all tokens before it
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.rope is None
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """The shape of recurrent layers by the gated delta rule, and of the state that each keeps of a text.
+
+    The state is a matrix for each value head, in float32, and the last inputs of a causal convolution, in the
+    model's dtype.
+    """
+
+    num_key_heads: int
+    num_value_heads: int  # a multiple of `num_key_heads`
+    key_dim: int  # of a head
+    value_dim: int
+    conv_width: int  # tokens
+
+    @property
+    def keys(self) -> int:
+        """Features of all key heads."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Features of all value heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_inputs(self) -> int:
+        """Features that are convolved: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def matrix_nbytes(self) -> int:
+        """Bytes of a layer's matrices."""
+        return 4 * self.values * self.key_dim
+
+    def conv_nbytes(self, itemsize: int) -> int:
+        """Bytes of the inputs that a layer keeps."""
+        return (self.conv_width - 1) * self.conv_inputs * itemsize
+
+    def state_nbytes(self, num_layers: int, itemsize: int) -> int:
+        """Bytes of the state of so many layers, which lie side by side; the next one begins on a line."""
+        nbytes = num_layers * (self.matrix_nbytes + self.conv_nbytes(itemsize))
+        return -(-nbytes // _LINE) * _LINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,20 +247,27 @@ class ModelConfig:
     weights_prefix: str  # of our tensors' names, in the files of a model that also sees
     dtype: str
     quantization: Quantization | None = None  # of its matrices; None: they have plain floats
+    rotary_dim: int | None = None  # the first dimensions of a head, which are turned; None: all
+    delta: DeltaShape | None = None  # of the recurrent layers, where there are some
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        return tuple(i for i, layer in enumerate(self.layers) if layer.is_recurrent)
+
+    @property
     def ropes(self) -> tuple[Rope, ...]:
         """The distinct rotary settings, in order of first use."""
-        return tuple(dict.fromkeys(layer.rope for layer in self.layers))
+        return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The distinct windows, in order of first use."""
-        return tuple(dict.fromkeys(layer.window for layer in self.layers))
+        own = (layer.window for layer in self.layers if not layer.is_recurrent)
+        return tuple(dict.fromkeys(own))
 
 
 def check_kv_dtype(kv_dtype: str) -> str:
@@ -221,6 +311,9 @@ def model_spec(
     if max_model_len is not None:
         limit = min(limit, max_model_len)
     shape = {field.name: getattr(config, field.name) for field in fields(config)}
+    for name_of_some in ("rotary_dim", "delta"):  # those of other models keep their fingerprints
+        if shape[name_of_some] is None:
+            del shape[name_of_some]
     kept = resolve_kv_dtype(kv_dtype, config, dtype)
     return ModelSpec(
         name=name,
@@ -234,22 +327,31 @@ def model_spec(
         head_dim=config.head_dim,
         dtype_nbytes=_KV_NBYTES[kept],
         eos_token_ids=config.eos_token_ids,
-        groups=_groups(config, limit, 2 * config.num_kv_heads * config.head_dim * _KV_NBYTES[kept]),
+        groups=_groups(
+            config,
+            limit,
+            layer_nbytes=2 * config.num_kv_heads * config.head_dim * _KV_NBYTES[kept],
+            itemsize=DTYPE_NBYTES[dtype],
+        ),
     )
 
 
-def _groups(config: ModelConfig, max_model_len: int, layer_nbytes: int) -> tuple[GroupSpec, ...]:
+def _groups(
+    config: ModelConfig, max_model_len: int, *, layer_nbytes: int, itemsize: int
+) -> tuple[GroupSpec, ...]:
     """The layers by what they read; none if all read alike, or no text outgrows a window.
 
-    A token of one layer takes `layer_nbytes`.
+    A token of one layer takes `layer_nbytes`, a number of a model `itemsize`.
     """
     by_window: dict[int | None, list[int]] = {None: []}
     for i, layer in enumerate(config.layers):
+        if layer.is_recurrent:
+            continue
         binds = layer.window is not None and layer.window < max_model_len
         by_window.setdefault(layer.window if binds else None, []).append(i)
-    if not by_window[None] or len(by_window) == 1:
+    if config.delta is None and (not by_window[None] or len(by_window) == 1):
         return ()
-    return tuple(
+    groups = [
         GroupSpec(
             kind="full" if window is None else "window",
             layers=tuple(layers),
@@ -257,7 +359,12 @@ def _groups(config: ModelConfig, max_model_len: int, layer_nbytes: int) -> tuple
             window=window,
         )
         for window, layers in by_window.items()
-    )
+    ]
+    if config.delta is not None:
+        own = config.recurrent_layers
+        nbytes = config.delta.state_nbytes(len(own), itemsize)
+        groups.append(GroupSpec(kind="state", layers=own, nbytes=nbytes))
+    return tuple(groups)
 
 
 def digest_of(parts: list[bytes]) -> str:

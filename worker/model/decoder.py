@@ -13,14 +13,20 @@ from torch.nn.functional import embedding
 
 from mallee.worker.model.attention.base import Attention
 from mallee.worker.model.config import ModelConfig
+from mallee.worker.model.delta import DeltaRule
 from mallee.worker.model.loading.weights import ModelWeights
 from mallee.worker.model.ops import Ops
 from mallee.worker.model.plan import Plan
 from mallee.worker.model.rotary import Rotary, Rotation
+from mallee.worker.model.states import LayerStates
 
 Site: TypeAlias = Literal["embed", "turned", "heads", "attention", "output", "norm", "logits"]
 """Places at which a forward pass can be watched: embeddings; a layer's queries and keys after turning,
 the output of its heads, the stream after its attention, the stream after its MLP; last norm; logits."""
+
+
+LayerMemory: TypeAlias = torch.Tensor | LayerStates
+"""The KV of a layer by slot, [num_slots, 2, num_kv_heads, head_dim], or its states."""
 
 
 class Tap(Protocol):
@@ -34,6 +40,7 @@ class Decoder:
 
     __slots__ = (
         "_attention",
+        "_delta",
         "_embedding_scale",
         "_kv_scales",
         "_ops",
@@ -59,6 +66,7 @@ class Decoder:
         self.tap: Tap | None = None
         self._attention = attention
         self._ops = ops
+        self._delta = None if config.delta is None else DeltaRule(config.delta, config.norm_eps)
         table = weights.embedding
         self._embedding_scale = None
         if config.family.scales_embedding:  # rounded to the model's dtype, as it was in training
@@ -70,12 +78,16 @@ class Decoder:
                 max_positions=max_positions,
                 dtype=table.dtype,
                 device=str(table.device),
+                rotary_dim=config.rotary_dim,
             )
             for rope in config.ropes
         )
         self._kv_scales: list[list[float]] = []
         self.read_kv_scales()
-        self._ropes = tuple(config.ropes.index(layer.rope) for layer in config.layers)
+        numbers = {rope: i for i, rope in enumerate(config.ropes)}
+        self._ropes = tuple(
+            0 if layer.rope is None else numbers[layer.rope] for layer in config.layers
+        )
 
     def read_kv_scales(self) -> bool:
         """Go by the scales of KV that the weights have now; whether they are others than before."""
@@ -83,11 +95,8 @@ class Decoder:
         self._kv_scales = [[1.0, 1.0] if each is None else each.tolist() for each in own]
         return self._kv_scales != before
 
-    def logits(self, plan: Plan, memory: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Write the batch's KV into `memory`; scores after each of `plan.outputs`: [k, vocab].
-
-        memory: by layer, each [num_slots, 2, num_kv_heads, head_dim].
-        """
+    def logits(self, plan: Plan, memory: Sequence[LayerMemory]) -> torch.Tensor:
+        """Write the batch's KV into `memory`, by layer; scores after each of `plan.outputs`: [k, vocab]."""
         hidden = embedding(plan.tokens, self.weights.embedding)
         if self._embedding_scale is not None:
             hidden = hidden * self._embedding_scale
@@ -117,7 +126,7 @@ class Decoder:
         x: torch.Tensor,
         turn: Rotation,
         plan: Plan,
-        memory: torch.Tensor,
+        memory: LayerMemory,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`hidden` after one layer, which reads it normed, as `x`; and what the next one reads.
 
@@ -126,7 +135,12 @@ class Decoder:
         """
         layers, ops, eps = self.weights.layers, self._ops, self.config.norm_eps
         layer = layers[index]
-        seen = self._attend(index, x, turn, plan, memory)
+        if isinstance(memory, LayerStates):
+            assert self._delta is not None, "states of a model without recurrent layers"
+            assert plan.folds is not None, "a plan without states"
+            seen = self._delta(layer.qkv(x), layer, plan.folds, memory)
+        else:
+            seen = self._attend(index, x, turn, plan, memory)
         hidden, x = ops.added_norm(
             layer.output,
             seen,
@@ -166,8 +180,13 @@ class Decoder:
         config, layer = self.config, self.weights.layers[index]
         n = len(x)
         window = config.layers[index].window
+        qkv = layer.qkv(x)
+        gate = None
+        if config.family.is_hybrid:
+            qkv, gate = qkv.tensor_split((-config.num_heads * config.head_dim,), 1)
+            qkv = qkv.contiguous()
         turned = self._ops.place(
-            layer.qkv(x).view(n, -1, config.head_dim),
+            qkv.view(n, -1, config.head_dim),
             turn,
             plan.window_slots.get(window, plan.slots),
             memory,
@@ -182,4 +201,5 @@ class Decoder:
         k_scale, v_scale = self._kv_scales[index]
         scale = config.query_scale * k_scale
         seen = self._attention.attend(plan.reads[window], q, memory, scale=scale)
-        return (seen if v_scale == 1 else seen * v_scale).reshape(n, -1)
+        seen = (seen if v_scale == 1 else seen * v_scale).reshape(n, -1)
+        return seen if gate is None else seen * gate.sigmoid()

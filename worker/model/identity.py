@@ -10,6 +10,9 @@ from mallee.worker.model.loading.checkpoint import weights_digest
 LAYOUT_VERSION = "1"
 """Of the bytes of a stored block: [layers, tokens, keys and values, KV heads, head_dim]."""
 
+STATES_VERSION = "1"
+"""Of the bytes of a stored state (`model/states.py`), and of the sums that lead to it (`model/delta.py`)."""
+
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -22,6 +25,7 @@ def kv_identity(
     shares of the checkpoint's scales, which are in the digest of its weights.
     """
     return {
+        **({} if config.delta is None else {"states": f"{STATES_VERSION} {config.delta}"}),
         "family": config.family.model_type,
         "weights": weights_digest(path),
         "weight_version": spec.weights.label,

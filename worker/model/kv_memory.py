@@ -113,7 +113,7 @@ class TorchKV:
         raw = (self._raw.view(_WORD) if is_wide else self._raw).transpose(0, 1)
         return raw, sent(np.asarray(blocks, np.int64), raw.device)
 
-    def are_numbers(self, rows: Rows) -> bool:
+    def are_numbers(self, blocks: Sequence[int], rows: Rows) -> bool:
         mask, first = _NO_NUMBERS[self._dtype]
         return not any(bool(((row.view(mask.dtype) & mask) >= first).any()) for row in rows)
 
@@ -138,9 +138,10 @@ class TorchKV:
 
 
 class GroupedKV(TorchKV):
-    """The same with window groups, each of whose blocks is several rows to read and write (`kv.sides`).
+    """The same with side groups, each of whose blocks is several rows to read and write (`kv.sides`).
 
-    Checks know blocks of the first of `memories`, the full group's, alone.
+    Checks know blocks of the first of `memories`, the full group's, alone. A memory of states is
+    [slots, bytes]. A state is always written as a whole, so that bad numbers in it harm its own text alone.
     """
 
     __slots__ = ("_groups",)
@@ -156,7 +157,9 @@ class GroupedKV(TorchKV):
         # [layers, blocks, bytes of a layer's part of a block], by first row; the last group first
         self._groups = [(RowSpan(0, 0, 1), self._raw)]
         for memory, span in zip(memories[1:], spans, strict=True):
-            raw = memory.view(torch.uint8).view(len(memory), memory.shape[1] // block_size, -1)
+            raw = memory
+            if not _has_states(memory):
+                raw = memory.view(torch.uint8).view(len(memory), memory.shape[1] // block_size, -1)
             self._groups.insert(0, (span, raw))
 
     def _read(self, blocks: Sequence[int], rows: Rows) -> None:
@@ -172,6 +175,11 @@ class GroupedKV(TorchKV):
 
     _gather, _scatter = _read, _write
 
+    def are_numbers(self, blocks: Sequence[int], rows: Rows) -> bool:
+        states = {span for span, raw in self._groups if _has_states(raw)}
+        own = [i for i, block in enumerate(blocks) if self._group(block)[0] not in states]
+        return super().are_numbers([blocks[i] for i in own], rows[own])
+
     def clear(self, row: Row, num_slots: int, group: int = 0, part: int = 0) -> None:
         raw = next(raw for span, raw in self._groups if span.group == group)
         layers = len(self._raw)
@@ -179,12 +187,21 @@ class GroupedKV(TorchKV):
         used = row[: num_layers * raw.shape[2]]
         used.reshape(num_layers, self._block_size, -1)[:, num_slots:] = 0
 
+    def _group(self, row: int) -> tuple[RowSpan, torch.Tensor]:
+        return next(each for each in self._groups if row >= each[0].first)
+
     def _part(self, row: int) -> torch.Tensor:
-        """[at most the full group's layers, bytes of a layer's part of a block], a view."""
-        span, raw = next(each for each in self._groups if row >= each[0].first)
+        """A view: [at most the full group's layers, bytes of a layer's part of a block], or of a state."""
+        span, raw = self._group(row)
         block, part = divmod(row - span.first, span.per_block)
+        if _has_states(raw):
+            return raw[block, part * self.block_nbytes : (part + 1) * self.block_nbytes]
         layers = len(self._raw)
         return raw[part * layers : (part + 1) * layers, block]
+
+
+def _has_states(memory: torch.Tensor) -> bool:
+    return memory.dim() == 2
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

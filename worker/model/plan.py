@@ -10,6 +10,7 @@ from msgspec import structs
 from mallee.worker.forward import Row
 from mallee.worker.memory.transfer import Int64s, sent_together
 from mallee.worker.model.attention.base import MIN_SHARED_SAVING, AttentionSplit, Reads, split_batch
+from mallee.worker.model.states import Folds
 
 
 class Plan(NamedTuple):
@@ -21,6 +22,7 @@ class Plan(NamedTuple):
     window_slots: Mapping[int | None, torch.Tensor]  # the same, of windows with blocks of their own
     reads: Mapping[int | None, Reads]  # by window; None: layers that see everything
     outputs: torch.Tensor  # [k] flat tokens whose logits are wanted
+    folds: Folds | None = None  # of recurrent layers
 
 
 def make_plan(
@@ -31,6 +33,7 @@ def make_plan(
     prepare: Callable[[AttentionSplit], Reads],
     windows: Sequence[int | None] = (None,),
     groups: Sequence[int | None] = (),
+    fold: Callable[[Sequence[Row]], Folds] | None = None,
     min_saving: int = MIN_SHARED_SAVING,
     keeps_windows: bool = False,
 ) -> Plan:
@@ -38,8 +41,8 @@ def make_plan(
     all the same.
 
     `windows` are those that the model's layers have, `groups` those of them that have blocks of their
-    own, in the order of `Row.sides`; `prepare` and `min_saving` are the attention backend's. Nothing
-    waits for the device.
+    own, the first of `Row.sides`, in their order; `fold` plans the states of recurrent layers; `prepare` and
+    `min_saving` are the attention backend's. Nothing waits for the device.
     """
     counts = np.array([len(row.tokens) for row in rows])
     starts = np.array([row.start for row in rows])
@@ -92,4 +95,5 @@ def make_plan(
         window_slots=dict(zip(own_rows, own_slots, strict=True)),
         reads=reads,
         outputs=outputs,
+        folds=None if fold is None else fold(rows),
     )

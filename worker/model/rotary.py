@@ -24,10 +24,20 @@ class Rotary:
     __slots__ = ("_cos", "_sin")
 
     def __init__(
-        self, rope: Rope, *, head_dim: int, max_positions: int, dtype: torch.dtype, device: str
+        self,
+        rope: Rope,
+        *,
+        head_dim: int,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: str,
+        rotary_dim: int | None = None,
     ) -> None:
+        """Turns `rotary_dim` dimensions (None: all): the first of both halves of a head (`WeightReader`)."""
         positions = torch.arange(max_positions, dtype=torch.float32)
-        angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
+        angles = torch.zeros(max_positions, head_dim // 2)
+        turned = inverse_frequencies(rope, rotary_dim or head_dim)
+        angles[:, : len(turned)] = torch.outer(positions, turned)
         cos, sin = angles.cos(), angles.sin()
         self._cos = torch.cat((cos, cos), -1).unsqueeze(1).to(device=device, dtype=dtype)
         self._sin = torch.cat((-sin, sin), -1).unsqueeze(1).to(device=device, dtype=dtype)
@@ -37,13 +47,13 @@ class Rotary:
         return Rotation(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
-    """Angle per position, one per pair of dimensions: [head_dim / 2], float32.
+def inverse_frequencies(rope: Rope, rotary_dim: int) -> torch.Tensor:
+    """Angle per position, one per pair of dimensions: [rotary_dim / 2], float32.
 
     In float32 from the first step on, as transformers does: at position 8000 the last bit of a
     frequency is half a thousandth of a radian.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     plain = 1.0 / rope.theta**exponents
     match rope.scaling:
         case None:

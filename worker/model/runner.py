@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from mallee.worker.model.config import (
     model_spec,
     resolve_kv_dtype,
 )
-from mallee.worker.model.decoder import Decoder
+from mallee.worker.model.decoder import Decoder, LayerMemory
 from mallee.worker.model.graphs.decode import (
     MAX_ROWS,
     NO_GRAPHS,
@@ -60,6 +60,7 @@ from mallee.worker.model.ops import movable
 from mallee.worker.model.plan import make_plan
 from mallee.worker.model.sampling.device import draw_nbytes
 from mallee.worker.model.sampling.sampler import Drawn
+from mallee.worker.model.states import EXTRA_SLOTS, layer_states, make_folds
 from mallee.worker.transfer.values import BATCH_BLOCKS
 
 log = logging.getLogger(__name__)
@@ -172,22 +173,37 @@ class TorchForward:
         self.num_blocks = num_blocks
         self.shares_reads = shares_reads
         slot = (2, config.num_kv_heads, config.head_dim)
-        sizes = [(len(g.layers), g.num_blocks(num_blocks, block_size)) for g in spec.groups]
+        sizes = [group.num_blocks(num_blocks, block_size) for group in spec.groups]
         self._memories = memories or [  # with a block for rows of padding, that no pool hands out
-            _lazy_zeros((layers, (blocks + 1) * block_size, *slot), kv_dtype, self._device)
-            for layers, blocks in sizes
+            _lazy_zeros((blocks + EXTRA_SLOTS, group.nbytes), torch.uint8, self._device)
+            if group.kind == "state"
+            else _lazy_zeros(
+                (len(group.layers), (blocks + 1) * block_size, *slot), kv_dtype, self._device
+            )
+            for group, blocks in zip(spec.groups, sizes, strict=True)
         ]
-        kept = [memory[:, :-block_size] for memory in self._memories]
+        kept = self._kept()
         self._memory = kept[0]  # of the full group
-        groups = [group.layers for group in spec.groups]
-        places = {layer: (g, i) for g, own in enumerate(groups) for i, layer in enumerate(own)}
-        self._layers = [
-            self._memories[g][i] for g, i in (places[layer] for layer in range(config.num_layers))
-        ]
-        self._windows = tuple(group.window for group in spec.sides)
+        layers: dict[int, LayerMemory] = {}
+        fold = None
+        for group, memory, number in zip(spec.groups, self._memories, sizes, strict=True):
+            own: Iterable[LayerMemory] = memory
+            if group.kind == "state":
+                assert config.delta is not None, "states of a model without recurrent layers"
+                own = layer_states(memory, config.delta, dtype, len(group.layers))
+                fold = partial(
+                    make_folds,
+                    group=spec.groups.index(group) - 1,
+                    num_slots=number,
+                    conv_width=config.delta.conv_width,
+                    device=torch.device(self._device),
+                )
+            layers |= zip(group.layers, own, strict=True)
+        self._layers = [layers[i] for i in range(config.num_layers)]
+        self._windows = tuple(group.window for group in spec.sides if group.kind == "window")
         copies = CudaCopies(there) if (there := self._memory.device).type == "cuda" else None
         self.memory = TorchKV(self._memory, block_size, copies)
-        if self._windows:
+        if spec.sides:
             spans = row_spans(spec.groups, num_blocks, block_size)
             self.memory = GroupedKV(kept, block_size, spans, copies)
         self.budget: Budget | None = None  # of the device, where KV was sized by it
@@ -199,9 +215,10 @@ class TorchForward:
             device=self._device,
             windows=config.windows,
             groups=self._windows,
+            fold=fold,
         )
         self._is_whole = True  # whether its weights are those of one version
-        self._padding = padding_row([blocks for _, blocks in sizes])
+        self._padding = padding_row(sizes)
         self._graph_options = graphs
         self._graphs = self._recorded()
         is_cuda = torch.device(self._device).type == "cuda"
@@ -212,6 +229,9 @@ class TorchForward:
         if options is None:
             return None
         if options.device is None and torch.device(self._device).type != "cuda":
+            return None
+        if self.spec.has_states:
+            log.info("no CUDA graphs: steps of recurrent layers are not recorded yet")
             return None
         if not isinstance(attention, FlashInferAttention) or attention.is_deterministic:
             log.info(
@@ -382,10 +402,16 @@ class TorchForward:
         graphs = sum(model._graphs.nbytes for model in models if model._graphs is not None)
         return MemoryStats(weights, sum(model._kv_nbytes for model in models), reserved, graphs)
 
+    def _kept(self) -> list[torch.Tensor]:
+        """The memory of each group without that of padding."""
+        return [
+            memory[:-EXTRA_SLOTS] if group.kind == "state" else memory[:, : -self.block_size]
+            for group, memory in zip(self.spec.groups, self._memories, strict=True)
+        ]
+
     @property
     def _kv_nbytes(self) -> int:
-        """Without the block of padding."""
-        return sum(memory[:, : -self.block_size].nbytes for memory in self._memories)
+        return sum(memory.nbytes for memory in self._kept())
 
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
         """Forks of one capsule copy the same count of slots: those go together."""
@@ -396,6 +422,8 @@ class TorchForward:
         for num_slots, same in by_size.items():
             offsets = np.arange(num_slots)
             for g, kept in enumerate(self._memories):
+                if self.spec.groups[g].kind == "state":
+                    continue  # a pass reads one slot and writes another
                 pairs = [(c.sides[g - 1] if g and c.sides else c[:2]) for c in same]
                 slots = np.array(pairs)[:, :, None] * size + offsets
                 sources, targets = sent(slots, torch.device(self._device)).unbind(1)
@@ -547,6 +575,8 @@ def work_of(
     item = weights.embedding.dtype.itemsize
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     # The stream before and after, a norm, a layer's heads twice, and its MLP: gate, up, their product.
+    if config.delta is not None:  # in float32, a few times over
+        heads = max(heads, 6 * (config.delta.conv_inputs + config.delta.values))
     values = 3 * config.hidden_size + 2 * heads + 3 * config.intermediate_size
     return Work(
         weights=weights.nbytes,

@@ -155,7 +155,7 @@ class Carrier:
                 ids, there = source.ids[i : i + BATCH_BLOCKS], target.ids[i : i + BATCH_BLOCKS]
                 rows = staged[: len(ids)]
                 try:
-                    num, error = self._get(move, ids, rows)
+                    num, error = self._get(move, ids, there, rows)
                     if target.tier == DISK:
                         own = [self.arena[slot] for slot in ids] if source.tier == HOST else rows
                         self._disk.put(there, [row.data for row in own])
@@ -173,9 +173,12 @@ class Carrier:
         return done, None
 
     def _get(
-        self, move: Transfer, ids: tuple[int, ...], rows: Rows
+        self, move: Transfer, ids: tuple[int, ...], there: tuple[int, ...], rows: Rows
     ) -> tuple[int, MalleeError | None]:
-        """Fill the first of `rows`: how many, and the reason why not the next. Raises MalleeError."""
+        """Fill the first of `rows` for `there`: how many, and the reason why not the next.
+
+        Raises MalleeError.
+        """
         tier, _, loan, is_foreign = move.source
         if tier == DISK:
             return self._disk.get(ids, [row.data for row in rows])
@@ -183,7 +186,8 @@ class Carrier:
             self.memory.read(ids, rows, move.after)
         if loan is not None:
             loan.read(ids, rows)
-            if is_foreign and not self.memory.are_numbers(rows):
+            assert move.target.tier == DEVICE, "a loan goes to the device"
+            if is_foreign and not self.memory.are_numbers(there, rows):
                 return 0, CorruptExport("a block", "it has values that are no numbers")
         return len(ids), None  # of host memory they are in its own rows
 

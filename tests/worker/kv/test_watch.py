@@ -30,7 +30,7 @@ class Memory:
     def __init__(self, num_blocks: int) -> None:
         self.slots = np.zeros((num_blocks, SIZE), dtype=np.int64)
 
-    def are_numbers(self, rows: Any) -> bool:
+    def are_numbers(self, blocks: Any, rows: Any) -> bool:
         return True
 
     def clear(self, row: Any, num_slots: int, group: int = 0, part: int = 0) -> None:

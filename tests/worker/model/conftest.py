@@ -1,6 +1,7 @@
 """A sequence driver over scattered blocks, the plain attention as a drop-in, and the real model."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from mallee.protocol.errors import ModelNotFound
 from mallee.testing.random_model import RandomModel, tensors_digest
 from mallee.worker.forward import ForwardBatch, Row
 from mallee.worker.kv.node import BlockCopy
+from mallee.worker.kv.sides.states import NO_STATE
 from mallee.worker.model.loading.source import resolve_model
 from mallee.worker.model.runner import TorchForward
 from support.grammar_lab import Lab
@@ -24,10 +26,14 @@ class Sequences:
     def __init__(self, forward: TorchForward, seed: int = 0) -> None:
         self.forward = forward
         size, total = forward.block_size, forward.num_blocks
+        sides = forward.spec.sides
         # One table for all groups of layers: ids that every group has.
-        num_blocks = min([total, *(g.num_blocks(total, size) for g in forward.spec.sides)])
+        num_blocks = min([total, *(g.num_blocks(total, size) for g in sides if g.kind != "state")])
         self.free = list(np.random.default_rng(seed).permutation(num_blocks))
         self.tables: dict[str, list[int]] = {}
+        self.states: dict[str, int] = {}
+        states = [g.num_blocks(total, size) for g in sides if g.kind == "state"]
+        self.slots = cycle(range(sum(states)))
         self.tokens: dict[str, list[int]] = {}
 
     def row(self, name: str, new: Sequence[int], num_logits: int = 1) -> Row:
@@ -37,9 +43,17 @@ class Sequences:
         tokens.extend(int(t) for t in new)
         while len(table) * self.forward.block_size < len(tokens):
             table.append(int(self.free.pop()))
-        return Row(
-            np.asarray(new, dtype=np.uint32), start, np.asarray(table, dtype=np.int32), num_logits
+        own = np.asarray(table, dtype=np.int32)
+        sides = tuple(
+            self._slots(name) if side.kind == "state" else own for side in self.forward.spec.sides
         )
+        return Row(np.asarray(new, dtype=np.uint32), start, own, num_logits, sides)
+
+    def _slots(self, name: str) -> np.ndarray:
+        """Each pass writes the slot that was in use longest ago."""
+        read, used = self.states.get(name, NO_STATE), set(self.states.values())
+        written = self.states[name] = next(slot for slot in self.slots if slot not in used)
+        return np.array([read, written], dtype=np.int32)
 
     def fork(self, parent: str, child: str) -> list[BlockCopy]:
         """Share the parent's full blocks; copy the partial one."""
@@ -47,6 +61,8 @@ class Sequences:
         num_full, rest = divmod(len(self.tokens[parent]), size)
         self.tokens[child] = list(self.tokens[parent])
         self.tables[child] = self.tables[parent][:num_full]
+        if parent in self.states:
+            self.states[child] = self.states[parent]
         if not rest:
             return []
         self.tables[child].append(int(self.free.pop()))

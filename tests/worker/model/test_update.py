@@ -20,6 +20,7 @@ from mallee.protocol.model import WeightVersion
 from mallee.testing.quantized import FORMS, Form, quantized_model, with_kv_scales
 from mallee.testing.random_model import RandomModel, random_model
 from mallee.worker.forward import ForwardBatch, Row
+from mallee.worker.kv.sides.states import NO_STATE
 from mallee.worker.model.config import FAMILIES
 from mallee.worker.model.runner import TorchForward, load
 
@@ -64,7 +65,9 @@ def content(forward: TorchForward) -> list[bytes]:
 
 
 def logits(forward: TorchForward) -> Any:
-    row = Row(PROMPT, 0, np.arange(10, dtype=np.int32), 1)
+    has_states = forward.spec.has_states
+    states = (np.array([NO_STATE, 0]),) if has_states else ()
+    row = Row(PROMPT, 0, np.arange(10, dtype=np.int32), 1, states)
     return forward.keep(forward.forward(ForwardBatch((), [row]))[0])
 
 

@@ -61,7 +61,7 @@ class Blocks:
         self._fail()
         self.bytes[list(blocks)] = rows
 
-    def are_numbers(self, rows: Rows) -> bool:
+    def are_numbers(self, blocks: Sequence[int], rows: Rows) -> bool:
         return True
 
     def _fail(self) -> None:

@@ -34,7 +34,7 @@ from mallee.worker.kv.node import BlockTable
 from mallee.worker.memory.budget import GRAPHS, MIB
 from mallee.worker.model.attention.base import NEVER_SHARED, split_batch
 from mallee.worker.model.attention.flashinfer import FlashInferAttention
-from mallee.worker.model.decoder import Decoder
+from mallee.worker.model.decoder import Decoder, LayerMemory
 from mallee.worker.model.graphs.device import CudaGraphs, Graph, GraphDevice
 from mallee.worker.model.graphs.tables import FixedDecode, FixedTables
 from mallee.worker.model.plan import Plan
@@ -111,7 +111,7 @@ class Model(NamedTuple):
 
     decoder: Decoder
     attention: FlashInferAttention
-    layers: Sequence[torch.Tensor]
+    layers: Sequence[LayerMemory]
     plan: Callable[..., Plan]
     padding: Row
     groups: Sequence[int | None]  # windows that have blocks of their own
@@ -344,7 +344,7 @@ class DecodeGraphs:
 
 def make_graphs(model: Model, options: GraphOptions) -> DecodeGraphs:
     """The graphs that `options` allow."""
-    device = options.device or CudaGraphs(str(model.layers[0].device))
+    device = options.device or CudaGraphs(str(model.decoder.weights.embedding.device))
     largest = padded_size(min(options.max_rows, MAX_ROWS))
     sizes = [1 << i for i in range(largest.bit_length())]
     with torch.inference_mode():

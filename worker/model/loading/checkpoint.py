@@ -20,7 +20,7 @@ from mallee.protocol.errors import ModelNotFound, WeightsMismatch
 from mallee.worker.model.config import digest_of
 from mallee.worker.model.loading.stored import is_kv_scale
 
-_OF_SIGHT: Final = ("vision_tower.", "multi_modal_projector.")
+_OF_SIGHT: Final = ("vision_tower.", "multi_modal_projector.", "model.visual.")
 _WINDOWS: Final = 64
 _WINDOW_NBYTES: Final = 1024
 _LENGTH_NBYTES: Final = 8  # of the header's length, before it
@@ -127,20 +127,24 @@ class Checkpoint:
 
     __slots__ = ("_files", "tensors")
 
-    def __init__(self, folder: Path, prefix: str = "") -> None:
-        """Names lose `prefix`; with one, tensors of the parts that see images are left out.
+    def __init__(self, folder: Path, prefix: str = "", ignored: tuple[str, ...] = ()) -> None:
+        """Names lose `prefix`, but for its "model."; with one, the parts that see images are left out.
 
-        Raises ModelNotFound, WeightsMismatch.
+        So are tensors whose names begin with one of `ignored`. Raises ModelNotFound, WeightsMismatch.
         """
+        model = "model." if prefix.startswith("model.") else ""
+        left_out = (*ignored, *_OF_SIGHT) if prefix else ignored
 
         def is_wanted(stored: str) -> bool:
-            return not (prefix and stored.startswith(_OF_SIGHT))
+            return not stored.startswith(left_out)
 
         self._files = _opened(folder)
         self.tensors: dict[str, Entry] = {}
         for file in self._files:
             for stored, entry in file.entries(is_wanted):
-                name = stored.removeprefix(prefix)
+                name = stored
+                if prefix and stored.startswith(prefix):
+                    name = model + stored.removeprefix(prefix)
                 if name in self.tensors:
                     text = f"{file.path}: {name} is in another file too"
                     raise WeightsMismatch(text, path=str(file.path))

@@ -13,6 +13,7 @@ from mallee.protocol.errors import ModelNotFound, UnsupportedModel
 from mallee.worker.model.config import (
     FAMILIES,
     Activation,
+    DeltaShape,
     Family,
     Layer,
     LinearScaling,
@@ -38,13 +39,16 @@ _REFUSED_IF_SET = (
     "rope_interleaved",
 )
 _OF_SOME_FAMILIES = ("query_pre_attn_scalar", "final_logit_softcapping", "rope_local_base_freq")
-_SEEING = {"gemma3": "gemma3_text"}  # models that also see: the type of their text model
+_SEEING = {  # models that also see: the type of their text model, and the prefix of its tensors
+    "gemma3": ("gemma3_text", "language_model."),
+    "qwen3_5": ("qwen3_5_text", "model.language_model."),
+}
 _OF_BOTH = (
     *("eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings"),
     *("quantization_config", "compression_config"),
 )
 _PREFIX = "weights_prefix"  # ours, no field of a file
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -75,12 +79,13 @@ def parse_config(
             " don't divide evenly"
         )
     is_capped = own.raw.get("final_logit_softcapping") is not None
+    layers = _layers(own, family)
     config = ModelConfig(
         family=family,
         vocab_size=own.whole("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=own.whole("intermediate_size"),
-        layers=_layers(own, family),
+        layers=layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -96,8 +101,14 @@ def parse_config(
             "torch."
         ),
         quantization=parse_quantization(own.raw),
+        rotary_dim=_rotary_dim(own, head_dim),
+        delta=_delta(own) if any(layer.is_recurrent for layer in layers) else None,
     )
     if config.quantization is not None:
+        if family.is_hybrid:
+            raise UnsupportedModel(
+                f"weights of 8 bits of {family.model_type} are not supported; take a checkpoint in bfloat16"
+            )
         _check_alignment(config)
     return config
 
@@ -124,7 +135,8 @@ def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if kind not in _SEEING or not isinstance(inner, Mapping):
         return raw
     outer = {name: raw[name] for name in _OF_BOTH if raw.get(name) is not None}
-    return {**inner, **outer, "model_type": _SEEING[kind], _PREFIX: "language_model."}
+    text, prefix = _SEEING[kind]
+    return {**inner, **outer, "model_type": text, _PREFIX: prefix}
 
 
 class _Fields:
@@ -203,13 +215,53 @@ def _layers(own: _Fields, family: Family) -> tuple[Layer, ...]:
     kinds = _layer_types(own, family)
     ropes = _ropes(own, family)
     window = own.whole("sliding_window") if _SLIDING in kinds else None
-    return tuple(Layer(ropes[kind], window if kind == _SLIDING else None) for kind in kinds)
+    return tuple(Layer(ropes.get(kind), window if kind == _SLIDING else None) for kind in kinds)
+
+
+def _delta(own: _Fields) -> DeltaShape:
+    shape = DeltaShape(
+        num_key_heads=own.whole("linear_num_key_heads"),
+        num_value_heads=own.whole("linear_num_value_heads"),
+        key_dim=own.whole("linear_key_head_dim"),
+        value_dim=own.whole("linear_value_head_dim"),
+        conv_width=own.whole("linear_conv_kernel_dim", least=2),
+    )
+    if shape.num_value_heads % shape.num_key_heads:
+        raise UnsupportedModel(
+            f"linear_num_value_heads={shape.num_value_heads} is no multiple of"
+            f" linear_num_key_heads={shape.num_key_heads}"
+        )
+    return shape
+
+
+def _rotary_dim(own: _Fields, head_dim: int) -> int | None:
+    """The dimensions of a head that are turned, the first ones; None: all."""
+    given = own.mapping("rope_parameters").get("partial_rotary_factor")
+    share = own.number("partial_rotary_factor", absent=1) if given is None else given
+    if share == 1:
+        return None
+    turned = int(head_dim * share) if isinstance(share, float) else 0
+    if not 0 < turned <= head_dim or turned % 2:
+        raise UnsupportedModel(
+            f"partial_rotary_factor={share!r} of {head_dim} dimensions is no even number of them"
+        )
+    return turned
 
 
 def _layer_types(own: _Fields, family: Family) -> tuple[str, ...]:
-    """Full or sliding attention for each layer, by the family's rules."""
+    """Full or sliding attention, or none, for each layer, by the family's rules."""
     num_layers = own.whole("num_hidden_layers")
     given = own.raw["layer_types"]
+    if family.is_hybrid:
+        if own.raw.get("attn_output_gate") is not True:
+            raise UnsupportedModel("attn_output_gate must be true")
+        every = own.whole("full_attention_interval")
+        if given is None:
+            given = [_LINEAR if (i + 1) % every else _FULL for i in range(num_layers)]
+        kinds = _given_layer_types(given, num_layers, known={_FULL, _LINEAR})
+        if _FULL not in kinds:
+            raise UnsupportedModel("layer_types without full_attention is not supported")
+        return kinds
     match family.sliding:
         case "none":
             may_slide = False
@@ -218,7 +270,11 @@ def _layer_types(own: _Fields, family: Family) -> tuple[str, ...]:
         case "pattern":
             may_slide = True
     if given is not None:
-        return _given_layer_types(given, num_layers, may_slide=may_slide)
+        kinds = _given_layer_types(given, num_layers, known={_FULL, _SLIDING})
+        if _SLIDING in kinds and not may_slide:
+            text = "layer_types has sliding layers, but use_sliding_window is not true"
+            raise UnsupportedModel(text)
+        return kinds
     if not may_slide:
         return (_FULL,) * num_layers
     if family.sliding == "from_layer":
@@ -228,14 +284,12 @@ def _layer_types(own: _Fields, family: Family) -> tuple[str, ...]:
     return tuple(_SLIDING if (i + 1) % pattern else _FULL for i in range(num_layers))
 
 
-def _given_layer_types(given: Any, num_layers: int, *, may_slide: bool) -> tuple[str, ...]:
+def _given_layer_types(given: Any, num_layers: int, *, known: set[str]) -> tuple[str, ...]:
     if not isinstance(given, list | tuple) or len(given) != num_layers:
         raise UnsupportedModel(f"layer_types={given!r} must name each of {num_layers} layers")
-    unknown = sorted({str(kind) for kind in given} - {_FULL, _SLIDING})
+    unknown = sorted({str(kind) for kind in given} - known)
     if unknown:
         raise UnsupportedModel(f"layer_types: {', '.join(unknown)} is not supported")
-    if _SLIDING in given and not may_slide:
-        raise UnsupportedModel("layer_types has sliding layers, but use_sliding_window is not true")
     return tuple(given)
 
 
@@ -243,7 +297,8 @@ def _ropes(own: _Fields, family: Family) -> dict[str, Rope]:
     """Rotary settings for each layer type, from new and old fields as transformers reads them."""
     given, old = own.mapping("rope_parameters"), own.mapping("rope_scaling")
     own.refuse_if_set("original_max_position_embeddings", "belongs into rope_parameters")
-    if own.number("partial_rotary_factor", absent=1) != 1:
+    is_partial = "partial_rotary_factor" in family.defaults
+    if not is_partial and own.number("partial_rotary_factor", absent=1) != 1:
         own.refuse_if_set("partial_rotary_factor", "is not supported")
     is_nested = any(isinstance(value, Mapping) for value in given.values())
     if given and is_nested != family.has_rope_per_layer_type:
@@ -253,9 +308,9 @@ def _ropes(own: _Fields, family: Family) -> dict[str, Rope]:
     if full and old and full != old:
         raise UnsupportedModel("rope_parameters and rope_scaling contradict each other")
     theta = own.raw.get("rope_theta", _DEFAULT_THETA)
-    rope = _parse_rope(full or old, theta=theta, where=_FULL)
+    rope = _parse_rope(full or old, theta=theta, where=_FULL, is_partial=is_partial)
     if not family.has_rope_per_layer_type:
-        return {_FULL: rope, _SLIDING: rope}
+        return {_FULL: rope, _SLIDING: rope}  # recurrent layers have none
     local = own.raw["rope_local_base_freq"]
     return {
         _FULL: rope,
@@ -285,11 +340,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _parse_rope(fields: Mapping[str, Any], *, theta: Any, where: str) -> Rope:
+def _parse_rope(
+    fields: Mapping[str, Any], *, theta: Any, where: str, is_partial: bool = False
+) -> Rope:
     """The settings in `fields`; `theta` where they name none. Raises UnsupportedModel."""
     own = _Fields(fields, where)
     kind = str(fields.get("rope_type", fields.get("type", "default")))
-    if own.number("partial_rotary_factor", absent=1) != 1:
+    if not is_partial and own.number("partial_rotary_factor", absent=1) != 1:
         turned = fields["partial_rotary_factor"]
         raise UnsupportedModel(f"{where}: partial_rotary_factor={turned!r} is not supported")
     base = own.number("rope_theta", absent=theta)

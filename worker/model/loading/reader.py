@@ -17,6 +17,9 @@ from mallee.worker.model.config import ModelConfig
 from mallee.worker.model.linear.matrix import Matrix, Quantized, is_number
 from mallee.worker.model.linear.scheme import Scheme
 from mallee.worker.model.loading.stored import (
+    DELTA_CONV,
+    DELTA_DECAY,
+    DELTA_NORM,
     QK_NORMS,
     Found,
     check_tensors,
@@ -61,8 +64,9 @@ class WeightReader:
         check_tensors(expected_tensors(config, names), {name: found[name] for name in names})
         kv_scales = kv_scale_names(config, names)
         if kv_scales and kv_dtype != torch.float8_e4m3fn:
-            log.info("scales of KV, %s and others, are not used: KV is not in FP8", kv_scales[0][0])
-            kv_scales = []
+            name, _ = next(iter(kv_scales.values()))
+            log.info("scales of KV, %s and others, are not used: KV is not in FP8", name)
+            kv_scales = {}
         self._config = config
         self._names = names
         self._read = read
@@ -99,14 +103,21 @@ class WeightReader:
             field: partial(self._norm, f"{prefix}{name}.weight")
             for field, name in layer_norms(family).items()
         }
-        if family.has_qk_norm:
+        is_recurrent = self._config.layers[i].is_recurrent
+        if is_recurrent:
+            tensors["conv"] = partial(self._conv, prefix)
+            tensors["decay"] = partial(self._decay, prefix)
+            tensors["gate_norm"] = partial(self._take, f"{prefix}{DELTA_NORM}.weight")
+        elif family.has_qk_norm:
             tensors["qk_norm"] = partial(self._qk_norm, prefix)
-        if self._kv_scale_names:
+        if i in self._kv_scale_names:
             tensors["kv_scales"] = partial(self._kv_scales, *self._kv_scale_names[i])
         products: dict[str, Callable[[], list[Matrix]]] = {
             field: partial(self._matrices, *(prefix + name for name in matrices))
-            for field, matrices in layer_products(self._config).items()
+            for field, matrices in layer_products(self._config, i).items()
         }
+        if family.is_hybrid and not is_recurrent:
+            products["qkv"] = partial(self._gated_qkv, f"{prefix}self_attn.")
         return Parts(tensors, products)
 
     def _take(self, *names: str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -158,9 +169,41 @@ class WeightReader:
     def _qk_norm(self, prefix: str) -> torch.Tensor:
         config = self._config
         names = (f"{prefix}{name}.weight" for name in QK_NORMS)
-        own = self._take(*names, dtype=torch.float32)
+        own = self._take(*names, dtype=torch.float32).view(2, -1)
         counts = torch.tensor([config.num_heads, config.num_kv_heads], device=self._device)
-        return own.view(2, -1).repeat_interleave(counts, 0) + config.family.norm_offset
+        turned = own[:, self._order()]
+        return turned.repeat_interleave(counts, 0) + config.family.norm_offset
+
+    def _order(self) -> list[int]:
+        """A head's dimensions as we keep them: those that turn together are half a head apart.
+
+        Where only the first are turned, in pairs half of them apart, the others fill up both halves. Scores
+        stay the same, as queries and keys are in one order.
+        """
+        head_dim, turned = self._config.head_dim, self._config.rotary_dim or self._config.head_dim
+        middle = turned + (head_dim - turned) // 2
+        parts = ((0, turned // 2), (turned, middle), (turned // 2, turned), (middle, head_dim))
+        return [place for begin, end in parts for place in range(begin, end)]
+
+    def _by_head(self, module: str, num_heads: int) -> torch.Tensor:
+        """The rows of a matrix by head: [heads, parts, head_dim, in], of queries with their gates."""
+        own = self._take(module + ".weight")
+        return own.view(num_heads, -1, self._config.head_dim, own.shape[1])
+
+    def _gated_qkv(self, prefix: str) -> list[Matrix]:
+        queries, gates = self._by_head(f"{prefix}q_proj", self._config.num_heads).unbind(1)
+        (keys,) = self._by_head(f"{prefix}k_proj", self._config.num_kv_heads).unbind(1)
+        qk = [part[:, self._order()].flatten(0, 1) for part in (queries, keys)]
+        return [*qk, self._take(f"{prefix}v_proj.weight"), gates.flatten(0, 1).contiguous()]
+
+    def _conv(self, prefix: str) -> torch.Tensor:
+        own = self._take(f"{prefix}{DELTA_CONV}.weight", dtype=torch.float32)
+        return own.squeeze(1).T.contiguous()
+
+    def _decay(self, prefix: str) -> torch.Tensor:
+        names = (prefix + name for name in DELTA_DECAY)
+        log, bias = self._take(*names, dtype=torch.float32).view(2, -1)
+        return torch.stack((-log.exp(), bias))
 
 
 def _check_numbers(

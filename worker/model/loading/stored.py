@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from mallee.protocol.errors import WeightsMismatch
-from mallee.worker.model.config import Family, ModelConfig
+from mallee.worker.model.config import DeltaShape, Family, ModelConfig
 from mallee.worker.model.linear.scheme import BLOCK, Scheme
 
 _SHOWN = 8
@@ -57,23 +57,29 @@ def expected_tensors(config: ModelConfig, found: Collection[str]) -> dict[str, S
             expected[name] = Stored((shape,), _FLOATS)
         else:
             expected.update(_of_matrix(module, shape, scheme, found))
-    for names in kv_scale_names(config, found):
+    for names in kv_scale_names(config, found).values():
         expected |= {name: Stored(((), (1,)), _SCALES) for name in names}
     return expected
 
 
-def kv_scale_names(config: ModelConfig, found: Collection[str]) -> list[tuple[str, str]]:
-    """By layer the names of the scales of keys and of values; empty if the checkpoint has none.
+def kv_scale_names(config: ModelConfig, found: Collection[str]) -> dict[int, tuple[str, str]]:
+    """By layer with KV the names of the scales of keys and of values; empty if the checkpoint has none.
 
     If config.json doesn't tell of them, those found decide. All layers have names of one form.
     """
-    layers = [f"model.layers.{i}.self_attn." for i in range(config.num_layers)]
-    by_form = [[(layer + k, layer + v) for layer in layers] for k, v in _KV_SCALE_NAMES]
+    layers = {
+        i: f"model.layers.{i}.self_attn."
+        for i, layer in enumerate(config.layers)
+        if not layer.is_recurrent
+    }
+    by_form = [
+        {i: (layer + k, layer + v) for i, layer in layers.items()} for k, v in _KV_SCALE_NAMES
+    ]
     for names in by_form:
-        if any(name in found for pair in names for name in pair):
+        if any(name in found for pair in names.values() for name in pair):
             return names
     is_told = config.quantization is not None and config.quantization.has_kv_scales
-    return by_form[0] if is_told else []
+    return by_form[0] if is_told else {}
 
 
 def is_kv_scale(name: str) -> bool:
@@ -128,19 +134,30 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    modules: dict[str, tuple[int, ...]] = dict.fromkeys(
-        layer_norms(config.family).values(), (hidden,)
-    )
-    if config.family.has_qk_norm:
-        modules |= dict.fromkeys(QK_NORMS, (config.head_dim,))
-    for matrices in layer_products(config).values():
-        modules |= matrices
-    for i in range(config.num_layers):
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in modules.items()}
+    for i, layer in enumerate(config.layers):
+        own: dict[str, tuple[int, ...]] = dict.fromkeys(
+            layer_norms(config.family).values(), (hidden,)
+        )
+        delta = config.delta if layer.is_recurrent else None
+        if delta is not None:
+            own |= {DELTA_NORM: (delta.value_dim,), DELTA_CONV: _conv_shape(delta)}
+            for name in DELTA_DECAY:
+                shapes[f"model.layers.{i}.{name}"] = (delta.num_value_heads,)
+        elif config.family.has_qk_norm:
+            own |= dict.fromkeys(QK_NORMS, (config.head_dim,))
+        for matrices in layer_products(config, i).values():
+            own |= matrices
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in own.items()}
     return shapes
 
 
 QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+DELTA_NORM, DELTA_CONV = "linear_attn.norm", "linear_attn.conv1d"
+DELTA_DECAY = ("linear_attn.A_log", "linear_attn.dt_bias")
+
+
+def _conv_shape(delta: DeltaShape) -> tuple[int, ...]:
+    return delta.conv_inputs, 1, delta.conv_width
 
 
 def layer_norms(family: Family) -> dict[str, str]:
@@ -155,19 +172,35 @@ def layer_norms(family: Family) -> dict[str, str]:
     }
 
 
-def layer_products(config: ModelConfig) -> dict[str, dict[str, tuple[int, int]]]:
-    """The matrices of a layer's products, with their shapes, by the field of `LayerWeights`."""
+def layer_products(config: ModelConfig, i: int) -> dict[str, dict[str, tuple[int, int]]]:
+    """The matrices of the products of layer `i`, with their shapes, by the field of `LayerWeights`."""
     hidden, inner = config.hidden_size, config.intermediate_size
+    mlp = {
+        "gate_up": {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)},
+        "down": {"mlp.down_proj": (hidden, inner)},
+    }
+    if config.delta is not None and config.layers[i].is_recurrent:
+        values, heads = config.delta.values, config.delta.num_value_heads
+        return {
+            "qkv": {
+                "linear_attn.in_proj_qkv": (config.delta.conv_inputs, hidden),
+                "linear_attn.in_proj_z": (values, hidden),
+                "linear_attn.in_proj_b": (heads, hidden),
+                "linear_attn.in_proj_a": (heads, hidden),
+            },
+            "output": {"linear_attn.out_proj": (hidden, values)},
+            **mlp,
+        }
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    rows = 2 * query if config.family.is_hybrid else query  # with those of the output's gate
     return {
         "qkv": {
-            "self_attn.q_proj": (query, hidden),
+            "self_attn.q_proj": (rows, hidden),
             "self_attn.k_proj": (kv, hidden),
             "self_attn.v_proj": (kv, hidden),
         },
         "output": {"self_attn.o_proj": (hidden, query)},
-        "gate_up": {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)},
-        "down": {"mlp.down_proj": (hidden, inner)},
+        **mlp,
     }
 
 

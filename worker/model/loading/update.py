@@ -40,7 +40,7 @@ class WeightUpdate:
         """
         self._folder = folder
         self._weights = weights
-        self._checkpoint = Checkpoint(folder, config.weights_prefix)
+        self._checkpoint = Checkpoint(folder, config.weights_prefix, config.family.ignored)
         digest = self._checkpoint.digest()
         if version.digest not in ("", digest):
             raise self._mismatch(f"its digest {digest} is not {version.digest}")

@@ -24,9 +24,16 @@ class LayerWeights(NamedTuple):
     """One decoder layer. Norm weights are what the norm multiplies by, the family's offset added."""
 
     input_norm: torch.Tensor  # [hidden]
-    qkv: Linear  # hidden -> (num_heads + 2 * num_kv_heads) * head_dim: queries, keys, values
+    qkv: Linear
+    """hidden -> (num_heads + 2 * num_kv_heads) * head_dim: queries, keys, values; in a hybrid model behind
+    these the gate of the heads' output, num_heads * head_dim. Of a recurrent layer: queries, keys and values,
+    which are convolved, the gate of its output, values, and for each value head the rate at which it learns
+    and what its decay depends on."""
     qk_norm: torch.Tensor | None  # [num_heads + num_kv_heads, head_dim], float32
-    output: Linear  # num_heads * head_dim -> hidden
+    conv: torch.Tensor | None  # [conv_width, conv_inputs], float32, the last token last
+    decay: torch.Tensor | None  # [2, num_value_heads], float32: the rate, below 0, and a bias
+    gate_norm: torch.Tensor | None  # [value_dim], of a recurrent layer's output before its gate
+    output: Linear  # num_heads * head_dim, or values of a recurrent layer, -> hidden
     attention_norm: torch.Tensor | None  # [hidden], of attention's output before it is added
     mlp_norm: torch.Tensor  # [hidden]
     gate_up: Linear  # hidden -> 2 * intermediate: gate, up
@@ -63,7 +70,7 @@ class ModelWeights(NamedTuple):
     @property
     def has_kv_scales(self) -> bool:
         """Whether KV is kept as shares of stored scales."""
-        return self.layers[0].kv_scales is not None
+        return any(layer.kv_scales is not None for layer in self.layers)
 
     @property
     def products(self) -> str:
@@ -87,7 +94,7 @@ def load_weights(
 
     Raises ModelNotFound, WeightsMismatch.
     """
-    checkpoint = Checkpoint(folder, config.weights_prefix)
+    checkpoint = Checkpoint(folder, config.weights_prefix, config.family.ignored)
     reader = WeightReader(
         *(checkpoint.tensors, checkpoint.read, config),
         dtype=dtype,
@@ -130,7 +137,8 @@ def _made(reader: WeightReader, num_layers: int, dtype: torch.dtype, device: str
         }
         return {**products, **{field: read() for field, read in parts.tensors.items()}}
 
-    absent = dict.fromkeys(("qk_norm", "attention_norm", "output_norm", "kv_scales"))
+    some = ("qk_norm", "attention_norm", "output_norm", "kv_scales")
+    absent = dict.fromkeys((*some, "conv", "decay", "gate_norm"))
     layers = tuple(LayerWeights(**{**absent, **made(reader.layer(i))}) for i in range(num_layers))
     own = made(reader.model())
     if "head" not in own:

@@ -1,0 +1,140 @@
+"""The states of recurrent layers in memory, and how a step's rows read and write them.
+
+A slot holds the states of all layers side by side: first each layer's matrices, in float32, then the inputs
+that its convolution has yet to see, in the model's dtype. So a slot is one run of bytes for whoever moves it.
+Doesn't know the rule by which tokens are folded (`delta.py`).
+"""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+
+from mallee.worker.forward import Row
+from mallee.worker.kv.sides.states import NO_STATE
+from mallee.worker.memory.transfer import sent_together
+from mallee.worker.model.config import DeltaShape
+
+FOLD: Final = 64
+"""Tokens of a row that are folded into its state at once. States after a multiple of so many tokens don't
+depend on how the text before was cut into steps, to the last bit, if it was cut at such multiples only."""
+
+EXTRA_SLOTS: Final = 2
+"""Behind those that are handed out: one for rows of padding, and one that stays zero, the state before all
+tokens."""
+
+
+class LayerStates(NamedTuple):
+    """The states of one layer by slot, as views."""
+
+    matrices: torch.Tensor  # [slots, num_value_heads, key_dim, value_dim], float32
+    inputs: torch.Tensor  # [slots, conv_width - 1, conv_inputs]: the last token's last
+
+
+def layer_states(
+    memory: torch.Tensor, shape: DeltaShape, dtype: torch.dtype, num_layers: int
+) -> list[LayerStates]:
+    """The states in `memory` [slots, bytes] of each layer."""
+    slots, sizes = len(memory), (shape.matrix_nbytes, shape.conv_nbytes(dtype.itemsize))
+    found = []
+    for i in range(num_layers):
+        begins = (i * sizes[0], num_layers * sizes[0] + i * sizes[1])
+        matrices, inputs = (
+            memory[:, begin : begin + size] for begin, size in zip(begins, sizes, strict=True)
+        )
+        heads = (shape.num_value_heads, shape.key_dim, shape.value_dim)
+        found.append(
+            LayerStates(
+                matrices=matrices.view(torch.float32).view(slots, *heads),
+                inputs=inputs.view(dtype).view(slots, shape.conv_width - 1, shape.conv_inputs),
+            )
+        )
+    return found
+
+
+class Folds(NamedTuple):
+    """The states of a step's rows before and after it, and the cut of its tokens, by place in the batch.
+
+    For the convolution rows lie behind one another, each behind the inputs that its state keeps. Rows of one
+    token are folded together; longer ones by turns of `width` tokens, in each of which the first rows, the
+    longest, take part. Where a turn is not full, it has tokens of number n.
+    """
+
+    read: torch.Tensor  # [rows] slots
+    written: torch.Tensor  # [rows]
+    before: torch.Tensor  # [rows * (conv_width - 1)] places of kept inputs in the line of all
+    inputs: torch.Tensor  # [n] places of tokens in it
+    after: torch.Tensor  # [rows * (conv_width - 1)] places of what is kept next
+    length: int  # of the line
+    single_rows: torch.Tensor  # [singles]
+    singles: torch.Tensor  # [singles] their tokens
+    long_rows: torch.Tensor  # [longs], the longest first
+    turns: torch.Tensor  # [sum of `counts`, width] tokens
+    counts: tuple[int, ...]  # rows in each turn
+
+    @property
+    def is_single(self) -> bool:
+        """Whether each row has one token."""
+        return not self.counts
+
+
+def make_folds(
+    rows: Sequence[Row], group: int, *, num_slots: int, conv_width: int, device: torch.device
+) -> Folds:
+    """The folds of `rows`, whose states are those of side `group`, of which `num_slots` are handed out."""
+    kept = conv_width - 1
+    slots = np.array([row.sides[group] for row in rows], dtype=np.int64).reshape(len(rows), 2)
+    slots[slots[:, 0] == NO_STATE, 0] = num_slots + EXTRA_SLOTS - 1
+    sizes = np.array([len(row.tokens) for row in rows])
+    ends = sizes.cumsum()
+    begins = ends - sizes
+    firsts = begins + np.arange(len(rows)) * kept  # of each row in the line
+    steps = np.arange(kept)
+    is_long = sizes > 1
+    longs = np.flatnonzero(is_long)
+    longs = longs[np.argsort(-sizes[longs], kind="stable")]
+    most = int(sizes.max())
+    width = FOLD if most >= FOLD else 1 << (most - 1).bit_length()
+    turns, counts = _turns(begins[longs], sizes[longs], width, int(ends[-1]))
+    parts = [
+        slots[:, 0],
+        slots[:, 1],
+        (firsts[:, None] + steps).ravel(),
+        np.arange(ends[-1]) + np.repeat((np.arange(len(rows)) + 1) * kept, sizes),
+        (firsts[:, None] + sizes[:, None] + steps).ravel(),
+        np.flatnonzero(~is_long),
+        begins[~is_long],
+        longs,
+        turns.ravel(),
+    ]
+    there = sent_together([part.astype(np.int64) for part in parts], device)
+    return Folds(
+        read=there[0],
+        written=there[1],
+        before=there[2],
+        inputs=there[3],
+        after=there[4],
+        length=int(ends[-1]) + len(rows) * kept,
+        single_rows=there[5],
+        singles=there[6],
+        long_rows=there[7],
+        turns=there[8].view(-1, width),
+        counts=counts,
+    )
+
+
+def _turns(
+    begins: np.ndarray, sizes: np.ndarray, width: int, none: int
+) -> tuple[np.ndarray, tuple[int, ...]]:
+    """The tokens of each turn of rows, the longest of which come first, and the rows in it."""
+    found, counts = [], []
+    for done in range(0, int(sizes.max(initial=0)), width):
+        taking = sizes > done
+        num = int(taking.sum())
+        places = done + np.arange(width)
+        tokens = begins[:num, None] + places
+        found.append(np.where(places < sizes[:num, None], tokens, none))
+        counts.append(num)
+    turns = np.concatenate(found) if found else np.empty((0, width), dtype=np.int64)
+    return turns, tuple(counts)
