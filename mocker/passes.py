@@ -1,6 +1,6 @@
 """The mocked pass: it takes time instead of computing, and draws tokens without logits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import exp
 from statistics import NormalDist
 from typing import Final
@@ -12,6 +12,7 @@ from mallee.mocker.timing import Timing
 from mallee.protocol.messages import TokenLogprobs
 from mallee.protocol.model import ModelSpec
 from mallee.worker.forward import Draw, ForwardBatch, Logits, LogprobQuery
+from mallee.worker.forward import Row as BatchRow
 from mallee.worker.kv.node import Node
 from mallee.worker.kv.text import Text, TokenNotation
 from mallee.worker.kv.watch import Row, Rows
@@ -133,6 +134,9 @@ class TimedForward:
         num_last = sum(chunk.is_last for chunk in plan.chunks)
         return [None] * (len(plan.decodes) + num_drafted + num_last)
 
+    def accept(self, num_tokens: Mapping[Branch, int]) -> None:
+        """Do nothing: no state was made."""
+
     def draw(self, branches: Sequence[Branch], num_steps: int) -> Sequence[Text]:
         """The next tokens of decodes, drawn in so many passes; no branch is changed.
 
@@ -175,6 +179,9 @@ class TimedForward:
 
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
         raise AssertionError("plans are timed, there are no batches")
+
+    def refold(self, rows: Sequence[BatchRow], counts: Sequence[int]) -> None:
+        raise AssertionError("plans are timed, there are no states")
 
     def keep(self, logits: Logits) -> Logits:
         return True  # not None: a capsule has them

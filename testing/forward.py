@@ -91,6 +91,9 @@ class MockForward:
             for end in _ends(row)
         ]
 
+    def refold(self, rows: Sequence[BatchRow], counts: Sequence[int]) -> None:
+        raise AssertionError("no layer is recurrent")
+
     def keep(self, logits: Logits) -> Logits:
         return logits
 

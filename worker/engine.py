@@ -549,7 +549,7 @@ class Engine:
         meanwhile = None
         if self._ahead is not None:
             meanwhile = partial(self._launch_ahead, self._ahead, plan)
-        drawn = self._sampler.draw(drawing, drafted, meanwhile)
+        drawn = self._sampler.draw(drawing, drafted, meanwhile, self._passes.accept)
         if self._watch is not None:
             self._watch.collected()
         return done, drawn
@@ -578,7 +578,8 @@ class Engine:
             if num_draws is None or s not in plan.drafts:
                 commit(node, (s.tokens[begin],), s.hashes)
             else:
-                commit(node, s.tokens[begin : begin + num_draws[s]], s.hashes)
+                tokens = s.tokens[begin : begin + num_draws[s]]
+                commit(node, tokens, s.hashes, is_drafted=True)
                 self._scheduler.blocks.shrink(s)
         for branch in plan.ready:
             branch.logits = None

@@ -271,6 +271,17 @@ class Forward(Protocol):
         """
         ...
 
+    def refold(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        """Write the state after the first `counts[i]` tokens of `rows[i]` to the slot that the row writes.
+
+        `rows` are of the last pass, with several logits each, of which later tokens are refused. The pass
+        kept what that takes: nothing but the states is computed again, and no weights are read. Of a model
+        with states alone. Rejected: a slot for each drafted token (a state is large); computing the accepted
+        tokens again in the next pass (the state would lag behind the text, and each fork and capture would
+        need a pass first).
+        """
+        ...
+
     @property
     def row_nbytes(self) -> int:
         """Bytes that one row of kept logits takes, beside the blocks."""

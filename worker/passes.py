@@ -1,6 +1,6 @@
 """The work on tokens that the engine plans: computed over rows and tables, or only timed (the mocker)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -10,7 +10,7 @@ from mallee.protocol.hashing import Tokens, as_tokens
 from mallee.worker.forward import Forward, ForwardBatch, Logits, Row
 from mallee.worker.kv.paths import flatten, side_tables
 from mallee.worker.kv.text import Notation, Text, TokenNotation
-from mallee.worker.sched.branch import node_of
+from mallee.worker.sched.branch import Branch, node_of
 from mallee.worker.sched.plan import Draft, Plan
 from mallee.worker.updates import FrameSink, UpdateSink
 
@@ -31,6 +31,13 @@ class Passes(Protocol):
         """One Logits for each decode and each last chunk, in this order; valid until the next call.
 
         Of a decode with a draft one more for each token of that, behind its own.
+        """
+        ...
+
+    def accept(self, num_tokens: Mapping[Branch, int]) -> None:
+        """Leave of each branch with a draft in the last plan what its first so many tokens have computed.
+
+        Its own is one of them. What the pass has read is whole, as after the pass: all may be run again.
         """
         ...
 
@@ -62,6 +69,8 @@ class ForwardPasses:
         self._forward = forward
         self._block_size = forward.block_size
         self._has_sides = bool(forward.spec.sides)
+        self._has_states = forward.spec.has_states
+        self._verified: dict[Branch, Row] = {}  # of the last pass, if there are states
         self.notation: Notation = TokenNotation(forward.spec.vocab_size)
         self.updates: UpdateSink = FrameSink()
 
@@ -70,7 +79,15 @@ class ForwardPasses:
         if not rows:
             assert not plan.copies, "copies for no row: they would be lost"
             return ()
+        if self._has_states:
+            pairs = zip(plan.decodes, rows, strict=False)
+            self._verified = {s: row for s, row in pairs if s in plan.drafts}
         return self._forward.forward(ForwardBatch(plan.copies, rows))
+
+    def accept(self, num_tokens: Mapping[Branch, int]) -> None:
+        cut = [s for s, row in self._verified.items() if num_tokens[s] < len(row.tokens)]
+        if cut:
+            self._forward.refold([self._verified[s] for s in cut], [num_tokens[s] for s in cut])
 
     def _rows(self, plan: Plan) -> list[Row]:
         """One for each decode and chunk, in this order."""

@@ -182,11 +182,6 @@ def make_tree(
     size = forward.block_size
     sides = make_sides(forward.spec.groups, num_blocks, size, journal, offload_rows)
     check_sides(sides, num_blocks, config.scheduler.max_step_tokens, size)
-    if forward.spec.has_states and config.speculation.drafters != "off":
-        raise ConfigError(
-            f"speculation={config.speculation.drafters!r}: the model has recurrent layers, whose state can't"
-            " leave out drafted tokens that are refused; set speculation to off"
-        )
     return BranchTree(
         pool,
         size,

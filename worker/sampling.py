@@ -61,6 +61,9 @@ class Drafted(NamedTuple):
 Meanwhile: TypeAlias = Callable[[Drawing, Sequence[Branch]], None]
 """Gets draws under way, and the branches that the first of them are of, in order."""
 
+Accept: TypeAlias = Callable[[Mapping[Branch, int]], None]
+"""Gets the number of draws of each branch with a draft: the tokens of its row that its text goes on from."""
+
 _Drawn = tuple[Logits, int]
 
 
@@ -255,17 +258,21 @@ class StepSampler:
         scored: Sequence[Scored],
         drafted: Mapping[Branch, Drafted] | None = None,
         meanwhile: Meanwhile | None = None,
+        accept: Accept | None = None,
     ) -> list[Sampled]:
         """One token for each branch, and what became of it. All branches with a grammar were expected.
 
         Of those in `drafted` also the tokens after it, as far as drafts are right. Nothing is changed before
-        the forward has drawn all of them. `meanwhile` is called while a device draws.
+        the forward has drawn all of them, and `accept` has taken what becomes of drafts. `meanwhile` is
+        called while a device draws.
         """
         masks = self._filled()
         taken: list[Sampled] = []
         if masks is not None:
             taken, scored = _sorted_out(scored, masks)
         if not scored:
+            if accept is not None and drafted is not None:
+                accept(dict.fromkeys(drafted, 1))
             return taken
         draws: list[Draw] = []
         are_plain = True
@@ -297,6 +304,8 @@ class StepSampler:
             reports = self._logprobs(scored, tokens, further)
         else:
             reports = iter(drawing.logprobs())
+        if accept is not None and drafted is not None:
+            accept({branch: 1 + len(further.get(branch, ())) for branch in drafted})
         take = self._take
         for (branch, logits), token in zip(scored, tokens, strict=False):
             wants_report = not are_plain and branch.job.sampling.logprobs >= 0

@@ -38,7 +38,7 @@ from mallee.testing.forward import MockForward, linear_tokens
 from mallee.testing.random_model import random_model
 from mallee.testing.structures import MockStructures
 from mallee.worker.engine import Engine
-from mallee.worker.forward import DeviceForward, Draw, Drawing, Forward, ForwardBatch, Logits
+from mallee.worker.forward import DeviceForward, Draw, Drawing, Forward, ForwardBatch, Logits, Row
 from mallee.worker.kv.watch import KVChecks
 from mallee.worker.records import EngineConfig, StepResult
 from mallee.worker.sched.policy import SchedulerConfig
@@ -61,6 +61,7 @@ GRAMMARS = st.sampled_from(
     [None, None, Grammar("choice", "[[3, 4, 5, 6], [3, 5], [4, 4, 4, 4, 4, 4]]")]
 )
 GATEWAYS = st.sampled_from(["g", "h"])
+POINTS = ("before", "after", "sampling", "keeping", "collecting", "refolding", "refolded")
 
 
 class PassFailed(Exception):
@@ -89,6 +90,11 @@ class Fallible:
         logits: Sequence[Logits] = self._inner.forward_drawn(*given)  # type: ignore[attr-defined]
         self.fail_at("after")
         return logits
+
+    def refold(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        self.fail_at("refolding")
+        self._inner.refold(rows, counts)
+        self.fail_at("refolded")
 
     def sample(self, draws: Sequence[Draw]) -> list[int]:
         self.fail_at("sampling")
@@ -352,7 +358,7 @@ class EngineMachine(RuleBasedStateMachine):
             for update in frame.updates:
                 self.take(update)
 
-    @rule(point=st.sampled_from(["before", "after", "sampling", "keeping", "collecting"]))
+    @rule(point=st.sampled_from(POINTS))
     def fail_soon(self, point: str) -> None:
         """One of the next passes raises (I18): nothing of its step is drawn, committed or told."""
         self.forward.fails = point

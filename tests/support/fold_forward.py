@@ -13,6 +13,7 @@ from mallee.protocol.messages import Sampling
 from mallee.protocol.model import GroupSpec, ModelSpec
 from mallee.testing.forward import MockForward, digest_of, linear_tokens
 from mallee.worker.forward import ForwardBatch, Logits
+from mallee.worker.forward import Row as BatchRow
 from mallee.worker.kv.sides.group import row_spans
 from mallee.worker.kv.sides.states import NO_STATE
 from mallee.worker.kv.watch import Row, Rows
@@ -37,8 +38,11 @@ class FoldForward(MockForward):
         (self._span,) = row_spans(spec.groups, num_blocks, block_size)
         num_slots = spec.groups[1].num_blocks(num_blocks, block_size)
         self.states = np.zeros((num_slots, STATE_WORDS), np.uint64)
+        self.last_rows: list[BatchRow] = []
+        self.num_refolds = 0
 
     def forward(self, batch: ForwardBatch) -> Sequence[Logits]:
+        self.last_rows = []  # of a pass that fails, none is kept
         digests = iter(super().forward(batch))
         logits: list[Logits] = []
         for row in batch.rows:
@@ -50,7 +54,19 @@ class FoldForward(MockForward):
             self.states[written] = fold(after)
             ends = range(len(after) - row.num_logits + 1, len(after) + 1)
             logits += [_mixed(next(digests), after[:end]) for end in ends]
+        self.last_rows = [*batch.rows]
         return logits
+
+    def refold(self, rows: Sequence[BatchRow], counts: Sequence[int]) -> None:
+        assert rows, "nothing to fold again"
+        for row, count in zip(rows, counts, strict=True):
+            assert any(row is each for each in self.last_rows), "a row of another pass"
+            assert 1 <= count < len(row.tokens) <= row.num_logits, "a state that is there"
+            read, written = row.sides[0].tolist()
+            text = self._text(row.table, row.start)
+            assert (self.states[read] == fold(text)).all(), "the state before was written over"
+            self.states[written] = fold([*text, *row.tokens[:count].tolist()])
+            self.num_refolds += 1
 
     def _text(self, table: Any, num_tokens: int) -> list[int]:
         """The tokens whose KV is in the first slots of `table`."""

@@ -172,6 +172,9 @@ class Teller:
             self.step()
         raise AssertionError(f"still working after {max_steps} steps")
 
+    def updates(self, request: str, branch: int = 0) -> list[Any]:
+        return self._updates[request, branch]
+
     def answers(self) -> dict[Name, list[int]]:
         return {name: list(told.tokens) for name, told in self.told().items()}
 

@@ -62,6 +62,7 @@ class TieredMachine(EngineMachine):
             max_answer_capsules=8,
             eviction=eviction,
             kv_checks=self.checks,
+            speculation=self.speculation,
         )
         self.start()
 
@@ -77,6 +78,7 @@ class TieredMachine(EngineMachine):
             incarnation=Incarnation(self.num_lives),
             below=self.below(),
         )
+        self.begun()
 
     def below(self) -> MakeTiers:
         """The tiers of the next life."""

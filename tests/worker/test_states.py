@@ -14,7 +14,6 @@ from mallee.protocol.messages import Demote, Fork, Promote, Release, Rewind
 from mallee.worker.kv.sides.states import StateGroup
 from mallee.worker.records import EngineConfig
 from mallee.worker.sched.policy import SchedulerConfig
-from mallee.worker.speculation.speculator import SpeculationConfig
 from mallee.worker.transfer.values import DISK, HOST
 from support.driving import engine_over
 from support.fold_forward import FoldForward, fold_tokens
@@ -227,10 +226,6 @@ def test_one_request_alone_never_waits_for_slots(
 def test_settings_that_recurrent_layers_forbid_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    forward = FoldForward(num_blocks=64)
-    config = EngineConfig(speculation=SpeculationConfig("prompt"))
-    with pytest.raises(ConfigError, match="set speculation to off"):
-        engine_over(forward, config=config)
     monkeypatch.setattr(model, "MIN_STATES", 2)
     with pytest.raises(ConfigError, match="needs 3 KV blocks in layer group 1, which has 2"):
         engine_over(FoldForward(num_blocks=64), config=EngineConfig(SchedulerConfig(64)))

@@ -40,7 +40,7 @@ from support.fold_forward import FoldForward
 from support.speculating import Knowing, draft_by
 from support.tiers import DictDisk, make_tiers
 
-COMPUTES = ("forward", "sample", "logprobs", "keep")
+COMPUTES = ("forward", "refold", "sample", "logprobs", "keep")
 MOVES = ("read", "write", "new_rows", "dump", "undump")
 NUM_CAPSULES = 3
 
@@ -81,7 +81,7 @@ class Fault:
 
 
 def make_forward(kind: str) -> MockForward:
-    if kind == "states":
+    if kind.startswith("states"):
         return FoldForward(num_blocks=28, vocab_size=16)
     return MockForward(mock_spec(vocab_size=16), num_blocks=28, block_size=4)
 
@@ -168,14 +168,14 @@ def play(
     if kind == "ahead":
         told = (lambda call, number: fault.reach(call)) if names == COMPUTES else None
         device = FakeDevice(forward, seed=seed, **({} if told is None else {"told": told}))
-    speculation = SpeculationConfig("auto" if kind == "drafts" else "off", 3)
+    speculation = SpeculationConfig("auto" if "drafts" in kind else "off", 3)
     engine = engine_over(
         device or forward,
         device=device,
         config=EngineConfig(SchedulerConfig(12, 6, 64), 4, speculation=speculation),
         below=make_tiers(12, disk=DictDisk(40)),
     )
-    if kind == "drafts":
+    if "drafts" in kind:
         draft_by(engine, Knowing("mixed", known, vocab=16))
     fault.num_points, stats = 0, engine.stats()
     batches, num_calls = script(seed), 0
@@ -217,7 +217,9 @@ def play(
     assert (engine.stats().capsules.kept, engine.stats().tiers.host_held) == (0, 0)
     assert not engine.audit()
     engine.close()
-    assert kind != "drafts" or not known or stats.speculation.num_accepted > 8
+    if "drafts" in kind and known:
+        assert stats.speculation.num_accepted > 8
+        assert ("refold" in fault.called) == (kind == "states, drafts")
     played.num_points, played.failed, played.called = (
         fault.num_points,
         fault.failed,
@@ -232,7 +234,8 @@ def points(played: Played, first: int, most: int) -> range:
 
 
 KINDS = pytest.mark.parametrize(
-    ("seed", "kind"), [(0, "plain"), (1, "drafts"), (2, "ahead"), (3, "states")]
+    ("seed", "kind"),
+    [(0, "plain"), (1, "drafts"), (2, "ahead"), (3, "states"), (4, "states, drafts")],
 )
 
 
@@ -242,13 +245,16 @@ def test_a_step_that_raises_has_not_happened(seed: int, kind: str) -> None:
     plain = play(seed, kind)
     known = {key: plain.tokens(key) for key in plain.answers}
     assert not any(plain.error(key) for key in plain.answers)
+    failed = set()
     for at in points(play(seed, kind, known=known), seed, 60):
         played = play(seed, kind, at, known=known)
+        failed.add(played.failed)
         assert [type(each) for each in played.raised] == [Broken], (at, played.failed)
         assert played.answers.keys() == plain.answers.keys()
         for key, tokens in known.items():
             assert played.tokens(key) == tokens, (at, key)
             assert played.answers[key][-1].finish == plain.answers[key][-1].finish
+    assert kind != "states, drafts" or failed == set(COMPUTES)
 
 
 @KINDS

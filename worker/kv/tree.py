@@ -257,11 +257,17 @@ class BranchTree:
         self._store.trim(node)
 
     def commit(
-        self, node: Node, tokens: Text | Sequence[int], hashes: Hashes | None = None
+        self,
+        node: Node,
+        tokens: Text | Sequence[int],
+        hashes: Hashes | None = None,
+        *,
+        is_drafted: bool = False,
     ) -> None:
         """The KV of `tokens` is now in the reserved slots; blocks that became full are sealed.
 
         `hashes`: those of the sequence's blocks from the root on, as far as the caller knows them.
+        `is_drafted`: `tokens` were drawn, and computed at once because they were drafted.
         """
         if node.is_copying:
             self._copied(node)
@@ -272,7 +278,7 @@ class BranchTree:
         first, num_full = before // size, after // size
         assert len(node.blocks) * size >= after, "committed more than was reserved"
         for side in self.sides:
-            side.advanced(node, len(tokens))
+            side.advanced(node, len(tokens), is_drafted=is_drafted)
         if self.pool.watch is not None:
             self._watch_commit(node, len(tokens))
         if num_full == first or not self.keeps_cache:
@@ -372,6 +378,11 @@ class BranchTree:
     def num_available(self) -> int:
         """Blocks that `reserve` can get: free ones and cached ones."""
         return self._store.num_available
+
+    def num_free_after(self, node: Node) -> int:
+        """Blocks that `node`, which has room for a pass, can have behind it without evicting any."""
+        takers = [side.pool for side in self.sides if side.num_needed(node, 1, None)]
+        return min([self.pool.num_free, *(pool.num_free for pool in takers)])
 
     @property
     def num_free(self) -> int:

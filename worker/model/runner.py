@@ -311,6 +311,9 @@ class TorchForward:
             self.gaps.end()
             return logits
 
+    def refold(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        raise AssertionError("no layer is recurrent")
+
     def _run(self, rows: Sequence[Row], tokens: torch.Tensor | None = None) -> Sequence[Logits]:
         """The logits that `rows` want. `tokens` [n], if they are on the device already, are the rows' own."""
         assert self._is_whole, "weights that were written in part"

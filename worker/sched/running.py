@@ -311,13 +311,18 @@ class BlockBudget:
 
         Of free blocks alone: nothing is evicted for a draft, and no branch gives way.
         """
-        size, found = self._tree.block_size, branch.room - branch.length
-        if found < num_tokens and (free := self._tree.num_free):
-            more = min(-(-(num_tokens - found) // size), free) * size
-            self._tree.reserve(node_of(branch), branch.num_pending + found + more)
-            branch.room += more
-            found += more
-        return min(found, num_tokens)
+        if branch.room - branch.length >= num_tokens:
+            return num_tokens
+        tree, node, pending = self._tree, node_of(branch), branch.num_pending
+        size, end = tree.block_size, node.end
+        num_tokens = tree.chunk(end, pending + num_tokens, end) - pending  # as decodes, to a state
+        found = node.base + len(node.blocks) * size - branch.length
+        if found < num_tokens and (free := tree.num_free_after(node)):
+            found += min(-(-(num_tokens - found) // size), free) * size
+            tree.reserve(node, pending + found)
+        num_tokens = min(found, num_tokens)
+        branch.room = tree.room(node, pending + num_tokens)
+        return num_tokens
 
     def spare(self, branch: Branch) -> Spare | None:
         """A block for the next token of `branch`, which has none of its own; None if there is none free."""
@@ -333,7 +338,7 @@ class BlockBudget:
         """Give back the blocks of `branch` in which no token is committed."""
         node = node_of(branch)
         self._tree.trim(node)
-        branch.room = node.base + len(node.blocks) * self._tree.block_size
+        branch.room = self._tree.room(node, 0)
 
     def admitted(self, branch: Branch) -> None:
         """`branch` runs from now on."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, cast, get_args
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -13,6 +14,7 @@ from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
 from mallee.cli.doctor.tolerance import TOLERANCES
 from mallee.mocker.passes import mock_spec
+from mallee.protocol import model
 from mallee.protocol.errors import DeviceMemoryExhausted
 from mallee.protocol.ids import branch_seed
 from mallee.protocol.messages import (
@@ -40,6 +42,7 @@ from mallee.worker.speculation.speculator import SpeculationConfig
 from support.driving import engine_over
 from support.engine_machine import QUIET, EngineMachine, Fallible, PassFailed, TorchMachine
 from support.examples import examples
+from support.fold_forward import FoldForward
 from support.speculating import (
     CheckedModel,
     EachAlone,
@@ -51,6 +54,7 @@ from support.speculating import (
     Unsure,
     draft_by,
 )
+from support.tiered_machine import TieredStateMachine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -70,10 +74,23 @@ GRAMMARS = (
 )
 
 
+HYBRID = pytest.mark.parametrize("is_hybrid", [False, True])
+
+
+def make_mocked(is_hybrid: bool = False, **options: Any) -> MockForward:
+    options = {"num_blocks": 400, "block_size": SIZE, **options}
+    return (
+        FoldForward(**{"vocab_size": VOCAB, **options})
+        if is_hybrid
+        else MockForward(SPEC, **options)
+    )
+
+
 def make_engine(forward: Any = None, *, speculates: bool = False, **sched: Any) -> Engine:
     config = {"max_step_tokens": 24, "max_rows": 8, **sched}
-    checks = KVChecks() if forward else KVChecks("guards", sweep_steps=8)
-    forward = forward or MockForward(SPEC, num_blocks=400, block_size=SIZE)
+    is_mocked = isinstance(forward, MockForward | None)
+    checks = KVChecks("guards", sweep_steps=8) if is_mocked else KVChecks()
+    forward = forward or make_mocked()
     return engine_over(
         forward,
         config=EngineConfig(
@@ -102,7 +119,9 @@ def generate(name: str, text: Sequence[int], limits: Limits, **options: Any) -> 
 
 
 def make_tiny(family: str, *, speculates: bool) -> Engine:
-    forward = random_model(family, 3).forward(num_blocks=300, block_size=SIZE)
+    forward: Any = make_mocked(is_hybrid=True, vocab_size=TINY_VOCAB)
+    if family != "hybrid":
+        forward = random_model(family, 3).forward(num_blocks=300, block_size=SIZE)
     return make_engine(forward, speculates=speculates, max_step_tokens=64, max_rows=16)
 
 
@@ -125,23 +144,31 @@ def play(engine: Engine) -> Teller:
 
 def read_kv(engine: Engine) -> Any:
     """Of the layers with full attention, all of it; of windows what is read elsewhere is no more there."""
-    memory = engine._forward._memory  # type: ignore[attr-defined]
+    forward: Any = engine._forward
 
     def read(table: list[int], num: int) -> Any:
+        if isinstance(forward, MockForward):
+            return torch.from_numpy(forward.kv[table].reshape(-1)[:num].view(np.int64))
+        memory = forward._memory
         slots = [block * SIZE + i for block in table for i in range(SIZE)][:num]
         return memory[:, slots].clone()
 
     return read
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", get_args(Kind))
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "qwen3", "gemma3_text")),
+        "hybrid",
+    ],
+)
 def test_every_family_answers_as_without_drafts(family: str, kind: Kind) -> None:
     """I15, F27, part: greedy, sampled, penalised and constrained rows in one batch, beyond a window.
 
-    The same tokens, log-probabilities, ends and capsules, the same blocks stored, and the same KV but for
-    rounding; drafts that are right, wrong, right at first, or anything.
+    The same tokens, log-probabilities, ends and capsules, the same blocks and states stored, and the same KV
+    but for rounding; drafts that are right, wrong, right at first, or anything.
     """
     plain = make_tiny(family, speculates=False)
     expected = play(plain)
@@ -174,22 +201,23 @@ def test_every_family_answers_as_without_drafts(family: str, kind: Kind) -> None
 # Of mocked ones
 
 
-def played(command: Command) -> Teller:
+def played(command: Command, *, is_hybrid: bool = False) -> Teller:
     """By an engine that doesn't speculate."""
-    teller = Teller(make_engine())
+    teller = Teller(make_engine(make_mocked(is_hybrid)))
     teller.run(command)
     return teller
 
 
+@HYBRID
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_stop_inside_a_draft_rolls_back_to_it(temperature: float) -> None:
+def test_a_stop_inside_a_draft_rolls_back_to_it(temperature: float, is_hybrid: bool) -> None:
     """F27, F13, part: the capsule goes on from there as a cold prompt of the same text does."""
     sampling, text = Sampling(temperature, seed=3), list(range(1, 14))
-    plain = played(generate("r", text, Limits(40, ignore_eos=True), sampling=sampling))
-    whole = plain.answers()["r", 0]
+    command = generate("r", text, Limits(40, ignore_eos=True), sampling=sampling)
+    whole = played(command, is_hybrid=is_hybrid).answers()["r", 0]
     at = next(i for i in range(9, 40) if whole[i] not in whole[:i] and i % 6 not in (0, 1))
     limits = Limits(40, stop_token_ids=(whole[at],), ignore_eos=True)
-    engine = make_engine(speculates=True)
+    engine = make_engine(make_mocked(is_hybrid), speculates=True)
     draft_by(engine, Knowing("right", {("r", 0): whole}, vocab=VOCAB))
     teller = Teller(engine)
     teller.run(generate("r", text, limits, sampling=sampling))
@@ -200,20 +228,24 @@ def test_a_stop_inside_a_draft_rolls_back_to_it(temperature: float) -> None:
     assert told.capsule is not None
     after = Limits(12, ignore_eos=True)
     teller.run(Fork("f", told.capsule, (b"",), after))
-    cold = played(generate("c", text + whole[:at], after))
+    cold = played(generate("c", text + whole[:at], after), is_hybrid=is_hybrid)
     assert teller.answers()["f", 0] == cold.answers()["c", 0]
 
 
+@HYBRID
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_running_branch_is_captured_at_what_was_accepted(kind: Kind | Literal["model"]) -> None:
+def test_a_running_branch_is_captured_at_what_was_accepted(
+    kind: Kind | Literal["model"], is_hybrid: bool
+) -> None:
     """F27, part: its capsule has the tokens that were told, and goes on as the branch itself."""
     sampling, text = Sampling(0.9, seed=3), list(range(1, 14))
-    plain = played(generate("r", text, Limits(40, ignore_eos=True), sampling=sampling))
+    command = generate("r", text, Limits(40, ignore_eos=True), sampling=sampling)
+    plain = played(command, is_hybrid=is_hybrid)
     whole = plain.answers()["r", 0]
-    engine = make_engine(speculates=True)
+    engine = make_engine(make_mocked(is_hybrid), speculates=True)
     draft_by(engine, make_drafter(kind, plain.answers() | {("f", 0): whole[4:]}))
     teller = Teller(engine)
-    engine.submit(generate("r", text, Limits(40, ignore_eos=True), sampling=sampling), "g")
+    engine.submit(command, "g")
     for i in range(6):
         teller.step()
         engine.submit(Capture(f"c{i}", "r"), "g")
@@ -222,7 +254,7 @@ def test_a_running_branch_is_captured_at_what_was_accepted(kind: Kind | Literal[
     teller.run()
     assert teller.answers()["r", 0] == whole
     forks = {name[0]: tokens for name, tokens in teller.answers().items() if name[0] != "r"}
-    assert len(forks) == 6
+    assert len(forks) == 6 - is_hybrid  # whose prompt takes two steps
     assert all(tokens == whole[40 - len(tokens) :] for tokens in forks.values())
 
 
@@ -243,11 +275,13 @@ def test_what_a_sister_drew_is_accepted_and_what_differs_costs_little() -> None:
     assert after.num_drafted - before.num_drafted < 0.2 * 8 * 60
 
 
-def test_a_step_too_large_by_its_drafts_ends_no_branch() -> None:
+@HYBRID
+def test_a_step_too_large_by_its_drafts_ends_no_branch(is_hybrid: bool) -> None:
     """F27, part: it is taken again without drafts, and those branches have none for a while."""
     text, limits = list(range(1, 6)), Limits(60, ignore_eos=True)
-    plain = played(generate("r", text, limits, n=3, sampling=Sampling(0.9, seed=1)))
-    engine = make_engine(speculates=True)
+    command = generate("r", text, limits, n=3, sampling=Sampling(0.9, seed=1))
+    plain = played(command, is_hybrid=is_hybrid)
+    engine = make_engine(make_mocked(is_hybrid), speculates=True)
     draft_by(engine, Knowing("right", plain.answers(), vocab=VOCAB))
     forward: Any = engine._forward
     compute = forward.forward
@@ -261,9 +295,47 @@ def test_a_step_too_large_by_its_drafts_ends_no_branch() -> None:
 
     forward.forward = narrow
     teller = Teller(engine)
-    teller.run(generate("r", text, limits, n=3, sampling=Sampling(0.9, seed=1)))
+    teller.run(command)
     assert teller.told() == plain.told()
     assert teller.num_steps > plain.num_steps / 2
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_an_answer_leaves_states_where_it_does_without_drafts(kind: Kind) -> None:
+    """F12, part, F27, part: each 32 blocks, whatever is accepted there; a text that ends there resumes there.
+
+    No draft goes beyond such a place, and no pass that verifies one leaves a state of its own.
+    """
+    text, limits = list(range(1, 14)), Limits(270, ignore_eos=True)
+    command = generate("r", text, limits, sampling=Sampling(0.9, seed=3))
+    plain = played(command, is_hybrid=True)
+    engine = make_engine(make_mocked(is_hybrid=True), speculates=True)
+    draft_by(engine, Knowing(kind, plain.answers(), vocab=VOCAB))
+    teller = Teller(engine)
+    teller.run(command)
+    assert teller.told() == plain.told()
+    assert teller.stored() == plain.stored()
+    whole = plain.answers()["r", 0]
+    for each in (teller, plain):
+        each.run(generate("s", [*text, *whole[:260]], Limits(1)))
+        assert each.updates("s")[0].cached_tokens == 256
+
+
+def test_drafts_need_no_free_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F27, part: where all slots are cache, a draft still gets blocks: its pass has a slot."""
+    monkeypatch.setattr(model, "MIN_STATES", 6)
+    command = generate("r", list(range(1, 14)), Limits(60, ignore_eos=True))
+    plain = played(command, is_hybrid=True)
+    engine = make_engine(make_mocked(is_hybrid=True), speculates=True)
+    draft_by(engine, Knowing("right", plain.answers(), vocab=VOCAB))
+    teller = Teller(engine)
+    for i in range(4):
+        teller.run(generate(f"s{i}", [5 + i] * 13, Limits(1)))
+    assert not engine._tree.sides[0].pool.num_free
+    before = teller.num_steps
+    teller.run(command)
+    assert teller.answers()["r", 0] == plain.answers()["r", 0]
+    assert teller.num_steps - before < 14
 
 
 def test_ended_branches_are_forgotten() -> None:
@@ -312,6 +384,10 @@ class SpeculatingMachine(EngineMachine):
     def begun(self) -> None:
         drafter: Drafter = Rerunning(self)
         draft_by(self.engine, drafter)
+
+
+class SpeculatingStates(SpeculatingMachine, TieredStateMachine):
+    """The same with a layer that folds all tokens into a state, and tiers below."""
 
 
 class LookingUp(EngineMachine):
@@ -369,7 +445,7 @@ class Drafting(EngineMachine):
 @pytest.mark.parametrize(
     ("machine", "num", "steps"),
     [
-        *((SpeculatingMachine, 60, 40), (Drafting, 60, 40)),
+        *((SpeculatingMachine, 60, 40), (Drafting, 60, 40), (SpeculatingStates, 60, 50)),
         *((LookingUp, 40, 40), (LookingUpTorch, 8, 25)),
     ],
 )

@@ -211,8 +211,11 @@ class SideGroup(ABC):
         """The holders or the children of `node` have changed."""
 
     @abstractmethod
-    def advanced(self, node: Node, num_tokens: int) -> None:
-        """The last `num_tokens` of `node` are computed, and their full blocks are hashed after this."""
+    def advanced(self, node: Node, num_tokens: int, *, is_drafted: bool) -> None:
+        """The last `num_tokens` of `node` are computed, and their full blocks are hashed after this.
+
+        `is_drafted`: as in `BranchTree.commit`.
+        """
 
     @abstractmethod
     def sealed(self, node: Node, values: list[int]) -> None:

@@ -4,7 +4,8 @@ A state can't be sliced: a text can be gone on from only where a state was left.
 writes another, so the state before it is whole until the tokens are committed: a step that fails is run
 again, a fork reads its parent's state and writes its own without a copy, and a state stays by not being
 written over. Rejected: one slot a branch, written in place (a failed step would fold its tokens twice; a fork
-would copy).
+would copy). A pass that verifies a draft folds all of it: what is refused is taken out again before the rest
+is committed (`Forward.refold`).
 
 The end of a held node has a state, or its parent has it until the node's first tokens are computed; and a
 node that has room for more has a `target`. Behind a branch that goes on, the states stay that were left on
@@ -32,7 +33,7 @@ NO_STATE: Final = -1
 """In a row's table, the slot of a text without tokens."""
 
 EVERY_BLOCKS: Final = 32
-"""Decodes leave a state behind each so many blocks, and chunks of a prompt end there."""
+"""Decodes leave a state behind each so many blocks, and chunks of a prompt and drafts end there."""
 
 
 class State:
@@ -172,12 +173,13 @@ class StateGroup(SideGroup):
 
     # Changes of a node
 
-    def advanced(self, node: Node, num_tokens: int) -> None:
+    def advanced(self, node: Node, num_tokens: int, *, is_drafted: bool) -> None:
         part, end = self._part(node), node.end
         assert part.target is not None, f"{node} was computed without room for its state"
         before = end - num_tokens
         behind = part.states.get(before)
-        stays = end % self._block_size == 0 and (num_tokens > 1 or end % self._every == 0)
+        is_chunk = num_tokens > 1 and not is_drafted
+        stays = end % self._block_size == 0 and (is_chunk or end % self._every == 0)
         part.states[end] = State(part.target, stays=stays)
         part.target = None
         self.version += 1

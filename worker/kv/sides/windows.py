@@ -279,7 +279,7 @@ class WindowGroup(SideGroup):
 
     # Needs
 
-    def advanced(self, node: Node, num_tokens: int) -> None:
+    def advanced(self, node: Node, num_tokens: int, *, is_drafted: bool) -> None:
         self.changed(node)
 
     def changed(self, node: Node) -> None:
