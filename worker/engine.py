@@ -585,7 +585,9 @@ class Engine:
         for chunk in plan.chunks:
             branch, attached = chunk.branch, chunk.branch.attached_tokens
             assert attached is not None, "computed, but never admitted"
-            commit(node_of(branch), chunk.tokens, branch.hashes)
+            end = chunk.start + len(chunk.tokens)
+            reason = branch.places.get(end) if self._tree.sides else None
+            commit(node_of(branch), chunk.tokens, branch.hashes, reason)
             self._num_prefill += len(chunk.tokens)
             if branch.cached_tokens is None or (
                 chunk.start < branch.prompt_len and attached > branch.cached_tokens
